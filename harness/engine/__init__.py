@@ -1,0 +1,1 @@
+"""The decode loop: unmodified Hugging Face models over preallocated cache slots."""

@@ -1,0 +1,88 @@
+"""Attention of a block that evicts nothing, and the terms every attention here has in common.
+
+Axis letters: B streams, H KV heads, G query heads of a KV head, N = B * H, T tokens, L keys, D head dim.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+_SCORES = 2**24  # scores held at once by `causal`
+
+
+class Terms(NamedTuple):
+    """What a layer's attention has besides q, k and v, as the model passed it."""
+
+    scaling: float
+    sliding_window: int | None = None  # tokens a query sees, itself included
+    softcap: float | None = None  # scores pass through softcap * tanh(score / softcap)
+    sink_logits: Tensor | None = None  # one learned logit per query head that takes mass and gives nothing. [H * G]
+
+
+def weights(scores: Tensor, terms: Terms, heads: int, seen: Tensor | None = None) -> Tensor:
+    """Softmax over the keys, float32 at least. [N, G, L] -> [N, G, L].
+
+    Args:
+        scores: scaled dot products, rows ordered (stream, head).
+        terms: softcap and sink logits are applied here.
+        heads: H, to lay the sink logits out.
+        seen: keys that get weight; all when None. Broadcast to [N, G, L], bool.
+    """
+    if scores.dtype.itemsize < 4:
+        scores = scores.float()
+    if terms.softcap is not None:
+        scores = torch.tanh(scores / terms.softcap) * terms.softcap
+    if seen is not None:
+        scores = scores.masked_fill(~seen, float("-inf"))
+    if terms.sink_logits is None:
+        return torch.softmax(scores, -1)
+    sink = terms.sink_logits.to(scores.dtype).view(1, heads, -1, 1)
+    sink = sink.expand(scores.shape[0] // heads, -1, -1, -1).reshape(scores.shape[0], -1, 1)
+    return torch.softmax(torch.cat([scores, sink], -1), -1)[..., :-1]
+
+
+def causal(query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
+    """Causal attention of the last T of L tokens, in chunks of queries.
+
+    Args:
+        query: rotated. [B, H, G, T, D].
+        keys: rotated. [B, H, L, D].
+        values: [B, H, L, Dv].
+
+    Returns:
+        [B, H, G, T, Dv], dtype of the query.
+    """
+    tokens, length = query.shape[3], keys.shape[2]
+    rows = max(1, _SCORES // (query.shape[:3].numel() * length))
+    if terms.softcap is None and terms.sink_logits is None:
+        rows = max(rows, min(tokens, 256))  # the fused kernels hold no scores
+    chunks = [
+        _causal_chunk(query[:, :, :, t : t + rows], keys, values, length - tokens + t, terms)
+        for t in range(0, tokens, rows)
+    ]
+    return torch.cat(chunks, 3)
+
+
+def _causal_chunk(query: Tensor, keys: Tensor, values: Tensor, first: int, terms: Terms) -> Tensor:
+    """Queries of the positions `first`, `first + 1`, ... over the keys up to the last of them."""
+    streams, heads, group, tokens, _ = query.shape
+    low = 0 if terms.sliding_window is None else max(0, first - terms.sliding_window + 1)
+    keys, values = keys[:, :, low : first + tokens], values[:, :, low : first + tokens]
+    age = (
+        torch.arange(first, first + tokens, device=query.device)[:, None]
+        - torch.arange(low, first + tokens, device=query.device)
+    )  # fmt: skip
+    seen = age >= 0 if terms.sliding_window is None else (age >= 0) & (age < terms.sliding_window)
+    if terms.softcap is None and terms.sink_logits is None:
+        flat = query.flatten(1, 2)
+        out = scaled_dot_product_attention(flat, keys, values, seen, scale=terms.scaling, enable_gqa=group > 1)
+        return out.unflatten(1, (heads, group))
+    scores = torch.einsum("bhgtd,bhld->bhgtl", query * terms.scaling, keys)
+    if terms.sink_logits is not None:  # one logit a row
+        terms = terms._replace(sink_logits=terms.sink_logits.repeat_interleave(tokens))
+    mass = weights(scores.flatten(0, 1).flatten(1, 2), terms, heads, seen.repeat(group, 1)).view(scores.shape)
+    return torch.einsum("bhgtl,bhld->bhgtd", mass.to(values.dtype), values)

@@ -1,0 +1,48 @@
+"""How an unmodified Hugging Face model hands its attention to us.
+
+The model runs with all position ids 0, where RoPE does nothing, `use_cache=False` and no mask function, so
+that this function gets plain q, k and v of the new tokens and owns everything after. Who answers is a
+context variable and no keyword argument, because some families don't pass those on to their attention.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from harness.engine.attention import Terms
+
+NAME = "kv_bench"
+
+
+class Backend(Protocol):
+    """What answers a layer's attention."""
+
+    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
+        """Attention of one layer. [B, Q, T, D], [B, H, T, D], [B, H, T, Dv] -> [B, Q, T, Dv]."""
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The attention function registered with transformers."""
+    terms = Terms(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
+    layer: Any = module.layer_idx
+    return BACKEND.get().attend(layer, query, key, value, terms).transpose(1, 2).contiguous(), None
+
+
+BACKEND: ContextVar[Backend] = ContextVar("backend")  # who answers the attention of the forward pass under way
+AttentionInterface.register(NAME, _attention)

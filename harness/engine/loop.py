@@ -1,0 +1,227 @@
+"""The decode loop: blocks of T >= 1 tokens through a model whose every layer keeps what its policy says.
+
+T = 1 is a decode step; T = hundreds is how a book is scored; it is one code. No policy name, no metric and
+no clock in here. Axis letters: B streams, T tokens, V vocabulary, H KV heads, G query heads of a KV head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+from harness.engine.attention import Terms, causal
+from harness.engine.model import Model
+from harness.engine.rotary import LONGEST_STREAM, rotate
+from harness.engine.slots import Slots
+from harness.engine.walk import Block, Walk
+from policies import Policy, PositionMode
+
+_PREFILL = 8192  # tokens that recompute-window runs at once
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """What a decoder is asked to keep.
+
+    Attributes:
+        policy: unbound.
+        capacity: tokens per KV head kept between steps; None for a policy that never evicts.
+        positions: where RoPE puts a cached token.
+        limit: largest distance of mode `clamped`, in tokens; the model's training length when None.
+        seed: of the policy's randomness.
+    """
+
+    policy: Policy
+    capacity: int | None = None
+    positions: PositionMode = "cache"
+    limit: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if (self.capacity is None) == self.policy.evicts:
+            name = type(self.policy).__name__
+            raise ValueError(f"{name} needs a capacity" if self.policy.evicts else f"{name} takes no capacity")
+
+
+class Decoder(Protocol):
+    """Reads B streams, a block of tokens at a time."""
+
+    def __call__(self, tokens: Tensor, valid: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
+        """Take a block in.
+
+        Args:
+            tokens: [B, T] int64.
+            valid: which of them count; all when None. An invalid token changes nothing and its logits mean
+                nothing. [B, T] bool.
+            keep: indices of the tokens whose logits are wanted; all when None. [K] int64.
+
+        Returns:
+            Logits for the token after each. [B, T or K, V], the model's dtype.
+        """
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of K and V held between steps."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of everything else held between steps."""
+
+
+def decoder(model: Model, config: CacheConfig, streams: int = 1, *, walk: bool = False) -> Decoder:
+    """A fresh decoder.
+
+    Args:
+        model: to drive.
+        config: what to keep.
+        streams: B.
+        walk: token by token inside the layers even where a block can't evict anything.
+
+    Raises:
+        ValueError: the policy can't serve this capacity.
+    """
+    if not config.policy.caches:
+        return RecomputeDecoder(model, config, streams)
+    return CachedDecoder(model, config, streams, walk=walk)
+
+
+class CachedDecoder:
+    """A decoder that keeps K and V in slots."""
+
+    def __init__(self, model: Model, config: CacheConfig, streams: int = 1, *, walk: bool = False) -> None:
+        """As `decoder`."""
+        limit = config.limit if config.limit is not None else model.training_length
+        if config.positions == "clamped" and limit is None:
+            raise ValueError("positions 'clamped' need a limit: the model's config states no training length")
+        self.model, self.config = model, config
+        self.walks: list[Walk] = []
+        for shape in dict.fromkeys(model.layers):
+            layers = [index for index, other in enumerate(model.layers) if other == shape]
+            slots = Slots(
+                shape, layers, len(model.layers), config.policy, config.capacity, streams, config.seed,
+                model.device, model.dtype,
+            )  # fmt: skip
+            self.walks.append(Walk(slots, config.positions, limit or 0, always=walk))
+        self._step = torch.zeros(streams, 1, dtype=torch.int64, device=model.device)  # tokens taken in, per stream
+        self._seen: int | None = 0  # the same, as far as the host knows: None once streams differ
+        self._most = 0  # a bound of it for every stream
+        self._route()
+
+    def _route(self) -> None:
+        """Which walk answers which layer."""
+        self._of_layer = {layer: walk for walk in self.walks for layer in walk.slots.layers}
+
+    @torch.inference_mode()
+    def __call__(self, tokens: Tensor, valid: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
+        """See `Decoder`."""
+        count = tokens.shape[1]
+        if valid is not None:
+            self._seen = None
+        self._most += count
+        if self._most > LONGEST_STREAM:
+            raise ValueError(f"a stream of more than {LONGEST_STREAM} tokens")
+        if count == 1:
+            steps = self._step.clone()
+        else:
+            steps = self._step + (torch.arange(count, device=tokens.device) if valid is None else valid.cumsum(1) - valid.long())
+        self._block = Block(steps, valid, self._seen)
+        for walk in self.walks:
+            walk.slots.grow(self._most)
+            walk.begin(self._block)
+        logits = self.model(tokens, self, 0 if keep is None else keep)
+        for walk in self.walks:
+            walk.end(self._block)
+        self._step += count if valid is None else valid.sum(1, keepdim=True)
+        if self._seen is not None:
+            self._seen += count
+        return logits
+
+    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
+        """Answer one layer's attention from its cache."""
+        return self._of_layer[layer].attend(layer, query, keys, values, terms, self._block)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the K and V slots of all layers."""
+        return sum(walk.slots.kv_bytes for walk in self.walks)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of ranks, positions and statistics of all layers."""
+        return sum(walk.slots.state_bytes for walk in self.walks)
+
+    def kept(self) -> list[list[list[list[int]]]]:
+        """Positions held, oldest first, per layer, stream and KV head. Syncs with the host."""
+        return [self._of_layer[layer].slots.kept(layer) for layer in range(len(self.model.layers))]
+
+    @torch.inference_mode()
+    def fork(self, streams: Sequence[int]) -> Self:
+        """A decoder whose streams are copies of these: slots, ranks and statistics, nothing shared."""
+        index = torch.tensor(streams, device=self.model.device)
+        other = copy(self)
+        other.walks = [walk.fork(index) for walk in self.walks]
+        other._route()
+        other._step = self._step[index]
+        return other
+
+
+class RecomputeDecoder:
+    """A decoder that keeps no cache: every token's window is run afresh, many windows at once."""
+
+    def __init__(self, model: Model, config: CacheConfig, streams: int = 1) -> None:
+        """As `decoder`."""
+        assert config.capacity is not None
+        config.policy.bind(config.capacity)
+        self.model, self.config = model, config
+        self.length = config.capacity + 1
+        self._history = [torch.zeros(0, dtype=torch.int64, device=model.device) for _ in range(streams)]
+
+    @torch.inference_mode()
+    def __call__(self, tokens: Tensor, valid: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
+        """See `Decoder`. Only what is kept is computed."""
+        wanted = torch.arange(tokens.shape[1], device=tokens.device) if keep is None else keep
+        rows = []
+        for b, row in enumerate(tokens):
+            counts = torch.ones_like(row, dtype=torch.bool) if valid is None else valid[b]
+            text = torch.cat([self._history[b], row[counts]])
+            ends = len(self._history[b]) + counts.cumsum(0)[wanted]  # windows end before this index
+            rows.append(self._logits(text, ends.clamp(min=1)))
+            self._history[b] = text[-self.length + 1 :] if self.length > 1 else text[:0]
+        return torch.stack(rows)
+
+    def _logits(self, text: Tensor, ends: Tensor) -> Tensor:
+        """Logits after the windows of `text` that end at `ends`. -> [K, V]."""
+        out = []
+        short = int((ends < self.length).sum())  # the first windows begin with the stream and share one run
+        if short:
+            out.append(self.model(text[None, : int(ends[short - 1])], self, ends[:short] - 1)[0])
+        if short < len(ends):
+            windows = text.unfold(0, self.length, 1)
+            for chunk in ends[short:].split(max(1, _PREFILL // self.length)):
+                out.append(self.model(windows[chunk - self.length], self, 1)[:, 0])
+        return torch.cat(out)
+
+    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
+        """Plain causal attention of the windows themselves."""
+        shape = self.model.layers[layer]
+        if shape.rotation is not None:
+            query, keys = shape.rotation.pair(query), shape.rotation.pair(keys)
+            at = torch.arange(keys.shape[2], device=keys.device)
+            turns = shape.rotation.turns(at, keys.dtype, self.length + 1)
+            query, keys = rotate(query, turns), rotate(keys, turns)
+        return causal(query.unflatten(1, (shape.heads, -1)), keys, values, terms).flatten(1, 2)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Nothing is held between steps."""
+        return 0
+
+    @property
+    def state_bytes(self) -> int:
+        """The tokens of the window."""
+        return sum(text.nbytes for text in self._history)

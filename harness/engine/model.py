@@ -1,0 +1,193 @@
+"""A Hugging Face model, unmodified, as the decode loop drives it, and the self-check that guards it.
+
+Axis letters: B streams, T tokens, V vocabulary, L layers, H KV heads, G query heads of a KV head, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from harness.engine import interface
+from harness.engine.attention import Terms
+from harness.engine.rotary import Rotation, find_rotation
+from harness.engine.slots import LayerShape
+
+_PROBES = (1, 5, 191)  # positions at which a layer's rotation is read off
+_MOVING = ("dynamic", "longrope")  # RoPE types whose tables depend on the longest position
+
+
+class UnsupportedModelError(ValueError):
+    """This model can't be driven exactly, and why."""
+
+
+@dataclass
+class Model:
+    """A model the decode loop can drive.
+
+    Attributes:
+        hf: the Hugging Face model, attention handed to `interface`.
+        layers: what each layer's cache must know.
+        training_length: longest position seen in training, in tokens; None if the config does not say.
+    """
+
+    hf: PreTrainedModel
+    layers: list[LayerShape] = field(default_factory=list)
+    training_length: int | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.hf.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights, and so of K and V."""
+        return self.hf.dtype
+
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of K and V that one token takes in all layers."""
+        size = torch.empty((), dtype=self.dtype).element_size()
+        return sum(s.heads * (s.key_dim + s.value_dim) * size for s in self.layers)
+
+    def __call__(self, tokens: Tensor, backend: interface.Backend, keep: Tensor | int = 0) -> Tensor:
+        """Logits of a block.
+
+        Args:
+            tokens: [B, T] int64.
+            backend: answers every layer's attention.
+            keep: indices of the tokens whose logits are wanted, or how many of the last; 0 = all.
+
+        Returns:
+            [B, T or what is kept, V], the model's dtype.
+        """
+        return _forward(self.hf, tokens, torch.zeros_like(tokens), backend, keep)
+
+
+def _forward(
+    hf: PreTrainedModel, tokens: Tensor, positions: Tensor, backend: interface.Backend, keep: Tensor | int
+) -> Tensor:
+    """The model's forward pass with its attention answered by `backend`."""
+    token = interface.BACKEND.set(backend)
+    try:
+        out = hf(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=keep)
+    finally:
+        interface.BACKEND.reset(token)
+    logits: Tensor = out.logits
+    return logits
+
+
+class _Probe:
+    """Takes down every layer's q, k and terms, and answers 0 so that no layer depends on another's attention."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, tuple[Tensor, Tensor, int, Terms]] = {}
+
+    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
+        if layer in self.seen:
+            raise LookupError("two of its attention modules share one layer index")
+        self.seen[layer] = (query, keys, values.shape[-1], terms)
+        return query.new_zeros(*query.shape[:-1], values.shape[-1])
+
+
+def adopt(hf: PreTrainedModel, rope_length: int | None = None) -> Model:
+    """Make a model drivable: find out its layers by experiment and check it against its own forward pass.
+
+    Args:
+        hf: any causal language model, in evaluation mode.
+        rope_length: for RoPE types whose tables depend on the longest position (dynamic, longrope): that position
+            plus 1, in tokens. Positions keep the tables of that length throughout.
+
+    Raises:
+        UnsupportedModelError: it can't be driven exactly, and why.
+    """
+    hf.requires_grad_(False)
+    hf.set_attn_implementation(interface.NAME)
+    if _rope_types(hf) & set(_MOVING) and rope_length is None:
+        raise UnsupportedModelError(
+            f"its RoPE ({', '.join(sorted(_rope_types(hf)))}) depends on the longest position: set model.rope_length"
+        )
+    length = getattr(hf.config.get_text_config(), "max_position_embeddings", None)
+    model = Model(hf, training_length=length if isinstance(length, int) else None)
+    try:
+        with torch.inference_mode():
+            model.layers = _layer_shapes(model, rope_length)
+    except LookupError as error:
+        raise UnsupportedModelError(str(error)) from None
+    return model
+
+
+def _layer_shapes(model: Model, rope_length: int | None) -> list[LayerShape]:
+    """Heads, dims, sliding window and rotation of every layer, read off probe runs."""
+    if rope_length is not None:
+        _observe(model, rope_length - 1)  # leaves the tables of that length in place
+        _freeze_rope(model.hf)
+    at_zero = _observe(model, 0)
+    if sorted(at_zero) != list(range(len(at_zero))) or not at_zero:
+        raise LookupError("its attention does not go through transformers' AttentionInterface in every layer")
+    samples = {p: _observe(model, p) for p in _PROBES}
+    tables = [b for name, b in model.hf.named_buffers() if name.endswith("inv_freq") and "original" not in name]
+    shapes = []
+    known: list[Rotation] = []
+    for layer, (query, keys, value_dim, terms) in sorted(at_zero.items()):
+        rotation = find_rotation(
+            torch.cat([query, keys], 1),
+            {p: torch.cat(seen[layer][:2], 1) for p, seen in samples.items()},
+            tables,
+        )
+        rotation = next((r for r in known if rotation and _same(r, rotation)), rotation)  # tables are shared
+        known += [rotation] if rotation and rotation not in known else []
+        heads, group = keys.shape[1], query.shape[1] // keys.shape[1]
+        shapes.append(LayerShape(heads, group, keys.shape[-1], value_dim, rotation, terms.sliding_window))
+    return shapes
+
+
+def _same(a: Rotation, b: Rotation) -> bool:
+    return torch.equal(a.frequencies, b.frequencies) and torch.equal(a.order, b.order)
+
+
+def _observe(model: Model, position: int) -> dict[int, tuple[Tensor, Tensor, int, Terms]]:
+    """q and k of every layer for a few tokens that all stand at one position."""
+    count = min(8, model.hf.config.get_text_config().vocab_size)
+    tokens = torch.arange(count, device=model.device)[None]
+    probe = _Probe()
+    try:
+        _forward(model.hf, tokens, torch.full_like(tokens, position), probe, 1)
+    except (RuntimeError, TypeError, AttributeError, IndexError) as error:
+        raise LookupError(f"its forward pass fails under our attention: {str(error).splitlines()[0]}") from error
+    return probe.seen
+
+
+def _rope_types(hf: PreTrainedModel) -> set[str]:
+    """RoPE types of the model's tables."""
+    kinds: set[str] = set()
+    for module in hf.modules():
+        kind = getattr(module, "rope_type", None)
+        kinds |= set(kind.values()) if isinstance(kind, dict) else {kind} if isinstance(kind, str) else set()
+    return kinds
+
+
+def _freeze_rope(hf: PreTrainedModel) -> None:
+    """Keep the tables as they are: a type that adapts would look at every block's positions, and sync for it."""
+    for module in hf.modules():
+        kind: Any = getattr(module, "rope_type", None)
+        if isinstance(kind, dict):
+            module.rope_type = dict.fromkeys(kind, "default")
+        elif kind in _MOVING:
+            module.rope_type = "default"  # type: ignore[assignment]
+
+
+@contextmanager
+def own_attention(hf: PreTrainedModel) -> Iterator[None]:
+    """The model as its authors wrote it, for the reference forward pass."""
+    hf.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        hf.set_attn_implementation(interface.NAME)

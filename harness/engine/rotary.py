@@ -1,0 +1,120 @@
+"""Where RoPE puts a token: read off the model's behaviour at load, applied at attention time.
+
+A layer's rotation is a frequency for every pair of key dims. It is not taken from the code of a
+family but found by experiment: of the layouts that exist, the one that turns the layer's queries and
+keys at position 0 into those that the model itself makes at position p (docs/decisions/0002).
+Keys are kept in an order of dims in which pairs are neighbours, so that rotating is one complex product.
+
+Axis letters: D head dim, P = D / 2 pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+_LEVEL = 4096  # rows of one table level; two levels reach _LEVEL**2 positions
+LONGEST_STREAM = _LEVEL**2  # tokens
+
+
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    """RoPE of one layer.
+
+    Attributes:
+        frequencies: radians a position turns each pair; 0 where RoPE leaves it. [P] float64.
+        order: the model's dim that stands at each place here, pairs side by side. [D] int64, where the model is.
+    """
+
+    frequencies: Tensor
+    order: Tensor
+    _tables: dict[tuple[torch.dtype, int], Tensor] = field(default_factory=dict, repr=False)
+
+    def pair(self, x: Tensor) -> Tensor:
+        """The same vectors with paired dims side by side. [..., D] -> [..., D]."""
+        return x.index_select(-1, self.order)
+
+    def turns(self, positions: Tensor, dtype: torch.dtype, longest: int) -> Tensor:
+        """exp(i * position * frequency) for every pair, from float64 angles.
+
+        Args:
+            positions: any shape, each in [0, longest). int64.
+            dtype: what will be rotated; 16-bit types are rotated in float32.
+            longest: bounds the positions; beyond `_LEVEL` rows the table has two levels.
+
+        Returns:
+            [*positions.shape, P], complex64 or complex128.
+        """
+        flat, shape = positions.reshape(-1), (*positions.shape, -1)
+        if longest <= _LEVEL:
+            return self._table(dtype, 1).index_select(0, flat).view(shape)
+        low = self._table(dtype, 1).index_select(0, flat % _LEVEL)
+        high = self._table(dtype, _LEVEL).index_select(0, flat // _LEVEL)
+        return (low * high).view(shape)
+
+    def _table(self, dtype: torch.dtype, stride: int) -> Tensor:
+        """Turns of the positions 0, stride, 2 * stride, ... [_LEVEL, P]."""
+        key = (dtype, stride)
+        if key not in self._tables:
+            angles = torch.arange(_LEVEL, dtype=torch.float64)[:, None] * stride * self.frequencies.cpu()
+            wide = torch.complex128 if dtype == torch.float64 else torch.complex64
+            self._tables[key] = torch.polar(torch.ones_like(angles), angles).to(wide).to(self.order.device)
+        return self._tables[key]
+
+
+def rotate(x: Tensor, turns: Tensor) -> Tensor:
+    """Paired vectors, turned. [..., D] with [..., P] complex -> [..., D], dtype of x."""
+    if x.dtype == torch.float32:
+        return (x.view(torch.complex64) * turns).view(torch.float32)
+    if x.dtype == torch.float64:
+        return (x.view(torch.complex128) * turns).view(torch.float64)
+    return (x.float().view(torch.complex64) * turns).view(torch.float32).to(x.dtype)
+
+
+def find_rotation(at_zero: Tensor, samples: dict[int, Tensor], tables: Iterable[Tensor]) -> Rotation | None:
+    """The rotation that turns a layer's vectors at position 0 into those at other positions.
+
+    Args:
+        at_zero: queries or keys that the model makes at position 0. [..., D].
+        samples: the same ones made at other positions. {position: [..., D]}.
+        tables: the model's own inverse frequencies. [M] each.
+
+    Returns:
+        None if the layer does not rotate at all (NoPE).
+
+    Raises:
+        LookupError: no known layout reproduces the samples.
+    """
+    scale = at_zero.abs().amax().clamp(min=1e-30).item()
+    tolerance = 2e-3 if at_zero.dtype in (torch.float32, torch.float64) else 5e-2
+    if all((x - at_zero).abs().amax().item() <= tolerance * scale for x in samples.values()):
+        return None
+    for candidate in _candidates(at_zero.shape[-1], tables, at_zero.device):
+        start = candidate.pair(at_zero)
+        errors = [
+            (rotate(start, candidate.turns(torch.tensor(p, device=start.device), start.dtype, p + 1)) - candidate.pair(x))
+            .abs().amax().item()
+            for p, x in samples.items()
+        ]  # fmt: skip
+        if max(errors) <= tolerance * scale:
+            return candidate
+    raise LookupError("no known RoPE layout reproduces its keys (learned or other absolute positions?)")
+
+
+def _candidates(dims: int, tables: Iterable[Tensor], device: torch.device) -> Iterable[Rotation]:
+    """Every layout in use: half-split or interleaved pairs, in the first or the last dims of a head."""
+    for table in tables:
+        pairs = table.numel()
+        if 2 * pairs > dims or dims % 2:
+            continue
+        frequencies = torch.zeros(dims // 2, dtype=torch.float64)
+        frequencies[:pairs] = table.detach().double().cpu()
+        half = torch.arange(2 * pairs).view(2, pairs).T.reshape(-1)
+        for start in dict.fromkeys((0, dims - 2 * pairs)):
+            for layout in (half, torch.arange(2 * pairs)):
+                rotated = layout + start
+                rest = torch.tensor([d for d in range(dims) if not start <= d < start + 2 * pairs], dtype=torch.int64)
+                yield Rotation(frequencies, torch.cat([rotated, rest]).to(device))

@@ -1,0 +1,23 @@
+"""Dense: keep everything, the reference every policy is compared with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from policies.policy import CacheView, Policy
+
+
+@dataclass(frozen=True)
+class Dense(Policy):
+    """Full attention: the cache grows with the stream."""
+
+    evicts: ClassVar[bool] = False
+
+    def importance(self, view: CacheView) -> Tensor:
+        """Never evicted: +inf everywhere. [B, H, S] float32."""
+        return torch.full_like(view.rank, inf, dtype=torch.float32)

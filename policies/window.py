@@ -1,0 +1,21 @@
+"""Window: keep the most recent tokens only.
+
+Source: the "window attention" baseline of Xiao et al. 2023, arXiv:2309.17453, Fig. 1(b).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from policies.policy import CacheView, Policy
+
+
+@dataclass(frozen=True)
+class Window(Policy):
+    """Keep the `capacity` newest tokens."""
+
+    def importance(self, view: CacheView) -> Tensor:
+        """The newer, the more important. [B, H, S] float32."""
+        return view.position.float()
