@@ -1,0 +1,1 @@
+"""Streams of tokens, each with a fingerprint."""

@@ -1,0 +1,92 @@
+"""PG-19: full-length books. A local directory, else the local Hugging Face cache, else the hub.
+
+Source: Rae et al. 2019, arXiv:1911.05507. The dataset's own repository loads by a script, which `datasets`
+no longer runs, so a parquet edition of the same books is used, at a pinned revision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from harness.data.stream import Text
+from harness.errors import UserError
+
+HUB_ID = "emozilla/pg19"
+HUB_REVISION = "c021754c8e01c5b1cc83a1f549c1f97fbbb756b8"
+
+
+def books(split: str, directory: Path | None) -> tuple[str, Iterator[Text]]:
+    """Where the books come from, in words, and the books in their order there.
+
+    Args:
+        split: "train", "validation" or "test".
+        directory: of parquet files with a `text` column, or of .txt files, or one such file. Files named after
+            splits are chosen by the split; others are all read, in the order of their names.
+
+    Raises:
+        UserError: no text there, or neither a directory nor the hub can be reached.
+    """
+    if directory is None:
+        return f"{HUB_ID}@{HUB_REVISION[:8]} {split}", _from_hub(split)
+    files = _files(directory, split)
+    return f"local {', '.join(f.name for f in files[:3])}{', ...' if len(files) > 3 else ''}", _from_files(files)
+
+
+def _files(directory: Path, split: str) -> list[Path]:
+    """The files of a split."""
+    if not directory.exists():
+        raise UserError(f"{directory}: no such directory (--data or BENCH_DATA)")
+    found = [directory] if directory.is_file() else sorted(directory.rglob("*"))
+    for suffix in (".parquet", ".txt"):
+        files = [f for f in found if f.suffix == suffix and (f == directory or f.name.lower() != "readme.txt")]
+        named = [f for f in files if any(s in f.stem.lower() for s in ("train", "validation", "test"))]
+        chosen = [f for f in named if split in f.stem.lower()] if named else files
+        if chosen:
+            return chosen
+        if named and not chosen:
+            raise UserError(f"{directory}: no {suffix} file of the split '{split}', only {', '.join(f.name for f in named)}")
+    raise UserError(f"{directory}: no text (.parquet with a 'text' column, or .txt)")
+
+
+def _from_files(files: list[Path]) -> Iterator[Text]:
+    """Row by row, so that a long split is never in memory as a whole."""
+    for file in files:
+        if file.suffix == ".txt":
+            yield Text(file.stem, file.read_text(encoding="utf-8", errors="replace"))
+        else:
+            yield from _from_parquet(file)
+
+
+def _from_parquet(file: Path) -> Iterator[Text]:
+    import pyarrow.parquet as pq
+    from pyarrow.lib import ArrowInvalid
+
+    try:
+        table = pq.ParquetFile(file)
+    except (ArrowInvalid, OSError) as error:
+        raise UserError(f"{file}: not a readable parquet file ({str(error).splitlines()[0]})") from error
+    names = table.schema_arrow.names
+    if "text" not in names:
+        raise UserError(f"{file}: no column 'text', only {', '.join(names)}")
+    titles = [c for c in ("short_book_title", "title") if c in names][:1]
+    for batch in table.iter_batches(batch_size=1, columns=["text", *titles]):
+        row = batch.to_pylist()[0]
+        yield Text(str(row[titles[0]]) if titles else f"{file.stem} {batch.num_rows}", row["text"] or "")
+
+
+def _from_hub(split: str) -> Iterator[Text]:
+    """The pinned edition through `datasets`, which looks into the local cache by itself."""
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise UserError("pg19 from the hub needs the package 'datasets'; or give --data DIR") from error
+    try:
+        rows = load_dataset(HUB_ID, revision=HUB_REVISION, data_files={split: f"data/{split}-*.parquet"}, split=split)
+    except Exception as error:  # datasets raises many kinds when the hub is out of reach
+        raise UserError(
+            f"pg19: neither in the local cache nor on the hub within reach ({type(error).__name__}); "
+            f"give --data DIR or BENCH_DATA, a directory of .parquet or .txt books"
+        ) from error
+    for row in rows:
+        yield Text(row["short_book_title"], row["text"])

@@ -1,0 +1,87 @@
+"""Where a model's files are: a local directory, or the hub's cache; and what weights they hold."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+from harness.errors import UserError
+
+_WANTED = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
+_UNWANTED = ["onnx/*", "original/*", "*/consolidated*", "consolidated*"]
+
+
+def model_directory(model: str, revision: str | None, allow_pickle: bool) -> Path:
+    """The directory of a model's files, downloaded if need be.
+
+    Args:
+        model: a local directory or a hub id.
+        revision: of a hub model: a commit, branch or tag.
+        allow_pickle: accept weights that are not safetensors.
+
+    Raises:
+        UserError: no such model, no weights, or the hub is out of reach.
+    """
+    directory = Path(model).expanduser()
+    if directory.is_dir():
+        if not (directory / "config.json").exists():
+            raise UserError(f"{model}: a directory without config.json, not a model")
+    elif model.startswith((".", "/", "~")) or model.count("/") != 1:
+        raise UserError(f"{model}: no such directory, and not a hub id (owner/name)")
+    else:
+        directory = _download(model, revision, allow_pickle)
+    if not _weights(directory, allow_pickle):
+        extra = "" if allow_pickle or not _weights(directory, True) else " (pickled weights are read only with model.pickle: true)"
+        raise UserError(f"{model}: no safetensors weights{extra}")
+    return directory
+
+
+def _weights(directory: Path, allow_pickle: bool) -> list[Path]:
+    patterns = ["*.safetensors", *(["pytorch_model*.bin"] if allow_pickle else [])]
+    return sorted(f for pattern in patterns for f in directory.glob(pattern))
+
+
+def _download(model: str, revision: str | None, allow_pickle: bool) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    wanted = [*_WANTED, *(["pytorch_model*.bin"] if allow_pickle else [])]
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=wanted, ignore_patterns=_UNWANTED))
+    except LocalEntryNotFoundError as error:
+        raise UserError(
+            f"{model}: not in the local cache and the hub is out of reach; give --model DIR, or set HF_HOME to a cache "
+            f"that has it"
+        ) from error
+    except Exception as error:
+        raise UserError(f"{model}: can't be downloaded ({type(error).__name__}: {str(error).splitlines()[0]})") from error
+
+
+def weights_digest(directory: Path) -> str:
+    """sha256 over config and weights; remembered by path, size and time of change, since weights are large."""
+    files = [directory / "config.json", *_weights(directory, True)]
+    seen = hashlib.sha256()
+    cache_file = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "kv-bench" / "digests.json"
+    try:
+        cache = json.loads(cache_file.read_text())
+    except (OSError, ValueError):
+        cache = {}
+    known = dict(cache)
+    for file in files:
+        stat = file.stat()
+        name = f"{file.resolve()}|{stat.st_size}|{stat.st_mtime_ns}"
+        if name not in cache:
+            with file.open("rb") as stream:
+                cache[name] = hashlib.file_digest(stream, "sha256").hexdigest()
+        seen.update(cache[name].encode())
+    if cache != known:
+        try:
+            cache_file.parent.mkdir(parents=True, exist_ok=True)
+            partial = cache_file.with_suffix(f".{os.getpid()}.partial")
+            partial.write_text(json.dumps(cache))
+            os.replace(partial, cache_file)
+        except OSError:  # it is only a cache
+            pass
+    return seen.hexdigest()

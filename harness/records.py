@@ -1,0 +1,171 @@
+"""Records: one file a cell, facts only, and the folder that holds them. Imports no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+RECORD_VERSION = 1
+NUMERICS_VERSION = 1  # raised when numbers change for the same cell, weights and data (tests/test_golden.py)
+
+
+def digest(value: object) -> str:
+    """sha256 of a value's canonical JSON, in hex."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass
+class Record:
+    """What was asked, what came out, and everything needed to believe it.
+
+    Attributes:
+        cell: what was asked: suite, version, model, task, policy, parameters, capacity, positions, seed.
+        cell_id: hash of `cell`.
+        key: hash of what decided the numbers: cell id, token ids, weights, the policy's source, NUMERICS_VERSION.
+        status: "ok", or "failed": then `error` says why and `metrics` may be empty.
+        error: {"kind", "message"} of a failed cell.
+        metrics: the task's figures.
+        data: where the text came from: source, fingerprints, tokens, prefix.
+        facts: device, versions, threads, block, method, seconds: what may differ without changing the numbers.
+        finished: when, UTC, ISO 8601.
+        trace: per-token figures beside the record: {"file", "sha256"}; None if the task keeps none.
+        numerics: NUMERICS_VERSION of the code that measured.
+        version: of this format.
+    """
+
+    cell: dict[str, Any]
+    cell_id: str
+    key: str
+    status: Literal["ok", "failed"]
+    error: dict[str, str] | None = None
+    metrics: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    finished: str = ""
+    trace: dict[str, str] | None = None
+    numerics: int = NUMERICS_VERSION
+    version: int = RECORD_VERSION
+
+    @property
+    def stem(self) -> str:
+        """File name without suffix: readable, and unique by cell id and key."""
+        cell = self.cell
+        words = [str(cell.get("policy", "")), *(f"c{c}" for c in [cell.get("capacity")] if c is not None)]
+        return "-".join([*(_slug(w) for w in words), self.cell_id[:8], self.key[:8]])
+
+
+def _slug(text: str) -> str:
+    """A name that is safe as a file name everywhere."""
+    return re.sub(r"[^A-Za-z0-9._]+", "_", text).strip("._") or "_"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A file among the records that is none, and why."""
+
+    path: Path
+    reason: str
+
+
+class RecordStore:
+    """The folder of records: `<suite>/<model>/<policy>-<capacity>-<cell id>-<key>.json`."""
+
+    def __init__(self, folder: Path) -> None:
+        """Use a folder, which need not exist."""
+        self.folder = folder
+
+    def path(self, record: Record) -> Path:
+        """Where a record belongs."""
+        cell = record.cell
+        return self.folder / _slug(str(cell["suite"])) / _slug(str(cell["model"]["id"])) / f"{record.stem}.json"
+
+    def trace_path(self, record: Record) -> Path:
+        """Where its per-token figures belong."""
+        return self.path(record).with_suffix(".nll.npy")
+
+    def write(self, record: Record, trace: Path | None = None) -> Path:
+        """Put a record in place, atomically; its finished trace first, so that no record lacks one.
+
+        Raises:
+            OSError: the folder can't be written to.
+        """
+        path = self.path(record)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if trace is not None:
+            target = self.trace_path(record)
+            record.trace = {"file": target.name, "sha256": hashlib.sha256(trace.read_bytes()).hexdigest()}
+            os.replace(trace, target)
+        partial = path.with_name(path.name + ".partial")
+        with partial.open("w", encoding="utf-8") as file:
+            json.dump(asdict(record), file, indent=1, ensure_ascii=False, allow_nan=False)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+        return path
+
+    def finished(self, record: Record) -> Record | None:
+        """The record that already answers this one's cell with the same key, if its trace is still there."""
+        found = read(self.path(record))
+        if isinstance(found, Problem) or found.status != "ok" or (found.cell_id, found.key) != (record.cell_id, record.key):
+            return None
+        return found if found.trace is None or self.trace_path(found).exists() else None
+
+    def read_all(self) -> tuple[list[Record], list[Problem]]:
+        """Every record, in the order of their paths, and every file that is none."""
+        records, problems = [], []
+        for path in self._files():
+            found = read(path)
+            if isinstance(found, Problem):
+                problems.append(found)
+            else:
+                records.append(found)
+        return records, problems
+
+    def _files(self) -> Iterator[Path]:
+        yield from sorted(self.folder.rglob("*.json"))
+
+
+def read(path: Path) -> Record | Problem:
+    """One record, or what is wrong with the file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return Problem(path, "not there")
+    except (OSError, ValueError) as error:
+        return Problem(path, f"not readable as JSON ({type(error).__name__})")
+    if not isinstance(value, dict) or not isinstance(value.get("version"), int):
+        return Problem(path, "not a record")
+    if value["version"] > RECORD_VERSION:
+        return Problem(path, f"of record version {value['version']}; this program reads up to {RECORD_VERSION}")
+    names = {f.name for f in fields(Record)}
+    if set(value) != names or not _well_formed(value):
+        return Problem(path, "not a whole record")
+    return Record(**value)
+
+
+def _well_formed(value: dict[str, Any]) -> bool:
+    """Whether the parts that everyone relies on are there and of the right kind."""
+    kinds = {"cell": dict, "cell_id": str, "key": str, "metrics": dict, "data": dict, "facts": dict, "finished": str}
+    if any(not isinstance(value[name], kind) for name, kind in kinds.items()):
+        return False
+    cell = value["cell"]
+    needed = ("suite", "suite_version", "model", "task", "policy", "parameters", "seed")
+    if any(name not in cell for name in needed) or not isinstance(cell["model"], dict) or "id" not in cell["model"]:
+        return False
+    return value["status"] in ("ok", "failed") and digest(cell) == value["cell_id"]
+
+
+def newest(records: list[Record]) -> list[Record]:
+    """The newest record of every cell id, in a stable order."""
+    best: dict[str, Record] = {}
+    for record in sorted(records, key=lambda r: (r.finished, r.key)):
+        best[record.cell_id] = record
+    return sorted(best.values(), key=lambda r: (str(r.cell["suite"]), str(r.cell["model"]["id"]), r.stem))

@@ -1,0 +1,135 @@
+"""Finding policies and tasks by name: ours are the files of their folders, a user's are a path or an entry point."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+import sys
+from collections.abc import Iterable
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from harness.errors import UserError
+
+if TYPE_CHECKING:
+    from harness.tasks.task import Task
+    from policies import Policy
+
+_NOT_POLICIES = {"policy", "statistics"}
+_NOT_TASKS = {"task"}
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """", did you mean 'x'?" or what there is, to end an error with."""
+    options = sorted(known)
+    close = difflib.get_close_matches(name, options, 1)
+    return f", did you mean '{close[0]}'?" if close else f"; there are {', '.join(options)}"
+
+
+def policy_names() -> list[str]:
+    """Ours and those installed through the entry-point group `bench.policies`."""
+    return sorted({*_modules("policies", _NOT_POLICIES), *(e.name for e in entry_points(group="bench.policies"))})
+
+
+def task_names() -> list[str]:
+    """The tasks there are."""
+    return _modules("harness.tasks", _NOT_TASKS)
+
+
+def policy_class(name: str) -> type[Policy]:
+    """The policy of a name, of `package.module:Class` or of `path/to/file.py:Class`.
+
+    Raises:
+        UserError: there is none, or it can't be imported.
+    """
+    from policies import Policy
+
+    if ":" in name:
+        where, _, attribute = name.rpartition(":")
+        found = getattr(_user_module(where), attribute, None)
+        if found is None:
+            raise UserError(f"{where} has no '{attribute}'")
+    elif name in _modules("policies", _NOT_POLICIES):
+        found = _defined_in(importlib.import_module(f"policies.{name}"), Policy)
+    else:
+        entries = [e for e in entry_points(group="bench.policies") if e.name == name]
+        if not entries:
+            raise UserError(f"unknown policy '{name}'{did_you_mean(name, policy_names())}")
+        found = entries[0].load()
+    if not (inspect.isclass(found) and issubclass(found, Policy)):
+        raise UserError(f"{name} is not a policies.Policy")
+    return found
+
+
+def task_class(name: str) -> type[Task]:
+    """The task of a name.
+
+    Raises:
+        UserError: there is none.
+    """
+    from harness.tasks.task import Task
+
+    if name not in task_names():
+        raise UserError(f"unknown task '{name}'{did_you_mean(name, task_names())}")
+    return _defined_in(importlib.import_module(f"harness.tasks.{name}"), Task)
+
+
+def source_digest(policy: type[Policy]) -> str:
+    """sha256 of the source that decides what a policy keeps: its module and its statistics."""
+    parts = [_source(sys.modules[policy.__module__]), *(_source(s) for s in policy.statistics)]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _source(of: ModuleType | type) -> str:
+    try:
+        return inspect.getsource(of)
+    except (OSError, TypeError):
+        return repr(of)
+
+
+def _modules(package: str, infrastructure: set[str]) -> list[str]:
+    """A package's modules, found as files, so that adding one is all it takes."""
+    spec = importlib.util.find_spec(package)
+    assert spec is not None and spec.submodule_search_locations
+    return sorted(m.name for m in pkgutil.iter_modules(spec.submodule_search_locations) if m.name not in infrastructure)
+
+
+def _defined_in[T](module: ModuleType, kind: type[T]) -> type[T]:
+    """The one class of a kind that a module defines itself."""
+    found = [
+        x for x in vars(module).values() if inspect.isclass(x) and issubclass(x, kind) and x.__module__ == module.__name__
+    ]
+    assert len(found) == 1, f"{module.__name__} must define one {kind.__name__}, not {len(found)}"
+    return found[0]
+
+
+def _user_module(where: str) -> ModuleType:
+    """A user's module, by file or by dotted name."""
+    try:
+        if not where.endswith(".py"):
+            return importlib.import_module(where)
+        path = Path(where).expanduser().resolve()
+        if not path.exists():
+            raise UserError(f"{where}: no such file")
+        name = f"bench_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+        if name not in sys.modules:
+            spec = importlib.util.spec_from_file_location(name, path)
+            assert spec is not None and spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[name] = module
+            try:
+                spec.loader.exec_module(module)
+            except BaseException:
+                del sys.modules[name]
+                raise
+        return sys.modules[name]
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{where}: can't be imported ({type(error).__name__}: {error})") from error

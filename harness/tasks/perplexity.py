@@ -1,0 +1,151 @@
+"""Perplexity of a long text, read as one stream with a cache that is never reset.
+
+Source: Xiao et al. 2023, arXiv:2309.17453, Section 4.1 (PG19, books concatenated, token by token).
+Differs: text is tokenised without special tokens and opened once by the tokenizer's own BOS (the release puts
+one before every book); a block of tokens passes one layer at a time, which gives the same numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedTokenizerBase
+
+from harness.data import pg19
+from harness.data.stream import TokenStream, stream
+from harness.engine.loop import decoder
+from harness.tasks.task import Job, MeasurementError, Options, Task
+
+_BLOCKS = 4096  # blocks whose sums the record keeps, at most
+_SMALLEST_BLOCK = 32  # tokens
+_FIRST_BUCKET = 256  # tokens; every further bucket of positions ends at the double
+
+
+class PerplexityOptions(Options):
+    """Options of the perplexity task."""
+
+    name: Literal["perplexity"] = "perplexity"
+    data: Literal["pg19"] = Field("pg19", description="the text")
+    split: Literal["train", "validation", "test"] = Field("test", description="of the data")
+    tokens: int = Field(65536, ge=2, description="length of the stream in tokens, prefix not counted")
+    stride: int = Field(
+        1, ge=1, description="recompute_window scores every stride-th token; the others score all, and keep sums on the same"
+    )
+
+
+class Perplexity(Task):
+    """NLL of every token given the stream before it, as far as the cache holds it."""
+
+    options: ClassVar[type[Options]] = PerplexityOptions
+
+    @staticmethod
+    def data(options: PerplexityOptions, tokenizer: PreTrainedTokenizerBase, directory: Path | None) -> TokenStream:
+        """The books of the split, one after the other, up to `tokens`."""
+        source, books = pg19.books(options.split, directory)
+        return stream(books, source, tokenizer, options.tokens)
+
+    @staticmethod
+    def total(options: PerplexityOptions) -> int:
+        """All of them are processed."""
+        return options.tokens
+
+    @staticmethod
+    def run(options: PerplexityOptions, job: Job) -> dict[str, Any]:
+        """Score the stream; the trace gets one float32 NLL a token, NaN where none was scored."""
+        nll = np.lib.format.open_memmap(job.trace, mode="w+", dtype="<f4", shape=(len(job.stream.ids),))
+        nll[:] = np.nan
+        kv_bytes, state_bytes = _score(options, job, nll)
+        nll.flush()
+        return {**summary(nll, job.stream, options.stride), "kv_bytes": kv_bytes, "state_bytes": state_bytes}
+
+
+def _score(options: PerplexityOptions, job: Job, nll: NDArray[np.float32]) -> tuple[int, int]:
+    """Read the stream once; writes each token's NLL in nats, returns the bytes held at the end."""
+    ids = torch.from_numpy(job.stream.ids)
+    every = 1 if job.config.policy.caches else options.stride
+    wanted = scored(len(ids), job.stream.prefix, every)
+    read = decoder(job.model, job.config, walk=job.walk)
+    total, count = 0.0, 0
+    for start in range(0, len(ids) - 1, job.block):
+        block, targets = ids[start : start + job.block][: len(ids) - 1 - start], ids[start + 1 : start + job.block + 1]
+        at = np.flatnonzero(wanted[start + 1 : start + 1 + len(block)])
+        keep = None if len(at) == len(block) else torch.from_numpy(at).to(job.model.device)
+        logits = read(block[None].to(job.model.device), keep=keep)
+        if not len(at):
+            continue
+        losses = cross_entropy(logits[0].float(), targets[at].to(job.model.device), reduction="none").cpu().numpy()
+        if not np.isfinite(losses).all():
+            raise MeasurementError(f"NLL is not finite at token {start + 1 + int(at[~np.isfinite(losses)][0])}")
+        nll[start + 1 + at] = losses
+        total, count = total + float(losses.sum(dtype=np.float64)), count + len(at)
+        job.progress(start + len(block), total / count)
+    return read.kv_bytes, read.state_bytes
+
+
+def scored(length: int, prefix: int, every: int) -> NDArray[np.bool_]:
+    """Which tokens are scored: all but the prefix and the very first, or every so-manieth of them. [N] bool."""
+    first = max(prefix, 1)
+    chosen = np.zeros(length, bool)
+    chosen[first::every] = True
+    return chosen
+
+
+def summary(nll: NDArray[np.float32], text: TokenStream, stride: int) -> dict[str, Any]:
+    """The record's figures from the trace.
+
+    Args:
+        nll: nats per token, NaN where not scored. [N].
+        text: what was scored.
+        stride: tokens between those that recompute-window scores.
+
+    Returns:
+        tokens, nll (mean, nats), perplexity, bits_per_byte; `buckets` of positions; `blocks`: sums over short runs
+        of positions, from which intervals and paired differences are computed; `on_stride`: the same on the tokens
+        that every cell of the task scored, if those are fewer; `texts`: sums per book.
+    """
+    values = np.asarray(nll, np.float64)
+    done = np.isfinite(values)
+    mean = float(values[done].mean())
+    size = max(_SMALLEST_BLOCK, 2 ** math.ceil(math.log2(len(values) / _BLOCKS)))
+    result: dict[str, Any] = {
+        "tokens": int(done.sum()),
+        "nll": mean,
+        "perplexity": math.exp(min(mean, 700.0)),
+        "bits_per_byte": float(values[done].sum()) / math.log(2) / max(1, int(text.byte_counts[done].sum())),
+        "buckets": _buckets(values, done),
+        "blocks": _sums(values, done, np.arange(0, len(values), size)) | {"size": size},
+        "texts": _sums(values, done, np.array([start for _, start in text.starts])),
+    }
+    if stride > 1:
+        shared = done & scored(len(values), text.prefix, stride)
+        result["on_stride"] = _sums(values, shared, np.arange(0, len(values), size)) | {"size": size}
+    return result
+
+
+def _sums(values: NDArray[np.float64], done: NDArray[np.bool_], starts: NDArray[np.int64]) -> dict[str, Any]:
+    """NLL summed, and tokens counted, over the runs that begin at `starts`."""
+    sums = np.add.reduceat(np.where(done, values, 0.0), starts)
+    return {"nll_sum": [round(float(x), 5) for x in sums], "tokens": np.add.reduceat(done.astype(int), starts).tolist()}
+
+
+def _buckets(values: NDArray[np.float64], done: NDArray[np.bool_]) -> list[dict[str, Any]]:
+    """Mean NLL by position in the stream; each bucket twice as long as all before it."""
+    edges = [0, _FIRST_BUCKET]
+    while edges[-1] < len(values):
+        edges.append(2 * edges[-1])
+    rows = []
+    for low, high in zip(edges, edges[1:], strict=False):
+        part = done[low:high]
+        if part.any():
+            rows.append({
+                "from": low, "to": min(high, len(values)), "tokens": int(part.sum()),
+                "nll": float(values[low:high][part].mean()),
+            })  # fmt: skip
+    return rows
