@@ -33,7 +33,9 @@ def model_directory(model: str, revision: str | None, allow_pickle: bool) -> Pat
     else:
         directory = _download(model, revision, allow_pickle)
     if not _weights(directory, allow_pickle):
-        extra = "" if allow_pickle or not _weights(directory, True) else " (pickled weights are read only with model.pickle: true)"
+        extra = (
+            "" if allow_pickle or not _weights(directory, True) else " (pickled weights are read only with model.pickle: true)"
+        )
         raise UserError(f"{model}: no safetensors weights{extra}")
     return directory
 

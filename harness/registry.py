@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from harness.errors import UserError
 
@@ -21,12 +21,13 @@ if TYPE_CHECKING:
     from harness.tasks.task import Task
     from policies import Policy
 
+T = TypeVar("T")
 _NOT_POLICIES = {"policy", "statistics"}
 _NOT_TASKS = {"task"}
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """", did you mean 'x'?" or what there is, to end an error with."""
+    """ ", did you mean 'x'?" or what there is, to end an error with."""
     options = sorted(known)
     close = difflib.get_close_matches(name, options, 1)
     return f", did you mean '{close[0]}'?" if close else f"; there are {', '.join(options)}"
@@ -77,7 +78,7 @@ def task_class(name: str) -> type[Task]:
 
     if name not in task_names():
         raise UserError(f"unknown task '{name}'{did_you_mean(name, task_names())}")
-    return _defined_in(importlib.import_module(f"harness.tasks.{name}"), Task)
+    return _defined_in(importlib.import_module(f"harness.tasks.{name}"), Task)  # type: ignore[type-abstract]
 
 
 def source_digest(policy: type[Policy]) -> str:
@@ -96,15 +97,14 @@ def _source(of: ModuleType | type) -> str:
 def _modules(package: str, infrastructure: set[str]) -> list[str]:
     """A package's modules, found as files, so that adding one is all it takes."""
     spec = importlib.util.find_spec(package)
-    assert spec is not None and spec.submodule_search_locations
+    assert spec is not None
+    assert spec.submodule_search_locations
     return sorted(m.name for m in pkgutil.iter_modules(spec.submodule_search_locations) if m.name not in infrastructure)
 
 
-def _defined_in[T](module: ModuleType, kind: type[T]) -> type[T]:
+def _defined_in(module: ModuleType, kind: type[T]) -> type[T]:
     """The one class of a kind that a module defines itself."""
-    found = [
-        x for x in vars(module).values() if inspect.isclass(x) and issubclass(x, kind) and x.__module__ == module.__name__
-    ]
+    found = [x for x in vars(module).values() if inspect.isclass(x) and issubclass(x, kind) and x.__module__ == module.__name__]
     assert len(found) == 1, f"{module.__name__} must define one {kind.__name__}, not {len(found)}"
     return found[0]
 
@@ -120,7 +120,8 @@ def _user_module(where: str) -> ModuleType:
         name = f"bench_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
         if name not in sys.modules:
             spec = importlib.util.spec_from_file_location(name, path)
-            assert spec is not None and spec.loader is not None
+            assert spec is not None
+            assert spec.loader is not None
             module = importlib.util.module_from_spec(spec)
             sys.modules[name] = module
             try:

@@ -40,5 +40,5 @@ class AttentionSum(Statistic):
 
     @staticmethod
     def update(state: Tensor, attention: Tensor, view: CacheView) -> Tensor:
-        """state + the group's mass of this step. [B, H, S] float32."""
+        """State + the group's mass of this step. [B, H, S] float32."""
         return state + attention.sum(2)

@@ -84,9 +84,7 @@ def stream(texts: Iterable[Text], source: str, tokenizer: PreTrainedTokenizerBas
             break
     if missing:
         raise UserError(f"{source}: only {tokens - missing} tokens of text, {tokens} are asked for: set tokens lower")
-    return TokenStream(
-        np.concatenate(ids), len(prefix), np.concatenate(counts), tuple(starts), source, covered.hexdigest()
-    )
+    return TokenStream(np.concatenate(ids), len(prefix), np.concatenate(counts), tuple(starts), source, covered.hexdigest())
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, text: str, most: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -52,6 +52,7 @@ def causal(query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
         query: rotated. [B, H, G, T, D].
         keys: rotated. [B, H, L, D].
         values: [B, H, L, Dv].
+        terms: of this layer's attention.
 
     Returns:
         [B, H, G, T, Dv], dtype of the query.
@@ -61,8 +62,7 @@ def causal(query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
     if terms.softcap is None and terms.sink_logits is None:
         rows = max(rows, min(tokens, 256))  # the fused kernels hold no scores
     chunks = [
-        _causal_chunk(query[:, :, :, t : t + rows], keys, values, length - tokens + t, terms)
-        for t in range(0, tokens, rows)
+        _causal_chunk(query[:, :, :, t : t + rows], keys, values, length - tokens + t, terms) for t in range(0, tokens, rows)
     ]
     return torch.cat(chunks, 3)
 
@@ -80,7 +80,7 @@ def _causal_chunk(query: Tensor, keys: Tensor, values: Tensor, first: int, terms
     if terms.softcap is None and terms.sink_logits is None:
         flat = query.flatten(1, 2)
         out = scaled_dot_product_attention(flat, keys, values, seen, scale=terms.scaling, enable_gqa=group > 1)
-        return out.unflatten(1, (heads, group))
+        return out.view(streams, heads, group, tokens, -1)
     scores = torch.einsum("bhgtd,bhld->bhgtl", query * terms.scaling, keys)
     if terms.sink_logits is not None:  # one logit a row
         terms = terms._replace(sink_logits=terms.sink_logits.repeat_interleave(tokens))

@@ -24,16 +24,19 @@ _GPT: dict[str, Any] = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 
 FAMILIES: dict[str, dict[str, Any]] = {
     "afmoe": {**_MIXED, **_MOE}, "apertus": {}, "arcee": {}, "bitnet": {}, "bloom": {"n_layer": 2, "n_head": 4},
     "codegen": {**_GPT, "rotary_dim": 8}, "cohere": {}, "cohere2": _MIXED, "deepseek_v3": {"num_key_value_heads": 4},
-    "ernie4_5": {"head_dim": 16}, "ernie4_5_moe": _MOE, "exaone4": _MIXED, "falcon": {}, "flex_olmo": _MOE, "gemma": {"head_dim": 16},
-    "gemma2": _MIXED, "gemma3_text": _MIXED, "glm": {"head_dim": 16}, "glm4": {"head_dim": 16}, "glm4_moe": {**_MOE, "n_routed_experts": 4},
-    "gpt2": _GPT, "gpt_neox": {"rotary_pct": 0.5}, "gpt_oss": {**_MIXED, **_MOE}, "gptj": {**_GPT, "rotary_dim": 8}, "granite": {},
+    "ernie4_5": {"head_dim": 16}, "ernie4_5_moe": _MOE, "exaone4": _MIXED, "falcon": {}, "flex_olmo": _MOE,
+    "gemma": {"head_dim": 16}, "gemma2": _MIXED, "gemma3_text": _MIXED, "glm": {"head_dim": 16},
+    "glm4": {"head_dim": 16}, "glm4_moe": {**_MOE, "n_routed_experts": 4}, "gpt2": _GPT,
+    "gpt_neox": {"rotary_pct": 0.5}, "gpt_oss": {**_MIXED, **_MOE}, "gptj": {**_GPT, "rotary_dim": 8}, "granite": {},
     "granitemoe": _MOE, "helium": {"head_dim": 16}, "hunyuan_v1_dense": {"head_dim": 16}, "jais2": {}, "lfm2": {},
-    "llama": {}, "llama4_text": {"head_dim": 16, **_MOE}, "minimax_m2": {**_MOE, "head_dim": 16}, "ministral": _WINDOW, "mistral": _WINDOW,
-    "mixtral": {**_WINDOW, **_MOE}, "mpt": {"n_layers": 2, "n_heads": 4, "d_model": 64}, "nemotron": {}, "olmo": {}, "olmo2": {},
-    "olmo3": _MIXED, "olmoe": _MOE, "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64}, "persimmon": {}, "phi": {}, "phi3": {},
-    "phimoe": _MOE, "qwen2": {}, "qwen2_moe": {**_MOE, "shared_expert_intermediate_size": 32}, "qwen3": {"head_dim": 16},
-    "qwen3_moe": {"head_dim": 16, **_MOE}, "qwen3_next": _MOE, "seed_oss": {"head_dim": 16}, "smollm3": {"no_rope_layers": [1, 0]},
-    "stablelm": {}, "starcoder2": {"sliding_window": 16}, "vaultgemma": _MIXED,
+    "llama": {}, "llama4_text": {"head_dim": 16, **_MOE}, "minimax_m2": {**_MOE, "head_dim": 16},
+    "ministral": _WINDOW, "mistral": _WINDOW, "mixtral": {**_WINDOW, **_MOE},
+    "mpt": {"n_layers": 2, "n_heads": 4, "d_model": 64}, "nemotron": {}, "olmo": {}, "olmo2": {}, "olmo3": _MIXED,
+    "olmoe": _MOE, "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64}, "persimmon": {}, "phi": {}, "phi3": {},
+    "phimoe": _MOE, "qwen2": {}, "qwen2_moe": {**_MOE, "shared_expert_intermediate_size": 32},
+    "qwen3": {"head_dim": 16}, "qwen3_moe": {"head_dim": 16, **_MOE}, "qwen3_next": _MOE,
+    "seed_oss": {"head_dim": 16}, "smollm3": {"no_rope_layers": [1, 0]}, "stablelm": {},
+    "starcoder2": {"sliding_window": 16}, "vaultgemma": _MIXED,
 }  # fmt: skip
 
 

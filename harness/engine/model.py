@@ -35,11 +35,13 @@ class Model:
         hf: the Hugging Face model, attention handed to `interface`.
         layers: what each layer's cache must know.
         training_length: longest position seen in training, in tokens; None if the config does not say.
+        check: what the self-check found, in units of rounding; None if it was not run.
     """
 
     hf: PreTrainedModel
     layers: list[LayerShape] = field(default_factory=list)
     training_length: int | None = None
+    check: float | None = None
 
     @property
     def device(self) -> torch.device:
@@ -50,11 +52,6 @@ class Model:
     def dtype(self) -> torch.dtype:
         """Of the weights, and so of K and V."""
         return self.hf.dtype
-
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of K and V that one token takes in all layers."""
-        size = torch.empty((), dtype=self.dtype).element_size()
-        return sum(s.heads * (s.key_dim + s.value_dim) * size for s in self.layers)
 
     def __call__(self, tokens: Tensor, backend: interface.Backend, keep: Tensor | int = 0) -> Tensor:
         """Logits of a block.
@@ -70,9 +67,7 @@ class Model:
         return _forward(self.hf, tokens, torch.zeros_like(tokens), backend, keep)
 
 
-def _forward(
-    hf: PreTrainedModel, tokens: Tensor, positions: Tensor, backend: interface.Backend, keep: Tensor | int
-) -> Tensor:
+def _forward(hf: PreTrainedModel, tokens: Tensor, positions: Tensor, backend: interface.Backend, keep: Tensor | int) -> Tensor:
     """The model's forward pass with its attention answered by `backend`."""
     token = interface.BACKEND.set(backend)
     try:
@@ -153,7 +148,7 @@ def _same(a: Rotation, b: Rotation) -> bool:
 
 
 def _observe(model: Model, position: int) -> dict[int, tuple[Tensor, Tensor, int, Terms]]:
-    """q and k of every layer for a few tokens that all stand at one position."""
+    """Q and k of every layer for a few tokens that all stand at one position."""
     count = min(8, model.hf.config.get_text_config().vocab_size)
     tokens = torch.arange(count, device=model.device)[None]
     probe = _Probe()
@@ -178,7 +173,7 @@ def _freeze_rope(hf: PreTrainedModel) -> None:
     for module in hf.modules():
         kind: Any = getattr(module, "rope_type", None)
         if isinstance(kind, dict):
-            module.rope_type = dict.fromkeys(kind, "default")
+            module.rope_type = dict.fromkeys(kind, "default")  # type: ignore[assignment]
         elif kind in _MOVING:
             module.rope_type = "default"  # type: ignore[assignment]
 

@@ -32,15 +32,27 @@ class LayerShape:
     rotation: Rotation | None  # None: no RoPE in this layer
     sliding_window: int | None  # tokens a query may see, itself included
 
+    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes of one token's K and V in this layer."""
+        return self.heads * (self.key_dim + self.value_dim) * dtype.itemsize
+
+    def kept(self, capacity: int | None) -> int | None:
+        """Tokens this layer keeps between steps: a sliding-window layer no more than its window; None if all."""
+        if self.sliding_window is None:
+            return capacity
+        return self.sliding_window - 1 if capacity is None else min(capacity, self.sliding_window - 1)
+
 
 class Rows:
     """A window on the slots of one layer, or of all that share tensors: what a step reads and writes."""
 
     def __init__(self, slots: Slots, layers: slice, attended: int) -> None:
-        """Args:
-        slots: to look at.
-        layers: which of its layers.
-        attended: only the first so many slots are looked at.
+        """Look at part of the slots.
+
+        Args:
+            slots: to look at.
+            layers: which of its layers.
+            attended: only the first so many slots are looked at.
         """
         per_layer = slots.streams * slots.shape.heads
         part = slice(layers.start * per_layer, layers.stop * per_layer)
@@ -54,9 +66,7 @@ class Rows:
         streams = torch.arange(slots.streams, device=self.rank.device)
         self._stream_of_block = streams.repeat(layers.stop - layers.start)  # [L * B]
         self._stream_of_row = self._stream_of_block.repeat_interleave(heads)  # [R]
-        rank, position, keys, values = (
-            x.unflatten(0, (-1, heads)) for x in (self.rank, self.position, self.keys, self.values)
-        )
+        rank, position, keys, values = (x.unflatten(0, (-1, heads)) for x in (self.rank, self.position, self.keys, self.values))
         layer = of_layer[:, None, None]  # stands in for the step until the first token
         self.view = CacheView(rank, position, layer, keys, values, self.states, layer, slots.num_layers, slots.seed)
 
@@ -156,8 +166,7 @@ class Slots:
             device: of the slots.
             dtype: of K and V.
         """
-        if shape.sliding_window is not None:
-            capacity = shape.sliding_window - 1 if capacity is None else min(capacity, shape.sliding_window - 1)
+        capacity = shape.kept(capacity)
         self.policy = policy if capacity is None else policy.bind(capacity)
         self.shape, self.layers, self.num_layers = shape, list(layers), num_layers
         self.capacity, self.streams, self.seed = capacity, streams, seed

@@ -25,10 +25,12 @@ class Block:
     """Where the tokens of a block stand in their streams."""
 
     def __init__(self, steps: Tensor, valid: Tensor | None, seen: int | None) -> None:
-        """Args:
-        steps: each token's index in its stream. [B, T] int64.
-        valid: tokens that count; all when None. [B, T] bool.
-        seen: tokens before the block; None when streams differ in length.
+        """Place a block.
+
+        Args:
+            steps: each token's index in its stream. [B, T] int64.
+            valid: tokens that count; all when None. [B, T] bool.
+            seen: tokens before the block; None when streams differ in length.
         """
         self.steps, self.valid, self.seen = steps, valid, seen
         self.tokens = steps.shape[1]
@@ -39,11 +41,13 @@ class Walk:
     """Drives blocks through the layers of one `Slots`."""
 
     def __init__(self, slots: Slots, positions: PositionMode, limit: int, *, always: bool = False) -> None:
-        """Args:
-        slots: of the layers.
-        positions: where RoPE puts a cached token.
-        limit: the largest distance of mode `clamped`, in tokens.
-        always: walk even where nothing can be evicted.
+        """Set up for a decoder's life.
+
+        Args:
+            slots: of the layers.
+            positions: where RoPE puts a cached token.
+            limit: the largest distance of mode `clamped`, in tokens.
+            always: walk even where nothing can be evicted.
         """
         self.slots, self.rotation = slots, slots.shape.rotation
         self._mode, self._limit, self._always = positions, limit, always
@@ -165,7 +169,14 @@ class Walk:
         return self._room is not None and t >= self._room
 
     def _step(
-        self, rows: Rows, query: Tensor, key: Tensor, value: Tensor, terms: Terms, used: Tensor | None, turns: Tensor | None = None
+        self,
+        rows: Rows,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        terms: Terms,
+        used: Tensor | None,
+        turns: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """One token in one layer: written, then attending to all that is held, itself included.
 

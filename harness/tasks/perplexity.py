@@ -7,6 +7,7 @@ one before every book); a block of tokens passes one layer at a time, which give
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -141,7 +142,7 @@ def _buckets(values: NDArray[np.float64], done: NDArray[np.bool_]) -> list[dict[
     while edges[-1] < len(values):
         edges.append(2 * edges[-1])
     rows = []
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in itertools.pairwise(edges):
         part = done[low:high]
         if part.any():
             rows.append({

@@ -1,0 +1,115 @@
+"""What a suite would take: rough, from shapes and two short measurements of this machine. Loads no weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from harness import registry
+from harness.engine.load import DTYPES, device_of
+from harness.errors import UserError
+from harness.suite import Cell, ModelSpec
+
+_WALK_OPS = 35  # small tensor operations that the walk does per token and layer
+_MODEL_OPS = 60  # and the model itself, per block and layer
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What decides cost."""
+
+    layers: int
+    heads: int  # KV heads
+    head_dim: int
+    parameters: int
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of one cell: seconds, bytes of K/V and of weights. None where the model's config is out of reach."""
+
+    cell: Cell
+    seconds: float | None
+    kv_bytes: int | None
+    weight_bytes: int | None
+
+    def cells(self) -> dict[str, Any]:
+        """A row for people."""
+        return {
+            "cell": self.cell.id[:8], "policy": self.cell.name, "capacity": self.cell.capacity,
+            "about": None if self.seconds is None else f"{self.seconds:,.0f} s",
+            "kv_bytes": self.kv_bytes, "weight_bytes": self.weight_bytes, "model": self.cell.model.id,
+        }  # fmt: skip
+
+
+def estimates(cells: Sequence[Cell], device_name: str) -> list[Estimate]:
+    """Of every cell, on this device."""
+    device = device_of(device_name)
+    rates: dict[str, float] = {}
+    overhead = _seconds(lambda: torch.ones(4, device=device).add_(1), device, 300)
+    shapes: dict[ModelSpec, _Shape | None] = {spec: _shape(spec) for spec in dict.fromkeys(c.model for c in cells)}
+    result = []
+    for cell in cells:
+        shape, dtype = shapes[cell.model], cell.model.dtype
+        if shape is None:
+            result.append(Estimate(cell, None, None, None))
+            continue
+        if dtype not in rates:
+            x = torch.ones(1024, 1024, device=device, dtype=DTYPES[dtype])
+            rates[dtype] = 2 * 1024**3 / _seconds(lambda x=x: x @ x, device, 10)  # type: ignore[misc]
+        result.append(_estimate(cell, shape, rates[dtype], overhead))
+    return result
+
+
+def _estimate(cell: Cell, shape: _Shape, rate: float, overhead: float) -> Estimate:
+    tokens = registry.task_class(cell.task.name).total(cell.task)
+    size = DTYPES[cell.model.dtype].itemsize
+    attended = (cell.capacity or tokens) + 1
+    per_token = 2 * shape.parameters + 4 * shape.layers * shape.heads * shape.head_dim * attended
+    if not cell.policy.caches:
+        runs = tokens / getattr(cell.task, "stride", 1)
+        seconds, kept = runs * attended * per_token / rate, 0
+    else:
+        walked = tokens if cell.policy.evicts else tokens / 256
+        seconds = tokens * per_token / rate + shape.layers * overhead * (_WALK_OPS * walked + _MODEL_OPS * tokens / 256)
+        kept = attended
+    kv = 2 * shape.layers * shape.heads * shape.head_dim * kept * size
+    return Estimate(cell, seconds, kv, shape.parameters * size)
+
+
+def _shape(spec: ModelSpec) -> _Shape | None:
+    """From the config alone; None if neither directory, cache nor hub has it."""
+    try:
+        config: Any = AutoConfig.from_pretrained(spec.id, revision=spec.revision, trust_remote_code=False).get_text_config()
+    except (OSError, ValueError):
+        if Path(spec.id).expanduser().exists():
+            raise UserError(f"{spec.id}: no config.json that transformers can read") from None
+        return None
+    queries = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // queries
+    heads = getattr(config, "num_key_value_heads", None) or queries
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    layer = config.hidden_size * (2 * head_dim * (queries + heads) + 3 * inner)
+    return _Shape(
+        config.num_hidden_layers, heads, head_dim, config.num_hidden_layers * layer + config.vocab_size * config.hidden_size
+    )
+
+
+def _seconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Mean time of a piece of work, warmed up."""
+    for _ in range(3):
+        work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    for _ in range(repeats):
+        work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - start) / repeats

@@ -1,0 +1,70 @@
+"""What `bench list` shows."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from harness import registry
+from harness import suite as suite_files
+from harness.errors import UserError
+
+
+def policies() -> list[dict[str, Any]]:
+    """Every policy: what it keeps, its parameters, scope and statistics."""
+    rows = []
+    for name in registry.policy_names():
+        try:
+            found = registry.policy_class(name)
+        except UserError as error:
+            rows.append({"policy": name, "keeps": str(error), "parameters": "", "scope": "", "statistics": ""})
+            continue
+        parameters = ", ".join(f"{f.name}={f.default}" for f in dataclasses.fields(found))
+        statistics = ", ".join(s.__name__ for s in found.statistics)
+        rows.append({
+            "policy": name, "keeps": (found.__doc__ or "").strip().splitlines()[0], "parameters": parameters,
+            "scope": found.scope, "statistics": statistics,
+        })  # fmt: skip
+    return rows
+
+
+def tasks() -> list[dict[str, Any]]:
+    """Every task with its options."""
+    rows = []
+    for name in registry.task_names():
+        task = registry.task_class(name)
+        options = ", ".join(f"{k}={f.default}" for k, f in task.options.model_fields.items() if k != "name")
+        rows.append({"task": name, "measures": (task.__doc__ or "").strip().splitlines()[0], "options": options})
+    return rows
+
+
+def suites() -> list[dict[str, Any]]:
+    """The suites that come with the project."""
+    rows = []
+    for path in suite_files.shipped_suites():
+        suite, cells = suite_files.load(path)
+        models = ", ".join(dict.fromkeys(c.model.id for c in cells))
+        rows.append({"suite": path.stem, "cells": len(cells), "model": models, "about": suite.description})
+    return rows
+
+
+def models() -> list[dict[str, Any]]:
+    """Families, each as a tiny random model put through the self-check that guards every load."""
+    from transformers.utils import logging
+
+    from harness.engine.families import FAMILIES, tiny_model
+    from harness.engine.model import UnsupportedModelError, adopt
+    from harness.engine.selfcheck import check
+
+    logging.set_verbosity_error()
+    rows = []
+    for family in FAMILIES:
+        try:
+            found = check(adopt(tiny_model(family)))
+            state, detail = "works", f"differs from its own forward pass by {found:.2f} of what is rounding"
+        except UnsupportedModelError as error:
+            state, detail = "refused", str(error)
+        except KeyError:
+            state, detail = "unknown", "the installed transformers does not have it"
+        rows.append({"family": family, "state": state, "check": detail})
+    return rows

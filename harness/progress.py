@@ -1,0 +1,75 @@
+"""How a run is shown: a live display on a terminal, plain lines when piped. On stderr; results go to stdout."""
+
+from __future__ import annotations
+
+import math
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeRemainingColumn
+
+from harness.records import Record
+from harness.suite import Cell
+
+_EVERY = 20.0  # seconds between plain lines of one cell
+
+
+class ProgressView:
+    """A `runner.Watcher` that tells a person."""
+
+    def __init__(self, console: Console) -> None:
+        """Show on this console."""
+        self._console = console
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        self._head, self._total, self._started, self._said = "", 0, 0.0, 0.0
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._bar = Progress(
+                SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[speed]}"),
+                TimeRemainingColumn(), console=self._console, transient=True,
+            )  # fmt: skip
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def begin(self, cell: Cell, number: int, cells: int, total: int) -> None:
+        """A cell starts."""
+        self._head, self._total = f"[{number}/{cells}] {cell.label}", total
+        self._started = self._said = time.monotonic()
+        if self._bar is not None:
+            self._task = self._bar.add_task(self._head, total=total, speed="")
+
+    def advance(self, tokens: int, nll: float) -> None:
+        """Part of a cell is done."""
+        now = time.monotonic()
+        speed = f"{tokens / max(now - self._started, 1e-9):,.0f} tokens/s, perplexity {math.exp(min(nll, 700)):.2f}"
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=tokens, speed=speed)
+        elif now - self._said > _EVERY:
+            self._said = now
+            left = (now - self._started) * (self._total - tokens) / max(tokens, 1)
+            self._line(f"{self._head}: {tokens:,} of {self._total:,} tokens, {speed}, {left:.0f} s left")
+
+    def end(self, cell: Cell, record: Record, skipped: bool) -> None:
+        """A cell has its record."""
+        if self._bar is not None and self._task is not None:
+            self._bar.remove_task(self._task)
+            self._task = None
+        if skipped:
+            self._line(f"{cell.label}: finished before, skipped (--fresh measures it again)")
+        elif record.status == "failed" and record.error:
+            self._line(f"{self._head}: FAILED, {record.error['kind']}: {record.error['message']}")
+        else:
+            facts = record.facts
+            figure = f"perplexity {record.metrics['perplexity']:.4g}, " if "perplexity" in record.metrics else ""
+            self._line(f"{self._head}: {figure}{facts['tokens_per_second']:,.0f} tokens/s, {facts['seconds']:.1f} s")
+
+    def _line(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)

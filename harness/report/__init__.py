@@ -1,0 +1,1 @@
+"""Records in, pages and verdicts out. Imports records, never torch."""

@@ -1,0 +1,67 @@
+"""Which records may be compared, and what their difference is."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from harness.records import Record
+from harness.report.intervals import Interval, interval
+
+Sums = tuple[NDArray[np.float64], NDArray[np.float64]]
+
+
+def question(record: Record) -> str:
+    """What the record's cell shares with those it may be compared with: suite, model, task and text."""
+    cell = record.cell
+    parts = [cell["suite"], cell["suite_version"], cell["model"], cell["task"], record.data.get("ids_sha256", "")]
+    return repr(parts)
+
+
+def past_training(record: Record) -> bool:
+    """Whether a cache without bound has read further than the model was trained for: then its NLL has a trend."""
+    length = record.facts.get("training_length")
+    return record.cell["capacity"] is None and length is not None and record.data.get("tokens", 0) > length
+
+
+def perplexity(record: Record) -> Interval | None:
+    """Mean NLL of the whole stream with its interval; None where the record has none."""
+    if record.status != "ok" or "blocks" not in record.metrics:
+        return None
+    sums, tokens = _sums(record.metrics["blocks"])
+    result = interval(sums, tokens, record.metrics["blocks"]["size"], record.cell["capacity"] or 0)
+    return Interval(result.mean, None, None, 0, 0) if past_training(record) else result
+
+
+def paired(record: Record, base: Record) -> Interval | None:
+    """Mean difference in NLL to `base` in nats per token, on the tokens both scored after the larger cache filled.
+
+    None where they can't be paired, or where one of them has a trend (then only buckets can be compared).
+    """
+    if record is base or question(record) != question(base) or past_training(record) or past_training(base):
+        return None
+    ours, theirs = _on_shared_tokens(record, base)
+    if ours is None or theirs is None or ours["size"] != theirs["size"]:
+        return None
+    capacity = max(record.cell["capacity"] or 0, base.cell["capacity"] or 0)
+    first = math.ceil((capacity + 1) / ours["size"])
+    (x, n), (y, m) = _sums(ours), _sums(theirs)
+    if not np.array_equal(n, m) or n[first:].sum() == 0:
+        return None
+    return interval((x - y)[first:], n[first:], ours["size"], capacity)
+
+
+def _on_shared_tokens(record: Record, base: Record) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """Block sums over tokens that both scored: all, or every stride-th."""
+    if record.status != "ok" or base.status != "ok" or "blocks" not in record.metrics or "blocks" not in base.metrics:
+        return None, None
+    if record.metrics["blocks"]["tokens"] == base.metrics["blocks"]["tokens"]:
+        return record.metrics["blocks"], base.metrics["blocks"]
+    return record.metrics.get("on_stride"), base.metrics.get("on_stride")
+
+
+def _sums(blocks: dict[str, Any]) -> Sums:
+    return np.array(blocks["nll_sum"], np.float64), np.array(blocks["tokens"], np.float64)
