@@ -27,7 +27,7 @@ _NOT_TASKS = {"task"}
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """ ", did you mean 'x'?" or what there is, to end an error with."""
+    """What an error about an unknown name ends with: the likeliest that is known, or all of them."""
     options = sorted(known)
     close = difflib.get_close_matches(name, options, 1)
     return f", did you mean '{close[0]}'?" if close else f"; there are {', '.join(options)}"

@@ -142,13 +142,16 @@ class _Source:
             for i, item in enumerate(node.value):
                 self._note(item, (*at, i))
         elif isinstance(node, yaml.MappingNode):
-            seen = set()
+            seen: set[str] = set()
             for key, value in node.value:
-                if key.value in seen and isinstance(key, yaml.ScalarNode):
-                    raise UserError(f"{self.path}:{key.start_mark.line + 1}: '{key.value}' is given twice")
-                seen.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
-                self._note(value, (*at, str(key.value)))
-                self.places[(*at, str(key.value))] = f"{self.path}:{key.start_mark.line + 1}"
+                place = f"{self.path}:{key.start_mark.line + 1}"
+                if not isinstance(key, yaml.ScalarNode):
+                    raise UserError(f"{place}: a key must be a word")
+                if key.value in seen:
+                    raise UserError(f"{place}: '{key.value}' is given twice")
+                seen.add(key.value)
+                self._note(value, (*at, key.value))
+                self.places[(*at, key.value)] = place
 
     def error(self, at: Location, message: str) -> UserError:
         """An error about the innermost place that has a line."""

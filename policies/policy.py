@@ -6,7 +6,7 @@ Axis letters: B streams, H KV heads, S slots, D head dim.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, Literal, Self
 
 import torch
@@ -42,8 +42,8 @@ class CacheView:
     step: Tensor
     keys: Tensor
     values: Tensor
-    states: dict[type[Statistic], Tensor] = field(default_factory=dict)
-    layer: Tensor | int = 0
+    states: dict[type[Statistic], Tensor]
+    layer: Tensor
     num_layers: int = 1
     seed: int = 0
 
@@ -73,7 +73,8 @@ class CacheView:
         A hash, not a generator: the same for every batch, block and slot order.
         """
         head = torch.arange(self.position.shape[1], device=self.position.device).view(1, -1, 1)
-        x = self.position * _MIX[0] + head * _MIX[1] + (self.layer * _MIX[2] + self.seed * _MIX[3]) % 2**62
+        seed = (self.seed * _MIX[3] + 2**63) % 2**64 - 2**63  # wraps around, as the tensors do
+        x = self.position * _MIX[0] + head * _MIX[1] + self.layer * _MIX[2] + seed
         for multiplier in _MIX[:2]:
             x = (x ^ (x >> 29)) * multiplier
         return ((x >> 40) & 0xFFFFFF).float() / 2**24

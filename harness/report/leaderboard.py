@@ -82,6 +82,8 @@ def label(record: Record) -> str:
     extra = [f"positions {cell['positions']}"] if cell["positions"] != "cache" else []
     extra += [f"limit {cell['limit']}"] if cell.get("limit") is not None else []
     extra += [f"seed {cell['seed']}"] if cell["seed"] else []
+    stride = 1 if cell["policy"] != "recompute_window" else cell["task"].get("stride", 1)
+    extra += [f"one token in {stride}"] if stride > 1 else []
     inside = ", ".join([*([parameters] if parameters else []), *extra])
     return md(str(cell["policy"])) + (f" ({md(inside)})" if inside else "")
 

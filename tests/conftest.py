@@ -1,0 +1,78 @@
+"""Tiny random models, tokens and model folders that tests share. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from hypothesis import settings
+
+from harness.engine.families import tiny_model
+from harness.engine.model import Model, adopt
+
+SHARED = Path(__file__).parents[2] / "shared"
+FAMILIES = ["llama", "qwen3", "gpt_neox"]
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+torch.set_num_threads(1)  # tiny models are faster so
+settings.register_profile("default", deadline=None, derandomize=True)
+settings.load_profile("default")
+
+
+@cache
+def model_of(family: str, dtype: torch.dtype = torch.float32) -> Model:
+    """A tiny random model, adopted."""
+    return adopt(tiny_model(family, vocab_size=96).to(dtype))
+
+
+def tokens_of(length: int, streams: int = 1, seed: int = 0) -> torch.Tensor:
+    return torch.randint(96, (streams, length), generator=torch.Generator().manual_seed(seed))
+
+
+def in_blocks(read, tokens: torch.Tensor, size: int) -> torch.Tensor:
+    """All logits of a stream read in blocks."""
+    return torch.cat([read(block) for block in tokens.split(size, 1)], 1)
+
+
+def nll(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """NLL of every token but the first. [B, T - 1]."""
+    return -logits[:, :-1].double().log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    if not SHARED.is_dir():
+        pytest.skip("needs the models and books kept beside the repository, and they are not there")
+    return SHARED
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with a byte-level tokenizer, as a folder a user could name."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(["<s>", *alphabet])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>").save_pretrained(folder)
+    tiny_model("llama", vocab_size=257, max_position_embeddings=64).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def text_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two books of generated text."""
+    folder = tmp_path_factory.mktemp("books")
+    for book in range(2):
+        lines = [f"Line {i} of book {book}: the miller's {i % 7} sons, très {i * i % 11} naïve.\n" for i in range(120)]
+        (folder / f"book{book}.txt").write_text("".join(lines), encoding="utf-8")
+    return folder

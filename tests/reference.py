@@ -1,0 +1,147 @@
+"""What the engine is held to: the same policies over plain Python lists, and nothing of ours but the hook.
+
+Every token of a head is a tuple in a list; evicting removes it; keys are rotated by the family's own functions.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from harness.engine import interface
+from harness.engine.attention import Terms
+from harness.engine.model import Model
+
+
+@dataclass
+class Held:
+    """One token in the cache of one head."""
+
+    position: int
+    key: Tensor
+    value: Tensor
+    mass: float = 0.0
+
+
+# (tokens of a head, step, layer, head) -> index of the victim
+Chooser = Callable[[list[Held], int, int, int], int]
+
+
+def oldest(held: list[Held], step: int, layer: int, head: int) -> int:
+    return 0
+
+
+def after_sinks(sinks: int) -> Chooser:
+    return lambda held, step, layer, head: next(i for i, t in enumerate(held) if t.position >= sinks)
+
+
+def lightest(window: int) -> Chooser:
+    """H2O: the lowest accumulated mass of those older than the window, the oldest of equals."""
+
+    def choose(held: list[Held], step: int, layer: int, head: int) -> int:
+        old = [i for i, t in enumerate(held) if step - t.position >= window]
+        return min(old, key=lambda i: (held[i].mass, held[i].position))
+
+    return choose
+
+
+def by_number(number: Callable[[int, int, int], float]) -> Chooser:
+    """Random: the lowest number that (layer, head, position) draws."""
+    return lambda held, step, layer, head: min(
+        range(len(held)), key=lambda i: (number(layer, head, held[i].position), held[i].position)
+    )
+
+
+@dataclass
+class ListBackend:
+    """One stream, token by token: attention over lists that are appended to and cut."""
+
+    model: Model
+    choose: Chooser
+    capacity: int
+    mode: str = "cache"
+    limit: int = 0
+    held: dict[tuple[int, int], list[Held]] = field(default_factory=dict)
+    kept: list[list[list[list[int]]]] = field(default_factory=list)  # per step, layer, head
+    step: int = 0
+
+    def run(self, tokens: Tensor) -> Tensor:
+        """Logits of a stream. [1, T] -> [1, T, V]."""
+        out = []
+        with torch.inference_mode():
+            for self.step in range(tokens.shape[1]):
+                out.append(self.model(tokens[:, self.step : self.step + 1], self))
+                heads = self.model.layers[0].heads
+                self.kept.append([
+                    [[t.position for t in self.held[layer, h]] for h in range(heads)]
+                    for layer in range(len(self.model.layers))
+                ])  # fmt: skip
+        return torch.cat(out, 1)
+
+    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
+        group = query.shape[1] // keys.shape[1]
+        out = []
+        for head in range(keys.shape[1]):
+            held = self.held.setdefault((layer, head), [])
+            held.append(Held(self.step, keys[0, head, 0], values[0, head, 0]))
+            stack = torch.stack([t.key for t in held])
+            own, theirs = self._places(held)
+            q = self._rotated(query[0, head * group : (head + 1) * group, 0], torch.tensor([own] * group))
+            k = self._rotated(stack, torch.tensor(theirs))
+            mass = torch.softmax(q @ k.T * terms.scaling, -1)
+            out.append(mass @ torch.stack([t.value for t in held]))
+            for token, m in zip(held, mass.sum(0), strict=True):
+                token.mass = float(torch.tensor(token.mass) + m)
+            if len(held) > self.capacity:
+                del held[self.choose(held, self.step, layer, head)]
+        return torch.cat(out)[None, :, None]
+
+    def _places(self, held: list[Held]) -> tuple[int, list[int]]:
+        """Where the query and the keys stand."""
+        if self.mode == "cache":
+            return len(held) - 1, list(range(len(held)))
+        if self.mode == "stream":
+            return self.step, [t.position for t in held]
+        return self.limit, [self.limit - min(self.step - t.position, self.limit) for t in held]
+
+    def _rotated(self, x: Tensor, places: Tensor) -> Tensor:
+        """By the family's own functions. [N, D] at [N] positions."""
+        core = self.model.hf.base_model
+        cos, sin = core.rotary_emb(x[None], places[None])
+        attention = core.layers[0].attention if hasattr(core.layers[0], "attention") else core.layers[0].self_attn
+        rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb
+        return rotate(x[None, None], x[None, None], cos, sin)[0][0, 0]
+
+
+@dataclass
+class MaskBackend:
+    """The whole stream at once over all K and V, with what a policy had evicted masked away: the oracle of evicting."""
+
+    model: Model
+    kept: list[list[list[list[int]]]]  # held after each step, per layer and head
+
+    def run(self, tokens: Tensor) -> Tensor:
+        with torch.inference_mode():
+            return self.model(tokens, self)
+
+    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
+        length, group = keys.shape[2], query.shape[1] // keys.shape[1]
+        seen = torch.zeros(keys.shape[1], length, length, dtype=torch.bool)
+        for t in range(length):
+            for head in range(keys.shape[1]):
+                before = self.kept[t - 1][layer][head] if t else []
+                seen[head, t, [*before, t]] = True
+        core = self.model.hf.base_model
+        cos, sin = core.rotary_emb(keys, torch.arange(length)[None])
+        attention = core.layers[0].attention if hasattr(core.layers[0], "attention") else core.layers[0].self_attn
+        q, k = sys.modules[type(attention).__module__].apply_rotary_pos_emb(query, keys, cos, sin)
+        k, v, seen = (x.repeat_interleave(group, -3) for x in (k, values, seen))
+        scores = (q @ k.mT * terms.scaling).masked_fill(~seen, -torch.inf)
+        return scores.softmax(-1) @ v
+
+
+assert interface.NAME  # the hook is all that is shared

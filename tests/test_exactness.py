@@ -1,0 +1,286 @@
+"""What must be equal to what: every row of the design's table, on tiny random models, float32 unless said."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+import torch
+from conftest import FAMILIES, in_blocks, model_of, nll, tokens_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import ListBackend, MaskBackend, after_sinks, by_number, lightest, oldest
+
+from harness.engine.loop import CacheConfig, CachedDecoder, decoder
+from harness.engine.model import own_attention
+from policies import CacheView, Policy
+from policies.dense import Dense
+from policies.h2o import H2O
+from policies.random import Random
+from policies.recompute_window import RecomputeWindow
+from policies.sink_window import SinkWindow
+from policies.window import Window
+
+POLICIES: list[Policy] = [Window(), SinkWindow(sinks=2), H2O(), Random()]
+MODES = ["cache", "stream", "clamped"]
+# The design's 1e-5 is asked of float64, where no rounding can hide a mistake behind it; float32 gets 1e-4, because
+# two orders of the same sums already differ by 1e-5 in logits of size 6.
+CLOSE = {torch.float64: 1e-5, torch.float32: 1e-4}
+BOTH = pytest.mark.parametrize("dtype", list(CLOSE), ids=str)
+
+
+def own_forward(family: str, tokens: torch.Tensor) -> torch.Tensor:
+    """The Hugging Face model's own logits."""
+    model = model_of(family)
+    with own_attention(model.hf), torch.inference_mode():
+        return model.hf(input_ids=tokens, use_cache=False).logits
+
+
+def drawn(layer: int, head: int, position: int, seed: int) -> float:
+    """What `CacheView.uniform` draws, for one token."""
+    at = torch.full((1, head + 1, 1), position)
+    view = CacheView(at, at, at, at, at, {}, torch.tensor([[[layer]]]), 2, seed)
+    return float(view.uniform()[0, head, 0])
+
+
+def chooser(policy: Policy, capacity: int, seed: int):
+    bound = policy.bind(capacity)
+    if isinstance(bound, SinkWindow):
+        return after_sinks(bound.sinks)
+    if isinstance(bound, H2O):
+        return lightest(bound.window)
+    return oldest if isinstance(bound, Window) else by_number(lambda *at: drawn(*at, seed))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("size", [1, 7, 300])
+@pytest.mark.parametrize("walk", [False, True])
+def test_dense_equals_the_models_own_forward_pass(family, size, walk):
+    tokens = tokens_of(300)  # more than one bucket of slots
+    ours = in_blocks(decoder(model_of(family), CacheConfig(Dense()), walk=walk), tokens, size)
+    torch.testing.assert_close(ours, own_forward(family, tokens), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("mode", MODES)
+@BOTH
+def test_a_capacity_that_covers_the_stream_equals_dense(family, policy, mode, dtype):
+    tokens, model = tokens_of(40), model_of(family, dtype)
+    dense = in_blocks(decoder(model, CacheConfig(Dense())), tokens, 1)
+    ours = in_blocks(decoder(model, CacheConfig(policy, 40, mode, limit=40)), tokens, 9)
+    torch.testing.assert_close(ours, dense, atol=CLOSE[dtype], rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recompute_equals_the_models_own_forward_pass_over_the_window(family):
+    tokens, capacity = tokens_of(30), 6
+    ours = in_blocks(decoder(model_of(family), CacheConfig(RecomputeWindow(), capacity)), tokens, 11)
+    theirs = [own_forward(family, tokens[:, max(0, t - capacity) : t + 1])[:, -1] for t in range(30)]
+    torch.testing.assert_close(ours, torch.stack(theirs, 1), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("mode", MODES)
+@BOTH
+def test_policies_equal_the_list_based_reference(family, policy, mode, dtype):
+    """The same positions kept at every step, exactly, and the same logits."""
+    model, tokens, capacity, limit = model_of(family, dtype), tokens_of(48), 9, 12
+    reference = ListBackend(model, chooser(policy, capacity, 5), capacity, mode, limit)
+    theirs = reference.run(tokens)
+    read = CachedDecoder(model, CacheConfig(policy, capacity, mode, limit, seed=5))
+    for t in range(48):
+        ours = read(tokens[:, t : t + 1])
+        torch.testing.assert_close(ours, theirs[:, t : t + 1], atol=CLOSE[dtype], rtol=0)
+        assert [layer[0] for layer in read.kept()] == reference.kept[t], f"step {t}"
+
+
+@settings(max_examples=60)
+@given(
+    family=st.sampled_from(FAMILIES),
+    policy=st.sampled_from(["window", "sink", "h2o", "random"]),
+    mode=st.sampled_from(MODES),
+    capacity=st.integers(1, 20),
+    part=st.integers(0, 19),
+    length=st.integers(2, 60),
+    size=st.integers(2, 70),
+    streams=st.integers(1, 3),
+)
+def test_any_block_size_equals_token_by_token(family, policy, mode, capacity, part, length, size, streams):
+    """Capacities, sinks, windows, lengths, blocks and batches: the same NLL and the same positions kept."""
+    part = min(part, capacity - 1)
+    made = {"window": Window(), "sink": SinkWindow(part), "h2o": H2O(part), "random": Random()}[policy]
+    model, tokens = model_of(family), tokens_of(length, streams)
+    config = CacheConfig(made, capacity, mode, limit=max(1, part))
+    one, many = CachedDecoder(model, config, streams), CachedDecoder(model, config, streams)
+    singly, blocks = in_blocks(one, tokens, 1), in_blocks(many, tokens, size)
+    torch.testing.assert_close(nll(blocks, tokens), nll(singly, tokens), atol=1e-4, rtol=0)
+    assert one.kept() == many.kept()
+    assert all(len(p) == min(length, capacity) for layer in one.kept() for s in layer for p in s)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@BOTH
+def test_evicting_is_the_same_computation_as_masking(family, policy, dtype):
+    model, tokens = model_of(family, dtype), tokens_of(40)
+    read, kept, ours = CachedDecoder(model, CacheConfig(policy, 8, "stream")), [], []
+    for t in range(40):
+        ours.append(read(tokens[:, t : t + 1]))
+        kept.append([layer[0] for layer in read.kept()])
+    torch.testing.assert_close(torch.cat(ours, 1), MaskBackend(model, kept).run(tokens), atol=CLOSE[dtype], rtol=0)
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, RecomputeWindow()], ids=str)
+@pytest.mark.parametrize("size", [1, 8])
+def test_streams_of_unequal_length_equal_each_alone(policy, size):
+    """Tokens that don't count change nothing, wherever they stand, before and after the cache is full."""
+    model, tokens = model_of("llama", torch.float64), tokens_of(48, 3)
+    valid = torch.rand(3, 48, generator=torch.Generator().manual_seed(2)) < torch.tensor([[1.0], [0.6], [0.2]])
+    config = CacheConfig(policy, 7, seed=3)
+    read = decoder(model, config, 3)
+    together = torch.cat([read(t, v) for t, v in zip(tokens.split(size, 1), valid.split(size, 1), strict=True)], 1)
+    for b in range(3):
+        alone = decoder(model, config)
+        logits = in_blocks(alone, tokens[b : b + 1, valid[b]], 5)
+        torch.testing.assert_close(together[b][valid[b]], logits[0], atol=1e-5, rtol=0)
+        if policy.caches:
+            assert [layer[b] for layer in read.kept()] == [layer[0] for layer in alone.kept()]
+
+
+def test_dense_streams_of_unequal_length_equal_each_alone():
+    model, tokens = model_of("llama", torch.float64), tokens_of(30, 2)
+    valid = torch.ones(2, 30, dtype=torch.bool)
+    valid[1, 10:] = False
+    together = decoder(model, CacheConfig(Dense()), 2)(tokens, valid)
+    alone = decoder(model, CacheConfig(Dense()))(tokens[1:, :10])
+    torch.testing.assert_close(together[1:, :10], alone, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_a_fork_equals_a_replay_of_its_prefix(policy):
+    model, tokens = model_of("llama"), tokens_of(30, 2)
+    config = CacheConfig(policy, 8)
+    read = CachedDecoder(model, config, 2)
+    in_blocks(read, tokens[:, :20], 1)
+    fork = read.fork([1, 0])
+    replay = CachedDecoder(model, config, 2)  # the same batch size: other shapes round otherwise
+    in_blocks(replay, tokens[[1, 0], :20], 1)
+    forked, replayed = in_blocks(fork, tokens[[1, 0], 20:], 1), in_blocks(replay, tokens[[1, 0], 20:], 1)
+    torch.testing.assert_close(forked, replayed, atol=0, rtol=0)
+    before = read.kept()
+    assert fork.kept() == replay.kept()
+    fork(tokens[[1, 0], :5])
+    assert read.kept() == before, "a fork shares nothing with what it came from"
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3_text", "cohere2", "gpt_oss", "starcoder2"])
+@pytest.mark.parametrize("policy", [Dense(), *POLICIES], ids=str)
+def test_sliding_window_layers_hold_to_stream_positions(family, policy):
+    """With room for the stream, layers of 16 tokens' window give the model's own logits under every policy."""
+    tokens = tokens_of(60)
+    config = CacheConfig(policy) if isinstance(policy, Dense) else CacheConfig(policy, 60)
+    ours = in_blocks(CachedDecoder(model_of(family), config), tokens, 7)
+    torch.testing.assert_close(ours, own_forward(family, tokens), atol=2e-4, rtol=0)
+
+
+def test_recompute_in_a_sliding_window_model_equals_its_own_forward_pass():
+    tokens, capacity = tokens_of(50), 30  # wider than the layers' window of 16
+    ours = in_blocks(decoder(model_of("gemma2"), CacheConfig(RecomputeWindow(), capacity)), tokens, 50)
+    theirs = [own_forward("gemma2", tokens[:, max(0, t - capacity) : t + 1])[:, -1] for t in range(50)]
+    torch.testing.assert_close(ours, torch.stack(theirs, 1), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_float64_blocks_equal_token_by_token_to_the_last_digits(policy):
+    model, tokens = model_of("qwen3", torch.float64), tokens_of(40)
+    config = CacheConfig(policy, 8)
+    one, many = in_blocks(CachedDecoder(model, config), tokens, 1), in_blocks(CachedDecoder(model, config), tokens, 16)
+    torch.testing.assert_close(one, many, atol=1e-11, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("policy", [Window(), SinkWindow(2), Random()], ids=str)
+def test_16_bits_keep_the_same_positions_and_nearly_the_same_nll(policy, dtype):
+    """Without attention in the choice, 16 bits change outputs by rounding alone. The mean over tokens stays close."""
+    tokens = tokens_of(60)
+    wide, narrow = (CachedDecoder(model_of("llama", d), CacheConfig(policy, 8)) for d in (torch.float32, dtype))
+    a, b = nll(in_blocks(wide, tokens, 20), tokens), nll(in_blocks(narrow, tokens, 20).float(), tokens)
+    assert narrow.kept() == wide.kept()
+    assert (a - b).mean().abs() < 0.02  # nats; NLL of these models is about 5
+
+
+class Replay(Policy):
+    """Keeps what another run kept: forced victims."""
+
+    kept: dict[tuple[int, int], list[list[int]]]  # noqa: RUF012
+
+    def importance(self, view: CacheView) -> torch.Tensor:
+        out = torch.zeros(view.rank.shape)
+        for row in range(view.rank.shape[0]):
+            step, layer = int(view.step[row]), int(view.layer[row])
+            for head, positions in enumerate(self.kept[step, layer]):
+                out[row, head] = torch.isin(view.position[row, head], torch.tensor(positions)).float()
+        return out.masked_fill(out > 0, inf)
+
+
+def test_16_bits_h2o_with_forced_victims_is_within_rounding():
+    """Free victims may differ where importances lie within rounding; the same victims give the same outputs."""
+    tokens, size = tokens_of(40), 8
+    wide, kept, logits = CachedDecoder(model_of("llama"), CacheConfig(H2O(), size)), {}, []
+    for t in range(40):
+        logits.append(wide(tokens[:, t : t + 1]))
+        kept |= {(t, layer): heads[0] for layer, heads in enumerate(wide.kept())}
+    policy = Replay()
+    object.__setattr__(policy, "kept", kept)
+    narrow = CachedDecoder(model_of("llama", torch.bfloat16), CacheConfig(policy, size))
+    a, b = nll(torch.cat(logits, 1), tokens), nll(in_blocks(narrow, tokens, 10).float(), tokens)
+    assert narrow.kept() == wide.kept()
+    assert (a - b).abs().mean() < 0.1
+    assert (a - b).mean().abs() < 0.03
+
+
+def test_k_and_v_are_stored_once_per_kv_head_and_capacity_plus_one():
+    shape = model_of("llama").layers[0]
+    read = CachedDecoder(model_of("llama"), CacheConfig(SinkWindow(4), 32), streams=3)
+    assert (shape.heads, shape.group) == (2, 2)
+    assert read.kv_bytes == 2 * 3 * 2 * (16 + 16) * 33 * 4  # layers, streams, KV heads, K and V dims, slots, bytes
+
+
+def test_slots_stay_where_they_are():
+    """Nothing is allocated or moved once the cache is full."""
+    read = CachedDecoder(model_of("llama"), CacheConfig(H2O(), 16))
+    read(tokens_of(40))
+    slots = read.walks[0].slots
+    places = [x.data_ptr() for x in (slots.keys, slots.values, slots.rank, slots.position, *slots.states.values())]
+    in_blocks(read, tokens_of(40), 1)
+    assert places == [x.data_ptr() for x in (slots.keys, slots.values, slots.rank, slots.position, *slots.states.values())]
+
+
+def test_far_stream_positions_keep_their_precision():
+    """At positions in the millions float32 angles would be off by 0.1; ours come from float64."""
+    rotation = model_of("llama").layers[0].rotation
+    far = torch.tensor([16_000_000, 9_999_999])
+    turns = rotation.turns(far, torch.float32, 2**24)
+    exact = torch.polar(torch.ones(2, 8, dtype=torch.float64), far.double()[:, None] * rotation.frequencies)
+    torch.testing.assert_close(turns, exact.to(torch.complex64), atol=1e-6, rtol=0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: whether a step syncs with the host")
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_on_cuda_never_syncs_with_the_host(policy, mode):
+    from harness.engine.families import tiny_model
+    from harness.engine.model import adopt
+
+    read = CachedDecoder(adopt(tiny_model("llama", vocab_size=96).cuda()), CacheConfig(policy, 16, mode, 20))
+    tokens = tokens_of(64).cuda()
+    in_blocks(read, tokens, 1)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        in_blocks(read, tokens, 1)
+        in_blocks(read, tokens, 16)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert read.kept()

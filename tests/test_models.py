@@ -1,0 +1,132 @@
+"""The self-check: which families pass, and that it refuses what would be run wrongly."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from conftest import model_of
+
+from harness.engine.families import FAMILIES, tiny_model
+from harness.engine.model import UnsupportedModelError, adopt
+from harness.engine.rotary import Rotation
+from harness.engine.selfcheck import check
+
+REFUSED = {
+    "bloom": "AttentionInterface", "codegen": "AttentionInterface", "falcon": "AttentionInterface", "gpt2": "RoPE",
+    "gptj": "AttentionInterface", "llama4_text": "differ", "mpt": "AttentionInterface", "opt": "RoPE",
+    "qwen3_next": "AttentionInterface",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_passes_or_is_refused_with_the_reason(family):
+    try:
+        hf = tiny_model(family)
+    except KeyError:
+        pytest.skip(f"the installed transformers has no {family}")
+    if family in REFUSED:
+        with pytest.raises(UnsupportedModelError, match=REFUSED[family]):
+            check(adopt(hf))
+    else:
+        assert check(adopt(hf)) <= 1
+
+
+def test_learned_sink_logits_matter():
+    """gpt_oss: with its sink logits left out, the check fails."""
+    hf = tiny_model("gpt_oss")
+    model = adopt(hf)
+    assert check(model) <= 1
+    from harness.engine import walk
+
+    plain = walk.weights
+    walk.weights = lambda scores, terms, heads, seen=None: plain(scores, terms._replace(sink_logits=None), heads, seen)
+    try:
+        with pytest.raises(UnsupportedModelError):
+            check(model)
+    finally:
+        walk.weights = plain
+
+
+def test_a_wrong_rotation_is_refused():
+    model = adopt(tiny_model("llama"))
+    wrong = Rotation(model.layers[0].rotation.frequencies * 1.01, model.layers[0].rotation.order)
+    model.layers = [dataclasses.replace(shape, rotation=wrong) for shape in model.layers]
+    with pytest.raises(UnsupportedModelError, match="differ"):
+        check(model)
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2"])
+def test_a_sliding_window_left_out_is_refused(family):
+    """The check crosses the window, however long it is, because it shrinks it."""
+    hf = tiny_model(family, sliding_window=4096)
+    assert check(adopt(hf)) <= 1
+    from harness.engine import selfcheck
+
+    plain = selfcheck.adopt
+
+    def blind(*args):
+        model = plain(*args)
+        model.layers = [dataclasses.replace(s, sliding_window=None) for s in model.layers]
+        return model
+
+    selfcheck.adopt = blind
+    try:
+        with pytest.raises(UnsupportedModelError, match="differ"):
+            check(adopt(hf))
+    finally:
+        selfcheck.adopt = plain
+
+
+def test_the_window_is_put_back_after_the_check():
+    hf = tiny_model("mistral", sliding_window=4096)
+    check(adopt(hf))
+    assert hf.config.sliding_window == 4096
+    assert adopt(hf).layers[0].sliding_window == 4096
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+        {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 4.0, "rope_theta": 10000.0,
+         "original_max_position_embeddings": 64},
+    ],
+    ids=lambda r: r["rope_type"],
+)  # fmt: skip
+def test_rope_that_depends_on_the_longest_position_needs_a_declared_length(rope):
+    hf = tiny_model("llama", rope_parameters=rope)
+    with pytest.raises(UnsupportedModelError, match="rope_length"):
+        adopt(hf)
+    for length in (48, 1024):
+        hf = tiny_model("llama", rope_parameters=rope)
+        assert check(adopt(hf, length), length) <= 1
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+        {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 64},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 10000.0,
+         "original_max_position_embeddings": 64},
+    ],
+    ids=lambda r: r["rope_type"],
+)  # fmt: skip
+def test_scaled_rope_types_pass(rope):
+    assert check(adopt(tiny_model("llama", rope_parameters=rope))) <= 1
+
+
+def test_a_16_bit_model_is_checked_through_a_float32_copy():
+    model = adopt(tiny_model("llama").to(torch.bfloat16))
+    assert check(model) <= 1
+    assert model.dtype == torch.bfloat16
+
+
+def test_the_model_itself_is_left_as_it_was():
+    hf = tiny_model("llama")
+    before = {k: v.clone() for k, v in hf.state_dict().items()}
+    check(adopt(hf))
+    assert all(torch.equal(v, before[k]) for k, v in hf.state_dict().items())
+    assert model_of("llama").hf.config._attn_implementation == "kv_bench"

@@ -1,0 +1,128 @@
+"""Suites: what they mean, and what a mistake in one says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness import suite as suites
+from harness.errors import UserError
+from harness.suite import Overrides
+
+GOOD = """suite: mine
+version: 1
+model: {id: a/b}
+task: {name: perplexity, tokens: 100}
+capacity: [8, 16]
+policies:
+  - dense
+  - {name: sink_window, sinks: [1, 2]}
+"""
+
+
+def load(tmp_path: Path, text: str = GOOD, **overrides):
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    return suites.load(file, Overrides(**overrides))[1]
+
+
+def test_lists_multiply(tmp_path):
+    cells = load(tmp_path)
+    assert [(c.name, c.capacity, getattr(c.policy, "sinks", None)) for c in cells] == [
+        ("dense", None, None), ("sink_window", 8, 1), ("sink_window", 8, 2), ("sink_window", 16, 1), ("sink_window", 16, 2),
+    ]  # fmt: skip
+    assert len({c.id for c in cells}) == 5
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "error"),
+    [
+        ("sinks: [1, 2]", "sink: 1", "mine.yaml:8: unknown key 'sink', did you mean 'sinks'?"),
+        ("name: sink_window", "name: sink_windw", "mine.yaml:8: unknown policy 'sink_windw', did you mean 'sink_window'?"),
+        ("perplexity", "perplexty", "mine.yaml:4: unknown task 'perplexty', did you mean 'perplexity'?"),
+        ("tokens: 100", "token: 100", "mine.yaml:4: unknown key 'token', did you mean 'tokens'?"),
+        ("tokens: 100", "tokens: many", "mine.yaml:4: tokens: "),
+        ("version: 1", "version: 0", "mine.yaml:2: version: "),
+        ("version: 1", "", "mine.yaml:1: 'version' is missing"),
+        ("capacity: [8, 16]", "capacity: [8, 2]", "mine.yaml:5: sink_window: capacity 2 can't hold sinks 2"),
+        ("capacity: [8, 16]", "capacity: 0", "mine.yaml:8: capacity: "),
+        ("capacity: [8, 16]", "", "mine.yaml:8: sink_window needs a capacity"),
+        ("  - dense\n", "  - {name: dense, capacity: 4}\n", "mine.yaml:7: unknown key 'capacity'"),
+        ("model: {id: a/b}", "model: {id: a/b, dtype: int8}", "mine.yaml:3: dtype: "),
+        ("capacity: [8, 16]", "capacity: []", "mine.yaml: 0 cells"),
+        ("  - dense", "  - [dense", "not YAML"),
+        ("version: 1", "version: 1\nversion: 2", "mine.yaml:3: 'version' is given twice"),
+    ],
+)
+def test_a_mistake_names_its_line_and_what_to_do(tmp_path, before, after, error):
+    if "0 cells" in error:
+        before, after = GOOD[GOOD.index("capacity") :], "capacity: []\npolicies: [sink_window]\n"
+    with pytest.raises(UserError) as caught:
+        load(tmp_path, GOOD.replace(before, after))
+    assert error in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "just words", "a: &x [*x]", "\x00", "{" * 200, "? [a]\n: b\nsuite: x"])
+def test_what_is_no_suite_is_refused_in_one_line(tmp_path, text):
+    with pytest.raises(UserError) as caught:
+        load(tmp_path, text)
+    assert "\n" not in str(caught.value)
+
+
+@given(st.text(max_size=200) | st.builds(lambda a, b: GOOD[:a] + b + GOOD[a:], st.integers(0, len(GOOD)), st.text(max_size=6)))
+def test_malformed_suites_never_end_in_anything_but_a_user_error(tmp_path_factory, text):
+    file = tmp_path_factory.mktemp("fuzz") / "mine.yaml"
+    file.write_text(text, encoding="utf-8", errors="surrogatepass")
+    try:
+        assert suites.load(file)[1]
+    except UserError as error:
+        assert "\n" not in str(error)
+
+
+def test_settings_of_the_command_line(tmp_path):
+    cells = load(tmp_path, settings=["tokens=50", "capacity=4", "sinks=3", "dtype=bfloat16", "seed=[1,2]"])
+    assert {(c.capacity, c.task.tokens, c.model.dtype) for c in cells if c.name != "dense"} == {(4, 50, "bfloat16")}
+    assert {c.seed for c in cells} == {1, 2}
+    assert all(c.policy.sinks == 3 for c in cells if c.name == "sink_window")
+
+
+def test_policies_of_the_command_line_replace_the_suites(tmp_path):
+    cells = load(tmp_path, policies=["h2o", "{name: h2o, window: 2}"])
+    assert [c.asked()["parameters"]["window"] for c in cells] == [4, 8, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("setting", "error"),
+    [
+        ("tokns=3", "did you mean 'tokens'?"),
+        ("tokens", "expected key=value"),
+        ("capacity=[1", "not YAML"),
+        ("capacity=1", "--set"),
+    ],
+)
+def test_a_wrong_setting_says_so(tmp_path, setting, error):
+    with pytest.raises(UserError, match="--set|sinks") as caught:
+        load(tmp_path, settings=[setting, "sinks=4"])
+    assert error in str(caught.value) or "sinks 4" in str(caught.value)
+
+
+def test_a_local_models_place_is_not_part_of_the_cell(tmp_path, model_dir):
+    first = load(tmp_path, model=str(model_dir))[0]
+    assert first.asked()["model"]["id"] == "tiny-llama"
+    assert str(model_dir.parent) not in str(first.asked())
+
+
+@pytest.mark.parametrize("path", suites.shipped_suites(), ids=lambda p: p.stem)
+def test_shipped_suites_load_and_fit_the_exported_schema(path):
+    suite, cells = suites.load(path)
+    assert suite.suite == path.stem
+    assert cells
+    jsonschema.validate(yaml.safe_load(path.read_text()), suites.schema())
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**yaml.safe_load(path.read_text()), "polices": []}, suites.schema())
