@@ -214,7 +214,7 @@ def test_16_bits_keep_the_same_positions_and_nearly_the_same_nll(policy, dtype):
 class Replay(Policy):
     """Keeps what another run kept: forced victims."""
 
-    kept: dict[tuple[int, int], list[list[int]]]  # noqa: RUF012
+    kept: dict[tuple[int, int], list[list[int]]]
 
     def importance(self, view: CacheView) -> torch.Tensor:
         out = torch.zeros(view.rank.shape)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from harness.report import intervals
-from harness.report.intervals import data_driven_block, interval
+from harness.report.intervals import clustered, data_driven_block, interval
 
 
 def autoregressive(n: int, a: float, seed: int) -> np.ndarray:
@@ -54,3 +54,13 @@ def test_fewer_than_20_blocks_give_no_interval():
 def test_the_mean_is_over_tokens_not_over_runs():
     found = interval(np.array([10.0, 1.0]), np.array([10.0, 1.0]) * 2, 1, 0)
     assert found.mean == 0.5
+
+
+def test_over_many_texts_whole_texts_are_resampled():
+    """Texts that differ from each other make the interval as wide as their spread, however long each is."""
+    draw = np.random.default_rng(0)
+    means = draw.normal(size=40)
+    found = clustered(means * 1000, np.full(40, 1000.0))
+    assert found.low is not None
+    assert found.high is not None
+    assert found.high - found.low == pytest.approx(2 * 1.96 * means.std() / 40**0.5, rel=0.15)

@@ -61,6 +61,19 @@ def interval(sums: NDArray[np.float64], tokens: NDArray[np.float64], size: int, 
     return Interval(mean, float(low), float(high), runs * size, blocks)
 
 
+def clustered(sums: NDArray[np.float64], tokens: NDArray[np.float64]) -> Interval:
+    """The mean over tokens with an interval over texts: whole texts are resampled, each as likely as any other.
+
+    Args:
+        sums: what was summed over each text. [n], at least `FEWEST_BLOCKS` of them.
+        tokens: how many tokens each text has. [n].
+    """
+    assert len(sums) >= FEWEST_BLOCKS
+    draws = _resampled_means(sums, tokens, 1)
+    low, high = np.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Interval(float(sums.sum() / tokens.sum()), float(low), float(high), round(float(tokens.mean())), len(sums))
+
+
 def _resampled_means(sums: NDArray[np.float64], tokens: NDArray[np.float64], runs: int) -> NDArray[np.float64]:
     """Means of `RESAMPLES` texts put together from stretches of `runs` runs, wrapping around at the end."""
     starts = np.random.default_rng(0).integers(len(sums), size=(RESAMPLES, math.ceil(len(sums) / runs)))

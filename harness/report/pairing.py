@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.records import Record
-from harness.report.intervals import Interval, interval
+from harness.report.intervals import FEWEST_BLOCKS, Interval, clustered, interval
 
 Sums = tuple[NDArray[np.float64], NDArray[np.float64]]
 
@@ -32,6 +32,8 @@ def perplexity(record: Record) -> Interval | None:
     if record.status != "ok" or "blocks" not in record.metrics:
         return None
     sums, tokens = _sums(record.metrics["blocks"])
+    if len(record.metrics["texts"]["tokens"]) >= FEWEST_BLOCKS:
+        return clustered(*_sums(record.metrics["texts"]))
     result = interval(sums, tokens, record.metrics["blocks"]["size"], record.cell["capacity"] or 0)
     return Interval(result.mean, None, None, 0, 0) if past_training(record) else result
 
@@ -47,6 +49,10 @@ def paired(record: Record, base: Record) -> Interval | None:
     if ours is None or theirs is None or ours["size"] != theirs["size"]:
         return None
     capacity = max(record.cell["capacity"] or 0, base.cell["capacity"] or 0)
+    texts = (ours["texts"], theirs["texts"])
+    if len(texts[0]["tokens"]) > FEWEST_BLOCKS and texts[0]["tokens"] == texts[1]["tokens"]:
+        (x, n), (y, _) = _sums(texts[0]), _sums(texts[1])
+        return clustered((x - y)[1:], n[1:])  # the first text is where the caches filled
     first = math.ceil((capacity + 1) / ours["size"])
     (x, n), (y, m) = _sums(ours), _sums(theirs)
     if not np.array_equal(n, m) or n[first:].sum() == 0:
@@ -59,7 +65,7 @@ def _on_shared_tokens(record: Record, base: Record) -> tuple[dict[str, Any] | No
     if record.status != "ok" or base.status != "ok" or "blocks" not in record.metrics or "blocks" not in base.metrics:
         return None, None
     if record.metrics["blocks"]["tokens"] == base.metrics["blocks"]["tokens"]:
-        return record.metrics["blocks"], base.metrics["blocks"]
+        return tuple(r.metrics["blocks"] | {"texts": r.metrics["texts"]} for r in (record, base))  # type: ignore[return-value]
     return record.metrics.get("on_stride"), base.metrics.get("on_stride")
 
 

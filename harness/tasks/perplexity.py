@@ -109,12 +109,13 @@ def summary(nll: NDArray[np.float32], text: TokenStream, stride: int) -> dict[st
     Returns:
         tokens, nll (mean, nats), perplexity, bits_per_byte; `buckets` of positions; `blocks`: sums over short runs
         of positions, from which intervals and paired differences are computed; `on_stride`: the same on the tokens
-        that every cell of the task scored, if those are fewer; `texts`: sums per book.
+        that every cell of the task scored, if those are fewer, runs and texts; `texts`: sums per book.
     """
     values = np.asarray(nll, np.float64)
     done = np.isfinite(values)
     mean = float(values[done].mean())
     size = max(_SMALLEST_BLOCK, 2 ** math.ceil(math.log2(len(values) / _BLOCKS)))
+    texts = np.array([start for _, start in text.starts])
     result: dict[str, Any] = {
         "tokens": int(done.sum()),
         "nll": mean,
@@ -122,11 +123,12 @@ def summary(nll: NDArray[np.float32], text: TokenStream, stride: int) -> dict[st
         "bits_per_byte": float(values[done].sum()) / math.log(2) / max(1, int(text.byte_counts[done].sum())),
         "buckets": _buckets(values, done),
         "blocks": _sums(values, done, np.arange(0, len(values), size)) | {"size": size},
-        "texts": _sums(values, done, np.array([start for _, start in text.starts])),
+        "texts": _sums(values, done, texts),
     }
     if stride > 1:
         shared = done & scored(len(values), text.prefix, stride)
-        result["on_stride"] = _sums(values, shared, np.arange(0, len(values), size)) | {"size": size}
+        blocks = _sums(values, shared, np.arange(0, len(values), size))
+        result["on_stride"] = blocks | {"size": size, "texts": _sums(values, shared, texts)}
     return result
 
 

@@ -1,0 +1,75 @@
+"""Imports run one way, and what is quick starts quickly."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def imports(path: Path, top_level_only: bool = False) -> set[str]:
+    tree = ast.parse(path.read_text())
+    nodes = tree.body if top_level_only else ast.walk(tree)
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {a.name for a in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{a.name}" for a in node.names)}
+    return found
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "policies").glob("*.py")), ids=lambda p: p.stem)
+def test_policies_import_torch_and_nothing_of_the_harness(path):
+    outside = {m.split(".")[0] for m in imports(path)} - {"torch", "policies", *sys.stdlib_module_names}
+    assert not outside
+
+
+@pytest.mark.parametrize(
+    "path", [ROOT / "harness/records.py", *sorted((ROOT / "harness/report").glob("*.py"))], ids=lambda p: p.stem
+)
+def test_reports_import_records_only(path):
+    ours = {m for m in imports(path) if m.startswith(("harness", "policies"))}
+    assert all(m.startswith(("harness.records", "harness.report")) for m in ours)
+
+
+def test_the_engine_knows_no_task_suite_or_report():
+    for path in (ROOT / "harness/engine").glob("*.py"):
+        ours = {m.split(".")[1] for m in imports(path) if m.startswith("harness.")}
+        assert ours <= {"engine", "errors"}, path
+
+
+@pytest.mark.parametrize("command", [["--help"], ["leaderboard", "--out", "-"], ["run", "--help"]])
+def test_help_and_the_leaderboard_start_without_torch(command, tmp_path):
+    code = (
+        f"import sys; sys.argv = ['bench', *{command!r}]\nfrom harness.cli import main\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_files_and_functions_stay_short():
+    for path in [*(ROOT / "policies").glob("*.py"), *(ROOT / "harness").rglob("*.py")]:
+        text = path.read_text()
+        assert text.count("\n") <= 400, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                assert node.end_lineno - node.lineno < 60, f"{path}:{node.name}"
+
+
+def test_the_page_in_the_repository_is_the_page_of_its_records():
+    from harness.records import RecordStore
+    from harness.report.leaderboard import render
+
+    records, problems = RecordStore(ROOT / "leaderboard/results").read_all()
+    assert not problems
+    assert render(records) == (ROOT / "leaderboard/README.md").read_text()

@@ -1,0 +1,300 @@
+"""The command, as its user meets it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from harness.cli import main
+from harness.records import RecordStore
+
+POLICY = """
+from dataclasses import dataclass
+
+from policies import CacheView, Policy
+
+
+@dataclass(frozen=True)
+class Newest(Policy):
+    '''Keep the newest tokens.'''
+
+    bonus: int = 0
+
+    def importance(self, view: CacheView):
+        return view.position.float() + self.bonus
+"""
+
+
+@dataclass
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def bench(*args: object, cwd: Path) -> Done:
+    """The command, in this process: starting a new one takes seconds each time."""
+    out, err = io.StringIO(), io.StringIO()
+    before, argv, threads = Path.cwd(), sys.argv, torch.get_num_threads()
+    os.chdir(cwd)
+    sys.argv = ["bench", *map(str, args)]
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as left:
+            main()
+    finally:
+        os.chdir(before)
+        sys.argv = argv
+        torch.set_num_threads(threads)
+    return Done(int(left.value.code or 0), out.getvalue(), err.getvalue())
+
+
+def bench_process(*args: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "harness", *map(str, args)], cwd=cwd, capture_output=True, text=True, timeout=300,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory, model_dir, text_dir):
+    """A folder in which the smoke suite was run once."""
+    folder = tmp_path_factory.mktemp("ran")
+    done = bench_process("run", "smoke", "--model", model_dir, "--data", text_dir, "--threads", 1, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder, done
+
+
+def test_a_run_leaves_one_record_a_cell_and_a_page(ran):
+    folder, done = ran
+    records, problems = RecordStore(folder / "leaderboard/results").read_all()
+    assert not problems
+    assert sorted(r.cell["policy"] for r in records) == sorted(
+        ["dense", "recompute_window", "window", "sink_window", "h2o", "random"]
+    )
+    assert len(done.stdout.splitlines()) == 7, "a header and a line per cell, nothing else"
+    assert str(folder) not in str(records), "no path of the machine is in a record"
+    first = bench("leaderboard", cwd=folder)
+    page = (folder / "leaderboard/README.md").read_bytes()
+    assert first.returncode == 0
+    bench("leaderboard", cwd=folder)
+    assert page == (folder / "leaderboard/README.md").read_bytes()
+    assert b"sink\\_window (sinks 4, window 28)" in page
+
+
+def test_the_record_agrees_with_its_trace(ran):
+    folder, _ = ran
+    store = RecordStore(folder / "leaderboard/results")
+    for record in store.read_all()[0]:
+        trace = np.load(store.trace_path(record)).astype(np.float64)
+        scored = trace[np.isfinite(trace)]
+        assert record.metrics["nll"] == pytest.approx(scored.mean(), abs=1e-9)
+        assert len(scored) == record.metrics["tokens"] == sum(record.metrics["blocks"]["tokens"])
+        assert sum(record.metrics["blocks"]["nll_sum"]) == pytest.approx(scored.sum(), abs=1e-2)
+        assert len(scored) == (128 if record.cell["policy"] == "recompute_window" else 511)
+        assert record.metrics["kv_bytes"] == {"dense": 512, "recompute_window": 0}.get(record.cell["policy"], 33) * 256 * 2
+
+
+def test_a_second_run_skips_what_is_done_and_fresh_does_not(ran, model_dir, text_dir):
+    folder, _ = ran
+    args = ("run", "smoke", "--model", model_dir, "--data", text_dir, "--policy", "window")
+    again = bench(*args, cwd=folder)
+    assert "finished before, skipped" in again.stderr
+    assert "skipped" not in bench(*args, "--fresh", cwd=folder).stderr
+    assert "skipped" not in bench(*args, "--set", "tokens=400", cwd=folder).stderr, "another question"
+
+
+def test_blocks_and_token_by_token_give_the_same_trace(ran, model_dir, text_dir, tmp_path):
+    folder, _ = ran
+    done = bench("run", "smoke", "--model", model_dir, "--data", text_dir, "--block", 1, "--policy", "h2o", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (one,) = (np.load(p) for p in tmp_path.rglob("*h2o*.npy"))
+    (many,) = (np.load(p) for p in folder.rglob("*h2o*.npy"))
+    np.testing.assert_allclose(one, many, atol=1e-4)
+
+
+def test_a_policy_of_the_users_own_runs_from_its_file(tmp_path, model_dir, text_dir):
+    (tmp_path / "mine.py").write_text(POLICY)
+    done = bench(
+        "run", "smoke", "--model", model_dir, "--data", text_dir, "--policy", "mine.py:Newest", "--policy", "window",
+        "--json", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    mine, window = json.loads(done.stdout)
+    assert mine["cell"]["policy"] == "mine.py:Newest"
+    assert mine["metrics"]["nll"] == pytest.approx(window["metrics"]["nll"], abs=1e-6)
+    assert bench("policy", "check", "mine.py:Newest", cwd=tmp_path).returncode == 0
+
+
+def test_a_changed_policy_file_is_measured_again(tmp_path, model_dir, text_dir):
+    args = ("run", "smoke", "--model", model_dir, "--data", text_dir, "--policy", "mine.py:Newest", "--set", "tokens=100")
+    (tmp_path / "mine.py").write_text(POLICY)
+    bench_process(*args, cwd=tmp_path)
+    assert "skipped" in bench_process(*args, cwd=tmp_path).stderr
+    (tmp_path / "mine.py").write_text(POLICY + "\n# changed\n")
+    assert "skipped" not in bench_process(*args, cwd=tmp_path).stderr
+
+
+def test_a_failing_cell_becomes_a_record_and_the_rest_go_on(tmp_path, model_dir, text_dir):
+    (tmp_path / "bad.py").write_text(
+        POLICY.replace("return view", "raise RuntimeError('broken on purpose')\n        return view")
+    )
+    args = ("run", "smoke", "--model", model_dir, "--data", text_dir, "--policy", "bad.py:Newest", "--policy", "window")
+    done = bench(*args, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "FAILED, RuntimeError: broken on purpose" in done.stderr
+    records, _ = RecordStore(tmp_path / "leaderboard/results").read_all()
+    assert {r.cell["policy"]: r.status for r in records} == {"bad.py:Newest": "failed", "window": "ok"}
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_a_nan_in_the_model_is_a_failed_cell_that_names_the_token(tmp_path, model_dir, text_dir):
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    broken = tmp_path / "broken"
+    shutil.copytree(model_dir, broken)
+    weights = load_file(broken / "model.safetensors")
+    weights["lm_head.weight"][5] = float("inf")
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    done = bench("run", "smoke", "--model", broken, "--data", text_dir, "--policy", "window", cwd=tmp_path)
+    assert done.returncode in (1, 2)
+    assert re.search(r"not finite at token 1\b|can't be driven", done.stderr)
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "word"),
+    [
+        (["run", "smok"], "did you mean 'smoke'?"),
+        (["run", "smoke", "--polcy", "h2o"], "--policy"),
+        (["run", "smoke", "--policy", "h20"], "did you mean 'h2o'?"),
+        (["run", "smoke", "--policy", "nowhere.py:P"], "no such file"),
+        (["run", "smoke", "--set", "capacity=2", "--policy", "sink_window"], "sinks 4"),
+        (["run", "smoke", "--set", "capacity=4000000000"], "GiB"),
+        (["run", "smoke", "--data", "nowhere"], "no such directory"),
+        (["run", "smoke", "--data", "."], "no text"),
+        (["run", "smoke", "--model", "./nowhere"], "no such directory"),
+        (["run", "smoke", "--model", "EleutherAI/pythia-70m"], "hub is out of reach"),
+        (["run", "smoke", "--set", "tokens=99999999"], "set tokens lower"),
+        (["run", "smoke", "--device", "toaster"], "toaster"),
+        (["list", "polices"], "policies"),
+        (["policy", "check", "h20"], "did you mean 'h2o'?"),
+        (["policy", "check", "h2o", "--set", "windw=3"], "did you mean 'window'?"),
+        (["nonsense"], "nonsense"),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_writes_nothing(tmp_path, model_dir, text_dir, args, word):
+    if "run" in args and "--model" not in args:
+        args = [*args, "--model", str(model_dir)]
+    if "run" in args and "--data" not in args:
+        args = [*args, "--data", str(text_dir)]
+    done = bench(*args, cwd=tmp_path)
+    assert done.returncode == 2
+    assert word in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert done.stdout == ""
+    assert not [p for p in tmp_path.rglob("*") if p.is_file()]
+
+
+def test_a_directory_that_is_no_model_says_what_is_missing(tmp_path, model_dir, text_dir):
+    empty = tmp_path / "empty-model"
+    empty.mkdir()
+    assert "without config.json" in bench("run", "smoke", "--model", empty, "--data", text_dir, cwd=tmp_path).stderr
+    (empty / "config.json").write_text((model_dir / "config.json").read_text())
+    assert "no safetensors weights" in bench("run", "smoke", "--model", empty, "--data", text_dir, cwd=tmp_path).stderr
+
+
+def test_a_family_that_cannot_be_driven_is_refused_before_anything_is_written(tmp_path, model_dir, text_dir):
+    from harness.engine.families import tiny_model
+
+    folder = tmp_path / "gpt2"
+    tiny_model("gpt2", vocab_size=257).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_text((model_dir / name).read_text())
+    done = bench("run", "smoke", "--model", folder, "--data", text_dir, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "'gpt2' can't be driven" in done.stderr.splitlines()[-1]
+    assert not list(tmp_path.rglob("*-c32-*"))
+
+
+def test_ctrl_c_loses_only_the_cell_in_flight(tmp_path, model_dir, text_dir):
+    command = [
+        sys.executable, "-m", "harness", "run", "smoke", "--model", str(model_dir), "--data", str(text_dir), "--block", "1",
+        "--policy", "window", "--policy", "{name: sink_window, capacity: [32, 33, 34, 35, 36, 37, 38, 39, 40]}", "--threads", "1",
+        "--set", "tokens=2000",
+    ]  # fmt: skip
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    running = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.rglob("*.json")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    running.send_signal(signal.SIGINT)
+    _, errors = running.communicate(timeout=60)
+    assert running.returncode == 130, errors
+    assert "Traceback" not in errors
+    records, problems = RecordStore(tmp_path / "leaderboard/results").read_all()
+    assert records
+    assert not problems
+    assert len(records) < 10
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_a_dry_run_lists_cells_and_measures_nothing(tmp_path, model_dir, text_dir):
+    done = bench("run", "smoke", "--model", model_dir, "--data", text_dir, "--dry-run", "--json", cwd=tmp_path)
+    rows = json.loads(done.stdout)
+    assert len(rows) == 6
+    assert {r["kv_bytes"] for r in rows if r["policy"] == "h2o"} == {33 * 256 * 2}
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_closed_pipe_is_no_error(tmp_path):
+    done = subprocess.run(
+        f"{sys.executable} -m harness schema | head -1", shell=True, cwd=tmp_path, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+    )  # fmt: skip
+    assert done.stdout == "{\n"
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("what", ["policies", "suites", "tasks"])
+def test_lists(tmp_path, what):
+    rows = json.loads(bench("list", what, "--json", cwd=tmp_path).stdout)
+    assert rows
+    assert all(len(row) >= 3 for row in rows)
+
+
+def test_every_verb_has_help_with_an_example(tmp_path):
+    from harness.cli import cli
+
+    verbs = [[name] for name in cli.commands] + [["policy", "check"]]
+    for verb in verbs:
+        text = bench(*verb, "--help", cwd=tmp_path).stdout
+        assert f"\n  bench {verb[0]}" in text, verb
+
+
+def test_every_verb_policy_and_task_is_in_the_readme():
+    from harness import registry
+    from harness.cli import cli
+
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    missing = [
+        n
+        for n in [*cli.commands, *registry.policy_names(), *registry.task_names()]
+        if f"`{n}`" not in readme and f"bench {n}" not in readme
+    ]
+    assert not missing

@@ -1,0 +1,73 @@
+"""Text as tokens: every byte accounted for, wherever it comes from."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from harness.data import pg19
+from harness.data.stream import Text, stream
+from harness.engine.load import load_tokenizer
+from harness.errors import UserError
+
+
+def test_tokens_stand_for_every_byte_of_the_text(model_dir):
+    tokenizer = load_tokenizer(model_dir)
+    texts = [Text("a", "naïve, 🙂 café\n"), Text("b", "plain text after it")]
+    size = sum(len(t.text.encode()) for t in texts)
+    made = stream(texts, "here", tokenizer, size)  # a byte-level tokenizer without merges: a token a byte
+    assert tokenizer.decode(made.ids) == "".join(t.text for t in texts)
+    assert made.byte_counts.sum() == size
+    assert made.starts == (("a", 0), ("b", len(texts[0].text.encode())))
+
+
+def test_a_shorter_stream_is_the_beginning_of_a_longer_one(model_dir):
+    tokenizer, texts = load_tokenizer(model_dir), [Text("a", "abc " * 500), Text("b", "xyz " * 500)]
+    short, long = (stream(texts, "here", tokenizer, n) for n in (100, 3000))
+    assert np.array_equal(short.ids, long.ids[:100])
+    assert short.ids_sha256 != long.ids_sha256
+
+
+def test_the_tokenizers_bos_opens_the_stream_once(shared):
+    tokenizer = load_tokenizer(shared / "models/stories260K")
+    made = stream([Text("a", "Once upon"), Text("b", " a time")], "here", tokenizer, 8)
+    assert made.ids[: made.prefix].tolist() == [1]
+    assert 1 not in made.ids[made.prefix :]
+
+
+def test_parquet_files_are_read_by_split_in_order(tmp_path):
+    for name in ("train", "test"):
+        table = pa.table({"short_book_title": [f"{name} {i}" for i in range(3)], "text": [f"{name} text {i}" for i in range(3)]})
+        pq.write_table(table, tmp_path / f"{name}.parquet")
+    source, books = pg19.books("test", tmp_path)
+    assert [(b.title, b.text) for b in books] == [(f"test {i}", f"test text {i}") for i in range(3)]
+    assert source == "local test.parquet"
+    with pytest.raises(UserError, match="no .parquet file of the split 'validation'"):
+        pg19.books("validation", tmp_path)
+
+
+def test_parquet_without_text_says_what_there_is(tmp_path):
+    pq.write_table(pa.table({"words": ["x"]}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="no column 'text', only words"):
+        list(pg19.books("test", tmp_path)[1])
+    (tmp_path / "a.parquet").write_bytes(b"not parquet")
+    with pytest.raises(UserError, match="not a readable parquet file"):
+        list(pg19.books("test", tmp_path)[1])
+
+
+def test_the_hub_path_reads_the_pinned_layout(tmp_path, monkeypatch):
+    """The real loading code, on a local directory laid out like the hub's edition."""
+    (tmp_path / "data").mkdir()
+    table = pa.table({"short_book_title": ["t"], "publication_date": [1900], "url": ["u"], "text": ["some words"]})
+    pq.write_table(table, tmp_path / "data/test-00000-of-00001-29a571947c0b5ccc.parquet")
+    monkeypatch.setattr(pg19, "HUB_ID", str(tmp_path))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    assert [(b.title, b.text) for b in pg19.books("test", None)[1]] == [("t", "some words")]
+
+
+def test_without_the_hub_it_says_what_to_give(monkeypatch):
+    monkeypatch.setattr(pg19, "HUB_ID", "nobody/nothing-here")
+    with pytest.raises(UserError, match="--data DIR or BENCH_DATA"):
+        list(pg19.books("test", None)[1])

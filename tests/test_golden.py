@@ -1,0 +1,38 @@
+"""Numbers that must not move unnoticed: change them only together with NUMERICS_VERSION."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import in_blocks, model_of, nll, tokens_of
+
+from harness.engine.loop import CacheConfig, decoder
+from harness.records import NUMERICS_VERSION
+from harness.registry import policy_class, policy_names
+
+GOLDEN = Path(__file__).with_name("golden.json")
+
+
+def measured(policy: str) -> list[float]:
+    made = policy_class(policy)()
+    config = CacheConfig(made, 12 if made.evicts else None, seed=1)
+    tokens = tokens_of(48)
+    return [round(float(x), 5) for x in nll(in_blocks(decoder(model_of("llama"), config), tokens, 16), tokens)[0]]
+
+
+@pytest.mark.parametrize("policy", policy_names())
+def test_golden_nlls_have_not_moved(policy):
+    """If this fails on purpose: raise NUMERICS_VERSION and run `python tests/test_golden.py`."""
+    golden = json.loads(GOLDEN.read_text())
+    assert golden["numerics_version"] == NUMERICS_VERSION
+    if policy not in golden["nll"]:
+        pytest.skip(f"{policy} is not among the golden numbers yet: run `python tests/test_golden.py`")
+    np.testing.assert_allclose(measured(policy), golden["nll"][policy], atol=2e-4)
+
+
+if __name__ == "__main__":
+    numbers = {policy: measured(policy) for policy in policy_names()}
+    GOLDEN.write_text(json.dumps({"numerics_version": NUMERICS_VERSION, "nll": numbers}) + "\n")
