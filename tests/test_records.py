@@ -26,6 +26,7 @@ def record(policy: str = "h2o", capacity: int | None = 8, nll: float = 2.0, **ch
         "tokens": 12800,
         "blocks": blocks,
         "kv_bytes": 640,
+        "texts": {"nll_sum": [sum(blocks["nll_sum"])], "tokens": [12800]},
     }
     made = Record(cell, digest(cell), "k" * 64, "ok", metrics=metrics, data={"ids_sha256": "x", "tokens": 12800})
     made.finished = "2026-01-01T00:00:00+00:00"

@@ -1,0 +1,63 @@
+"""What the README says is so."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+import yaml
+
+from harness import policy_check, registry
+from harness.cli import cli
+from harness.engine.families import FAMILIES
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def test_every_verb_policy_and_task_is_named():
+    names = [*cli.commands, *registry.policy_names(), *registry.task_names()]
+    assert [n for n in names if f"`{n}`" not in README and f"bench {n}" not in README] == []
+
+
+def test_the_table_is_that_of_the_leaderboard():
+    rows = [
+        line for line in README[README.index("<!-- table -->") :].split("<!-- speed -->")[0].splitlines() if line.startswith("|")
+    ]
+    board = (ROOT / "leaderboard/README.md").read_text().splitlines()
+    assert len(rows) >= 8
+    assert [row for row in rows if row not in board] == []
+
+
+def test_its_policy_works_from_a_file_of_its_own(tmp_path):
+    code = next(c for c in re.findall(r"```python\n(.*?)```", README, re.S) if "class SmallKeys" in c)
+    assert len(code.strip().splitlines()) <= 22
+    file = tmp_path / "small_keys.py"
+    file.write_text(code)
+    assert [f for f in policy_check.run_checks(f"{file}:SmallKeys") if not f.ok] == []
+
+
+def test_its_suite_is_one(tmp_path):
+    from harness import suite
+
+    text = next(c for c in re.findall(r"```yaml\n(.*?)```", README, re.S))
+    (tmp_path / "s.yaml").write_text(text)
+    assert len(suite.load(tmp_path / "s.yaml")[1]) == 1 + 3 * 4
+    shipped = yaml.safe_load((ROOT / "suites/pg19.yaml").read_text())
+    assert {k: v for k, v in yaml.safe_load(text).items() if k != "policies"}.items() <= shipped.items()
+
+
+def test_the_number_of_families_is_that_of_the_list():
+    from test_models import REFUSED
+
+    assert f"{len(FAMILIES) - len(REFUSED)} families passing" in README
+    assert f"{len(REFUSED)} refused" in README
+
+
+def test_a_policy_of_an_installed_package_is_found_by_its_entry_point(monkeypatch: pytest.MonkeyPatch):
+    entry = EntryPoint("theirs", "policies.window:Window", "bench.policies")
+    monkeypatch.setattr(registry, "entry_points", lambda group: [entry] if group == "bench.policies" else [])
+    assert "theirs" in registry.policy_names()
+    assert registry.policy_class("theirs").__name__ == "Window"
