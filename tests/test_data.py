@@ -32,9 +32,25 @@ def test_a_shorter_stream_is_the_beginning_of_a_longer_one(model_dir):
 
 def test_the_tokenizers_bos_opens_the_stream_once(shared):
     tokenizer = load_tokenizer(shared / "models/stories260K")
-    made = stream([Text("a", "Once upon"), Text("b", " a time")], "here", tokenizer, 8)
+    made = stream([Text("a", "Once upon"), Text("b", " a time")], "here", tokenizer, 5)
     assert made.ids[: made.prefix].tolist() == [1]
+    assert [title for title, _ in made.starts] == ["a", "b"]
     assert 1 not in made.ids[made.prefix :]
+
+
+def test_tokenising_in_pieces_gives_the_tokens_of_the_whole_text(shared, monkeypatch):
+    """On a real book, with the model's own tokenizer."""
+    from harness.data import stream as module
+
+    tokenizer = load_tokenizer(shared / "models/stories260K")
+    book = next(pg19.books("test", shared / "data/pg19")[1]).text[:200_000]
+    whole = tokenizer(book, add_special_tokens=False)["input_ids"]
+    for piece in (1_000, 30_000):
+        monkeypatch.setattr(module, "_PIECE", piece)
+        made = stream([Text("a", book)], "here", tokenizer, len(whole))
+        assert made.ids[made.prefix :].tolist() == whole
+        assert made.byte_counts.sum() == len(book.encode())
+        assert (made.byte_counts >= 0).all()
 
 
 def test_parquet_files_are_read_by_split_in_order(tmp_path):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from harness.errors import UserError
 
-_CHARACTERS_PER_TOKEN = 16  # read ahead of what a token can be expected to take
+_PIECE = 2**15  # characters tokenised at once, and on to the next line end
+_LINE_END = re.compile(r"\n(?=\S)")
 
 
 @dataclass(frozen=True)
@@ -88,12 +90,35 @@ def stream(texts: Iterable[Text], source: str, tokenizer: PreTrainedTokenizerBas
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, text: str, most: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """At most so many token ids of a text, and the UTF-8 byte of the text at which each ends."""
-    for part in dict.fromkeys((text[: most * _CHARACTERS_PER_TOKEN], text)):
-        encoded = tokenizer(part, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        if len(encoded["input_ids"]) > most or part == text:  # a cut text may end in other tokens
+    """At most so many token ids of a text, and the UTF-8 byte of the text at which each ends.
+
+    In pieces, because what a tokenizer returns takes kilobytes a token. A piece begins with the line end that the one
+    before it ended with, whose tokens are dropped again: so the tokens are those of the text as a whole.
+    """
+    ids, ends, byte = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
+    for start, piece in _pieces(text):
+        overlap = 1 if start else 0
+        encoded = tokenizer(piece, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        stops = np.array([end for _, end in encoded["offset_mapping"]], np.int64).reshape(-1)
+        byte_at = np.cumsum([0, *(len(c.encode()) for c in piece)]) - overlap
+        new = stops > overlap if overlap else np.ones(len(stops), bool)
+        ids.append(np.array(encoded["input_ids"], np.int64)[new])
+        ends.append(byte + np.maximum.accumulate(byte_at[stops[new]]) if new.any() else stops[new])
+        byte += int(byte_at[-1])
+        most -= int(new.sum())
+        if most <= 0:
             break
-    ids = np.array(encoded["input_ids"][:most], np.int64)
-    ends = np.array([end for _, end in encoded["offset_mapping"][:most]], np.int64).reshape(-1)
-    byte_at = np.cumsum([0, *(len(c.encode()) for c in part[: int(ends.max(initial=0))])])
-    return ids, np.maximum.accumulate(byte_at[ends]) if len(ends) else ends
+    whole = slice(None, most if most < 0 else None)
+    return np.concatenate(ids)[whole], np.concatenate(ends)[whole]
+
+
+def _pieces(text: str) -> Iterator[tuple[int, str]]:
+    """The text cut behind line ends that a word follows, each piece beginning with the last character before it."""
+    start = 0
+    while start < len(text):
+        stop = len(text)
+        if stop - start > _PIECE:
+            cut = _LINE_END.search(text, start + _PIECE)
+            stop = cut.end() if cut else stop
+        yield start, text[max(start - 1, 0) : stop]
+        start = stop
