@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from transformers import AutoConfig
 from harness import registry
 from harness.engine.load import DTYPES, device_of
 from harness.errors import UserError
+from harness.hub import quiet
 from harness.suite import Cell, ModelSpec
 
 _WALK_OPS = 35  # small tensor operations that the walk does per token and layer
@@ -85,11 +87,13 @@ def _estimate(cell: Cell, shape: _Shape, rate: float, overhead: float) -> Estima
 
 def _shape(spec: ModelSpec) -> _Shape | None:
     """From the config alone; None if neither directory, cache nor hub has it."""
+    quiet()
     try:
         config: Any = AutoConfig.from_pretrained(spec.id, revision=spec.revision, trust_remote_code=False).get_text_config()
     except (OSError, ValueError):
         if Path(spec.id).expanduser().exists():
             raise UserError(f"{spec.id}: no config.json that transformers can read") from None
+        print(f"bench: {spec.id}: its config is out of reach, so there are no estimates", file=sys.stderr)
         return None
     queries = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // queries

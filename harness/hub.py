@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import logging
 import os
+import re
 from pathlib import Path
+from typing import Any
 
 from harness.errors import UserError
 
@@ -45,13 +49,26 @@ def _weights(directory: Path, allow_pickle: bool) -> list[Path]:
     return sorted(f for pattern in patterns for f in directory.glob(pattern))
 
 
+def quiet() -> None:
+    """Keep the hub's libraries from telling of every retry: what goes wrong is said once, by us."""
+    for name in ("huggingface_hub", "datasets", "transformers", "httpx"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
 def _download(model: str, revision: str | None, allow_pickle: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
+    quiet()
     wanted = [*_WANTED, *(["pytorch_model*.bin"] if allow_pickle else [])]
+    patterns: dict[str, Any] = {"revision": revision, "allow_patterns": wanted, "ignore_patterns": _UNWANTED}
+    if re.fullmatch("[0-9a-f]{40}", revision or ""):  # a commit never changes: what is there need not be asked for
+        with contextlib.suppress(LocalEntryNotFoundError):
+            directory = Path(snapshot_download(model, local_files_only=True, **patterns))
+            if _weights(directory, allow_pickle):
+                return directory
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=wanted, ignore_patterns=_UNWANTED))
+        return Path(snapshot_download(model, **patterns))
     except LocalEntryNotFoundError as error:
         raise UserError(
             f"{model}: not in the local cache and the hub is out of reach; give --model DIR, or set HF_HOME to a cache "

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from harness.data.stream import Text
 from harness.errors import UserError
+from harness.hub import quiet
 
 HUB_ID = "emozilla/pg19"
 HUB_REVISION = "c021754c8e01c5b1cc83a1f549c1f97fbbb756b8"
@@ -81,6 +82,7 @@ def _from_hub(split: str) -> Iterator[Text]:
         from datasets import load_dataset
     except ImportError as error:
         raise UserError("pg19 from the hub needs the package 'datasets'; or give --data DIR") from error
+    quiet()
     try:
         rows = load_dataset(HUB_ID, revision=HUB_REVISION, data_files={split: f"data/{split}-*.parquet"}, split=split)
     except Exception as error:  # datasets raises many kinds when the hub is out of reach
