@@ -71,8 +71,9 @@ def run(suite: str, model: str | None, data: str | None, policies: tuple[str, ..
     bench run smoke --policy sink_window --policy my_policy.py:MyPolicy --set capacity=64
     """
     from harness import suite as suites
+    from harness.overrides import Overrides
 
-    overrides = suites.Overrides(model, dtype, policies, settings)
+    overrides = Overrides(model, dtype, policies, settings)
     _, cells = suites.load(suites.find(suite), overrides)
     directory = Path(data).expanduser() if data else None
     if dry_run:

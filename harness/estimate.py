@@ -16,7 +16,8 @@ from harness import registry
 from harness.engine.load import DTYPES, device_of
 from harness.errors import UserError
 from harness.hub import quiet
-from harness.suite import Cell, ModelSpec
+from harness.suite import Cell
+from harness.suite_file import ModelSpec
 
 _WALK_OPS = 35  # small tensor operations that the walk does per token and layer
 _MODEL_OPS = 60  # and the model itself, per block and layer

@@ -23,7 +23,8 @@ from harness.engine.selfcheck import free_bytes
 from harness.errors import UserError
 from harness.hub import model_directory, weights_digest
 from harness.records import NUMERICS_VERSION, Record, RecordStore, digest
-from harness.suite import Cell, ModelSpec
+from harness.suite import Cell
+from harness.suite_file import ModelSpec
 from harness.tasks.task import Job
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from harness import suite as suites
 from harness.errors import UserError
-from harness.suite import Overrides
+from harness.overrides import Overrides
 
 GOOD = """suite: mine
 version: 1

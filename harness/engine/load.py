@@ -66,7 +66,7 @@ def load_model(
             dtype=DTYPES[dtype],
             attn_implementation=interface.NAME,
             trust_remote_code=False,
-            use_safetensors=not allow_pickle,
+            use_safetensors=None if allow_pickle else True,
         )
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{name}: transformers can't load it ({str(error).strip().splitlines()[0]})") from error
