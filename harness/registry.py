@@ -113,6 +113,8 @@ def _user_module(where: str) -> ModuleType:
     """A user's module, by file or by dotted name."""
     try:
         if not where.endswith(".py"):
+            if str(Path.cwd()) not in sys.path:  # as `python -m` would find it; the console script does not
+                sys.path.append(str(Path.cwd()))
             return importlib.import_module(where)
         path = Path(where).expanduser().resolve()
         if not path.exists():

@@ -138,7 +138,10 @@ def _measure(item: _Prepared, model: Model, store: RecordStore, options: RunOpti
     cell, record = item.cell, item.record
     config = CacheConfig(cell.policy, cell.capacity, cell.positions, cell.limit, cell.seed)
     trace = store.trace_path(record)
-    trace.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        trace.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{trace.parent}: can't be made ({error.strerror})") from error
     partial = trace.with_name(trace.name + ".partial")
     job = Job(model, config, item.stream, options.block, options.walk, partial, watcher.advance)
     started = time.perf_counter()
@@ -157,7 +160,10 @@ def _measure(item: _Prepared, model: Model, store: RecordStore, options: RunOpti
     seconds = time.perf_counter() - started
     record.facts |= _facts(model, options, cell, seconds)
     record.finished = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    store.write(record, partial if record.status == "ok" and partial.exists() else None)
+    try:
+        store.write(record, partial if record.status == "ok" and partial.exists() else None)
+    except OSError as error:
+        raise UserError(f"{store.path(record)}: can't be written ({error.strerror}); finished cells are kept") from error
     return record
 
 

@@ -139,6 +139,17 @@ def test_a_policy_of_the_users_own_runs_from_its_file(tmp_path, model_dir, text_
     assert bench("policy", "check", "mine.py:Newest", cwd=tmp_path).returncode == 0
 
 
+def test_a_policy_of_a_package_beside_the_user_is_found(tmp_path):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "__init__.py").touch()
+    (tmp_path / "theirs" / "newest.py").write_text(POLICY)
+    done = bench_process("policy", "check", "theirs.newest:Newest", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("ok ") == 7
+    missing = bench_process("policy", "check", "theirs.newest:Oldest", cwd=tmp_path)
+    assert missing.stderr == "bench: theirs.newest has no 'Oldest'\n"
+
+
 def test_a_changed_policy_file_is_measured_again(tmp_path, model_dir, text_dir):
     args = ("run", "smoke", "--model", model_dir, "--data", text_dir, "--policy", "mine.py:Newest", "--set", "tokens=100")
     (tmp_path / "mine.py").write_text(POLICY)
