@@ -120,6 +120,17 @@ def test_any_block_size_equals_token_by_token(family, policy, mode, capacity, pa
     assert all(len(p) == min(length, capacity) for layer in one.kept() for s in layer for p in s)
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "smollm3", "gpt_oss", "gemma2", "stablelm", "granite", "cohere2"])
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_any_block_size_equals_token_by_token_in_odd_families(family, policy):
+    """K and V of unlike dims, layers without RoPE, sink logits, softcaps, partial and interleaved RoPE, mixed windows."""
+    model, tokens = model_of(family), tokens_of(40, 2)
+    one, many = (CachedDecoder(model, CacheConfig(policy, 20), 2) for _ in range(2))
+    singly, blocks = in_blocks(one, tokens, 1), in_blocks(many, tokens, 13)
+    torch.testing.assert_close(nll(blocks, tokens), nll(singly, tokens), atol=1e-4, rtol=0)
+    assert one.kept() == many.kept()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 @BOTH

@@ -68,7 +68,8 @@ class Walk:
             return
         self._attended = slots.attended(block.used)
         rows = slots.rows(self._attended, slots.layers[0] if block.tokens > 1 else None)
-        steady = block.tokens == 1 and self._mode != "stream" and self._full(0)  # the rank of the new token stays what it is
+        # Once the cache is full, the rank of the new token stays what it is, and so does where its query stands.
+        steady = block.tokens == 1 and self._mode != "stream" and self._full(0)
         if not (steady and self._steady):
             self._place(block, rows)
         self._steady = steady
@@ -119,7 +120,7 @@ class Walk:
         rows = self.slots.rows(self._attended, layer)
         if block.tokens == 1:
             at, size = self.slots.layers.index(layer), len(rows.keys)
-            token = (query.view(size, shape.group, -1), keys.reshape(size, -1), values.reshape(size, -1))
+            token = (query.reshape(size, shape.group, -1), keys.reshape(size, -1), values.reshape(size, -1))
             out, mass = self._step(rows, *token, terms, self._used[at], self._turns[at])
             if self.slots.states:
                 self._mass.append(mass)
