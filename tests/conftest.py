@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from functools import cache
 from pathlib import Path
 
@@ -50,6 +51,16 @@ def shared() -> Path:
     if not SHARED.is_dir():
         pytest.skip("needs the models and books kept beside the repository, and they are not there")
     return SHARED
+
+
+@pytest.fixture(scope="session")
+def board() -> Path:
+    """The leaderboard folder, as committed."""
+    folder = Path(__file__).parents[1] / "leaderboard"
+    changed = subprocess.run(["git", "status", "--porcelain", "."], cwd=folder, capture_output=True, text=True)
+    if changed.returncode or changed.stdout:
+        pytest.skip("the leaderboard was measured anew since the last commit (or this is no git checkout)")
+    return folder
 
 
 @pytest.fixture(scope="session")
