@@ -77,7 +77,8 @@ def run(cells: Sequence[Cell], store: RecordStore, options: RunOptions, watcher:
         One record per cell, those of earlier runs included, in the order of the cells.
 
     Raises:
-        UserError: a model, its tokenizer or the data can't be had; raised before anything is measured.
+        UserError: a model's files, its tokenizer or the data can't be had: raised before anything is measured. Or a
+            model can't be driven, or a cache can't fit: raised before any cell of that model is measured.
     """
     prepared = _prepare(cells, options)
     records: list[Record] = []

@@ -151,10 +151,8 @@ def _entry(suite: SuiteFile, index: int, source: Source) -> Iterator[Entry]:
             if capacity is not None:
                 made.bind(capacity)
         except ValueError as error:
-            place = (
-                (*at, "capacity") if "capacity" in given else ("capacity",) if "capacity" not in given and suite.capacity else at
-            )
-            raise source.error(place, f"{name}: {error}") from None
+            place = at if "capacity" in given or suite.capacity is None else ()
+            raise source.error((*place, "capacity"), f"{name}: {error}") from None
         yield name, made, capacity, positions or "cache", limit
 
 

@@ -72,7 +72,7 @@ def stream(texts: Iterable[Text], source: str, tokenizer: PreTrainedTokenizerBas
         UserError: the texts are shorter than that.
     """
     opening = list(tokenizer("", add_special_tokens=True)["input_ids"])
-    prefix = [tokenizer.bos_token_id] if opening[:1] == [tokenizer.bos_token_id] and opening else []
+    prefix = opening[:1] if opening[:1] == [tokenizer.bos_token_id] else []
     ids, counts = [np.array(prefix, np.int64)], [np.zeros(len(prefix), np.int64)]
     starts, covered, missing = [], hashlib.sha256(), tokens
     for text in texts:
