@@ -12,22 +12,49 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import UserError
+from harness.registry import did_you_mean
 
+RANDOM = "random:"  # opens the id of a model with random weights
+_SHAPES = Path(__file__).parent / "shapes"
 _WANTED = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
 _UNWANTED = ["onnx/*", "original/*", "*/consolidated*", "consolidated*"]
 
 
+def is_random(model: str) -> bool:
+    """Whether a model's weights are drawn here, for measurements that don't depend on them."""
+    return model.startswith(RANDOM)
+
+
+def shapes() -> list[str]:
+    """The published shapes that a model of random weights can take."""
+    return sorted(p.stem for p in _SHAPES.glob("*.json"))
+
+
+def _shape(name: str) -> Path:
+    """The config file of a shape: one of ours, or a directory's.
+
+    Raises:
+        UserError: neither.
+    """
+    file = _SHAPES / f"{name}.json" if name in shapes() else Path(name).expanduser() / "config.json"
+    if not file.exists():
+        raise UserError(f"{RANDOM}{name}: no such shape{did_you_mean(name, shapes())}; or a directory with a config.json")
+    return file
+
+
 def model_directory(model: str, revision: str | None, allow_pickle: bool) -> Path:
-    """The directory of a model's files, downloaded if need be.
+    """The directory of a model's files, downloaded if need be; the config file alone of a model with random weights.
 
     Args:
-        model: a local directory or a hub id.
+        model: a local directory, a hub id, or "random:" and a shape.
         revision: of a hub model: a commit, branch or tag.
         allow_pickle: accept weights that are not safetensors.
 
     Raises:
         UserError: no such model, no weights, or the hub is out of reach.
     """
+    if is_random(model):
+        return _shape(model.removeprefix(RANDOM))
     directory = Path(model).expanduser()
     if directory.is_dir():
         if not (directory / "config.json").exists():
@@ -80,7 +107,7 @@ def _download(model: str, revision: str | None, allow_pickle: bool) -> Path:
 
 def weights_digest(directory: Path) -> str:
     """sha256 over config and weights; remembered by path, size and time of change, since weights are large."""
-    files = [directory / "config.json", *_weights(directory, True)]
+    files = [directory] if directory.is_file() else [directory / "config.json", *_weights(directory, True)]
     seen = hashlib.sha256()
     cache_file = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "kv-bench" / "digests.json"
     try:

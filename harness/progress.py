@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from types import TracebackType
 from typing import Self
@@ -11,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeRemainingColumn
 
 from harness.records import Record
-from harness.suite import Cell
+from harness.report.sections import headline
 
 _EVERY = 20.0  # seconds between plain lines of one cell
 
@@ -25,6 +24,7 @@ class ProgressView:
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._head, self._total, self._started, self._said = "", 0, 0.0, 0.0
+        self._done, self._cells = 0, 0
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
@@ -39,17 +39,18 @@ class ProgressView:
         if self._bar is not None:
             self._bar.stop()
 
-    def begin(self, cell: Cell, number: int, cells: int, total: int) -> None:
-        """A cell starts."""
-        self._head, self._total = f"[{number}/{cells}] {cell.label}", total
+    def begin(self, label: str, number: int, cells: int, total: int) -> None:
+        """A cell, or several side by side, starts."""
+        self._head, self._total = f"[{number}/{cells}] {label}", total
+        self._done, self._cells = number, cells
         self._started = self._said = time.monotonic()
         if self._bar is not None:
             self._task = self._bar.add_task(self._head, total=total, speed="")
 
-    def advance(self, tokens: int, nll: float) -> None:
-        """Part of a cell is done."""
+    def advance(self, tokens: int, text: str) -> None:
+        """Part of it is done."""
         now = time.monotonic()
-        speed = f"{tokens / max(now - self._started, 1e-9):,.0f} tokens/s, perplexity {math.exp(min(nll, 700)):.2f}"
+        speed = f"{tokens / max(now - self._started, 1e-9):,.0f} tokens/s, {text}"
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=tokens, speed=speed)
         elif now - self._said > _EVERY:
@@ -57,19 +58,20 @@ class ProgressView:
             left = (now - self._started) * (self._total - tokens) / max(tokens, 1)
             self._line(f"{self._head}: {tokens:,} of {self._total:,} tokens, {speed}, {left:.0f} s left")
 
-    def end(self, cell: Cell, record: Record, skipped: bool) -> None:
+    def end(self, label: str, record: Record, skipped: bool) -> None:
         """A cell has its record."""
         if self._bar is not None and self._task is not None:
             self._bar.remove_task(self._task)
             self._task = None
+        head = f"[{self._done}/{self._cells}] {label}"
+        self._done += 1
         if skipped:
-            self._line(f"{cell.label}: finished before, skipped (--fresh measures it again)")
+            self._line(f"{label}: finished before, skipped (--fresh measures it again)")
         elif record.status == "failed" and record.error:
-            self._line(f"{self._head}: FAILED, {record.error['kind']}: {record.error['message']}")
+            self._line(f"{head}: FAILED, {record.error['kind']}: {record.error['message']}")
         else:
-            facts = record.facts
-            figure = f"perplexity {record.metrics['perplexity']:.4g}, " if "perplexity" in record.metrics else ""
-            self._line(f"{self._head}: {figure}{facts['tokens_per_second']:,.0f} tokens/s, {facts['seconds']:.1f} s")
+            speed = f", {record.facts['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in record.facts else ""
+            self._line(f"{head}: {headline(record)}{speed}, {record.facts['seconds']:.1f} s")
 
     def _line(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -86,12 +86,17 @@ class RecordStore:
         cell = record.cell
         return self.folder / _slug(str(cell["suite"])) / _slug(str(cell["model"]["id"])) / f"{record.stem}.json"
 
-    def trace_path(self, record: Record) -> Path:
-        """Where its per-token figures belong."""
-        return self.path(record).with_suffix(".nll.npy")
+    def trace_path(self, record: Record, suffix: str = ".nll.npy") -> Path:
+        """Where its per-token or per-question figures belong."""
+        return self.path(record).with_suffix(suffix)
 
-    def write(self, record: Record, trace: Path | None = None) -> Path:
+    def write(self, record: Record, trace: Path | None = None, suffix: str = ".nll.npy") -> Path:
         """Put a record in place, atomically; its finished trace first, so that no record lacks one.
+
+        Args:
+            record: to write.
+            trace: its finished trace, which is moved; None if there is none.
+            suffix: of the trace's name from then on.
 
         Raises:
             OSError: the folder can't be written to.
@@ -99,7 +104,7 @@ class RecordStore:
         path = self.path(record)
         path.parent.mkdir(parents=True, exist_ok=True)
         if trace is not None:
-            target = self.trace_path(record)
+            target = self.trace_path(record, suffix)
             record.trace = {"file": target.name, "sha256": hashlib.sha256(trace.read_bytes()).hexdigest()}
             os.replace(trace, target)
         partial = path.with_name(path.name + ".partial")
@@ -116,7 +121,7 @@ class RecordStore:
         found = read(self.path(record))
         if isinstance(found, Problem) or found.status != "ok" or (found.cell_id, found.key) != (record.cell_id, record.key):
             return None
-        return found if found.trace is None or self.trace_path(found).exists() else None
+        return found if found.trace is None or (self.path(found).parent / found.trace["file"]).exists() else None
 
     def read_all(self) -> tuple[list[Record], list[Problem]]:
         """Every record, in the order of their paths, and every file that is none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import gc
 import platform
@@ -14,18 +15,17 @@ from typing import Any, Protocol
 
 import torch
 
-from harness import __version__, registry
-from harness.data.stream import TokenStream
+from harness import __version__, apart, registry
 from harness.engine.load import load_model, load_tokenizer
 from harness.engine.loop import CacheConfig
 from harness.engine.model import Model
 from harness.engine.selfcheck import free_bytes
 from harness.errors import UserError
-from harness.hub import model_directory, weights_digest
+from harness.hub import is_random, model_directory, weights_digest
 from harness.records import NUMERICS_VERSION, Record, RecordStore, digest
-from harness.suite import Cell
+from harness.suite import Cell, labels
 from harness.suite_file import ModelSpec
-from harness.tasks.task import Job
+from harness.tasks.task import Data, Job, Task
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ class RunOptions:
 class Watcher(Protocol):
     """Is told how a run goes."""
 
-    def begin(self, cell: Cell, number: int, cells: int, total: int) -> None:
-        """A cell starts, of `total` tokens."""
+    def begin(self, label: str, number: int, cells: int, total: int) -> None:
+        """A cell, or several side by side, starts, of `total` tokens."""
 
-    def advance(self, tokens: int, nll: float) -> None:
-        """So many tokens of the cell are done, with this mean NLL."""
+    def advance(self, tokens: int, text: str) -> None:
+        """So many tokens of it are done, with this figure so far."""
 
-    def end(self, cell: Cell, record: Record, skipped: bool) -> None:
+    def end(self, label: str, record: Record, skipped: bool) -> None:
         """A cell has its record; `skipped`: it had it before."""
 
 
@@ -65,7 +65,8 @@ class _Prepared:
     """A cell with everything that decides its numbers."""
 
     cell: Cell
-    stream: TokenStream
+    task: type[Task]
+    data: Data
     directory: Path
     record: Record  # still without figures
 
@@ -80,43 +81,78 @@ def run(cells: Sequence[Cell], store: RecordStore, options: RunOptions, watcher:
         UserError: a model's files, its tokenizer or the data can't be had: raised before anything is measured. Or a
             model can't be driven, or a cache can't fit: raised before any cell of that model is measured.
     """
-    prepared = _prepare(cells, options)
-    records: list[Record] = []
-    loaded: tuple[ModelSpec, Model] | None = None
-    for number, item in enumerate(prepared, 1):
-        known = None if options.fresh else store.finished(item.record)
-        if known is not None:
-            watcher.end(item.cell, known, skipped=True)
-            records.append(known)
+    prepared, names = _prepare(cells, options), labels(cells)
+    loaded = _Loaded(options.device, prepared)
+    records: dict[str, Record] = {}
+    for group in _groups(prepared):
+        known = [None if options.fresh else store.finished(item.record) for item in group]
+        if all(known):
+            for item, record in zip(group, known, strict=True):
+                assert record is not None
+                watcher.end(names[item.cell.id], record, skipped=True)
+                records[item.cell.id] = record
             continue
-        if loaded is None or loaded[0] != item.cell.model:
-            loaded = None
-            _release(options.device)
-            spec = item.cell.model
-            loaded = (spec, load_model(item.directory, spec.dtype, options.device, spec.rope_length, spec.pickle))
-            _check_capacities([p.cell for p in prepared if p.cell.model == spec], loaded[1])
-        watcher.begin(item.cell, number, len(cells), registry.task_class(item.cell.task.name).total(item.cell.task))
-        record = _measure(item, loaded[1], store, options, watcher)
-        watcher.end(item.cell, record, skipped=False)
-        records.append(record)
-    return records
+        label = names[group[0].cell.id] if len(group) == 1 else f"{len(group)} cells side by side"
+        watcher.begin(label, len(records) + 1, len(cells), group[0].data.tokens)
+        for item, record in zip(group, _measure(group, loaded, store, options, watcher), strict=True):
+            watcher.end(names[item.cell.id], record, skipped=False)
+            records[item.cell.id] = record
+    return [records[cell.id] for cell in cells]
+
+
+def _groups(prepared: Sequence[_Prepared]) -> list[list[_Prepared]]:
+    """What is measured at once: a cell, or the cells of one model and task that are measured side by side."""
+    groups: dict[str, list[_Prepared]] = {}
+    for item in prepared:
+        cell = item.cell
+        alone = "" if item.task.together else cell.id
+        groups.setdefault(digest([cell.model.model_dump(), cell.task.model_dump(), cell.seed, alone]), []).append(item)
+    return list(groups.values())
+
+
+class _Loaded:
+    """The model at hand: one at a time."""
+
+    def __init__(self, device: torch.device, prepared: Sequence[_Prepared]) -> None:
+        self._device, self._prepared = device, prepared
+        self._spec: ModelSpec | None = None
+        self._model: Model | None = None
+
+    def of(self, item: _Prepared) -> Model:
+        """The model of a cell, loaded if it is not the last one.
+
+        Raises:
+            UserError: it can't be driven, or one of its caches can't be allocated.
+            MemoryError: it does not fit.
+        """
+        spec = item.cell.model
+        if self._model is None or self._spec != spec:
+            self._model = None
+            _release(self._device)
+            self._model = load_model(
+                item.directory, spec.dtype, self._device, spec.rope_length, spec.pickle, random=is_random(spec.id)
+            )
+            self._spec = spec
+            _check_capacities([p.cell for p in self._prepared if p.cell.model == spec and not p.task.of_device], self._model)
+        return self._model
 
 
 def _prepare(cells: Sequence[Cell], options: RunOptions) -> list[_Prepared]:
     """Tokens, weights and keys of all cells, before any is measured."""
     directories = {c.model: model_directory(c.model.id, c.model.revision, c.model.pickle) for c in cells}
-    streams: dict[tuple[ModelSpec, str], TokenStream] = {}
+    known: dict[tuple[ModelSpec, str], Data] = {}
     prepared = []
     for cell in cells:
-        directory, text = directories[cell.model], (cell.model, digest(cell.task.model_dump()))
-        if text not in streams:
-            task = registry.task_class(cell.task.name)
-            streams[text] = task.data(cell.task, load_tokenizer(directory), options.data)
+        directory, asked = directories[cell.model], (cell.model, digest(cell.task.model_dump()))
+        task = registry.task_class(cell.task.name)
+        if asked not in known:
+            known[asked] = task.data(cell.task, lambda d=directory: load_tokenizer(d), options.data)  # type: ignore[misc]
         weights, source = weights_digest(directory), registry.source_digest(type(cell.policy))
-        key = digest([cell.id, streams[text].ids_sha256, weights, source, NUMERICS_VERSION])
-        record = Record(cell.asked(), cell.id, key, "ok", data=streams[text].facts())
+        where = [device_name(options.device), torch.get_num_threads()] if task.of_device else []
+        key = digest([cell.id, known[asked].ids_sha256, weights, source, NUMERICS_VERSION, *where])
+        record = Record(cell.asked(), cell.id, key, "ok", data=known[asked].facts())
         record.facts = {"weights_sha256": weights, "policy_sha256": source}
-        prepared.append(_Prepared(cell, streams[text], directory, record))
+        prepared.append(_Prepared(cell, task, known[asked], directory, record))
     return prepared
 
 
@@ -126,7 +162,7 @@ def _check_capacities(cells: Sequence[Cell], model: Model) -> None:
     for cell in cells:
         if cell.capacity is None or not cell.policy.caches:
             continue
-        needed = sum(s.kv_bytes_per_token(model.dtype) * ((s.kept(cell.capacity) or 0) + 1) for s in model.layers)
+        needed = model.kv_bytes(cell.capacity)
         if needed > free:
             raise UserError(
                 f"{cell.label}: its K/V slots take {needed / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free on "
@@ -134,54 +170,114 @@ def _check_capacities(cells: Sequence[Cell], model: Model) -> None:
             )
 
 
-def _measure(item: _Prepared, model: Model, store: RecordStore, options: RunOptions, watcher: Watcher) -> Record:
-    """One cell, measured and written down."""
-    cell, record = item.cell, item.record
-    config = CacheConfig(cell.policy, cell.capacity, cell.positions, cell.limit, cell.seed)
-    trace = store.trace_path(record)
+def _measure(
+    group: Sequence[_Prepared], loaded: _Loaded, store: RecordStore, options: RunOptions, watcher: Watcher
+) -> list[Record]:
+    """The cells of a group, measured and written down."""
+    traces = [_partial_trace(item, store) for item in group]
+    try:
+        return _measured(group, traces, loaded, store, options, watcher)
+    finally:
+        for trace in traces:  # what is whole has been moved
+            trace.unlink(missing_ok=True)
+
+
+def _measured(
+    group: Sequence[_Prepared], traces: Sequence[Path], loaded: _Loaded, store: RecordStore, options: RunOptions,
+    watcher: Watcher,
+) -> list[Record]:  # fmt: skip
+    """As `_measure`, with a file for each trace."""
+    started, about = time.perf_counter(), {}
+    results: Sequence[dict[str, Any] | Exception]
+    try:
+        if group[0].task.apart and options.device.type == "cpu":
+            answer = apart.measure(_request(group[0], options, traces[0]), watcher.advance)
+            results, about = [answer["metrics"]], answer["model"]
+        else:
+            model = loaded.of(group[0])
+            about = model.facts()
+            jobs = [_job(item, model, options, trace, watcher) for item, trace in zip(group, traces, strict=True)]
+            results = group[0].task.run_together(group[0].cell.task, jobs)
+    except UserError:
+        raise
+    except Exception as error:  # whatever cells die of, the others go on
+        results = [error] * len(group)
+    finally:
+        _release(options.device)
+    seconds = time.perf_counter() - started
+    records = []
+    for item, trace, result in zip(group, traces, results, strict=True):
+        item.record.facts |= about | _facts(options, item, seconds)
+        records.append(_written(item, trace, result, store))
+    return records
+
+
+def _partial_trace(item: _Prepared, store: RecordStore) -> Path:
+    """Where a cell's trace is written while it is measured."""
+    trace = store.trace_path(item.record, item.task.trace)
     try:
         trace.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{trace.parent}: can't be made ({error.strerror})") from error
-    partial = trace.with_name(trace.name + ".partial")
-    job = Job(model, config, item.stream, options.block, options.walk, partial, watcher.advance)
-    started = time.perf_counter()
-    try:
-        record.metrics = registry.task_class(cell.task.name).run(cell.task, job)
-    except Exception as error:  # whatever a cell dies of, the others go on
-        oom = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
-        text = str(error).strip().splitlines() or [""]
-        record.status, record.metrics = "failed", {}
-        record.error = {"kind": "out of memory" if oom else type(error).__name__, "message": text[0][:300]}
-    finally:
-        if record.status == "failed" or not record.metrics:
-            partial.unlink(missing_ok=True)
-        del job
-        _release(options.device)
-    seconds = time.perf_counter() - started
-    record.facts |= _facts(model, options, cell, seconds)
+    return trace.with_name(trace.name + ".partial")
+
+
+def _job(item: _Prepared, model: Model, options: RunOptions, trace: Path, watcher: Watcher) -> Job:
+    cell = item.cell
+    config = CacheConfig(cell.policy, cell.capacity, cell.positions, cell.limit, cell.seed)
+    return Job(model, config, item.data, options.block, options.walk, trace, watcher.advance)
+
+
+def _request(item: _Prepared, options: RunOptions, trace: Path) -> dict[str, Any]:
+    """A cell as `apart.measure` takes it."""
+    cell, spec = item.cell, item.cell.model
+    return {
+        "directory": str(item.directory), "random": is_random(spec.id), "dtype": spec.dtype,
+        "rope_length": spec.rope_length, "pickle": spec.pickle, "task": cell.task.model_dump(exclude_none=True),
+        "data": None if options.data is None else str(options.data), "policy": cell.name,
+        "parameters": dataclasses.asdict(cell.policy), "capacity": cell.capacity, "positions": cell.positions,
+        "limit": cell.limit, "seed": cell.seed, "block": options.block, "walk": options.walk,
+        "threads": torch.get_num_threads(), "trace": str(trace),
+    }  # fmt: skip
+
+
+def _written(item: _Prepared, trace: Path, result: dict[str, Any] | Exception, store: RecordStore) -> Record:
+    """A record with what came out, in its place."""
+    record = item.record
+    if isinstance(result, Exception):
+        kind, message = _cause(result)
+        record.status, record.metrics, record.error = "failed", {}, {"kind": kind, "message": message}
+    else:
+        record.metrics = result
     record.finished = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     try:
-        store.write(record, partial if record.status == "ok" and partial.exists() else None)
+        store.write(record, trace if record.status == "ok" and trace.exists() else None, item.task.trace)
     except OSError as error:
         raise UserError(f"{store.path(record)}: can't be written ({error.strerror}); finished cells are kept") from error
     return record
 
 
-def _facts(model: Model, options: RunOptions, cell: Cell, seconds: float) -> dict[str, Any]:
+def _cause(error: Exception) -> tuple[str, str]:
+    """Kind and message of what a cell died of."""
+    if isinstance(error, apart.ApartError):
+        return error.args[0], error.args[1]
+    text = str(error).strip().splitlines() or [""]
+    oom = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+    return "out of memory" if oom else type(error).__name__, text[0][:300]
+
+
+def _facts(options: RunOptions, item: _Prepared, seconds: float) -> dict[str, Any]:
     """Where and how it was measured."""
     packages = ("torch", "transformers", "numpy")
+    speed = {} if item.task.together else {"tokens_per_second": round(item.data.tokens / seconds, 1)}
     return {
         "device": device_name(options.device),
         "threads": torch.get_num_threads(),
         "block": options.block,
         "method": ("walk" if options.walk else "walk, filled at once where nothing is evicted")
-        if cell.policy.caches else "windows run afresh",
+        if item.cell.policy.caches else "windows run afresh",
         "seconds": round(seconds, 3),
-        "tokens_per_second": round(registry.task_class(cell.task.name).total(cell.task) / seconds, 1),
-        "model_type": str(model.hf.config.model_type),
-        "training_length": model.training_length,
-        "self_check": model.check,
+        **speed,
         "versions": {"kv-bench": __version__, "python": platform.python_version(), **{p: version(p) for p in packages}},
         "platform": f"{platform.system()} {platform.machine()}",
     }  # fmt: skip

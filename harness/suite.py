@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from harness.errors import UserError
 from harness.overrides import Overrides, apply
 from harness.records import digest
 from harness.suite_file import ModelSpec, SuiteFile
-from harness.suite_text import Location, Source, items, validated
+from harness.suite_text import Location, Source, items, spread, validated
 from policies import Policy, PositionMode
 
 _FIELDS_OF_ENTRIES = ("capacity", "positions", "limit")  # of a policy's entry, or of the suite for all its entries
@@ -47,7 +47,7 @@ class Cell:
         where, colon, attribute = self.name.rpartition(":")
         return {
             "suite": self.suite, "suite_version": self.suite_version, "model": self.model.asked(),
-            "task": self.task.model_dump(), "policy": f"{Path(where).name}{colon}{attribute}",
+            "task": self.task.model_dump(exclude_none=True), "policy": f"{Path(where).name}{colon}{attribute}",
             "parameters": dataclasses.asdict(bound), "capacity": self.capacity, "positions": self.positions,
             "limit": self.limit, "seed": self.seed,
         }  # fmt: skip
@@ -63,6 +63,28 @@ class Cell:
         parts = [self.name, *(str(c) for c in [self.capacity] if c is not None)]
         parts += [self.positions] if self.positions != "cache" else []
         return " ".join([*parts, *([f"seed {self.seed}"] if self.seed else [])])
+
+
+def labels(cells: Sequence[Cell]) -> dict[str, str]:
+    """Short names by cell id, with what else differs between these cells: models, parameters, options of tasks."""
+    asked = {cell.id: cell.asked() for cell in cells}
+
+    def varying(part: str, cells: Iterable[Cell]) -> list[str]:
+        seen: dict[str, set[str]] = {}
+        for cell in cells:
+            for name, value in asked[cell.id][part].items():
+                seen.setdefault(name, set()).add(repr(value))
+        return [name for name, values in seen.items() if len(values) > 1]
+
+    options, models = varying("task", cells), len({cell.model.id for cell in cells}) > 1
+    names = {}
+    for cell in cells:
+        rivals = [c for c in cells if (c.name, c.capacity) == (cell.name, cell.capacity)]
+        parts = [*([cell.model.id] if models else []), cell.label]
+        parts += [f"{n} {asked[cell.id]['parameters'][n]}" for n in varying("parameters", rivals)]
+        parts += [f"{n} {asked[cell.id]['task'][n]}" for n in options if n in asked[cell.id]["task"]]
+        names[cell.id] = ", ".join(parts)
+    return names
 
 
 def find(name: str) -> Path:
@@ -96,8 +118,8 @@ def load(path: Path, overrides: Overrides | None = None) -> tuple[SuiteFile, lis
     source = Source(path)
     apply(source, overrides or Overrides())
     suite = validated(SuiteFile, source.data, source, ())
-    models = [validated(ModelSpec, m, source, ("model", *i)) for i, m in items(suite.model)]
-    tasks = [_task(t, source, ("task", *i)) for i, t in items(suite.task)]
+    models = [validated(ModelSpec, m, source, ("model", *i)) for i, given in items(suite.model) for m in spread(given)]
+    tasks = [_task(t, source, ("task", *i)) for i, given in items(suite.task) for t in spread(given)]
     entries = [cell for i in range(len(suite.policies)) for cell in _entry(suite, i, source)]
     seeds = suite.seed if isinstance(suite.seed, list) else [suite.seed]
     cells = [
@@ -139,9 +161,8 @@ def _entry(suite: SuiteFile, index: int, source: Source) -> Iterator[Entry]:
     schema = entry_schema(name, policy)
     defaults = {"capacity": suite.capacity, "positions": suite.positions, "limit": suite.limit}
     fixed = {k: v for k, v in defaults.items() if k in schema.model_fields and v is not None} | given
-    choices: list[list[Any]] = [v if isinstance(v, list) else [v] for v in fixed.values()]
-    for values in itertools.product(*choices):
-        chosen = validated(schema, dict(zip(fixed, values, strict=True)), source, at).model_dump()
+    for one in spread(fixed):
+        chosen = validated(schema, one, source, at).model_dump()
         capacity, positions, limit = (chosen.pop(k, None) for k in _FIELDS_OF_ENTRIES)
         if policy.evicts and capacity is None:
             raise source.error(at, f"{name} needs a capacity")
@@ -176,12 +197,14 @@ def schema() -> dict[str, Any]:
     entries: list[dict[str, Any]] = []
     for name in registry.policy_names():
         fields = entry_schema(name, registry.policy_class(name)).model_json_schema()["properties"]
-        listed = {k: {"anyOf": [v, {"type": "array", "items": v}]} for k, v in fields.items()}
+        listed = {k: _or_list(v) for k, v in fields.items()}
         entries.append({
             "type": "object", "required": ["name"], "additionalProperties": False,
             "properties": {"name": {"const": name}} | listed,
         })  # fmt: skip
     tasks = [registry.task_class(name).options.model_json_schema() for name in registry.task_names()]
+    for task in tasks:
+        task["properties"] = {k: _or_list(v) for k, v in task["properties"].items()}
     result = SuiteFile.model_json_schema()
     own = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string", "pattern": ":"}}}
     names: dict[str, Any] = {"anyOf": [{"enum": registry.policy_names()}, {"type": "string", "pattern": ":"}]}
@@ -190,3 +213,8 @@ def schema() -> dict[str, Any]:
         one = {"anyOf": options}
         result["properties"][key] = {"anyOf": [one, {"type": "array", "items": one}]}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "KV Bench suite"} | result
+
+
+def _or_list(one: dict[str, Any]) -> dict[str, Any]:
+    """A schema's value, or several of them, which multiply."""
+    return {"anyOf": [one, {"type": "array", "items": one}]}

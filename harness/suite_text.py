@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -99,3 +100,10 @@ def validated(kind: type[M], value: Any, source: Source, at: Location) -> M:
 def items(value: Any) -> Iterator[tuple[Location, Any]]:
     """One or several, with their place."""
     yield from (((i,), v) for i, v in enumerate(value)) if isinstance(value, list) else iter([((), value)])
+
+
+def spread(given: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A mapping whose lists multiply: one mapping without lists for every combination."""
+    choices: list[list[Any]] = [v if isinstance(v, list) else [v] for v in given.values()]
+    for values in itertools.product(*choices):
+        yield dict(zip(given, values, strict=True))

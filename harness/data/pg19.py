@@ -6,6 +6,7 @@ no longer runs, so a parquet edition of the same books is used, at a pinned revi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,19 @@ from harness.hub import quiet
 
 HUB_ID = "emozilla/pg19"
 HUB_REVISION = "c021754c8e01c5b1cc83a1f549c1f97fbbb756b8"
+
+
+def book(number: int, split: str, directory: Path | None) -> tuple[str, Iterator[Text]]:
+    """One book by its number in Project Gutenberg's catalogue; else as `books`.
+
+    Raises:
+        UserError: it is not there.
+    """
+    source, all_books = books(split, directory)
+    found = next((b for b in all_books if b.number == number), None)
+    if found is None:
+        raise UserError(f"{source}: no book {number} among them (by the number that its 'url' ends with)")
+    return source, iter([found])
 
 
 def books(split: str, directory: Path | None) -> tuple[str, Iterator[Text]]:
@@ -71,9 +85,17 @@ def _from_parquet(file: Path) -> Iterator[Text]:
     if "text" not in names:
         raise UserError(f"{file}: no column 'text', only {', '.join(names)}")
     titles = [c for c in ("short_book_title", "title") if c in names][:1]
-    for batch in table.iter_batches(batch_size=1, columns=["text", *titles]):
+    urls = [c for c in ("url",) if c in names]
+    for batch in table.iter_batches(batch_size=1, columns=["text", *titles, *urls]):
         row = batch.to_pylist()[0]
-        yield Text(str(row[titles[0]]) if titles else f"{file.stem} {batch.num_rows}", row["text"] or "")
+        title = str(row[titles[0]]) if titles else f"{file.stem} {batch.num_rows}"
+        yield Text(title, row["text"] or "", _number(row.get("url")))
+
+
+def _number(url: object) -> int | None:
+    """A book's number in Project Gutenberg's catalogue, which its address ends with."""
+    found = re.search(r"/(\d+)$", str(url))
+    return int(found[1]) if found else None
 
 
 def _from_hub(split: str) -> Iterator[Text]:
@@ -91,4 +113,4 @@ def _from_hub(split: str) -> Iterator[Text]:
             f"give --data DIR or BENCH_DATA, a directory of .parquet or .txt books"
         ) from error
     for row in rows:
-        yield Text(row["short_book_title"], row["text"])
+        yield Text(row["short_book_title"], row["text"], _number(row["url"]))

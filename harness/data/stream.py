@@ -24,6 +24,7 @@ class Text:
 
     title: str
     text: str
+    number: int | None = None  # in Project Gutenberg's catalogue
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,12 @@ class TokenStream:
     @property
     def ids_sha256(self) -> str:
         """Fingerprint of the token ids."""
-        return hashlib.sha256(self.ids.astype("<i8").tobytes()).hexdigest()
+        return fingerprint(self.ids)
+
+    @property
+    def tokens(self) -> int:
+        """The prefix not counted."""
+        return len(self.ids) - self.prefix
 
     def facts(self) -> dict[str, Any]:
         """For the record."""
@@ -57,26 +63,63 @@ class TokenStream:
             "source": self.source,
             "text_sha256": self.text_sha256,
             "ids_sha256": self.ids_sha256,
-            "tokens": len(self.ids) - self.prefix,
+            "tokens": self.tokens,
             "prefix": [int(i) for i in self.ids[: self.prefix]],
             "texts": [title for title, _ in self.starts],
         }
 
 
-def stream(texts: Iterable[Text], source: str, tokenizer: PreTrainedTokenizerBase, tokens: int) -> TokenStream:
-    """The first `tokens` tokens of the texts, after the tokenizer's own BOS if it has one.
+def fingerprint(ids: NDArray[np.int64]) -> str:
+    """sha256 of token ids."""
+    return hashlib.sha256(ids.astype("<i8").tobytes()).hexdigest()
+
+
+def opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What opens a stream: the tokenizer's own BOS, if it puts one."""
+    first = list(tokenizer("", add_special_tokens=True)["input_ids"])[:1]
+    return first if first == [tokenizer.bos_token_id] else []
+
+
+def newline(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The token of a line end.
+
+    Raises:
+        UserError: the tokenizer has none that stands for it alone.
+    """
+    ids = tokenizer("\n", add_special_tokens=False)["input_ids"]
+    if not ids or tokenizer.decode(ids[-1:]) != "\n":
+        raise UserError("this tokenizer has no token for a newline alone")
+    return int(ids[-1])
+
+
+def stream(
+    texts: Iterable[Text],
+    source: str,
+    tokenizer: PreTrainedTokenizerBase,
+    tokens: int,
+    prefix: list[int] | None = None,
+    short: bool = False,
+) -> TokenStream:
+    """The first `tokens` tokens of the texts, after a prefix.
 
     Each text is tokenised by itself, without special tokens; nothing is put between texts.
+
+    Args:
+        texts: one after the other.
+        source: where they came from, in words.
+        tokenizer: the model's.
+        tokens: how many, prefix not counted.
+        prefix: token ids that open the stream; the tokenizer's own BOS, if it has one, when None.
+        short: take fewer tokens where the texts have fewer.
 
     Raises:
         UserError: the texts are shorter than that.
     """
-    opening = list(tokenizer("", add_special_tokens=True)["input_ids"])
-    prefix = opening[:1] if opening[:1] == [tokenizer.bos_token_id] else []
+    prefix = opening(tokenizer) if prefix is None else prefix
     ids, counts = [np.array(prefix, np.int64)], [np.zeros(len(prefix), np.int64)]
     starts, covered, missing = [], hashlib.sha256(), tokens
     for text in texts:
-        new, ends = _tokens(tokenizer, text.text, missing)
+        new, ends = tokenise(tokenizer, text.text, missing)
         starts.append((text.title, len(prefix) + tokens - missing))
         ids.append(new)
         counts.append(np.diff(ends, prepend=0))
@@ -84,12 +127,12 @@ def stream(texts: Iterable[Text], source: str, tokenizer: PreTrainedTokenizerBas
         missing -= len(new)
         if not missing:
             break
-    if missing:
+    if missing and (not short or missing == tokens):
         raise UserError(f"{source}: only {tokens - missing} tokens of text, {tokens} are asked for: set tokens lower")
     return TokenStream(np.concatenate(ids), len(prefix), np.concatenate(counts), tuple(starts), source, covered.hexdigest())
 
 
-def _tokens(tokenizer: PreTrainedTokenizerBase, text: str, most: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def tokenise(tokenizer: PreTrainedTokenizerBase, text: str, most: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """At most so many token ids of a text, and the UTF-8 byte of the text at which each ends.
 
     In pieces, because what a tokenizer returns takes kilobytes a token. A piece begins with the line end that the one

@@ -64,6 +64,16 @@ class Decoder(Protocol):
             Logits for the token after each. [B, T or K, V], the model's dtype.
         """
 
+    def fork(self, streams: Sequence[int]) -> Decoder:
+        """A decoder whose streams are copies of these, nothing shared."""
+
+    def held(self, positions: Sequence[int]) -> float:
+        """Share of (layer, KV head, token) still held, of these tokens of the first stream. Syncs with the host."""
+
+    @property
+    def slots(self) -> tuple[float, float]:
+        """Slots that hold a token, and slots a decode step's attention runs over; means over layers, per KV head."""
+
     @property
     def kv_bytes(self) -> int:
         """Bytes of K and V held between steps."""
@@ -159,6 +169,19 @@ class CachedDecoder:
         """Positions held, oldest first, per layer, stream and KV head. Syncs with the host."""
         return [self._of_layer[layer].slots.kept(layer) for layer in range(len(self.model.layers))]
 
+    def held(self, positions: Sequence[int]) -> float:
+        """See `Decoder`."""
+        wanted = torch.tensor(positions, device=self.model.device)
+        found = [walk.slots.held(wanted) for walk in self.walks]
+        return float(torch.cat([x.flatten() for x in found]).float().mean())
+
+    @property
+    def slots(self) -> tuple[float, float]:
+        """See `Decoder`."""
+        parts = [(len(w.slots.layers), *w.slots.looked_at(self._most)) for w in self.walks]
+        layers = sum(n for n, _, _ in parts)
+        return sum(n * used for n, used, _ in parts) / layers, sum(n * attended for n, _, attended in parts) / layers
+
     @torch.inference_mode()
     def fork(self, streams: Sequence[int]) -> Self:
         """A decoder whose streams are copies of these: slots, ranks and statistics, nothing shared."""
@@ -180,6 +203,7 @@ class RecomputeDecoder:
         self.model, self.config = model, config
         self.length = config.capacity + 1
         self._history = [torch.zeros(0, dtype=torch.int64, device=model.device) for _ in range(streams)]
+        self._seen = 0  # tokens taken in by the first stream
 
     @torch.inference_mode()
     def __call__(self, tokens: Tensor, valid: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
@@ -192,6 +216,7 @@ class RecomputeDecoder:
             ends = len(self._history[b]) + counts.cumsum(0)[wanted]  # windows end before this index
             rows.append(self._logits(text, ends.clamp(min=1)))
             self._history[b] = text[-self.length + 1 :] if self.length > 1 else text[:0]
+        self._seen += tokens.shape[1] if valid is None else int(valid[0].sum())
         return torch.stack(rows)
 
     def _logits(self, text: Tensor, ends: Tensor) -> Tensor:
@@ -204,7 +229,22 @@ class RecomputeDecoder:
             windows = text.unfold(0, self.length, 1)
             for chunk in ends[short:].split(max(1, _PREFILL // self.length)):
                 out.append(self.model(windows[chunk - self.length], self, 1)[:, 0])
-        return torch.cat(out)
+        return torch.cat(out) if out else self.model(text[None, :1], self, ends)[0]
+
+    def held(self, positions: Sequence[int]) -> float:
+        """See `Decoder`: what the window of the next token has."""
+        return sum(self._seen - self.length < p < self._seen for p in positions) / len(positions)
+
+    @property
+    def slots(self) -> tuple[float, float]:
+        """See `Decoder`: the tokens of the window."""
+        return (float(min(self._seen, self.length)),) * 2
+
+    def fork(self, streams: Sequence[int]) -> Self:
+        """See `Decoder`."""
+        other = copy(self)
+        other._history = [self._history[b].clone() for b in streams]
+        return other
 
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
         """Plain causal attention of the windows themselves."""

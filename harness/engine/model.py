@@ -53,6 +53,18 @@ class Model:
         """Of the weights, and so of K and V."""
         return self.hf.dtype
 
+    def kv_bytes(self, capacity: int, streams: int = 1) -> int:
+        """What the K/V slots of a cache take by the formula: `capacity + 1` of them per layer and KV head, in bytes."""
+        return streams * sum(s.kv_bytes_per_token(self.dtype) * ((s.kept(capacity) or 0) + 1) for s in self.layers)
+
+    def facts(self) -> dict[str, Any]:
+        """For the record."""
+        return {
+            "model_type": str(self.hf.config.model_type),
+            "training_length": self.training_length,
+            "self_check": self.check,
+        }
+
     def __call__(self, tokens: Tensor, backend: interface.Backend, keep: Tensor | int = 0) -> Tensor:
         """Logits of a block.
 

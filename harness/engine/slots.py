@@ -214,6 +214,17 @@ class Slots:
         """Slots a step looks at when `used` may hold a token: whole buckets; all when None."""
         return self.empty if used is None else min(self.empty, -(-used // BUCKET) * BUCKET)
 
+    def looked_at(self, seen: int) -> tuple[int, int]:
+        """Slots that hold a token after so many, and slots the step that read the last of them attended over."""
+        used = seen if self.capacity is None else min(seen, self.capacity + 1)
+        return used, self.attended(used)
+
+    def held(self, positions: Tensor) -> Tensor:
+        """Which tokens of the first stream are held. positions: [K] int64 -> [L, H, K] bool."""
+        first = self.position.view(len(self.layers), self.streams, self.shape.heads, -1)[:, 0]
+        holding = self.rank.view(len(self.layers), self.streams, self.shape.heads, -1)[:, 0] < self.empty
+        return torch.stack([((first == p) & holding).any(-1) for p in positions], -1)
+
     def grow(self, used: int) -> None:
         """Make room for `used` tokens, in whole buckets. A bounded cache has its room from the start."""
         if self.capacity is not None or used <= self.empty:

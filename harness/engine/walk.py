@@ -136,6 +136,7 @@ class Walk:
             rows.update(torch.cat(self._mass), self._valid[0])
             self._mass = []
         rows.release(self._valid[0], self._full(0), self._ragged)
+        self._turns, self._used = [], []  # as large as the cache, and of no use to the next step
 
     def fork(self, streams: Tensor) -> Walk:
         """A walk over copies of these streams. streams: [B'] int64."""

@@ -112,3 +112,14 @@ def data_driven_block(x: NDArray[np.float64]) -> float:
         return float(bandwidth)
     best: float = (2 * slope**2 / (4 / 3 * variance**2)) ** (1 / 3) * n ** (1 / 3)
     return min(max(best, 1.0), math.ceil(min(3 * math.sqrt(n), n / 3)))
+
+
+def wilson(hits: int, trials: int) -> tuple[float, float]:
+    """Interval of a share of independent trials, at `LEVEL`.
+
+    Source: Wilson 1927, Journal of the American Statistical Association 22.
+    """
+    z = 1.959963984540054  # the normal distribution's quantile at (1 + LEVEL) / 2
+    share, weight = hits / trials, z * z / trials
+    middle, half = share + weight / 2, z * math.sqrt(share * (1 - share) / trials + weight / (4 * trials))
+    return max(0.0, (middle - half) / (1 + weight)), min(1.0, (middle + half) / (1 + weight))

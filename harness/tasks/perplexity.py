@@ -17,12 +17,10 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedTokenizerBase
 
 from harness.data import pg19
-from harness.data.stream import TokenStream, stream
-from harness.engine.loop import decoder
-from harness.tasks.task import Job, MeasurementError, Options, Task
+from harness.data.stream import TokenStream, newline, stream
+from harness.tasks.task import Job, MeasurementError, Options, Task, Tokenizer
 
 _BLOCKS = 4096  # blocks whose sums the record keeps, at most
 _SMALLEST_BLOCK = 32  # tokens
@@ -36,6 +34,10 @@ class PerplexityOptions(Options):
     data: Literal["pg19"] = Field("pg19", description="the text")
     split: Literal["train", "validation", "test"] = Field("test", description="of the data")
     tokens: int = Field(65536, ge=2, description="length of the stream in tokens, prefix not counted")
+    book: int | None = Field(
+        None, ge=1, description="only the book of this number in Project Gutenberg's catalogue, up to `tokens`"
+    )
+    newlines: int | None = Field(None, ge=1, description="so many newline tokens open the stream in place of the tokenizer's BOS")
     stride: int = Field(
         1, ge=1, description="recompute_window scores every stride-th token; the others score all, and keep sums on the same"
     )
@@ -47,10 +49,14 @@ class Perplexity(Task):
     options: ClassVar[type[Options]] = PerplexityOptions
 
     @staticmethod
-    def data(options: PerplexityOptions, tokenizer: PreTrainedTokenizerBase, directory: Path | None) -> TokenStream:
+    def data(options: PerplexityOptions, tokenizer: Tokenizer, directory: Path | None) -> TokenStream:
         """The books of the split, one after the other, up to `tokens`."""
-        source, books = pg19.books(options.split, directory)
-        return stream(books, source, tokenizer, options.tokens)
+        if options.book is None:
+            source, books = pg19.books(options.split, directory)
+        else:
+            source, books = pg19.book(options.book, options.split, directory)
+        prefix = None if options.newlines is None else [newline(tokenizer())] * options.newlines
+        return stream(books, source, tokenizer(), options.tokens, prefix, short=options.book is not None)
 
     @staticmethod
     def total(options: PerplexityOptions) -> int:
@@ -60,19 +66,19 @@ class Perplexity(Task):
     @staticmethod
     def run(options: PerplexityOptions, job: Job) -> dict[str, Any]:
         """Score the stream; the trace gets one float32 NLL a token, NaN where none was scored."""
-        nll = np.lib.format.open_memmap(job.trace, mode="w+", dtype="<f4", shape=(len(job.stream.ids),))
+        nll = np.lib.format.open_memmap(job.trace, mode="w+", dtype="<f4", shape=(len(job.data.ids),))
         nll[:] = np.nan
         kv_bytes, state_bytes = _score(options, job, nll)
         nll.flush()
-        return {**summary(nll, job.stream, options.stride), "kv_bytes": kv_bytes, "state_bytes": state_bytes}
+        return {**summary(nll, job.data, options.stride), "kv_bytes": kv_bytes, "state_bytes": state_bytes}
 
 
 def _score(options: PerplexityOptions, job: Job, nll: NDArray[np.float32]) -> tuple[int, int]:
     """Read the stream once; writes each token's NLL in nats, returns the bytes held at the end."""
-    ids = torch.from_numpy(job.stream.ids)
+    ids = torch.from_numpy(job.data.ids)
     every = 1 if job.config.policy.caches else options.stride
-    wanted = scored(len(ids), job.stream.prefix, every)
-    read = decoder(job.model, job.config, walk=job.walk)
+    wanted = scored(len(ids), job.data.prefix, every)
+    read = job.decoder()
     total, count = 0.0, 0
     for start in range(0, len(ids) - 1, job.block):
         block, targets = ids[start : start + job.block][: len(ids) - 1 - start], ids[start + 1 : start + job.block + 1]
@@ -86,7 +92,7 @@ def _score(options: PerplexityOptions, job: Job, nll: NDArray[np.float32]) -> tu
             raise MeasurementError(f"NLL is not finite at token {start + 1 + int(at[~np.isfinite(losses)][0])}")
         nll[start + 1 + at] = losses
         total, count = total + float(losses.sum(dtype=np.float64)), count + len(at)
-        job.progress(start + len(block), total / count)
+        job.progress(start + len(block), f"perplexity {math.exp(min(total / count, 700)):.2f}")
     return read.kv_bytes, read.state_bytes
 
 

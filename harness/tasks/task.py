@@ -1,25 +1,53 @@
-"""What a task is: options of a suite, and a measurement of one cell."""
+"""What a task is: options of a suite, and a measurement of one cell or of several side by side."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from pydantic import BaseModel, ConfigDict
 from transformers import PreTrainedTokenizerBase
 
-from harness.data.stream import TokenStream
-from harness.engine.loop import CacheConfig
+from harness.engine.loop import CacheConfig, Decoder, decoder
 from harness.engine.model import Model
+
+Tokenizer = Callable[[], PreTrainedTokenizerBase]  # loaded when called: not every task needs one
 
 
 class Options(BaseModel):
     """Options of a task, as a suite gives them; unknown ones are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Data(Protocol):
+    """What a task reads."""
+
+    @property
+    def ids_sha256(self) -> str:
+        """Fingerprint of all token ids."""
+
+    @property
+    def tokens(self) -> int:
+        """How many will be read, for progress and speed; the prefix is not counted."""
+
+    def facts(self) -> dict[str, Any]:
+        """For the record: source, fingerprints, tokens, prefix."""
+
+
+@dataclass(frozen=True)
+class RandomTokens:
+    """Token ids drawn uniformly by the task itself, where what they say does not matter."""
+
+    tokens: int
+    ids_sha256: str = "uniform random token ids"
+
+    def facts(self) -> dict[str, Any]:
+        """As `Data`."""
+        return {"source": self.ids_sha256, "tokens": self.tokens}
 
 
 @dataclass(frozen=True)
@@ -29,20 +57,26 @@ class Job:
     Attributes:
         model: adopted and checked.
         config: what the cache keeps.
-        stream: the task's text as tokens.
+        data: what the task's `data` returned.
         block: T, tokens that pass a layer at once.
         walk: token by token inside the layers, even where nothing can be evicted.
-        trace: file to write per-token figures to.
-        progress: called with (tokens done, running mean NLL).
+        trace: file to write per-token or per-question figures to.
+        progress: called with (tokens done, the figure so far in words).
+        open: makes the decoder; replaced by tests.
     """
 
     model: Model
     config: CacheConfig
-    stream: TokenStream
+    data: Any
     block: int
     walk: bool
     trace: Path
-    progress: Callable[[int, float], None]
+    progress: Callable[[int, str], None]
+    open: Callable[..., Decoder] = field(default=decoder)
+
+    def decoder(self, streams: int = 1) -> Decoder:
+        """A fresh decoder for the cell."""
+        return self.open(self.model, self.config, streams, walk=self.walk)
 
 
 class MeasurementError(RuntimeError):
@@ -50,14 +84,26 @@ class MeasurementError(RuntimeError):
 
 
 class Task(ABC):
-    """A measurement. Subclasses say what it needs and how it is done."""
+    """A measurement. Subclasses say what it needs and how it is done, and define `run` or `run_together`.
+
+    Attributes:
+        options: what a suite may say.
+        trace: suffix of the trace file.
+        of_device: device and thread count are part of what is measured, and so of a record's key.
+        together: cells of one model and the same options are measured side by side, interleaved, and finish together.
+        apart: on a CPU every cell runs in a process of its own.
+    """
 
     options: ClassVar[type[Options]]
+    trace: ClassVar[str] = ".nll.npy"
+    of_device: ClassVar[bool] = False
+    together: ClassVar[bool] = False
+    apart: ClassVar[bool] = False
 
     @staticmethod
     @abstractmethod
-    def data(options: Any, tokenizer: PreTrainedTokenizerBase, directory: Path | None) -> TokenStream:
-        """The text, as the model's tokens.
+    def data(options: Any, tokenizer: Tokenizer, directory: Path | None) -> Data:
+        """What the cells of a model read.
 
         Raises:
             UserError: there is none.
@@ -66,13 +112,24 @@ class Task(ABC):
     @staticmethod
     @abstractmethod
     def total(options: Any) -> int:
-        """Tokens to process, for progress and estimates."""
+        """Tokens to process, at most, for estimates before there is any data."""
 
     @staticmethod
-    @abstractmethod
     def run(options: Any, job: Job) -> dict[str, Any]:
-        """Measure.
+        """Measure one cell.
 
         Raises:
             MeasurementError: no honest number came out.
         """
+        raise NotImplementedError
+
+    @classmethod
+    def run_together(cls, options: Any, jobs: Sequence[Job]) -> list[dict[str, Any] | Exception]:
+        """Measure cells side by side: for each its figures, or what it died of."""
+        results: list[dict[str, Any] | Exception] = []
+        for job in jobs:
+            try:
+                results.append(cls.run(options, job))
+            except Exception as error:  # whatever a cell dies of, the others go on
+                results.append(error)
+        return results

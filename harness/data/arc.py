@@ -1,0 +1,103 @@
+"""ARC: multiple-choice science questions. A local directory, else the local Hugging Face cache, else the hub.
+
+Source: Clark et al. 2018, arXiv:1803.05457.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.errors import UserError
+from harness.hub import quiet
+
+HUB_ID = "allenai/ai2_arc"
+HUB_REVISION = "210d026faf9955653af8916fad021475a3f00453"
+_COLUMNS = ("question", "choices", "answerKey")
+
+
+@dataclass(frozen=True)
+class Item:
+    """One question with its labelled choices, and the label of the right one."""
+
+    question: str
+    labels: tuple[str, ...]
+    choices: tuple[str, ...]
+    answer: str
+
+
+def items(subset: str, split: str, directory: Path | None) -> tuple[str, list[Item]]:
+    """Where the questions come from, in words, and the questions in their order there.
+
+    Args:
+        subset: "ARC-Easy" or "ARC-Challenge".
+        split: "train", "validation" or "test".
+        directory: of parquet or JSON-lines files with the hub's columns; files or folders named after a subset or
+            a split are chosen by it.
+
+    Raises:
+        UserError: there are none.
+    """
+    if directory is None:
+        return f"{HUB_ID}@{HUB_REVISION[:8]} {subset} {split}", list(_parsed(_from_hub(subset, split), HUB_ID))
+    files = _files(directory, subset, split)
+    return f"local {', '.join(f.name for f in files)}", [x for f in files for x in _parsed(_rows(f), str(f))]
+
+
+def _files(directory: Path, subset: str, split: str) -> list[Path]:
+    if not directory.exists():
+        raise UserError(f"{directory}: no such directory (--data or BENCH_DATA)")
+    found = [directory] if directory.is_file() else sorted(directory.rglob("*"))
+    files = [f for f in found if f.suffix in (".parquet", ".jsonl")]
+    for names, wanted in ((("ARC-Easy", "ARC-Challenge"), subset), (("train", "validation", "test"), split)):
+        named = [f for f in files if any(n in str(f.relative_to(directory.parent)) for n in names)]
+        files = [f for f in named if wanted in str(f.relative_to(directory.parent))] if named else files
+    if not files:
+        raise UserError(f"{directory}: no .parquet or .jsonl file of {subset} {split}")
+    return files
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    import pyarrow.json
+    import pyarrow.parquet
+    from pyarrow.lib import ArrowInvalid
+
+    try:
+        table = pyarrow.parquet.read_table(file) if file.suffix == ".parquet" else pyarrow.json.read_json(file)
+    except (ArrowInvalid, OSError) as error:
+        raise UserError(f"{file}: not readable ({str(error).splitlines()[0]})") from error
+    missing = [c for c in _COLUMNS if c not in table.column_names]
+    if missing:
+        raise UserError(f"{file}: no column '{missing[0]}', only {', '.join(table.column_names)}")
+    rows: list[dict[str, Any]] = table.to_pylist()
+    return rows
+
+
+def _from_hub(subset: str, split: str) -> Iterable[dict[str, Any]]:
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise UserError("ARC from the hub needs the package 'datasets'; or give --data DIR") from error
+    quiet()
+    try:
+        rows: Iterable[dict[str, Any]] = load_dataset(HUB_ID, subset, revision=HUB_REVISION, split=split)
+    except Exception as error:  # datasets raises many kinds when the hub is out of reach
+        raise UserError(
+            f"ARC: neither in the local cache nor on the hub within reach ({type(error).__name__}); give --data DIR, "
+            f"a directory of {HUB_ID}'s parquet files"
+        ) from error
+    return rows
+
+
+def _parsed(rows: Iterable[dict[str, Any]], where: str) -> Iterator[Item]:
+    for number, row in enumerate(rows):
+        try:
+            labels, choices = tuple(map(str, row["choices"]["label"])), tuple(map(str, row["choices"]["text"]))
+            item = Item(str(row["question"]), labels, choices, str(row["answerKey"]))
+        except (KeyError, TypeError) as error:
+            raise UserError(f"{where}: row {number} is not in ARC's schema ({type(error).__name__}: {error})") from None
+        if item.answer not in labels or len(labels) != len(choices):
+            raise UserError(f"{where}: row {number}: its answer '{item.answer}' is none of its choices")
+        yield item

@@ -1,0 +1,73 @@
+"""Markdown: tables, numbers and names as the pages write them. Whatever comes from a record is escaped."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from harness.records import Record
+
+
+def label(record: Record) -> str:
+    """The policy with what distinguishes it: parameters, positions and seed where they are not the plain ones."""
+    cell = record.cell
+    parameters = ", ".join(f"{k} {v}" for k, v in cell["parameters"].items() if v is not None)
+    extra = [f"positions {cell['positions']}"] if cell["positions"] != "cache" else []
+    extra += [f"limit {cell['limit']}"] if cell.get("limit") is not None else []
+    extra += [f"seed {cell['seed']}"] if cell["seed"] else []
+    stride = 1 if cell["policy"] != "recompute_window" else cell["task"].get("stride", 1)
+    extra += [f"one token in {stride}"] if stride > 1 else []
+    inside = ", ".join([*([parameters] if parameters else []), *extra])
+    return md(str(cell["policy"])) + (f" ({md(inside)})" if inside else "")
+
+
+def status(record: Record) -> str:
+    """Whether it went well; what it died of, or what is doubtful about it."""
+    if record.status != "ok":
+        return f"**failed**: {md((record.error or {}).get('kind', '?'))}"
+    flags = record.metrics.get("flags") or []
+    return f"**flagged**: {md('; '.join(map(str, flags)))}" if flags else "ok"
+
+
+def asked(record: Record) -> str:
+    """The task with its options, and what it read."""
+    task = record.cell["task"]
+    options = ", ".join(f"{md(k)} {md(v)}" for k, v in task.items() if k != "name")
+    source = f" on {md(record.data['source'])}" if record.data.get("source") else ""
+    return f"{md(task.get('name', ''))}{source}{f' ({options})' if options else ''}.\n"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], alignment: str) -> list[str]:
+    """A table; alignment: one letter a column, l or r."""
+    rule = ["---:" if a == "r" else "---" for a in alignment]
+    return [*(f"| {' | '.join(row)} |" for row in (head, rule, *rows)), ""]
+
+
+def number(value: Any) -> str:
+    """A number in four digits, large integers in full."""
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.4g}" if isinstance(value, float) else ""
+
+
+def count(value: Any) -> str:
+    """An integer with its thousands apart."""
+    return f"{value:,}" if isinstance(value, int) else "" if value is None else md(str(value))
+
+
+def in_bytes(value: Any) -> str:
+    """Bytes in binary units, three digits."""
+    if not isinstance(value, int):
+        return ""
+    size, units = float(value), iter(("B", "KiB", "MiB", "GiB", "TiB"))
+    unit = next(units)
+    while size >= 1024 and unit != "TiB":
+        size, unit = size / 1024, next(units)
+    return f"{size:.3g} {unit}" if size < 1000 else f"{size:.0f} {unit}"
+
+
+def md(text: object) -> str:
+    """Text of a record as text of a page: nothing in it can be markup or end a table cell."""
+    flat = " ".join(str(text).split())
+    return re.sub(r"([\\`*_{}\[\]<>|#&~!])", lambda m: f"&#{ord(m[1])};" if m[1] in "<>|&`[]" else f"\\{m[1]}", flat)

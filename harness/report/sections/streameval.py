@@ -1,0 +1,63 @@
+"""StreamEval: accuracy by distance, and by whether the line was still in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from harness.records import Record
+from harness.report.intervals import wilson
+from harness.report.markdown import asked, count, in_bytes, label, status, table
+
+AXES = ("distance",)
+
+
+def headline(record: Record) -> str:
+    """Right answers, and of how many."""
+    return f"accuracy {record.metrics['accuracy']:.1%} of {record.metrics['questions']}"
+
+
+def body(records: Sequence[Record]) -> list[str]:
+    """Policies down, distances across, percent right with a 95 % Wilson interval; then by place of the evidence."""
+    distances = sorted({r.cell["task"]["distance"] for r in records})
+    length = records[0].data.get("line_tokens")
+    rows: dict[tuple[str, str], dict[int, Record]] = {}
+    for record in records:
+        rows.setdefault((label(record), count(record.cell["capacity"])), {})[record.cell["task"]["distance"]] = record
+    head = ["policy", "capacity", *(f"{d} lines back" for d in distances)]
+    lines = [[*name, *(cell(row.get(d)) for d in distances)] for name, row in rows.items()]
+    about = f"{asked(records[0])}A line takes {length} tokens on average. Percent right, 95 % Wilson intervals:\n"
+    return [about, *table(head, lines, "lr" + "r" * len(distances)), *_by_place(records)]
+
+
+def cell(record: Record | None) -> str:
+    """Percent right with its interval."""
+    if record is None:
+        return ""
+    return percent(record.metrics["right"], record.metrics["questions"]) if record.status == "ok" else status(record)
+
+
+def percent(right: int, questions: int) -> str:
+    """Percent right with its interval."""
+    low, high = wilson(right, questions)
+    return f"{100 * right / questions:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
+
+
+def _by_place(records: Sequence[Record]) -> list[str]:
+    """Accuracy by how much of the line was in the cache when the answer began, over all distances."""
+    places = ("whole", "in part", "gone")
+    rows: dict[tuple[str, str, str], dict[str, list[int]]] = {}
+    for record in records:
+        if record.status != "ok":
+            continue
+        name = (label(record), count(record.cell["capacity"]), in_bytes(record.metrics.get("kv_bytes")))
+        row = rows.setdefault(name, {})
+        for place, counts in record.metrics["in_cache"].items():
+            total = row.setdefault(place, [0, 0])
+            total[0], total[1] = total[0] + counts["right"], total[1] + counts["questions"]
+    lines = [
+        [*name, *(f"{percent(*row[place])} of {row[place][1]:,}" if place in row else "" for place in places)]
+        for name, row in rows.items()
+    ]
+    head = ["policy", "capacity", "K/V", "whole line in the cache", "in part", "gone"]
+    about = "Over all distances, by how much of the line was in the cache when the answer began:\n"
+    return [about, *table(head, lines, "lrrrrr")]
