@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,10 @@ import torch
 from transformers import AutoConfig
 
 from harness import registry
+from harness.device import best_seconds, multiply_rate
 from harness.engine.load import DTYPES, device_of
 from harness.errors import UserError
-from harness.hub import quiet
+from harness.hub import is_random, model_directory, quiet
 from harness.suite import Cell
 from harness.suite_file import ModelSpec
 
@@ -55,7 +55,7 @@ def estimates(cells: Sequence[Cell], device_name: str) -> list[Estimate]:
     """Of every cell, on this device."""
     device = device_of(device_name)
     rates: dict[str, float] = {}
-    overhead = _seconds(lambda: torch.ones(4, device=device).add_(1), device, 300)
+    overhead = best_seconds(lambda: torch.ones(4, device=device).add_(1), device, 300)
     shapes: dict[ModelSpec, _Shape | None] = {spec: _shape(spec) for spec in dict.fromkeys(c.model for c in cells)}
     result = []
     for cell in cells:
@@ -64,8 +64,7 @@ def estimates(cells: Sequence[Cell], device_name: str) -> list[Estimate]:
             result.append(Estimate(cell, None, None, None))
             continue
         if dtype not in rates:
-            x = torch.ones(1024, 1024, device=device, dtype=DTYPES[dtype])
-            rates[dtype] = 2 * 1024**3 / _seconds(lambda x=x: x @ x, device, 10)  # type: ignore[misc]
+            rates[dtype] = multiply_rate(device, DTYPES[dtype])
         result.append(_estimate(cell, shape, rates[dtype], overhead))
     return result
 
@@ -90,7 +89,8 @@ def _shape(spec: ModelSpec) -> _Shape | None:
     """From the config alone; None if neither directory, cache nor hub has it."""
     quiet()
     try:
-        config: Any = AutoConfig.from_pretrained(spec.id, revision=spec.revision, trust_remote_code=False).get_text_config()
+        where = str(model_directory(spec.id, None, False)) if is_random(spec.id) else spec.id
+        config: Any = AutoConfig.from_pretrained(where, revision=spec.revision, trust_remote_code=False).get_text_config()
     except (OSError, ValueError):
         if Path(spec.id).expanduser().exists():
             raise UserError(f"{spec.id}: no config.json that transformers can read") from None
@@ -104,17 +104,3 @@ def _shape(spec: ModelSpec) -> _Shape | None:
     return _Shape(
         config.num_hidden_layers, heads, head_dim, config.num_hidden_layers * layer + config.vocab_size * config.hidden_size
     )
-
-
-def _seconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Mean time of a piece of work, warmed up."""
-    for _ in range(3):
-        work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    for _ in range(repeats):
-        work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return (time.perf_counter() - start) / repeats

@@ -45,18 +45,19 @@ class ProgressView:
         self._done, self._cells = number, cells
         self._started = self._said = time.monotonic()
         if self._bar is not None:
-            self._task = self._bar.add_task(self._head, total=total, speed="")
+            self._task = self._bar.add_task(self._head, total=total or None, speed="")
 
     def advance(self, tokens: int, text: str) -> None:
         """Part of it is done."""
         now = time.monotonic()
-        speed = f"{tokens / max(now - self._started, 1e-9):,.0f} tokens/s, {text}"
+        spent = now - self._started
+        speed = f"{tokens / max(spent, 1e-9):,.0f} tokens/s, {text}" if self._total else text
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=tokens, speed=speed)
+            self._bar.update(self._task, completed=tokens if self._total else 0, speed=speed)
         elif now - self._said > _EVERY:
             self._said = now
-            left = (now - self._started) * (self._total - tokens) / max(tokens, 1)
-            self._line(f"{self._head}: {tokens:,} of {self._total:,} tokens, {speed}, {left:.0f} s left")
+            left = f"{tokens:,} of {self._total:,} tokens, {speed}, {spent * (self._total - tokens) / max(tokens, 1):.0f} s left"
+            self._line(f"{self._head}: {left if self._total else text}")
 
     def end(self, label: str, record: Record, skipped: bool) -> None:
         """A cell has its record."""

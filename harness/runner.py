@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from harness import __version__, apart, registry
+from harness.device import device_name
 from harness.engine.load import load_model, load_tokenizer
 from harness.engine.loop import CacheConfig
 from harness.engine.model import Model
@@ -51,7 +52,7 @@ class Watcher(Protocol):
     """Is told how a run goes."""
 
     def begin(self, label: str, number: int, cells: int, total: int) -> None:
-        """A cell, or several side by side, starts, of `total` tokens."""
+        """A cell, or several side by side, starts, of `total` tokens; 0 where tokens don't tell how far it is."""
 
     def advance(self, tokens: int, text: str) -> None:
         """So many tokens of it are done, with this figure so far."""
@@ -93,7 +94,7 @@ def run(cells: Sequence[Cell], store: RecordStore, options: RunOptions, watcher:
                 records[item.cell.id] = record
             continue
         label = names[group[0].cell.id] if len(group) == 1 else f"{len(group)} cells side by side"
-        watcher.begin(label, len(records) + 1, len(cells), group[0].data.tokens)
+        watcher.begin(label, len(records) + 1, len(cells), 0 if group[0].task.together else group[0].data.tokens)
         for item, record in zip(group, _measure(group, loaded, store, options, watcher), strict=True):
             watcher.end(names[item.cell.id], record, skipped=False)
             records[item.cell.id] = record
@@ -281,17 +282,6 @@ def _facts(options: RunOptions, item: _Prepared, seconds: float) -> dict[str, An
         "versions": {"kv-bench": __version__, "python": platform.python_version(), **{p: version(p) for p in packages}},
         "platform": f"{platform.system()} {platform.machine()}",
     }  # fmt: skip
-
-
-def device_name(device: torch.device) -> str:
-    """What runs, in words."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or device.type
 
 
 def _release(device: torch.device) -> None:

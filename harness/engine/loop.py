@@ -64,6 +64,9 @@ class Decoder(Protocol):
             Logits for the token after each. [B, T or K, V], the model's dtype.
         """
 
+    def reserve(self, tokens: int) -> None:
+        """Make room for so many more tokens now, so that no step has to."""
+
     def fork(self, streams: Sequence[int]) -> Decoder:
         """A decoder whose streams are copies of these, nothing shared."""
 
@@ -169,6 +172,12 @@ class CachedDecoder:
         """Positions held, oldest first, per layer, stream and KV head. Syncs with the host."""
         return [self._of_layer[layer].slots.kept(layer) for layer in range(len(self.model.layers))]
 
+    @torch.inference_mode()
+    def reserve(self, tokens: int) -> None:
+        """See `Decoder`."""
+        for walk in self.walks:
+            walk.slots.grow(self._most + tokens)
+
     def held(self, positions: Sequence[int]) -> float:
         """See `Decoder`."""
         wanted = torch.tensor(positions, device=self.model.device)
@@ -230,6 +239,9 @@ class RecomputeDecoder:
             for chunk in ends[short:].split(max(1, _PREFILL // self.length)):
                 out.append(self.model(windows[chunk - self.length], self, 1)[:, 0])
         return torch.cat(out) if out else self.model(text[None, :1], self, ends)[0]
+
+    def reserve(self, tokens: int) -> None:
+        """See `Decoder`: there is nothing to make room in."""
 
     def held(self, positions: Sequence[int]) -> float:
         """See `Decoder`: what the window of the next token has."""

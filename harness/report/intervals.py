@@ -8,6 +8,7 @@ what a cache forgets comes back as one long stretch of worse predictions (docs/s
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -123,3 +124,19 @@ def wilson(hits: int, trials: int) -> tuple[float, float]:
     share, weight = hits / trials, z * z / trials
     middle, half = share + weight / 2, z * math.sqrt(share * (1 - share) / trials + weight / (4 * trials))
     return max(0.0, (middle - half) / (1 + weight)), min(1.0, (middle + half) / (1 + weight))
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """The distribution-free interval of the median, at `LEVEL` or more: two order statistics.
+
+    Both infinite with fewer than 6 values, of which no two bound the median that surely.
+
+    Source: David and Nagaraja 2003, Order Statistics, Section 7.1.
+    """
+    ordered, n = sorted(values), len(values)
+    below = 0.0  # chance that at most `rank` of n values lie below the median
+    rank = -1
+    while below + math.comb(n, rank + 1) / 2**n <= (1 - LEVEL) / 2:
+        rank += 1
+        below += math.comb(n, rank) / 2**n
+    return (ordered[rank], ordered[n - 1 - rank]) if rank >= 0 else (-math.inf, math.inf)
