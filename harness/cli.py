@@ -110,29 +110,39 @@ def run(suite: str, model: str | None, data: str | None, policies: tuple[str, ..
 @cli.command()
 @click.option("--results", default=_RESULTS, show_default=True, help="Folder of the records.")
 @click.option("--out", default="leaderboard/README.md", show_default=True, help="The page; - for stdout.")
-def leaderboard(results: str, out: str) -> None:
-    """Render the leaderboard from the records.
+@click.option("--paper", default=None, help="The page of published figures beside ours; paper.md beside --out if not given.")
+def leaderboard(results: str, out: str, paper: str | None) -> None:
+    """Render the leaderboard, and published figures beside ours, from the records.
 
     \b
     bench leaderboard
     bench leaderboard --results my/results --out -
+    bench leaderboard --results my/results --out - --paper -
     """
     from harness.records import RecordStore
-    from harness.report.leaderboard import render
+    from harness.report import leaderboard as board
+    from harness.report import paper as published
 
     records, problems = RecordStore(Path(results)).read_all()
     for problem in problems:
         click.echo(f"bench: {problem.path}: skipped, {problem.reason}", err=True)
-    page = render(records)
+    if paper != "-":
+        _page(board.render(records), out, len(records))
+    if paper is not None or out != "-":
+        _page(published.render(records), paper or str(Path(out).with_name("paper.md")), len(records))
+
+
+def _page(text: str, out: str, records: int) -> None:
+    """Write a page, whole or not at all."""
     if out == "-":
-        click.echo(page, nl=False)
+        click.echo(text, nl=False)
         return
     path = Path(out)
     _writable(path.parent)
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(page, encoding="utf-8")
+    partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)
-    click.echo(f"{len(records)} records -> {out}")
+    click.echo(f"{records} records -> {out}")
 
 
 @cli.command("list")

@@ -41,18 +41,17 @@ class LatencyOptions(Options):
     prompt: int = Field(256, ge=1, description="tokens of the prompt whose answer's first token is waited for")
     batch: int = Field(1, ge=1, description="streams side by side")
     steps: int = Field(16, ge=1, description="decode steps of a cell in a row, at most, before it is the next cell's turn")
-    rounds: int = Field(8, ge=6, description="turns of every cell, at least")
-    most_rounds: int = Field(40, ge=6, description="turns after which a cell that does not settle is recorded as unsettled")
-    precision: float = Field(
-        0.02, gt=0, lt=1, description="half the 95 % interval of the median step, relative, that ends a cell"
-    )
+    rounds: int = Field(8, ge=6, description="turns of every cell in a sitting")
+    sittings: int = Field(3, ge=2, description="times that all is begun anew with fresh caches, at least")
+    most_sittings: int = Field(8, ge=2, description="sittings after which a cell that does not settle is recorded as unsettled")
+    precision: float = Field(0.02, gt=0, lt=1, description="relative error of the median step at which a cell is settled")
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
         if self.prompt > self.tokens:
             raise ValueError(f"prompt {self.prompt} is longer than the stream of {self.tokens} tokens")
-        if self.rounds > self.most_rounds:
-            raise ValueError(f"rounds {self.rounds} are more than most_rounds {self.most_rounds}")
+        if self.sittings > self.most_sittings:
+            raise ValueError(f"sittings {self.sittings} are more than most_sittings {self.most_sittings}")
         return self
 
 
@@ -94,7 +93,8 @@ class _Lane:
     def __init__(self, options: LatencyOptions, job: Job) -> None:
         self.options, self.job = options, job
         self.result: dict[str, Any] | Exception = {}
-        self.rounds: list[list[float]] = []
+        self.rounds: list[list[float]] = []  # milliseconds of the steps of every turn since the last `advance`
+        self.sittings: list[list[list[float]]] = []  # rounds at the end of the stream
         self.position = 0
         self.read: Decoder | None = None
         self.tokens: Tensor | None = None  # what the next step reads. [B, 1]
@@ -141,13 +141,14 @@ class _Lane:
             self._take_in(self._random(missing))
             self.position = position
         assert self.read
-        self.read.reserve((_WARM_UP + self.options.most_rounds * self.options.steps) + 2)
+        self.read.reserve(_WARM_UP + self.options.rounds * self.options.steps + _BOOKKEEPING)
         marks = Marks(self.job.model.device)
         for _ in range(_WARM_UP):
             marks.mark()
             self.step()
         marks.mark()
-        self._in_a_turn = max(1, min(self.options.steps, int(_TURN_MS / marks.milliseconds()[-1])))
+        if not self.sittings:
+            self._in_a_turn = max(1, min(self.options.steps, int(_TURN_MS / marks.milliseconds()[-1])))
         self.rounds = []
 
     def turn(self) -> None:
@@ -166,13 +167,18 @@ class _Lane:
         self.tokens = self.read(self.tokens)[:, -1:].argmax(-1)
         self.position += 1
 
-    def note(self, at: int) -> None:
+    @property
+    def settled(self) -> bool:
+        """Whether the step at the end of the stream is known well enough."""
+        return timing(self.sittings)[1] <= self.options.precision
+
+    def note(self, at: int, sittings: list[list[list[float]]]) -> None:
         """What came out of the rounds at one point of the stream."""
         assert self.read
         used, attended = self.read.slots
-        median, error, _ = settled_median(self.rounds, self.options.precision)
+        median, error = timing(sittings)
         self._curve.append({
-            "position": at, "step_ms": median, "error": error, "steps": sum(map(len, self.rounds)),
+            "position": at, "step_ms": median, "error": error, "steps": sum(len(r) for s in sittings for r in s),
             "used_slots": used, "attended_slots": attended,
         })  # fmt: skip
 
@@ -184,19 +190,20 @@ class _Lane:
     def _finish(self, device: dict[str, float], together: str) -> None:
         assert self.read
         options, model = self.options, self.job.model
-        steps = np.array(self.rounds)
-        median, error, settled = settled_median(self.rounds, options.precision)
+        rounds = [r for sitting in self.sittings for r in sitting]
+        steps = np.array(rounds)
+        median, error = timing(self.sittings)
         bounds = roofline(model, self.read, options.batch, device)
         medians = np.median(steps, 1)
-        first, first_error, _ = settled_median([[x] for x in self._first[1:]], options.precision)
-        flags = [] if settled else [
+        first, first_error = timing([[[x] for x in self._first[1:]]])
+        flags = [] if self.settled else [
             f"unsettled: medians of {len(steps)} rounds lie between {medians.min():.3g} and {medians.max():.3g} ms"
         ]  # fmt: skip
         kv_bytes = self.read.kv_bytes
         if self.job.config.capacity is not None and kv_bytes != self.kv_bytes:
             flags.append(f"its K/V takes {kv_bytes} bytes and should take {self.kv_bytes}")
         self.result = {
-            "step_ms": median, "error": error, "settled": settled,
+            "step_ms": median, "error": error, "settled": self.settled, "sittings": len(self.sittings),
             "percentiles_ms": {f"p{q}": float(np.percentile(steps, q)) for q in (50, 90, 99) if steps.size * (100 - q) >= 100},
             "steps": steps.size, "spread_ms": [float(medians.min()), float(medians.max())],
             "rounds_ms": [round(float(x), 5) for x in medians],
@@ -267,25 +274,38 @@ def _that_fit(lanes: Sequence[_Lane]) -> list[list[_Lane]]:
 
 
 def _measure(options: LatencyOptions, lanes: Sequence[_Lane]) -> None:
-    """Prompts, then the points of the stream one after the other, lanes interleaved in an order drawn anew every round."""
-    order, draw = list(lanes), random.Random(0)
-    for _ in range(_PROMPTS):
-        for lane in order:
-            lane.attempt(lane.prompt)
+    """Sittings with fresh caches, lanes interleaved in an order drawn anew every round, until all lanes are settled."""
+    draw = random.Random(0)
     points = [p for p in (_FIRST_POINT * 2**i for i in range(40)) if options.prompt <= p < options.tokens]
-    for point in [*points, options.tokens]:
-        for lane in order:
-            lane.attempt(lambda lane=lane, point=point: lane.advance(point))  # type: ignore[misc]
-            lane.job.progress(point, f"{len([x for x in lanes if x.alive])} cells at token {point:,}")
-        last = point == options.tokens
-        for number in range(options.most_rounds if last else options.rounds):
-            draw.shuffle(order)
-            for lane in order:
-                lane.attempt(lane.turn)
-            if number + 1 >= options.rounds and all(settled_median(x.rounds, options.precision)[2] for x in lanes if x.alive):
-                break
+    for sitting in range(options.most_sittings):
+        for _ in range(1 if sitting else _PROMPTS):
+            for lane in lanes:
+                lane.attempt(lane.prompt)
+        for point in [] if sitting else points:
+            _rounds(options, lanes, point, draw)
+            for lane in lanes:
+                lane.attempt(lambda lane=lane, point=point: lane.note(point, [lane.rounds]))  # type: ignore[misc]
+        _rounds(options, lanes, options.tokens, draw)
         for lane in lanes:
-            lane.attempt(lambda lane=lane, point=point: lane.note(point))  # type: ignore[misc]
+            lane.sittings.append(lane.rounds)
+        unsettled = [x for x in lanes if x.alive and not x.settled]
+        lanes[0].job.progress(options.tokens, f"{sitting + 1} sittings, {len(unsettled)} cells not settled")
+        if sitting + 1 >= options.sittings and not unsettled:
+            break
+    for lane in lanes:
+        lane.attempt(lambda lane=lane: lane.note(options.tokens, lane.sittings))  # type: ignore[misc]
+
+
+def _rounds(options: LatencyOptions, lanes: Sequence[_Lane], point: int, draw: random.Random) -> None:
+    """All lanes to one point of the stream, and their turns there."""
+    for lane in lanes:
+        lane.attempt(lambda lane=lane: lane.advance(point))  # type: ignore[misc]
+    lanes[0].job.progress(point, f"at token {point:,}")
+    order = list(lanes)
+    for _ in range(options.rounds):
+        draw.shuffle(order)
+        for lane in order:
+            lane.attempt(lane.turn)
 
 
 def roofline(model: Model, read: Decoder, batch: int, device: dict[str, float]) -> dict[str, float]:
@@ -317,16 +337,19 @@ def roofline(model: Model, read: Decoder, batch: int, device: dict[str, float]) 
     return {"bytes": moved, "operations": operations, "ms": 1e3 * seconds}
 
 
-def settled_median(rounds: Sequence[Sequence[float]], precision: float) -> tuple[float, float, bool]:
-    """The median of the rounds' medians, half its 95 % interval (relative), and whether that is within the precision.
+def timing(sittings: Sequence[Sequence[Sequence[float]]]) -> tuple[float, float]:
+    """The median of the rounds' medians, and its relative error.
 
-    Steps of one round share what the machine was doing, so rounds count and not steps.
+    Steps of a round share what the machine was doing, so rounds count and not steps. The error is half the 95 % interval
+    of the median of rounds, or half the range of the medians of sittings, whichever is larger: what other memory does
+    to the same work shows only there.
 
     Args:
-        rounds: times of the steps, a list a round.
-        precision: relative.
+        sittings: times of the steps of every round of every sitting.
     """
-    medians = [float(np.median(r)) for r in rounds]
-    median, (low, high) = float(np.median(medians)), median_interval(medians)
-    error = (high - low) / 2 / median
-    return median, error, error <= precision
+    medians = [[float(np.median(r)) for r in rounds] for rounds in sittings]
+    pooled = [m for sitting in medians for m in sitting]
+    low, high = median_interval(pooled)
+    centres = [float(np.median(sitting)) for sitting in medians]
+    median = float(np.median(pooled))
+    return median, max(high - low, max(centres) - min(centres)) / 2 / median

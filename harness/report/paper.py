@@ -1,0 +1,139 @@
+"""Figures from papers beside ours: published tables with the same cells of ours, where there are records.
+
+Published figures are facts with their source, one YAML file a table in `published/`; what of ours is the same cell is said
+there by what a record must have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from harness.records import Record, newest
+from harness.report.markdown import md, table
+
+_FOLDER = Path(__file__).parent / "published"
+_INTRODUCTION = """# Papers beside ours
+
+Written by `bench leaderboard` from the records in `results/` and from published figures; don't edit. Each cell is
+*published* → **ours** (difference in percent of the published figure). A published figure is quoted as its authors', measured
+on their set-up; what differs in ours is said below each table. "not measured": there is no record of that cell yet.
+"""
+
+
+def render(records: Iterable[Record]) -> str:
+    """The page, in markdown."""
+    shown = newest(list(records))
+    lines = [_INTRODUCTION]
+    for path in sorted(_FOLDER.glob("*.yaml")):
+        lines += _section(yaml.safe_load(path.read_text(encoding="utf-8")), shown)
+    return "\n".join(lines)
+
+
+def _section(published: dict[str, Any], records: Sequence[Record]) -> list[str]:
+    """One table."""
+    columns, rows = published["columns"], published["rows"]
+    fixed = published["where"] | ({"model": published["model"]} if "model" in published else {})
+    found = [[_find(records, fixed | row["match"] | column.get("match", {})) for column in columns] for row in rows]
+    values = [[_value(record, published) for record in line] for line in found]
+    lines = [
+        [row["label"], *(_cell(p, v, r) for p, v, r in zip(row["paper"], line, line_of, strict=True))]
+        for row, line, line_of in zip(rows, values, found, strict=True)
+    ]
+    for ratio in published.get("ratios", []):
+        a, b = ratio["of"]
+        theirs = [_ratio(x, y) for x, y in zip(rows[a]["paper"], rows[b]["paper"], strict=True)]
+        ours = [_ratio(x, y) for x, y in zip(values[a], values[b], strict=True)]
+        lines.append([f"*{ratio['label']}*", *(_cell(p, v, None) for p, v in zip(theirs, ours, strict=True))])
+    head = ["", *(column["label"] for column in columns)]
+    about = f"{published['what']}. Source: {published['source']}. Suite: {', '.join(f'`{s}`' for s in _suites(published))}.\n"
+    return [
+        f"## {published['title']}\n", about, *table(head, lines, "l" + "r" * len(columns)),
+        f"What differs: {published['differs']}\n", *_devices(found), *_others(published, columns, records),
+    ]  # fmt: skip
+
+
+def _suites(published: dict[str, Any]) -> list[str]:
+    """The suites that measure the same cells."""
+    return list(published.get("suites") or [published["where"]["suite"]])
+
+
+def _flat(record: Record) -> dict[str, Any]:
+    """What was asked, by the names that a suite uses."""
+    cell = record.cell
+    return {
+        **cell["task"], **cell["parameters"], "suite": cell["suite"], "model": cell["model"]["id"], "policy": cell["policy"],
+        "capacity": cell["capacity"], "positions": cell["positions"], "seed": cell["seed"],
+    }  # fmt: skip
+
+
+def _find(records: Sequence[Record], wanted: dict[str, Any]) -> Record | None:
+    """The record that has all of it, in-cache positions and the first seed unless it says otherwise."""
+    wanted = {"positions": "cache", "seed": 0} | wanted
+    for record in records:
+        have = _flat(record)
+        if all(have.get(name) == value for name, value in wanted.items()):
+            return record
+    return None
+
+
+def _value(record: Record | None, published: dict[str, Any]) -> float | None:
+    """Our figure, on the paper's scale."""
+    if record is None or record.status != "ok":
+        return None
+    value = record.metrics.get(published["metric"])
+    return None if value is None else float(value) * published.get("scale", 1)
+
+
+def _ratio(a: Any, b: Any) -> float | None:
+    return a / b if isinstance(a, (int, float)) and isinstance(b, (int, float)) and b else None
+
+
+def _cell(paper: Any, ours: float | None, record: Record | None) -> str:
+    """Published → ours (difference)."""
+    theirs = "" if paper is None else f"*{_quoted(paper)}*"
+    if ours is None:
+        if record is not None:
+            return f"{theirs} → **failed**: {md((record.error or {}).get('kind', '?'))}"
+        return f"{theirs} → not measured" if paper is not None else ""
+    difference = f" ({100 * (ours - paper) / paper:+.1f} %)" if isinstance(paper, (int, float)) and paper else ""
+    return f"{theirs} → **{_number(ours)}**{difference}"
+
+
+def _quoted(value: Any) -> str:
+    """A published figure as it was printed: whole, or with two decimals."""
+    return f"{value:,.2f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def _devices(found: Sequence[Sequence[Record | None]]) -> list[str]:
+    """Where ours were measured."""
+    seen = sorted({str(r.facts.get("device")) for line in found for r in line if r is not None})
+    return [f"Ours: {md('; '.join(seen))}.\n"] if seen else []
+
+
+def _others(published: dict[str, Any], columns: Sequence[dict[str, Any]], records: Sequence[Record]) -> list[str]:
+    """The same suite on models that the paper does not have."""
+    known = {published.get("model"), published["where"].get("model"), *(r["match"].get("model") for r in published["rows"])}
+    known |= {c.get("match", {}).get("model") for c in columns}
+    rows = []
+    for record in records:
+        if record.cell["suite"] in _suites(published) and record.cell["model"]["id"] not in known:
+            value = _value(record, published)
+            asked = {
+                k: v for k, v in _flat(record).items() if k not in ("suite", "model", "name", "policy", "seed") and v is not None
+            }
+            options = ", ".join(f"{k} {v}" for k, v in asked.items() if v != "cache")
+            figure = "failed" if value is None else _number(value)
+            rows.append([md(record.cell["model"]["id"]), md(record.cell["policy"]), md(options), figure])
+    if not rows:
+        return []
+    head = ["model", "policy", "asked", md(published["metric"])]
+    about = "The same suite on other models, which no published figure is for:\n"
+    return ["<details><summary>Ours on other models</summary>\n", about, *table(head, rows, "lllr"), "</details>\n"]
