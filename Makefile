@@ -4,9 +4,11 @@ MODEL ?=
 DATA ?=
 SUITE ?= suites/pg19.yaml
 ARGS ?=
+RESULTS ?= leaderboard/results
+GPU_PYTHON ?= $(if $(wildcard .venv/ready),.venv/bin/python,python3)
 BIN = .venv/bin
 
-.PHONY: bench test check microbench clean
+.PHONY: bench test check microbench gpu gpu-wheels clean
 
 bench: .venv/ready  ## the main job: make bench MODEL=dir-or-hub-id DATA=dir [ARGS="--set tokens=20000"]
 	$(BIN)/bench run $(SUITE) $(if $(MODEL),--model '$(MODEL)') $(if $(DATA),--data '$(DATA)') $(ARGS)
@@ -22,8 +24,18 @@ check: .venv/ready  ## what CI checks: lint, format, types, tests
 	$(BIN)/mypy
 	$(MAKE) test
 
-microbench: .venv/ready  ## decode speed beside a plain Hugging Face loop: make microbench MODEL=dir
-	$(BIN)/python tests/benchmarks/decode_speed.py $(MODEL)
+microbench: .venv/ready  ## the inner pieces; with MODEL=dir also decode speed beside a plain Hugging Face loop
+	$(BIN)/python -m pytest tests/benchmarks/bench_inner.py --benchmark-group-by=group --benchmark-columns=median,iqr,rounds $(ARGS)
+	$(if $(MODEL),$(BIN)/python tests/benchmarks/decode_speed.py '$(MODEL)')
+
+gpu:  ## all that needs a GPU, in under ten minutes, with the Python that has CUDA's torch: make gpu [GPU_PYTHON=python3]
+	$(GPU_PYTHON) tests/gpu/run.py --results $(RESULTS) $(if $(MODEL),--model '$(MODEL)') $(if $(DATA),--data '$(DATA)') $(ARGS)
+
+GPU_PYTHON_VERSION ?= 3.12
+gpu-wheels: .venv/ready  ## what a GPU machine without network may lack, to be brought along in .whl/
+	$(BIN)/python -m pip download -q --no-deps -c constraints.txt --only-binary=:all: --python-version $(GPU_PYTHON_VERSION) \
+		--implementation cp --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -d .whl \
+		pydantic pydantic-core annotated-types typing-inspection
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed" if sys.version_info < (3, 11) else 0)'

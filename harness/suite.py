@@ -203,14 +203,15 @@ def schema() -> dict[str, Any]:
             "properties": {"name": {"const": name}} | listed,
         })  # fmt: skip
     tasks = [registry.task_class(name).options.model_json_schema() for name in registry.task_names()]
-    for task in tasks:
-        task["properties"] = {k: _or_list(v) for k, v in task["properties"].items()}
+    models = [ModelSpec.model_json_schema()]
+    for options in (*tasks, *models):
+        options["properties"] = {k: _or_list(v) for k, v in options["properties"].items()}
     result = SuiteFile.model_json_schema()
     own = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string", "pattern": ":"}}}
     names: dict[str, Any] = {"anyOf": [{"enum": registry.policy_names()}, {"type": "string", "pattern": ":"}]}
     result["properties"]["policies"]["items"] = {"anyOf": [names, *entries, own]}
-    for key, options in (("task", tasks), ("model", [ModelSpec.model_json_schema()])):
-        one = {"anyOf": options}
+    for key, kinds in (("task", tasks), ("model", models)):
+        one = {"anyOf": kinds}
         result["properties"][key] = {"anyOf": [one, {"type": "array", "items": one}]}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "KV Bench suite"} | result
 

@@ -17,6 +17,7 @@ from harness.engine.model import Model, adopt
 
 SHARED = Path(__file__).parents[2] / "shared"
 FAMILIES = ["llama", "qwen3", "gpt_neox"]
+DEVICE = torch.device(os.environ.get("BENCH_TEST_DEVICE", "cpu"))  # `make gpu` runs the equalities on CUDA
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers.utils.logging.set_verbosity_error()
@@ -29,11 +30,11 @@ settings.load_profile("default")
 @cache
 def model_of(family: str, dtype: torch.dtype = torch.float32) -> Model:
     """A tiny random model, adopted."""
-    return adopt(tiny_model(family, vocab_size=96).to(dtype))
+    return adopt(tiny_model(family, vocab_size=96).to(DEVICE, dtype))
 
 
 def tokens_of(length: int, streams: int = 1, seed: int = 0) -> torch.Tensor:
-    return torch.randint(96, (streams, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(96, (streams, length), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 def in_blocks(read, tokens: torch.Tensor, size: int) -> torch.Tensor:

@@ -90,12 +90,12 @@ class ListBackend:
             held.append(Held(self.step, keys[0, head, 0], values[0, head, 0]))
             stack = torch.stack([t.key for t in held])
             own, theirs = self._places(held)
-            q = self._rotated(query[0, head * group : (head + 1) * group, 0], torch.tensor([own] * group))
-            k = self._rotated(stack, torch.tensor(theirs))
+            q = self._rotated(query[0, head * group : (head + 1) * group, 0], torch.tensor([own] * group, device=query.device))
+            k = self._rotated(stack, torch.tensor(theirs, device=query.device))
             mass = torch.softmax(q @ k.T * terms.scaling, -1)
             out.append(mass @ torch.stack([t.value for t in held]))
             for token, m in zip(held, mass.sum(0), strict=True):
-                token.mass = float(torch.tensor(token.mass) + m)
+                token.mass = float(torch.tensor(token.mass, device=m.device) + m)
             if len(held) > self.capacity:
                 del held[self.choose(held, self.step, layer, head)]
         return torch.cat(out)[None, :, None]
@@ -130,13 +130,13 @@ class MaskBackend:
 
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
         length, group = keys.shape[2], query.shape[1] // keys.shape[1]
-        seen = torch.zeros(keys.shape[1], length, length, dtype=torch.bool)
+        seen = torch.zeros(keys.shape[1], length, length, dtype=torch.bool, device=keys.device)
         for t in range(length):
             for head in range(keys.shape[1]):
                 before = self.kept[t - 1][layer][head] if t else []
                 seen[head, t, [*before, t]] = True
         core = self.model.hf.base_model
-        cos, sin = core.rotary_emb(keys, torch.arange(length)[None])
+        cos, sin = core.rotary_emb(keys, torch.arange(length, device=keys.device)[None])
         attention = core.layers[0].attention if hasattr(core.layers[0], "attention") else core.layers[0].self_attn
         q, k = sys.modules[type(attention).__module__].apply_rotary_pos_emb(query, keys, cos, sin)
         k, v, seen = (x.repeat_interleave(group, -3) for x in (k, values, seen))

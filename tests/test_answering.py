@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import model_of
+from conftest import DEVICE, model_of
 
 from harness.data import arc
 from harness.engine.load import load_tokenizer
@@ -198,7 +198,7 @@ def test_a_distance_beyond_the_stream_can_not_be_asked():
 @pytest.mark.parametrize("policy", [Window(), H2O(window=5), RecomputeWindow()], ids=lambda p: type(p).__name__)
 def test_held_is_what_kept_says(policy, held):
     read = decoder(model_of("llama"), CacheConfig(policy, 10))
-    for block in torch.arange(50)[None].split(7, 1):
+    for block in torch.arange(50, device=DEVICE)[None].split(7, 1):
         read(block)
     rows = [h for layer in read.kept() for h in layer[0]] if policy.caches else [list(range(40, 50))]
     expected = sum(p in row for row in rows for p in held) / (len(rows) * len(held))

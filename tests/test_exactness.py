@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from conftest import FAMILIES, in_blocks, model_of, nll, tokens_of
+from conftest import DEVICE, FAMILIES, in_blocks, model_of, nll, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import ListBackend, MaskBackend, after_sinks, by_number, lightest, oldest
@@ -151,6 +151,7 @@ def test_streams_of_unequal_length_equal_each_alone(policy, size):
     """Tokens that don't count change nothing, wherever they stand, before and after the cache is full."""
     model, tokens = model_of("llama", torch.float64), tokens_of(48, 3)
     valid = torch.rand(3, 48, generator=torch.Generator().manual_seed(2)) < torch.tensor([[1.0], [0.6], [0.2]])
+    valid = valid.to(DEVICE)
     config = CacheConfig(policy, 7, seed=3)
     read = decoder(model, config, 3)
     together = torch.cat([read(t, v) for t, v in zip(tokens.split(size, 1), valid.split(size, 1), strict=True)], 1)
@@ -164,7 +165,7 @@ def test_streams_of_unequal_length_equal_each_alone(policy, size):
 
 def test_dense_streams_of_unequal_length_equal_each_alone():
     model, tokens = model_of("llama", torch.float64), tokens_of(30, 2)
-    valid = torch.ones(2, 30, dtype=torch.bool)
+    valid = torch.ones(2, 30, dtype=torch.bool, device=DEVICE)
     valid[1, 10:] = False
     together = decoder(model, CacheConfig(Dense()), 2)(tokens, valid)
     alone = decoder(model, CacheConfig(Dense()))(tokens[1:, :10])
@@ -230,11 +231,11 @@ class Replay(Policy):
     kept: dict[tuple[int, int], list[list[int]]]
 
     def importance(self, view: CacheView) -> torch.Tensor:
-        out = torch.zeros(view.rank.shape)
+        out = torch.zeros(view.rank.shape, device=view.rank.device)
         for row in range(view.rank.shape[0]):
             step, layer = int(view.step[row]), int(view.layer[row])
             for head, positions in enumerate(self.kept[step, layer]):
-                out[row, head] = torch.isin(view.position[row, head], torch.tensor(positions)).float()
+                out[row, head] = torch.isin(view.position[row, head], torch.tensor(positions, device=out.device)).float()
         return out.masked_fill(out > 0, inf)
 
 
@@ -272,8 +273,8 @@ class Recorder(H2O):
 
 def test_16_bits_h2o_chooses_another_victim_only_within_rounding(shared):
     """Token by token and in blocks, bfloat16, a real model: the first victim that differs was worth nearly the same."""
-    model = adopt(AutoModelForCausalLM.from_pretrained(shared / "models/stories260K", dtype=torch.bfloat16).eval())
-    tokens, runs = torch.randint(3, 512, (1, 500), generator=torch.Generator().manual_seed(0)), []
+    model = adopt(AutoModelForCausalLM.from_pretrained(shared / "models/stories260K", dtype=torch.bfloat16).eval().to(DEVICE))
+    tokens, runs = torch.randint(3, 512, (1, 500), generator=torch.Generator().manual_seed(0)).to(DEVICE), []
     for size in (1, 50):
         Recorder.seen = {}
         result = nll(in_blocks(CachedDecoder(model, CacheConfig(Recorder(), 64)), tokens, size).float(), tokens)
@@ -311,10 +312,10 @@ def test_slots_stay_where_they_are():
 def test_far_stream_positions_keep_their_precision():
     """At positions in the millions float32 angles would be off by 0.1; ours come from float64."""
     rotation = model_of("llama").layers[0].rotation
-    far = torch.tensor([16_000_000, 9_999_999])
+    far = torch.tensor([16_000_000, 9_999_999], device=DEVICE)
     turns = rotation.turns(far, torch.float32, 2**24)
-    exact = torch.polar(torch.ones(2, 8, dtype=torch.float64), far.double()[:, None] * rotation.frequencies)
-    torch.testing.assert_close(turns, exact.to(torch.complex64), atol=1e-6, rtol=0)
+    exact = torch.polar(torch.ones(2, 8, dtype=torch.float64), far.cpu().double()[:, None] * rotation.frequencies)
+    torch.testing.assert_close(turns.cpu(), exact.to(torch.complex64), atol=1e-6, rtol=0)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: whether a step syncs with the host")
@@ -325,7 +326,8 @@ def test_a_step_on_cuda_never_syncs_with_the_host(policy, mode):
 
     read = CachedDecoder(adopt(tiny_model("llama", vocab_size=96).cuda()), CacheConfig(policy, 16, mode, 20))
     tokens = tokens_of(64).cuda()
-    in_blocks(read, tokens, 1)
+    for size in (1, 16):  # tables are made once
+        in_blocks(read, tokens, size)
     torch.cuda.set_sync_debug_mode("error")
     try:
         in_blocks(read, tokens, 1)

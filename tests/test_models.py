@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from conftest import model_of
+from conftest import DEVICE, model_of
 
 from harness.engine.families import FAMILIES, tiny_model
 from harness.engine.model import UnsupportedModelError, adopt
@@ -23,7 +23,7 @@ REFUSED = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_passes_or_is_refused_with_the_reason(family):
     try:
-        hf = tiny_model(family)
+        hf = tiny_model(family).to(DEVICE)
     except KeyError:
         pytest.skip(f"the installed transformers has no {family}")
     if family in REFUSED:

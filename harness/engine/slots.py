@@ -62,7 +62,7 @@ class Rows:
         self.free, self._first = slots.free[part], slots.first[part]
         heads = slots.shape.heads
         self.states = {s: x[part, :attended].unflatten(0, (-1, heads)) for s, x in slots.states.items()}
-        of_layer = torch.tensor(slots.layers[layers], device=self.rank.device).repeat_interleave(slots.streams)
+        of_layer = slots.layer_index[layers].repeat_interleave(slots.streams)
         streams = torch.arange(slots.streams, device=self.rank.device)
         self._stream_of_block = streams.repeat(layers.stop - layers.start)  # [L * B]
         self._stream_of_row = self._stream_of_block.repeat_interleave(heads)  # [R]
@@ -169,6 +169,7 @@ class Slots:
         capacity = shape.kept(capacity)
         self.policy = policy if capacity is None else policy.bind(capacity)
         self.shape, self.layers, self.num_layers = shape, list(layers), num_layers
+        self.layer_index = torch.tensor(self.layers, device=device)
         self.capacity, self.streams, self.seed = capacity, streams, seed
         rows, slots = len(layers) * streams * shape.heads, BUCKET if capacity is None else capacity + 1
         self.keys = torch.zeros(rows, slots, shape.key_dim, device=device, dtype=dtype)

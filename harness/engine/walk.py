@@ -146,14 +146,13 @@ class Walk:
         """The definition, token by token inside one layer. -> [B, H, G, T, Dv]."""
         streams, heads = query.shape[:2]
         parts = [x.movedim(-2, 0).flatten(1, 2).contiguous().unbind(0) for x in (query, keys, values)]
-        out = []
+        out = values.new_empty(values.shape[2], *parts[0][0].shape[:2], values.shape[3])  # small answers would litter the heap
         for t, (q, k, v) in enumerate(zip(*parts, strict=True)):
             self._hold(rows, t)
-            answer, mass = self._step(rows, q, k, v, terms, None if self._full(t) else rows.used())
+            _, mass = self._step(rows, q, k, v, terms, None if self._full(t) else rows.used(), into=out[t])
             rows.update(mass, self._valid[t])
             rows.release(self._valid[t], self._full(t), self._ragged)
-            out.append(answer)
-        return torch.stack(out).unflatten(1, (streams, heads)).movedim(0, 3)
+        return out.unflatten(1, (streams, heads)).movedim(0, 3)
 
     def _hold(self, rows: Rows, t: int) -> None:
         """Note the t-th token of the block in its free slots."""
@@ -179,6 +178,7 @@ class Walk:
         terms: Terms,
         used: Tensor | None,
         turns: Tensor | None = None,
+        into: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """One token in one layer: written, then attending to all that is held, itself included.
 
@@ -190,6 +190,7 @@ class Walk:
             terms: of this layer's attention.
             used: slots that hold a token; all when None. [N, 1, S] bool.
             turns: RoPE of the cached keys where it is at hand. [N, S, P].
+            into: where to put the output; a new tensor when None. [N, G, Dv].
 
         Returns:
             The output [N, G, Dv] and the softmax weights [N, G, S].
@@ -197,7 +198,7 @@ class Walk:
         rows.write(key, value)
         scores = torch.bmm(query, self._rotated(rows, turns).transpose(1, 2))
         mass = weights(scores, terms, self.slots.shape.heads, used)
-        return torch.bmm(mass.to(value.dtype), rows.values), mass
+        return torch.bmm(mass.to(value.dtype), rows.values, out=into), mass
 
     def _rotated(self, rows: Rows, turns: Tensor | None) -> Tensor:
         """Keys turned to where the position mode puts them. [N, S, D]."""

@@ -285,7 +285,7 @@ def _measure(options: LatencyOptions, lanes: Sequence[_Lane]) -> None:
             _rounds(options, lanes, point, draw)
             for lane in lanes:
                 lane.attempt(lambda lane=lane, point=point: lane.note(point, [lane.rounds]))  # type: ignore[misc]
-        _rounds(options, lanes, options.tokens, draw)
+        _rounds(options, lanes, options.tokens, draw, as_soon_as_full=sitting > 0)
         for lane in lanes:
             lane.sittings.append(lane.rounds)
         unsettled = [x for x in lanes if x.alive and not x.settled]
@@ -296,10 +296,13 @@ def _measure(options: LatencyOptions, lanes: Sequence[_Lane]) -> None:
         lane.attempt(lambda lane=lane: lane.note(options.tokens, lane.sittings))  # type: ignore[misc]
 
 
-def _rounds(options: LatencyOptions, lanes: Sequence[_Lane], point: int, draw: random.Random) -> None:
-    """All lanes to one point of the stream, and their turns there."""
+def _rounds(
+    options: LatencyOptions, lanes: Sequence[_Lane], point: int, draw: random.Random, as_soon_as_full: bool = False
+) -> None:
+    """All lanes to one point of the stream, or to where their caches are full, and their turns there."""
     for lane in lanes:
-        lane.attempt(lambda lane=lane: lane.advance(point))  # type: ignore[misc]
+        full = min(point, (lane.job.config.capacity or point) + 1) if as_soon_as_full else point
+        lane.attempt(lambda lane=lane, full=full: lane.advance(full))  # type: ignore[misc]
     lanes[0].job.progress(point, f"at token {point:,}")
     order = list(lanes)
     for _ in range(options.rounds):
@@ -340,9 +343,9 @@ def roofline(model: Model, read: Decoder, batch: int, device: dict[str, float]) 
 def timing(sittings: Sequence[Sequence[Sequence[float]]]) -> tuple[float, float]:
     """The median of the rounds' medians, and its relative error.
 
-    Steps of a round share what the machine was doing, so rounds count and not steps. The error is half the 95 % interval
-    of the median of rounds, or half the range of the medians of sittings, whichever is larger: what other memory does
-    to the same work shows only there.
+    Steps of a round share what the machine was doing, so rounds count and not steps. Sittings differ by more than rounds
+    do: other memory, another minute. The error is half the 95 % interval of the median of rounds, or half that of
+    sittings (half their range below 6), whichever is larger.
 
     Args:
         sittings: times of the steps of every round of every sitting.
@@ -351,5 +354,6 @@ def timing(sittings: Sequence[Sequence[Sequence[float]]]) -> tuple[float, float]
     pooled = [m for sitting in medians for m in sitting]
     low, high = median_interval(pooled)
     centres = [float(np.median(sitting)) for sitting in medians]
+    least, most = median_interval(centres) if len(centres) >= 6 else (min(centres), max(centres))
     median = float(np.median(pooled))
-    return median, max(high - low, max(centres) - min(centres)) / 2 / median
+    return median, max(high - low, most - least) / 2 / median

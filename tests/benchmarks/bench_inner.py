@@ -1,0 +1,111 @@
+"""The inner pieces, timed by pytest-benchmark: a decode step per policy, a slot write, importance, attention.
+
+    make microbench                      (or: pytest tests/benchmarks/bench_inner.py)
+
+Random weights of a small published shape, one thread, caches full. Numbers of one machine; compare those of one run.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from harness import registry
+from harness.engine.attention import Terms, causal, weights
+from harness.engine.load import load_model
+from harness.engine.loop import CacheConfig, decoder
+from harness.hub import model_directory
+
+CAPACITY = 512
+POLICIES = sorted(set(registry.policy_names()) - {"recompute_window"})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model():
+    directory = model_directory("random:stories-15m", None, False)
+    return load_model(directory, "float32", torch.device("cpu"), random=True)
+
+
+def filled(model, name: str):
+    """A decoder whose cache is full."""
+    policy = registry.policy_class(name)()
+    read = decoder(model, CacheConfig(policy, CAPACITY if policy.evicts else None))
+    tokens = torch.randint(model.hf.config.vocab_size, (1, CAPACITY + 64), generator=torch.Generator().manual_seed(0))
+    for block in tokens.split(128, 1):
+        read(block)
+    read.reserve(10_000)
+    return read
+
+
+@pytest.mark.parametrize("name", [*POLICIES, "recompute_window"])
+@pytest.mark.benchmark(group="one decode step")
+def test_step(benchmark, model, name):
+    read, token = filled(model, name), torch.tensor([[7]])
+    benchmark.pedantic(read, (token,), rounds=60 if name != "recompute_window" else 10, warmup_rounds=3)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.benchmark(group="a block of 64 tokens, walked")
+def test_block(benchmark, model, name):
+    read = filled(model, name)
+    tokens = torch.randint(model.hf.config.vocab_size, (1, 64), generator=torch.Generator().manual_seed(1))
+    benchmark.pedantic(read, (tokens,), rounds=8, warmup_rounds=1)
+
+
+@pytest.mark.benchmark(group="slots of all layers")
+def test_slot_write(benchmark, model):
+    slots = filled(model, "window").walks[0].slots
+    rows = slots.rows(slots.empty)
+    key, value = torch.rand(len(rows.keys), slots.shape.key_dim), torch.rand(len(rows.keys), slots.shape.value_dim)
+    benchmark(rows.write, key, value)
+
+
+@pytest.mark.parametrize("name", [n for n in POLICIES if registry.policy_class(n).evicts])
+@pytest.mark.benchmark(group="importance, all layers")
+def test_importance(benchmark, model, name):
+    slots = filled(model, name).walks[0].slots
+    view = slots.rows(slots.empty).view
+    view.step = torch.full_like(view.layer, CAPACITY + 64)
+    assert benchmark(slots.policy.importance, view).shape == view.rank.shape
+
+
+@pytest.mark.parametrize("name", ["window", "h2o"])
+@pytest.mark.benchmark(group="eviction, all layers")
+def test_eviction(benchmark, model, name):
+    slots = filled(model, name).walks[0].slots
+    rows = slots.rows(slots.empty)
+    rows.view.step = torch.full_like(rows.view.layer, CAPACITY + 64)
+
+    def step() -> None:
+        slots.flat_rank.index_fill_(0, slots.free, CAPACITY)
+        rows.release(None, True, False)
+
+    benchmark(step)
+
+
+@pytest.mark.parametrize("slots", [128, 512, 2048])
+@pytest.mark.benchmark(group="attention of one token, one layer")
+def test_attention(benchmark, slots):
+    query, keys, values = torch.rand(6, 1, 48), torch.rand(6, slots, 48), torch.rand(6, slots, 48)
+
+    def attend() -> torch.Tensor:
+        mass = weights(torch.bmm(query, keys.transpose(1, 2)), Terms(1.0), 6)
+        return torch.bmm(mass, values)
+
+    assert benchmark(attend).shape == query.shape
+
+
+@pytest.mark.parametrize("length", [256, 1024])
+@pytest.mark.benchmark(group="causal attention of a block of 256, one layer")
+def test_causal(benchmark, length):
+    query, keys, values = torch.rand(1, 6, 1, 256, 48), torch.rand(1, 6, length, 48), torch.rand(1, 6, length, 48)
+    assert benchmark(causal, query, keys, values, Terms(0.1)).shape == query.shape

@@ -1,0 +1,93 @@
+"""All that needs a GPU, in one go and under ten minutes: the equalities on CUDA, latency, memory, a short perplexity.
+
+    make gpu                                            (or: python tests/gpu/run.py --results leaderboard/results)
+    make gpu ARGS="--model path/to/model --data path/to/books"
+
+Nothing is downloaded. Models have random weights and a published shape, made on the device; a perplexity is measured where
+a model and text are given. Packages that the machine lacks are taken from `.whl/` if they are there (`make gpu-wheels`).
+Every stage runs within what is left of the time; what it measured until then stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+NEEDED = ("pydantic", "click", "rich", "yaml", "pytest")  # of those that a machine with torch and transformers may lack
+CHECKS = ["tests/test_exactness.py", "tests/test_models.py", "tests/test_answering.py", "tests/test_sabotage.py"]
+LLAMA_2 = 'id=["random:llama-2-7b", "random:llama-2-13b"]'
+SHORT = ["--set", "tokens=4352", "--set", "rounds=6", "--set", "sittings=2", "--set", "most_sittings=4"]
+
+
+def stages(arguments: argparse.Namespace) -> list[tuple[str, list[str]]]:
+    """Name and command of every stage, the most wanted first."""
+    bench = [sys.executable, "-m", "harness", "run", "--device", "cuda", "--results", arguments.results]
+    checks = [sys.executable, "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider", *CHECKS]
+    if importlib.util.find_spec("xdist"):
+        checks += ["-n", "8"]
+    policies = ["--policy", "recompute_window", "--policy", "{name: sink_window, sinks: 4}"]
+    result = [
+        ("equalities on CUDA", checks),
+        ("latency, Figure 10", [*bench, "latency", "--set", LLAMA_2, *SHORT, *policies]),
+        ("latency, GQA and H2O", [*bench, "latency", "--set", "id=random:llama-3-8b", *SHORT, "--set", "capacity=[1024]"]),
+        ("memory", [*bench, "memory", "--set", "tokens=2048", "--set", "capacity=[1024]"]),
+    ]
+    if arguments.model and arguments.data:
+        text = ["--model", arguments.model, "--data", arguments.data, "--set", "tokens=4096", "--set", "capacity=[256]"]
+        result.insert(1, ("perplexity", [*bench, "pg19", *text]))
+    return result
+
+
+def environment(folder: str) -> dict[str, str]:
+    """For the stages: the checkout, and the packages that were brought along where they are missing."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    wheels = sorted(str(p) for p in (ROOT / ".whl").glob("*.whl"))
+    if missing and wheels:
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", folder]
+        subprocess.run([*pip, *wheels], check=True)
+        paths.insert(1, folder)
+    elif missing:
+        sys.exit(f"missing here: {', '.join(missing)}; `make gpu-wheels` fetches them to .whl/, to be brought along")
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "BENCH_TEST_DEVICE": "cuda", "HF_HUB_OFFLINE": "1"}
+
+
+def main() -> int:
+    """Run the stages; 1 if any of them failed or did not end in time."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", default="leaderboard/results", help="folder of the records")
+    parser.add_argument("--seconds", type=float, default=570, help="for everything together")
+    parser.add_argument("--model", help="of the perplexity: a directory")
+    parser.add_argument("--data", help="of the perplexity: a directory of books")
+    arguments = parser.parse_args()
+    import torch
+
+    if not torch.cuda.is_available():
+        sys.exit("make gpu needs a CUDA device, and torch sees none")
+    end, failed, told = time.monotonic() + arguments.seconds, 0, []
+    with tempfile.TemporaryDirectory() as folder:
+        env = environment(folder)
+        for name, command in stages(arguments):
+            started, left = time.monotonic(), end - time.monotonic()
+            print(f"== {name} ({left:.0f} s left)", flush=True)
+            try:
+                code = subprocess.run(command, cwd=ROOT, env=env, timeout=max(left, 1)).returncode
+                state = "ok" if code == 0 else f"exit code {code}"
+            except subprocess.TimeoutExpired:
+                state = "out of time"
+            failed += state != "ok"
+            told.append({"stage": name, "state": state, "seconds": round(time.monotonic() - started, 1)})
+    print(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "stages": told}, indent=1))
+    return min(failed, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
