@@ -5,12 +5,15 @@ The request goes in as JSON on stdin; progress, and at the end the figures, come
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from harness.errors import UserError
 
 
 class ApartError(RuntimeError):
@@ -29,6 +32,7 @@ def measure(request: dict[str, Any], progress: Callable[[int, str], None]) -> di
         {"metrics", "model"}: the figures, and the model's facts.
 
     Raises:
+        UserError: of the child's; its model can't be driven, say.
         ApartError: what it died of.
         MemoryError: it was killed, as the system does with a process that takes too much memory.
     """
@@ -37,7 +41,7 @@ def measure(request: dict[str, Any], progress: Callable[[int, str], None]) -> di
     ) as child:  # fmt: skip
         assert child.stdin
         assert child.stdout
-        with child.stdin:
+        with contextlib.suppress(BrokenPipeError), child.stdin:  # a child that died at once is told of below
             json.dump(request, child.stdin)
         answer: dict[str, Any] = {}
         for line in child.stdout:
@@ -46,6 +50,8 @@ def measure(request: dict[str, Any], progress: Callable[[int, str], None]) -> di
                 progress(*said["progress"])
             else:
                 answer = said
+    if "error" in answer and answer["error"][0] == UserError.__name__:
+        raise UserError(answer["error"][1])
     if "error" in answer:
         raise ApartError(*answer["error"])
     if child.returncode < 0:
@@ -94,6 +100,8 @@ def _main() -> None:
     except Exception as error:  # the parent tells of it
         lines = str(error).strip().splitlines() or [""]
         _say({"error": [type(error).__name__, lines[0][:300]]})
+    except KeyboardInterrupt:  # the parent was stopped too, and says so
+        sys.exit(130)
 
 
 if __name__ == "__main__":

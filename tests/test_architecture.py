@@ -31,7 +31,9 @@ def test_policies_import_torch_and_nothing_of_the_harness(path):
 
 
 @pytest.mark.parametrize(
-    "path", [ROOT / "harness/records.py", *sorted((ROOT / "harness/report").glob("*.py"))], ids=lambda p: p.stem
+    "path",
+    [ROOT / "harness/records.py", *sorted((ROOT / "harness/report").rglob("*.py"))],
+    ids=lambda p: str(p.relative_to(ROOT)),
 )
 def test_reports_import_records_only(path):
     ours = {m for m in imports(path) if m.startswith(("harness", "policies"))}
@@ -68,8 +70,10 @@ def test_files_and_functions_stay_short():
 
 def test_the_page_in_the_repository_is_the_page_of_its_records(board):
     from harness.records import RecordStore
+    from harness.report import paper
     from harness.report.leaderboard import render
 
     records, problems = RecordStore(board / "results").read_all()
     assert not problems
     assert render(records) == (board / "README.md").read_text(encoding="utf-8")
+    assert paper.render(records) == (board / "paper.md").read_text(encoding="utf-8")

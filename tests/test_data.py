@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from harness.data import pg19
-from harness.data.stream import Text, stream
+from harness.data.stream import Text, newline, stream
 from harness.engine.load import load_tokenizer
 from harness.errors import UserError
 
@@ -87,3 +87,55 @@ def test_without_the_hub_it_says_what_to_give(monkeypatch):
     monkeypatch.setattr(pg19, "HUB_ID", "nobody/nothing-here")
     with pytest.raises(UserError, match="--data DIR or BENCH_DATA"):
         list(pg19.books("test", None)[1])
+
+
+def test_newlines_open_the_stream_in_place_of_the_bos(model_dir, text_dir):
+    from harness.tasks.perplexity import Perplexity, PerplexityOptions
+
+    tokenizer = load_tokenizer(model_dir)
+    plain = Perplexity.data(PerplexityOptions(tokens=50), lambda: tokenizer, text_dir)
+    opened = Perplexity.data(PerplexityOptions(tokens=50, newlines=4), lambda: tokenizer, text_dir)
+    assert opened.prefix == 4
+    assert tokenizer.decode(opened.ids[:4]) == "\n\n\n\n"
+    assert np.array_equal(opened.ids[4:], plain.ids[plain.prefix :])
+    assert opened.byte_counts[:4].sum() == 0
+
+
+def test_a_tokenizer_without_a_newline_is_refused(model_dir):
+    tokenizer = load_tokenizer(model_dir)
+
+    class Odd:
+        def __call__(self, text, add_special_tokens):
+            return {"input_ids": [5]}
+
+        decode = tokenizer.decode
+
+    with pytest.raises(UserError, match="newline"):
+        newline(Odd())
+
+
+@pytest.fixture
+def catalogue(tmp_path):
+    rows = [
+        {
+            "short_book_title": f"book {n}",
+            "publication_date": None,
+            "url": f"http://www.gutenberg.org/ebooks/{n}",
+            "text": f"text {n} " * 20,
+        }
+        for n in (11, 10146, 12)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "test.parquet")
+    return tmp_path
+
+
+def test_one_book_by_its_number_ends_the_stream_where_it_ends(catalogue, model_dir):
+    from harness.tasks.perplexity import Perplexity, PerplexityOptions
+
+    tokenizer = load_tokenizer(model_dir)
+    made = Perplexity.data(PerplexityOptions(book=10146, tokens=10_000), lambda: tokenizer, catalogue)
+    assert tokenizer.decode(made.ids) == "text 10146 " * 20
+    assert made.starts == (("book 10146", 0),)
+    assert Perplexity.data(PerplexityOptions(book=10146, tokens=7), lambda: tokenizer, catalogue).tokens == 7
+    with pytest.raises(UserError, match="no book 13"):
+        Perplexity.data(PerplexityOptions(book=13), lambda: tokenizer, catalogue)

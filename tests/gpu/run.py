@@ -23,26 +23,39 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 NEEDED = ("pydantic", "click", "rich", "yaml", "pytest")  # of those that a machine with torch and transformers may lack
 CHECKS = ["tests/test_exactness.py", "tests/test_models.py", "tests/test_answering.py", "tests/test_sabotage.py"]
-LLAMA_2 = 'id=["random:llama-2-7b", "random:llama-2-13b"]'
-SHORT = ["--set", "tokens=4352", "--set", "rounds=6", "--set", "sittings=2", "--set", "most_sittings=4"]
+FIGURE_10 = 'id=["random:llama-2-7b", "random:llama-2-13b"]'
+SHORT = ["tokens=4352", "rounds=6", "sittings=2", "most_sittings=4"]
+SMALL = ["id=random:stories-260k", "tokens=300", "capacity=[64, 128]"]  # a rehearsal
 
 
 def stages(arguments: argparse.Namespace) -> list[tuple[str, list[str]]]:
     """Name and command of every stage, the most wanted first."""
-    bench = [sys.executable, "-m", "harness", "run", "--device", "cuda", "--results", arguments.results]
+    small = arguments.rehearse
+    device = "cpu" if small else "cuda"
+
+    def bench(suite: str, settings: list[str], *rest: str) -> list[str]:
+        asked = [x for setting in (settings + SMALL if small else settings) for x in ("--set", setting)]
+        return [
+            sys.executable, "-m", "harness", "run", suite, "--device", device, "--results", arguments.results, *asked, *rest,
+        ]  # fmt: skip
+
     checks = [sys.executable, "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider", *CHECKS]
-    if importlib.util.find_spec("xdist"):
-        checks += ["-n", "8"]
-    policies = ["--policy", "recompute_window", "--policy", "{name: sink_window, sinks: 4}"]
+    checks += ["-n", "8"] if importlib.util.find_spec("xdist") else []
+    checks += ["-k", "fork"] if small else []
     result = [
         ("equalities on CUDA", checks),
-        ("latency, Figure 10", [*bench, "latency", "--set", LLAMA_2, *SHORT, *policies]),
-        ("latency, GQA and H2O", [*bench, "latency", "--set", "id=random:llama-3-8b", *SHORT, "--set", "capacity=[1024]"]),
-        ("memory", [*bench, "memory", "--set", "tokens=2048", "--set", "capacity=[1024]"]),
+        (
+            "latency, Figure 10",
+            bench("latency", [FIGURE_10, *SHORT], "--policy", "recompute_window", "--policy", "{name: sink_window, sinks: 4}"),
+        ),
+        ("latency, GQA, dense and H2O", bench("latency", ["id=random:llama-3-8b", *SHORT, "capacity=[1024]"])),
+        ("memory", bench("memory", ["tokens=2048", "capacity=[1024]"])),
     ]
     if arguments.model and arguments.data:
-        text = ["--model", arguments.model, "--data", arguments.data, "--set", "tokens=4096", "--set", "capacity=[256]"]
-        result.insert(1, ("perplexity", [*bench, "pg19", *text]))
+        text = ["--model", arguments.model, "--data", arguments.data]
+        short = [x for setting in ("tokens=4096", "capacity=[256]") for x in ("--set", setting)]
+        run = [sys.executable, "-m", "harness", "run", "pg19", "--device", device, "--results", arguments.results]
+        result.insert(1, ("perplexity", [*run, *text, *short]))
     return result
 
 
@@ -57,7 +70,7 @@ def environment(folder: str) -> dict[str, str]:
         paths.insert(1, folder)
     elif missing:
         sys.exit(f"missing here: {', '.join(missing)}; `make gpu-wheels` fetches them to .whl/, to be brought along")
-    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "BENCH_TEST_DEVICE": "cuda", "HF_HUB_OFFLINE": "1"}
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
 
 
 def main() -> int:
@@ -67,14 +80,15 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=570, help="for everything together")
     parser.add_argument("--model", help="of the perplexity: a directory")
     parser.add_argument("--data", help="of the perplexity: a directory of books")
+    parser.add_argument("--rehearse", action="store_true", help="the same stages on the CPU, small, to see that they run")
     arguments = parser.parse_args()
     import torch
 
-    if not torch.cuda.is_available():
+    if not arguments.rehearse and not torch.cuda.is_available():
         sys.exit("make gpu needs a CUDA device, and torch sees none")
     end, failed, told = time.monotonic() + arguments.seconds, 0, []
     with tempfile.TemporaryDirectory() as folder:
-        env = environment(folder)
+        env = environment(folder) | {"BENCH_TEST_DEVICE": "cpu" if arguments.rehearse else "cuda"}
         for name, command in stages(arguments):
             started, left = time.monotonic(), end - time.monotonic()
             print(f"== {name} ({left:.0f} s left)", flush=True)
@@ -85,7 +99,8 @@ def main() -> int:
                 state = "out of time"
             failed += state != "ok"
             told.append({"stage": name, "state": state, "seconds": round(time.monotonic() - started, 1)})
-    print(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "stages": told}, indent=1))
+    device = "rehearsal on the CPU" if arguments.rehearse else torch.cuda.get_device_name()
+    print(json.dumps({"device": device, "torch": torch.__version__, "stages": told}, indent=1))
     return min(failed, 1)
 
 

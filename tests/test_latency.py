@@ -1,0 +1,208 @@
+"""Latency: what is timed, when it counts as known, and what is said of it."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import model_of
+from test_bench import bench
+
+from harness.device import Marks
+from harness.engine.loop import CacheConfig, decoder
+from harness.records import RecordStore
+from harness.report.intervals import median_interval
+from harness.tasks import latency
+from harness.tasks.latency import Latency, LatencyOptions, roofline, timing
+from harness.tasks.task import Job, RandomTokens
+from policies.dense import Dense
+from policies.h2o import H2O
+from policies.recompute_window import RecomputeWindow
+from policies.window import Window
+
+SHORT = LatencyOptions(tokens=300, prompt=20, steps=2, rounds=6, sittings=2, most_sittings=2, precision=0.9)
+DEVICE = {"bandwidth": 1e10, "multiply_rate": 1e11}
+
+
+@pytest.fixture
+def measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(latency, "bandwidth", lambda device: DEVICE["bandwidth"])
+    monkeypatch.setattr(latency, "multiply_rate", lambda device, dtype: DEVICE["multiply_rate"])
+
+    def measure(configs, options=SHORT, **rest):
+        jobs = [
+            Job(model_of("llama"), config, RandomTokens(1), 64, False, tmp_path / f"{i}.npy", lambda tokens, text: None, **rest)
+            for i, config in enumerate(configs)
+        ]
+        return Latency.run_together(options, jobs)
+
+    return measure
+
+
+def test_every_policy_is_timed_where_it_says(measured, tmp_path):
+    configs = [CacheConfig(Dense()), CacheConfig(RecomputeWindow(), 16), CacheConfig(Window(), 16), CacheConfig(H2O(), 32)]
+    dense, recompute, window, h2o = measured(configs)
+    for found in (dense, recompute, window, h2o):
+        assert [c["position"] for c in found["curve"]] == [256, 300]
+        assert found["steps"] == 2 * 6 * 2 == np.load(tmp_path / "0.npy").size
+        assert found["step_ms"] > 0
+        assert found["percentiles_ms"]["p90"] >= found["percentiles_ms"]["p50"]
+        assert "p99" not in found["percentiles_ms"], "of 24 steps there is no 99th percentile"
+        assert len(found["rounds_ms"]) == 12
+    assert dense["together"] == recompute["together"] == window["together"] == h2o["together"]
+    assert window["kv_bytes"] == model_of("llama").kv_bytes(16) == 2 * 2 * (16 + 16) * 17 * 4
+    assert window["curve"][-1]["used_slots"] == window["curve"][-1]["attended_slots"] == 17
+    assert dense["curve"][-1]["used_slots"] > 300
+    assert dense["curve"][-1]["attended_slots"] == 512, "a growing cache attends over buckets"
+    assert recompute["curve"][-1]["used_slots"] == 17
+    assert recompute["bookkeeping_share"] == 0
+    assert 0 < h2o["bookkeeping_share"] < 1
+
+
+def test_a_cell_that_fails_or_does_not_fit_leaves_the_others_alone(measured):
+    class Broken(Window):
+        def importance(self, view):
+            raise RuntimeError("broken on purpose")
+
+    broken, huge, fine = measured([CacheConfig(Broken(), 16), CacheConfig(Window(), 10**12), CacheConfig(Window(), 16)])
+    assert isinstance(broken, RuntimeError)
+    assert isinstance(huge, MemoryError)
+    assert fine["step_ms"] > 0
+
+
+def test_what_does_not_settle_is_flagged_with_its_spread(measured):
+    (found,) = measured([CacheConfig(Window(), 16)], SHORT.model_copy(update={"precision": 1e-9}))
+    assert not found["settled"]
+    assert found["flags"][0].startswith("unsettled: medians of 12 rounds lie between")
+    assert found["spread_ms"][0] < found["spread_ms"][1]
+
+
+def test_sittings_go_on_until_settled(measured):
+    (found,) = measured([CacheConfig(Window(), 16)], SHORT.model_copy(update={"precision": 0.9, "most_sittings": 9}))
+    assert found["settled"]
+    assert found["sittings"] < 9
+
+
+def test_the_interval_of_a_median_is_made_of_the_right_order_statistics():
+    """Ranks of the textbooks: n = 6: 1 and 6, n = 10: 2 and 9, n = 20: 6 and 15, n = 40: 14 and 27."""
+    for n, low, high in [(6, 1, 6), (10, 2, 9), (20, 6, 15), (40, 14, 27)]:
+        assert median_interval([float(x) for x in range(1, n + 1)]) == (low, high)
+    assert median_interval([1.0, 2.0]) == (-math.inf, math.inf)
+
+
+def test_a_median_is_covered_about_as_often_as_said():
+    rng = np.random.default_rng(0)
+    covered = [low <= 0 <= high for low, high in (median_interval(rng.normal(size=15).tolist()) for _ in range(2000))]
+    assert 0.95 <= np.mean(covered) <= 0.98  # 96.5 % by the binomial distribution
+
+
+def test_the_error_of_a_timing_sees_what_differs_between_sittings():
+    steady = [[[1.0, 1.0, 9.0]] * 8 for _ in range(3)]  # a wild step in every round moves nothing
+    assert timing(steady) == (1.0, 0.0)
+    shifted = [[[1.0]] * 8, [[1.0]] * 8, [[1.2]] * 8]
+    assert timing(shifted) == (1.0, pytest.approx(0.1))
+
+
+def test_marks_time_what_lies_between_them():
+    marks = Marks(torch.device("cpu"))
+    for _ in range(3):
+        marks.mark()
+    times = marks.milliseconds()
+    assert len(times) == 2
+    assert all(0 <= t < 1000 for t in times)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_roofline_counts_every_byte_once(batch):
+    model = model_of("llama")
+    head_and_layers = sum(p.nbytes for n, p in model.hf.named_parameters() if "embed_tokens" not in n)
+    read = decoder(model, CacheConfig(Window(), 16), batch)
+    for block in torch.zeros(batch, 40, dtype=torch.int64).split(10, 1):
+        read(block)
+    bound = roofline(model, read, batch, DEVICE)
+    assert bound["bytes"] == head_and_layers + read.kv_bytes + read.state_bytes
+    assert bound["ms"] == pytest.approx(1e3 * max(bound["bytes"] / 1e10, bound["operations"] / 1e11))
+    again = decoder(model, CacheConfig(RecomputeWindow(), 16), batch)
+    again(torch.zeros(batch, 40, dtype=torch.int64))
+    afresh = roofline(model, again, batch, DEVICE)
+    assert afresh["bytes"] == head_and_layers
+    assert afresh["operations"] == 17 * bound["operations"]
+
+
+def test_tied_weights_are_read_whole_for_the_output_head():
+    from harness.engine.families import tiny_model
+    from harness.engine.model import adopt
+
+    model = adopt(tiny_model("llama", vocab_size=96, tie_word_embeddings=True))
+    read = decoder(model, CacheConfig(Window(), 16))
+    read(torch.zeros(1, 20, dtype=torch.int64))
+    everything = sum(p.nbytes for p in model.hf.parameters())
+    assert roofline(model, read, 1, DEVICE)["bytes"] == everything + read.kv_bytes + read.state_bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "word"), [({"prompt": 500, "tokens": 100}, "longer than the stream"), ({"sittings": 9}, "more than most")]
+)
+def test_options_that_contradict_each_other(options, word):
+    with pytest.raises(ValueError, match=word):
+        LatencyOptions(**options)
+
+
+def test_growth_is_reserved_before_and_not_inside_a_step():
+    read = decoder(model_of("llama"), CacheConfig(Dense()))
+    read(torch.zeros(1, 250, dtype=torch.int64))
+    read.reserve(400)
+    place = read.walks[0].slots.keys.data_ptr()
+    for _ in range(300):
+        read(torch.zeros(1, 1, dtype=torch.int64))
+    assert read.walks[0].slots.keys.data_ptr() == place
+    assert read.slots == (550, 768)
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory) -> Path:
+    """The CPU suite, cut short, twice: the second time only some of its policies."""
+    folder = tmp_path_factory.mktemp("latency")
+    short = ["tokens=64", "prompt=16", "rounds=6", "sittings=2", "most_sittings=2", "steps=1", "capacity=[16]"]
+    args = ["run", "latency-cpu", "--set", "id=random:stories-260k", *(x for s in short for x in ("--set", s)), "--threads", 1]
+    done = bench(*args, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    (folder / "args.json").write_text(json.dumps([str(a) for a in args]))
+    return folder
+
+
+def test_the_suite_runs_without_model_data_or_network(ran):
+    records, problems = RecordStore(ran / "leaderboard/results").read_all()
+    assert not problems
+    assert {r.cell["policy"] for r in records} == {"dense", "recompute_window", "window", "sink_window", "h2o"}
+    assert {r.cell["model"]["id"] for r in records} == {"random:stories-260k"}
+    assert len({r.metrics["together"] for r in records}) == 1
+    page = bench("leaderboard", "--out", "-", cwd=ran).stdout
+    assert "speed-up on dense" in page
+    assert page.count("× [") == 4 + 3, "on dense: all but dense; on recompute: all but it and dense"
+
+
+def test_cells_measured_side_by_side_are_finished_together_or_measured_again_together(ran):
+    args = json.loads((ran / "args.json").read_text())
+    assert bench(*args, cwd=ran).stderr.count("skipped") == 5
+    next((ran / "leaderboard/results").rglob("*dense*.npy")).unlink()
+    assert "skipped" not in bench(*args, cwd=ran).stderr
+
+
+def test_threads_are_part_of_the_question(ran):
+    args = json.loads((ran / "args.json").read_text())
+    args[args.index("--threads") + 1] = "2"
+    assert "skipped" not in bench(*args, cwd=ran).stderr
+
+
+def test_times_over_the_stream_are_kept_per_point(ran):
+    records, _ = RecordStore(ran / "leaderboard/results").read_all()
+    for record in records:
+        points = [c["position"] for c in record.metrics["curve"]]
+        assert all(a < b for a, b in pairwise(points))
+        assert points[-1] == 64

@@ -1,0 +1,140 @@
+"""The memory task: what is reported beside what is found, each cell in a process of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import model_of
+from test_bench import bench
+
+from harness import apart
+from harness.engine.loop import CacheConfig, CachedDecoder, decoder
+from harness.errors import UserError
+from harness.records import RecordStore
+from harness.tasks.memory import Memory, MemoryOptions, tensor_bytes
+from harness.tasks.task import Job, RandomTokens
+from policies.dense import Dense
+from policies.h2o import H2O
+from policies.recompute_window import RecomputeWindow
+from policies.sink_window import SinkWindow
+
+OPTIONS = MemoryOptions(tokens=160, points=4)
+
+
+def run(tmp_path, config, **rest):
+    job = Job(model_of("llama"), config, RandomTokens(1), 32, False, tmp_path / "t", lambda tokens, text: None, **rest)
+    return Memory.run(OPTIONS, job)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [CacheConfig(Dense()), CacheConfig(SinkWindow(4), 32), CacheConfig(H2O(), 32), CacheConfig(RecomputeWindow(), 32)],
+    ids=lambda c: type(c.policy).__name__,
+)
+def test_what_is_reported_is_what_is_found_and_what_the_formula_says(tmp_path, config):
+    found = run(tmp_path, config)
+    assert found["kv_bytes"] == found["expected_kv_bytes"]
+    assert abs(found["allocated_bytes"] - found["kv_bytes"] - found["state_bytes"]) < 2**18
+    assert not [f for f in found["flags"] if "rose" not in f]
+    assert [c["position"] for c in found["curve"]] == [40, 80, 120, 160]
+
+
+class Hoarder(CachedDecoder):
+    """Keeps copies of what it evicted, and does not say so."""
+
+    def __call__(self, *args, **kwargs):
+        self.hoard = [*getattr(self, "hoard", []), torch.zeros(2**18)]
+        return super().__call__(*args, **kwargs)
+
+
+class Liar(CachedDecoder):
+    """Says it has a slot less."""
+
+    @property
+    def kv_bytes(self) -> int:
+        return super().kv_bytes - 256 * 2
+
+
+def test_a_cache_that_keeps_more_than_it_says_is_flagged(tmp_path):
+    found = run(tmp_path, CacheConfig(SinkWindow(4), 32), open=Hoarder)
+    assert any("are allocated" in f for f in found["flags"])
+
+
+def test_a_cache_of_another_size_than_asked_for_is_flagged(tmp_path):
+    found = run(tmp_path, CacheConfig(SinkWindow(4), 32), open=Liar)
+    assert any("should take" in f for f in found["flags"])
+
+
+def test_tensors_are_counted_once_and_the_models_not_at_all():
+    read = decoder(model_of("llama"), CacheConfig(SinkWindow(4), 1000))
+    assert 0 <= tensor_bytes(read) - read.kv_bytes - read.state_bytes < 2**16
+    for _ in range(3):
+        read(torch.zeros(1, 1, dtype=torch.int64))
+    assert tensor_bytes(read) - read.kv_bytes - read.state_bytes < 2**18, "a step leaves nothing behind"
+    copy = read.fork([0])
+    assert tensor_bytes([read, copy]) > 1.9 * tensor_bytes(read)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc to read a process's own peak")
+def test_the_suite_sees_dense_grow_and_a_bounded_cache_stay(tmp_path):
+    """In fresh processes, as a user runs it."""
+    args = ["run", "memory-cpu", "--set", "id=random:stories-260k", "--set", "tokens=12000", "--set", "capacity=[64]"]
+    done = bench(*args, "--policy", "dense", "--policy", "sink_window", "--threads", 1, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    records, problems = RecordStore(tmp_path / "leaderboard/results").read_all()
+    assert not problems
+    found = {r.cell["policy"]: r.metrics for r in records}
+    assert found["dense"]["growth_bytes"] > 12000 * 5 * 4 * 16 * 4 * 0.7  # most of its K/V: layers, heads, dims, bytes
+    assert found["sink_window"]["growth_bytes"] < 4 * 2**20
+    assert found["sink_window"]["peak_bytes"] < found["dense"]["peak_bytes"] / 2
+    assert not found["sink_window"]["flags"]
+    assert {r.facts["model_type"] for r in records} == {"llama"}
+    assert "## memory" in bench("leaderboard", "--out", "-", cwd=tmp_path).stdout
+
+
+REQUEST = {
+    "directory": "harness/shapes/stories-260k.json", "random": True, "dtype": "float32", "rope_length": None, "pickle": False,
+    "task": {"name": "memory", "tokens": 64, "points": 4}, "data": None, "policy": "window", "parameters": {}, "capacity": 8,
+    "positions": "cache", "limit": None, "seed": 0, "block": 16, "walk": False, "threads": 1, "trace": "/dev/null",
+}  # fmt: skip
+
+
+def test_what_a_cell_dies_of_in_its_process_is_told(monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[1])
+    with pytest.raises(apart.ApartError, match="Window"):
+        apart.measure(REQUEST | {"capacity": None}, lambda tokens, text: None)
+    with pytest.raises(UserError, match="did you mean 'window'"):
+        apart.measure(REQUEST | {"policy": "windw"}, lambda tokens, text: None)
+
+
+def test_a_process_that_is_killed_counts_as_out_of_memory(monkeypatch, tmp_path):
+    monkeypatch.setattr(apart.sys, "executable", str(tmp_path / "python"))
+    (tmp_path / "python").write_text("#!/bin/sh\nkill -9 $$\n")
+    (tmp_path / "python").chmod(0o755)
+    with pytest.raises(MemoryError, match="signal 9"):
+        apart.measure(REQUEST, lambda tokens, text: None)
+
+
+@pytest.mark.parametrize("shape", ["llama-2-7b", "llama-2-13b", "llama-3-8b"])
+def test_a_shape_that_does_not_fit_is_a_failed_cell(tmp_path, monkeypatch, shape):
+    from harness.engine import load
+
+    monkeypatch.setattr(load, "free_bytes", lambda device: 2**30)
+    args = [
+        "run",
+        "latency-cpu",
+        "--set",
+        f"id=[random:{shape},random:stories-260k]",
+        "--policy",
+        "window",
+        "--set",
+        "capacity=8",
+    ]
+    short = ["tokens=64", "prompt=16", "rounds=6", "sittings=2", "most_sittings=2", "steps=1"]
+    done = bench(*args, *(x for s in short for x in ("--set", s)), cwd=tmp_path)
+    assert done.returncode == 1
+    assert "out of memory: its weights take" in done.stderr
+    records, _ = RecordStore(tmp_path / "leaderboard/results").read_all()
+    assert sorted(r.status for r in records) == ["failed", "ok"]
