@@ -70,18 +70,18 @@ def estimates(cells: Sequence[Cell], device_name: str) -> list[Estimate]:
 
 
 def _estimate(cell: Cell, shape: _Shape, rate: float, overhead: float) -> Estimate:
-    tokens = registry.task_class(cell.task.name).total(cell.task)
+    task = registry.task_class(cell.task.name)
+    tokens, streams = task.total(cell.task), getattr(cell.task, "batch", 1)
     size = DTYPES[cell.model.dtype].itemsize
-    attended = (cell.capacity or tokens) + 1
+    attended = (cell.capacity or tokens // streams) + 1
     per_token = 2 * shape.parameters + 4 * shape.layers * shape.heads * shape.head_dim * attended
     if not cell.policy.caches:
-        runs = tokens / getattr(cell.task, "stride", 1)
-        seconds, kept = runs * attended * per_token / rate, 0
+        seconds, kept = task.windows(cell.task) * attended * per_token / rate, 0
     else:
         walked = tokens if cell.policy.evicts else tokens / 256
         seconds = tokens * per_token / rate + shape.layers * overhead * (_WALK_OPS * walked + _MODEL_OPS * tokens / 256)
         kept = attended
-    kv = 2 * shape.layers * shape.heads * shape.head_dim * kept * size
+    kv = streams * 2 * shape.layers * shape.heads * shape.head_dim * kept * size
     return Estimate(cell, seconds, kv, shape.parameters * size)
 
 

@@ -163,6 +163,26 @@ def test_streams_of_unequal_length_equal_each_alone(policy, size):
             assert [layer[b] for layer in read.kept()] == [layer[0] for layer in alone.kept()]
 
 
+@pytest.mark.parametrize("policy", [*POLICIES, RecomputeWindow()], ids=str)
+@pytest.mark.parametrize("size", [1, 5, 40])
+def test_streams_of_equal_length_equal_each_alone(policy, size):
+    model, tokens = model_of("llama", torch.float64), tokens_of(40, 3)
+    together = in_blocks(decoder(model, CacheConfig(policy, 7), 3), tokens, size)
+    for b in range(3):
+        alone = in_blocks(decoder(model, CacheConfig(policy, 7)), tokens[b : b + 1], size)
+        torch.testing.assert_close(together[b : b + 1], alone, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("policy", [H2O(), RecomputeWindow()], ids=str)
+@pytest.mark.parametrize("keep", [[], [3], [1, 2, 3], [0, 4, 9], [9]], ids=str)
+def test_only_the_logits_that_are_wanted_are_given(policy, keep):
+    model, tokens = model_of("llama"), tokens_of(30, 2)
+    every, some = (decoder(model, CacheConfig(policy, 7), 2) for _ in range(2))
+    for block in tokens.split(10, 1):
+        whole, part = every(block), some(block, keep=torch.tensor(keep, device=DEVICE).long())
+        torch.testing.assert_close(part, whole[:, keep], atol=1e-5, rtol=0)
+
+
 def test_dense_streams_of_unequal_length_equal_each_alone():
     model, tokens = model_of("llama", torch.float64), tokens_of(30, 2)
     valid = torch.ones(2, 30, dtype=torch.bool, device=DEVICE)

@@ -212,33 +212,41 @@ class RecomputeDecoder:
         self.model, self.config = model, config
         self.length = config.capacity + 1
         self._history = [torch.zeros(0, dtype=torch.int64, device=model.device) for _ in range(streams)]
+        self._alike = True  # streams have the same length, so that their windows are run together
         self._seen = 0  # tokens taken in by the first stream
 
     @torch.inference_mode()
     def __call__(self, tokens: Tensor, valid: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
         """See `Decoder`. Only what is kept is computed."""
-        wanted = torch.arange(tokens.shape[1], device=tokens.device) if keep is None else keep
-        rows = []
-        for b, row in enumerate(tokens):
-            counts = torch.ones_like(row, dtype=torch.bool) if valid is None else valid[b]
-            text = torch.cat([self._history[b], row[counts]])
-            ends = len(self._history[b]) + counts.cumsum(0)[wanted]  # windows end before this index
-            rows.append(self._logits(text, ends.clamp(min=1)))
-            self._history[b] = text[-self.length + 1 :] if self.length > 1 else text[:0]
-        self._seen += tokens.shape[1] if valid is None else int(valid[0].sum())
-        return torch.stack(rows)
+        wanted = range(tokens.shape[1]) if keep is None else keep.tolist()
+        self._alike = self._alike and valid is None
+        streams, rows = len(tokens), []
+        for part in [slice(0, streams)] if self._alike else [slice(b, b + 1) for b in range(streams)]:
+            new, counts = tokens[part], list(range(1, tokens.shape[1] + 1))  # tokens that count, up to and with each
+            if valid is not None:
+                new, counts = tokens[part.start, valid[part.start]][None], valid[part.start].cumsum(0).tolist()
+            before = torch.stack(self._history[part])
+            text = torch.cat([before, new], 1)
+            rows.append(self._logits(text, [max(1, before.shape[1] + counts[t]) for t in wanted]))
+            self._history[part] = (text[:, -self.length + 1 :] if self.length > 1 else text[:, :0]).clone()
+            self._seen += counts[-1] if part.start == 0 else 0
+        return torch.cat(rows)
 
-    def _logits(self, text: Tensor, ends: Tensor) -> Tensor:
-        """Logits after the windows of `text` that end at `ends`. -> [K, V]."""
+    def _logits(self, text: Tensor, ends: list[int]) -> Tensor:
+        """Logits after the windows of each stream that end before these places, ascending. [B, N] -> [B, K, V]."""
+        short = [e for e in ends if e < self.length]  # the first windows begin with the stream and share one run
+        full = [e - self.length for e in ends[len(short) :]]
         out = []
-        short = int((ends < self.length).sum())  # the first windows begin with the stream and share one run
-        if short:
-            out.append(self.model(text[None, : int(ends[short - 1])], self, ends[:short] - 1)[0])
-        if short < len(ends):
-            windows = text.unfold(0, self.length, 1)
-            for chunk in ends[short:].split(max(1, _PREFILL // self.length)):
-                out.append(self.model(windows[chunk - self.length], self, 1)[:, 0])
-        return torch.cat(out) if out else self.model(text[None, :1], self, ends)[0]
+        if short or not ends:
+            last = short[-1] if short else 1
+            kept = len(short) if _in_a_row(short) and short else torch.tensor([e - 1 for e in short], device=text.device).long()
+            out.append(self.model(text[:, :last], self, kept))
+        windows = text.unfold(1, self.length, 1) if full else text
+        at_once = max(1, _PREFILL // (self.length * len(text)))
+        for starts in [full[i : i + at_once] for i in range(0, len(full), at_once)]:
+            chosen = windows[:, starts[0] : starts[-1] + 1] if _in_a_row(starts) else windows[:, starts]
+            out.append(self.model(chosen.flatten(0, 1), self, 1).view(len(text), len(starts), -1))
+        return torch.cat(out, 1)
 
     def reserve(self, tokens: int) -> None:
         """See `Decoder`: there is nothing to make room in."""
@@ -255,7 +263,7 @@ class RecomputeDecoder:
     def fork(self, streams: Sequence[int]) -> Self:
         """See `Decoder`."""
         other = copy(self)
-        other._history = [self._history[b].clone() for b in streams]
+        other._history = [self._history[b] for b in streams]  # replaced at every block, never written to
         return other
 
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
@@ -277,3 +285,8 @@ class RecomputeDecoder:
     def state_bytes(self) -> int:
         """The tokens of the window."""
         return sum(text.nbytes for text in self._history)
+
+
+def _in_a_row(places: list[int]) -> bool:
+    """Whether they follow each other without a gap: then a slice takes them, and nothing waits for an index."""
+    return not places or places[-1] - places[0] == len(places) - 1

@@ -53,6 +53,11 @@ class ArcStream(Task):
         """About 60 tokens a question."""
         return 60 * (options.questions or 2376)
 
+    @classmethod
+    def windows(cls, options: ArcStreamOptions) -> float:
+        """About four tokens an answer."""
+        return 4 * (options.questions or 2376)
+
     @staticmethod
     def run(options: ArcStreamOptions, job: Job) -> dict[str, Any]:
         """Read, ask, compare; the trace gets every answer."""

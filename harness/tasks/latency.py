@@ -74,6 +74,11 @@ class Latency(Task):
         return options.tokens * options.batch
 
     @classmethod
+    def windows(cls, options: LatencyOptions) -> float:
+        """One a step: of every sitting, and of about five points of the stream."""
+        return options.batch * options.rounds * options.steps * (options.sittings + 5)
+
+    @classmethod
     def run_together(cls, options: LatencyOptions, jobs: Sequence[Job]) -> list[dict[str, Any] | Exception]:
         """Measure all cells interleaved, as many at once as their caches fit into memory."""
         model = jobs[0].model

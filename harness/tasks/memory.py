@@ -54,6 +54,11 @@ class Memory(Task):
         """The stream."""
         return options.tokens * options.batch
 
+    @classmethod
+    def windows(cls, options: MemoryOptions) -> float:
+        """One a block."""
+        return options.batch * options.tokens / 256
+
     @staticmethod
     def run(options: MemoryOptions, job: Job) -> dict[str, Any]:
         """Read the stream, and look at the memory on the way."""

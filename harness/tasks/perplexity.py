@@ -63,6 +63,11 @@ class Perplexity(Task):
         """All of them are processed."""
         return options.tokens
 
+    @classmethod
+    def windows(cls, options: PerplexityOptions) -> float:
+        """One a scored token."""
+        return options.tokens / options.stride
+
     @staticmethod
     def run(options: PerplexityOptions, job: Job) -> dict[str, Any]:
         """Score the stream; the trace gets one float32 NLL a token, NaN where none was scored."""

@@ -63,6 +63,11 @@ class StreamEval(Task):
         """About 25 tokens a line."""
         return options.streams * options.lines * 25
 
+    @classmethod
+    def windows(cls, options: StreamEvalOptions) -> float:
+        """About ten tokens an answer."""
+        return options.streams * 10 * options.lines / options.query_every
+
     @staticmethod
     def run(options: StreamEvalOptions, job: Job) -> dict[str, Any]:
         """Read, ask, compare; the trace gets every answer."""

@@ -114,6 +114,11 @@ class Task(ABC):
     def total(options: Any) -> int:
         """Tokens to process, at most, for estimates before there is any data."""
 
+    @classmethod
+    def windows(cls, options: Any) -> float:
+        """How many windows a policy that recomputes them runs, about, for estimates."""
+        return cls.total(options)
+
     @staticmethod
     def run(options: Any, job: Job) -> dict[str, Any]:
         """Measure one cell.
