@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from harness.engine.selfcheck import free_bytes
+
 _BYTES = {"cuda": 2**30, "cpu": 2**28}  # of the buffer that bandwidth is measured on: far beyond any cache
 _SIDE = {"cuda": 8192, "cpu": 1024}  # of the matrices that are multiplied
 
@@ -64,7 +66,7 @@ def best_seconds(work: Callable[[], object], device: torch.device, repeats: int)
 
 def bandwidth(device: torch.device) -> float:
     """Bytes a second between the device and its memory: the better of copying (read and written) and summing (read)."""
-    size = _BYTES.get(device.type, 2**28)
+    size = min(_BYTES.get(device.type, 2**28), free_bytes(device) // 8)
     x = torch.ones(size // 4, device=device)
     y = torch.empty_like(x)
     copied = 2 * size / best_seconds(lambda: y.copy_(x), device, 10)

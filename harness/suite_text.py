@@ -93,6 +93,8 @@ def validated(kind: type[M], value: Any, source: Source, at: Location) -> M:
             raise source.error((*at, *place), f"unknown key '{name}'{registry.did_you_mean(name, kind.model_fields)}") from None
         if first["type"] == "missing":
             raise source.error(at, f"'{name}' is missing") from None
+        if first["type"] == "value_error" and not first["loc"]:  # of several keys together, already in words
+            raise source.error(at, first["msg"].removeprefix("Value error, ")) from None
         got = repr(first["input"])
         raise source.error((*at, *place), f"{name}: {first['msg']}, not {got[:60]}") from None
 

@@ -126,3 +126,39 @@ def test_shipped_suites_load_and_fit_the_exported_schema(path):
     jsonschema.validate(yaml.safe_load(path.read_text()), suites.schema())
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({**yaml.safe_load(path.read_text()), "polices": []}, suites.schema())
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        (
+            "{name: streameval, distance: [2, 500], lines: 100}",
+            "distance 500 is beyond the stream: its last question comes after line 100",
+        ),
+        ("{name: latency, prompt: 99, tokens: 50}", "prompt 99 is longer than the stream of 50 tokens"),
+        ("{name: arc_stream, subset: ARC-Hard}", "subset: Input should be 'ARC-Easy' or 'ARC-Challenge', not 'ARC-Hard'"),
+    ],
+)
+def test_options_of_a_task_that_contradict_each_other_are_named_with_their_line(tmp_path, task, said):
+    file = tmp_path / "s.yaml"
+    file.write_text(f"suite: s\nversion: 1\nmodel: {{id: a/b}}\ntask: {task}\npolicies: [dense]\n")
+    with pytest.raises(UserError) as error:
+        suites.load(file)
+    assert str(error.value) == f"{file}:4: {said}"
+
+
+def test_lists_of_models_and_tasks_multiply(tmp_path):
+    file = tmp_path / "s.yaml"
+    task = "{name: streameval, distance: [2, 4, 6], lines: [100, 200]}"
+    file.write_text(f"suite: s\nversion: 1\nmodel: {{id: [a/b, a/c]}}\ntask: {task}\npolicies: [dense]\n")
+    cells = suites.load(file)[1]
+    assert len(cells) == 2 * 3 * 2
+    assert len(set(suites.labels(cells).values())) == len(cells), "every label tells its cell from the others"
+
+
+def test_an_option_that_was_not_there_before_leaves_cell_ids_alone(tmp_path):
+    """What is not asked for is not in the cell, so records of before still answer it."""
+    file = tmp_path / "s.yaml"
+    file.write_text("suite: s\nversion: 1\nmodel: {id: a/b}\ntask: {name: perplexity}\npolicies: [dense]\n")
+    (cell,) = suites.load(file)[1]
+    assert set(cell.asked()["task"]) == {"name", "data", "split", "tokens", "stride"}

@@ -40,6 +40,8 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     Raises:
         UserError: there is none, or it can't tell which bytes a token stands for.
     """
+    if directory.is_file():
+        raise UserError(f"random:{directory.stem}: random weights have no tokenizer, and this task reads text (--model)")
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
