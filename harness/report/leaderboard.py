@@ -66,9 +66,16 @@ def _provenance(records: Sequence[Record]) -> list[str]:
         f"device: {all_of(f.get('device') for f in facts)}, threads {all_of(f.get('threads') for f in facts)}, "
         f"block {all_of(f.get('block') for f in facts)} tokens",
         "versions: " + all_of(", ".join(f"{k} {v}" for k, v in f.get("versions", {}).items()) for f in facts),
-        f"weights sha256 {all_of(str(f.get('weights_sha256', ''))[:12] for f in facts)}; text sha256 "
-        f"{all_of(str(d.get('text_sha256', ''))[:12] for d in data)}; token ids sha256 "
-        f"{all_of(str(d.get('ids_sha256', ''))[:12] for d in data)}",
+        "sha256: "
+        + ", ".join(
+            f"{name} {digests}"
+            for name, digests in (
+                ("weights", all_of(str(f.get("weights_sha256", ""))[:12] or None for f in facts)),
+                ("text", all_of(str(d.get("text_sha256", ""))[:12] or None for d in data)),
+                ("token ids", all_of(str(d.get("ids_sha256", ""))[:12] or None for d in data)),
+            )
+            if digests
+        ),
         *([f"texts: {texts}"] if texts else []),
         f"measured: {dates[0]}" + (f" to {dates[-1]}" if dates[-1] != dates[0] else ""),
     ]
