@@ -52,6 +52,7 @@ def run_checks(name: str, settings: Sequence[str] = ()) -> list[Finding]:
         ("the declared scope holds", _scope),
         ("no more than `capacity` tokens are kept", _capacity),
         ("nothing evicted: equal to dense", _equal_to_dense),
+        ("the band it names, if any, is what it keeps", _band),
     ]
     findings = []
     for rule, test in rules:
@@ -223,3 +224,23 @@ def _equal_to_dense(policy: Policy) -> str:
     ours = decoder(model, CacheConfig(policy, capacity), 2)(tokens)
     difference = (ours - decoder(model, CacheConfig(Dense()), 2)(tokens)).abs().amax().item()
     return "" if difference <= 1e-4 else f"logits differ from dense by {difference:.1g} before anything is evicted"
+
+
+def _band(policy: Policy) -> str:
+    """What the policy says it keeps, against what its importance makes of a stream."""
+    if not policy.evicts or not policy.caches:
+        return ""
+    band = policy.bind(_CAPACITY).band(_CAPACITY)
+    if band is None:
+        return ""
+    sinks, window = band
+    if sinks < 0 or window < 1 or sinks + window != _CAPACITY:
+        return f"sinks {sinks} + window {window} are not the capacity {_CAPACITY}"
+    read = CachedDecoder(_tiny(), CacheConfig(policy, _CAPACITY))
+    for step in range(3 * _CAPACITY):
+        read(torch.tensor([[step % 7]]))
+        expected = [p for p in range(step + 1) if p < sinks or p > step - window]
+        kept = read.kept()[0][0][0]
+        if kept != expected:
+            return f"after step {step} it keeps {kept}, and its band says {expected}"
+    return ""

@@ -82,8 +82,11 @@ def task_class(name: str) -> type[Task]:
 
 
 def source_digest(policy: type[Policy]) -> str:
-    """sha256 of the source that decides what a policy keeps: its module and its statistics."""
-    parts = [_source(sys.modules[policy.__module__]), *(_source(s) for s in policy.statistics)]
+    """sha256 of the source that decides what a policy keeps: its module, those it inherits from, and its statistics."""
+    from policies import Policy
+
+    modules = dict.fromkeys(c.__module__ for c in policy.__mro__ if issubclass(c, Policy) and c is not Policy)
+    parts = [*(_source(sys.modules[m]) for m in modules), *(_source(s) for s in policy.statistics)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 

@@ -17,6 +17,7 @@ import torch
 
 from harness import __version__, apart, registry
 from harness.device import device_name
+from harness.engine.closed_check import closed_form_differs
 from harness.engine.load import load_model, load_tokenizer
 from harness.engine.loop import CacheConfig
 from harness.engine.model import Model
@@ -224,9 +225,22 @@ def _partial_trace(item: _Prepared, store: RecordStore) -> Path:
 
 
 def _job(item: _Prepared, model: Model, options: RunOptions, trace: Path, watcher: Watcher) -> Job:
+    """A cell as its task takes it; the closed form only where it was checked against the walk."""
     cell = item.cell
     config = CacheConfig(cell.policy, cell.capacity, cell.positions, cell.limit, cell.seed)
-    return Job(model, config, item.data, options.block, options.walk, trace, watcher.advance)
+    closed, method = True, "walk, filled at once where nothing is evicted"
+    if not cell.policy.caches:
+        method = "windows run afresh"
+    elif options.walk:
+        method = "walk"
+    elif not cell.policy.evicts:
+        method = "closed form"
+    elif not item.task.of_device and (differs := closed_form_differs(model, config)) is not None:
+        closed = differs <= 1
+        method = "closed form" if closed else "walk, because the closed form differs from it"
+        item.record.facts["closed_form_check"] = round(differs, 4)
+    item.record.facts["method"] = method
+    return Job(model, config, item.data, options.block, options.walk, trace, watcher.advance, closed)
 
 
 def _request(item: _Prepared, options: RunOptions, trace: Path) -> dict[str, Any]:
@@ -275,8 +289,6 @@ def _facts(options: RunOptions, item: _Prepared, seconds: float) -> dict[str, An
         "device": device_name(options.device),
         "threads": torch.get_num_threads(),
         "block": options.block,
-        "method": ("walk" if options.walk else "walk, filled at once where nothing is evicted")
-        if item.cell.policy.caches else "windows run afresh",
         "seconds": round(seconds, 3),
         **speed,
         "versions": {"kv-bench": __version__, "python": platform.python_version(), **{p: version(p) for p in packages}},

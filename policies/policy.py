@@ -103,6 +103,14 @@ class Policy(ABC):
             raise ValueError(f"capacity {capacity} is below 1")
         return self
 
+    def band(self, capacity: int) -> tuple[int, int] | None:
+        """(sinks, window): once bound, what is kept after every step is the `sinks` first tokens and the `window` newest.
+
+        None, the default, where the choice looks at anything else. Their sum is the capacity. Naming it lets a block be
+        computed in closed form instead of token by token; `bench policy check` holds it to `importance`.
+        """
+        return None
+
     @abstractmethod
     def importance(self, view: CacheView) -> Tensor:
         """Worth of every cached token, the newest (age 0) included. [B, H, S] float32.

@@ -28,6 +28,10 @@ class SinkWindow(Policy):
             raise ValueError(f"capacity {capacity} can't hold sinks {self.sinks} + window {self.window or 'of at least 1'}")
         return replace(self, window=window)
 
+    def band(self, capacity: int) -> tuple[int, int]:
+        """As it says."""
+        return self.sinks, capacity - self.sinks
+
     def importance(self, view: CacheView) -> Tensor:
         """The newer, the more important; the sinks are never evicted. [B, H, S] float32."""
         return view.position.float().masked_fill(view.position < self.sinks, inf)

@@ -16,6 +16,10 @@ from policies.policy import CacheView, Policy
 class Window(Policy):
     """Keep the `capacity` newest tokens."""
 
+    def band(self, capacity: int) -> tuple[int, int]:
+        """No sinks."""
+        return 0, capacity
+
     def importance(self, view: CacheView) -> Tensor:
         """The newer, the more important. [B, H, S] float32."""
         return view.position.float()

@@ -145,7 +145,7 @@ def test_a_policy_of_a_package_beside_the_user_is_found(tmp_path):
     (tmp_path / "theirs" / "newest.py").write_text(POLICY)
     done = bench_process("policy", "check", "theirs.newest:Newest", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("ok ") == 7
+    assert done.stdout.count("ok ") == 8
     missing = bench_process("policy", "check", "theirs.newest:Oldest", cwd=tmp_path)
     assert missing.stderr == "bench: theirs.newest has no 'Oldest'\n"
 

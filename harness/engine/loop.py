@@ -86,7 +86,7 @@ class Decoder(Protocol):
         """Bytes of everything else held between steps."""
 
 
-def decoder(model: Model, config: CacheConfig, streams: int = 1, *, walk: bool = False) -> Decoder:
+def decoder(model: Model, config: CacheConfig, streams: int = 1, *, walk: bool = False, closed: bool = True) -> Decoder:
     """A fresh decoder.
 
     Args:
@@ -94,19 +94,22 @@ def decoder(model: Model, config: CacheConfig, streams: int = 1, *, walk: bool =
         config: what to keep.
         streams: B.
         walk: token by token inside the layers even where a block can't evict anything.
+        closed: compute blocks in closed form where the policy allows it.
 
     Raises:
         ValueError: the policy can't serve this capacity.
     """
     if not config.policy.caches:
         return RecomputeDecoder(model, config, streams)
-    return CachedDecoder(model, config, streams, walk=walk)
+    return CachedDecoder(model, config, streams, walk=walk, closed=closed)
 
 
 class CachedDecoder:
     """A decoder that keeps K and V in slots."""
 
-    def __init__(self, model: Model, config: CacheConfig, streams: int = 1, *, walk: bool = False) -> None:
+    def __init__(
+        self, model: Model, config: CacheConfig, streams: int = 1, *, walk: bool = False, closed: bool = True
+    ) -> None:
         """As `decoder`."""
         limit = config.limit if config.limit is not None else model.training_length
         if config.positions == "clamped" and limit is None:
@@ -119,7 +122,7 @@ class CachedDecoder:
                 shape, layers, len(model.layers), config.policy, config.capacity, streams, config.seed,
                 model.device, model.dtype,
             )  # fmt: skip
-            self.walks.append(Walk(slots, config.positions, limit or 0, always=walk))
+            self.walks.append(Walk(slots, config.positions, limit or 0, always=walk, closed=closed))
         self._step = torch.zeros(streams, 1, dtype=torch.int64, device=model.device)  # tokens taken in, per stream
         self._seen: int | None = 0  # the same, as far as the host knows: None once streams differ
         self._most = 0  # a bound of it for every stream

@@ -101,6 +101,10 @@ class Rows:
                 new = torch.where(valid.view(-1, *[1] * (state.dim() - 1)), new, state)
             state.copy_(new)
 
+    def use(self, count: int) -> None:
+        """The first `count` slots hold tokens now, and the next token goes behind them."""
+        self.free.copy_(self._first + count)
+
     def release(self, valid: Tensor | None, full: bool, ragged: bool) -> None:
         """Find the slot for the next token: an unused one, or that of the token worth least.
 

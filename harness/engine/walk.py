@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from harness.engine.attention import Terms, causal, weights
+from harness.engine.banded import Sinks, banded
 from harness.engine.rotary import LONGEST_STREAM, Rotation, rotate
 from harness.engine.slots import Rows, Slots
 from policies import PositionMode
@@ -40,7 +41,9 @@ class Block:
 class Walk:
     """Drives blocks through the layers of one `Slots`."""
 
-    def __init__(self, slots: Slots, positions: PositionMode, limit: int, *, always: bool = False) -> None:
+    def __init__(
+        self, slots: Slots, positions: PositionMode, limit: int, *, always: bool = False, closed: bool = True
+    ) -> None:
         """Set up for a decoder's life.
 
         Args:
@@ -48,12 +51,20 @@ class Walk:
             positions: where RoPE puts a cached token.
             limit: the largest distance of mode `clamped`, in tokens.
             always: walk even where nothing can be evicted.
+            closed: use the closed form where the policy has one.
         """
         self.slots, self.rotation = slots, slots.shape.rotation
-        self._mode, self._limit, self._always = positions, limit, always
+        self._mode, self._limit, self._always, self._may_close = positions, limit, always, closed
         self._longest = {"stream": LONGEST_STREAM, "clamped": limit + 1}.get(positions)
         self._mass: list[Tensor] = []
         self._steady = False
+        self._band = None if always or not closed or slots.states else _band(slots)
+        self._ordered = True  # the slots hold their tokens oldest first
+
+    @property
+    def has_closed_form(self) -> bool:
+        """Whether blocks may be computed without walking them."""
+        return self._band is not None
 
     def begin(self, block: Block) -> None:
         """Before the first layer: what all layers share."""
@@ -64,7 +75,9 @@ class Walk:
         fits = block.used is not None and (slots.capacity is None or block.used <= slots.capacity)
         fits = fits and (self._mode != "clamped" or (block.used or 0) <= self._limit)
         self._fills = fits and block.tokens > 1 and not slots.states and not self._always
-        if self._fills:
+        self._closed = not self._fills and self._known(block)
+        if self._fills or self._closed:
+            self._steady = False
             return
         self._attended = slots.attended(block.used)
         rows = slots.rows(self._attended, slots.layers[0] if block.tokens > 1 else None)
@@ -116,6 +129,8 @@ class Walk:
         query = query.view(query.shape[0], shape.heads, shape.group, *query.shape[2:])
         if self._fills:
             return self._fill(layer, query, keys, values, terms, block.seen or 0).flatten(1, 2)
+        if self._closed:
+            return self._in_closed_form(layer, query, keys, values, terms, block.seen or 0).flatten(1, 2)
         query = query * terms.scaling if self.rotation is None else rotate(query, self._scaled_turns(terms.scaling))
         rows = self.slots.rows(self._attended, layer)
         if block.tokens == 1:
@@ -129,6 +144,8 @@ class Walk:
 
     def end(self, block: Block) -> None:
         """After the last layer: the bookkeeping of a block of one token, all layers at once."""
+        full = self.slots.capacity is not None and (block.used is None or block.used > self.slots.capacity)
+        self._ordered = self._closed or (self._ordered and not full)
         if self._fills or block.tokens > 1:
             return
         rows = self.slots.rows(self._attended)
@@ -140,7 +157,85 @@ class Walk:
 
     def fork(self, streams: Tensor) -> Walk:
         """A walk over copies of these streams. streams: [B'] int64."""
-        return Walk(self.slots.fork(streams), self._mode, self._limit, always=self._always)
+        other = Walk(self.slots.fork(streams), self._mode, self._limit, always=self._always, closed=self._may_close)
+        other._ordered = self._ordered
+        return other
+
+    def _known(self, block: Block) -> bool:
+        """Whether the block can be computed in closed form: all that is kept is known, and where it stands."""
+        if self._band is None or block.tokens == 1 or block.seen is None or block.used is None:
+            return False
+        sinks, window = self._band
+        if self._mode != "clamped" or self.rotation is None:
+            return True
+        crossing = block.used > self._limit and block.seen < self._limit + sinks and sinks > 0
+        return window <= self._limit and not crossing  # while sinks reach the limit one by one they are walked
+
+    def _in_closed_form(
+        self, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms, seen: int
+    ) -> Tensor:
+        """A block of a policy that keeps the first tokens and the newest. -> [B, H, G, T, Dv]."""
+        assert self._band is not None
+        assert self.slots.capacity is not None
+        (sinks, window), streams, capacity, tokens = self._band, query.shape[0], self.slots.capacity, keys.shape[2]
+        rows, before, used = self.slots.rows(self.slots.empty, layer), min(seen, capacity), seen + tokens
+        held_keys, held_values = self._oldest_first(rows, before)
+        every_key = torch.cat([held_keys.unflatten(0, (streams, -1)), keys], 2)
+        every_value = torch.cat([held_values.unflatten(0, (streams, -1)), values], 2)
+        gap = seen > capacity  # between the sinks and the window
+        first = seen - window if gap else max(0, seen - window)
+        near = slice(sinks if gap else first, None)
+        first_tokens = None
+        if sinks and used - 1 > window:
+            first_tokens = Sinks(query, every_key[:, :, :sinks], every_value[:, :, :sinks])
+        near_query, near_keys = query, every_key[:, :, near]
+        if self.rotation is not None:
+            at = torch.arange(near_keys.shape[2], device=keys.device)
+            turns = self.rotation.turns(at, keys.dtype, near_keys.shape[2])
+            near_query, near_keys = rotate(query, turns[-tokens:]), rotate(near_keys, turns)
+            if first_tokens is not None:
+                first_tokens = self._placed(first_tokens, seen, self.rotation)
+        out = banded(near_query, near_keys, every_value[:, :, near], window, first_tokens, terms._replace(sliding_window=None), first)
+        self._keep(rows, every_key.flatten(0, 1), every_value.flatten(0, 1), seen, used)
+        return out
+
+    def _placed(self, sinks: Sinks, seen: int, rotation: Rotation) -> Sinks:
+        """The first tokens and the block's queries, rotated to where the position mode puts them."""
+        count, tokens, capacity = sinks.keys.shape[2], sinks.query.shape[3], self.slots.capacity or 0
+        at = torch.arange(seen, seen + tokens, device=sinks.keys.device)
+        key_at = torch.arange(count, device=sinks.keys.device)
+        if self._mode == "cache":
+            at = at.clamp(max=capacity)
+        elif self._mode == "clamped" and seen >= self._limit:
+            at, key_at = torch.full_like(at, self._limit), torch.zeros_like(key_at)
+        longest = self._longest or self.slots.empty + 1
+        dtype = sinks.keys.dtype
+        return Sinks(
+            rotate(sinks.query, rotation.turns(at, dtype, longest)), rotate(sinks.keys, rotation.turns(key_at, dtype, longest)),
+            sinks.values,
+        )  # fmt: skip
+
+    def _oldest_first(self, rows: Rows, before: int) -> tuple[Tensor, Tensor]:
+        """K and V that are held, by rank. [N, n, D], [N, n, Dv]."""
+        if self._ordered:
+            return rows.keys[:, :before], rows.values[:, :before]
+        order = rows.rank.argsort(-1)[:, :before, None]
+        return rows.keys.take_along_dim(order, 1), rows.values.take_along_dim(order, 1)
+
+    def _keep(self, rows: Rows, keys: Tensor, values: Tensor, seen: int, used: int) -> None:
+        """What is held once the block is over, oldest first in the slots. keys, values: all held and new. [N, L, D]."""
+        assert self._band is not None
+        window, capacity = self._band[1], self.slots.capacity or 0
+        kept = min(used, capacity)
+        tail = kept if used <= capacity else window
+        parts = [slice(0, kept - tail), slice(keys.shape[1] - tail, keys.shape[1])]
+        rows.keys[:, :kept] = torch.cat([keys[:, p] for p in parts], 1)
+        rows.values[:, :kept] = torch.cat([values[:, p] for p in parts], 1)
+        rows.rank[:, :kept] = torch.arange(kept, device=keys.device)
+        rows.rank[:, kept:] = self.slots.empty
+        rows.position[:, : kept - tail] = torch.arange(kept - tail, device=keys.device)
+        rows.position[:, kept - tail : kept] = torch.arange(used - tail, used, device=keys.device)
+        rows.use(kept)
 
     def _within(self, rows: Rows, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
         """The definition, token by token inside one layer. -> [B, H, G, T, Dv]."""
@@ -228,3 +323,13 @@ class Walk:
             turns = self.rotation.turns(torch.arange(used, device=keys.device), keys.dtype, used)
             kept, query = rotate(kept, turns), rotate(query, turns[seen:])
         return causal(query, kept, held, terms)
+
+
+def _band(slots: Slots) -> tuple[int, int] | None:
+    """(sinks, window) of what these layers keep, where that is known beforehand; a sliding window counts too."""
+    if slots.capacity is None:
+        return None
+    sliding = slots.shape.sliding_window
+    if sliding is None:
+        return slots.policy.band(slots.capacity)
+    return (0, slots.capacity) if slots.capacity == sliding - 1 else None  # what no later query may see goes first

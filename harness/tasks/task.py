@@ -61,6 +61,7 @@ class Job:
         block: T, tokens that pass a layer at once.
         walk: token by token inside the layers, even where nothing can be evicted.
         trace: file to write per-token or per-question figures to.
+        closed: compute blocks in closed form where the policy allows it.
         progress: called with (tokens done, the figure so far in words).
         open: makes the decoder; replaced by tests.
     """
@@ -72,11 +73,12 @@ class Job:
     walk: bool
     trace: Path
     progress: Callable[[int, str], None]
+    closed: bool = True
     open: Callable[..., Decoder] = field(default=decoder)
 
     def decoder(self, streams: int = 1) -> Decoder:
         """A fresh decoder for the cell."""
-        return self.open(self.model, self.config, streams, walk=self.walk)
+        return self.open(self.model, self.config, streams, walk=self.walk, closed=self.closed)
 
 
 class MeasurementError(RuntimeError):

@@ -1,0 +1,52 @@
+"""The yardsticks of our speed, frozen: what people write. Not to be improved, so that ratios to them keep their meaning.
+
+Token by token through an unmodified Hugging Face model with a `DynamicCache` that is cut by concatenating and slicing after
+every step, as the StreamingLLM release does; and an H2O with eager attention, accumulated scores and a real drop. Positions
+are the stream's (the cheaper choice: nothing is rotated again).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import DynamicCache, PreTrainedModel
+
+
+@torch.inference_mode()
+def sink_window_nll(hf: PreTrainedModel, tokens: Tensor, sinks: int, window: int) -> Tensor:
+    """NLL of every token but the first. tokens: [1, T] -> [T - 1]."""
+    cache, losses = DynamicCache(config=hf.config), []
+    for t in range(tokens.shape[1] - 1):
+        at = torch.tensor([[t]])
+        logits = hf(input_ids=tokens[:, t : t + 1], position_ids=at, past_key_values=cache, use_cache=True).logits
+        losses.append(cross_entropy(logits[:, -1].float(), tokens[:, t + 1]))
+        if cache.get_seq_length() > sinks + window:
+            for layer in cache.layers:
+                layer.keys = torch.cat([layer.keys[:, :, :sinks], layer.keys[:, :, -window:]], 2)
+                layer.values = torch.cat([layer.values[:, :, :sinks], layer.values[:, :, -window:]], 2)
+    return torch.stack(losses)
+
+
+@torch.inference_mode()
+def h2o_nll(hf: PreTrainedModel, tokens: Tensor, heavy_hitters: int, window: int) -> Tensor:
+    """NLL of every token but the first; the model must use eager attention. tokens: [1, T] -> [T - 1]."""
+    cache, losses = DynamicCache(config=hf.config), []
+    scores: list[Tensor] = [torch.zeros(0)] * hf.config.num_hidden_layers
+    for t in range(tokens.shape[1] - 1):
+        out = hf(
+            input_ids=tokens[:, t : t + 1], position_ids=torch.tensor([[t]]), past_key_values=cache, use_cache=True,
+            output_attentions=True,
+        )  # fmt: skip
+        losses.append(cross_entropy(out.logits[:, -1].float(), tokens[:, t + 1]))
+        for index, (layer, attention) in enumerate(zip(cache.layers, out.attentions, strict=True)):
+            heads = layer.keys.shape[1]
+            mass = attention[0, :, 0].view(heads, -1, attention.shape[-1]).sum(1)  # [H, S]
+            scores[index] = mass + torch.nn.functional.pad(scores[index].view(heads, -1), (0, 1)) if t else mass
+            if layer.keys.shape[2] > heavy_hitters + window:
+                victim = scores[index][:, :-window].argmin(-1)  # [H]
+                keep = torch.ones_like(scores[index], dtype=torch.bool).scatter(1, victim[:, None], False)
+                layer.keys = layer.keys[0][keep].view(1, heads, -1, layer.keys.shape[-1])
+                layer.values = layer.values[0][keep].view(1, heads, -1, layer.values.shape[-1])
+                scores[index] = scores[index][keep].view(heads, -1)
+    return torch.stack(losses)
