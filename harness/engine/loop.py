@@ -107,9 +107,7 @@ def decoder(model: Model, config: CacheConfig, streams: int = 1, *, walk: bool =
 class CachedDecoder:
     """A decoder that keeps K and V in slots."""
 
-    def __init__(
-        self, model: Model, config: CacheConfig, streams: int = 1, *, walk: bool = False, closed: bool = True
-    ) -> None:
+    def __init__(self, model: Model, config: CacheConfig, streams: int = 1, *, walk: bool = False, closed: bool = True) -> None:
         """As `decoder`."""
         limit = config.limit if config.limit is not None else model.training_length
         if config.positions == "clamped" and limit is None:

@@ -41,9 +41,7 @@ class Block:
 class Walk:
     """Drives blocks through the layers of one `Slots`."""
 
-    def __init__(
-        self, slots: Slots, positions: PositionMode, limit: int, *, always: bool = False, closed: bool = True
-    ) -> None:
+    def __init__(self, slots: Slots, positions: PositionMode, limit: int, *, always: bool = False, closed: bool = True) -> None:
         """Set up for a decoder's life.
 
         Args:
@@ -171,9 +169,7 @@ class Walk:
         crossing = block.used > self._limit and block.seen < self._limit + sinks and sinks > 0
         return window <= self._limit and not crossing  # while sinks reach the limit one by one they are walked
 
-    def _in_closed_form(
-        self, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms, seen: int
-    ) -> Tensor:
+    def _in_closed_form(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms, seen: int) -> Tensor:
         """A block of a policy that keeps the first tokens and the newest. -> [B, H, G, T, Dv]."""
         assert self._band is not None
         assert self.slots.capacity is not None
@@ -195,7 +191,9 @@ class Walk:
             near_query, near_keys = rotate(query, turns[-tokens:]), rotate(near_keys, turns)
             if first_tokens is not None:
                 first_tokens = self._placed(first_tokens, seen, self.rotation)
-        out = banded(near_query, near_keys, every_value[:, :, near], window, first_tokens, terms._replace(sliding_window=None), first)
+        out = banded(
+            near_query, near_keys, every_value[:, :, near], window, first_tokens, terms._replace(sliding_window=None), first
+        )
         self._keep(rows, every_key.flatten(0, 1), every_value.flatten(0, 1), seen, used)
         return out
 

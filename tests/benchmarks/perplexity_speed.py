@@ -1,6 +1,6 @@
 """Perplexity: our blocks beside the frozen token-by-token loops, side by side in one process, interleaved, medians of five.
 
-    python tests/benchmarks/perplexity_speed.py [--shape 5m|100m] [--dtype float32|bfloat16] [--threads N]
+python tests/benchmarks/perplexity_speed.py [--shape 5m|100m] [--dtype float32|bfloat16] [--threads N]
 """
 
 from __future__ import annotations
