@@ -49,10 +49,8 @@ def cli() -> None:
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of the weights and the cache.")
 @click.option(
     "--block",
-    default=256,
-    show_default=True,
     type=click.IntRange(1),
-    help="Tokens that pass a layer at once; 1 = token by token.",
+    help="Tokens that pass a layer at once; 1 = token by token. Chosen from memory if not given.",
 )
 @click.option("--walk", is_flag=True, help="Walk token by token inside the layers even where nothing is evicted.")
 @click.option("--threads", type=click.IntRange(1), help="CPU threads; torch's default when not given.")
@@ -61,7 +59,7 @@ def cli() -> None:
 @click.option("--dry-run", is_flag=True, help="List the cells with an estimate of time and memory, and stop.")
 @click.option("--json", "as_json", is_flag=True, help="Print the records as JSON.")
 def run(suite: str, model: str | None, data: str | None, policies: tuple[str, ...], settings: tuple[str, ...], device: str,
-        dtype: str | None, block: int, walk: bool, threads: int | None, results: str, fresh: bool, dry_run: bool,
+        dtype: str | None, block: int | None, walk: bool, threads: int | None, results: str, fresh: bool, dry_run: bool,
         as_json: bool) -> None:  # fmt: skip
     """Measure the cells of SUITE: a file, or the name of a suite that comes with the project.
 

@@ -29,6 +29,10 @@ from harness.suite import Cell, labels
 from harness.suite_file import ModelSpec
 from harness.tasks.task import Data, Job, Task
 
+_BLOCK = 256  # tokens that pass a layer at once where they are walked
+_WIDE_BLOCK = 2048  # and where they are not, at most
+_LOGITS = 1 / 16  # of the free memory that the logits of a block may take
+
 
 @dataclass(frozen=True)
 class RunOptions:
@@ -37,14 +41,14 @@ class RunOptions:
     Attributes:
         device: to run on.
         data: directory of the text; the task's own source when None.
-        block: T, tokens that pass a layer at once.
+        block: T, tokens that pass a layer at once; chosen by what they pass through when None.
         walk: token by token inside the layers, always.
         fresh: measure finished cells again.
     """
 
     device: torch.device
     data: Path | None = None
-    block: int = 256
+    block: int | None = None
     walk: bool = False
     fresh: bool = False
 
@@ -193,6 +197,10 @@ def _measured(
     results: Sequence[dict[str, Any] | Exception]
     try:
         if group[0].task.apart and options.device.type == "cpu":
+            group[0].record.facts |= {
+                "block": options.block or _BLOCK,
+                "method": "walk" if options.walk else "as the policy allows",
+            }
             answer = apart.measure(_request(group[0], options, traces[0]), watcher.advance)
             results, about = [answer["metrics"]], answer["model"]
         else:
@@ -240,7 +248,17 @@ def _job(item: _Prepared, model: Model, options: RunOptions, trace: Path, watche
         method = "closed form" if closed else "walk, because the closed form differs from it"
         item.record.facts["closed_form_check"] = round(differs, 4)
     item.record.facts["method"] = method
-    return Job(model, config, item.data, options.block, options.walk, trace, watcher.advance, closed)
+    wide = closed and method == "closed form" and not item.task.of_device
+    block = options.block or (_block_that_fits(model) if wide else _BLOCK)
+    item.record.facts["block"] = block
+    return Job(model, config, item.data, block, options.walk, trace, watcher.advance, closed)
+
+
+def _block_that_fits(model: Model) -> int:
+    """Tokens that pass a layer at once in closed form: many, as long as their logits are a small part of memory."""
+    logits = 3 * 4 * model.hf.config.get_text_config().vocab_size  # bytes a token: float32, and two copies in the loss
+    fitting = int(_LOGITS * free_bytes(model.device) / logits)
+    return max(_BLOCK, min(_WIDE_BLOCK, 2 ** max(0, fitting.bit_length() - 1)))
 
 
 def _request(item: _Prepared, options: RunOptions, trace: Path) -> dict[str, Any]:
@@ -251,7 +269,7 @@ def _request(item: _Prepared, options: RunOptions, trace: Path) -> dict[str, Any
         "rope_length": spec.rope_length, "pickle": spec.pickle, "task": cell.task.model_dump(exclude_none=True),
         "data": None if options.data is None else str(options.data), "policy": cell.name,
         "parameters": dataclasses.asdict(cell.policy), "capacity": cell.capacity, "positions": cell.positions,
-        "limit": cell.limit, "seed": cell.seed, "block": options.block, "walk": options.walk,
+        "limit": cell.limit, "seed": cell.seed, "block": options.block or _BLOCK, "walk": options.walk,
         "threads": torch.get_num_threads(), "trace": str(trace),
     }  # fmt: skip
 
@@ -288,7 +306,6 @@ def _facts(options: RunOptions, item: _Prepared, seconds: float) -> dict[str, An
     return {
         "device": device_name(options.device),
         "threads": torch.get_num_threads(),
-        "block": options.block,
         "seconds": round(seconds, 3),
         **speed,
         "versions": {"kv-bench": __version__, "python": platform.python_version(), **{p: version(p) for p in packages}},

@@ -9,6 +9,7 @@ Axis letters: B streams, H KV heads, G query heads of a KV head, T tokens of the
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from harness.engine.attention import Terms, weights
 
-_ROWS = (64, 256)  # queries at once: as many as the window has tokens, within these
+_ROWS = (64, 128)  # queries at once: as many as the window has tokens, within these
 
 
 class Sinks(NamedTuple):
@@ -43,21 +44,44 @@ def banded(query: Tensor, keys: Tensor, values: Tensor, window: int, sinks: Sink
         [B, H, G, T, Dv], dtype of the query.
     """
     tokens, before = query.shape[3], keys.shape[2] - query.shape[3]
+    hidden = None  # sinks outside a query's window; one inside is seen there
+    if sinks is not None:
+        reach = torch.arange(first + before, first + before + tokens, device=query.device)[:, None] - window
+        hidden = torch.arange(sinks.keys.shape[2], device=query.device) < reach
     rows = min(max(_ROWS[0], window), _ROWS[1])
-    attend = _fused if _can_be_fused(query, values, terms) else _plain
-    out = []
+    fused = _can_be_fused(query, values, terms)
+    out, log_sums = [], []
     for start in range(0, tokens, rows):
         stop = min(start + rows, tokens)
         low = max(0, before + start - window)
-        at = torch.arange(before + start, before + stop, device=query.device)[:, None]  # places among the keys
-        age = at - torch.arange(low, before + stop, device=query.device)
-        seen = (age >= 0) & (age <= window)
-        part, some, hidden = slice(low, before + stop), None, None
-        if sinks is not None and first + before + stop - 1 > window:  # a sink inside the window is seen there
-            some = sinks._replace(query=sinks.query[:, :, :, start:stop])
-            hidden = torch.arange(sinks.keys.shape[2], device=query.device) < first + at - window
-        out.append(attend(query[:, :, :, start:stop], keys[:, :, part], values[:, :, part], seen, some, hidden, terms))
-    return torch.cat(out, 3)
+        chunk, part = slice(start, stop), slice(low, before + stop)
+        size = (stop - start, before + start - low, window)
+        if fused:
+            mask = _mask(*size, query.shape[2], query.dtype)
+            near, log_sum = _fused(query[:, :, :, chunk], keys[:, :, part], values[:, :, part], mask, terms)
+            log_sums.append(log_sum)
+        else:
+            seen = _band(*size, query.device)
+            some = None if sinks is None else sinks._replace(query=sinks.query[:, :, :, chunk])
+            unseen = None if hidden is None else hidden[chunk]
+            near = _plain(query[:, :, :, chunk], keys[:, :, part], values[:, :, part], seen, some, unseen, terms)
+        out.append(near)
+    near = torch.cat(out, 3)
+    return near if sinks is None or hidden is None or not fused else _joined(near, torch.cat(log_sums, 3), sinks, hidden, terms)
+
+
+@lru_cache(maxsize=16)
+def _band(tokens: int, before: int, window: int, device: torch.device) -> Tensor:
+    """Which keys each query sees: itself and `window` before it, of the `before` that there are and the block's. [T, L] bool."""
+    age = torch.arange(before, before + tokens, device=device)[:, None] - torch.arange(before + tokens, device=device)
+    return (age >= 0) & (age <= window)
+
+
+@lru_cache(maxsize=16)
+def _mask(tokens: int, before: int, window: int, group: int, dtype: torch.dtype) -> Tensor:
+    """`_band` as what is added to scores, for query heads of a KV head side by side as rows. [G * T, L]."""
+    seen = _band(tokens, before, window, torch.device("cpu"))
+    return torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, -torch.inf).repeat(group, 1)
 
 
 def _plain(
@@ -83,22 +107,18 @@ def _can_be_fused(query: Tensor, values: Tensor, terms: Terms) -> bool:
     return plain and query.device.type == "cpu" and query.shape[-1] == values.shape[-1]
 
 
-def _fused(
-    query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, sinks: Sinks | None, hidden: Tensor | None, terms: Terms
-) -> Tensor:
-    """As `_plain`, the window by PyTorch's fused kernel, query heads of a KV head side by side as rows."""
-    group, tokens = query.shape[2:4]
-    mask = torch.zeros(seen.shape, dtype=query.dtype).masked_fill(~seen, -torch.inf).repeat(group, 1)
-    near, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+def _fused(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
+    """The window alone by PyTorch's fused kernel. -> [B, H, G, T, Dv] and its log-sum-exp [B, H, G, T]."""
+    shape = query.shape[2:4]
+    out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query.flatten(2, 3), keys, values, 0.0, False, attn_mask=mask, scale=terms.scaling
     )
-    near = near.unflatten(2, (group, tokens))
-    if sinks is None or hidden is None:
-        return near
-    log_sum = log_sum.unflatten(2, (group, tokens))[..., None]
-    far = torch.einsum("bhgtd,bhed->bhgte", sinks.query * terms.scaling, sinks.keys).to(log_sum.dtype)
-    far = far.masked_fill(~hidden, -torch.inf)
-    most = torch.maximum(log_sum, far.amax(-1, keepdim=True))
-    mass_near, mass_far = (log_sum - most).exp(), (far - most).exp()
-    answer = mass_near * near + torch.einsum("bhgte,bhed->bhgtd", mass_far, sinks.values.to(mass_far.dtype))
-    return (answer / (mass_near + mass_far.sum(-1, keepdim=True))).to(query.dtype)
+    return out.unflatten(2, shape), log_sum.unflatten(2, shape)
+
+
+def _joined(near: Tensor, log_sum: Tensor, sinks: Sinks, hidden: Tensor, terms: Terms) -> Tensor:
+    """One softmax of the window's part and of the sinks'. near: [B, H, G, T, Dv]; log_sum: [B, H, G, T]."""
+    keys, values = sinks.keys[:, :, None].mT * terms.scaling, sinks.values[:, :, None]
+    far = (sinks.query @ keys).to(log_sum.dtype).masked_fill(~hidden, -torch.inf)
+    share = torch.cat([log_sum[..., None], far], -1).softmax(-1)  # of the window as a whole, and of every sink
+    return share[..., :1].to(near.dtype) * near + share[..., 1:].to(values.dtype) @ values

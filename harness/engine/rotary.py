@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 _LEVEL = 4096  # rows of one table level; two levels reach _LEVEL**2 positions
+_MANY = 2**12  # elements from which on it matters how pairs are put side by side
 LONGEST_STREAM = _LEVEL**2  # tokens
 
 
@@ -27,15 +28,24 @@ class Rotation:
     Attributes:
         frequencies: radians a position turns each pair; 0 where RoPE leaves it. [P] float64.
         order: the model's dim that stands at each place here, pairs side by side. [D] int64, where the model is.
+        halves: dims of each half, where the pairs are the first dims, one half the partners of the other.
     """
 
     frequencies: Tensor
     order: Tensor
+    halves: int | None = None
     _tables: dict[tuple[torch.dtype, int], Tensor] = field(default_factory=dict, repr=False)
 
     def pair(self, x: Tensor) -> Tensor:
         """The same vectors with paired dims side by side. [..., D] -> [..., D]."""
-        return x.index_select(-1, self.order)
+        if self.halves is None or x.numel() < _MANY:
+            return x.index_select(-1, self.order)
+        first, second, rest = x.split([self.halves, self.halves, x.shape[-1] - 2 * self.halves], -1)
+        if x.dtype in (torch.float32, torch.float64):  # the quickest way to put them side by side, by far
+            paired = torch.view_as_real(torch.complex(first, second)).flatten(-2)
+        else:
+            paired = torch.stack([first, second], -1).flatten(-2)
+        return paired if not rest.shape[-1] else torch.cat([paired, rest], -1)
 
     def turns(self, positions: Tensor, dtype: torch.dtype, longest: int) -> Tensor:
         """exp(i * position * frequency) for every pair, from float64 angles.
@@ -117,4 +127,5 @@ def _candidates(dims: int, tables: Iterable[Tensor], device: torch.device) -> It
             for layout in (half, torch.arange(2 * pairs)):
                 rotated = layout + start
                 rest = torch.tensor([d for d in range(dims) if not start <= d < start + 2 * pairs], dtype=torch.int64)
-                yield Rotation(frequencies, torch.cat([rotated, rest]).to(device))
+                halves = pairs if layout is half and start == 0 else None
+                yield Rotation(frequencies, torch.cat([rotated, rest]).to(device), halves)

@@ -7,6 +7,8 @@ are the stream's (the cheaper choice: nothing is rotated again).
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -14,8 +16,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 
 @torch.inference_mode()
-def sink_window_nll(hf: PreTrainedModel, tokens: Tensor, sinks: int, window: int) -> Tensor:
-    """NLL of every token but the first. tokens: [1, T] -> [T - 1]."""
+def sink_window_nll(hf: PreTrainedModel, tokens: Tensor, sinks: int, window: int, clock: list[float]) -> Tensor:
+    """NLL of every token but the first. tokens: [1, T] -> [T - 1]. The clock gets the time at the end of every step."""
     cache, losses = DynamicCache(config=hf.config), []
     for t in range(tokens.shape[1] - 1):
         at = torch.tensor([[t]])
@@ -25,12 +27,13 @@ def sink_window_nll(hf: PreTrainedModel, tokens: Tensor, sinks: int, window: int
             for layer in cache.layers:
                 layer.keys = torch.cat([layer.keys[:, :, :sinks], layer.keys[:, :, -window:]], 2)
                 layer.values = torch.cat([layer.values[:, :, :sinks], layer.values[:, :, -window:]], 2)
+        clock.append(time.perf_counter())
     return torch.stack(losses)
 
 
 @torch.inference_mode()
-def h2o_nll(hf: PreTrainedModel, tokens: Tensor, heavy_hitters: int, window: int) -> Tensor:
-    """NLL of every token but the first; the model must use eager attention. tokens: [1, T] -> [T - 1]."""
+def h2o_nll(hf: PreTrainedModel, tokens: Tensor, heavy_hitters: int, window: int, clock: list[float]) -> Tensor:
+    """As `sink_window_nll`; the model must use eager attention."""
     cache, losses = DynamicCache(config=hf.config), []
     scores: list[Tensor] = [torch.zeros(0)] * hf.config.num_hidden_layers
     for t in range(tokens.shape[1] - 1):
@@ -49,4 +52,5 @@ def h2o_nll(hf: PreTrainedModel, tokens: Tensor, heavy_hitters: int, window: int
                 layer.keys = layer.keys[0][keep].view(1, heads, -1, layer.keys.shape[-1])
                 layer.values = layer.values[0][keep].view(1, heads, -1, layer.values.shape[-1])
                 scores[index] = scores[index][keep].view(heads, -1)
+        clock.append(time.perf_counter())
     return torch.stack(losses)
