@@ -17,7 +17,7 @@ import torch
 
 from harness import __version__, apart, registry
 from harness.device import device_name
-from harness.engine.closed_check import closed_form_differs
+from harness.engine.fastcheck import fast_method
 from harness.engine.load import load_model, load_tokenizer
 from harness.engine.loop import CacheConfig
 from harness.engine.model import Model
@@ -233,25 +233,23 @@ def _partial_trace(item: _Prepared, store: RecordStore) -> Path:
 
 
 def _job(item: _Prepared, model: Model, options: RunOptions, trace: Path, watcher: Watcher) -> Job:
-    """A cell as its task takes it; the closed form only where it was checked against the walk."""
+    """A cell as its task takes it; what is faster than the plain walk only where it was found to agree with it."""
     cell = item.cell
     config = CacheConfig(cell.policy, cell.capacity, cell.positions, cell.limit, cell.seed)
-    closed, method = True, "walk, filled at once where nothing is evicted"
+    method = "closed form"  # of a cache that never evicts
     if not cell.policy.caches:
         method = "windows run afresh"
-    elif options.walk:
+    elif options.walk or (cell.policy.evicts and item.task.of_device):
         method = "walk"
-    elif not cell.policy.evicts:
-        method = "closed form"
-    elif not item.task.of_device and (differs := closed_form_differs(model, config)) is not None:
-        closed = differs <= 1
-        method = "closed form" if closed else "walk, because the closed form differs from it"
-        item.record.facts["closed_form_check"] = round(differs, 4)
-    item.record.facts["method"] = method
-    wide = closed and method == "closed form" and not item.task.of_device
+    elif cell.policy.evicts:
+        method, differs = fast_method(model, config)
+        item.record.facts["differs_from_walk"] = round(differs, 4)
+    closed = method == "closed form" or item.task.of_device
+    wide = method == "closed form" and not item.task.of_device
     block = options.block or (_block_that_fits(model) if wide else _BLOCK)
-    item.record.facts["block"] = block
-    return Job(model, config, item.data, block, options.walk, trace, watcher.advance, closed)
+    item.record.facts |= {"block": block, "method": method}
+    compiled = method == "compiled walk"
+    return Job(model, config, item.data, block, options.walk, trace, watcher.advance, closed, compiled)
 
 
 def _block_that_fits(model: Model) -> int:

@@ -21,6 +21,11 @@ PositionMode = Literal["cache", "stream", "clamped"]
 _MIX = (-7046029254386353131, -4658895280553007687, 6364136223846793005, 2862933555777941757)
 
 
+def mixed_seed(seed: int) -> int:
+    """What a seed adds in `CacheView.uniform`; wraps around at 64 bits, as the tensors do."""
+    return (seed * _MIX[3] + 2**63) % 2**64 - 2**63
+
+
 @dataclass
 class CacheView:
     """What a policy may see of one layer's cache after a step. Read only.
@@ -73,8 +78,7 @@ class CacheView:
         A hash, not a generator: the same for every batch, block and slot order.
         """
         head = torch.arange(self.position.shape[1], device=self.position.device).view(1, -1, 1)
-        seed = (self.seed * _MIX[3] + 2**63) % 2**64 - 2**63  # wraps around, as the tensors do
-        x = self.position * _MIX[0] + head * _MIX[1] + self.layer * _MIX[2] + seed
+        x = self.position * _MIX[0] + head * _MIX[1] + self.layer * _MIX[2] + mixed_seed(self.seed)
         for multiplier in _MIX[:2]:
             x = (x ^ (x >> 29)) * multiplier
         return ((x >> 40) & 0xFFFFFF).float() / 2**24

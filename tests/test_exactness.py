@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from harness.engine.loop import CacheConfig, CachedDecoder, decoder
 from harness.engine.model import adopt, own_attention
-from policies import CacheView, Policy
+from policies import CacheView, Policy, Statistic
 from policies.dense import Dense
 from policies.h2o import H2O
 from policies.random import Random
@@ -355,3 +355,36 @@ def test_a_step_on_cuda_never_syncs_with_the_host(policy, mode):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert read.kept()
+
+
+class Fading(Statistic):
+    """Moves even where no attention arrives."""
+
+    initial = 0.25
+
+    @staticmethod
+    def update(state, attention, view):
+        return state * 0.5 + attention.sum(2)
+
+
+class Faded(H2O):
+    """Evicts what faded most."""
+
+    statistics = (Fading,)
+
+    def importance(self, view: CacheView) -> torch.Tensor:
+        return view.state(Fading)
+
+
+@pytest.mark.parametrize("size", [1, 6])
+def test_a_statistic_begins_anew_with_every_token_also_in_a_slot_never_used(size):
+    """A token's first state is the same whether its slot was empty for long, or was just given away."""
+    model, tokens = model_of("llama"), tokens_of(30)
+    read = CachedDecoder(model, CacheConfig(Faded(), 20))
+    seen = []
+    for block in tokens.split(size, 1):
+        read(block)
+        slots = read.walks[0].slots
+        newest = (slots.position == slots.position.amax(-1, keepdim=True)) & (slots.rank < slots.empty)
+        seen.append(float(slots.states[Fading][newest].min()))
+    assert min(seen) >= 0.125, "its initial value, halved once, and attention on top"

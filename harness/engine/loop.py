@@ -86,7 +86,9 @@ class Decoder(Protocol):
         """Bytes of everything else held between steps."""
 
 
-def decoder(model: Model, config: CacheConfig, streams: int = 1, *, walk: bool = False, closed: bool = True) -> Decoder:
+def decoder(
+    model: Model, config: CacheConfig, streams: int = 1, *, walk: bool = False, closed: bool = True, compiled: bool = False
+) -> Decoder:
     """A fresh decoder.
 
     Args:
@@ -95,19 +97,29 @@ def decoder(model: Model, config: CacheConfig, streams: int = 1, *, walk: bool =
         streams: B.
         walk: token by token inside the layers even where a block can't evict anything.
         closed: compute blocks in closed form where the policy allows it.
+        compiled: walk blocks by a compiled loop where there is one for the policy and device.
 
     Raises:
         ValueError: the policy can't serve this capacity.
     """
     if not config.policy.caches:
         return RecomputeDecoder(model, config, streams)
-    return CachedDecoder(model, config, streams, walk=walk, closed=closed)
+    return CachedDecoder(model, config, streams, walk=walk, closed=closed, compiled=compiled)
 
 
 class CachedDecoder:
     """A decoder that keeps K and V in slots."""
 
-    def __init__(self, model: Model, config: CacheConfig, streams: int = 1, *, walk: bool = False, closed: bool = True) -> None:
+    def __init__(
+        self,
+        model: Model,
+        config: CacheConfig,
+        streams: int = 1,
+        *,
+        walk: bool = False,
+        closed: bool = True,
+        compiled: bool = False,
+    ) -> None:
         """As `decoder`."""
         limit = config.limit if config.limit is not None else model.training_length
         if config.positions == "clamped" and limit is None:
@@ -120,7 +132,7 @@ class CachedDecoder:
                 shape, layers, len(model.layers), config.policy, config.capacity, streams, config.seed,
                 model.device, model.dtype,
             )  # fmt: skip
-            self.walks.append(Walk(slots, config.positions, limit or 0, always=walk, closed=closed))
+            self.walks.append(Walk(slots, config.positions, limit or 0, always=walk, closed=closed, compiled=compiled))
         self._step = torch.zeros(streams, 1, dtype=torch.int64, device=model.device)  # tokens taken in, per stream
         self._seen: int | None = 0  # the same, as far as the host knows: None once streams differ
         self._most = 0  # a bound of it for every stream

@@ -82,6 +82,8 @@ class Rows:
         """Note the new token in the free slot. rank, step: [R] int64; now: [L * B, 1, 1] int64."""
         self._slots.flat_rank.index_copy_(0, self.free, rank)
         self._slots.flat_position.index_copy_(0, self.free, step)
+        for statistic, state in self._slots.flat_states.items():  # an unused slot's may have moved too
+            state.index_fill_(0, self.free, statistic.initial)
         self.view.step = now
 
     def write(self, key: Tensor, value: Tensor) -> None:
@@ -137,8 +139,6 @@ class Rows:
             worst = worst.masked_fill(worst < 0, empty)
         self.rank.sub_((self.rank > worst).long())
         self._slots.flat_rank.index_fill_(0, self.free, empty)
-        for statistic, state in self._slots.flat_states.items():
-            state.index_fill_(0, self.free, statistic.initial)
 
 
 class Slots:

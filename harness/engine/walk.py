@@ -15,6 +15,7 @@ from torch import Tensor
 
 from harness.engine.attention import Terms, causal, weights
 from harness.engine.banded import Sinks, banded
+from harness.engine.compiled_walk import CompiledWalk, Held
 from harness.engine.rotary import LONGEST_STREAM, Rotation, rotate
 from harness.engine.slots import Rows, Slots
 from policies import PositionMode
@@ -41,7 +42,16 @@ class Block:
 class Walk:
     """Drives blocks through the layers of one `Slots`."""
 
-    def __init__(self, slots: Slots, positions: PositionMode, limit: int, *, always: bool = False, closed: bool = True) -> None:
+    def __init__(
+        self,
+        slots: Slots,
+        positions: PositionMode,
+        limit: int,
+        *,
+        always: bool = False,
+        closed: bool = True,
+        compiled: bool = False,
+    ) -> None:
         """Set up for a decoder's life.
 
         Args:
@@ -50,6 +60,7 @@ class Walk:
             limit: the largest distance of mode `clamped`, in tokens.
             always: walk even where nothing can be evicted.
             closed: use the closed form where the policy has one.
+            compiled: walk blocks by a compiled loop where there is one.
         """
         self.slots, self.rotation = slots, slots.shape.rotation
         self._mode, self._limit, self._always, self._may_close = positions, limit, always, closed
@@ -57,12 +68,18 @@ class Walk:
         self._mass: list[Tensor] = []
         self._steady = False
         self._band = None if always or not closed or slots.states else _band(slots)
+        self._compiled = CompiledWalk.of(slots, positions) if compiled and not always and self._band is None else None
         self._ordered = True  # the slots hold their tokens oldest first
 
     @property
     def has_closed_form(self) -> bool:
         """Whether blocks may be computed without walking them."""
         return self._band is not None
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether blocks are walked by a compiled loop."""
+        return self._compiled is not None
 
     def begin(self, block: Block) -> None:
         """Before the first layer: what all layers share."""
@@ -74,6 +91,7 @@ class Walk:
         fits = fits and (self._mode != "clamped" or (block.used or 0) <= self._limit)
         self._fills = fits and block.tokens > 1 and not slots.states and not self._always
         self._closed = not self._fills and self._known(block)
+        self._by_kernel = False
         if self._fills or self._closed:
             self._steady = False
             return
@@ -123,7 +141,7 @@ class Walk:
         """
         if self.rotation is not None:
             query, keys = self.rotation.pair(query), self.rotation.pair(keys)
-        shape = self.slots.shape
+        slots, shape = self.slots, self.slots.shape
         query = query.view(query.shape[0], shape.heads, shape.group, *query.shape[2:])
         if self._fills:
             return self._fill(layer, query, keys, values, terms, block.seen or 0).flatten(1, 2)
@@ -138,12 +156,16 @@ class Walk:
             if self.slots.states:
                 self._mass.append(mass)
             return out.view(query.shape[0], -1, 1, shape.value_dim)
+        if self._compiled is not None and CompiledWalk.takes(block.tokens, block.seen, terms):
+            self._by_kernel = True
+            held = self._oldest_first(rows, min(block.seen or 0, slots.capacity or 0))
+            return self._compiled(rows, layer, query, keys, values, held, block.seen or 0).flatten(1, 2)
         return self._within(rows, query, keys, values, terms).flatten(1, 2)
 
     def end(self, block: Block) -> None:
         """After the last layer: the bookkeeping of a block of one token, all layers at once."""
         full = self.slots.capacity is not None and (block.used is None or block.used > self.slots.capacity)
-        self._ordered = self._closed or (self._ordered and not full)
+        self._ordered = self._closed or self._by_kernel or (self._ordered and not full)
         if self._fills or block.tokens > 1:
             return
         rows = self.slots.rows(self._attended)
@@ -156,6 +178,7 @@ class Walk:
     def fork(self, streams: Tensor) -> Walk:
         """A walk over copies of these streams. streams: [B'] int64."""
         other = Walk(self.slots.fork(streams), self._mode, self._limit, always=self._always, closed=self._may_close)
+        other._compiled = self._compiled and CompiledWalk.of(other.slots, self._mode)
         other._ordered = self._ordered
         return other
 
@@ -175,9 +198,9 @@ class Walk:
         assert self.slots.capacity is not None
         (sinks, window), streams, capacity, tokens = self._band, query.shape[0], self.slots.capacity, keys.shape[2]
         rows, before, used = self.slots.rows(self.slots.empty, layer), min(seen, capacity), seen + tokens
-        held_keys, held_values = self._oldest_first(rows, before)
-        every_key = torch.cat([held_keys.unflatten(0, (streams, -1)), keys], 2)
-        every_value = torch.cat([held_values.unflatten(0, (streams, -1)), values], 2)
+        held = self._oldest_first(rows, before)
+        every_key = torch.cat([held.keys.unflatten(0, (streams, -1)), keys], 2)
+        every_value = torch.cat([held.values.unflatten(0, (streams, -1)), values], 2)
         gap = seen > capacity  # between the sinks and the window
         first = seen - window if gap else max(0, seen - window)
         near = slice(sinks if gap else first, None)
@@ -213,12 +236,16 @@ class Walk:
             sinks.values,
         )  # fmt: skip
 
-    def _oldest_first(self, rows: Rows, before: int) -> tuple[Tensor, Tensor]:
-        """K and V that are held, by rank. [N, n, D], [N, n, Dv]."""
+    def _oldest_first(self, rows: Rows, before: int) -> Held:
+        """What is held, by rank."""
+        states = [x.flatten(0, 1) for x in rows.states.values()]
         if self._ordered:
-            return rows.keys[:, :before], rows.values[:, :before]
-        order = rows.rank.argsort(-1)[:, :before, None]
-        return rows.keys.take_along_dim(order, 1), rows.values.take_along_dim(order, 1)
+            return Held(
+                rows.keys[:, :before], rows.values[:, :before], rows.position[:, :before], [x[:, :before] for x in states]
+            )
+        order = rows.rank.argsort(-1)[:, :before]
+        keys, values = (x.take_along_dim(order[..., None], 1) for x in (rows.keys, rows.values))
+        return Held(keys, values, rows.position.take_along_dim(order, 1), [x.take_along_dim(order, 1) for x in states])
 
     def _keep(self, rows: Rows, keys: Tensor, values: Tensor, seen: int, used: int) -> None:
         """What is held once the block is over, oldest first in the slots. keys, values: all held and new. [N, L, D]."""

@@ -62,6 +62,7 @@ class Job:
         walk: token by token inside the layers, even where nothing can be evicted.
         trace: file to write per-token or per-question figures to.
         closed: compute blocks in closed form where the policy allows it.
+        compiled: walk blocks by a compiled loop.
         progress: called with (tokens done, the figure so far in words).
         open: makes the decoder; replaced by tests.
     """
@@ -74,11 +75,12 @@ class Job:
     trace: Path
     progress: Callable[[int, str], None]
     closed: bool = True
+    compiled: bool = False
     open: Callable[..., Decoder] = field(default=decoder)
 
     def decoder(self, streams: int = 1) -> Decoder:
         """A fresh decoder for the cell."""
-        return self.open(self.model, self.config, streams, walk=self.walk, closed=self.closed)
+        return self.open(self.model, self.config, streams, walk=self.walk, closed=self.closed, compiled=self.compiled)
 
 
 class MeasurementError(RuntimeError):

@@ -39,9 +39,11 @@ def made(shape: str, dtype: torch.dtype, attention: str) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).to(dtype).eval()
 
 
-def ours(model: Model, config: CacheConfig, tokens: torch.Tensor, block: int, clock: list[float]) -> torch.Tensor:
+def ours(
+    model: Model, config: CacheConfig, tokens: torch.Tensor, block: int, clock: list[float], compiled: bool = False
+) -> torch.Tensor:
     """NLL of every token but the first. The clock gets the time at the end of every block."""
-    read, losses = decoder(model, config), []
+    read, losses = decoder(model, config, compiled=compiled), []
     for part, targets in zip(tokens[:, :-1].split(block, 1), tokens[:, 1:].split(block, 1), strict=True):
         losses.append(cross_entropy(read(part)[0].float(), targets[0], reduction="none"))
         clock.append(time.perf_counter())
@@ -70,10 +72,10 @@ def main() -> None:
     stream = torch.randint(plain.config.vocab_size, (1, 16 * capacity), generator=torch.Generator().manual_seed(0))
     short = stream[:, : capacity + 200]
 
-    def read(policy: Policy, tokens: torch.Tensor, block: int) -> float:
+    def read(policy: Policy, tokens: torch.Tensor, block: int, compiled: bool = False) -> float:
         clock: list[float] = []
         first = math.ceil(capacity / block)  # blocks that fill the cache
-        ours(model, CacheConfig(policy, capacity), tokens, block, clock)
+        ours(model, CacheConfig(policy, capacity), tokens, block, clock, compiled)
         return seconds_a_token(clock, first) / block
 
     def frozen(loop: Callable[..., object], hf: LlamaForCausalLM, first: int, second: int) -> float:
@@ -89,7 +91,9 @@ def main() -> None:
         loops["sink+window, token by token"] = lambda: read(SinkWindow(), short, 1)
     if asked.only != "band":
         loops["frozen H2O"] = lambda: frozen(h2o_nll, eager, capacity - half, half)
-        loops["H2O, walk"] = lambda: read(H2O(), stream[:, : 1 + 256 * (2 + math.ceil(capacity / 256))], 256)
+        some = stream[:, : 1 + 256 * (2 + math.ceil(capacity / 256))]
+        loops["H2O, plain walk"] = lambda: read(H2O(), some, 256)
+        loops["H2O, compiled walk"] = lambda: read(H2O(), some, 256, compiled=True)
     times: dict[str, list[float]] = {name: [] for name in loops}
     for _ in range(ROUNDS):
         for name, timed in loops.items():

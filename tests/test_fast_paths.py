@@ -1,0 +1,254 @@
+"""What is faster than the plain walk gives its numbers: closed form and compiled walk, alone and mixed with single steps."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from math import inf
+from typing import ClassVar
+
+import pytest
+import torch
+from conftest import DEVICE, FAMILIES, in_blocks, model_of, nll, tokens_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness import registry
+from harness.engine import banded, compiled, fastcheck
+from harness.engine.loop import CacheConfig, CachedDecoder
+from harness.engine.tracing import NotTraceableError, traced
+from policies import AttentionSum, CacheView, Policy, Statistic
+from policies.dense import Dense
+from policies.h2o import H2O
+from policies.random import Random
+from policies.sink_window import SinkWindow
+from policies.window import Window
+
+MODES = ["cache", "stream", "clamped"]
+needs_compiler = pytest.mark.skipif(
+    DEVICE.type != "cpu" or shutil.which("cc") is None, reason="compiled walks are for CPUs and need a C compiler"
+)
+
+
+def read_in(read: CachedDecoder, tokens: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    """All logits, in blocks of these sizes over and over."""
+    out, at = [], 0
+    while at < tokens.shape[1]:
+        size = sizes[len(out) % len(sizes)]
+        out.append(read(tokens[:, at : at + size]))
+        at += size
+    return torch.cat(out, 1)
+
+
+@settings(max_examples=120)
+@given(
+    family=st.sampled_from(FAMILIES),
+    mode=st.sampled_from(MODES),
+    capacity=st.integers(1, 24),
+    sinks=st.integers(0, 8),
+    limit=st.integers(1, 40),
+    length=st.integers(2, 90),
+    sizes=st.lists(st.sampled_from([1, 2, 3, 7, 20, 64, 90]), min_size=1, max_size=4),
+    streams=st.integers(1, 3),
+)
+def test_the_closed_form_is_the_walk(family, mode, capacity, sinks, limit, length, sizes, streams):
+    """Whatever the blocks, single steps between them, sinks, positions: the same NLL, the same tokens kept."""
+    policy = SinkWindow(min(sinks, capacity - 1)) if sinks else Window()
+    model, tokens = model_of(family), tokens_of(length, streams)
+    config = CacheConfig(policy, capacity, mode, limit)
+    closed, walked = CachedDecoder(model, config, streams), CachedDecoder(model, config, streams, walk=True)
+    assert all(w.has_closed_form for w in closed.walks)
+    assert not any(w.has_closed_form for w in walked.walks)
+    ours, theirs = read_in(closed, tokens, sizes), read_in(walked, tokens, [5])
+    torch.testing.assert_close(nll(ours, tokens), nll(theirs, tokens), atol=1e-4, rtol=0)
+    assert closed.kept() == walked.kept()
+    torch.testing.assert_close(closed(tokens[:, :1]), walked(tokens[:, :1]), atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "smollm3", "gpt_oss", "gemma2", "stablelm", "cohere2", "mistral"])
+@pytest.mark.parametrize("capacity", [6, 15, 40])
+def test_the_closed_form_is_the_walk_in_odd_families(family, capacity):
+    """Sliding windows of 16, no RoPE, sink logits, softcaps, K and V of unlike dims: the fused kernel and the plain one."""
+    dtype, close = (torch.float32, 1e-4) if family == "gpt_oss" else (torch.float64, 1e-6)  # whose experts know no float64
+    model, tokens = model_of(family, dtype), tokens_of(70, 2)
+    config = CacheConfig(SinkWindow(3), capacity)
+    closed, walked = CachedDecoder(model, config, 2), CachedDecoder(model, config, 2, walk=True)
+    ours, theirs = in_blocks(closed, tokens, 23), in_blocks(walked, tokens, 23)
+    torch.testing.assert_close(nll(ours, tokens), nll(theirs, tokens), atol=close, rtol=0)
+    assert closed.kept() == walked.kept()
+
+
+def test_the_closed_form_is_exact_in_float64():
+    model, tokens = model_of("llama", torch.float64), tokens_of(300)
+    for policy, mode in [(SinkWindow(4), "cache"), (Window(), "stream"), (SinkWindow(2), "clamped")]:
+        config = CacheConfig(policy, 70, mode, 80)
+        ours = in_blocks(CachedDecoder(model, config), tokens, 150)
+        theirs = in_blocks(CachedDecoder(model, config, walk=True), tokens, 150)
+        torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_closed_form_in_16_bits_differs_by_rounding(dtype):
+    model, tokens = model_of("llama", dtype), tokens_of(120)
+    config = CacheConfig(SinkWindow(4), 20)
+    ours = nll(in_blocks(CachedDecoder(model, config), tokens, 40).float(), tokens)
+    theirs = nll(in_blocks(CachedDecoder(model, config, walk=True), tokens, 40).float(), tokens)
+    assert (ours - theirs).abs().mean() < 0.05
+    assert (ours - theirs).mean().abs() < 0.01
+
+
+@needs_compiler
+@settings(max_examples=100)
+@given(
+    family=st.sampled_from([*FAMILIES, "mistral"]),
+    policy=st.sampled_from([H2O(), Random(), H2O(3)]),
+    capacity=st.integers(4, 24),
+    length=st.integers(2, 90),
+    sizes=st.lists(st.sampled_from([1, 2, 7, 20, 64, 90]), min_size=1, max_size=4),
+    streams=st.integers(1, 3),
+    seed=st.integers(-3, 2**40),
+)
+def test_the_compiled_walk_is_the_plain_one(family, policy, capacity, length, sizes, streams, seed):
+    """The same tokens kept, exactly; the same NLL; and single steps go on from where it ended."""
+    model, tokens = model_of(family), tokens_of(length, streams)
+    config = CacheConfig(policy, capacity, seed=seed)
+    fast, plain = CachedDecoder(model, config, streams, compiled=True), CachedDecoder(model, config, streams, walk=True)
+    assert all(w.is_compiled or w.has_closed_form for w in fast.walks)  # a sliding window that holds all it may has the latter
+    ours, theirs = read_in(fast, tokens, sizes), read_in(plain, tokens, [5])
+    torch.testing.assert_close(nll(ours, tokens), nll(theirs, tokens), atol=1e-4, rtol=0)
+    assert fast.kept() == plain.kept()
+    for slots, other in zip((w.slots for w in fast.walks), (w.slots for w in plain.walks), strict=True):
+        held = min(length, slots.capacity)
+        for x, y in zip(slots.states.values(), other.states.values(), strict=True):
+            ours, theirs = (z.take_along_dim(r.argsort(-1), 1)[:, :held] for z, r in ((x, slots.rank), (y, other.rank)))
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-5)
+    fork = fast.fork(range(streams))
+    torch.testing.assert_close(fork(tokens[:, :9]), plain(tokens[:, :9]), atol=3e-4, rtol=0)
+
+
+@needs_compiler
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_compiled_walk_does_not_depend_on_threads(threads):
+    model, tokens = model_of("llama"), tokens_of(80, 3)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = in_blocks(CachedDecoder(model, CacheConfig(H2O(), 16), 3, compiled=True), tokens, 40)
+    finally:
+        torch.set_num_threads(before)
+    again = in_blocks(CachedDecoder(model, CacheConfig(H2O(), 16), 3, compiled=True), tokens, 40)
+    torch.testing.assert_close(found, again, atol=1e-5, rtol=0)
+
+
+@dataclass(frozen=True)
+class Odd(Policy):
+    """A user's own: elementwise, of several operations, and its own statistic."""
+
+    class Decayed(Statistic):
+        initial: ClassVar[float] = 0.25
+
+        @staticmethod
+        def update(state, attention, view):
+            return state * 0.9 + attention.sum(2) * 2
+
+    statistics = (Decayed,)
+    half: float = 0.5
+
+    def importance(self, view: CacheView):
+        recent = (view.age <= 2) | (view.position < 1)
+        worth = view.state(self.Decayed) - self.half * view.uniform() + view.rank.float() * 1e-3
+        return torch.where(recent, torch.full_like(worth, inf), worth.clamp(min=-1.0, max=7.5))
+
+
+@needs_compiler
+def test_a_users_own_policy_is_compiled_too():
+    model, tokens = model_of("llama"), tokens_of(90, 2)
+    config = CacheConfig(Odd(), 12, seed=5)
+    fast, plain = CachedDecoder(model, config, 2, compiled=True), CachedDecoder(model, config, 2)
+    assert fast.walks[0].is_compiled
+    ours, theirs = in_blocks(fast, tokens, 30), in_blocks(plain, tokens, 30)
+    torch.testing.assert_close(nll(ours, tokens), nll(theirs, tokens), atol=1e-4, rtol=0)
+    assert fast.kept() == plain.kept()
+
+
+class Norm(Window):
+    def importance(self, view: CacheView):
+        return view.keys.float().norm(dim=-1)
+
+
+class Median(Window):
+    scope = "head"
+
+
+class Sorted(Window):
+    def importance(self, view: CacheView):
+        return view.position.float().sort(-1).values
+
+
+class Branching(Window):
+    def importance(self, view: CacheView):
+        return view.position.float() if view.position.max() > 3 else -view.position.float()
+
+
+@pytest.mark.parametrize(
+    ("policy", "why"), [(Norm(), "keys or values"), (Median(), "scope 'head'"), (Sorted(), "'sort'"), (Branching(), "'max'")],
+    ids=lambda x: type(x).__name__,
+)  # fmt: skip
+def test_what_can_not_be_traced_is_walked_plainly_and_says_why(policy, why):
+    with pytest.raises(NotTraceableError, match=why):
+        traced(policy.bind(8))
+    assert why in compiled.why_not(policy.bind(8))
+    assert compiled.compiled(policy.bind(8)) is None
+
+
+def test_what_is_traced_reads_like_the_policy():
+    assert traced(H2O(3).bind(8)) == ("(((step - position) < 3LL) ? INFINITY : state)", "(state + mass)")
+    assert traced(Random().bind(8))[0] == "uniform(position, head, layer, seed)"
+    assert AttentionSum in H2O.statistics
+
+
+def test_without_a_compiler_the_plain_walk_is_used(monkeypatch, tmp_path):
+    monkeypatch.setattr(compiled, "_compiler", lambda: None)
+    assert "no C compiler" in compiled.why_not(H2O().bind(8))
+    assert not CachedDecoder(model_of("llama"), CacheConfig(H2O(), 8), compiled=True).walks[0].is_compiled
+    monkeypatch.setattr(compiled, "_compiler", lambda: "/bin/false")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiled._built.cache_clear()
+    try:
+        assert compiled.compiled(H2O().bind(8)) is None
+    finally:
+        compiled._built.cache_clear()
+
+
+def test_the_check_refuses_a_closed_form_that_differs(monkeypatch):
+    model, config = model_of("llama"), CacheConfig(SinkWindow(4), 20)
+    assert fastcheck.fast_method(model, config).method == "closed form"
+    monkeypatch.setattr(banded, "_mask", lambda *size: torch.zeros(size[0] * size[3], size[0] + size[1]))
+    found = fastcheck.fast_method(model, config)
+    assert found.method == "walk"
+    assert found.differs > 1
+
+
+@needs_compiler
+def test_the_check_refuses_a_compiled_walk_that_differs(monkeypatch):
+    model, config = model_of("llama"), CacheConfig(H2O(), 20)
+    assert fastcheck.fast_method(model, config).method == "compiled walk"
+    from harness.engine import compiled_walk
+
+    kernel = compiled.compiled(Random().bind(20))
+    monkeypatch.setattr(compiled_walk, "compiled", lambda policy: kernel)
+    assert fastcheck.fast_method(model, config).method == "walk"
+
+
+@pytest.mark.parametrize("name", registry.policy_names())
+def test_a_band_is_what_importance_keeps(name):
+    kind = registry.policy_class(name)
+    if not kind.evicts or kind().bind(16).band(16) is None:
+        assert name not in ("window", "sink_window", "lambda")
+        return
+    sinks, window = kind().bind(16).band(16)
+    assert sinks + window == 16
+
+
+def test_dense_needs_no_check():
+    assert not CachedDecoder(model_of("llama"), CacheConfig(Dense()), compiled=True).walks[0].is_compiled
