@@ -24,8 +24,10 @@ check: .venv/ready  ## what CI checks: lint, format, types, tests
 	$(BIN)/mypy
 	$(MAKE) test
 
-microbench: .venv/ready  ## the inner pieces; with MODEL=dir also decode speed beside a plain Hugging Face loop
+microbench: .venv/ready  ## the inner pieces, perplexity beside frozen loops; with MODEL=dir decode beside Hugging Face
 	$(BIN)/python -m pytest tests/benchmarks/bench_inner.py --benchmark-group-by=group --benchmark-columns=median,iqr,rounds $(ARGS)
+	$(BIN)/python tests/benchmarks/perplexity_speed.py --only band
+	$(BIN)/python tests/benchmarks/perplexity_speed.py --only h2o --capacity 128
 	$(if $(MODEL),$(BIN)/python tests/benchmarks/decode_speed.py '$(MODEL)')
 
 gpu:  ## all that needs a GPU, in under ten minutes, with the Python that has CUDA's torch: make gpu [GPU_PYTHON=python3]

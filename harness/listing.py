@@ -7,25 +7,45 @@ from typing import Any
 
 from harness import registry
 from harness import suite as suite_files
+from harness.engine.compiled import why_not
 from harness.errors import UserError
+from policies import Policy
+
+_CAPACITY = 64
 
 
 def policies() -> list[dict[str, Any]]:
-    """Every policy: what it keeps, its parameters, scope and statistics."""
+    """Every policy: what it keeps, its parameters, scope and statistics, and how blocks are read."""
     rows = []
     for name in registry.policy_names():
         try:
             found = registry.policy_class(name)
         except UserError as error:
-            rows.append({"policy": name, "keeps": str(error), "parameters": "", "scope": "", "statistics": ""})
+            rows.append({"policy": name, "keeps": str(error), "parameters": "", "scope": "", "statistics": "", "blocks": ""})
             continue
         parameters = ", ".join(f"{f.name}={f.default}" for f in dataclasses.fields(found))
         statistics = ", ".join(s.__name__ for s in found.statistics)
         rows.append({
             "policy": name, "keeps": (found.__doc__ or "").strip().splitlines()[0], "parameters": parameters,
-            "scope": found.scope, "statistics": statistics,
+            "scope": found.scope, "statistics": statistics, "blocks": _blocks(found),
         })  # fmt: skip
     return rows
+
+
+def _blocks(kind: type[Policy]) -> str:
+    """How blocks of tokens are read under a policy, on a CPU."""
+    if not kind.caches:
+        return "windows run afresh"
+    if not kind.evicts:
+        return "closed form"
+    try:
+        policy = kind().bind(_CAPACITY)
+    except (TypeError, ValueError):  # a policy that needs parameters
+        return "as its parameters allow"
+    if policy.band(_CAPACITY) is not None:
+        return "closed form"
+    reason = why_not(policy)
+    return f"walk ({reason})" if reason else "compiled walk"
 
 
 def tasks() -> list[dict[str, Any]]:

@@ -58,6 +58,12 @@ def causal(query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
         [B, H, G, T, Dv], dtype of the query.
     """
     tokens, length = query.shape[3], keys.shape[2]
+    if tokens == length and terms == Terms(terms.scaling):  # nothing cached and nothing special: the kernel knows the mask
+        flat = query.flatten(1, 2)
+        out = scaled_dot_product_attention(
+            flat, keys, values, is_causal=True, scale=terms.scaling, enable_gqa=flat.shape[1] > keys.shape[1]
+        )
+        return out.view(*query.shape[:4], values.shape[3])
     rows = max(1, _SCORES // (query.shape[:3].numel() * length))
     if terms.softcap is None and terms.sink_logits is None:
         rows = max(rows, min(tokens, 256))  # the fused kernels hold no scores

@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--capacity", type=int, default=1024)
-    parser.add_argument("--block", type=int, default=1024)
+    parser.add_argument("--block", type=int, default=2048)
     parser.add_argument("--only", choices=["band", "h2o"])
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
