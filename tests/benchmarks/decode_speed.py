@@ -38,7 +38,10 @@ def main(directory: Path, capacity: int) -> None:
     plain = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     tokens = torch.randint(3, plain.config.vocab_size, (1, 4096), generator=torch.Generator().manual_seed(0))
     cache = DynamicCache(config=plain.config)
-    ours = {name: decoder(model, CacheConfig(p, capacity)) for name, p in (("sink_window", SinkWindow()), ("h2o", H2O()))}
+    ours = {
+        name: decoder(model, CacheConfig(p, capacity), compiled=True)
+        for name, p in (("sink_window", SinkWindow()), ("h2o", H2O()))
+    }
     times: dict[str, list[float]] = {}
 
     def hf_steps(at: int) -> None:
