@@ -18,6 +18,7 @@ from torch import Tensor
 
 _LEVEL = 4096  # rows of one table level; two levels reach _LEVEL**2 positions
 _MANY = 2**12  # elements from which on it matters how pairs are put side by side
+_NARROW = 8  # pairs of a head below which gathering them is quicker after all
 LONGEST_STREAM = _LEVEL**2  # tokens
 
 
@@ -38,7 +39,7 @@ class Rotation:
 
     def pair(self, x: Tensor) -> Tensor:
         """The same vectors with paired dims side by side. [..., D] -> [..., D]."""
-        if self.halves is None or x.numel() < _MANY:
+        if self.halves is None or self.halves < _NARROW or x.numel() < _MANY:
             return x.index_select(-1, self.order)
         first, second, rest = x.split([self.halves, self.halves, x.shape[-1] - 2 * self.halves], -1)
         if x.dtype in (torch.float32, torch.float64):  # the quickest way to put them side by side, by far
