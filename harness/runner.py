@@ -17,7 +17,7 @@ import torch
 
 from harness import __version__, apart, registry
 from harness.device import device_name
-from harness.engine.fastcheck import fast_method
+from harness.engine.fastcheck import FastCheck, fast_method
 from harness.engine.load import load_model, load_tokenizer
 from harness.engine.loop import CacheConfig
 from harness.engine.model import Model
@@ -236,20 +236,17 @@ def _job(item: _Prepared, model: Model, options: RunOptions, trace: Path, watche
     """A cell as its task takes it; what is faster than the plain walk only where it was found to agree with it."""
     cell = item.cell
     config = CacheConfig(cell.policy, cell.capacity, cell.positions, cell.limit, cell.seed)
-    method = "closed form"  # of a cache that never evicts
-    if not cell.policy.caches:
-        method = "windows run afresh"
-    elif options.walk or (cell.policy.evicts and item.task.of_device):
-        method = "walk"
-    elif cell.policy.evicts:
-        method, differs = fast_method(model, config)
-        item.record.facts["differs_from_walk"] = round(differs, 4)
-    closed = method == "closed form" or item.task.of_device
-    wide = method == "closed form" and not item.task.of_device
+    found = FastCheck("windows run afresh", "windows run afresh", 0.0)
+    if cell.policy.caches:
+        found = FastCheck("walk", "plain", 0.0) if options.walk else fast_method(model, config)
+        item.record.facts["differs_from_walk"] = round(found.differs, 4)
+    wide = found.method == "closed form" and not item.task.of_device
     block = options.block or (_block_that_fits(model) if wide else _BLOCK)
-    item.record.facts |= {"block": block, "method": method}
-    compiled = method == "compiled walk"
-    return Job(model, config, item.data, block, options.walk, trace, watcher.advance, closed, compiled)
+    item.record.facts |= {"block": block, "method": found.method, "step": found.step}
+    return Job(
+        model, config, item.data, block, options.walk, trace, watcher.advance, closed=found.method == "closed form",
+        compiled="compiled" in found.method or found.step == "compiled",
+    )  # fmt: skip
 
 
 def _block_that_fits(model: Model) -> int:

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness import registry
-from harness.engine import banded, compiled, fastcheck
+from harness.engine import banded, fastcheck
+from harness.engine.kernels import compiler, policy_cpu, walk_cpu
+from harness.engine.kernels.tracing import NotTraceableError, traced
 from harness.engine.loop import CacheConfig, CachedDecoder
-from harness.engine.tracing import NotTraceableError, traced
 from policies import AttentionSum, CacheView, Policy, Statistic
 from policies.dense import Dense
 from policies.h2o import H2O
@@ -107,11 +108,13 @@ def test_the_closed_form_in_16_bits_differs_by_rounding(dtype):
     sizes=st.lists(st.sampled_from([1, 2, 7, 20, 64, 90]), min_size=1, max_size=4),
     streams=st.integers(1, 3),
     seed=st.integers(-3, 2**40),
+    mode=st.sampled_from(MODES),
+    limit=st.integers(1, 40),
 )
-def test_the_compiled_walk_is_the_plain_one(family, policy, capacity, length, sizes, streams, seed):
+def test_the_compiled_walk_is_the_plain_one(family, policy, capacity, length, sizes, streams, seed, mode, limit):
     """The same tokens kept, exactly; the same NLL; and single steps go on from where it ended."""
     model, tokens = model_of(family), tokens_of(length, streams)
-    config = CacheConfig(policy, capacity, seed=seed)
+    config = CacheConfig(policy, capacity, mode, limit, seed)
     fast, plain = CachedDecoder(model, config, streams, compiled=True), CachedDecoder(model, config, streams, walk=True)
     assert all(w.is_compiled or w.has_closed_form for w in fast.walks)  # a sliding window that holds all it may has the latter
     ours, theirs = read_in(fast, tokens, sizes), read_in(plain, tokens, [5])
@@ -138,6 +141,44 @@ def test_the_compiled_walk_does_not_depend_on_threads(threads):
         torch.set_num_threads(before)
     again = in_blocks(CachedDecoder(model, CacheConfig(H2O(), 16), 3, compiled=True), tokens, 40)
     torch.testing.assert_close(found, again, atol=1e-5, rtol=0)
+
+
+@needs_compiler
+@settings(max_examples=120)
+@given(
+    family=st.sampled_from([*FAMILIES, "mistral", "deepseek_v3", "smollm3"]),
+    policy=st.sampled_from([H2O(), Random(), SinkWindow(2), Window(), Dense()]),
+    capacity=st.integers(4, 24),
+    length=st.integers(2, 60),
+    streams=st.integers(1, 3),
+    mode=st.sampled_from(MODES),
+    limit=st.integers(1, 40),
+    begun=st.integers(0, 30),
+)
+def test_the_decode_step_by_kernels_is_the_plain_one(family, policy, capacity, length, streams, mode, limit, begun):
+    """Token by token, also after a block: the same logits, the same tokens kept, exactly."""
+    model, tokens = model_of(family), tokens_of(begun + length, streams)
+    config = CacheConfig(policy, capacity if policy.evicts else None, mode, limit, seed=3)
+    fast, plain = CachedDecoder(model, config, streams, compiled=True), CachedDecoder(model, config, streams)
+    assert all(w.steps_by_kernel for w in fast.walks)
+    assert not any(w.steps_by_kernel for w in plain.walks)
+    sizes = [begun] * bool(begun) + [1] * length
+    ours, theirs = (torch.cat([read(block) for block in tokens.split(sizes, 1)], 1) for read in (fast, plain))
+    torch.testing.assert_close(nll(ours, tokens), nll(theirs, tokens), atol=1e-4, rtol=0)
+    assert fast.kept() == plain.kept()
+
+
+@needs_compiler
+@pytest.mark.parametrize("policy", [H2O(), SinkWindow(2), Dense()], ids=lambda p: type(p).__name__)
+def test_the_decode_step_by_kernels_with_streams_of_unequal_length(policy):
+    model, tokens = model_of("llama"), tokens_of(40, 3)
+    valid = torch.rand(3, 40, generator=torch.Generator().manual_seed(1)) < 0.7
+    config = CacheConfig(policy, 9 if policy.evicts else None)
+    fast, plain = CachedDecoder(model, config, 3, compiled=True), CachedDecoder(model, config, 3)
+    for t in range(40):
+        ours, theirs = (read(tokens[:, t : t + 1], valid[:, t : t + 1]) for read in (fast, plain))
+        torch.testing.assert_close(ours[valid[:, t]], theirs[valid[:, t]], atol=2e-4, rtol=0)
+    assert fast.kept() == plain.kept()
 
 
 @dataclass(frozen=True)
@@ -197,8 +238,8 @@ class Branching(Window):
 def test_what_can_not_be_traced_is_walked_plainly_and_says_why(policy, why):
     with pytest.raises(NotTraceableError, match=why):
         traced(policy.bind(8))
-    assert why in compiled.why_not(policy.bind(8))
-    assert compiled.compiled(policy.bind(8)) is None
+    assert why in policy_cpu.why_not(policy.bind(8))
+    assert policy_cpu.function_of(policy.bind(8), "walk.c", "walk") is None
 
 
 def test_what_is_traced_reads_like_the_policy():
@@ -207,17 +248,21 @@ def test_what_is_traced_reads_like_the_policy():
     assert AttentionSum in H2O.statistics
 
 
-def test_without_a_compiler_the_plain_walk_is_used(monkeypatch, tmp_path):
-    monkeypatch.setattr(compiled, "_compiler", lambda: None)
-    assert "no C compiler" in compiled.why_not(H2O().bind(8))
-    assert not CachedDecoder(model_of("llama"), CacheConfig(H2O(), 8), compiled=True).walks[0].is_compiled
-    monkeypatch.setattr(compiled, "_compiler", lambda: "/bin/false")
+def test_without_a_compiler_the_plain_code_is_used(monkeypatch, tmp_path):
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert "no C compiler" in policy_cpu.why_not(H2O().bind(8))
+    walk = CachedDecoder(model_of("llama"), CacheConfig(H2O(), 8), compiled=True).walks[0]
+    assert not walk.is_compiled
+    assert not walk.steps_by_kernel
+    monkeypatch.setenv("CC", "false")  # there is one, and it fails
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    compiled._built.cache_clear()
+    compiler.function.cache_clear()
     try:
-        assert compiled.compiled(H2O().bind(8)) is None
+        walk = CachedDecoder(model_of("llama"), CacheConfig(H2O(), 8), compiled=True).walks[0]
+        assert not walk.is_compiled
+        assert not walk.steps_by_kernel
     finally:
-        compiled._built.cache_clear()
+        compiler.function.cache_clear()
 
 
 def test_the_check_refuses_a_closed_form_that_differs(monkeypatch):
@@ -233,10 +278,8 @@ def test_the_check_refuses_a_closed_form_that_differs(monkeypatch):
 def test_the_check_refuses_a_compiled_walk_that_differs(monkeypatch):
     model, config = model_of("llama"), CacheConfig(H2O(), 20)
     assert fastcheck.fast_method(model, config).method == "compiled walk"
-    from harness.engine import compiled_walk
-
-    kernel = compiled.compiled(Random().bind(20))
-    monkeypatch.setattr(compiled_walk, "compiled", lambda policy: kernel)
+    kernel = policy_cpu.function_of(Random().bind(20), "walk.c", "walk")
+    monkeypatch.setattr(walk_cpu, "function_of", lambda *asked: kernel)
     assert fastcheck.fast_method(model, config).method == "walk"
 
 

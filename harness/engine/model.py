@@ -151,7 +151,8 @@ def _layer_shapes(model: Model, rope_length: int | None) -> list[LayerShape]:
         rotation = next((r for r in known if rotation and _same(r, rotation)), rotation)  # tables are shared
         known += [rotation] if rotation and rotation not in known else []
         heads, group = keys.shape[1], query.shape[1] // keys.shape[1]
-        shapes.append(LayerShape(heads, group, keys.shape[-1], value_dim, rotation, terms.sliding_window))
+        plain = terms.softcap is None and terms.sink_logits is None
+        shapes.append(LayerShape(heads, group, keys.shape[-1], value_dim, rotation, terms.sliding_window, plain))
     return shapes
 
 

@@ -66,6 +66,10 @@ class Rotation:
         high = self._table(dtype, _LEVEL).index_select(0, flat // _LEVEL)
         return (low * high).view(shape)
 
+    def tables(self, dtype: torch.dtype, longest: int) -> tuple[Tensor, Tensor | None, int]:
+        """Turns of the angles 0, 1, ..., and those of 0, M, 2 * M, ... where one level of M is not enough; and M. [M, P]."""
+        return self._table(dtype, 1), None if longest <= _LEVEL else self._table(dtype, _LEVEL), _LEVEL
+
     def _table(self, dtype: torch.dtype, stride: int) -> Tensor:
         """Turns of the positions 0, stride, 2 * stride, ... [_LEVEL, P]."""
         key = (dtype, stride)

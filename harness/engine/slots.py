@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ class LayerShape:
     value_dim: int
     rotation: Rotation | None  # None: no RoPE in this layer
     sliding_window: int | None  # tokens a query may see, itself included
+    plain: bool = True  # scores go to the softmax as they are, and nothing else takes mass
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of one token's K and V in this layer."""
@@ -41,6 +43,15 @@ class LayerShape:
         if self.sliding_window is None:
             return capacity
         return self.sliding_window - 1 if capacity is None else min(capacity, self.sliding_window - 1)
+
+
+class Held(NamedTuple):
+    """What one layer holds, oldest first."""
+
+    keys: Tensor  # [N, n, D]
+    values: Tensor  # [N, n, Dv]
+    position: Tensor  # [N, n] int64
+    states: list[Tensor]  # one a statistic, [N, n]
 
 
 class Rows:
@@ -60,6 +71,7 @@ class Rows:
         self.keys, self.values = slots.keys[part, :attended], slots.values[part, :attended]
         self.rank, self.position = slots.rank[part, :attended], slots.position[part, :attended]
         self.free, self._first = slots.free[part], slots.first[part]
+        self.first = part.start * slots.empty  # number of the first slot, in the count that `free` uses
         heads = slots.shape.heads
         self.states = {s: x[part, :attended].unflatten(0, (-1, heads)) for s, x in slots.states.items()}
         of_layer = slots.layer_index[layers].repeat_interleave(slots.streams)
@@ -103,8 +115,20 @@ class Rows:
                 new = torch.where(valid.view(-1, *[1] * (state.dim() - 1)), new, state)
             state.copy_(new)
 
-    def use(self, count: int) -> None:
-        """The first `count` slots hold tokens now, and the next token goes behind them."""
+    def oldest_first(self, count: int, ordered: bool) -> Held:
+        """The `count` tokens that are held, by rank; `ordered`: they lie so already."""
+        states = [x.flatten(0, 1) for x in self.states.values()]
+        if ordered:
+            return Held(self.keys[:, :count], self.values[:, :count], self.position[:, :count], [x[:, :count] for x in states])
+        order = self.rank.argsort(-1)[:, :count]
+        keys, values = (x.take_along_dim(order[..., None], 1) for x in (self.keys, self.values))
+        return Held(keys, values, self.position.take_along_dim(order, 1), [x.take_along_dim(order, 1) for x in states])
+
+    def put(self, keys: Tensor, values: Tensor, position: Tensor) -> None:
+        """Hold these tokens and no others, oldest first in the first slots. [N, n, D], [N, n, Dv], [N, n] int64."""
+        count = position.shape[1]
+        self.keys[:, :count], self.values[:, :count], self.position[:, :count] = keys, values, position
+        self.rank[:, :count], self.rank[:, count:] = torch.arange(count, device=position.device), self._slots.empty
         self.free.copy_(self._first + count)
 
     def release(self, valid: Tensor | None, full: bool, ragged: bool) -> None:
@@ -180,9 +204,9 @@ class Slots:
         self.values = torch.zeros(rows, slots, shape.value_dim, device=device, dtype=dtype)
         self.rank = torch.full((rows, slots), slots, device=device)
         self.position = torch.full((rows, slots), -1, device=device)
-        wide = torch.promote_types(dtype, torch.float32)
+        self.wide = torch.promote_types(dtype, torch.float32)  # of statistics and softmax weights
         self.states: dict[type[Statistic], Tensor] = {
-            s: torch.full((rows, slots, *s.shape), s.initial, device=device, dtype=wide) for s in policy.statistics
+            s: torch.full((rows, slots, *s.shape), s.initial, device=device, dtype=self.wide) for s in policy.statistics
         }
         self._index(torch.zeros(rows, dtype=torch.int64, device=device))
 

@@ -9,15 +9,18 @@ heads, N = B * H, R = L * N, G query heads of a KV head, S slots, T tokens, D he
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
 
 from harness.engine.attention import Terms, causal, weights
-from harness.engine.banded import Sinks, banded
-from harness.engine.compiled_walk import CompiledWalk, Held
+from harness.engine.closed_form import ClosedForm
+from harness.engine.kernels.policy_cpu import ReleaseKernel
+from harness.engine.kernels.step_cpu import StepKernel
+from harness.engine.kernels.walk_cpu import CompiledWalk
 from harness.engine.rotary import LONGEST_STREAM, Rotation, rotate
-from harness.engine.slots import Rows, Slots
+from harness.engine.slots import Held, Rows, Slots
 from policies import PositionMode
 
 _SHARED = 2**20  # key elements of all layers up to which their turns are made at once
@@ -60,26 +63,35 @@ class Walk:
             limit: the largest distance of mode `clamped`, in tokens.
             always: walk even where nothing can be evicted.
             closed: use the closed form where the policy has one.
-            compiled: walk blocks by a compiled loop where there is one.
+            compiled: walk blocks, and take single tokens in, by compiled kernels where there are any.
         """
         self.slots, self.rotation = slots, slots.shape.rotation
-        self._mode, self._limit, self._always, self._may_close = positions, limit, always, closed
-        self._longest = {"stream": LONGEST_STREAM, "clamped": limit + 1}.get(positions)
-        self._mass: list[Tensor] = []
+        self._mode, self._limit, self._always = positions, limit, always
+        self._longest = {"stream": LONGEST_STREAM, "clamped": limit + 1}.get(positions)  # the number of slots when None
+        self._mass: Tensor | None = None  # softmax weights of all layers in a step. [R, G, S]
         self._steady = False
-        self._band = None if always or not closed or slots.states else _band(slots)
-        self._compiled = CompiledWalk.of(slots, positions) if compiled and not always and self._band is None else None
+        longest = self._longest or slots.empty + 1
+        self._closed_form = ClosedForm.of(slots, positions, limit, longest) if closed and not always else None
+        compiled = compiled and not always
+        self._compiled = CompiledWalk.of(slots, positions, limit) if compiled and self._closed_form is None else None
+        self._kernel = StepKernel.of(slots, positions, limit, self._longest) if compiled else None
+        self._release = ReleaseKernel.of(slots) if compiled else None
         self._ordered = True  # the slots hold their tokens oldest first
 
     @property
     def has_closed_form(self) -> bool:
         """Whether blocks may be computed without walking them."""
-        return self._band is not None
+        return self._closed_form is not None
 
     @property
     def is_compiled(self) -> bool:
         """Whether blocks are walked by a compiled loop."""
         return self._compiled is not None
+
+    @property
+    def steps_by_kernel(self) -> bool:
+        """Whether single tokens are taken in by a compiled kernel."""
+        return self._kernel is not None
 
     def begin(self, block: Block) -> None:
         """Before the first layer: what all layers share."""
@@ -90,7 +102,7 @@ class Walk:
         fits = block.used is not None and (slots.capacity is None or block.used <= slots.capacity)
         fits = fits and (self._mode != "clamped" or (block.used or 0) <= self._limit)
         self._fills = fits and block.tokens > 1 and not slots.states and not self._always
-        self._closed = not self._fills and self._known(block)
+        self._closed = not self._fills and self._closed_form is not None and self._closed_form.takes(block.tokens, block.seen)
         self._by_kernel = False
         if self._fills or self._closed:
             self._steady = False
@@ -104,8 +116,12 @@ class Walk:
         self._steady = steady
         self._steps, self._now = rows.each_head(block.steps), rows.each_stream(block.steps)
         self._valid = [None] * block.tokens if block.valid is None else rows.each_stream(block.valid)
-        if block.tokens == 1:
-            self._hold(rows, 0)
+        if block.tokens > 1:
+            return
+        self._hold(rows, 0)
+        if slots.states:
+            self._mass = rows.rank.new_empty(len(rows.rank), slots.shape.group, self._attended, dtype=slots.wide)
+        if self._kernel is None:
             layers = len(slots.layers)
             self._used = [None] * layers if self._full(0) else rows.used().unflatten(0, (layers, -1)).unbind(0)
             self._turns: Sequence[Tensor | None] = [None] * layers
@@ -116,7 +132,7 @@ class Walk:
         """Ranks of the new tokens, and where RoPE puts their queries."""
         slots = self.slots
         ranks = block.steps if slots.capacity is None else block.steps.clamp(max=slots.capacity)
-        if self.rotation is not None:
+        if self.rotation is not None and (block.tokens > 1 or self._kernel is None):
             at = block.steps if self._mode == "stream" else ranks
             at = torch.full_like(at, self._limit) if self._mode == "clamped" else at
             turns = self.rotation.turns(at, slots.keys.dtype, self._longest or slots.empty + 1)
@@ -139,27 +155,32 @@ class Walk:
         Returns:
             [B, H * G, T, Dv].
         """
+        slots, shape, seen = self.slots, self.slots.shape, block.seen or 0
+        if block.tokens == 1 and self._kernel is not None:
+            rows = slots.rows(self._attended, layer)
+            return self._kernel(slots, rows, query, keys, values, terms.scaling, self._mass_of(layer))
         if self.rotation is not None:
             query, keys = self.rotation.pair(query), self.rotation.pair(keys)
-        slots, shape = self.slots, self.slots.shape
         query = query.view(query.shape[0], shape.heads, shape.group, *query.shape[2:])
         if self._fills:
-            return self._fill(layer, query, keys, values, terms, block.seen or 0).flatten(1, 2)
+            return self._fill(layer, query, keys, values, terms, seen).flatten(1, 2)
         if self._closed:
-            return self._in_closed_form(layer, query, keys, values, terms, block.seen or 0).flatten(1, 2)
+            assert self._closed_form is not None
+            rows = slots.rows(slots.empty, layer)
+            return self._closed_form(rows, query, keys, values, terms, self._held(rows, seen), seen).flatten(1, 2)
         query = query * terms.scaling if self.rotation is None else rotate(query, self._scaled_turns(terms.scaling))
-        rows = self.slots.rows(self._attended, layer)
+        rows = slots.rows(self._attended, layer)
         if block.tokens == 1:
-            at, size = self.slots.layers.index(layer), len(rows.keys)
+            at, size = slots.layers.index(layer), len(rows.keys)
             token = (query.reshape(size, shape.group, -1), keys.reshape(size, -1), values.reshape(size, -1))
             out, mass = self._step(rows, *token, terms, self._used[at], self._turns[at])
-            if self.slots.states:
-                self._mass.append(mass)
+            asked = self._mass_of(layer)
+            if asked is not None:
+                asked.copy_(mass)
             return out.view(query.shape[0], -1, 1, shape.value_dim)
-        if self._compiled is not None and CompiledWalk.takes(block.tokens, block.seen, terms):
+        if self._compiled is not None and CompiledWalk.takes(block.tokens, block.seen):
             self._by_kernel = True
-            held = self._oldest_first(rows, min(block.seen or 0, slots.capacity or 0))
-            return self._compiled(rows, layer, query, keys, values, held, block.seen or 0).flatten(1, 2)
+            return self._compiled(slots, rows, layer, query, keys, values, self._held(rows, seen), seen).flatten(1, 2)
         return self._within(rows, query, keys, values, terms).flatten(1, 2)
 
     def end(self, block: Block) -> None:
@@ -169,98 +190,24 @@ class Walk:
         if self._fills or block.tokens > 1:
             return
         rows = self.slots.rows(self._attended)
-        if self.slots.states:
-            rows.update(torch.cat(self._mass), self._valid[0])
-            self._mass = []
-        rows.release(self._valid[0], self._full(0), self._ragged)
+        if self._release is not None and block.valid is None and not self._ragged:
+            self._release(self.slots, rows, self._mass, self._step_now, self._full(0))
+        else:
+            if self._mass is not None:
+                rows.update(self._mass, self._valid[0])
+            rows.release(self._valid[0], self._full(0), self._ragged)
+        self._mass = None
         self._turns, self._used = [], []  # as large as the cache, and of no use to the next step
 
     def fork(self, streams: Tensor) -> Walk:
         """A walk over copies of these streams. streams: [B'] int64."""
-        other = Walk(self.slots.fork(streams), self._mode, self._limit, always=self._always, closed=self._may_close)
-        other._compiled = self._compiled and CompiledWalk.of(other.slots, self._mode)
-        other._ordered = self._ordered
+        other = copy(self)
+        other.slots, other._steady = self.slots.fork(streams), False
         return other
 
-    def _known(self, block: Block) -> bool:
-        """Whether the block can be computed in closed form: all that is kept is known, and where it stands."""
-        if self._band is None or block.tokens == 1 or block.seen is None or block.used is None:
-            return False
-        sinks, window = self._band
-        if self._mode != "clamped" or self.rotation is None:
-            return True
-        crossing = block.used > self._limit and block.seen < self._limit + sinks and sinks > 0
-        return window <= self._limit and not crossing  # while sinks reach the limit one by one they are walked
-
-    def _in_closed_form(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms, seen: int) -> Tensor:
-        """A block of a policy that keeps the first tokens and the newest. -> [B, H, G, T, Dv]."""
-        assert self._band is not None
-        assert self.slots.capacity is not None
-        (sinks, window), streams, capacity, tokens = self._band, query.shape[0], self.slots.capacity, keys.shape[2]
-        rows, before, used = self.slots.rows(self.slots.empty, layer), min(seen, capacity), seen + tokens
-        held = self._oldest_first(rows, before)
-        every_key = torch.cat([held.keys.unflatten(0, (streams, -1)), keys], 2)
-        every_value = torch.cat([held.values.unflatten(0, (streams, -1)), values], 2)
-        gap = seen > capacity  # between the sinks and the window
-        first = seen - window if gap else max(0, seen - window)
-        near = slice(sinks if gap else first, None)
-        first_tokens = None
-        if sinks and used - 1 > window:
-            first_tokens = Sinks(query, every_key[:, :, :sinks], every_value[:, :, :sinks])
-        near_query, near_keys = query, every_key[:, :, near]
-        if self.rotation is not None:
-            at = torch.arange(near_keys.shape[2], device=keys.device)
-            turns = self.rotation.turns(at, keys.dtype, near_keys.shape[2])
-            near_query, near_keys = rotate(query, turns[-tokens:]), rotate(near_keys, turns)
-            if first_tokens is not None:
-                first_tokens = self._placed(first_tokens, seen, self.rotation)
-        out = banded(
-            near_query, near_keys, every_value[:, :, near], window, first_tokens, terms._replace(sliding_window=None), first
-        )
-        self._keep(rows, every_key.flatten(0, 1), every_value.flatten(0, 1), seen, used)
-        return out
-
-    def _placed(self, sinks: Sinks, seen: int, rotation: Rotation) -> Sinks:
-        """The first tokens and the block's queries, rotated to where the position mode puts them."""
-        count, tokens, capacity = sinks.keys.shape[2], sinks.query.shape[3], self.slots.capacity or 0
-        at = torch.arange(seen, seen + tokens, device=sinks.keys.device)
-        key_at = torch.arange(count, device=sinks.keys.device)
-        if self._mode == "cache":
-            at = at.clamp(max=capacity)
-        elif self._mode == "clamped" and seen >= self._limit:
-            at, key_at = torch.full_like(at, self._limit), torch.zeros_like(key_at)
-        longest = self._longest or self.slots.empty + 1
-        dtype = sinks.keys.dtype
-        return Sinks(
-            rotate(sinks.query, rotation.turns(at, dtype, longest)), rotate(sinks.keys, rotation.turns(key_at, dtype, longest)),
-            sinks.values,
-        )  # fmt: skip
-
-    def _oldest_first(self, rows: Rows, before: int) -> Held:
-        """What is held, by rank."""
-        states = [x.flatten(0, 1) for x in rows.states.values()]
-        if self._ordered:
-            return Held(
-                rows.keys[:, :before], rows.values[:, :before], rows.position[:, :before], [x[:, :before] for x in states]
-            )
-        order = rows.rank.argsort(-1)[:, :before]
-        keys, values = (x.take_along_dim(order[..., None], 1) for x in (rows.keys, rows.values))
-        return Held(keys, values, rows.position.take_along_dim(order, 1), [x.take_along_dim(order, 1) for x in states])
-
-    def _keep(self, rows: Rows, keys: Tensor, values: Tensor, seen: int, used: int) -> None:
-        """What is held once the block is over, oldest first in the slots. keys, values: all held and new. [N, L, D]."""
-        assert self._band is not None
-        window, capacity = self._band[1], self.slots.capacity or 0
-        kept = min(used, capacity)
-        tail = kept if used <= capacity else window
-        parts = [slice(0, kept - tail), slice(keys.shape[1] - tail, keys.shape[1])]
-        rows.keys[:, :kept] = torch.cat([keys[:, p] for p in parts], 1)
-        rows.values[:, :kept] = torch.cat([values[:, p] for p in parts], 1)
-        rows.rank[:, :kept] = torch.arange(kept, device=keys.device)
-        rows.rank[:, kept:] = self.slots.empty
-        rows.position[:, : kept - tail] = torch.arange(kept - tail, device=keys.device)
-        rows.position[:, kept - tail : kept] = torch.arange(used - tail, used, device=keys.device)
-        rows.use(kept)
+    def _held(self, rows: Rows, seen: int) -> Held:
+        """What a layer holds before a block, oldest first."""
+        return rows.oldest_first(min(seen, self.slots.capacity or 0), self._ordered)
 
     def _within(self, rows: Rows, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
         """The definition, token by token inside one layer. -> [B, H, G, T, Dv]."""
@@ -284,6 +231,13 @@ class Walk:
         if scaling not in self._query_turns:
             self._query_turns[scaling] = self._query_turns[1.0] * scaling
         return self._query_turns[scaling]
+
+    def _mass_of(self, layer: int) -> Tensor | None:
+        """Where the softmax weights of one layer go in a step, if anybody asks for them. [N, G, S]."""
+        if self._mass is None:
+            return None
+        at, size = self.slots.layers.index(layer), self.slots.streams * self.slots.shape.heads
+        return self._mass[at * size : (at + 1) * size]
 
     def _full(self, t: int) -> bool:
         """Whether the t-th token of the block finds, as far as the host knows, no unused slot after it."""
@@ -348,13 +302,3 @@ class Walk:
             turns = self.rotation.turns(torch.arange(used, device=keys.device), keys.dtype, used)
             kept, query = rotate(kept, turns), rotate(query, turns[seen:])
         return causal(query, kept, held, terms)
-
-
-def _band(slots: Slots) -> tuple[int, int] | None:
-    """(sinks, window) of what these layers keep, where that is known beforehand; a sliding window counts too."""
-    if slots.capacity is None:
-        return None
-    sliding = slots.shape.sliding_window
-    if sliding is None:
-        return slots.policy.band(slots.capacity)
-    return (0, slots.capacity) if slots.capacity == sliding - 1 else None  # what no later query may see goes first

@@ -1,0 +1,113 @@
+"""Blocks in closed form, where a policy keeps the first tokens and the newest ones: no walk, the same numbers.
+
+Axis letters: B streams, H KV heads, N = B * H, G query heads of a KV head, T tokens of the block, L keys, D head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from harness.engine.attention import Terms
+from harness.engine.banded import Sinks, banded
+from harness.engine.rotary import Rotation, rotate
+from harness.engine.slots import Held, Rows, Slots
+from policies import PositionMode
+
+
+class ClosedForm:
+    """The closed form for the layers of one `Slots`."""
+
+    def __init__(self, slots: Slots, mode: PositionMode, limit: int, longest: int, band: tuple[int, int]) -> None:
+        """As `of` makes it."""
+        assert slots.capacity is not None
+        self._rotation, self._capacity, self._empty = slots.shape.rotation, slots.capacity, slots.empty
+        self._mode, self._limit, self._longest = mode, limit, longest
+        self._sinks, self._window = band
+
+    @classmethod
+    def of(cls, slots: Slots, mode: PositionMode, limit: int, longest: int) -> Self | None:
+        """None where what is kept is not known beforehand. A sliding window counts as known, too.
+
+        Args:
+            slots: of the layers.
+            mode: where RoPE puts a cached token.
+            limit: the largest distance of mode `clamped`, in tokens.
+            longest: bounds the angles.
+        """
+        if slots.capacity is None or slots.states:
+            return None
+        sliding = slots.shape.sliding_window
+        band = slots.policy.band(slots.capacity)
+        if sliding is not None:  # what no later query may see goes first
+            band = (0, slots.capacity) if slots.capacity == sliding - 1 else None
+        return None if band is None else cls(slots, mode, limit, longest, band)
+
+    def takes(self, tokens: int, seen: int | None) -> bool:
+        """Whether a block can be computed so: streams of one length, and known where all that is kept stands."""
+        if tokens == 1 or seen is None:
+            return False
+        if self._mode != "clamped" or self._rotation is None:
+            return True
+        crossing = seen + tokens > self._limit and seen < self._limit + self._sinks and self._sinks > 0
+        return self._window <= self._limit and not crossing  # while sinks reach the limit one by one they are walked
+
+    def __call__(self, rows: Rows, query: Tensor, keys: Tensor, values: Tensor, terms: Terms, held: Held, seen: int) -> Tensor:
+        """A block through one layer; leaves the slots oldest first.
+
+        Args:
+            rows: of the layer, all slots.
+            query: unrotated, unscaled. [B, H, G, T, D].
+            keys: unrotated. [B, H, T, D].
+            values: [B, H, T, Dv].
+            terms: of this layer's attention.
+            held: before the block.
+            seen: tokens before the block.
+
+        Returns:
+            [B, H, G, T, Dv].
+        """
+        sinks, window, streams, tokens = self._sinks, self._window, query.shape[0], keys.shape[2]
+        used = seen + tokens
+        every_key = torch.cat([held.keys.unflatten(0, (streams, -1)), keys], 2)
+        every_value = torch.cat([held.values.unflatten(0, (streams, -1)), values], 2)
+        gap = seen > self._capacity  # between the sinks and the window
+        first = seen - window if gap else max(0, seen - window)
+        near = slice(sinks if gap else first, None)
+        first_tokens = None
+        if sinks and used - 1 > window:
+            first_tokens = Sinks(query, every_key[:, :, :sinks], every_value[:, :, :sinks])
+        near_query, near_keys = query, every_key[:, :, near]
+        if self._rotation is not None:
+            at = torch.arange(near_keys.shape[2], device=keys.device)
+            turns = self._rotation.turns(at, keys.dtype, near_keys.shape[2])
+            near_query, near_keys = rotate(query, turns[-tokens:]), rotate(near_keys, turns)
+            if first_tokens is not None:
+                first_tokens = self._placed(first_tokens, seen, self._rotation)
+        terms = terms._replace(sliding_window=None)
+        out = banded(near_query, near_keys, every_value[:, :, near], window, first_tokens, terms, first)
+        self._keep(rows, every_key.flatten(0, 1), every_value.flatten(0, 1), used)
+        return out
+
+    def _placed(self, sinks: Sinks, seen: int, rotation: Rotation) -> Sinks:
+        """The first tokens and the block's queries, rotated to where the position mode puts them."""
+        count, tokens, dtype = sinks.keys.shape[2], sinks.query.shape[3], sinks.keys.dtype
+        at = torch.arange(seen, seen + tokens, device=sinks.keys.device)
+        key_at = torch.arange(count, device=sinks.keys.device)
+        if self._mode == "cache":
+            at = at.clamp(max=self._capacity)
+        elif self._mode == "clamped" and seen >= self._limit:
+            at, key_at = torch.full_like(at, self._limit), torch.zeros_like(key_at)
+        query_turns, key_turns = (rotation.turns(x, dtype, self._longest) for x in (at, key_at))
+        return Sinks(rotate(sinks.query, query_turns), rotate(sinks.keys, key_turns), sinks.values)
+
+    def _keep(self, rows: Rows, keys: Tensor, values: Tensor, used: int) -> None:
+        """What is held once the block is over. keys, values: all held and new. [N, L, D]."""
+        kept = min(used, self._capacity)
+        tail = kept if used <= self._capacity else self._window
+        parts = [slice(0, kept - tail), slice(keys.shape[1] - tail, keys.shape[1])]
+        first, last = torch.arange(kept - tail, device=keys.device), torch.arange(used - tail, used, device=keys.device)
+        position = torch.cat([first, last]).expand(len(keys), -1)
+        rows.put(torch.cat([keys[:, p] for p in parts], 1), torch.cat([values[:, p] for p in parts], 1), position)
