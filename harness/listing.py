@@ -7,7 +7,7 @@ from typing import Any
 
 from harness import registry
 from harness import suite as suite_files
-from harness.engine.kernels.policy_cpu import why_not
+from harness.engine.kernels.compiler import why_not
 from harness.errors import UserError
 from policies import Policy
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import gc
+import math
 import platform
 import time
 from collections.abc import Sequence
@@ -239,13 +240,14 @@ def _job(item: _Prepared, model: Model, options: RunOptions, trace: Path, watche
     found = FastCheck("windows run afresh", "windows run afresh", 0.0)
     if cell.policy.caches:
         found = FastCheck("walk", "plain", 0.0) if options.walk else fast_method(model, config)
-        item.record.facts["differs_from_walk"] = round(found.differs, 4)
+        item.record.facts["differs_from_walk"] = round(found.differs, 4) if math.isfinite(found.differs) else None
+        item.record.facts |= {"refused": found.refused} if found.refused else {}
     wide = found.method == "closed form" and not item.task.of_device
     block = options.block or (_block_that_fits(model) if wide else _BLOCK)
     item.record.facts |= {"block": block, "method": found.method, "step": found.step}
     return Job(
         model, config, item.data, block, options.walk, trace, watcher.advance, closed=found.method == "closed form",
-        compiled="compiled" in found.method or found.step == "compiled",
+        compiled="compiled" in found.method or found.step != "plain",
     )  # fmt: skip
 
 

@@ -20,6 +20,8 @@ FAMILIES = ["llama", "qwen3", "gpt_neox"]
 DEVICE = torch.device(os.environ.get("BENCH_TEST_DEVICE", "cpu"))  # `make gpu` runs the equalities on CUDA
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if DEVICE.type == "cpu":
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels for CUDA run in Triton's interpreter
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 torch.set_num_threads(1)  # tiny models are faster so

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from harness import registry
 from harness.engine import banded, fastcheck
-from harness.engine.kernels import compiler, policy_cpu, walk_cpu
+from harness.engine.kernels import compiler, cpu
 from harness.engine.kernels.tracing import NotTraceableError, traced
 from harness.engine.loop import CacheConfig, CachedDecoder
 from policies import AttentionSum, CacheView, Policy, Statistic
@@ -181,6 +181,20 @@ def test_the_decode_step_by_kernels_with_streams_of_unequal_length(policy):
     assert fast.kept() == plain.kept()
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
+def test_the_closed_form_by_flex_attention_is_the_walk(monkeypatch, family, mode):
+    """As on CUDA; here FlexAttention runs uncompiled."""
+    monkeypatch.setattr(banded, "_FLEX", {DEVICE.type})
+    model, tokens = model_of(family), tokens_of(300, 2)
+    config = CacheConfig(SinkWindow(3), 70, mode, 90)
+    closed, walked = CachedDecoder(model, config, 2), CachedDecoder(model, config, 2, walk=True)
+    ours, theirs = read_in(closed, tokens, [128]), read_in(walked, tokens, [50])
+    torch.testing.assert_close(nll(ours, tokens), nll(theirs, tokens), atol=1e-4, rtol=0)
+    assert closed.kept() == walked.kept()
+
+
 @dataclass(frozen=True)
 class Odd(Policy):
     """A user's own: elementwise, of several operations, and its own statistic."""
@@ -238,8 +252,8 @@ class Branching(Window):
 def test_what_can_not_be_traced_is_walked_plainly_and_says_why(policy, why):
     with pytest.raises(NotTraceableError, match=why):
         traced(policy.bind(8))
-    assert why in policy_cpu.why_not(policy.bind(8))
-    assert policy_cpu.function_of(policy.bind(8), "walk.c", "walk") is None
+    assert why in compiler.why_not(policy.bind(8))
+    assert compiler.function_of(policy.bind(8), "walk.c", "walk") is None
 
 
 def test_what_is_traced_reads_like_the_policy():
@@ -250,7 +264,7 @@ def test_what_is_traced_reads_like_the_policy():
 
 def test_without_a_compiler_the_plain_code_is_used(monkeypatch, tmp_path):
     monkeypatch.setenv("CC", "no-such-compiler")
-    assert "no C compiler" in policy_cpu.why_not(H2O().bind(8))
+    assert "no C compiler" in compiler.why_not(H2O().bind(8))
     walk = CachedDecoder(model_of("llama"), CacheConfig(H2O(), 8), compiled=True).walks[0]
     assert not walk.is_compiled
     assert not walk.steps_by_kernel
@@ -278,8 +292,9 @@ def test_the_check_refuses_a_closed_form_that_differs(monkeypatch):
 def test_the_check_refuses_a_compiled_walk_that_differs(monkeypatch):
     model, config = model_of("llama"), CacheConfig(H2O(), 20)
     assert fastcheck.fast_method(model, config).method == "compiled walk"
-    kernel = policy_cpu.function_of(Random().bind(20), "walk.c", "walk")
-    monkeypatch.setattr(walk_cpu, "function_of", lambda *asked: kernel)
+    kernel = compiler.function_of(Random().bind(20), "walk.c", "walk")
+    real = compiler.function_of
+    monkeypatch.setattr(cpu, "function_of", lambda *asked: kernel if asked[2] == "walk" else real(*asked))
     assert fastcheck.fast_method(model, config).method == "walk"
 
 

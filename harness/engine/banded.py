@@ -2,21 +2,25 @@
 
 The closed form of the walk for policies that don't look at content. A key in the window stands at its true distance from
 the query; a sink stands where the position mode puts it. So the same queries are rotated twice, and the two parts of one
-softmax are put together by their log-sum-exp. No score matrix of a whole block is ever held.
+softmax are put together by their log-sum-exp. No score matrix of a whole block is ever held: on CPUs PyTorch's fused kernel
+takes some queries at a time, on CUDA FlexAttention takes the whole block and skips what its mask leaves out.
 
 Axis letters: B streams, H KV heads, G query heads of a KV head, T tokens of the block, L keys, E sinks, D head dim.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from harness.engine.attention import Terms, weights
 
+_FLEX = {"cuda"}  # kinds of device where FlexAttention is compiled
+_TILE = 128  # queries and keys of a block of its mask
 _ROWS = (64, 128)  # queries at once: as many as the window has tokens, within these
 
 
@@ -48,6 +52,9 @@ def banded(query: Tensor, keys: Tensor, values: Tensor, window: int, sinks: Sink
     if sinks is not None:
         reach = torch.arange(first + before, first + before + tokens, device=query.device)[:, None] - window
         hidden = torch.arange(sinks.keys.shape[2], device=query.device) < reach
+    if _can_be_flex(query, values, terms):
+        near, log_sum = _flex(query, keys, values, _block_mask(tokens, before, window, query.device), terms)
+        return near if sinks is None or hidden is None else _joined(near, log_sum, sinks, hidden, terms)
     rows = min(max(_ROWS[0], window), _ROWS[1])
     fused = _can_be_fused(query, values, terms)
     out, log_sums = [], []
@@ -114,6 +121,46 @@ def _fused(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, terms: Ter
         query.flatten(2, 3), keys, values, 0.0, False, attn_mask=mask, scale=terms.scaling
     )
     return out.unflatten(2, shape), log_sum.unflatten(2, shape)
+
+
+def _can_be_flex(query: Tensor, values: Tensor, terms: Terms) -> bool:
+    """Whether FlexAttention takes this: on CUDA, whole blocks of its own, dims that it compiles for."""
+    plain = terms.softcap is None and terms.sink_logits is None and query.shape[-1] == values.shape[-1]
+    return plain and query.device.type in _FLEX and query.shape[3] % _TILE == 0 and query.dtype != torch.float64
+
+
+@lru_cache
+def _compiled_flex(kind: str) -> Callable[..., Any]:
+    """FlexAttention that also tells the log-sum-exp, compiled for a kind of device."""
+    from torch.nn.attention import flex_attention as module
+
+    request = getattr(module, "AuxRequest", None)  # PyTorch 2.9 and later
+    asked: dict[str, Any] = {"return_lse": True} if request is None else {"return_aux": request(lse=True)}
+    flex = module.flex_attention if kind == "cpu" else torch.compile(module.flex_attention, dynamic=False)
+    return partial(flex, **asked)
+
+
+@lru_cache(maxsize=16)
+def _block_mask(tokens: int, before: int, window: int, device: torch.device) -> Any:
+    """`_band` as FlexAttention takes it."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
+        age = before + query - key
+        return (age >= 0) & (age <= window)
+
+    return create_block_mask(seen, None, None, tokens, before + tokens, device=device)
+
+
+def _flex(query: Tensor, keys: Tensor, values: Tensor, mask: Any, terms: Terms) -> tuple[Tensor, Tensor]:
+    """As `_fused`, a whole block at once."""
+    shape = query.shape
+    out, extra = _compiled_flex(query.device.type)(
+        query.flatten(1, 2), keys.contiguous(), values.contiguous(), block_mask=mask, scale=terms.scaling,
+        enable_gqa=shape[2] > 1,
+    )  # fmt: skip
+    log_sum: Tensor = getattr(extra, "lse", extra)
+    return out.view(*shape[:4], values.shape[-1]), log_sum.view(shape[:4])
 
 
 def _joined(near: Tensor, log_sum: Tensor, sinks: Sinks, hidden: Tensor, terms: Terms) -> Tensor:

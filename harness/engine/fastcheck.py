@@ -11,7 +11,7 @@ from harness.engine.model import Model
 
 _PAST = 256  # tokens past the point where the cache is full
 _PAST_16_BITS = 32
-_BLOCK = 96
+_BLOCK = 128
 _STEPS = 8  # tokens read singly after that
 _DENSE = 64  # tokens that a cache without a capacity is begun with
 _ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-6}  # of the logits' scale
@@ -22,8 +22,9 @@ class FastCheck(NamedTuple):
     """How a cell is read, and how far that is from the plain walk, in units of what is rounding."""
 
     method: str  # of blocks: "closed form", "compiled walk" or "walk"
-    step: str  # of single tokens: "compiled" or "plain"
+    step: str  # of single tokens: "captured" (a CUDA graph), "compiled" (kernels) or "plain"
     differs: float
+    refused: str = ""  # why something faster was not used
 
 
 def fast_method(model: Model, config: CacheConfig) -> FastCheck:
@@ -44,18 +45,32 @@ def fast_method(model: Model, config: CacheConfig) -> FastCheck:
     if not (closed or compiled or by_kernel):
         return FastCheck(method, "plain", 0.0)
     past = _PAST if closed or model.dtype in _ROUNDING else _PAST_16_BITS
-    full = config.capacity or _DENSE
+    try:
+        worst = _difference(model, config.capacity or _DENSE, past, fast, plain)
+    except Exception as error:  # kernels and graphs may be asked for what a device can't do; the plain walk can
+        worst, refused = torch.inf, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
+    else:
+        refused = "" if worst <= 1 else "its logits differ from the plain walk's"
+    if refused:
+        return FastCheck("walk" if config.policy.evicts else method, "plain", worst, refused)
+    captured = fast.graphs is not None and fast.graphs.replayed > 0
+    step = "captured" if captured else "compiled" if by_kernel else "plain"
+    return FastCheck(method, step, worst, fast.graphs.refused if fast.graphs else "")
+
+
+def _difference(model: Model, full: int, past: int, fast: CachedDecoder, plain: CachedDecoder) -> float:
+    """The largest in logits, in units of what is rounding."""
     vocabulary = model.hf.config.get_text_config().vocab_size
     tokens = torch.randint(vocabulary, (1, full + past + _STEPS), generator=torch.Generator().manual_seed(1)).to(model.device)
     worst = 0.0
     for block in tokens.split([full, *_parts(past), *[1] * _STEPS], 1):
-        keep = torch.arange(max(0, block.shape[1] - _BLOCK), block.shape[1], device=model.device)
+        keep = None
+        if block.shape[1] > 1:
+            keep = torch.arange(max(0, block.shape[1] - _BLOCK), block.shape[1], device=model.device)
         ours, theirs = (read(block, keep=keep).float() for read in (fast, plain))
         scale = _ROUNDING.get(model.dtype, _ROUNDING_16_BITS) * theirs.abs().amax().clamp(min=1)
         worst = max(worst, float(((ours - theirs).abs().amax() / scale).nan_to_num(torch.inf)))
-    if not worst <= 1:
-        return FastCheck("walk" if config.policy.evicts else method, "plain", worst)
-    return FastCheck(method, "compiled" if by_kernel else "plain", worst)
+    return worst
 
 
 def _parts(past: int) -> list[int]:

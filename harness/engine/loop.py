@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from harness.engine.attention import Terms, causal
+from harness.engine.captured import StepGraphs
 from harness.engine.model import Model
 from harness.engine.rotary import LONGEST_STREAM, rotate
 from harness.engine.slots import Slots
@@ -136,6 +137,7 @@ class CachedDecoder:
         self._step = torch.zeros(streams, 1, dtype=torch.int64, device=model.device)  # tokens taken in, per stream
         self._seen: int | None = 0  # the same, as far as the host knows: None once streams differ
         self._most = 0  # a bound of it for every stream
+        self.graphs = StepGraphs() if compiled and not walk and model.device.type == "cuda" else None
         self._route()
 
     def _route(self) -> None:
@@ -151,20 +153,39 @@ class CachedDecoder:
         self._most += count
         if self._most > LONGEST_STREAM:
             raise ValueError(f"a stream of more than {LONGEST_STREAM} tokens")
+        for walk in self.walks:
+            walk.slots.grow(self._most)
+        if self.graphs is None or count > 1 or self._seen is None or keep is not None:
+            logits = self._taken_in(tokens, valid, keep)
+        else:
+            logits = self._captured(tokens, self.graphs)
+        if self._seen is not None:
+            self._seen += count
+        return logits
+
+    def _taken_in(self, tokens: Tensor, valid: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
+        """A block, eagerly."""
+        count = tokens.shape[1]
         if count == 1:
             steps = self._step.clone()
         else:
             steps = self._step + (torch.arange(count, device=tokens.device) if valid is None else valid.cumsum(1) - valid.long())
         self._block = Block(steps, valid, self._seen)
         for walk in self.walks:
-            walk.slots.grow(self._most)
             walk.begin(self._block)
         logits = self.model(tokens, self, 0 if keep is None else keep)
         for walk in self.walks:
             walk.end(self._block)
         self._step += count if valid is None else valid.sum(1, keepdim=True)
-        if self._seen is not None:
-            self._seen += count
+        return logits
+
+    def _captured(self, tokens: Tensor, graphs: StepGraphs) -> Tensor:
+        """A token, by a captured step where there is one."""
+        assert self._seen is not None
+        state = tuple(walk.host_state(self._seen) for walk in self.walks)
+        logits, replayed = graphs(state, [dict(walk.slots.windows) for walk in self.walks], self._taken_in, tokens)
+        for walk in self.walks if replayed else []:
+            walk.replayed(self._seen)
         return logits
 
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
@@ -212,6 +233,7 @@ class CachedDecoder:
         other.walks = [walk.fork(index) for walk in self.walks]
         other._route()
         other._step = self._step[index]
+        other.graphs = StepGraphs() if self.graphs is not None else None
         return other
 
 

@@ -199,6 +199,7 @@ class Slots:
         self.shape, self.layers, self.num_layers = shape, list(layers), num_layers
         self.layer_index = torch.tensor(self.layers, device=device)
         self.capacity, self.streams, self.seed = capacity, streams, seed
+        self.version = 0  # how often the tensors were made anew
         rows, slots = len(layers) * streams * shape.heads, BUCKET if capacity is None else capacity + 1
         self.keys = torch.zeros(rows, slots, shape.key_dim, device=device, dtype=dtype)
         self.values = torch.zeros(rows, slots, shape.value_dim, device=device, dtype=dtype)
@@ -218,16 +219,17 @@ class Slots:
         self.flat_keys, self.flat_values = self.keys.flatten(0, 1), self.values.flatten(0, 1)
         self.flat_rank, self.flat_position = self.rank.flatten(), self.position.flatten()
         self.flat_states = {s: x.flatten(0, 1) for s, x in self.states.items()}
-        self._rows: dict[tuple[int, int | None], Rows] = {}
+        self.windows: dict[tuple[int, int | None], Rows] = {}  # made so far
+        self.version += 1
 
     def rows(self, attended: int, layer: int | None = None) -> Rows:
         """The window of one layer (its index in the model), or of all."""
-        if (attended, layer) not in self._rows:
+        if (attended, layer) not in self.windows:
             at = 0 if layer is None else self.layers.index(layer)
             layers = slice(at, len(self.layers) if layer is None else at + 1)
-            self._rows = {key: rows for key, rows in self._rows.items() if key[0] == attended}
-            self._rows[attended, layer] = Rows(self, layers, attended)
-        return self._rows[attended, layer]
+            self.windows = {key: rows for key, rows in self.windows.items() if key[0] == attended}
+            self.windows[attended, layer] = Rows(self, layers, attended)
+        return self.windows[attended, layer]
 
     @property
     def kv_bytes(self) -> int:

@@ -16,13 +16,12 @@ from torch import Tensor
 
 from harness.engine.attention import Terms, causal, weights
 from harness.engine.closed_form import ClosedForm
-from harness.engine.kernels.policy_cpu import ReleaseKernel
-from harness.engine.kernels.step_cpu import StepKernel
-from harness.engine.kernels.walk_cpu import CompiledWalk
+from harness.engine.kernels.choose import Kernels, kernels_for
 from harness.engine.rotary import LONGEST_STREAM, Rotation, rotate
-from harness.engine.slots import Held, Rows, Slots
+from harness.engine.slots import Rows, Slots
 from policies import PositionMode
 
+_FEWEST = 4  # tokens of a block from which on a walk by a kernel is worth its copies
 _SHARED = 2**20  # key elements of all layers up to which their turns are made at once
 
 
@@ -72,10 +71,7 @@ class Walk:
         self._steady = False
         longest = self._longest or slots.empty + 1
         self._closed_form = ClosedForm.of(slots, positions, limit, longest) if closed and not always else None
-        compiled = compiled and not always
-        self._compiled = CompiledWalk.of(slots, positions, limit) if compiled and self._closed_form is None else None
-        self._kernel = StepKernel.of(slots, positions, limit, self._longest) if compiled else None
-        self._release = ReleaseKernel.of(slots) if compiled else None
+        self._kernels = kernels_for(slots, positions, limit, self._longest) if compiled and not always else Kernels()
         self._ordered = True  # the slots hold their tokens oldest first
 
     @property
@@ -86,12 +82,12 @@ class Walk:
     @property
     def is_compiled(self) -> bool:
         """Whether blocks are walked by a compiled loop."""
-        return self._compiled is not None
+        return self._kernels.walk is not None and self._closed_form is None
 
     @property
     def steps_by_kernel(self) -> bool:
         """Whether single tokens are taken in by a compiled kernel."""
-        return self._kernel is not None
+        return self._kernels.step is not None
 
     def begin(self, block: Block) -> None:
         """Before the first layer: what all layers share."""
@@ -121,7 +117,7 @@ class Walk:
         self._hold(rows, 0)
         if slots.states:
             self._mass = rows.rank.new_empty(len(rows.rank), slots.shape.group, self._attended, dtype=slots.wide)
-        if self._kernel is None:
+        if self._kernels.step is None:
             layers = len(slots.layers)
             self._used = [None] * layers if self._full(0) else rows.used().unflatten(0, (layers, -1)).unbind(0)
             self._turns: Sequence[Tensor | None] = [None] * layers
@@ -132,7 +128,7 @@ class Walk:
         """Ranks of the new tokens, and where RoPE puts their queries."""
         slots = self.slots
         ranks = block.steps if slots.capacity is None else block.steps.clamp(max=slots.capacity)
-        if self.rotation is not None and (block.tokens > 1 or self._kernel is None):
+        if self.rotation is not None and (block.tokens > 1 or self._kernels.step is None):
             at = block.steps if self._mode == "stream" else ranks
             at = torch.full_like(at, self._limit) if self._mode == "clamped" else at
             turns = self.rotation.turns(at, slots.keys.dtype, self._longest or slots.empty + 1)
@@ -156,9 +152,9 @@ class Walk:
             [B, H * G, T, Dv].
         """
         slots, shape, seen = self.slots, self.slots.shape, block.seen or 0
-        if block.tokens == 1 and self._kernel is not None:
+        if block.tokens == 1 and self._kernels.step is not None:
             rows = slots.rows(self._attended, layer)
-            return self._kernel(slots, rows, query, keys, values, terms.scaling, self._mass_of(layer))
+            return self._kernels.step(slots, rows, query, keys, values, terms.scaling, self._mass_of(layer))
         if self.rotation is not None:
             query, keys = self.rotation.pair(query), self.rotation.pair(keys)
         query = query.view(query.shape[0], shape.heads, shape.group, *query.shape[2:])
@@ -167,7 +163,8 @@ class Walk:
         if self._closed:
             assert self._closed_form is not None
             rows = slots.rows(slots.empty, layer)
-            return self._closed_form(rows, query, keys, values, terms, self._held(rows, seen), seen).flatten(1, 2)
+            held = rows.oldest_first(min(seen, slots.capacity or 0), self._ordered)
+            return self._closed_form(rows, query, keys, values, terms, held, seen).flatten(1, 2)
         query = query * terms.scaling if self.rotation is None else rotate(query, self._scaled_turns(terms.scaling))
         rows = slots.rows(self._attended, layer)
         if block.tokens == 1:
@@ -178,20 +175,21 @@ class Walk:
             if asked is not None:
                 asked.copy_(mass)
             return out.view(query.shape[0], -1, 1, shape.value_dim)
-        if self._compiled is not None and CompiledWalk.takes(block.tokens, block.seen):
+        if self._kernels.walk is not None and block.tokens >= _FEWEST and block.seen is not None:
             self._by_kernel = True
-            return self._compiled(slots, rows, layer, query, keys, values, self._held(rows, seen), seen).flatten(1, 2)
+            return self._kernels.walk(slots, rows, layer, query, keys, values, self._ordered, seen).flatten(1, 2)
         return self._within(rows, query, keys, values, terms).flatten(1, 2)
 
     def end(self, block: Block) -> None:
         """After the last layer: the bookkeeping of a block of one token, all layers at once."""
         full = self.slots.capacity is not None and (block.used is None or block.used > self.slots.capacity)
-        self._ordered = self._closed or self._by_kernel or (self._ordered and not full)
+        in_order = self._by_kernel and self._kernels.walk is not None and self._kernels.walk.leaves_ordered
+        self._ordered = self._closed or in_order or (self._ordered and not full)
         if self._fills or block.tokens > 1:
             return
         rows = self.slots.rows(self._attended)
-        if self._release is not None and block.valid is None and not self._ragged:
-            self._release(self.slots, rows, self._mass, self._step_now, self._full(0))
+        if self._kernels.release is not None and block.valid is None and not self._ragged:
+            self._kernels.release(self.slots, rows, self._mass, self._step_now, self._full(0))
         else:
             if self._mass is not None:
                 rows.update(self._mass, self._valid[0])
@@ -199,15 +197,22 @@ class Walk:
         self._mass = None
         self._turns, self._used = [], []  # as large as the cache, and of no use to the next step
 
+    def host_state(self, seen: int) -> tuple[int, int, bool]:
+        """All that the host decides about a step of one token, after so many."""
+        full = self.slots.capacity is not None and seen >= self.slots.capacity
+        self._steady = False  # a captured step makes all that it reads
+        return self.slots.version, self.slots.attended(seen + 1), full
+
+    def replayed(self, seen: int) -> None:
+        """A step after so many tokens was replayed: what the host would have noted."""
+        self._steady = False
+        self._ordered = self._ordered and (self.slots.capacity is None or seen < self.slots.capacity)
+
     def fork(self, streams: Tensor) -> Walk:
         """A walk over copies of these streams. streams: [B'] int64."""
         other = copy(self)
         other.slots, other._steady = self.slots.fork(streams), False
         return other
-
-    def _held(self, rows: Rows, seen: int) -> Held:
-        """What a layer holds before a block, oldest first."""
-        return rows.oldest_first(min(seen, self.slots.capacity or 0), self._ordered)
 
     def _within(self, rows: Rows, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
         """The definition, token by token inside one layer. -> [B, H, G, T, Dv]."""

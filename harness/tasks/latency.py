@@ -222,9 +222,10 @@ class _Lane:
             np.save(file, steps.astype("<f4"))
 
     def _bookkeeping(self) -> float:
-        """Share of a step that updating statistics, scoring and evicting take, in steps of their own."""
+        """Share of an eager step that updating statistics, scoring and evicting take, in steps of their own."""
         if not isinstance(self.read, CachedDecoder):
             return 0.0
+        self.read.graphs = None  # a captured step can't be looked into
         device, steps = self.job.model.device, Marks(self.job.model.device)
         spent: list[Marks] = []
         for walk in self.read.walks:

@@ -1,77 +1,81 @@
-"""Our decode step beside a plain Hugging Face loop, and blocks beside single tokens, on one thread.
+"""A decode step of ours beside the same model in Hugging Face with a `DynamicCache` of the same length and no eviction.
 
 Side by side in one process, interleaved a few tokens at a time, medians: the machine may be busy, the ratios hold.
-The yardstick is a `DynamicCache` loop without eviction whose cache is kept about as long as ours.
 
-    python tests/benchmarks/decode_speed.py MODEL_DIR [CAPACITY]
+    python tests/benchmarks/decode_speed.py [--shape 5m|100m] [--model DIR] [--capacity N] [--threads N]
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
+from perplexity_speed import SHAPES, made
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from harness.engine.load import load_model
 from harness.engine.loop import CacheConfig, decoder
+from harness.engine.model import adopt
 from policies.h2o import H2O
 from policies.sink_window import SinkWindow
 
-STEP, ROUNDS, BLOCK = 4, 250, 256
+STEP, ROUNDS = 4, 60
 
 
-def timed(work: Callable[[], object], tokens: int) -> float:
+def timed(work: Callable[[], object]) -> float:
     """Seconds a token."""
     start = time.perf_counter()
     work()
-    return (time.perf_counter() - start) / tokens
+    return (time.perf_counter() - start) / STEP
 
 
-def main(directory: Path, capacity: int) -> None:
-    torch.set_num_threads(1)
-    model = load_model(directory, "float32", torch.device("cpu"))
-    plain = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    tokens = torch.randint(3, plain.config.vocab_size, (1, 4096), generator=torch.Generator().manual_seed(0))
+def main() -> None:
+    """Microseconds a token, and ratios."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--shape", choices=SHAPES, default="5m")
+    parser.add_argument("--model", help="a directory, in place of random weights of a shape")
+    parser.add_argument("--capacity", type=int, default=1024)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    asked = parser.parse_args()
+    torch.set_num_threads(asked.threads)
+    capacity = asked.capacity
+    if asked.model:
+        load = AutoModelForCausalLM.from_pretrained
+        plain, own = (load(asked.model, dtype=torch.float32, attn_implementation=a).eval() for a in ("sdpa", "eager"))
+    else:
+        plain, own = (made(asked.shape, torch.float32, attention) for attention in ("sdpa", "eager"))
+    model = adopt(own)
+    tokens = torch.randint(3, plain.config.vocab_size, (1, capacity + 4096), generator=torch.Generator().manual_seed(0))
     cache = DynamicCache(config=plain.config)
-    ours = {
-        name: decoder(model, CacheConfig(p, capacity), compiled=True)
-        for name, p in (("sink_window", SinkWindow()), ("h2o", H2O()))
-    }
+    asked_for = {"sink+window": (SinkWindow(), True), "H2O": (H2O(), True), "H2O, plain": (H2O(), False)}
+    ours = {name: decoder(model, CacheConfig(p, capacity), compiled=c) for name, (p, c) in asked_for.items()}
     times: dict[str, list[float]] = {}
 
-    def hf_steps(at: int) -> None:
-        for t in range(at, at + STEP):
-            plain(tokens[:, t : t + 1], past_key_values=cache, use_cache=True).logits  # noqa: B018
+    def hf_steps(steps: list[torch.Tensor]) -> None:
+        for token in steps:
+            plain(token, past_key_values=cache, use_cache=True).logits  # noqa: B018
 
     with torch.inference_mode():
-        plain(tokens[:, : capacity // 2], past_key_values=cache, use_cache=True)
+        plain(tokens[:, :capacity], past_key_values=cache, use_cache=True)
         for read in ours.values():
-            read(tokens[:, : 2 * capacity])
+            for block in tokens[:, : capacity + 64].split(256, 1):
+                read(block)
         for i in range(ROUNDS):
-            at = STEP * i
-            if cache.get_seq_length() > 3 * capacity // 2:
-                cache.crop(capacity // 2 - cache.get_seq_length())
-            times.setdefault("hugging face", []).append(timed(lambda at=at: hf_steps(at), STEP))
+            steps = list(tokens[:, STEP * i : STEP * (i + 1)].split(1, 1))
+            cache.crop(capacity - cache.get_seq_length())
+            times.setdefault("Hugging Face", []).append(timed(lambda steps=steps: hf_steps(steps)))
             for name, read in ours.items():
-                steps = tokens[:, at : at + STEP].split(1, 1)
-                times.setdefault(name, []).append(timed(lambda read=read, steps=steps: [read(s) for s in steps], STEP))
-                if i % 25 == 0:
-                    block = tokens[:, at : at + BLOCK]
-                    times.setdefault(f"{name} in blocks", []).append(timed(lambda read=read, b=block: read(b), BLOCK))
+                times.setdefault(name, []).append(timed(lambda read=read, steps=steps: [read(s) for s in steps]))
     median = {name: statistics.median(values) for name, values in times.items()}
+    print(
+        f"decode step, {asked.model or asked.shape + ' shape'}, capacity {capacity}, {asked.threads} threads; medians of {ROUNDS}"
+    )
     for name, seconds in median.items():
-        print(f"{name:24s} {1e6 * seconds:8.0f} us/token {1 / seconds:8.0f} tokens/s")
-    for name in ours:
-        print(f"{name}: {median['hugging face'] / median[name]:.2f}x the speed of the plain loop token by token, "
-              f"{median[name] / median[f'{name} in blocks']:.1f}x as fast again in blocks of {BLOCK}")  # fmt: skip
+        print(f"{name:28s} {1e6 * seconds:9.1f} us/token {1 / seconds:10,.0f} tokens/s {median['Hugging Face'] / seconds:7.2f}x")
+    print(f"H2O takes {median['H2O'] / median['sink+window']:.2f} times what sink+window takes")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2:
-        sys.exit(f"usage: {sys.argv[0]} MODEL_DIR [CAPACITY]   (make microbench MODEL=dir)")
-    main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 128)
+    main()

@@ -15,11 +15,19 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from harness.engine.kernels.tracing import NotTraceableError, traced
+from policies import Policy
+
 _HERE = Path(__file__).parent
 _FLAGS = [  # infinities and NaN keep their meaning; sums may be reordered
     "-O3", "-march=native", "-std=gnu11", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-fno-trapping-math",
     "-fno-signed-zeros", "-fassociative-math",
 ]  # fmt: skip
+
+
+def cache_folder() -> Path:
+    """Where what is built is kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "kv-bench" / "kernels"
 
 
 def compiler() -> str | None:
@@ -41,11 +49,27 @@ def function(template: str, name: str, replaced: tuple[tuple[str, str], ...]) ->
     for old, new in (*headers, *replaced):
         source = source.replace(old, new)
     key = hashlib.sha256("\0".join([source, *_FLAGS, str(compiler()), platform.processor(), platform.node()]).encode())
-    folder = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "kv-bench" / "kernels"
-    library = folder / f"{name}_{key.hexdigest()[:16]}.so"
+    library = cache_folder() / f"{name}_{key.hexdigest()[:16]}.so"
     if not library.exists() and not _build(source, library):
         return None
     return getattr(ctypes.CDLL(str(library)), name)
+
+
+def why_not(policy: Policy) -> str:
+    """Why a bound policy has no compiled walk; empty if it has one, as far as can be told without building it."""
+    try:
+        traced(policy)
+    except NotTraceableError as error:
+        return f"{error} can't be compiled"
+    return "" if compiler() else "no C compiler (cc)"
+
+
+def function_of(policy: Policy, template: str, name: str) -> Any:
+    """A C function with a bound policy's expressions put in, as `compiler.function`; None if there is none."""
+    if why_not(policy):
+        return None
+    importance, update = traced(policy)
+    return function(template, name, (("(IMPORTANCE)", f"({importance})"), ("(UPDATE)", f"({update})")))
 
 
 def _build(source: str, library: Path) -> bool:

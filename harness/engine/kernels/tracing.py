@@ -1,4 +1,4 @@
-"""What a policy of scope `slot` computes for one slot, as a C expression that a compiled walk can take in.
+"""What a policy of scope `slot` computes for one slot, as an expression that a kernel can take in, in C or Triton.
 
 `importance` and the statistics' `update` are run once on stand-ins for tensors that write down what is done to them. What they
 do must be elementwise and of a few kinds; anything else raises, and the policy is walked plainly.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import torch
@@ -19,18 +21,26 @@ class NotTraceableError(TypeError):
     """A policy does something that has no place in the compiled walk."""
 
 
-def _text(value: Any) -> str:
-    """An operand as C."""
-    if isinstance(value, Traced):
-        return value.source
-    if isinstance(value, bool):
-        return str(int(value))
-    if isinstance(value, int):
-        return f"{value}LL"
-    if isinstance(value, float):
-        return {"inf": "INFINITY", "-inf": "(-INFINITY)", "nan": "NAN"}.get(repr(value), f"((float){value!r})")
-    raise NotTraceableError(f"an operand of type {type(value).__name__}")
+@dataclass(frozen=True)
+class Dialect:
+    """How expressions are written down in one language, as format strings of operands."""
 
+    where: str
+    negated: str  # of a truth value
+    single: str  # as float32
+    integer: str  # as int64
+    number: Callable[[int], str]
+    fraction: Callable[[float], str]
+
+
+C = Dialect(
+    "({0} ? {1} : {2})", "(!{0})", "((float){0})", "((int64_t){0})", lambda x: f"{x}LL",
+    lambda x: {"inf": "INFINITY", "-inf": "(-INFINITY)", "nan": "NAN"}.get(repr(x), f"((float){x!r})"),
+)  # fmt: skip
+TRITON = Dialect(
+    "tl.where({0}, {1}, {2})", "({0} == 0)", "tl.cast({0}, tl.float32)", "tl.cast({0}, tl.int64)", str,
+    lambda x: repr(x) if isfinite(x) else f'float("{x}")',
+)  # fmt: skip
 
 _INFIX = {
     "add": "+", "sub": "-", "mul": "*", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=",
@@ -39,38 +49,46 @@ _INFIX = {
 
 
 class Traced:
-    """Stands in for a tensor of one number a slot."""
+    """Stands in for a tensor of one number a slot, and remembers what was done to get it."""
 
-    def __init__(self, source: str) -> None:
-        """With the source of that number."""
-        self.source = source
+    def __init__(self, form: str, *operands: Any) -> None:
+        """With a format string of the operands, or the name of a field of `Dialect` that holds one."""
+        for x in operands:
+            if not isinstance(x, (Traced, int, float)):
+                raise NotTraceableError(f"an operand of type {type(x).__name__}")
+        self._form, self._operands = form, operands
+
+    def source(self, dialect: Dialect) -> str:
+        """The expression in one language."""
+        texts = [x.source(dialect) if isinstance(x, Traced) else _literal(x, dialect) for x in self._operands]
+        return getattr(dialect, self._form, self._form).format(*texts)
 
     def masked_fill(self, mask: Traced, value: Any) -> Traced:
         """As the tensor's."""
-        return Traced(f"({_text(mask)} ? {_text(value)} : {self.source})")
+        return Traced("where", mask, value, self)
 
     def float(self) -> Traced:
         """As the tensor's."""
-        return Traced(f"((float){self.source})")
+        return Traced("single", self)
 
     def long(self) -> Traced:
         """As the tensor's."""
-        return Traced(f"((int64_t){self.source})")
+        return Traced("integer", self)
 
     def abs(self) -> Traced:
         """As the tensor's."""
-        return Traced(f"({self.source} < 0 ? -{self.source} : {self.source})")
+        return Traced("where", Traced("({0} < {1})", self, 0), -self, self)
 
     def clamp(self, min: Any = None, max: Any = None) -> Traced:  # noqa: A002
         """As the tensor's."""
-        low = self if min is None else Traced(f"({self.source} < {_text(min)} ? {_text(min)} : {self.source})")
-        return low if max is None else Traced(f"({low.source} > {_text(max)} ? {_text(max)} : {low.source})")
+        low = self if min is None else Traced("where", Traced("({0} < {1})", self, min), min, self)
+        return low if max is None else Traced("where", Traced("({0} > {1})", low, max), max, low)
 
     def __neg__(self) -> Traced:
-        return Traced(f"(-{self.source})")
+        return Traced("(-{0})", self)
 
     def __invert__(self) -> Traced:
-        return Traced(f"(!{self.source})")
+        return Traced("negated", self)
 
     def __getattr__(self, name: str) -> Any:
         raise NotTraceableError(f"'{name}' of a tensor")
@@ -79,18 +97,22 @@ class Traced:
     def __torch_function__(cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """torch.where and torch.full_like; nothing else."""
         if function is torch.where and len(args) == 3:
-            return Traced(f"({_text(args[0])} ? {_text(args[1])} : {_text(args[2])})")
+            return Traced("where", *args)
         if function is torch.full_like:
-            return Traced(f"((float){_text(args[1])})")
+            return Traced("single", args[1])
         raise NotTraceableError(getattr(function, "__name__", str(function)))
 
 
+def _literal(value: Any, dialect: Dialect) -> str:
+    return dialect.fraction(value) if isinstance(value, float) else dialect.number(int(value))
+
+
 def _infix(name: str) -> Callable[[Traced, Any], Traced]:
-    return lambda self, other: Traced(f"({self.source} {_INFIX[name]} {_text(other)})")
+    return lambda self, other: Traced(f"({{0}} {_INFIX[name]} {{1}})", self, other)
 
 
 def _reflected(name: str) -> Callable[[Traced, Any], Traced]:
-    return lambda self, other: Traced(f"({_text(other)} {_INFIX[name]} {self.source})")
+    return lambda self, other: Traced(f"({{0}} {_INFIX[name]} {{1}})", other, self)
 
 
 for _name in _INFIX:
@@ -136,10 +158,11 @@ class _Refused:
         raise NotTraceableError("keys or values")
 
 
-def traced(policy: Policy) -> tuple[str, str]:
+def traced(policy: Policy, dialect: Dialect = C) -> tuple[str, str]:
     """Source of a bound policy's importance, and of its statistic's new state ("state" if it has none), for one slot.
 
     Names in it: state, mass (attention received, summed over query heads), rank, position, step, layer, head, seed.
+    uniform(position, head, layer, seed) is `CacheView.uniform`.
 
     Raises:
         NotTraceableError: and why.
@@ -159,4 +182,4 @@ def traced(policy: Policy) -> tuple[str, str]:
         raise NotTraceableError(f"{type(error).__name__}: {error}") from error
     if not isinstance(worth, Traced) or not isinstance(update, Traced):
         raise NotTraceableError("its importance is no number a slot")
-    return worth.source, update.source
+    return worth.source(dialect), update.source(dialect)

@@ -1,0 +1,37 @@
+"""Which kernels serve the layers of one `Slots`: those in C on CPUs, those in Triton on CUDA; both offer the same classes."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import NamedTuple
+
+from harness.engine.kernels import cpu, cuda
+from harness.engine.slots import Slots
+from policies import PositionMode
+
+_OF_DEVICE: dict[str, ModuleType] = {"cpu": cpu, "cuda": cuda}
+
+
+class Kernels(NamedTuple):
+    """None where the plain code is used."""
+
+    step: cpu.StepKernel | cuda.StepKernel | None = None  # a token's attention
+    release: cpu.ReleaseKernel | cuda.ReleaseKernel | None = None  # the bookkeeping after it
+    walk: cpu.WalkKernel | cuda.WalkKernel | None = None  # a block through one layer
+
+
+def kernels_for(slots: Slots, mode: PositionMode, limit: int, longest: int | None) -> Kernels:
+    """The kernels of a device.
+
+    Args:
+        slots: of the layers.
+        mode: where RoPE puts a cached token.
+        limit: the largest distance of mode `clamped`, in tokens.
+        longest: bounds the angles; the number of slots when None.
+    """
+    of = _OF_DEVICE.get(slots.keys.device.type)
+    if of is None:
+        return Kernels()
+    return Kernels(
+        of.StepKernel.of(slots, mode, limit, longest), of.ReleaseKernel.of(slots), of.WalkKernel.of(slots, mode, limit, longest)
+    )
