@@ -24,7 +24,7 @@ from harness.engine.slots import LayerShape, Rows, Slots
 from policies import Policy, PositionMode
 from policies.policy import mixed_seed
 
-_BLOCK = 4096  # elements of a block of keys that a program holds, over query heads
+_BLOCK = 2048  # elements of a block of keys that a program holds, over query heads: more would spill registers
 _PROGRAMS = 528  # that fill a chip: four for each of an H100's multiprocessors
 _MODES: dict[PositionMode, int] = {"cache": 1, "stream": 2, "clamped": 3}
 _SETTLED = 1024  # slots that bookkeeping looks at at once

@@ -1,0 +1,106 @@
+"""Compile every Triton kernel for one kind of GPU, without one: its source is Triton's, and it fits the chip.
+
+    python tests/compile_kernels.py [compute capability, 90 by default]
+
+Prints registers and spills of each. Exit code 1 if one of them does not compile.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from harness.engine.kernels import triton_kernels as kernels
+from harness.engine.kernels.cuda import _policy_module, _sizes
+from harness.engine.kernels.tracing import TRITON, traced
+from harness.engine.slots import LayerShape
+from policies.h2o import H2O
+from policies.random import Random
+
+SHAPES = {"llama-2-7b": LayerShape(32, 1, 128, 128, None, None), "llama-3-8b": LayerShape(8, 4, 128, 128, None, None)}
+POINTERS = {"rank", "position", "free", "order", "layers", "step"}  # of int64
+WIDE = {"seed"}  # int64
+FLOATS = {"scaling", "initial"}
+NUMBERS = {
+    "first", "slots", "attended", "part", "limit", "capacity", "seen", "tokens", "window", "layer", "heads", "rows_of_layer",
+    "full",
+}  # fmt: skip
+FLOAT32 = {"low", "high", "most", "total", "scores", "mass", "state", "parted"}
+
+
+def signature(kernel: Any, constants: dict[str, Any], dtype: str) -> dict[str, str]:
+    """Types of a kernel's arguments."""
+    types = {}
+    for name in kernel.arg_names:
+        if name in constants:
+            types[name] = "constexpr"
+        elif name in NUMBERS:
+            types[name] = "i32"
+        elif name in WIDE:
+            types[name] = "i64"
+        elif name in FLOATS:
+            types[name] = "fp32"
+        elif name in POINTERS:
+            types[name] = "*i64"
+        elif name in FLOAT32 or (name == "out" and kernel is kernels.attend):
+            types[name] = "*fp32"
+        else:
+            types[name] = f"*{dtype}"
+    return types
+
+
+def usage(ptx: str) -> str:
+    """What the assembler says of a kernel's registers and spills."""
+    target = re.search(r"^\.target (\S+?)(?:,|$)", ptx, re.MULTILINE)
+    assert target
+    assemblers = sorted((Path(triton.__file__).parent / "backends/nvidia/bin").glob("ptxas*"))  # the newest knows the PTX
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = ["-v", f"--gpu-name={target[1]}", file.name, "-o", os.devnull]
+        told = [subprocess.run([str(a), *command], capture_output=True, text=True) for a in assemblers]
+    said = next((x.stderr for x in told if x.returncode == 0), "")
+    registers, spills = re.search(r"Used (\d+) registers", said), re.search(r"(\d+) bytes spill stores", said)
+    return f"{registers[1]} registers a thread, {spills[1]} bytes spilt" if registers and spills else "compiled"
+
+
+def main() -> int:
+    """Compile them all."""
+    target = GPUTarget("cuda", int(sys.argv[1]) if len(sys.argv) > 1 else 90, 32)
+    failed = 0
+    for (name, shape), dtype, policy in itertools.product(SHAPES.items(), ("bf16", "fp32"), (H2O(), Random())):
+        sizes, own = _sizes(shape), _policy_module(*traced(policy.bind(64), TRITON))
+        asked = bool(policy.statistics)
+        turning = {"MODE": 1, "LEVEL": 0}
+        wanted = {
+            "attend": sizes | turning | {"ASKED": asked},
+            "join": {k: sizes[k] for k in ("G", "E", "WIDE")} | {"PARTS": 17, "POWER": 32, "BLOCK": 1024, "ASKED": asked},
+            "release": {"update": own.update, "importance": own.importance, "G": shape.group, "GROUP": sizes["GROUP"],
+                        "BLOCK": 1024, "STATE": asked},
+            "walk": sizes | turning | {"update": own.update, "importance": own.importance, "STATE": asked},
+        }  # fmt: skip
+        for kernel_name, constants in wanted.items():
+            kernel = getattr(kernels, kernel_name)
+            try:
+                source = ASTSource(kernel, signature(kernel, constants, dtype), constexprs=constants)
+                made = triton.compile(source, target=target)
+            except Exception as error:  # all of them are tried
+                failed += 1
+                print(f"{name} {dtype} {type(policy).__name__} {kernel_name}: {type(error).__name__}: {str(error)[:1500]}")
+                continue
+            print(f"{name} {dtype} {type(policy).__name__} {kernel_name}: {usage(made.asm['ptx'])}")
+    return min(failed, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
