@@ -169,7 +169,7 @@ def _check_capacities(cells: Sequence[Cell], model: Model) -> None:
     for cell in cells:
         if cell.capacity is None or not cell.policy.caches:
             continue
-        needed = model.kv_bytes(cell.capacity)
+        needed = model.kv_bytes(cell.capacity, _streams(cell))
         if needed > free:
             raise UserError(
                 f"{cell.label}: its K/V slots take {needed / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free on "
@@ -243,7 +243,7 @@ def _job(item: _Prepared, model: Model, options: RunOptions, trace: Path, watche
         item.record.facts["differs_from_walk"] = round(found.differs, 4) if math.isfinite(found.differs) else None
         item.record.facts |= {"refused": found.refused} if found.refused else {}
     wide = found.method == "closed form" and not item.task.of_device
-    block = options.block or (_block_that_fits(model) if wide else _BLOCK)
+    block = options.block or (_block_that_fits(model, _streams(cell)) if wide else _BLOCK)
     item.record.facts |= {"block": block, "method": found.method, "step": found.step}
     return Job(
         model, config, item.data, block, options.walk, trace, watcher.advance, closed=found.method == "closed form",
@@ -251,9 +251,14 @@ def _job(item: _Prepared, model: Model, options: RunOptions, trace: Path, watche
     )  # fmt: skip
 
 
-def _block_that_fits(model: Model) -> int:
+def _streams(cell: Cell) -> int:
+    """Streams side by side, as far as the task's options say so."""
+    return getattr(cell.task, "streams", None) or 1
+
+
+def _block_that_fits(model: Model, streams: int) -> int:
     """Tokens that pass a layer at once in closed form: many, as long as their logits are a small part of memory."""
-    logits = 3 * 4 * model.hf.config.get_text_config().vocab_size  # bytes a token: float32, and two copies in the loss
+    logits = streams * 3 * 4 * model.hf.config.get_text_config().vocab_size  # bytes a token: float32, and two copies in the loss
     fitting = int(_LOGITS * free_bytes(model.device) / logits)
     return max(_BLOCK, min(_WIDE_BLOCK, 2 ** max(0, fitting.bit_length() - 1)))
 

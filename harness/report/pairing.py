@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -53,11 +52,21 @@ def paired(record: Record, base: Record) -> Interval | None:
     if len(texts[0]["tokens"]) > FEWEST_BLOCKS and texts[0]["tokens"] == texts[1]["tokens"]:
         (x, n), (y, _) = _sums(texts[0]), _sums(texts[1])
         return clustered((x - y)[1:], n[1:])  # the first text is where the caches filled
-    first = math.ceil((capacity + 1) / ours["size"])
     (x, n), (y, m) = _sums(ours), _sums(theirs)
-    if not np.array_equal(n, m) or n[first:].sum() == 0:
+    full = _after_filling(len(n), ours["size"], capacity, record)
+    if not np.array_equal(n, m) or n[full].sum() == 0:
         return None
-    return interval((x - y)[first:], n[first:], ours["size"], capacity)
+    return interval((x - y)[full], n[full], ours["size"], capacity)
+
+
+def _after_filling(runs: int, size: int, capacity: int, record: Record) -> NDArray[np.bool_]:
+    """Which runs of `size` positions lie wholly where a cache of this capacity is full, in each stream. [runs] bool."""
+    starts = np.arange(runs) * size
+    length = record.metrics.get("stream_tokens")
+    if length is None:
+        return starts >= capacity + 1
+    place = (starts - len(record.data.get("prefix", []))) % length
+    return (place >= capacity + 1) & (place + size <= length)
 
 
 def _on_shared_tokens(record: Record, base: Record) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from pydantic import Field
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from harness.data import pg19
@@ -38,6 +39,9 @@ class PerplexityOptions(Options):
         None, ge=1, description="only the book of this number in Project Gutenberg's catalogue, up to `tokens`"
     )
     newlines: int | None = Field(None, ge=1, description="so many newline tokens open the stream in place of the tokenizer's BOS")
+    streams: int | None = Field(
+        None, ge=2, description="cut the text in so many streams of one length, read side by side, each opened by the prefix"
+    )
     stride: int = Field(
         1, ge=1, description="recompute_window scores every stride-th token; the others score all, and keep sums on the same"
     )
@@ -75,52 +79,68 @@ class Perplexity(Task):
         nll[:] = np.nan
         kv_bytes, state_bytes = _score(options, job, nll)
         nll.flush()
-        return {**summary(nll, job.data, options.stride), "kv_bytes": kv_bytes, "state_bytes": state_bytes}
+        return {**summary(nll, job.data, options.stride, options.streams or 1), "kv_bytes": kv_bytes, "state_bytes": state_bytes}
 
 
 def _score(options: PerplexityOptions, job: Job, nll: NDArray[np.float32]) -> tuple[int, int]:
-    """Read the stream once; writes each token's NLL in nats, returns the bytes held at the end."""
-    ids = torch.from_numpy(job.data.ids)
+    """Read the stream, or the streams side by side; writes each token's NLL in nats, returns the bytes held at the end."""
+    prefix, streams = job.data.prefix, options.streams or 1
+    text = torch.from_numpy(job.data.ids[prefix:])
+    length = len(text) // streams
+    opening = torch.from_numpy(job.data.ids[:prefix]).expand(streams, -1)
+    places = prefix + length * np.arange(streams)[:, None]  # of each stream's first token of text
     every = 1 if job.config.policy.caches else options.stride
-    wanted = scored(len(ids), job.data.prefix, every)
-    read = job.decoder()
+    wanted = scored(prefix + length, prefix, every)
+    read = job.decoder(streams)
     total, count = 0.0, 0
-    for start in range(0, len(ids) - 1, job.block):
-        block, targets = ids[start : start + job.block][: len(ids) - 1 - start], ids[start + 1 : start + job.block + 1]
-        at = np.flatnonzero(wanted[start + 1 : start + 1 + len(block)])
-        keep = None if len(at) == len(block) else torch.from_numpy(at).to(job.model.device)
-        logits = read(block[None].to(job.model.device), keep=keep)
+
+    def tokens(start: int, stop: int) -> Tensor:
+        """Tokens of all streams, prefix included. [B, stop - start]."""
+        body = torch.as_strided(text, (streams, length), (length, 1))
+        return torch.cat([opening[:, start:stop], body[:, max(0, start - prefix) : max(0, stop - prefix)]], 1).long()
+
+    end = prefix + length - 1  # nothing is asked after the last token
+    for start in range(0, end, job.block):
+        stop = min(start + job.block, end)
+        at = np.flatnonzero(wanted[start + 1 : stop + 1])
+        keep = None if len(at) == stop - start else torch.from_numpy(at).to(job.model.device)
+        logits = read(tokens(start, stop).to(job.model.device), keep=keep)
         if not len(at):
             continue
-        losses = cross_entropy(logits[0].float(), targets[at].to(job.model.device), reduction="none").cpu().numpy()
+        targets = tokens(start + 1, stop + 1)[:, at].to(job.model.device)
+        losses = cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none").cpu().numpy()
         if not np.isfinite(losses).all():
-            raise MeasurementError(f"NLL is not finite at token {start + 1 + int(at[~np.isfinite(losses)][0])}")
-        nll[start + 1 + at] = losses
-        total, count = total + float(losses.sum(dtype=np.float64)), count + len(at)
-        job.progress(start + len(block), f"perplexity {math.exp(min(total / count, 700)):.2f}")
+            raise MeasurementError(f"NLL is not finite at token {start + 1 + int(at[~np.isfinite(losses)[: len(at)]][0])}")
+        nll[places + (start + 1 - prefix + at)] = losses.reshape(streams, -1)
+        total, count = total + float(losses.sum(dtype=np.float64)), count + losses.size
+        job.progress(stop * streams, f"perplexity {math.exp(min(total / count, 700)):.2f}")
     return read.kv_bytes, read.state_bytes
 
 
-def scored(length: int, prefix: int, every: int) -> NDArray[np.bool_]:
-    """Which tokens are scored: all but the prefix and the very first, or every so-manieth of them. [N] bool."""
-    first = max(prefix, 1)
+def scored(length: int, prefix: int, every: int, streams: int = 1) -> NDArray[np.bool_]:
+    """Which tokens are scored: all but the prefix and the very first of a stream, or every so-manieth of them. [N] bool."""
+    part = (length - prefix) // streams
+    first = 1 if not prefix else 0  # of a stream's text
     chosen = np.zeros(length, bool)
-    chosen[first::every] = True
+    for start in range(prefix, prefix + part * streams, part):
+        chosen[start + first : start + part : every] = True
     return chosen
 
 
-def summary(nll: NDArray[np.float32], text: TokenStream, stride: int) -> dict[str, Any]:
+def summary(nll: NDArray[np.float32], text: TokenStream, stride: int, streams: int = 1) -> dict[str, Any]:
     """The record's figures from the trace.
 
     Args:
         nll: nats per token, NaN where not scored. [N].
         text: what was scored.
         stride: tokens between those that recompute-window scores.
+        streams: that the text was cut in.
 
     Returns:
-        tokens, nll (mean, nats), perplexity, bits_per_byte; `buckets` of positions; `blocks`: sums over short runs
+        tokens, nll (mean, nats), perplexity, bits_per_byte; `buckets` of positions in a stream; `blocks`: sums over short runs
         of positions, from which intervals and paired differences are computed; `on_stride`: the same on the tokens
-        that every cell of the task scored, if those are fewer, runs and texts; `texts`: sums per book.
+        that every cell of the task scored, if those are fewer, runs and texts; `texts`: sums per book; `stream_tokens`:
+        of text in each of several streams.
     """
     values = np.asarray(nll, np.float64)
     done = np.isfinite(values)
@@ -132,12 +152,14 @@ def summary(nll: NDArray[np.float32], text: TokenStream, stride: int) -> dict[st
         "nll": mean,
         "perplexity": math.exp(min(mean, 700.0)),
         "bits_per_byte": float(values[done].sum()) / math.log(2) / max(1, int(text.byte_counts[done].sum())),
-        "buckets": _buckets(values, done),
+        "buckets": _buckets(values, done, text.prefix, streams),
         "blocks": _sums(values, done, np.arange(0, len(values), size)) | {"size": size},
         "texts": _sums(values, done, texts),
     }
+    if streams > 1:
+        result["stream_tokens"] = (len(values) - text.prefix) // streams
     if stride > 1:
-        shared = done & scored(len(values), text.prefix, stride)
+        shared = done & scored(len(values), text.prefix, stride, streams)
         blocks = _sums(values, shared, np.arange(0, len(values), size))
         result["on_stride"] = blocks | {"size": size, "texts": _sums(values, shared, texts)}
     return result
@@ -149,17 +171,19 @@ def _sums(values: NDArray[np.float64], done: NDArray[np.bool_], starts: NDArray[
     return {"nll_sum": [round(float(x), 5) for x in sums], "tokens": np.add.reduceat(done.astype(int), starts).tolist()}
 
 
-def _buckets(values: NDArray[np.float64], done: NDArray[np.bool_]) -> list[dict[str, Any]]:
+def _buckets(values: NDArray[np.float64], done: NDArray[np.bool_], prefix: int, streams: int) -> list[dict[str, Any]]:
     """Mean NLL by position in the stream; each bucket twice as long as all before it."""
+    length = prefix + (len(values) - prefix) // streams
+    place = np.arange(len(values))
+    place = np.where(place < prefix, place, prefix + (place - prefix) % (length - prefix))
     edges = [0, _FIRST_BUCKET]
-    while edges[-1] < len(values):
+    while edges[-1] < length:
         edges.append(2 * edges[-1])
     rows = []
     for low, high in itertools.pairwise(edges):
-        part = done[low:high]
+        part = done & (place >= low) & (place < high)
         if part.any():
             rows.append({
-                "from": low, "to": min(high, len(values)), "tokens": int(part.sum()),
-                "nll": float(values[low:high][part].mean()),
+                "from": low, "to": min(high, length), "tokens": int(part.sum()), "nll": float(values[part].mean()),
             })  # fmt: skip
     return rows

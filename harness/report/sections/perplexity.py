@@ -22,9 +22,11 @@ def body(records: Sequence[Record]) -> list[str]:
     """What was asked, the table, and by position."""
     data, task = records[0].data, records[0].cell["task"]
     prefix, stride, kind = len(data.get("prefix", [])), task.get("stride", 1), " newlines" if task.get("newlines") else ""
+    streams = task.get("streams")
     about = (
         f"{md(task.get('name', ''))} on {md(data.get('source', '?'))}, {count(data.get('tokens'))} tokens"
         f"{f' after a prefix of {prefix}{kind}' if prefix else ''}"
+        f"{f', cut in {streams} streams' if streams else ''}"
         f"{f'; recompute_window scores one token in {stride}' if stride > 1 else ''}."
     )
     return [about + "\n", *_table(records), *_buckets(records)]
