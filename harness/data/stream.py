@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import re
+import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from harness.errors import UserError
 
 _PIECE = 2**15  # characters tokenised at once, and on to the next line end
+_PART = 2**20  # token ids looked at at once
 _LINE_END = re.compile(r"\n(?=\S)")
 
 
@@ -32,17 +34,17 @@ class TokenStream:
     """Texts one after the other as one stream of tokens.
 
     Attributes:
-        ids: the prefix, then the texts, nothing between them. [N] int64.
+        ids: the prefix, then the texts, nothing between them. [N] integers, on disk where they were made from texts.
         prefix: how many tokens open the stream and are never scored.
-        byte_counts: UTF-8 bytes of text that each token stands for; 0 in the prefix. [N] int64.
+        byte_counts: UTF-8 bytes of text that each token stands for; 0 in the prefix. [N] integers, likewise.
         starts: (title, index of the first token) of every text.
         source: where the texts came from, in words.
         text_sha256: of the UTF-8 bytes of the text that the tokens cover.
     """
 
-    ids: NDArray[np.int64]
+    ids: NDArray[np.integer[Any]]
     prefix: int
-    byte_counts: NDArray[np.int64]
+    byte_counts: NDArray[np.integer[Any]]
     starts: tuple[tuple[str, int], ...]
     source: str
     text_sha256: str
@@ -69,9 +71,32 @@ class TokenStream:
         }
 
 
-def fingerprint(ids: NDArray[np.int64]) -> str:
-    """sha256 of token ids."""
-    return hashlib.sha256(ids.astype("<i8").tobytes()).hexdigest()
+def fingerprint(ids: NDArray[np.integer[Any]]) -> str:
+    """sha256 of token ids, as 64-bit integers."""
+    found = hashlib.sha256()
+    for start in range(0, len(ids), _PART):
+        found.update(ids[start : start + _PART].astype("<i8").tobytes())
+    return found.hexdigest()
+
+
+class _OnDisk:
+    """32-bit integers appended to a file that nobody else sees and that goes with them: a stream may be long."""
+
+    def __enter__(self) -> Self:
+        self._file = tempfile.TemporaryFile()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()  # what is mapped stays
+
+    def append(self, values: NDArray[np.int64]) -> None:
+        """[n]."""
+        self._file.write(values.astype(np.int32).tobytes())
+
+    def mapped(self) -> NDArray[np.int32]:
+        """All of them. [N]."""
+        self._file.flush()
+        return np.memmap(self._file, np.int32, "r+") if self._file.tell() else np.zeros(0, np.int32)
 
 
 def opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -116,20 +141,22 @@ def stream(
         UserError: the texts are shorter than that.
     """
     prefix = opening(tokenizer) if prefix is None else prefix
-    ids, counts = [np.array(prefix, np.int64)], [np.zeros(len(prefix), np.int64)]
     starts, covered, missing = [], hashlib.sha256(), tokens
-    for text in texts:
-        new, ends = tokenise(tokenizer, text.text, missing)
-        starts.append((text.title, len(prefix) + tokens - missing))
-        ids.append(new)
-        counts.append(np.diff(ends, prepend=0))
-        covered.update(text.text.encode()[: int(ends[-1])] if len(ends) else b"")
-        missing -= len(new)
-        if not missing:
-            break
-    if missing and (not short or missing == tokens):
-        raise UserError(f"{source}: only {tokens - missing} tokens of text, {tokens} are asked for: set tokens lower")
-    return TokenStream(np.concatenate(ids), len(prefix), np.concatenate(counts), tuple(starts), source, covered.hexdigest())
+    with _OnDisk() as ids, _OnDisk() as counts:
+        ids.append(np.array(prefix, np.int64))
+        counts.append(np.zeros(len(prefix), np.int64))
+        for text in texts:
+            new, ends = tokenise(tokenizer, text.text, missing)
+            starts.append((text.title, len(prefix) + tokens - missing))
+            ids.append(new)
+            counts.append(np.diff(ends, prepend=0))
+            covered.update(text.text.encode()[: int(ends[-1])] if len(ends) else b"")
+            missing -= len(new)
+            if not missing:
+                break
+        if missing and (not short or missing == tokens):
+            raise UserError(f"{source}: only {tokens - missing} tokens of text, {tokens} are asked for: set tokens lower")
+        return TokenStream(ids.mapped(), len(prefix), counts.mapped(), tuple(starts), source, covered.hexdigest())
 
 
 def tokenise(tokenizer: PreTrainedTokenizerBase, text: str, most: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -87,7 +87,7 @@ def _score(options: PerplexityOptions, job: Job, nll: NDArray[np.float32]) -> tu
     prefix, streams = job.data.prefix, options.streams or 1
     text = torch.from_numpy(job.data.ids[prefix:])
     length = len(text) // streams
-    opening = torch.from_numpy(job.data.ids[:prefix]).expand(streams, -1)
+    opening = torch.from_numpy(job.data.ids[:prefix].copy()).expand(streams, -1)
     places = prefix + length * np.arange(streams)[:, None]  # of each stream's first token of text
     every = 1 if job.config.policy.caches else options.stride
     wanted = scored(prefix + length, prefix, every)
@@ -142,16 +142,15 @@ def summary(nll: NDArray[np.float32], text: TokenStream, stride: int, streams: i
         that every cell of the task scored, if those are fewer, runs and texts; `texts`: sums per book; `stream_tokens`:
         of text in each of several streams.
     """
-    values = np.asarray(nll, np.float64)
-    done = np.isfinite(values)
-    mean = float(values[done].mean())
+    values, done = np.asarray(nll), np.isfinite(nll)
+    mean = float(values[done].mean(dtype=np.float64))
     size = max(_SMALLEST_BLOCK, 2 ** math.ceil(math.log2(len(values) / _BLOCKS)))
     texts = np.array([start for _, start in text.starts])
     result: dict[str, Any] = {
         "tokens": int(done.sum()),
         "nll": mean,
         "perplexity": math.exp(min(mean, 700.0)),
-        "bits_per_byte": float(values[done].sum()) / math.log(2) / max(1, int(text.byte_counts[done].sum())),
+        "bits_per_byte": float(values[done].sum(dtype=np.float64)) / math.log(2) / max(1, int(text.byte_counts[done].sum())),
         "buckets": _buckets(values, done, text.prefix, streams),
         "blocks": _sums(values, done, np.arange(0, len(values), size)) | {"size": size},
         "texts": _sums(values, done, texts),
@@ -165,17 +164,17 @@ def summary(nll: NDArray[np.float32], text: TokenStream, stride: int, streams: i
     return result
 
 
-def _sums(values: NDArray[np.float64], done: NDArray[np.bool_], starts: NDArray[np.int64]) -> dict[str, Any]:
+def _sums(values: NDArray[np.float32], done: NDArray[np.bool_], starts: NDArray[np.int64]) -> dict[str, Any]:
     """NLL summed, and tokens counted, over the runs that begin at `starts`."""
-    sums = np.add.reduceat(np.where(done, values, 0.0), starts)
+    sums = np.add.reduceat(np.where(done, values, np.float32(0)), starts, dtype=np.float64)
     return {"nll_sum": [round(float(x), 5) for x in sums], "tokens": np.add.reduceat(done.astype(int), starts).tolist()}
 
 
-def _buckets(values: NDArray[np.float64], done: NDArray[np.bool_], prefix: int, streams: int) -> list[dict[str, Any]]:
+def _buckets(values: NDArray[np.float32], done: NDArray[np.bool_], prefix: int, streams: int) -> list[dict[str, Any]]:
     """Mean NLL by position in the stream; each bucket twice as long as all before it."""
     length = prefix + (len(values) - prefix) // streams
-    place = np.arange(len(values))
-    place = np.where(place < prefix, place, prefix + (place - prefix) % (length - prefix))
+    place = np.arange(len(values), dtype=np.int32)
+    place[prefix:] = prefix + (place[prefix:] - prefix) % (length - prefix)
     edges = [0, _FIRST_BUCKET]
     while edges[-1] < length:
         edges.append(2 * edges[-1])
@@ -183,7 +182,6 @@ def _buckets(values: NDArray[np.float64], done: NDArray[np.bool_], prefix: int, 
     for low, high in itertools.pairwise(edges):
         part = done & (place >= low) & (place < high)
         if part.any():
-            rows.append({
-                "from": low, "to": min(high, length), "tokens": int(part.sum()), "nll": float(values[part].mean()),
-            })  # fmt: skip
+            mean = float(values[part].mean(dtype=np.float64))
+            rows.append({"from": low, "to": min(high, length), "tokens": int(part.sum()), "nll": mean})
     return rows
