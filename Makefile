@@ -24,11 +24,15 @@ check: .venv/ready  ## what CI checks: lint, format, types, tests
 	$(BIN)/mypy
 	$(MAKE) test
 
-microbench: .venv/ready  ## the inner pieces, perplexity beside frozen loops; with MODEL=dir decode beside Hugging Face
+microbench: .venv/ready  ## the inner pieces; perplexity beside frozen loops, a decode step beside Hugging Face: a quarter of an hour
 	$(BIN)/python -m pytest tests/benchmarks/bench_inner.py --benchmark-group-by=group --benchmark-columns=median,iqr,rounds $(ARGS)
 	$(BIN)/python tests/benchmarks/perplexity_speed.py --only band
+	$(BIN)/python tests/benchmarks/perplexity_speed.py --only band --shape 100m --rounds 3
 	$(BIN)/python tests/benchmarks/perplexity_speed.py --only h2o --capacity 128
-	$(if $(MODEL),$(BIN)/python tests/benchmarks/decode_speed.py '$(MODEL)')
+	$(BIN)/python tests/benchmarks/perplexity_speed.py --only h2o --capacity 1024
+	for shape in 5m 100m; do for threads in 1 4; do \
+		$(BIN)/python tests/benchmarks/decode_speed.py --shape $$shape --threads $$threads || exit 1; done; done
+	$(if $(MODEL),$(BIN)/python tests/benchmarks/decode_speed.py --model '$(MODEL)' --capacity 128 --threads 1)
 
 gpu:  ## all that needs a GPU, in under ten minutes, with the Python that has CUDA's torch: make gpu [GPU_PYTHON=python3]
 	$(GPU_PYTHON) tests/gpu/run.py --results $(RESULTS) $(if $(MODEL),--model '$(MODEL)') $(if $(DATA),--data '$(DATA)') $(ARGS)

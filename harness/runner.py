@@ -30,7 +30,7 @@ from harness.suite import Cell, labels
 from harness.suite_file import ModelSpec
 from harness.tasks.task import Data, Job, Task
 
-_BLOCK = 256  # tokens that pass a layer at once where they are walked
+_BLOCK = 256  # tokens that pass a layer at once where they are walked plainly
 _WIDE_BLOCK = 2048  # and where they are not, at most
 _LOGITS = 1 / 16  # of the free memory that the logits of a block may take
 
@@ -242,7 +242,7 @@ def _job(item: _Prepared, model: Model, options: RunOptions, trace: Path, watche
         found = FastCheck("walk", "plain", 0.0) if options.walk else fast_method(model, config)
         item.record.facts["differs_from_walk"] = round(found.differs, 4) if math.isfinite(found.differs) else None
         item.record.facts |= {"refused": found.refused} if found.refused else {}
-    wide = found.method == "closed form" and not item.task.of_device
+    wide = found.method in ("closed form", "compiled walk") and not item.task.of_device
     block = options.block or (_block_that_fits(model, _streams(cell)) if wide else _BLOCK)
     item.record.facts |= {"block": block, "method": found.method, "step": found.step}
     return Job(
@@ -257,7 +257,7 @@ def _streams(cell: Cell) -> int:
 
 
 def _block_that_fits(model: Model, streams: int) -> int:
-    """Tokens that pass a layer at once in closed form: many, as long as their logits are a small part of memory."""
+    """Tokens that pass a layer at once where they are not walked plainly: many, as long as their logits are a small part of memory."""
     logits = streams * 3 * 4 * model.hf.config.get_text_config().vocab_size  # bytes a token: float32, and two copies in the loss
     fitting = int(_LOGITS * free_bytes(model.device) / logits)
     return max(_BLOCK, min(_WIDE_BLOCK, 2 ** max(0, fitting.bit_length() - 1)))

@@ -40,7 +40,7 @@ class PerplexityOptions(Options):
     )
     newlines: int | None = Field(None, ge=1, description="so many newline tokens open the stream in place of the tokenizer's BOS")
     streams: int | None = Field(
-        None, ge=2, description="cut the text in so many streams of one length, read side by side, each opened by the prefix"
+        None, ge=1, description="cut the text in so many streams of one length, read side by side, each opened by the prefix"
     )
     stride: int = Field(
         1, ge=1, description="recompute_window scores every stride-th token; the others score all, and keep sums on the same"

@@ -1,6 +1,6 @@
-"""Perplexity: our blocks beside the frozen token-by-token loops, side by side in one process, interleaved, medians of five.
+"""Perplexity: our blocks beside the frozen token-by-token loops, side by side in one process, interleaved, medians.
 
-python tests/benchmarks/perplexity_speed.py [--shape 5m|100m] [--dtype float32|bfloat16] [--threads N]
+python tests/benchmarks/perplexity_speed.py [--shape 5m|100m] [--dtype float32|bfloat16] [--threads N] [--rounds N]
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ SHAPES = {
     "100m": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12,
              "num_key_value_heads": 12, "vocab_size": 16384},
 }  # fmt: skip
-ROUNDS = 5
 
 
 def made(shape: str, dtype: torch.dtype, attention: str) -> LlamaForCausalLM:
@@ -63,13 +62,15 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--capacity", type=int, default=1024)
     parser.add_argument("--block", type=int, default=2048)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=["band", "h2o"])
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
     dtype, capacity, half = getattr(torch, asked.dtype), asked.capacity, asked.capacity // 2
     plain, eager = made(asked.shape, dtype, "sdpa"), made(asked.shape, dtype, "eager")
     model = adopt(made(asked.shape, dtype, "eager"))
-    stream = torch.randint(plain.config.vocab_size, (1, 16 * capacity), generator=torch.Generator().manual_seed(0))
+    length = 1 + max(16 * capacity, 8 * asked.block)
+    stream = torch.randint(plain.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
     short = stream[:, : capacity + 200]
 
     def read(policy: Policy, tokens: torch.Tensor, block: int, compiled: bool = False) -> float:
@@ -88,18 +89,21 @@ def main() -> None:
         loops["frozen sink+window"] = lambda: frozen(sink_window_nll, plain, 4, capacity - 4)
         loops["sink+window, closed form"] = lambda: read(SinkWindow(), stream[:, : 1 + 8 * asked.block], asked.block)
         loops["window, closed form"] = lambda: read(Window(), stream[:, : 1 + 8 * asked.block], asked.block)
-        loops["sink+window, token by token"] = lambda: read(SinkWindow(), short, 1)
+        loops["sink+window, token by token"] = lambda: read(SinkWindow(), short, 1, compiled=True)
     if asked.only != "band":
         loops["frozen H2O"] = lambda: frozen(h2o_nll, eager, capacity - half, half)
         some = stream[:, : 1 + 256 * (2 + math.ceil(capacity / 256))]
         loops["H2O, plain walk"] = lambda: read(H2O(), some, 256)
-        loops["H2O, compiled walk"] = lambda: read(H2O(), some, 256, compiled=True)
+        long = stream[:, : 1 + 4 * asked.block]
+        loops["H2O, compiled walk"] = lambda: read(H2O(), long, asked.block, compiled=True)
+        loops["H2O, compiled, blocks of 256"] = lambda: read(H2O(), some, 256, compiled=True)
         loops["H2O, compiled, 16 streams"] = lambda: read(H2O(), some.repeat(16, 1), 256, compiled=True)
     times: dict[str, list[float]] = {name: [] for name in loops}
-    for _ in range(ROUNDS):
+    for _ in range(asked.rounds):
         for name, timed in loops.items():
             times[name].append(timed())
-    print(f"{asked.shape} shape, {asked.dtype}, capacity {capacity}, {asked.threads} threads; medians of {ROUNDS}, cache full")
+    how = f"{asked.threads} threads; medians of {asked.rounds}, cache full"
+    print(f"{asked.shape} shape, {asked.dtype}, capacity {capacity}, {how}")
     for name, values in times.items():
         seconds = statistics.median(values)
         base = statistics.median(times["frozen H2O" if "H2O" in name else "frozen sink+window"])

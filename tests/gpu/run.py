@@ -22,9 +22,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 NEEDED = ("pydantic", "click", "rich", "yaml", "pytest")  # of those that a machine with torch and transformers may lack
-CHECKS = ["tests/test_exactness.py", "tests/test_models.py", "tests/test_answering.py", "tests/test_sabotage.py"]
+CHECKS = [
+    "tests/test_exactness.py", "tests/test_fast_paths.py", "tests/test_kernels_for_cuda.py", "tests/test_models.py",
+    "tests/test_answering.py", "tests/test_sabotage.py",
+]  # fmt: skip
 FIGURE_10 = 'id=["random:llama-2-7b", "random:llama-2-13b"]'
-SHORT = ["tokens=4352", "rounds=6", "sittings=2", "most_sittings=4"]
+OURS = ["--policy", "{name: sink_window, sinks: 4}", "--policy", "h2o"]
+SHORT = ["tokens=4352", "rounds=6", "sittings=2", "most_sittings=3"]
 SMALL = ["id=random:stories-260k", "tokens=300", "capacity=[64, 128]"]  # a rehearsal
 
 
@@ -35,15 +39,16 @@ def stages(arguments: argparse.Namespace) -> list[tuple[str, list[str]]]:
 
     def bench(suite: str, settings: list[str], *rest: str) -> list[str]:
         asked = [x for setting in (settings + SMALL if small else settings) for x in ("--set", setting)]
-        return [
-            sys.executable, "-m", "harness", "run", suite, "--device", device, "--results", arguments.results, *asked, *rest,
-        ]  # fmt: skip
+        run = [sys.executable, "-m", "harness", "run", suite, "--device", device, "--results", arguments.results]
+        return [*run, *(["--threads", "1"] if small else []), *asked, *rest]
 
     checks = [sys.executable, "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider", *CHECKS]
     checks += ["-n", "8"] if importlib.util.find_spec("xdist") else []
     checks += ["-k", "fork"] if small else []
     result = [
         ("equalities on CUDA", checks),
+        ("decode step, 7B, roofline", bench("latency", ["id=random:llama-2-7b", *SHORT, "capacity=[4096]"], *OURS)),
+        ("scoring beside its bounds", [sys.executable, "tests/gpu/speed.py", *(["--rehearse"] if small else [])]),
         (
             "latency, Figure 10",
             bench("latency", [FIGURE_10, *SHORT], "--policy", "recompute_window", "--policy", "{name: sink_window, sinks: 4}"),

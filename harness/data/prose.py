@@ -1,0 +1,161 @@
+"""Seeded, endless prose with people, places and facts that come back at known distances.
+
+What a cache has forgotten costs perplexity here in a way that can be worked out beforehand: the words of a fact are drawn
+uniformly, so told for the first time they cost their entropy, and told again they cost nothing to a reader who still has the
+first telling, and their entropy to one who has not (docs/data/prose.md).
+
+Everything is drawn from the lists below by one generator; no text of others is in it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+ONSETS = ["b", "br", "c", "cl", "d", "dr", "f", "g", "gr", "h", "j", "k", "l", "m", "n", "p", "r", "s", "st", "t", "th", "v", "w"]
+VOWELS = ["a", "e", "i", "o", "u", "ai", "ea", "oo"]
+ENDINGS = ["n", "l", "r", "s", "m", "th", "nd", "ck", "sh", "ll"]
+TRADES = [
+    "baker", "weaver", "smith", "miller", "sailor", "teacher", "painter", "doctor", "farmer", "fisher", "tailor", "carpenter",
+    "printer", "gardener", "shepherd", "mason",
+]  # fmt: skip
+THINGS = [
+    "a silver key", "a blue lamp", "an old map", "a clay pipe", "a brass bell", "a red scarf", "a small mirror", "a wooden flute",
+    "a green bottle", "a black umbrella", "a paper kite", "a stone cup", "a leather book", "a white candle", "a copper coin",
+    "a glass bead",
+]  # fmt: skip
+PLACES = [
+    "the harbour", "the mill", "the bridge", "the chapel", "the market", "the orchard", "the lighthouse", "the quarry",
+    "the stables", "the well", "the tower", "the ferry", "the garden", "the school", "the forge", "the inn",
+]  # fmt: skip
+FILLERS = [
+    "The wind came from the {way} and the {sky} was {state}.",
+    "Nobody spoke for a while, and the fire burned {low}.",
+    "It was a {state} {day}, and the road was {surface}.",
+    "Somewhere a dog barked, and then it was {low} again.",
+    "The {birds} flew over the {field} towards the {way}.",
+    "They counted the {goods} and found that {number} were missing.",
+    "Bread was {price} that week, and the {goods} were late.",
+    "The river stood {low}, as it does in a {state} {season}.",
+    "A cart full of {goods} stopped before the gate.",
+    "In the {season} the {field} smelt of rain.",
+]
+WORDS = {
+    "way": ["north", "south", "east", "west"],
+    "sky": ["sky", "sea", "lake", "valley"],
+    "state": ["grey", "clear", "cold", "mild", "bright", "dull"],
+    "low": ["low", "quiet", "slow", "still"],
+    "day": ["morning", "evening", "afternoon", "night"],
+    "surface": ["wet", "dry", "empty", "white", "crowded"],
+    "birds": ["crows", "geese", "gulls", "swallows"],
+    "field": ["field", "meadow", "hill", "marsh"],
+    "goods": ["apples", "barrels", "letters", "nets", "stones", "sacks"],
+    "number": ["two", "three", "four", "five", "six", "seven"],
+    "price": ["dear", "cheap", "scarce"],
+    "season": ["spring", "summer", "autumn", "winter"],
+}
+FACTS = {"trade": TRADES, "thing": THINGS, "place": PLACES}
+TOLD = {
+    "trade": "{name} was known as the {value}.",
+    "thing": "{name} always carried {value}.",
+    "place": "{name} slept near {value}.",
+}
+AGAIN = {
+    "trade": "It was {name}, the {value}.",
+    "thing": "{name} still carried {value}.",
+    "place": "{name} went home to {value}.",
+}
+AGAIN_AND_AGAIN = 0.5  # of the facts told again are told once more; so a fact is told three times in the mean
+NEAREST, FARTHEST = 32, 8192  # words between a telling and the next; drawn so that every doubling is as likely
+
+
+@dataclass(frozen=True)
+class Telling:
+    """One telling of a fact.
+
+    Attributes:
+        start: of the fact's words in the text, in characters.
+        end: behind their last character.
+        words_back: words since it was told before; None at its first telling.
+        choices: how many values it was drawn from; its first telling costs their logarithm.
+    """
+
+    start: int
+    end: int
+    words_back: int | None
+    choices: int
+
+
+class Prose:
+    """Sentences, one after the other, for ever."""
+
+    def __init__(self, seed: int, retold: float = 0.35, new: float = 0.15) -> None:
+        """Begin.
+
+        Args:
+            seed: of everything.
+            retold: share of sentences that tell a fact again, as far as facts are due.
+            new: share of sentences that tell one for the first time.
+        """
+        self._draw = random.Random(f"prose/{seed}")
+        self._retold, self._new = retold, new
+        self._due: list[tuple[int, int, str, str, str, int]] = []  # word, number, name, kind, value, word of the last telling
+        self._characters = self._words = self._facts = self._sentences = 0
+        self.tellings: list[Telling] = []
+
+    def sentences(self) -> Iterator[str]:
+        """Each with the blank or line end after it; `tellings` grows with them."""
+        while True:
+            chance = self._draw.random()
+            if self._due and self._due[0][0] <= self._words and chance < self._retold:
+                text = self._again()
+            elif chance > 1 - self._new:
+                text = self._first()
+            else:
+                text = self._filler()
+            self._sentences += 1
+            text += "\n\n" if self._draw.random() < 0.1 else " "
+            self._characters += len(text)
+            self._words += len(text.split())
+            yield text
+
+    def text(self, characters: int) -> str:
+        """At least so much more of it, up to the end of a sentence."""
+        parts, made = [], 0
+        for sentence in self.sentences():
+            parts.append(sentence)
+            made += len(sentence)
+            if made >= characters:
+                break
+        return "".join(parts)
+
+    def _filler(self) -> str:
+        return self._draw.choice(FILLERS).format(**{key: self._draw.choice(words) for key, words in WORDS.items()})
+
+    def _name(self) -> str:
+        """Two made-up words: of some 30 million."""
+        parts = [[self._draw.choice(x) for x in (ONSETS, VOWELS, ENDINGS)] for _ in range(2)]
+        return " ".join("".join(p).capitalize() for p in parts)
+
+    def _first(self) -> str:
+        kind = self._draw.choice(list(FACTS))
+        name, value = self._name(), self._draw.choice(FACTS[kind])
+        return self._tell(TOLD[kind], name, kind, value, None)
+
+    def _again(self) -> str:
+        _, _, name, kind, value, last = heapq.heappop(self._due)
+        return self._tell(AGAIN[kind], name, kind, value, last)
+
+    def _tell(self, form: str, name: str, kind: str, value: str, last: int | None) -> str:
+        text = form.format(name=name, value=value)
+        start = self._characters + text.rindex(value)
+        word = self._words + len(text[: text.rindex(value)].split())
+        self.tellings.append(Telling(start, start + len(value), None if last is None else word - last, len(FACTS[kind])))
+        distance = round(math.exp(self._draw.uniform(math.log(NEAREST), math.log(FARTHEST))))
+        self._facts += 1
+        if last is None or self._draw.random() < AGAIN_AND_AGAIN:
+            heapq.heappush(self._due, (word + distance, self._facts, name, kind, value, word))
+        return text

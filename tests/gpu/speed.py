@@ -1,0 +1,110 @@
+"""How fast text is scored on a GPU, beside what the chip could do: the closed form and the compiled walk.
+
+    python tests/gpu/speed.py [--rehearse]
+
+Random weights of published shapes, random tokens, caches full; every block is timed by the device. Prints a line of JSON a row:
+tokens a second, and the bound it is compared with, from the rates measured on the same device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from harness.device import Marks, bandwidth, device_name, multiply_rate
+from harness.engine.fastcheck import fast_method
+from harness.engine.load import load_model
+from harness.engine.loop import CacheConfig, decoder
+from harness.engine.model import Model
+from harness.hub import model_directory
+from policies.h2o import H2O
+from policies.sink_window import SinkWindow
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is timed."""
+
+    name: str
+    shape: str
+    config: CacheConfig
+    streams: int
+    block: int
+    blocks: int = 8  # timed
+
+
+ROWS = [
+    Row("perplexity, sink+window 4+2044", "llama-2-7b", CacheConfig(SinkWindow(4), 2048), 1, 2048),
+    Row("perplexity, H2O 1024+1024", "llama-3-8b", CacheConfig(H2O(1024), 2048), 8, 256, 4),
+]
+SMALL = [
+    Row("perplexity, sink+window", "stories-260k", CacheConfig(SinkWindow(4), 64), 1, 128, 3),
+    Row("perplexity, H2O", "stories-260k", CacheConfig(H2O(32), 64), 2, 32, 3),
+]
+
+
+def operations(model: Model, capacity: int) -> float:
+    """Of one token: every weight but the embedding twice, and scores and values over a full cache."""
+    weights = sum(p.numel() for p in model.hf.parameters()) - model.hf.get_input_embeddings().weight.numel()
+    attention = sum(2 * x.heads * x.group * (x.key_dim + x.value_dim) * (capacity + 1) for x in model.layers)
+    return 2.0 * weights + attention
+
+
+def measured(row: Row, model: Model, device: torch.device) -> dict[str, Any]:
+    """One row."""
+    found = fast_method(model, row.config)
+    compiled = found.method == "compiled walk"
+    read = decoder(model, row.config, row.streams, closed=found.method == "closed form", compiled=compiled)
+    vocabulary = model.hf.config.vocab_size
+    capacity = row.config.capacity or 0
+    filling = -(-capacity // row.block) + 1  # blocks, the last of which is the first with a full cache
+    draw = torch.Generator().manual_seed(0)
+    marks = Marks(device)
+    for block in range(filling + row.blocks):
+        tokens = torch.randint(vocabulary, (row.streams, row.block + 1), generator=draw).to(device)
+        logits = read(tokens[:, :-1])
+        loss = cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        if block >= filling - 1:
+            marks.mark()
+    milliseconds = statistics.median(marks.milliseconds())
+    rate, memory = multiply_rate(device, model.dtype), bandwidth(device)
+    count = row.streams * row.block
+    by_operations = operations(model, capacity) * count / rate
+    walked = model.kv_bytes(capacity, row.streams) * row.block / memory if compiled else 0.0
+    bound = max(by_operations, walked)
+    seconds = milliseconds / 1e3
+    return {
+        "row": row.name, "shape": row.shape, "streams": row.streams, "block": row.block, "method": found.method,
+        "differs_from_walk": found.differs, "refused": found.refused, "device": device_name(device), "torch": torch.__version__,
+        "tokens_per_second": count / seconds, "share_of_multiply_rate": by_operations / seconds, "times_bound": seconds / bound,
+        "minutes_for_4M_tokens": 4e6 / count * seconds / 60, "multiply_rate": rate, "bandwidth": memory, "loss": float(loss),
+    }  # fmt: skip
+
+
+def main() -> int:
+    """All rows; 1 if one of them was not read by the method it is about."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rehearse", action="store_true", help="small, on the CPU")
+    small = parser.parse_args().rehearse
+    device = torch.device("cpu" if small else "cuda")
+    wrong = 0
+    for row in SMALL if small else ROWS:
+        directory = model_directory(f"random:{row.shape}", None, False)
+        model = load_model(directory, "float32" if small else "bfloat16", device, random=True)
+        with torch.inference_mode():
+            result = measured(row, model, device)
+        wrong += result["method"] == "walk"
+        print(json.dumps({k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in result.items()}), flush=True)
+        del model
+    return min(wrong, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
