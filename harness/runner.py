@@ -258,7 +258,8 @@ def _streams(cell: Cell) -> int:
 
 def _block_that_fits(model: Model, streams: int) -> int:
     """Tokens that pass a layer at once where they are not walked plainly: many, as long as their logits are a small part of memory."""
-    logits = streams * 3 * 4 * model.hf.config.get_text_config().vocab_size  # bytes a token: float32, and two copies in the loss
+    vocabulary = model.hf.config.get_text_config().vocab_size
+    logits = streams * 3 * 4 * vocabulary  # bytes a token: float32, and two copies in the loss
     fitting = int(_LOGITS * free_bytes(model.device) / logits)
     return max(_BLOCK, min(_WIDE_BLOCK, 2 ** max(0, fitting.bit_length() - 1)))
 
