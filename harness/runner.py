@@ -257,7 +257,7 @@ def _streams(cell: Cell) -> int:
 
 
 def _block_that_fits(model: Model, streams: int) -> int:
-    """Tokens that pass a layer at once where they are not walked plainly: many, as long as their logits are a small part of memory."""
+    """Tokens that pass a layer at once where they are not walked plainly: many, if their logits are a small part of memory."""
     vocabulary = model.hf.config.get_text_config().vocab_size
     logits = streams * 3 * 4 * vocabulary  # bytes a token: float32, and two copies in the loss
     fitting = int(_LOGITS * free_bytes(model.device) / logits)
