@@ -106,6 +106,39 @@ def run(suite: str, model: str | None, data: str | None, policies: tuple[str, ..
 
 
 @cli.command()
+@click.argument("config")
+@click.option("--data", metavar="DIR", envvar="BENCH_DATA", help="Directory of PG-19 with a train split; the hub if not given.")
+@click.option("--out", metavar="DIR", help="Folder of checkpoints, log and model; pretrained/NAME if not given.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1.")
+@click.option("--threads", type=click.IntRange(1), help="CPU threads; torch's default when not given.")
+@click.option("--steps", type=click.IntRange(1), help="Stop after so many, with a checkpoint; the next call goes on.")
+def pretrain(config: str, data: str | None, out: str | None, device: str, threads: int | None, steps: int | None) -> None:
+    """Pretrain a reference model: CONFIG is a file, or a name like sink_1. Called again, it goes on from its last checkpoint.
+
+    \b
+    bench pretrain vanilla --data path/to/pg19
+    bench pretrain suites/pretrain/sink_1.yaml --data path/to/pg19 --steps 200
+    """
+    from harness.pretrain.config import find, load
+
+    settings = load(find(config))
+    import torch
+
+    from harness.engine.load import device_of
+    from harness.pretrain.train import pretrain as train
+
+    if threads:
+        torch.set_num_threads(threads)
+    folder = Path(out) if out else Path("pretrained") / settings.name
+    tell = lambda line: click.echo(line, err=True)  # noqa: E731
+    model = train(settings, folder, Path(data).expanduser() if data else None, device_of(device), tell, steps)
+    if model.exists():
+        click.echo(str(model))
+    else:
+        click.echo(f"stopped early; 'bench pretrain {config}' goes on", err=True)
+
+
+@cli.command()
 @click.option("--results", default=_RESULTS, show_default=True, help="Folder of the records.")
 @click.option("--out", default="leaderboard/README.md", show_default=True, help="The page; - for stdout.")
 @click.option("--paper", default=None, help="The page of published figures beside ours; paper.md beside --out if not given.")

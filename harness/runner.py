@@ -245,10 +245,9 @@ def _job(item: _Prepared, model: Model, options: RunOptions, trace: Path, watche
     wide = found.method in ("closed form", "compiled walk") and not item.task.of_device
     block = options.block or (_block_that_fits(model, _streams(cell)) if wide else _BLOCK)
     item.record.facts |= {"block": block, "method": found.method, "step": found.step}
-    return Job(
-        model, config, item.data, block, options.walk, trace, watcher.advance, closed=found.method == "closed form",
-        compiled="compiled" in found.method or found.step != "plain",
-    )  # fmt: skip
+    compiled = found.step != "plain" or (found.method == "compiled walk" and not item.task.of_device)
+    closed = found.method == "closed form"
+    return Job(model, config, item.data, block, options.walk, trace, watcher.advance, closed, compiled)
 
 
 def _streams(cell: Cell) -> int:

@@ -102,11 +102,11 @@ def find(name: str) -> Path:
     raise UserError(f"{name}: no such suite{registry.did_you_mean(path.stem, shipped)}")
 
 
-def shipped_suites() -> list[Path]:
-    """The suites that come with the project: those of the checkout, or of the installed package."""
+def shipped_suites(kind: str = "") -> list[Path]:
+    """The suites that come with the project: those of the checkout, or of the installed package. kind: a folder in theirs."""
     here = Path(__file__).parent
     folder = here / "suites" if (here / "suites").is_dir() else here.parent / "suites"
-    return sorted(folder.glob("*.yaml"))
+    return sorted((folder / kind).glob("*.yaml"))
 
 
 def load(path: Path, overrides: Overrides | None = None) -> tuple[SuiteFile, list[Cell]]:

@@ -13,6 +13,7 @@ import torch
 from conftest import DEVICE, model_of, nll, tokens_of
 from test_fast_paths import Odd
 
+from harness.engine import fastcheck
 from harness.engine.captured import StepGraphs
 from harness.engine.fastcheck import fast_method
 from harness.engine.kernels import choose, cuda
@@ -162,6 +163,23 @@ def test_what_a_kernel_dies_of_is_told_and_the_plain_walk_used(monkeypatch):
     assert whole.refused == ""
     assert (found.method, found.step) == ("walk", "plain")
     assert found.refused == "RuntimeError: out of resource: shared memory"
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="a stand-in where there is no CUDA")
+@pytest.mark.parametrize(("ours", "step"), [(0.001, "captured"), (0.003, "plain")])
+def test_a_captured_step_is_used_only_where_it_measures_faster(monkeypatch, ours, step):
+    monkeypatch.setattr(fastcheck, "_step_seconds", lambda *of: (ours, 0.002))
+    made = fastcheck.CachedDecoder
+
+    def with_graphs(*args, compiled=False, **how):
+        read = made(*args, compiled=compiled, **how)
+        read.graphs = StepGraphs(Recorded) if compiled else None
+        return read
+
+    monkeypatch.setattr(fastcheck, "CachedDecoder", with_graphs)
+    found = fast_method(model_of("llama"), CacheConfig(H2O(), 8))
+    assert found.step == step
+    assert ("ms plainly" in found.refused) == (step == "plain")
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device: captured steps")

@@ -100,9 +100,12 @@ class _OnDisk:
 
 
 def opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What opens a stream: the tokenizer's own BOS, if it puts one."""
-    first = list(tokenizer("", add_special_tokens=True)["input_ids"])[:1]
-    return first if first == [tokenizer.bos_token_id] else []
+    """What opens a stream: the BOS, or the sink tokens, that the tokenizer itself puts before a text."""
+    put = list(tokenizer("", add_special_tokens=True)["input_ids"])
+    if put[:1] != [tokenizer.bos_token_id]:
+        return []
+    behind = tokenizer.eos_token_id if tokenizer.eos_token_id != tokenizer.bos_token_id else None
+    return put[: put.index(behind)] if behind in put else put
 
 
 def newline(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -41,6 +41,8 @@ def _attention(
     """The attention function registered with transformers."""
     terms = Terms(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
     layer: Any = module.layer_idx
+    if s_aux is None and getattr(module.config, "zero_sink", False):  # softmax off by one: a sink logit fixed at 0
+        terms = terms._replace(sink_logits=query.new_zeros(query.shape[1]))
     return BACKEND.get().attend(layer, query, key, value, terms).transpose(1, 2).contiguous(), None
 
 

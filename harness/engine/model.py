@@ -18,6 +18,7 @@ from harness.engine import interface
 from harness.engine.attention import Terms
 from harness.engine.rotary import Rotation, find_rotation
 from harness.engine.slots import LayerShape
+from harness.engine.zero_sink import ZERO_SINK
 
 _PROBES = (1, 5, 191)  # positions at which a layer's rotation is read off
 _MOVING = ("dynamic", "longrope")  # RoPE types whose tables depend on the longest position
@@ -194,7 +195,8 @@ def _freeze_rope(hf: PreTrainedModel) -> None:
 @contextmanager
 def own_attention(hf: PreTrainedModel) -> Iterator[None]:
     """The model as its authors wrote it, for the reference forward pass."""
-    hf.set_attn_implementation("eager")
+    zero_sink = getattr(hf.config.get_text_config(), "zero_sink", False)  # which transformers' own attention knows nothing of
+    hf.set_attn_implementation(ZERO_SINK if zero_sink else "eager")
     try:
         yield
     finally:

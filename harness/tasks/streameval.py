@@ -77,16 +77,16 @@ class StreamEval(Task):
         return answered(job, options.context, said)
 
 
-def script(options: StreamEvalOptions, stream: int) -> Script:
-    """The text of one stream. Its contents depend on data seed and stream alone, not on distance."""
+def script(options: StreamEvalOptions, stream: int, first: int = 1) -> Script:
+    """The text of one stream, its lines numbered from `first` on. Its contents depend on data seed and stream alone."""
     draw = random.Random(f"{options.data_seed}/{stream}")
     made, contents = Script(_HEADER), []
     for number in range(1, options.lines + 1):
         contents.append(draw.randint(options.lowest, options.highest))
-        made.line(f"line {number}: REGISTER_CONTENT is <{contents[-1]}>\n")
-        asked = number - options.distance  # index of the line asked for; its number is one more
+        made.line(f"line {first + number - 1}: REGISTER_CONTENT is <{contents[-1]}>\n")
+        asked = number - options.distance  # index of the line asked for
         if number % options.query_every == 0 and asked >= 0:
-            question = f"Question: What is the REGISTER_CONTENT of line {asked + 1}?\nAnswer:"
+            question = f"Question: What is the REGISTER_CONTENT of line {first + asked}?\nAnswer:"
             made.ask(question, str(contents[asked]), f" <{contents[asked]}>\n", asked)
     return made
 

@@ -1,0 +1,113 @@
+"""What a reference model is made of: its shape, its text and its training, from a YAML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from harness.errors import UserError
+from harness.registry import did_you_mean
+from harness.suite import shipped_suites
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Shape(_Strict):
+    """A Llama with grouped-query attention, RoPE and tied embeddings."""
+
+    hidden: int = Field(192, ge=8, description="width")
+    layers: int = Field(6, ge=1)
+    heads: int = Field(6, ge=1, description="query heads")
+    kv_heads: int = Field(2, ge=1)
+    intermediate: int = Field(512, ge=8, description="width of the MLP")
+    vocabulary: int = Field(4096, ge=300, description="tokens of the byte-level BPE, special ones included")
+
+
+class Mix(_Strict):
+    """Shares of the text, in characters."""
+
+    pg19: float = Field(0.6, ge=0, description="books of the train split")
+    records: float = Field(0.2, ge=0, description="record-and-query text in StreamEval's format")
+    prose: float = Field(0.2, ge=0, description="generated prose")
+
+
+class Training(_Strict):
+    """How long and how hard."""
+
+    tokens: int = Field(..., ge=1, description="of text; sinks not counted")
+    sample: int = Field(254, ge=8, description="tokens of text in a sample; sinks come on top")
+    batch: int = Field(32, ge=1, description="samples a step")
+    learning_rate: float = Field(4e-3, gt=0)
+    weight_decay: float = Field(0.1, ge=0)
+    warmup: float = Field(0.02, ge=0, lt=1, description="share of the steps in which the learning rate rises")
+    decay: float = Field(0.2, ge=0, lt=1, description="share of the steps in which it falls to a tenth, at the end")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="of products, by autocast; weights are float32")
+    compile: bool = Field(True, description="torch.compile")
+    probe_every: int = Field(250, ge=1, description="steps between looks at attention to the first token")
+    checkpoint_every: int = Field(500, ge=1, description="steps between checkpoints")
+
+
+class PretrainConfig(_Strict):
+    """One reference model."""
+
+    name: str
+    seed: int = 0
+    sinks: int = Field(0, ge=0, le=4, description="learnable tokens before every sample: the model's prefix")
+    zero_sink: bool = Field(False, description="softmax off by one: a sink logit fixed at 0, in training and evaluation")
+    shape: Shape = Shape()
+    text: Mix = Mix()
+    training: Training
+
+    @property
+    def steps(self) -> int:
+        """Optimiser steps; the last may see no part of a batch less."""
+        return self.training.tokens // (self.training.sample * self.training.batch)
+
+
+def find(name: str) -> Path:
+    """The file of a configuration: a path, or the name of one that comes with the project.
+
+    Raises:
+        UserError: neither.
+    """
+    if Path(name).exists():
+        return Path(name)
+    shipped = {p.stem: p for p in shipped_suites("pretrain")}
+    if name not in shipped:
+        raise UserError(f"{name}: no such file{did_you_mean(name, sorted(shipped))}; there are {', '.join(sorted(shipped))}")
+    return shipped[name]
+
+
+def load(path: Path) -> PretrainConfig:
+    """A configuration; `like: FILE` takes what it does not say from a file beside it.
+
+    Raises:
+        UserError: no such file, or something wrong in it.
+    """
+    try:
+        return PretrainConfig(**_read(path))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: can't be read ({str(error).splitlines()[0]})") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: not a mapping")
+    base = found.pop("like", None)
+    if base is None:
+        return found
+    merged = _read(path.parent / str(base))
+    for key, value in found.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = merged[key] | value if both else value
+    return merged

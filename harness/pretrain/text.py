@@ -1,0 +1,93 @@
+"""The text of pretraining: books, generated records with questions, generated prose; one order for all models."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerFast
+
+from harness.data import pg19
+from harness.data.prose import Prose
+from harness.errors import UserError
+from harness.pretrain.config import Mix
+from harness.tasks.streameval import StreamEvalOptions, script
+
+_PIECE = 8192  # characters that one source gives at a time
+_BOOKS_AT_ONCE = 16  # books open side by side, so that a piece is followed by one of another
+_FARTHEST = 8  # lines that a question of the records looks back, at most
+
+
+def pieces(mix: Mix, seed: int, data: Path | None) -> Iterator[str]:
+    """Pieces of text, each from one source, for ever: the one that has given least for its share of characters.
+
+    Raises:
+        UserError: the books can't be had.
+    """
+    sources = {"pg19": _books(seed, data), "records": _records(seed), "prose": _prose(seed)}
+    shares = {name: share for name, share in mix.model_dump().items() if share}
+    if not shares:
+        raise UserError("text: all shares are 0")
+    given = dict.fromkeys(shares, 0)
+    while True:
+        name = min(shares, key=lambda x: given[x] / shares[x])
+        piece = next(sources[name])
+        given[name] += len(piece)
+        yield piece
+
+
+def _books(seed: int, data: Path | None) -> Iterator[str]:
+    draw, rounds = random.Random(f"books/{seed}"), 0
+    while True:
+        _, texts = pg19.books("train", data)
+        opened: list[tuple[str, int]] = []
+        more = True
+        while more or opened:
+            while more and len(opened) < _BOOKS_AT_ONCE:
+                text = next(texts, None)
+                more = text is not None
+                opened += [(text.text, 0)] if text is not None else []
+            if opened:
+                at = draw.randrange(len(opened))
+                book, start = opened[at]
+                yield book[start : start + _PIECE]
+                opened[at : at + 1] = [(book, start + _PIECE)] if start + _PIECE < len(book) else []
+        rounds += 1
+
+
+def _records(seed: int) -> Iterator[str]:
+    """Records begun at any line number, questions after every few lines about lines a few back."""
+    draw = random.Random(f"records/{seed}")
+    number = 0
+    while True:
+        number += 1
+        every = draw.randint(1, 5)
+        options = StreamEvalOptions(
+            lines=120, query_every=every, distance=draw.randint(1, _FARTHEST), highest=50000, data_seed=seed * 2**20 + number
+        )
+        first = 1 if draw.random() < 0.3 else draw.randrange(1, 3000)
+        yield script(options, 0, first).text
+
+
+def _prose(seed: int) -> Iterator[str]:
+    prose = Prose(seed + 1)  # the default suite reads that of seed 0
+    while True:
+        yield prose.text(_PIECE)
+
+
+def token_file(path: Path, tokenizer: PreTrainedTokenizerFast, texts: Iterator[str], count: int) -> NDArray[np.uint16]:
+    """The first `count` tokens of the texts, kept in a file so that a resumed run need not make them again. [count]."""
+    if not path.exists() or path.stat().st_size != 2 * count:
+        partial, made = path.with_suffix(".partial"), 0
+        with partial.open("wb") as file:
+            while made < count:
+                batch = [next(texts) for _ in range(64)]
+                for ids in tokenizer(batch, add_special_tokens=False)["input_ids"]:
+                    part = np.array(ids[: count - made], np.uint16)
+                    file.write(part.tobytes())
+                    made += len(part)
+        partial.replace(path)
+    return np.memmap(path, np.uint16, "r")

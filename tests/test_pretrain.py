@@ -1,0 +1,165 @@
+"""Pretraining: the same text and weights for all, exact to the last digit, also when it is stopped and goes on."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from conftest import DEVICE, tokens_of
+
+from harness.data.stream import opening
+from harness.engine.families import tiny_model
+from harness.engine.load import load_model, load_tokenizer
+from harness.engine.loop import CacheConfig, decoder
+from harness.engine.model import UnsupportedModelError, adopt
+from harness.engine.selfcheck import check
+from harness.engine.zero_sink import ZERO_SINK
+from harness.errors import UserError
+from harness.pretrain.config import PretrainConfig, find, load
+from harness.pretrain.probe import attention_to_first
+from harness.pretrain.text import pieces
+from harness.pretrain.train import new_model, pretrain
+from policies.dense import Dense
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # accelerate and the Trainer have opinions of their own
+STEPS = 12
+
+
+def config(**changes) -> PretrainConfig:
+    training = {"tokens": 70 * 2 * STEPS, "sample": 70, "batch": 2, "compile": False, "probe_every": 4, "checkpoint_every": 5}
+    shape = {"hidden": 16, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 32, "vocabulary": 400}
+    return PretrainConfig(**{"name": "tiny", "training": training, "shape": shape, **changes})
+
+
+def trained(out, data, steps=None, **changes):
+    model = pretrain(config(**changes), out, data, torch.device("cpu"), lambda line: None, steps)
+    return model, [json.loads(x) for x in (out / "log.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def books(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("books")
+    for i in range(3):
+        (folder / f"book{i}.txt").write_text(f"Chapter {i}. The quick brown fox jumps over the lazy dog, {i} times. " * 2000)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(books, tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("whole"), books)
+
+
+def test_the_log_has_every_step(whole):
+    _, log = whole
+    assert [row["step"] for row in log] == list(range(1, STEPS + 1))
+    assert log[-1]["tokens"] == 70 * 2 * STEPS
+    assert log[-1]["loss"] < log[0]["loss"]
+    assert [row["step"] for row in log if "attention_to_first" in row] == [4, 8, 12]
+    assert log[0]["learning_rate"] > log[-1]["learning_rate"]
+
+
+def test_again_from_the_same_seed_and_stopped_and_resumed_it_is_the_same_to_the_last_digit(whole, books, tmp_path):
+    _, again = trained(tmp_path / "again", books)
+    assert again == whole[1]
+    trained(tmp_path / "stopped", books, steps=7)
+    assert not (tmp_path / "stopped" / "model").exists()
+    _, resumed = trained(tmp_path / "stopped", books)
+    assert resumed == whole[1]
+    assert trained(tmp_path / "other", books, seed=1)[1] != whole[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "prefix"), [({}, []), ({"sinks": 1}, [0]), ({"sinks": 2}, [0, 1]), ({"zero_sink": True}, [])]
+)
+def test_what_was_trained_is_loaded_checked_and_opened_by_its_sinks(changes, prefix, whole, books, tmp_path):
+    directory, log = whole if not changes else trained(tmp_path, books, **changes)
+    model = load_model(directory, "float32", torch.device("cpu"))
+    assert model.check <= 1
+    assert opening(load_tokenizer(directory)) == prefix
+    assert getattr(model.hf.config, "zero_sink", False) == changes.get("zero_sink", False)
+    assert log[0]["loss"] == pytest.approx(whole[1][0]["loss"], abs=0.05)  # the same text is scored
+    assert not any("inv_freq" in name for name, _ in model.hf.named_parameters())
+
+
+def test_the_untrained_weights_are_the_same_for_all():
+    plain, sink, zero = (new_model(config(**c)).state_dict() for c in ({}, {"sinks": 2}, {"zero_sink": True}))
+    assert all(torch.equal(plain[k], sink[k]) and torch.equal(plain[k], zero[k]) for k in plain)
+
+
+def test_the_text_is_the_same_for_a_seed_and_mixes_its_sources(books):
+    first, again = ([next(x) for _ in range(60)] for x in (pieces(config().text, 5, books) for _ in range(2)))
+    assert first == again
+    kinds = [("REGISTER" in x, "brown fox" in x) for x in first]
+    assert {(True, False), (False, True), (False, False)} == set(kinds)
+
+
+def zero_sink_model():
+    hf = tiny_model("llama", vocab_size=96).to(DEVICE)
+    hf.config.zero_sink = True
+    return hf
+
+
+def test_a_zero_sink_is_a_logit_of_0_in_the_decode_loop():
+    """Held to a reference attention with a token of zeros, at every size of block; without it the logits are others."""
+    hf = zero_sink_model()
+    model = adopt(hf)
+    assert check(model) <= 1
+    tokens = tokens_of(30)
+    hf.set_attn_implementation(ZERO_SINK)
+    reference = hf(input_ids=tokens, use_cache=False).logits
+    plain = adopt(tiny_model("llama", vocab_size=96).to(DEVICE))
+    model = adopt(hf)
+    for compiled in (False, True):
+        read = decoder(model, CacheConfig(Dense()), compiled=compiled)
+        ours = torch.cat([read(tokens[:, :20]), *(read(t) for t in tokens[:, 20:].split(1, 1))], 1)
+        torch.testing.assert_close(ours, reference, atol=2e-4, rtol=0)
+    assert (decoder(plain, CacheConfig(Dense()))(tokens) - reference).abs().max() > 1e-2
+
+
+def test_the_self_check_would_notice_a_missing_zero_sink(monkeypatch):
+    from harness.engine import interface
+
+    model = adopt(zero_sink_model())
+    real = interface._attention
+    monkeypatch.setattr(interface, "_attention", real)
+    from transformers import AttentionInterface
+
+    def without(module, *args, **kwargs):
+        module.config.zero_sink = False
+        try:
+            return real(module, *args, **kwargs)
+        finally:
+            module.config.zero_sink = True
+
+    AttentionInterface.register(interface.NAME, without)
+    try:
+        with pytest.raises(UnsupportedModelError):
+            check(model)
+    finally:
+        AttentionInterface.register(interface.NAME, real)
+
+
+def test_attention_to_the_first_token_is_what_eager_attention_gives():
+    hf = tiny_model("llama", vocab_size=96)
+    tokens = tokens_of(80, 2).cpu()
+    hf.set_attn_implementation("eager")
+    expected = torch.stack([x[:, :, 64:, 0].mean((0, 2)) for x in hf(input_ids=tokens, output_attentions=True).attentions])
+    torch.testing.assert_close(attention_to_first(hf, tokens), expected, atol=1e-5, rtol=0)
+    assert hf.config._attn_implementation == "eager"
+
+
+def test_the_four_recipes_differ_in_their_sinks_alone():
+    found = {name: load(find(name)) for name in ("vanilla", "zero_sink", "sink_1", "sink_2")}
+    assert {name: (c.sinks, c.zero_sink) for name, c in found.items()} == {
+        "vanilla": (0, False), "zero_sink": (0, True), "sink_1": (1, False), "sink_2": (2, False),
+    }  # fmt: skip
+    assert len({c.model_copy(update={"name": "", "sinks": 0, "zero_sink": False}).model_dump_json() for c in found.values()}) == 1
+
+
+def test_mistakes_are_one_line(tmp_path):
+    (tmp_path / "bad.yaml").write_text("name: x\ntraining: {tokens: 5, speed: 3}\n")
+    with pytest.raises(UserError, match="training.speed"):
+        load(tmp_path / "bad.yaml")
+    with pytest.raises(UserError, match="vanilla"):
+        find("vanila")
