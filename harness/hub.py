@@ -15,7 +15,9 @@ from harness.errors import UserError
 from harness.registry import did_you_mean
 
 RANDOM = "random:"  # opens the id of a model with random weights
+BUILTIN = "builtin:"  # opens the id of a model that comes with the project
 _SHAPES = Path(__file__).parent / "shapes"
+_BUILTIN = Path(__file__).parent / "builtin"
 _WANTED = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
 _UNWANTED = ["onnx/*", "original/*", "*/consolidated*", "consolidated*"]
 
@@ -28,6 +30,23 @@ def is_random(model: str) -> bool:
 def shapes() -> list[str]:
     """The published shapes that a model of random weights can take."""
     return sorted(p.stem for p in _SHAPES.glob("*.json"))
+
+
+def builtins() -> list[str]:
+    """The reference models that come with the project."""
+    return sorted(p.parent.name for p in _BUILTIN.glob("*/config.json"))
+
+
+def _builtin(name: str) -> Path:
+    """The directory of a reference model.
+
+    Raises:
+        UserError: there is no such one.
+    """
+    if name not in builtins():
+        raise UserError(f"{BUILTIN}{name}: no such model comes with kv-bench{did_you_mean(name, builtins())}; there are "
+                        f"{', '.join(builtins()) or 'none'}; 'bench pretrain' makes them")  # fmt: skip
+    return _BUILTIN / name
 
 
 def _shape(name: str) -> Path:
@@ -46,7 +65,7 @@ def model_directory(model: str, revision: str | None, allow_pickle: bool) -> Pat
     """The directory of a model's files, downloaded if need be; the config file alone of a model with random weights.
 
     Args:
-        model: a local directory, a hub id, or "random:" and a shape.
+        model: a local directory, a hub id, "builtin:" and a name, or "random:" and a shape.
         revision: of a hub model: a commit, branch or tag.
         allow_pickle: accept weights that are not safetensors.
 
@@ -55,6 +74,8 @@ def model_directory(model: str, revision: str | None, allow_pickle: bool) -> Pat
     """
     if is_random(model):
         return _shape(model.removeprefix(RANDOM))
+    if model.startswith(BUILTIN):
+        return _builtin(model.removeprefix(BUILTIN))
     directory = Path(model).expanduser()
     if directory.is_dir():
         if not (directory / "config.json").exists():

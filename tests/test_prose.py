@@ -6,8 +6,10 @@ import math
 import re
 from collections import Counter
 
+import numpy as np
 import pytest
 
+from harness.data.facts import told
 from harness.data.prose import FACTS, FARTHEST, NEAREST, Prose
 
 
@@ -58,3 +60,21 @@ def test_distances_reach_from_the_nearest_to_the_farthest(made):
     assert sorted(back)[int(0.99 * len(back))] <= 1.1 * FARTHEST
     assert all(doublings[i] > 0.04 * len(back) for i in range(6, 13))
     assert 0.4 < len(back) / len(prose.tellings) < 0.8
+
+
+def test_what_a_fact_costs_is_counted_by_how_far_back_it_was_told():
+    """A reader who forgets after 300 words: told again within them it costs nothing, else what it was drawn from."""
+    prose = Prose(7)
+    text = prose.text(400_000)
+    nll = np.full(len(text), 0.01, np.float32)  # a token a byte
+    nll[0] = np.nan
+    for telling in prose.tellings:
+        forgotten = telling.words_back is None or telling.words_back > 256
+        nll[telling.start : telling.end] = math.log(16) / (telling.end - telling.start) if forgotten else 0
+    rows = told(nll, np.ones(len(text), np.int64), 7)
+    assert [r["words_back"] for r in rows][:2] == [None, [32, 64]]
+    assert sum(r["tellings"] for r in rows) > 2000
+    for row in rows:
+        expected = 0 if row["words_back"] and row["words_back"][1] <= 256 else math.log(16)
+        assert row["nats"] == pytest.approx(expected, abs=1e-3)
+        assert row["drawn_nats"] == pytest.approx(math.log(16))

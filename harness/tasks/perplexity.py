@@ -20,9 +20,12 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from harness.data import pg19
-from harness.data.stream import TokenStream, newline, stream
+from harness.data.facts import told
+from harness.data.prose import Prose
+from harness.data.stream import Text, TokenStream, newline, stream
 from harness.tasks.task import Job, MeasurementError, Options, Task, Tokenizer
 
+_CHARACTERS = 8  # of prose made for a token, more than any tokenizer of ours puts into one
 _BLOCKS = 4096  # blocks whose sums the record keeps, at most
 _SMALLEST_BLOCK = 32  # tokens
 _FIRST_BUCKET = 256  # tokens; every further bucket of positions ends at the double
@@ -32,12 +35,13 @@ class PerplexityOptions(Options):
     """Options of the perplexity task."""
 
     name: Literal["perplexity"] = "perplexity"
-    data: Literal["pg19"] = Field("pg19", description="the text")
+    data: Literal["pg19", "prose"] = Field("pg19", description="the text: books, or prose generated here")
     split: Literal["train", "validation", "test"] = Field("test", description="of the data")
     tokens: int = Field(65536, ge=2, description="length of the stream in tokens, prefix not counted")
     book: int | None = Field(
         None, ge=1, description="only the book of this number in Project Gutenberg's catalogue, up to `tokens`"
     )
+    data_seed: int | None = Field(None, ge=0, description="of generated prose; 0 when not given")
     newlines: int | None = Field(None, ge=1, description="so many newline tokens open the stream in place of the tokenizer's BOS")
     streams: int | None = Field(
         None, ge=1, description="cut the text in so many streams of one length, read side by side, each opened by the prefix"
@@ -54,8 +58,12 @@ class Perplexity(Task):
 
     @staticmethod
     def data(options: PerplexityOptions, tokenizer: Tokenizer, directory: Path | None) -> TokenStream:
-        """The books of the split, one after the other, up to `tokens`."""
-        if options.book is None:
+        """The books of the split, one after the other, or generated prose, up to `tokens`."""
+        seed = options.data_seed or 0
+        if options.data == "prose":
+            prose = Text("prose", Prose(seed).text(_CHARACTERS * options.tokens))
+            source, books = f"prose generated from seed {seed}", iter([prose])
+        elif options.book is None:
             source, books = pg19.books(options.split, directory)
         else:
             source, books = pg19.book(options.book, options.split, directory)
@@ -79,7 +87,10 @@ class Perplexity(Task):
         nll[:] = np.nan
         kv_bytes, state_bytes = _score(options, job, nll)
         nll.flush()
-        return {**summary(nll, job.data, options.stride, options.streams or 1), "kv_bytes": kv_bytes, "state_bytes": state_bytes}
+        figures = summary(nll, job.data, options.stride, options.streams or 1)
+        if options.data == "prose":
+            figures["facts"] = told(nll, job.data.byte_counts, options.data_seed or 0)
+        return {**figures, "kv_bytes": kv_bytes, "state_bytes": state_bytes}
 
 
 def _score(options: PerplexityOptions, job: Job, nll: NDArray[np.float32]) -> tuple[int, int]:

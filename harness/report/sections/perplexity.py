@@ -29,7 +29,7 @@ def body(records: Sequence[Record]) -> list[str]:
         f"{f', cut in {streams} streams' if streams else ''}"
         f"{f'; recompute_window scores one token in {stride}' if stride > 1 else ''}."
     )
-    return [about + "\n", *_table(records), *_buckets(records)]
+    return [about + "\n", *_table(records), *_buckets(records), *_facts(records)]
 
 
 def _table(records: Sequence[Record]) -> list[str]:
@@ -91,3 +91,22 @@ def _buckets(records: Sequence[Record]) -> list[str]:
     about = "Perplexity by position in the stream" + (f" (training length {count(length)})" if length else "") + ":\n"
     head = ["policy", "capacity", *(f"{count(low)} to {count(high)}" for low, high in edges)]
     return [about, *table(head, rows, "lr" + "r" * len(edges))]
+
+
+def _facts(records: Sequence[Record]) -> list[str]:
+    """What the facts of generated prose cost, by how far back they were told before."""
+    having = [r for r in records if r.status == "ok" and r.metrics.get("facts")]
+    if not having:
+        return []
+    spans = sorted({tuple(f["words_back"] or (0, 0)) for r in having for f in r.metrics["facts"]})
+    rows = []
+    for record in having:
+        costs = {tuple(f["words_back"] or (0, 0)): f["nats"] for f in record.metrics["facts"]}
+        rows.append([label(record), count(record.cell["capacity"]), *(f"{costs[s]:.2f}" if s in costs else "" for s in spans)])
+    heads = ["told first" if high == 0 else f"{low:,} to {high:,}" for low, high in spans]
+    drawn = having[0].metrics["facts"][0]["drawn_nats"]
+    return [
+        f"Nats for the words of a fact, by words since it was told before (told for the first time, it is drawn from "
+        f"{round(math.exp(drawn))}: {drawn:.2f} nats; who remembers it pays nothing):\n",
+        *table(["policy", "capacity", *heads], rows, "lr" + "r" * len(heads)),
+    ]  # fmt: skip
