@@ -43,9 +43,10 @@ def _builtin(name: str) -> Path:
     Raises:
         UserError: there is no such one.
     """
-    if name not in builtins():
-        raise UserError(f"{BUILTIN}{name}: no such model comes with kv-bench{did_you_mean(name, builtins())}; there are "
-                        f"{', '.join(builtins()) or 'none'}; 'bench pretrain' makes them")  # fmt: skip
+    known = builtins()
+    if name not in known:
+        which = did_you_mean(name, known) if known else "; none is there yet"
+        raise UserError(f"{BUILTIN}{name}: no such model comes with kv-bench{which}; 'bench pretrain' makes them")
     return _BUILTIN / name
 
 

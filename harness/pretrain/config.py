@@ -77,9 +77,9 @@ def find(name: str) -> Path:
     """
     if Path(name).exists():
         return Path(name)
-    shipped = {p.stem: p for p in shipped_suites("pretrain")}
+    shipped = {p.stem: p for p in shipped_suites("pretrain") if p.stem != "common"}
     if name not in shipped:
-        raise UserError(f"{name}: no such file{did_you_mean(name, sorted(shipped))}; there are {', '.join(sorted(shipped))}")
+        raise UserError(f"{name}: no such file or reference model{did_you_mean(name, sorted(shipped))}")
     return shipped[name]
 
 
