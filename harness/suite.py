@@ -76,11 +76,12 @@ def labels(cells: Sequence[Cell]) -> dict[str, str]:
                 seen.setdefault(name, set()).add(repr(value))
         return [name for name, values in seen.items() if len(values) > 1]
 
-    options, models = varying("task", cells), len({cell.model.id for cell in cells}) > 1
+    models, tasks = len({cell.model.id for cell in cells}) > 1, len({cell.task.name for cell in cells}) > 1
     names = {}
     for cell in cells:
         rivals = [c for c in cells if (c.name, c.capacity) == (cell.name, cell.capacity)]
-        parts = [*([cell.model.id] if models else []), cell.label]
+        options = varying("task", [c for c in cells if c.task.name == cell.task.name])
+        parts = [*([cell.model.id] if models else []), *([cell.task.name] if tasks else []), cell.label]
         parts += [f"{n} {asked[cell.id]['parameters'][n]}" for n in varying("parameters", rivals)]
         parts += [f"{n} {asked[cell.id]['task'][n]}" for n in options if n in asked[cell.id]["task"]]
         names[cell.id] = ", ".join(parts)

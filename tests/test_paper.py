@@ -122,7 +122,7 @@ def test_distances_of_streameval_share_a_section_and_other_tasks_do_not():
 
 def test_a_summary_shows_what_differs_between_cells():
     shown = rows([cell_record({"perplexity": 2.0}, task={"name": "perplexity", "tokens": n}) for n in (10, 20)])
-    assert [r["tokens"] for r in shown] == [10, 20]
+    assert [r["task"] for r in shown] == ["perplexity tokens 10", "perplexity tokens 20"]
     assert [r["figure"] for r in shown] == ["perplexity 2"] * 2
     assert "model" not in shown[0]
 

@@ -79,6 +79,9 @@ def test_what_was_trained_is_loaded_checked_and_opened_by_its_sinks(changes, pre
     assert opening(load_tokenizer(directory)) == prefix
     assert getattr(model.hf.config, "zero_sink", False) == changes.get("zero_sink", False)
     assert log[0]["loss"] == pytest.approx(whole[1][0]["loss"], abs=0.05)  # the same text is scored
+    text = (directory / "README.md").read_text()
+    assert f"{70 * 2 * STEPS:,} tokens" in text
+    assert f"| {log[-1]['attention_to_first']['largest']:.3f} |" in text
     assert not any("inv_freq" in name for name, _ in model.hf.named_parameters())
 
 

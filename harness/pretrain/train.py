@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from torch.utils.data import Dataset, SequentialSampler
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
+from harness.device import device_name
 from harness.engine.zero_sink import ZERO_SINK
 from harness.errors import UserError
 from harness.pretrain import text, tokenizer
+from harness.pretrain.card import card
 from harness.pretrain.config import PretrainConfig
 from harness.pretrain.probe import attention_to_first
 
@@ -182,6 +185,10 @@ def pretrain(
         model: Any = getattr(trainer.model, "_orig_mod", trainer.model)  # type: ignore[arg-type]
         model.half().save_pretrained(out / "model")  # two bytes a weight, eleven digits: half the size
         wrapped.save_pretrained(out / "model")
+        about = {"device": device_name(device), "threads": torch.get_num_threads(), "torch": torch.__version__}
+        about["transformers"] = version("transformers")
+        parameters = sum(p.numel() for p in model.parameters())
+        (out / "model" / "README.md").write_text(card(config, out / "log.jsonl", parameters, about), encoding="utf-8")
     return out / "model"
 
 

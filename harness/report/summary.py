@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from harness.records import Record
@@ -10,24 +10,37 @@ from harness.report.sections import headline
 
 
 def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """One row a record, for people and pipes; options of models and tasks that differ between records are shown."""
+    """One row a record, for people and pipes; what differs between records is shown: models, tasks, options, parameters."""
     models = {str(r.cell["model"]["id"]) for r in records}
-    names = dict.fromkeys(name for r in records for name in r.cell["task"])
-    varying = [n for n in names if len({repr(r.cell["task"].get(n)) for r in records}) > 1]
+    tasks = _apart(records, "task", lambda r: str(r.cell["task"]["name"]))
+    policies = _apart(records, "parameters", lambda r: str(r.cell["policy"]))
     return [
         {
             **({"model": r.cell["model"]["id"]} if len(models) > 1 else {}),
-            "policy": r.cell["policy"],
+            **({"task": task} if len(set(tasks)) > 1 else {}),
+            "policy": policy,
             "capacity": r.cell["capacity"],
-            **{name: r.cell["task"].get(name) for name in varying},
             "figure": headline(r),
             "kv_bytes": r.metrics.get("kv_bytes"),
             "tokens/s": round(r.facts["tokens_per_second"]) if "tokens_per_second" in r.facts else None,
             "status": _status(r),
             "cell": r.cell_id[:8],
         }
-        for r in records
+        for r, task, policy in zip(records, tasks, policies, strict=True)
     ]
+
+
+def _apart(records: Sequence[Record], part: str, name: Callable[[Record], str]) -> list[str]:
+    """The name of each record's task or policy, with the options that tell it from others of that name and capacity."""
+    texts = []
+    for record in records:
+        rivals = [r for r in records if name(r) == name(record)]
+        if part == "parameters":
+            rivals = [r for r in rivals if r.cell["capacity"] == record.cell["capacity"]]
+        given = record.cell[part]
+        varying = [k for k in given if k != "name" and len({repr(r.cell[part].get(k)) for r in rivals}) > 1]
+        texts.append(" ".join([name(record), *(f"{k} {given[k]}" for k in varying)]))
+    return texts
 
 
 def _status(record: Record) -> str:
