@@ -2,7 +2,7 @@
 PYTHON ?= python3
 MODEL ?=
 DATA ?=
-SUITE ?= suites/pg19.yaml
+SUITE ?= suites/quickstart.yaml
 ARGS ?=
 RESULTS ?= leaderboard/results
 GPU_PYTHON ?= $(if $(wildcard .venv/ready),.venv/bin/python,python3)
@@ -10,7 +10,7 @@ BIN = .venv/bin
 
 .PHONY: bench test check microbench gpu gpu-wheels clean
 
-bench: .venv/ready  ## the main job: make bench MODEL=dir-or-hub-id DATA=dir [ARGS="--set tokens=20000"]
+bench: .venv/ready  ## all policies on a built-in model, or: make bench SUITE=suites/pg19.yaml MODEL=dir-or-hub-id DATA=dir
 	$(BIN)/bench run $(SUITE) $(if $(MODEL),--model '$(MODEL)') $(if $(DATA),--data '$(DATA)') $(ARGS)
 	$(BIN)/bench leaderboard
 	@echo "The leaderboard is in leaderboard/README.md"

@@ -16,6 +16,7 @@ from harness.engine.model import UnsupportedModelError, adopt
 from harness.engine.selfcheck import check
 from harness.engine.zero_sink import ZERO_SINK
 from harness.errors import UserError
+from harness.hub import builtins, model_directory
 from harness.pretrain.config import PretrainConfig, find, load
 from harness.pretrain.probe import attention_to_first
 from harness.pretrain.text import pieces
@@ -166,3 +167,17 @@ def test_mistakes_are_one_line(tmp_path):
         load(tmp_path / "bad.yaml")
     with pytest.raises(UserError, match="vanilla"):
         find("vanila")
+
+
+@pytest.mark.parametrize("name", builtins())
+def test_a_built_in_model_is_small_checked_and_has_a_card(name):
+    directory = model_directory(f"builtin:{name}", None, False)
+    assert (directory / "model.safetensors").stat().st_size <= 12 * 2**20
+    assert load_model(directory, "float32", torch.device("cpu")).check <= 1
+    wanted = load(find(name))
+    assert opening(load_tokenizer(directory)) == list(range(wanted.sinks))
+    assert f"{wanted.steps * wanted.training.batch * wanted.training.sample:,} tokens" in (directory / "README.md").read_text()
+
+
+def test_there_is_a_built_in_model():
+    assert "sink_1" in builtins()

@@ -35,8 +35,8 @@ def card(config: PretrainConfig, log: Path, parameters: int, about: dict[str, An
     shape, training, mix = config.shape, config.training, config.text
     return f"""# {config.name}
 
-A Llama of {parameters:,} parameters, for measuring what KV-cache policies do, made by `bench pretrain {config.name}`: {opens};
-{softmax}. It is good for comparing caches on text like that it was trained on. It is good for nothing else: it knows nothing.
+A Llama of {parameters:,} parameters, for measuring what KV-cache policies do, made by `bench pretrain {config.name}`:
+{opens[config.sinks]}; {softmax}. It is good for comparing caches on text like that it was trained on. It is good for nothing else: it knows nothing.
 
 | | |
 |---|---|
