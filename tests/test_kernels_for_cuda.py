@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import DEVICE, model_of, nll, tokens_of
-from test_fast_paths import Odd
+from test_fast_paths import Odd, needs_compiler
 
 from harness.engine import fastcheck
 from harness.engine.captured import StepGraphs
@@ -151,6 +151,7 @@ def test_a_model_that_can_not_be_captured_runs_eagerly_and_says_so():
     assert captured.graphs.replayed == 0
 
 
+@needs_compiler
 def test_what_a_kernel_dies_of_is_told_and_the_plain_walk_used(monkeypatch):
     model, config = model_of("llama"), CacheConfig(H2O(), 8)
     whole = fast_method(model, config)
