@@ -143,7 +143,7 @@ def pretrain(config: str, data: str | None, out: str | None, device: str, thread
 @click.option("--out", default="leaderboard/README.md", show_default=True, help="The page; - for stdout.")
 @click.option("--paper", default=None, help="The page of published figures beside ours; paper.md beside --out if not given.")
 def leaderboard(results: str, out: str, paper: str | None) -> None:
-    """Render the leaderboard, and published figures beside ours, from the records.
+    """Render the leaderboard, and published figures beside ours, from the records; pictures go beside the page.
 
     \b
     bench leaderboard
@@ -151,16 +151,23 @@ def leaderboard(results: str, out: str, paper: str | None) -> None:
     bench leaderboard --results my/results --out - --paper -
     """
     from harness.records import RecordStore
+    from harness.report import chart
     from harness.report import leaderboard as board
     from harness.report import paper as published
 
     records, problems = RecordStore(Path(results)).read_all()
     for problem in problems:
         click.echo(f"bench: {problem.path}: skipped, {problem.reason}", err=True)
+    pages = {}
     if paper != "-":
-        _page(board.render(records), out, len(records))
+        pages[out] = board.render(records)
     if paper is not None or out != "-":
-        _page(published.render(records), paper or str(Path(out).with_name("paper.md")), len(records))
+        pages[paper or str(Path(out).with_name("paper.md"))] = published.render(records)
+    for path, page in pages.items():
+        _page(page.text, path, len(records))
+    for folder in {Path(path).parent for path in pages if path != "-"}:
+        shown = [c for path, page in pages.items() if path != "-" and Path(path).parent == folder for c in page.charts]
+        chart.write(shown, folder / chart.FOLDER)
 
 
 def _page(text: str, out: str, records: int) -> None:

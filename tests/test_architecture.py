@@ -75,5 +75,8 @@ def test_the_page_in_the_repository_is_the_page_of_its_records(board):
 
     records, problems = RecordStore(board / "results").read_all()
     assert not problems
-    assert render(records) == (board / "README.md").read_text(encoding="utf-8")
-    assert paper.render(records) == (board / "paper.md").read_text(encoding="utf-8")
+    charts = []
+    for page, file in ((render(records), "README.md"), (paper.render(records), "paper.md")):
+        assert page.text == (board / file).read_text(encoding="utf-8")
+        charts += [f"{c.name}{theme}.svg" for c in page.charts for theme in ("", "-dark")]
+    assert sorted(charts) == sorted(p.name for p in (board / "charts").iterdir())

@@ -49,7 +49,7 @@ def test_a_published_table_is_whole_and_names_suites_that_measure_it(path):
 
 
 def test_every_published_figure_is_on_the_page_as_printed():
-    page = paper.render([])
+    page = paper.render([]).text
     for figure in ("5,158.07", "5.40", "3,359.95", "12.12", "1,411", "2,355", "22.22", "71.25", "OOM", "85.80", "38.45", "13.61"):
         assert f"*{figure}*" in page, figure
     assert "**" not in re.sub(r"→ \*\*ours\*\*", "", page)
@@ -65,7 +65,7 @@ def sink(sinks: int, perplexity: float, **changes):
 
 
 def test_ours_stands_in_its_cell_with_the_difference():
-    page = paper.render([sink(0, 22.702), sink(4, 12.09)])
+    page = paper.render([sink(0, 22.702), sink(4, 12.09)]).text
     row = next(line for line in page.splitlines() if line.startswith("| Pythia-12B (2048)"))
     assert "*21.62* → **22.7** (+5.0 %)" in row
     assert "*12.09* → **12.09** (+0.0 %)" in row
@@ -80,7 +80,7 @@ def test_ours_stands_in_its_cell_with_the_difference():
     ids=str,
 )  # fmt: skip
 def test_another_cell_is_not_taken_for_the_papers(changes):
-    page = paper.render([sink(4, 1.2345, **changes)])
+    page = paper.render([sink(4, 1.2345, **changes)]).text
     row = next(line for line in page.splitlines() if line.startswith("| Pythia-12B (2048)"))
     assert "1.23" not in row
 
@@ -88,7 +88,7 @@ def test_another_cell_is_not_taken_for_the_papers(changes):
 def test_a_failed_cell_and_other_models_are_shown_as_such():
     failed = sink(4, 1.0)
     failed.status, failed.error, failed.metrics = "failed", {"kind": "out of memory", "message": "x"}, {}
-    page = paper.render([failed, sink(1, 58.25, model="<b>mine</b>")])
+    page = paper.render([failed, sink(1, 58.25, model="<b>mine</b>")]).text
     assert "**failed**: out of memory" in page
     assert "58.25" in page
     assert "<b>" not in page
@@ -98,7 +98,7 @@ def test_latency_ratios_are_of_ours_and_never_against_dense():
     what = {"suite": "latency", "model": "random:llama-2-13b", "capacity": 4096, "task": {"name": "latency", "batch": 1}}
     slow = cell_record({"step_ms": 200.0}, policy="recompute_window", parameters={}, **what)
     fast = cell_record({"step_ms": 10.0}, policy="sink_window", parameters={"sinks": 4}, **what)
-    page = paper.render([slow, fast])
+    page = paper.render([slow, fast]).text
     row = next(line for line in page.splitlines() if "Llama-2-13B: recompute / sink + window" in line)
     assert "*22.22* → **20** (-10.0 %)" in row
 
@@ -107,7 +107,7 @@ def test_a_task_without_a_section_of_its_own_shows_its_plain_numbers():
     from harness.report.leaderboard import render
 
     made = cell_record({"widgets": 12345, "ratio": 0.123456, "curve": []}, task={"name": "unheard_of", "size": 3})
-    page = render([made])
+    page = render([made]).text
     assert "| widgets | ratio |" in page
     assert "| 12,345 | 0.1235 |" in page
     assert "unheard\\_of" in page

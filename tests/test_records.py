@@ -88,7 +88,7 @@ def test_the_page_is_the_same_for_the_same_records_in_any_order():
 
 
 def test_differences_are_paired_and_after_the_cache_filled():
-    page = render([record("dense", None, 1.9), record("recompute_window", 8, 2.0), record("h2o", 8, 2.1)])
+    page = render([record("dense", None, 1.9), record("recompute_window", 8, 2.0), record("h2o", 8, 2.1)]).text
     row = next(line for line in page.splitlines() if line.startswith("| h2o"))
     assert "+0.1000 [+0.1000, +0.1000]" in row, "the same noise on both sides leaves no width"
     assert "640 B" in row
@@ -96,12 +96,12 @@ def test_differences_are_paired_and_after_the_cache_filled():
 
 def test_a_failed_cell_is_shown_as_failed():
     failed = record(status="failed", error={"kind": "out of memory", "message": "x"}, metrics={})
-    assert "**failed**: out of memory" in render([failed])
+    assert "**failed**: out of memory" in render([failed]).text
 
 
 def test_nothing_in_a_record_can_be_markup():
     evil = "<script>alert(1)</script> | [x](javascript:y) `z` \n# head"
-    page = render([record(policy=evil)])
+    page = render([record(policy=evil)]).text
     assert "<script" not in page
     assert "\n# head" not in page
     assert "](javascript" not in page
@@ -110,6 +110,6 @@ def test_nothing_in_a_record_can_be_markup():
 
 def test_dense_beyond_its_training_length_has_a_trend_and_no_interval():
     facts = {"training_length": 512}
-    page = render([record("dense", None, facts=facts), record("h2o", facts=facts)])
+    page = render([record("dense", None, facts=facts), record("h2o", facts=facts)]).text
     assert "(trend)" in next(line for line in page.splitlines() if line.startswith("| dense"))
     assert "| trend |" in next(line for line in page.splitlines() if line.startswith("| h2o"))

@@ -19,7 +19,7 @@ from transformers.trainer_callback import PrinterCallback
 from harness.device import device_name
 from harness.engine.zero_sink import ZERO_SINK
 from harness.errors import UserError
-from harness.pretrain import text, tokenizer
+from harness.pretrain import curve, text, tokenizer
 from harness.pretrain.card import card
 from harness.pretrain.config import PretrainConfig
 from harness.pretrain.probe import attention_to_first
@@ -188,6 +188,7 @@ def pretrain(
         about = {"device": device_name(device), "threads": torch.get_num_threads(), "torch": torch.__version__}
         about["transformers"] = version("transformers")
         parameters = sum(p.numel() for p in model.parameters())
+        (out / "model" / curve.NAME).write_text(curve.curve(out / "log.jsonl"), encoding="utf-8")
         (out / "model" / "README.md").write_text(card(config, out / "log.jsonl", parameters, about), encoding="utf-8")
     return out / "model"
 

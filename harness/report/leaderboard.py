@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from harness.records import Record, newest
-from harness.report import sections
+from harness.report import chart, sections
 from harness.report.intervals import FEWEST_BLOCKS
 from harness.report.markdown import md
 
@@ -26,16 +26,16 @@ How to read it:
 """
 
 
-def render(records: Iterable[Record]) -> str:
-    """The page, in markdown."""
+def render(records: Iterable[Record]) -> chart.Page:
+    """The page, in markdown, and its charts."""
     shown = newest(list(records))
-    lines = [_INTRODUCTION.format(blocks=FEWEST_BLOCKS)]
+    lines: list[str | chart.Chart] = [_INTRODUCTION.format(blocks=FEWEST_BLOCKS)]
     if not shown:
         lines.append("No records yet: `bench run suites/pg19.yaml`.\n")
     shown.sort(key=lambda r: (sections.shared(r), _order(r)))
     for _, group in itertools.groupby(shown, key=sections.shared):
         lines += _section(list(group))
-    return "\n".join(lines)
+    return chart.page(lines)
 
 
 def _order(record: Record) -> tuple[Any, ...]:
@@ -45,7 +45,7 @@ def _order(record: Record) -> tuple[Any, ...]:
     return (cell["capacity"] or 0, first, cell["policy"], repr(cell["parameters"]), cell["positions"], cell["seed"], record.key)
 
 
-def _section(records: Sequence[Record]) -> list[str]:
+def _section(records: Sequence[Record]) -> list[str | chart.Chart]:
     """One model on one task of one suite."""
     cell = records[0].cell
     title = f"{md(cell['suite'])} v{md(cell['suite_version'])}: {md(cell['model']['id'])}, {md(cell['model']['dtype'])}"

@@ -9,17 +9,37 @@ from typing import Any
 from harness.records import Record
 
 
-def label(record: Record) -> str:
+def title(record: Record) -> str:
     """The policy with what distinguishes it: parameters, positions and seed where they are not the plain ones."""
     cell = record.cell
-    parameters = ", ".join(f"{k} {v}" for k, v in cell["parameters"].items() if v is not None)
-    extra = [f"positions {cell['positions']}"] if cell["positions"] != "cache" else []
+    extra = [f"{k} {v}" for k, v in cell["parameters"].items() if v is not None]
+    extra += [f"positions {cell['positions']}"] if cell["positions"] != "cache" else []
     extra += [f"limit {cell['limit']}"] if cell.get("limit") is not None else []
     extra += [f"seed {cell['seed']}"] if cell["seed"] else []
     stride = 1 if cell["policy"] != "recompute_window" else cell["task"].get("stride", 1)
     extra += [f"one token in {stride}"] if stride > 1 else []
-    inside = ", ".join([*([parameters] if parameters else []), *extra])
-    return md(str(cell["policy"])) + (f" ({md(inside)})" if inside else "")
+    return str(cell["policy"]) + (f" ({', '.join(extra)})" if extra else "")
+
+
+def told_apart(records: Sequence[Record]) -> list[str]:
+    """Short titles: of each policy only what differs from its others of the same capacity."""
+    titles = []
+    for record in records:
+        cell = record.cell
+        rivals = [r for r in records if (r.cell["policy"], r.cell["capacity"]) == (cell["policy"], cell["capacity"])]
+
+        def varies(of: str | None, name: str, rivals: list[Record] = rivals) -> bool:
+            return len({repr((r.cell[of] if of else r.cell).get(name)) for r in rivals}) > 1
+
+        extra = [f"{k} {v}" for k, v in cell["parameters"].items() if varies("parameters", k)]
+        extra += [f"{k} {cell[k]}" for k in ("positions", "limit", "seed") if varies(None, k) and cell.get(k) is not None]
+        titles.append(str(cell["policy"]) + (f" ({', '.join(extra)})" if extra else ""))
+    return titles
+
+
+def label(record: Record) -> str:
+    """The title as text of a page."""
+    return md(title(record))
 
 
 def status(record: Record) -> str:

@@ -13,6 +13,8 @@ from typing import Any
 import yaml
 
 from harness.records import Record, newest
+from harness.report import chart
+from harness.report.charts.training import curves, training_logs
 from harness.report.markdown import md, table
 
 _FOLDER = Path(__file__).parent / "published"
@@ -24,25 +26,26 @@ on their set-up; what differs in ours is said below each table. "not measured": 
 """
 
 
-def render(records: Iterable[Record]) -> str:
-    """The page, in markdown."""
+def render(records: Iterable[Record]) -> chart.Page:
+    """The page, in markdown, and its charts."""
     shown = newest(list(records))
-    lines = [_INTRODUCTION]
+    lines: list[str | chart.Chart] = [_INTRODUCTION]
     for path in sorted(_FOLDER.glob("*.yaml")):
         lines += _section(yaml.safe_load(path.read_text(encoding="utf-8")), shown)
-    return "\n".join(lines)
+    return chart.page(lines)
 
 
-def _section(published: dict[str, Any], records: Sequence[Record]) -> list[str]:
+def _section(published: dict[str, Any], records: Sequence[Record]) -> list[str | chart.Chart]:
     """One table."""
     columns, rows = published["columns"], published["rows"]
     fixed = published["where"] | ({"model": published["model"]} if "model" in published else {})
     found = [[_find(records, fixed | row["match"] | column.get("match", {})) for column in columns] for row in rows]
     values = [[_value(record, published) for record in line] for line in found]
-    lines = [
-        [row["label"], *(_cell(p, v, r) for p, v, r in zip(row["paper"], line, line_of, strict=True))]
-        for row, line, line_of in zip(rows, values, found, strict=True)
-    ]
+    base = [c["label"] for c in columns].index(published["relative_to"]) if "relative_to" in published else None
+    lines = []
+    for row, line, line_of in zip(rows, values, found, strict=True):
+        of = None if base is None else (row["paper"][base], line[base])
+        lines.append([row["label"], *(_cell(p, v, r, of) for p, v, r in zip(row["paper"], line, line_of, strict=True))])
     for ratio in published.get("ratios", []):
         a, b = ratio["of"]
         theirs = [_ratio(x, y) for x, y in zip(rows[a]["paper"], rows[b]["paper"], strict=True)]
@@ -52,7 +55,7 @@ def _section(published: dict[str, Any], records: Sequence[Record]) -> list[str]:
     about = f"{published['what']}. Source: {published['source']}. Suite: {', '.join(f'`{s}`' for s in _suites(published))}.\n"
     return [
         f"## {published['title']}\n", about, *table(head, lines, "l" + "r" * len(columns)),
-        f"What differs: {published['differs']}\n", *_devices(found), *_others(published, columns, records),
+        f"What differs: {published['differs']}\n", *_devices(found), *_charts(published), *_others(published, columns, records),
     ]  # fmt: skip
 
 
@@ -92,15 +95,27 @@ def _ratio(a: Any, b: Any) -> float | None:
     return a / b if isinstance(a, (int, float)) and isinstance(b, (int, float)) and b else None
 
 
-def _cell(paper: Any, ours: float | None, record: Record | None) -> str:
-    """Published → ours (difference)."""
-    theirs = "" if paper is None else f"*{_quoted(paper)}*"
+def _cell(paper: Any, ours: float | None, record: Record | None, base: tuple[Any, float | None] | None = None) -> str:
+    """Published → ours, and the difference; where only rows compare: both as multiples of their row's base."""
+    theirs = "" if paper is None else f"*{_quoted(paper)}{_multiple(paper, base and base[0])}*"
     if ours is None:
         if record is not None:
             return f"{theirs} → **failed**: {md((record.error or {}).get('kind', '?'))}"
         return f"{theirs} → not measured" if paper is not None else ""
+    if base is not None:
+        return f"{theirs} → **{_number(ours)}**{_multiple(ours, base[1])}"
     difference = f" ({100 * (ours - paper) / paper:+.1f} %)" if isinstance(paper, (int, float)) and paper else ""
     return f"{theirs} → **{_number(ours)}**{difference}"
+
+
+def _multiple(value: Any, of: Any) -> str:
+    ratio = _ratio(value, of)
+    return "" if ratio is None else f" ({ratio:,.3f}x)" if ratio < 10 else f" ({ratio:,.0f}x)"
+
+
+def _charts(published: dict[str, Any]) -> list[chart.Chart]:
+    """The picture under a table: of how our models were trained."""
+    return curves(training_logs()) if published.get("chart") == "training" else []
 
 
 def _quoted(value: Any) -> str:

@@ -18,7 +18,7 @@ from harness.data.questions import QuizData, Script, quiz_data
 from harness.tasks.answering import Context, answered
 from harness.tasks.task import Job, MeasurementError, Options, Task, Tokenizer
 
-_HEADER = "A record of numbered lines follows. Remember what the register of every line holds.\n"
+HEADER = "A record of numbered lines follows. Remember what the register of every line holds.\n"
 
 
 class StreamEvalOptions(Options):
@@ -77,18 +77,32 @@ class StreamEval(Task):
         return answered(job, options.context, said)
 
 
-def script(options: StreamEvalOptions, stream: int, first: int = 1) -> Script:
-    """The text of one stream, its lines numbered from `first` on. Its contents depend on data seed and stream alone."""
+def script(options: StreamEvalOptions, stream: int) -> Script:
+    """The text of one stream. Its contents depend on data seed and stream alone."""
     draw = random.Random(f"{options.data_seed}/{stream}")
-    made, contents = Script(_HEADER), []
+    made, contents = Script(HEADER), []
     for number in range(1, options.lines + 1):
         contents.append(draw.randint(options.lowest, options.highest))
-        made.line(f"line {first + number - 1}: REGISTER_CONTENT is <{contents[-1]}>\n")
+        made.line(record_line(number, contents[-1]))
         asked = number - options.distance  # index of the line asked for
         if number % options.query_every == 0 and asked >= 0:
-            question = f"Question: What is the REGISTER_CONTENT of line {first + asked}?\nAnswer:"
-            made.ask(question, str(contents[asked]), f" <{contents[asked]}>\n", asked)
+            made.ask(question(1 + asked), str(contents[asked]), answer(contents[asked]), asked)
     return made
+
+
+def record_line(number: int, content: int) -> str:
+    """What the record says of a line."""
+    return f"line {number}: REGISTER_CONTENT is <{content}>\n"
+
+
+def question(number: int) -> str:
+    """What is asked about a line."""
+    return f"Question: What is the REGISTER_CONTENT of line {number}?\nAnswer:"
+
+
+def answer(content: int) -> str:
+    """The right answer, as it stays in the stream."""
+    return f" <{content}>\n"
 
 
 def said(completion: str) -> str:

@@ -1,7 +1,7 @@
 """How records of a task are shown: one module a task, named after it; `generic` shows what has none.
 
-A module has `headline(record)`, the figure of a finished cell in words; `body(records)`, the lines of its section,
-what was asked first; and `AXES`, the options of the task that vary within a section.
+A module has `headline(record)`, the figure of a finished cell in words; `body(records)`, the lines of its section
+with its charts, what was asked first; and `AXES`, the options of the task that vary within a section.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from harness.records import Record
+from harness.report.chart import Chart
 from harness.report.pairing import question
 
 
@@ -27,9 +28,9 @@ def headline(record: Record) -> str:
     return str(_module(record).headline(record)) if record.status == "ok" else ""
 
 
-def body(records: Sequence[Record]) -> list[str]:
-    """Lines of a section."""
-    lines: list[str] = _module(records[0]).body(records)
+def body(records: Sequence[Record]) -> list[str | Chart]:
+    """Lines of a section, and its charts."""
+    lines: list[str | Chart] = _module(records[0]).body(records)
     return lines
 
 

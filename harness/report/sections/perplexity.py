@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 
 from harness.records import Record
+from harness.report.chart import Chart
+from harness.report.charts.stream import over_the_stream
 from harness.report.intervals import Interval
 from harness.report.markdown import count, in_bytes, label, md, status, table
 from harness.report.pairing import paired, past_training, perplexity
@@ -18,8 +20,8 @@ def headline(record: Record) -> str:
     return f"perplexity {record.metrics['perplexity']:.4g}"
 
 
-def body(records: Sequence[Record]) -> list[str]:
-    """What was asked, the table, and by position."""
+def body(records: Sequence[Record]) -> list[str | Chart]:
+    """What was asked, the table, the stream as a picture, and by position."""
     data, task = records[0].data, records[0].cell["task"]
     prefix, stride, kind = len(data.get("prefix", [])), task.get("stride", 1), " newlines" if task.get("newlines") else ""
     streams = task.get("streams")
@@ -29,7 +31,7 @@ def body(records: Sequence[Record]) -> list[str]:
         f"{f', cut in {streams} streams' if streams else ''}"
         f"{f'; recompute_window scores one token in {stride}' if stride > 1 else ''}."
     )
-    return [about + "\n", *_table(records), *_buckets(records), *_facts(records)]
+    return [about + "\n", *_table(records), *over_the_stream(records), *_buckets(records), *_facts(records)]
 
 
 def _table(records: Sequence[Record]) -> list[str]:

@@ -1,0 +1,98 @@
+"""Charts: Vega-Lite specifications, drawn as SVG for a light and a dark page."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FOLDER = "charts"  # beside the page
+_VEGA_LITE = "5.20"
+_FONT = "Liberation Sans, Arial, Helvetica, sans-serif"  # the first comes with the library that draws, and decides the layout
+# Okabe and Ito's colours, told apart by those who see fewer; darkened or lightened for the page they stand on.
+_INKS = {
+    "light": ("#24292f", "#d0d7de", ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#7a3e9d", "#57606a")),
+    "dark": ("#e6edf3", "#30363d", ("#56b4e9", "#ff8c42", "#2fd19b", "#e59ac4", "#f0e442", "#9ec9ff", "#c297ff", "#9da7b3")),
+}
+COLOURS = len(_INKS["light"][2])
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A picture of a page.
+
+    Attributes:
+        name: of its file, without suffix.
+        alt: what it shows, for those who don't see it.
+        spec: Vega-Lite, without theme.
+    """
+
+    name: str
+    alt: str
+    spec: dict[str, Any]
+
+    def markdown(self) -> str:
+        """The picture in a page, light or dark as its reader has it."""
+        alt = " ".join(self.alt.split()).replace('"', "'").replace("<", "&lt;").replace(">", "&gt;")
+        return (
+            f'<picture><source media="(prefers-color-scheme: dark)" srcset="{FOLDER}/{self.name}-dark.svg">'
+            f'<img alt="{alt}" src="{FOLDER}/{self.name}.svg"></picture>\n'
+        )
+
+    def svg(self, theme: str) -> str:
+        """Drawn. theme: light or dark. The same text for the same specification."""
+        import vl_convert
+
+        return str(vl_convert.vegalite_to_svg({**self.spec, "config": _config(theme)}, vl_version=_VEGA_LITE))
+
+
+@dataclass(frozen=True)
+class Page:
+    """Markdown, and the charts that it shows."""
+
+    text: str
+    charts: list[Chart]
+
+
+def name(what: str, unique: str) -> str:
+    """A file name that can be read, and is another one for another thing."""
+    slug = re.sub(r"[^a-z0-9]+", "-", what.lower()).strip("-")[:48].rstrip("-")
+    return f"{slug}-{hashlib.sha256(unique.encode()).hexdigest()[:6]}"
+
+
+def page(lines: Iterable[str | Chart]) -> Page:
+    """A page from its lines and the charts between them."""
+    parts = list(lines)
+    return Page("\n".join(x.markdown() if isinstance(x, Chart) else x for x in parts), [x for x in parts if isinstance(x, Chart)])
+
+
+def write(charts: Sequence[Chart], folder: Path) -> None:
+    """Draw them into a folder of their own, and take away the drawings that no page shows any more."""
+    if not charts and not folder.exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = {f"{c.name}{end}.svg": (c, theme) for c in charts for theme, end in (("light", ""), ("dark", "-dark"))}
+    for path in folder.glob("*.svg"):
+        if path.name not in drawn:
+            path.unlink()
+    for file, (chart, theme) in drawn.items():
+        (folder / file).write_text(chart.svg(theme), encoding="utf-8")
+
+
+def _config(theme: str) -> dict[str, Any]:
+    text, line, colours = _INKS[theme]
+    return {
+        "background": None, "font": _FONT, "view": {"stroke": None},
+        "range": {"category": list(colours)},
+        "axis": {
+            "labelColor": text, "titleColor": text, "domainColor": line, "tickColor": line, "gridColor": line,
+            "titleFontWeight": "normal", "labelFontSize": 11, "titleFontSize": 12, "gridOpacity": 0.6, "gridWidth": 0.5,
+        },
+        "legend": {"labelColor": text, "titleColor": text, "labelFontSize": 11, "symbolStrokeWidth": 2.5, "labelLimit": 260},
+        "title": {"color": text, "fontSize": 13, "anchor": "start", "fontWeight": "normal"},
+        "header": {"labelColor": text, "titleColor": text, "labelFontSize": 12},
+        "rule": {"color": text}, "text": {"color": text, "fontSize": 11},
+    }  # fmt: skip

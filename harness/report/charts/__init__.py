@@ -1,0 +1,1 @@
+"""What the charts show: one module a chart, from records to a specification."""

@@ -1,0 +1,98 @@
+"""Charts: the same drawing for the same records, nothing of a record as markup, nothing left over."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+
+import pytest
+from test_records import record
+
+from harness.report import chart, paper
+from harness.report.charts.stream import over_the_stream
+from harness.report.charts.training import curves
+from harness.report.leaderboard import render
+
+EVIL = '<script>alert("1")</script>'
+
+
+def drawn():
+    facts = {"training_length": 512}
+    return [record("dense", None, 1.9, facts=facts), record("window", 8, 2.1, facts=facts), record(EVIL, 8, 2.2, facts=facts)]
+
+
+def test_the_same_records_give_the_same_drawing_in_any_order_of_pages():
+    one, two = render(drawn()), render(drawn()[::-1])
+    assert one.charts == two.charts
+    assert one.charts[0].svg("light") == two.charts[0].svg("light")
+    assert one.charts[0].svg("light") != one.charts[0].svg("dark")
+
+
+def test_what_is_drawn_is_what_was_measured():
+    (made,) = over_the_stream(drawn())
+    *marks, lines = made.spec["concat"][0]["layer"]
+    assert marks[0]["data"]["values"] == [{"at": 8, "what": "cache full"}, {"at": 512, "what": "training length"}]
+    found = [v["perplexity"] for v in lines["data"]["values"] if v["policy"] == "dense"]
+    tokens = [v["token"] for v in lines["data"]["values"] if v["policy"] == "dense"]
+    assert tokens == sorted(tokens)
+    assert len(found) == 1 + 15 + 1, "two points a doubling from 64 to 12,800"
+    assert found[-1] == pytest.approx(6.69, rel=0.02), "e to the 1.9, of thousands of tokens"
+    blocks = drawn()[0].metrics["blocks"]
+    assert found[0] == pytest.approx(2.718281828 ** (sum(blocks["nll_sum"][:2]) / 64), rel=1e-4), "the first point is 64 tokens"
+
+
+def test_a_drawing_has_no_markup_of_a_record_and_needs_nothing_from_elsewhere():
+    page = render(drawn())
+    assert "<script" not in page.text
+    for theme in ("light", "dark"):
+        svg = page.charts[0].svg(theme)
+        tags = {e.tag.rpartition("}")[2] for e in ET.fromstring(svg).iter()}
+        assert tags <= {"svg", "g", "path", "text", "rect", "line", "defs", "clipPath", "title"}
+        assert "script" in svg, "the name is there, as text"
+        assert not any(word in svg.lower() for word in ("href=", "url(http", "@import"))
+
+
+def test_a_picture_says_what_it_shows_to_those_who_do_not_see_it():
+    shown = render(drawn()).charts[0].markdown()
+    assert 'alt="Perplexity of m over the stream' in shown
+    assert shown.count(".svg") == 2
+    assert "<b" not in chart.Chart("x", 'a "b" <b>', {}).markdown()
+
+
+def test_writing_leaves_the_charts_of_the_page_and_no_others(tmp_path):
+    folder = tmp_path / "charts"
+    chart.write([], folder)
+    assert not folder.exists()
+    page = render(drawn())
+    chart.write(page.charts, folder)
+    (folder / "old-dark.svg").write_text("x")
+    chart.write(page.charts, folder)
+    assert sorted(p.name for p in folder.iterdir()) == sorted(f"{page.charts[0].name}{t}.svg" for t in ("", "-dark"))
+    assert all(f"charts/{p.name}" in page.text for p in folder.iterdir())
+
+
+def test_several_capacities_are_panels_and_one_record_is_no_chart():
+    several = [*drawn(), record("window", 16, 2.0)]
+    assert [p["title"] for p in over_the_stream(several)[0].spec["concat"]] == ["capacity 8", "capacity 16"]
+    assert over_the_stream([record("window", 8)]) == []
+    assert over_the_stream([record("dense", None), record("dense", None, status="failed", metrics={})]) == []
+
+
+def test_loss_curves_lie_beside_attention_to_the_first_token(tmp_path):
+    for name, loss in (("one", 3.0), ("two", 3.5)):
+        (tmp_path / name).mkdir()
+        rows = [{"tokens": 10**6 * (i + 1), "loss": loss - i / 100} for i in range(100)]
+        rows[49]["attention_to_first"] = {"largest": 0.25, "mean": 0.1}
+        (tmp_path / name / "training.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in rows))
+    (made,) = curves([tmp_path / "one", tmp_path / "two"])
+    losses, attention = (panel["data"]["values"] for panel in made.spec["hconcat"])
+    assert [v["loss"] for v in losses if v["model"] == "two"] == [round(3.5 - i / 100, 4) for i in range(2, 100)]
+    assert attention == [{"model": m, "tokens": 50.0, "attention": 0.25} for m in ("one", "two")]
+    assert "<svg" in made.svg("dark")
+    assert curves([]) == []
+
+
+def test_rows_that_compare_only_with_themselves_are_told_as_multiples():
+    row = next(line for line in paper.render([]).text.splitlines() if line.startswith("| zero sink"))
+    assert "*29,214 (1,622x)*" in row
+    assert "*18.01 (1.000x)*" in row
