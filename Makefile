@@ -13,7 +13,6 @@ BIN = .venv/bin
 bench: .venv/ready  ## all policies on a built-in model, or: make bench SUITE=suites/pg19.yaml MODEL=dir-or-hub-id DATA=dir
 	$(BIN)/bench run $(SUITE) $(if $(MODEL),--model '$(MODEL)') $(if $(DATA),--data '$(DATA)') $(ARGS)
 	$(BIN)/bench leaderboard
-	@echo "The leaderboard is in leaderboard/README.md"
 
 test: .venv/ready  ## all tests
 	$(BIN)/python -m pytest -n auto

@@ -168,6 +168,7 @@ def leaderboard(results: str, out: str, paper: str | None) -> None:
     for folder in {Path(path).parent for path in pages if path != "-"}:
         shown = [c for path, page in pages.items() if path != "-" and Path(path).parent == folder for c in page.charts]
         chart.write(shown, folder / chart.FOLDER)
+        click.echo(f"{len(shown)} pictures -> {folder / chart.FOLDER}")
 
 
 def _page(text: str, out: str, records: int) -> None:

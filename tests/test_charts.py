@@ -6,9 +6,11 @@ import json
 import xml.etree.ElementTree as ET
 
 import pytest
+from test_paper import cell_record
 from test_records import record
 
 from harness.report import chart, paper
+from harness.report.charts.distance import over_distance
 from harness.report.charts.stream import over_the_stream
 from harness.report.charts.training import curves
 from harness.report.leaderboard import render
@@ -54,7 +56,7 @@ def test_a_drawing_has_no_markup_of_a_record_and_needs_nothing_from_elsewhere():
 
 def test_a_picture_says_what_it_shows_to_those_who_do_not_see_it():
     shown = render(drawn()).charts[0].markdown()
-    assert 'alt="Perplexity of m over the stream' in shown
+    assert 'alt="Perplexity over the stream of m' in shown
     assert shown.count(".svg") == 2
     assert "<b" not in chart.Chart("x", 'a "b" <b>', {}).markdown()
 
@@ -76,6 +78,23 @@ def test_several_capacities_are_panels_and_one_record_is_no_chart():
     assert [p["title"] for p in over_the_stream(several)[0].spec["concat"]] == ["capacity 8", "capacity 16"]
     assert over_the_stream([record("window", 8)]) == []
     assert over_the_stream([record("dense", None), record("dense", None, status="failed", metrics={})]) == []
+
+
+def test_answers_over_distance_have_their_intervals():
+    def asked(distance: int, right: int):
+        task = {"name": "streameval", "distance": distance}
+        made = cell_record({"right": right, "questions": 40, "accuracy": right / 40}, task=task, capacity=128)
+        made.data = {"line_tokens": 16.0}
+        return made
+
+    (made,) = over_distance([asked(20, 0), asked(2, 40)])
+    *marks, errors, line = made.spec["concat"][0]["layer"]
+    assert marks[0]["data"]["values"][0]["at"] == 8, "lines that 128 tokens hold"
+    near, far = line["data"]["values"]
+    assert (near["lines back"], near["right"], near["high"]) == (2, 100, 100)
+    assert far["right"] == far["low"] == 0 < far["high"] < 15
+    assert errors["data"] == line["data"]
+    assert over_distance([asked(2, 40)]) == []
 
 
 def test_loss_curves_lie_beside_attention_to_the_first_token(tmp_path):

@@ -10,8 +10,8 @@ import numpy as np
 
 from harness.records import Record
 from harness.report import chart
+from harness.report.charts.parts import marks, panels, policy
 from harness.report.markdown import told_apart
-from harness.report.pairing import question
 
 _FIRST = 64  # tokens of the first point
 _PER_DOUBLING = 2  # points
@@ -21,62 +21,29 @@ _FEWEST = 24  # scored tokens of a point
 def over_the_stream(records: Sequence[Record]) -> list[chart.Chart]:
     """A line a policy, a panel a capacity; none where records have no block sums."""
     having = [r for r in records if r.status == "ok" and r.metrics.get("blocks") and "stream_tokens" not in r.metrics]
-    capacities = sorted({r.cell["capacity"] for r in having if r.cell["capacity"] is not None})
-    if len(having) < 2 or not capacities:
-        return []
-    panels = [_panel([r for r in having if r.cell["capacity"] in (None, c)], c, len(capacities) > 1) for c in capacities]
-    cell = having[0].cell
-    model = cell["model"]["id"]
-    return [
-        chart.Chart(
-            chart.name(f"{cell['suite']} {model}", question(having[0])),
-            f"Perplexity of {model} over the stream, one line a policy, capacity {', '.join(map(str, capacities))}.",
-            {"concat": panels, "columns": 2, "resolve": {"scale": {"color": "shared", "strokeDash": "shared"}}},
-        )
-    ]
+    return panels(having, "Perplexity over the stream of {model}, one line a policy", _panel) if len(having) > 1 else []
 
 
-def _panel(records: Sequence[Record], capacity: int, several: bool) -> dict[str, Any]:
-    names = told_apart(records)
-    values = [point | {"policy": n} for r, n in zip(records, names, strict=True) for point in _points(r)]
+def _panel(records: Sequence[Record], capacity: int) -> dict[str, Any]:
+    values = [point | {"policy": n} for r, n in zip(records, told_apart(records), strict=True) for point in _points(r)]
     last = max(v["token"] for v in values)
     length = next((r.facts.get("training_length") for r in records if r.facts.get("training_length")), None)
-    marks = [{"at": capacity, "what": "cache full"}]
-    marks += [{"at": length, "what": "training length"}] if length is not None and length < last else []
-    return {
-        **({"title": f"capacity {capacity:,}"} if several else {}),
-        "width": 380 if several else 560, "height": 280, "layer": [*_marks(marks), _lines(values, last)],
+    at = [{"at": capacity, "what": "cache full"}]
+    at += [{"at": length, "what": "training length"}] if length is not None and length < last else []
+    token = {
+        "field": "token", "type": "quantitative", "title": "token of the stream",
+        "scale": {"type": "log", "base": 2, "nice": False},
+        "axis": {"format": ",d", "values": [2**i for i in range(5, 40) if 2**i <= last]},
     }  # fmt: skip
-
-
-def _marks(marks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    at, data = {"field": "at", "type": "quantitative"}, {"values": marks}
-    words = {"type": "text", "align": "right", "baseline": "bottom", "angle": 270, "dy": -3, "y": 4}
-    return [
-        {"data": data, "mark": {"type": "rule", "strokeDash": [3, 3], "opacity": 0.7}, "encoding": {"x": at}},
-        {"data": data, "mark": words, "encoding": {"x": at, "text": {"field": "what"}}},
-    ]
-
-
-def _lines(values: list[dict[str, Any]], last: float) -> dict[str, Any]:
-    policy = {"field": "policy", "type": "nominal", "sort": None, "title": "policy"}
-    dashes = [dash for dash in ([1, 0], [6, 2], [2, 2]) for _ in range(chart.COLOURS)]  # where colours come round again
-    powers = [2**i for i in range(5, 40) if 2**i <= last]
-    return {
+    perplexity = {
+        "field": "perplexity", "type": "quantitative", "title": "perplexity", "scale": {"type": "log", "nice": False},
+        "axis": {"format": ",~g", "tickCount": 6},
+    }  # fmt: skip
+    lines = {
         "data": {"values": values}, "mark": {"type": "line", "strokeWidth": 2},
-        "encoding": {
-            "x": {
-                "field": "token", "type": "quantitative", "title": "token of the stream",
-                "scale": {"type": "log", "base": 2, "nice": False}, "axis": {"format": ",d", "values": powers},
-            },
-            "y": {
-                "field": "perplexity", "type": "quantitative", "title": "perplexity",
-                "scale": {"type": "log", "nice": False}, "axis": {"format": ",~g", "tickCount": 6},
-            },
-            "color": policy,
-            "strokeDash": {**policy, "scale": {"range": dashes}},
-        },
+        "encoding": {"x": token, "y": perplexity, "color": policy(), "strokeDash": policy(dashed=True)},
     }  # fmt: skip
+    return {"layer": [*marks(at), lines]}
 
 
 def _points(record: Record) -> list[dict[str, float]]:

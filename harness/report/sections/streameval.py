@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from harness.records import Record
+from harness.report.chart import Chart
+from harness.report.charts.distance import over_distance
 from harness.report.intervals import wilson
 from harness.report.markdown import asked, count, in_bytes, label, status, table
 
@@ -16,7 +18,7 @@ def headline(record: Record) -> str:
     return f"accuracy {record.metrics['accuracy']:.1%} of {record.metrics['questions']}"
 
 
-def body(records: Sequence[Record]) -> list[str]:
+def body(records: Sequence[Record]) -> list[str | Chart]:
     """Policies down, distances across, percent right with a 95 % Wilson interval; then by place of the evidence."""
     distances = sorted({r.cell["task"]["distance"] for r in records})
     length = records[0].data.get("line_tokens")
@@ -26,7 +28,7 @@ def body(records: Sequence[Record]) -> list[str]:
     head = ["policy", "capacity", *(f"{d} lines back" for d in distances)]
     lines = [[*name, *(cell(row.get(d)) for d in distances)] for name, row in rows.items()]
     about = f"{asked(records[0])}A line takes {length} tokens on average. Percent right, 95 % Wilson intervals:\n"
-    return [about, *table(head, lines, "lr" + "r" * len(distances)), *_by_place(records)]
+    return [about, *table(head, lines, "lr" + "r" * len(distances)), *over_distance(records), *_by_place(records)]
 
 
 def cell(record: Record | None) -> str:

@@ -1,0 +1,48 @@
+"""StreamEval: how many questions are answered rightly, over how far back their line is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from harness.records import Record
+from harness.report import chart
+from harness.report.charts.parts import marks, panels, policy
+from harness.report.intervals import wilson
+from harness.report.markdown import told_apart
+
+
+def over_distance(records: Sequence[Record]) -> list[chart.Chart]:
+    """A line a policy with its intervals, a panel a capacity; none where only one distance was asked for."""
+    having = [r for r in records if r.status == "ok"]
+    if len({r.cell["task"]["distance"] for r in having}) < 2:
+        return []
+    return panels(having, "Answers right over the lines since what was asked for, of {model}, one line a policy", _panel)
+
+
+def _panel(records: Sequence[Record], capacity: int) -> dict[str, Any]:
+    values = []
+    for name, record in zip(told_apart(records), records, strict=True):
+        right, questions, distance = record.metrics["right"], record.metrics["questions"], record.cell["task"]["distance"]
+        low, high = wilson(right, questions)
+        share = {"right": right / questions, "low": low, "high": high}
+        values.append({"policy": name, "lines back": distance, **{k: round(100 * v, 2) for k, v in share.items()}})
+    values.sort(key=lambda v: v["lines back"])
+    line = records[0].data.get("line_tokens")
+    at = [{"at": round(capacity / line, 2), "what": "as far as the cache reaches"}] if line else []
+    back = {
+        "field": "lines back", "type": "quantitative", "title": "lines back", "scale": {"type": "log", "base": 2},
+        "axis": {"format": ",d", "values": sorted({v["lines back"] for v in values})},
+    }  # fmt: skip
+    right = {"field": "right", "type": "quantitative", "title": "percent right", "scale": {"domain": [0, 100]}}
+    errors = {"x": back, "y": {**right, "field": "low"}, "y2": {"field": "high"}, "color": policy()}
+    return {
+        "layer": [
+            *marks(at),
+            {"data": {"values": values}, "mark": {"type": "rule", "strokeWidth": 1}, "encoding": errors},
+            {
+                "data": {"values": values}, "mark": {"type": "line", "point": True, "strokeWidth": 2},
+                "encoding": {"x": back, "y": right, "color": policy()},
+            },
+        ]
+    }  # fmt: skip

@@ -1,0 +1,58 @@
+"""What charts have in common: a panel a capacity, a colour a policy, marks at a place of the x axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from harness.records import Record
+from harness.report import chart
+from harness.report.pairing import question
+
+
+def panels(records: Sequence[Record], alt: str, panel: Callable[[Sequence[Record], int], dict[str, Any]]) -> list[chart.Chart]:
+    """A chart with a panel for every capacity, each with the policies that have none; no chart without a bounded cache.
+
+    Args:
+        records: of one section.
+        alt: what the picture shows; `{model}` stands for the model.
+        panel: the specification of a panel, but for its size, from its records and its capacity.
+    """
+    capacities = sorted({r.cell["capacity"] for r in records if r.cell["capacity"] is not None})
+    if not capacities:
+        return []
+    several = len(capacities) > 1
+    size = {"width": 380 if several else 560, "height": 280}
+    drawn = [
+        ({"title": f"capacity {c:,}"} if several else {})
+        | size
+        | panel([r for r in records if r.cell["capacity"] in (None, c)], c)
+        for c in capacities
+    ]
+    cell = records[0].cell
+    return [
+        chart.Chart(
+            chart.name(f"{cell['suite']} {cell['task'].get('name', '')} {cell['model']['id']}", question(records[0])),
+            f"{alt.format(model=cell['model']['id'])}, capacity {', '.join(map(str, capacities))}.",
+            {"concat": drawn, "columns": 2, "resolve": {"scale": {"color": "shared", "strokeDash": "shared"}}},
+        )
+    ]
+
+
+def policy(dashed: bool = False) -> dict[str, Any]:
+    """The channel that tells policies apart: by colour, and by dashes where colours come round again."""
+    dashes = [dash for dash in ([1, 0], [6, 2], [2, 2]) for _ in range(chart.COLOURS)]
+    channel = {"field": "policy", "type": "nominal", "sort": None, "title": "policy"}
+    return channel | ({"scale": {"range": dashes}} if dashed else {})
+
+
+def marks(at: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Dashed lines across the panel, with words: layers of {"at": place, "what": words}."""
+    if not at:
+        return []
+    place, data = {"field": "at", "type": "quantitative"}, {"values": list(at)}
+    words = {"type": "text", "align": "right", "baseline": "bottom", "angle": 270, "dy": -3, "y": 4}
+    return [
+        {"data": data, "mark": {"type": "rule", "strokeDash": [3, 3], "opacity": 0.7}, "encoding": {"x": place}},
+        {"data": data, "mark": words, "encoding": {"x": place, "text": {"field": "what"}}},
+    ]
