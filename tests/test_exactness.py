@@ -19,6 +19,7 @@ from policies import CacheView, Policy, Statistic
 from policies.dense import Dense
 from policies.h2o import H2O
 from policies.random import Random
+from policies.recompute_sink_window import RecomputeSinkWindow
 from policies.recompute_window import RecomputeWindow
 from policies.sink_window import SinkWindow
 from policies.window import Window
@@ -80,6 +81,19 @@ def test_recompute_equals_the_models_own_forward_pass_over_the_window(family):
     ours = in_blocks(decoder(model_of(family), CacheConfig(RecomputeWindow(), capacity)), tokens, 11)
     theirs = [own_forward(family, tokens[:, max(0, t - capacity) : t + 1])[:, -1] for t in range(30)]
     torch.testing.assert_close(ours, torch.stack(theirs, 1), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("size", [1, 5, 30])
+def test_recompute_with_sinks_equals_the_models_own_forward_pass_over_first_and_newest_tokens(size):
+    tokens, capacity, sinks = tokens_of(30, 2), 6, 2
+    read = decoder(model_of("llama"), CacheConfig(RecomputeSinkWindow(sinks), capacity), 2)
+    ours = in_blocks(read, tokens, size)
+    newest = [tokens[:, max(sinks, t - capacity + sinks) : t + 1] for t in range(30)]
+    windows = [torch.cat([tokens[:, : min(sinks, t + 1)], x], 1)[:, : t + 1] for t, x in enumerate(newest)]
+    theirs = [own_forward("llama", window)[:, -1] for window in windows]
+    torch.testing.assert_close(ours, torch.stack(theirs, 1), atol=1e-4, rtol=0)
+    assert [read.held([p]) for p in (0, 1, 2, 25, 26, 29, 30)] == [1, 1, 0, 0, 1, 1, 0]
+    assert read.slots == (capacity + 1, capacity + 1)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

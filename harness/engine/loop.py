@@ -243,8 +243,9 @@ class RecomputeDecoder:
     def __init__(self, model: Model, config: CacheConfig, streams: int = 1) -> None:
         """As `decoder`."""
         assert config.capacity is not None
-        config.policy.bind(config.capacity)
         self.model, self.config = model, config
+        band = config.policy.bind(config.capacity).band(config.capacity)
+        self.sinks = 0 if band is None else band[0]  # tokens of the stream's beginning that open every window
         self.length = config.capacity + 1
         self._history = [torch.zeros(0, dtype=torch.int64, device=model.device) for _ in range(streams)]
         self._alike = True  # streams have the same length, so that their windows are run together
@@ -263,9 +264,13 @@ class RecomputeDecoder:
             before = torch.stack(self._history[part])
             text = torch.cat([before, new], 1)
             rows.append(self._logits(text, [max(1, before.shape[1] + counts[t]) for t in wanted]))
-            self._history[part] = (text[:, -self.length + 1 :] if self.length > 1 else text[:, :0]).clone()
+            self._history[part] = text if text.shape[1] < self.length else self._window(text, self.length - 1)
             self._seen += counts[-1] if part.start == 0 else 0
         return torch.cat(rows)
+
+    def _window(self, text: Tensor, length: int) -> Tensor:
+        """The sinks and the newest tokens of each stream, as many as that. [B, N] -> [B, length]."""
+        return torch.cat([text[:, : self.sinks], text[:, text.shape[1] - length + self.sinks :]], 1)
 
     def _logits(self, text: Tensor, ends: list[int]) -> Tensor:
         """Logits after the windows of each stream that end before these places, ascending. [B, N] -> [B, K, V]."""
@@ -276,10 +281,12 @@ class RecomputeDecoder:
             last = short[-1] if short else 1
             kept = len(short) if _in_a_row(short) and short else torch.tensor([e - 1 for e in short], device=text.device).long()
             out.append(self.model(text[:, :last], self, kept))
-        windows = text.unfold(1, self.length, 1) if full else text
+        windows = text[:, self.sinks :].unfold(1, self.length - self.sinks, 1) if full else text
+        opening = text[:, None, : self.sinks]
         at_once = max(1, _PREFILL // (self.length * len(text)))
         for starts in [full[i : i + at_once] for i in range(0, len(full), at_once)]:
             chosen = windows[:, starts[0] : starts[-1] + 1] if _in_a_row(starts) else windows[:, starts]
+            chosen = torch.cat([opening.expand(-1, len(starts), -1), chosen], 2)
             out.append(self.model(chosen.flatten(0, 1), self, 1).view(len(text), len(starts), -1))
         return torch.cat(out, 1)
 
@@ -288,7 +295,8 @@ class RecomputeDecoder:
 
     def held(self, positions: Sequence[int]) -> float:
         """See `Decoder`: what the window of the next token has."""
-        return sum(self._seen - self.length < p < self._seen for p in positions) / len(positions)
+        first = self._seen - self.length + self.sinks  # the last that the window has no more
+        return sum(p < self._seen and (p < self.sinks or p > first) for p in positions) / len(positions)
 
     @property
     def slots(self) -> tuple[float, float]:

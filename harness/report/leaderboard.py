@@ -41,7 +41,7 @@ def render(records: Iterable[Record]) -> chart.Page:
 def _order(record: Record) -> tuple[Any, ...]:
     """Dense first, then by capacity, recompute before the policies."""
     cell = record.cell
-    first = {"dense": 0, "recompute_window": 1}.get(cell["policy"], 2)
+    first = {"dense": 0, "recompute_window": 1, "recompute_sink_window": 1}.get(cell["policy"], 2)
     return (cell["capacity"] or 0, first, cell["policy"], repr(cell["parameters"]), cell["positions"], cell["seed"], record.key)
 
 

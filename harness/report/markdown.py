@@ -16,7 +16,7 @@ def title(record: Record) -> str:
     extra += [f"positions {cell['positions']}"] if cell["positions"] != "cache" else []
     extra += [f"limit {cell['limit']}"] if cell.get("limit") is not None else []
     extra += [f"seed {cell['seed']}"] if cell["seed"] else []
-    stride = 1 if cell["policy"] != "recompute_window" else cell["task"].get("stride", 1)
+    stride = cell["task"].get("stride", 1) if cell["policy"].startswith("recompute_") else 1  # those score one token in so many
     extra += [f"one token in {stride}"] if stride > 1 else []
     return str(cell["policy"]) + (f" ({', '.join(extra)})" if extra else "")
 

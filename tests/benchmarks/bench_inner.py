@@ -17,7 +17,7 @@ from harness.engine.loop import CacheConfig, decoder
 from harness.hub import model_directory
 
 CAPACITY = 512
-POLICIES = sorted(set(registry.policy_names()) - {"recompute_window"})
+POLICIES = [name for name in registry.policy_names() if registry.policy_class(name).caches]
 
 
 @pytest.fixture(scope="module", autouse=True)
