@@ -1,0 +1,45 @@
+"""What the verbs of `bench` share: rows for people and pipes, folders that can be written to."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from harness.errors import UserError
+
+RESULTS = "leaderboard/results"
+
+
+def writable(folder: Path) -> Path:
+    """The folder, made if need be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder}: can't be made ({error.strerror})") from error
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"{folder}: can't be written to")
+    return folder
+
+
+def print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
+    """Rows as a table for people, as tab-separated lines for pipes, or as JSON."""
+    if as_json:
+        click.echo(json.dumps(rows, indent=1, ensure_ascii=False))
+        return
+    if not sys.stdout.isatty():
+        for line in ([list(rows[0])] if rows else []) + [list(r.values()) for r in rows]:
+            click.echo("\t".join("" if v is None else str(v) for v in line))
+        return
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(*(rows[0] if rows else ()), box=None, header_style="bold")
+    for row in rows:
+        table.add_row(*("" if v is None else escape(str(v)) for v in row.values()))
+    Console().print(table)
