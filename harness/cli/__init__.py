@@ -8,7 +8,7 @@ import sys
 import click
 
 from harness import __version__
-from harness.cli import look, measure, pages
+from harness.cli import judge, look, measure, pages
 from harness.errors import UserError
 
 
@@ -23,7 +23,7 @@ def cli() -> None:
     """
 
 
-for _verb in (measure.run, pages.leaderboard, measure.pretrain, look.list_, look.policy, look.schema):
+for _verb in (measure.run, pages.leaderboard, judge.compare, measure.pretrain, look.list_, look.policy, look.schema):
     cli.add_command(_verb)
 
 

@@ -37,12 +37,19 @@ def perplexity(record: Record) -> Interval | None:
     return Interval(result.mean, None, None, 0, 0) if past_training(record) else result
 
 
-def paired(record: Record, base: Record) -> Interval | None:
+def paired(record: Record, base: Record, trend: bool = False) -> Interval | None:
     """Mean difference in NLL to `base` in nats per token, on the tokens both scored after the larger cache filled.
 
     None where they can't be paired, or where one of them has a trend (then only buckets can be compared).
+
+    Args:
+        record: whose difference it is.
+        base: what it is the difference to.
+        trend: both have the same trend, so that it cancels: two records of one cell.
     """
-    if record is base or question(record) != question(base) or past_training(record) or past_training(base):
+    if record is base or question(record) != question(base):
+        return None
+    if not trend and (past_training(record) or past_training(base)):
         return None
     ours, theirs = _on_shared_tokens(record, base)
     if ours is None or theirs is None or ours["size"] != theirs["size"]:

@@ -1,0 +1,104 @@
+"""Verdicts on many pairs of records: rows for people, pipes and pull requests."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.records import Record
+from harness.report.compare import Difference, Verdict, differences, matched
+from harness.report.markdown import md, table, title
+from harness.report.sources import trace
+
+_ORDER: tuple[Verdict, ...] = ("worse", "can't tell", "better", "same")
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One metric of one pair of records."""
+
+    a: Record
+    b: Record
+    difference: Difference
+
+    @property
+    def cell(self) -> str:
+        """Which cell, in words."""
+        where, which = zip(*(_named(r) for r in (self.a, self.b)), strict=True)
+        return f"{' -> '.join(dict.fromkeys(where))}, {' -> '.join(dict.fromkeys(which))}"
+
+    def cells(self) -> dict[str, Any]:
+        """A row of a table."""
+        d = self.difference
+        interval = "" if d.low is None or d.high is None else f"[{_signed(d.low, d)}, {_signed(d.high, d)}]"
+        change = "" if d.change is None else _signed(d.change, d)
+        return {
+            "cell": self.cell, "metric": d.metric, "a": _plain(d.a), "b": _plain(d.b), "change": change,
+            "95 % interval": interval, "verdict": d.verdict, "why": d.why,
+        }  # fmt: skip
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, unrounded."""
+        return {"cell": self.cell, "cell_ids": [self.a.cell_id, self.b.cell_id], **vars(self.difference)}
+
+
+def of(a: tuple[Sequence[Record], Path], b: tuple[Sequence[Record], Path]) -> list[Judged]:
+    """Every metric of every pair of the same cell, the worst first.
+
+    Args:
+        a: records that are there, and their folder.
+        b: records that are judged, and theirs.
+    """
+    found = [
+        Judged(x, y, difference)
+        for x, y in matched(a[0], b[0])
+        for difference in differences(x, y, (trace(x, a[1]), trace(y, b[1])))
+    ]
+    return sorted(found, key=lambda j: _ORDER.index(j.difference.verdict))
+
+
+def summary(found: Sequence[Judged]) -> str:
+    """How many of each."""
+    counts = Counter(j.difference.verdict for j in found)
+    return ", ".join(f"{counts[v]} {v}" for v in _ORDER if counts[v])
+
+
+def markdown(found: Sequence[Judged], a: str, b: str) -> str:
+    """A comment: what changed in a table, what did not folded away."""
+    head = ["cell", "metric", md(a), md(b), "change", "95 % interval", "verdict", "why"]
+    rows = [[md(value) for value in j.cells().values()] for j in found]
+    changed = [r for r, j in zip(rows, found, strict=True) if j.difference.verdict != "same"]
+    alike = [r for r, j in zip(rows, found, strict=True) if j.difference.verdict == "same"]
+    lines = [f"### {md(b)} against {md(a)}: {summary(found)}\n"]
+    lines += table(head, changed, "llrrrrll") if changed else ["Nothing changed that matters.\n"]
+    if alike:
+        lines += [f"<details><summary>{len(alike)} the same</summary>\n", *table(head, alike, "llrrrrll"), "</details>\n"]
+    return "\n".join(lines)
+
+
+def _named(record: Record) -> tuple[str, str]:
+    cell = record.cell
+    capacity = f" at {cell['capacity']}" if cell["capacity"] is not None else ""
+    return f"{cell['suite']}: {cell['model']['id']}, {_task(cell['task'])}", f"{title(record)}{capacity}"
+
+
+def _task(task: dict[str, Any]) -> str:
+    told = [f"{k} {task[k]}" for k in ("data", "distance", "subset", "book") if k in task]
+    return " ".join([str(task.get("name", "")), *told])
+
+
+def _plain(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if value == int(value) and abs(value) >= 100 else f"{value:.5g}"
+
+
+def _signed(value: float, difference: Difference) -> str:
+    if difference.metric == "step_ms":
+        return f"{100 * value:+.1f} %"
+    if difference.metric == "accuracy":
+        return f"{100 * value:+.1f} points"
+    return f"{value:+,.0f}" if value == int(value) and abs(value) >= 100 else f"{value:+.4g}"

@@ -1,0 +1,217 @@
+"""Comparing: paired where it can be, honest where it can't, and never a verdict without an interval."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import numpy as np
+import pytest
+from test_paper import cell_record
+from test_records import record
+
+from harness.cli import main
+from harness.records import RecordStore
+from harness.report.compare import differences, judged, largest_difference, paired_shares, shares
+from harness.report.verdicts import markdown, of
+
+
+def shifted(nll: float, by: float):
+    """The same noise, a little worse."""
+    return record("h2o", 8, nll + by)
+
+
+def only(found, metric):
+    (one,) = [d for d in found if d.metric == metric]
+    return one
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "margin", "expected"),
+    [(0.1, 0.2, 0.01, "worse"), (-0.2, -0.1, 0.01, "better"), (-0.001, 0.002, 0.01, "same"), (0.001, 0.002, 0.01, "same"),
+     (-0.1, 0.2, 0.01, "can't tell"), (0.005, 0.02, 0.01, "worse"), (None, None, 0.01, "can't tell")],
+)  # fmt: skip
+def test_verdicts_follow_the_interval_and_the_margin(low, high, margin, expected):
+    assert judged(low, high, margin) == expected
+    flipped = {"worse": "better", "better": "worse"}.get(expected, expected)
+    assert judged(low, high, margin, more_is_better=True) == flipped
+
+
+def test_a_difference_in_nll_is_paired_so_that_the_texts_noise_cancels():
+    found = only(differences(shifted(2.0, 0.0), shifted(2.0, 0.005)), "nll")
+    assert found.change == pytest.approx(0.005)
+    assert found.low == pytest.approx(0.005)
+    assert found.high == pytest.approx(0.005)
+    assert found.verdict == "worse"
+    assert only(differences(shifted(2.0, 0.005), shifted(2.0, 0.0)), "nll").verdict == "better"
+    assert only(differences(shifted(2.0, 0.0), shifted(2.0, 0.0005)), "nll").verdict == "same"
+    assert only(differences(record(), record()), "nll").why == "to the last digit"
+
+
+def test_two_records_of_dense_past_its_training_length_have_the_same_trend():
+    a, b = (record("dense", None, nll, facts={"training_length": 512}) for nll in (2.0, 2.1))
+    assert only(differences(a, b), "nll").verdict == "worse"
+    other = record("window", 8, 2.0, facts={"training_length": 512})
+    assert only(differences(a, other), "nll").verdict == "can't tell"
+
+
+def test_another_text_is_not_paired():
+    other = record()
+    other.data = {"ids_sha256": "y", "tokens": 12800}
+    other.metrics = other.metrics | {"nll": 3.0}
+    assert only(differences(record(), other), "nll").verdict == "can't tell"
+
+
+def quiz(outcomes: str, **changes):
+    right = outcomes.count("1")
+    metrics = {"questions": len(outcomes), "right": right, "accuracy": right / len(outcomes), "outcomes": outcomes}
+    return cell_record(metrics, task={"name": "streameval", "distance": 5}, **changes)
+
+
+def test_answers_are_compared_question_by_question():
+    a, b = quiz("1" * 50 + "0" * 50), quiz("1" * 50 + "1" * 20 + "0" * 30, policy="h2o")
+    found = only(differences(a, b), "accuracy")
+    assert (found.change, found.verdict) == (pytest.approx(0.2), "better")
+    assert 0.12 < found.low < 0.2 <= found.high <= 0.2
+    assert only(differences(b, a), "accuracy").verdict == "worse"
+    mixed = quiz("0" * 5 + "1" * 45 + "1" * 6 + "0" * 44, policy="h2o")
+    assert only(differences(a, mixed), "accuracy").verdict == "can't tell"
+    assert only(differences(a, quiz("1" * 50 + "0" * 50)), "accuracy").verdict == "same"
+
+
+def test_the_interval_of_paired_shares_covers_what_it_should():
+    """Its ends hold the true difference 95 times in a hundred, of texts drawn many times over."""
+    rng = np.random.default_rng(0)
+    hits = 0
+    for _ in range(400):
+        both = rng.choice(4, size=200, p=[0.3, 0.25, 0.15, 0.3])  # neither, only a, only b, both
+        a, b = ("".join("01"[x in (k, 3)] for x in both) for k in (1, 2))
+        low, high = paired_shares(a, b)
+        hits += low <= -0.1 <= high
+    assert 0.92 <= hits / 400 <= 0.99
+    assert paired_shares("0101", "0101") == (-0.75, 0.75)
+
+
+def test_newcombes_interval_is_that_of_his_paper():
+    low, high = shares((48, 80), (56, 70))  # 56/70 against 48/80 in Table II, row (a): 0.0524, 0.3339
+    assert (low, high) == (pytest.approx(0.0524, abs=5e-5), pytest.approx(0.3339, abs=5e-5))
+
+
+def timed(ms: float, together: str, **facts):
+    rounds = [ms * (1 + 0.004 * (i % 5)) for i in range(24)]
+    metrics = {"step_ms": float(np.median(rounds)), "rounds_ms": rounds, "together": together, "kv_bytes": 640, "state_bytes": 10}
+    made = cell_record(metrics, task={"name": "latency", "batch": 1})
+    made.facts = {"device": "a device", "threads": 2} | facts
+    return made
+
+
+def test_latency_is_told_with_what_its_interval_leaves_out():
+    found = only(differences(timed(1.0, "x"), timed(1.3, "y")), "step_ms")
+    assert found.verdict == "worse"
+    assert "two runs" in found.why
+    assert only(differences(timed(1.0, "x"), timed(1.0, "x")), "step_ms").verdict == "same"
+    assert only(differences(timed(1.0, "x"), timed(2.0, "y", device="another")), "step_ms").verdict == "can't tell"
+
+
+def test_bytes_are_compared_exactly_and_a_failure_is_worse():
+    a, b = timed(1.0, "x"), timed(1.0, "x")
+    b.metrics["kv_bytes"] = 641
+    assert only(differences(a, b), "kv_bytes").verdict == "worse"
+    failed = record(status="failed", error={"kind": "out of memory", "message": ""}, metrics={})
+    (found,) = differences(record(), failed)
+    assert (found.verdict, found.why) == ("worse", "ok -> out of memory")
+
+
+def test_the_largest_difference_of_a_token_is_found_and_a_hole_on_one_side_is_infinite(tmp_path):
+    x = np.array([np.nan, 1.0, 2.0, np.nan])
+    for name, value in (
+        ("a", x),
+        ("b", x + np.array([0, 0, 0.25, 0])),
+        ("c", np.array([np.nan, 1.0, np.nan, np.nan])),
+        ("d", x[:3]),
+    ):
+        np.save(tmp_path / f"{name}.npy", value)
+    path = lambda name: tmp_path / f"{name}.npy"  # noqa: E731
+    assert largest_difference((path("a"), path("b"))) == 0.25
+    assert largest_difference((path("a"), path("c"))) == float("inf")
+    assert largest_difference((path("a"), path("d"))) is None
+    assert largest_difference((path("a"), path("gone"))) is None
+
+
+@pytest.fixture
+def folders(tmp_path):
+    for name, by in (("before", 0.0), ("after", 0.01)):
+        store = RecordStore(tmp_path / name)
+        for made in (record("h2o", 8, 2.0 + by), record("window", 8, 2.1), record("<b>|evil", 8, 2.1 + by)):
+            store.write(made)
+    return tmp_path
+
+
+def run(capsys, *args):
+    with pytest.raises(SystemExit) as stop:
+        main_with(args)
+    out = capsys.readouterr()
+    return stop.value.code, out.out, out.err
+
+
+def main_with(args):
+    import sys
+    from unittest.mock import patch
+
+    with patch.object(sys, "argv", ["bench", *map(str, args)]):
+        main()
+
+
+def test_folders_are_compared_cell_by_cell_the_worst_first(folders, capsys):
+    code, out, err = run(capsys, "compare", folders / "before", folders / "after")
+    assert code == 0
+    assert [line.split("\t")[6] for line in out.splitlines()[1:3]] == ["worse", "worse"]
+    assert "2 worse" in err
+    code, out, _ = run(capsys, "compare", folders / "before", folders / "after", "--json")
+    found = [x for x in json.loads(out) if x["metric"] == "nll" and "h2o" in x["cell"]]
+    assert found[0]["change"] == pytest.approx(0.01)
+    assert found[0]["verdict"] == "worse"
+
+
+def test_a_comment_has_what_changed_and_no_markup_of_a_record(folders, capsys):
+    _, out, _ = run(capsys, "compare", folders / "before", folders / "after", "--markdown")
+    assert "<b>" not in out
+    assert out.index("worse") < out.index("<details>")
+    assert markdown([], "a", "b").count("Nothing changed") == 1
+
+
+def test_two_files_are_compared_whatever_they_are_of(folders, capsys):
+    h2o, window = (next((folders / "before").rglob(f"{p}-*.json")) for p in ("h2o", "window"))
+    code, out, _ = run(capsys, "compare", h2o, window)
+    assert code == 0
+    assert "h2o at 8 -> window at 8" in out
+
+
+def test_a_git_revision_is_a_source(folders, capsys, monkeypatch):
+    monkeypatch.chdir(folders)
+    git = ["git", "-c", "user.name=x", "-c", "user.email=x@x"]
+    for command in (["init", "-q"], ["add", "before"], ["commit", "-qm", "x"]):
+        subprocess.run([*git, *command], check=True)
+    code, out, _ = run(capsys, "compare", "HEAD:before", "after")
+    assert code == 0
+    assert "worse" in out
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "says"), [("gone", "after", "neither"), ("--", "after", ""), ("after", "empty", "no records"),
+     ("before", "other", "no cell in common")],
+)  # fmt: skip
+def test_mistakes_are_one_line(folders, capsys, monkeypatch, a, b, says):
+    monkeypatch.chdir(folders)
+    (folders / "empty").mkdir()
+    RecordStore(folders / "other").write(record("x", 8))
+    RecordStore(folders / "other").write(record("y", 8))
+    code, _, err = run(capsys, "compare", a, b)
+    assert code == 2
+    assert says in err
+    assert err.count("\n") == 1
+
+
+def test_of_pairs_only_the_same_cells(folders):
+    a, b = ([record("h2o", 8), record("window", 8)], [record("window", 8), record("random", 8)])
+    assert {j.a.cell["policy"] for j in of((a, folders), (b, folders))} == {"window"}
