@@ -23,7 +23,17 @@ def cli() -> None:
     """
 
 
-for _verb in (measure.run, pages.leaderboard, judge.compare, measure.pretrain, look.list_, look.policy, look.schema):
+for _verb in (
+    measure.run,
+    pages.leaderboard,
+    judge.compare,
+    judge.check,
+    judge.baseline,
+    measure.pretrain,
+    look.list_,
+    look.policy,
+    look.schema,
+):
     cli.add_command(_verb)
 
 

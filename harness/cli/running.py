@@ -1,0 +1,87 @@
+"""Running a suite from the command line: what was asked, as options of several verbs, and the records it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from harness.records import Record
+    from harness.suite import Cell
+
+_OPTIONS: list[Callable[[Any], Any]] = [
+    click.option("--model", metavar="DIR|HUB_ID", help="Use this model instead of the suite's."),
+    click.option("--data", metavar="DIR", envvar="BENCH_DATA", help="Directory of the text: .parquet or .txt (or BENCH_DATA)."),
+    click.option(
+        "--policy", "policies", multiple=True, metavar="POLICY",
+        help="Only these: a name, file.py:Class, or '{name: h2o, window: 8}'.",
+    ),
+    click.option(
+        "--set", "settings", multiple=True, metavar="KEY=VALUE",
+        help="Change the suite, e.g. --set tokens=20000 --set capacity=[128,256].",
+    ),
+    click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1."),
+    click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of the weights and the cache."),
+    click.option("--threads", type=click.IntRange(1), help="CPU threads; torch's default when not given."),
+]  # fmt: skip
+
+
+def suite_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """What may be asked of a suite's run."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A suite and what the command line changes of it."""
+
+    suite: str
+    model: str | None = None
+    data: str | None = None
+    policies: Sequence[str] = ()
+    settings: Sequence[str] = ()
+    device: str = "auto"
+    dtype: str | None = None
+    threads: int | None = None
+
+    def changes(self) -> dict[str, Any]:
+        """What is not as the suite has it, for a file."""
+        plain = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+        return {k: v for k, v in plain.items() if k != "suite" and v and v != "auto"}
+
+    def cells(self) -> list[Cell]:
+        """The cells.
+
+        Raises:
+            UserError: no such suite, or a mistake in it.
+        """
+        from harness import suite as suites
+        from harness.overrides import Overrides
+
+        overrides = Overrides(self.model, self.dtype, self.policies, self.settings)
+        return suites.load(suites.find(self.suite), overrides)[1]
+
+    def measured(
+        self, results: Path, cells: Sequence[Cell], fresh: bool = False, block: int | None = None, walk: bool = False
+    ) -> list[Record]:
+        """Their records, measured where they are not there yet, and shown while they are."""
+        import torch
+        from rich.console import Console
+
+        from harness.engine.load import device_of
+        from harness.progress import ProgressView
+        from harness.records import RecordStore
+        from harness.runner import RunOptions, run
+
+        if self.threads:
+            torch.set_num_threads(self.threads)
+        directory = Path(self.data).expanduser() if self.data else None
+        options = RunOptions(device_of(self.device), directory, block, walk, fresh)
+        with ProgressView(Console(stderr=True)) as view:
+            return run(cells, RecordStore(results), options, view)

@@ -1,0 +1,219 @@
+"""The gate: nothing changed is green, and each of four injected regressions is red, each for its own reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+from harness.cli import main
+from harness.cli.running import Asked
+from harness.engine.loop import CachedDecoder
+from harness.engine.slots import Slots
+from harness.engine.walk import Walk
+from harness.report import baseline, gate
+from harness.tasks import perplexity
+from policies.h2o import H2O
+
+SUITE = """
+suite: gate
+version: 1
+model: {id: "builtin:sink_1"}
+task:
+  - {name: perplexity, data: prose, tokens: 2048, stride: 32}
+  - {name: streameval, lines: 30, query_every: 5, distance: 2}
+  - {name: latency, tokens: 128, prompt: 32, rounds: 8, sittings: 2, most_sittings: 2, steps: 8, precision: 0.1}
+capacity: 24
+policies: [dense, window, h2o]
+"""
+QUALITY, LATENCY = {"perplexity", "streameval"}, {"latency"}
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory):
+    path = tmp_path_factory.mktemp("suite") / "gate.yaml"
+    path.write_text(SUITE)
+    return Asked(str(path), threads=1)
+
+
+def measured(suite, folder, tasks):
+    return suite.measured(folder, [c for c in suite.cells() if c.task.name in tasks], fresh=True, walk=True)
+
+
+@pytest.fixture(scope="module")
+def before(suite, tmp_path_factory):
+    """Quality once, latency three times."""
+    folder = tmp_path_factory.mktemp("before")
+    records = measured(suite, folder / "quality", QUALITY)
+    runs = [measured(suite, folder / f"latency{n}", LATENCY) for n in range(3)]
+    return records, runs, folder
+
+
+def states(before, records, folder, check):
+    held = [r for r in before[0] if r.cell_id in {x.cell_id for x in records}]
+    findings = gate.check((held, before[2]), (records, folder), {})
+    return {f.state for f in findings if f.check == check}, gate.exit_code(findings)
+
+
+def test_nothing_changed_is_green(before, suite, tmp_path):
+    records = measured(suite, tmp_path, QUALITY)
+    findings = gate.check((before[0], before[2]), (records, tmp_path), {})
+    assert {f.state for f in findings} == {"ok"}
+    assert {f.check for f in findings} == {"exactness", "quality", "bytes"}
+    assert gate.exit_code(findings) == 0
+
+
+def test_a_wrong_rank_is_red(before, suite, tmp_path, monkeypatch):
+    plain = Walk._key_turns
+
+    def turns(self, rows, rotation):
+        right = plain(self, rows, rotation)
+        return right if self.slots.capacity is None else right.roll(1, -2)  # the check at load would refuse dense
+
+    monkeypatch.setattr(Walk, "_key_turns", turns)
+    found, code = states(before, measured(suite, tmp_path, {"perplexity"}), tmp_path, "exactness")
+    assert "regression" in found
+    assert code == 1
+
+
+def test_a_cache_one_slot_too_large_is_red(before, suite, tmp_path, monkeypatch):
+    plain = Slots.__init__
+
+    def larger(self, shape, layers, total, policy, capacity, *rest):
+        plain(self, shape, layers, total, policy, capacity if capacity is None else capacity + 1, *rest)
+
+    monkeypatch.setattr(Slots, "__init__", larger)
+    found, code = states(before, measured(suite, tmp_path, {"perplexity"}), tmp_path, "bytes")
+    assert "regression" in found
+    assert code == 1
+
+
+def test_half_a_percent_of_perplexity_is_red_where_tokens_alone_would_not_show_it(before, suite, tmp_path, monkeypatch):
+    """On another device, where tokens may differ a little: the paired mean shows it."""
+    plain = perplexity.cross_entropy
+    monkeypatch.setattr(perplexity, "cross_entropy", lambda *args, **kwargs: plain(*args, **kwargs) + 0.005)
+    records = [dataclasses.replace(r, facts=r.facts | {"device": "another"}) for r in measured(suite, tmp_path, {"perplexity"})]
+    found, code = states(before, records, tmp_path, "quality")
+    assert found == {"regression"}
+    assert code == 1
+    assert states(before, records, tmp_path, "exactness")[0] == {"not compared"}
+
+
+def latency_states(before, run):
+    bands = baseline.bands(before[1])
+    return {f.cell.split(", ")[2].split()[0]: f.state for f in gate.check((before[1][0], before[2]), (run, before[2]), bands)}
+
+
+def test_a_slowdown_of_30_percent_in_one_policy_is_red(before, suite, tmp_path, monkeypatch):
+    plain = CachedDecoder.__call__
+
+    def slower(self, tokens, valid=None, keep=None):
+        started = time.perf_counter()
+        result = plain(self, tokens, valid, keep)
+        if isinstance(self.config.policy, H2O):
+            until = time.perf_counter() + 0.3 * (time.perf_counter() - started)
+            while time.perf_counter() < until:
+                pass
+        return result
+
+    monkeypatch.setattr(CachedDecoder, "__call__", slower)
+    slow = latency_states(before, measured(suite, tmp_path, LATENCY))
+    assert slow["h2o"] == "regression"
+
+
+def test_what_was_measured_three_times_lies_in_its_band(before):
+    bands = baseline.bands(before[1])
+    assert len(bands) == 2, "of all but dense, the yardstick"
+    assert all(b.low < b.ratio < b.high and b.runs == 3 for b in bands.values())
+    for run in before[1]:
+        assert set(latency_states(before, run).values()) == {"ok"}
+
+
+def test_a_band_is_as_wide_as_what_was_seen_and_never_narrow():
+    def run(ratio):
+        metrics = {"rounds_ms": [1.0] * 6, "together": "x"}
+        dense = record_of("dense", metrics)
+        return [dense, record_of("h2o", metrics | {"rounds_ms": [ratio] * 6})]
+
+    from test_paper import cell_record
+
+    def record_of(policy, metrics):
+        return cell_record(metrics, policy=policy, task={"name": "latency"})
+
+    (narrow,) = baseline.bands([run(1.5)] * 4).values()
+    assert narrow.ratio == 1.5
+    assert narrow.high / narrow.ratio == pytest.approx(np.exp(0.1), rel=1e-4)
+    (wide,) = baseline.bands([run(x) for x in (1.4, 1.5, 1.6, 1.7)]).values()
+    assert wide.high / wide.ratio == pytest.approx(np.exp(4 * np.std(np.log([1.4, 1.5, 1.6, 1.7]), ddof=1)), rel=1e-4)
+    assert baseline.ratio(run(2.0)[0], run(2.0)) is None
+
+
+def test_what_is_missing_or_of_another_text_can_not_be_compared(before):
+    records, _, folder = before
+    assert gate.exit_code(gate.check((records, folder), (records[1:], folder), {})) == 2
+    other = dataclasses.replace(records[0], data=records[0].data | {"ids_sha256": "other"})
+    findings = gate.check((records, folder), ([other, *records[1:]], folder), {})
+    assert findings[0].check == "data"
+    assert gate.exit_code(findings) == 2
+    failed = dataclasses.replace(records[0], status="failed", error={"kind": "NaN", "message": ""}, metrics={})
+    findings = gate.check((records, folder), ([failed, *records[1:]], folder), {})
+    assert (findings[0].check, findings[0].state, findings[0].says) == ("status", "regression", "ok -> NaN")
+    assert gate.exit_code([]) == 2, "a baseline of nothing holds nobody to anything"
+
+
+def bench(capsys, *args):
+    with patch.object(sys, "argv", ["bench", *map(str, args)]), pytest.raises(SystemExit) as stop:
+        main()
+    out = capsys.readouterr()
+    return stop.value.code, out.out, out.err
+
+
+def test_from_the_command_line(suite, tmp_path, capsys):
+    small = ["--set", "tokens=512", "--policy", "window", "--policy", "dense", "--threads", 1]
+    path = tmp_path / "prose.yaml"
+    path.write_text(SUITE.replace("  - {name: streameval", "  # ").replace("  - {name: latency", "  # "))
+    folder = tmp_path / "baselines" / "prose"
+    code, _, err = bench(capsys, "baseline", "update", folder, "--suite", path, *small, "--why", "a try")
+    assert code == 0, err
+    about, records = baseline.load(folder)
+    assert (about.why, about.options["threads"], len(records)) == ("a try", 1, 2)
+    assert about.when.startswith("20")
+    assert not list(folder.parent.glob("*.old"))
+    keep = tmp_path / "kept"
+    code, _, err = bench(capsys, "check", "--baseline", folder, "--keep", keep)
+    assert (code, "as good as the baseline" in err) == (0, True)
+    code, out, _ = bench(capsys, "check", "--baseline", folder, "--results", keep, "--json")
+    assert code == 0
+    assert {x["state"] for x in json.loads(out)} == {"ok"}
+    file = next(keep.rglob("window*.json"))
+    changed = json.loads(file.read_text())
+    changed["metrics"]["kv_bytes"] += 1
+    file.write_text(json.dumps(changed))
+    code, out, err = bench(capsys, "check", "--baseline", folder, "--results", keep)
+    assert code == 1
+    assert "REGRESSION" in err
+    assert "bytes" in out
+    code, _, err = bench(capsys, "baseline", "update", folder, "--suite", path, *small, "--why", "again", "--who", "me")
+    assert code == 0
+    assert baseline.load(folder)[0].who == "me"
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", "suite: x\n", "suite: [\n", "bands: {a: 3}\n"])
+def test_what_is_no_baseline_is_said_in_one_line(tmp_path, capsys, text):
+    if text is not None:
+        (tmp_path / baseline.FILE).write_text(text)
+    code, _, err = bench(capsys, "check", "--baseline", tmp_path)
+    assert code == 2
+    assert err.count("\n") == 1
+
+
+def test_the_traces_of_a_baseline_belong_to_it(before, tmp_path):
+    """Without them the tokens can't be held to each other: the gate says so, and does not pass."""
+    changed = dataclasses.replace(before[0][0], metrics=before[0][0].metrics | {"nll": 1.0})
+    findings = gate.check(([before[0][0]], tmp_path), ([changed], tmp_path), {})
+    assert {f.check: f.state for f in findings}["exactness"] == "could not compare"
