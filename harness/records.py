@@ -6,12 +6,13 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 RECORD_VERSION = 1
+MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}  # from a version to the next
 NUMERICS_VERSION = 1  # raised when numbers change for the same cell, weights and data (tests/test_golden.py)
 
 
@@ -149,7 +150,13 @@ def read(path: Path) -> Record | Problem:
     if not isinstance(value, dict) or not isinstance(value.get("version"), int):
         return Problem(path, "not a record")
     if value["version"] > RECORD_VERSION:
-        return Problem(path, f"of record version {value['version']}; this program reads up to {RECORD_VERSION}")
+        return Problem(
+            path, f"of record version {value['version']}; this program reads up to {RECORD_VERSION}: a newer kv-bench is needed"
+        )
+    while value["version"] < RECORD_VERSION:
+        if value["version"] not in MIGRATIONS:
+            return Problem(path, f"of record version {value['version']}, which nothing reads any more")
+        value = MIGRATIONS[value["version"]](value) | {"version": value["version"] + 1}
     names = {f.name for f in fields(Record)}
     if set(value) != names or not _well_formed(value):
         return Problem(path, "not a whole record")

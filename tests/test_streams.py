@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from conftest import model_of
 
+from harness.aggregates import scored
 from harness.data.stream import TokenStream
 from harness.engine.loop import CacheConfig
 from harness.records import Record
 from harness.report.pairing import paired
-from harness.tasks.perplexity import Perplexity, PerplexityOptions, scored
+from harness.tasks.perplexity import Perplexity, PerplexityOptions
 from harness.tasks.task import Job
 from policies.h2o import H2O
 from policies.recompute_window import RecomputeWindow

@@ -8,7 +8,7 @@ import sys
 import click
 
 from harness import __version__
-from harness.cli import judge, look, measure, pages
+from harness.cli import judge, keep, look, measure, pages
 from harness.errors import UserError
 
 
@@ -29,6 +29,7 @@ for _verb in (
     judge.compare,
     judge.check,
     judge.baseline,
+    keep.records,
     measure.pretrain,
     look.list_,
     look.policy,

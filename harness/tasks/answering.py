@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from harness.aggregates import of_answers
 from harness.data.questions import Question, Quiz, QuizData
 from harness.engine.loop import Decoder
 from harness.tasks.task import Job, MeasurementError
@@ -59,29 +59,7 @@ def answered(job: Job, context: Context, said_by: Callable[[str], str]) -> dict[
                 job.progress(done_now, f"accuracy {sum(a.right for a in answers) / len(answers):.1%}")
             done += len(quiz.ids) - quiz.prefix
             kv_bytes, state_bytes = max(kv_bytes, reader.read.kv_bytes), max(state_bytes, reader.read.state_bytes)
-    return {**_summary(answers), "kv_bytes": kv_bytes, "state_bytes": state_bytes}
-
-
-def _summary(answers: list[Answer]) -> dict[str, Any]:
-    right = sum(a.right for a in answers)
-    asked: Counter[str] = Counter(_where(a.held) for a in answers)
-    hits: Counter[str] = Counter(_where(a.held) for a in answers if a.right)
-    reaches = [a.reach for a in answers if a.reach is not None]
-    return {
-        "questions": len(answers),
-        "right": right,
-        "accuracy": right / len(answers),
-        "in_cache": {where: {"questions": asked[where], "right": hits[where]} for where in sorted(asked)},
-        **({"reach": round(sum(reaches) / len(reaches), 1)} if reaches else {}),
-        "outcomes": "".join("01"[a.right] for a in answers),
-    }
-
-
-def _where(held: float | None) -> str:
-    """In words: whether the evidence was still in the cache."""
-    if held is None:
-        return "no evidence"
-    return {1.0: "whole", 0.0: "gone"}.get(held, "in part")
+    return {**of_answers([vars(a) for a in answers]), "kv_bytes": kv_bytes, "state_bytes": state_bytes}
 
 
 class _Reader:

@@ -18,6 +18,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from harness.aggregates import of_steps
 from harness.device import Marks, bandwidth, multiply_rate
 from harness.engine.loop import CachedDecoder, Decoder
 from harness.engine.model import Model
@@ -209,10 +210,7 @@ class _Lane:
             flags.append(f"its K/V takes {kv_bytes} bytes and should take {self.kv_bytes}")
         self.result = {
             "step_ms": median, "error": error, "settled": self.settled, "sittings": len(self.sittings),
-            "percentiles_ms": {f"p{q}": float(np.percentile(steps, q)) for q in (50, 90, 99) if steps.size * (100 - q) >= 100},
-            "steps": steps.size, "spread_ms": [float(medians.min()), float(medians.max())],
-            "rounds_ms": [round(float(x), 5) for x in medians],
-            "tokens_per_second": 1e3 * options.batch / float(steps.mean()),
+            **of_steps(steps, options.batch),
             "first_token_ms": first, "first_token_error": first_error, "position": self._curve[-1]["position"],
             "curve": self._curve, "bookkeeping_share": self._bookkeeping(),
             "roofline": bounds, "over_roofline": median / bounds["ms"], "device": device, "together": together,

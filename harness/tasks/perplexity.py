@@ -7,7 +7,6 @@ one before every book); a block of tokens passes one layer at a time, which give
 
 from __future__ import annotations
 
-import itertools
 import math
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -19,6 +18,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from harness.aggregates import of_nll, scored
 from harness.data import pg19
 from harness.data.facts import told
 from harness.data.prose import Prose
@@ -26,9 +26,6 @@ from harness.data.stream import Text, TokenStream, newline, stream
 from harness.tasks.task import Job, MeasurementError, Options, Task, Tokenizer
 
 _CHARACTERS = 8  # of prose made for a token, more than any tokenizer of ours puts into one
-_BLOCKS = 4096  # blocks whose sums the record keeps, at most
-_SMALLEST_BLOCK = 32  # tokens
-_FIRST_BUCKET = 256  # tokens; every further bucket of positions ends at the double
 
 
 class PerplexityOptions(Options):
@@ -87,7 +84,11 @@ class Perplexity(Task):
         nll[:] = np.nan
         kv_bytes, state_bytes = _score(options, job, nll)
         nll.flush()
-        figures = summary(nll, job.data, options.stride, options.streams or 1)
+        figures = of_nll(nll, job.data.prefix, [start for _, start in job.data.starts], options.stride, options.streams or 1)
+        done = np.isfinite(nll)
+        figures["bits_per_byte"] = (
+            figures["nll"] * figures["tokens"] / math.log(2) / max(1, int(job.data.byte_counts[done].sum()))
+        )
         if options.data == "prose":
             figures["facts"] = told(nll, job.data.byte_counts, options.data_seed or 0)
         return {**figures, "kv_bytes": kv_bytes, "state_bytes": state_bytes}
@@ -126,73 +127,3 @@ def _score(options: PerplexityOptions, job: Job, nll: NDArray[np.float32]) -> tu
         total, count = total + float(losses.sum(dtype=np.float64)), count + losses.size
         job.progress(stop * streams, f"perplexity {math.exp(min(total / count, 700)):.2f}")
     return read.kv_bytes, read.state_bytes
-
-
-def scored(length: int, prefix: int, every: int, streams: int = 1) -> NDArray[np.bool_]:
-    """Which tokens are scored: all but the prefix and the very first of a stream, or every so-manieth of them. [N] bool."""
-    part = (length - prefix) // streams
-    first = 1 if not prefix else 0  # of a stream's text
-    chosen = np.zeros(length, bool)
-    for start in range(prefix, prefix + part * streams, part):
-        chosen[start + first : start + part : every] = True
-    return chosen
-
-
-def summary(nll: NDArray[np.float32], text: TokenStream, stride: int, streams: int = 1) -> dict[str, Any]:
-    """The record's figures from the trace.
-
-    Args:
-        nll: nats per token, NaN where not scored. [N].
-        text: what was scored.
-        stride: tokens between those that recompute-window scores.
-        streams: that the text was cut in.
-
-    Returns:
-        tokens, nll (mean, nats), perplexity, bits_per_byte; `buckets` of positions in a stream; `blocks`: sums over short runs
-        of positions, from which intervals and paired differences are computed; `on_stride`: the same on the tokens
-        that every cell of the task scored, if those are fewer, runs and texts; `texts`: sums per book; `stream_tokens`:
-        of text in each of several streams.
-    """
-    values, done = np.asarray(nll), np.isfinite(nll)
-    mean = float(values[done].mean(dtype=np.float64))
-    size = max(_SMALLEST_BLOCK, 2 ** math.ceil(math.log2(len(values) / _BLOCKS)))
-    texts = np.array([start for _, start in text.starts])
-    result: dict[str, Any] = {
-        "tokens": int(done.sum()),
-        "nll": mean,
-        "perplexity": math.exp(min(mean, 700.0)),
-        "bits_per_byte": float(values[done].sum(dtype=np.float64)) / math.log(2) / max(1, int(text.byte_counts[done].sum())),
-        "buckets": _buckets(values, done, text.prefix, streams),
-        "blocks": _sums(values, done, np.arange(0, len(values), size)) | {"size": size},
-        "texts": _sums(values, done, texts),
-    }
-    if streams > 1:
-        result["stream_tokens"] = (len(values) - text.prefix) // streams
-    if stride > 1:
-        shared = done & scored(len(values), text.prefix, stride, streams)
-        blocks = _sums(values, shared, np.arange(0, len(values), size))
-        result["on_stride"] = blocks | {"size": size, "texts": _sums(values, shared, texts)}
-    return result
-
-
-def _sums(values: NDArray[np.float32], done: NDArray[np.bool_], starts: NDArray[np.int64]) -> dict[str, Any]:
-    """NLL summed, and tokens counted, over the runs that begin at `starts`."""
-    sums = np.add.reduceat(np.where(done, values, np.float32(0)), starts, dtype=np.float64)
-    return {"nll_sum": [round(float(x), 5) for x in sums], "tokens": np.add.reduceat(done.astype(int), starts).tolist()}
-
-
-def _buckets(values: NDArray[np.float32], done: NDArray[np.bool_], prefix: int, streams: int) -> list[dict[str, Any]]:
-    """Mean NLL by position in the stream; each bucket twice as long as all before it."""
-    length = prefix + (len(values) - prefix) // streams
-    place = np.arange(len(values), dtype=np.int32)
-    place[prefix:] = prefix + (place[prefix:] - prefix) % (length - prefix)
-    edges = [0, _FIRST_BUCKET]
-    while edges[-1] < length:
-        edges.append(2 * edges[-1])
-    rows = []
-    for low, high in itertools.pairwise(edges):
-        part = done & (place >= low) & (place < high)
-        if part.any():
-            mean = float(values[part].mean(dtype=np.float64))
-            rows.append({"from": low, "to": min(high, length), "tokens": int(part.sum()), "nll": mean})
-    return rows

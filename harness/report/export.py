@@ -1,0 +1,68 @@
+"""Records as one flat table, for pandas and spreadsheets: a row a record, a column a plain figure. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.errors import UserError
+from harness.records import Record
+
+FORMATS = (".parquet", ".csv")
+
+
+def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """A row a record: `model.id`, `task.tokens`, `parameters.sinks`, `metrics.nll`, `facts.device` and so on.
+
+    Lists (buckets, blocks, rounds) are left out: they are in the records.
+    """
+    made = []
+    for record in records:
+        row: dict[str, Any] = {"cell_id": record.cell_id, "key": record.key, "status": record.status, "finished": record.finished}
+        row["error"] = (record.error or {}).get("kind")
+        for name, part in (("", record.cell), ("metrics.", record.metrics), ("data.", record.data), ("facts.", record.facts)):
+            row |= _flat(name, part)
+        made.append(row)
+    return made
+
+
+def write(records: Sequence[Record], path: Path) -> int:
+    """Write the table: parquet or CSV by the name's end. Returns the number of columns.
+
+    Raises:
+        UserError: another end, or it can't be written.
+    """
+    import pyarrow as pa
+    from pyarrow import csv, parquet
+
+    if path.suffix not in FORMATS:
+        raise UserError(f"{path}: can be written as {' or '.join(FORMATS)}")
+    flat = rows(records)
+    columns = {name: _column([row.get(name) for row in flat]) for name in dict.fromkeys(k for row in flat for k in row)}
+    table = pa.table(columns)
+    try:
+        (parquet.write_table if path.suffix == ".parquet" else csv.write_csv)(table, path)
+    except OSError as error:
+        raise UserError(f"{path}: can't be written ({error.strerror or error})") from None
+    return len(columns)
+
+
+def _flat(prefix: str, part: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in part.items():
+        if isinstance(value, dict):
+            found |= _flat(f"{prefix}{name}.", value)
+        elif not isinstance(value, list):
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+def _column(values: list[Any]) -> list[Any]:
+    """Of one type: numbers where all are, text otherwise."""
+    kinds = {type(v) for v in values if v is not None}
+    if len(kinds) <= 1:
+        return values
+    if kinds == {int, float}:
+        return [None if v is None else float(v) for v in values]
+    return [None if v is None else str(v) for v in values]
