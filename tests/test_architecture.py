@@ -32,12 +32,14 @@ def test_policies_import_torch_and_nothing_of_the_harness(path):
 
 @pytest.mark.parametrize(
     "path",
-    [ROOT / "harness/records.py", *sorted((ROOT / "harness/report").rglob("*.py"))],
+    [ROOT / "harness/records.py", ROOT / "harness/aggregates.py", *sorted((ROOT / "harness/report").rglob("*.py"))],
     ids=lambda p: str(p.relative_to(ROOT)),
 )
 def test_reports_import_records_only(path):
+    """And what computes figures of traces: nothing that has torch behind it."""
     ours = {m for m in imports(path) if m.startswith(("harness", "policies"))}
-    assert all(m.startswith(("harness.records", "harness.report")) for m in ours)
+    assert all(m.startswith(("harness.records", "harness.report", "harness.aggregates", "harness.errors")) for m in ours)
+    assert not {m.split(".")[0] for m in imports(path)} & {"torch", "transformers", "datasets"}
 
 
 def test_the_engine_knows_no_task_suite_or_report():
