@@ -34,6 +34,7 @@ for _verb in (
     look.list_,
     look.policy,
     look.schema,
+    look.doctor,
 ):
     cli.add_command(_verb)
 

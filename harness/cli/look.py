@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import click
 
@@ -63,3 +64,24 @@ def schema() -> None:
     from harness import suite as suites
 
     click.echo(json.dumps(suites.schema(), indent=1))
+
+
+@click.command()
+@click.option("--model", metavar="DIR|HUB_ID", help="Look for this model too.")
+@click.option("--data", metavar="DIR", envvar="BENCH_DATA", help="Look into this directory of text too (or BENCH_DATA).")
+@click.option("--quick", is_flag=True, help="Leave out what takes seconds: speed, the hub, the families.")
+def doctor(model: str | None, data: str | None, quick: bool) -> None:
+    """Say what a bug report needs to say: versions, device, what can be reached, which model families work.
+
+    
+    bench doctor
+    bench doctor --model ./my-model --data ./books
+    """
+    from harness.doctor import report
+
+    failed = False
+    for name, found in report(model, Path(data).expanduser() if data else None, quick):
+        click.echo(f"{name:<16} {found}")
+        failed |= found.startswith("FAILED")
+    if failed:
+        sys.exit(1)

@@ -1,0 +1,51 @@
+"""The doctor tells what it finds, and what it can't find, and never falls ill itself."""
+
+from __future__ import annotations
+
+import sys
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from harness import doctor
+from harness.cli import main
+
+
+def bench(capsys, *args):
+    with patch.object(sys, "argv", ["bench", *map(str, args)]), pytest.raises(SystemExit) as stop:
+        main()
+    out = capsys.readouterr()
+    return stop.value.code, dict(line.split(maxsplit=1) for line in out.out.splitlines()), out.err
+
+
+def test_one_screen_with_what_a_bug_report_needs(tmp_path, capsys):
+    (tmp_path / "book.txt").write_text("Once upon a time. " * 50)
+    code, found, _ = bench(capsys, "doctor", "--quick", "--data", tmp_path, "--model", "builtin:sink_1")
+    assert code == 0
+    assert f"torch {torch.__version__}" in found["packages"]
+    assert "threads" in found["device"]
+    assert "'book', 900 characters" in found["data"]
+    assert "found in" in found["model"]
+    assert len(found) <= 24
+
+
+def test_what_is_missing_is_said_and_the_rest_goes_on(tmp_path, capsys):
+    code, found, _ = bench(capsys, "doctor", "--quick", "--data", tmp_path, "--model", "nope")
+    assert code == 1
+    assert found["model"].startswith("FAILED: UserError: nope")
+    assert found["data"].startswith("FAILED: UserError")
+    assert "cache" in found["hub"]
+
+
+def test_a_hub_out_of_reach_is_a_finding_and_no_failure(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    assert doctor._reached().startswith("out of reach")
+
+
+def test_speed_and_families_are_measured(monkeypatch):
+    monkeypatch.setattr(
+        "harness.listing.models", lambda: [{"family": "a", "state": "works"}, {"family": "b", "state": "refused"}]
+    )
+    assert doctor._families() == "1 of 2 work; not b (refused)"
+    assert "GB/s" in doctor._speed()
