@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from harness.errors import UserError
+
 RECORD_VERSION = 1
+LOCK = ".running"  # in a suite's folder while a run measures into it
+_AHEAD = datetime.timedelta(days=1)  # of this machine's clock: more is no accident of time zones
 MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}  # from a version to the next
 NUMERICS_VERSION = 1  # raised when numbers change for the same cell, weights and data (tests/test_golden.py)
 
@@ -91,6 +97,50 @@ class RecordStore:
         """Where its per-token or per-question figures belong."""
         return self.path(record).with_suffix(suffix)
 
+    @contextmanager
+    def locked(self, suite: str) -> Iterator[None]:
+        """While one run measures a suite into this folder, no other does.
+
+        Raises:
+            UserError: another run does, or the folder can't be written to.
+        """
+        from filelock import FileLock, Timeout
+
+        lock = self.folder / _slug(suite) / LOCK
+        try:
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(lock, timeout=0):
+                yield
+        except Timeout:
+            raise UserError(
+                f"another run measures suite {suite} into {self.folder}: wait for its end, or give --results another folder"
+            ) from None
+        except OSError as error:
+            if error.filename is None or Path(error.filename) not in (lock, lock.parent):
+                raise
+            raise UserError(f"{lock.parent}: can't be written to ({error.strerror})") from error
+
+    def stamp(self, record: Record, now: datetime.datetime) -> str:
+        """When a record was finished: now, but after every earlier record of its cell, whatever the clock does.
+
+        Args:
+            record: that is about to be written.
+            now: in UTC.
+
+        Raises:
+            UserError: one of them is finished more than a day ahead of now.
+        """
+        latest = now
+        for path in self.path(record).parent.glob(f"*-{record.cell_id[:8]}-*.json"):
+            found = read(path)
+            if isinstance(found, Problem) or found.cell_id != record.cell_id:
+                continue
+            then = _moment(found.finished)
+            if then is not None and then > now + _AHEAD:
+                raise UserError(f"{path}: finished {found.finished}, and it is {now:%Y-%m-%d %H:%M} UTC: is this clock right?")
+            latest = max(latest, then + datetime.timedelta(seconds=1)) if then is not None and then >= now else latest
+        return latest.isoformat(timespec="seconds")
+
     def write(self, record: Record, trace: Path | None = None, suffix: str = ".nll.npy") -> Path:
         """Put a record in place, atomically; its finished trace first, so that no record lacks one.
 
@@ -109,12 +159,16 @@ class RecordStore:
             record.trace = {"file": target.name, "sha256": hashlib.sha256(trace.read_bytes()).hexdigest()}
             os.replace(trace, target)
         partial = path.with_name(path.name + ".partial")
-        with partial.open("w", encoding="utf-8") as file:
-            json.dump(asdict(record), file, indent=1, ensure_ascii=False, allow_nan=False)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
+        try:
+            with partial.open("w", encoding="utf-8") as file:
+                json.dump(asdict(record), file, indent=1, ensure_ascii=False, allow_nan=False)
+                file.write("\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
         return path
 
     def finished(self, record: Record) -> Record | None:
@@ -161,6 +215,20 @@ def read(path: Path) -> Record | Problem:
     if set(value) != names or not _well_formed(value):
         return Problem(path, "not a whole record")
     return Record(**value)
+
+
+def from_the_future(records: Iterable[Record], now: datetime.datetime) -> list[Record]:
+    """Those finished more than a day ahead of now: some clock was wrong, and they would hide every newer record."""
+    return [r for r in records if (then := _moment(r.finished)) is not None and then > now + _AHEAD]
+
+
+def _moment(text: str) -> datetime.datetime | None:
+    """A time as records have it; None if it is none."""
+    try:
+        found = datetime.datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return found if found.tzinfo is not None else found.replace(tzinfo=datetime.UTC)
 
 
 def _well_formed(value: dict[str, Any]) -> bool:

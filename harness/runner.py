@@ -9,6 +9,7 @@ import math
 import platform
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -23,7 +24,7 @@ from harness.engine.load import load_model, load_tokenizer
 from harness.engine.loop import CacheConfig
 from harness.engine.model import Model
 from harness.engine.selfcheck import free_bytes
-from harness.errors import UserError
+from harness.errors import NO_ROOM, UserError
 from harness.hub import is_random, model_directory, weights_digest
 from harness.records import NUMERICS_VERSION, Record, RecordStore, digest
 from harness.suite import Cell, labels
@@ -89,6 +90,17 @@ def run(cells: Sequence[Cell], store: RecordStore, options: RunOptions, watcher:
             model can't be driven, or a cache can't fit: raised before any cell of that model is measured.
     """
     prepared, names = _prepare(cells, options), labels(cells)
+    with ExitStack() as locks:
+        for suite in sorted({cell.suite for cell in cells}):
+            locks.enter_context(store.locked(suite))
+        return _run(cells, prepared, names, store, options, watcher)
+
+
+def _run(
+    cells: Sequence[Cell], prepared: Sequence[_Prepared], names: dict[str, str], store: RecordStore, options: RunOptions,
+    watcher: Watcher,
+) -> list[Record]:  # fmt: skip
+    """As `run`, with the store to itself."""
     loaded = _Loaded(options.device, prepared)
     records: dict[str, Record] = {}
     for group in _groups(prepared):
@@ -99,6 +111,8 @@ def run(cells: Sequence[Cell], store: RecordStore, options: RunOptions, watcher:
                 watcher.end(names[item.cell.id], record, skipped=True)
                 records[item.cell.id] = record
             continue
+        for item in group:
+            store.stamp(item.record, datetime.datetime.now(datetime.UTC))  # a wrong clock is told now, not when all is measured
         label = names[group[0].cell.id] if len(group) == 1 else f"{len(group)} cells side by side"
         watcher.begin(label, len(records) + 1, len(cells), 0 if group[0].task.together else group[0].data.tokens)
         for item, record in zip(group, _measure(group, loaded, store, options, watcher), strict=True):
@@ -211,6 +225,11 @@ def _measured(
             results = group[0].task.run_together(group[0].cell.task, jobs)
     except UserError:
         raise
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            results = [error] * len(group)
+        else:
+            raise UserError(f"{traces[0].parent}: can't be written to ({error.strerror}); finished cells are kept") from error
     except Exception as error:  # whatever cells die of, the others go on
         results = [error] * len(group)
     finally:
@@ -229,7 +248,7 @@ def _partial_trace(item: _Prepared, store: RecordStore) -> Path:
     try:
         trace.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"{trace.parent}: can't be made ({error.strerror})") from error
+        raise UserError(f"{trace.parent}: can't be made ({error.strerror}); finished cells are kept") from error
     return trace.with_name(trace.name + ".partial")
 
 
@@ -284,7 +303,7 @@ def _written(item: _Prepared, trace: Path, result: dict[str, Any] | Exception, s
         record.status, record.metrics, record.error = "failed", {}, {"kind": kind, "message": message}
     else:
         record.metrics = result
-    record.finished = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    record.finished = store.stamp(record, datetime.datetime.now(datetime.UTC))
     try:
         store.write(record, trace if record.status == "ok" and trace.exists() else None, item.task.trace)
     except OSError as error:

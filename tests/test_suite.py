@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import jsonschema
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness import suite as suites
@@ -75,6 +76,49 @@ def test_what_is_no_suite_is_refused_in_one_line(tmp_path, text):
     assert "\n" not in str(caught.value)
 
 
+FUZZ = settings(max_examples=int(os.environ.get("FUZZ", 100)), deadline=None)  # FUZZ=10000: the full experiment
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["dense", "window", "perplexity"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8) | st.integers(), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def places(value, at=()):
+    """Every place of a YAML value, as the keys that lead there."""
+    yield at
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from places(inner, (*at, key))
+
+
+@FUZZ
+@given(st.data())
+def test_suites_with_anything_anywhere_never_end_in_anything_but_a_user_error(tmp_path_factory, data):
+    """One place of a good suite gets a value of any kind."""
+    suite = yaml.safe_load(GOOD)
+    at = data.draw(st.sampled_from(sorted(places(suite), key=repr)))
+    value = data.draw(VALUES)
+    if at:
+        holder = suite
+        for key in at[:-1]:
+            holder = holder[key]
+        holder[at[-1]] = value
+    else:
+        suite = value
+    file = tmp_path_factory.mktemp("fuzz") / "mine.yaml"
+    file.write_text(yaml.safe_dump(suite, allow_unicode=True), encoding="utf-8")
+    try:
+        assert suites.load(file)[1]
+    except UserError as error:
+        assert "\n" not in str(error)
+
+
+@FUZZ
 @given(st.text(max_size=200) | st.builds(lambda a, b: GOOD[:a] + b + GOOD[a:], st.integers(0, len(GOOD)), st.text(max_size=6)))
 def test_malformed_suites_never_end_in_anything_but_a_user_error(tmp_path_factory, text):
     file = tmp_path_factory.mktemp("fuzz") / "mine.yaml"

@@ -9,7 +9,7 @@ import click
 
 from harness import __version__
 from harness.cli import judge, keep, look, measure, pages
-from harness.errors import UserError
+from harness.errors import NO_ROOM, UserError
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -59,3 +59,8 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        click.echo(f"bench: {error.filename or 'a temporary file'}: {error.strerror}; finished cells are kept", err=True)
+        sys.exit(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 from pathlib import Path
 
@@ -22,7 +23,7 @@ def leaderboard(results: str, out: str, paper: str | None) -> None:
     bench leaderboard --results my/results --out -
     bench leaderboard --results my/results --out - --paper -
     """
-    from harness.records import RecordStore
+    from harness.records import RecordStore, from_the_future
     from harness.report import chart
     from harness.report import leaderboard as board
     from harness.report import paper as published
@@ -30,6 +31,9 @@ def leaderboard(results: str, out: str, paper: str | None) -> None:
     records, problems = RecordStore(Path(results)).read_all()
     for problem in problems:
         click.echo(f"bench: {problem.path}: skipped, {problem.reason}", err=True)
+    ahead = from_the_future(records, datetime.datetime.now(datetime.UTC))
+    if ahead:
+        click.echo(f"bench: {len(ahead)} records come from the future, {ahead[0].stem} from {ahead[0].finished}", err=True)
     pages = {}
     if paper != "-":
         pages[out] = board.render(records)

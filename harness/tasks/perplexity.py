@@ -8,6 +8,7 @@ one before every book); a block of tokens passes one layer at a time, which give
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -81,6 +82,7 @@ class Perplexity(Task):
     def run(options: PerplexityOptions, job: Job) -> dict[str, Any]:
         """Score the stream; the trace gets one float32 NLL a token, NaN where none was scored."""
         nll = np.lib.format.open_memmap(job.trace, mode="w+", dtype="<f4", shape=(len(job.data.ids),))
+        _take_room(job.trace)
         nll[:] = np.nan
         kv_bytes, state_bytes = _score(options, job, nll)
         nll.flush()
@@ -92,6 +94,13 @@ class Perplexity(Task):
         if options.data == "prose":
             figures["facts"] = told(nll, job.data.byte_counts, options.data_seed or 0)
         return {**figures, "kv_bytes": kv_bytes, "state_bytes": state_bytes}
+
+
+def _take_room(file: Path) -> None:
+    """A mapped file on a full disk would kill the process at some write: take its room now, and fail in words."""
+    if hasattr(os, "posix_fallocate"):
+        with file.open("r+b") as opened:
+            os.posix_fallocate(opened.fileno(), 0, file.stat().st_size)
 
 
 def _score(options: PerplexityOptions, job: Job, nll: NDArray[np.float32]) -> tuple[int, int]:

@@ -1,0 +1,105 @@
+"""Runs killed at random moments, and run on: no finished cell is lost, none is damaged. `python tests/fire.py --kills 100`.
+
+A run is a forked child of a process that has loaded everything, so that a hundred kills take minutes, and most of them fall where
+records are written and not where libraries are imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from harness.cli.running import Asked
+from harness.records import RecordStore
+from harness.report.verify import problems
+
+SUITE = """
+suite: fire
+version: 1
+model: {id: "builtin:sink_1"}
+task: {name: perplexity, data: prose, tokens: 300}
+policies:
+  - {name: window, capacity: [8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19]}
+  - {name: h2o, capacity: [8, 12, 16, 20]}
+"""
+
+
+def run(asked: Asked, folder: Path) -> int:
+    """A child that measures; its process id."""
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        asked.measured(folder, asked.cells())
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def files_of(store: RecordStore) -> dict[str, bytes]:
+    """Every finished record and trace, by its path."""
+    return {str(p): p.read_bytes() for p in store.folder.rglob("*") if p.suffix in (".json", ".npy")}
+
+
+def fire(kills: int, seed: int = 0, most: float = 2.0) -> Counter[str]:
+    """Kill runs, and let them run on.
+
+    Args:
+        kills: how many.
+        seed: of the moments.
+        most: seconds that a run may have before it is killed.
+
+    Returns:
+        What was counted: kills, runs that had ended before, records finished when killed, damaged, lost, left unfinished.
+    """
+    draw, seen = random.Random(seed), Counter[str]()
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "fire.yaml"
+        path.write_text(SUITE)
+        asked = Asked(str(path), threads=1)
+        cells, number = len(asked.cells()), 0
+        store = RecordStore(Path(scratch) / "0")
+        while seen["kills"] < kills:
+            before = files_of(store) if store.folder.exists() else {}
+            child = run(asked, store.folder)
+            time.sleep(draw.uniform(0.05, most))
+            os.kill(child, signal.SIGKILL)
+            _, status = os.waitpid(child, 0)
+            seen["kills" if os.WIFSIGNALED(status) else "had ended"] += 1
+            after, (records, unreadable) = files_of(store), store.read_all()
+            seen["damaged"] += len(unreadable) + sum(bool(problems(r, store.path(r).parent)) for r in records)
+            seen["without a trace"] += sum(problems(r, store.path(r).parent) is None for r in records)
+            seen["lost"] += sum(after.get(name) != content for name, content in before.items() if name.endswith(".json"))
+            seen["finished when killed"] += len(records)
+            if len(records) == cells:
+                number += 1
+                store = RecordStore(Path(scratch) / str(number))
+        child = run(asked, store.folder)
+        _, status = os.waitpid(child, 0)
+        seen["left unfinished by the last run"] += cells - len(store.read_all()[0]) + (status != 0)
+    return seen
+
+
+def main() -> None:
+    """Say what was counted; exit 1 if anything was lost."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    seen = fire(asked.kills, asked.seed)
+    for name, count in seen.items():
+        print(f"{count:6d} {name}")
+    sys.exit(any(seen[name] for name in ("damaged", "lost", "without a trace", "left unfinished by the last run")))
+
+
+if __name__ == "__main__":
+    main()

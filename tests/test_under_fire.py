@@ -1,0 +1,115 @@
+"""Killed, raced, out of room, on a wrong clock: a clear line, and nothing that was finished is lost."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fire import SUITE, fire
+from test_records import record
+
+from harness.errors import UserError
+from harness.records import LOCK, RecordStore, from_the_future, newest
+from harness.report.verify import problems
+
+NOW = datetime.datetime(2026, 1, 1, 12, tzinfo=datetime.UTC)
+
+
+def bench(*args, cwd, **kwargs):
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "COLUMNS": "200"}
+    command = [sys.executable, "-m", "harness", *map(str, args)]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120, **kwargs)
+
+
+@pytest.fixture
+def suite(tmp_path):
+    path = tmp_path / "fire.yaml"
+    path.write_text(SUITE.replace("[8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19]", "[8, 9]").replace("[8, 12, 16, 20]", "8"))
+    return path
+
+
+def test_killed_at_random_moments_nothing_finished_is_lost():
+    """The full experiment: `python tests/fire.py --kills 100`."""
+    seen = fire(5, most=1.0)
+    assert seen["kills"] == 5
+    assert not any(seen[name] for name in ("damaged", "lost", "without a trace", "left unfinished by the last run"))
+
+
+def test_two_runs_of_a_suite_into_one_folder_do_not_race(tmp_path, suite):
+    store = RecordStore(tmp_path / "results")
+    with store.locked("fire"):
+        done = bench("run", suite, "--results", "results", cwd=tmp_path)
+        assert done.returncode == 2
+        assert "another run measures suite fire" in done.stderr.splitlines()[-1]
+        assert "Traceback" not in done.stderr
+        with store.locked("another suite"):
+            pass
+    assert bench("run", suite, "--results", "results", "--threads", 1, cwd=tmp_path).returncode == 0
+    assert len(store.read_all()[0]) == 3
+    assert (tmp_path / "results" / "fire" / LOCK).exists(), "left where it is: taking it away would race"
+
+
+@pytest.mark.parametrize("room", [500, 2000])
+def test_without_room_a_line_says_so_and_what_is_finished_stays(tmp_path, suite, room):
+    """A limit on the size of files fails like a full disk does: at the token ids, or at the trace."""
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))  # noqa: E731
+    text = suite.read_text().replace("tokens: 300", "tokens: 450" if room == 2000 else "tokens: 300")
+    suite.write_text(text)
+    done = bench("run", suite, "--results", "results", "--threads", 1, cwd=tmp_path, preexec_fn=limit)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "finished cells are kept" in done.stderr.splitlines()[-1]
+    records, unreadable = RecordStore(tmp_path / "results").read_all()
+    assert not unreadable
+    assert all(problems(r, RecordStore(tmp_path / "results").path(r).parent) == [] for r in records)
+    assert bench("run", suite, "--results", "results", "--threads", 1, cwd=tmp_path).returncode == 0
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is read-only to root")
+def test_a_read_only_folder_is_told(tmp_path, suite):
+    (tmp_path / "results").mkdir(mode=0o555)
+    done = bench("run", suite, "--results", "results", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "can't be written" in done.stderr.splitlines()[-1]
+
+
+def test_a_file_in_the_place_of_the_folder_is_told(tmp_path, suite):
+    (tmp_path / "results").write_text("x")
+    done = bench("run", suite, "--results", "results", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+
+
+def test_a_clock_that_goes_backwards_does_not_hide_the_newer_record(tmp_path):
+    store, old, new = RecordStore(tmp_path), record(key="a" * 64), record(key="b" * 64)
+    old.finished = store.stamp(old, NOW)
+    store.write(old)
+    new.finished = store.stamp(new, NOW - datetime.timedelta(hours=3))
+    store.write(new)
+    assert newest(store.read_all()[0]) == [new]
+    assert store.stamp(record(key="c" * 64), NOW + datetime.timedelta(days=1)) == "2026-01-02T12:00:00+00:00"
+
+
+def test_a_record_from_the_future_is_told_before_anything_is_measured(tmp_path, suite):
+    store, ahead = RecordStore(tmp_path), record()
+    ahead.finished = "2031-01-01T00:00:00+00:00"
+    store.write(ahead)
+    with pytest.raises(UserError, match="is this clock right"):
+        store.stamp(record(key="b" * 64), NOW)
+    assert from_the_future([ahead, record()], NOW) == [ahead]
+    done = bench("leaderboard", "--results", tmp_path, "--out", "-", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "1 records come from the future" in done.stderr
+
+
+def test_a_time_that_is_none_is_no_trouble(tmp_path):
+    store, odd = RecordStore(tmp_path), record()
+    odd.finished = "yesterday"
+    store.write(odd)
+    assert store.stamp(record(key="b" * 64), NOW) == "2026-01-01T12:00:00+00:00"
