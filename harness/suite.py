@@ -133,6 +133,35 @@ def load(path: Path, overrides: Overrides | None = None) -> tuple[SuiteFile, lis
     return suite, unique
 
 
+def again(record: dict[str, Any], model: str | None = None) -> Cell:
+    """The cell of a record, to be measured again.
+
+    Args:
+        record: its `cell`: what was asked.
+        model: where a model of a local directory is now.
+
+    Raises:
+        UserError: what was asked can't be asked any more, or the policy's file is not part of the record.
+    """
+    asked = record["model"] | ({"id": model} if model else {})
+    if ":" in str(record["policy"]):
+        raise UserError(f"the policy {record['policy']} is a file of someone's: give the suite and --policy instead")
+    try:
+        spec = ModelSpec.model_validate({k: v for k, v in asked.items() if v is not None})
+        task = registry.task_class(record["task"]["name"]).options.model_validate(record["task"])
+        policy = registry.policy_class(record["policy"])(**record["parameters"])
+        cell = Cell(
+            record["suite"], record["suite_version"], spec, task, record["policy"], policy, record["capacity"],
+            record["positions"], record["limit"], record["seed"],
+        )  # fmt: skip
+        same = cell.asked() | ({"model": record["model"]} if model else {}) == record
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"what was asked can't be asked any more: {str(error).splitlines()[0]}") from None
+    if not same:
+        raise UserError("what was asked means something else today")
+    return cell
+
+
 def _task(value: dict[str, Any], source: Source, at: Location) -> BaseModel:
     name = value.get("name")
     if not isinstance(name, str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -206,3 +207,21 @@ def test_an_option_that_was_not_there_before_leaves_cell_ids_alone(tmp_path):
     file.write_text("suite: s\nversion: 1\nmodel: {id: a/b}\ntask: {name: perplexity}\npolicies: [dense]\n")
     (cell,) = suites.load(file)[1]
     assert set(cell.asked()["task"]) == {"name", "data", "split", "tokens", "stride"}
+
+
+@pytest.mark.parametrize("index", range(5))
+def test_the_cell_of_a_record_can_be_asked_for_again(tmp_path, index):
+    cell = load(tmp_path)[index]
+    assert suites.again(json.loads(json.dumps(cell.asked()))).id == cell.id
+    elsewhere = suites.again(cell.asked(), model=str(tmp_path))
+    assert elsewhere.model.id == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [({"policy": "mine.py:Mine"}, "give the suite"), ({"policy": "gone"}, "any more"), ({"parameters": {"speed": 3}}, "any more"),
+     ({"task": {"name": "perplexity", "colour": 1}}, "any more"), ({"task": {"name": "perplexity"}}, "something else")],
+)  # fmt: skip
+def test_what_can_not_be_asked_for_any_more_says_so(tmp_path, change, says):
+    with pytest.raises(UserError, match=says):
+        suites.again(load(tmp_path)[1].asked() | change)

@@ -29,15 +29,16 @@ from harness.cli.running import Asked, suite_options
 def run(
     suite: str, block: int | None, walk: bool, results: str, fresh: bool, dry_run: bool, as_json: bool, **options: Any
 ) -> None:
-    """Measure the cells of SUITE: a file, or the name of a suite that comes with the project.
+    """Measure the cells of SUITE: a file, the name of a suite that comes with the project, or the cell id of a record.
 
     \b
     bench run suites/pg19.yaml
     bench run suites/pg19.yaml --model ./my-model --data ./books --set tokens=20000
+    bench run 128d93c6 --fresh
     bench run smoke --policy sink_window --policy my_policy.py:MyPolicy --set capacity=64
     """
     asked = Asked(suite, **options)
-    cells = asked.cells()
+    cells = asked.cells(Path(results))
     if dry_run:
         from harness.estimate import estimates
 

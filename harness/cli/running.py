@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from harness.errors import UserError
 
 if TYPE_CHECKING:
     from harness.records import Record
@@ -55,17 +58,36 @@ class Asked:
         plain = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
         return {k: v for k, v in plain.items() if k != "suite" and v and v != "auto"}
 
-    def cells(self) -> list[Cell]:
-        """The cells.
+    def cells(self, results: Path | None = None) -> list[Cell]:
+        """The cells: of the suite, or the one of a record whose cell id begins like that.
+
+        Args:
+            results: folder of records.
 
         Raises:
-            UserError: no such suite, or a mistake in it.
+            UserError: no such suite or record, or a mistake in it.
         """
         from harness import suite as suites
         from harness.overrides import Overrides
 
+        if results is not None and re.fullmatch("[0-9a-f]{8,64}", self.suite) and not Path(self.suite).exists():
+            return [self._again(results)]
         overrides = Overrides(self.model, self.dtype, self.policies, self.settings)
         return suites.load(suites.find(self.suite), overrides)[1]
+
+    def _again(self, results: Path) -> Cell:
+        """The cell of a record."""
+        from harness import suite as suites
+        from harness.records import RecordStore
+
+        found = {r.cell_id: r for r in RecordStore(results).read_all()[0] if r.cell_id.startswith(self.suite)}
+        if len(found) != 1:
+            raise UserError(f"{self.suite}: {len(found) or 'no'} cells of the records in {results} begin like that")
+        if self.policies or self.settings or self.dtype:
+            raise UserError(
+                f"{self.suite}: a record's cell is measured as it was asked for; --policy, --set and --dtype change it"
+            )
+        return suites.again(next(iter(found.values())).cell, self.model)
 
     def measured(
         self, results: Path, cells: Sequence[Cell], fresh: bool = False, block: int | None = None, walk: bool = False
