@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import html
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from harness.records import Record, newest
 from harness.report import chart, sections
+from harness.report.charts.bytes import against_bytes
 from harness.report.intervals import FEWEST_BLOCKS
 from harness.report.markdown import md
+from harness.report.overview import overview
 
 _INTRODUCTION = """# Leaderboard
 
@@ -22,6 +25,10 @@ How to read it:
 - **Δ NLL** is the paired mean difference in nats per token, on the tokens both scored after the larger of the two
   caches had filled; below 0 is better. The yardstick recompute is the one of the same capacity. "trend": beyond
   the model's training length dense gets worse and worse, so only the table by position compares with it.
+- **front**: ★ where no other policy is better in one of perplexity, K/V bytes and, where it was measured, time a token, and as
+  good in the rest. **rank**: one more than the number of those of the same capacity that are surely better (paired, 95 %).
+- **repeat**: `bench run` with that id measures the row's (first) cell again, as in `bench run 128d93c6 --fresh`; with `--data`
+  where it reads books, and `--model` where its model is a local directory.
 - **tokens/s** in a table of quality is the speed of that evaluation, whole blocks at a time. It is not decode latency.
 """
 
@@ -32,10 +39,33 @@ def render(records: Iterable[Record]) -> chart.Page:
     lines: list[str | chart.Chart] = [_INTRODUCTION.format(blocks=FEWEST_BLOCKS)]
     if not shown:
         lines.append("No records yet: `bench run suites/pg19.yaml`.\n")
-    shown.sort(key=lambda r: (sections.shared(r), _order(r)))
-    for _, group in itertools.groupby(shown, key=sections.shared):
-        lines += _section(list(group))
+    shown.sort(key=lambda r: (_suite(r), _order(r)))
+    groups = [list(group) for _, group in itertools.groupby(shown, key=_suite)]
+    lines += _contents(groups)
+    for group in groups:
+        lines += [f"## {_heading(group[0])}\n", *overview(group), *against_bytes(group)]
+        group.sort(key=lambda r: (sections.shared(r), _order(r)))
+        for _, part in itertools.groupby(group, key=sections.shared):
+            lines += _section(list(part))
     return chart.page(lines)
+
+
+def _suite(record: Record) -> str:
+    """What the records of one part of the page have in common: suite and model."""
+    cell = record.cell
+    return repr([cell["suite"], cell["suite_version"], cell["model"]])
+
+
+def _heading(record: Record) -> str:
+    cell = record.cell
+    return f"{md(cell['suite'])} v{md(cell['suite_version'])}: {md(cell['model']['id'])}, {md(cell['model']['dtype'])}"
+
+
+def _contents(groups: Sequence[Sequence[Record]]) -> list[str]:
+    """Links to the parts of the page, as GitHub makes them of headings."""
+    names = [_heading(group[0]) for group in groups]
+    anchors = ["".join(c for c in html.unescape(n).lower() if c.isalnum() or c in " -_").replace(" ", "-") for n in names]
+    return [*(f"- [{n}](#{a}): {len(g)} cells" for n, a, g in zip(names, anchors, groups, strict=True)), ""] if groups else []
 
 
 def _order(record: Record) -> tuple[Any, ...]:
@@ -46,10 +76,8 @@ def _order(record: Record) -> tuple[Any, ...]:
 
 
 def _section(records: Sequence[Record]) -> list[str | chart.Chart]:
-    """One model on one task of one suite."""
-    cell = records[0].cell
-    title = f"{md(cell['suite'])} v{md(cell['suite_version'])}: {md(cell['model']['id'])}, {md(cell['model']['dtype'])}"
-    return [f"## {title}\n", *sections.body(records), *_provenance(records)]
+    """One task of one suite on one model."""
+    return [f"### {md(records[0].cell['task'].get('name', ''))}\n", *sections.body(records), *_provenance(records)]
 
 
 def _provenance(records: Sequence[Record]) -> list[str]:

@@ -59,8 +59,8 @@ def asked(record: Record) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], alignment: str) -> list[str]:
-    """A table; alignment: one letter a column, l or r."""
-    rule = ["---:" if a == "r" else "---" for a in alignment]
+    """A table; alignment: one letter a column, l, c or r."""
+    rule = [{"r": "---:", "c": ":---:"}.get(a, "---") for a in alignment]
     return [*(f"| {' | '.join(row)} |" for row in (head, rule, *rows)), ""]
 
 

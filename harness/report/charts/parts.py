@@ -46,6 +46,23 @@ def policy(dashed: bool = False) -> dict[str, Any]:
     return channel | ({"scale": {"range": dashes}} if dashed else {})
 
 
+def log_axis(
+    field: str, title: str, *, base: int = 10, padding: int = 0, values: Sequence[float] | None = None
+) -> dict[str, Any]:
+    """A channel on a logarithmic axis.
+
+    Args:
+        field: of the data.
+        title: of the axis, with its unit.
+        base: of the logarithm.
+        padding: pixels between the data and the frame.
+        values: where the axis is marked; as the library chooses when None.
+    """
+    axis = {"format": ",~g", "tickCount": 6} if values is None else {"format": ",d", "values": list(values)}
+    scale = {"type": "log", "base": base, "nice": False, "padding": padding}
+    return {"field": field, "type": "quantitative", "title": title, "scale": scale, "axis": axis}
+
+
 def marks(at: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Dashed lines across the panel, with words: layers of {"at": place, "what": words}."""
     if not at:

@@ -10,7 +10,7 @@ import numpy as np
 
 from harness.records import Record
 from harness.report import chart
-from harness.report.charts.parts import marks, panels, policy
+from harness.report.charts.parts import log_axis, marks, panels, policy
 from harness.report.markdown import told_apart
 
 _FIRST = 64  # tokens of the first point
@@ -30,18 +30,11 @@ def _panel(records: Sequence[Record], capacity: int) -> dict[str, Any]:
     length = next((r.facts.get("training_length") for r in records if r.facts.get("training_length")), None)
     at = [{"at": capacity, "what": "cache full"}]
     at += [{"at": length, "what": "training length"}] if length is not None and length < last else []
-    token = {
-        "field": "token", "type": "quantitative", "title": "token of the stream",
-        "scale": {"type": "log", "base": 2, "nice": False},
-        "axis": {"format": ",d", "values": [2**i for i in range(5, 40) if 2**i <= last]},
-    }  # fmt: skip
-    perplexity = {
-        "field": "perplexity", "type": "quantitative", "title": "perplexity", "scale": {"type": "log", "nice": False},
-        "axis": {"format": ",~g", "tickCount": 6},
-    }  # fmt: skip
+    powers = [2**i for i in range(5, 40) if 2**i <= last]
+    place = {"x": log_axis("token", "token of the stream", base=2, values=powers), "y": log_axis("perplexity", "perplexity")}
     lines = {
         "data": {"values": values}, "mark": {"type": "line", "strokeWidth": 2},
-        "encoding": {"x": token, "y": perplexity, "color": policy(), "strokeDash": policy(dashed=True)},
+        "encoding": place | {"color": policy(), "strokeDash": policy(dashed=True)},
     }  # fmt: skip
     return {"layer": [*marks(at), lines]}
 

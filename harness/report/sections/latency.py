@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from harness.records import Record
+from harness.report.chart import Chart
+from harness.report.charts.latency import over_capacity
 from harness.report.intervals import median_interval
 from harness.report.markdown import count, in_bytes, label, md, status, table
 
@@ -18,8 +20,8 @@ def headline(record: Record) -> str:
     return f"{record.metrics['step_ms']:.3g} ms/token ± {record.metrics['error']:.0%}"
 
 
-def body(records: Sequence[Record]) -> list[str]:
-    """The steady state, then the curve over the stream."""
+def body(records: Sequence[Record]) -> list[str | Chart]:
+    """The steady state, a picture of it over the capacity, then the curve over the stream."""
     task = records[0].cell["task"]
     about = (
         f"One decode step, {task['batch']} stream{'s' if task['batch'] > 1 else ''}, after {count(task['tokens'])} tokens. "
@@ -30,7 +32,13 @@ def body(records: Sequence[Record]) -> list[str]:
     )
     head = ["policy", "capacity", "ms/token", "p90", "p99", "tokens/s", "first token ms", "speed-up on dense", "on recompute",
             "bookkeeping", "× roofline", "slots", "K/V", "state", "status"]  # fmt: skip
-    return [about, *table(head, [_row(r, records) for r in records], "lrrrrrrrrrrrrrl"), *_curve(records), *_rates(records)]
+    return [
+        about,
+        *table(head, [_row(r, records) for r in records], "lrrrrrrrrrrrrrl"),
+        *over_capacity(records),
+        *_curve(records),
+        *_rates(records),
+    ]
 
 
 def _row(record: Record, records: Sequence[Record]) -> list[str]:

@@ -1,0 +1,48 @@
+"""Quality against bytes: what a policy pays for its perplexity."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from harness.records import Record
+from harness.report import chart
+from harness.report.charts.parts import log_axis, policy
+from harness.report.markdown import title
+from harness.report.overview import Row, front, rows
+
+
+def against_bytes(records: Sequence[Record]) -> list[chart.Chart]:
+    """Perplexity over K/V bytes, a colour a policy, the front ringed; none where all bounded caches have the same."""
+    found = rows(records)
+    values = [_value(row, star) for row, star in zip(found, front(found), strict=True) if row.nll is not None and row.kv_bytes]
+    if len({v["kib"] for v in values if v["capacity"] is not None}) < 2:
+        return []
+    cell = records[0].cell
+    place = {"x": log_axis("kib", "K/V, KiB", padding=16), "y": log_axis("perplexity", "perplexity", padding=16)}
+    place |= {"color": policy(), "tooltip": {"field": "what"}}
+    ring = {"type": "point", "size": 190, "strokeWidth": 1.2, "filled": False}
+    layers = [
+        {"mark": {"type": "point", "filled": True, "size": 70, "opacity": 0.9}, "encoding": place},
+        {"transform": [{"filter": "datum.front"}], "mark": ring, "encoding": place},
+    ]
+    return [
+        chart.Chart(
+            chart.name(
+                f"{cell['suite']} bytes {cell['model']['id']}", repr([cell[k] for k in ("suite", "suite_version", "model")])
+            ),
+            f"Perplexity of {cell['model']['id']} against the bytes of its cache, one colour a policy; ringed: the front.",
+            {"width": 560, "height": 260, "data": {"values": values}, "layer": layers},
+        )
+    ]
+
+
+def _value(row: Row, star: bool) -> dict[str, Any]:
+    capacity = row.cell["capacity"]
+    where = "" if capacity is None else f" at {capacity}"
+    return {
+        "policy": row.cell["policy"], "capacity": capacity, "what": f"{title(row.records[0])}{where}",
+        "kib": round((row.kv_bytes or 0) / 1024, 2), "perplexity": float(f"{math.exp(min(row.nll or 0.0, 700)):.5g}"),
+        "front": star,
+    }  # fmt: skip

@@ -1,0 +1,47 @@
+"""Latency against capacity: what a larger cache costs a step, beside dense and beside running the window afresh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from harness.records import Record
+from harness.report import chart
+from harness.report.charts.parts import log_axis, policy
+from harness.report.markdown import told_apart
+from harness.report.pairing import question
+
+
+def over_capacity(records: Sequence[Record]) -> list[chart.Chart]:
+    """Milliseconds a token over the capacity, a line a policy, dense as a level; none with fewer than two capacities."""
+    having = [r for r in records if r.status == "ok" and "step_ms" in r.metrics]
+    bounded = [r for r in having if r.cell["capacity"] is not None]
+    if len({r.cell["capacity"] for r in bounded}) < 2:
+        return []
+    values = [
+        {"policy": name, "capacity": r.cell["capacity"], "ms": float(f"{r.metrics['step_ms']:.4g}")}
+        for name, r in zip(told_apart(bounded), bounded, strict=True)
+    ]
+    whole = [
+        {"policy": str(r.cell["policy"]), "ms": float(f"{r.metrics['step_ms']:.4g}")}
+        for r in having
+        if r.cell["capacity"] is None
+    ]
+    capacities = sorted({v["capacity"] for v in values})
+    y = log_axis("ms", "ms a token", padding=12)
+    place = {"x": log_axis("capacity", "capacity, tokens", base=2, padding=16, values=capacities), "y": y, "color": policy()}
+    level = {"mark": {"type": "rule", "strokeDash": [6, 3], "strokeWidth": 2}, "data": {"values": whole}}
+    line = {"mark": {"type": "line", "point": True, "strokeWidth": 2}, "data": {"values": values}}
+    cell = records[0].cell
+    return [
+        chart.Chart(
+            chart.name(f"{cell['suite']} latency {cell['model']['id']}", question(records[0])),
+            f"Milliseconds a token of {cell['model']['id']} over the capacity, one line a policy; dashed: dense.",
+            {
+                "width": 560, "height": 260,
+                "layer": [
+                    line | {"encoding": place},
+                    *([level | {"encoding": {"y": y, "color": policy()}}] if whole else []),
+                ],
+            },
+        )
+    ]  # fmt: skip
