@@ -32,7 +32,7 @@ def test_the_same_records_give_the_same_drawing_in_any_order_of_pages():
 
 def test_what_is_drawn_is_what_was_measured():
     (made,) = over_the_stream(drawn())
-    *marks, lines = made.spec["concat"][0]["layer"]
+    *marks, lines = made.spec["layer"]
     assert marks[0]["data"]["values"] == [{"at": 8, "what": "cache full"}, {"at": 512, "what": "training length"}]
     found = [v["perplexity"] for v in lines["data"]["values"] if v["policy"] == "dense"]
     tokens = [v["token"] for v in lines["data"]["values"] if v["policy"] == "dense"]
@@ -75,7 +75,10 @@ def test_writing_leaves_the_charts_of_the_page_and_no_others(tmp_path):
 
 def test_several_capacities_are_panels_and_one_record_is_no_chart():
     several = [*drawn(), record("window", 16, 2.0)]
-    assert [p["title"] for p in over_the_stream(several)[0].spec["concat"]] == ["capacity 8", "capacity 16"]
+    assert [p["title"] for row in over_the_stream(several)[0].spec["vconcat"] for p in row["hconcat"]] == [
+        "capacity 8",
+        "capacity 16",
+    ]
     assert over_the_stream([record("window", 8)]) == []
     assert over_the_stream([record("dense", None), record("dense", None, status="failed", metrics={})]) == []
 
@@ -88,7 +91,7 @@ def test_answers_over_distance_have_their_intervals():
         return made
 
     (made,) = over_distance([asked(20, 0), asked(2, 40)])
-    *marks, errors, line = made.spec["concat"][0]["layer"]
+    *marks, errors, line = made.spec["layer"]
     assert marks[0]["data"]["values"][0]["at"] == 8, "lines that 128 tokens hold"
     near, far = line["data"]["values"]
     assert (near["lines back"], near["right"], near["high"]) == (2, 100, 100)

@@ -24,7 +24,7 @@ def leaderboard(results: str, out: str, paper: str | None) -> None:
     bench leaderboard --results my/results --out - --paper -
     """
     from harness.records import RecordStore, from_the_future
-    from harness.report import chart
+    from harness.report import chart, site
     from harness.report import leaderboard as board
     from harness.report import paper as published
 
@@ -41,6 +41,8 @@ def leaderboard(results: str, out: str, paper: str | None) -> None:
         pages[paper or str(Path(out).with_name("paper.md"))] = published.render(records)
     for path, page in pages.items():
         _page(page.text, path, len(records))
+    if out != "-":
+        _page(site.render(records), str(Path(out).with_name("index.html")), len(records))
     for folder in {Path(path).parent for path in pages if path != "-"}:
         shown = [c for path, page in pages.items() if path != "-" and Path(path).parent == folder for c in page.charts]
         chart.write(shown, folder / chart.FOLDER)

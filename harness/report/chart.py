@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = "charts"  # beside the page
-_VEGA_LITE = "5.20"
+VEGA_LITE = "6.4"
 _FONT = "Liberation Sans, Arial, Helvetica, sans-serif"  # the first comes with the library that draws, and decides the layout
 # Okabe and Ito's colours, told apart by those who see fewer; darkened or lightened for the page they stand on.
 _INKS = {
@@ -46,7 +46,7 @@ class Chart:
         """Drawn. theme: light or dark. The same text for the same specification."""
         import vl_convert
 
-        return str(vl_convert.vegalite_to_svg({**self.spec, "config": _config(theme)}, vl_version=_VEGA_LITE))
+        return str(vl_convert.vegalite_to_svg({**self.spec, "config": config(theme)}, vl_version=VEGA_LITE))
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,8 @@ def write(charts: Sequence[Chart], folder: Path) -> None:
         (folder / file).write_text(chart.svg(theme), encoding="utf-8")
 
 
-def _config(theme: str) -> dict[str, Any]:
+def config(theme: str) -> dict[str, Any]:
+    """Colours and type of a theme: light or dark."""
     text, line, colours = _INKS[theme]
     return {
         "background": None, "font": _FONT, "view": {"stroke": None},

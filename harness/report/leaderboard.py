@@ -16,7 +16,8 @@ from harness.report.overview import overview
 
 _INTRODUCTION = """# Leaderboard
 
-Written by `bench leaderboard` from the records in `results/`; don't edit. [Figures from papers beside ours](paper.md).
+Written by `bench leaderboard` from the records in `results/`; don't edit. [Figures from papers beside ours](paper.md);
+[the same as one page to sort and filter](index.html).
 How to read it:
 
 - **capacity** is the number of tokens a KV head keeps between steps; a step attends to those and itself.
@@ -35,19 +36,33 @@ How to read it:
 
 def render(records: Iterable[Record]) -> chart.Page:
     """The page, in markdown, and its charts."""
-    shown = newest(list(records))
-    lines: list[str | chart.Chart] = [_INTRODUCTION.format(blocks=FEWEST_BLOCKS)]
-    if not shown:
+    found = groups(records)
+    lines: list[str | chart.Chart] = [_INTRODUCTION.format(blocks=FEWEST_BLOCKS), *_contents(found)]
+    if not found:
         lines.append("No records yet: `bench run suites/pg19.yaml`.\n")
-    shown.sort(key=lambda r: (_suite(r), _order(r)))
-    groups = [list(group) for _, group in itertools.groupby(shown, key=_suite)]
-    lines += _contents(groups)
-    for group in groups:
-        lines += [f"## {_heading(group[0])}\n", *overview(group), *against_bytes(group)]
-        group.sort(key=lambda r: (sections.shared(r), _order(r)))
-        for _, part in itertools.groupby(group, key=sections.shared):
-            lines += _section(list(part))
+    for group in found:
+        lines += _group(group)
     return chart.page(lines)
+
+
+def groups(records: Iterable[Record]) -> list[list[Record]]:
+    """The newest record of every cell, those of one suite and model together."""
+    shown = sorted(newest(list(records)), key=lambda r: (_suite(r), _order(r)))
+    return [list(group) for _, group in itertools.groupby(shown, key=_suite)]
+
+
+def charts(group: Sequence[Record]) -> list[chart.Chart]:
+    """The charts of one suite and model."""
+    return [line for line in _group(group) if isinstance(line, chart.Chart)]
+
+
+def _group(group: Sequence[Record]) -> list[str | chart.Chart]:
+    """One suite on one model."""
+    lines: list[str | chart.Chart] = [f"## {_heading(group[0])}\n", *overview(group), *against_bytes(group)]
+    ordered = sorted(group, key=lambda r: (sections.shared(r), _order(r)))
+    for _, part in itertools.groupby(ordered, key=sections.shared):
+        lines += _section(list(part))
+    return lines
 
 
 def _suite(record: Record) -> str:

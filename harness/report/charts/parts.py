@@ -9,6 +9,8 @@ from harness.records import Record
 from harness.report import chart
 from harness.report.pairing import question
 
+_SHARED = {"resolve": {"scale": {"color": "shared", "strokeDash": "shared"}}}
+
 
 def panels(records: Sequence[Record], alt: str, panel: Callable[[Sequence[Record], int], dict[str, Any]]) -> list[chart.Chart]:
     """A chart with a panel for every capacity, each with the policies that have none; no chart without a bounded cache.
@@ -34,9 +36,15 @@ def panels(records: Sequence[Record], alt: str, panel: Callable[[Sequence[Record
         chart.Chart(
             chart.name(f"{cell['suite']} {cell['task'].get('name', '')} {cell['model']['id']}", question(records[0])),
             f"{alt.format(model=cell['model']['id'])}, capacity {', '.join(map(str, capacities))}.",
-            {"concat": drawn, "columns": 2, "resolve": {"scale": {"color": "shared", "strokeDash": "shared"}}},
+            _together("vconcat", [_together("hconcat", drawn[i : i + 2]) for i in range(0, len(drawn), 2)])
+            if several
+            else drawn[0],
         )
     ]
+
+
+def _together(how: str, drawn: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {how: list(drawn)} | _SHARED
 
 
 def policy(dashed: bool = False) -> dict[str, Any]:

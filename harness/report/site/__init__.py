@@ -1,0 +1,86 @@
+"""The leaderboard as one page that needs nothing else: a table to sort, filter and link to, and the charts, interactive.
+
+`page.html` is the frame, `page.css` and `page.js` go into it, and so does the library that draws (Vega, out of its own package).
+What comes from records goes in as JSON and is put on the page as text, never as markup.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from harness.records import Record, newest
+from harness.report import chart, leaderboard
+from harness.report.markdown import title
+
+_HERE = Path(__file__).parent
+_LIBRARY = "window.vegaEmbed = vegaEmbed;"  # all that the page needs of it
+
+
+def render(records: Iterable[Record]) -> str:
+    """The page, in HTML; the same bytes for the same records."""
+    shown = newest(list(records))
+    groups = leaderboard.groups(shown)
+    data = {
+        "rows": [_row(r) for group in groups for r in group],
+        "charts": [
+            {"suite": group[0].cell["suite"], "model": group[0].cell["model"]["id"], "alt": c.alt, "spec": c.spec}
+            for group in groups
+            for c in leaderboard.charts(group)
+        ],
+        "themes": {theme: chart.config(theme) for theme in ("light", "dark")},
+    }
+    parts = {name: (_HERE / f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css", "js")}
+    page = parts["html"]
+    for mark, content in (
+        ("/*css*/", parts["css"]),
+        ("/*data*/", _embedded(data)),
+        ("/*library*/", _library()),
+        ("/*js*/", parts["js"]),
+    ):
+        page = page.replace(mark, content, 1)
+    return page
+
+
+def _row(record: Record) -> dict[str, Any]:
+    """What the table shows of a record; null where it has none."""
+    cell, metrics = record.cell, record.metrics if record.status == "ok" else {}
+    task = " ".join([str(cell["task"].get("name", "")), *(f"{k} {cell['task'][k]}" for k in _TOLD if k in cell["task"])])
+    return {
+        "suite": cell["suite"], "model": cell["model"]["id"], "task": task, "policy": title(record), "capacity": cell["capacity"],
+        "perplexity": _finite(metrics.get("perplexity")), "right": _finite(metrics.get("accuracy"), 100),
+        "ms": _finite(metrics.get("step_ms")), "kib": _finite(metrics.get("kv_bytes"), 1 / 1024),
+        "device": str(record.facts.get("device", "")), "measured": record.finished[:10],
+        "status": _status(record),
+        "cell": record.cell_id[:8],
+    }  # fmt: skip
+
+
+def _status(record: Record) -> str:
+    if record.status != "ok":
+        return str((record.error or {}).get("kind", "failed"))
+    return "; ".join(map(str, record.metrics.get("flags") or [])) or "ok"
+
+
+_TOLD = ("data", "split", "tokens", "distance", "subset", "book", "batch", "streams")
+
+
+def _finite(value: Any, scale: float = 1) -> float | None:
+    return float(f"{value * scale:.6g}") if isinstance(value, (int, float)) and math.isfinite(value) else None
+
+
+def _embedded(data: dict[str, Any]) -> str:
+    """JSON that no text in it can end: a page's parser sees no markup."""
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+@lru_cache
+def _library() -> str:
+    import vl_convert
+
+    return str(vl_convert.javascript_bundle(_LIBRARY, vl_version=chart.VEGA_LITE)).replace("</script", "<\\/script")

@@ -1,0 +1,125 @@
+const { rows, charts, themes } = JSON.parse(document.getElementById("data").textContent);
+const columns = [
+  ["policy", "Policy"], ["capacity", "Capacity", 0], ["perplexity", "Perplexity", 4], ["right", "Right, %", 3],
+  ["ms", "ms/token", 3], ["kib", "K/V, KiB", 4], ["model", "Model"], ["suite", "Suite"], ["task", "Task"], ["status", "Status"],
+  ["device", "Device"], ["measured", "Measured"], ["cell", "Repeat"],
+];
+const selects = ["suite", "model", "status"];
+const byId = (id) => document.getElementById(id);
+const form = byId("filters"), body = document.querySelector("#cells tbody");
+
+// What is shown is in the address, so that it can be sent to someone: #suite=pg19&q=h2o&sort=-perplexity
+const state = () => Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
+function go(changes) {
+  const next = Object.entries({ ...state(), ...changes }).filter(([, value]) => value);
+  history.replaceState(null, "", next.length ? "#" + new URLSearchParams(next) : location.pathname + location.search);
+  show();
+}
+
+const digits = (value, count) =>
+  value === null ? "" : count ? Number(value.toPrecision(count)).toLocaleString("en") : value.toLocaleString("en");
+function element(name, text, className) {
+  const made = document.createElement(name);
+  if (text !== undefined) made.textContent = text;
+  if (className) made.className = className;
+  return made;
+}
+
+for (const [key, label, count] of columns) {
+  const head = element("th"), button = element("button", label);
+  head.scope = "col";
+  head.dataset.key = key;
+  if (count !== undefined) head.className = "number";
+  button.type = "button";
+  button.addEventListener("click", () => {
+    const now = state().sort;
+    go({ sort: now === key ? "-" + key : now === "-" + key ? "" : key });
+  });
+  head.append(button);
+  document.querySelector("#cells thead tr").append(head);
+}
+for (const key of selects) {
+  const values = [...new Set(rows.map((row) => row[key]))].sort();
+  byId(key).append(new Option("all", ""), ...values.map((value) => new Option(value, value)));
+  byId(key).addEventListener("change", (event) => go({ [key]: event.target.value }));
+}
+byId("q").addEventListener("input", (event) => go({ q: event.target.value }));
+form.addEventListener("submit", (event) => event.preventDefault());
+form.addEventListener("reset", (event) => {
+  event.preventDefault();
+  history.replaceState(null, "", location.pathname + location.search);
+  show();
+});
+addEventListener("hashchange", show);
+
+const lines = rows.map((row) => {
+  const line = element("tr");
+  for (const [key, , count] of columns) {
+    const bad = key === "status" && row.status !== "ok";
+    const cell = element("td", undefined, count !== undefined ? "number" : bad ? "bad" : "");
+    if (key === "cell") cell.append(element("code", "bench run " + row.cell));
+    else cell.textContent = count !== undefined ? digits(row[key], count) : row[key];
+    line.append(cell);
+  }
+  return { row, line, text: Object.values(row).join(" ").toLowerCase() };
+});
+
+function compare(key, down) {
+  return (a, b) => {
+    const x = a.row[key], y = b.row[key];
+    if (x === null || y === null) return (x === null) - (y === null); // what was not measured comes last either way
+    const order = typeof x === "number" ? x - y : String(x).localeCompare(String(y), "en", { numeric: true });
+    return down ? -order : order;
+  };
+}
+
+function show() {
+  const { q = "", sort = "", ...wanted } = state();
+  const words = q.toLowerCase().split(/\s+/).filter(Boolean);
+  const key = sort.replace(/^-/, "");
+  let found = lines.filter(({ row, text }) =>
+    words.every((word) => text.includes(word)) && selects.every((name) => !wanted[name] || row[name] === wanted[name]));
+  if (columns.some(([name]) => name === key)) found = [...found].sort(compare(key, sort.startsWith("-")));
+  body.replaceChildren(...found.map(({ line }) => line));
+  byId("count").textContent = `${found.length} of ${rows.length} cells`;
+  if (byId("q").value !== q) byId("q").value = q;
+  for (const name of selects) byId(name).value = wanted[name] ?? "";
+  for (const head of document.querySelectorAll("#cells th")) {
+    if (head.dataset.key === key) head.setAttribute("aria-sort", sort.startsWith("-") ? "descending" : "ascending");
+    else head.removeAttribute("aria-sort");
+  }
+  const kept = new Set(found.map(({ row }) => row.suite + "\n" + row.model));
+  for (const figure of figures) figure.section.hidden = !kept.has(figure.key);
+}
+
+// A chart is drawn when it comes into view.
+const dark = matchMedia("(prefers-color-scheme: dark)");
+const sections = new Map();
+const figures = charts.map(({ suite, model, alt, spec }) => {
+  const key = suite + "\n" + model;
+  if (!sections.has(key)) {
+    const section = element("section");
+    section.append(element("h2", `${suite}: ${model}`));
+    byId("charts").append(section);
+    sections.set(key, section);
+  }
+  const figure = element("figure"), place = element("div");
+  place.style.minHeight = "300px";
+  figure.append(place, element("figcaption", alt));
+  sections.get(key).append(figure);
+  return { key, section: sections.get(key), place, spec, alt };
+});
+const draw = ({ place, spec, alt }) =>
+  vegaEmbed(place, { ...spec, description: alt }, {
+    actions: false, renderer: "svg", config: { ...themes[dark.matches ? "dark" : "light"], mark: { tooltip: true } },
+  });
+const seen = new IntersectionObserver((entries) => {
+  for (const { isIntersecting, target } of entries) {
+    if (!isIntersecting) continue;
+    seen.unobserve(target);
+    draw(figures.find((figure) => figure.place === target));
+  }
+}, { rootMargin: "200px" });
+for (const figure of figures) seen.observe(figure.place);
+dark.addEventListener("change", () => figures.filter(({ place }) => place.firstChild).forEach(draw));
+show();
