@@ -16,7 +16,6 @@ from harness.engine.model import UnsupportedModelError, adopt
 from harness.engine.selfcheck import check
 from harness.engine.zero_sink import ZERO_SINK
 from harness.errors import UserError
-from harness.hub import builtins, model_directory
 from harness.pretrain.config import PretrainConfig, find, load
 from harness.pretrain.probe import attention_to_first
 from harness.pretrain.text import pieces
@@ -81,8 +80,12 @@ def test_what_was_trained_is_loaded_checked_and_opened_by_its_sinks(changes, pre
     assert getattr(model.hf.config, "zero_sink", False) == changes.get("zero_sink", False)
     assert log[0]["loss"] == pytest.approx(whole[1][0]["loss"], abs=0.05)  # the same text is scored
     text = (directory / "README.md").read_text()
+    assert {0: "nothing stands", 1: "one learnable sink token stands", 2: "two learnable sink tokens stand"}[len(prefix)] in text
     assert f"{70 * 2 * STEPS:,} tokens" in text
     assert f"| {log[-1]['attention_to_first']['largest']:.3f} |" in text
+    curve = [json.loads(x) for x in (directory / "training.jsonl").read_text().splitlines()]
+    assert [(x["tokens"], x["loss"]) for x in curve] == [(x["tokens"], round(x["loss"], 5)) for x in log]
+    assert sum("attention_to_first" in x for x in curve) == 3
     assert not any("inv_freq" in name for name, _ in model.hf.named_parameters())
 
 
@@ -167,17 +170,3 @@ def test_mistakes_are_one_line(tmp_path):
         load(tmp_path / "bad.yaml")
     with pytest.raises(UserError, match="vanilla"):
         find("vanila")
-
-
-@pytest.mark.parametrize("name", builtins())
-def test_a_built_in_model_is_small_checked_and_has_a_card(name):
-    directory = model_directory(f"builtin:{name}", None, False)
-    assert (directory / "model.safetensors").stat().st_size <= 12 * 2**20
-    assert load_model(directory, "float32", torch.device("cpu")).check <= 1
-    wanted = load(find(name))
-    assert opening(load_tokenizer(directory)) == list(range(wanted.sinks))
-    assert f"{wanted.steps * wanted.training.batch * wanted.training.sample:,} tokens" in (directory / "README.md").read_text()
-
-
-def test_there_is_a_built_in_model():
-    assert "sink_1" in builtins()

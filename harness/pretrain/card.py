@@ -28,20 +28,19 @@ def card(config: PretrainConfig, log: Path, parameters: int, about: dict[str, An
     curve = "\n".join(
         f"| {r['tokens']:,} | {r['attention_to_first']['largest']:.3f} | {r['attention_to_first']['mean']:.3f} |" for r in chosen
     )
-    opens = {0: "nothing stands before a text"}.get(
-        config.sinks, f"{config.sinks} learnable sink token(s) stand before every text"
-    )
+    numbers = {1: "one learnable sink token stands", 2: "two learnable sink tokens stand"}
+    stands = numbers.get(config.sinks, f"{config.sinks} learnable sink tokens stand") if config.sinks else "nothing stands"
     softmax = "softmax off by one (a sink logit fixed at 0, `zero_sink` in the config)" if config.zero_sink else "plain softmax"
     shape, training, mix = config.shape, config.training, config.text
     return f"""# {config.name}
 
 A Llama of {parameters:,} parameters, for measuring what KV-cache policies do, made by `bench pretrain {config.name}`:
-{opens[config.sinks]}; {softmax}. It is good for comparing caches on text like that it was trained on. It is good for nothing else: it knows nothing.
+{stands} before a text; {softmax}. It is good for comparing caches on text like that it was trained on. It is good for nothing else: it knows nothing.
 
 | | |
 |---|---|
 | shape | {shape.layers} layers, width {shape.hidden}, {shape.heads} query and {shape.kv_heads} KV heads, MLP {shape.intermediate}, tied embeddings, RoPE |
-| vocabulary | {shape.vocabulary:,}, byte-level BPE learnt from the same text, digits apart |
+| vocabulary | {shape.vocabulary:,}, byte-level BPE learnt from the same text, numbers in pairs of digits |
 | text | by characters: PG-19 train books {mix.pg19:.0%}, record-and-query text {mix.records:.0%}, generated prose {mix.prose:.0%}; seed {config.seed} |
 | seen | {rows[-1]["tokens"]:,} tokens in samples of {training.sample}, {training.batch} a step, once each |
 | optimiser | AdamW, learning rate {training.learning_rate:g}, weight decay {training.weight_decay:g}, warm-up {training.warmup:.0%}, decay to a tenth over the last {training.decay:.0%} of the steps |

@@ -14,11 +14,11 @@ from harness.data import pg19
 from harness.data.prose import Prose
 from harness.errors import UserError
 from harness.pretrain.config import Mix
-from harness.tasks.streameval import StreamEvalOptions, script
+from harness.tasks.streameval import HEADER, answer, question, record_line
 
 _PIECE = 8192  # characters that one source gives at a time
 _BOOKS_AT_ONCE = 16  # books open side by side, so that a piece is followed by one of another
-_FARTHEST = 8  # lines that a question of the records looks back, at most
+_FARTHEST = 8  # lines that a question of the records looks back, at most: half a sample
 
 
 def pieces(mix: Mix, seed: int, data: Path | None) -> Iterator[str]:
@@ -59,17 +59,28 @@ def _books(seed: int, data: Path | None) -> Iterator[str]:
 
 
 def _records(seed: int) -> Iterator[str]:
-    """Records begun at any line number, questions after every few lines about lines a few back."""
+    """Records begun at any line number, most of them short; lines up to `_FARTHEST` back are asked for, or read again.
+
+    A way to learn it in steps: whoever can copy the only number there is learns to choose among more, and a short number,
+    or a line that is read again from its beginning, is easier than an answer.
+    """
     draw = random.Random(f"records/{seed}")
-    number = 0
     while True:
-        number += 1
-        every = draw.randint(1, 5)
-        options = StreamEvalOptions(
-            lines=120, query_every=every, distance=draw.randint(1, _FARTHEST), highest=50000, data_seed=seed * 2**20 + number
-        )
-        first = 1 if draw.random() < 0.3 else draw.randrange(1, 3000)
-        yield script(options, 0, first).text
+        piece = ""
+        while len(piece) < _PIECE:
+            first = 1 if draw.random() < 0.3 else draw.randrange(1, 3000)
+            highest = draw.choice([99, 999, 50000, 50000])
+            before = min(_FARTHEST, 1 + int(draw.expovariate(1 / 2.5)))  # lines that stand before the first question
+            contents: list[int] = []
+            piece += HEADER
+            for _ in range(before + draw.choice([0, 0, draw.randint(0, 12)])):
+                contents.append(draw.randint(1, highest))
+                piece += record_line(first + len(contents) - 1, contents[-1])
+                for _ in range(draw.randint(1, 3) if len(contents) >= before else 0):
+                    line = len(contents) - draw.randint(1, min(_FARTHEST, len(contents)))
+                    again, asked = f"Again: {record_line(first + line, contents[line])}", question(first + line)
+                    piece += again if draw.random() < 0.6 else asked + answer(contents[line])
+        yield piece
 
 
 def _prose(seed: int) -> Iterator[str]:

@@ -6,10 +6,11 @@ import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 SINKS = tuple(f"<|sink{i}|>" for i in range(4))  # learnable tokens; every model has them, most never see them
+_NUMBER = r"\d{1,2}(?=(?:\d\d)*(?!\d))"  # pairs of digits from the right: 44615 is 4 46 15, and neighbours differ in the last
 _PIECES = 2000  # of text that it is learnt from
 
 
@@ -17,7 +18,7 @@ def learn(texts: Iterator[str], vocabulary: int) -> Tokenizer:
     """The tokenizer of a text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([  # type: ignore[assignment]
-        pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False),
+        pre_tokenizers.Split(Regex(_NUMBER), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False),
     ])  # fmt: skip
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     trainer = trainers.BpeTrainer(

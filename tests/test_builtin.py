@@ -1,0 +1,67 @@
+"""The models that come along: small, checked, described, and the same everywhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.data.prose import Prose
+from harness.data.stream import opening
+from harness.engine.load import load_model, load_tokenizer
+from harness.engine.loop import CacheConfig, decoder
+from harness.hub import builtins, model_directory
+from harness.pretrain.config import find, load
+from policies.dense import Dense
+
+LOGITS = Path(__file__).with_name("builtin_logits.json")
+NAMES = ("vanilla", "zero_sink", "sink_1", "sink_2")
+_TOKENS = 64  # that are read
+_SHOWN = 16  # logits kept of every eighth of them
+
+
+def logits(name: str) -> list[list[float]]:
+    """Of the beginning of the generated prose, in float32 on the CPU."""
+    directory = model_directory(f"builtin:{name}", None, False)
+    read = decoder(load_model(directory, "float32", torch.device("cpu")), CacheConfig(Dense()))
+    ids = load_tokenizer(directory)(Prose(0).text(600), add_special_tokens=True)["input_ids"][:_TOKENS]
+    found = read(torch.tensor([ids]))[0]
+    return [[round(float(x), 6) for x in row[:: len(row) // _SHOWN][:_SHOWN]] for row in found[7::8]]
+
+
+def test_the_four_reference_models_are_there():
+    assert set(NAMES) <= set(builtins())
+
+
+@pytest.mark.parametrize("name", builtins())
+def test_a_built_in_model_is_small_checked_and_has_a_card(name):
+    directory = model_directory(f"builtin:{name}", None, False)
+    assert (directory / "model.safetensors").stat().st_size <= 12 * 2**20
+    model = load_model(directory, "float32", torch.device("cpu"))
+    assert model.check <= 1
+    wanted = load(find(name))
+    assert opening(load_tokenizer(directory)) == list(range(wanted.sinks))
+    assert getattr(model.hf.config, "zero_sink", False) == wanted.zero_sink
+    seen = wanted.steps * wanted.training.batch * wanted.training.sample
+    assert f"{seen:,} tokens" in (directory / "README.md").read_text()
+    last = json.loads((directory / "training.jsonl").read_text().splitlines()[-1])
+    assert last["tokens"] == seen
+
+
+@pytest.mark.parametrize("name", builtins())
+def test_its_logits_are_those_of_the_day_it_was_made(name):
+    """Under every supported torch, on the CPU in float32. A model made anew: `python tests/test_builtin.py`."""
+    stored = json.loads(LOGITS.read_text())
+    torch.testing.assert_close(torch.tensor(logits(name)), torch.tensor(stored["logits"][name]), atol=1e-4, rtol=0)
+
+
+def test_they_share_their_tokenizer():
+    made = {name: (model_directory(f"builtin:{name}", None, False) / "tokenizer.json").read_text() for name in builtins()}
+    assert len({json.dumps(json.loads(text)["model"]) for text in made.values()}) == 1
+
+
+if __name__ == "__main__":
+    found = {name: logits(name) for name in builtins()}
+    LOGITS.write_text(json.dumps({"made_with": torch.__version__, "logits": found}) + "\n")
