@@ -25,7 +25,7 @@ class StreamEvalOptions(Options):
     """Options of the StreamEval task."""
 
     name: Literal["streameval"] = "streameval"
-    lines: int = Field(1000, ge=2, description="record lines of a stream")
+    lines: int = Field(1000, ge=1, description="record lines of a stream")
     query_every: int = Field(10, ge=1, description="lines between questions")
     distance: int = Field(20, ge=1, description="a question is about the line so many lines back, 1 = the last")
     streams: int = Field(1, ge=1, description="independent streams, one after the other, each with a fresh cache")
