@@ -44,8 +44,18 @@ def test_ranks_are_shared_where_intervals_do_not_separate():
     same = made("alike", 8, 2.0, 640)
     found = rows([*four(), same])
     assert dict(zip([r.cell["policy"] for r in found], ranks(found), strict=True)) == {
-        "dense": None, "good": 1, "bad": 3, "small": None, "alike": 1,
+        "dense": "", "good": "1", "bad": "3", "small": "", "alike": "1",
     }  # fmt: skip
+
+
+def test_a_rank_is_a_bound_where_the_text_is_too_short_to_tell():
+    short = made("short", 8, 2.5, 640)
+    rough = np.repeat(np.random.default_rng(3).normal(size=10), 40)  # what depends on itself over long stretches
+    sums = np.array(short.metrics["blocks"]["nll_sum"]) + 64 * rough
+    short.metrics["blocks"] = short.metrics["blocks"] | {"nll_sum": sums.tolist()}
+    found = dict(zip(["good", "bad", "short"], ranks(rows([*four()[1:3], short])), strict=True))
+    assert found["good"] == "≥ 1"
+    assert found["bad"] == "≥ 2"
 
 
 def test_failures_have_names():

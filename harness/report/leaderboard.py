@@ -27,7 +27,8 @@ How to read it:
   caches had filled; below 0 is better. The yardstick recompute is the one of the same capacity. "trend": beyond
   the model's training length dense gets worse and worse, so only the table by position compares with it.
 - **front**: ★ where no other policy is better in one of perplexity, K/V bytes and, where it was measured, time a token, and as
-  good in the rest. **rank**: one more than the number of those of the same capacity that are surely better (paired, 95 %).
+  good in the rest. **rank**: one more than the number of those of the same capacity that are surely better (paired, 95 %);
+  at least that, ≥, where the text is too short to tell it of all.
 - **repeat**: `bench run` with that id measures the row's (first) cell again, as in `bench run 128d93c6 --fresh`; with `--data`
   where it reads books, and `--model` where its model is a local directory.
 - **tokens/s** in a table of quality is the speed of that evaluation, whole blocks at a time. It is not decode latency.

@@ -99,10 +99,10 @@ def overview(records: Sequence[Record]) -> list[str]:
     return table(head, lines, alignment)
 
 
-def _line(row: Row, others: Sequence[Row], star: bool, rank: int | None, columns: dict[str, bool]) -> list[str]:
+def _line(row: Row, others: Sequence[Row], star: bool, rank: str, columns: dict[str, bool]) -> list[str]:
     cells = [md(title(row.perplexity or row.records[0])), count(row.cell["capacity"])]
     cells += ["★" if star else ""] if columns["front"] else []
-    cells += ["" if rank is None else str(rank)] if columns["rank"] else []
+    cells += [rank] if columns["rank"] else []
     cells += ["" if row.nll is None else f"{math.exp(min(row.nll, 700)):.4g}"]
     if columns["answers"]:
         cells += [_share(row.answers)]
@@ -137,19 +137,18 @@ def _dominates(q: list[float], p: list[float]) -> bool:
     return q != p and all(a <= b for a, b in zip(q, p, strict=True))
 
 
-def ranks(found: Sequence[Row]) -> list[int | None]:
-    """Of each among those of its capacity: one more than those that are surely better; None without an interval to any."""
-    result: list[int | None] = []
+def ranks(found: Sequence[Row]) -> list[str]:
+    """Of each among those of its capacity: one more than those that are surely better. Empty without an interval to any.
+
+    Where the text is too short for an interval to some of them it is at least that: "≥ 3".
+    """
+    result = []
     for row in found:
-        rivals = [r for r in found if r is not row and r.cell["capacity"] == row.cell["capacity"] is not None]
-        intervals = [
-            found_interval
-            for r in rivals
-            if row.perplexity is not None and r.perplexity is not None
-            and (found_interval := paired(row.perplexity, r.perplexity)) is not None and found_interval.low is not None
-        ]  # fmt: skip
-        worse = sum(x.low is not None and x.low > 0 for x in intervals)
-        result.append(1 + worse if intervals else None)
+        rivals = [r.perplexity for r in found if r is not row and r.cell["capacity"] == row.cell["capacity"] is not None]
+        to = [paired(row.perplexity, rival) for rival in rivals if row.perplexity is not None and rival is not None]
+        known = [interval.low for interval in to if interval is not None and interval.low is not None]
+        rank = 1 + sum(low > 0 for low in known)
+        result.append("" if not known else str(rank) if len(known) == len(to) else f"≥ {rank}")
     return result
 
 
