@@ -5,20 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-import time
 from unittest.mock import patch
 
+import injected
 import numpy as np
 import pytest
 
 from harness.cli import main
 from harness.cli.running import Asked
-from harness.engine.loop import CachedDecoder
-from harness.engine.slots import Slots
-from harness.engine.walk import Walk
 from harness.report import baseline, gate
-from harness.tasks import perplexity
-from policies.h2o import H2O
 
 SUITE = """
 suite: gate
@@ -68,36 +63,27 @@ def test_nothing_changed_is_green(before, suite, tmp_path):
     assert gate.exit_code(findings) == 0
 
 
-def test_a_wrong_rank_is_red(before, suite, tmp_path, monkeypatch):
-    plain = Walk._key_turns
-
-    def turns(self, rows, rotation):
-        right = plain(self, rows, rotation)
-        return right if self.slots.capacity is None else right.roll(1, -2)  # the check at load would refuse dense
-
-    monkeypatch.setattr(Walk, "_key_turns", turns)
-    found, code = states(before, measured(suite, tmp_path, {"perplexity"}), tmp_path, "exactness")
+def test_a_wrong_rank_is_red(before, suite, tmp_path):
+    with injected.wrong_rank():
+        records = measured(suite, tmp_path, {"perplexity"})
+    found, code = states(before, records, tmp_path, "exactness")
     assert "regression" in found
     assert code == 1
 
 
-def test_a_cache_one_slot_too_large_is_red(before, suite, tmp_path, monkeypatch):
-    plain = Slots.__init__
-
-    def larger(self, shape, layers, total, policy, capacity, *rest):
-        plain(self, shape, layers, total, policy, capacity if capacity is None else capacity + 1, *rest)
-
-    monkeypatch.setattr(Slots, "__init__", larger)
-    found, code = states(before, measured(suite, tmp_path, {"perplexity"}), tmp_path, "bytes")
+def test_a_cache_one_slot_too_large_is_red(before, suite, tmp_path):
+    with injected.larger_cache():
+        records = measured(suite, tmp_path, {"perplexity"})
+    found, code = states(before, records, tmp_path, "bytes")
     assert "regression" in found
     assert code == 1
 
 
-def test_half_a_percent_of_perplexity_is_red_where_tokens_alone_would_not_show_it(before, suite, tmp_path, monkeypatch):
+def test_half_a_percent_of_perplexity_is_red_where_tokens_alone_would_not_show_it(before, suite, tmp_path):
     """On another device, where tokens may differ a little: the paired mean shows it."""
-    plain = perplexity.cross_entropy
-    monkeypatch.setattr(perplexity, "cross_entropy", lambda *args, **kwargs: plain(*args, **kwargs) + 0.005)
-    records = [dataclasses.replace(r, facts=r.facts | {"device": "another"}) for r in measured(suite, tmp_path, {"perplexity"})]
+    with injected.worse():
+        records = measured(suite, tmp_path, {"perplexity"})
+    records = [dataclasses.replace(r, facts=r.facts | {"device": "another"}) for r in records]
     found, code = states(before, records, tmp_path, "quality")
     assert found == {"regression"}
     assert code == 1
@@ -109,21 +95,10 @@ def latency_states(before, run):
     return {f.cell.split(", ")[2].split()[0]: f.state for f in gate.check((before[1][0], before[2]), (run, before[2]), bands)}
 
 
-def test_a_slowdown_of_30_percent_in_one_policy_is_red(before, suite, tmp_path, monkeypatch):
-    plain = CachedDecoder.__call__
-
-    def slower(self, tokens, valid=None, keep=None):
-        started = time.perf_counter()
-        result = plain(self, tokens, valid, keep)
-        if isinstance(self.config.policy, H2O):
-            until = time.perf_counter() + 0.3 * (time.perf_counter() - started)
-            while time.perf_counter() < until:
-                pass
-        return result
-
-    monkeypatch.setattr(CachedDecoder, "__call__", slower)
-    slow = latency_states(before, measured(suite, tmp_path, LATENCY))
-    assert slow["h2o"] == "regression"
+def test_a_slowdown_of_30_percent_in_one_policy_is_red(before, suite, tmp_path):
+    with injected.slowdown():
+        run = measured(suite, tmp_path, LATENCY)
+    assert latency_states(before, run)["h2o"] == "regression"
 
 
 def test_what_was_measured_three_times_lies_in_its_band(before):

@@ -14,8 +14,16 @@ VEGA_LITE = "6.4"
 _FONT = "Liberation Sans, Arial, Helvetica, sans-serif"  # the first comes with the library that draws, and decides the layout
 # Okabe and Ito's colours, told apart by those who see fewer; darkened or lightened for the page they stand on.
 _INKS = {
-    "light": ("#24292f", "#d0d7de", ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#7a3e9d", "#57606a")),
-    "dark": ("#e6edf3", "#30363d", ("#56b4e9", "#ff8c42", "#2fd19b", "#e59ac4", "#f0e442", "#9ec9ff", "#c297ff", "#9da7b3")),
+    "light": (
+        "#24292f",
+        "#d0d7de",
+        ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#7a3e9d", "#57606a", "#8c2d04", "#3f8f29"),
+    ),
+    "dark": (
+        "#e6edf3",
+        "#30363d",
+        ("#56b4e9", "#ff8c42", "#2fd19b", "#e59ac4", "#f0e442", "#9ec9ff", "#c297ff", "#9da7b3", "#d8a27a", "#a3e635"),
+    ),
 }
 COLOURS = len(_INKS["light"][2])
 
