@@ -57,10 +57,8 @@ def _told(what: str, findings: list[gate.Finding], expected: int) -> bool:
     code = gate.exit_code(findings)
     red = [f for f in findings if f.state == "regression"]
     why = "; ".join(f"{f.check}: {f.cell.split(', ', 1)[1]}: {f.says}" for f in red[:2])
-    print(
-        f"{what}: {'RED' if code == 1 else 'green' if code == 0 else 'not to be told'}, {len(red)} of {len(findings)} checks. {why}",
-        flush=True,
-    )
+    verdict = {0: "green", 1: "RED", 2: "not to be told"}[code]
+    print(f"{what}: {verdict}, {len(red)} of {len(findings)} checks. {why}", flush=True)
     return code != expected
 
 
