@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from harness.cli import main
-from harness.records import RecordStore
+from harness.records import LOCK, RecordStore
 
 POLICY = """
 from dataclasses import dataclass
@@ -219,7 +219,7 @@ def test_a_users_mistake_is_one_line_and_writes_nothing(tmp_path, model_dir, tex
     assert word in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert done.stdout == ""
-    assert not [p for p in tmp_path.rglob("*") if p.is_file()]
+    assert not [p for p in tmp_path.rglob("*") if p.is_file() and p.name != LOCK]
 
 
 def test_a_directory_that_is_no_model_says_what_is_missing(tmp_path, model_dir, text_dir):

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from harness.errors import UserError
 from harness.records import Problem, Record, RecordStore, newest, read
@@ -70,4 +71,5 @@ def _unpack(source: str, folder: Path) -> None:
         reason = done.stderr.decode(errors="replace").strip().splitlines()
         raise UserError(f"{source}: neither a file, a folder nor a git revision{f' ({reason[-1]})' if reason else ''}")
     with tarfile.open(fileobj=io.BytesIO(done.stdout)) as packed:
-        packed.extractall(folder, filter="data")
+        safely: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Python before 3.11.4 has none
+        packed.extractall(folder, **safely)
