@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -90,3 +93,13 @@ def text_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         lines = [f"Line {i} of book {book}: the miller's {i % 7} sons, très {i * i % 11} naïve.\n" for i in range(120)]
         (folder / f"book{book}.txt").write_text("".join(lines), encoding="utf-8")
     return folder
+
+
+def bench(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[Any, str, str]:
+    """The command line in this process: exit code, stdout, stderr."""
+    from harness.cli import main
+
+    with patch.object(sys, "argv", ["bench", *map(str, args)]), pytest.raises(SystemExit) as stop:
+        main()
+    out = capsys.readouterr()
+    return stop.value.code, out.out, out.err

@@ -7,10 +7,10 @@ import subprocess
 
 import numpy as np
 import pytest
+from conftest import bench
 from test_paper import cell_record
 from test_records import record
 
-from harness.cli import main
 from harness.records import RecordStore
 from harness.report.compare import differences, judged, largest_difference, paired_shares, shares
 from harness.report.verdicts import markdown, of
@@ -147,34 +147,19 @@ def folders(tmp_path):
     return tmp_path
 
 
-def run(capsys, *args):
-    with pytest.raises(SystemExit) as stop:
-        main_with(args)
-    out = capsys.readouterr()
-    return stop.value.code, out.out, out.err
-
-
-def main_with(args):
-    import sys
-    from unittest.mock import patch
-
-    with patch.object(sys, "argv", ["bench", *map(str, args)]):
-        main()
-
-
 def test_folders_are_compared_cell_by_cell_the_worst_first(folders, capsys):
-    code, out, err = run(capsys, "compare", folders / "before", folders / "after")
+    code, out, err = bench(capsys, "compare", folders / "before", folders / "after")
     assert code == 0
     assert [line.split("\t")[6] for line in out.splitlines()[1:3]] == ["worse", "worse"]
     assert "2 worse" in err
-    code, out, _ = run(capsys, "compare", folders / "before", folders / "after", "--json")
+    code, out, _ = bench(capsys, "compare", folders / "before", folders / "after", "--json")
     found = [x for x in json.loads(out) if x["metric"] == "nll" and "h2o" in x["cell"]]
     assert found[0]["change"] == pytest.approx(0.01)
     assert found[0]["verdict"] == "worse"
 
 
 def test_a_comment_has_what_changed_and_no_markup_of_a_record(folders, capsys):
-    _, out, _ = run(capsys, "compare", folders / "before", folders / "after", "--markdown")
+    _, out, _ = bench(capsys, "compare", folders / "before", folders / "after", "--markdown")
     assert "<b>" not in out
     assert out.index("worse") < out.index("<details>")
     assert markdown([], "a", "b").count("Nothing changed") == 1
@@ -182,7 +167,7 @@ def test_a_comment_has_what_changed_and_no_markup_of_a_record(folders, capsys):
 
 def test_two_files_are_compared_whatever_they_are_of(folders, capsys):
     h2o, window = (next((folders / "before").rglob(f"{p}-*.json")) for p in ("h2o", "window"))
-    code, out, _ = run(capsys, "compare", h2o, window)
+    code, out, _ = bench(capsys, "compare", h2o, window)
     assert code == 0
     assert "h2o at 8 -> window at 8" in out
 
@@ -192,7 +177,7 @@ def test_a_git_revision_is_a_source(folders, capsys, monkeypatch):
     git = ["git", "-c", "user.name=x", "-c", "user.email=x@x"]
     for command in (["init", "-q"], ["add", "before"], ["commit", "-qm", "x"]):
         subprocess.run([*git, *command], check=True)
-    code, out, _ = run(capsys, "compare", "HEAD:before", "after")
+    code, out, _ = bench(capsys, "compare", "HEAD:before", "after")
     assert code == 0
     assert "worse" in out
 
@@ -206,7 +191,7 @@ def test_mistakes_are_one_line(folders, capsys, monkeypatch, a, b, says):
     (folders / "empty").mkdir()
     RecordStore(folders / "other").write(record("x", 8))
     RecordStore(folders / "other").write(record("y", 8))
-    code, _, err = run(capsys, "compare", a, b)
+    code, _, err = bench(capsys, "compare", a, b)
     assert code == 2
     assert says in err
     assert err.count("\n") == 1

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import sys
-from unittest.mock import patch
-
-import pytest
 import torch
+from conftest import bench
 
 from harness import doctor
-from harness.cli import main
 
 
-def bench(capsys, *args):
-    with patch.object(sys, "argv", ["bench", *map(str, args)]), pytest.raises(SystemExit) as stop:
-        main()
-    out = capsys.readouterr()
-    return stop.value.code, dict(line.split(maxsplit=1) for line in out.out.splitlines()), out.err
+def told(capsys, *args):
+    code, out, _ = bench(capsys, "doctor", "--quick", *args)
+    return code, dict(line.split(maxsplit=1) for line in out.splitlines())
 
 
 def test_one_screen_with_what_a_bug_report_needs(tmp_path, capsys):
     (tmp_path / "book.txt").write_text("Once upon a time. " * 50)
-    code, found, _ = bench(capsys, "doctor", "--quick", "--data", tmp_path, "--model", "builtin:sink_1")
+    code, found = told(capsys, "--data", tmp_path, "--model", "builtin:sink_1")
     assert code == 0
     assert f"torch {torch.__version__}" in found["packages"]
     assert "threads" in found["device"]
@@ -31,7 +25,7 @@ def test_one_screen_with_what_a_bug_report_needs(tmp_path, capsys):
 
 
 def test_what_is_missing_is_said_and_the_rest_goes_on(tmp_path, capsys):
-    code, found, _ = bench(capsys, "doctor", "--quick", "--data", tmp_path, "--model", "nope")
+    code, found = told(capsys, "--data", tmp_path, "--model", "nope")
     assert code == 1
     assert found["model"].startswith("FAILED: UserError: nope")
     assert found["data"].startswith("FAILED: UserError")

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
-from unittest.mock import patch
 
 import injected
 import numpy as np
 import pytest
+from conftest import bench
 
-from harness.cli import main
 from harness.cli.running import Asked
 from harness.report import baseline, gate
 
@@ -139,13 +137,6 @@ def test_what_is_missing_or_of_another_text_can_not_be_compared(before):
     findings = gate.check((records, folder), ([failed, *records[1:]], folder), {})
     assert (findings[0].check, findings[0].state, findings[0].says) == ("status", "regression", "ok -> NaN")
     assert gate.exit_code([]) == 2, "a baseline of nothing holds nobody to anything"
-
-
-def bench(capsys, *args):
-    with patch.object(sys, "argv", ["bench", *map(str, args)]), pytest.raises(SystemExit) as stop:
-        main()
-    out = capsys.readouterr()
-    return stop.value.code, out.out, out.err
 
 
 def test_from_the_command_line(suite, tmp_path, capsys):

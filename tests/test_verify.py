@@ -6,18 +6,16 @@ import csv
 import dataclasses
 import hashlib
 import json
-import sys
-from unittest.mock import patch
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from conftest import bench
 from test_paper import cell_record
 from test_records import record
 
 import harness.records as records_module
 from harness.aggregates import of_answers, of_nll, of_steps
-from harness.cli import main
 from harness.records import Problem, RecordStore, read
 from harness.report.export import rows
 from harness.report.verify import problems
@@ -98,13 +96,6 @@ def test_a_trace_that_fits_nothing_is_a_problem_and_no_crash(tmp_path):
     assert problems(made, tmp_path)
     made = with_trace(tmp_path, of_questions(tmp_path), ".answers.jsonl", b"{}\n")
     assert "can't be computed" in problems(made, tmp_path)[0]
-
-
-def bench(capsys, *args):
-    with patch.object(sys, "argv", ["bench", *map(str, args)]), pytest.raises(SystemExit) as stop:
-        main()
-    out = capsys.readouterr()
-    return stop.value.code, out.out, out.err
 
 
 def test_from_the_command_line(tmp_path, capsys):
