@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import injected
 import numpy as np
 import pytest
 from conftest import bench
+from test_records import record
 
+from harness.cli import judge
 from harness.cli.running import Asked
 from harness.report import baseline, gate
 
@@ -86,6 +89,30 @@ def test_half_a_percent_of_perplexity_is_red_where_tokens_alone_would_not_show_i
     assert found == {"regression"}
     assert code == 1
     assert states(before, records, tmp_path, "exactness")[0] == {"not compared"}
+
+
+def test_without_an_interval_the_margin_decides_and_rounding_is_no_regression():
+    for change, expected in ((1e-7, "ok"), (0.0005, "ok"), (-0.1, "ok"), (0.005, "regression")):
+        base, now = record("h2o", 400, 2.0), record("h2o", 400, 2.0 + change)  # too large a cache for so short a text
+        now.facts = {"device": "another"}
+        (found,) = [f for f in gate.check(([base], Path()), ([now], Path()), {}) if f.check == "quality"]
+        assert "too short" in found.says
+        assert found.state == expected, change
+
+
+def test_what_looks_slower_is_measured_again_and_only_what_stays_slower_is_red(before):
+    base, fast = before[1][0], before[1][1]
+    slow = [dataclasses.replace(r, metrics=r.metrics | {"rounds_ms": [1.5 * x for x in r.metrics["rounds_ms"]]})
+            if r.cell["policy"] == "h2o" else r for r in fast]  # fmt: skip
+    bands = baseline.bands(before[1])
+    first = gate.check((base, Path()), (slow, Path()), bands)
+    assert gate.exit_code(first) == 1
+    for runs, expected in (([fast], 0), ([slow, fast], 0), ([slow, slow], 1)):
+        measured_again = iter(runs)
+        found = judge._again(first, lambda n, left=measured_again: next(left), bands, base)
+        assert gate.exit_code(found) == expected
+        assert len(found) == len(first)
+        assert next(measured_again, None) is None, "no more often than needed"
 
 
 def latency_states(before, run):

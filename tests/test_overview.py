@@ -38,6 +38,7 @@ def test_time_counts_where_it_was_measured():
 
     records = [*four()[1:3], step("good", 2.0), step("bad", 1.0)]
     assert front(rows(records)) == [True, True]
+    assert front(rows([*four()[1:3], step("good", 2.0)])) == [True, False], "a step that was not measured is not a fast one"
 
 
 def test_ranks_are_shared_where_intervals_do_not_separate():

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from harness.records import Record
 from harness.report.baseline import Band, ratio
-from harness.report.compare import differences, largest_difference
+from harness.report.compare import MARGINS, differences, largest_difference
 from harness.report.sources import trace
-from harness.report.verdicts import Judged
+from harness.report.verdicts import cell_name
 
 State = Literal["ok", "regression", "could not compare", "not compared"]
 LARGEST = {"float32": 1e-3}  # nats a token may differ on the same device, by dtype; others are not held to it
@@ -51,7 +51,7 @@ def check(
     findings = []
     for record in base[0]:
         other = ours.get(record.cell_id)
-        name = Judged(record, other or record, _NOTHING).cell
+        name = cell_name(record, other or record)
         for check, state, says in _cell(record, other, (base[1], now[1]), now[0], bands):
             findings.append(Finding(name, record.cell_id, check, state, says))
     order: list[State] = ["regression", "could not compare", "not compared", "ok"]
@@ -64,7 +64,6 @@ def exit_code(findings: Sequence[Finding]) -> int:
     return 1 if 1 in codes else 2 if 2 in codes or not codes else 0
 
 
-_NOTHING: Any = None
 Result = tuple[str, State, str]
 
 
@@ -87,7 +86,8 @@ def _cell(
         if difference.metric in ("nll", "accuracy"):
             state: State = "regression" if difference.verdict == "worse" else "ok"
             if difference.low is None:
-                state = "could not compare" if difference.change is None else "regression" if difference.change > 0 else "ok"
+                off = difference.change  # without an interval the margin alone decides: rounding is no regression
+                state = "could not compare" if off is None else "regression" if off > MARGINS[difference.metric] else "ok"
             interval = f" [{difference.low:+.4g}, {difference.high:+.4g}]" if difference.low is not None else ""
             change = "" if difference.change is None else f"{difference.change:+.4g}{interval}"
             yield (
@@ -104,15 +104,18 @@ def _cell(
 
 def _exactness(base: Record, now: Record, folders: tuple[Path, Path]) -> Iterator[Result]:
     """Of per-token NLLs, on the same device. What is chosen by attention may fall otherwise on another."""
-    most = LARGEST.get(str(base.cell["model"].get("dtype")))
-    if "nll" not in base.metrics or base.metrics == now.metrics:
-        if base.metrics == now.metrics and "nll" in base.metrics:
-            yield "exactness", "ok", "the same to the last digit"
+    if "nll" not in base.metrics:
         return
+    if base.metrics == now.metrics:
+        yield "exactness", "ok", "the same to the last digit"
+        return
+    most = LARGEST.get(str(base.cell["model"].get("dtype")))
     devices = [str(r.facts.get("device")) for r in (base, now)]
-    if devices[0] != devices[1] or most is None:
-        why = f"another device: {devices[0]} -> {devices[1]}" if devices[0] != devices[1] else "not float32"
-        yield "exactness", "not compared", why
+    if devices[0] != devices[1]:
+        yield "exactness", "not compared", f"another device: {devices[0]} -> {devices[1]}"
+        return
+    if most is None:
+        yield "exactness", "not compared", "not float32"
         return
     largest = largest_difference((trace(base, folders[0]), trace(now, folders[1])))
     if largest is None:

@@ -127,14 +127,16 @@ def front(found: Sequence[Row]) -> list[bool]:
     return [p is not None and not any(q is not None and _dominates(q, p) for q in points) for p in points]
 
 
-def _point(row: Row) -> list[float] | None:
-    if row.nll is None or row.kv_bytes is None or row.kv_bytes == 0:
+def _point(row: Row) -> tuple[float, float, float | None] | None:
+    if row.nll is None or not row.kv_bytes:
         return None
-    return [row.nll, float(row.kv_bytes), row.step_ms if row.step_ms is not None else 0.0]
+    return row.nll, float(row.kv_bytes), row.step_ms
 
 
-def _dominates(q: list[float], p: list[float]) -> bool:
-    return q != p and all(a <= b for a, b in zip(q, p, strict=True))
+def _dominates(q: tuple[float, float, float | None], p: tuple[float, float, float | None]) -> bool:
+    """Time counts between two that have it: who was not measured is no faster for it."""
+    pairs = [(a, b) for a, b in zip(q, p, strict=True) if a is not None and b is not None]
+    return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
 
 
 def ranks(found: Sequence[Row]) -> list[str]:

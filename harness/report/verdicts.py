@@ -27,8 +27,7 @@ class Judged:
     @property
     def cell(self) -> str:
         """Which cell, in words."""
-        where, which = zip(*(_named(r) for r in (self.a, self.b)), strict=True)
-        return f"{' -> '.join(dict.fromkeys(where))}, {' -> '.join(dict.fromkeys(which))}"
+        return cell_name(self.a, self.b)
 
     def cells(self) -> dict[str, Any]:
         """A row of a table."""
@@ -77,6 +76,12 @@ def markdown(found: Sequence[Judged], a: str, b: str) -> str:
     if alike:
         lines += [f"<details><summary>{len(alike)} the same</summary>\n", *table(head, alike, "llrrrrll"), "</details>\n"]
     return "\n".join(lines)
+
+
+def cell_name(a: Record, b: Record) -> str:
+    """Which cell, or which two, in words."""
+    where, which = zip(*(_named(r) for r in (a, b)), strict=True)
+    return f"{' -> '.join(dict.fromkeys(where))}, {' -> '.join(dict.fromkeys(which))}"
 
 
 def _named(record: Record) -> tuple[str, str]:
