@@ -16,7 +16,9 @@ from harness.cli.output import RESULTS, writable
 @click.option("--out", default="leaderboard/README.md", show_default=True, help="The page; - for stdout.")
 @click.option("--paper", default=None, help="The page of published figures beside ours; paper.md beside --out if not given.")
 def leaderboard(results: str, out: str, paper: str | None) -> None:
-    """Render the leaderboard, and published figures beside ours, from the records; pictures go beside the page.
+    """Render the leaderboard, and published figures beside ours, from the records.
+
+    Beside the page: `index.html`, the same to sort and filter, and `charts/`, its pictures.
 
     \b
     bench leaderboard
