@@ -43,8 +43,8 @@ def leaderboard(results: str, out: str, paper: str | None) -> None:
         pages[paper or str(Path(out).with_name("paper.md"))] = published.render(records)
     for path, page in pages.items():
         _page(page.text, path, len(records))
-    if out != "-":
-        _page(site.render(records), str(Path(out).with_name("index.html")), len(records))
+    if out != "-" and out in pages:
+        _page(site.render(records, pages[out].charts), str(Path(out).with_name("index.html")), len(records))
     for folder in {Path(path).parent for path in pages if path != "-"}:
         shown = [c for path, page in pages.items() if path != "-" and Path(path).parent == folder for c in page.charts]
         chart.write(shown, folder / chart.FOLDER)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.records import Record
+
 FOLDER = "charts"  # beside the page
 VEGA_LITE = "6.4"
 _FONT = "Liberation Sans, Arial, Helvetica, sans-serif"  # the first comes with the library that draws, and decides the layout
@@ -36,11 +38,15 @@ class Chart:
         name: of its file, without suffix.
         alt: what it shows, for those who don't see it.
         spec: Vega-Lite, without theme.
+        suite: whose records it shows; empty where it shows none.
+        model: likewise.
     """
 
     name: str
     alt: str
     spec: dict[str, Any]
+    suite: str = ""
+    model: str = ""
 
     def markdown(self) -> str:
         """The picture in a page, light or dark as its reader has it."""
@@ -63,6 +69,20 @@ class Page:
 
     text: str
     charts: list[Chart]
+
+
+def of(record: Record, kind: str, unique: str, alt: str, spec: dict[str, Any]) -> Chart:
+    """A chart of the records of one suite and model.
+
+    Args:
+        record: one of them.
+        kind: of chart, for its file's name.
+        unique: tells it from others of that kind, suite and model.
+        alt: what it shows; `{model}` stands for the model.
+        spec: Vega-Lite, without theme.
+    """
+    suite, model = str(record.cell["suite"]), str(record.cell["model"]["id"])
+    return Chart(name(f"{suite} {kind} {model}", unique), alt.replace("{model}", model), spec, suite, model)
 
 
 def name(what: str, unique: str) -> str:

@@ -52,11 +52,6 @@ def groups(records: Iterable[Record]) -> list[list[Record]]:
     return [list(group) for _, group in itertools.groupby(shown, key=_suite)]
 
 
-def charts(group: Sequence[Record]) -> list[chart.Chart]:
-    """The charts of one suite and model."""
-    return [line for line in _group(group) if isinstance(line, chart.Chart)]
-
-
 def _group(group: Sequence[Record]) -> list[str | chart.Chart]:
     """One suite on one model."""
     lines: list[str | chart.Chart] = [f"## {_heading(group[0])}\n", *overview(group), *against_bytes(group)]

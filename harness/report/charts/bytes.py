@@ -27,15 +27,10 @@ def against_bytes(records: Sequence[Record]) -> list[chart.Chart]:
         {"mark": {"type": "point", "filled": True, "size": 70, "opacity": 0.9}, "encoding": place},
         {"transform": [{"filter": "datum.front"}], "mark": ring, "encoding": place},
     ]
-    return [
-        chart.Chart(
-            chart.name(
-                f"{cell['suite']} bytes {cell['model']['id']}", repr([cell[k] for k in ("suite", "suite_version", "model")])
-            ),
-            f"Perplexity of {cell['model']['id']} against the bytes of its cache, one colour a policy; ringed: the front.",
-            {"width": 560, "height": 260, "data": {"values": values}, "layer": layers},
-        )
-    ]
+    unique = repr([cell[k] for k in ("suite", "suite_version", "model")])
+    alt = "Perplexity of {model} against the bytes of its cache, one colour a policy; ringed: the front."
+    spec = {"width": 560, "height": 260, "data": {"values": values}, "layer": layers}
+    return [chart.of(records[0], "bytes", unique, alt, spec)]
 
 
 def _value(row: Row, star: bool) -> dict[str, Any]:

@@ -31,17 +31,7 @@ def over_capacity(records: Sequence[Record]) -> list[chart.Chart]:
     place = {"x": log_axis("capacity", "capacity, tokens", base=2, padding=16, values=capacities), "y": y, "color": policy()}
     level = {"mark": {"type": "rule", "strokeDash": [6, 3], "strokeWidth": 2}, "data": {"values": whole}}
     line = {"mark": {"type": "line", "point": True, "strokeWidth": 2}, "data": {"values": values}}
-    cell = records[0].cell
-    return [
-        chart.Chart(
-            chart.name(f"{cell['suite']} latency {cell['model']['id']}", question(records[0])),
-            f"Milliseconds a token of {cell['model']['id']} over the capacity, one line a policy; dashed: dense.",
-            {
-                "width": 560, "height": 260,
-                "layer": [
-                    line | {"encoding": place},
-                    *([level | {"encoding": {"y": y, "color": policy()}}] if whole else []),
-                ],
-            },
-        )
-    ]  # fmt: skip
+    levels = [level | {"encoding": {"y": y, "color": policy()}}] if whole else []
+    spec = {"width": 560, "height": 260, "layer": [line | {"encoding": place}, *levels]}
+    alt = "Milliseconds a token of {model} over the capacity, one line a policy; dashed: dense."
+    return [chart.of(records[0], "latency", question(records[0]), alt, spec)]

@@ -31,16 +31,11 @@ def panels(records: Sequence[Record], alt: str, panel: Callable[[Sequence[Record
         | panel([r for r in records if r.cell["capacity"] in (None, c)], c)
         for c in capacities
     ]
-    cell = records[0].cell
-    return [
-        chart.Chart(
-            chart.name(f"{cell['suite']} {cell['task'].get('name', '')} {cell['model']['id']}", question(records[0])),
-            f"{alt.format(model=cell['model']['id'])}, capacity {', '.join(map(str, capacities))}.",
-            _together("vconcat", [_together("hconcat", drawn[i : i + 2]) for i in range(0, len(drawn), 2)])
-            if several
-            else drawn[0],
-        )
-    ]
+    spec = drawn[0]
+    if several:
+        spec = _together("vconcat", [_together("hconcat", drawn[i : i + 2]) for i in range(0, len(drawn), 2)])
+    alt = f"{alt}, capacity {', '.join(map(str, capacities))}."
+    return [chart.of(records[0], str(records[0].cell["task"].get("name", "")), question(records[0]), alt, spec)]
 
 
 def _together(how: str, drawn: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from harness.records import Record, newest
+from harness.records import Record
 from harness.report import chart, leaderboard
 from harness.report.markdown import title
 
@@ -21,17 +21,16 @@ _HERE = Path(__file__).parent
 _LIBRARY = "window.vegaEmbed = vegaEmbed;"  # all that the page needs of it
 
 
-def render(records: Iterable[Record]) -> str:
-    """The page, in HTML; the same bytes for the same records."""
-    shown = newest(list(records))
-    groups = leaderboard.groups(shown)
+def render(records: Iterable[Record], charts: Sequence[chart.Chart]) -> str:
+    """The page, in HTML; the same bytes for the same records.
+
+    Args:
+        records: of the table; of each cell the newest is shown.
+        charts: of the markdown page of the same records.
+    """
     data = {
-        "rows": [_row(r) for group in groups for r in group],
-        "charts": [
-            {"suite": group[0].cell["suite"], "model": group[0].cell["model"]["id"], "alt": c.alt, "spec": c.spec}
-            for group in groups
-            for c in leaderboard.charts(group)
-        ],
+        "rows": [_row(r) for group in leaderboard.groups(records) for r in group],
+        "charts": [{"suite": c.suite, "model": c.model, "alt": c.alt, "spec": c.spec} for c in charts],
         "themes": {theme: chart.config(theme) for theme in ("light", "dark")},
     }
     parts = {name: (_HERE / f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css", "js")}
