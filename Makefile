@@ -15,7 +15,8 @@ bench: .venv/ready  ## all policies on a built-in model, or: make bench SUITE=su
 	$(BIN)/bench leaderboard
 
 test: .venv/ready  ## all tests
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto -m 'not alone'
+	$(BIN)/python -m pytest -m alone
 
 check: .venv/ready  ## what CI checks: lint, format, types, tests
 	$(BIN)/ruff check .

@@ -26,6 +26,13 @@ def device_name(device: torch.device) -> str:
         return platform.processor() or device.type
 
 
+def instructions(device: torch.device) -> str:
+    """What it computes with: sums are rounded, and steps take, as the widest instructions allow; names of CPUs don't tell."""
+    if device.type == "cuda":
+        return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+    return torch.backends.cpu.get_cpu_capability()
+
+
 class Marks:
     """A clock that is marked between pieces of work: events on CUDA, so that nothing waits; `perf_counter` elsewhere."""
 

@@ -54,9 +54,10 @@ def _packages() -> str:
 def _device() -> str:
     import torch
 
-    from harness.device import device_name
+    from harness.device import device_name, instructions
 
-    cpu = f"{device_name(torch.device('cpu'))}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    here = torch.device("cpu")
+    cpu = f"{device_name(here)}, {instructions(here)}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return f"{cpu}; CUDA: {', '.join(gpus) or 'none'}"
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from harness import __version__, apart, registry
-from harness.device import device_name
+from harness.device import device_name, instructions
 from harness.engine.fastcheck import FastCheck, fast_method
 from harness.engine.load import load_model, load_tokenizer
 from harness.engine.loop import CacheConfig
@@ -326,6 +326,7 @@ def _facts(options: RunOptions, item: _Prepared, seconds: float) -> dict[str, An
     speed = {} if item.task.together else {"tokens_per_second": round(item.data.tokens / seconds, 1)}
     return {
         "device": device_name(options.device),
+        "instructions": instructions(options.device),
         "threads": torch.get_num_threads(),
         "seconds": round(seconds, 3),
         **speed,

@@ -10,6 +10,7 @@ import injected
 import numpy as np
 import pytest
 from conftest import bench
+from test_paper import cell_record
 from test_records import record
 
 from harness.cli import judge
@@ -43,22 +44,26 @@ def measured(suite, folder, tasks):
 
 @pytest.fixture(scope="module")
 def before(suite, tmp_path_factory):
-    """Quality once, latency three times."""
     folder = tmp_path_factory.mktemp("before")
-    records = measured(suite, folder / "quality", QUALITY)
-    runs = [measured(suite, folder / f"latency{n}", LATENCY) for n in range(3)]
-    return records, runs, folder
+    return measured(suite, folder, QUALITY), folder
+
+
+@pytest.fixture(scope="module")
+def latency_before(suite, tmp_path_factory):
+    """Three runs of latency between which nothing changed."""
+    folder = tmp_path_factory.mktemp("latency")
+    return [measured(suite, folder / f"{n}", LATENCY) for n in range(3)]
 
 
 def states(before, records, folder, check):
     held = [r for r in before[0] if r.cell_id in {x.cell_id for x in records}]
-    findings = gate.check((held, before[2]), (records, folder), {})
+    findings = gate.check((held, before[1]), (records, folder), {})
     return {f.state for f in findings if f.check == check}, gate.exit_code(findings)
 
 
 def test_nothing_changed_is_green(before, suite, tmp_path):
     records = measured(suite, tmp_path, QUALITY)
-    findings = gate.check((before[0], before[2]), (records, tmp_path), {})
+    findings = gate.check((before[0], before[1]), (records, tmp_path), {})
     assert {f.state for f in findings} == {"ok"}
     assert {f.check for f in findings} == {"exactness", "quality", "bytes"}
     assert gate.exit_code(findings) == 0
@@ -100,11 +105,16 @@ def test_without_an_interval_the_margin_decides_and_rounding_is_no_regression():
         assert found.state == expected, change
 
 
-def test_what_looks_slower_is_measured_again_and_only_what_stays_slower_is_red(before):
-    base, fast = before[1][0], before[1][1]
-    slow = [dataclasses.replace(r, metrics=r.metrics | {"rounds_ms": [1.5 * x for x in r.metrics["rounds_ms"]]})
-            if r.cell["policy"] == "h2o" else r for r in fast]  # fmt: skip
-    bands = baseline.bands(before[1])
+def latency_run(ratio):
+    """Records of dense and of h2o, whose step takes `ratio` of dense's."""
+    rounds = {"dense": 1.0, "h2o": ratio}
+    return [cell_record({"step_ms": ms, "rounds_ms": [ms] * 6, "together": "x"}, policy=name, task={"name": "latency"})
+            for name, ms in rounds.items()]  # fmt: skip
+
+
+def test_what_looks_slower_is_measured_again_and_only_what_stays_slower_is_red():
+    base, fast, slow = latency_run(1.5), latency_run(1.52), latency_run(2.0)
+    bands = baseline.bands([base] * 4)
     first = gate.check((base, Path()), (slow, Path()), bands)
     assert gate.exit_code(first) == 1
     for runs, expected in (([fast], 0), ([slow, fast], 0), ([slow, slow], 1)):
@@ -115,46 +125,50 @@ def test_what_looks_slower_is_measured_again_and_only_what_stays_slower_is_red(b
         assert next(measured_again, None) is None, "no more often than needed"
 
 
-def latency_states(before, run):
-    bands = baseline.bands(before[1])
-    return {f.cell.split(", ")[2].split()[0]: f.state for f in gate.check((before[1][0], before[2]), (run, before[2]), bands)}
+def latency_states(runs, run):
+    findings = gate.check((runs[0], Path()), (run, Path()), baseline.bands(runs))
+    return {f.cell.split(", ")[2].split()[0]: f.state for f in findings}
 
 
-def test_a_slowdown_of_30_percent_in_one_policy_is_red(before, suite, tmp_path):
+@pytest.mark.alone
+def test_a_slowdown_of_30_percent_in_one_policy_is_red(latency_before, suite, tmp_path):
     with injected.slowdown():
         run = measured(suite, tmp_path, LATENCY)
-    assert latency_states(before, run)["h2o"] == "regression"
+    assert latency_states(latency_before, run)["h2o"] == "regression"
 
 
-def test_what_was_measured_three_times_lies_in_its_band(before):
-    bands = baseline.bands(before[1])
+@pytest.mark.alone
+def test_what_was_measured_three_times_lies_in_its_band(latency_before):
+    bands = baseline.bands(latency_before)
     assert len(bands) == 2, "of all but dense, the yardstick"
     assert all(b.low < b.ratio < b.high and b.runs == 3 for b in bands.values())
-    for run in before[1]:
-        assert set(latency_states(before, run).values()) == {"ok"}
+    for run in latency_before:
+        assert set(latency_states(latency_before, run).values()) == {"ok"}
+
+
+@pytest.mark.parametrize("what", [{"threads": 7}, {"device": "another"}, {"instructions": "AVX2"}])
+def test_latency_of_elsewhere_is_not_compared(what):
+    base, slow = latency_run(1.5), latency_run(3.0)
+    for r in base:
+        r.facts |= {"threads": 2, "device": "one", "instructions": "AVX512"}
+    for r in slow:
+        r.facts |= base[0].facts | what
+    (found,) = gate.check((base, Path()), (slow, Path()), baseline.bands([base] * 4))
+    assert (found.state, gate.exit_code([found])) == ("not compared", 0)
+    assert " -> " in found.says
 
 
 def test_a_band_is_as_wide_as_what_was_seen_and_never_narrow():
-    def run(ratio):
-        metrics = {"rounds_ms": [1.0] * 6, "together": "x"}
-        dense = record_of("dense", metrics)
-        return [dense, record_of("h2o", metrics | {"rounds_ms": [ratio] * 6})]
-
-    from test_paper import cell_record
-
-    def record_of(policy, metrics):
-        return cell_record(metrics, policy=policy, task={"name": "latency"})
-
-    (narrow,) = baseline.bands([run(1.5)] * 4).values()
+    (narrow,) = baseline.bands([latency_run(1.5)] * 4).values()
     assert narrow.ratio == 1.5
     assert narrow.high / narrow.ratio == pytest.approx(np.exp(0.1), rel=1e-4)
-    (wide,) = baseline.bands([run(x) for x in (1.4, 1.5, 1.6, 1.7)]).values()
+    (wide,) = baseline.bands([latency_run(x) for x in (1.4, 1.5, 1.6, 1.7)]).values()
     assert wide.high / wide.ratio == pytest.approx(np.exp(4 * np.std(np.log([1.4, 1.5, 1.6, 1.7]), ddof=1)), rel=1e-4)
-    assert baseline.ratio(run(2.0)[0], run(2.0)) is None
+    assert baseline.ratio(latency_run(2.0)[0], latency_run(2.0)) is None
 
 
 def test_what_is_missing_or_of_another_text_can_not_be_compared(before):
-    records, _, folder = before
+    records, folder = before
     assert gate.exit_code(gate.check((records, folder), (records[1:], folder), {})) == 2
     other = dataclasses.replace(records[0], data=records[0].data | {"ids_sha256": "other"})
     findings = gate.check((records, folder), ([other, *records[1:]], folder), {})

@@ -87,6 +87,13 @@ def largest_difference(traces: tuple[Path | None, Path | None]) -> float | None:
     return float("inf") if np.isnan(off).any() else float(off.max(initial=0.0))
 
 
+def moved(a: Record, b: Record, *packages: str) -> str:
+    """In words, what of device, threads, instructions and these packages' versions is another; empty where nothing is."""
+    facts = [r.facts | r.facts.get("versions", {}) for r in (a, b)]
+    names = [n for n in ("device", "threads", "instructions", *packages) if n in facts[0] and n in facts[1]]  # older: not all
+    return ", ".join(f"{n} {facts[0][n]} -> {facts[1][n]}" for n in names if facts[0][n] != facts[1][n])
+
+
 def _nll(a: Record, b: Record, traces: tuple[Path | None, Path | None]) -> list[Difference]:
     if "nll" not in a.metrics or "nll" not in b.metrics:
         return []
@@ -154,9 +161,9 @@ def _latency(a: Record, b: Record) -> list[Difference]:
     if "rounds_ms" not in a.metrics or "rounds_ms" not in b.metrics:
         return []
     x, y = float(a.metrics["step_ms"]), float(b.metrics["step_ms"])
-    where = [(r.facts.get("device"), r.facts.get("threads")) for r in (a, b)]
-    if where[0] != where[1]:
-        return [Difference("step_ms", x, y, y / x - 1, None, None, "can't tell", "another device or number of threads")]
+    elsewhere = moved(a, b)
+    if elsewhere:
+        return [Difference("step_ms", x, y, y / x - 1, None, None, "can't tell", elsewhere)]
     if a.metrics["together"] == b.metrics["together"]:  # one run: rounds were measured in turn
         low, high = median_interval([j / i - 1 for i, j in zip(a.metrics["rounds_ms"], b.metrics["rounds_ms"], strict=False)])
         why = "round by round"
