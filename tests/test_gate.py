@@ -164,6 +164,7 @@ def test_a_band_is_as_wide_as_what_was_seen_and_never_narrow():
     assert narrow.high / narrow.ratio == pytest.approx(np.exp(0.1), rel=1e-4)
     (wide,) = baseline.bands([latency_run(x) for x in (1.4, 1.5, 1.6, 1.7)]).values()
     assert wide.high / wide.ratio == pytest.approx(np.exp(4 * np.std(np.log([1.4, 1.5, 1.6, 1.7]), ddof=1)), rel=1e-4)
+    assert baseline.too_noisy({"narrow": narrow, "wide": wide}) == ["wide"]
     assert baseline.ratio(latency_run(2.0)[0], latency_run(2.0)) is None
 
 

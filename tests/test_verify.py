@@ -127,6 +127,17 @@ def test_an_export_has_every_plain_figure(end, tmp_path, capsys):
     assert bench(capsys, "records", "export", tmp_path / "x.xls", "--results", tmp_path / "results")[0] == 2
 
 
+def test_of_a_cell_measured_twice_the_newest_is_exported_or_all(tmp_path, capsys):
+    store = RecordStore(tmp_path / "results")
+    for key, day in (("a" * 64, 1), ("b" * 64, 2)):
+        store.write(dataclasses.replace(record(), key=key, finished=f"2026-01-0{day}T00:00:00+00:00", trace=None))
+    for more, expected in (([], ["b"]), (["--all"], ["a", "b"])):
+        out = tmp_path / "some.csv"
+        assert bench(capsys, "records", "export", out, "--results", tmp_path / "results", *more)[0] == 0
+        table = list(csv.DictReader(out.read_text().splitlines()))
+        assert sorted(row["key"][0] for row in table) == expected
+
+
 def test_a_column_of_mixed_kinds_is_text():
     made = [cell_record({"x": value}) for value in (1, 2.5, "three")]
     assert [row["metrics.x"] for row in rows(made)] == [1, 2.5, "three"]

@@ -138,7 +138,7 @@ def update(folder: str, suite: str, runs: int, why: str, who: str | None, **opti
 
     asked = Asked(suite, **options)
     writable(Path(folder).parent)
-    with TemporaryDirectory(dir=Path(folder).parent) as scratch:
+    with TemporaryDirectory(dir=Path(folder).parent, prefix=".update-") as scratch:
         records = Path(scratch) / "records"
         cells = asked.cells()
         first = asked.measured(records, cells, fresh=True)
@@ -149,7 +149,7 @@ def update(folder: str, suite: str, runs: int, why: str, who: str | None, **opti
         about = baselines.Baseline(suite, asked.changes(), who or _git_user(), when, why, bands)
         baselines.store(Path(folder), about, records)
     click.echo(f"{len(first)} records -> {folder}")
-    wide = [b for b in bands.values() if b.high / b.ratio > 1 + baselines.TOO_WIDE]
+    wide = baselines.too_noisy(bands)
     if wide:
         click.echo(f"{len(wide)} of {len(bands)} latency cells are too noisy here to notice a slowdown of 30 %", err=True)
 

@@ -18,7 +18,7 @@ from harness.records import Record, RecordStore, newest
 FILE = "baseline.yaml"
 _WIDTHS = 4  # standard deviations of the log ratio that a band has on either side
 _NARROWEST = 0.10  # a band is never narrower, in log ratio: machines have days
-TOO_WIDE = 0.25  # beyond this a slowdown of 30 % could hide: told when a baseline is made
+_TOO_WIDE = 0.25  # beyond this a slowdown of 30 % could hide: told when a baseline is made
 
 
 @dataclass(frozen=True)
@@ -114,10 +114,15 @@ def bands(runs: Sequence[Sequence[Record]]) -> dict[str, Band]:
     made = {}
     for cell, logs in seen.items():
         middle = float(np.median(logs))
-        spread = max(_NARROWEST, _WIDTHS * float(np.std(logs, ddof=1)) if len(logs) > 1 else TOO_WIDE)
+        spread = max(_NARROWEST, _WIDTHS * float(np.std(logs, ddof=1)) if len(logs) > 1 else _TOO_WIDE)
         low, at, high = (round(math.exp(x), 5) for x in (middle - spread, middle, middle + spread))
         made[cell] = Band(at, low, high, len(logs))
     return made
+
+
+def too_noisy(bands: dict[str, Band]) -> list[str]:
+    """Cells, by id, in whose bands a slowdown of 30 % could hide."""
+    return [cell for cell, band in bands.items() if band.high / band.ratio > 1 + _TOO_WIDE]
 
 
 def ratio(record: Record, run: Sequence[Record]) -> float | None:
