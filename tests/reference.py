@@ -68,6 +68,7 @@ class ListBackend:
     held: dict[tuple[int, int], list[Held]] = field(default_factory=dict)
     kept: list[list[list[list[int]]]] = field(default_factory=list)  # per step, layer, head
     step: int = 0
+    first_eviction: int = 0  # step before which everything is held
 
     def run(self, tokens: Tensor) -> Tensor:
         """Logits of a stream. [1, T] -> [1, T, V]."""
@@ -96,7 +97,7 @@ class ListBackend:
             out.append(mass @ torch.stack([t.value for t in held]))
             for token, m in zip(held, mass.sum(0), strict=True):
                 token.mass = float(torch.tensor(token.mass, device=m.device) + m)
-            if len(held) > self.capacity:
+            while len(held) > self.capacity and self.step >= self.first_eviction:
                 del held[self.choose(held, self.step, layer, head)]
         return torch.cat(out)[None, :, None]
 

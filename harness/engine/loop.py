@@ -120,8 +120,9 @@ class CachedDecoder:
         walk: bool = False,
         closed: bool = True,
         compiled: bool = False,
+        room: int | None = None,
     ) -> None:
-        """As `decoder`."""
+        """As `decoder`; `room`: tokens held before anything is evicted, where that is not the capacity."""
         limit = config.limit if config.limit is not None else model.training_length
         if config.positions == "clamped" and limit is None:
             raise ValueError("positions 'clamped' need a limit: the model's config states no training length")
@@ -131,7 +132,7 @@ class CachedDecoder:
             layers = [index for index, other in enumerate(model.layers) if other == shape]
             slots = Slots(
                 shape, layers, len(model.layers), config.policy, config.capacity, streams, config.seed,
-                model.device, model.dtype,
+                model.device, model.dtype, room,
             )  # fmt: skip
             self.walks.append(Walk(slots, config.positions, limit or 0, always=walk, closed=closed, compiled=compiled))
         self._step = torch.zeros(streams, 1, dtype=torch.int64, device=model.device)  # tokens taken in, per stream
@@ -162,6 +163,11 @@ class CachedDecoder:
         if self._seen is not None:
             self._seen += count
         return logits
+
+    def taken_in(self, count: int) -> None:
+        """Note that so many tokens are behind every stream, whose K and V were put into the slots."""
+        self._step += count
+        self._seen, self._most = count, count
 
     def _taken_in(self, tokens: Tensor, valid: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
         """A block, eagerly."""

@@ -179,6 +179,7 @@ class Slots:
         seed: int,
         device: torch.device,
         dtype: torch.dtype,
+        room: int | None = None,
     ) -> None:
         """Allocate.
 
@@ -193,9 +194,11 @@ class Slots:
             seed: of the policy's randomness.
             device: of the slots.
             dtype: of K and V.
+            room: tokens held before anything is evicted, where that is not the capacity: all of a prompt.
         """
         capacity = shape.kept(capacity)
         self.policy = policy if capacity is None else policy.bind(capacity)
+        capacity = capacity if room is None else shape.kept(room)
         self.shape, self.layers, self.num_layers = shape, list(layers), num_layers
         self.layer_index = torch.tensor(self.layers, device=device)
         self.capacity, self.streams, self.seed = capacity, streams, seed

@@ -1,0 +1,63 @@
+"""Eviction once, after a prompt: held to lists that are cut once, and to dense where nothing is cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import FAMILIES, model_of, tokens_of
+from reference import ListBackend
+from test_exactness import BOTH, CLOSE, MODES, POLICIES, chooser
+
+from harness.engine.loop import CacheConfig, CachedDecoder
+from harness.engine.once import read_once
+from policies.dense import Dense
+from policies.h2o import H2O
+from policies.sink_window import SinkWindow
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("mode", MODES)
+@BOTH
+def test_a_prompt_cut_once_and_what_follows_equal_the_lists(family, policy, mode, dtype):
+    model, tokens, capacity, limit, length = model_of(family, dtype), tokens_of(40), 9, 12, 30
+    reference = ListBackend(model, chooser(policy, capacity, 5), capacity, mode, limit, first_eviction=length - 1)
+    theirs = reference.run(tokens)
+    config = CacheConfig(policy, capacity, mode, limit, seed=5)
+    read, logits = read_once(model, config, tokens[:, :length], 7)
+    torch.testing.assert_close(logits, theirs[:, length - 1], atol=CLOSE[dtype], rtol=0)
+    for t in range(length, 40):
+        assert [layer[0] for layer in read.kept()] == reference.kept[t - 1], f"before step {t}"
+        ours = read(tokens[:, t : t + 1])
+        torch.testing.assert_close(ours, theirs[:, t : t + 1], atol=CLOSE[dtype], rtol=0)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_block_the_streams_and_kernels_change_nothing(policy, compiled):
+    model, tokens, config = model_of("llama"), tokens_of(90, streams=2), CacheConfig(policy, 16)
+    reads = [read_once(model, config, tokens[b : b + 1, :80], 80, walk=True)[0] for b in range(2)]
+    both, _ = read_once(model, config, tokens[:, :80], 33, compiled=compiled)
+    assert both.kept() == [[a, b] for a, b in zip(*([layer[0] for layer in r.kept()] for r in reads), strict=True)]
+    ours, theirs = both(tokens[:, 80:]), torch.cat([r(tokens[b : b + 1, 80:]) for b, r in enumerate(reads)])
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+    assert both.slots == reads[0].slots
+
+
+@pytest.mark.parametrize("config", [CacheConfig(Dense()), CacheConfig(H2O(), 60), CacheConfig(SinkWindow(), 60)], ids=str)
+def test_what_covers_the_prompt_is_dense(config):
+    model, tokens = model_of("llama"), tokens_of(60)
+    read, logits = read_once(model, config, tokens[:, :50], 16)
+    dense = CachedDecoder(model, CacheConfig(Dense()))(tokens)
+    torch.testing.assert_close(logits, dense[:, 49], atol=1e-4, rtol=0)
+    torch.testing.assert_close(read(tokens[:, 50:]), dense[:, 50:], atol=1e-4, rtol=0)
+
+
+def test_a_sliding_window_layer_keeps_what_later_queries_may_see():
+    model, tokens = model_of("mistral"), tokens_of(60)
+    sliding = model.layers[0].sliding_window
+    assert sliding == 16
+    read, _ = read_once(model, CacheConfig(SinkWindow(sinks=2), 20), tokens[:, :50], 16)
+    kept = read.kept()[0][0][0]
+    assert min(kept) >= 50 - (sliding - 1)
+    assert read(tokens[:, 50:]).isfinite().all()
