@@ -72,6 +72,28 @@ def of_answers(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def of_samples(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of scored questions: how many, their mean score with its standard error, all scores; accuracy where each is right or wrong.
+
+    Args:
+        samples: one a question, each with `score`, and `weight` where questions weigh differently: the mean is then the sum of
+            scores over the sum of weights.
+    """
+    scores = np.array([s["score"] for s in samples], np.float64)
+    weights = np.array([s.get("weight", 1) for s in samples], np.float64)
+    mean, count = float(scores.sum() / weights.sum()), len(samples)
+    off = scores - mean * weights
+    error = math.sqrt(float(off @ off) * count / (count - 1)) / float(weights.sum()) if count > 1 else None
+    result: dict[str, Any] = {"questions": count, "score": mean, "stderr": error, "scores": scores.tolist()}
+    if any("weight" in s for s in samples):
+        return result | {"weights": weights.tolist()}
+    if set(scores.tolist()) <= {0.0, 1.0}:
+        right = int(scores.sum())
+        result |= {"right": right, "accuracy": right / count, "outcomes": "".join("01"[int(s)] for s in scores)}
+        del result["scores"]  # the outcomes say it
+    return result
+
+
 def of_steps(steps: NDArray[np.float64], batch: int) -> dict[str, Any]:
     """Of timed steps, in ms: percentiles, the medians of rounds and their spread, tokens per second.
 

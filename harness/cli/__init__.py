@@ -8,7 +8,7 @@ import sys
 import click
 
 from harness import __version__
-from harness.cli import judge, keep, look, measure, pages
+from harness.cli import judge, keep, lm_eval, look, measure, pages
 from harness.errors import NO_ROOM, UserError
 
 
@@ -26,6 +26,7 @@ def cli() -> None:
 for _verb in (
     measure.run,
     pages.leaderboard,
+    lm_eval.lm_eval,
     judge.compare,
     judge.check,
     judge.baseline,

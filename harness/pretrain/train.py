@@ -155,14 +155,8 @@ def pretrain(
         The model's directory.
 
     Raises:
-        UserError: `accelerate` is missing, or the books can't be had.
+        UserError: the books can't be had.
     """
-    try:
-        import accelerate  # noqa: F401
-    except ImportError:
-        raise UserError(
-            "bench pretrain needs the package 'accelerate': pip install -c constraints.txt -e '.[pretrain]'"
-        ) from None
     out.mkdir(parents=True, exist_ok=True)
     training = config.training
     pieces = lambda: text.pieces(config.text, config.seed, data)  # noqa: E731

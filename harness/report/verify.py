@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.aggregates import of_answers, of_nll, of_steps
+from harness.aggregates import of_answers, of_nll, of_samples, of_steps
 from harness.records import Record
 
 _ROUNDING = 1e-6  # relative: traces of times are float32
@@ -75,6 +75,10 @@ def _answers(_: Record, path: Path) -> dict[str, Any]:
     return of_answers([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()])
 
 
+def _samples(_: Record, path: Path) -> dict[str, Any]:
+    return of_samples([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()])
+
+
 def _steps(record: Record, path: Path) -> dict[str, Any]:
     steps = np.load(path).astype(np.float64)
     found = of_steps(steps, record.cell["task"].get("batch", 1))
@@ -82,7 +86,7 @@ def _steps(record: Record, path: Path) -> dict[str, Any]:
 
 
 _KINDS: dict[str, Callable[[Record, Path], dict[str, Any]]] = {
-    ".nll.npy": _nll, ".answers.jsonl": _answers, ".steps.npy": _steps,
+    ".nll.npy": _nll, ".answers.jsonl": _answers, ".steps.npy": _steps, ".samples.jsonl": _samples,
 }  # fmt: skip
 
 
