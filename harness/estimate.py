@@ -15,7 +15,7 @@ from harness import registry
 from harness.device import best_seconds, multiply_rate
 from harness.engine.load import DTYPES, device_of
 from harness.errors import UserError
-from harness.hub import is_random, model_directory, quiet
+from harness.hub import BUILTIN, is_random, model_directory, quiet
 from harness.suite import Cell
 from harness.suite_file import ModelSpec
 
@@ -89,7 +89,8 @@ def _shape(spec: ModelSpec) -> _Shape | None:
     """From the config alone; None if neither directory, cache nor hub has it."""
     quiet()
     try:
-        where = str(model_directory(spec.id, None, False)) if is_random(spec.id) else spec.id
+        ours = is_random(spec.id) or spec.id.startswith(BUILTIN)
+        where = str(model_directory(spec.id, None, False)) if ours else spec.id
         config: Any = AutoConfig.from_pretrained(where, revision=spec.revision, trust_remote_code=False).get_text_config()
     except (OSError, ValueError):
         if Path(spec.id).expanduser().exists():

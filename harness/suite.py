@@ -120,12 +120,14 @@ def load(path: Path, overrides: Overrides | None = None) -> tuple[SuiteFile, lis
     apply(source, overrides or Overrides())
     suite = validated(SuiteFile, source.data, source, ())
     models = [validated(ModelSpec, m, source, ("model", *i)) for i, given in items(suite.model) for m in spread(given)]
-    tasks = [_task(t, source, ("task", *i)) for i, given in items(suite.task) for t in spread(given)]
+    tasks = [_task(t, source, ("task", *i)) for i, given in items(suite.task) for t in _without_filter(given)]
+    only = [_filter(given, source, ("task", *i)) for i, given in items(suite.task) for _ in _without_filter(given)]
     entries = [cell for i in range(len(suite.policies)) for cell in _entry(suite, i, source)]
     seeds = suite.seed if isinstance(suite.seed, list) else [suite.seed]
     cells = [
         Cell(suite.suite, suite.version, model, task, *entry, seed)
-        for model, task, entry, seed in itertools.product(models, tasks, entries, seeds)
+        for model, (task, chosen), entry, seed in itertools.product(models, zip(tasks, only, strict=True), entries, seeds)
+        if chosen is None or entry[0] in chosen
     ]
     unique = list({cell.id: cell for cell in cells}.values())
     if not unique:
@@ -160,6 +162,24 @@ def again(record: dict[str, Any], model: str | None = None) -> Cell:
     if not same:
         raise UserError("what was asked means something else today")
     return cell
+
+
+def _without_filter(given: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A task's entry spread out, without the names of the policies that it is for."""
+    return spread({k: v for k, v in given.items() if k != "policies"})
+
+
+def _filter(given: dict[str, Any], source: Source, at: Location) -> list[str] | None:
+    """The policies that a task is for; None if it is for all."""
+    names = given.get("policies")
+    if names is not None and not (isinstance(names, list) and all(isinstance(n, str) for n in names)):
+        raise source.error((*at, "policies"), "a list of the names of policies")
+    for name in names or []:
+        try:
+            registry.policy_class(name)
+        except UserError as error:
+            raise source.error((*at, "policies"), str(error)) from None
+    return names
 
 
 def _task(value: dict[str, Any], source: Source, at: Location) -> BaseModel:
@@ -236,6 +256,9 @@ def schema() -> dict[str, Any]:
     models = [ModelSpec.model_json_schema()]
     for options in (*tasks, *models):
         options["properties"] = {k: _or_list(v) for k, v in options["properties"].items()}
+    for options in tasks:
+        about = "the policies that the task is for; all of the suite if not given"
+        options["properties"]["policies"] = {"type": "array", "items": {"type": "string"}, "description": about}
     result = SuiteFile.model_json_schema()
     own = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string", "pattern": ":"}}}
     names: dict[str, Any] = {"anyOf": [{"enum": registry.policy_names()}, {"type": "string", "pattern": ":"}]}

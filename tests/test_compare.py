@@ -72,24 +72,33 @@ def test_answers_are_compared_question_by_question():
     a, b = quiz("1" * 50 + "0" * 50), quiz("1" * 50 + "1" * 20 + "0" * 30, policy="h2o")
     found = only(differences(a, b), "accuracy")
     assert (found.change, found.verdict) == (pytest.approx(0.2), "better")
-    assert 0.12 < found.low < 0.2 <= found.high <= 0.2
+    assert 0.1 < found.low < 0.2 < found.high < 0.3
     assert only(differences(b, a), "accuracy").verdict == "worse"
     mixed = quiz("0" * 5 + "1" * 45 + "1" * 6 + "0" * 44, policy="h2o")
     assert only(differences(a, mixed), "accuracy").verdict == "can't tell"
     assert only(differences(a, quiz("1" * 50 + "0" * 50)), "accuracy").verdict == "same"
 
 
-def test_the_interval_of_paired_shares_covers_what_it_should():
+@pytest.mark.parametrize("shares", [[0.3, 0.25, 0.15, 0.3], [0.4, 0.3, 0.0, 0.3], [0.02, 0.03, 0.01, 0.94]])
+def test_the_interval_of_paired_shares_covers_what_it_should(shares):
     """Its ends hold the true difference 95 times in a hundred, of texts drawn many times over."""
     rng = np.random.default_rng(0)
     hits = 0
     for _ in range(400):
-        both = rng.choice(4, size=200, p=[0.3, 0.25, 0.15, 0.3])  # neither, only a, only b, both
+        both = rng.choice(4, size=200, p=shares)  # neither, only a, only b, both
         a, b = ("".join("01"[x in (k, 3)] for x in both) for k in (1, 2))
         low, high = paired_shares(a, b)
-        hits += low <= -0.1 <= high
+        hits += low <= shares[2] - shares[1] <= high
     assert 0.92 <= hits / 400 <= 0.99
-    assert paired_shares("0101", "0101") == (-0.75, 0.75)
+
+
+def test_the_interval_of_paired_shares_is_the_same_both_ways_round_and_wide_for_few_questions():
+    low, high = paired_shares("0101", "0101")
+    assert low == -high
+    assert -1 < low < -0.3
+    one, other = paired_shares("1" * 40 + "0" * 10, "1" * 30 + "0" * 20), paired_shares("1" * 30 + "0" * 20, "1" * 40 + "0" * 10)
+    assert one == (pytest.approx(-other[1]), pytest.approx(-other[0]))
+    assert one[0] < -0.2 < one[1] < 0, "also where all that differ do so in one direction"
 
 
 def test_newcombes_interval_is_that_of_his_paper():

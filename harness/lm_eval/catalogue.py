@@ -62,12 +62,13 @@ def task(name: str, fewshot: int | None, seed: int, include: Sequence[str], meta
     """
     random.seed(seed)
     np.random.seed(seed)
-    known = _manager(tuple(include), ()).task_index
+    everything = name not in _manager(tuple(include), (), False).task_index
+    known = _manager(tuple(include), (), everything).task_index
     if name not in known:
         raise UserError(f"{name}: lm-eval has no such task{did_you_mean(name, known)}; 'bench lm-eval ls tasks' lists them")
     try:
         with quiet():
-            loaded: dict[str, Any] = _manager(tuple(include), tuple(sorted(metadata.items()))).load([name])
+            loaded: dict[str, Any] = _manager(tuple(include), tuple(sorted(metadata.items())), everything).load([name])
     except Exception as error:
         raise unreachable(error) or UserError(f"{name}: lm-eval can't load it ({_first_line(error)})") from error
     if len(loaded["tasks"]) != 1 or loaded["groups"]:
@@ -79,10 +80,10 @@ def task(name: str, fewshot: int | None, seed: int, include: Sequence[str], meta
 
 
 @cache
-def _manager(include: tuple[str, ...], metadata: tuple[tuple[str, Any], ...]) -> TaskManager:
-    """It reads thousands of files."""
+def _manager(include: tuple[str, ...], metadata: tuple[tuple[str, Any], ...], everything: bool) -> TaskManager:
+    """Of all tasks, for which it reads thousands of files; or of ours and those included."""
     with quiet():
-        return TaskManager(include_path=[GENERATED, *include], metadata=dict(metadata))
+        return TaskManager(include_path=[GENERATED, *include], include_defaults=everything, metadata=dict(metadata))
 
 
 def unreachable(error: BaseException) -> UserError | None:
@@ -113,7 +114,7 @@ def unknown(error: BaseException) -> UserError | None:
     if found is None:
         return None
     name = found[1].split(",")[0].strip()
-    return UserError(f"{found[1]}: lm-eval has no such task{did_you_mean(name, _manager((), ()).task_index)}")
+    return UserError(f"{found[1]}: lm-eval has no such task{did_you_mean(name, _manager((), (), True).task_index)}")
 
 
 def _asked(error: BaseException) -> tuple[str, str | None] | None:

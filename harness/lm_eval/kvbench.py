@@ -18,20 +18,13 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import simple_parse_args_string
 from tqdm import tqdm
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from harness import registry
 from harness.data.stream import newline
-from harness.engine.fastcheck import fast_method
-from harness.engine.load import DTYPES, device_of, load_model, load_tokenizer
-from harness.engine.loop import CacheConfig
-from harness.engine.model import Model
 from harness.errors import UserError
-from harness.hub import model_directory
+from harness.lm_eval.arguments import Arguments
 from harness.lm_eval.reading import Reader
 
-_BLOCK = 4096  # tokens that pass a layer at once, all streams together
-_BATCH = 16  # requests side by side, where none is said
 _GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0}  # what generation may say besides length and stops
 _MEANS_NOTHING = {"temperature", "top_p", "top_k", "until"}  # to greedy decoding
 
@@ -84,7 +77,7 @@ class KVBench(HFLM):  # type: ignore[misc]
 
     @classmethod
     def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> Self:
-        """From arguments by name: of `loaded`, and of `batch_size` and `device` as lm-eval's options.
+        """From arguments by name: those of `Arguments`, with `batch_size` and `device` as lm-eval's own options.
 
         Raises:
             UserError: a model that can't be had, a policy that is not there or can't serve the capacity.
@@ -92,10 +85,8 @@ class KVBench(HFLM):  # type: ignore[misc]
         given = {k: v for k, v in (additional_config or {}).items() if v is not None and k != "max_batch_size"}
         if str(given.get("device", "")).startswith("cuda") and not torch.cuda.is_available():
             del given["device"]  # lm-eval's default, which its `hf` takes no more seriously
-        try:
-            return loaded(cls, **(dict(arg_dict) | given))
-        except TypeError as error:
-            raise UserError(f"--model_args: {str(error).removeprefix('loaded() ')}") from None
+        asked = Arguments.of(dict(arg_dict) | given)
+        return cls(*asked.loaded(), asked.max_length, asked.add_bos_token, asked.prefix_token_id, asked.chat_template_args)
 
     @property
     def max_length(self) -> int:
@@ -217,90 +208,3 @@ class KVBench(HFLM):  # type: ignore[misc]
 
 def _known() -> set[str]:
     return _MEANS_NOTHING | set(_GREEDY)
-
-
-def loaded(
-    cls: type[KVBench],
-    pretrained: str,
-    policy: str = "dense",
-    capacity: int | None = None,
-    positions: Any = "cache",
-    limit: int | None = None,
-    prompt: Any = "stream",
-    prompt_tokens: int | None = None,
-    seed: int = 0,
-    revision: str | None = None,
-    dtype: str = "auto",
-    device: str = "auto",
-    batch_size: int | str = _BATCH,
-    max_length: int | None = None,
-    rope_length: int | None = None,
-    pickle: bool = False,
-    add_bos_token: bool | None = None,
-    prefix_token_id: int | None = None,
-    chat_template_args: dict[str, Any] | None = None,
-    **parameters: Any,
-) -> Any:
-    """A model under a policy, from what a command line says.
-
-    Args:
-        cls: to make.
-        pretrained: a local directory, a hub id, or "builtin:" and a name.
-        policy: its name, or file.py:Class.
-        capacity: tokens per KV head kept between steps.
-        positions: where RoPE puts a cached token: cache, stream or clamped.
-        limit: largest distance of positions `clamped`, in tokens.
-        prompt: stream, once or truncate (see `Reader`).
-        prompt_tokens: of prompt `truncate`.
-        seed: of the policy's randomness.
-        revision: of a hub model.
-        dtype: float32, bfloat16 or float16; the model's own where "auto".
-        device: "auto", "cpu", "cuda" and so on.
-        batch_size: requests side by side; "auto" is 16.
-        max_length: as in `KVBench`, as are the four after it.
-        rope_length: as in `harness.engine.model.adopt`.
-        pickle: accept weights that are not safetensors.
-        add_bos_token: as in lm-eval's `hf`.
-        prefix_token_id: likewise.
-        chat_template_args: likewise.
-        parameters: of the policy.
-
-    Raises:
-        UserError: any of it can't be had.
-    """
-    kind = registry.policy_class(str(policy))
-    names = [f.name for f in dataclasses.fields(kind)]
-    unknown = [name for name in parameters if name not in names]
-    if unknown:
-        raise UserError(
-            f"{unknown[0]}: no argument of kvbench, nor a parameter of {policy} ({', '.join(names) or 'it has none'})"
-        )
-    directory = model_directory(str(pretrained), revision, pickle)
-    if dtype == "auto":
-        dtype = str(getattr(AutoConfig.from_pretrained(directory), "dtype", None) or "float32").removeprefix("torch.")
-    if dtype not in DTYPES:
-        raise UserError(f"dtype {dtype}: one of {', '.join(DTYPES)}")
-    try:
-        config = CacheConfig(kind(**parameters), capacity, positions, limit, seed)
-        if capacity is not None:
-            config.policy.bind(capacity)
-        batch = _BATCH if str(batch_size).startswith("auto") else int(batch_size)
-        tokenizer = load_tokenizer(directory)
-        model = load_model(directory, dtype, device_of(device), rope_length, pickle)
-        reader = reader_of(model, config, prompt, prompt_tokens, batch)
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    return cls(reader, tokenizer, max_length, add_bos_token, prefix_token_id, chat_template_args)
-
-
-def reader_of(model: Model, config: CacheConfig, prompt: Any, prompt_tokens: int | None, batch: int) -> Reader:
-    """A reader that is as fast as was found to agree with the plain walk.
-
-    Raises:
-        ValueError: what is asked does not go together.
-    """
-    how: dict[str, bool] = {}
-    if config.policy.caches:
-        found = fast_method(model, config)
-        how = {"closed": found.method == "closed form", "compiled": found.method == "compiled walk" or found.step != "plain"}
-    return Reader(model, config, prompt, prompt_tokens, batch, _BLOCK, how)

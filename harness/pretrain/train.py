@@ -18,7 +18,6 @@ from transformers.trainer_callback import PrinterCallback
 
 from harness.device import device_name
 from harness.engine.zero_sink import ZERO_SINK
-from harness.errors import UserError
 from harness.pretrain import curve, text, tokenizer
 from harness.pretrain.card import card
 from harness.pretrain.config import PretrainConfig

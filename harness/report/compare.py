@@ -14,12 +14,12 @@ from typing import Literal
 import numpy as np
 
 from harness.records import Record
-from harness.report.intervals import median_interval, wilson
+from harness.report.intervals import FEWEST_BLOCKS, clustered, median_interval, wilson
 from harness.report.pairing import paired
 
 Verdict = Literal["better", "worse", "same", "can't tell"]
 # Differences that nobody would act on: an interval inside them is "same".
-MARGINS = {"nll": 0.001, "accuracy": 0.01, "step_ms": 0.03}
+MARGINS = {"nll": 0.001, "accuracy": 0.01, "score": 0.01, "step_ms": 0.03}
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def differences(a: Record, b: Record, traces: tuple[Path | None, Path | None] = 
         verdict: Verdict = "same" if a.status == b.status else "worse" if a.status == "ok" else "better"
         kinds = [str((r.error or {}).get("kind", r.status)) if r.status != "ok" else "ok" for r in (a, b)]
         return [Difference("status", None, None, None, None, None, verdict, " -> ".join(kinds))]
-    found = [*_nll(a, b, traces), *_accuracy(a, b), *_latency(a, b)]
+    found = [*_nll(a, b, traces), *_accuracy(a, b), *_score(a, b), *_latency(a, b)]
     return [*found, *(_exactly(name, a, b) for name in ("kv_bytes", "state_bytes") if name in a.metrics and name in b.metrics)]
 
 
@@ -131,20 +131,47 @@ def _accuracy(a: Record, b: Record) -> list[Difference]:
     ]
 
 
+def _score(a: Record, b: Record) -> list[Difference]:
+    """Of questions whose score is no plain yes or no, paired by bootstrapping whole questions."""
+    x, y = a.metrics, b.metrics
+    if "scores" not in x or "scores" not in y:
+        return []
+    change = y["score"] - x["score"]
+    if a.data.get("ids_sha256") != b.data.get("ids_sha256") or x.get("metric") != y.get("metric"):
+        return [Difference("score", x["score"], y["score"], change, None, None, "can't tell", "not the same questions")]
+    if a.cell_id == b.cell_id and x["scores"] == y["scores"]:
+        return [Difference("score", x["score"], y["score"], 0.0, 0.0, 0.0, "same", "the same score for every question")]
+    off, weights = np.array(y["scores"]) - np.array(x["scores"]), np.array(y.get("weights", np.ones(len(y["scores"]))))
+    if len(off) < FEWEST_BLOCKS:
+        return [
+            Difference("score", x["score"], y["score"], change, None, None, "can't tell", f"{len(off)} questions are too few")
+        ]
+    found = clustered(off, weights)
+    verdict = judged(found.low, found.high, MARGINS["score"], y.get("higher_is_better", True))
+    return [Difference("score", x["score"], y["score"], change, found.low, found.high, verdict, "question by question")]
+
+
 def paired_shares(a: str, b: str) -> tuple[float, float]:
-    """Interval of the difference of two shares over the same questions: Wilson's, of those that only one answers rightly.
+    """Interval of the difference of two shares over the same questions, b's less a's.
 
     Args:
         a: outcomes, a "1" for every right answer.
         b: the other's, of the same length.
+
+    Source: Newcombe 1998, Statistics in Medicine 17, 2635-2650, method 10: Wilson's intervals of each, and their correlation.
     """
-    only_a, only_b = (sum(x == "1" and y != "1" for x, y in zip(*pair, strict=True)) for pair in ((a, b), (b, a)))
-    split = only_a + only_b
-    if split == 0:  # how many more might differ that were not asked: the rule of three
-        low, high = -3 / len(a), 3 / len(a)
-        return max(-1.0, low), min(1.0, high)
-    low, high = wilson(only_b, split)
-    return split / len(a) * (2 * low - 1), split / len(a) * (2 * high - 1)
+    n, pairs = len(a), list(zip(a, b, strict=True))
+    both, only_a, only_b, none = (pairs.count(kind) for kind in (("1", "1"), ("1", "0"), ("0", "1"), ("0", "0")))
+    x, y = (both + only_a) / n, (both + only_b) / n
+    (low_a, high_a), (low_b, high_b) = wilson(both + only_a, n), wilson(both + only_b, n)
+    scale = math.sqrt((both + only_a) * (only_b + none) * (both + only_b) * (only_a + none))
+    tied = both * none - only_a * only_b
+    phi = (max(tied - n / 2, 0) if tied > 0 else tied) / scale if scale else 0.0
+
+    def width(down: float, up: float) -> float:
+        return math.sqrt(max(down * down - 2 * phi * down * up + up * up, 0.0))
+
+    return y - x - width(y - low_b, high_a - x), y - x + width(high_b - y, x - low_a)
 
 
 def shares(a: tuple[int, int], b: tuple[int, int]) -> tuple[float, float]:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from harness.records import Record
 from harness.report.baseline import Band, ratio
-from harness.report.compare import MARGINS, differences, largest_difference, moved
+from harness.report.compare import MARGINS, Difference, differences, largest_difference, moved
 from harness.report.sources import trace
 from harness.report.verdicts import cell_name
 
@@ -83,10 +83,10 @@ def _cell(
         return
     yield from _exactness(base, now, folders)
     for difference in differences(base, now):
-        if difference.metric in ("nll", "accuracy"):
+        if difference.metric in ("nll", "accuracy", "score"):
             state: State = "regression" if difference.verdict == "worse" else "ok"
             if difference.low is None:
-                off = difference.change  # without an interval the margin alone decides: rounding is no regression
+                off = _worse(difference, now)  # without an interval the margin alone decides: rounding is no regression
                 state = "could not compare" if off is None else "regression" if off > MARGINS[difference.metric] else "ok"
             interval = f" [{difference.low:+.4g}, {difference.high:+.4g}]" if difference.low is not None else ""
             change = "" if difference.change is None else f"{difference.change:+.4g}{interval}"
@@ -100,6 +100,13 @@ def _cell(
             yield "bytes", state, f"{difference.metric} {difference.a:,.0f} -> {difference.b:,.0f}"
     if "rounds_ms" in base.metrics and base.cell["policy"] != "dense":
         yield _latency(base, now, run, bands.get(base.cell_id))
+
+
+def _worse(difference: Difference, record: Record) -> float | None:
+    """By how much, in the metric's own unit; negative if better."""
+    if difference.change is None or difference.metric == "nll" or record.metrics.get("higher_is_better") is False:
+        return difference.change
+    return -difference.change
 
 
 def _exactness(base: Record, now: Record, folders: tuple[Path, Path]) -> Iterator[Result]:

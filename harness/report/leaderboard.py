@@ -88,7 +88,7 @@ def _order(record: Record) -> tuple[Any, ...]:
 
 def _section(records: Sequence[Record]) -> list[str | chart.Chart]:
     """One task of one suite on one model."""
-    return [f"### {md(records[0].cell['task'].get('name', ''))}\n", *sections.body(records), *_provenance(records)]
+    return [f"### {md(sections.heading(records[0]))}\n", *sections.body(records), *_provenance(records)]
 
 
 def _provenance(records: Sequence[Record]) -> list[str]:

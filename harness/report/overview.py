@@ -50,7 +50,7 @@ class Row:
     @property
     def answers(self) -> tuple[int, int] | None:
         """Right answers, and of how many, over all tasks with questions."""
-        asked = [r.metrics for r in self.records if r.status == "ok" and r.metrics.get("questions")]
+        asked = [r.metrics for r in self.records if r.status == "ok" and r.metrics.get("questions") and "right" in r.metrics]
         return (sum(m["right"] for m in asked), sum(m["questions"] for m in asked)) if asked else None
 
     @property
@@ -80,6 +80,8 @@ def rows(records: Sequence[Record]) -> list[Row]:
 
 def overview(records: Sequence[Record]) -> list[str]:
     """The table, with the front and ranks; nothing where there is nothing to choose from, or several texts to choose by."""
+    if len({r.cell["task"].get("prompt") for r in records if r.cell["task"].get("name") == "lm_eval"}) > 1:
+        records = [r for r in records if r.cell["task"].get("name") != "lm_eval"]  # query-aware and query-blind don't mix
     found = rows(records)
     texts = {question(r) for r in records if r.cell["task"].get("name") == "perplexity" and r.status == "ok"}
     if len(found) < 2 or len(texts) > 1 or not any(r.perplexity is not None or r.answers for r in found):

@@ -146,9 +146,11 @@ class LmEval(Task):
                 fewshot_as_multiturn=bool(options.chat_template),
             )  # fmt: skip
         results = _numbers(found["results"][name])
-        metric = options.metric or next(iter(found["samples"][name][0]["metrics"]))
-        if metric not in found["samples"][name][0]["metrics"]:
-            raise MeasurementError(f"{name} has no metric {metric}: {', '.join(found['samples'][name][0]['metrics'])}")
+        metrics = list(found["samples"][name][0]["metrics"])
+        length = str(options.max_seq_length)  # RULER's metrics are called after the length of the prompt
+        metric = options.metric or (length if length in metrics else metrics[0])
+        if metric not in metrics:
+            raise MeasurementError(f"{name} has no metric {metric}: {', '.join(metrics)}")
         samples = [_sample(sample, metric) for sample in _filtered(found["samples"][name])]
         job.trace.write_text("".join(json.dumps(s, ensure_ascii=False) + "\n" for s in samples), encoding="utf-8")
         higher = found["higher_is_better"][name].get(metric)

@@ -16,7 +16,8 @@ from harness.tasks.streameval import HEADER, answer, question, record_line
 
 _SEED = 900_000  # of the first text; pretraining and the suites read others
 _QUESTIONS = {"train": 50, "test": 200}
-_CHARACTERS = 1600  # of prose before a question, or a little more
+_BEFORE = 700  # characters of prose before a question, or a few more: within the training length of our models
+_PASSAGE = 1600  # of a passage
 _GIVEN = 3  # words of the sentence, at least
 _LINES = 3  # of a record
 _CHOICES = 4
@@ -52,7 +53,7 @@ def _cloze() -> Iterator[dict[str, Any]]:
         others = sorted({other[i] for other, i in fixed} - set(words))
         choices = [words[at], *draw.sample(others, _CHOICES - 1)]
         draw.shuffle(choices)
-        text = Prose(seed).text(_CHARACTERS).rstrip() + " " + filled
+        text = Prose(seed).text(_BEFORE).rstrip() + " " + filled
         yield {"text": text, "choices": choices, "gold": choices.index(words[at]), "answer": words[at]}
 
 
@@ -75,4 +76,4 @@ def _passages() -> Iterator[dict[str, Any]]:
     seed = 2 * _SEED
     while True:
         seed += 1
-        yield {"text": Prose(seed).text(_CHARACTERS)}
+        yield {"text": Prose(seed).text(_PASSAGE)}

@@ -1,7 +1,8 @@
 """How records of a task are shown: one module a task, named after it; `generic` shows what has none.
 
 A module has `headline(record)`, the figure of a finished cell in words; `body(records)`, the lines of its section
-with its charts, what was asked first; and `AXES`, the options of the task that vary within a section.
+with its charts, what was asked first; perhaps `heading(record)`, what a section is called; and `AXES`, the options of
+the task that vary within a section.
 """
 
 from __future__ import annotations
@@ -26,6 +27,12 @@ def _module(record: Record) -> Any:
 def headline(record: Record) -> str:
     """The figure of a finished cell, in words."""
     return str(_module(record).headline(record)) if record.status == "ok" else ""
+
+
+def heading(record: Record) -> str:
+    """What a section is called: the task, unless its module says more."""
+    own = getattr(_module(record), "heading", None)
+    return str(own(record) if own else record.cell["task"].get("name", ""))
 
 
 def body(records: Sequence[Record]) -> list[str | Chart]:

@@ -65,7 +65,7 @@ def _status(record: Record) -> str:
     return "; ".join(map(str, record.metrics.get("flags") or [])) or "ok"
 
 
-_TOLD = ("data", "split", "tokens", "distance", "subset", "book", "batch", "streams")
+_TOLD = ("data", "split", "tokens", "distance", "subset", "book", "batch", "streams", "tasks", "prompt")
 
 
 def _finite(value: Any, scale: float = 1) -> float | None:
