@@ -67,7 +67,7 @@ class KVBench(HFLM):  # type: ignore[misc]
         finally:
             log.setLevel(level)
         self.truncated = 0  # requests of which something was cut off at max_length
-        self.over_capacity = 0  # requests longer than the cache
+        self.over_capacity = 0  # requests that do not fit the cache
         self.requests = 0
 
     @classmethod
@@ -167,7 +167,7 @@ class KVBench(HFLM):  # type: ignore[misc]
             return said[-1] in ends or any(s in self.tok_decode(said[-tail:], skip_special_tokens=False) for s in stops)
 
         prompts = [self._prompt(context, room) for context in contexts]
-        self._count(len(prompt) + most for prompt in prompts)
+        self._count(len(prompt) + most - 1 for prompt in prompts)
         texts = []
         for said in self.reader.generate(prompts, most, ended, self._told or bar.update):
             whole = next((at for at, token in enumerate(said) if token in ends), len(said))
@@ -200,7 +200,7 @@ class KVBench(HFLM):  # type: ignore[misc]
         capacity = self.reader.config.capacity
         for length in lengths:
             self.requests += 1
-            self.over_capacity += capacity is not None and length > capacity
+            self.over_capacity += capacity is not None and length > capacity + 1  # a step sees what is kept, and itself
 
     def _progress(self, total: int, what: str, hidden: bool) -> tqdm:
         return tqdm(total=total, desc=f"Running {what}", disable=hidden or self._told is not None)

@@ -15,7 +15,8 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from harness.engine.loop import CacheConfig, CachedDecoder, Decoder, decoder
+from harness.engine.loop import CacheConfig, CachedDecoder, Decoder
+from harness.engine.loop import decoder as open_decoder
 from harness.engine.model import Model
 from harness.engine.once import read_once
 
@@ -34,6 +35,15 @@ class Scored(NamedTuple):
 
     logprob: float  # nats, summed over its tokens
     greedy: bool  # greedy decoding would have said it
+
+
+@dataclass
+class _Read:
+    """What is read of one request, or of several that differ in their last token only, which nobody reads."""
+
+    context: list[int]
+    said: list[int]  # the continuation's tokens but the last
+    last: dict[int, int] = field(default_factory=dict)  # by the request's number
 
 
 @dataclass
@@ -85,13 +95,17 @@ class Reader:
         Raises:
             ArithmeticError: a logit is not finite.
         """
-        asked = [(list(self._shortened(context)), list(continuation)) for context, continuation in requests]
-        order = sorted(range(len(asked)), key=lambda i: (len(asked[i][0]), asked[i]))  # answers of a question side by side
+        groups: dict[tuple[tuple[int, ...], ...], _Read] = {}
+        for number, (context, continuation) in enumerate(requests):
+            first, rest = tuple(self._shortened(context)), tuple(continuation)
+            read = groups.setdefault((first, rest[:-1]), _Read([*first], [*rest[:-1]]))
+            read.last[number] = rest[-1]
+        order = sorted(groups.values(), key=lambda read: (len(read.context), read.context, read.said))
         found: dict[int, Scored] = {}
-        for batch in self._batches(order, lambda i: len(asked[i][0]), 0 if self.prompt == "once" else None):
-            found |= dict(zip(batch, self._scored([asked[i] for i in batch]), strict=True))
-            done(len(batch))
-        return [found[i] for i in range(len(asked))]
+        for batch in self._batches(order, lambda read: len(read.context), 0 if self.prompt == "once" else None):
+            found |= self._scored(batch)
+            done(sum(len(read.last) for read in batch))
+        return [found[number] for number in range(len(requests))]
 
     def generate(
         self, prompts: Sequence[Sequence[int]], most: int, ended: Callable[[list[int]], bool],
@@ -135,69 +149,70 @@ class Reader:
             yield batch
 
     @torch.inference_mode()
-    def _scored(self, requests: Sequence[tuple[list[int], list[int]]]) -> list[Scored]:
-        """A batch of continuations."""
-        contexts = [context for context, _ in requests]
+    def _scored(self, batch: Sequence[_Read]) -> dict[int, Scored]:
+        """What is read side by side, and what it says of each request."""
+        contexts = [read.context for read in batch]
         before: Tensor | None = None
-        read: Decoder
+        decoder: Decoder
         shared = min(len(context) for context in contexts) - (self.prompt != "once")  # up to where the first of them is scored
         rows = _numbered(tuple(context[:shared]) for context in contexts)
         opening = [contexts[rows.index(row)][:shared] for row in range(max(rows) + 1)]
         if self.prompt == "once":
-            read, before = self._once(opening)
-            before = before[rows]
-            read = read.fork(rows)
-        elif len(opening) == len(requests) or not shared:  # nothing in common
-            shared, read = 0, self._open(len(requests))
+            decoder, before = self._once(opening)
+            decoder, before = decoder.fork(rows), before[rows]
+        elif len(opening) == len(batch) or not shared:  # nothing in common
+            shared, decoder = 0, self._open(len(batch))
         else:
-            read = self._open(len(opening))
-            self._take_in(read, opening)
-            read = read.fork(rows)
-        return self._scored_from(read, requests, shared, before)
+            decoder = self._open(len(opening))
+            self._take_in(decoder, opening)
+            decoder = decoder.fork(rows)
+        return self._scored_from(decoder, batch, shared, before)
 
-    def _scored_from(
-        self, read: Decoder, requests: Sequence[tuple[list[int], list[int]]], at: int, before: Tensor | None
-    ) -> list[Scored]:
-        """The continuations of streams that were read up to a place; what is padding is read too, and not looked at.
+    def _scored_from(self, decoder: Decoder, batch: Sequence[_Read], at: int, before: Tensor | None) -> dict[int, Scored]:
+        """Streams read on from a place, and their requests scored; what is padding is read too, and not looked at.
 
         Args:
-            read: has taken in `at` tokens of every stream.
-            requests: contexts and continuations.
+            decoder: has taken in `at` tokens of every stream.
+            batch: of each stream.
             at: where it stands.
             before: logits after the last of those. [B, V].
         """
-        texts = [context + continuation for context, continuation in requests]
+        texts = [read.context + read.said for read in batch]
+        asked = [(row, number, last) for row, read in enumerate(batch) for number, last in read.last.items()]
         length = max(len(text) for text in texts)
         ids = torch.tensor([text + [0] * (length - len(text)) for text in texts])
-        places = torch.arange(length)
-        starts = torch.tensor([len(context) for context, _ in requests])[:, None]
-        ends = torch.tensor([len(text) for text in texts])[:, None]
-        asked = (places >= starts) & (places < ends)  # tokens whose log-probability counts. [B, L]
-        total, greedy = torch.zeros(len(texts), dtype=torch.float64), torch.ones(len(texts), dtype=torch.bool)
+        of = torch.tensor([row for row, _, _ in asked])  # the stream of every request. [R]
+        targets = torch.tensor([[*texts[row][1:], last, *[0] * (length - len(texts[row]))] for row, _, last in asked])
+        place = torch.arange(length)  # of the token after which a target comes
+        starts, ends = (torch.tensor(x)[of, None] for x in ([len(r.context) - 1 for r in batch], [len(t) for t in texts]))
+        wanted = (place >= starts) & (place < ends)  # targets that count. [R, L]
+        total, greedy = torch.zeros(len(asked), dtype=torch.float64), torch.ones(len(asked), dtype=torch.bool)
 
         def count(logits: Tensor, columns: Tensor) -> None:
-            """Logits [B, K, V] for the tokens in these columns [K]."""
-            wanted, target = asked[:, columns], ids[:, columns].to(logits.device)
+            """Logits [B, K, V] after the tokens in these columns [K]."""
+            target, stream = targets[:, columns].to(logits.device), of.to(logits.device)
             logprobs = torch.log_softmax(logits.float(), -1)
-            said = logprobs.gather(-1, target[..., None])[..., 0].cpu().double()
-            same = (logits.argmax(-1) == target).cpu()
-            if not bool(said[wanted].isfinite().all()):
+            said = logprobs[stream[:, None], torch.arange(len(columns), device=logits.device), target].cpu().double()
+            same = (logits.argmax(-1)[stream] == target).cpu()
+            counts = wanted[:, columns]
+            if not bool(said[counts].isfinite().all()):
                 raise ArithmeticError("a log-probability is not finite")
-            total.add_(said.where(wanted, 0.0).sum(1))
-            greedy.logical_and_((same | ~wanted).all(1))
+            total.add_(said.where(counts, 0.0).sum(1))
+            greedy.logical_and_((same | ~counts).all(1))
 
         if before is not None:
-            count(before[:, None], torch.tensor([at]))
+            count(before[:, None], torch.tensor([at - 1]))
         width = self._width(len(texts))
-        for first in range(at, length - 1, width):
-            part = torch.arange(first, min(first + width, length - 1))
-            columns = part[asked[:, part + 1].any(0)] + 1
-            keep = columns - 1 - first if len(columns) else torch.tensor([0])
-            logits = read(ids[:, part].to(self.model.device), keep=keep.to(self.model.device))
+        for first in range(at, length, width):
+            part = torch.arange(first, min(first + width, length))
+            columns = part[wanted[:, part].any(0)]
+            keep = columns - first if len(columns) else torch.tensor([0])
+            logits = decoder(ids[:, part].to(self.model.device), keep=keep.to(self.model.device))
             if len(columns):
                 count(logits, columns)
-        self._note(read, len(texts))
-        return [Scored(float(a), bool(b)) for a, b in zip(total, greedy, strict=True)]
+        self._note(decoder, len(texts))
+        scores = zip(total.tolist(), greedy.tolist(), strict=True)
+        return {number: Scored(*score) for (_, number, _), score in zip(asked, scores, strict=True)}
 
     @torch.inference_mode()
     def _said(self, prompts: Sequence[list[int]], most: int, ended: Callable[[list[int]], bool]) -> list[list[int]]:
@@ -232,7 +247,7 @@ class Reader:
         return said
 
     def _open(self, streams: int) -> Decoder:
-        return decoder(self.model, self.config, streams, **self.how)
+        return open_decoder(self.model, self.config, streams, **self.how)
 
     def _once(self, prompts: Sequence[Sequence[int]]) -> tuple[CachedDecoder, Tensor]:
         tokens = torch.tensor(prompts, device=self.model.device)

@@ -153,9 +153,10 @@ class LmEval(Task):
             raise MeasurementError(f"{name} has no metric {metric}: {', '.join(metrics)}")
         samples = [_sample(sample, metric) for sample in _filtered(found["samples"][name])]
         job.trace.write_text("".join(json.dumps(s, ensure_ascii=False) + "\n" for s in samples), encoding="utf-8")
-        higher = found["higher_is_better"][name].get(metric)
+        weighted = any("weight" in s for s in samples)  # then scores are log-likelihoods, whatever the metric makes of them
+        higher = weighted or found["higher_is_better"][name].get(metric) is not False
         return {
-            **of_samples(samples), "metric": metric, "higher_is_better": higher is not False, "lm_eval": results,
+            **of_samples(samples), "metric": metric, "higher_is_better": higher, "lm_eval": results,
             "over_capacity": model.over_capacity, "truncated": model.truncated, "requests": model.requests,
             "kv_bytes": reader.kv_bytes, "state_bytes": reader.state_bytes,
         }  # fmt: skip

@@ -1,0 +1,267 @@
+"""lm-eval's requests under a policy: dense is lm-eval's own `hf`, both entrances agree, and records take part in everything."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+
+import lm_eval.tasks
+import pytest
+import transformers
+from conftest import bench
+from lm_eval.evaluator import evaluate
+from lm_eval.models.huggingface import HFLM
+
+from harness.cli.running import Asked
+from harness.data.stream import newline
+from harness.engine.load import load_tokenizer
+from harness.errors import UserError
+from harness.hub import model_directory
+from harness.lm_eval import catalogue
+from harness.lm_eval.arguments import Arguments
+from harness.lm_eval.kvbench import KVBench
+from harness.records import RecordStore
+from harness.report import gate
+from harness.report.compare import differences
+from harness.report.leaderboard import render
+from harness.report.verify import problems
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # lm-eval and its packages have opinions of their own
+TASKS = ["kvbench_cloze", "kvbench_cloze_said", "kvbench_registers", "kvbench_prose"]
+SUITE = """
+suite: lm
+version: 1
+model: {id: "builtin:sink_2"}
+task:
+  - {name: lm_eval, tasks: [kvbench_registers, kvbench_cloze_said, kvbench_prose], limit: 24}
+  - {name: lm_eval, tasks: kvbench_registers, limit: 24, prompt: once, policies: [h2o]}
+  - {name: lm_eval, tasks: kvbench_prose, limit: 24, prompt: once, policies: [h2o]}
+capacity: 48
+policies: [dense, h2o]
+"""
+
+
+@cache
+def tokenizer_of(directory):
+    """With an end of text, without which lm-eval's `hf` can't generate."""
+    tokenizer = load_tokenizer(directory)
+    if tokenizer.eos_token_id is None:
+        tokenizer.eos_token = "<|sink3|>" if "<|sink3|>" in tokenizer.get_vocab() else tokenizer.bos_token
+    return tokenizer
+
+
+def prefix(tokenizer) -> int:
+    return newline(tokenizer) if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+
+
+def ours(directory, max_length=None, **arguments) -> KVBench:
+    tokenizer = tokenizer_of(directory)
+    reader, _ = Arguments.of(
+        {"pretrained": str(directory), "batch_size": 5, "device": "cpu", "dtype": "float32"} | arguments
+    ).loaded()
+    return KVBench(reader, tokenizer, max_length, prefix_token_id=prefix(tokenizer))
+
+
+def theirs(directory, max_length=None) -> HFLM:
+    tokenizer = tokenizer_of(directory)
+    hf = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype="float32").eval()
+    return HFLM(pretrained=hf, tokenizer=tokenizer, batch_size=4, max_length=max_length, prefix_token_id=prefix(tokenizer))
+
+
+def asked(model, tasks, limit=12, fewshot=None):
+    """Results and samples of lm-eval's own evaluation."""
+    results, samples = {}, {}
+    for name in tasks:
+        loaded = catalogue.task(name, fewshot, 1234, [], {})
+        for task in loaded["tasks"].values():
+            task.set_fewshot_seed(seed=1234)
+        with catalogue.quiet():
+            found = evaluate(model, loaded, limit=limit, bootstrap_iters=0)
+        results[name], samples[name] = found["results"][name], found["samples"][name]
+    return results, samples
+
+
+def answers(samples):
+    return [r[0] for s in samples for r in s["resps"]]
+
+
+@pytest.fixture(scope="module", params=["random", "builtin:sink_2", "builtin:vanilla"])
+def directory(request, model_dir):
+    return model_dir if request.param == "random" else model_directory(request.param, None, False)
+
+
+@pytest.mark.parametrize(("max_length", "fewshot"), [(None, None), (100, None), (700, 1)])
+def test_dense_is_lm_evals_own_model(directory, max_length, fewshot):
+    """Log-likelihoods, whether they are greedy, texts scored as a whole, and what is said; also where requests are cut off."""
+    tasks = TASKS if fewshot is None else TASKS[:3]
+    hf_results, hf = asked(theirs(directory, max_length), tasks, fewshot=fewshot)
+    model = ours(directory, max_length)
+    results, samples = asked(model, tasks, fewshot=fewshot)
+    assert model.truncated > 0 or max_length != 100
+    for name in tasks:
+        for a, b in zip(answers(hf[name]), answers(samples[name]), strict=True):
+            if isinstance(a, str):
+                assert a == b
+            elif isinstance(a, tuple):
+                assert (a[0], a[1]) == (pytest.approx(b[0], abs=1e-3), b[1])
+            else:
+                assert a == pytest.approx(b, abs=1e-3)
+        for metric, value in hf_results[name].items():
+            if metric in ("acc,none", "acc_norm,none", "exact_match,first-word"):
+                assert results[name][metric] == value
+
+
+@pytest.mark.parametrize("policy", ["h2o", "sink_window", "random", "window"])
+def test_a_capacity_that_covers_every_request_equals_dense_and_a_smaller_one_does_not(model_dir, policy):
+    _, dense = asked(ours(model_dir, 2000), TASKS[:3], 6)
+    large, small = ours(model_dir, policy=policy, capacity=2000), ours(model_dir, policy=policy, capacity=32)
+    _, same = asked(large, TASKS[:3], 6)
+    _, other = asked(small, TASKS[:3], 6)
+    assert (large.over_capacity, small.over_capacity) == (0, small.requests)
+    moved = 0
+    for name in TASKS[:3]:
+        for a, b, c in zip(answers(dense[name]), answers(same[name]), answers(other[name]), strict=True):
+            assert a == b if isinstance(a, str) else a[0] == pytest.approx(b[0], abs=1e-3)
+            moved += a != c if isinstance(a, str) else abs(a[0] - c[0]) > 1e-2
+    assert moved > 20, "eviction moves the scores, as lm-eval's own path never would"
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory):
+    """The suite, measured, and a folder of its records."""
+    folder = tmp_path_factory.mktemp("lm")
+    (folder / "lm.yaml").write_text(SUITE)
+    asked = Asked(str(folder / "lm.yaml"), threads=1)
+    return asked.measured(folder / "results", asked.cells()), folder / "results"
+
+
+def of(records, **what):
+    (found,) = [r for r in records if all((r.cell | r.cell["task"]).get(k) == v for k, v in what.items())]
+    return found
+
+
+def test_both_entrances_agree(records, capsys, tmp_path):
+    """`bench lm-eval` prints what the suite's record says."""
+    arguments = "pretrained=builtin:sink_2,policy=h2o,capacity=48,dtype=float32"
+    code, out, err = bench(
+        capsys, "lm-eval", "--model_args", arguments, "--tasks", "kvbench_registers", "--limit", 24, "--device", "cpu",
+        "--output_path", tmp_path / "out", "--log_samples",
+    )  # fmt: skip
+    assert code == 0, err
+    record = of(records[0], policy="h2o", tasks="kvbench_registers", prompt="stream")
+    assert f"{record.metrics['score']:.4f}" in out
+    (found,) = (json.loads(p.read_text()) for p in (tmp_path / "out").rglob("results_*.json"))
+    assert found["results"]["kvbench_registers"]["acc,none"] == pytest.approx(record.metrics["score"])
+    assert found["config"]["policy"] == "H2O"
+    assert found["config"]["over_capacity"] == record.metrics["over_capacity"] == record.metrics["requests"]
+    assert record.metrics["lm_eval"]["acc,none"] == pytest.approx(record.metrics["score"])
+
+
+def test_a_record_has_every_question_and_holds_to_its_trace(records):
+    for record in records[0]:
+        if record.status == "ok":
+            assert problems(record, RecordStore(records[1]).path(record).parent) == []
+            assert record.metrics["questions"] == 24
+    binary, text = (of(records[0], policy="h2o", tasks=t, prompt="stream") for t in ("kvbench_registers", "kvbench_prose"))
+    assert len(binary.metrics["outcomes"]) == 24
+    assert binary.metrics["accuracy"] == binary.metrics["score"] == binary.metrics["right"] / 24
+    assert binary.metrics["stderr"] == pytest.approx(binary.metrics["lm_eval"]["acc_stderr,none"])
+    assert text.metrics["score"] < 0
+    assert 2.718281828 ** -text.metrics["score"] == pytest.approx(text.metrics["lm_eval"]["word_perplexity,none"])
+    trace = RecordStore(records[1]).trace_path(binary, ".samples.jsonl")
+    first = json.loads(trace.read_text().splitlines()[0])
+    assert len(first["said"]) == 4
+    assert all(isinstance(logprob, float) and greedy in (True, False) for logprob, greedy in first["said"])
+
+
+def test_a_text_has_no_prompt_to_be_cut_at_the_end_of(records):
+    failed = of(records[0], policy="h2o", tasks="kvbench_prose", prompt="once")
+    assert failed.status == "failed"
+    assert "no prompt" in failed.error["message"]
+
+
+def test_records_are_compared_question_by_question(records):
+    dense, h2o = (of(records[0], policy=p, tasks="kvbench_prose", prompt="stream") for p in ("dense", "h2o"))
+    (found,) = [d for d in differences(dense, h2o) if d.metric == "score"]
+    assert found.low < found.change < found.high
+    assert found.change == pytest.approx(h2o.metrics["score"] - dense.metrics["score"], abs=1e-6)
+    (same,) = [d for d in differences(h2o, h2o) if d.metric == "score"]
+    assert same.verdict == "same"
+    dense, h2o = (of(records[0], policy=p, tasks="kvbench_registers", prompt="stream") for p in ("dense", "h2o"))
+    assert next(d for d in differences(dense, h2o) if d.metric == "accuracy").verdict in ("worse", "can't tell")
+
+
+def test_the_gate_holds_them_to_a_baseline(records):
+    good = [r for r in records[0] if r.status == "ok"]
+    assert gate.exit_code(gate.check((good, records[1]), (good, records[1]), {})) == 0
+    worse = json.loads(json.dumps([vars(r) for r in good]))
+    for r in worse:
+        if r["cell"]["task"]["tasks"] == "kvbench_prose":
+            r["metrics"]["scores"] = [s * 1.1 for s in r["metrics"]["scores"]]
+            r["metrics"]["score"] *= 1.1
+    findings = gate.check((good, records[1]), ([type(good[0])(**r) for r in worse], records[1]), {})
+    assert {f.check for f in findings if f.state == "regression"} == {"quality"}
+
+
+def test_query_aware_and_query_blind_are_never_in_one_table(records):
+    page = render(records[0]).text
+    parts = page.split("### ")
+    assert [p.splitlines()[0] for p in parts[1:]] == [
+        "lm-eval, prompt once",
+        "lm-eval, prompt once",
+        "lm-eval, prompt stream",
+    ] or [p.splitlines()[0] for p in parts[1:]] == ["lm-eval, prompt once", "lm-eval, prompt stream"]
+    assert "query-blind" in parts[-1]
+    assert "query-aware" not in parts[-1]
+    assert "± " in parts[-1]
+    assert "question by question" in parts[-1]
+
+
+def test_a_task_for_some_policies_is_measured_for_those(records):
+    assert {r.cell["policy"] for r in records[0] if r.cell["task"]["prompt"] == "once"} == {"h2o"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [("policy=h2o", "needs a capacity"), ("policy=h2o,capacity=64,sinks=3", "nor a parameter of h2o"),
+     ("policy=nonsense,capacity=64", "nonsense"), ("capacity=64", "takes no capacity"), ("prompt=backwards", "prompt"),
+     ("policy=sink_window,sinks=9,capacity=8", "can't hold"), ("policy=recompute_window,capacity=8,prompt=once", "no cache"),
+     ("prompt=truncate", "prompt_tokens")],
+)  # fmt: skip
+def test_what_is_wrong_is_said_in_one_line(arguments, says, capsys):
+    with pytest.raises(UserError, match=says) as error:
+        KVBench.create_from_arg_string(f"pretrained=builtin:sink_2,{arguments}", {"device": "cpu", "batch_size": 1})
+    assert "\n" not in str(error.value)
+
+
+def test_a_task_that_is_not_there_or_is_several(monkeypatch):
+    manager = lm_eval.tasks.TaskManager(include_path=str(catalogue.GENERATED), include_defaults=False)
+    monkeypatch.setattr(catalogue, "_manager", lambda *_: manager)
+    with pytest.raises(UserError, match="did you mean 'kvbench_cloze"):
+        catalogue.task("kvbench_clozed", None, 0, [], {})
+    with pytest.raises(UserError, match="several tasks of lm-eval; list them: kvbench_cloze"):
+        catalogue.task("kvbench", None, 0, [], {})
+
+
+def test_data_out_of_reach_is_told_with_what_to_download(tmp_path, monkeypatch):
+    (tmp_path / "far.yaml").write_text(
+        "task: far_away\ndataset_path: someone/far_away\ndataset_name: hard\noutput_type: multiple_choice\ntest_split: test\n"
+        "doc_to_text: a\ndoc_to_choice: [b, c]\ndoc_to_target: 0\nmetric_list: [{metric: acc}]\n"
+    )
+
+    def load_dataset(path, name, **_):
+        raise ConnectionError(f"Couldn't reach '{path}' on the Hub")
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    with pytest.raises(UserError) as error:
+        catalogue.task("far_away", None, 0, [str(tmp_path)], {})
+    message = str(error.value)
+    assert "\n" not in message
+    assert "datasets.load_dataset('someone/far_away', 'hard')" in message
+    assert "HF_HOME" in message
+
+
+def test_sampling_is_refused():
+    model = ours(model_directory("builtin:vanilla", None, False))
+    with pytest.raises(UserError, match="greedy"):
+        model._generated(["a"], {"do_sample": True, "temperature": 0.7, "until": []}, None)

@@ -1,0 +1,126 @@
+"""Requests through the decode loop: held to lists, to dense, and to themselves in other batches. Nothing of lm-eval."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from conftest import model_of
+from reference import ListBackend
+from test_exactness import MODES, POLICIES, chooser
+
+from harness.engine.loop import CacheConfig
+from harness.lm_eval.reading import Reader
+from policies.dense import Dense
+from policies.h2o import H2O
+from policies.recompute_window import RecomputeWindow
+from policies.sink_window import SinkWindow
+
+CAPACITY = 9
+
+
+def requests(count: int = 6, seed: int = 0) -> list[tuple[list[int], list[int]]]:
+    """Questions with three answers each, contexts and answers of unequal lengths."""
+    draw = random.Random(seed)
+    made = []
+    for _ in range(count):
+        context = [draw.randrange(96) for _ in range(draw.randrange(1, 40))]
+        made += [(context, [draw.randrange(96) for _ in range(draw.randrange(1, 8))]) for _ in range(3)]
+    return made
+
+
+def by_lists(policy, mode, context, continuation, first_eviction=0):
+    """A continuation token by token over lists."""
+    reference = ListBackend(model_of("llama"), chooser(policy, CAPACITY, 0), CAPACITY, mode, 12, first_eviction=first_eviction)
+    logits = reference.run(torch.tensor([[*context, *continuation]]))[0].double().log_softmax(-1)
+    at = range(len(context) - 1, len(context) + len(continuation) - 1)
+    total = sum(float(logits[t, token]) for t, token in zip(at, continuation, strict=True))
+    return total, all(int(logits[t].argmax()) == token for t, token in zip(at, continuation, strict=True))
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("prompt", ["stream", "once"])
+def test_a_continuation_is_worth_what_lists_say(policy, mode, prompt):
+    asked = requests()
+    reader = Reader(model_of("llama"), CacheConfig(policy, CAPACITY, mode, 12), prompt, batch=4, block=40)
+    for (context, continuation), found in zip(asked, reader.loglikelihoods(asked), strict=True):
+        first = len(context) - 1 if prompt == "once" else 0
+        total, greedy = by_lists(policy, mode, context, continuation, first)
+        assert found.logprob == pytest.approx(total, abs=1e-3)
+        assert found.greedy == greedy
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("prompt", ["stream", "once"])
+def test_what_is_said_is_what_lists_say(policy, prompt):
+    prompts = [context for context, _ in requests(4, 1)][::3]
+    reader = Reader(model_of("llama"), CacheConfig(policy, CAPACITY), prompt, batch=3)
+    for context, said in zip(prompts, reader.generate(prompts, 6, lambda ids: ids[-1] % 5 == 0), strict=True):
+        first = len(context) - 1 if prompt == "once" else 0
+        assert by_lists(policy, "cache", context, said, first)[1], "each token is the likeliest"
+        assert len(said) == 6 or said[-1] % 5 == 0
+        assert not any(token % 5 == 0 for token in said[:-1])
+
+
+@pytest.mark.parametrize("policy", [SinkWindow(sinks=2), H2O()], ids=str)
+@pytest.mark.parametrize("prompt", ["stream", "once"])
+@pytest.mark.parametrize("how", [{}, {"compiled": True}, {"walk": True}], ids=str)
+def test_batch_and_block_change_nothing(policy, prompt, how):
+    asked, config = requests(7, 2), CacheConfig(policy, CAPACITY)
+    one = Reader(model_of("llama"), config, prompt, batch=1, block=10_000)
+    many = Reader(model_of("llama"), config, prompt, batch=8, block=24, how=how)
+    for a, b in zip(one.loglikelihoods(asked), many.loglikelihoods(asked), strict=True):
+        assert a.logprob == pytest.approx(b.logprob, abs=1e-3)
+    prompts = [context for context, _ in asked]
+    assert one.generate(prompts, 5, lambda ids: False) == many.generate(prompts, 5, lambda ids: False)
+    assert one.kv_bytes == many.kv_bytes == model_of("llama").kv_bytes(CAPACITY)
+
+
+@pytest.mark.parametrize(
+    "config", [CacheConfig(SinkWindow(), 60), CacheConfig(H2O(), 60), CacheConfig(RecomputeWindow(), 60)], ids=str
+)
+def test_a_capacity_that_covers_every_request_is_dense_and_a_smaller_one_is_not(config):
+    asked = requests(5, 3)
+    dense = Reader(model_of("llama"), CacheConfig(Dense())).loglikelihoods(asked)
+    for a, b in zip(dense, Reader(model_of("llama"), config).loglikelihoods(asked), strict=True):
+        assert a.logprob == pytest.approx(b.logprob, abs=1e-3)
+    small = Reader(model_of("llama"), CacheConfig(config.policy, CAPACITY)).loglikelihoods(asked)
+    for (context, continuation), a, b in zip(asked, dense, small, strict=True):
+        fits = len(context) + len(continuation) - 1 <= CAPACITY + 1
+        assert (abs(a.logprob - b.logprob) < 1e-3) == fits, (len(context), len(continuation))
+
+
+def test_truncate_reads_first_and_last_tokens_and_no_others():
+    asked = requests(5, 4)
+    cut = [(c if len(c) <= 7 else [*c[:3], *c[-4:]], a) for c, a in asked]
+    config = CacheConfig(Dense())
+    found = Reader(model_of("llama"), config, "truncate", 7).loglikelihoods(asked)
+    assert found == Reader(model_of("llama"), config).loglikelihoods(cut)
+    by_capacity = Reader(model_of("llama"), CacheConfig(SinkWindow(sinks=2), 7), "truncate").loglikelihoods(asked)
+    assert by_capacity == Reader(model_of("llama"), CacheConfig(SinkWindow(sinks=2), 7)).loglikelihoods(cut)
+
+
+@pytest.mark.parametrize(
+    ("config", "prompt", "longest", "says"),
+    [(CacheConfig(Dense()), "truncate", None, "prompt_tokens"), (CacheConfig(H2O(), 8), "stream", 5, "truncate"),
+     (CacheConfig(RecomputeWindow(), 8), "once", None, "no cache"), (CacheConfig(Dense()), "truncate", 1, "at least 2")],
+)  # fmt: skip
+def test_what_does_not_go_together_is_refused(config, prompt, longest, says):
+    with pytest.raises(ValueError, match=says):
+        Reader(model_of("llama"), config, prompt, longest)
+
+
+def test_what_is_not_finite_is_no_score():
+    model = model_of("llama", torch.float64)
+    head = model.hf.get_output_embeddings().weight
+    kept = head.detach().clone()
+    try:
+        with torch.no_grad():
+            head.fill_(float("nan"))
+        with pytest.raises(ArithmeticError):
+            Reader(model, CacheConfig(Dense())).loglikelihoods([([1, 2], [3])])
+    finally:
+        with torch.no_grad():
+            head.copy_(kept)
