@@ -191,9 +191,10 @@ class Reader:
         def count(logits: Tensor, columns: Tensor) -> None:
             """Logits [B, K, V] after the tokens in these columns [K]."""
             target, stream = targets[:, columns].to(logits.device), of.to(logits.device)
-            logprobs = torch.log_softmax(logits.float(), -1)
-            said = logprobs[stream[:, None], torch.arange(len(columns), device=logits.device), target].cpu().double()
-            same = (logits.argmax(-1)[stream] == target).cpu()
+            logits, at = logits.float(), (stream[:, None], torch.arange(len(columns), device=logits.device))
+            of_target = logits[*at, target]
+            said = (of_target - logits.logsumexp(-1)[at]).cpu().double()
+            same = (of_target >= logits.amax(-1)[at]).cpu()  # `argmax` takes ten times as long
             counts = wanted[:, columns]
             if not bool(said[counts].isfinite().all()):
                 raise ArithmeticError("a log-probability is not finite")
