@@ -250,7 +250,10 @@ def test_ctrl_c_loses_only_the_cell_in_flight(tmp_path, model_dir, text_dir):
         "--set", "tokens=2000",
     ]  # fmt: skip
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    running = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+    heard = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731  # jobs in the background don't
+    running = subprocess.Popen(
+        command, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, preexec_fn=heard
+    )
     deadline = time.monotonic() + 120
     while not list(tmp_path.rglob("*.json")) and time.monotonic() < deadline:
         time.sleep(0.02)
