@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 from conftest import model_of
-from reference import ListBackend
+from reference import ListBackend, MaskBackend
 from test_exactness import MODES, POLICIES, chooser
 
 from harness.engine.loop import CacheConfig
@@ -90,6 +90,23 @@ def test_a_capacity_that_covers_every_request_is_dense_and_a_smaller_one_is_not(
     for (context, continuation), a, b in zip(asked, dense, small, strict=True):
         fits = len(context) + len(continuation) - 1 <= CAPACITY + 1
         assert (abs(a.logprob - b.logprob) < 1e-3) == fits, (len(context), len(continuation))
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("prompt", ["stream", "once"])
+def test_a_prompt_longer_than_the_cache_is_scored_as_if_what_was_evicted_were_masked(policy, prompt):
+    model, draw = model_of("llama"), random.Random(5)
+    context, continuation = ([draw.randrange(96) for _ in range(n)] for n in (40, 6))
+    tokens = torch.tensor([[*context, *continuation]])
+    first = len(context) - 1 if prompt == "once" else 0
+    lists = ListBackend(model, chooser(policy, CAPACITY, 0), CAPACITY, "stream", first_eviction=first)
+    lists.run(tokens)
+    logits = MaskBackend(model, lists.kept).run(tokens)[0].double().log_softmax(-1)
+    total = sum(float(logits[t, tokens[0, t + 1]]) for t in range(len(context) - 1, len(context) + len(continuation) - 1))
+    (found,) = Reader(model, CacheConfig(policy, CAPACITY, "stream"), prompt).loglikelihoods([(context, continuation)])
+    assert found.logprob == pytest.approx(total, abs=1e-3)
+    (dense,) = Reader(model, CacheConfig(Dense())).loglikelihoods([(context, continuation)])
+    assert abs(found.logprob - dense.logprob) > 1e-2
 
 
 def test_truncate_reads_first_and_last_tokens_and_no_others():

@@ -41,6 +41,15 @@ def test_lists_multiply(tmp_path):
     assert len({c.id for c in cells}) == 5
 
 
+def test_a_task_can_be_for_some_of_the_policies(tmp_path):
+    tasks = "\n  - {name: perplexity, tokens: 100, policies: [dense]}\n  - {name: memory, tokens: [64, 128]}"
+    cells = load(tmp_path, GOOD.replace("{name: perplexity, tokens: 100}", tasks))
+    assert [c.name for c in cells if c.task.name == "perplexity"] == ["dense"]
+    assert len([c for c in cells if c.task.name == "memory"]) == 10
+    asked = [c.asked()["task"] for c in cells]
+    assert all("policies" not in task for task in asked), "what a cell asks does not depend on what others ask"
+
+
 @pytest.mark.parametrize(
     ("before", "after", "error"),
     [
@@ -57,6 +66,8 @@ def test_lists_multiply(tmp_path):
         ("  - dense\n", "  - {name: dense, capacity: 4}\n", "mine.yaml:7: unknown key 'capacity'"),
         ("model: {id: a/b}", "model: {id: a/b, dtype: int8}", "mine.yaml:3: dtype: "),
         ("capacity: [8, 16]", "capacity: []", "mine.yaml: 0 cells"),
+        ("tokens: 100", "tokens: 100, policies: dense", "mine.yaml:4: a list of the names of policies"),
+        ("tokens: 100", "tokens: 100, policies: [denze]", "mine.yaml:4: unknown policy 'denze', did you mean 'dense'?"),
         ("  - dense", "  - [dense", "not YAML"),
         ("version: 1", "version: 1\nversion: 2", "mine.yaml:3: 'version' is given twice"),
     ],
