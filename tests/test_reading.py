@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from conftest import model_of
+from conftest import DEVICE, model_of
 from reference import ListBackend, MaskBackend
 from test_exactness import MODES, POLICIES, chooser
 
@@ -33,7 +33,7 @@ def requests(count: int = 6, seed: int = 0) -> list[tuple[list[int], list[int]]]
 def by_lists(policy, mode, context, continuation, first_eviction=0):
     """A continuation token by token over lists."""
     reference = ListBackend(model_of("llama"), chooser(policy, CAPACITY, 0), CAPACITY, mode, 12, first_eviction=first_eviction)
-    logits = reference.run(torch.tensor([[*context, *continuation]]))[0].double().log_softmax(-1)
+    logits = reference.run(torch.tensor([[*context, *continuation]], device=DEVICE))[0].double().log_softmax(-1)
     at = range(len(context) - 1, len(context) + len(continuation) - 1)
     total = sum(float(logits[t, token]) for t, token in zip(at, continuation, strict=True))
     return total, all(int(logits[t].argmax()) == token for t, token in zip(at, continuation, strict=True))
@@ -97,7 +97,7 @@ def test_a_capacity_that_covers_every_request_is_dense_and_a_smaller_one_is_not(
 def test_a_prompt_longer_than_the_cache_is_scored_as_if_what_was_evicted_were_masked(policy, prompt):
     model, draw = model_of("llama"), random.Random(5)
     context, continuation = ([draw.randrange(96) for _ in range(n)] for n in (40, 6))
-    tokens = torch.tensor([[*context, *continuation]])
+    tokens = torch.tensor([[*context, *continuation]], device=DEVICE)
     first = len(context) - 1 if prompt == "once" else 0
     lists = ListBackend(model, chooser(policy, CAPACITY, 0), CAPACITY, "stream", first_eviction=first)
     lists.run(tokens)

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 NEEDED = ("pydantic", "click", "rich", "yaml", "pytest")  # of those that a machine with torch and transformers may lack
 CHECKS = [
     "tests/test_exactness.py", "tests/test_fast_paths.py", "tests/test_kernels_for_cuda.py", "tests/test_models.py",
-    "tests/test_answering.py", "tests/test_sabotage.py",
+    "tests/test_answering.py", "tests/test_once.py", "tests/test_reading.py", "tests/test_sabotage.py",
 ]  # fmt: skip
 FIGURE_10 = 'id=["random:llama-2-7b", "random:llama-2-13b"]'
 OURS = ["--policy", "{name: sink_window, sinks: 4}", "--policy", "h2o"]
