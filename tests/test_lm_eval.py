@@ -261,6 +261,18 @@ def test_data_out_of_reach_is_told_with_what_to_download(tmp_path, monkeypatch):
     assert "HF_HOME" in message
 
 
+def test_truncate_keeps_the_first_tokens_of_a_prompt_that_is_longer_than_the_model():
+    """As in Table 8: what is cut off at `max_length` is not the beginning that `truncate` is to keep."""
+    model = ours(model_directory("builtin:vanilla", None, False), prompt="truncate", prompt_tokens=20)
+    long = list(range(300))
+    assert model._fitting(long, [1, 2])[0] == [*range(10), *range(290, 300)]
+    text = "The wind came from the north and the sky was grey. " * 60
+    ids = model.tok_encode(text)
+    assert len(ids) > model.max_length
+    assert model._prompt(text, 100) == [*ids[:10], *ids[-10:]]
+    assert model.truncated == 0
+
+
 def test_sampling_is_refused():
     model = ours(model_directory("builtin:vanilla", None, False))
     with pytest.raises(UserError, match="greedy"):

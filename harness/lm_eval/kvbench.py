@@ -181,12 +181,13 @@ class KVBench(HFLM):  # type: ignore[misc]
 
     def _prompt(self, context: str, room: int) -> list[int]:
         """Its tokens, the last so many."""
-        ids: list[int] = self.tok_batch_encode([context], truncation=self.truncation)[0][0].tolist()
+        ids = list(self.reader.shortened(self.tok_batch_encode([context], truncation=self.truncation)[0][0].tolist()))
         self.truncated += len(ids) > room
         return ids[-room:] if len(ids) > room else ids
 
     def _fitting(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
         """A request, cut as lm-eval's `hf` does it: the last `max_length` tokens that are read, and the one that is not."""
+        context = list(self.reader.shortened(context))  # before anything is cut off at its beginning
         over = len(context) + len(continuation) - 1 - self.max_length
         if over > 0:
             self.truncated += 1

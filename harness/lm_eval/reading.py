@@ -97,7 +97,7 @@ class Reader:
         """
         groups: dict[tuple[tuple[int, ...], ...], _Read] = {}
         for number, (context, continuation) in enumerate(requests):
-            first, rest = tuple(self._shortened(context)), tuple(continuation)
+            first, rest = tuple(self.shortened(context)), tuple(continuation)
             read = groups.setdefault((first, rest[:-1]), _Read([*first], [*rest[:-1]]))
             read.last[number] = rest[-1]
         order = sorted(groups.values(), key=lambda read: (len(read.context), read.context, read.said))
@@ -122,7 +122,7 @@ class Reader:
         Returns:
             Token ids of each, the last one included that completed it.
         """
-        asked = [list(self._shortened(prompt)) for prompt in prompts]
+        asked = [list(self.shortened(prompt)) for prompt in prompts]
         order = sorted(range(len(asked)), key=lambda i: (len(asked[i]), asked[i]))
         found: dict[int, list[int]] = {}
         for batch in self._batches(order, lambda i: len(asked[i]), 0 if self.prompt == "once" else _SPREAD):
@@ -130,7 +130,7 @@ class Reader:
             done(len(batch))
         return [found[i] for i in range(len(asked))]
 
-    def _shortened(self, prompt: Sequence[int]) -> Sequence[int]:
+    def shortened(self, prompt: Sequence[int]) -> Sequence[int]:
         """Its first and last tokens, where it is to be truncated."""
         if self.longest is None or len(prompt) <= self.longest:
             return prompt
