@@ -66,8 +66,8 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from harness import registry
+    from harness.engine.decoder import CacheConfig
     from harness.engine.load import load_model, load_tokenizer
-    from harness.engine.loop import CacheConfig
     from harness.tasks.task import Job
 
     torch.set_num_threads(request["threads"])

@@ -73,7 +73,7 @@ def _estimate(cell: Cell, shape: _Shape, rate: float, overhead: float) -> Estima
     task = registry.task_class(cell.task.name)
     tokens, streams = task.total(cell.task), getattr(cell.task, "batch", 1)
     size = DTYPES[cell.model.dtype].itemsize
-    attended = (cell.capacity or tokens // streams) + 1
+    attended = (cell.capacity or task.longest(cell.task)) + 1
     per_token = 2 * shape.parameters + 4 * shape.layers * shape.heads * shape.head_dim * attended
     if not cell.policy.caches:
         seconds, kept = task.windows(cell.task) * attended * per_token / rate, 0

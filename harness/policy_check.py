@@ -12,9 +12,11 @@ import yaml
 from torch import Tensor
 
 from harness import registry
+from harness.engine.decoder import CacheConfig
 from harness.engine.families import tiny_model
-from harness.engine.loop import CacheConfig, CachedDecoder, RecomputeDecoder, decoder
+from harness.engine.loop import CachedDecoder, decoder
 from harness.engine.model import Model, adopt
+from harness.engine.recompute import RecomputeDecoder
 from harness.errors import UserError
 from harness.suite import entry_schema
 from policies import CacheView, Policy, Statistic

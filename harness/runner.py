@@ -19,9 +19,9 @@ import torch
 
 from harness import __version__, apart, registry
 from harness.device import device_name, instructions
+from harness.engine.decoder import CacheConfig
 from harness.engine.fastcheck import FastCheck, fast_method
 from harness.engine.load import load_model, load_tokenizer
-from harness.engine.loop import CacheConfig
 from harness.engine.model import Model
 from harness.engine.selfcheck import free_bytes
 from harness.errors import NO_ROOM, UserError

@@ -14,8 +14,9 @@ import torch
 from conftest import DEVICE, model_of
 
 from harness.data import arc
+from harness.engine.decoder import CacheConfig
 from harness.engine.load import load_tokenizer
-from harness.engine.loop import CacheConfig, decoder
+from harness.engine.loop import decoder
 from harness.errors import UserError
 from harness.report.intervals import wilson
 from harness.tasks import arc_stream, streameval

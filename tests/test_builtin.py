@@ -10,8 +10,9 @@ import torch
 
 from harness.data.prose import Prose
 from harness.data.stream import opening
+from harness.engine.decoder import CacheConfig
 from harness.engine.load import load_model, load_tokenizer
-from harness.engine.loop import CacheConfig, decoder
+from harness.engine.loop import decoder
 from harness.hub import builtins, model_directory
 from harness.pretrain.config import find, load
 from policies.dense import Dense

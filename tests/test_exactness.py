@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from reference import ListBackend, MaskBackend, after_sinks, by_number, lightest, oldest
 from transformers import AutoModelForCausalLM
 
-from harness.engine.loop import CacheConfig, CachedDecoder, decoder
+from harness.engine.decoder import CacheConfig
+from harness.engine.loop import CachedDecoder, decoder
 from harness.engine.model import adopt, own_attention
 from policies import CacheView, Policy, Statistic
 from policies.dense import Dense

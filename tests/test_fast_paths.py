@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from harness import registry
 from harness.engine import banded, fastcheck
+from harness.engine.decoder import CacheConfig
 from harness.engine.kernels import compiler, cpu
 from harness.engine.kernels.tracing import NotTraceableError, traced
-from harness.engine.loop import CacheConfig, CachedDecoder
+from harness.engine.loop import CachedDecoder
 from policies import AttentionSum, CacheView, Policy, Statistic
 from policies.dense import Dense
 from policies.h2o import H2O

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from conftest import in_blocks, model_of, nll, tokens_of
 
-from harness.engine.loop import CacheConfig, decoder
+from harness.engine.decoder import CacheConfig
+from harness.engine.loop import decoder
 from harness.records import NUMERICS_VERSION
 from harness.registry import policy_class, policy_names
 

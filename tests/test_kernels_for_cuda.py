@@ -15,10 +15,11 @@ from test_fast_paths import Odd, needs_compiler
 
 from harness.engine import fastcheck
 from harness.engine.captured import StepGraphs
+from harness.engine.decoder import CacheConfig
 from harness.engine.fastcheck import fast_method
 from harness.engine.kernels import choose, cuda
 from harness.engine.kernels.tracing import TRITON, traced
-from harness.engine.loop import CacheConfig, CachedDecoder
+from harness.engine.loop import CachedDecoder
 from policies.dense import Dense
 from policies.h2o import H2O
 from policies.random import Random

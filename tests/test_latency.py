@@ -14,7 +14,8 @@ from conftest import model_of
 from test_bench import bench
 
 from harness.device import Marks
-from harness.engine.loop import CacheConfig, decoder
+from harness.engine.decoder import CacheConfig
+from harness.engine.loop import decoder
 from harness.records import RecordStore
 from harness.report.intervals import median_interval
 from harness.tasks import latency

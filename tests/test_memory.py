@@ -12,7 +12,8 @@ CODE = r"""
 import re, sys
 from pathlib import Path
 from conftest import model_of, tokens_of
-from harness.engine.loop import CacheConfig, decoder
+from harness.engine.decoder import CacheConfig
+from harness.engine.loop import decoder
 from harness.registry import policy_class
 model = model_of("llama")
 read = decoder(model, CacheConfig(policy_class(sys.argv[1])(), 32 if sys.argv[1] != "dense" else None))

@@ -10,7 +10,8 @@ from conftest import model_of
 from test_bench import bench
 
 from harness import apart
-from harness.engine.loop import CacheConfig, CachedDecoder, decoder
+from harness.engine.decoder import CacheConfig
+from harness.engine.loop import CachedDecoder, decoder
 from harness.errors import UserError
 from harness.records import RecordStore
 from harness.tasks.memory import Memory, MemoryOptions, tensor_bytes

@@ -8,7 +8,8 @@ from conftest import FAMILIES, model_of, tokens_of
 from reference import ListBackend
 from test_exactness import BOTH, CLOSE, MODES, POLICIES, chooser
 
-from harness.engine.loop import CacheConfig, CachedDecoder
+from harness.engine.decoder import CacheConfig
+from harness.engine.loop import CachedDecoder
 from harness.engine.once import read_once
 from policies.dense import Dense
 from policies.h2o import H2O

@@ -9,9 +9,10 @@ import torch
 from conftest import DEVICE, tokens_of
 
 from harness.data.stream import opening
+from harness.engine.decoder import CacheConfig
 from harness.engine.families import tiny_model
 from harness.engine.load import load_model, load_tokenizer
-from harness.engine.loop import CacheConfig, decoder
+from harness.engine.loop import decoder
 from harness.engine.model import UnsupportedModelError, adopt
 from harness.engine.selfcheck import check
 from harness.engine.zero_sink import ZERO_SINK

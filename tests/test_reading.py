@@ -10,7 +10,7 @@ from conftest import DEVICE, model_of
 from reference import ListBackend, MaskBackend
 from test_exactness import MODES, POLICIES, chooser
 
-from harness.engine.loop import CacheConfig
+from harness.engine.decoder import CacheConfig
 from harness.lm_eval.reading import Reader
 from policies.dense import Dense
 from policies.h2o import H2O

@@ -7,7 +7,8 @@ import torch
 from conftest import model_of, tokens_of
 from reference import ListBackend, after_sinks, lightest
 
-from harness.engine.loop import CacheConfig, CachedDecoder
+from harness.engine.decoder import CacheConfig
+from harness.engine.loop import CachedDecoder
 from harness.engine.slots import Rows, Slots
 from harness.engine.walk import Walk
 from policies import AttentionSum

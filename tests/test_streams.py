@@ -8,7 +8,7 @@ from conftest import model_of
 
 from harness.aggregates import scored
 from harness.data.stream import TokenStream
-from harness.engine.loop import CacheConfig
+from harness.engine.decoder import CacheConfig
 from harness.records import Record
 from harness.report.pairing import paired
 from harness.tasks.perplexity import Perplexity, PerplexityOptions

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from harness.engine.loop import CacheConfig, CachedDecoder
+from harness.engine.decoder import CacheConfig
+from harness.engine.loop import CachedDecoder
 from harness.engine.model import Model
 
 _PAST = 256  # tokens past the point where the cache is full

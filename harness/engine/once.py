@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.engine.loop import CacheConfig, CachedDecoder
+from harness.engine.decoder import CacheConfig
+from harness.engine.loop import CachedDecoder
 from harness.engine.model import Model
 from harness.engine.slots import Slots
 

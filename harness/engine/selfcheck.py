@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from harness.engine.loop import CacheConfig, decoder
+from harness.engine.decoder import CacheConfig
+from harness.engine.loop import decoder
 from harness.engine.model import Model, UnsupportedModelError, adopt, own_attention
 from policies.dense import Dense
 

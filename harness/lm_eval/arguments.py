@@ -9,9 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from harness import registry
+from harness.engine.decoder import CacheConfig
 from harness.engine.fastcheck import fast_method
 from harness.engine.load import DTYPES, device_of, load_model, load_tokenizer
-from harness.engine.loop import CacheConfig
 from harness.engine.model import Model
 from harness.errors import UserError
 from harness.hub import model_directory

@@ -15,7 +15,8 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from harness.engine.loop import CacheConfig, CachedDecoder, Decoder
+from harness.engine.decoder import CacheConfig, Decoder
+from harness.engine.loop import CachedDecoder
 from harness.engine.loop import decoder as open_decoder
 from harness.engine.model import Model
 from harness.engine.once import read_once

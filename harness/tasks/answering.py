@@ -12,7 +12,7 @@ from torch import Tensor
 
 from harness.aggregates import of_answers
 from harness.data.questions import Question, Quiz, QuizData
-from harness.engine.loop import Decoder
+from harness.engine.decoder import Decoder
 from harness.tasks.task import Job, MeasurementError
 
 Context = Literal["gold", "model", "none"]

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from harness.aggregates import of_steps
 from harness.device import Marks, bandwidth, multiply_rate
-from harness.engine.loop import CachedDecoder, Decoder
+from harness.engine.decoder import Decoder
+from harness.engine.loop import CachedDecoder
 from harness.engine.model import Model
 from harness.engine.selfcheck import free_bytes
 from harness.report.intervals import median_interval

@@ -116,6 +116,11 @@ class LmEval(Task):
         """A guess: four answers of a hundred tokens to each of a thousand questions."""
         return 400 * (options.limit or 1000)
 
+    @classmethod
+    def longest(cls, options: LmEvalOptions) -> int:
+        """A guess, where the task does not make prompts of a length."""
+        return options.max_seq_length or options.prompt_tokens or 1000
+
     @staticmethod
     def run(options: LmEvalOptions, job: Job) -> dict[str, Any]:
         """Let lm-eval ask; the trace gets every question's score, with log-likelihoods or what was said."""

@@ -16,7 +16,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import Field
 
-from harness.engine.loop import CacheConfig, Decoder, decoder
+from harness.engine.decoder import CacheConfig, Decoder
+from harness.engine.loop import decoder
 from harness.engine.model import Model
 from harness.engine.rotary import Rotation
 from harness.engine.slots import BUCKET

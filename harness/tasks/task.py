@@ -11,7 +11,8 @@ from typing import Any, ClassVar, Protocol
 from pydantic import BaseModel, ConfigDict
 from transformers import PreTrainedTokenizerBase
 
-from harness.engine.loop import CacheConfig, Decoder, decoder
+from harness.engine.decoder import CacheConfig, Decoder
+from harness.engine.loop import decoder
 from harness.engine.model import Model
 
 Tokenizer = Callable[[], PreTrainedTokenizerBase]  # loaded when called: not every task needs one
@@ -117,6 +118,11 @@ class Task(ABC):
     @abstractmethod
     def total(options: Any) -> int:
         """Tokens to process, at most, for estimates before there is any data."""
+
+    @classmethod
+    def longest(cls, options: Any) -> int:
+        """Tokens of its longest stream, about, for estimates."""
+        return cls.total(options) // int(getattr(options, "batch", 1))
 
     @classmethod
     def windows(cls, options: Any) -> float:

@@ -12,8 +12,9 @@ import torch
 
 from harness import registry
 from harness.engine.attention import Terms, causal, weights
+from harness.engine.decoder import CacheConfig
 from harness.engine.load import load_model
-from harness.engine.loop import CacheConfig, decoder
+from harness.engine.loop import decoder
 from harness.hub import model_directory
 
 CAPACITY = 512

@@ -16,7 +16,8 @@ import torch
 from perplexity_speed import SHAPES, made
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from harness.engine.loop import CacheConfig, decoder
+from harness.engine.decoder import CacheConfig
+from harness.engine.loop import decoder
 from harness.engine.model import adopt
 from policies.h2o import H2O
 from policies.sink_window import SinkWindow

@@ -16,7 +16,8 @@ from frozen import h2o_nll, sink_window_nll
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from harness.engine.loop import CacheConfig, decoder
+from harness.engine.decoder import CacheConfig
+from harness.engine.loop import decoder
 from harness.engine.model import Model, adopt
 from policies import Policy
 from policies.h2o import H2O

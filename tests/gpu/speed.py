@@ -19,9 +19,10 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from harness.device import Marks, bandwidth, device_name, multiply_rate
+from harness.engine.decoder import CacheConfig
 from harness.engine.fastcheck import fast_method
 from harness.engine.load import load_model
-from harness.engine.loop import CacheConfig, decoder
+from harness.engine.loop import decoder
 from harness.engine.model import Model
 from harness.hub import model_directory
 from policies.h2o import H2O
