@@ -13,7 +13,8 @@ from harness.report.markdown import count, in_bytes, label, md, status, table
 AXES = ("tasks", "metric", "limit", "num_fewshot", "max_seq_length")
 _PROMPTS = {
     "stream": "Prompts are taken in token by token: what is evicted is chosen before the question is read (query-blind).",
-    "once": "Prompts are attended in full, and evicted once at their end, the question read (query-aware).",
+    "once": "Prompts are attended in full, and evicted once at their end, the question read (query-aware); while a prompt is "
+    "read all of it is held, K/V is what stays.",
     "truncate": "Of a prompt that is too long the first and last tokens are read, half each; the rest is never seen.",
 }
 
