@@ -53,7 +53,8 @@ def tasks() -> list[dict[str, Any]]:
     rows = []
     for name in registry.task_names():
         task = registry.task_class(name)
-        options = ", ".join(f"{k}={f.default}" for k, f in task.options.model_fields.items() if k != "name")
+        fields = {k: f for k, f in task.options.model_fields.items() if k != "name"}
+        options = ", ".join(f"{k} (needed)" if f.is_required() else f"{k}={f.default}" for k, f in fields.items())
         rows.append({"task": name, "measures": (task.__doc__ or "").strip().splitlines()[0], "options": options})
     return rows
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _NOT_POLICIES = {"policy", "statistics"}
-_NOT_TASKS = {"task", "answering"}
+_NOT_TASKS = {"task", "answering", "lane"}
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -290,6 +290,7 @@ def test_lists(tmp_path, what):
     rows = json.loads(bench("list", what, "--json", cwd=tmp_path).stdout)
     assert rows
     assert all(len(row) >= 3 for row in rows)
+    assert "Undefined" not in str(rows)
 
 
 def test_every_verb_has_help_with_an_example(tmp_path):

@@ -19,7 +19,8 @@ from harness.engine.loop import decoder
 from harness.records import RecordStore
 from harness.report.intervals import median_interval
 from harness.tasks import latency
-from harness.tasks.latency import Latency, LatencyOptions, roofline, timing
+from harness.tasks.lane import roofline, timing
+from harness.tasks.latency import Latency, LatencyOptions
 from harness.tasks.task import Job, RandomTokens
 from policies.dense import Dense
 from policies.h2o import H2O
