@@ -6,6 +6,7 @@ import json
 from functools import cache
 
 import lm_eval.tasks
+import numpy as np
 import pytest
 import transformers
 from conftest import bench
@@ -25,6 +26,8 @@ from harness.report import gate
 from harness.report.compare import differences
 from harness.report.leaderboard import render
 from harness.report.verify import problems
+from harness.tasks.lm_eval import _sample
+from harness.tasks.task import MeasurementError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # lm-eval and its packages have opinions of their own
 TASKS = ["kvbench_cloze", "kvbench_cloze_said", "kvbench_registers", "kvbench_prose"]
@@ -271,6 +274,24 @@ def test_truncate_keeps_the_first_tokens_of_a_prompt_that_is_longer_than_the_mod
     assert len(ids) > model.max_length
     assert model._prompt(text, 100) == [*ids[:10], *ids[-10:]]
     assert model.truncated == 0
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "expected"),
+    [("acc", np.bool_(True), {"score": 1.0}), ("acc", 0, {"score": 0.0}), ("f1", np.float64(0.25), {"score": 0.25}),
+     ("perplexity", -2.5, {"score": -2.5, "weight": 1}), ("word_perplexity", (-30.0, 12), {"score": -30.0, "weight": 12})],
+)  # fmt: skip
+def test_a_questions_score_is_a_number_or_a_log_likelihood_with_its_weight(metric, value, expected):
+    """lm-eval makes a perplexity of log-likelihoods; paired they are compared as such."""
+    sample = {metric: value, "doc_id": 3, "target": "x", "resps": [[(-1.0, True)]]}
+    line = _sample(sample, metric)
+    assert {k: v for k, v in line.items() if k in ("score", "weight")} == expected
+    json.dumps(line)
+
+
+def test_a_metric_that_is_no_number_is_refused():
+    with pytest.raises(MeasurementError, match="name another"):
+        _sample({"f1": {"a": 1}, "doc_id": 0, "target": "", "resps": []}, "f1")
 
 
 def test_sampling_is_refused():

@@ -102,6 +102,7 @@ class LmEval(Task):
             task.build_all_requests(
                 limit=options.limit, rank=0, world_size=1, apply_chat_template=bool(options.chat_template),
                 chat_template=_template(made) if options.chat_template else None,
+                fewshot_as_multiturn=bool(options.chat_template),
             )  # fmt: skip
         asked = [made("".join(str(part) for part in i.args[:2] if isinstance(part, str)))["input_ids"] for i in task.instances]
         if not asked:
@@ -157,7 +158,7 @@ class LmEval(Task):
         if metric not in metrics:
             raise MeasurementError(f"{name} has no metric {metric}: {', '.join(metrics)}")
         samples = [_sample(sample, metric) for sample in _filtered(found["samples"][name])]
-        job.trace.write_text("".join(json.dumps(s, ensure_ascii=False) + "\n" for s in samples), encoding="utf-8")
+        job.trace.write_text("".join(json.dumps(s, ensure_ascii=False, default=str) + "\n" for s in samples), encoding="utf-8")
         weighted = any("weight" in s for s in samples)  # then scores are log-likelihoods, whatever the metric makes of them
         higher = weighted or found["higher_is_better"][name].get(metric) is not False
         return {
@@ -194,7 +195,8 @@ def _filtered(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _sample(sample: dict[str, Any], metric: str) -> dict[str, Any]:
     """One question: its score, and what the model gave. A text's score is its log-likelihood, weighted by its words or bytes."""
-    value, weight = sample[metric], None
+    value, weight = sample[metric], 1 if metric == "perplexity" else None
+    value = value.item() if isinstance(value, np.generic) else value
     if isinstance(value, (tuple, list)) and len(value) == 2 and all(isinstance(x, (int, float)) for x in value):
         value, weight = value
     if not isinstance(value, (int, float)):
