@@ -120,14 +120,13 @@ def load(path: Path, overrides: Overrides | None = None) -> tuple[SuiteFile, lis
     apply(source, overrides or Overrides())
     suite = validated(SuiteFile, source.data, source, ())
     models = [validated(ModelSpec, m, source, ("model", *i)) for i, given in items(suite.model) for m in spread(given)]
-    tasks = [_task(t, source, ("task", *i)) for i, given in items(suite.task) for t in _without_filter(given)]
-    only = [_filter(given, source, ("task", *i)) for i, given in items(suite.task) for _ in _without_filter(given)]
+    tasks = [pair for i, given in items(suite.task) for pair in _tasks(given, source, ("task", *i))]
     entries = [cell for i in range(len(suite.policies)) for cell in _entry(suite, i, source)]
     seeds = suite.seed if isinstance(suite.seed, list) else [suite.seed]
     cells = [
         Cell(suite.suite, suite.version, model, task, *entry, seed)
-        for model, (task, chosen), entry, seed in itertools.product(models, zip(tasks, only, strict=True), entries, seeds)
-        if chosen is None or entry[0] in chosen
+        for model, (task, only), entry, seed in itertools.product(models, tasks, entries, seeds)
+        if only is None or entry[0] in only
     ]
     unique = list({cell.id: cell for cell in cells}.values())
     if not unique:
@@ -164,22 +163,18 @@ def again(record: dict[str, Any], model: str | None = None) -> Cell:
     return cell
 
 
-def _without_filter(given: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A task's entry spread out, without the names of the policies that it is for."""
-    return spread({k: v for k, v in given.items() if k != "policies"})
-
-
-def _filter(given: dict[str, Any], source: Source, at: Location) -> list[str] | None:
-    """The policies that a task is for; None if it is for all."""
-    names = given.get("policies")
-    if names is not None and not (isinstance(names, list) and all(isinstance(n, str) for n in names)):
+def _tasks(given: dict[str, Any], source: Source, at: Location) -> Iterator[tuple[BaseModel, list[str] | None]]:
+    """The tasks of an entry, its lists multiplied, each with the policies that it is for; None if for all."""
+    only = given.get("policies")
+    if only is not None and not (isinstance(only, list) and all(isinstance(name, str) for name in only)):
         raise source.error((*at, "policies"), "a list of the names of policies")
-    for name in names or []:
+    for name in only or []:
         try:
             registry.policy_class(name)
         except UserError as error:
             raise source.error((*at, "policies"), str(error)) from None
-    return names
+    for one in spread({k: v for k, v in given.items() if k != "policies"}):
+        yield _task(one, source, at), only
 
 
 def _task(value: dict[str, Any], source: Source, at: Location) -> BaseModel:

@@ -105,6 +105,21 @@ def test_without_an_interval_the_margin_decides_and_rounding_is_no_regression():
         assert found.state == expected, change
 
 
+@pytest.mark.parametrize(
+    ("higher", "change", "expected"),
+    [(True, -0.05, "regression"), (True, 0.05, "ok"), (False, 0.05, "regression"), (True, -0.005, "ok")],
+)
+def test_of_a_score_of_few_questions_the_margin_decides_in_its_own_direction(higher, change, expected):
+    def scored(by):
+        scores = [0.25 + by, 0.5 + by, 0.75 + by]
+        metrics = {"metric": "f1", "higher_is_better": higher, "questions": 3, "score": 0.5 + by, "stderr": 0.1, "scores": scores}
+        return cell_record(metrics, task={"name": "lm_eval", "tasks": "x"})
+
+    (found,) = [f for f in gate.check(([scored(0.0)], Path()), ([scored(change)], Path()), {}) if f.check == "quality"]
+    assert "too few" in found.says
+    assert found.state == expected
+
+
 def latency_run(ratio):
     """Records of dense and of h2o, whose step takes `ratio` of dense's."""
     rounds = {"dense": 1.0, "h2o": ratio}

@@ -154,7 +154,7 @@ class KVBench(HFLM):  # type: ignore[misc]
         eos = None if end is None else self.tok_decode(end, skip_special_tokens=False)
         stops = [s for s in handle_stop_sequences(asked.pop("until", None), eos=eos) if s]
         most = asked.pop("max_gen_toks")
-        other = {k: v for k, v in asked.items() if (k not in _MEANS_NOTHING and _GREEDY.get(k, v) != v) or k not in _known()}
+        other = {k: v for k, v in asked.items() if k not in _MEANS_NOTHING and (k not in _GREEDY or v != _GREEDY[k])}
         if other:
             raise UserError(f"generation is greedy here; can't do {', '.join(f'{k}={v}' for k, v in other.items())}")
         room = self.max_length - most
@@ -205,7 +205,3 @@ class KVBench(HFLM):  # type: ignore[misc]
 
     def _progress(self, total: int, what: str, hidden: bool) -> tqdm:
         return tqdm(total=total, desc=f"Running {what}", disable=hidden or self._told is not None)
-
-
-def _known() -> set[str]:
-    return _MEANS_NOTHING | set(_GREEDY)
