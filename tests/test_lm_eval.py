@@ -242,6 +242,14 @@ def test_a_task_that_is_not_there_or_is_several(monkeypatch):
         catalogue.task("kvbench", None, 0, [], {})
 
 
+def test_a_command_without_tasks_is_told_so_in_one_line(capsys, monkeypatch):
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **_: None)
+    code, _, err = bench(capsys, "lm-eval", "--model_args", "pretrained=builtin:sink_2")
+    assert code == 2
+    assert "--tasks is missing" in err.splitlines()[-1]
+    assert "Traceback" not in err
+
+
 def test_data_out_of_reach_is_told_with_what_to_download(tmp_path, monkeypatch):
     (tmp_path / "far.yaml").write_text(
         "task: far_away\ndataset_path: someone/far_away\ndataset_name: hard\noutput_type: multiple_choice\ntest_split: test\n"

@@ -109,7 +109,9 @@ def unreachable(error: BaseException) -> UserError | None:
 
 
 def unknown(error: BaseException) -> UserError | None:
-    """The names that lm-eval does not know, if that is what went wrong."""
+    """The names that lm-eval does not know, or that there are none, if that is what went wrong."""
+    if str(error).startswith("No tasks specified"):
+        return UserError("--tasks is missing; 'bench lm-eval ls tasks' lists them")
     found = re.fullmatch(r"Tasks not found: (.+)", str(error).strip())
     if found is None:
         return None
