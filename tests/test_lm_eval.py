@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from functools import cache
 
 import lm_eval.tasks
@@ -42,6 +43,16 @@ task:
 capacity: 48
 policies: [dense, h2o]
 """
+
+
+@pytest.fixture(autouse=True)
+def _logging():
+    """lm-eval's command line sets logging up for a process of its own: its handlers would write to a closed capture."""
+    loggers = [logging.getLogger(), logging.getLogger("lm_eval")]
+    before = [list(log.handlers) for log in loggers]
+    yield
+    for log, handlers in zip(loggers, before, strict=True):
+        log.handlers = handlers
 
 
 @cache
