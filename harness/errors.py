@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import errno
+from enum import IntEnum
 
 NO_ROOM = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}
 )  # an OSError's, when the disk is full or not to be written
+
+
+class Exit(IntEnum):
+    """What `bench` tells its caller; the README has the same table."""
+
+    OK = 0
+    NO = 1  # the verb's question is answered with no: a regression, a record that does not hold, a policy that breaks a rule
+    MISTAKE = 2  # the user's: a typo, a missing file, a refused model, a held lock, a full disk
+    NOT_COMPARABLE = 3  # the gate has nothing to compare with: another text, a missing record
+    FAILED_CELLS = 4  # the run went on to its end, and some cells have no figures
+    CRASH = 70  # of ours (EX_SOFTWARE of sysexits.h): please report it
+    STOPPED = 130  # by Ctrl-C: 128 + SIGINT
+    CLOSED_PIPE = 141  # whoever read our output has gone: 128 + SIGPIPE
 
 
 class UserError(ValueError):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import UserError
+from harness.files import atomic_write
 from harness.registry import did_you_mean
 
 RANDOM = "random:"  # opens the id of a model with random weights
@@ -147,9 +148,8 @@ def weights_digest(directory: Path) -> str:
     if cache != known:
         try:
             cache_file.parent.mkdir(parents=True, exist_ok=True)
-            partial = cache_file.with_suffix(f".{os.getpid()}.partial")
-            partial.write_text(json.dumps(cache))
-            os.replace(partial, cache_file)
+            with atomic_write(cache_file) as out:
+                json.dump(cache, out)
         except OSError:  # it is only a cache
             pass
     return seen.hexdigest()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from harness.errors import UserError
+from harness.files import atomic_write, put_in_place, remove_partials
 
 RECORD_VERSION = 1
 LOCK = ".running"  # in a suite's folder while a run measures into it
@@ -110,6 +110,7 @@ class RecordStore:
         try:
             lock.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(lock, timeout=0):
+                remove_partials(lock.parent)
                 yield
         except Timeout:
             raise UserError(
@@ -157,18 +158,10 @@ class RecordStore:
         if trace is not None:
             target = self.trace_path(record, suffix)
             record.trace = {"file": target.name, "sha256": hashlib.sha256(trace.read_bytes()).hexdigest()}
-            os.replace(trace, target)
-        partial = path.with_name(path.name + ".partial")
-        try:
-            with partial.open("w", encoding="utf-8") as file:
-                json.dump(asdict(record), file, indent=1, ensure_ascii=False, allow_nan=False)
-                file.write("\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, path)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
+            put_in_place(trace, target)
+        with atomic_write(path) as file:
+            json.dump(asdict(record), file, indent=1, ensure_ascii=False, allow_nan=False)
+            file.write("\n")
         return path
 
     def finished(self, record: Record) -> Record | None:

@@ -25,6 +25,7 @@ from harness.engine.load import load_model, load_tokenizer
 from harness.engine.model import Model
 from harness.engine.selfcheck import free_bytes
 from harness.errors import NO_ROOM, UserError
+from harness.files import new_partial
 from harness.hub import is_random, model_directory, weights_digest
 from harness.records import NUMERICS_VERSION, Record, RecordStore, digest
 from harness.suite import Cell, labels
@@ -247,9 +248,9 @@ def _partial_trace(item: _Prepared, store: RecordStore) -> Path:
     trace = store.trace_path(item.record, item.task.trace)
     try:
         trace.parent.mkdir(parents=True, exist_ok=True)
+        return new_partial(trace)
     except OSError as error:
-        raise UserError(f"{trace.parent}: can't be made ({error.strerror}); finished cells are kept") from error
-    return trace.with_name(trace.name + ".partial")
+        raise UserError(f"{trace.parent}: can't be written to ({error.strerror}); finished cells are kept") from error
 
 
 def _job(item: _Prepared, model: Model, options: RunOptions, trace: Path, watcher: Watcher) -> Job:
@@ -305,7 +306,7 @@ def _written(item: _Prepared, trace: Path, result: dict[str, Any] | Exception, s
         record.metrics = result
     record.finished = store.stamp(record, datetime.datetime.now(datetime.UTC))
     try:
-        store.write(record, trace if record.status == "ok" and trace.exists() else None, item.task.trace)
+        store.write(record, trace if record.status == "ok" and trace.stat().st_size else None, item.task.trace)
     except OSError as error:
         raise UserError(f"{store.path(record)}: can't be written ({error.strerror}); finished cells are kept") from error
     return record

@@ -15,6 +15,7 @@ from test_records import record
 
 from harness.cli import judge
 from harness.cli.running import Asked
+from harness.errors import Exit
 from harness.report import baseline, gate
 
 SUITE = """
@@ -185,15 +186,15 @@ def test_a_band_is_as_wide_as_what_was_seen_and_never_narrow():
 
 def test_what_is_missing_or_of_another_text_can_not_be_compared(before):
     records, folder = before
-    assert gate.exit_code(gate.check((records, folder), (records[1:], folder), {})) == 2
+    assert gate.exit_code(gate.check((records, folder), (records[1:], folder), {})) == Exit.NOT_COMPARABLE
     other = dataclasses.replace(records[0], data=records[0].data | {"ids_sha256": "other"})
     findings = gate.check((records, folder), ([other, *records[1:]], folder), {})
     assert findings[0].check == "data"
-    assert gate.exit_code(findings) == 2
+    assert gate.exit_code(findings) == Exit.NOT_COMPARABLE
     failed = dataclasses.replace(records[0], status="failed", error={"kind": "NaN", "message": ""}, metrics={})
     findings = gate.check((records, folder), ([failed, *records[1:]], folder), {})
     assert (findings[0].check, findings[0].state, findings[0].says) == ("status", "regression", "ok -> NaN")
-    assert gate.exit_code([]) == 2, "a baseline of nothing holds nobody to anything"
+    assert gate.exit_code([]) == Exit.NOT_COMPARABLE, "a baseline of nothing holds nobody to anything"
 
 
 def test_from_the_command_line(suite, tmp_path, capsys):

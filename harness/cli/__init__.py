@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+import platform
 import sys
+import traceback
+from typing import NoReturn
 
 import click
 
 from harness import __version__
 from harness.cli import judge, keep, lm_eval, look, measure, pages
-from harness.errors import NO_ROOM, UserError
+from harness.errors import NO_ROOM, Exit, UserError
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="bench")
-def cli() -> None:
+@click.option("--debug", is_flag=True, help="Show a traceback with every error, and with every failed cell.")
+def cli(debug: bool) -> None:
     """KV Bench: what an LLM loses, and gains, when part of its KV cache is thrown away.
 
     \b
@@ -41,27 +45,40 @@ for _verb in (
 
 
 def main() -> None:
-    """The console script: a user's mistake is one line and exit code 2; Ctrl-C is 130."""
+    """The console script: what goes wrong becomes one line and an exit code (`Exit`); a crash of ours keeps its traceback."""
     try:
         result = cli.main(standalone_mode=False)
-        sys.exit(result if isinstance(result, int) else 0)
+        sys.exit(result if isinstance(result, int) else Exit.OK)
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.ctx.get_help() if error.ctx else error.format_message(), err=True)
-        sys.exit(2)
+        sys.exit(Exit.MISTAKE)
     except click.ClickException as error:
-        click.echo(f"bench: {error.format_message()}", err=True)
-        sys.exit(2)
+        _mistake(error.format_message())
     except UserError as error:
-        click.echo(f"bench: {error}", err=True)
-        sys.exit(2)
+        _mistake(str(error))
     except (KeyboardInterrupt, click.Abort):
         click.echo("bench: stopped; finished cells are kept, run the same command again to go on", err=True)
-        sys.exit(130)
+        sys.exit(Exit.STOPPED)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
-    except OSError as error:
-        if error.errno not in NO_ROOM:
-            raise
-        click.echo(f"bench: {error.filename or 'a temporary file'}: {error.strerror}; finished cells are kept", err=True)
-        sys.exit(2)
+        sys.exit(Exit.CLOSED_PIPE)
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
+            _mistake(f"{error.filename or 'a temporary file'}: {error.strerror}; finished cells are kept")
+        _crashed()
+
+
+def _mistake(message: str) -> NoReturn:
+    """One line; the traceback only if it was asked for."""
+    if "--debug" in sys.argv:
+        traceback.print_exc()
+    click.echo(f"bench: {message}", err=True)
+    sys.exit(Exit.MISTAKE)
+
+
+def _crashed() -> NoReturn:
+    """A bug of ours: everything that a report of it needs."""
+    traceback.print_exc()
+    where = f"kv-bench {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}"
+    click.echo(f"bench: this is a bug of ours ({where}): please report the lines above; finished cells are kept", err=True)
+    sys.exit(Exit.CRASH)

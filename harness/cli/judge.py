@@ -14,7 +14,7 @@ import click
 
 from harness.cli.output import print_rows, writable
 from harness.cli.running import Asked, suite_options
-from harness.errors import UserError
+from harness.errors import Exit, UserError
 
 if TYPE_CHECKING:
     from harness.records import Record
@@ -61,7 +61,7 @@ def compare(a: str, b: str, as_json: bool, markdown: bool) -> None:
 @click.option("--data", metavar="DIR", envvar="BENCH_DATA", help="Directory of the text, if the suite needs one.")
 @click.option("--json", "as_json", is_flag=True, help="Print every finding as JSON.")
 def check(folder: str, results: str | None, keep: str | None, data: str | None, as_json: bool) -> None:
-    """The regression gate: exit 0 as good as the baseline, 1 a regression, 2 something could not be compared.
+    """The regression gate: exit 0 as good as the baseline, 1 a regression, 3 something could not be compared.
 
     Every token's NLL, the paired mean, the bytes, and each step's time beside dense's, measured in turn.
 
@@ -89,7 +89,7 @@ def check(folder: str, results: str | None, keep: str | None, data: str | None, 
         shown = [f for f in findings if f.state != "ok"]
         print_rows([{"state": f.state, "check": f.check, "cell": f.cell, "says": f.says} for f in shown], False)
     code = gate.exit_code(findings)
-    verdict = {0: "as good as the baseline", 1: "REGRESSION", 2: "could not be compared"}[code]
+    verdict = {Exit.OK: "as good as the baseline", Exit.NO: "REGRESSION"}.get(code, "could not be compared")
     click.echo(f"{verdict}: {sum(f.state == 'ok' for f in findings)} of {len(findings)} checks passed", err=True)
     sys.exit(code)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from harness.cli.output import RESULTS
-from harness.errors import UserError
+from harness.errors import Exit, UserError
 
 
 @click.group()
@@ -47,7 +47,7 @@ def verify(folder: str) -> None:
         err=True,
     )
     if wrong:
-        sys.exit(1)
+        sys.exit(Exit.NO)
 
 
 @records.command()

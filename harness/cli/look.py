@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from harness.cli.output import print_rows
+from harness.errors import Exit
 
 
 @click.command("list")
@@ -51,7 +52,7 @@ def check(name: str, settings: tuple[str, ...]) -> None:
     for finding in findings:
         click.echo(f"{'ok   ' if finding.ok else 'WRONG'} {finding.rule}" + (f": {finding.problem}" if finding.problem else ""))
     if not all(f.ok for f in findings):
-        sys.exit(1)
+        sys.exit(Exit.NO)
 
 
 @click.command()
@@ -84,4 +85,4 @@ def doctor(model: str | None, data: str | None, quick: bool) -> None:
         click.echo(f"{name:<16} {found}")
         failed |= found.startswith("FAILED")
     if failed:
-        sys.exit(1)
+        sys.exit(Exit.NO)

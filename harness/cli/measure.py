@@ -11,6 +11,7 @@ import click
 
 from harness.cli.output import RESULTS, print_rows, writable
 from harness.cli.running import Asked, suite_options
+from harness.errors import Exit
 
 
 @click.command()
@@ -53,7 +54,7 @@ def run(
         print_rows(rows(records), False)
         click.echo(f"Records are in {results}; 'bench leaderboard' makes the page.", err=True)
     if any(r.status == "failed" for r in records):
-        sys.exit(1)
+        sys.exit(Exit.FAILED_CELLS)
 
 
 @click.command()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import datetime
-import os
 from pathlib import Path
 
 import click
 
 from harness.cli.output import RESULTS, writable
+from harness.files import atomic_write
 
 
 @click.command()
@@ -58,7 +58,6 @@ def _page(text: str, out: str, records: int) -> None:
         return
     path = Path(out)
     writable(path.parent)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    with atomic_write(path) as file:
+        file.write(text)
     click.echo(f"{records} records -> {out}")

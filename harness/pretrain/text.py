@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from harness.data import pg19
 from harness.data.prose import Prose
 from harness.errors import UserError
+from harness.files import atomic_write
 from harness.pretrain.config import Mix
 from harness.tasks.streameval import HEADER, answer, question, record_line
 
@@ -92,13 +93,12 @@ def _prose(seed: int) -> Iterator[str]:
 def token_file(path: Path, tokenizer: PreTrainedTokenizerFast, texts: Iterator[str], count: int) -> NDArray[np.uint16]:
     """The first `count` tokens of the texts, kept in a file so that a resumed run need not make them again. [count]."""
     if not path.exists() or path.stat().st_size != 2 * count:
-        partial, made = path.with_suffix(".partial"), 0
-        with partial.open("wb") as file:
+        made = 0
+        with atomic_write(path, "wb") as file:
             while made < count:
                 batch = [next(texts) for _ in range(64)]
                 for ids in tokenizer(batch, add_special_tokens=False)["input_ids"]:
                     part = np.array(ids[: count - made], np.uint16)
                     file.write(part.tobytes())
                     made += len(part)
-        partial.replace(path)
     return np.memmap(path, np.uint16, "r")

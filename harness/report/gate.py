@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from harness.errors import Exit
 from harness.records import Record
 from harness.report.baseline import Band, ratio
 from harness.report.compare import MARGINS, Difference, differences, largest_difference, moved
@@ -15,7 +16,7 @@ from harness.report.verdicts import cell_name
 
 State = Literal["ok", "regression", "could not compare", "not compared"]
 LARGEST = {"float32": 1e-3}  # nats a token may differ, by dtype; others are not held to it
-CODES: dict[State, int] = {"regression": 1, "could not compare": 2}
+CODES: dict[State, Exit] = {"regression": Exit.NO, "could not compare": Exit.NOT_COMPARABLE}
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,10 @@ def check(
     return sorted(findings, key=lambda f: order.index(f.state))
 
 
-def exit_code(findings: Sequence[Finding]) -> int:
-    """0: as good as the baseline; 1: a regression; 2: something could not be compared."""
-    codes = [CODES.get(f.state, 0) for f in findings]
-    return 1 if 1 in codes else 2 if 2 in codes or not codes else 0
+def exit_code(findings: Sequence[Finding]) -> Exit:
+    """OK: as good as the baseline; NO: a regression; NOT_COMPARABLE: something, or everything, could not be compared."""
+    codes = {CODES.get(f.state, Exit.OK) for f in findings}
+    return next((code for code in (Exit.NO, Exit.NOT_COMPARABLE) if code in codes), Exit.OK if codes else Exit.NOT_COMPARABLE)
 
 
 Result = tuple[str, State, str]

@@ -1,0 +1,38 @@
+"""What `bench` tells its caller is one table: in the code and in the README."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from conftest import bench
+
+from harness.errors import Exit
+
+
+def test_the_readme_lists_every_exit_code():
+    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    table = readme.split("| exit code |")[1].split("\n\n")[0]
+    listed = {int(code) for row in re.findall(r"^\| ([0-9, ]+) \|", table, re.MULTILINE) for code in row.split(",")}
+    assert listed == set(Exit)
+
+
+def test_a_crash_of_ours_has_its_own_code_and_its_traceback(monkeypatch, capsys):
+    from harness.report import leaderboard
+
+    def broken(_):
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr(leaderboard, "render", broken)
+    code, _, err = bench(capsys, "leaderboard", "--out", "-")
+    assert code == 70
+    assert "ZeroDivisionError: division by zero" in err
+    assert err.splitlines()[-1].startswith("bench: this is a bug of ours (kv-bench ")
+
+
+def test_debug_shows_where_a_mistake_was_noticed(capsys):
+    plain, debug = bench(capsys, "run", "nowhere.yaml"), bench(capsys, "--debug", "run", "nowhere.yaml")
+    assert (plain[0], debug[0]) == (2, 2)
+    assert "Traceback" not in plain[2]
+    assert "Traceback" in debug[2]
+    assert plain[2] == debug[2].splitlines(keepends=True)[-1]
