@@ -78,7 +78,7 @@ def _compiler() -> str:
     from harness.engine.kernels.compiler import why_not
     from policies.h2o import H2O
 
-    return f"H2O's walk is not compiled: {reason}" if (reason := why_not(H2O().bind(8))) else "cc is there: kernels for this CPU"
+    return f"H2O's walk is not compiled: {reason}" if (reason := why_not(H2O().bind(8))) else "it builds kernels for this CPU"
 
 
 def _speed() -> str:

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import logging
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from harness.errors import UserError
 from harness.files import atomic_write
 from harness.registry import did_you_mean
+from harness.user_cache import cache_folder, make_private
 
 RANDOM = "random:"  # opens the id of a model with random weights
 BUILTIN = "builtin:"  # opens the id of a model that comes with the project
@@ -132,9 +132,9 @@ def weights_digest(directory: Path) -> str:
     """sha256 over config and weights; remembered by path, size and time of change, since weights are large."""
     files = [directory] if directory.is_file() else [directory / "config.json", *_weights(directory, True)]
     seen = hashlib.sha256()
-    cache_file = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "kv-bench" / "digests.json"
+    folder = cache_folder()
     try:
-        cache = json.loads(cache_file.read_text())
+        cache = {} if folder is None else json.loads((folder / "digests.json").read_text())
     except (OSError, ValueError):
         cache = {}
     known = dict(cache)
@@ -145,10 +145,10 @@ def weights_digest(directory: Path) -> str:
             with file.open("rb") as stream:
                 cache[name] = hashlib.file_digest(stream, "sha256").hexdigest()
         seen.update(cache[name].encode())
-    if cache != known:
+    if folder is not None and cache != known:
         try:
-            cache_file.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_write(cache_file) as out:
+            make_private(folder)
+            with atomic_write(folder / "digests.json") as out:
                 json.dump(cache, out)
         except OSError:  # it is only a cache
             pass

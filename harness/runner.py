@@ -262,6 +262,7 @@ def _job(item: _Prepared, model: Model, options: RunOptions, trace: Path, watche
         found = FastCheck("walk", "plain", 0.0) if options.walk else fast_method(model, config)
         item.record.facts["differs_from_walk"] = round(found.differs, 4) if math.isfinite(found.differs) else None
         item.record.facts |= {"refused": found.refused} if found.refused else {}
+        item.record.facts |= {"plain_because": found.plain_because} if found.plain_because else {}
     wide = found.method in ("closed form", "compiled walk") and not item.task.of_device
     block = options.block or (_block_that_fits(model, _streams(cell)) if wide else _BLOCK)
     item.record.facts |= {"block": block, "method": found.method, "step": found.step}

@@ -254,7 +254,10 @@ def test_what_can_not_be_traced_is_walked_plainly_and_says_why(policy, why):
     with pytest.raises(NotTraceableError, match=why):
         traced(policy.bind(8))
     assert why in compiler.why_not(policy.bind(8))
-    assert compiler.function_of(policy.bind(8), "walk.c", "walk") is None
+    walk = CachedDecoder(model_of("llama"), CacheConfig(policy, 8), closed=False, compiled=True).walks[0]
+    assert not walk.is_compiled
+    assert why in walk.plain_because
+    assert walk.lost == ""
 
 
 def test_what_is_traced_reads_like_the_policy():
@@ -271,13 +274,9 @@ def test_without_a_compiler_the_plain_code_is_used(monkeypatch, tmp_path):
     assert not walk.steps_by_kernel
     monkeypatch.setenv("CC", "false")  # there is one, and it fails
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    compiler.function.cache_clear()
-    try:
-        walk = CachedDecoder(model_of("llama"), CacheConfig(H2O(), 8), compiled=True).walks[0]
-        assert not walk.is_compiled
-        assert not walk.steps_by_kernel
-    finally:
-        compiler.function.cache_clear()
+    walk = CachedDecoder(model_of("llama"), CacheConfig(H2O(), 8), compiled=True).walks[0]
+    assert not walk.is_compiled
+    assert not walk.steps_by_kernel
 
 
 def test_the_check_refuses_a_closed_form_that_differs(monkeypatch):
@@ -293,9 +292,9 @@ def test_the_check_refuses_a_closed_form_that_differs(monkeypatch):
 def test_the_check_refuses_a_compiled_walk_that_differs(monkeypatch):
     model, config = model_of("llama"), CacheConfig(H2O(), 20)
     assert fastcheck.fast_method(model, config).method == "compiled walk"
-    kernel = compiler.function_of(Random().bind(20), "walk.c", "walk")
-    real = compiler.function_of
-    monkeypatch.setattr(cpu, "function_of", lambda *asked: kernel if asked[2] == "walk" else real(*asked))
+    kernel = compiler.built_of(Random().bind(20), "walk.c", "walk")
+    real = compiler.built_of
+    monkeypatch.setattr(cpu, "built_of", lambda *asked: kernel if asked[2] == "walk" else real(*asked))
     assert fastcheck.fast_method(model, config).method == "walk"
 
 

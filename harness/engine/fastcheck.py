@@ -27,7 +27,8 @@ class FastCheck(NamedTuple):
     method: str  # of blocks: "closed form", "compiled walk" or "walk"
     step: str  # of single tokens: "captured" (a CUDA graph), "compiled" (kernels) or "plain"
     differs: float
-    refused: str = ""  # why something faster was not used
+    refused: str = ""  # why something faster was not used that should have been
+    plain_because: str = ""  # why there is nothing faster for blocks than the plain walk
 
 
 def fast_method(model: Model, config: CacheConfig) -> FastCheck:
@@ -45,8 +46,10 @@ def fast_method(model: Model, config: CacheConfig) -> FastCheck:
     closed, compiled = any(w.has_closed_form for w in fast.walks), any(w.is_compiled for w in fast.walks)
     by_kernel = any(w.steps_by_kernel for w in fast.walks)
     method = "closed form" if closed or not config.policy.evicts else "compiled walk" if compiled else "walk"
+    lost = next((w.lost for w in fast.walks if w.lost), "")
+    because = next((w.plain_because for w in fast.walks if w.plain_because), "")
     if not (closed or compiled or by_kernel):
-        return FastCheck(method, "plain", 0.0)
+        return FastCheck(method, "plain", 0.0, lost, because)
     past = _PAST if closed or model.dtype in _ROUNDING else _PAST_16_BITS
     try:
         worst = _difference(model, config.capacity or _DENSE, past, fast, plain)
@@ -55,13 +58,15 @@ def fast_method(model: Model, config: CacheConfig) -> FastCheck:
     else:
         refused = "" if worst <= 1 else "its logits differ from the plain walk's"
     if refused:
-        return FastCheck("walk" if config.policy.evicts else method, "plain", worst, refused)
+        return FastCheck("walk" if config.policy.evicts else method, "plain", worst, refused, because)
     if fast.graphs is None:  # on a CPU a step by kernels is the quicker one (docs/performance.md)
-        return FastCheck(method, "compiled" if by_kernel else "plain", worst)
+        return FastCheck(method, "compiled" if by_kernel else "plain", worst, lost, because)
     ours, theirs = _step_seconds(model, fast, plain)
     if ours > theirs:
-        return FastCheck(method, "plain", worst, f"a step takes {1e3 * ours:.3g} ms, and {1e3 * theirs:.3g} ms plainly")
-    return FastCheck(method, "captured" if fast.graphs.replayed else "compiled", worst, fast.graphs.refused)
+        slower = f"a step takes {1e3 * ours:.3g} ms, and {1e3 * theirs:.3g} ms plainly"
+        return FastCheck(method, "plain", worst, slower, because)
+    step = "captured" if fast.graphs.replayed else "compiled"
+    return FastCheck(method, step, worst, fast.graphs.refused or lost, because)
 
 
 def _step_seconds(model: Model, *decoders: CachedDecoder) -> tuple[float, ...]:

@@ -89,6 +89,16 @@ class Walk:
         """Whether single tokens are taken in by a compiled kernel."""
         return self._kernels.step is not None
 
+    @property
+    def lost(self) -> str:
+        """Why a kernel is missing that could be there; empty if none is."""
+        return self._kernels.lost
+
+    @property
+    def plain_because(self) -> str:
+        """Why no kernel can walk its blocks, where they have to be walked; empty otherwise."""
+        return "" if self.has_closed_form or self.slots.capacity is None else self._kernels.plain_because
+
     def begin(self, block: Block) -> None:
         """Before the first layer: what all layers share."""
         slots = self.slots

@@ -18,6 +18,8 @@ class Kernels(NamedTuple):
     step: cpu.StepKernel | cuda.StepKernel | None = None  # a token's attention
     release: cpu.ReleaseKernel | cuda.ReleaseKernel | None = None  # the bookkeeping after it
     walk: cpu.WalkKernel | cuda.WalkKernel | None = None  # a block through one layer
+    lost: str = ""  # why one is missing that could be there: no compiler, a library that can't be loaded
+    plain_because: str = ""  # why no kernel can walk blocks of these layers under this policy
 
 
 def kernels_for(slots: Slots, mode: PositionMode, limit: int, longest: int | None) -> Kernels:
@@ -31,7 +33,9 @@ def kernels_for(slots: Slots, mode: PositionMode, limit: int, longest: int | Non
     """
     of = _OF_DEVICE.get(slots.keys.device.type)
     if of is None:
-        return Kernels()
-    return Kernels(
-        of.StepKernel.of(slots, mode, limit, longest), of.ReleaseKernel.of(slots), of.WalkKernel.of(slots, mode, limit, longest)
-    )
+        return Kernels(plain_because=f"no kernels for device '{slots.keys.device.type}'")
+    walk, lost = of.WalkKernel.of(slots, mode, limit, longest), of.lost(slots, mode, limit)
+    because = ""
+    if walk is None and not lost:
+        because = of.why_untraced(slots.policy) or "no kernel walks blocks of such layers in this dtype"
+    return Kernels(of.StepKernel.of(slots, mode, limit, longest), of.ReleaseKernel.of(slots), walk, lost, because)

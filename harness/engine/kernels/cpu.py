@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from harness.engine.kernels.compiler import compiler, function, function_of
+from harness.engine.kernels.compiler import Built, built, built_of, why_untraced
 from harness.engine.rotary import LONGEST_STREAM, rotate
 from harness.engine.slots import Rows, Slots
 from policies import PositionMode
@@ -33,7 +33,7 @@ class StepKernel:
 
     @classmethod
     def of(cls, slots: Slots, mode: PositionMode, limit: int, longest: int | None) -> Self | None:
-        """None where there is none: it is for CPUs, float32, and softmax of plain scores.
+        """None where there is none.
 
         Args:
             slots: of the layers.
@@ -41,16 +41,21 @@ class StepKernel:
             limit: the largest distance of mode `clamped`, in tokens.
             longest: bounds the angles; the number of slots when None.
         """
-        shape = slots.shape
-        if not shape.plain or slots.keys.device.type != "cpu" or slots.keys.dtype != torch.float32 or not compiler():
-            return None
-        sizes = (("GROUP", str(shape.group)), ("KEY_DIM", str(shape.key_dim)), ("VALUE_DIM", str(shape.value_dim)))
-        kernel = function("step.c", "step", sizes)
+        kernel = cls.built(slots).function
         if kernel is None:
             return None
         kernel.restype = ctypes.c_int64
         kernel.argtypes = [*[ctypes.c_void_p] * 13, *[ctypes.c_int64] * 8, ctypes.c_float]
         return cls(slots, mode, limit, longest, kernel)
+
+    @staticmethod
+    def built(slots: Slots) -> Built:
+        """Its function, for float32 and softmax of plain scores; neither it nor a reason for other layers."""
+        shape = slots.shape
+        if not shape.plain or slots.keys.dtype != torch.float32:
+            return Built()
+        sizes = (("GROUP", str(shape.group)), ("KEY_DIM", str(shape.key_dim)), ("VALUE_DIM", str(shape.value_dim)))
+        return built("step.c", "step", sizes)
 
     def __call__(
         self, slots: Slots, rows: Rows, query: Tensor, key: Tensor, value: Tensor, scaling: float, mass: Tensor | None
@@ -101,14 +106,20 @@ class ReleaseKernel:
 
     @classmethod
     def of(cls, slots: Slots) -> Self | None:
-        """None where there is none: for CPUs, float32 statistics, and policies that can be traced."""
-        fits = slots.capacity is not None and slots.rank.device.type == "cpu" and slots.wide == torch.float32
-        kernel = function_of(slots.policy, "release.c", "release") if fits else None
+        """None where there is none."""
+        kernel = cls.built(slots).function
         if kernel is None:
             return None
         kernel.restype = None
         kernel.argtypes = [*[ctypes.c_void_p] * 7, *[ctypes.c_int64] * 9]
         return cls(kernel)
+
+    @staticmethod
+    def built(slots: Slots) -> Built:
+        """Its function, for float32 statistics and policies that can be traced; neither it nor a reason for others."""
+        if slots.capacity is None or slots.wide != torch.float32 or why_untraced(slots.policy):
+            return Built()
+        return built_of(slots.policy, "release.c", "release")
 
     def __call__(self, slots: Slots, rows: Rows, mass: Tensor | None, step: Tensor, full: bool) -> None:
         """Statistics updated, and the next token's slot found.
@@ -147,16 +158,21 @@ class WalkKernel:
 
     @classmethod
     def of(cls, slots: Slots, mode: PositionMode, limit: int, longest: int | None) -> Self | None:  # noqa: ARG003
-        """None where there is none: for CPUs, up to 32 bits, and policies that can be traced."""
-        fits = slots.capacity is not None and slots.shape.plain and slots.shape.key_dim % 2 == 0
-        fits = fits and slots.keys.device.type == "cpu" and slots.keys.dtype.itemsize <= 4
-        fits = fits and (mode != "clamped" or slots.shape.rotation is None or limit < _LONGEST_TABLE)
-        kernel = function_of(slots.policy, "walk.c", "walk") if fits else None
+        """None where there is none."""
+        kernel = cls.built(slots, mode, limit).function
         if kernel is None:
             return None
         kernel.restype = ctypes.c_int64
         kernel.argtypes = [*[ctypes.c_void_p] * 10, *[ctypes.c_int64] * 10, ctypes.c_float, *[ctypes.c_int64] * 6]
         return cls(slots, mode, limit, kernel)
+
+    @staticmethod
+    def built(slots: Slots, mode: PositionMode, limit: int) -> Built:
+        """Its function, for up to 32 bits and policies that can be traced; neither it nor a reason for others."""
+        fits = slots.capacity is not None and slots.shape.plain and slots.shape.key_dim % 2 == 0
+        fits = fits and slots.keys.dtype.itemsize <= 4 and not why_untraced(slots.policy)
+        fits = fits and (mode != "clamped" or slots.shape.rotation is None or limit < _LONGEST_TABLE)
+        return built_of(slots.policy, "walk.c", "walk") if fits else Built()
 
     def __call__(
         self, slots: Slots, rows: Rows, layer: int, query: Tensor, keys: Tensor, values: Tensor, ordered: bool, seen: int
@@ -221,3 +237,9 @@ class WalkKernel:
         if self._in_stream and self._rotation is not None:
             keys = rotate(keys, self._rotation.turns(positions, torch.float32, LONGEST_STREAM))
         return keys.unflatten(-1, (-1, 2))
+
+
+def lost(slots: Slots, mode: PositionMode, limit: int) -> str:
+    """Why a kernel that these layers and their policy could have is not there; empty if none is lost."""
+    found = (StepKernel.built(slots), ReleaseKernel.built(slots), WalkKernel.built(slots, mode, limit))
+    return next((one.why_not for one in found if one.why_not), "")

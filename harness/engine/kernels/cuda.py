@@ -18,15 +18,17 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from harness.engine.kernels.compiler import cache_folder
 from harness.engine.kernels.tracing import TRITON, NotTraceableError, traced
 from harness.engine.slots import LayerShape, Rows, Slots
+from harness.files import atomic_write
+from harness.user_cache import private_folder
 from policies import Policy, PositionMode
 from policies.policy import mixed_seed
 
 _BLOCK = 2048  # elements of a block of keys that a program holds, over query heads: more would spill registers
 _PROGRAMS = 528  # that fill a chip: four for each of an H100's multiprocessors
 _MODES: dict[PositionMode, int] = {"cache": 1, "stream": 2, "clamped": 3}
+_NO_TRITON = "Triton is not installed"
 _SETTLED = 1024  # slots that bookkeeping looks at at once
 
 _POLICY = '''"""Made by kv-bench from a policy's `importance` and its statistic's `update`."""
@@ -63,9 +65,9 @@ def _policy_module(importance: str, update: str) -> Any:
     """A module with a policy's expressions as functions of Triton, which reads them from a file."""
     source = _POLICY.replace("IMPORTANCE", importance).replace("UPDATE", update)
     name = f"policy_{hashlib.sha256(source.encode()).hexdigest()[:16]}"
-    path = cache_folder() / f"{name}.py"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(source, encoding="utf-8")
+    path = private_folder("kernels") / f"{name}.py"
+    with atomic_write(path) as file:
+        file.write(source)
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec
     assert spec.loader
@@ -76,11 +78,21 @@ def _policy_module(importance: str, update: str) -> Any:
 
 def why_not(policy: Policy) -> str:
     """Why a bound policy has no compiled walk here; empty if it has one."""
+    return why_untraced(policy) or ("" if _kernels() else _NO_TRITON)
+
+
+def why_untraced(policy: Policy) -> str:
+    """What of a bound policy has no place in a compiled walk; empty if nothing."""
     try:
         traced(policy, TRITON)
     except NotTraceableError as error:
         return f"{error} can't be compiled"
-    return "" if _kernels() else "no Triton"
+    return ""
+
+
+def lost(slots: Slots, mode: PositionMode, limit: int) -> str:  # noqa: ARG001
+    """As on CPUs."""
+    return "" if _kernels() or not slots.shape.plain or slots.wide != torch.float32 else _NO_TRITON
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,311 @@
+"""A built library is loaded only if it is whole and ours; else it is built again, and if that fails the plain walk says why."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import logging
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import bench, model_of
+
+from harness import hub, user_cache
+from harness.engine import fastcheck
+from harness.engine.decoder import CacheConfig
+from harness.engine.kernels import compiler
+from harness.engine.loop import CachedDecoder
+from policies import AttentionSum, Policy
+from policies.h2o import H2O
+from policies.random import Random
+from policies.sink_window import SinkWindow
+
+needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+FOREIGN = "void release(void) {}"  # has the name, and is not ours
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    """A cache folder of the test's own; what earlier tests built is forgotten."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for remembered in (compiler._built, compiler._target, user_cache._temporary):
+        remembered.cache_clear()
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def opened(monkeypatch) -> list[Path]:
+    """Every library that is handed to the loader."""
+    seen, load = [], ctypes.CDLL
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: seen.append(Path(path)) or load(path))
+    return seen
+
+
+def build() -> compiler.Built:
+    """Afresh, as another process would."""
+    compiler._built.cache_clear()
+    return compiler.built_of(Random().bind(20), "release.c", "release")
+
+
+def libraries(folder: Path) -> list[Path]:
+    return sorted((folder / "kv-bench/kernels").glob("*.so"))
+
+
+def compiled_by_cc(source: str, to: Path) -> bytes:
+    subprocess.run(["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", to], input=source, text=True, check=True)
+    return to.read_bytes()
+
+
+def script(file: Path, text: str) -> str:
+    """A compiler of the test's own."""
+    file.write_text(f"#!/bin/sh\n{text}\n")
+    file.chmod(0o755)
+    return str(file)
+
+
+def put(library: Path, content: bytes) -> None:
+    """In the place of a library, which may be loaded still."""
+    library.unlink()
+    library.write_bytes(content)
+    library.chmod(0o700)
+
+
+@needs_compiler
+def test_a_library_is_built_once(cache, opened):
+    assert build().function is not None
+    (library,) = libraries(cache)
+    before = library.stat().st_mtime_ns
+    assert build() is not None
+    assert [p.stat().st_mtime_ns for p in libraries(cache)] == [before]
+    assert opened == [library, library]
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", ["empty", "truncated", "garbage", "foreign", "one bit"])
+def test_a_damaged_library_is_never_opened_and_built_again(cache, tmp_path, opened, damage):
+    build()
+    (library,) = libraries(cache)
+    whole = library.read_bytes()
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 1
+    content = {
+        "empty": b"", "truncated": whole[: len(whole) // 2], "garbage": b"\x7fELF" + bytes(range(256)) * 40,
+        "foreign": compiled_by_cc(FOREIGN, tmp_path / "foreign.so"), "one bit": bytes(flipped),
+    }[damage]  # fmt: skip
+    put(library, content)
+    opened.clear()
+    assert build().function is not None
+    assert opened == libraries(cache)
+    assert opened[0].read_bytes() == whole
+
+
+@needs_compiler
+@pytest.mark.parametrize("how", ["others may write to it", "another user's", "a symbolic link"])
+def test_a_library_that_others_could_have_put_there_is_never_opened(cache, tmp_path, opened, monkeypatch, how):
+    """Though its name has the right digest."""
+    build()
+    (library,) = libraries(cache)
+    stem = library.name.rsplit("_", 1)[0]
+    content = compiled_by_cc(FOREIGN, tmp_path / "foreign.so")
+    planted = library.with_name(f"{stem}_{hashlib.sha256(content).hexdigest()[:32]}.so")
+    if how == "a symbolic link":
+        planted.symlink_to(tmp_path / "foreign.so")
+    else:
+        planted.write_bytes(content)
+        planted.chmod(0o777 if how == "others may write to it" else 0o700)
+    if how == "another user's":
+        real = Path.lstat
+        owner = lambda path: os.stat_result((*real(path)[:4], 12345, *real(path)[5:]))  # noqa: E731
+        monkeypatch.setattr(Path, "lstat", lambda path: owner(path) if path == planted else real(path))
+    library.unlink()
+    opened.clear()
+    assert build().function is not None
+    assert opened == [library]
+
+
+@needs_compiler
+def test_a_folder_that_others_may_write_to_is_not_used_and_that_is_said_once(cache, opened, caplog):
+    build()
+    folder = cache / "kv-bench"
+    folder.chmod(0o777)
+    opened.clear()
+    with caplog.at_level(logging.WARNING, "kv-bench"):
+        assert build().function is not None
+        assert build().function is not None
+    assert all(cache not in path.parents for path in opened)
+    (said,) = caplog.messages
+    assert f"others may write to {folder}; 'chmod go-w {folder}' ends that" in said
+    folder.chmod(0o700)
+    assert build().function is not None
+    assert opened[-1] == libraries(cache)[0]
+
+
+@needs_compiler
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o077])
+def test_what_is_built_is_ours_alone_whatever_the_umask(cache, umask):
+    before = os.umask(umask)
+    try:
+        build()
+    finally:
+        os.umask(before)
+    modes = [stat.S_IMODE(p.stat().st_mode) for p in (cache, cache / "kv-bench", cache / "kv-bench/kernels", *libraries(cache))]
+    assert modes == [0o700] * 4
+
+
+@needs_compiler
+def test_a_cache_that_can_not_be_made_is_done_without(cache, opened, caplog):
+    cache.write_text("a file")
+    assert build().function is not None
+    assert "kernels are built for this process alone" in caplog.text
+    assert cache.is_file()
+
+
+@pytest.mark.parametrize("given", [None, "", "relative", "./relative"])
+def test_a_cache_folder_that_is_not_absolute_is_ignored(monkeypatch, tmp_path, given):
+    """As the XDG base directory specification says; for the kernels, and for the digests of weights."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_CACHE_HOME") if given is None else monkeypatch.setenv("XDG_CACHE_HOME", given)
+    assert user_cache.cache_folder() == tmp_path / "home/.cache/kv-bench"
+    assert user_cache.private_folder("kernels") == tmp_path / "home/.cache/kv-bench/kernels"
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    hub.weights_digest(tmp_path / "model")
+    assert (tmp_path / "home/.cache/kv-bench/digests.json").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["home", "model"]
+
+
+def test_without_a_home_there_is_no_cache_and_no_crash(monkeypatch, tmp_path):
+    def nowhere(_):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "expanduser", nowhere)
+    assert user_cache.cache_folder() is None
+    assert user_cache.private_folder("kernels").is_dir()
+    (tmp_path / "config.json").write_text("{}")
+    assert hub.weights_digest(tmp_path)
+
+
+@needs_compiler
+def test_another_cpu_and_another_compiler_have_libraries_of_their_own(cache, tmp_path, monkeypatch):
+    """A home that machines share: what one was built for may be an illegal instruction to the other."""
+    text = 'case "$*" in *-dM*) echo "#define __SSE2__ $CPU";; *) exec cc "$@";; esac'
+    monkeypatch.setenv("CC", script(tmp_path / "mycc", text))
+    for cpu, count in (("1", 1), ("2", 2), ("1", 2)):
+        monkeypatch.setenv("CPU", cpu)
+        compiler._target.cache_clear()
+        assert build().function is not None
+        assert len({p.name.rsplit("_", 1)[0] for p in libraries(cache)}) == count
+
+
+@needs_compiler
+def test_the_compiler_names_the_instruction_sets_of_this_cpu():
+    """What the key stands on."""
+    assert "#define __VERSION__" in compiler._target("cc")
+    wide = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    assert ("#define __AVX2__" in compiler._target("cc")) == wide
+
+
+@needs_compiler
+def test_a_whole_library_that_can_not_be_loaded_is_built_again(cache, tmp_path, opened):
+    """One that another machine built for newer system libraries, say: here one without the function."""
+    build()
+    (library,) = libraries(cache)
+    content = compiled_by_cc("int unrelated;", tmp_path / "unrelated.so")
+    other = library.with_name(f"{library.name.rsplit('_', 1)[0]}_{hashlib.sha256(content).hexdigest()[:32]}.so")
+    put(library, b"")
+    other.write_bytes(content)
+    other.chmod(0o700)
+    opened.clear()
+    assert build().function is not None
+    assert opened == [other, library]
+
+
+BROKEN = {
+    "fails": ("echo 'x.c:1: error: no such thing' >&2; exit 1", "ended with exit code 1: x.c:1: error: no such thing"),
+    "makes garbage": (
+        'while [ "$1" != -o ]; do shift; done; cat > /dev/null; yes garbage | head -c 9999 > "$2"',
+        "invalid ELF header" if sys.platform == "linux" else "",
+    ),
+    "makes another library": (
+        'while [ "$1" != -o ]; do shift; done; cat > /dev/null; cc -shared -x c /dev/null -o "$2"',
+        "release",
+    ),
+    "makes nothing": ("exit 0", "too short" if sys.platform == "linux" else ""),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("how", BROKEN)
+def test_what_can_not_be_built_is_walked_plainly_and_says_why(cache, tmp_path, monkeypatch, how):
+    """A silent fall-back would be a slower benchmark that nobody notices."""
+    text, reason = BROKEN[how]
+    monkeypatch.setenv("CC", script(tmp_path / "mycc", f'case "$*" in *-dM*) exit 0;; esac; {text}'))
+    assert reason in build().why_not
+    assert not list((cache / "kv-bench/kernels").glob(".*"))
+    model, tokens = model_of("llama"), torch.arange(60)[None]
+    config = CacheConfig(H2O(), 20)
+    found = fastcheck.fast_method(model, config)
+    assert (found.method, found.step) == ("walk", "plain")
+    assert "can't be built" in found.refused
+    plain, fast = (CachedDecoder(model, config, compiled=compiled)(tokens) for compiled in (False, True))
+    assert torch.equal(plain, fast)
+
+
+@needs_compiler
+def test_a_lost_step_is_said_even_where_blocks_have_a_closed_form(tmp_path, monkeypatch):
+    config = CacheConfig(SinkWindow(4), 20)
+    assert fastcheck.fast_method(model_of("llama"), config)[:2] == ("closed form", "compiled")
+    monkeypatch.setenv("CC", "no-such-compiler")
+    found = fastcheck.fast_method(model_of("llama"), config)
+    assert found[:2] == ("closed form", "plain")
+    assert found.refused == "no C compiler (no-such-compiler)"
+
+
+class Tova(Policy):
+    scope = "layer"
+    statistics = (AttentionSum,)
+
+    def importance(self, view):
+        return view.state(AttentionSum).mean(1, keepdim=True).expand(view.rank.shape)
+
+
+def test_what_has_no_kernel_by_its_nature_is_no_fall_back_and_says_why():
+    found = fastcheck.fast_method(model_of("llama"), CacheConfig(Tova(), 20))
+    assert (found.method, found.refused) == ("walk", "")
+    assert found.plain_because == "scope 'layer' can't be compiled"
+    odd = fastcheck.fast_method(model_of("gemma2"), CacheConfig(H2O(), 12))
+    assert odd.plain_because == "no kernel walks blocks of such layers in this dtype"
+
+
+@needs_compiler
+def test_processes_that_build_at_once_all_have_their_function(cache):
+    code = (
+        "from harness.engine.kernels.compiler import built_of\nfrom policies.random import Random\n"
+        "found = built_of(Random().bind(20), 'release.c', 'release')\nassert found.function, found.why_not"
+    )
+    children = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(3)]
+    assert [child.wait() for child in children] == [0, 0, 0]
+    assert build().function is not None
+    assert not list((cache / "kv-bench/kernels").glob("*.partial"))
+
+
+@pytest.mark.parametrize("compiler_command", ["false", "no-such-compiler"])
+def test_the_record_says_why_there_was_no_compiled_walk(tmp_path, model_dir, text_dir, capsys, monkeypatch, compiler_command):
+    monkeypatch.setenv("CC", compiler_command)
+    where = ["--model", model_dir, "--data", text_dir, "--results", tmp_path / "results"]
+    what = ["--policy", "h2o", "--set", "capacity=16", "--set", "tokens=100"]
+    code, _, err = bench(capsys, "run", "smoke", *where, *what)
+    assert code == 0, err
+    (file,) = (tmp_path / "results").rglob("*.json")
+    facts = json.loads(file.read_text())["facts"]
+    assert (facts["method"], facts["step"]) == ("walk", "plain")
+    assert ("no C compiler" if compiler_command != "false" else "ended with exit code 1") in facts["refused"]
