@@ -52,5 +52,13 @@ def where(error: BaseException) -> str:
     return ""
 
 
+def described(error: BaseException) -> str:
+    """Kind, first line and place of an error: "ZeroDivisionError: division by zero (my_policy.py:17, in importance)"."""
+    text = str(error.msg if isinstance(error, SyntaxError) else error).strip()
+    parts = [type(error).__name__, *text.splitlines()[:1]]
+    place = where(error)
+    return ": ".join(parts)[:300] + (f" ({place})" if place else "")
+
+
 def _is_installed(frame: FrameType) -> bool:
     return not {"site-packages", "dist-packages"}.isdisjoint(Path(frame.f_code.co_filename).parts)

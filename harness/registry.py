@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
 import importlib
@@ -10,18 +11,19 @@ import inspect
 import pkgutil
 import sys
 from collections.abc import Iterable
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
 
-from harness.errors import UserError
+from harness.errors import UserError, described
 
 if TYPE_CHECKING:
     from harness.tasks.task import Task
     from policies import Policy
 
 T = TypeVar("T")
+_PLUGINS = "bench.policies"  # the entry-point group
 _NOT_POLICIES = {"policy", "statistics"}
 _NOT_TASKS = {"task", "answering", "lane"}
 
@@ -34,8 +36,40 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def policy_names() -> list[str]:
-    """Ours and those installed through the entry-point group `bench.policies`."""
-    return sorted({*_modules("policies", _NOT_POLICIES), *(e.name for e in entry_points(group="bench.policies"))})
+    """Ours and those of installed plug-ins, which come through the entry-point group `bench.policies`."""
+    return sorted({*_modules("policies", _NOT_POLICIES), *(e.name for e in entry_points(group=_PLUGINS))})
+
+
+def working_policies() -> dict[str, type[Policy]]:
+    """The policies by name, without plug-ins that can't be loaded."""
+    found = {}
+    for name in policy_names():
+        with contextlib.suppress(UserError):
+            found[name] = policy_class(name)
+    return found
+
+
+def ignored_plugins(name: str | None = None) -> dict[str, str]:
+    """What each ignored entry point stands for ("package.module:Class"), and why it is ignored: its name is taken.
+
+    Args:
+        name: only those of this name.
+    """
+    ours, taken, ignored = _modules("policies", _NOT_POLICIES), set[str](), {}
+    for entry in entry_points(group=_PLUGINS):
+        if name not in (None, entry.name):
+            continue
+        if entry.name in ours:
+            ignored[entry.value] = f"ignored: '{entry.name}' is a policy of ours; its package must name it otherwise"
+        elif entry.name in taken:
+            ignored[entry.value] = f"ignored: another package has a policy '{entry.name}', too"
+        taken.add(entry.name)
+    return ignored
+
+
+def is_ours(policy: type[Policy]) -> bool:
+    """Whether a policy comes with the project."""
+    return policy.__module__.split(".")[0] == "policies"
 
 
 def task_names() -> list[str]:
@@ -53,16 +87,19 @@ def policy_class(name: str) -> type[Policy]:
 
     if ":" in name:
         where, _, attribute = name.rpartition(":")
-        found = getattr(_user_module(where), attribute, None)
+        module = _user_module(where)
+        found = getattr(module, attribute, None)
         if found is None:
-            raise UserError(f"{where} has no '{attribute}'")
+            raise UserError(f"{where} has no '{attribute}'; {_classes_in(module, where)}")
+    elif name.endswith(".py"):
+        raise UserError(f"{name}: {_classes_in(_user_module(name), name)}")
     elif name in _modules("policies", _NOT_POLICIES):
         found = _defined_in(importlib.import_module(f"policies.{name}"), Policy)
     else:
-        entries = [e for e in entry_points(group="bench.policies") if e.name == name]
+        entries = [e for e in entry_points(group=_PLUGINS) if e.name == name]
         if not entries:
             raise UserError(f"unknown policy '{name}'{did_you_mean(name, policy_names())}")
-        found = entries[0].load()
+        found = _plugin(entries[0])
     if not (inspect.isclass(found) and issubclass(found, Policy)):
         raise UserError(f"{name} is not a policies.Policy")
     return found
@@ -112,8 +149,33 @@ def _defined_in(module: ModuleType, kind: type[T]) -> type[T]:
     return found[0]
 
 
+def _classes_in(module: ModuleType, where: str) -> str:
+    """The policies that a user's module defines, as they are named on the command line."""
+    from policies import Policy
+
+    kinds = [x for x in vars(module).values() if inspect.isclass(x) and issubclass(x, Policy)]
+    names = [f"{where}:{x.__name__}" for x in kinds if x.__module__ == module.__name__]
+    return f"name the class, e.g. {', '.join(names)}" if names else "it defines no class that inherits from policies.Policy"
+
+
+def _plugin(entry: EntryPoint) -> object:
+    """What an entry point stands for.
+
+    Raises:
+        UserError: it can't be imported, or its module does not have it.
+    """
+    try:
+        return entry.load()
+    except (Exception, SystemExit) as error:
+        raise UserError(f"the plug-in '{entry.name}' ({entry.value}) can't be loaded: {described(error)}") from error
+
+
 def _user_module(where: str) -> ModuleType:
-    """A user's module, by file or by dotted name."""
+    """A user's module, by file or by dotted name.
+
+    Raises:
+        UserError: there is none, or it can't be imported.
+    """
     try:
         if not where.endswith(".py"):
             if str(Path.cwd()) not in sys.path:  # as `python -m` would find it; the console script does not
@@ -137,5 +199,7 @@ def _user_module(where: str) -> ModuleType:
         return sys.modules[name]
     except UserError:
         raise
-    except Exception as error:
-        raise UserError(f"{where}: can't be imported ({type(error).__name__}: {error})") from error
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and f"{where}.".startswith(f"{error.name}."):
+            raise UserError(f"{where}: no such module here or installed") from error
+        raise UserError(f"{where}: can't be imported: {described(error)}") from error

@@ -27,6 +27,7 @@ from harness.engine.selfcheck import free_bytes
 from harness.errors import NO_ROOM, UserError
 from harness.files import new_partial
 from harness.hub import is_random, model_directory, weights_digest
+from harness.policy_rules import refuse_rule_breakers
 from harness.records import NUMERICS_VERSION, Record, RecordStore, digest
 from harness.suite import Cell, labels
 from harness.suite_file import ModelSpec
@@ -161,6 +162,7 @@ class _Loaded:
 
 def _prepare(cells: Sequence[Cell], options: RunOptions) -> list[_Prepared]:
     """Tokens, weights and keys of all cells, before any is measured."""
+    refuse_rule_breakers(cells, options.device)
     directories = {c.model: model_directory(c.model.id, c.model.revision, c.model.pickle) for c in cells}
     known: dict[tuple[ModelSpec, str], Data] = {}
     prepared = []

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from harness import registry
-from harness.errors import UserError
+from harness.errors import UserError, described
 from harness.overrides import Overrides, apply
 from harness.records import digest
 from harness.suite_file import ModelSpec, SuiteFile
@@ -219,6 +219,8 @@ def _entry(suite: SuiteFile, index: int, source: Source) -> Iterator[Entry]:
         except ValueError as error:
             place = at if "capacity" in given or suite.capacity is None else ()
             raise source.error((*place, "capacity"), f"{name}: {error}") from None
+        except Exception as error:  # a policy of the user's may do anything
+            raise source.error(at, f"{name}: {described(error)}") from error
         yield name, made, capacity, positions or "cache", limit
 
 
@@ -240,8 +242,9 @@ def entry_schema(name: str, policy: type[Policy]) -> type[BaseModel]:
 def schema() -> dict[str, Any]:
     """JSON schema of suite files, for editors: the policies and tasks that are there, with their options."""
     entries: list[dict[str, Any]] = []
-    for name in registry.policy_names():
-        fields = entry_schema(name, registry.policy_class(name)).model_json_schema()["properties"]
+    policies = registry.working_policies()
+    for name, kind in policies.items():
+        fields = entry_schema(name, kind).model_json_schema()["properties"]
         listed = {k: _or_list(v) for k, v in fields.items()}
         entries.append({
             "type": "object", "required": ["name"], "additionalProperties": False,
@@ -256,7 +259,7 @@ def schema() -> dict[str, Any]:
         options["properties"]["policies"] = {"type": "array", "items": {"type": "string"}, "description": about}
     result = SuiteFile.model_json_schema()
     own = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string", "pattern": ":"}}}
-    names: dict[str, Any] = {"anyOf": [{"enum": registry.policy_names()}, {"type": "string", "pattern": ":"}]}
+    names: dict[str, Any] = {"anyOf": [{"enum": list(policies)}, {"type": "string", "pattern": ":"}]}
     result["properties"]["policies"]["items"] = {"anyOf": [names, *entries, own]}
     for key, kinds in (("task", tasks), ("model", models)):
         one = {"anyOf": kinds}

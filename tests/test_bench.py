@@ -147,7 +147,7 @@ def test_a_policy_of_a_package_beside_the_user_is_found(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("ok ") == 8
     missing = bench_process("policy", "check", "theirs.newest:Oldest", cwd=tmp_path)
-    assert missing.stderr == "bench: theirs.newest has no 'Oldest'\n"
+    assert missing.stderr == "bench: theirs.newest has no 'Oldest'; name the class, e.g. theirs.newest:Newest\n"
 
 
 def test_a_changed_policy_file_is_measured_again(tmp_path, model_dir, text_dir):

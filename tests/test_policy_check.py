@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -9,9 +10,14 @@ from typing import ClassVar
 
 import pytest
 import torch
+from conftest import bench
 
 from harness import policy_check, registry
+from harness.errors import UserError
+from harness.policy_rules import LARGEST, broken_rules, refuse_if_broken
 from policies import AttentionSum, Policy, Statistic
+from policies.h2o import H2O
+from policies.sink_window import SinkWindow
 
 
 @pytest.mark.parametrize("name", registry.policy_names())
@@ -101,3 +107,210 @@ def test_a_policy_from_a_file_needs_no_change_of_ours(tmp_path: Path):
         "    def importance(self, view: CacheView):\n        return -view.keys.float().norm(dim=-1)\n"
     )
     assert all(f.ok for f in policy_check.run_checks(f"{file}:SmallKeys"))
+
+
+class Near(Policy):
+    def importance(self, view):
+        return view.position.float().masked_fill(view.age < 16, inf)
+
+
+class Saturating(Policy):
+    """Keeps one token in eight for ever: full of them, though not at once."""
+
+    def importance(self, view):
+        return view.position.float().masked_fill(view.position % 8 == 0, inf)
+
+
+class BreaksLater(Policy):
+    def importance(self, view):
+        if view.step.amax() == 30:
+            raise OverflowError("thirty")
+        return view.position.float()
+
+
+class Greedy(Policy):
+    """Says that it keeps the first token too, and does not."""
+
+    def band(self, capacity):
+        return 1, capacity - 1
+
+    def importance(self, view):
+        return view.position.float()
+
+
+class Tova(Policy):
+    scope: ClassVar = "layer"
+    statistics: ClassVar = (AttentionSum,)
+
+    def importance(self, view):
+        return view.state(AttentionSum).mean(1, keepdim=True).expand(view.rank.shape)
+
+
+class CrashesWhenBound(Policy):
+    def bind(self, capacity):
+        raise ZeroDivisionError("division by zero")
+
+    def importance(self, view):
+        return view.position.float()
+
+
+def checked(monkeypatch, kind, *settings, capacities=()):
+    monkeypatch.setattr(registry, "policy_class", lambda name: kind)
+    return policy_check.check("theirs", settings, capacities)
+
+
+def wrong(found):
+    return [f for f in found.findings if not f.ok]
+
+
+def test_the_rules_hold_at_the_capacity_that_is_asked_for(monkeypatch):
+    """A window of 16 protected tokens fits 16 tokens, and no fewer."""
+    (finding,) = wrong(checked(monkeypatch, Near, capacities=[8, 16, 64]))
+    assert finding.problem == (
+        "every slot is +inf as soon as the cache is full, so nothing may be evicted; protect at most 8 tokens (at capacity 8)"
+    )
+    assert not wrong(checked(monkeypatch, Near, capacities=[16]))
+
+
+def test_a_capacity_that_can_not_serve_a_policy_is_no_fault_of_it(monkeypatch):
+    found = checked(monkeypatch, H2O, "window=64")
+    assert not wrong(found)
+    assert found.findings[0].note == "not applicable at 16, 17, 64: capacity 16 can't hold window 64 + at least 1 heavy hitter"
+    assert sum(not f.note for f in found.findings) == 8
+
+
+def test_a_policy_that_no_capacity_can_serve_is_wrong_once(monkeypatch):
+    (finding,) = checked(monkeypatch, H2O, "window=-3").findings
+    assert finding.problem.startswith("it refuses every capacity tried (16, 17, 64, 256): capacity 256 can't hold window -3")
+
+
+def test_a_crash_says_where(monkeypatch):
+    (finding,) = wrong(checked(monkeypatch, CrashesWhenBound))
+    assert finding.problem.startswith("bind(16) raised ZeroDivisionError: division by zero (test_policy_check.py:")
+    assert finding.problem.endswith(", in bind)")
+    found = checked(monkeypatch, BreaksLater)
+    (finding,) = wrong(found)
+    assert finding.problem.startswith("it raised OverflowError: thirty (test_policy_check.py:")
+    assert "in importance)" in finding.problem
+
+
+def test_a_band_that_is_not_kept_is_found(monkeypatch):
+    (finding,) = wrong(checked(monkeypatch, Greedy, capacities=[16]))
+    assert finding.problem == "after 17 tokens it keeps [1] where its band says [0] (at capacity 16)"
+
+
+def test_it_says_how_the_policy_will_be_read_and_how_fast(monkeypatch):
+    assert checked(monkeypatch, SinkWindow).reading.startswith("closed form, ")
+    plain = checked(monkeypatch, Tova).reading
+    assert plain.startswith("plain walk (scope 'layer' can't be compiled), ")
+    assert "tokens/s through a tiny model here; h2o's compiled walk makes" in plain
+    assert checked(monkeypatch, Everything).reading == ""
+
+
+@pytest.mark.parametrize("capacity", [8, 128, 5_000, 100_000, 10**9])
+@pytest.mark.parametrize("name", registry.policy_names())
+def test_our_policies_break_no_rule_at_any_capacity(name, capacity):
+    kind = registry.policy_class(name)
+    if name == "lambda" and capacity == 8:
+        assert "sinks 10" in broken_rules(kind(), capacity)[0].problem
+    else:
+        assert broken_rules(kind(), capacity if kind.evicts else None) == []
+
+
+def test_a_large_cache_is_made_up_small(monkeypatch):
+    """What is shown of a cache of 100,000 tokens takes tens of MB, whatever the model; and nothing larger is made up."""
+    seen = []
+
+    class Watching(Policy):
+        def importance(self, view):
+            seen.append((view.rank.shape[-1], view.keys.nbytes + view.values.nbytes + view.rank.nbytes))
+            return view.position.float()
+
+    for capacity in (100_000, 10**12):
+        assert broken_rules(Watching(), capacity) == []
+    assert {slots for slots, _ in seen} == {100_001, LARGEST + 1}
+    assert max(size for _, size in seen) < 32 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("kind", "capacity", "word"),
+    [
+        (Dice, 32, "uniform"), (Near, 8, "+inf as soon as the cache is full"), (Nan, 32, "NaN"), (Half, 32, "expected"),
+        (Vandal, 32, "changed in place"), (Careless, 32, "changed in place"), (SecretlyHead, 32, "declare scope 'head'"),
+        (Saturating, 6, "+inf 42 tokens after the cache is full"), (BySlot, 32, "order of slots"),
+    ],
+)  # fmt: skip
+def test_a_policy_that_breaks_a_rule_is_refused(kind, capacity, word):
+    with pytest.raises(UserError) as refused:
+        refuse_if_broken("my.py:Mine", kind(), capacity, torch.device("cpu"))
+    text = str(refused.value)
+    assert text.startswith(f"my.py:Mine at capacity {capacity} breaks a rule (")
+    assert text.endswith(f"'bench policy check my.py:Mine --capacity {capacity}' tells more")
+    assert word in text
+
+
+@pytest.mark.parametrize(("kind", "capacity"), [(Near, 16), (Tova, 8), (BreaksLater, 12), (Undeclared, 8)])
+def test_what_keeps_the_rules_or_raises_may_run(kind, capacity):
+    """Whoever raises fails as a cell, with a record that says where."""
+    refuse_if_broken("my.py:Mine", kind(), capacity, torch.device("cpu"))
+
+
+NEAR = """
+from math import inf
+from policies import Policy
+
+class Near(Policy):
+    def importance(self, view):
+        return view.position.float().masked_fill(view.age < 16, inf)
+"""
+
+
+def test_a_run_refuses_it_before_anything_is_measured(tmp_path, model_dir, text_dir, capsys):
+    """And says so in one line; where it keeps the rules it runs."""
+    file = tmp_path / "near.py"
+    file.write_text(NEAR)
+    args = ["run", "smoke", "--model", model_dir, "--data", text_dir, "--results", tmp_path / "results", "--set", "tokens=60"]
+    args += ["--policy", "window", "--policy", f"{file}:Near"]
+    code, _, err = bench(capsys, *args, "--set", "capacity=8")
+    assert code == 2
+    assert "Near at capacity 8 breaks a rule (importance is never NaN, nor +inf for all of a full cache)" in err
+    assert not list(tmp_path.rglob("*.json"))
+    code, out, _ = bench(capsys, *args, "--set", "capacity=16", "--json")
+    assert code == 0
+    assert len(json.loads(out)) == 2
+
+
+def test_bind_that_crashes_is_told_with_its_line(tmp_path, capsys):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from policies.window import Window\n\nclass Mine(Window):\n    def bind(self, capacity):\n        return 1 / 0\n"
+    )
+    code, _, err = bench(capsys, "run", "smoke", "--policy", f"{file}:Mine")
+    assert code == 2
+    assert "ZeroDivisionError: division by zero (mine.py:5, in bind)" in err
+
+
+def test_policy_check_tries_the_capacities_it_is_given(tmp_path, capsys):
+    file = tmp_path / "near.py"
+    file.write_text(NEAR)
+    code, out, _ = bench(capsys, "policy", "check", f"{file}:Near", "--capacity", 8, "--capacity", 17)
+    assert code == 1
+    assert [line for line in out.splitlines() if line.startswith("WRONG")] == [
+        "WRONG importance is never NaN, nor +inf for all of a full cache: every slot is +inf as soon as the cache is full, so "
+        "nothing may be evicted; protect at most 8 tokens (at capacity 8)"
+    ]
+    assert "reads" not in out
+    code, out, _ = bench(capsys, "policy", "check", f"{file}:Near")
+    assert code == 0
+    assert out.splitlines()[-1].startswith("reads compiled walk, ")
+
+
+def test_debug_shows_the_traceback_of_a_crash(tmp_path, capsys):
+    file = tmp_path / "mine.py"
+    file.write_text("from policies import Policy\n\nclass Mine(Policy):\n    def importance(self, view):\n        return 1 / 0\n")
+    for options, shown in (([], False), (["--debug"], True)):
+        code, out, err = bench(capsys, *options, "policy", "check", f"{file}:Mine")
+        assert code == 1
+        assert out.count("WRONG") == 1
+        assert "ZeroDivisionError: division by zero (mine.py:5, in importance)" in out
+        assert ("Traceback" in err) == shown

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
 from pathlib import Path
 
 import click
@@ -39,19 +40,35 @@ def policy() -> None:
 @policy.command("check")
 @click.argument("name")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="A parameter of the policy.")
-def check(name: str, settings: tuple[str, ...]) -> None:
-    """Hold a policy to the interface's rules, and say in words what is wrong.
+@click.option(
+    "--capacity", "capacities", multiple=True, type=click.IntRange(1), metavar="TOKENS",
+    help="Try it at this capacity; 16, 17, 64 and 256 if none is given.",
+)  # fmt: skip
+def check(name: str, settings: tuple[str, ...], capacities: tuple[int, ...]) -> None:
+    """Hold a policy to the interface's rules, say in words what is wrong, and how it will be read.
 
     \b
     bench policy check h2o
-    bench policy check my_policy.py:MyPolicy --set window=8
+    bench policy check my_policy.py:MyPolicy --set window=8 --capacity 128
     """
-    from harness.policy_check import run_checks
+    import torch
 
-    findings = run_checks(name, settings)
-    for finding in findings:
-        click.echo(f"{'ok   ' if finding.ok else 'WRONG'} {finding.rule}" + (f": {finding.problem}" if finding.problem else ""))
-    if not all(f.ok for f in findings):
+    from harness.policy_check import check as checked
+    from harness.registry import ignored_plugins
+
+    torch.set_num_threads(1)  # tiny models are faster so
+    for plugin, reason in ignored_plugins(name).items():
+        click.echo(f"bench: the plug-in {plugin} is {reason}", err=True)
+    found = checked(name, settings, capacities)
+    for finding in found.findings:
+        state = "-    " if finding.note else "ok   " if finding.ok else "WRONG"
+        told = finding.problem or finding.note
+        click.echo(f"{state} {finding.rule}{told and ': '}{told}")
+        if finding.error is not None and "--debug" in sys.argv:
+            traceback.print_exception(finding.error)
+    if found.reading:
+        click.echo(f"reads {found.reading}")
+    if not all(f.ok for f in found.findings):
         sys.exit(Exit.NO)
 
 

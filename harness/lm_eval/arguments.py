@@ -16,6 +16,7 @@ from harness.engine.model import Model
 from harness.errors import UserError
 from harness.hub import model_directory
 from harness.lm_eval.reading import Prompt, Reader
+from harness.policy_rules import refuse_if_broken
 from policies import PositionMode
 
 _BLOCK = 4096  # tokens that pass a layer at once, all streams together
@@ -93,6 +94,7 @@ class Arguments(BaseModel):
                 config.policy.bind(self.capacity)
         except ValueError as error:
             raise UserError(str(error)) from None
+        refuse_if_broken(self.policy, config.policy, config.capacity, device_of(self.device))
         return config
 
 
