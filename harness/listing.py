@@ -8,28 +8,39 @@ from typing import Any
 from harness import registry
 from harness import suite as suite_files
 from harness.engine.kernels.compiler import why_not
-from harness.errors import UserError
+from harness.errors import UserError, described
 from policies import Policy
 
 _CAPACITY = 64
 
 
 def policies() -> list[dict[str, Any]]:
-    """Every policy: what it keeps, its parameters, scope and statistics, and how blocks are read."""
+    """Every policy: what it keeps, its parameters, scope and statistics, and how blocks are read.
+
+    Plug-ins that can't be used have a line, too, which says why.
+    """
+    unusable = {"parameters": "", "scope": "", "statistics": "", "blocks": ""}
     rows = []
     for name in registry.policy_names():
         try:
-            found = registry.policy_class(name)
+            rows.append(_policy(name, registry.policy_class(name)))
         except UserError as error:
-            rows.append({"policy": name, "keeps": str(error), "parameters": "", "scope": "", "statistics": "", "blocks": ""})
-            continue
-        parameters = ", ".join(f"{f.name}={f.default}" for f in dataclasses.fields(found))
-        statistics = ", ".join(s.__name__ for s in found.statistics)
-        rows.append({
-            "policy": name, "keeps": (found.__doc__ or "").strip().splitlines()[0], "parameters": parameters,
-            "scope": found.scope, "statistics": statistics, "blocks": _blocks(found),
-        })  # fmt: skip
-    return rows
+            rows.append({"policy": name, "keeps": str(error), **unusable})
+        except Exception as error:  # somebody's class may be anything
+            rows.append({"policy": name, "keeps": f"can't be shown: {described(error)}", **unusable})
+    return rows + [{"policy": name, "keeps": reason, **unusable} for name, reason in registry.ignored_plugins().items()]
+
+
+def _policy(name: str, found: type[Policy]) -> dict[str, Any]:
+    """The line of one policy."""
+    return {
+        "policy": name,
+        "keeps": next(iter((found.__doc__ or "").strip().splitlines()), ""),
+        "parameters": ", ".join(f"{f.name}={f.default}" for f in dataclasses.fields(found)),
+        "scope": found.scope,
+        "statistics": ", ".join(s.__name__ for s in found.statistics),
+        "blocks": _blocks(found),
+    }
 
 
 def _blocks(kind: type[Policy]) -> str:

@@ -1,0 +1,127 @@
+"""Policies of packages and files that can't be used: each named with the reason, in one line, and the others go on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import bench
+
+from harness import registry
+from harness.errors import UserError
+
+ENTRIES = """[bench.policies]
+fails = theirs_fails:Fails
+exits = theirs_exits:Exits
+gone = theirs:Gone
+number = theirs:NUMBER
+bare = theirs:Bare
+crashes = theirs:Crashes
+h2o = theirs:Bare
+"""
+THEIRS = """
+from policies.window import Window
+
+NUMBER = 7
+
+class Bare(Window):
+    pass
+
+class Crashes(Window):
+    def bind(self, capacity):
+        return 1 / 0
+"""
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch) -> Path:
+    """An installed package with six policies, of which one can be used, and one that has a name of ours."""
+    files = {
+        "theirs_fails.py": "import torch\ntorch.no_such_thing\n", "theirs_exits.py": "raise SystemExit(3)\n", "theirs.py": THEIRS,
+        "theirs-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n",
+        "theirs-1.0.dist-info/entry_points.txt": ENTRIES,
+    }  # fmt: skip
+    (tmp_path / "theirs-1.0.dist-info").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def test_the_list_names_what_is_broken_and_lists_the_others(package, capsys):
+    code, out, err = bench(capsys, "list", "policies", "--json")
+    assert (code, err) == (0, "")
+    keeps = {row["policy"]: row["keeps"] for row in json.loads(out)}
+    assert keeps["fails"] == (
+        "the plug-in 'fails' (theirs_fails:Fails) can't be loaded: AttributeError: module 'torch' has no attribute "
+        "'no_such_thing' (theirs_fails.py:2, in <module>)"
+    )
+    assert "SystemExit: 3 (theirs_exits.py:1, in <module>)" in keeps["exits"]
+    assert "AttributeError: module 'theirs' has no attribute 'Gone'" in keeps["gone"]
+    assert keeps["number"] == "number is not a policies.Policy"
+    assert keeps["crashes"] == "can't be shown: ZeroDivisionError: division by zero (theirs.py:11, in bind)"
+    assert keeps["bare"] == ""
+    assert keeps["theirs:Bare"] == "ignored: 'h2o' is a policy of ours; its package must name it otherwise"
+    assert keeps["h2o"].startswith("Keep the `window` newest tokens")
+    assert keeps["window"]
+    assert len(keeps) == 8 + 6 + 1
+
+
+def test_check_says_why_a_plug_in_can_not_be_used_and_which_is_ignored(package, capsys):
+    code, _, err = bench(capsys, "policy", "check", "fails")
+    assert code == 2
+    assert err.startswith("bench: the plug-in 'fails' (theirs_fails:Fails) can't be loaded: AttributeError")
+    assert err.count("\n") == 1
+    code, _, err = bench(capsys, "policy", "check", "h2o", "--capacity", 8)
+    assert code == 0
+    assert err.startswith("bench: the plug-in theirs:Bare is ignored: 'h2o' is a policy of ours")
+
+
+def test_a_name_that_two_packages_use_means_the_first(package):
+    other = package / "other-1.0.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
+    (other / "entry_points.txt").write_text("[bench.policies]\nbare = theirs:Crashes\n")
+    (ignored,) = registry.ignored_plugins("bare")
+    assert {ignored, f"theirs:{registry.policy_class('bare').__name__}"} == {"theirs:Bare", "theirs:Crashes"}
+
+
+def test_the_schema_does_without_them(package, capsys):
+    code, out, _ = bench(capsys, "schema")
+    assert code == 0
+    assert '"bare"' in out
+    assert '"fails"' not in out
+
+
+A = "from policies.window import Window\nclass A(Window): ...\n"
+SAYS_BAD = "bad.py: can't be imported: ZeroDivisionError: division by zero (bad.py:2, in <module>)"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("two.py", A + "class B(Window): ...\n", "name the class, e.g. two.py:A, two.py:B"),
+        ("two.py:C", A, "two.py has no 'C'; name the class, e.g. two.py:A"),
+        ("none.py", "x = 1\n", "none.py: it defines no class that inherits from policies.Policy"),
+        ("none.py", "from policies.window import Window\n", "it defines no class that inherits"),
+        ("typo.py:A", "x = = 1\n", "typo.py: can't be imported: SyntaxError: invalid syntax (typo.py:1)"),
+        ("bad.py:A", "x = 1\ny = x / 0\n", SAYS_BAD),
+        ("no_such_package.policies:A", "", "no_such_package.policies: no such module here or installed"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_users_file_is_said_in_one_line(tmp_path, monkeypatch, capsys, name, text, says):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name.split(":")[0]).write_text(text)
+    code, _, err = bench(capsys, "policy", "check", name)
+    assert code == 2
+    assert says in err
+    assert err.count("\n") == 1
+
+
+def test_a_module_that_imports_what_is_missing_is_not_called_missing_itself(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "needs_more.py").write_text("import no_such_package\n")
+    with pytest.raises(UserError, match=r"ModuleNotFoundError: No module named 'no_such_package' \(needs_more.py:1"):
+        registry.policy_class("needs_more:A")
