@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import errno
+import sys
+import traceback
 from enum import IntEnum
+from pathlib import Path
+from types import FrameType
+
+_LIBRARIES = frozenset({"harness", "policies", "torch", "transformers", *sys.stdlib_module_names})  # by name, wherever installed
 
 NO_ROOM = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}
@@ -29,3 +35,22 @@ class UserError(ValueError):
     def __init__(self, message: str) -> None:
         """Whatever a user's file put into the message, it stays one line and moves no cursor."""
         super().__init__("".join(c if c.isprintable() else " " for c in message))
+
+
+def where(error: BaseException) -> str:
+    """The line of a user's code that an error comes from, as "my_policy.py:17, in importance"; empty if it was never raised.
+
+    It is the innermost frame outside our packages and installed ones; else that of an installed plug-in; else the innermost.
+    """
+    if isinstance(error, SyntaxError) and error.filename:  # a file that can't be compiled has no frame
+        return f"{Path(error.filename).name}:{error.lineno}"
+    frames = list(traceback.walk_tb(error.__traceback__))
+    plugins = [f for f in frames if f[0].f_globals.get("__name__", "").split(".")[0] not in _LIBRARIES]
+    own = [f for f in plugins if not _is_installed(f[0])]
+    for frame, line in reversed(own or plugins or frames):
+        return f"{Path(frame.f_code.co_filename).name}:{line}, in {frame.f_code.co_name}"
+    return ""
+
+
+def _is_installed(frame: FrameType) -> bool:
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(frame.f_code.co_filename).parts)

@@ -1,0 +1,67 @@
+"""An error says which line of the user's code it comes from."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from harness import registry
+from harness.errors import UserError, where
+
+
+def module_of(folder: Path, text: str) -> ModuleType:
+    """A file of a user's, imported."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "mine.py"
+    file.write_text(text)
+    spec = importlib.util.spec_from_file_location("mine", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("def go(x):\n    return 1 / 0\n", "mine.py:2, in go"),
+        ("def go(x):\n    y = x + 1\n    return y.view(7)\n", "mine.py:3, in go"),
+        ("import torch\n\ndef go(x):\n    return torch.nn.functional.softmax(x, 9)\n", "mine.py:4, in go"),
+        ("import statistics\n\ndef go(x):\n    return statistics.mean([])\n", "mine.py:4, in go"),
+        ("def inner():\n    return {}['a']\n\ndef go(x):\n    return inner()\n", "mine.py:2, in inner"),
+    ],
+)
+@pytest.mark.parametrize("folder", ["home", "site-packages"])
+def test_it_is_the_innermost_line_of_the_users_own_code(tmp_path, text, place, folder):
+    """Whatever library raised it; and likewise for a plug-in that is installed."""
+    module = module_of(tmp_path / folder, text)
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - of any kind
+        torch.vmap(module.go)(torch.ones(2, 3))  # torch stands between the caller and the user's function
+    with pytest.raises(Exception) as direct:  # noqa: PT011 - likewise
+        module.go(torch.ones(2, 3))
+    if folder == "site-packages":  # the test itself is no library either
+        caught.value.__traceback__ = caught.tb.tb_next
+        direct.value.__traceback__ = direct.tb.tb_next
+    assert where(caught.value) == place
+    assert where(direct.value) == place
+
+
+def test_what_our_code_raises_on_its_own_is_told_by_its_innermost_line():
+    with pytest.raises(UserError) as caught:
+        registry.task_class("no such task")
+    caught.value.__traceback__ = caught.tb.tb_next  # without the test's own frame
+    assert where(caught.value).startswith("registry.py:")
+    assert where(caught.value).endswith(", in task_class")
+
+
+def test_a_file_that_is_no_python_is_told_by_its_line(tmp_path):
+    with pytest.raises(SyntaxError) as caught:
+        module_of(tmp_path, "x = 1\ny = = 2\n")
+    assert where(caught.value) == "mine.py:2"
+
+
+def test_an_error_that_was_never_raised_comes_from_nowhere():
+    assert where(ValueError("x")) == ""
