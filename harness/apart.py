@@ -1,27 +1,33 @@
 """One cell in a process of its own: what a process's peak memory says is then about that cell alone.
 
-The request goes in as JSON on stdin; progress, and at the end the figures, come back as lines of JSON.
+The request goes in as one line of JSON on stdin; progress, and at the end the figures, come back as lines of JSON. Stdin stays
+open for as long as the parent lives: where it ends, the child ends, so that no killed run leaves one behind.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from harness.errors import UserError
+from harness.failure import ApartError, failure
 
-
-class ApartError(RuntimeError):
-    """What a cell died of in its process. The first argument is the kind, the second the message."""
+_CHILD = "from harness.apart import child; child()"
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when its parent dies
 
 
 def measure(request: dict[str, Any], progress: Callable[[int, str], None]) -> dict[str, Any]:
-    """Run a cell in a fresh process.
+    """Run a cell in a fresh process, which does not outlive this one, nor this call.
 
     Args:
         request: `directory`, `random`, `dtype`, `rope_length`, `pickle`: the model; `task` with its `name`; `data`;
@@ -29,7 +35,7 @@ def measure(request: dict[str, Any], progress: Callable[[int, str], None]) -> di
         progress: as in `Job`.
 
     Returns:
-        {"metrics", "model"}: the figures, and the model's facts.
+        {"metrics", "model", "seconds"}: the figures, the model's facts, and how long the task's own work took.
 
     Raises:
         UserError: of the child's; its model can't be driven, say.
@@ -37,32 +43,80 @@ def measure(request: dict[str, Any], progress: Callable[[int, str], None]) -> di
         MemoryError: it was killed, as the system does with a process that takes too much memory.
     """
     with subprocess.Popen(
-        [sys.executable, "-m", "harness.apart"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as child:  # fmt: skip
-        assert child.stdin
-        assert child.stdout
-        with contextlib.suppress(BrokenPipeError), child.stdin:  # a child that died at once is told of below
-            json.dump(request, child.stdin)
-        answer: dict[str, Any] = {}
-        for line in child.stdout:
-            said = json.loads(line)
-            if "progress" in said:
-                progress(*said["progress"])
-            else:
-                answer = said
-    if "error" in answer and answer["error"][0] == UserError.__name__:
-        raise UserError(answer["error"][1])
-    if "error" in answer:
-        raise ApartError(*answer["error"])
-    if child.returncode < 0:
-        raise MemoryError(f"its process was killed by signal {-child.returncode}")
+        [sys.executable, "-c", _CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        process_group=0,  # Ctrl-C reaches this process alone, which tells of it and ends the other
+    ) as process:  # fmt: skip
+        try:
+            answer = _conversation(process, request, progress)
+            process.wait()
+        finally:
+            process.kill()  # nothing where it has ended
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()  # type: ignore[union-attr]
+    if "mistake" in answer:
+        raise UserError(answer["mistake"])
+    if "failure" in answer:
+        raise ApartError(answer["failure"])
+    if process.returncode < 0:
+        raise MemoryError(f"its process was killed by signal {-process.returncode}")
     if "metrics" not in answer:
-        raise ApartError("ProcessError", f"its process ended with exit code {child.returncode} and said nothing")
+        raise RuntimeError(f"its process ended with exit code {process.returncode} and said nothing")
     return answer
 
 
-def _answer(request: dict[str, Any]) -> dict[str, Any]:
-    """The child's side."""
+def _conversation(
+    process: subprocess.Popen[str], request: dict[str, Any], progress: Callable[[int, str], None]
+) -> dict[str, Any]:
+    """The request, and the child's last word: of a child that died before it said one, nothing."""
+    assert process.stdin
+    assert process.stdout
+    with contextlib.suppress(BrokenPipeError):  # a child that died at once is told of by its exit code
+        process.stdin.write(json.dumps(request) + "\n")
+        process.stdin.flush()
+    answer: dict[str, Any] = {}
+    for line in process.stdout:
+        said = json.loads(line)
+        if "progress" in said:
+            progress(*said["progress"])
+        else:
+            answer = said
+    return answer
+
+
+def child() -> None:
+    """The other side."""
+    line = sys.stdin.readline()
+    if not line:  # the parent has gone already
+        return
+    _end_with_parent(sys.stdin)
+    out, sys.stdout = sys.stdout, sys.stderr  # whatever a library prints is no line of ours
+    try:
+        answer = _answer(json.loads(line), out)
+    except UserError as error:
+        answer = {"mistake": str(error)}
+    except Exception as error:  # the parent tells of it
+        answer = {"failure": failure(error)}
+    with contextlib.suppress(BrokenPipeError):  # the parent has gone
+        _say(out, answer)
+    sys.stderr.flush()
+    os._exit(0)  # an orderly exit would wait for the thread that reads stdin
+
+
+def _end_with_parent(stdin: IO[str]) -> None:
+    """End this process when its parent has ended: at once on Linux, elsewhere as soon as the closed pipe is seen."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def watch() -> None:
+        stdin.read()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _answer(request: dict[str, Any], out: IO[str]) -> dict[str, Any]:
+    """The cell, measured."""
     import torch
 
     from harness import registry
@@ -82,27 +136,13 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     )
     job = Job(
         model, config, data, request["block"], request["walk"], Path(request["trace"]),
-        lambda tokens, text: _say({"progress": [tokens, text]}),
+        lambda tokens, text: _say(out, {"progress": [tokens, text]}),
     )  # fmt: skip
-    return {"metrics": task.run(options, job), "model": model.facts()}
+    started = time.perf_counter()
+    metrics = task.run(options, job)
+    return {"metrics": metrics, "model": model.facts(), "seconds": time.perf_counter() - started}
 
 
-def _say(value: dict[str, Any]) -> None:
-    print(json.dumps(value), file=sys.__stdout__, flush=True)
-
-
-def _main() -> None:
-    """The child."""
-    request = json.load(sys.stdin)
-    sys.stdout = sys.stderr  # whatever a library prints is no line of ours
-    try:
-        _say(_answer(request))
-    except Exception as error:  # the parent tells of it
-        lines = str(error).strip().splitlines() or [""]
-        _say({"error": [type(error).__name__, lines[0][:300]]})
-    except KeyboardInterrupt:  # the parent was stopped too, and says so
-        sys.exit(130)
-
-
-if __name__ == "__main__":
-    _main()
+def _say(out: IO[str], value: dict[str, Any]) -> None:
+    out.write(json.dumps(value) + "\n")
+    out.flush()

@@ -33,6 +33,12 @@ def instructions(device: torch.device) -> str:
     return torch.backends.cpu.get_cpu_capability()
 
 
+def wait_for(device: torch.device) -> None:
+    """Until it has done all that was asked of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 class Marks:
     """A clock that is marked between pieces of work: events on CUDA, so that nothing waits; `perf_counter` elsewhere."""
 
@@ -54,7 +60,7 @@ class Marks:
     def milliseconds(self) -> list[float]:
         """Between each two marks, once the device is done with all of it."""
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            wait_for(self._device)
             return [a.elapsed_time(b) for a, b in zip(self._events, self._events[1:], strict=False)]
         return [1e3 * (b - a) for a, b in zip(self._times, self._times[1:], strict=False)]
 

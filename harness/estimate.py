@@ -13,24 +13,15 @@ from transformers import AutoConfig
 
 from harness import registry
 from harness.device import best_seconds, multiply_rate
+from harness.engine.config import read_config
 from harness.engine.load import DTYPES, device_of
-from harness.errors import UserError
 from harness.hub import BUILTIN, is_random, model_directory, quiet
+from harness.shape import ModelShape, shape_of
 from harness.suite import Cell
 from harness.suite_file import ModelSpec
 
 _WALK_OPS = 35  # small tensor operations that the walk does per token and layer
 _MODEL_OPS = 60  # and the model itself, per block and layer
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """What decides cost."""
-
-    layers: int
-    heads: int  # KV heads
-    head_dim: int
-    parameters: int
 
 
 @dataclass(frozen=True)
@@ -56,7 +47,7 @@ def estimates(cells: Sequence[Cell], device_name: str) -> list[Estimate]:
     device = device_of(device_name)
     rates: dict[str, float] = {}
     overhead = best_seconds(lambda: torch.ones(4, device=device).add_(1), device, 300)
-    shapes: dict[ModelSpec, _Shape | None] = {spec: _shape(spec) for spec in dict.fromkeys(c.model for c in cells)}
+    shapes = {spec: _shape(spec) for spec in dict.fromkeys(c.model for c in cells)}
     result = []
     for cell in cells:
         shape, dtype = shapes[cell.model], cell.model.dtype
@@ -69,39 +60,37 @@ def estimates(cells: Sequence[Cell], device_name: str) -> list[Estimate]:
     return result
 
 
-def _estimate(cell: Cell, shape: _Shape, rate: float, overhead: float) -> Estimate:
+def _estimate(cell: Cell, shape: ModelShape, rate: float, overhead: float) -> Estimate:
     task = registry.task_class(cell.task.name)
-    tokens, streams = task.total(cell.task), getattr(cell.task, "batch", 1)
-    size = DTYPES[cell.model.dtype].itemsize
+    tokens, itemsize = task.total(cell.task), DTYPES[cell.model.dtype].itemsize
     attended = (cell.capacity or task.longest(cell.task)) + 1
     per_token = 2 * shape.parameters + 4 * shape.layers * shape.heads * shape.head_dim * attended
     if not cell.policy.caches:
-        seconds, kept = task.windows(cell.task) * attended * per_token / rate, 0
+        seconds = task.windows(cell.task) * attended * per_token / rate
     else:
         walked = tokens if cell.policy.evicts else tokens / 256
         seconds = tokens * per_token / rate + shape.layers * overhead * (_WALK_OPS * walked + _MODEL_OPS * tokens / 256)
-        kept = attended
-    kv = streams * 2 * shape.layers * shape.heads * shape.head_dim * kept * size
-    return Estimate(cell, seconds, kv, shape.parameters * size)
+    return Estimate(cell, seconds, kv_bytes(cell, shape), shape.parameters * itemsize)
 
 
-def _shape(spec: ModelSpec) -> _Shape | None:
+def kv_bytes(cell: Cell, shape: ModelShape) -> int:
+    """Bytes of K and V that a cell holds at its largest, all its streams together."""
+    if not cell.policy.caches:
+        return 0
+    task = registry.task_class(cell.task.name)
+    kept = cell.capacity or task.longest(cell.task)
+    return shape.kv_bytes(kept, task.streams(cell.task), DTYPES[cell.model.dtype].itemsize)
+
+
+def _shape(spec: ModelSpec) -> ModelShape | None:
     """From the config alone; None if neither directory, cache nor hub has it."""
     quiet()
+    if is_random(spec.id) or spec.id.startswith(BUILTIN):
+        return shape_of(read_config(model_directory(spec.id, None, False)))
+    if (directory := Path(spec.id).expanduser()).exists():
+        return shape_of(read_config(directory))
     try:
-        ours = is_random(spec.id) or spec.id.startswith(BUILTIN)
-        where = str(model_directory(spec.id, None, False)) if ours else spec.id
-        config: Any = AutoConfig.from_pretrained(where, revision=spec.revision, trust_remote_code=False).get_text_config()
+        return shape_of(AutoConfig.from_pretrained(spec.id, revision=spec.revision, trust_remote_code=False))
     except (OSError, ValueError):
-        if Path(spec.id).expanduser().exists():
-            raise UserError(f"{spec.id}: no config.json that transformers can read") from None
         print(f"bench: {spec.id}: its config is out of reach, so there are no estimates", file=sys.stderr)
         return None
-    queries = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // queries
-    heads = getattr(config, "num_key_value_heads", None) or queries
-    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    layer = config.hidden_size * (2 * head_dim * (queries + heads) + 3 * inner)
-    return _Shape(
-        config.num_hidden_layers, heads, head_dim, config.num_hidden_layers * layer + config.vocab_size * config.hidden_size
-    )

@@ -18,9 +18,14 @@ _EVERY = 20.0  # seconds between plain lines of one cell
 class ProgressView:
     """A `runner.Watcher` that tells a person."""
 
-    def __init__(self, console: Console) -> None:
-        """Show on this console."""
-        self._console = console
+    def __init__(self, console: Console, tracebacks: bool = False) -> None:
+        """Show on this console.
+
+        Args:
+            console: to show on.
+            tracebacks: of failed cells, too.
+        """
+        self._console, self._tracebacks = console, tracebacks
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._head, self._total, self._started, self._said = "", 0, 0.0, 0.0
@@ -69,7 +74,10 @@ class ProgressView:
         if skipped:
             self._line(f"{label}: finished before, skipped (--fresh measures it again)")
         elif record.status == "failed" and record.error:
-            self._line(f"{head}: FAILED, {record.error['kind']}: {record.error['message']}")
+            place = f" ({record.error['where']})" if record.error.get("where") else ""
+            self._line(f"{head}: FAILED, {record.error['kind']}: {record.error['message']}{place}")
+            for line in record.error.get("traceback", []) if self._tracebacks else []:
+                self._line(line)
         else:
             speed = f", {record.facts['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in record.facts else ""
             self._line(f"{head}: {headline(record)}{speed}, {record.facts['seconds']:.1f} s")

@@ -37,7 +37,7 @@ class Record:
         cell_id: hash of `cell`.
         key: hash of what decided the numbers: cell id, token ids, weights, the policy's source, NUMERICS_VERSION.
         status: "ok", or "failed": then `error` says why and `metrics` may be empty.
-        error: {"kind", "message"} of a failed cell.
+        error: {"kind", "message", "where", "traceback"} of a failed cell (harness/failure.py).
         metrics: the task's figures.
         data: where the text came from: source, fingerprints, tokens, prefix.
         facts: device, versions, threads, block, method, seconds: what may differ without changing the numbers.
@@ -51,7 +51,7 @@ class Record:
     cell_id: str
     key: str
     status: Literal["ok", "failed"]
-    error: dict[str, str] | None = None
+    error: dict[str, Any] | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)

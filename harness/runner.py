@@ -17,21 +17,22 @@ from typing import Any, Protocol
 
 import torch
 
-from harness import __version__, apart, registry
-from harness.device import device_name, instructions
+from harness import __version__, apart
+from harness.device import device_name, instructions, wait_for
 from harness.engine.decoder import CacheConfig
 from harness.engine.fastcheck import FastCheck, fast_method
-from harness.engine.load import load_model, load_tokenizer
+from harness.engine.load import load_model
 from harness.engine.model import Model
 from harness.engine.selfcheck import free_bytes
 from harness.errors import NO_ROOM, UserError
+from harness.failure import failure
 from harness.files import new_partial
-from harness.hub import is_random, model_directory, weights_digest
-from harness.policy_rules import refuse_rule_breakers
-from harness.records import NUMERICS_VERSION, Record, RecordStore, digest
+from harness.hub import is_random
+from harness.prepare import Prepared, prepare, refuse_if_too_large
+from harness.records import Record, RecordStore, digest
 from harness.suite import Cell, labels
 from harness.suite_file import ModelSpec
-from harness.tasks.task import Data, Job, Task
+from harness.tasks.task import Job
 
 _BLOCK = 256  # tokens that pass a layer at once where they are walked plainly
 _WIDE_BLOCK = 2048  # and where they are not, at most
@@ -70,17 +71,6 @@ class Watcher(Protocol):
         """A cell has its record; `skipped`: it had it before."""
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    """A cell with everything that decides its numbers."""
-
-    cell: Cell
-    task: type[Task]
-    data: Data
-    directory: Path
-    record: Record  # still without figures
-
-
 def run(cells: Sequence[Cell], store: RecordStore, options: RunOptions, watcher: Watcher) -> list[Record]:
     """Measure every cell that is not finished.
 
@@ -91,7 +81,7 @@ def run(cells: Sequence[Cell], store: RecordStore, options: RunOptions, watcher:
         UserError: a model's files, its tokenizer or the data can't be had: raised before anything is measured. Or a
             model can't be driven, or a cache can't fit: raised before any cell of that model is measured.
     """
-    prepared, names = _prepare(cells, options), labels(cells)
+    prepared, names = prepare(cells, options.device, options.data), labels(cells)
     with ExitStack() as locks:
         for suite in sorted({cell.suite for cell in cells}):
             locks.enter_context(store.locked(suite))
@@ -99,7 +89,7 @@ def run(cells: Sequence[Cell], store: RecordStore, options: RunOptions, watcher:
 
 
 def _run(
-    cells: Sequence[Cell], prepared: Sequence[_Prepared], names: dict[str, str], store: RecordStore, options: RunOptions,
+    cells: Sequence[Cell], prepared: Sequence[Prepared], names: dict[str, str], store: RecordStore, options: RunOptions,
     watcher: Watcher,
 ) -> list[Record]:  # fmt: skip
     """As `run`, with the store to itself."""
@@ -123,9 +113,9 @@ def _run(
     return [records[cell.id] for cell in cells]
 
 
-def _groups(prepared: Sequence[_Prepared]) -> list[list[_Prepared]]:
+def _groups(prepared: Sequence[Prepared]) -> list[list[Prepared]]:
     """What is measured at once: a cell, or the cells of one model and task that are measured side by side."""
-    groups: dict[str, list[_Prepared]] = {}
+    groups: dict[str, list[Prepared]] = {}
     for item in prepared:
         cell = item.cell
         alone = "" if item.task.together else cell.id
@@ -136,12 +126,12 @@ def _groups(prepared: Sequence[_Prepared]) -> list[list[_Prepared]]:
 class _Loaded:
     """The model at hand: one at a time."""
 
-    def __init__(self, device: torch.device, prepared: Sequence[_Prepared]) -> None:
+    def __init__(self, device: torch.device, prepared: Sequence[Prepared]) -> None:
         self._device, self._prepared = device, prepared
         self._spec: ModelSpec | None = None
         self._model: Model | None = None
 
-    def of(self, item: _Prepared) -> Model:
+    def of(self, item: Prepared) -> Model:
         """The model of a cell, loaded if it is not the last one.
 
         Raises:
@@ -156,46 +146,21 @@ class _Loaded:
                 item.directory, spec.dtype, self._device, spec.rope_length, spec.pickle, random=is_random(spec.id)
             )
             self._spec = spec
-            _check_capacities([p.cell for p in self._prepared if p.cell.model == spec and not p.task.of_device], self._model)
+            _check_capacities([p for p in self._prepared if p.cell.model == spec and not p.task.of_device], self._model)
         return self._model
 
 
-def _prepare(cells: Sequence[Cell], options: RunOptions) -> list[_Prepared]:
-    """Tokens, weights and keys of all cells, before any is measured."""
-    refuse_rule_breakers(cells, options.device)
-    directories = {c.model: model_directory(c.model.id, c.model.revision, c.model.pickle) for c in cells}
-    known: dict[tuple[ModelSpec, str], Data] = {}
-    prepared = []
-    for cell in cells:
-        directory, asked = directories[cell.model], (cell.model, digest(cell.task.model_dump()))
-        task = registry.task_class(cell.task.name)
-        if asked not in known:
-            known[asked] = task.data(cell.task, lambda d=directory: load_tokenizer(d), options.data)  # type: ignore[misc]
-        weights, source = weights_digest(directory), registry.source_digest(type(cell.policy))
-        where = [device_name(options.device), torch.get_num_threads()] if task.of_device else []
-        key = digest([cell.id, known[asked].ids_sha256, weights, source, NUMERICS_VERSION, *where])
-        record = Record(cell.asked(), cell.id, key, "ok", data=known[asked].facts())
-        record.facts = {"weights_sha256": weights, "policy_sha256": source}
-        prepared.append(_Prepared(cell, task, known[asked], directory, record))
-    return prepared
-
-
-def _check_capacities(cells: Sequence[Cell], model: Model) -> None:
-    """Refuse caches that can't be allocated, before anything is measured."""
+def _check_capacities(items: Sequence[Prepared], model: Model) -> None:
+    """Refuse caches that can't be allocated beside the weights, before anything is measured with this model."""
     free = free_bytes(model.device)
-    for cell in cells:
-        if cell.capacity is None or not cell.policy.caches:
-            continue
-        needed = model.kv_bytes(cell.capacity, _streams(cell))
-        if needed > free:
-            raise UserError(
-                f"{cell.label}: its K/V slots take {needed / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free on "
-                f"{model.device}: lower the capacity"
-            )
+    for item in items:
+        cell = item.cell
+        if cell.capacity is not None and cell.policy.caches:
+            refuse_if_too_large(cell, model.kv_bytes(cell.capacity, item.streams), free, model.device)
 
 
 def _measure(
-    group: Sequence[_Prepared], loaded: _Loaded, store: RecordStore, options: RunOptions, watcher: Watcher
+    group: Sequence[Prepared], loaded: _Loaded, store: RecordStore, options: RunOptions, watcher: Watcher
 ) -> list[Record]:
     """The cells of a group, measured and written down."""
     traces = [_partial_trace(item, store) for item in group]
@@ -207,25 +172,15 @@ def _measure(
 
 
 def _measured(
-    group: Sequence[_Prepared], traces: Sequence[Path], loaded: _Loaded, store: RecordStore, options: RunOptions,
+    group: Sequence[Prepared], traces: Sequence[Path], loaded: _Loaded, store: RecordStore, options: RunOptions,
     watcher: Watcher,
 ) -> list[Record]:  # fmt: skip
     """As `_measure`, with a file for each trace."""
-    started, about = time.perf_counter(), {}
+    started = time.perf_counter()
     results: Sequence[dict[str, Any] | Exception]
+    worked: float | None = None
     try:
-        if group[0].task.apart and options.device.type == "cpu":
-            group[0].record.facts |= {
-                "block": options.block or _BLOCK,
-                "method": "walk" if options.walk else "as the policy allows",
-            }
-            answer = apart.measure(_request(group[0], options, traces[0]), watcher.advance)
-            results, about = [answer["metrics"]], answer["model"]
-        else:
-            model = loaded.of(group[0])
-            about = model.facts()
-            jobs = [_job(item, model, options, trace, watcher) for item, trace in zip(group, traces, strict=True)]
-            results = group[0].task.run_together(group[0].cell.task, jobs)
+        results, worked = _outcome(group, traces, loaded, options, watcher)
     except UserError:
         raise
     except OSError as error:
@@ -240,12 +195,39 @@ def _measured(
     seconds = time.perf_counter() - started
     records = []
     for item, trace, result in zip(group, traces, results, strict=True):
-        item.record.facts |= about | _facts(options, item, seconds)
+        item.record.facts |= _facts(options, item, seconds, None if isinstance(result, Exception) else worked)
         records.append(_written(item, trace, result, store))
     return records
 
 
-def _partial_trace(item: _Prepared, store: RecordStore) -> Path:
+def _outcome(
+    group: Sequence[Prepared], traces: Sequence[Path], loaded: _Loaded, options: RunOptions, watcher: Watcher
+) -> tuple[Sequence[dict[str, Any] | Exception], float]:
+    """What came of each cell, and the seconds that the task's own work took: without loading and checking the model."""
+    first = group[0]
+    if first.task.apart and options.device.type == "cpu":
+        method = "walk" if options.walk else "as the policy allows"
+        first.record.facts |= {"block": options.block or _BLOCK, "method": method}
+        answer = apart.measure(_request(first, options, traces[0]), watcher.advance)
+        first.record.facts |= answer["model"]
+        return [answer["metrics"]], answer["seconds"]
+    model = loaded.of(first)
+    jobs: list[Job | Exception] = []
+    for item, trace in zip(group, traces, strict=True):
+        item.record.facts |= model.facts()
+        try:
+            jobs.append(_job(item, model, options, trace, watcher))
+        except Exception as error:  # a policy may crash as soon as it is tried
+            jobs.append(error)
+    ready = [job for job in jobs if isinstance(job, Job)]
+    started = time.perf_counter()
+    done = iter(first.task.run_together(first.cell.task, ready) if ready else [])
+    wait_for(options.device)
+    worked = time.perf_counter() - started
+    return [next(done) if isinstance(job, Job) else job for job in jobs], worked
+
+
+def _partial_trace(item: Prepared, store: RecordStore) -> Path:
     """Where a cell's trace is written while it is measured."""
     trace = store.trace_path(item.record, item.task.trace)
     try:
@@ -255,7 +237,7 @@ def _partial_trace(item: _Prepared, store: RecordStore) -> Path:
         raise UserError(f"{trace.parent}: can't be written to ({error.strerror}); finished cells are kept") from error
 
 
-def _job(item: _Prepared, model: Model, options: RunOptions, trace: Path, watcher: Watcher) -> Job:
+def _job(item: Prepared, model: Model, options: RunOptions, trace: Path, watcher: Watcher) -> Job:
     """A cell as its task takes it; what is faster than the plain walk only where it was found to agree with it."""
     cell = item.cell
     config = CacheConfig(cell.policy, cell.capacity, cell.positions, cell.limit, cell.seed)
@@ -266,16 +248,12 @@ def _job(item: _Prepared, model: Model, options: RunOptions, trace: Path, watche
         item.record.facts |= {"refused": found.refused} if found.refused else {}
         item.record.facts |= {"plain_because": found.plain_because} if found.plain_because else {}
     wide = found.method in ("closed form", "compiled walk") and not item.task.of_device
-    block = options.block or (_block_that_fits(model, _streams(cell)) if wide else _BLOCK)
+    counted = 1 if item.task.block_of_all else item.streams
+    block = options.block or (_block_that_fits(model, counted) if wide else _BLOCK)
     item.record.facts |= {"block": block, "method": found.method, "step": found.step}
     compiled = found.step != "plain" or (found.method == "compiled walk" and not item.task.of_device)
     closed = found.method == "closed form"
     return Job(model, config, item.data, block, options.walk, trace, watcher.advance, closed, compiled)
-
-
-def _streams(cell: Cell) -> int:
-    """Streams side by side, as far as the task's options say so."""
-    return getattr(cell.task, "streams", None) or 1
 
 
 def _block_that_fits(model: Model, streams: int) -> int:
@@ -286,7 +264,7 @@ def _block_that_fits(model: Model, streams: int) -> int:
     return max(_BLOCK, min(_WIDE_BLOCK, 2 ** max(0, fitting.bit_length() - 1)))
 
 
-def _request(item: _Prepared, options: RunOptions, trace: Path) -> dict[str, Any]:
+def _request(item: Prepared, options: RunOptions, trace: Path) -> dict[str, Any]:
     """A cell as `apart.measure` takes it."""
     cell, spec = item.cell, item.cell.model
     return {
@@ -299,12 +277,11 @@ def _request(item: _Prepared, options: RunOptions, trace: Path) -> dict[str, Any
     }  # fmt: skip
 
 
-def _written(item: _Prepared, trace: Path, result: dict[str, Any] | Exception, store: RecordStore) -> Record:
+def _written(item: Prepared, trace: Path, result: dict[str, Any] | Exception, store: RecordStore) -> Record:
     """A record with what came out, in its place."""
     record = item.record
     if isinstance(result, Exception):
-        kind, message = _cause(result)
-        record.status, record.metrics, record.error = "failed", {}, {"kind": kind, "message": message}
+        record.status, record.metrics, record.error = "failed", {}, failure(result)
     else:
         record.metrics = result
     record.finished = store.stamp(record, datetime.datetime.now(datetime.UTC))
@@ -315,19 +292,11 @@ def _written(item: _Prepared, trace: Path, result: dict[str, Any] | Exception, s
     return record
 
 
-def _cause(error: Exception) -> tuple[str, str]:
-    """Kind and message of what a cell died of."""
-    if isinstance(error, apart.ApartError):
-        return error.args[0], error.args[1]
-    text = str(error).strip().splitlines() or [""]
-    oom = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
-    return "out of memory" if oom else type(error).__name__, text[0][:300]
-
-
-def _facts(options: RunOptions, item: _Prepared, seconds: float) -> dict[str, Any]:
-    """Where and how it was measured."""
+def _facts(options: RunOptions, item: Prepared, seconds: float, worked: float | None) -> dict[str, Any]:
+    """Where and how it was measured. `seconds` from beginning to end; `worked` of the task's own work, if it came to its end."""
     packages = ("torch", "transformers", "numpy")
-    speed = {} if item.task.together else {"tokens_per_second": round(item.data.tokens / seconds, 1)}
+    speed = {} if worked is None else {"measured_seconds": round(worked, 3)}
+    speed |= {} if worked is None or item.task.together else {"tokens_per_second": round(item.data.tokens / worked, 1)}
     return {
         "device": device_name(options.device),
         "instructions": instructions(options.device),

@@ -1,4 +1,5 @@
-"""Runs killed at random moments, and run on: no finished cell is lost, none is damaged. `python tests/fire.py --kills 100`.
+"""Runs killed at random moments, and run on: no finished cell is lost, none is damaged, and no process is left behind.
+`python tests/fire.py --kills 100`.
 
 A run is a forked child of a process that has loaded everything, so that a hundred kills take minutes, and most of them fall where
 records are written and not where libraries are imported.
@@ -14,7 +15,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+
+import psutil
 
 from harness.cli.running import Asked
 from harness.records import RecordStore
@@ -29,6 +33,19 @@ policies:
   - {name: window, capacity: [8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19]}
   - {name: h2o, capacity: [8, 12, 16, 20]}
 """
+
+APART = """
+suite: fire
+version: 1
+model: {id: "random:stories-260k"}
+task:
+  - {name: memory, tokens: 3000, points: 10}
+  - {name: latency, tokens: 300, prompt: 16, rounds: 6, sittings: 2, most_sittings: 2, steps: 1, policies: [window]}
+policies:
+  - {name: window, capacity: [8, 9]}
+  - {name: h2o, capacity: 8}
+"""
+MUST_NOT_BE = ("damaged", "lost", "failed", "without a trace", "left unfinished by the last run", "orphans")
 
 
 def run(asked: Asked, folder: Path) -> int:
@@ -50,35 +67,61 @@ def files_of(store: RecordStore) -> dict[str, bytes]:
     return {str(p): p.read_bytes() for p in store.folder.rglob("*") if p.suffix in (".json", ".npy")}
 
 
-def fire(kills: int, seed: int = 0, most: float = 2.0) -> Counter[str]:
+def kill(child: int, number: int) -> list[psutil.Process]:
+    """End a run by a signal, and wait for it. Returns the processes that it had started."""
+    process = psutil.Process(child)
+    process.suspend()  # so that it starts none between these two lines
+    started = process.children(recursive=True)
+    os.kill(child, number)
+    process.resume()
+    return started
+
+
+def still_there(processes: list[psutil.Process], seconds: float = 5.0) -> int:
+    """How many of these processes live on for so long; waits no longer than it must."""
+    _, alive = psutil.wait_procs(processes, timeout=seconds)
+    for process in alive:
+        process.kill()
+    return len(alive)
+
+
+def fire(
+    kills: int, seed: int = 0, most: float = 2.0, suite: str = SUITE, signals: Sequence[int] = (signal.SIGKILL,)
+) -> Counter[str]:
     """Kill runs, and let them run on.
 
     Args:
         kills: how many.
         seed: of the moments.
         most: seconds that a run may have before it is killed.
+        suite: what runs.
+        signals: to end runs by, drawn at random.
 
     Returns:
-        What was counted: kills, runs that had ended before, records finished when killed, damaged, lost, left unfinished.
+        What was counted: kills, runs that had ended before, records finished when killed, damaged, lost, failed, left
+        unfinished; subprocesses when killed, and those of them that were still there 5 s later.
     """
     draw, seen = random.Random(seed), Counter[str]()
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "fire.yaml"
-        path.write_text(SUITE)
-        asked = Asked(str(path), threads=1)
+        path.write_text(suite)
+        asked = Asked(str(path), threads=1, device="cpu")
         cells, number = len(asked.cells()), 0
         store = RecordStore(Path(scratch) / "0")
         while seen["kills"] < kills:
             before = files_of(store) if store.folder.exists() else {}
             child = run(asked, store.folder)
             time.sleep(draw.uniform(0.05, most))
-            os.kill(child, signal.SIGKILL)
+            started = kill(child, draw.choice(signals))
             _, status = os.waitpid(child, 0)
-            seen["kills" if os.WIFSIGNALED(status) else "had ended"] += 1
+            seen["kills" if status else "had ended"] += 1
+            seen["subprocesses when killed"] += len(started)
+            seen["orphans"] += still_there(started)
             after, (records, unreadable) = files_of(store), store.read_all()
             seen["damaged"] += len(unreadable) + sum(bool(problems(r, store.path(r).parent)) for r in records)
             seen["without a trace"] += sum(problems(r, store.path(r).parent) is None for r in records)
             seen["lost"] += sum(after.get(name) != content for name, content in before.items() if name.endswith(".json"))
+            seen["failed"] += sum(r.status == "failed" for r in records)
             seen["finished when killed"] += len(records)
             if len(records) == cells:
                 number += 1
@@ -90,15 +133,24 @@ def fire(kills: int, seed: int = 0, most: float = 2.0) -> Counter[str]:
 
 
 def main() -> None:
-    """Say what was counted; exit 1 if anything was lost."""
+    """Say what was counted; exit 1 if anything was lost or left behind."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
-    seen = fire(asked.kills, asked.seed)
+    bad = 0
+    print("cells in the process of the run, kill -9:")
+    bad += told(fire(asked.kills, asked.seed))
+    print("cells with a process of their own, and cells measured side by side; kill -9, SIGTERM, Ctrl-C:")
+    bad += told(fire(asked.kills, asked.seed, 8.0, APART, (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)))
+    sys.exit(bad > 0)
+
+
+def told(seen: Counter[str]) -> int:
+    """Print what was counted. Returns how much of it must not be."""
     for name, count in seen.items():
-        print(f"{count:6d} {name}")
-    sys.exit(any(seen[name] for name in ("damaged", "lost", "without a trace", "left unfinished by the last run")))
+        print(f"{count:6d} {name}", flush=True)
+    return sum(seen[name] for name in MUST_NOT_BE)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -172,7 +171,7 @@ def test_a_failing_cell_becomes_a_record_and_the_rest_go_on(tmp_path, model_dir,
     assert not list(tmp_path.rglob("*.partial"))
 
 
-def test_a_nan_in_the_model_is_a_failed_cell_that_names_the_token(tmp_path, model_dir, text_dir):
+def test_a_model_that_gives_no_numbers_is_refused(tmp_path, model_dir, text_dir):
     import shutil
 
     from safetensors.torch import load_file, save_file
@@ -183,8 +182,8 @@ def test_a_nan_in_the_model_is_a_failed_cell_that_names_the_token(tmp_path, mode
     weights["lm_head.weight"][5] = float("inf")
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
     done = bench("run", "smoke", "--model", broken, "--data", text_dir, "--policy", "window", cwd=tmp_path)
-    assert done.returncode in (2, 4)
-    assert re.search(r"not finite at token 1\b|can't be driven", done.stderr)
+    assert done.returncode == 2
+    assert "logits are not finite in float32: its weights are damaged" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from conftest import model_of
@@ -21,6 +28,7 @@ from policies.h2o import H2O
 from policies.recompute_window import RecomputeWindow
 from policies.sink_window import SinkWindow
 
+ROOT = Path(__file__).parents[1]
 OPTIONS = MemoryOptions(tokens=160, points=4)
 
 
@@ -103,7 +111,7 @@ REQUEST = {
 
 
 def test_what_a_cell_dies_of_in_its_process_is_told(monkeypatch):
-    monkeypatch.chdir(Path(__file__).parents[1])
+    monkeypatch.chdir(ROOT)
     with pytest.raises(apart.ApartError, match="Window"):
         apart.measure(REQUEST | {"capacity": None}, lambda tokens, text: None)
     with pytest.raises(UserError, match="did you mean 'window'"):
@@ -118,7 +126,56 @@ def test_a_process_that_is_killed_counts_as_out_of_memory(monkeypatch, tmp_path)
         apart.measure(REQUEST, lambda tokens, text: None)
 
 
-@pytest.mark.parametrize("shape", ["llama-2-7b", "llama-2-13b", "llama-3-8b"])
+RUN = """
+import json, sys
+from harness import apart
+
+apart._CHILD = sys.argv[2] + apart._CHILD
+apart.measure(json.loads(sys.argv[1]), lambda tokens, text: print(text, flush=True))
+"""
+
+
+@pytest.mark.parametrize("before", ["", "from harness import apart; apart._PR_SET_PDEATHSIG = 0; "], ids=["linux", "elsewhere"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_its_process_ends_with_the_run_that_is_killed(before, number):
+    """And that without having to write to it: what it works on would take minutes, and it says nothing before that."""
+    request = REQUEST | {"task": {"name": "memory", "tokens": 10**8, "points": 4}}
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", RUN, json.dumps(request), before]
+    with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run_:
+        started = time.monotonic()
+        while not (children := psutil.Process(run_.pid).children()) and time.monotonic() < started + 30:
+            time.sleep(0.05)
+        (child,) = children
+        time.sleep(1)
+        run_.send_signal(number)
+        _, alive = psutil.wait_procs([child], timeout=5)
+        for process in alive:
+            process.kill()
+        assert not alive
+        said = run_.stderr.read()
+    assert said.count("Traceback") == (number == signal.SIGINT), "of this process, which catches nothing; never of the other"
+
+
+def test_a_process_that_says_nothing_is_told_by_its_exit_code(monkeypatch, tmp_path):
+    monkeypatch.setattr(apart, "_CHILD", "import sys; sys.exit(7)")
+    with pytest.raises(RuntimeError, match="exit code 7 and said nothing"):
+        apart.measure(REQUEST, lambda tokens, text: None)
+
+
+def test_its_process_ends_when_whoever_listens_does(monkeypatch):
+    """Ctrl-C while progress is shown: what is raised goes on, and the process is gone."""
+    monkeypatch.chdir(ROOT)
+
+    def interrupted(tokens, text):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        apart.measure(REQUEST | {"task": {"name": "memory", "tokens": 10**7, "points": 10**5}}, interrupted)
+    assert not [p for p in psutil.Process().children() if "harness.apart" in " ".join(p.cmdline())]
+
+
+@pytest.mark.parametrize("shape", ["llama-2-13b"])
 def test_a_shape_that_does_not_fit_is_a_failed_cell(tmp_path, monkeypatch, shape):
     from harness.engine import load
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import datetime
 import os
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from fire import SUITE, fire
+from fire import APART, MUST_NOT_BE, SUITE, fire
 from test_records import record
 
 from harness.errors import UserError
@@ -37,7 +38,14 @@ def test_killed_at_random_moments_nothing_finished_is_lost():
     """The full experiment: `python tests/fire.py --kills 100`."""
     seen = fire(5, most=1.0)
     assert seen["kills"] == 5
-    assert not any(seen[name] for name in ("damaged", "lost", "without a trace", "left unfinished by the last run"))
+    assert not any(seen[name] for name in MUST_NOT_BE), seen
+
+
+def test_subprocesses_end_with_a_run_that_is_killed():
+    """Of memory cells, by whatever signal; and what is measured side by side is killed too."""
+    seen = fire(4, most=8.0, suite=APART, signals=(signal.SIGKILL, signal.SIGTERM, signal.SIGINT))
+    assert seen["subprocesses when killed"] > 0
+    assert not any(seen[name] for name in MUST_NOT_BE), seen
 
 
 def test_two_runs_of_a_suite_into_one_folder_do_not_race(tmp_path, suite):

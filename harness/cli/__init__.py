@@ -12,6 +12,7 @@ import click
 
 from harness import __version__
 from harness.cli import judge, keep, lm_eval, look, measure, pages
+from harness.cli.output import debugging
 from harness.errors import NO_ROOM, Exit, UserError
 
 
@@ -44,6 +45,18 @@ for _verb in (
     cli.add_command(_verb)
 
 
+def _accept_debug(command: click.Command) -> None:
+    """`--debug` behind the verb is as good as before it (`output.debugging`)."""
+    if isinstance(command, click.Group):
+        for verb in command.commands.values():
+            _accept_debug(verb)
+    else:
+        command.params.append(click.Option(["--debug"], is_flag=True, expose_value=False, hidden=True))
+
+
+_accept_debug(cli)
+
+
 def main() -> None:
     """The console script: what goes wrong becomes one line and an exit code (`Exit`); a crash of ours keeps its traceback."""
     try:
@@ -70,7 +83,7 @@ def main() -> None:
 
 def _mistake(message: str) -> NoReturn:
     """One line; the traceback only if it was asked for."""
-    if "--debug" in sys.argv:
+    if debugging():
         traceback.print_exc()
     click.echo(f"bench: {message}", err=True)
     sys.exit(Exit.MISTAKE)

@@ -15,6 +15,11 @@ from harness.errors import UserError
 RESULTS = "leaderboard/results"
 
 
+def debugging() -> bool:
+    """Whether tracebacks were asked for, before the verb or after it."""
+    return "--debug" in sys.argv
+
+
 def writable(folder: Path) -> Path:
     """The folder, made if need be."""
     try:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from harness.cli.output import debugging
 from harness.errors import UserError
 
 if TYPE_CHECKING:
@@ -105,5 +106,5 @@ class Asked:
             torch.set_num_threads(self.threads)
         directory = Path(self.data).expanduser() if self.data else None
         options = RunOptions(device_of(self.device), directory, block, walk, fresh)
-        with ProgressView(Console(stderr=True)) as view:
+        with ProgressView(Console(stderr=True), debugging()) as view:
             return run(cells, RecordStore(results), options, view)

@@ -8,13 +8,19 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from harness.engine import interface
+from harness.engine.config import first_cause, read_config
 from harness.engine.model import Model, UnsupportedModelError, adopt
-from harness.engine.selfcheck import check, free_bytes
+from harness.engine.selfcheck import check, free_bytes, has_finite_logits
+from harness.engine.weights import read_weights
 from harness.errors import UserError
 
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "merges.txt",
+    "tekken.json", "tiktoken.model",
+)  # fmt: skip
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -42,12 +48,19 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """
     if directory.is_file():
         raise UserError(f"random:{directory.stem}: random weights have no tokenizer, and this task reads text (--model)")
+    name = directory.name
+    if not any((directory / file).exists() for file in _TOKENIZER_FILES):
+        raise UserError(f"{name}: no tokenizer.json in it, nor another tokenizer's file, and this task reads text")
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{directory.name}: no tokenizer that transformers can load ({type(error).__name__})") from error
+    except Exception as error:  # transformers and tokenizers raise many kinds
+        raise UserError(
+            f"{name}: its tokenizer can't be read ({type(error).__name__}: {first_cause(error)}): is tokenizer.json whole?"
+        ) from error
     if not tokenizer.is_fast:
-        raise UserError(f"{directory.name}: a tokenizer without tokenizer.json, which can't tell the bytes of a token")
+        raise UserError(f"{name}: a tokenizer without tokenizer.json, which can't tell the bytes of a token")
+    if not tokenizer("a word", add_special_tokens=False)["input_ids"]:
+        raise UserError(f"{name}: its tokenizer makes no tokens of a word: is tokenizer.json whole?")
     return tokenizer
 
 
@@ -71,34 +84,36 @@ def load_model(
         random: draw the weights on the device instead of reading them, the same at every call.
 
     Raises:
-        UserError: not a causal language model, or one that can't be driven exactly.
+        UserError: not a causal language model, files that are damaged or don't fit the config, logits that are not
+            finite, or a model that can't be driven exactly.
         MemoryError: random weights that don't fit.
     """
     transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # its report of what is missing: `weights` tells that in one line
     name = directory.stem if random else directory.name
+    config = read_config(directory)
+    kind = DTYPES[dtype]
+    hf = _random_model(config, kind, device) if random else read_weights(directory, config, kind, allow_pickle)
+    model = _adopted(hf.eval().to(device), name, dtype, rope_length)
+    gc.collect()
+    return model
+
+
+def _adopted(hf: PreTrainedModel, name: str, dtype: str, rope_length: int | None) -> Model:
+    """The model under the decode loop, checked. What isn't finite is told as that, whatever check stumbles over it first."""
+    refused: UnsupportedModelError | None = None
     try:
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-        if random:
-            hf = _random_model(config, DTYPES[dtype], device)
-        else:
-            hf = AutoModelForCausalLM.from_pretrained(
-                directory,
-                config=config,
-                dtype=DTYPES[dtype],
-                attn_implementation=interface.NAME,
-                trust_remote_code=False,
-                use_safetensors=None if allow_pickle else True,
-            )
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{name}: transformers can't load it ({str(error).strip().splitlines()[0]})") from error
-    try:
-        model = adopt(hf.eval().to(device), rope_length)
+        model = adopt(hf, rope_length)
         model.check = check(model, rope_length)
     except UnsupportedModelError as error:
+        refused = error
+    if not has_finite_logits(hf):
+        instead = "use bfloat16 or float32" if dtype == "float16" else "its weights are damaged, or too large for it"
+        raise UserError(f"{name}: its logits are not finite in {dtype}: {instead}") from refused
+    if refused is not None:
         raise UserError(
-            f"{name}: model family '{config.model_type}' can't be driven: {error}; 'bench list models' shows which can"
-        ) from error
-    gc.collect()
+            f"{name}: model family '{hf.config.model_type}' can't be driven: {refused}; 'bench list models' shows which can"
+        ) from refused
     return model
 
 

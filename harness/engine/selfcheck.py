@@ -56,6 +56,18 @@ def check(model: Model, rope_length: int | None = None) -> float:
     return worst
 
 
+def has_finite_logits(hf: PreTrainedModel) -> bool:
+    """Whether the model's own forward pass, in its own type, gives numbers; True where it can't be run at all."""
+    vocabulary = hf.config.get_text_config().vocab_size
+    tokens = torch.randint(vocabulary, (1, _TOKENS), generator=torch.Generator().manual_seed(0)).to(hf.device)
+    try:
+        with torch.inference_mode(), own_attention(hf):
+            logits: Tensor = hf(input_ids=tokens, use_cache=False).logits
+    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError):  # of a family that `adopt` refuses
+        return True
+    return bool(logits.isfinite().all())
+
+
 def _difference(model: Model, rope_length: int | None) -> float:
     """The largest over both block sizes and all offsets, in units of rounding."""
     vocabulary = model.hf.config.get_text_config().vocab_size

@@ -54,6 +54,11 @@ class ArcStream(Task):
         return 60 * (options.questions or 2376)
 
     @classmethod
+    def longest(cls, options: ArcStreamOptions) -> int:
+        """All questions, or one where each has a cache of its own."""
+        return 60 if options.one_at_a_time else cls.total(options)
+
+    @classmethod
     def windows(cls, options: ArcStreamOptions) -> float:
         """About four tokens an answer."""
         return 4 * (options.questions or 2376)

@@ -66,6 +66,11 @@ class Latency(Task):
         return options.tokens * options.batch
 
     @classmethod
+    def streams(cls, options: LatencyOptions) -> int:
+        """A batch."""
+        return options.batch
+
+    @classmethod
     def windows(cls, options: LatencyOptions) -> float:
         """One a step: of every sitting, and of about five points of the stream."""
         return options.batch * options.rounds * options.steps * (options.sittings + 5)

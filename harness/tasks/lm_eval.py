@@ -85,6 +85,7 @@ class LmEval(Task):
 
     options: ClassVar[type[Options]] = LmEvalOptions
     trace: ClassVar[str] = ".samples.jsonl"
+    block_of_all: ClassVar[bool] = True
 
     @staticmethod
     def data(options: LmEvalOptions, tokenizer: Tokenizer, directory: Path | None) -> LmEvalData:
@@ -116,6 +117,11 @@ class LmEval(Task):
     def total(options: LmEvalOptions) -> int:
         """A guess: four answers of a hundred tokens to each of a thousand questions."""
         return 400 * (options.limit or 1000)
+
+    @classmethod
+    def streams(cls, options: LmEvalOptions) -> int:
+        """A batch of requests, at most."""
+        return options.batch
 
     @classmethod
     def longest(cls, options: LmEvalOptions) -> int:

@@ -56,6 +56,11 @@ class Memory(Task):
         return options.tokens * options.batch
 
     @classmethod
+    def streams(cls, options: MemoryOptions) -> int:
+        """A batch."""
+        return options.batch
+
+    @classmethod
     def windows(cls, options: MemoryOptions) -> float:
         """One a block."""
         return options.batch * options.tokens / 256

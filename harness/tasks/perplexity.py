@@ -74,6 +74,11 @@ class Perplexity(Task):
         return options.tokens
 
     @classmethod
+    def streams(cls, options: PerplexityOptions) -> int:
+        """The parts of the text that are read side by side."""
+        return options.streams or 1
+
+    @classmethod
     def windows(cls, options: PerplexityOptions) -> float:
         """One a scored token."""
         return options.tokens / options.stride
@@ -86,7 +91,9 @@ class Perplexity(Task):
         nll[:] = np.nan
         kv_bytes, state_bytes = _score(options, job, nll)
         nll.flush()
-        figures = of_nll(nll, job.data.prefix, [start for _, start in job.data.starts], options.stride, options.streams or 1)
+        figures = of_nll(
+            nll, job.data.prefix, [start for _, start in job.data.starts], options.stride, Perplexity.streams(options)
+        )
         done = np.isfinite(nll)
         figures["bits_per_byte"] = (
             figures["nll"] * figures["tokens"] / math.log(2) / max(1, int(job.data.byte_counts[done].sum()))
@@ -105,7 +112,7 @@ def _take_room(file: Path) -> None:
 
 def _score(options: PerplexityOptions, job: Job, nll: NDArray[np.float32]) -> tuple[int, int]:
     """Read the stream, or the streams side by side; writes each token's NLL in nats, returns the bytes held at the end."""
-    prefix, streams = job.data.prefix, options.streams or 1
+    prefix, streams = job.data.prefix, Perplexity.streams(options)
     text = torch.from_numpy(job.data.ids[prefix:])
     length = len(text) // streams
     opening = torch.from_numpy(job.data.ids[:prefix].copy()).expand(streams, -1)

@@ -64,6 +64,11 @@ class StreamEval(Task):
         return options.streams * options.lines * 25
 
     @classmethod
+    def longest(cls, options: StreamEvalOptions) -> int:
+        """One of the streams, which are read one after the other."""
+        return cls.total(options) // options.streams
+
+    @classmethod
     def windows(cls, options: StreamEvalOptions) -> float:
         """About ten tokens an answer."""
         return options.streams * 10 * options.lines / options.query_every

@@ -97,6 +97,7 @@ class Task(ABC):
         of_device: device and thread count are part of what is measured, and so of a record's key.
         together: cells of one model and the same options are measured side by side, interleaved, and finish together.
         apart: on a CPU every cell runs in a process of its own.
+        block_of_all: a job's `block` counts the tokens of all streams together, not those of each.
     """
 
     options: ClassVar[type[Options]]
@@ -104,6 +105,7 @@ class Task(ABC):
     of_device: ClassVar[bool] = False
     together: ClassVar[bool] = False
     apart: ClassVar[bool] = False
+    block_of_all: ClassVar[bool] = False
 
     @staticmethod
     @abstractmethod
@@ -120,9 +122,14 @@ class Task(ABC):
         """Tokens to process, at most, for estimates before there is any data."""
 
     @classmethod
+    def streams(cls, options: Any) -> int:  # noqa: ARG003 - the options that matter are a task's own
+        """Streams whose caches a cell holds side by side. Everything that counts K/V bytes asks here."""
+        return 1
+
+    @classmethod
     def longest(cls, options: Any) -> int:
         """Tokens of its longest stream, about, for estimates."""
-        return cls.total(options) // int(getattr(options, "batch", 1))
+        return cls.total(options) // cls.streams(options)
 
     @classmethod
     def windows(cls, options: Any) -> float:

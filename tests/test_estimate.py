@@ -1,0 +1,117 @@
+"""What a cell's cache takes is known before it is measured: by one rule, for every task."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from conftest import bench, model_of
+
+from harness import registry
+from harness.cli.running import Asked
+from harness.engine.families import tiny_model
+from harness.engine.model import adopt
+from harness.errors import UserError
+from harness.estimate import estimates
+from harness.prepare import prepare
+from harness.shape import shape_of
+from harness.tasks.lm_eval import LmEval
+
+SUITE = """
+suite: estimate
+version: 1
+model: {id: "builtin:sink_1"}
+task:
+  - {name: perplexity, data: prose, tokens: 90}
+  - {name: perplexity, data: prose, tokens: 90, streams: 3}
+  - {name: streameval, lines: 20, distance: 2, streams: 2}
+  - {name: latency, tokens: 40, prompt: 16, rounds: 6, sittings: 2, most_sittings: 2, steps: 1, batch: 3}
+  - {name: memory, tokens: 64, points: 4, batch: 3}
+  - {name: lm_eval, tasks: kvbench_registers, limit: 4, batch: 4}
+policies: [{name: window, capacity: 32}]
+"""
+
+
+@pytest.fixture
+def suite(tmp_path):
+    path = tmp_path / "estimate.yaml"
+    path.write_text(SUITE)
+    return path
+
+
+@pytest.mark.filterwarnings("ignore")  # lm-eval and its packages have opinions of their own
+def test_what_is_estimated_is_what_is_measured(suite, tmp_path):
+    """A record of lm_eval says what one of its streams takes; all others say what the cell takes."""
+    asked = Asked(str(suite), threads=1, device="cpu")
+    cells = asked.cells()
+    assert {c.task.name for c in cells} == set(registry.task_names()) - {"arc_stream"}, "which reads a data set"
+    expected = {e.cell.id: e.kv_bytes for e in estimates(cells, "cpu")}
+    for record in asked.measured(tmp_path / "results", cells):
+        assert record.status == "ok", record.error
+        task = record.cell["task"]
+        streams = task["batch"] if task["name"] == "lm_eval" else 1
+        assert expected[record.cell_id] == streams * record.metrics["kv_bytes"], task
+
+
+def test_the_streams_of_a_cell_are_what_its_task_holds_side_by_side(suite):
+    cells = Asked(str(suite)).cells()
+    assert [registry.task_class(c.task.name).streams(c.task) for c in cells] == [1, 3, 1, 3, 3, 4]
+    assert LmEval.streams(LmEval.options(tasks="x")) == 16
+
+
+WINDOWS = {"sliding_window": 9}
+
+
+@pytest.mark.parametrize(
+    ("family", "given"),
+    [("llama", {}), ("gpt_neox", {"num_key_value_heads": None}), ("mistral", WINDOWS), ("gemma2", WINDOWS),
+     ("qwen2", {}), ("qwen2", WINDOWS | {"use_sliding_window": True, "max_window_layers": 1}), ("gpt_oss", WINDOWS)],
+)  # fmt: skip
+def test_a_config_tells_the_bytes_that_the_model_takes(family, given):
+    hf = tiny_model(family, **given)
+    shape = shape_of(hf.config)
+    for capacity in (5, 8, 30):
+        assert shape.kv_bytes(capacity, 2, 4) == adopt(hf).kv_bytes(capacity, 2)
+
+
+def test_a_config_of_something_else_has_no_shape():
+    class Config:
+        hidden_size = 8
+
+        def get_text_config(self):
+            return self
+
+    assert shape_of(Config()) is None
+    assert shape_of(model_of("llama").hf.config) is not None
+
+
+@pytest.mark.parametrize("task", ["latency", "memory", "perplexity", "lm_eval"])
+def test_caches_that_can_not_fit_are_refused_before_anything_is_measured(tmp_path, capsys, suite, monkeypatch, task):
+    """32 + 1 slots fit, a million times 33 do not, whatever the option is called that says so."""
+    names = {"perplexity": "streams", "lm_eval": "batch", "memory": "batch", "latency": "batch"}
+    text = suite.read_text()
+    kept = [line for line in text.splitlines() if "{name: " not in line or f"name: {task}" in line or "window" in line]
+    suite.write_text("\n".join(kept))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    code, _, err = bench(capsys, "run", suite, "--results", tmp_path / "r", "--device", "cpu", "--set", f"{names[task]}=1000000")
+    assert code == 2
+    assert "for 1,000,000 streams side by side" in err
+    assert err.count("\n") == 1
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_recomputed_windows_and_dense_are_not_refused(suite):
+    cells = Asked(str(suite), policies=("recompute_window", "dense"), settings=("capacity=30",)).cells()[:2]
+    assert [p.cell.name for p in prepare(cells, torch.device("cpu"), None)] == ["recompute_window", "dense"]
+
+
+def test_a_local_directory_needs_no_weights_for_an_estimate(tmp_path, model_dir, suite):
+    folder = tmp_path / "shape"
+    folder.mkdir()
+    shutil.copy(model_dir / "config.json", folder)
+    (cell, *_) = Asked(str(suite), model=str(folder)).cells()
+    assert estimates([cell], "cpu")[0].kv_bytes == 33 * 256 * 2
+    (folder / "config.json").write_text("{")
+    with pytest.raises(UserError, match="config.json: not JSON"):
+        estimates([cell], "cpu")

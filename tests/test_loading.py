@@ -1,0 +1,139 @@
+"""Models whose files are damaged, incomplete or contradict each other are refused, in one line that says the true cause."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import bench
+from safetensors.torch import load_file, save_file
+
+from harness.engine.config import read_config
+from harness.engine.families import tiny_model
+from harness.engine.load import load_model, load_tokenizer
+from harness.errors import UserError
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def folder(tmp_path, model_dir):
+    """A model's folder, to be damaged."""
+    return Path(shutil.copytree(model_dir, tmp_path / "damaged"))
+
+
+def change_config(folder: Path, **changes: object) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def change_weights(folder: Path, change) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def loaded(folder: Path, dtype: str = "float32"):
+    return load_model(folder, dtype, CPU)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"num_hidden_layers": 3}, r"9 missing \(model.layers.2.input_layernorm.weight, .*, ...\)$"),
+        ({"num_hidden_layers": 1}, r"9 not asked for \(model.layers.1"),
+        ({"intermediate_size": 80}, r"6 of another shape \(model.layers.0.mlp.down_proj.weight, "),
+        ({"vocab_size": 300}, r"2 of another shape \(lm_head.weight, model.embed_tokens.weight\)$"),
+        ({"attention_bias": True}, r"8 missing \(model.layers.0.self_attn.k_proj.bias"),
+    ],
+    ids=str,
+)
+def test_weights_that_do_not_fit_the_config_are_refused(folder, changes, says):
+    """transformers would draw the missing ones at random, anew each time, and measure on."""
+    change_config(folder, **changes)
+    with pytest.raises(UserError, match=f"^damaged: its files and its config.json don't fit: of its tensors {says}"):
+        loaded(folder)
+
+
+def test_a_head_that_is_tied_need_not_be_in_the_file(tmp_path):
+    tiny_model("llama", tie_word_embeddings=True).save_pretrained(tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    assert loaded(tmp_path).check <= 1
+    change_config(tmp_path, tie_word_embeddings=False)
+    with pytest.raises(UserError, match=r"1 missing \(lm_head.weight\)"):
+        loaded(tmp_path)
+
+
+def test_what_was_once_stored_and_is_now_computed_may_be_in_the_file(folder):
+    buffers = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "model.embeddings.position_ids": torch.ones(4)}
+    change_weights(folder, lambda tensors: tensors.update(buffers))
+    assert loaded(folder).check <= 1
+    change_weights(folder, lambda tensors: tensors.update({"model.layers.0.mlp.gate.weight": torch.ones(4)}))
+    with pytest.raises(UserError, match=r"1 not asked for \(model.layers.0.mlp.gate.weight\)$"):
+        loaded(folder)
+
+
+@pytest.mark.parametrize("damage", [lambda x: x[: len(x) // 2], lambda x: b"", lambda x: b"\xff" * 999, lambda x: x + b"more"])
+def test_a_file_that_is_not_whole_is_refused(folder, damage):
+    file = folder / "model.safetensors"
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(UserError, match=r"damaged: model.safetensors is damaged or cut short \("):
+        loaded(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{ this is not", "not JSON"),
+        ("[1]", "expected a JSON object, not list"),
+        ("[" * 100_000, "not JSON"),
+        ('{"model_type": "nonsense"}', "transformers can't read it .*`nonsense`"),
+        ("{}", "transformers can't read it"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0, expected a whole number of at least 1"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0, expected"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers is -1, expected"),
+        ({"hidden_size": "64"}, "hidden_size is '64', expected a whole number"),
+    ],
+    ids=str,
+)
+def test_a_broken_config_is_refused(folder, text, says, tmp_path, capsys):
+    if isinstance(text, dict):
+        change_config(folder, **text)
+    else:
+        (folder / "config.json").write_text(text)
+    with pytest.raises(UserError, match=f"damaged/config.json: {says}") as caught:
+        read_config(folder)
+    code, _, err = bench(capsys, "run", "quickstart", "--model", folder, "--results", tmp_path / "results")
+    assert (code, err) == (2, f"bench: {caught.value}\n")
+
+
+@pytest.mark.parametrize("changes", [{"num_attention_heads": 3}, {"rms_norm_eps": "small"}, {"hidden_act": "nothing"}], ids=str)
+def test_a_config_that_contradicts_itself_is_refused(folder, changes):
+    """By transformers, when the config is read or when the model is made: releases differ in that."""
+    change_config(folder, **changes)
+    with pytest.raises(UserError, match="transformers can't"):
+        loaded(folder)
+
+
+def test_a_model_without_a_tokenizer_says_so(folder):
+    (folder / "tokenizer.json").write_text("{ this is not")
+    with pytest.raises(UserError, match="its tokenizer can't be read .*: is tokenizer.json whole"):
+        load_tokenizer(folder)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match="no tokenizer.json in it"):
+        load_tokenizer(folder)
+
+
+def test_logits_that_are_not_finite_are_not_called_rope(folder):
+    """float16 ends at 65504; a NaN in the weights is one in every type."""
+    change_weights(folder, lambda tensors: tensors["model.layers.0.mlp.down_proj.weight"].mul_(1e6))
+    assert loaded(folder).check <= 1
+    with pytest.raises(UserError, match="^damaged: its logits are not finite in float16: use bfloat16 or float32$"):
+        loaded(folder, "float16")
+    change_weights(folder, lambda tensors: tensors["model.norm.weight"].fill_(float("nan")))
+    with pytest.raises(UserError, match="^damaged: its logits are not finite in float32: its weights are damaged"):
+        loaded(folder)

@@ -1,0 +1,138 @@
+"""What a run writes down of how it went: what is timed, and what a failed cell died of."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+from conftest import bench
+
+from harness import runner
+from harness.cli.running import Asked
+from harness.errors import UserError
+from harness.failure import failure, ran_out_of_memory
+
+SUITE = """
+suite: runner
+version: 1
+model: {id: "builtin:sink_1"}
+task:
+  - {name: perplexity, data: prose, tokens: 90}
+  - {name: memory, tokens: 64, points: 4}
+policies: [{name: window, capacity: 8}]
+"""
+BAD = """
+from dataclasses import dataclass
+
+from policies import Policy
+
+
+@dataclass(frozen=True)
+class Bad(Policy):
+    '''Divides by nothing.'''
+
+    def importance(self, view):
+        return self._divided(view.position.float(), 0)
+
+    def _divided(self, x, y):
+        return x * (1 // y)
+"""
+
+
+@pytest.fixture
+def asked(tmp_path):
+    path = tmp_path / "runner.yaml"
+    path.write_text(SUITE)
+    return Asked(str(path), threads=1, device="cpu")
+
+
+def test_only_the_work_of_the_task_is_timed_for_tokens_per_second(asked, tmp_path, monkeypatch):
+    """Not loading and checking the model, which takes a second longer here, nor a subprocess's start."""
+    plain = runner.load_model
+    monkeypatch.setattr(runner, "load_model", lambda *args, **kwargs: (time.sleep(1), plain(*args, **kwargs))[1])
+    records = asked.measured(tmp_path / "results", asked.cells())
+    for record in records:
+        facts = record.facts
+        assert 0 < facts["measured_seconds"] < facts["seconds"] - 1
+        assert facts["tokens_per_second"] == pytest.approx(record.data["tokens"] / facts["measured_seconds"], rel=0.05)
+    assert [r.cell["task"]["name"] for r in records] == ["perplexity", "memory"]
+
+
+def test_a_crash_in_a_policy_shows_its_line_and_the_record_keeps_the_traceback(tmp_path, capsys, asked, monkeypatch):
+    """In this process and in one of its own, and the cells after it go on."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.py").write_text(BAD)
+    arguments = ["run", asked.suite, "--policy", "bad.py:Bad", "--policy", "window", "--set", "capacity=8", "--results", "r"]
+    for debug in ([], ["--debug"]):
+        code, out, err = bench(capsys, *arguments, "--json", "--device", "cpu", "--threads", "1", "--fresh", *debug)
+        assert code == 4
+        failed = [r["error"] for r in json.loads(out) if r["status"] == "failed"]
+        assert len(failed) == 2
+        assert [r["status"] for r in json.loads(out)].count("ok") == 2
+        for error in failed:
+            assert error["where"] == "bad.py:15, in _divided"
+            assert error["traceback"][0] == "Traceback (most recent call last):" or len(error["traceback"]) == 30
+            assert error["traceback"][-1] == "ZeroDivisionError: integer division or modulo by zero"
+            assert '  File "bad.py", line 15, in _divided' in error["traceback"]
+            assert str(tmp_path) not in str(error)
+        said = "FAILED, ZeroDivisionError: integer division or modulo by zero (bad.py:15, in _divided)"
+        assert err.count(said) == 2
+        assert err.count('File "bad.py", line 15') == (2 if debug else 0)
+
+
+def test_latency_goes_on_with_the_cells_whose_policy_does_not_crash(tmp_path, capsys, monkeypatch):
+    """Cells measured side by side are tried first, each by itself."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.py").write_text(BAD)
+    (tmp_path / "s.yaml").write_text("""
+suite: s
+version: 1
+model: {id: "random:stories-260k"}
+task: {name: latency, tokens: 40, prompt: 16, rounds: 6, sittings: 2, most_sittings: 2, steps: 1}
+capacity: 8
+policies: [bad.py:Bad, window]
+""")
+    code, out, _ = bench(capsys, "run", "s.yaml", "--json", "--device", "cpu", "--threads", "1", "--results", "r")
+    assert code == 4
+    assert [(r["cell"]["policy"], r["status"]) for r in json.loads(out)] == [("bad.py:Bad", "failed"), ("window", "ok")]
+
+
+def raised(error: BaseException) -> BaseException:
+    """As it is when it was caught."""
+    try:
+        raise error
+    except BaseException as caught:
+        return caught
+
+
+def test_a_failure_is_bounded_and_in_one_line():
+    deep = failure(raised(RuntimeError("x" * 5000 + "\nsecond line")))
+    assert deep["message"] == "x" * 300
+    assert len(deep["traceback"]) <= 30
+    assert max(map(len, deep["traceback"])) <= 300
+
+    def down(n: int) -> None:
+        across(n - 1)
+
+    def across(n: int) -> None:
+        if n < 0:
+            raise ValueError("bottom")
+        down(n)
+
+    with pytest.raises(ValueError, match="bottom") as caught:
+        down(200)
+    told = failure(caught.value)
+    assert len(told["traceback"]) == 30
+    assert told["traceback"][-1] == "ValueError: bottom"
+    assert failure(ValueError())["message"] == ""
+
+
+def test_what_ran_out_of_memory_is_called_so():
+    import torch
+
+    errors = [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CPU: can't allocate memory")]
+    for error in errors:
+        assert ran_out_of_memory(error)
+        assert failure(error)["kind"] == "out of memory"
+    assert not ran_out_of_memory(UserError("x"))
