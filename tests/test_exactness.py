@@ -160,7 +160,7 @@ def test_evicting_is_the_same_computation_as_masking(family, policy, dtype):
     torch.testing.assert_close(torch.cat(ours, 1), MaskBackend(model, kept).run(tokens), atol=CLOSE[dtype], rtol=0)
 
 
-@pytest.mark.parametrize("policy", [*POLICIES, RecomputeWindow()], ids=str)
+@pytest.mark.parametrize("policy", [*POLICIES, RecomputeWindow(), RecomputeSinkWindow(sinks=2)], ids=str)
 @pytest.mark.parametrize("size", [1, 8])
 def test_streams_of_unequal_length_equal_each_alone(policy, size):
     """Tokens that don't count change nothing, wherever they stand, before and after the cache is full."""
@@ -176,6 +176,26 @@ def test_streams_of_unequal_length_equal_each_alone(policy, size):
         torch.testing.assert_close(together[b][valid[b]], logits[0], atol=1e-5, rtol=0)
         if policy.caches:
             assert [layer[b] for layer in read.kept()] == [layer[0] for layer in alone.kept()]
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "mistral", "smollm3"])
+@pytest.mark.parametrize("keep", [[], [0, 3, 4]], ids=str)
+def test_windows_of_unequal_length_equal_each_alone_in_odd_families(family, keep):
+    """Padded windows with softcaps, sink logits, a sliding window of 16, no RoPE; also where few logits are wanted."""
+    model, tokens = model_of(family), tokens_of(45, 2)
+    valid = torch.rand(2, 45, generator=torch.Generator().manual_seed(4)) < torch.tensor([[0.9], [0.5]])
+    valid[:, 0] = True
+    config, wanted = CacheConfig(RecomputeWindow(), 24), torch.tensor(keep, device=DEVICE).long()
+    read, some = decoder(model, config, 2), decoder(model, config, 2)
+    blocks = list(zip(tokens.split(9, 1), valid.to(DEVICE).split(9, 1), strict=True))
+    together = torch.cat([read(t, v) for t, v in blocks], 1)
+    few = torch.cat([some(t, v, wanted) for t, v in blocks], 1)
+    torch.testing.assert_close(few, together.unflatten(1, (5, 9))[:, :, keep].flatten(1, 2), atol=1e-4, rtol=0)
+    for b in range(2):
+        single, seen = decoder(model, config), range(int(valid[b].sum()))
+        alone = in_blocks(single, tokens[b : b + 1, valid[b]], 5)
+        torch.testing.assert_close(together[b][valid[b]], alone[0], atol=1e-4, rtol=0)
+        assert read.fork([b]).held(seen) == single.held(seen)
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, RecomputeWindow()], ids=str)

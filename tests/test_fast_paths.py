@@ -13,7 +13,6 @@ from conftest import DEVICE, FAMILIES, in_blocks, model_of, nll, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness import registry
 from harness.engine import banded, fastcheck
 from harness.engine.decoder import CacheConfig
 from harness.engine.kernels import compiler, cpu
@@ -298,15 +297,13 @@ def test_the_check_refuses_a_compiled_walk_that_differs(monkeypatch):
     assert fastcheck.fast_method(model, config).method == "walk"
 
 
-@pytest.mark.parametrize("name", registry.policy_names())
-def test_a_band_is_what_importance_keeps(name):
-    kind = registry.policy_class(name)
-    if not kind.evicts or kind().bind(16).band(16) is None:
-        assert name not in ("window", "sink_window", "lambda")
-        return
-    sinks, window = kind().bind(16).band(16)
-    assert sinks + window == 16
-
-
-def test_dense_needs_no_check():
-    assert not CachedDecoder(model_of("llama"), CacheConfig(Dense()), compiled=True).walks[0].is_compiled
+@needs_compiler
+def test_dense_is_checked_only_where_kernels_take_its_steps(monkeypatch):
+    """Its blocks are the plain computation; without kernels nothing is left to compare."""
+    model, compared = model_of("llama"), []
+    monkeypatch.setattr(fastcheck, "_difference", lambda *asked: compared.append(asked) or 0.5)
+    assert fastcheck.fast_method(model, CacheConfig(Dense())) == fastcheck.FastCheck("closed form", "compiled", 0.5)
+    assert len(compared) == 1
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert fastcheck.fast_method(model, CacheConfig(Dense())) == fastcheck.FastCheck("closed form", "plain", 0.0)
+    assert len(compared) == 1

@@ -6,6 +6,7 @@ import json
 import math
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from harness.engine.loop import decoder
 from harness.records import RecordStore
 from harness.report.intervals import median_interval
 from harness.tasks import latency
-from harness.tasks.lane import roofline, timing
+from harness.tasks.lane import Lane, roofline, timing
 from harness.tasks.latency import Latency, LatencyOptions
 from harness.tasks.task import Job, RandomTokens
 from policies.dense import Dense
@@ -84,10 +85,20 @@ def test_what_does_not_settle_is_flagged_with_its_spread(measured):
     assert found["spread_ms"][0] < found["spread_ms"][1]
 
 
-def test_sittings_go_on_until_settled(measured):
-    (found,) = measured([CacheConfig(Window(), 16)], SHORT.model_copy(update={"precision": 0.9, "most_sittings": 9}))
-    assert found["settled"]
-    assert found["sittings"] < 9
+@pytest.mark.parametrize(("settled_after", "sittings"), [(1, 2), (2, 2), (4, 4), (6, 6), (99, 6)])
+def test_sittings_go_on_until_settled(measured, monkeypatch, settled_after, sittings):
+    """At least two, at most six here; in between until the cell says that it is settled."""
+    monkeypatch.setattr(Lane, "settled", property(lambda lane: len(lane.sittings) >= settled_after))
+    (found,) = measured([CacheConfig(Window(), 16)], SHORT.model_copy(update={"tokens": 40, "most_sittings": 6}))
+    assert found["sittings"] == sittings
+    assert found["settled"] == (settled_after <= 6)
+
+
+def test_every_cell_must_be_settled(measured, monkeypatch):
+    monkeypatch.setattr(Lane, "settled", property(lambda lane: len(lane.sittings) >= lane.job.config.capacity))
+    options = SHORT.model_copy(update={"tokens": 40, "most_sittings": 6})
+    found = measured([CacheConfig(Window(), 3), CacheConfig(Window(), 5)], options)
+    assert [x["sittings"] for x in found] == [5, 5]
 
 
 def test_the_interval_of_a_median_is_made_of_the_right_order_statistics():
@@ -110,13 +121,13 @@ def test_the_error_of_a_timing_sees_what_differs_between_sittings():
     assert timing(shifted) == (1.0, pytest.approx(0.1))
 
 
-def test_marks_time_what_lies_between_them():
+def test_marks_time_what_lies_between_them(monkeypatch):
+    """In milliseconds, from the first mark on; `perf_counter` tells seconds."""
+    monkeypatch.setattr("harness.device.time", SimpleNamespace(perf_counter=iter([7.0, 7.25, 7.375, 9.0]).__next__))
     marks = Marks(torch.device("cpu"))
-    for _ in range(3):
+    for _ in range(4):
         marks.mark()
-    times = marks.milliseconds()
-    assert len(times) == 2
-    assert all(0 <= t < 1000 for t in times)
+    assert marks.milliseconds() == [250.0, 125.0, 1625.0]
 
 
 @pytest.mark.parametrize("batch", [1, 3])

@@ -45,7 +45,7 @@ def weights(scores: Tensor, terms: Terms, heads: int, seen: Tensor | None = None
     return torch.softmax(torch.cat([scores, sink], -1), -1)[..., :-1]
 
 
-def causal(query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
+def causal(query: Tensor, keys: Tensor, values: Tensor, terms: Terms, padding: Tensor | None = None) -> Tensor:
     """Causal attention of the last T of L tokens, in chunks of queries.
 
     Args:
@@ -53,12 +53,16 @@ def causal(query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
         keys: rotated. [B, H, L, D].
         values: [B, H, L, Dv].
         terms: of this layer's attention.
+        padding: how many first keys of each stream are no tokens; none when None. Output at these is finite and
+            means nothing. [B] int64.
 
     Returns:
         [B, H, G, T, Dv], dtype of the query.
     """
     tokens, length = query.shape[3], keys.shape[2]
-    if tokens == length and terms == Terms(terms.scaling):  # nothing cached and nothing special: the kernel knows the mask
+    if (
+        tokens == length and padding is None and terms == Terms(terms.scaling)
+    ):  # nothing cached and nothing special: the kernel knows the mask
         flat = query.flatten(1, 2)
         out = scaled_dot_product_attention(
             flat, keys, values, is_causal=True, scale=terms.scaling, enable_gqa=flat.shape[1] > keys.shape[1]
@@ -68,12 +72,13 @@ def causal(query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
     if terms.softcap is None and terms.sink_logits is None:
         rows = max(rows, min(tokens, 256))  # the fused kernels hold no scores
     chunks = [
-        _causal_chunk(query[:, :, :, t : t + rows], keys, values, length - tokens + t, terms) for t in range(0, tokens, rows)
+        _causal_chunk(query[:, :, :, t : t + rows], keys, values, length - tokens + t, terms, padding)
+        for t in range(0, tokens, rows)
     ]
     return torch.cat(chunks, 3)
 
 
-def _causal_chunk(query: Tensor, keys: Tensor, values: Tensor, first: int, terms: Terms) -> Tensor:
+def _causal_chunk(query: Tensor, keys: Tensor, values: Tensor, first: int, terms: Terms, padding: Tensor | None) -> Tensor:
     """Queries of the positions `first`, `first + 1`, ... over the keys up to the last of them."""
     streams, heads, group, tokens, _ = query.shape
     low = 0 if terms.sliding_window is None else max(0, first - terms.sliding_window + 1)
@@ -83,6 +88,9 @@ def _causal_chunk(query: Tensor, keys: Tensor, values: Tensor, first: int, terms
         - torch.arange(low, first + tokens, device=query.device)
     )  # fmt: skip
     seen = age >= 0 if terms.sliding_window is None else (age >= 0) & (age < terms.sliding_window)
+    if padding is not None:  # a padded query sees itself: a softmax over nothing would be NaN, and spread through the values
+        token = torch.arange(low, first + tokens, device=query.device) >= padding[:, None, None]  # [B, 1, L]
+        seen = ((seen & token) | (age == 0))[:, None]  # [B, 1, T, L]
     if terms.softcap is None and terms.sink_logits is None:
         flat = query.flatten(1, 2)
         out = scaled_dot_product_attention(flat, keys, values, seen, scale=terms.scaling, enable_gqa=group > 1)
@@ -90,5 +98,8 @@ def _causal_chunk(query: Tensor, keys: Tensor, values: Tensor, first: int, terms
     scores = torch.einsum("bhgtd,bhld->bhgtl", query * terms.scaling, keys)
     if terms.sink_logits is not None:  # one logit a row
         terms = terms._replace(sink_logits=terms.sink_logits.repeat_interleave(tokens))
-    mass = weights(scores.flatten(0, 1).flatten(1, 2), terms, heads, seen.repeat(group, 1)).view(scores.shape)
+    if padding is not None:
+        seen = seen.expand(-1, heads, -1, -1).flatten(0, 1)  # [N, T, L]
+    rows = torch.cat([seen] * group, -2)  # [G * T, L], or of every stream and head apart [N, G * T, L]
+    mass = weights(scores.flatten(0, 1).flatten(1, 2), terms, heads, rows).view(scores.shape)
     return torch.einsum("bhgtl,bhld->bhgtd", mass.to(values.dtype), values)

@@ -39,7 +39,7 @@ def read_once(model: Model, config: CacheConfig, tokens: Tensor, block: int, **h
     if config.capacity is not None and length > config.capacity:
         whole = CachedDecoder(model, config, streams, **how, room=length)
     for part in tokens.split(block, 1):
-        logits = whole(part, keep=torch.tensor([part.shape[1] - 1], device=tokens.device))
+        logits = whole(part, keep=torch.full((1,), part.shape[1] - 1, device=tokens.device))
     if whole is not settled:
         for old, new in zip(whole.walks, settled.walks, strict=True):
             _keep_best(old.slots, new.slots, length)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -20,6 +21,31 @@ from harness.engine.rotary import rotate
 _PREFILL = 8192  # tokens that recompute-window runs at once
 
 
+@dataclass(frozen=True)
+class _Windows:
+    """Answers the attention of windows that are run afresh: plain causal attention.
+
+    Attributes:
+        model: that runs them.
+        longest: tokens of a window, at most.
+        padding: places before the first token of each; none when None. [B] int64.
+    """
+
+    model: Model
+    longest: int
+    padding: Tensor | None = None
+
+    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
+        """Attention of one layer. [B, H * G, T, D], [B, H, T, D], [B, H, T, Dv] -> [B, H * G, T, Dv]."""
+        shape = self.model.layers[layer]
+        if shape.rotation is not None:
+            query, keys = shape.rotation.pair(query), shape.rotation.pair(keys)
+            at = torch.arange(keys.shape[2], device=keys.device)
+            turns = shape.rotation.turns(at, keys.dtype, self.longest + 1)
+            query, keys = rotate(query, turns), rotate(keys, turns)
+        return causal(query.unflatten(1, (shape.heads, -1)), keys, values, terms, self.padding).flatten(1, 2)
+
+
 class RecomputeDecoder:
     """A decoder that keeps no cache: every token's window is run afresh, many windows at once."""
 
@@ -30,30 +56,62 @@ class RecomputeDecoder:
         band = config.policy.bind(config.capacity).band(config.capacity)
         self.sinks = 0 if band is None else band[0]  # tokens of the stream's beginning that open every window
         self.length = config.capacity + 1
-        self._history = [torch.zeros(0, dtype=torch.int64, device=model.device) for _ in range(streams)]
-        self._alike = True  # streams have the same length, so that their windows are run together
-        self._seen = 0  # tokens taken in by the first stream
+        self._history = torch.zeros(streams, 0, dtype=torch.int64, device=model.device)  # sinks and newest tokens. [B, N]
+        self._lengths: Tensor | None = None  # tokens taken in; None while that is `_most` for every stream. [B]
+        self._most = 0  # tokens taken in by a stream, at most
+        for shape in model.layers:
+            if shape.rotation is not None:
+                shape.rotation.prepare(model.dtype)
 
     @torch.inference_mode()
     def __call__(self, tokens: Tensor, valid: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
-        """See `Decoder`. Only what is kept is computed."""
-        wanted = range(tokens.shape[1]) if keep is None else keep.tolist()
-        self._alike = self._alike and valid is None
-        streams, rows = len(tokens), []
-        for part in [slice(0, streams)] if self._alike else [slice(b, b + 1) for b in range(streams)]:
-            new, counts = tokens[part], list(range(1, tokens.shape[1] + 1))  # tokens that count, up to and with each
-            if valid is not None:
-                new, counts = tokens[part.start, valid[part.start]][None], valid[part.start].cumsum(0).tolist()
-            before = torch.stack(self._history[part])
-            text = torch.cat([before, new], 1)
-            rows.append(self._logits(text, [max(1, before.shape[1] + counts[t]) for t in wanted]))
-            self._history[part] = text if text.shape[1] < self.length else self._window(text, self.length - 1)
-            self._seen += counts[-1] if part.start == 0 else 0
-        return torch.cat(rows)
+        """See `Decoder`. Only what is kept is computed. Syncs with the host for `keep`, once a block of several tokens."""
+        if valid is None and self._lengths is None:
+            logits = self._read(tokens, keep)
+        else:
+            logits = self._read_ragged(tokens, torch.ones_like(tokens, dtype=torch.bool) if valid is None else valid, keep)
+        self._most += tokens.shape[1]
+        return logits
+
+    def _read(self, tokens: Tensor, keep: Tensor | None) -> Tensor:
+        """A block of streams of one length."""
+        count = tokens.shape[1]
+        wanted = list(range(count)) if keep is None else [0] * len(keep) if count == 1 else keep.tolist()
+        before = self._history.shape[1]
+        text = torch.cat([self._history, tokens], 1)
+        logits = self._logits(text, [before + t + 1 for t in wanted])
+        self._history = text if text.shape[1] < self.length else self._window(text, self.length - 1)
+        return logits
 
     def _window(self, text: Tensor, length: int) -> Tensor:
         """The sinks and the newest tokens of each stream, as many as that. [B, N] -> [B, length]."""
         return torch.cat([text[:, : self.sinks], text[:, text.shape[1] - length + self.sinks :]], 1)
+
+    def _read_ragged(self, tokens: Tensor, valid: Tensor, keep: Tensor | None) -> Tensor:
+        """A block of streams whose lengths only the device knows: short windows are padded in front, and all run alike."""
+        if self._lengths is None:
+            self._lengths = torch.full((len(tokens),), self._most, device=tokens.device)
+        ends = self._lengths.clamp(max=self.length - 1)[:, None] + valid.cumsum(1)  # tokens of `text` up to and with each
+        self._lengths = self._lengths + valid.sum(1)
+        text = torch.cat([self._history, tokens, tokens[:, :1]], 1)  # the last column takes what does not count
+        text = text.scatter(1, (ends - 1).masked_fill(~valid, text.shape[1] - 1), tokens)
+        wanted = ends if keep is None else ends.index_select(1, keep)
+        asked = wanted if wanted.shape[1] else ends[:, :1]  # models don't take an empty batch
+        width = min(self.length, text.shape[1] - 1)
+        out = []
+        for end in asked.split(max(1, _PREFILL // (width * len(text))), 1):
+            padding = (width - end).clamp(min=0)
+            windows = self._gathered(text, end, width, padding).flatten(0, 1)
+            out.append(self.model(windows, _Windows(self.model, self.length, padding.flatten()), 1).view(*end.shape, -1))
+        width = min(self.length - 1, text.shape[1] - 1)
+        self._history = self._gathered(text, ends[:, -1:], width, torch.zeros_like(ends[:, -1:]))[:, 0]
+        return torch.cat(out, 1)[:, : wanted.shape[1]]
+
+    def _gathered(self, text: Tensor, ends: Tensor, width: int, padding: Tensor) -> Tensor:
+        """Sinks and newest tokens of the text up to each end, after some padding. [B, N], [B, K] -> [B, K, width]."""
+        place = (torch.arange(width, device=text.device) - padding[..., None]).clamp(min=0)
+        place = torch.where(place < self.sinks, place, place + (ends - width).clamp(min=0)[..., None])
+        return text.gather(1, place.flatten(1)).view(place.shape)
 
     def _logits(self, text: Tensor, ends: list[int]) -> Tensor:
         """Logits after the windows of each stream that end before these places, ascending. [B, N] -> [B, K, V]."""
@@ -63,14 +121,14 @@ class RecomputeDecoder:
         if short or not ends:
             last = short[-1] if short else 1
             kept = len(short) if _in_a_row(short) and short else torch.tensor([e - 1 for e in short], device=text.device).long()
-            out.append(self.model(text[:, :last], self, kept))
+            out.append(self.model(text[:, :last], _Windows(self.model, self.length), kept))
         windows = text[:, self.sinks :].unfold(1, self.length - self.sinks, 1) if full else text
         opening = text[:, None, : self.sinks]
         at_once = max(1, _PREFILL // (self.length * len(text)))
         for starts in [full[i : i + at_once] for i in range(0, len(full), at_once)]:
             chosen = windows[:, starts[0] : starts[-1] + 1] if _in_a_row(starts) else windows[:, starts]
             chosen = torch.cat([opening.expand(-1, len(starts), -1), chosen], 2)
-            out.append(self.model(chosen.flatten(0, 1), self, 1).view(len(text), len(starts), -1))
+            out.append(self.model(chosen.flatten(0, 1), _Windows(self.model, self.length), 1).view(len(text), len(starts), -1))
         return torch.cat(out, 1)
 
     def reserve(self, tokens: int) -> None:
@@ -78,29 +136,22 @@ class RecomputeDecoder:
 
     def held(self, positions: Sequence[int]) -> float:
         """See `Decoder`: what the window of the next token has."""
-        first = self._seen - self.length + self.sinks  # the last that the window has no more
-        return sum(p < self._seen and (p < self.sinks or p > first) for p in positions) / len(positions)
+        seen = self._most if self._lengths is None else int(self._lengths[0])
+        first = seen - self.length + self.sinks  # the last that the window has no more
+        return sum(p < seen and (p < self.sinks or p > first) for p in positions) / len(positions)
 
     @property
     def slots(self) -> tuple[float, float]:
         """See `Decoder`: the tokens of the window."""
-        return (float(min(self._seen, self.length)),) * 2
+        return (float(min(self._most, self.length)),) * 2
 
     def fork(self, streams: Sequence[int]) -> Self:
         """See `Decoder`."""
         other = copy(self)
-        other._history = [self._history[b] for b in streams]  # replaced at every block, never written to
+        index = torch.tensor(streams, device=self.model.device)
+        other._history = self._history[index]
+        other._lengths = None if self._lengths is None else self._lengths[index]
         return other
-
-    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
-        """Plain causal attention of the windows themselves."""
-        shape = self.model.layers[layer]
-        if shape.rotation is not None:
-            query, keys = shape.rotation.pair(query), shape.rotation.pair(keys)
-            at = torch.arange(keys.shape[2], device=keys.device)
-            turns = shape.rotation.turns(at, keys.dtype, self.length + 1)
-            query, keys = rotate(query, turns), rotate(keys, turns)
-        return causal(query.unflatten(1, (shape.heads, -1)), keys, values, terms).flatten(1, 2)
 
     @property
     def kv_bytes(self) -> int:
@@ -110,7 +161,7 @@ class RecomputeDecoder:
     @property
     def state_bytes(self) -> int:
         """The tokens of the window."""
-        return sum(text.nbytes for text in self._history)
+        return self._history.nbytes
 
 
 def _in_a_row(places: list[int]) -> bool:

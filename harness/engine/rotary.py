@@ -70,14 +70,18 @@ class Rotation:
         """Turns of the angles 0, 1, ..., and those of 0, M, 2 * M, ... where one level of M is not enough; and M. [M, P]."""
         return self._table(dtype, 1), None if longest <= _LEVEL else self._table(dtype, _LEVEL), _LEVEL
 
+    def prepare(self, dtype: torch.dtype) -> None:
+        """Compute the tables now. They are made on the host, which no decode step should wait for."""
+        for stride in (1, _LEVEL):
+            self._table(dtype, stride)
+
     def _table(self, dtype: torch.dtype, stride: int) -> Tensor:
         """Turns of the positions 0, stride, 2 * stride, ... [_LEVEL, P]."""
-        key = (dtype, stride)
-        if key not in self._tables:
+        wide = torch.complex128 if dtype == torch.float64 else torch.complex64
+        if (wide, stride) not in self._tables:
             angles = torch.arange(_LEVEL, dtype=torch.float64)[:, None] * stride * self.frequencies.cpu()
-            wide = torch.complex128 if dtype == torch.float64 else torch.complex64
-            self._tables[key] = torch.polar(torch.ones_like(angles), angles).to(wide).to(self.order.device)
-        return self._tables[key]
+            self._tables[wide, stride] = torch.polar(torch.ones_like(angles), angles).to(wide).to(self.order.device)
+        return self._tables[wide, stride]
 
 
 def rotate(x: Tensor, turns: Tensor) -> Tensor:

@@ -65,6 +65,8 @@ class Walk:
             compiled: walk blocks, and take single tokens in, by compiled kernels where there are any.
         """
         self.slots, self.rotation = slots, slots.shape.rotation
+        if self.rotation is not None:
+            self.rotation.prepare(slots.keys.dtype)
         self._mode, self._limit, self._always = positions, limit, always
         self._longest = {"stream": LONGEST_STREAM, "clamped": limit + 1}.get(positions)  # the number of slots when None
         self._mass: Tensor | None = None  # softmax weights of all layers in a step. [R, G, S]

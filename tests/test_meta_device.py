@@ -1,0 +1,318 @@
+"""The engine on PyTorch's `meta` device: code that would wait for a GPU, or leave a tensor on the CPU, raises there.
+
+A meta tensor has a shape and no numbers, so `.item()`, `if tensor:` and indexing by a mask fail. Two modes add what meta
+itself lets pass: an operation on a CPU tensor, and Python data made into a tensor (a copy from the host).
+
+Not covered: FlexAttention and Triton's kernels, which refuse `meta` (stand-ins take their calls, so the code around them is
+covered); PyTorch's fused attention for CPUs, which CUDA never takes; waits inside an operation's CUDA implementation
+(test_exactness.py watches for those where there is a GPU).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_kernels_for_cuda import needs_triton
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from harness.engine import banded
+from harness.engine.captured import StepGraphs
+from harness.engine.decoder import CacheConfig
+from harness.engine.families import tiny_model
+from harness.engine.kernels import choose, cuda
+from harness.engine.loop import CachedDecoder, decoder
+from harness.engine.model import Model, adopt
+from harness.engine.once import read_once
+from harness.engine.slots import BUCKET, LayerShape, Rows, Slots
+from harness.registry import policy_class, policy_names
+from policies import Policy
+from policies.dense import Dense
+from policies.h2o import H2O
+from policies.recompute_sink_window import RecomputeSinkWindow
+from policies.sink_window import SinkWindow
+
+META = torch.device("meta")
+VOCABULARY, CAPACITY, LIMIT = 96, 8, 12
+MODES = ["cache", "stream", "clamped"]
+FAMILIES = ["llama", "gpt_neox", "gemma2", "gemma3_text", "gpt_oss", "phi", "qwen3_moe"]
+SIZES = {
+    "steps": [1] * (LIMIT + 2),  # filling, full, and past the limit of mode `clamped`
+    "small blocks": [5, 4, 3, 1],
+    "blocks beyond the capacity": [20, 1, 10],
+}
+
+
+class OnlyDevice(TorchDispatchMode):
+    """Raises where an operation takes or makes a CPU tensor. A single number may be one: a kernel takes it as an argument."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)]
+        assert not any(x.device.type == "cpu" and x.dim() for x in tensors), f"{func.name()} on a CPU tensor"
+        return out
+
+
+class NoHostData(TorchFunctionMode):
+    """Raises where numbers of Python become a tensor, which copies them to the device."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        assert func not in (torch.tensor, torch.as_tensor), "numbers of the host are copied to the device"
+        if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            assert not any(isinstance(i, list) for i in index), "a list of the host is copied to the device as an index"
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def nothing_of_the_host() -> Iterator[None]:
+    with OnlyDevice(), NoHostData():
+        yield
+
+
+@cache
+def meta_model(family: str, dtype: torch.dtype = torch.bfloat16) -> Model:
+    """A tiny model, adopted on the CPU, since that reads numbers, and moved to `meta` as `load_model` moves one to CUDA."""
+    model = adopt(tiny_model(family, vocab_size=VOCABULARY).to(dtype))
+    model.hf.to(META)
+    rotations = {id(s.rotation): s.rotation for s in model.layers if s.rotation is not None}
+    moved = {None: None} | {
+        key: replace(r, order=r.order.to(META), _tables={k: table.to(META) for k, table in r._tables.items()})
+        for key, r in rotations.items()
+    }
+    model.layers = [replace(s, rotation=s.rotation and moved[id(s.rotation)]) for s in model.layers]
+    return model
+
+
+def tokens_of(length: int, streams: int = 2) -> torch.Tensor:
+    return torch.zeros(streams, length, dtype=torch.int64, device=META)
+
+
+def config_of(policy: Policy | str, mode: str = "cache", capacity: int = CAPACITY) -> CacheConfig:
+    if isinstance(policy, str):
+        kind = policy_class(policy)
+        policy = kind(sinks=2) if issubclass(kind, SinkWindow) else kind()
+    return CacheConfig(policy, capacity if policy.evicts else None, mode, LIMIT)
+
+
+def read_in(read, sizes: list[int], ragged: bool = False, streams: int = 2) -> None:
+    """Blocks of these sizes, watched."""
+    for size in sizes:
+        tokens = tokens_of(size, streams)
+        with nothing_of_the_host():
+            logits = read(tokens, torch.ones_like(tokens, dtype=torch.bool) if ragged else None)
+        assert (logits.device, logits.shape) == (META, (streams, size, VOCABULARY))
+
+
+@pytest.mark.parametrize("policy", policy_names())
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=list(SIZES))
+@pytest.mark.parametrize("ragged", [False, True], ids=["alike", "ragged"])
+def test_every_policy_position_mode_and_block_size(policy, mode, sizes, ragged):
+    """Neither a step nor a block waits for the device, in closed form or walked; nor do forks and what is reserved."""
+    for walk in (False,) if ragged else (False, True):  # streams of unlike lengths are always walked
+        read = decoder(meta_model("llama"), config_of(policy, mode), 2, walk=walk)
+        read_in(read, sizes, ragged)
+    with OnlyDevice():
+        fork = read.fork([1, 0, 1])
+        fork.reserve(BUCKET + 1)
+    read_in(fork, [1, 2], ragged, streams=3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("policy", [Dense(), H2O(), SinkWindow(2), RecomputeSinkWindow(sinks=2)], ids=lambda p: type(p).__name__)
+def test_families(family, policy):
+    """RoPE in part, softcaps, sink logits, sliding windows, experts: the model's own code is run, too."""
+    model = meta_model(family)
+    for mode, ragged in itertools.product(["cache", "stream"], [False, True]):
+        read = decoder(model, config_of(policy, mode), 2)
+        read_in(read, [5, 1, 20, 1, 1], ragged)
+        expected = {Dense: 2 * model.kv_bytes(BUCKET - 1), RecomputeSinkWindow: 0}  # a growing cache has whole buckets
+        assert read.kv_bytes == expected.get(type(policy), model.kv_bytes(CAPACITY, 2))
+
+
+def test_a_family_whose_own_code_leaves_the_device():
+    """transformers' phimoe computes RoPE's frequencies on the CPU in every step. Its steps can't be captured, but run."""
+    read = decoder(meta_model("phimoe"), config_of("h2o"), 2)
+    with pytest.raises(AssertionError, match=r"aten::arange\S* on a CPU tensor"):
+        read_in(read, [1])
+    for size in (5, 1, 20, 1):
+        assert read(tokens_of(size)).shape == (2, size, VOCABULARY)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("policy", [name for name in policy_names() if policy_class(name).caches])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_prompt_that_is_evicted_once(family, policy, mode):
+    model, config = meta_model(family), config_of(policy, mode)
+    with OnlyDevice():
+        read, logits = read_once(model, config, tokens_of(40), 16)
+    assert logits.shape == (2, VOCABULARY)
+    read_in(read, [1, 3, 1])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_cache_that_grows_past_a_table_of_angles(mode):
+    """Positions beyond 4,096 need a second table, which no step should compute on the host."""
+    read = decoder(meta_model("llama"), replace(config_of("dense", mode), limit=10_000), 2)
+    read_in(read, [4095, 1, 1, 1])
+    assert read.slots[1] == 4096 + BUCKET
+    with OnlyDevice():
+        read.reserve(2 * BUCKET)
+    read_in(read, [BUCKET, 1])
+
+
+@pytest.mark.parametrize("policy", ["dense", "h2o", "sink_window"])
+def test_captured_steps(policy):
+    """What the host does between replays of CUDA graphs; a plain call stands in for the graph."""
+    read = CachedDecoder(meta_model("llama"), config_of(policy), 2)
+    read.graphs = StepGraphs(lambda step, tokens: step)
+    read_in(read, [1] * (CAPACITY + 4))
+    assert read.graphs.replayed > CAPACITY
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_code_around_flex_attention(monkeypatch, mode):
+    """Its mask, its arguments, and how its part is joined with the sinks; FlexAttention itself refuses `meta`."""
+    calls = []
+
+    def flex(query, keys, values, block_mask, scale, enable_gqa):
+        calls.append({x.device for x in (query, keys, values, *block_mask.as_tuple()) if isinstance(x, torch.Tensor)})
+        return query.new_empty(*query.shape[:3], values.shape[-1]), query.new_empty(query.shape[:3], dtype=torch.float32)
+
+    monkeypatch.setattr(banded, "_FLEX", {"meta"})
+    monkeypatch.setattr(banded, "_compiled_flex", lambda kind: flex)
+    read = decoder(meta_model("llama"), replace(config_of(SinkWindow(4), mode, 70), limit=90), 2)
+    sizes = [60, 128, 1, 128, 1]
+    for size in sizes:
+        with OnlyDevice():
+            assert read(tokens_of(size)).shape == (2, size, VOCABULARY)
+    flexed = 1 if mode == "clamped" else 2  # while the sinks reach the limit one by one, a block is walked
+    assert calls == [{META}] * flexed * len(meta_model("llama").layers)
+
+
+@needs_triton
+@pytest.mark.parametrize("policy", [name for name in policy_names() if policy_class(name).caches])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_code_around_the_kernels_in_triton(monkeypatch, policy, mode):
+    """What they are called with, step and walk; no kernel runs."""
+    launched = set()
+
+    class Kernel:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, grid):
+            assert all(isinstance(n, int) and n > 0 for n in grid)
+            return self
+
+        def __call__(self, *args, **constants):
+            launched.add(self.name)
+            assert {x.device for x in args if isinstance(x, torch.Tensor)} == {META}
+
+    kernels = SimpleNamespace(**{name: Kernel(name) for name in ("attend", "join", "release", "walk")})
+    monkeypatch.setitem(choose._OF_DEVICE, "meta", cuda)
+    monkeypatch.setattr(cuda, "_kernels", lambda: kernels)
+    config = config_of(policy, mode)
+    read_in(decoder(meta_model("llama"), config, 2, closed=False, compiled=True), [5, 1, 20, 1, 1])
+    assert launched == {"attend", "join", *({"release", "walk"} if config.policy.evicts else ())}
+
+
+@pytest.mark.parametrize(
+    ("waits", "policy"),
+    [
+        (lambda read: read.kept(), "h2o"),
+        (lambda read: read.held([0, 3]), "h2o"),
+        (lambda read: read(tokens_of(4), keep=tokens_of(3, 1)[0]), "recompute_window"),  # once a block
+    ],
+    ids=["which tokens are kept", "how much of the evidence is held", "which logits recompute is to give"],
+)
+def test_where_the_host_waits_by_design(waits, policy):
+    """All places there are. None is in a step: a single token's logits are not asked for by number."""
+    read = decoder(meta_model("llama"), config_of(policy), 2)
+    read_in(read, [5, 1])
+    with pytest.raises((RuntimeError, NotImplementedError), match=r"meta tensor"):
+        waits(read)
+    with nothing_of_the_host():
+        read(tokens_of(1), keep=tokens_of(1, 1)[0])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("capacity", [CAPACITY, 40])
+def test_bytes_are_those_of_the_formula(family, dtype, capacity):
+    """2 (K and V) x layers x streams x KV heads x (slots kept + 1) x head dim x bytes; a window of 16 keeps 15."""
+    model = meta_model(family, dtype)
+    heads = 4 if family == "gpt_neox" else 2
+    kinds = getattr(model.hf.config, "layer_types", None) or ["full_attention"] * 2
+    slots = sum((min(capacity, 15) if kind == "sliding_attention" else capacity) + 1 for kind in kinds)
+    read = decoder(model, config_of(H2O(), capacity=capacity), 3)
+    assert read.kv_bytes == 2 * 3 * heads * slots * 16 * dtype.itemsize == model.kv_bytes(capacity, 3)
+    assert read.fork([0]).kv_bytes == model.kv_bytes(capacity)
+
+
+def test_bytes_of_a_shape_that_no_test_machine_holds():
+    """Llama-2-7B, dense at 4,096 tokens in 16 bits: 2 GiB of K/V a stream, 16 streams."""
+    shape = LayerShape(heads=32, group=1, key_dim=128, value_dim=128, rotation=None, sliding_window=None)
+    slots = Slots(shape, range(32), 32, H2O(), 4095, 16, 0, META, torch.bfloat16)
+    assert slots.kv_bytes == 16 * 2 * 2**30
+    assert slots.state_bytes == 32 * 16 * 32 * (4096 * (8 + 8 + 4) + 8)
+
+
+def reads_a_number(rows: Rows, rank, step, now) -> None:
+    assert step.max().item() >= 0
+
+
+def branches_on_a_tensor(rows: Rows, rank, step, now) -> None:
+    if (rank > CAPACITY).any():
+        raise AssertionError
+
+
+def indexes_by_a_mask(rows: Rows, rank, step, now) -> None:
+    rank[rank > 0].sum()
+
+
+def forgets_the_device(rows: Rows, rank, step, now) -> None:
+    rows.rank.mul_(torch.ones(rows.rank.shape[1], dtype=torch.int64))
+
+
+def copies_from_the_host(rows: Rows, rank, step, now) -> None:
+    rows.rank[0].copy_(torch.zeros(rows.rank.shape[1], dtype=torch.int64))
+
+
+def asks_the_host_for_a_number(rows: Rows, rank, step, now) -> None:
+    step.add(torch.tensor([1], device=step.device))
+
+
+def indexes_by_a_list(rows: Rows, rank, step, now) -> None:
+    rows.rank[[0]].sum()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        reads_a_number, branches_on_a_tensor, indexes_by_a_mask, forgets_the_device, copies_from_the_host,
+        asks_the_host_for_a_number, indexes_by_a_list,
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("size", [1, 20])
+def test_sabotage_of_the_step_is_noticed(monkeypatch, fault, size):
+    """What a step must not do, done on purpose; on the CPU each of them goes unnoticed."""
+    plain = Rows.hold
+
+    def hold(self: Rows, rank, step, now) -> None:
+        fault(self, rank, step, now)
+        plain(self, rank, step, now)
+
+    monkeypatch.setattr(Rows, "hold", hold)
+    decoder(adopt(tiny_model("llama")), config_of("h2o"), 2)(torch.zeros(2, size, dtype=torch.int64))
+    with pytest.raises((AssertionError, RuntimeError, NotImplementedError)):
+        read_in(decoder(meta_model("llama"), config_of("h2o"), 2), [size])
