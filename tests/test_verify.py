@@ -17,7 +17,7 @@ from test_records import record
 import harness.records as records_module
 from harness.aggregates import of_answers, of_nll, of_steps
 from harness.records import Problem, RecordStore, read
-from harness.report.export import rows
+from harness.report.export import rows, write
 from harness.report.verify import problems
 
 TASK = {"name": "perplexity", "tokens": 5000, "stride": 4}
@@ -113,7 +113,7 @@ def test_from_the_command_line(tmp_path, capsys):
 @pytest.mark.parametrize("end", ["parquet", "csv"])
 def test_an_export_has_every_plain_figure(end, tmp_path, capsys):
     store = RecordStore(tmp_path / "results")
-    for made in (record(), of_times(tmp_path), record("sink_window", 16, parameters=None)):
+    for made in (record(), cell_record({"x": 1}, task={"name": "unheard_of"}), record("sink_window", 16)):
         store.write(dataclasses.replace(made, trace=None))
     out = tmp_path / f"all.{end}"
     code, said, _ = bench(capsys, "records", "export", out, "--results", tmp_path / "results")
@@ -125,6 +125,24 @@ def test_an_export_has_every_plain_figure(end, tmp_path, capsys):
     assert h2o["model.id"] == "m"
     assert not any("blocks.nll_sum" in name for name in h2o)
     assert bench(capsys, "records", "export", tmp_path / "x.xls", "--results", tmp_path / "results")[0] == 2
+
+
+def test_no_text_in_a_csv_is_a_formula(tmp_path):
+    texts = ["=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\tx", "\rx", " =1", "a\u202eb"]
+    made = [cell_record({"x": -1.5}, policy=text, parameters={"=k": -3}) for text in texts]
+    write(made, tmp_path / "a.csv")
+    with (tmp_path / "a.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    assert [row["policy"] for row in table] == ["'=1+1", "'+cmd|' /C calc'!A0", "'-2+3", "'@SUM(A1)", "' x", "' x", "' =1", "ab"]
+    assert {(row["metrics.x"], row["parameters.=k"]) for row in table} == {("-1.5", "-3")}
+    write(made, tmp_path / "a.parquet")
+    assert [row["policy"] for row in pq.read_table(tmp_path / "a.parquet").to_pylist()] == texts, "nothing opens these by itself"
+
+
+def test_a_cell_can_not_pass_itself_off_as_another_record():
+    made = cell_record({"x": 1})
+    made.cell |= {"cell_id": "another", "status": "failed"}
+    assert [(row["cell_id"], row["status"]) for row in rows([made])] == [(made.cell_id, "ok")]
 
 
 def test_of_a_cell_measured_twice_the_newest_is_exported_or_all(tmp_path, capsys):
@@ -151,8 +169,10 @@ def test_an_older_version_is_read_and_a_newer_one_refused(tmp_path, monkeypatch)
     path = RecordStore(tmp_path).write(record())
     monkeypatch.setattr(records_module, "RECORD_VERSION", 2)
     assert isinstance(read(path), Problem), "no way from 1 to 2"
-    monkeypatch.setitem(records_module.MIGRATIONS, 1, lambda value: value | {"finished": "moved"})
+    monkeypatch.setitem(records_module.MIGRATIONS, 1, lambda value: value | {"key": "moved"})
     found = read(path)
-    assert (found.version, found.finished) == (2, "moved")
+    assert (found.version, found.key) == (2, "moved")
+    monkeypatch.setitem(records_module.MIGRATIONS, 1, lambda value: value["nothing"])
+    assert "which nothing reads" in read(path).reason, "a migration that fails is a problem of the file"
     monkeypatch.setattr(records_module, "RECORD_VERSION", 0)
     assert "newer kv-bench" in read(path).reason

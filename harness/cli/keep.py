@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from harness.cli.output import RESULTS
+from harness.cli.output import RESULTS, skipped
 from harness.errors import Exit, UserError
 
 
@@ -61,7 +61,7 @@ def export(out: str, results: str, everything: bool) -> None:
 
     found, problems = RecordStore(Path(results)).read_all()
     for problem in problems:
-        click.echo(f"bench: {problem.path}: skipped, {problem.reason}", err=True)
+        skipped(problem)
     if not found:
         raise UserError(f"{results}: no records there")
     shown = found if everything else newest(found)
