@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from harness.report.intervals import median_interval
+
 _BLOCKS = 4096  # blocks whose sums the record keeps, at most
 _SMALLEST_BLOCK = 32  # tokens
 _FIRST_BUCKET = 256  # tokens; every further bucket of positions ends at the double
@@ -109,6 +111,25 @@ def of_steps(steps: NDArray[np.float64], batch: int) -> dict[str, Any]:
         "rounds_ms": [round(float(x), 5) for x in medians],
         "tokens_per_second": 1e3 * batch / float(steps.mean()),
     }
+
+
+def timing(sittings: Sequence[Sequence[Sequence[float]]]) -> tuple[float, float]:
+    """The median of the rounds' medians, and its relative error.
+
+    Steps of a round share what the machine was doing, so rounds count and not steps. Sittings differ by more than rounds
+    do: other memory, another minute. The error is half the 95 % interval of the median of rounds, or half that of
+    sittings (half their range below 6), whichever is larger.
+
+    Args:
+        sittings: times of the steps of every round of every sitting.
+    """
+    medians = [[float(np.median(r)) for r in rounds] for rounds in sittings]
+    pooled = [m for sitting in medians for m in sitting]
+    low, high = median_interval(pooled)
+    centres = [float(np.median(sitting)) for sitting in medians]
+    least, most = median_interval(centres) if len(centres) >= 6 else (min(centres), max(centres))
+    median = float(np.median(pooled))
+    return median, max(high - low, most - least) / 2 / median
 
 
 def _where(held: float | None) -> str:

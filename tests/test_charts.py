@@ -61,16 +61,15 @@ def test_a_picture_says_what_it_shows_to_those_who_do_not_see_it():
     assert "<b" not in chart.Chart("x", 'a "b" <b>', {}).markdown()
 
 
-def test_writing_leaves_the_charts_of_the_page_and_no_others(tmp_path):
+def test_the_drawings_are_those_that_the_page_names(tmp_path):
     folder = tmp_path / "charts"
-    chart.write([], folder)
+    chart.write({}, folder)
     assert not folder.exists()
     page = render(drawn())
-    chart.write(page.charts, folder)
-    (folder / "old-dark.svg").write_text("x")
-    chart.write(page.charts, folder)
-    assert sorted(p.name for p in folder.iterdir()) == sorted(f"{page.charts[0].name}{t}.svg" for t in ("", "-dark"))
-    assert all(f"charts/{p.name}" in page.text for p in folder.iterdir())
+    chart.write(chart.drawn(page.charts), folder)
+    assert {p.name for p in folder.iterdir()} == {f"{page.charts[0].name}{t}.svg" for t in ("", "-dark")}
+    assert chart.named(page.text) == {p.name for p in folder.iterdir()}
+    assert chart.named('src="charts/../x.svg" srcset="other/x.svg" src="charts/Mine.svg"') == set()
 
 
 def test_several_capacities_are_panels_and_one_record_is_no_chart():

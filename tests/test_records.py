@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -71,6 +72,87 @@ def test_a_file_that_is_no_record_is_named_and_skipped(tmp_path: Path, text: str
     assert foreign.exists()
 
 
+def spoiled(folder: Path, change) -> Problem | Record:
+    """A record's file, read after a change, with its hash computed again."""
+    path = RecordStore(folder).write(record())
+    value = json.loads(path.read_text())
+    change(value)
+    value["cell_id"] = digest(value["cell"])
+    path.write_text(json.dumps(value).replace("Infinity", "1e400"))
+    return read(path)
+
+
+@pytest.mark.parametrize(
+    ("way", "value", "says"),
+    [
+        ("cell.limit", float("nan"), "JSON"), ("cell.capacity", "8", "cell.capacity"), ("cell.capacity", 0, "cell.capacity"),
+        ("cell.model.dtype", None, "cell.model.dtype"), ("cell.parameters", [], "cell.parameters"),
+        ("cell.parameters.x", 10**30, "cell.parameters.x"), ("cell.task.stride", "1", "cell.task.stride"),
+        ("metrics.nll", None, "nll"), ("metrics.nll", 1e300, "nll"), ("metrics.kv_bytes", -1, "kv_bytes"),
+        ("metrics.blocks.tokens", [1], "blocks"), ("metrics.texts", None, "texts"), ("metrics.flags", "x", "flags"),
+        ("metrics.unknown", [1e400], "unknown"), ("data.prefix", 3, "data.prefix"), ("facts.versions", ["1"], "facts.versions"),
+        ("trace", {"file": "../../x.nll.npy", "sha256": "a" * 64}, "trace.file"), ("key", "../../x", "key"),
+        ("finished", "yesterday", "finished"), ("version", True, "not a record"), ("status", "fine", "status"),
+    ],
+)  # fmt: skip
+def test_a_field_that_a_reader_would_stumble_over_is_named(tmp_path: Path, way: str, value, says: str):
+    def change(whole):
+        *parents, last = way.split(".")
+        for name in parents:
+            whole = whole[name]
+        whole[last] = value
+
+    try:
+        found = spoiled(tmp_path, change)
+    except ValueError:  # no hash of NaN: as it would be written by hand
+        path = next(tmp_path.rglob("*.json"))
+        path.write_text(path.read_text().replace('"limit": null', '"limit": NaN'))
+        found = read(path)
+    assert isinstance(found, Problem)
+    assert says in found.reason
+    assert "\n" not in found.reason
+
+
+def test_keys_that_nobody_knows_are_fine(tmp_path: Path):
+    def change(whole):
+        for part in ("cell", "metrics", "data", "facts"):
+            whole[part]["new"] = {"a": [1, None, "x", 2.5]}
+
+    assert isinstance(spoiled(tmp_path, change), Record)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "loop", "dangling", "device", "huge", "nested", "latin-1"])
+def test_what_can_not_be_read_is_a_problem_and_no_wait(tmp_path: Path, kind: str):
+    path = tmp_path / "a.json"
+    make = {
+        "pipe": lambda: os.mkfifo(path),
+        "folder": path.mkdir,
+        "loop": lambda: path.symlink_to("a.json"),
+        "dangling": lambda: path.symlink_to("nowhere"),
+        "device": lambda: path.symlink_to("/dev/zero"),
+        "huge": lambda: (path.touch(), os.truncate(path, 2**33)),
+        "nested": lambda: path.write_text('{"version": ' + "[" * 100_000),
+        "latin-1": lambda: path.write_bytes('{"version": 1, "x": "é"}'.encode("latin-1")),
+    }
+    make[kind]()
+    assert isinstance(read(path), Problem)
+    assert [p.path for p in RecordStore(tmp_path).read_all()[1]] == [path]
+
+
+def test_all_published_records_are_read():
+    """Those of the leaderboard and of the gate's baselines, none of them changed on the way."""
+    for path in sorted((Path(__file__).parents[1] / "leaderboard").rglob("*.json")):
+        found = read(path)
+        assert isinstance(found, Record), (path, found)
+        assert vars(found) == json.loads(path.read_text())
+
+
+def test_the_newest_is_told_by_the_clock_and_not_by_the_letters():
+    early = record(key="a", finished="2026-01-01T12:00:00+14:00")
+    late = record(key="b", finished="2026-01-01T00:00:00+00:00")
+    assert newest([late, early]) == [late]
+
+
 def test_a_record_whose_cell_was_edited_is_not_trusted(tmp_path: Path):
     path = RecordStore(tmp_path).write(record())
     path.write_text(path.read_text().replace('"capacity": 8', '"capacity": 9'))
@@ -106,6 +188,18 @@ def test_nothing_in_a_record_can_be_markup():
     assert "\n# head" not in page
     assert "](javascript" not in page
     assert "|" not in md(evil)
+
+
+def test_nothing_in_a_record_is_invisible_on_the_page():
+    evil = "a\x00\x1b[2J\x9b1m\u202e\u2066\u200f\u061c\u200b\ufeff\u3164\ufe0fb\tc"
+    made = record(evil, data={"source": evil, "texts": [evil]}, facts={"device": evil, "versions": {evil: evil}})
+    other = record("window", data=made.data, facts={"device": evil})
+    made.cell["model"]["id"] = other.cell["model"]["id"] = evil
+    page = render([made, other])
+    shown = [page.text, *(c.suite + json.dumps(c.spec, ensure_ascii=False) for c in page.charts)]
+    assert page.charts
+    assert all(c.isprintable() or c == "\n" for text in shown for c in text)
+    assert "a&#91;2J1mb c" in page.text
 
 
 def test_dense_beyond_its_training_length_has_a_trend_and_no_interval():

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 from test_charts import EVIL, drawn
@@ -130,6 +131,22 @@ def test_nothing_of_a_record_becomes_markup(tmp_path):
     said = asked(records, tmp_path, 'said.policies = column("policy"); said.images = all("img").length;')
     assert evil in said["policies"]
     assert said["images"] == 0
+
+
+@pytest.mark.parametrize("mark", ["/*css*/", "/*data*/", "/*library*/", "/*js*/"])
+def test_a_mark_of_the_frame_in_a_record_is_text(mark):
+    """The page went blank: its script was put into the data."""
+    page = rendered([record(mark), record("failed", status="failed", error={"kind": mark, "message": ""}, metrics={})])
+    data = json.loads(re.search(r'application/json">(.*?)</script>', page, re.S)[1])
+    assert {row["policy"] for row in data["rows"]} == {mark, "failed"}
+    assert mark in {row["status"] for row in data["rows"]}
+    assert page.endswith(f"{(Path(site.__file__).parent / 'page.js').read_text(encoding='utf-8')}</script>\n</body>\n</html>\n")
+
+
+def test_nothing_in_its_data_is_invisible():
+    page = rendered([record("a\x1b\u202e\u200bb", facts={"device": "\x9bc\u2066"})])
+    data = json.loads(re.search(r'application/json">(.*?)</script>', page, re.S)[1])
+    assert (data["rows"][0]["policy"], data["rows"][0]["device"]) == ("ab", "c")
 
 
 @needs_browser

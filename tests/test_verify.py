@@ -6,6 +6,8 @@ import csv
 import dataclasses
 import hashlib
 import json
+import math
+import os
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -15,10 +17,12 @@ from test_paper import cell_record
 from test_records import record
 
 import harness.records as records_module
-from harness.aggregates import of_answers, of_nll, of_steps
+from harness.aggregates import of_answers, of_nll, of_steps, timing
+from harness.cli.running import Asked
 from harness.records import Problem, RecordStore, read
-from harness.report.export import rows
-from harness.report.verify import problems
+from harness.report.export import rows, write
+from harness.report.recomputed import kv_bytes
+from harness.report.verify import TRACES, problems, verify
 
 TASK = {"name": "perplexity", "tokens": 5000, "stride": 4}
 
@@ -88,7 +92,133 @@ def test_another_trace_and_none_are_told_apart(tmp_path):
     assert "sha256" in problems(made, tmp_path)[0]
     (tmp_path / "x.nll.npy").unlink()
     assert problems(made, tmp_path) is None
-    assert problems(record(), tmp_path) == []
+    made.metrics["bits_per_byte"], made.metrics["bytes"] = 0.7, 9999
+    assert problems(made, tmp_path)[0].startswith("bits_per_byte is 0.7"), "what needs no trace is said all the same"
+
+
+def test_a_task_that_keeps_a_trace_has_one_of_its_kind(tmp_path):
+    """With `trace: null`, or one of another name, any perplexity held."""
+    made = of_tokens(tmp_path)
+    made.metrics["perplexity"] = 1.01
+    made.trace = None
+    assert "has no trace" in problems(made, tmp_path)[0]
+    made = of_tokens(tmp_path)
+    (tmp_path / "x.nll.npy").rename(tmp_path / "x.foo")
+    made.trace["file"] = "x.foo"
+    assert "ends in .nll.npy" in problems(made, tmp_path)[0]
+    for kind in ("folder", "pipe"):
+        made = of_tokens(tmp_path)
+        (tmp_path / "x.nll.npy").unlink()
+        (tmp_path / "x.nll.npy").mkdir() if kind == "folder" else os.mkfifo(tmp_path / "x.nll.npy")
+        assert "is no file" in problems(made, tmp_path)[0]
+        (tmp_path / "x.nll.npy").rmdir() if kind == "folder" else (tmp_path / "x.nll.npy").unlink()
+
+
+def test_the_traces_are_those_that_the_tasks_write():
+    from harness import registry
+
+    written = {name: registry.task_class(name).trace for name in registry.task_names() if name != "memory"}
+    assert written == TRACES, "memory is read off while it runs"
+
+
+def quick(folder, seed):
+    """A latency record of steps of less than a millisecond, as the task makes one."""
+    steps = np.random.default_rng(seed).gamma(9, 0.05, (24, 8))
+    median, error = timing([list(rounds) for rounds in np.split(steps, 3)])
+    metrics = of_steps(steps, 1) | {"step_ms": median, "error": error, "settled": error <= 0.02, "sittings": 3}
+    metrics |= {"roofline": {"bytes": 10**6, "operations": 10, "ms": 0.1}, "over_roofline": median / 0.1}
+    metrics |= {"device": {"bandwidth": 1e10, "multiply_rate": 1e9}, "kv_bytes": 640, "state_bytes": 64}
+    task = {"name": "latency", "batch": 1, "precision": 0.02, "rounds": 8}
+    return with_trace(folder, cell_record(metrics, task=task, capacity=9), ".steps.npy", steps.astype("<f4"))
+
+
+def test_steps_below_a_millisecond_hold_and_a_forged_one_does_not(tmp_path):
+    """A round's median is rounded to 1e-5 ms; of the float32 trace it may be rounded to the other side."""
+    made = [quick(tmp_path, seed) for seed in range(300)]
+    other_side = 0
+    for seed, one in enumerate(made):
+        quick(tmp_path, seed)  # its trace
+        assert problems(one, tmp_path) == []
+        again = of_steps(np.load(tmp_path / "x.steps.npy").astype(np.float64), 1)["rounds_ms"]
+        other_side += again != one.metrics["rounds_ms"]
+        for name, at in (("rounds_ms", 5), ("step_ms", None), ("error", None), ("over_roofline", None)):
+            was = one.metrics[name]
+            if at is None:
+                one.metrics[name] = was * (1 + 5e-6) + (5e-6 if name == "error" else 0)
+            else:
+                one.metrics[name] = [x + (7.5e-5 if i == at else 0) for i, x in enumerate(was)]
+            assert any(p.startswith(f"{name} is") for p in problems(one, tmp_path))
+            one.metrics[name] = was
+    assert other_side > 0, "the case that was called wrong is among them"
+
+
+@pytest.mark.parametrize("way", ["kv_bytes", "bits_per_byte", "bytes", "facts.tokens_per_second"])
+def test_what_follows_from_the_rest_of_the_record_can_not_be_forged_alone(way, tmp_path):
+    made = of_tokens(tmp_path)
+    m = made.metrics
+    m |= {"bytes": 20000, "bits_per_byte": m["nll"] * m["tokens"] / math.log(2) / 20000, "kv_bytes": 2 * 9 * 3 * (4 + 4) * 4}
+    made.facts["kv_shapes"] = [{"layers": 2, "heads": 3, "key_dim": 4, "value_dim": 4, "sliding_window": None}]
+    made.data |= {"tokens": 5000}
+    made.facts |= {"measured_seconds": 1.234, "tokens_per_second": round(5000 / 1.23449, 1)}
+    found = verify(made, tmp_path)
+    assert (found.problems, found.unverifiable) == ([], ["bytes"]), "bytes need the text"
+    part, name = (made.facts, way.split(".")[1]) if "." in way else (m, way)
+    part[name] *= 2
+    (said,) = problems(made, tmp_path)
+    assert said.startswith(f"{'bits_per_byte' if way == 'bytes' else way} is ")
+    part[name] //= 2
+    del made.facts["kv_shapes"], made.facts["measured_seconds"], m["bytes"]
+    assert verify(made, tmp_path).unverifiable == ["bits_per_byte", "kv_bytes", "facts.tokens_per_second"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "slots"),
+    [({"capacity": 8}, 9), ({"capacity": 100}, 65), ({"capacity": None}, 64), ({"policy": "recompute_window"}, 0),
+     ({"capacity": 8, "task": {"name": "latency", "batch": 4}}, 36)],
+    ids=str,
+)  # fmt: skip
+def test_kv_bytes_are_those_of_the_cache(changes, slots):
+    """With a sliding window of 64 in one of two kinds of layers."""
+    made = cell_record({}, model="m", **changes)
+    made.data, made.metrics = {"prefix": [0], "tokens": 300}, {}
+    made.facts["kv_shapes"] = [{"layers": 1, "heads": 2, "key_dim": 8, "value_dim": 4, "sliding_window": 64}]
+    assert kv_bytes(made) == min(slots, 64 * made.cell["task"].get("batch", 1)) * 2 * 12 * 2
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_models_facts_tell_its_kv_bytes(window):
+    from harness.engine.families import tiny_model
+    from harness.engine.model import adopt
+
+    model = adopt(tiny_model("mistral", vocab_size=96, sliding_window=window))
+    made = cell_record({}, capacity=8, task={"name": "streameval"})
+    made.cell["model"]["dtype"], made.facts = "float32", model.facts()
+    assert kv_bytes(made) == model.kv_bytes(8) > 0
+
+
+def test_what_a_run_leaves_holds_and_a_bad_answer_is_seen(tmp_path):
+    (tmp_path / "s.yaml").write_text(
+        "suite: s\nversion: 1\nmodel: {id: 'builtin:sink_1'}\ntask:\n  - {name: perplexity, data: prose, tokens: 300}\n"
+        "  - {name: streameval, lines: 20, distance: 2}\npolicies: [dense, {name: h2o, capacity: 64}]\n"
+    )
+    asked = Asked(str(tmp_path / "s.yaml"), threads=1)
+    asked.measured(tmp_path / "results", asked.cells())
+    files = list(RecordStore(tmp_path / "results").files())
+    assert len(files) == 4
+    for path, made in files:
+        found = verify(made, path.parent)
+        assert found.problems == []
+        assert not {"nll", "bits_per_byte", "accuracy", "outcomes"} & set(found.unverifiable)
+        assert ("kv_bytes" in found.unverifiable) == (
+            made.cell["task"]["name"] == "streameval" and made.cell["policy"] == "dense"
+        )
+    path, made = next((p, r) for p, r in files if r.cell["task"]["name"] == "streameval")
+    trace = path.parent / made.trace["file"]
+    lines = [json.loads(line) for line in trace.read_text().splitlines()]
+    lines[0]["gold"], lines[0]["said"] = "1", "1" if not lines[0]["right"] else "2"
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    made.trace["sha256"] = hashlib.sha256(trace.read_bytes()).hexdigest()
+    assert "outcomes" in " ".join(problems(made, path.parent))
 
 
 def test_a_trace_that_fits_nothing_is_a_problem_and_no_crash(tmp_path):
@@ -99,10 +229,18 @@ def test_a_trace_that_fits_nothing_is_a_problem_and_no_crash(tmp_path):
 
 
 def test_from_the_command_line(tmp_path, capsys):
-    store = RecordStore(tmp_path / "results")
-    file = store.write(record())
+    made, store = of_tokens(tmp_path), RecordStore(tmp_path / "results")
+    made.metrics["kv_bytes"] = 640
+    file = store.write(made, tmp_path / "x.nll.npy")
     code, _, err = bench(capsys, "records", "verify", tmp_path / "results")
-    assert (code, "1 records hold" in err) == (0, True)
+    assert (code, "1 records hold, 0 don't, 0 have their trace elsewhere" in err) == (0, True)
+    assert err.splitlines()[-1] == "2 figures are not verifiable: bits_per_byte, kv_bytes"
+    moved = tmp_path / "results" / "flat"
+    moved.mkdir()
+    for part in [file, *file.parent.glob("*.npy")]:
+        part.rename(moved / part.name)
+    file = moved / file.name
+    assert "1 records hold" in bench(capsys, "records", "verify", tmp_path / "results")[2], "a trace lies beside its record"
     file.with_name("broken.json").write_text("{")
     code, out, _ = bench(capsys, "records", "verify", tmp_path / "results")
     assert code == 1
@@ -113,7 +251,7 @@ def test_from_the_command_line(tmp_path, capsys):
 @pytest.mark.parametrize("end", ["parquet", "csv"])
 def test_an_export_has_every_plain_figure(end, tmp_path, capsys):
     store = RecordStore(tmp_path / "results")
-    for made in (record(), of_times(tmp_path), record("sink_window", 16, parameters=None)):
+    for made in (record(), cell_record({"x": 1}, task={"name": "unheard_of"}), record("sink_window", 16)):
         store.write(dataclasses.replace(made, trace=None))
     out = tmp_path / f"all.{end}"
     code, said, _ = bench(capsys, "records", "export", out, "--results", tmp_path / "results")
@@ -125,6 +263,24 @@ def test_an_export_has_every_plain_figure(end, tmp_path, capsys):
     assert h2o["model.id"] == "m"
     assert not any("blocks.nll_sum" in name for name in h2o)
     assert bench(capsys, "records", "export", tmp_path / "x.xls", "--results", tmp_path / "results")[0] == 2
+
+
+def test_no_text_in_a_csv_is_a_formula(tmp_path):
+    texts = ["=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\tx", "\rx", " =1", "a\u202eb"]
+    made = [cell_record({"x": -1.5}, policy=text, parameters={"=k": -3}) for text in texts]
+    write(made, tmp_path / "a.csv")
+    with (tmp_path / "a.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    assert [row["policy"] for row in table] == ["'=1+1", "'+cmd|' /C calc'!A0", "'-2+3", "'@SUM(A1)", "' x", "' x", "' =1", "ab"]
+    assert {(row["metrics.x"], row["parameters.=k"]) for row in table} == {("-1.5", "-3")}
+    write(made, tmp_path / "a.parquet")
+    assert [row["policy"] for row in pq.read_table(tmp_path / "a.parquet").to_pylist()] == texts, "nothing opens these by itself"
+
+
+def test_a_cell_can_not_pass_itself_off_as_another_record():
+    made = cell_record({"x": 1})
+    made.cell |= {"cell_id": "another", "status": "failed"}
+    assert [(row["cell_id"], row["status"]) for row in rows([made])] == [(made.cell_id, "ok")]
 
 
 def test_of_a_cell_measured_twice_the_newest_is_exported_or_all(tmp_path, capsys):
@@ -151,8 +307,10 @@ def test_an_older_version_is_read_and_a_newer_one_refused(tmp_path, monkeypatch)
     path = RecordStore(tmp_path).write(record())
     monkeypatch.setattr(records_module, "RECORD_VERSION", 2)
     assert isinstance(read(path), Problem), "no way from 1 to 2"
-    monkeypatch.setitem(records_module.MIGRATIONS, 1, lambda value: value | {"finished": "moved"})
+    monkeypatch.setitem(records_module.MIGRATIONS, 1, lambda value: value | {"key": "moved"})
     found = read(path)
-    assert (found.version, found.finished) == (2, "moved")
+    assert (found.version, found.key) == (2, "moved")
+    monkeypatch.setitem(records_module.MIGRATIONS, 1, lambda value: value["nothing"])
+    assert "which nothing reads" in read(path).reason, "a migration that fails is a problem of the file"
     monkeypatch.setattr(records_module, "RECORD_VERSION", 0)
     assert "newer kv-bench" in read(path).reason

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from harness.cli.output import print_rows, writable
+from harness.cli.output import print_rows, skipped, writable
 from harness.cli.running import Asked, suite_options
 from harness.errors import Exit, UserError
 
@@ -41,7 +41,7 @@ def compare(a: str, b: str, as_json: bool, markdown: bool) -> None:
     from harness.report import verdicts
     from harness.report.sources import records_of
 
-    with records_of(a) as (first, folder_a), records_of(b) as (second, folder_b):
+    with records_of(a, skipped) as (first, folder_a), records_of(b, skipped) as (second, folder_b):
         found = verdicts.of((first, folder_a), (second, folder_b))
     if not found:
         raise UserError(f"{a} and {b} have no cell in common: {len(first)} and {len(second)} records")
@@ -74,7 +74,7 @@ def check(folder: str, results: str | None, keep: str | None, data: str | None, 
 
     about, records = baseline.load(Path(folder))
     if results is not None:
-        with records_of(results) as (now, where):
+        with records_of(results, skipped) as (now, where):
             findings = gate.check((records, Path(folder)), (now, where), about.bands)
     else:
         asked = Asked(about.suite, **(about.options | ({"data": data} if data else {})))

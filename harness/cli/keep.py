@@ -7,8 +7,9 @@ from pathlib import Path
 
 import click
 
-from harness.cli.output import RESULTS
+from harness.cli.output import RESULTS, skipped
 from harness.errors import Exit, UserError
+from harness.visible import visible
 
 
 @click.group()
@@ -24,28 +25,30 @@ def records() -> None:
 @records.command()
 @click.argument("folder", default=RESULTS)
 def verify(folder: str) -> None:
-    """Compute every aggregate of the records in FOLDER again from its trace, and say what does not hold."""
-    from harness.records import RecordStore
-    from harness.report.verify import problems
+    """Compute every figure of the records in FOLDER again, from its trace or the rest of the record, and say what does not hold.
 
-    store = RecordStore(Path(folder))
-    found, unreadable = store.read_all()
-    if not found and not unreadable:
-        raise UserError(f"{folder}: no records there")
-    wrong, untold = len(unreadable), 0
-    for file in unreadable:
-        click.echo(f"{file.path}: {file.reason}")
-    for record in found:
-        path = store.path(record)
-        said = problems(record, path.parent)
-        untold += said is None
-        wrong += bool(said)
+    What follows from neither is named at the end: it has to be measured again.
+    """
+    from harness.records import Problem, RecordStore
+    from harness.report.verify import verify as verdict_of
+
+    count = hold = elsewhere = 0
+    unverifiable: dict[str, None] = {}
+    for path, found in RecordStore(Path(folder)).files():
+        said = [found.reason] if isinstance(found, Problem) else None
+        if not isinstance(found, Problem):
+            verdict = verdict_of(found, path.parent)
+            said = verdict.problems
+            unverifiable |= dict.fromkeys(verdict.unverifiable)
+        count, hold, elsewhere = count + 1, hold + (said == []), elsewhere + (said is None)
         for problem in said or []:
-            click.echo(f"{path}: {problem}")
-    click.echo(
-        f"{len(found) - untold - (wrong - len(unreadable))} records hold, {wrong} don't, {untold} have their trace elsewhere",
-        err=True,
-    )
+            click.echo(visible(f"{path}: {problem}"))
+    if not count:
+        raise UserError(f"{folder}: no records there")
+    wrong = count - hold - elsewhere
+    click.echo(f"{hold} records hold, {wrong} don't, {elsewhere} have their trace elsewhere", err=True)
+    if unverifiable:
+        click.echo(f"{len(unverifiable)} figures are not verifiable: {visible(', '.join(unverifiable))}", err=True)
     if wrong:
         sys.exit(Exit.NO)
 
@@ -61,7 +64,7 @@ def export(out: str, results: str, everything: bool) -> None:
 
     found, problems = RecordStore(Path(results)).read_all()
     for problem in problems:
-        click.echo(f"bench: {problem.path}: skipped, {problem.reason}", err=True)
+        skipped(problem)
     if not found:
         raise UserError(f"{results}: no records there")
     shown = found if everything else newest(found)

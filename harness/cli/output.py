@@ -6,11 +6,15 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from harness.errors import UserError
+from harness.visible import visible
+
+if TYPE_CHECKING:
+    from harness.records import Problem
 
 RESULTS = "leaderboard/results"
 
@@ -31,6 +35,11 @@ def writable(folder: Path) -> Path:
     return folder
 
 
+def skipped(problem: Problem) -> None:
+    """Name a file that is no record."""
+    click.echo(f"bench: {visible(problem.path)}: skipped, {problem.reason}", err=True)
+
+
 def print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
     """Rows as a table for people, as tab-separated lines for pipes, or as JSON."""
     if as_json:
@@ -38,7 +47,7 @@ def print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
         return
     if not sys.stdout.isatty():
         for line in ([list(rows[0])] if rows else []) + [list(r.values()) for r in rows]:
-            click.echo("\t".join("" if v is None else str(v) for v in line))
+            click.echo("\t".join("" if v is None else visible(v) for v in line))
         return
     from rich.console import Console
     from rich.markup import escape
@@ -46,5 +55,5 @@ def print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
 
     table = Table(*(rows[0] if rows else ()), box=None, header_style="bold")
     for row in rows:
-        table.add_row(*("" if v is None else escape(str(v)) for v in row.values()))
+        table.add_row(*("" if v is None else escape(visible(v)) for v in row.values()))
     Console().print(table)

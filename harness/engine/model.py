@@ -5,6 +5,7 @@ Axis letters: B streams, T tokens, V vocabulary, L layers, H KV heads, G query h
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -64,7 +65,14 @@ class Model:
             "model_type": str(self.hf.config.model_type),
             "training_length": self.training_length,
             "self_check": self.check,
+            "kv_shapes": self._kv_shapes(),
         }
+
+    def _kv_shapes(self) -> list[dict[str, Any]]:
+        """What decides the bytes of K and V, by kind of layer: so that they can be computed again from the record."""
+        kinds = Counter((s.heads, s.key_dim, s.value_dim, s.sliding_window) for s in self.layers)
+        names = ("heads", "key_dim", "value_dim", "sliding_window")
+        return [{"layers": count, **dict(zip(names, kind, strict=True))} for kind, count in kinds.items()]
 
     def __call__(self, tokens: Tensor, backend: interface.Backend, keep: Tensor | int = 0) -> Tensor:
         """Logits of a block.

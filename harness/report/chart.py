@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from harness.files import atomic_write
 from harness.records import Record
+from harness.visible import visible
 
 FOLDER = "charts"  # beside the page
 VEGA_LITE = "6.4"
@@ -50,7 +54,7 @@ class Chart:
 
     def markdown(self) -> str:
         """The picture in a page, light or dark as its reader has it."""
-        alt = " ".join(self.alt.split()).replace('"', "'").replace("<", "&lt;").replace(">", "&gt;")
+        alt = " ".join(visible(self.alt).split()).replace('"', "'").replace("<", "&lt;").replace(">", "&gt;")
         return (
             f'<picture><source media="(prefers-color-scheme: dark)" srcset="{FOLDER}/{self.name}-dark.svg">'
             f'<img alt="{alt}" src="{FOLDER}/{self.name}.svg"></picture>\n'
@@ -58,9 +62,7 @@ class Chart:
 
     def svg(self, theme: str) -> str:
         """Drawn. theme: light or dark. The same text for the same specification."""
-        import vl_convert
-
-        return str(vl_convert.vegalite_to_svg({**self.spec, "config": config(theme)}, vl_version=VEGA_LITE))
+        return _svg(json.dumps({**self.spec, "config": config(theme)}))
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,16 @@ def of(record: Record, kind: str, unique: str, alt: str, spec: dict[str, Any]) -
         spec: Vega-Lite, without theme.
     """
     suite, model = str(record.cell["suite"]), str(record.cell["model"]["id"])
-    return Chart(name(f"{suite} {kind} {model}", unique), alt.replace("{model}", model), spec, suite, model)
+    return Chart(name(f"{suite} {kind} {model}", unique), alt.replace("{model}", model), shown(spec), suite, model)
+
+
+def shown(value: Any) -> Any:
+    """The same JSON, in whose texts nothing is invisible."""
+    if isinstance(value, dict):
+        return {key: shown(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [shown(part) for part in value]
+    return visible(value) if isinstance(value, str) else value
 
 
 def name(what: str, unique: str) -> str:
@@ -91,23 +102,38 @@ def name(what: str, unique: str) -> str:
     return f"{slug}-{hashlib.sha256(unique.encode()).hexdigest()[:6]}"
 
 
+@lru_cache(maxsize=256)
+def _svg(spec: str) -> str:
+    """The drawing of a specification, kept: pages are tried again without a record that breaks them."""
+    import vl_convert
+
+    return str(vl_convert.vegalite_to_svg(spec, vl_version=VEGA_LITE))
+
+
 def page(lines: Iterable[str | Chart]) -> Page:
     """A page from its lines and the charts between them."""
     parts = list(lines)
     return Page("\n".join(x.markdown() if isinstance(x, Chart) else x for x in parts), [x for x in parts if isinstance(x, Chart)])
 
 
-def write(charts: Sequence[Chart], folder: Path) -> None:
-    """Draw them into a folder of their own, and take away the drawings that no page shows any more."""
-    if not charts and not folder.exists():
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    drawn = {f"{c.name}{end}.svg": (c, theme) for c in charts for theme, end in (("light", ""), ("dark", "-dark"))}
-    for path in folder.glob("*.svg"):
-        if path.name not in drawn:
-            path.unlink()
-    for file, (chart, theme) in drawn.items():
-        (folder / file).write_text(chart.svg(theme), encoding="utf-8")
+def drawn(charts: Iterable[Chart]) -> dict[str, str]:
+    """Their drawings, for a light and a dark page, by file name."""
+    themes = (("light", ""), ("dark", "-dark"))
+    return {f"{chart.name}{end}.svg": chart.svg(theme) for chart in charts for theme, end in themes}
+
+
+def named(page: str) -> set[str]:
+    """File names of the drawings that a page shows."""
+    return set(re.findall(rf'(?:src|srcset)="{FOLDER}/([a-z0-9-]+\.svg)"', page))
+
+
+def write(drawings: Mapping[str, str], folder: Path) -> None:
+    """Put drawings into a folder, each whole or not at all."""
+    if drawings:
+        folder.mkdir(parents=True, exist_ok=True)
+    for file, svg in drawings.items():
+        with atomic_write(folder / file) as opened:
+            opened.write(svg)
 
 
 def config(theme: str) -> dict[str, Any]:

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import UserError
+from harness.files import atomic_write
 from harness.records import Record
+from harness.visible import visible
 
 FORMATS = (".parquet", ".csv")
 
@@ -19,11 +21,14 @@ def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
     """
     made = []
     for record in records:
-        row: dict[str, Any] = {"cell_id": record.cell_id, "key": record.key, "status": record.status, "finished": record.finished}
-        row["error"] = (record.error or {}).get("kind")
+        own = {
+            "cell_id": record.cell_id, "key": record.key, "status": record.status, "finished": record.finished,
+            "error": (record.error or {}).get("kind"),
+        }  # fmt: skip
+        row: dict[str, Any] = dict(own)
         for name, part in (("", record.cell), ("metrics.", record.metrics), ("data.", record.data), ("facts.", record.facts)):
             row |= _flat(name, part)
-        made.append(row)
+        made.append(row | own)  # whatever a cell calls its options
     return made
 
 
@@ -39,13 +44,26 @@ def write(records: Sequence[Record], path: Path) -> int:
     if path.suffix not in FORMATS:
         raise UserError(f"{path}: can be written as {' or '.join(FORMATS)}")
     flat = rows(records)
+    if path.suffix == ".csv":
+        flat = [{_defused(name): _defused(value) for name, value in row.items()} for row in flat]
     columns = {name: _column([row.get(name) for row in flat]) for name in dict.fromkeys(k for row in flat for k in row)}
     table = pa.table(columns)
     try:
-        (parquet.write_table if path.suffix == ".parquet" else csv.write_csv)(table, path)
+        with atomic_write(path, "wb") as file:
+            (parquet.write_table if path.suffix == ".parquet" else csv.write_csv)(table, file)
     except OSError as error:
         raise UserError(f"{path}: can't be written ({error.strerror or error})") from None
     return len(columns)
+
+
+def _defused(value: Any) -> Any:
+    """Text that no spreadsheet takes for a formula, and in which nothing is invisible; numbers as they are.
+
+    Source: OWASP, CSV Injection: a leading = + - @, tab or carriage return gets an apostrophe before it.
+    """
+    if not isinstance(value, str):
+        return value
+    return f"'{visible(value)}" if value.lstrip()[:1] in tuple("=+-@") or value[:1] in ("\t", "\r") else visible(value)
 
 
 def _flat(prefix: str, part: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from harness.records import Record
+from harness.visible import visible
 
 
 def title(record: Record) -> str:
@@ -18,7 +19,7 @@ def title(record: Record) -> str:
     extra += [f"seed {cell['seed']}"] if cell["seed"] else []
     stride = cell["task"].get("stride", 1) if cell["policy"].startswith("recompute_") else 1  # those score one token in so many
     extra += [f"one token in {stride}"] if stride > 1 else []
-    return str(cell["policy"]) + (f" ({', '.join(extra)})" if extra else "")
+    return visible(f"{cell['policy']} ({', '.join(extra)})" if extra else cell["policy"])
 
 
 def told_apart(records: Sequence[Record]) -> list[str]:
@@ -33,7 +34,7 @@ def told_apart(records: Sequence[Record]) -> list[str]:
 
         extra = [f"{k} {v}" for k, v in cell["parameters"].items() if varies("parameters", k)]
         extra += [f"{k} {cell[k]}" for k in ("positions", "limit", "seed") if varies(None, k) and cell.get(k) is not None]
-        titles.append(str(cell["policy"]) + (f" ({', '.join(extra)})" if extra else ""))
+        titles.append(visible(f"{cell['policy']} ({', '.join(extra)})" if extra else cell["policy"]))
     return titles
 
 
@@ -88,6 +89,6 @@ def in_bytes(value: Any) -> str:
 
 
 def md(text: object) -> str:
-    """Text of a record as text of a page: nothing in it can be markup or end a table cell."""
-    flat = " ".join(str(text).split())
+    """Text of a record as text of a page: nothing in it can be markup, end a table cell or hide."""
+    flat = " ".join(visible(text).split())
     return re.sub(r"([\\`*_{}\[\]<>|#&~!])", lambda m: f"&#{ord(m[1])};" if m[1] in "<>|&`[]" else f"\\{m[1]}", flat)

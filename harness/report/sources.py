@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import glob
 import io
 import subprocess
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,11 +19,12 @@ IN_A_REVISION = "leaderboard/results"  # unless it says otherwise: REVISION:FOLD
 
 
 @contextmanager
-def records_of(source: str) -> Iterator[tuple[list[Record], Path]]:
+def records_of(source: str, tell: Callable[[Problem], None] = lambda _: None) -> Iterator[tuple[list[Record], Path]]:
     """The newest record of every cell of a source, and the folder that has them, while it is open.
 
     Args:
         source: a record's file, a folder of records, or a git revision, alone or with a folder: `HEAD~3:leaderboard/results`.
+        tell: is called with every file of a folder that is no record.
 
     Raises:
         UserError: there are no records.
@@ -34,22 +36,25 @@ def records_of(source: str) -> Iterator[tuple[list[Record], Path]]:
             raise UserError(f"{source}: {found.reason}")
         yield [found], path.parent
     elif path.is_dir():
-        yield _of_folder(path, source), path
+        yield _of_folder(path, source, tell), path
     else:
         with TemporaryDirectory() as folder:
             _unpack(source, Path(folder))
-            yield _of_folder(Path(folder), source), Path(folder)
+            yield _of_folder(Path(folder), source, tell), Path(folder)
 
 
 def trace(record: Record, folder: Path) -> Path | None:
     """The file of a record's per-token figures in a folder of records, if it has one and it is there."""
     if record.trace is None:
         return None
-    return next(iter(sorted(folder.rglob(Path(record.trace["file"]).name))), None)
+    found = folder.rglob(glob.escape(Path(record.trace["file"]).name))
+    return next(iter(sorted(path for path in found if path.is_file())), None)
 
 
-def _of_folder(folder: Path, source: str) -> list[Record]:
-    records, _ = RecordStore(folder).read_all()
+def _of_folder(folder: Path, source: str, tell: Callable[[Problem], None]) -> list[Record]:
+    records, problems = RecordStore(folder).read_all()
+    for problem in problems:
+        tell(problem)
     if not records:
         raise UserError(f"{source}: no records there")
     return newest(records)

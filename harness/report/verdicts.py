@@ -51,12 +51,17 @@ def of(a: tuple[Sequence[Record], Path], b: tuple[Sequence[Record], Path]) -> li
         a: records that are there, and their folder.
         b: records that are judged, and theirs.
     """
-    found = [
-        Judged(x, y, difference)
-        for x, y in matched(a[0], b[0])
-        for difference in differences(x, y, (trace(x, a[1]), trace(y, b[1])))
-    ]
+    found = [Judged(x, y, d) for x, y in matched(a[0], b[0]) for d in _differences(x, y, (trace(x, a[1]), trace(y, b[1])))]
     return sorted(found, key=lambda j: _ORDER.index(j.difference.verdict))
+
+
+def _differences(a: Record, b: Record, traces: tuple[Path | None, Path | None]) -> list[Difference]:
+    """What two records differ in; that they can't be compared, where their figures or traces make no sense."""
+    try:
+        return differences(a, b, traces)
+    except Exception as error:  # whatever is wrong with them, the other pairs are judged
+        why = f"can't be compared ({type(error).__name__}: {error})"
+        return [Difference("record", None, None, None, None, None, "can't tell", why)]
 
 
 def summary(found: Sequence[Judged]) -> str:

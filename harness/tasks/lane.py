@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from harness.aggregates import of_steps
+from harness.aggregates import of_steps, timing
 from harness.device import Marks
 from harness.engine.decoder import Decoder
 from harness.engine.loop import CachedDecoder
 from harness.engine.model import Model
-from harness.report.intervals import median_interval
 from harness.tasks.task import Job
 
 if TYPE_CHECKING:
@@ -219,22 +218,3 @@ def roofline(model: Model, read: Decoder, batch: int, device: dict[str, float]) 
     operations = 2 * sum(p.numel() for p in weights) * batch * (1 if cached else round(used))
     seconds = max(moved / device["bandwidth"], operations / device["multiply_rate"])
     return {"bytes": moved, "operations": operations, "ms": 1e3 * seconds}
-
-
-def timing(sittings: Sequence[Sequence[Sequence[float]]]) -> tuple[float, float]:
-    """The median of the rounds' medians, and its relative error.
-
-    Steps of a round share what the machine was doing, so rounds count and not steps. Sittings differ by more than rounds
-    do: other memory, another minute. The error is half the 95 % interval of the median of rounds, or half that of
-    sittings (half their range below 6), whichever is larger.
-
-    Args:
-        sittings: times of the steps of every round of every sitting.
-    """
-    medians = [[float(np.median(r)) for r in rounds] for rounds in sittings]
-    pooled = [m for sitting in medians for m in sitting]
-    low, high = median_interval(pooled)
-    centres = [float(np.median(sitting)) for sitting in medians]
-    least, most = median_interval(centres) if len(centres) >= 6 else (min(centres), max(centres))
-    median = float(np.median(pooled))
-    return median, max(high - low, most - least) / 2 / median

@@ -95,9 +95,8 @@ class Perplexity(Task):
             nll, job.data.prefix, [start for _, start in job.data.starts], options.stride, Perplexity.streams(options)
         )
         done = np.isfinite(nll)
-        figures["bits_per_byte"] = (
-            figures["nll"] * figures["tokens"] / math.log(2) / max(1, int(job.data.byte_counts[done].sum()))
-        )
+        figures["bytes"] = int(job.data.byte_counts[done].sum())  # of text that the scored tokens stand for
+        figures["bits_per_byte"] = figures["nll"] * figures["tokens"] / math.log(2) / max(1, figures["bytes"])
         if options.data == "prose":
             figures["facts"] = told(nll, job.data.byte_counts, options.data_seed or 0)
         return {**figures, "kv_bytes": kv_bytes, "state_bytes": state_bytes}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -33,16 +34,9 @@ def render(records: Iterable[Record], charts: Sequence[chart.Chart]) -> str:
         "charts": [{"suite": c.suite, "model": c.model, "alt": c.alt, "spec": c.spec} for c in charts],
         "themes": {theme: chart.config(theme) for theme in ("light", "dark")},
     }
-    parts = {name: (_HERE / f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css", "js")}
-    page = parts["html"]
-    for mark, content in (
-        ("/*css*/", parts["css"]),
-        ("/*data*/", _embedded(data)),
-        ("/*library*/", _library()),
-        ("/*js*/", parts["js"]),
-    ):
-        page = page.replace(mark, content, 1)
-    return page
+    frame, css, js = ((_HERE / f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css", "js"))
+    parts = {"css": css, "data": _embedded(data), "library": _library(), "js": js}
+    return re.sub(r"/\*(css|data|library|js)\*/", lambda mark: parts[mark[1]], frame)  # at once: parts may hold marks too
 
 
 def _row(record: Record) -> dict[str, Any]:
@@ -74,7 +68,7 @@ def _finite(value: Any, scale: float = 1) -> float | None:
 
 def _embedded(data: dict[str, Any]) -> str:
     """JSON that no text in it can end: a page's parser sees no markup."""
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(chart.shown(data), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 

@@ -1,0 +1,17 @@
+"""Text of someone else's, as it may be shown: nothing in it moves a cursor, turns the line around or can't be seen."""
+
+from __future__ import annotations
+
+import re
+
+# Printable to Python and yet without a glyph: joiners, fillers and variation selectors (Unicode: Default_Ignorable_Code_Point).
+_WITHOUT_GLYPH = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]")
+
+
+def visible(text: object) -> str:
+    """The text with blanks for tabs and line ends, and without control, bidi and other invisible characters."""
+    plain = str(text)
+    if plain.isascii() and plain.isprintable():
+        return plain
+    kept = (c if c.isprintable() else " " if c.isspace() else "" for c in plain)
+    return _WITHOUT_GLYPH.sub("", "".join(kept))

@@ -1,0 +1,268 @@
+"""Hostile records: every verb that reads records names them and goes on. `python tests/fuzz_records.py --mutations 1000`.
+
+Records of all tasks are mutated, a few at a time among sound ones: a field or several of another type, not a number, missing,
+nested, huge, markup; hashes computed again, so that the mutation is not found by them; files that are cut off, no UTF-8, no JSON,
+folders, pipes, links that go round. What counts as a failure is a crash of ours (exit code 70) or a verb that does not end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import io
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from harness.cli import main as bench
+from harness.errors import Exit
+from harness.records import digest
+
+ROOT = Path(__file__).parents[1]
+BASELINE = ROOT / "leaderboard/baselines/quickstart"
+SOUND = {  # records of each task that are mutated, and that the mutated ones lie among
+    BASELINE / "quickstart": {"perplexity": 4, "streameval": 4, "latency": 4, "memory": 2},
+    ROOT / "leaderboard/results/zeroshot-builtin": {"lm_eval": 6},
+}
+HANGS = 60  # seconds after which a verb counts as one that does not end
+NESTED: Any = [[]]
+for _ in range(120):
+    NESTED = [NESTED]
+VALUES: list[Any] = [
+    None, True, False, 0, -1, 1, 7, 2**31, 2**53 + 1, -(2**63), 2**63, 10**30, 10**400, 0.5, -0.0, 1e300, -1e300, 5e-324,
+    float("nan"), float("inf"), float("-inf"), "", "x", "1", "NaN", "\x00", "\x1b[2J\x1b]0;title\x07", "\u202egnp.exe", "\u200b",
+    "\ud800", "=1+1", "+cmd|' /C calc'!A0", "@SUM(A1)", "</script><script>alert(1)</script>", "/*js*/", "/*data*/ /*css*/",
+    "| a | b |\n# head", "${1}", "{model}", "../../../etc/passwd", "~nobody/x", "%s%n", "-", "a" * 2000, "ok", "failed",
+    [], [None], [[]], [float("nan")], ["x"], {}, {"": {}}, {"x": [1, {"y": None}]}, NESTED,
+]  # fmt: skip
+
+
+class Hang(BaseException):
+    """A verb did not end in time."""
+
+
+def sound() -> list[tuple[Path, str]]:
+    """Files of sound records, and the task of each."""
+    found = []
+    for folder, wanted in SOUND.items():
+        left = Counter(wanted)
+        for path in sorted(folder.rglob("*.json"), key=lambda p: hashlib.sha256(p.name.encode()).digest()):
+            task = json.loads(path.read_text())["cell"]["task"]["name"]
+            if left[task]:
+                left[task] -= 1
+                found.append((path, task))
+    return found
+
+
+def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Ways to every part of a JSON value; of long lists to the ends."""
+    if at:
+        yield at
+    keys = list(value) if isinstance(value, dict) else [*{0, len(value) - 1}] if isinstance(value, list) and value else []
+    for key in keys:
+        yield from places(value[key], (*at, key))
+
+
+def mutated(record: dict[str, Any], draw: random.Random) -> dict[str, Any]:
+    """A record of which one part, or several, are another."""
+    for _ in range(draw.choice([1, 1, 1, 2, 5])):
+        group = draw.choice(["cell", "metrics", "metrics", "data", "facts", ""])
+        ways = [way for way in places(record) if not group or way[0] == group]
+        if not ways:
+            continue
+        *way, last = draw.choice(ways)
+        holder = record
+        for key in way:
+            holder = holder[key]
+        _spoil(holder, last, draw)
+    if isinstance(record.get("cell"), dict) and draw.random() < 0.9:
+        with contextlib.suppress(ValueError, RecursionError):
+            record["cell_id"] = digest(record["cell"])
+    return record
+
+
+def _spoil(holder: Any, key: Any, draw: random.Random) -> None:
+    """Replace, drop, lengthen, scale or add a part."""
+    old, how = holder[key], draw.random()
+    if how < 0.55:
+        holder[key] = draw.choice(VALUES)
+    elif how < 0.7:
+        del holder[key]
+    elif how < 0.85 and isinstance(old, (int, float)) and not isinstance(old, bool):
+        holder[key] = old * draw.choice([-1, 0, 1e6, 1e-9, 10**18])
+    elif isinstance(old, list):
+        holder[key] = draw.choice([old[:-1], old * 2, old[::-1], [*old, draw.choice(VALUES)]])
+    elif isinstance(old, dict):
+        old[draw.choice(["x", "", "=1", "\u202e", "name", "flags", "questions", "nll", "rounds_ms"])] = draw.choice(VALUES)
+    else:
+        holder[key] = draw.choice(VALUES)
+
+
+def spoil_file(path: Path, draw: random.Random) -> None:
+    """Put something that is no record, or hardly one, in a file's place."""
+    text = path.read_bytes()
+    path.unlink()
+    ways: list[Callable[[], object]] = [
+        lambda: path.write_bytes(text[: draw.randrange(len(text))]),
+        lambda: path.write_bytes(text.replace(b"a", b"\xff", 3)),
+        lambda: path.write_bytes(b""),
+        lambda: path.write_bytes(b"\xef\xbb\xbf" + text),
+        lambda: path.write_bytes(b"[" * 100_000),
+        lambda: path.write_bytes(b'{"version": 1, "cell": ' + b"[" * 5000),
+        lambda: path.write_bytes(b'{"version": ' + b"9" * 5000 + b"}"),
+        lambda: path.write_bytes(draw.randbytes(1000)),
+        lambda: path.write_bytes(text.replace(b'"version": 1', b'"version": -1')),
+        lambda: path.mkdir(),
+        lambda: os.mkfifo(path),
+        lambda: path.symlink_to(path.name),
+        lambda: path.symlink_to("nowhere.json"),
+        lambda: path.symlink_to("/dev/zero"),
+        lambda: (path.touch(), os.truncate(path, 2**33)),
+    ]
+    draw.choice(ways)()
+
+
+def spoil_trace(path: Path, draw: random.Random) -> None:
+    """Put something else in the place of a record's trace; half the time the record says that it is right."""
+    record = json.loads(path.read_text())
+    if not record["trace"]:
+        return
+    trace = path.parent / record["trace"]["file"]
+    trace.unlink(missing_ok=True)
+    header = b"\x93NUMPY\x01\x00v\x00{'descr': '<f4', 'fortran_order': False, 'shape': (999999999999,), }"
+    content = draw.choice([b"", b"\x93NUMPY", header.ljust(127) + b"\n", b"{}\n", b"[[[\n", b"null\n" * 9, draw.randbytes(99)])
+    how = draw.random()
+    if how < 0.1:
+        os.mkfifo(trace)
+    elif how < 0.2:
+        trace.mkdir()
+    else:
+        trace.write_bytes(content)
+        if how < 0.6:
+            record["trace"]["sha256"] = hashlib.sha256(content).hexdigest()
+            path.write_text(json.dumps(record))
+
+
+def outcome(*args: object) -> tuple[str, str]:
+    """What became of a verb, run in this process: its exit code, "crashed" or "hangs"; and what it wrote to stderr."""
+
+    def too_long(*_: object) -> None:
+        raise Hang
+
+    out, err = io.TextIOWrapper(io.BytesIO(), encoding="utf-8"), io.StringIO()
+    signal.signal(signal.SIGALRM, too_long)
+    signal.alarm(HANGS)
+    try:
+        with (
+            patch.object(sys, "argv", ["bench", *map(str, args)]),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+        ):
+            bench()
+    except SystemExit as stop:
+        crashed = stop.code == Exit.CRASH or "Traceback" in err.getvalue()
+        return "crashed" if crashed else f"exit {int(stop.code or 0)}", err.getvalue()
+    except Hang:
+        return "hangs", err.getvalue()
+    finally:
+        signal.alarm(0)
+    return "exit 0", err.getvalue()
+
+
+def verbs(folder: Path, scratch: Path, cell: str) -> Iterator[tuple[object, ...]]:
+    """Every verb that reads records."""
+    page = scratch / "page" / "README.md"
+    yield "leaderboard", "--results", folder, "--out", page
+    yield "compare", BASELINE, folder
+    yield "compare", folder, BASELINE, "--markdown"
+    yield "check", "--baseline", BASELINE, "--results", folder
+    yield "records", "verify", folder
+    yield "records", "export", scratch / "all.csv", "--results", folder, "--all"
+    yield "records", "export", scratch / "all.parquet", "--results", folder
+    yield "run", cell, "--dry-run", "--results", folder
+
+
+def fuzz(mutations: int, seed: int = 0, at_once: int = 5, told: Callable[[str], None] = lambda _: None) -> Counter[str]:
+    """Mutate records, and run every verb over them and the sound ones.
+
+    Args:
+        mutations: how many.
+        seed: of what is drawn.
+        at_once: mutated records in a folder.
+        told: is called with what went wrong.
+
+    Returns:
+        How often each verb came to which end: "leaderboard: exit 0".
+    """
+    draw, seen = random.Random(seed), Counter[str]()
+    files = sound()
+    for number in range(0, mutations, at_once):
+        with tempfile.TemporaryDirectory() as name:
+            scratch = Path(name)
+            cell = _folder(scratch / "results", files, draw, min(at_once, mutations - number))
+            for verb in verbs(scratch / "results", scratch, cell):
+                end, err = outcome(*verb)
+                seen[f"{' '.join(map(str, verb[: 2 if verb[0] == 'records' else 1]))}: {end}"] += 1
+                if end in ("crashed", "hangs"):
+                    told(f"mutations {number} to {number + at_once - 1}, {verb}: {end}\n{err}")
+        seen["mutations"] += min(at_once, mutations - number)
+    return seen
+
+
+def _folder(folder: Path, files: list[tuple[Path, str]], draw: random.Random, count: int) -> str:
+    """Sound records with their traces, some of them mutated; the beginning of the cell id of one of those."""
+    folder.mkdir()
+    chosen, cell = draw.sample(range(len(files)), count), "0" * 8
+    for number, (source, task) in enumerate(files):
+        path = folder / task / source.name
+        path.parent.mkdir(exist_ok=True)
+        shutil.copy(source, path)
+        for trace in source.parent.glob(f"{glob_escaped(source.stem)}.*"):
+            if trace.suffix != ".json":
+                shutil.copy(trace, path.parent)
+        if number not in chosen:
+            continue
+        how = draw.random()
+        if how < 0.15:
+            spoil_file(path, draw)
+        elif how < 0.25:
+            spoil_trace(path, draw)
+        else:
+            record = mutated(json.loads(path.read_text()), draw)
+            path.write_text(json.dumps(record))
+            cell = str(record.get("cell_id"))[:8]
+    return cell
+
+
+def glob_escaped(name: str) -> str:
+    """A name that glob takes as it is."""
+    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
+
+
+def main() -> None:
+    """Say what was counted; exit 1 if anything crashed or did not end."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mutations", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    started = time.monotonic()
+    seen = fuzz(asked.mutations, asked.seed, told=print)
+    for name, count in sorted(seen.items()):
+        print(f"{count:6d} {name}")
+    print(f"{time.monotonic() - started:.0f} s")
+    sys.exit(any(name.endswith(("crashed", "hangs")) for name in seen))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Pages take the place of pages of ours and of nothing else; a record that none can be made with is named and left out."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import bench
+from fuzz_records import fuzz
+from test_charts import drawn
+from test_records import record
+
+from harness.records import RecordStore
+from harness.report import leaderboard, paper, site
+from harness.report.fence import made_of
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def results(tmp_path):
+    store = RecordStore(tmp_path / "results")
+    for made in drawn():
+        made.facts |= {"device": "d", "seconds": 1.0}
+        store.write(made)
+    return store.folder
+
+
+def contents(folder):
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_without_records_nothing_is_touched(results, tmp_path, capsys):
+    """A typing error in --results emptied the leaderboard and deleted its charts."""
+    out = tmp_path / "board" / "README.md"
+    assert bench(capsys, "leaderboard", "--results", results, "--out", out)[0] == 0
+    before = contents(out.parent)
+    assert sum(name.startswith("charts/") for name in before) >= 2
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "a.json").write_text("{")
+    for wrong in ("nowhere", "empty", "broken"):
+        code, _, err = bench(capsys, "leaderboard", "--results", tmp_path / wrong, "--out", out)
+        assert (code, "no records there" in err) == (2, True)
+    assert contents(out.parent) == before
+
+
+def test_only_charts_that_the_page_before_named_are_deleted(results, tmp_path, capsys):
+    out = tmp_path / "board" / "README.md"
+    assert bench(capsys, "leaderboard", "--results", results, "--out", out)[0] == 0
+    first = set(contents(out.parent / "charts"))
+    (out.parent / "charts" / "mine.svg").write_text("mine")
+    for made in drawn():
+        path = RecordStore(results).path(made)
+        path.unlink()
+    RecordStore(results).write(record("window", 8))
+    assert bench(capsys, "leaderboard", "--results", results, "--out", out)[0] == 0
+    left = set(contents(out.parent / "charts"))
+    assert "mine.svg" in left
+    gone = {name for name in first if name.startswith("s-perplexity")}
+    assert gone
+    assert not gone & left
+
+
+@pytest.mark.parametrize("file", ["README.md", "paper.md", "index.html"])
+@pytest.mark.parametrize("kind", ["text", "folder", "pipe"])
+def test_a_file_that_is_not_ours_is_not_overwritten(file, kind, results, tmp_path, capsys):
+    folder = tmp_path / "project"
+    folder.mkdir()
+    if kind == "text":
+        (folder / file).write_text("# My project\n\nSee `bench leaderboard`; written by me.\n<title>Mine</title>\n")
+    else:
+        (folder / file).mkdir() if kind == "folder" else os.mkfifo(folder / file)
+    before = sorted(p.name for p in folder.rglob("*"))
+    code, _, err = bench(capsys, "leaderboard", "--results", results, "--out", folder / "README.md")
+    assert code == 2
+    assert len(err.strip().splitlines()) == 1
+    assert ("--paper" if file == "paper.md" else "--out") in err
+    assert sorted(p.name for p in folder.rglob("*")) == before
+    if kind == "text":
+        assert (folder / file).read_text().startswith("# My project")
+
+
+def test_pages_of_ours_are_recognised_those_of_before_too(results, tmp_path, capsys):
+    out = tmp_path / "README.md"
+    out.write_text(leaderboard.render([]).text)
+    (tmp_path / "paper.md").write_text(paper.render([]).text)
+    (tmp_path / "index.html").write_text(site.render([], []).replace('<meta name="generator" content="KV Bench">\n', ""))
+    assert bench(capsys, "leaderboard", "--results", results, "--out", out)[0] == 0
+    assert '<meta name="generator" content="KV Bench">' in (tmp_path / "index.html").read_text()
+    (tmp_path / "index.html").write_text(site.render([], []).replace("<title>KV Bench leaderboard</title>", ""))
+    out.write_text("")
+    assert bench(capsys, "leaderboard", "--results", results, "--out", out)[0] == 0
+    for name in ("README.md", "paper.md", "index.html"):
+        shutil.copy(ROOT / "leaderboard" / name, tmp_path / name)
+    assert bench(capsys, "leaderboard", "--results", results, "--out", out)[0] == 0
+    assert bench(capsys, "leaderboard", "--results", results, "--out", out, "--paper", out)[0] == 2
+
+
+def _rendered(results, out, started):
+    started.wait()
+    command = [sys.executable, "-m", "harness", "leaderboard", "--results", str(results), "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    sys.exit(0 if done.returncode == 0 and not done.stderr else 1)
+
+
+def test_two_renderings_at_once_leave_whole_pages(results, tmp_path, capsys):
+    out = tmp_path / "board" / "README.md"
+    assert bench(capsys, "leaderboard", "--results", results, "--out", out)[0] == 0
+    whole = contents(out.parent)
+    forked = multiprocessing.get_context("spawn")
+    for _ in range(3):
+        started = forked.Event()
+        both = [forked.Process(target=_rendered, args=(results, out, started)) for _ in range(2)]
+        for process in both:
+            process.start()
+        started.set()
+        for process in both:
+            process.join()
+        assert [p.exitcode for p in both] == [0, 0]
+        assert contents(out.parent) == whole
+
+
+def test_a_record_that_breaks_a_section_is_named_and_left_out(results, tmp_path, capsys):
+    """Finite figures of the right type, whose interval no float can hold as a perplexity."""
+    bad = record("h2o", 16)
+    bad.metrics["blocks"]["nll_sum"] = [1000 * x for x in bad.metrics["blocks"]["nll_sum"]]
+    path = RecordStore(results).write(bad)
+    out = tmp_path / "board" / "README.md"
+    code, _, err = bench(capsys, "leaderboard", "--results", results, "--out", out)
+    assert code == 0
+    assert [str(path) in line for line in err.splitlines()] == [True]
+    assert "OverflowError" in err
+    assert "window" in out.read_text()
+    assert "h2o" not in out.read_text()
+
+
+def test_of_records_that_do_not_go_together_the_most_stay():
+    records = [record("odd"), *(record(f"p{i}") for i in range(6)), record("odd too")]
+
+    def make(part):
+        kinds = {r.cell["policy"].startswith("odd") for r in part}
+        if len(kinds) > 1:
+            raise TypeError("mixed")
+        return [r.cell["policy"] for r in part]
+
+    made, broken = made_of(records, make)
+    assert made == [f"p{i}" for i in range(6)]
+    assert [(r.cell["policy"], str(error)) for r, error in broken] == [("odd", "mixed"), ("odd too", "mixed")]
+
+
+def test_a_page_that_can_not_be_made_of_no_records_either_is_a_bug_of_ours():
+    def make(part):
+        raise KeyError("ours")
+
+    with pytest.raises(KeyError, match="ours"):
+        made_of([record()], make)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_no_mutated_record_breaks_a_verb():
+    """The full experiment: `python tests/fuzz_records.py --mutations 1000`."""
+    failures = []
+    seen = fuzz(15, seed=3, told=failures.append)
+    assert not failures, failures[0]
+    assert seen["mutations"] == 15
+    assert seen["leaderboard: exit 0"] == 3
