@@ -162,7 +162,6 @@ def _of_records(folder: Path, repetitions: int, seed: int) -> Iterator[list[str]
         yield _over_pairs("shuffled", pairs, interval, tokens, 1, repetitions, seed)
         yield _over_pairs("stretches of 2,048 tokens", pairs, interval, tokens, 2048, repetitions, seed)
     yield _over_pairs("stretches of 8,192 tokens", pairs, interval, 65_536, 8192, repetitions, seed)
-    yield _over_pairs("the method before: shuffled", pairs, before, None, 1, repetitions, seed)
     yield _over_pairs("the method before: shuffled", pairs, before, 12_288, 1, repetitions, seed)
     yield _over_pairs("the method before: stretches of 2,048 tokens", pairs, before, 12_288, 2048, repetitions, seed)
 
@@ -221,14 +220,18 @@ def main() -> None:
     asked = parser.parse_args()
     few, error = asked.repetitions // 4, 1.96 * math.sqrt(95 * 5 / asked.repetitions)
     print(f"`{' '.join(['python', *sys.argv])}`: {asked.repetitions:,} repetitions; a coverage of 95 is known to ±{error:.1f}")
-    lengths = ["process", *(f"{tokens:,}, capacity {capacity:,}" for tokens, capacity in CAPACITIES.items())]
-    _print("By length of the text, in tokens:", lengths, _by_length(interval, asked.repetitions, asked.seed))
-    _print("Texts of unequal length, by their number:", ["values", "20", "40", "100"], _of_texts(asked.repetitions, asked.seed))
-    head = ["pieces of recorded differences", "tokens", "pairs", "median", "lowest tenth", "lowest", "below 93"]
-    _print("Recorded differences, a coverage a pair:", head, _of_records(asked.records, few, asked.seed))
-    tried = ["12,288 tokens", "white", "AR 0.99", "bursts, 600 apart", "slow, memory 1,000"]
-    _print("What was tried:", tried, _of_methods(few, asked.seed))
-    _print("The method before, by length:", lengths, _by_length(interval_methods.percentile_bootstrap, few, asked.seed))
+    lengths = ["tokens, capacity", *(f"{tokens:,}, {capacity:,}" for tokens, capacity in CAPACITIES.items())]
+    _print("Processes:", lengths, _by_length(interval, asked.repetitions, asked.seed))
+    title = "Books of unequal length (standard deviation of the logarithm 0.5), by their number:"
+    _print(title, ["values of a book", "20", "40", "100"], _of_texts(asked.repetitions, asked.seed))
+    head = ["recorded differences", "tokens", "pairs", "median", "lowest tenth", "lowest", "below 93"]
+    _print(
+        "Differences between recorded runs, drawn again; coverage over pairs:", head, _of_records(asked.records, few, asked.seed)
+    )
+    tried = ["method", "white", "AR 0.99", "bursts, 600 apart", "slow, memory 1,000"]
+    _print("What was tried, at 12,288 tokens and capacity 128:", tried, _of_methods(few, asked.seed))
+    title = "The method before, which chose its blocks by the data, and whether to show an interval:"
+    _print(title, lengths, _by_length(interval_methods.percentile_bootstrap, few, asked.seed))
 
 
 if __name__ == "__main__":

@@ -9,8 +9,10 @@ import pytest
 from interval_coverage import PROCESSES, RUN, coverage
 from scipy import stats
 from statsmodels.tsa.stattools import acf
+from test_records import record
 
 from harness.report.intervals import FEWEST_BLOCKS, SHORTEST_BLOCK, clustered, interval
+from harness.report.pairing import perplexity
 
 SHORTEST_TEXT = FEWEST_BLOCKS * SHORTEST_BLOCK
 
@@ -152,3 +154,10 @@ def test_where_one_text_outweighs_the_rest_there_is_no_interval():
     found = clustered(np.random.default_rng(0).normal(size=25) * lengths, lengths)
     assert found.low is found.high is found.p is None
     assert 1 < found.blocks < 5
+
+
+def test_a_mean_over_a_trend_has_neither_an_interval_nor_a_p_value():
+    steady, trend = (perplexity(record("dense", None, facts={"training_length": n})) for n in (100_000, 512))
+    assert ends(steady)
+    assert trend.low is trend.high is trend.p is None
+    assert trend.mean == steady.mean
