@@ -49,14 +49,11 @@ def test_ranks_are_shared_where_intervals_do_not_separate():
     }  # fmt: skip
 
 
-def test_a_rank_is_a_bound_where_the_text_is_too_short_to_tell():
-    short = made("short", 8, 2.5, 640)
-    rough = np.repeat(np.random.default_rng(3).normal(size=10), 40)  # what depends on itself over long stretches
-    sums = np.array(short.metrics["blocks"]["nll_sum"]) + 64 * rough
-    short.metrics["blocks"] = short.metrics["blocks"] | {"nll_sum": sums.tolist()}
-    found = dict(zip(["good", "bad", "short"], ranks(rows([*four()[1:3], short])), strict=True))
-    assert found["good"] == "≥ 1"
-    assert found["bad"] == "≥ 2"
+def test_a_rank_is_a_bound_where_one_rival_read_another_text():
+    other = made("other", 8, 2.5, 640)
+    other.data["ids_sha256"] = "another text"
+    found = dict(zip(["good", "bad", "other"], ranks(rows([*four()[1:3], other])), strict=True))
+    assert found == {"good": "≥ 1", "bad": "≥ 2", "other": ""}
 
 
 def test_failures_have_names():

@@ -132,7 +132,7 @@ def _accuracy(a: Record, b: Record) -> list[Difference]:
 
 
 def _score(a: Record, b: Record) -> list[Difference]:
-    """Of questions whose score is no plain yes or no, paired by bootstrapping whole questions."""
+    """Of questions whose score is no plain yes or no, paired question by question."""
     x, y = a.metrics, b.metrics
     if "scores" not in x or "scores" not in y:
         return []

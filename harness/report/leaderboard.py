@@ -10,7 +10,7 @@ from typing import Any
 from harness.records import Record, newest
 from harness.report import chart, sections
 from harness.report.charts.bytes import against_bytes
-from harness.report.intervals import FEWEST_BLOCKS
+from harness.report.intervals import FEWEST_BLOCKS, SHORTEST_BLOCK
 from harness.report.markdown import md
 from harness.report.overview import overview
 
@@ -21,8 +21,8 @@ Written by `bench leaderboard` from the records in `results/`; don't edit. [Figu
 How to read it:
 
 - **capacity** is the number of tokens a KV head keeps between steps; a step attends to those and itself.
-- **perplexity** is over all scored tokens of the stream; in brackets a 95 % interval *for this text* (circular
-  block bootstrap, blocks of at least twice the capacity; "too short" below {blocks} blocks).
+- **perplexity** is over all scored tokens of the stream; in brackets a 95 % interval *for this text*
+  (Student's t over {blocks} blocks; "too short" if a block would have fewer than {shortest} tokens or than twice the capacity).
 - **Δ NLL** is the paired mean difference in nats per token, on the tokens both scored after the larger of the two
   caches had filled; below 0 is better. The yardstick recompute is the one of the same capacity. "trend": beyond
   the model's training length dense gets worse and worse, so only the table by position compares with it.
@@ -38,7 +38,7 @@ How to read it:
 def render(records: Iterable[Record]) -> chart.Page:
     """The page, in markdown, and its charts."""
     found = groups(records)
-    lines: list[str | chart.Chart] = [_INTRODUCTION.format(blocks=FEWEST_BLOCKS), *_contents(found)]
+    lines: list[str | chart.Chart] = [_INTRODUCTION.format(blocks=FEWEST_BLOCKS, shortest=SHORTEST_BLOCK), *_contents(found)]
     if not found:
         lines.append("No records yet: `bench run suites/pg19.yaml`.\n")
     for group in found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ def perplexity(record: Record) -> Interval | None:
     if len(record.metrics["texts"]["tokens"]) >= FEWEST_BLOCKS:
         return clustered(*_sums(record.metrics["texts"]))
     result = interval(sums, tokens, record.metrics["blocks"]["size"], record.cell["capacity"] or 0)
-    return Interval(result.mean, None, None, 0, 0) if past_training(record) else result
+    return replace(result, low=None, high=None, p=None) if past_training(record) else result
 
 
 def paired(record: Record, base: Record, trend: bool = False) -> Interval | None:

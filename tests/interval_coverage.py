@@ -1,0 +1,238 @@
+"""How often 95 % intervals hold the true mean, by simulation; a quarter of an hour on one core.
+
+`python tests/interval_coverage.py` prints the tables of docs/statistics.md. Every process has mean 0. What is simulated are the
+sums over runs of `RUN` tokens that records keep. A cell reads `95.3 (1.09)`: percent of intervals that hold the mean, and their
+median width over that of an interval that knows the variance of the mean; `-` where no interval is shown.
+
+Shapes: [R, n] for R repetitions of n runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import combinations
+from pathlib import Path
+
+import interval_methods
+import numpy as np
+from numpy.typing import NDArray
+
+from harness.records import Record, RecordStore
+from harness.report.intervals import Interval, clustered, interval
+from harness.report.pairing import question
+
+Array = NDArray[np.float64]
+Method = Callable[[Array, Array, int, int], Interval]
+Process = Callable[[np.random.Generator, int, int], Array]  # (draw, R, n) -> [R, n]
+
+RUN = 32  # tokens
+CAPACITIES = {2_000: 16, 10_240: 128, 12_288: 128, 20_000: 128, 65_536: 128, 100_000: 1_024}  # by tokens of the text
+
+
+def white(draw: np.random.Generator, repetitions: int, runs: int) -> Array:
+    """Independent normal tokens."""
+    return draw.normal(size=(repetitions, runs)) * math.sqrt(RUN)
+
+
+def heavy(draw: np.random.Generator, repetitions: int, runs: int) -> Array:
+    """Independent tokens of Student's t with 3 degrees of freedom, the fewest with a variance."""
+    return np.stack([draw.standard_t(3, size=(runs, RUN)).sum(1) for _ in range(repetitions)])
+
+
+def autoregressive(draw: np.random.Generator, repetitions: int, runs: int, a: float) -> Array:
+    """Tokens x[i] = a x[i-1] + noise, of variance 1: a run's sum and last token, exactly, from the last token before it."""
+    powers = a ** np.arange(RUN)
+    to_sum, to_last = np.cumsum(powers)[::-1], powers[::-1]  # what a token's noise adds to them
+    lower = np.linalg.cholesky(np.array([[to_sum @ to_sum, to_sum @ to_last], [to_sum @ to_last, to_last @ to_last]]))
+    last, sums = draw.normal(size=repetitions) / math.sqrt(1 - a * a), np.empty((repetitions, runs))
+    for i in range(runs):
+        noise = lower @ draw.normal(size=(2, repetitions))
+        sums[:, i] = a * powers.sum() * last + noise[0]
+        last = a**RUN * last + noise[1]
+    return sums * math.sqrt(1 - a * a)
+
+
+def slow(draw: np.random.Generator, repetitions: int, runs: int, memory: int) -> Array:
+    """White noise, and a component of a tenth of its size whose correlation falls by 1/e in `memory` tokens."""
+    return white(draw, repetitions, runs) + 0.1 * autoregressive(draw, repetitions, runs, math.exp(-1 / memory))
+
+
+def bursts(draw: np.random.Generator, repetitions: int, runs: int, gap: int, length: int) -> Array:
+    """White noise, and what a forgotten fact makes: bursts of some `length` tokens, some `gap` apart, on average 2 nats high."""
+    level = np.stack([_level(draw, runs * RUN, gap, length).reshape(runs, RUN).sum(1) for _ in range(repetitions)])
+    return level - 2 * length / (length + gap) * RUN + white(draw, repetitions, runs)
+
+
+def _level(draw: np.random.Generator, tokens: int, gap: int, length: int) -> Array:
+    """The height of the burst that each token is in, or 0. [tokens]."""
+    steps = np.zeros(tokens + 1)
+    at, inside = 0, draw.random() < length / (length + gap)
+    while at < tokens:
+        end = min(at + int(draw.geometric(1 / (length if inside else gap))), tokens)
+        if inside:
+            height = 2 * draw.exponential()
+            steps[at] += height
+            steps[end] -= height
+        at, inside = end, not inside
+    return np.cumsum(steps[:-1])
+
+
+def resampled(draw: np.random.Generator, repetitions: int, runs: int, recorded: Array, stretch: int) -> Array:
+    """Stretches of recorded runs, put together at random; each run alone with a stretch of 1."""
+    starts = draw.integers(len(recorded), size=(repetitions, -(-runs // stretch), 1))
+    places = (starts + np.arange(stretch)) % len(recorded)
+    return recorded[places.reshape(repetitions, -1)[:, :runs]]
+
+
+PROCESSES: dict[str, Process] = {
+    "white": white,
+    "white, t3": heavy,
+    **{f"AR {a}": partial(autoregressive, a=a) for a in (0.3, 0.9, 0.98, 0.99)},
+    "bursts of 64 tokens, 600 apart": partial(bursts, gap=600, length=64),
+    "bursts of 100 tokens, 2,000 apart": partial(bursts, gap=2000, length=100),
+    "slow component, memory 256": partial(slow, memory=256),
+    "slow component, memory 1,000": partial(slow, memory=1000),
+}
+
+
+def recorded_differences(folder: Path) -> Iterator[tuple[int, Array]]:
+    """(tokens of a run, deviation of a run's difference from its expectation [n]) of each two records that can be compared."""
+    records, _ = RecordStore(folder).read_all()
+    having = [r for r in records if r.status == "ok" and "blocks" in r.metrics]
+    seen = set()
+    for a, b in combinations(having, 2):
+        if question(a) == question(b) and a.cell["capacity"] == b.cell["capacity"]:
+            size, off = _deviations(a, b)
+            if off.any() and (shape := (size, round(float(np.abs(off).sum()), 1))) not in seen:  # two runs of one cell
+                seen.add(shape)
+                yield size, off
+
+
+def _deviations(a: Record, b: Record) -> tuple[int, Array]:
+    x, y = a.metrics["blocks"], b.metrics["blocks"]
+    if x["tokens"] != y["tokens"]:
+        return 0, np.zeros(0)
+    full = np.arange(len(x["tokens"])) * x["size"] > (a.cell["capacity"] or 0)
+    off, tokens = (np.array(x["nll_sum"]) - np.array(y["nll_sum"]))[full], np.array(x["tokens"])[full]
+    return x["size"], off - off.sum() / tokens.sum() * tokens
+
+
+def coverage(series: Array, method: Method, size: int = RUN, capacity: int = 128) -> tuple[float, float, float]:
+    """Percent of intervals that hold 0, of those shown; percent shown; their median width over the oracle's."""
+    tokens = np.full(series.shape[1], float(size))
+    found = [method(x, tokens, size, capacity) for x in series]
+    ends = np.array([(i.low, i.high) for i in found if i.low is not None]).reshape(-1, 2)
+    if not len(ends):
+        return math.nan, 0.0, math.nan
+    oracle = 2 * 1.96 * float((series.sum(1) / tokens.sum()).std())
+    held = (ends[:, 0] <= 0) & (ends[:, 1] >= 0)
+    return 100 * held.mean(), 100 * len(ends) / len(found), float(np.median(ends[:, 1] - ends[:, 0])) / oracle
+
+
+def _cell(covered: float, shown: float, width: float) -> str:
+    if not shown:
+        return "-"
+    return f"{covered:.1f} ({width:.2f})" + (f", shown {shown:.0f} %" if shown < 100 else "")
+
+
+def _print(title: str, head: list[str], rows: Iterator[list[str]]) -> None:
+    print(f"\n{title}\n\n| {' | '.join(head)} |\n|---|{'---:|' * (len(head) - 1)}", flush=True)
+    for row in rows:
+        print(f"| {' | '.join(row)} |", flush=True)
+
+
+def _by_length(method: Method, repetitions: int, seed: int) -> Iterator[list[str]]:
+    for name, process in PROCESSES.items():
+        cells = []
+        for tokens, capacity in CAPACITIES.items():
+            series = process(np.random.default_rng(seed), repetitions, tokens // RUN)
+            cells.append(_cell(*coverage(series, method, RUN, capacity)))
+        yield [name, *cells]
+
+
+def _of_records(folder: Path, repetitions: int, seed: int) -> Iterator[list[str]]:
+    pairs, before = list(recorded_differences(folder)), interval_methods.percentile_bootstrap
+    yield _over_pairs("shuffled", pairs, interval, None, 1, repetitions, seed)
+    yield _over_pairs("stretches of 2,048 tokens", pairs, interval, None, 2048, repetitions, seed)
+    for tokens in (12_288, 65_536):
+        yield _over_pairs("shuffled", pairs, interval, tokens, 1, repetitions, seed)
+        yield _over_pairs("stretches of 2,048 tokens", pairs, interval, tokens, 2048, repetitions, seed)
+    yield _over_pairs("stretches of 8,192 tokens", pairs, interval, 65_536, 8192, repetitions, seed)
+    yield _over_pairs("the method before: shuffled", pairs, before, 12_288, 1, repetitions, seed)
+    yield _over_pairs("the method before: stretches of 2,048 tokens", pairs, before, 12_288, 2048, repetitions, seed)
+
+
+def _over_pairs(
+    name: str, pairs: list[tuple[int, Array]], method: Method, tokens: int | None, stretch: int, repetitions: int, seed: int
+) -> list[str]:
+    """Coverage over all pairs long enough: texts of `tokens`, or as long as the records, from stretches of that many tokens."""
+    found = []
+    for size, off in pairs:
+        length = tokens or len(off) * size
+        if len(off) * size >= length:
+            series = resampled(np.random.default_rng(seed), repetitions, length // size, off, max(stretch // size, 1))
+            found.append(coverage(series, method, size)[0])
+    shown = [x for x in found if not math.isnan(x)]
+    low, middle = np.quantile(shown, [0.1, 0.5])
+    length = f"{tokens:,}" if tokens else "as recorded"
+    return [name, length, str(len(shown)), f"{middle:.1f}", f"{low:.1f}", f"{min(shown):.1f}", str(sum(x < 93 for x in shown))]
+
+
+def _of_texts(repetitions: int, seed: int) -> Iterator[list[str]]:
+    kinds: dict[str, Callable[[np.random.Generator, tuple[int, int]], Array]] = {
+        "normal": lambda draw, shape: draw.normal(size=shape),
+        "exponential": lambda draw, shape: draw.exponential(size=shape) - 1,
+        "log-normal": lambda draw, shape: draw.lognormal(size=shape) - math.exp(0.5),
+    }
+    for name, kind in kinds.items():
+        cells = []
+        for count in (20, 40, 100):
+            draw = np.random.default_rng(seed)
+            lengths = 1000 * draw.lognormal(sigma=0.5, size=(repetitions, count))  # tokens
+            sums = kind(draw, (repetitions, count)) * lengths
+            found = [clustered(x, n) for x, n in zip(sums, lengths, strict=True)]
+            oracle = 2 * 1.96 * np.std([i.mean for i in found])
+            width = np.median([(i.high or 0) - (i.low or 0) for i in found])
+            held = np.mean([(i.low or 0) <= 0 <= (i.high or 0) for i in found])
+            cells.append(f"{100 * held:.1f} ({width / oracle:.2f})")
+        yield [name, *cells]
+
+
+def _of_methods(repetitions: int, seed: int) -> Iterator[list[str]]:
+    names = ("white", "AR 0.99", "bursts of 64 tokens, 600 apart", "slow component, memory 1,000")
+    series = [PROCESSES[name](np.random.default_rng(seed), repetitions, 12_288 // RUN) for name in names]
+    for name, method in interval_methods.TRIED.items():
+        yield [name, *(_cell(*coverage(x, method)) for x in series)]
+
+
+def main() -> None:
+    """Print every table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--repetitions", type=int, default=2000, help="of a cell; of the bootstraps and of each pair of records, a quarter"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--records", type=Path, default=Path(__file__).parents[1] / "leaderboard/results")
+    asked = parser.parse_args()
+    few, error = asked.repetitions // 4, 1.96 * math.sqrt(95 * 5 / asked.repetitions)
+    print(f"`{' '.join(['python', *sys.argv])}`: {asked.repetitions:,} repetitions; a coverage of 95 is known to ±{error:.1f}")
+    lengths = ["tokens, capacity", *(f"{tokens:,}, {capacity:,}" for tokens, capacity in CAPACITIES.items())]
+    _print("Processes:", lengths, _by_length(interval, asked.repetitions, asked.seed))
+    title = "Books of unequal length (standard deviation of the logarithm 0.5), by their number:"
+    _print(title, ["values of a book", "20", "40", "100"], _of_texts(asked.repetitions, asked.seed))
+    head = ["recorded differences", "tokens", "pairs", "median", "lowest tenth", "lowest", "below 93"]
+    _print(
+        "Differences between recorded runs, drawn again; coverage over pairs:", head, _of_records(asked.records, few, asked.seed)
+    )
+    tried = ["method", "white", "AR 0.99", "bursts, 600 apart", "slow, memory 1,000"]
+    _print("What was tried, at 12,288 tokens and capacity 128:", tried, _of_methods(few, asked.seed))
+    title = "The method before, which chose its blocks by the data, and whether to show an interval:"
+    _print(title, lengths, _by_length(interval_methods.percentile_bootstrap, few, asked.seed))
+
+
+if __name__ == "__main__":
+    main()
