@@ -30,7 +30,7 @@ Method = Callable[[Array, Array, int, int], Interval]
 Process = Callable[[np.random.Generator, int, int], Array]  # (draw, R, n) -> [R, n]
 
 RUN = 32  # tokens
-CAPACITIES = {2_000: 16, 10_240: 128, 12_288: 128, 20_000: 128, 65_536: 128, 100_000: 1_024}  # by tokens of the text
+CAPACITIES = {12_288: 128, 32_000: 128, 65_536: 128, 100_000: 1_024}  # by tokens of the text
 
 
 def white(draw: np.random.Generator, repetitions: int, runs: int) -> Array:
@@ -158,12 +158,12 @@ def _of_records(folder: Path, repetitions: int, seed: int) -> Iterator[list[str]
     pairs, before = list(recorded_differences(folder)), interval_methods.percentile_bootstrap
     yield _over_pairs("shuffled", pairs, interval, None, 1, repetitions, seed)
     yield _over_pairs("stretches of 2,048 tokens", pairs, interval, None, 2048, repetitions, seed)
-    for tokens in (12_288, 65_536):
+    for tokens in (32_000, 65_536):
         yield _over_pairs("shuffled", pairs, interval, tokens, 1, repetitions, seed)
         yield _over_pairs("stretches of 2,048 tokens", pairs, interval, tokens, 2048, repetitions, seed)
     yield _over_pairs("stretches of 8,192 tokens", pairs, interval, 65_536, 8192, repetitions, seed)
-    yield _over_pairs("the method before: shuffled", pairs, before, 12_288, 1, repetitions, seed)
-    yield _over_pairs("the method before: stretches of 2,048 tokens", pairs, before, 12_288, 2048, repetitions, seed)
+    yield _over_pairs("the method before: shuffled", pairs, before, 32_000, 1, repetitions, seed)
+    yield _over_pairs("the method before: stretches of 2,048 tokens", pairs, before, 32_000, 2048, repetitions, seed)
 
 
 def _over_pairs(
@@ -204,7 +204,7 @@ def _of_texts(repetitions: int, seed: int) -> Iterator[list[str]]:
 
 def _of_methods(repetitions: int, seed: int) -> Iterator[list[str]]:
     names = ("white", "AR 0.99", "bursts of 64 tokens, 600 apart", "slow component, memory 1,000")
-    series = [PROCESSES[name](np.random.default_rng(seed), repetitions, 12_288 // RUN) for name in names]
+    series = [PROCESSES[name](np.random.default_rng(seed), repetitions, 32_000 // RUN) for name in names]
     for name, method in interval_methods.TRIED.items():
         yield [name, *(_cell(*coverage(x, method)) for x in series)]
 
@@ -229,7 +229,7 @@ def main() -> None:
         "Differences between recorded runs, drawn again; coverage over pairs:", head, _of_records(asked.records, few, asked.seed)
     )
     tried = ["method", "white", "AR 0.99", "bursts, 600 apart", "slow, memory 1,000"]
-    _print("What was tried, at 12,288 tokens and capacity 128:", tried, _of_methods(few, asked.seed))
+    _print("What was tried, at 32,000 tokens and capacity 128:", tried, _of_methods(few, asked.seed))
     title = "The method before, which chose its blocks by the data, and whether to show an interval:"
     _print(title, lengths, _by_length(interval_methods.percentile_bootstrap, few, asked.seed))
 

@@ -57,7 +57,7 @@ def test_two_records_of_dense_past_its_training_length_have_the_same_trend():
 
 def test_another_text_is_not_paired():
     other = record()
-    other.data = {"ids_sha256": "y", "tokens": 12800}
+    other.data = {"ids_sha256": "y", "tokens": 32768}
     other.metrics = other.metrics | {"nll": 3.0}
     assert only(differences(record(), other), "nll").verdict == "can't tell"
 

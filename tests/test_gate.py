@@ -99,7 +99,7 @@ def test_half_a_percent_of_perplexity_is_red_where_tokens_alone_would_not_show_i
 
 def test_without_an_interval_the_margin_decides_and_rounding_is_no_regression():
     for change, expected in ((1e-7, "ok"), (0.0005, "ok"), (-0.1, "ok"), (0.005, "regression")):
-        base, now = record("h2o", 400, 2.0), record("h2o", 400, 2.0 + change)  # too large a cache for so short a text
+        base, now = record("h2o", 1000, 2.0), record("h2o", 1000, 2.0 + change)  # too large a cache for so short a text
         now.facts = {"device": "another"}
         (found,) = [f for f in gate.check(([base], Path()), ([now], Path()), {}) if f.check == "quality"]
         assert "too short" in found.says

@@ -34,7 +34,7 @@ def skewed(seed, count=40):
 @pytest.mark.parametrize("process", ["AR 0.99", "bursts of 64 tokens, 600 apart", "slow component, memory 256"])
 def test_intervals_of_dependent_tokens_cover_the_truth_as_often_as_they_say(process):
     """The block bootstrap's percentiles cover 89, 82 and 83 % here, and show no interval for up to a quarter of the texts."""
-    series = PROCESSES[process](np.random.default_rng(0), 1000, 12_288 // RUN)
+    series = PROCESSES[process](np.random.default_rng(0), 1000, 32_768 // RUN)
     covered, shown, width = coverage(series, interval)
     assert 92.5 <= covered <= 97.5
     assert shown == 100

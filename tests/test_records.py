@@ -18,18 +18,18 @@ def record(policy: str = "h2o", capacity: int | None = 8, nll: float = 2.0, **ch
         "suite": "s", "suite_version": 1, "model": {"id": "m", "dtype": "float32"}, "task": {"name": "perplexity", "stride": 1},
         "policy": policy, "parameters": {}, "capacity": capacity, "positions": "cache", "limit": None, "seed": 0,
     }  # fmt: skip
-    noise = np.random.default_rng(capacity or 0).normal(size=400)
-    blocks = {"nll_sum": [float(32 * (nll + 0.1 * x)) for x in noise], "tokens": [32] * 400, "size": 32}
+    noise = np.random.default_rng(capacity or 0).normal(size=1024)
+    blocks = {"nll_sum": [float(32 * (nll + 0.1 * x)) for x in noise], "tokens": [32] * 1024, "size": 32}
     metrics = {
         "perplexity": float(np.exp(nll)),
         "nll": nll,
         "bits_per_byte": 1.0,
-        "tokens": 12800,
+        "tokens": 32768,
         "blocks": blocks,
         "kv_bytes": 640,
-        "texts": {"nll_sum": [sum(blocks["nll_sum"])], "tokens": [12800]},
+        "texts": {"nll_sum": [sum(blocks["nll_sum"])], "tokens": [32768]},
     }
-    made = Record(cell, digest(cell), "k" * 64, "ok", metrics=metrics, data={"ids_sha256": "x", "tokens": 12800})
+    made = Record(cell, digest(cell), "k" * 64, "ok", metrics=metrics, data={"ids_sha256": "x", "tokens": 32768})
     made.finished = "2026-01-01T00:00:00+00:00"
     for name, value in changes.items():
         setattr(made, name, value)
