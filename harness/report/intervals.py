@@ -29,6 +29,7 @@ class Interval:
         high: upper end; None likewise.
         block: length of the resampled stretches, in tokens.
         blocks: how many of them the text has.
+        p: two-sided p-value of "the mean is 0"; None where there is no interval.
     """
 
     mean: float
@@ -36,6 +37,7 @@ class Interval:
     high: float | None
     block: int
     blocks: float
+    p: float | None = None
 
 
 def interval(sums: NDArray[np.float64], tokens: NDArray[np.float64], size: int, capacity: int) -> Interval:
@@ -59,7 +61,15 @@ def interval(sums: NDArray[np.float64], tokens: NDArray[np.float64], size: int, 
         return Interval(mean, None, None, runs * size, blocks)
     draws = _resampled_means(sums, tokens, runs)
     low, high = np.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Interval(mean, float(low), float(high), runs * size, blocks)
+    return Interval(mean, float(low), float(high), runs * size, blocks, _p_value(mean, float(low), float(high)))
+
+
+def _p_value(mean: float, low: float, high: float) -> float:
+    """Two-sided, of a normal mean whose interval at `LEVEL` has these ends."""
+    half = (high - low) / 2
+    if half == 0.0:
+        return float(mean == 0.0)
+    return math.erfc(1.959963984540054 * abs(mean) / half / math.sqrt(2))
 
 
 def clustered(sums: NDArray[np.float64], tokens: NDArray[np.float64]) -> Interval:
@@ -72,7 +82,9 @@ def clustered(sums: NDArray[np.float64], tokens: NDArray[np.float64]) -> Interva
     assert len(sums) >= FEWEST_BLOCKS
     draws = _resampled_means(sums, tokens, 1)
     low, high = np.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Interval(float(sums.sum() / tokens.sum()), float(low), float(high), round(float(tokens.mean())), len(sums))
+    mean = float(sums.sum() / tokens.sum())
+    p = _p_value(mean, float(low), float(high))
+    return Interval(mean, float(low), float(high), round(float(tokens.mean())), len(sums), p)
 
 
 def _resampled_means(sums: NDArray[np.float64], tokens: NDArray[np.float64], runs: int) -> NDArray[np.float64]:
