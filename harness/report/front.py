@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Sequence
 
 from harness.records import Record
@@ -48,5 +49,5 @@ def _time_pairs(records: Sequence[Record | None]) -> dict[Pair, tuple[float, flo
         ratios = None if a is None or b is None else round_ratios(a, b)
         if ratios is not None:
             logs = [math.log(r) for r in ratios]
-            found[i, j] = float(sorted(logs)[len(logs) // 2]), sign_test(logs)
+            found[i, j] = statistics.median(logs), sign_test(logs)
     return found

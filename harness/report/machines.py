@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from harness.records import Record
+from harness.report.markdown import md, title
 
 
 def device(record: Record) -> str:
@@ -15,6 +16,11 @@ def device(record: Record) -> str:
 def on_device(record: Record, among: Sequence[Record]) -> str:
     """To tell rows apart: " on X" with the device's name where these records were measured on several, else nothing."""
     return f" on {device(record) or 'an unknown device'}" if len({device(r) for r in among}) > 1 else ""
+
+
+def row_label(record: Record, among: Sequence[Record]) -> str:
+    """The policy as text of a page, with its device where that tells rows apart."""
+    return md(title(record) + on_device(record, among))
 
 
 def by_machine(records: Sequence[Record]) -> list[tuple[str, list[Record]]]:

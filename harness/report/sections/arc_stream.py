@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from harness.records import Record
-from harness.report.machines import on_device
-from harness.report.markdown import asked, cache_bytes, count, label, md, table
+from harness.report.machines import row_label
+from harness.report.markdown import asked, cache_bytes, count, table
 from harness.report.sections.streameval import cell, headline
 
 __all__ = ["AXES", "body", "headline"]
@@ -18,9 +18,7 @@ def body(records: Sequence[Record]) -> list[str]:
     subsets = sorted({r.cell["task"]["subset"] for r in records}, reverse=True)
     rows: dict[tuple[str, str], dict[str, Record]] = {}
     for record in records:
-        rows.setdefault((label(record) + md(on_device(record, records)), count(record.cell["capacity"])), {})[
-            record.cell["task"]["subset"]
-        ] = record
+        rows.setdefault((row_label(record, records), count(record.cell["capacity"])), {})[record.cell["task"]["subset"]] = record
     lines = []
     for name, row in rows.items():
         any_of = next(iter(row.values()))

@@ -10,7 +10,7 @@ from harness.report.chart import Chart
 from harness.report.charts.stream import over_the_stream
 from harness.report.common_tokens import common_stride, described, on_common, scores_all
 from harness.report.intervals import Interval
-from harness.report.machines import on_device
+from harness.report.machines import row_label
 from harness.report.markdown import cache_bytes, count, label, md, status, table
 from harness.report.pairing import paired, past_training, perplexity
 
@@ -50,7 +50,7 @@ def _table(records: Sequence[Record], stride: int) -> list[str]:
     for record in records:
         metrics, whole = record.metrics, record.status == "ok" and scores_all(record)
         rows.append([
-            label(record) + md(on_device(record, records)), count(record.cell["capacity"]),
+            row_label(record, records), count(record.cell["capacity"]),
             _perplexity(on_common(record, stride)),
             *([_perplexity(record) if whole else ""] if stride > 1 else []),
             f"{metrics['bits_per_byte']:.3f}" if whole and "bits_per_byte" in metrics else "",
