@@ -27,12 +27,10 @@ def four():
     return [made("dense", None, 1.9, 9000), made("good", 8, 2.0, 640), made("bad", 8, 2.2, 640), made("small", 4, 2.1, 320)]
 
 
-def short(policy, capacity, nll, **changes):
-    """A record whose text is too short for an interval to any other."""
+def alone(policy, capacity, nll, **changes):
+    """A record that can be compared with no other, since it scored other tokens."""
     found = made(policy, capacity, nll, 640, **changes)
-    rough = np.repeat(np.random.default_rng(3).normal(size=10), 40)  # what depends on itself over long stretches
-    sums = np.array(found.metrics["blocks"]["nll_sum"]) + 64 * rough
-    found.metrics["blocks"] = found.metrics["blocks"] | {"nll_sum": sums.tolist()}
+    found.metrics["blocks"] = found.metrics["blocks"] | {"tokens": [31] * 400}
     return found
 
 
@@ -88,7 +86,7 @@ def test_who_can_be_told_apart_neither_in_nll_nor_bytes_nor_time_shares_the_star
 
 
 def test_the_front_is_unknown_where_no_nll_can_be_compared():
-    assert starred([short("short", 8, 36.0), *four()[1:3]]) == {"short": None, "good": True, "bad": False}
+    assert starred([alone("alone", 8, 36.0), *four()[1:3]]) == {"alone": None, "good": True, "bad": False}
     past = made("dense", None, 1.0, 9000, facts={"training_length": 512})
     assert starred([past, *four()[1:]])["dense"] is None, "a trend is no interval"
 
@@ -114,12 +112,12 @@ def test_ranks_are_shared_where_intervals_do_not_separate():
 
 def test_a_policy_that_can_be_compared_with_none_has_no_rank_and_comes_last():
     """Random, at a perplexity of e^3.6, once stood above h2o, as nothing was known to be better."""
-    lines = overview([short("random", 8, 3.6), *four()[1:3]])
+    lines = overview([alone("random", 8, 3.6), *four()[1:3]])
     shown = table_of(lines)
     assert {policy: row["rank"] for policy, row in shown.items()} == {"good": "1–2", "bad": "2–3", "random": "–"}
     assert list(shown) == ["good", "bad", "random"]
     assert shown["random"]["front"] == "–"
-    assert list(table_of(overview([short("unknown", 8, 1.0), *four()[1:3]]))) == ["good", "bad", "unknown"]
+    assert list(table_of(overview([alone("unknown", 8, 1.0), *four()[1:3]]))) == ["good", "bad", "unknown"]
 
 
 def test_what_keeps_no_cache_is_not_the_cheapest():
