@@ -30,8 +30,9 @@ How to read it:
 - **Δ NLL** is the paired mean difference in nats per token, on the tokens both scored after the larger of the two
   caches had filled; below 0 is better. The yardstick recompute is the one of the same capacity. "trend": beyond
   the model's training length dense gets worse and worse, so only the table by position compares with it.
-- **surely** better: the paired difference is significant after Holm's correction over all pairs of policies that are
-  compared, so that of equal policies one or more would look surely better in 5 % of tables; or it follows from two such.
+- **surely** better: the paired Δ NLL is significant after Holm's correction for the number of pairs, so that equal policies
+  are told apart in at most 5 % of tables; or it follows from two such. Δ NLL is over more tokens than a column of perplexities
+  with recompute in it, and may tell apart what that column shows as equal, or in another order.
 - **rank**: the best to the worst place that a policy can have among those of the same capacity, from those surely better
   and surely worse than it. Rivals it can't be compared with ("too short", "trend") may be either. "–": comparable with none.
 - **front**: ★ for a cache that earns its bytes and its time. It has none where another with no more bytes is neither surely
