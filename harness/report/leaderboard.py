@@ -11,6 +11,7 @@ from harness.records import Record, newest
 from harness.report import chart, sections
 from harness.report.charts.bytes import against_bytes
 from harness.report.intervals import FEWEST_BLOCKS, SHORTEST_BLOCK
+from harness.report.machines import by_machine
 from harness.report.markdown import md
 from harness.report.overview import overview
 
@@ -21,14 +22,24 @@ Written by `bench leaderboard` from the records in `results/`; don't edit. [Figu
 How to read it:
 
 - **capacity** is the number of tokens a KV head keeps between steps; a step attends to those and itself.
-- **perplexity** is over all scored tokens of the stream; in brackets a 95 % interval *for this text*
+- **cell**: one policy at one capacity with one task; a record is a measured cell.
+- **perplexity** is over the same tokens in every row of a table: all of the stream, or, where a policy that recomputes its
+  window for every token scored only one in so many, those; then **on all tokens** and bits/byte are over all, and empty
+  for that policy. In brackets a 95 % interval *for this text*
   (Student's t over {blocks} blocks; "too short" if a block would have fewer than {shortest} tokens or than twice the capacity).
 - **Δ NLL** is the paired mean difference in nats per token, on the tokens both scored after the larger of the two
   caches had filled; below 0 is better. The yardstick recompute is the one of the same capacity. "trend": beyond
   the model's training length dense gets worse and worse, so only the table by position compares with it.
-- **front**: ★ where no other policy is better in one of perplexity, K/V bytes and, where it was measured, time a token, and as
-  good in the rest. **rank**: one more than the number of those of the same capacity that are surely better (paired, 95 %);
-  at least that, ≥, where the text is too short to tell it of all.
+- **surely** better: the paired Δ NLL is significant after Holm's correction for the number of pairs, so that equal policies
+  are told apart in at most 5 % of tables; or it follows from two such. Δ NLL is over more tokens than a column of perplexities
+  with recompute in it, and may tell apart what that column shows as equal, or in another order.
+- **rank**: the best to the worst place that a policy can have among those of the same capacity, from those surely better
+  and surely worse than it. Rivals it can't be compared with ("too short", "trend") may be either. "–": comparable with none.
+- **front**: ★ for a cache that earns its bytes and its time. It has none where another with no more bytes is neither surely
+  worse in NLL nor surely slower (steps timed in turn; sign test over rounds, Holm's correction), and has fewer bytes, or is
+  surely better, or surely faster. "–": the NLL can't be compared with that of any cache of no more bytes.
+- **K/V** "–": a recompute policy keeps no cache, and is not on the front of caches.
+- **cliff**: from that token on, more than twice the perplexity of the best bounded cache.
 - **repeat**: `bench run` with that id measures the row's (first) cell again, as in `bench run 128d93c6 --fresh`; with `--data`
   where it reads books, and `--model` where its model is a local directory.
 - **tokens/s** in a table of quality is the speed of that evaluation, whole blocks at a time. It is not decode latency.
@@ -54,10 +65,13 @@ def groups(records: Iterable[Record]) -> list[list[Record]]:
 
 def _group(group: Sequence[Record]) -> list[str | chart.Chart]:
     """One suite on one model."""
-    lines: list[str | chart.Chart] = [f"## {_heading(group[0])}\n", *overview(group), *against_bytes(group)]
+    lines: list[str | chart.Chart] = [f"## {_heading(group[0])}\n"]
+    for machine, part in by_machine(group):
+        shown: list[str | chart.Chart] = [*overview(part), *against_bytes(part, machine)]
+        lines += [f"On {md(machine)}:\n", *shown] if machine and shown else shown
     ordered = sorted(group, key=lambda r: (sections.shared(r), _order(r)))
-    for _, part in itertools.groupby(ordered, key=sections.shared):
-        lines += _section(list(part))
+    for _, section in itertools.groupby(ordered, key=sections.shared):
+        lines += _section(list(section))
     return lines
 
 

@@ -17,8 +17,6 @@ def title(record: Record) -> str:
     extra += [f"positions {cell['positions']}"] if cell["positions"] != "cache" else []
     extra += [f"limit {cell['limit']}"] if cell.get("limit") is not None else []
     extra += [f"seed {cell['seed']}"] if cell["seed"] else []
-    stride = cell["task"].get("stride", 1) if cell["policy"].startswith("recompute_") else 1  # those score one token in so many
-    extra += [f"one token in {stride}"] if stride > 1 else []
     return visible(f"{cell['policy']} ({', '.join(extra)})" if extra else cell["policy"])
 
 
@@ -86,6 +84,11 @@ def in_bytes(value: Any) -> str:
     while size >= 1024 and unit != "TiB":
         size, unit = size / 1024, next(units)
     return f"{size:.3g} {unit}" if size < 1000 else f"{size:.0f} {unit}"
+
+
+def cache_bytes(value: Any) -> str:
+    """Bytes of a cache; a dash for what keeps none, which is not a small cache."""
+    return "–" if value == 0 else in_bytes(value)
 
 
 def md(text: object) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from harness.records import Record
+from harness.report.common_tokens import common_stride, on_common
+from harness.report.pairing import question
 from harness.report.sections import headline
 
 
@@ -20,7 +22,7 @@ def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
             **({"task": task} if len(set(tasks)) > 1 else {}),
             "policy": policy,
             "capacity": r.cell["capacity"],
-            "figure": headline(r),
+            "figure": headline(_on_common(r, records)),
             "kv_bytes": r.metrics.get("kv_bytes"),
             "tokens/s": round(r.facts["tokens_per_second"]) if "tokens_per_second" in r.facts else None,
             "status": _status(r),
@@ -28,6 +30,12 @@ def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
         }
         for r, task, policy in zip(records, tasks, policies, strict=True)
     ]
+
+
+def _on_common(record: Record, records: Sequence[Record]) -> Record:
+    """The record on the tokens that all scored that answer its question, so that a column compares like with like."""
+    rivals = [r for r in records if question(r) == question(record)]
+    return on_common(record, common_stride(rivals)) or record
 
 
 def _apart(records: Sequence[Record], part: str, name: Callable[[Record], str]) -> list[str]:

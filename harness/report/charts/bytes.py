@@ -9,26 +9,37 @@ from typing import Any
 from harness.records import Record
 from harness.report import chart
 from harness.report.charts.parts import log_axis, policy
+from harness.report.front import front
 from harness.report.markdown import title
-from harness.report.overview import Row, front, rows
+from harness.report.rows import Row, rows
 
 
-def against_bytes(records: Sequence[Record]) -> list[chart.Chart]:
-    """Perplexity over K/V bytes, a colour a policy, the front ringed; none where all bounded caches have the same."""
+def against_bytes(records: Sequence[Record], machine: str = "") -> list[chart.Chart]:
+    """Perplexity over K/V bytes, a colour a policy, the front ringed; none where all bounded caches have the same.
+
+    All caches score every token; what keeps none, and may score fewer, is not in the picture.
+
+    Args:
+        records: of one suite and model, measured on one machine.
+        machine: its name, where the page has several.
+    """
     found = rows(records)
-    values = [_value(row, star) for row, star in zip(found, front(found), strict=True) if row.nll is not None and row.kv_bytes]
+    values = [
+        _value(row, star is True) for row, star in zip(found, front(found), strict=True) if row.nll is not None and row.kv_bytes
+    ]
     if len({v["kib"] for v in values if v["capacity"] is not None}) < 2:
         return []
     cell = records[0].cell
-    place = {"x": log_axis("kib", "K/V, KiB", padding=16), "y": log_axis("perplexity", "perplexity", padding=16)}
+    place = {"x": log_axis("kib", "K/V, KiB", padding=16), "y": log_axis("perplexity", "perplexity on all tokens", padding=16)}
     place |= {"color": policy(), "tooltip": {"field": "what"}}
     ring = {"type": "point", "size": 190, "strokeWidth": 1.2, "filled": False}
     layers = [
         {"mark": {"type": "point", "filled": True, "size": 70, "opacity": 0.9}, "encoding": place},
         {"transform": [{"filter": "datum.front"}], "mark": ring, "encoding": place},
     ]
-    unique = repr([cell[k] for k in ("suite", "suite_version", "model")])
-    alt = "Perplexity of {model} against the bytes of its cache, one colour a policy; ringed: the front."
+    unique = repr([*(cell[k] for k in ("suite", "suite_version", "model")), *([machine] if machine else [])])
+    where = f" on {machine}" if machine else ""
+    alt = f"Perplexity of {{model}} against the bytes of its cache{where}, one colour a policy; ringed: the front."
     spec = {"width": 560, "height": 260, "data": {"values": values}, "layer": layers}
     return [chart.of(records[0], "bytes", unique, alt, spec)]
 

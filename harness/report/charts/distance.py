@@ -9,6 +9,7 @@ from harness.records import Record
 from harness.report import chart
 from harness.report.charts.parts import marks, panels, policy
 from harness.report.intervals import wilson
+from harness.report.machines import on_device
 from harness.report.markdown import told_apart
 
 
@@ -26,7 +27,13 @@ def _panel(records: Sequence[Record], capacity: int) -> dict[str, Any]:
         right, questions, distance = record.metrics["right"], record.metrics["questions"], record.cell["task"]["distance"]
         low, high = wilson(right, questions)
         share = {"right": right / questions, "low": low, "high": high}
-        values.append({"policy": name, "lines back": distance, **{k: round(100 * v, 2) for k, v in share.items()}})
+        values.append(
+            {
+                "policy": name + on_device(record, records),
+                "lines back": distance,
+                **{k: round(100 * v, 2) for k, v in share.items()},
+            }
+        )
     values.sort(key=lambda v: v["lines back"])
     line = records[0].data.get("line_tokens")
     at = [{"at": round(capacity / line, 2), "what": "as far as the cache reaches"}] if line else []

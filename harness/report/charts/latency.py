@@ -11,8 +11,13 @@ from harness.report.markdown import told_apart
 from harness.report.pairing import question
 
 
-def over_capacity(records: Sequence[Record]) -> list[chart.Chart]:
-    """Milliseconds a token over the capacity, a line a policy, dense as a level; none with fewer than two capacities."""
+def over_capacity(records: Sequence[Record], machine: str = "") -> list[chart.Chart]:
+    """Milliseconds a token over the capacity, a line a policy, dense as a level; none with fewer than two capacities.
+
+    Args:
+        records: of one section, measured on one machine.
+        machine: its name, where the section has several.
+    """
     having = [r for r in records if r.status == "ok" and "step_ms" in r.metrics]
     bounded = [r for r in having if r.cell["capacity"] is not None]
     if len({r.cell["capacity"] for r in bounded}) < 2:
@@ -33,5 +38,6 @@ def over_capacity(records: Sequence[Record]) -> list[chart.Chart]:
     line = {"mark": {"type": "line", "point": True, "strokeWidth": 2}, "data": {"values": values}}
     levels = [level | {"encoding": {"y": y, "color": policy()}}] if whole else []
     spec = {"width": 560, "height": 260, "layer": [line | {"encoding": place}, *levels]}
-    alt = "Milliseconds a token of {model} over the capacity, one line a policy; dashed: dense."
-    return [chart.of(records[0], "latency", question(records[0]), alt, spec)]
+    where = f" on {machine}" if machine else ""
+    alt = f"Milliseconds a token of {{model}} over the capacity{where}, one line a policy; dashed: dense."
+    return [chart.of(records[0], "latency", question(records[0]) + machine, alt, spec)]

@@ -11,6 +11,7 @@ import numpy as np
 from harness.records import Record
 from harness.report import chart
 from harness.report.charts.parts import log_axis, marks, panels, policy
+from harness.report.common_tokens import scores_all
 from harness.report.markdown import told_apart
 
 _FIRST = 64  # tokens of the first point
@@ -19,8 +20,12 @@ _FEWEST = 24  # scored tokens of a point
 
 
 def over_the_stream(records: Sequence[Record]) -> list[chart.Chart]:
-    """A line a policy, a panel a capacity; none where records have no block sums."""
+    """A line a policy, a panel a capacity; none where records have no block sums.
+
+    Every line is over all tokens: who scored only every `stride`-th is not drawn.
+    """
     having = [r for r in records if r.status == "ok" and r.metrics.get("blocks") and "stream_tokens" not in r.metrics]
+    having = [r for r in having if scores_all(r)]
     return panels(having, "Perplexity over the stream of {model}, one line a policy", _panel) if len(having) > 1 else []
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from harness.records import Record
-from harness.report.markdown import asked, count, in_bytes, label, table
+from harness.report.machines import row_label
+from harness.report.markdown import asked, cache_bytes, count, table
 from harness.report.sections.streameval import cell, headline
 
 __all__ = ["AXES", "body", "headline"]
@@ -17,11 +18,11 @@ def body(records: Sequence[Record]) -> list[str]:
     subsets = sorted({r.cell["task"]["subset"] for r in records}, reverse=True)
     rows: dict[tuple[str, str], dict[str, Record]] = {}
     for record in records:
-        rows.setdefault((label(record), count(record.cell["capacity"])), {})[record.cell["task"]["subset"]] = record
+        rows.setdefault((row_label(record, records), count(record.cell["capacity"])), {})[record.cell["task"]["subset"]] = record
     lines = []
     for name, row in rows.items():
         any_of = next(iter(row.values()))
         figures = [cell(row.get(s)) for s in subsets]
-        lines.append([*name, *figures, in_bytes(any_of.metrics.get("kv_bytes"))])
+        lines.append([*name, *figures, cache_bytes(any_of.metrics.get("kv_bytes"))])
     head = ["policy", "capacity", *subsets, "K/V"]
     return [f"{asked(records[0])}Percent right, 95 % Wilson intervals:\n", *table(head, lines, "lr" + "r" * len(subsets) + "r")]

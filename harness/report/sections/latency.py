@@ -10,7 +10,8 @@ from harness.records import Record
 from harness.report.chart import Chart
 from harness.report.charts.latency import over_capacity
 from harness.report.intervals import median_interval
-from harness.report.markdown import count, in_bytes, label, md, status, table
+from harness.report.machines import by_machine
+from harness.report.markdown import cache_bytes, count, in_bytes, label, md, status, table
 
 AXES: tuple[str, ...] = ()
 
@@ -21,7 +22,7 @@ def headline(record: Record) -> str:
 
 
 def body(records: Sequence[Record]) -> list[str | Chart]:
-    """The steady state, a picture of it over the capacity, then the curve over the stream."""
+    """Machine by machine the steady state, a picture of it over the capacity, then the curve over the stream."""
     task = records[0].cell["task"]
     about = (
         f"One decode step, {task['batch']} stream{'s' if task['batch'] > 1 else ''}, after {count(task['tokens'])} tokens. "
@@ -32,13 +33,12 @@ def body(records: Sequence[Record]) -> list[str | Chart]:
     )
     head = ["policy", "capacity", "ms/token", "p90", "p99", "tokens/s", "first token ms", "speed-up on dense", "on recompute",
             "bookkeeping", "× roofline", "slots", "K/V", "state", "status"]  # fmt: skip
-    return [
-        about,
-        *table(head, [_row(r, records) for r in records], "lrrrrrrrrrrrrrl"),
-        *over_capacity(records),
-        *_curve(records),
-        *_rates(records),
-    ]
+    lines: list[str | Chart] = [about]
+    for machine, part in by_machine(records):
+        lines += [f"On {md(machine)}:\n"] if machine else []
+        lines += table(head, [_row(r, part) for r in part], "lrrrrrrrrrrrrrl")
+        lines += [*over_capacity(part, machine), *_curve(part), *_rates(part)]
+    return lines
 
 
 def _row(record: Record, records: Sequence[Record]) -> list[str]:
@@ -53,19 +53,25 @@ def _row(record: Record, records: Sequence[Record]) -> list[str]:
         f"{m['tokens_per_second']:,.0f}", f"{m['first_token_ms']:.3g} ± {m['first_token_error']:.0%}",
         speed_up(record, dense), speed_up(record, recompute), f"{m['bookkeeping_share']:.0%}" if m["kv_bytes"] else "",
         f"{m['over_roofline']:.1f}", f"{last['used_slots']:,.0f} / {last['attended_slots']:,.0f}",
-        in_bytes(m["kv_bytes"]), in_bytes(m["state_bytes"]), status(record),
+        cache_bytes(m["kv_bytes"]), in_bytes(m["state_bytes"]), status(record),
     ]  # fmt: skip
 
 
 def speed_up(record: Record, bases: Sequence[Record]) -> str:
     """How many times as fast as the yardstick that was measured side by side with it; empty if none was."""
-    ours = record.metrics
-    base = next((b.metrics for b in bases if b.status == "ok" and b.metrics["together"] == ours["together"]), None)
-    if base is None or base is ours:
+    ratios = next((found for base in bases if (found := round_ratios(base, record)) is not None), None)
+    if ratios is None:
         return ""
-    ratios = np.array(base["rounds_ms"]) / np.array(ours["rounds_ms"])
-    low, high = median_interval(ratios.tolist())
+    low, high = median_interval(ratios)
     return f"{np.median(ratios):.3g}× [{low:.3g}, {high:.3g}]"
+
+
+def round_ratios(a: Record, b: Record) -> list[float] | None:
+    """A's time of a step over b's, round by round; None if the two were not timed in turn."""
+    if a is b or a.status != "ok" or b.status != "ok" or a.metrics["together"] != b.metrics["together"]:
+        return None
+    ratios: list[float] = (np.array(a.metrics["rounds_ms"]) / np.array(b.metrics["rounds_ms"])).tolist()
+    return ratios
 
 
 def _curve(records: Sequence[Record]) -> list[str]:

@@ -8,7 +8,8 @@ from typing import Any
 
 from harness.records import Record
 from harness.report.compare import Difference, differences
-from harness.report.markdown import count, in_bytes, label, md, status, table
+from harness.report.machines import row_label
+from harness.report.markdown import cache_bytes, count, md, status, table
 
 AXES = ("tasks", "metric", "limit", "num_fewshot", "max_seq_length")
 _PROMPTS = {
@@ -35,7 +36,7 @@ def body(records: Sequence[Record]) -> list[str]:
     names = sorted({_column(r) for r in records})
     rows: dict[tuple[str, str], dict[str, Record]] = {}
     for record in records:
-        rows.setdefault((label(record), count(record.cell["capacity"])), {})[_column(record)] = record
+        rows.setdefault((row_label(record, records), count(record.cell["capacity"])), {})[_column(record)] = record
     head = ["policy", "capacity", *map(md, names), "past the cache", "K/V"]
     lines = [[*who, *(_score(row.get(n)) for n in names), _past(row.values()), _bytes(row.values())] for who, row in rows.items()]
     about = _PROMPTS.get(str(records[0].cell["task"].get("prompt")), "")
@@ -104,4 +105,6 @@ def _past(records: Any) -> str:
 
 
 def _bytes(records: Any) -> str:
-    return in_bytes(max((r.metrics["kv_bytes"] for r in records if r.status == "ok" and "kv_bytes" in r.metrics), default=None))
+    return cache_bytes(
+        max((r.metrics["kv_bytes"] for r in records if r.status == "ok" and "kv_bytes" in r.metrics), default=None)
+    )

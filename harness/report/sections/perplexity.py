@@ -8,52 +8,62 @@ from collections.abc import Sequence
 from harness.records import Record
 from harness.report.chart import Chart
 from harness.report.charts.stream import over_the_stream
+from harness.report.common_tokens import common_stride, described, on_common, scores_all
 from harness.report.intervals import Interval
-from harness.report.markdown import count, in_bytes, label, md, status, table
+from harness.report.machines import row_label
+from harness.report.markdown import cache_bytes, count, label, md, status, table
 from harness.report.pairing import paired, past_training, perplexity
 
 AXES: tuple[str, ...] = ()
 
 
 def headline(record: Record) -> str:
-    """Of the whole stream."""
-    return f"perplexity {record.metrics['perplexity']:.4g}"
+    """Of all tokens that the record scored."""
+    few = "" if scores_all(record) else f" (1 token in {record.cell['task']['stride']})"
+    return f"perplexity {record.metrics['perplexity']:.4g}{few}"
 
 
 def body(records: Sequence[Record]) -> list[str | Chart]:
     """What was asked, the table, the stream as a picture, and by position."""
     data, task = records[0].data, records[0].cell["task"]
-    prefix, stride, kind = len(data.get("prefix", [])), task.get("stride", 1), " newlines" if task.get("newlines") else ""
-    streams = task.get("streams")
+    prefix, kind = len(data.get("prefix", [])), " newlines" if task.get("newlines") else ""
+    streams, stride = task.get("streams"), common_stride(records)
     about = (
         f"{md(task.get('name', ''))} on {md(data.get('source', '?'))}, {count(data.get('tokens'))} tokens"
         f"{f' after a prefix of {prefix}{kind}' if prefix else ''}"
-        f"{f', cut in {streams} streams' if streams else ''}"
-        f"{f'; recompute_window scores one token in {stride}' if stride > 1 else ''}."
+        f"{f', cut in {streams} streams' if streams else ''}."
     )
-    return [about + "\n", *_table(records), *over_the_stream(records), *_buckets(records), *_facts(records)]
+    about += f" Perplexity is over {described(records, stride)}; bits/byte are over all tokens." if stride > 1 else ""
+    whole = [r for r in records if r.status == "ok" and scores_all(r)]
+    return [
+        about + "\n", *_table(records, stride), *over_the_stream(records), *_undrawn(records, stride),
+        *_buckets(whole), *_common_buckets(records, stride), *_facts(records),
+    ]  # fmt: skip
 
 
-def _table(records: Sequence[Record]) -> list[str]:
+def _table(records: Sequence[Record], stride: int) -> list[str]:
     dense = next((r for r in records if r.cell["policy"] == "dense"), None)
     recompute = {r.cell["capacity"]: r for r in records if r.cell["policy"] == "recompute_window"}
+    head = ["policy", "capacity", "perplexity", *(["on all tokens"] if stride > 1 else []), "bits/byte", "Δ NLL to dense",
+            "Δ NLL to recompute", "K/V", "tokens/s", "status"]  # fmt: skip
     rows = []
     for record in records:
-        metrics, ok = record.metrics, record.status == "ok"
+        metrics, whole = record.metrics, record.status == "ok" and scores_all(record)
         rows.append([
-            label(record), count(record.cell["capacity"]), _perplexity(record) if ok else "",
-            f"{metrics['bits_per_byte']:.3f}" if ok and "bits_per_byte" in metrics else "",
+            row_label(record, records), count(record.cell["capacity"]),
+            _perplexity(on_common(record, stride)),
+            *([_perplexity(record) if whole else ""] if stride > 1 else []),
+            f"{metrics['bits_per_byte']:.3f}" if whole and "bits_per_byte" in metrics else "",
             _difference(record, dense), _difference(record, recompute.get(record.cell["capacity"])),
-            in_bytes(metrics.get("kv_bytes")) if ok else "", count(round(record.facts.get("tokens_per_second", 0))),
-            status(record),
+            cache_bytes(metrics.get("kv_bytes")) if record.status == "ok" else "",
+            count(round(record.facts.get("tokens_per_second", 0))), status(record),
         ])  # fmt: skip
-    head = ["policy", "capacity", "perplexity", "bits/byte", "Δ NLL to dense", "Δ NLL to recompute", "K/V", "tokens/s", "status"]
-    return table(head, rows, "lrrrrrrrl")
+    return table(head, rows, "lr" + "r" * (len(head) - 3) + "l")
 
 
-def _perplexity(record: Record) -> str:
-    mean = perplexity(record)
-    if mean is None:
+def _perplexity(record: Record | None) -> str:
+    mean = None if record is None else perplexity(record)
+    if record is None or mean is None:
         return ""
     value = f"{math.exp(min(mean.mean, 700)):.4g}"
     if past_training(record):
@@ -79,8 +89,18 @@ def _signed(difference: Interval | None) -> str:
     return f"{difference.mean:+.4f} [{difference.low:+.4f}, {difference.high:+.4f}]"
 
 
-def _buckets(records: Sequence[Record]) -> list[str]:
-    """Perplexity by position in the stream."""
+def _undrawn(records: Sequence[Record], stride: int) -> list[str]:
+    """Who is not in the picture."""
+    return [f"Not in the picture: {_recompute(records)}, which scored one token in {stride}.\n"] if stride > 1 else []
+
+
+def _recompute(records: Sequence[Record]) -> str:
+    """The policies that scored only some tokens."""
+    return md(" and ".join(dict.fromkeys(str(r.cell["policy"]) for r in records if r.status == "ok" and not scores_all(r))))
+
+
+def _buckets(records: Sequence[Record], which: str = "") -> list[str]:
+    """Perplexity by position in the stream; which: tokens, in words."""
     having = [r for r in records if r.status == "ok" and r.metrics.get("buckets")]
     if not having:
         return []
@@ -90,9 +110,16 @@ def _buckets(records: Sequence[Record]) -> list[str]:
         means = {(b["from"], b["to"]): math.exp(min(b["nll"], 700)) for b in record.metrics["buckets"]}
         rows.append([label(record), count(record.cell["capacity"]), *(f"{means[e]:.4g}" if e in means else "" for e in edges)])
     length = having[0].facts.get("training_length")
-    about = "Perplexity by position in the stream" + (f" (training length {count(length)})" if length else "") + ":\n"
+    about = f"Perplexity by position in the stream{which}" + (f" (training length {count(length)})" if length else "") + ":\n"
     head = ["policy", "capacity", *(f"{count(low)} to {count(high)}" for low, high in edges)]
     return [about, *table(head, rows, "lr" + "r" * len(edges))]
+
+
+def _common_buckets(records: Sequence[Record], stride: int) -> list[str]:
+    """The same on the tokens that every row scored, folded away; nothing where that is all."""
+    common = [seen for r in records if (seen := on_common(r, stride)) is not None] if stride > 1 else []
+    lines = _buckets(common, f", over {described(records, stride)}")
+    return [f"<details><summary>By position, with {_recompute(records)}</summary>\n", *lines, "</details>\n"] if lines else []
 
 
 def _facts(records: Sequence[Record]) -> list[str]:

@@ -8,7 +8,8 @@ from harness.records import Record
 from harness.report.chart import Chart
 from harness.report.charts.distance import over_distance
 from harness.report.intervals import wilson
-from harness.report.markdown import asked, count, in_bytes, label, status, table
+from harness.report.machines import row_label
+from harness.report.markdown import asked, cache_bytes, count, status, table
 
 AXES = ("distance",)
 
@@ -24,7 +25,8 @@ def body(records: Sequence[Record]) -> list[str | Chart]:
     length = records[0].data.get("line_tokens")
     rows: dict[tuple[str, str], dict[int, Record]] = {}
     for record in records:
-        rows.setdefault((label(record), count(record.cell["capacity"])), {})[record.cell["task"]["distance"]] = record
+        name = (row_label(record, records), count(record.cell["capacity"]))
+        rows.setdefault(name, {})[record.cell["task"]["distance"]] = record
     head = ["policy", "capacity", *(f"{d} lines back" for d in distances)]
     lines = [[*name, *(cell(row.get(d)) for d in distances)] for name, row in rows.items()]
     about = f"{asked(records[0])}A line takes {length} tokens on average. Percent right, 95 % Wilson intervals:\n"
@@ -51,7 +53,7 @@ def _by_place(records: Sequence[Record]) -> list[str]:
     for record in records:
         if record.status != "ok":
             continue
-        name = (label(record), count(record.cell["capacity"]), in_bytes(record.metrics.get("kv_bytes")))
+        name = (row_label(record, records), count(record.cell["capacity"]), cache_bytes(record.metrics.get("kv_bytes")))
         row = rows.setdefault(name, {})
         for place, counts in record.metrics["in_cache"].items():
             total = row.setdefault(place, [0, 0])

@@ -16,6 +16,7 @@ from typing import Any
 
 from harness.records import Record
 from harness.report import chart, leaderboard
+from harness.report.common_tokens import common_perplexity
 from harness.report.markdown import title
 
 _HERE = Path(__file__).parent
@@ -30,7 +31,7 @@ def render(records: Iterable[Record], charts: Sequence[chart.Chart]) -> str:
         charts: of the markdown page of the same records.
     """
     data = {
-        "rows": [_row(r) for group in leaderboard.groups(records) for r in group],
+        "rows": [_row(r, group) for group in leaderboard.groups(records) for r in group],
         "charts": [{"suite": c.suite, "model": c.model, "alt": c.alt, "spec": c.spec} for c in charts],
         "themes": {theme: chart.config(theme) for theme in ("light", "dark")},
     }
@@ -39,14 +40,14 @@ def render(records: Iterable[Record], charts: Sequence[chart.Chart]) -> str:
     return re.sub(r"/\*(css|data|library|js)\*/", lambda mark: parts[mark[1]], frame)  # at once: parts may hold marks too
 
 
-def _row(record: Record) -> dict[str, Any]:
-    """What the table shows of a record; null where it has none."""
+def _row(record: Record, group: Sequence[Record]) -> dict[str, Any]:
+    """What the table shows of a record, its perplexity on the tokens that all scored; null where it has none."""
     cell, metrics = record.cell, record.metrics if record.status == "ok" else {}
     task = " ".join([str(cell["task"].get("name", "")), *(f"{k} {cell['task'][k]}" for k in _TOLD if k in cell["task"])])
     return {
         "suite": cell["suite"], "model": cell["model"]["id"], "task": task, "policy": title(record), "capacity": cell["capacity"],
-        "perplexity": _finite(metrics.get("perplexity")), "right": _finite(metrics.get("accuracy"), 100),
-        "ms": _finite(metrics.get("step_ms")), "kib": _finite(metrics.get("kv_bytes"), 1 / 1024),
+        "perplexity": _finite(common_perplexity(record, group)), "right": _finite(metrics.get("accuracy"), 100),
+        "ms": _finite(metrics.get("step_ms")), "kib": _finite(metrics.get("kv_bytes") or None, 1 / 1024),
         "device": str(record.facts.get("device", "")), "measured": record.finished[:10],
         "status": _status(record),
         "cell": record.cell_id[:8],

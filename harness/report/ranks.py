@@ -1,0 +1,78 @@
+"""Who is surely better than whom among many: paired differences, corrected for the number of pairs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+from harness.records import Record
+from harness.report.pairing import paired
+
+FAMILY_WISE = 0.05  # chance of one false "surely" or more among all pairs, if there is no difference at all
+
+Pair = tuple[int, int]
+Pairs = Mapping[Pair, tuple[float, float]]  # difference of the first to the second, and its two-sided p-value
+
+
+def nll_pairs(records: Sequence[Record | None]) -> dict[Pair, tuple[float, float]]:
+    """Paired differences in NLL of every two records, by their places; only of those that can be compared.
+
+    Args:
+        records: of one question; None for a policy without a perplexity.
+    """
+    found = {}
+    for (i, a), (j, b) in itertools.combinations(enumerate(records), 2):
+        difference = None if a is None or b is None else paired(a, b)
+        if difference is not None and difference.p is not None:
+            found[i, j] = difference.mean, difference.p
+    return found
+
+
+def surely_less(pairs: Pairs) -> set[Pair]:
+    """(i, j) for every i that is surely less than j: Holm-corrected over all pairs, and whatever follows from those.
+
+    If i is less than k, and k than j, then i is less than j, whether or not the two could be compared.
+    """
+    adjusted = holm([p for _, p in pairs.values()])
+    sure = [(pair, change) for (pair, (change, _)), p in zip(pairs.items(), adjusted, strict=True) if p <= FAMILY_WISE]
+    less = {pair if change < 0 else pair[::-1] for pair, change in sure}
+    for k, i, j in itertools.product(sorted({place for pair in less for place in pair}), repeat=3):
+        if (i, k) in less and (k, j) in less:
+            less.add((i, j))
+    return {pair for pair in less if pair[::-1] not in less}  # findings that contradict each other prove nothing
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Adjusted p-values, to be held against the chance of one error or more among all; valid under any dependence.
+
+    Source: Holm 1979, Scandinavian Journal of Statistics 6(2), 65-70.
+    """
+    adjusted, largest = [0.0] * len(p_values), 0.0
+    for rank, i in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[i]))
+        adjusted[i] = largest
+    return adjusted
+
+
+def sign_test(differences: Sequence[float]) -> float:
+    """Two-sided p-value of "as often above 0 as below"; differences of 0 don't count."""
+    signs = [d > 0 for d in differences if d != 0]
+    fewer = min(sum(signs), len(signs) - sum(signs))
+    return min(1.0, 2 * sum(math.comb(len(signs), k) for k in range(fewer + 1)) / 2 ** len(signs))
+
+
+def rank_intervals(count: int, pairs: Pairs) -> list[tuple[int, int] | None]:
+    """Of each policy the best and the worst rank that it may have; None for one that can be compared with no other.
+
+    A rival that can't be compared may be better or worse: it widens the interval like one that can't be told apart.
+
+    Args:
+        count: policies, at places 0 to `count` - 1.
+        pairs: differences, of those that can be compared; less is better.
+    """
+    better, compared = surely_less(pairs), set(itertools.chain.from_iterable(pairs))
+    return [
+        (1 + sum(j == place for _, j in better), count - sum(i == place for i, _ in better)) if place in compared else None
+        for place in range(count)
+    ]
