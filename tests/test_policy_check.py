@@ -14,7 +14,8 @@ from conftest import bench
 
 from harness import policy_check, registry
 from harness.errors import UserError
-from harness.policy_rules import LARGEST, broken_rules, refuse_if_broken
+from harness.policy_rules import broken_rules, refuse_if_broken
+from harness.policy_views import LARGEST, cache_over_steps
 from policies import AttentionSum, Policy, Statistic
 from policies.h2o import H2O
 from policies.sink_window import SinkWindow
@@ -314,3 +315,26 @@ def test_debug_shows_the_traceback_of_a_crash(tmp_path, capsys):
         assert out.count("WRONG") == 1
         assert "ZeroDivisionError: division by zero (mine.py:5, in importance)" in out
         assert ("Traceback" in err) == shown
+
+
+@pytest.mark.parametrize("policy", [SinkWindow(2), H2O(3), Near()], ids=lambda p: type(p).__name__)
+def test_the_caches_that_are_made_up_are_those_of_the_policys_own_choices(policy):
+    """Ranks go by position, states begin anew with a token, and who has the lowest importance is gone."""
+    bound, before = policy.bind(20), None
+    for step, view in enumerate(cache_over_steps(bound, 20, 50, torch.device("cpu")), 20):
+        assert torch.equal(view.rank, view.position.argsort(-1).argsort(-1))
+        assert (view.position.amax(-1) == step).all()
+        if before is not None:
+            newest = view.age == 0
+            assert torch.equal(view.position[~newest], before.position[~newest])
+            assert torch.equal(newest, before.rank == importance_order(bound, before)[..., :1])
+            assert all((state[newest] < 1).all() for state in view.states.values())  # one step's share of a token
+        before = view
+    if isinstance(policy, SinkWindow):
+        assert view.position.sort(-1).values.unique(dim=1).flatten().unique().tolist() == [0, 1, *range(step - 18, step + 1)]
+
+
+def importance_order(policy, view):
+    """Ranks, in the order in which they would be evicted. [B, H, S]."""
+    by_rank = view.rank.argsort(-1)
+    return policy.importance(view).take_along_dim(by_rank, -1).argsort(dim=-1, stable=True)
