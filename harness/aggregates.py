@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.report.intervals import median_interval
+from harness.intervals import median_interval
 
 _BLOCKS = 4096  # blocks whose sums the record keeps, at most
 _SMALLEST_BLOCK = 32  # tokens

@@ -21,8 +21,8 @@ import interval_methods
 import numpy as np
 from numpy.typing import NDArray
 
+from harness.intervals import Interval, clustered, interval
 from harness.records import Record, RecordStore
-from harness.report.intervals import Interval, clustered, interval
 from harness.report.pairing import question
 
 Array = NDArray[np.float64]

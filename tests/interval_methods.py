@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from harness.report import intervals
-from harness.report.intervals import Interval
+from harness import intervals
+from harness.intervals import Interval
 
 Array = NDArray[np.float64]
 _RESAMPLES = 2000

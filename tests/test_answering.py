@@ -18,7 +18,7 @@ from harness.engine.decoder import CacheConfig
 from harness.engine.load import load_tokenizer
 from harness.engine.loop import decoder
 from harness.errors import UserError
-from harness.report.intervals import wilson
+from harness.intervals import wilson
 from harness.tasks import arc_stream, streameval
 from harness.tasks.arc_stream import ArcStream, ArcStreamOptions
 from harness.tasks.streameval import StreamEval, StreamEvalOptions

@@ -11,7 +11,7 @@ from scipy import stats
 from statsmodels.tsa.stattools import acf
 from test_records import record
 
-from harness.report.intervals import FEWEST_BLOCKS, SHORTEST_BLOCK, clustered, interval
+from harness.intervals import FEWEST_BLOCKS, SHORTEST_BLOCK, clustered, interval
 from harness.report.pairing import perplexity
 
 SHORTEST_TEXT = FEWEST_BLOCKS * SHORTEST_BLOCK
@@ -66,12 +66,12 @@ def test_skewness_shifts_the_interval_by_the_root_of_halls_polynomial(seed):
 
 
 def test_correlated_blocks_widen_the_interval_as_an_autoregressive_process_would():
-    blocks = PROCESSES["slow component, memory 1,000"](np.random.default_rng(2), 1, 640)[0].reshape(20, 32)
+    blocks = PROCESSES["slow component, memory 1,000"](np.random.default_rng(6), 1, 1280)[0].reshape(20, 64)
     correlation = float(acf(blocks.sum(1), nlags=1)[1])
     assert correlation > 0.1
     correlation += (1 + 3 * correlation) / 20  # its bias
-    together = interval(blocks.ravel(), np.full(640, 32.0), 32, 0)
-    apart = clustered(blocks.sum(1), np.full(20, 1024.0))
+    together = interval(blocks.ravel(), np.full(1280, 32.0), 32, 0)
+    apart = clustered(blocks.sum(1), np.full(20, 2048.0))
     ratio = [(end - together.mean) / (other - apart.mean) for end, other in zip(ends(together), ends(apart), strict=True)]
     assert ratio == pytest.approx([math.sqrt((1 + correlation) / (1 - correlation))] * 2, rel=1e-9)
 

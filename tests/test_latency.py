@@ -17,8 +17,8 @@ from test_bench import bench
 from harness.device import Marks
 from harness.engine.decoder import CacheConfig
 from harness.engine.loop import decoder
+from harness.intervals import median_interval
 from harness.records import RecordStore
-from harness.report.intervals import median_interval
 from harness.tasks import latency
 from harness.tasks.lane import Lane, roofline, timing
 from harness.tasks.latency import Latency, LatencyOptions

@@ -13,8 +13,8 @@ from typing import Literal
 
 import numpy as np
 
+from harness.intervals import FEWEST_BLOCKS, clustered, median_interval, wilson
 from harness.records import Record
-from harness.report.intervals import FEWEST_BLOCKS, clustered, median_interval, wilson
 from harness.report.pairing import paired
 
 Verdict = Literal["better", "worse", "same", "can't tell"]

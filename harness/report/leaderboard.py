@@ -7,10 +7,10 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from harness.intervals import FEWEST_BLOCKS, SHORTEST_BLOCK
 from harness.records import Record, newest
 from harness.report import chart, sections
 from harness.report.charts.bytes import against_bytes
-from harness.report.intervals import FEWEST_BLOCKS, SHORTEST_BLOCK
 from harness.report.machines import by_machine
 from harness.report.markdown import md
 from harness.report.overview import overview

@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from harness.intervals import wilson
 from harness.records import Record
 from harness.report.common_tokens import common_stride, described, on_common, scores_all
 from harness.report.faults import faults
 from harness.report.front import front
-from harness.report.intervals import wilson
 from harness.report.markdown import cache_bytes, count, md, table, title
 from harness.report.pairing import question
 from harness.report.ranks import nll_pairs, rank_intervals

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from harness.intervals import FEWEST_BLOCKS, Interval, clustered, interval
 from harness.records import Record
-from harness.report.intervals import FEWEST_BLOCKS, Interval, clustered, interval
 
 Sums = tuple[NDArray[np.float64], NDArray[np.float64]]
 

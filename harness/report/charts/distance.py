@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from harness.intervals import wilson
 from harness.records import Record
 from harness.report import chart
 from harness.report.charts.parts import marks, panels, policy
-from harness.report.intervals import wilson
 from harness.report.machines import on_device
 from harness.report.markdown import told_apart
 

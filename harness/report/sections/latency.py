@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from harness.intervals import median_interval
 from harness.records import Record
 from harness.report.chart import Chart
 from harness.report.charts.latency import over_capacity
-from harness.report.intervals import median_interval
 from harness.report.machines import by_machine
 from harness.report.markdown import cache_bytes, count, in_bytes, label, md, status, table
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from harness.intervals import Interval
 from harness.records import Record
 from harness.report.chart import Chart
 from harness.report.charts.stream import over_the_stream
 from harness.report.common_tokens import common_stride, described, on_common, scores_all
-from harness.report.intervals import Interval
 from harness.report.machines import row_label
 from harness.report.markdown import cache_bytes, count, label, md, status, table
 from harness.report.pairing import paired, past_training, perplexity

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from harness.intervals import wilson
 from harness.records import Record
 from harness.report.chart import Chart
 from harness.report.charts.distance import over_distance
-from harness.report.intervals import wilson
 from harness.report.machines import row_label
 from harness.report.markdown import asked, cache_bytes, count, status, table
 
