@@ -32,6 +32,8 @@ class Source:
             mark = getattr(error, "problem_mark", None)
             line = f":{mark.line + 1}" if mark else ""
             raise UserError(f"{path}{line}: not YAML ({getattr(error, 'problem', None) or 'broken'})") from error
+        except RecursionError:
+            raise UserError(f"{path}: nested too deeply") from None
         if not isinstance(node, yaml.MappingNode):
             raise UserError(f"{path}:1: not a suite: expected 'suite:', 'version:', 'model:', 'task:', 'policies:'")
         self._note(node, ())
