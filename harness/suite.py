@@ -228,6 +228,8 @@ def _entry(suite: SuiteFile, index: int, source: Source) -> Iterator[Entry]:
     schema = entry_schema(name, policy)
     defaults = {"capacity": suite.capacity, "positions": suite.positions, "limit": suite.limit}
     fixed = {k: v for k, v in defaults.items() if k in schema.model_fields and v is not None} | given
+    for key in fixed.keys() - given.keys():
+        source.inherit((*at, key), (key,))
     for one in spread(fixed):
         chosen = validated(schema, one, source, at).model_dump()
         capacity, positions, limit = (chosen.pop(k, None) for k in _FIELDS_OF_ENTRIES)
@@ -239,8 +241,8 @@ def _entry(suite: SuiteFile, index: int, source: Source) -> Iterator[Entry]:
             if capacity is not None:
                 made.bind(capacity)
         except ValueError as error:
-            place = at if "capacity" in given or suite.capacity is None else ()
-            raise source.error((*place, "capacity"), f"{name}: {error}") from None
+            said = [key for key in one if source.is_overridden((*at, key))]
+            raise source.error((*at, *(said or ["capacity"])[:1]), f"{name}: {error}") from None
         yield name, made, capacity, positions or "cache", limit
 
 

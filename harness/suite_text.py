@@ -68,6 +68,15 @@ class Source:
             at = at[:-1]
         return UserError(f"{self.places[at]}: {message}")
 
+    def inherit(self, at: Location, origin: Location) -> None:
+        """What holds at one place is said at another."""
+        if origin in self.places:
+            self.places[at] = self.places[origin]
+
+    def is_overridden(self, at: Location) -> bool:
+        """Whether the command line said it."""
+        return self.places.get(at, "").startswith("--")
+
     def put(self, at: Location, value: Any, place: str) -> None:
         """Change the data from the command line, and remember who said so."""
         target: Any = self.data

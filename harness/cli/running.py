@@ -79,6 +79,7 @@ class Asked:
     def _again(self, results: Path) -> Cell:
         """The cell of a record."""
         from harness import suite as suites
+        from harness.hub import is_local_name
         from harness.records import RecordStore
 
         found = {r.cell_id: r for r in RecordStore(results).read_all()[0] if r.cell_id.startswith(self.suite)}
@@ -88,7 +89,12 @@ class Asked:
             raise UserError(
                 f"{self.suite}: a record's cell is measured as it was asked for; --policy, --set and --dtype change it"
             )
-        return suites.again(next(iter(found.values())).cell, self.model)
+        cell = suites.again(next(iter(found.values())).cell, self.model)
+        if self.model is None and is_local_name(cell.model.id):
+            raise UserError(
+                f"{self.suite}: its model {cell.model.id} was a local directory: say with --model DIR where it is now"
+            )
+        return cell
 
     def measured(
         self, results: Path, cells: Sequence[Cell], fresh: bool = False, block: int | None = None, walk: bool = False
