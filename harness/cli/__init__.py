@@ -92,6 +92,10 @@ def _code() -> int:
         return Exit.STOPPED
     except BrokenPipeError:
         raise
+    except SystemExit as left:
+        if isinstance(left.__context__, BrokenPipeError):  # click ends with 1 where it meets one
+            raise left.__context__ from None
+        raise
     except Exception as error:
         if isinstance(error, OSError) and error.errno in NO_ROOM:
             return _mistake(f"{error.filename or 'a temporary file'}: {error.strerror}; finished cells are kept")

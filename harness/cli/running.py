@@ -91,9 +91,7 @@ class Asked:
             )
         cell = suites.again(next(iter(found.values())).cell, self.model)
         if self.model is None and is_local_name(cell.model.id):
-            raise UserError(
-                f"{self.suite}: its model {cell.model.id} was a local directory: say with --model DIR where it is now"
-            )
+            raise UserError(f"{self.suite}: its model {cell.model.id} was a local directory: give --model DIR, where it is now")
         return cell
 
     def measured(
@@ -101,10 +99,9 @@ class Asked:
     ) -> list[Record]:
         """Their records, measured where they are not there yet, and shown while they are."""
         import torch
-        from rich.console import Console
 
         from harness.engine.load import device_of
-        from harness.progress import ProgressView
+        from harness.progress import ProgressView, StderrConsole
         from harness.records import RecordStore
         from harness.runner import RunOptions, run
 
@@ -112,5 +109,5 @@ class Asked:
             torch.set_num_threads(self.threads)
         directory = Path(self.data).expanduser() if self.data else None
         options = RunOptions(device_of(self.device), directory, block, walk, fresh)
-        with ProgressView(Console(stderr=True), debugging()) as view:
+        with ProgressView(StderrConsole(), debugging()) as view:
             return run(cells, RecordStore(results), options, view)
