@@ -28,6 +28,11 @@ def is_random(model: str) -> bool:
     return model.startswith(RANDOM)
 
 
+def is_local_name(model: str) -> bool:
+    """Whether an id is what a record keeps of a local directory, its name alone, and no such directory is here."""
+    return ":" not in model and "/" not in model and not Path(model).is_dir()
+
+
 def shapes() -> list[str]:
     """The published shapes that a model of random weights can take."""
     return sorted(p.stem for p in _SHAPES.glob("*.json"))
@@ -83,7 +88,7 @@ def model_directory(model: str, revision: str | None, allow_pickle: bool) -> Pat
         if not (directory / "config.json").exists():
             raise UserError(f"{model}: a directory without config.json, not a model")
     elif model.startswith((".", "/", "~")) or model.count("/") != 1:
-        raise UserError(f"{model}: no such directory, and not a hub id (owner/name)")
+        raise UserError(f"{model}: no such directory; a hub id names its owner too, as openai-community/gpt2 does")
     else:
         directory = _download(model, revision, allow_pickle)
     if not _weights(directory, allow_pickle):

@@ -44,6 +44,8 @@ def apply(source: Source, overrides: Overrides) -> None:
 def _yaml_value(text: str, place: str) -> Any:
     try:
         return yaml.safe_load(text)
+    except RecursionError:
+        raise UserError(f"{place[:40]}...: nested too deeply") from None
     except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{place}: '{text}' is not YAML") from error
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from types import TracebackType
 from typing import Self
@@ -9,10 +11,23 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeRemainingColumn
 
+from harness.errors import Exit
 from harness.records import Record
 from harness.report.sections import headline
 
 _EVERY = 20.0  # seconds between plain lines of one cell
+
+
+class StderrConsole(Console):
+    """Of stderr. When its reader has gone, the run ends as of SIGPIPE, and no cell is taken for failed by that."""
+
+    def __init__(self) -> None:
+        super().__init__(stderr=True)
+
+    def on_broken_pipe(self) -> None:
+        """As rich calls it; its own way out has the exit code of a crash."""
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+        raise SystemExit(Exit.CLOSED_PIPE)
 
 
 class ProgressView:

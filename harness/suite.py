@@ -8,10 +8,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import typing
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
@@ -23,6 +24,8 @@ from harness.suite_file import ModelSpec, SuiteFile
 from harness.suite_text import Location, Source, items, spread, validated
 from policies import Policy, PositionMode
 
+MOST_CELLS = 100_000
+T = TypeVar("T")
 _FIELDS_OF_ENTRIES = ("capacity", "positions", "limit")  # of a policy's entry, or of the suite for all its entries
 
 
@@ -67,25 +70,31 @@ class Cell:
 
 def labels(cells: Sequence[Cell]) -> dict[str, str]:
     """Short names by cell id, with what else differs between these cells: models, parameters, options of tasks."""
-    asked = {cell.id: cell.asked() for cell in cells}
-
-    def varying(part: str, cells: Iterable[Cell]) -> list[str]:
-        seen: dict[str, set[str]] = {}
-        for cell in cells:
-            for name, value in asked[cell.id][part].items():
-                seen.setdefault(name, set()).add(repr(value))
-        return [name for name, values in seen.items() if len(values) > 1]
-
-    models, tasks = len({cell.model.id for cell in cells}) > 1, len({cell.task.name for cell in cells}) > 1
+    asked = [cell.asked() for cell in cells]
+    tasks: dict[str, list[int]] = defaultdict(list)  # cells, by their place, whose tasks can be compared
+    rivals: dict[tuple[str, int | None], list[int]] = defaultdict(list)  # and whose parameters
+    for place, cell in enumerate(cells):
+        tasks[cell.task.name].append(place)
+        rivals[cell.name, cell.capacity].append(place)
+    options = {name: _varying(asked[place]["task"] for place in group) for name, group in tasks.items()}
+    parameters = {key: _varying(asked[place]["parameters"] for place in group) for key, group in rivals.items()}
+    several_models = len({cell.model.id for cell in cells}) > 1
     names = {}
-    for cell in cells:
-        rivals = [c for c in cells if (c.name, c.capacity) == (cell.name, cell.capacity)]
-        options = varying("task", [c for c in cells if c.task.name == cell.task.name])
-        parts = [*([cell.model.id] if models else []), *([cell.task.name] if tasks else []), cell.label]
-        parts += [f"{n} {asked[cell.id]['parameters'][n]}" for n in varying("parameters", rivals)]
-        parts += [f"{n} {asked[cell.id]['task'][n]}" for n in options if n in asked[cell.id]["task"]]
-        names[cell.id] = ", ".join(parts)
+    for cell, said in zip(cells, asked, strict=True):
+        parts = [*([cell.model.id] if several_models else []), *([cell.task.name] if len(tasks) > 1 else []), cell.label]
+        parts += [f"{n} {said['parameters'][n]}" for n in parameters[cell.name, cell.capacity]]
+        parts += [f"{n} {said['task'][n]}" for n in options[cell.task.name] if n in said["task"]]
+        names[digest(said)] = ", ".join(parts)
     return names
+
+
+def _varying(given: Iterable[dict[str, Any]]) -> list[str]:
+    """The keys under which these mappings hold different values."""
+    seen: dict[str, set[str]] = {}
+    for one in given:
+        for name, value in one.items():
+            seen.setdefault(name, set()).add(repr(value))
+    return [name for name, values in seen.items() if len(values) > 1]
 
 
 def find(name: str) -> Path:
@@ -119,19 +128,32 @@ def load(path: Path, overrides: Overrides | None = None) -> tuple[SuiteFile, lis
     source = Source(path)
     apply(source, overrides or Overrides())
     suite = validated(SuiteFile, source.data, source, ())
-    models = [validated(ModelSpec, m, source, ("model", *i)) for i, given in items(suite.model) for m in spread(given)]
-    tasks = [pair for i, given in items(suite.task) for pair in _tasks(given, source, ("task", *i))]
-    entries = [cell for i in range(len(suite.policies)) for cell in _entry(suite, i, source)]
+    models = _bounded(
+        (validated(ModelSpec, m, source, ("model", *i)) for i, given in items(suite.model) for m in spread(given)), path
+    )
+    tasks = _bounded((pair for i, given in items(suite.task) for pair in _tasks(given, source, ("task", *i))), path)
+    entries = _bounded((cell for i in range(len(suite.policies)) for cell in _entry(suite, i, source)), path)
     seeds = suite.seed if isinstance(suite.seed, list) else [suite.seed]
-    cells = [
-        Cell(suite.suite, suite.version, model, task, *entry, seed)
-        for model, (task, only), entry, seed in itertools.product(models, tasks, entries, seeds)
-        if only is None or entry[0] in only
-    ]
+    cells = _bounded(
+        (
+            Cell(suite.suite, suite.version, model, task, *entry, seed)
+            for model, (task, only), entry, seed in itertools.product(models, tasks, entries, seeds)
+            if only is None or entry[0] in only
+        ),
+        path,
+    )
     unique = list({cell.id: cell for cell in cells}.values())
     if not unique:
         raise UserError(f"{path}: 0 cells: an empty list somewhere")
     return suite, unique
+
+
+def _bounded(made: Iterable[T], path: Path) -> list[T]:
+    """All of them, if they are not too many: lists multiply quickly."""
+    first = list(itertools.islice(made, MOST_CELLS + 1))
+    if len(first) > MOST_CELLS:
+        raise UserError(f"{path}: more than {MOST_CELLS:,} cells: its lists multiply")
+    return first
 
 
 def again(record: dict[str, Any], model: str | None = None) -> Cell:
@@ -206,6 +228,8 @@ def _entry(suite: SuiteFile, index: int, source: Source) -> Iterator[Entry]:
     schema = entry_schema(name, policy)
     defaults = {"capacity": suite.capacity, "positions": suite.positions, "limit": suite.limit}
     fixed = {k: v for k, v in defaults.items() if k in schema.model_fields and v is not None} | given
+    for key in fixed.keys() - given.keys():
+        source.inherit((*at, key), (key,))
     for one in spread(fixed):
         chosen = validated(schema, one, source, at).model_dump()
         capacity, positions, limit = (chosen.pop(k, None) for k in _FIELDS_OF_ENTRIES)
@@ -217,8 +241,9 @@ def _entry(suite: SuiteFile, index: int, source: Source) -> Iterator[Entry]:
             if capacity is not None:
                 made.bind(capacity)
         except ValueError as error:
-            place = at if "capacity" in given or suite.capacity is None else ()
-            raise source.error((*place, "capacity"), f"{name}: {error}") from None
+            said = [key for key in one if source.is_overridden((*at, key))]
+            place = at if said or "capacity" in given or suite.capacity is None else ()
+            raise source.error((*place, *(said or ["capacity"])[:1]), f"{name}: {error}") from None
         except Exception as error:  # a policy of the user's may do anything
             raise source.error(at, f"{name}: {described(error)}") from error
         yield name, made, capacity, positions or "cache", limit

@@ -32,6 +32,8 @@ class Source:
             mark = getattr(error, "problem_mark", None)
             line = f":{mark.line + 1}" if mark else ""
             raise UserError(f"{path}{line}: not YAML ({getattr(error, 'problem', None) or 'broken'})") from error
+        except RecursionError:
+            raise UserError(f"{path}: nested too deeply") from None
         if not isinstance(node, yaml.MappingNode):
             raise UserError(f"{path}:1: not a suite: expected 'suite:', 'version:', 'model:', 'task:', 'policies:'")
         self._note(node, ())
@@ -65,6 +67,15 @@ class Source:
         while at not in self.places and at:
             at = at[:-1]
         return UserError(f"{self.places[at]}: {message}")
+
+    def inherit(self, at: Location, origin: Location) -> None:
+        """What holds at one place is said at another."""
+        if origin in self.places:
+            self.places[at] = self.places[origin]
+
+    def is_overridden(self, at: Location) -> bool:
+        """Whether the command line said it."""
+        return self.places.get(at, "").startswith("--")
 
     def put(self, at: Location, value: Any, place: str) -> None:
         """Change the data from the command line, and remember who said so."""

@@ -201,7 +201,9 @@ def test_a_model_that_gives_no_numbers_is_refused(tmp_path, model_dir, text_dir)
         (["run", "smoke", "--model", "./nowhere"], "no such directory"),
         (["run", "smoke", "--model", "EleutherAI/pythia-70m"], "hub is out of reach"),
         (["run", "smoke", "--set", "tokens=99999999"], "set tokens lower"),
-        (["run", "smoke", "--device", "toaster"], "toaster"),
+        (["run", "smoke", "--device", "toaster"], "--device toaster: expected auto, cpu, cuda, or cuda:1 and so on"),
+        (["run", "smoke", "--device", "meta"], "--device meta: expected auto"),
+        (["run", "smoke", "--model", "gpt2"], "gpt2: no such directory; a hub id names its owner too, as openai-community/gpt2"),
         (["list", "polices"], "policies"),
         (["policy", "check", "h20"], "did you mean 'h2o'?"),
         (["policy", "check", "h2o", "--set", "windw=3"], "did you mean 'window'?"),
@@ -282,6 +284,43 @@ def test_a_closed_pipe_is_no_error(tmp_path):
     )  # fmt: skip
     assert done.stdout == "{\n"
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+@pytest.mark.parametrize(("args", "code"), [("list tasks", 0), ("run nonsense", 2)])
+def test_a_closed_stream_is_no_error(tmp_path, args, code, closed):
+    """Whoever closes it wants to hear nothing there."""
+    done = subprocess.run(
+        f"{sys.executable} -m harness {args} {closed}", shell=True, cwd=tmp_path, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+    )  # fmt: skip
+    assert done.returncode == code
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("args", "stream"), [("run smoke", "stderr"), ("schema", "stdout")])
+def test_who_listens_no_more_ends_a_run_as_sigpipe_does(tmp_path, model_dir, text_dir, args, stream):
+    more = ["--model", str(model_dir), "--data", str(text_dir), "--set", "tokens=64"] if args == "run smoke" else []
+    to = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, stream: subprocess.PIPE}
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    with subprocess.Popen([sys.executable, "-m", "harness", *args.split(), *more], cwd=tmp_path, env=env, **to) as running:
+        getattr(running, stream).close()
+        assert running.wait(timeout=300) == 141
+    records, problems = RecordStore(tmp_path / "leaderboard/results").read_all()
+    assert not problems
+    assert not [r for r in records if r.status == "failed"]
+
+
+def test_the_cell_of_a_record_whose_model_was_a_directory_asks_for_it(ran, model_dir, text_dir, tmp_path):
+    folder, _ = ran
+    record = RecordStore(folder / "leaderboard/results").read_all()[0][0]
+    wanted = ["run", record.cell_id[:8], "--data", text_dir]
+    alone = bench(*wanted, cwd=folder)
+    assert alone.returncode == 2
+    assert alone.stderr == (
+        f"bench: {record.cell_id[:8]}: its model tiny-llama was a local directory: give --model DIR, where it is now\n"
+    )
+    assert bench(*wanted, "--model", model_dir, cwd=folder).returncode == 0
 
 
 @pytest.mark.parametrize("what", ["policies", "suites", "tasks"])

@@ -139,3 +139,83 @@ def test_one_book_by_its_number_ends_the_stream_where_it_ends(catalogue, model_d
     assert Perplexity.data(PerplexityOptions(book=10146, tokens=7), lambda: tokenizer, catalogue).tokens == 7
     with pytest.raises(UserError, match="no book 13"):
         Perplexity.data(PerplexityOptions(book=13), lambda: tokenizer, catalogue)
+
+
+def test_a_text_in_one_line_is_tokenised_in_bounded_pieces(shared, monkeypatch):
+    """Cut between words, its tokens are those of the whole, whatever tokenizer."""
+    from harness.data import stream as module
+    from harness.hub import model_directory
+
+    book = " ".join(next(pg19.books("test", shared / "data/pg19")[1]).text[:150_000].split())
+    for directory in (shared / "models/stories260K", model_directory("builtin:sink_2", None, False)):
+        tokenizer = load_tokenizer(directory)
+        whole = tokenizer(book, add_special_tokens=False)["input_ids"]
+        for piece in (1_000, 30_000):
+            monkeypatch.setattr(module, "_PIECE", piece)
+            ids, ends = module.tokenise(tokenizer, book, 10**9)
+            assert ids.tolist() == whole
+            assert ends[-1] == len(book.encode())
+            assert max(len(text) for _, text in module._pieces(book)) <= 2 * piece + 1
+
+
+@pytest.mark.parametrize(
+    "text", ["é word " * 4000, "naïve" * 4000, "a\n\n" * 9000, "日本語、" * 5000, " " * 20_000, "\U0001f642" * 9000]
+)
+def test_pieces_account_for_every_byte_of_any_text(model_dir, monkeypatch, text):
+    """A byte-level tokenizer without merges has a token a byte, wherever the text is cut."""
+    from harness.data import stream as module
+
+    monkeypatch.setattr(module, "_PIECE", 1000)
+    ids, ends = module.tokenise(load_tokenizer(model_dir), text, 10**9)
+    assert len(ids) == ends[-1] == len(text.encode())
+    assert load_tokenizer(model_dir).decode(ids) == text
+    assert max(len(piece) for _, piece in module._pieces(text)) <= 2001
+
+
+def test_long_texts_are_not_looked_at_beyond_what_is_asked_for(model_dir):
+    from harness.data.stream import tokenise
+
+    class Counting:
+        seen = 0
+        inner = load_tokenizer(model_dir)
+
+        def __call__(self, text, **options):
+            self.seen += len(text)
+            return self.inner(text, **options)
+
+    tokenizer = Counting()
+    assert len(tokenise(tokenizer, "one line " * 1_000_000, 600)[0]) == 600
+    assert tokenizer.seen <= 2**16
+
+
+@pytest.mark.parametrize(
+    ("column", "says"),
+    [
+        (pa.array([1, 2]), "holds int64, expected string"),
+        (pa.array([["a"], ["b"]]), "holds list<.*>, expected string"),
+        (pa.array([{"a": "b"}, {"a": "c"}]), "holds struct<.*>, expected string"),
+        (pa.array([b"\xff\xfe", b"x"]), "holds binary, expected string"),
+        (pa.StringArray.from_buffers(1, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"\xff\xfe")), "damaged: a row can't be"),
+    ],
+    ids=["int", "list", "struct", "binary", "not UTF-8"],
+)
+def test_parquet_whose_text_is_none_is_told_in_one_line(tmp_path, column, says):
+    pq.write_table(pa.table({"text": column}), tmp_path / "test.parquet")
+    with pytest.raises(UserError, match=f"test.parquet: .*{says}"):
+        list(pg19.books("test", tmp_path)[1])
+
+
+def test_strings_of_other_parquet_types_are_text(tmp_path):
+    for kind in (pa.large_string(), pa.dictionary(pa.int32(), pa.string())):
+        pq.write_table(pa.table({"text": pa.array(["some words"]).cast(kind)}), tmp_path / "test.parquet")
+        assert [b.text for b in pg19.books("test", tmp_path)[1]] == ["some words"]
+
+
+def test_parquet_with_damaged_pages_is_told_in_one_line(tmp_path):
+    file = tmp_path / "test.parquet"
+    pq.write_table(pa.table({"text": [f"some words {i} " * 500 for i in range(50)]}), file, compression="gzip")
+    content = bytearray(file.read_bytes())
+    content[4 : len(content) // 2] = b"\xaa" * (len(content) // 2 - 4)  # its footer stays whole
+    file.write_bytes(content)
+    with pytest.raises(UserError, match="test.parquet: damaged: a row can't be read"):
+        list(pg19.books("test", tmp_path)[1])

@@ -61,7 +61,7 @@ def test_a_task_can_be_for_some_of_the_policies(tmp_path):
         ("version: 1", "version: 0", "mine.yaml:2: version: "),
         ("version: 1", "", "mine.yaml:1: 'version' is missing"),
         ("capacity: [8, 16]", "capacity: [8, 2]", "mine.yaml:5: sink_window: capacity 2 can't hold sinks 2"),
-        ("capacity: [8, 16]", "capacity: 0", "mine.yaml:8: capacity: "),
+        ("capacity: [8, 16]", "capacity: 0", "mine.yaml:5: capacity: "),
         ("capacity: [8, 16]", "", "mine.yaml:8: sink_window needs a capacity"),
         ("  - dense\n", "  - {name: dense, capacity: 4}\n", "mine.yaml:7: unknown key 'capacity'"),
         ("model: {id: a/b}", "model: {id: a/b, dtype: int8}", "mine.yaml:3: dtype: "),
@@ -156,16 +156,21 @@ def test_policies_of_the_command_line_replace_the_suites(tmp_path):
 @pytest.mark.parametrize(
     ("setting", "error"),
     [
-        ("tokns=3", "unknown key 'tokns', did you mean 'tokens'?"),
-        ("tokens", "expected key=value"),
-        ("capacity=[1", "'[1' is not YAML"),
-        ("capacity=1", "sink_window: capacity 1 can't hold sinks 1 + window of at least 1"),
+        ("tokns=3", "--set tokns=3: unknown key 'tokns', did you mean 'tokens'?"),
+        ("tokens", "--set tokens: expected key=value"),
+        ("capacity=[1", "--set capacity=[1: '[1' is not YAML"),
+        ("capacity=1", "--set capacity=1: sink_window: capacity 1 can't hold sinks 1"),
+        ("capacity=0", "--set capacity=0: capacity: Input should be greater than or equal to 1, not 0"),
+        ("sinks=50", "--set sinks=50: sink_window: capacity 8 can't hold sinks 50"),
+        ("window=-3", "--set window=-3: sink_window: capacity 8 can't hold sinks 1 + window -3"),
+        ("tokens=0", "--set tokens=0: tokens: Input should be greater than or equal to 2, not 0"),
     ],
 )
-def test_a_wrong_setting_says_so(tmp_path, setting, error):
+def test_a_wrong_setting_is_told_as_one(tmp_path, setting, error):
+    """Not as a line of the suite, which says something else."""
     with pytest.raises(UserError) as caught:
         load(tmp_path, settings=["seed=3", setting])
-    assert str(caught.value) == f"--set {setting}: {error}"
+    assert str(caught.value).startswith(error)
 
 
 def test_a_local_models_place_is_not_part_of_the_cell(tmp_path, model_dir):
@@ -236,3 +241,75 @@ def test_the_cell_of_a_record_can_be_asked_for_again(tmp_path, index):
 def test_what_can_not_be_asked_for_any_more_says_so(tmp_path, change, says):
     with pytest.raises(UserError, match=says):
         suites.again(load(tmp_path)[1].asked() | change)
+
+
+BOUNDS = [
+    ("{name: perplexity, data: prose, tokens: TOKENS}", "tokens"),
+    ("{name: perplexity, tokens: TOKENS}", "tokens"),
+    ("{name: memory, tokens: TOKENS}", "tokens"),
+    ("{name: latency, tokens: TOKENS}", "tokens"),
+    ("{name: streameval, lines: TOKENS}", "1,000,000 lines together"),
+]
+
+
+@pytest.mark.parametrize("many", ["1000000000000", "1.0e+12", "1e12"])
+@pytest.mark.parametrize(("task", "says"), BOUNDS)
+def test_more_than_can_be_measured_is_refused_at_once(tmp_path, task, says, many):
+    """However it is written: YAML takes 1e12 for a word."""
+    with pytest.raises(UserError, match=r"mine\.yaml:4: ") as caught:
+        load(tmp_path, GOOD.replace("{name: perplexity, tokens: 100}", task.replace("TOKENS", many)))
+    assert says in str(caught.value) or "valid integer" in str(caught.value)
+
+
+def test_prose_of_as_many_tokens_as_can_be_made_is_not_refused(tmp_path):
+    task = "{name: perplexity, data: prose, tokens: TOKENS}"
+    assert load(tmp_path, GOOD.replace("{name: perplexity, tokens: 100}", task.replace("TOKENS", str(2**24))))
+    with pytest.raises(UserError, match="tokens 16,777,217 are more than the 16,777,216 of prose that can be generated"):
+        load(tmp_path, GOOD.replace("{name: perplexity, tokens: 100}", task.replace("TOKENS", str(2**24 + 1))))
+
+
+def test_labels_take_time_in_proportion_to_the_cells(tmp_path, monkeypatch):
+    """Counted, not timed: each cell's question is put together once, and so is its hash."""
+    cells = load(tmp_path, GOOD.replace("version: 1\n", f"version: 1\nseed: {list(range(400))}\n"))
+    asked, counted = suites.Cell.asked, []
+    monkeypatch.setattr(suites.Cell, "asked", lambda cell: (counted.append(cell), asked(cell))[1])
+    seen = []
+    varying = suites._varying
+    monkeypatch.setattr(suites, "_varying", lambda given: varying(seen.append(one) or one for one in given))
+    names = suites.labels(cells)
+    assert len(set(names.values())) == len(cells) == 2000
+    assert len(counted) == len(cells)
+    assert len(seen) == 2 * len(cells)
+
+
+def test_labels_say_what_differs_among_cells_of_one_policy_and_task(tmp_path):
+    tasks = "\n  - {name: perplexity, tokens: [50, 100]}\n  - {name: memory, tokens: 64}"
+    cells = load(tmp_path, GOOD.replace("{name: perplexity, tokens: 100}", tasks))
+    assert set(suites.labels(cells).values()) >= {
+        "perplexity, dense, tokens 50", "perplexity, sink_window 8, sinks 1, window 7, tokens 100",
+        "memory, sink_window 16, sinks 2, window 14", "memory, dense",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "lists",
+    [
+        f"seed: {list(range(50_000))}",
+        f"capacity: {list(range(8, 60_000))}",
+        f"task: {{name: perplexity, tokens: {list(range(100, 500))}, data_seed: {list(range(400))}}}",
+    ],
+    ids=["seeds", "capacities", "options"],
+)
+def test_more_cells_than_anyone_measures_are_refused(tmp_path, lists):
+    key = lists.split(":")[0]
+    kept = "".join(line for line in GOOD.splitlines(keepends=True) if not line.startswith(key))
+    with pytest.raises(UserError, match="mine.yaml: more than 100,000 cells: its lists multiply"):
+        load(tmp_path, kept.replace("version: 1\n", f"version: 1\n{lists}\n"))
+
+
+@pytest.mark.parametrize("opening", ["[", "{", "- ", "[{a: "])
+def test_brackets_without_end_are_refused_in_one_line(tmp_path, opening):
+    with pytest.raises(UserError, match=r"mine\.yaml.*(nested too deeply|not YAML|not a suite)"):
+        load(tmp_path, opening * 5000)
+    with pytest.raises(UserError, match="nested too deeply|not YAML"):
+        load(tmp_path, settings=["capacity=" + "[" * 5000])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import sys
 import traceback
-from typing import NoReturn
+from typing import TextIO
 
 import click
 
@@ -59,39 +60,72 @@ _accept_debug(cli)
 
 def main() -> None:
     """The console script: what goes wrong becomes one line and an exit code (`Exit`); a crash of ours keeps its traceback."""
+    _open_what_is_closed()
+    try:
+        code = _code()
+        sys.stdout.flush()  # so that a reader who has gone is noticed here and not at exit
+        sys.exit(code)
+    except BrokenPipeError:  # of stdout or of stderr: nobody listens any more
+        for stream in (sys.stdout, sys.stderr):
+            _to_nowhere(stream)
+        sys.exit(Exit.CLOSED_PIPE)
+
+
+def _code() -> int:
+    """Run the command line, and say what went wrong.
+
+    Raises:
+        BrokenPipeError: whoever read our output has gone.
+    """
     try:
         result = cli.main(standalone_mode=False)
-        sys.exit(result if isinstance(result, int) else Exit.OK)
+        return result if isinstance(result, int) else Exit.OK
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.ctx.get_help() if error.ctx else error.format_message(), err=True)
-        sys.exit(Exit.MISTAKE)
+        return Exit.MISTAKE
     except click.ClickException as error:
-        _mistake(error.format_message())
+        return _mistake(error.format_message())
     except UserError as error:
-        _mistake(str(error))
+        return _mistake(str(error))
     except (KeyboardInterrupt, click.Abort):
         click.echo("bench: stopped; finished cells are kept, run the same command again to go on", err=True)
-        sys.exit(Exit.STOPPED)
+        return Exit.STOPPED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(Exit.CLOSED_PIPE)
+        raise
+    except SystemExit as left:
+        if isinstance(left.__context__, BrokenPipeError):  # click ends with 1 where it meets one
+            raise left.__context__ from None
+        raise
     except Exception as error:
         if isinstance(error, OSError) and error.errno in NO_ROOM:
-            _mistake(f"{error.filename or 'a temporary file'}: {error.strerror}; finished cells are kept")
-        _crashed()
+            return _mistake(f"{error.filename or 'a temporary file'}: {error.strerror}; finished cells are kept")
+        return _crashed()
 
 
-def _mistake(message: str) -> NoReturn:
+def _open_what_is_closed() -> None:
+    """Give a process that was started with a closed stdout or stderr one that leads nowhere."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - for as long as the process lives
+
+
+def _to_nowhere(stream: TextIO) -> None:
+    """What is still to be written there, and would fail at exit."""
+    with contextlib.suppress(OSError, ValueError):  # one that is no file, as in tests
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _mistake(message: str) -> int:
     """One line; the traceback only if it was asked for."""
     if debugging():
         traceback.print_exc()
     click.echo(f"bench: {message}", err=True)
-    sys.exit(Exit.MISTAKE)
+    return Exit.MISTAKE
 
 
-def _crashed() -> NoReturn:
+def _crashed() -> int:
     """A bug of ours: everything that a report of it needs."""
     traceback.print_exc()
     where = f"kv-bench {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}"
     click.echo(f"bench: this is a bug of ours ({where}): please report the lines above; finished cells are kept", err=True)
-    sys.exit(Exit.CRASH)
+    return Exit.CRASH

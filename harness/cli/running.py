@@ -79,6 +79,7 @@ class Asked:
     def _again(self, results: Path) -> Cell:
         """The cell of a record."""
         from harness import suite as suites
+        from harness.hub import is_local_name
         from harness.records import RecordStore
 
         found = {r.cell_id: r for r in RecordStore(results).read_all()[0] if r.cell_id.startswith(self.suite)}
@@ -88,17 +89,19 @@ class Asked:
             raise UserError(
                 f"{self.suite}: a record's cell is measured as it was asked for; --policy, --set and --dtype change it"
             )
-        return suites.again(next(iter(found.values())).cell, self.model)
+        cell = suites.again(next(iter(found.values())).cell, self.model)
+        if self.model is None and is_local_name(cell.model.id):
+            raise UserError(f"{self.suite}: its model {cell.model.id} was a local directory: give --model DIR, where it is now")
+        return cell
 
     def measured(
         self, results: Path, cells: Sequence[Cell], fresh: bool = False, block: int | None = None, walk: bool = False
     ) -> list[Record]:
         """Their records, measured where they are not there yet, and shown while they are."""
         import torch
-        from rich.console import Console
 
         from harness.engine.load import device_of
-        from harness.progress import ProgressView
+        from harness.progress import ProgressView, StderrConsole
         from harness.records import RecordStore
         from harness.runner import RunOptions, run
 
@@ -106,5 +109,5 @@ class Asked:
             torch.set_num_threads(self.threads)
         directory = Path(self.data).expanduser() if self.data else None
         options = RunOptions(device_of(self.device), directory, block, walk, fresh)
-        with ProgressView(Console(stderr=True), debugging()) as view:
+        with ProgressView(StderrConsole(), debugging()) as view:
             return run(cells, RecordStore(results), options, view)

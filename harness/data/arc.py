@@ -60,18 +60,21 @@ def _files(directory: Path, subset: str, split: str) -> list[Path]:
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:
+    import pyarrow
     import pyarrow.json
     import pyarrow.parquet
-    from pyarrow.lib import ArrowInvalid
 
     try:
         table = pyarrow.parquet.read_table(file) if file.suffix == ".parquet" else pyarrow.json.read_json(file)
-    except (ArrowInvalid, OSError) as error:
+    except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{file}: not readable ({str(error).splitlines()[0]})") from error
     missing = [c for c in _COLUMNS if c not in table.column_names]
     if missing:
         raise UserError(f"{file}: no column '{missing[0]}', only {', '.join(table.column_names)}")
-    rows: list[dict[str, Any]] = table.to_pylist()
+    try:
+        rows: list[dict[str, Any]] = table.to_pylist()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file}: damaged: a row can't be read ({error})") from error
     return rows
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from harness.data.stream import Text
 from harness.errors import UserError
@@ -74,22 +75,36 @@ def _from_files(files: list[Path]) -> Iterator[Text]:
 
 
 def _from_parquet(file: Path) -> Iterator[Text]:
+    import pyarrow as pa
     import pyarrow.parquet as pq
-    from pyarrow.lib import ArrowInvalid
 
     try:
         table = pq.ParquetFile(file)
-    except (ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError) as error:
         raise UserError(f"{file}: not a readable parquet file ({str(error).splitlines()[0]})") from error
     names = table.schema_arrow.names
     if "text" not in names:
         raise UserError(f"{file}: no column 'text', only {', '.join(names)}")
+    kind = table.schema_arrow.field("text").type
+    if not _is_text(kind):
+        raise UserError(f"{file}: its column 'text' holds {kind}, expected string")
     titles = [c for c in ("short_book_title", "title") if c in names][:1]
     urls = [c for c in ("url",) if c in names]
-    for batch in table.iter_batches(batch_size=1, columns=["text", *titles, *urls]):
-        row = batch.to_pylist()[0]
-        title = str(row[titles[0]]) if titles else f"{file.stem} {batch.num_rows}"
-        yield Text(title, row["text"] or "", _number(row.get("url")))
+    try:
+        for batch in table.iter_batches(batch_size=1, columns=["text", *titles, *urls]):
+            row = batch.to_pylist()[0]
+            title = str(row[titles[0]]) if titles else f"{file.stem} {batch.num_rows}"
+            yield Text(title, row["text"] or "", _number(row.get("url")))
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file}: damaged: a row can't be read ({str(error).splitlines()[0]})") from error
+
+
+def _is_text(kind: Any) -> bool:
+    """Whether an Arrow type is one of strings, by itself or as numbers into a dictionary of strings."""
+    import pyarrow as pa
+
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
 def _number(url: object) -> int | None:

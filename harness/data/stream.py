@@ -15,9 +15,10 @@ from transformers import PreTrainedTokenizerBase
 
 from harness.errors import UserError
 
-_PIECE = 2**15  # characters tokenised at once, and on to the next line end
+_PIECE = 2**15  # characters tokenised at once, at least; at most twice as many
 _PART = 2**20  # token ids looked at at once
-_LINE_END = re.compile(r"\n(?=\S)")
+# Where a text may be cut, the first of these that there is. Across the first two no tokenizer in use joins characters.
+_CUTS = (re.compile(r"(?<=\n)(?=\S)"), re.compile(r"(?<=\w)(?= \w)"), re.compile(r"(?<=\S)(?=\s)"))
 
 
 @dataclass(frozen=True)
@@ -165,15 +166,17 @@ def stream(
 def tokenise(tokenizer: PreTrainedTokenizerBase, text: str, most: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """At most so many token ids of a text, and the UTF-8 byte of the text at which each ends.
 
-    In pieces, because what a tokenizer returns takes kilobytes a token. A piece begins with the line end that the one
-    before it ended with, whose tokens are dropped again: so the tokens are those of the text as a whole.
+    In pieces, because what a tokenizer returns takes kilobytes a token. A piece begins with the character that the one
+    before it ended with, whose tokens are dropped again: so the tokens are those of the text as a whole. There are two
+    exceptions. A tokenizer that looks ahead for the end of white space, as GPT-2's does, may put several line ends before
+    a cut in other tokens. And in 32,768 characters without a blank between two words, the cut may be inside a token.
     """
     ids, ends, byte = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
-    for start, piece in _pieces(text):
-        overlap = 1 if start else 0
+    for overlap, piece in _pieces(text):
         encoded = tokenizer(piece, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         stops = np.array([end for _, end in encoded["offset_mapping"]], np.int64).reshape(-1)
-        byte_at = np.cumsum([0, *(len(c.encode()) for c in piece)]) - overlap
+        byte_at = np.cumsum([0, *(len(c.encode()) for c in piece)])
+        byte_at -= byte_at[overlap]
         new = stops > overlap if overlap else np.ones(len(stops), bool)
         ids.append(np.array(encoded["input_ids"], np.int64)[new])
         ends.append(byte + np.maximum.accumulate(byte_at[stops[new]]) if new.any() else stops[new])
@@ -186,12 +189,18 @@ def tokenise(tokenizer: PreTrainedTokenizerBase, text: str, most: int) -> tuple[
 
 
 def _pieces(text: str) -> Iterator[tuple[int, str]]:
-    """The text cut behind line ends that a word follows, each piece beginning with the last character before it."""
-    start = 0
+    """The text in pieces, each with how many of its characters the piece before it has too."""
+    start = overlap = 0
     while start < len(text):
-        stop = len(text)
-        if stop - start > _PIECE:
-            cut = _LINE_END.search(text, start + _PIECE)
-            stop = cut.end() if cut else stop
-        yield start, text[max(start - 1, 0) : stop]
-        start = stop
+        stop, apart = _cut(text, start)
+        yield overlap, text[start - overlap : stop]
+        start, overlap = stop, int(apart)
+
+
+def _cut(text: str, start: int) -> tuple[int, bool]:
+    """Where the piece that begins at `start` ends, and whether characters before and after it are in different tokens."""
+    least, most = start + _PIECE, start + 2 * _PIECE
+    for cut in _CUTS:
+        if found := cut.search(text, least + 1, most):
+            return found.start(), True
+    return min(most, len(text)), False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,12 @@ def device_of(name: str) -> torch.device:
     """The device of a name; "auto" is CUDA where there is one.
 
     Raises:
-        UserError: there is no such device.
+        UserError: it is no name of a device, or there is no such device.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", name):
+        raise UserError(f"--device {name}: expected auto, cpu, cuda, or cuda:1 and so on")
     try:
         device = torch.device(name)
         torch.empty(1, device=device)

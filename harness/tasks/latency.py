@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 from harness.device import bandwidth, multiply_rate
 from harness.engine.selfcheck import free_bytes
 from harness.tasks.lane import Lane
-from harness.tasks.task import Job, Options, RandomTokens, Task, Tokenizer
+from harness.tasks.task import LONGEST, Job, Options, RandomTokens, Task, Tokenizer
 
 _FIRST_POINT = 256  # tokens into the stream; every further point is at the double
 _PROMPTS = 7  # prompts read for the time to the first token; the first one warms up
@@ -29,7 +29,7 @@ class LatencyOptions(Options):
     """Options of the latency task."""
 
     name: Literal["latency"] = "latency"
-    tokens: int = Field(4096, ge=2, description="length of the stream; its end is where the steady state is measured")
+    tokens: int = Field(4096, ge=2, le=LONGEST, description="length of the stream; its end is where the steady state is measured")
     prompt: int = Field(256, ge=1, description="tokens of the prompt whose answer's first token is waited for")
     batch: int = Field(1, ge=1, description="streams side by side")
     steps: int = Field(16, ge=1, description="decode steps of a cell in a row, at most, before it is the next cell's turn")

@@ -21,7 +21,7 @@ from harness.engine.loop import decoder
 from harness.engine.model import Model
 from harness.engine.rotary import Rotation
 from harness.engine.slots import BUCKET
-from harness.tasks.task import Job, Options, RandomTokens, Task, Tokenizer
+from harness.tasks.task import LONGEST, Job, Options, RandomTokens, Task, Tokenizer
 from policies.window import Window
 
 _AGREE = 0.02  # of what is reported: how far what is found may be from it,
@@ -33,8 +33,8 @@ class MemoryOptions(Options):
     """Options of the memory task."""
 
     name: Literal["memory"] = "memory"
-    tokens: int = Field(16384, ge=16, description="length of the stream")
-    points: int = Field(16, ge=4, description="equal parts of the stream after each of which memory is read")
+    tokens: int = Field(16384, ge=16, le=LONGEST, description="length of the stream")
+    points: int = Field(16, ge=4, le=10_000, description="equal parts of the stream after each of which memory is read")
     batch: int = Field(1, ge=1, description="streams side by side")
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -24,8 +24,9 @@ from harness.data import pg19
 from harness.data.facts import told
 from harness.data.prose import Prose
 from harness.data.stream import Text, TokenStream, newline, stream
-from harness.tasks.task import Job, MeasurementError, Options, Task, Tokenizer
+from harness.tasks.task import LONGEST, Job, MeasurementError, Options, Task, Tokenizer
 
+_MOST_PROSE = 2**24  # tokens: its text is made in memory
 _CHARACTERS = 8  # of prose made for a token, more than any tokenizer of ours puts into one
 
 
@@ -35,7 +36,7 @@ class PerplexityOptions(Options):
     name: Literal["perplexity"] = "perplexity"
     data: Literal["pg19", "prose"] = Field("pg19", description="the text: books, or prose generated here")
     split: Literal["train", "validation", "test"] = Field("test", description="of the data")
-    tokens: int = Field(65536, ge=2, description="length of the stream in tokens, prefix not counted")
+    tokens: int = Field(65536, ge=2, le=LONGEST, description="length of the stream in tokens, prefix not counted")
     book: int | None = Field(
         None, ge=1, description="only the book of this number in Project Gutenberg's catalogue, up to `tokens`"
     )
@@ -47,6 +48,12 @@ class PerplexityOptions(Options):
     stride: int = Field(
         1, ge=1, description="recompute_window scores every stride-th token; the others score all, and keep sums on the same"
     )
+
+    @model_validator(mode="after")
+    def _can_be_made(self) -> Self:
+        if self.data == "prose" and self.tokens > _MOST_PROSE:
+            raise ValueError(f"tokens {self.tokens:,} are more than the {_MOST_PROSE:,} of prose that can be generated")
+        return self
 
 
 class Perplexity(Task):

@@ -18,6 +18,7 @@ from harness.data.questions import QuizData, Script, quiz_data
 from harness.tasks.answering import Context, answered
 from harness.tasks.task import Job, MeasurementError, Options, Task, Tokenizer
 
+_MOST_LINES = 10**6  # of all streams: their text is made in memory
 HEADER = "A record of numbered lines follows. Remember what the register of every line holds.\n"
 
 
@@ -41,6 +42,8 @@ class StreamEvalOptions(Options):
                 f"distance {self.distance} is beyond the stream: its last question comes after line "
                 f"{self.lines - self.lines % self.query_every}"
             )
+        if self.streams * self.lines > _MOST_LINES:
+            raise ValueError(f"{self.streams:,} streams of {self.lines:,} lines are more than {_MOST_LINES:,} lines together")
         if self.highest < self.lowest:
             raise ValueError(f"highest {self.highest} is below lowest {self.lowest}")
         return self

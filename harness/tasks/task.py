@@ -18,6 +18,9 @@ from harness.engine.model import Model
 Tokenizer = Callable[[], PreTrainedTokenizerBase]  # loaded when called: not every task needs one
 
 
+LONGEST = 10**9  # tokens that a task may be asked for: days of work
+
+
 class Options(BaseModel):
     """Options of a task, as a suite gives them; unknown ones are errors."""
 
