@@ -142,6 +142,7 @@ def weights_digest(directory: Path) -> str:
         cache = {} if folder is None else json.loads((folder / "digests.json").read_text())
     except (OSError, ValueError):
         cache = {}
+    cache = cache if isinstance(cache, dict) else {}  # damaged: whole JSON, but of something else
     known = dict(cache)
     for file in files:
         stat = file.stat()

@@ -27,7 +27,7 @@ from harness.report import gate
 from harness.report.compare import differences
 from harness.report.leaderboard import render
 from harness.report.verify import problems
-from harness.tasks.lm_eval import _sample
+from harness.tasks.lm_eval import LmEval, LmEvalOptions, _sample, _template
 from harness.tasks.task import MeasurementError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # lm-eval and its packages have opinions of their own
@@ -309,6 +309,41 @@ def test_a_questions_score_is_a_number_or_a_log_likelihood_with_its_weight(metri
 def test_a_metric_that_is_no_number_is_refused():
     with pytest.raises(MeasurementError, match="name another"):
         _sample({"f1": {"a": 1}, "doc_id": 0, "target": "", "resps": []}, "f1")
+
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% if not loop.last %}</s>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture
+def chatting(model_dir):
+    """A tokenizer with a chat template."""
+    tokenizer = load_tokenizer(model_dir)
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_the_chat_template_is_applied_as_lm_evals_own_model_does(chatting, model_dir, begun):
+    """With the answer's opening where it is to be given, without where its beginning is in the prompt."""
+    history = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}, {"role": "user", "content": "3?"}]
+    reference = theirs(model_dir)
+    reference.tokenizer = chatting
+    ours = _template(chatting)(history, add_generation_prompt=begun)
+    assert ours == reference.apply_chat_template(history, add_generation_prompt=begun)
+    assert ours == "<user>2 + 2?</s><assistant>4</s><user>3?" + "<assistant>" * begun
+
+
+def test_a_task_in_the_chat_template_asks_other_questions(chatting):
+    plain, chat = (
+        LmEval.data(LmEvalOptions(tasks="kvbench_cloze", limit=2, chat_template=on), lambda: chatting, None)
+        for on in (None, True)
+    )
+    asked = [[i.args[0] for task in data.loaded["tasks"].values() for i in task.instances] for data in (plain, chat)]
+    assert [f"<user>{text}<assistant>" for text in asked[0]] == asked[1]
+    assert plain.ids_sha256 != chat.ids_sha256
 
 
 def test_sampling_is_refused():

@@ -1,0 +1,75 @@
+"""How a run is shown: live on a terminal, in plain lines elsewhere."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+from test_records import record
+
+from harness import progress
+from harness.progress import ProgressView
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds that pass when the test says so."""
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    return now
+
+
+def console(terminal: bool) -> Console:
+    return Console(file=io.StringIO(), force_terminal=terminal, width=160, color_system=None, legacy_windows=False)
+
+
+def finished(**changes):
+    return record(facts={"seconds": 2.0, "tokens_per_second": 6400.0}, **changes)
+
+
+def test_on_a_terminal_a_live_line_shows_the_cell_and_its_speed(clock):
+    screen = console(terminal=True)
+    with ProgressView(screen) as view:
+        view.begin("h2o 8", 1, 3, 12800)
+        (task,) = view._bar.tasks
+        assert (task.description, task.total, task.fields["speed"]) == ("[1/3] h2o 8", 12800, "")
+        clock[0] += 2
+        view.advance(6400, "nll 2.0")
+        assert (task.completed, task.fields["speed"]) == (6400, "3,200 tokens/s, nll 2.0")
+        view._bar.refresh()
+        live = screen.file.getvalue()
+        assert "[1/3] h2o 8" in live
+        assert "3,200 tokens/s, nll 2.0" in live
+        clock[0] += 60
+        view.advance(12800, "nll 2.0")
+        assert "left" not in screen.file.getvalue(), "no plain lines beside the live one"
+        view.end("h2o 8", finished(), False)
+        assert view._bar.tasks == [], "a finished cell has its line of results and no bar"
+    assert "[1/3] h2o 8: perplexity" in screen.file.getvalue()
+    assert "6,400 tokens/s, 2.0 s" in screen.file.getvalue()
+
+
+def test_a_task_of_unknown_length_has_no_share(clock):
+    with ProgressView(console(terminal=True)) as view:
+        view.begin("h2o 8", 1, 1, 0)
+        view.advance(6400, "2 sittings")
+        (task,) = view._bar.tasks
+        assert (task.total, task.completed, task.fields["speed"]) == (None, 0, "2 sittings")
+
+
+def test_elsewhere_a_line_is_written_now_and_then(clock):
+    screen = console(terminal=False)
+    with ProgressView(screen) as view:
+        view.begin("h2o 8", 1, 2, 1000)
+        clock[0] += 10
+        view.advance(100, "nll 2.0")
+        assert screen.file.getvalue() == ""
+        clock[0] += 15
+        view.advance(250, "nll 2.0")
+        assert screen.file.getvalue() == "[1/2] h2o 8: 250 of 1,000 tokens, 10 tokens/s, nll 2.0, 75 s left\n"
+        view.end("h2o 8", finished(), True)
+        view.end("random 8", finished(status="failed", error={"kind": "MemoryError", "message": "no room"}), False)
+    lines = screen.file.getvalue().splitlines()
+    assert lines[1] == "h2o 8: finished before, skipped (--fresh measures it again)"
+    assert lines[2].startswith("[2/2] random 8: FAILED, MemoryError: no room")
