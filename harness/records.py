@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import os
 import re
 import stat
 from collections.abc import Callable, Iterable, Iterator
@@ -191,7 +192,10 @@ class RecordStore:
 def read(path: Path) -> Record | Problem:
     """One record, or what is wrong with the file. Whatever the file is, this raises nothing and waits for nothing."""
     try:
-        value = _json(path)
+        unfit = _unfit(path.stat())
+        if unfit is not None:
+            return Problem(path, unfit)
+        value = from_json(path.read_bytes(), allow_inf_nan=False)  # and a ValueError where it is nested too deeply
     except FileNotFoundError:
         return Problem(path, "not there")
     except (OSError, ValueError) as error:
@@ -213,19 +217,11 @@ def read(path: Path) -> Record | Problem:
     return Record(**value) if wrong is None else Problem(path, f"not a whole record ({visible(wrong)})")
 
 
-def _json(path: Path) -> Any:
-    """What a file holds.
-
-    Raises:
-        OSError: it can't be read, or is no regular file: a pipe would never end.
-        ValueError: it is no JSON, or too large, or nested too deeply.
-    """
-    about = path.stat()
+def _unfit(about: os.stat_result) -> str | None:
+    """Why a file is not even opened: of a pipe there would be no end."""
     if not stat.S_ISREG(about.st_mode):
-        raise OSError("no regular file")
-    if about.st_size > _LARGEST_FILE:
-        raise ValueError("too large")
-    return from_json(path.read_bytes(), allow_inf_nan=False)
+        return "no regular file"
+    return f"larger than {_LARGEST_FILE >> 20} MiB" if about.st_size > _LARGEST_FILE else None
 
 
 def from_the_future(records: Iterable[Record], now: datetime.datetime) -> list[Record]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import hashlib
 import io
 import json
@@ -92,21 +93,26 @@ def mutated(record: dict[str, Any], draw: random.Random) -> dict[str, Any]:
     return record
 
 
+def _value(draw: random.Random) -> Any:
+    """A hostile value, its own: what is put into it later is put into no other."""
+    return copy.deepcopy(draw.choice(VALUES))
+
+
 def _spoil(holder: Any, key: Any, draw: random.Random) -> None:
     """Replace, drop, lengthen, scale or add a part."""
     old, how = holder[key], draw.random()
     if how < 0.55:
-        holder[key] = draw.choice(VALUES)
+        holder[key] = _value(draw)
     elif how < 0.7:
         del holder[key]
     elif how < 0.85 and isinstance(old, (int, float)) and not isinstance(old, bool):
         holder[key] = old * draw.choice([-1, 0, 1e6, 1e-9, 10**18])
     elif isinstance(old, list):
-        holder[key] = draw.choice([old[:-1], old * 2, old[::-1], [*old, draw.choice(VALUES)]])
+        holder[key] = copy.deepcopy(draw.choice([old[:-1], old * 2, old[::-1], [*old, _value(draw)]]))
     elif isinstance(old, dict):
-        old[draw.choice(["x", "", "=1", "\u202e", "name", "flags", "questions", "nll", "rounds_ms"])] = draw.choice(VALUES)
+        old[draw.choice(["x", "", "=1", "\u202e", "name", "flags", "questions", "nll", "rounds_ms"])] = _value(draw)
     else:
-        holder[key] = draw.choice(VALUES)
+        holder[key] = _value(draw)
 
 
 def spoil_file(path: Path, draw: random.Random) -> None:

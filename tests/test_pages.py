@@ -32,7 +32,8 @@ def results(tmp_path):
 
 
 def contents(folder):
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    """Files by name, but for those that are still on their way to it."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.name[0] != "." and p.is_file()}
 
 
 def test_without_records_nothing_is_touched(results, tmp_path, capsys):
@@ -120,10 +121,13 @@ def test_two_renderings_at_once_leave_whole_pages(results, tmp_path, capsys):
         for process in both:
             process.start()
         started.set()
+        while any(p.is_alive() for p in both):
+            assert contents(out.parent) == whole, "whoever reads meanwhile sees whole files"
         for process in both:
             process.join()
         assert [p.exitcode for p in both] == [0, 0]
         assert contents(out.parent) == whole
+        assert not list(out.parent.rglob("*.partial"))
 
 
 def test_a_record_that_breaks_a_section_is_named_and_left_out(results, tmp_path, capsys):
@@ -160,6 +164,22 @@ def test_a_page_that_can_not_be_made_of_no_records_either_is_a_bug_of_ours():
 
     with pytest.raises(KeyError, match="ours"):
         made_of([record()], make)
+
+
+def test_a_pair_that_can_not_be_compared_is_a_row_of_its_own(tmp_path, capsys):
+    """Its traces are garbage, and their hashes say that they are right."""
+    for name, nll in (("a", 2.0), ("b", 2.1)):
+        garbage = tmp_path / "garbage"
+        garbage.write_bytes(b"\x93NUMPY" + name.encode())
+        store = RecordStore(tmp_path / name)
+        store.write(record(nll=nll), garbage)
+        store.write(record("window", nll=nll))
+        (tmp_path / name / "broken.json").write_text("{")
+    code, out, err = bench(capsys, "compare", tmp_path / "a", tmp_path / "b")
+    assert code == 0
+    assert [("h2o" in line, "can't be compared (" in line) for line in out.splitlines()[1:]].count((True, True)) == 1
+    assert any("window" in line and "nll" in line for line in out.splitlines())
+    assert [str(tmp_path / name / "broken.json") in err for name in ("a", "b")] == [True, True], "what is skipped is named"
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -135,7 +135,12 @@ def test_what_can_not_be_read_is_a_problem_and_no_wait(tmp_path: Path, kind: str
         "latin-1": lambda: path.write_bytes('{"version": 1, "x": "é"}'.encode("latin-1")),
     }
     make[kind]()
-    assert isinstance(read(path), Problem)
+    found = read(path)
+    assert isinstance(found, Problem)
+    expected = {"dangling": "not there", "huge": "larger than 64 MiB"} | dict.fromkeys(
+        ["pipe", "folder", "device"], "no regular file"
+    )
+    assert expected.get(kind, "not readable as JSON") in found.reason
     assert [p.path for p in RecordStore(tmp_path).read_all()[1]] == [path]
 
 
