@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from harness.errors import UserError
+from harness.errors import RefusedModelError, UserError
 from harness.failure import ApartError, failure
 
 _CHILD = "from harness.apart import child; child()"
@@ -54,7 +54,7 @@ def measure(request: dict[str, Any], progress: Callable[[int, str], None]) -> di
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.close()  # type: ignore[union-attr]
     if "mistake" in answer:
-        raise UserError(answer["mistake"])
+        raise (RefusedModelError if answer["refused"] else UserError)(answer["mistake"])
     if "failure" in answer:
         raise ApartError(answer["failure"])
     if process.returncode < 0:
@@ -93,7 +93,7 @@ def child() -> None:
     try:
         answer = _answer(json.loads(line), out)
     except UserError as error:
-        answer = {"mistake": str(error)}
+        answer = {"mistake": str(error), "refused": isinstance(error, RefusedModelError)}
     except Exception as error:  # the parent tells of it
         answer = {"failure": failure(error)}
     with contextlib.suppress(BrokenPipeError):  # the parent has gone

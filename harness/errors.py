@@ -37,6 +37,10 @@ class UserError(ValueError):
         super().__init__("".join(c if c.isprintable() else " " for c in message))
 
 
+class RefusedModelError(UserError):
+    """A model whose files are fine, and which can't be driven exactly."""
+
+
 def where(error: BaseException) -> str:
     """The line of a user's code that an error comes from, as "my_policy.py:17, in importance"; empty if it was never raised.
 

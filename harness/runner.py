@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from harness import __version__, apart
+from harness.calibration import calibration_ms
 from harness.device import device_name, instructions, wait_for
 from harness.engine.decoder import CacheConfig
 from harness.engine.fastcheck import FastCheck, fast_method
@@ -302,6 +303,7 @@ def _facts(options: RunOptions, item: Prepared, seconds: float, worked: float | 
         "instructions": instructions(options.device),
         "threads": torch.get_num_threads(),
         "seconds": round(seconds, 3),
+        "calibration_ms": calibration_ms(options.device),
         **speed,
         "versions": {"kv-bench": __version__, "python": platform.python_version(), **{p: version(p) for p in packages}},
         "platform": f"{platform.system()} {platform.machine()}",

@@ -1,65 +1,175 @@
-"""The gate on the whole quickstart suite: runs between which nothing changed, and four regressions. Half an hour.
+"""The gate against runs between which nothing changed, and against every regression of tests/injected.py and tests/tampered.py.
 
-`python tests/gate_experiment.py --baseline leaderboard/baselines/quickstart --runs 20` prints a line a run: what the gate said.
-Quality regressions are measured by the plain walk, which is what they break; the baseline agrees with it to rounding.
+    python tests/gate_experiment.py --baseline leaderboard/baselines/quickstart --runs 20 --out gate.jsonl
+    python tests/gate_experiment.py --only kernel --only RoPE --runs 0 --out gate.jsonl
+
+A line a run, and at the end a table in markdown; exit code 1 if anything came out otherwise than expected. What is in the file
+already is not run again, so that it can be done in pieces. Wants the machine to itself, and a baseline that was made on it.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
+import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
-import injected
+from injected import INJECTIONS, Injection
+from tampered import TAMPERED, Tampering, copied
 
-from harness.cli.judge import _again, _latency_run
-from harness.cli.running import Asked
+from harness.cli.rerun import asked_again, with_those_beside
+from harness.errors import RefusedModelError, UserError
+from harness.records import RecordStore
 from harness.report import baseline, gate
 
-_RED: dict[str, tuple[Callable[[], AbstractContextManager[None]], set[str], bool]] = {
-    "H2O 30 % slower": (injected.slowdown, {"latency"}, False),
-    "a wrong rank": (injected.wrong_rank, {"perplexity"}, True),
-    "a slot too many": (injected.larger_cache, {"perplexity", "streameval"}, True),
-    "perplexity +0.5 %": (injected.worse, {"perplexity"}, False),
-}
+Outcome = dict[str, Any]  # name, expected, red (checks with their numbers), code, says, surprise, seconds
 
 
-def judged(folder: Path, broken: AbstractContextManager[None], tasks: set[str] | None, walk: bool) -> list[gate.Finding]:
-    """What the gate finds in a run of the baseline's suite, with the second chance that a run gives."""
-    about, records = baseline.load(folder)
-    asked = Asked(about.suite, **about.options)
-    cells = [c for c in asked.cells() if tasks is None or c.task.name in tasks]
-    held = [r for r in records if r.cell_id in {c.id for c in cells}]
-    with tempfile.TemporaryDirectory() as scratch, broken:
-        now = asked.measured(Path(scratch) / "now", cells, fresh=True, walk=walk)
-        findings = gate.check((held, folder), (now, Path(scratch) / "now"), about.bands)
-        return _again(findings, lambda n: _latency_run(asked, Path(scratch) / str(n)), about.bands, records)
+class Experiment:
+    """One baseline, and where what was seen is written down."""
+
+    def __init__(self, folder: Path, out: Path, model: str | None, data: str | None) -> None:
+        self.folder, self.out = folder, out
+        self.about, self.records = baseline.load(folder)
+        self.asked = asked_again(self.about, folder, model, data)
+        self.cells = self.asked.cells()
+        self.done: list[Outcome] = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+
+    def unchanged(self, number: int) -> Outcome:
+        """A whole run without a change: green."""
+        return self._outcome(f"nothing changed, run {number}", None, self._judged(nullcontext(), None, False))
+
+    def injected(self, name: str, injection: Injection) -> Outcome:
+        """A run of broken code: red by the check that is expected."""
+        caught, because = injection.caught, injection.because
+        if injection.hides is not None:
+            policy, share = injection.hides
+            above = self._band_of(policy)
+            if above > share:
+                caught, because = None, f"not caught: the band of {policy} reaches {above:.0%} above its ratio in this baseline"
+        findings = self._judged(injection.broken(), set(injection.tasks), injection.walk)
+        return self._outcome(name, caught, findings, because, hides=injection.hides is not None)
+
+    def tampered(self, name: str, tampering: Tampering) -> Outcome:
+        """Records that were changed after they were measured: nothing is measured."""
+        with tempfile.TemporaryDirectory() as scratch:
+            copy = Path(scratch) / "copy"
+            if tampering.side == "now":
+                tampering.change(copied(self.folder, copy))
+                records = RecordStore(copy).read_all()[0]
+                findings = gate.check((self.records, self.folder), (records, copy), self.about.bands)
+                return self._outcome(name, tampering.caught, findings, tampering.because)
+            shutil.copytree(self.folder, copy)
+            tampering.change(copy)
+            try:
+                baseline.load(copy)
+            except UserError as error:
+                says = str(error).replace(str(copy), self.folder.name)
+                return _outcome(name, tampering.caught, {"load": 1}, 2, says)
+        return _outcome(name, tampering.caught, {}, 0, "the baseline was read as if nothing had happened")
+
+    def _judged(self, broken: AbstractContextManager[None], tasks: set[str] | None, walk: bool) -> list[gate.Finding]:
+        """What `bench check` finds in these tasks' cells while the code is broken, with its second and third looks."""
+        cells = [c for c in self.cells if tasks is None or c.task.name in tasks]
+        ids = {c.id for c in cells}
+        base = ([r for r in self.records if r.cell_id in ids], self.folder)
+        tries = itertools.count()
+        with tempfile.TemporaryDirectory() as scratch, broken:
+
+            def measured(chosen: set[str]) -> tuple[list[Any], Path]:
+                target = Path(scratch) / f"{next(tries)}"
+                return self.asked.measured(target, with_those_beside(chosen, cells), fresh=True, walk=walk), target
+
+            try:
+                now = measured(ids)
+            except RefusedModelError as error:
+                return gate.check(base, ([], Path(scratch)), self.about.bands, refused=str(error))
+            findings = gate.check(base, now, self.about.bands)
+            return gate.looked_again(findings, base[0], self.about.bands, lambda chosen: measured(set(chosen))[0])
+
+    def _band_of(self, policy: str) -> float:
+        """How far a policy's band reaches above its ratio, as a share of it."""
+        ids = {r.cell_id for r in self.records if r.cell["policy"] == policy}
+        return max((b.high / b.ratio for cell, b in self.about.bands.items() if cell in ids), default=float("inf")) - 1
+
+    def _outcome(
+        self, name: str, caught: str | None, findings: list[gate.Finding], because: str = "", hides: bool = False
+    ) -> Outcome:
+        bad = [f for f in findings if f.state in gate.CODES]
+        red = dict(Counter(f.check for f in bad))
+        first = next((f for f in bad if f.check == caught), bad[0] if bad else None)
+        says = f"{first.cell.split(', ', 1)[1]}: {first.says}" if first else because or f"{len(findings)} checks"
+        found = _outcome(name, caught, red, int(gate.exit_code(findings)), says)
+        if hides and caught is None:
+            found["surprise"] = False  # it may be seen all the same
+        return found
+
+
+def _outcome(name: str, caught: str | None, red: dict[str, int], code: int, says: str) -> Outcome:
+    surprise = (caught not in red) if caught else bool(red)
+    return {"name": name, "expected": caught, "red": red, "code": code, "says": says, "surprise": surprise}
+
+
+def planned(experiment: Experiment, runs: int, only: list[str]) -> Iterator[tuple[str, Any]]:
+    """What is to be done, with what does it. Runs without a change are asked for by their number alone."""
+    names = {o["name"] for o in experiment.done}
+    for number in range(1, runs + 1):
+        if f"nothing changed, run {number}" not in names:
+            yield f"nothing changed, run {number}", lambda number=number: experiment.unchanged(number)
+    for table, do in ((INJECTIONS, experiment.injected), (TAMPERED, experiment.tampered)):
+        for name, what in table.items():
+            if name not in names and (not only or any(part in name for part in only)):
+                yield name, lambda name=name, what=what, do=do: do(name, what)
+
+
+def line(outcome: Outcome) -> str:
+    """One run for people."""
+    state = {0: "green", 1: "RED", 2: "refused", 3: "not comparable"}[outcome["code"]]
+    red = ", ".join(f"{check} {count}" for check, count in outcome["red"].items())
+    note = "  <-- NOT AS EXPECTED" if outcome["surprise"] else ""
+    return f"{outcome['name']}: {state} ({red or 'nothing'}) in {outcome['seconds']} s. {outcome['says'][:200]}{note}"
+
+
+def table(outcomes: list[Outcome]) -> str:
+    """All of it in markdown."""
+    rows = ["| what was run | the gate said | by | because |", "|---|---|---|---|"]
+    for o in outcomes:
+        said = {0: "green", 1: "red", 2: "refused", 3: "not comparable"}[o["code"]] + (
+            " (NOT AS EXPECTED)" if o["surprise"] else ""
+        )
+        by = ", ".join(f"{check} {count}" for check, count in o["red"].items())
+        rows.append(f"| {o['name']} | {said} | {by} | {o['says'][:160].replace('|', '/')} |")
+    return "\n".join(rows)
 
 
 def main() -> None:
-    """Exit 1 if a run without a change was red, or one with a change was green."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Exit 1 if anything came out otherwise than expected."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--baseline", type=Path, default=Path("leaderboard/baselines/quickstart"))
-    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--runs", type=int, default=20, help="runs without a change")
+    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="only injections with this in their name")
+    parser.add_argument("--out", type=Path, default=Path("gate-experiment.jsonl"), help="what was seen, a line of JSON each")
+    parser.add_argument("--model", help="where the baseline's model is, if it was a local one")
+    parser.add_argument("--data", help="directory of the text")
     asked = parser.parse_args()
-    wrong = 0
-    for number in range(asked.runs):
-        wrong += _told(f"nothing changed, {number + 1} of {asked.runs}", judged(asked.baseline, nullcontext(), None, False), 0)
-    for name, (broken, tasks, walk) in _RED.items():
-        wrong += _told(name, judged(asked.baseline, broken(), tasks, walk), 1)
-    sys.exit(wrong > 0)
-
-
-def _told(what: str, findings: list[gate.Finding], expected: int) -> bool:
-    code = gate.exit_code(findings)
-    red = [f for f in findings if f.state == "regression"]
-    why = "; ".join(f"{f.check}: {f.cell.split(', ', 1)[1]}: {f.says}" for f in red[:2])
-    verdict = {0: "green", 1: "RED", 2: "not to be told"}[code]
-    print(f"{what}: {verdict}, {len(red)} of {len(findings)} checks. {why}", flush=True)
-    return code != expected
+    experiment = Experiment(asked.baseline, asked.out, asked.model, asked.data)
+    for _, do in planned(experiment, asked.runs, asked.only):
+        started = time.monotonic()
+        outcome = do() | {"seconds": round(time.monotonic() - started)}
+        experiment.done.append(outcome)
+        with asked.out.open("a") as file:
+            file.write(json.dumps(outcome, ensure_ascii=False) + "\n")
+        print(line(outcome), flush=True)
+    print(f"\n{table(experiment.done)}", flush=True)
+    sys.exit(any(o["surprise"] for o in experiment.done))
 
 
 if __name__ == "__main__":

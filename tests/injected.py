@@ -1,34 +1,79 @@
-"""Four regressions, injected on purpose: what a gate has to see. Each is a context in which the engine is broken that way."""
+"""Regressions injected on purpose, each a context in which the code is broken that way, and what the gate must say of it.
+
+Injections that change records, traces or baselines after they were measured are in tests/tampered.py.
+"""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
 from unittest.mock import patch
 
+import torch
+
+from harness import apart
+from harness.data import questions
+from harness.data.prose import Prose
+from harness.engine import closed_form, walk
 from harness.engine.loop import CachedDecoder
+from harness.engine.recompute import RecomputeDecoder
+from harness.engine.rotary import Rotation
 from harness.engine.slots import Slots
 from harness.engine.walk import Walk
+from harness.report import verify
 from harness.tasks import perplexity
 from policies.h2o import H2O
+from policies.statistics import AttentionSum
+
+Broken = Callable[[], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class Injection:
+    """A regression and how it is to be noticed.
+
+    Attributes:
+        broken: breaks the code while it is open.
+        tasks: whose cells show it.
+        caught: the check that must be red, or could not compare; None where the gate does not see it.
+        because: why it does not.
+        walk: measured by the plain walk, which is what it breaks.
+        hides: the policy whose steps are slower, and by which share: a band that is wider hides it.
+    """
+
+    broken: Broken
+    tasks: frozenset[str]
+    caught: str | None
+    because: str = ""
+    walk: bool = False
+    hides: tuple[str, float] | None = None
 
 
 @contextmanager
-def slowdown(share: float = 0.3) -> Iterator[None]:
-    """H2O's steps take so much longer."""
-    plain = CachedDecoder.__call__
+def slowdown(share: float = 0.3, only: type | None = H2O, single: bool = True, blocks: bool = True) -> Iterator[None]:
+    """Steps take so much longer: those of a policy, or of all; of single tokens, of blocks, or of both."""
 
-    def slower(self, tokens, valid=None, keep=None):
-        started = time.perf_counter()
-        result = plain(self, tokens, valid, keep)
-        if isinstance(self.config.policy, H2O):
-            until = time.perf_counter() + share * (time.perf_counter() - started)
-            while time.perf_counter() < until:
-                pass
-        return result
+    def slowed(plain):
+        def slower(self, tokens, valid=None, keep=None):
+            started = time.perf_counter()
+            result = plain(self, tokens, valid, keep)
+            concerns = single if tokens.shape[1] == 1 else blocks
+            if concerns and (only is None or isinstance(self.config.policy, only)):
+                until = time.perf_counter() + share * (time.perf_counter() - started)
+                while time.perf_counter() < until:
+                    pass
+            return result
 
-    with patch.object(CachedDecoder, "__call__", slower):
+        return slower
+
+    with ExitStack() as patches:
+        for decoder in (CachedDecoder, RecomputeDecoder):
+            patches.enter_context(patch.object(decoder, "__call__", slowed(decoder.__call__)))
         yield
 
 
@@ -46,14 +91,76 @@ def wrong_rank() -> Iterator[None]:
 
 
 @contextmanager
-def larger_cache() -> Iterator[None]:
-    """A bounded cache has one slot more."""
+def other_capacity(more: int = 1) -> Iterator[None]:
+    """A bounded cache has so many slots more."""
     plain = Slots.__init__
 
-    def larger(self, shape, layers, total, policy, capacity, *rest):
-        plain(self, shape, layers, total, policy, capacity if capacity is None else capacity + 1, *rest)
+    def other(self, shape, layers, total, policy, capacity, *rest):
+        plain(self, shape, layers, total, policy, capacity if capacity is None else capacity + more, *rest)
 
-    with patch.object(Slots, "__init__", larger):
+    with patch.object(Slots, "__init__", other):
+        yield
+
+
+@contextmanager
+def wrong_head() -> Iterator[None]:
+    """In the first layer H2O evicts by its neighbour head's mass."""
+    plain = H2O.importance
+
+    def importance(self, view):
+        right = plain(self, view)
+        return right.roll(1, 1) if 0 in _layers(view) else right
+
+    with patch.object(H2O, "importance", importance):
+        yield
+
+
+def _layers(view) -> set[int]:
+    layer = view.layer
+    return set(layer.flatten().tolist()) if isinstance(layer, torch.Tensor) else {int(layer)}
+
+
+@contextmanager
+def group_not_summed() -> Iterator[None]:
+    """H2O counts the first query head of a group alone."""
+    with patch.object(AttentionSum, "update", staticmethod(lambda state, attention, view: state + attention[:, :, 0])):
+        yield
+
+
+@contextmanager
+def narrower_band(longer_than: int = 1) -> Iterator[None]:
+    """The closed form's window is a token short in blocks of more tokens than that."""
+    plain = closed_form.banded
+
+    def banded(query, keys, values, window, *rest):
+        return plain(query, keys, values, window - (query.shape[3] > longer_than), *rest)
+
+    with patch.object(closed_form, "banded", banded):
+        yield
+
+
+@contextmanager
+def late_rope(first: int) -> Iterator[None]:
+    """RoPE is a position off from there on."""
+    plain = Rotation.turns
+
+    def turns(self, positions, dtype, longest):
+        return plain(self, positions + (positions >= first), dtype, longest + 1)
+
+    with patch.object(Rotation, "turns", turns):
+        yield
+
+
+@contextmanager
+def late_attention(first: int) -> Iterator[None]:
+    """What H2O's blocks attend to comes out 2 % small, late in the stream."""
+    plain = Walk.attend
+
+    def attend(self, layer, query, keys, values, terms, block):
+        out = plain(self, layer, query, keys, values, terms, block)
+        return out * 0.98 if isinstance(self.slots.policy, H2O) and (block.seen or 0) >= first else out
+
+    with patch.object(Walk, "attend", attend):
         yield
 
 
@@ -63,3 +170,168 @@ def worse(nats: float = 0.005) -> Iterator[None]:
     plain = perplexity.cross_entropy
     with patch.object(perplexity, "cross_entropy", lambda *args, **kwargs: plain(*args, **kwargs) + nats):
         yield
+
+
+@contextmanager
+def worse_last(share: float = 0.01) -> Iterator[None]:
+    """The last NLL of every block is so much higher."""
+    plain = perplexity.cross_entropy
+
+    def losses(*args, **kwargs):
+        right = plain(*args, **kwargs)
+        right[-1] *= 1 + share
+        return right
+
+    with patch.object(perplexity, "cross_entropy", losses):
+        yield
+
+
+@contextmanager
+def wrong_mean(times: float = 0.8) -> Iterator[None]:
+    """The mean NLL comes out so many times what it is, wherever it is computed."""
+    plain = perplexity.of_nll
+
+    def of_nll(*args, **kwargs):
+        found = plain(*args, **kwargs)
+        return found | {"nll": times * found["nll"]}
+
+    with patch.object(perplexity, "of_nll", of_nll), patch.object(verify, "of_nll", of_nll):
+        yield
+
+
+@contextmanager
+def half_the_bits() -> Iterator[None]:
+    """Bits per byte come out half."""
+    plain = perplexity.Perplexity.run
+
+    def run(options, job):
+        found = plain(options, job)
+        return found | {"bits_per_byte": found["bits_per_byte"] / 2}
+
+    with patch.object(perplexity.Perplexity, "run", staticmethod(run)):
+        yield
+
+
+@contextmanager
+def doubled_state() -> Iterator[None]:
+    """The policy's own bytes are twice what they were."""
+    plain = CachedDecoder.state_bytes.fget
+    with patch.object(CachedDecoder, "state_bytes", property(lambda self: 2 * plain(self))):
+        yield
+
+
+@contextmanager
+def fails(every: int = 7) -> Iterator[None]:
+    """Every so many blocks something dies."""
+    plain, calls = CachedDecoder.__call__, iter(range(1, 10**9))
+
+    def call(self, tokens, valid=None, keep=None):
+        if tokens.shape[1] > 16 and next(calls) % every == 0:
+            raise RuntimeError("injected")
+        return plain(self, tokens, valid, keep)
+
+    with patch.object(CachedDecoder, "__call__", call):
+        yield
+
+
+@contextmanager
+def other_gold(shifted: bool) -> Iterator[None]:
+    """The right answers are those of the next question; or one in nine is wrong. The text is the same."""
+    plain = questions.quiz
+
+    def quiz(script, tokenizer):
+        made = plain(script, tokenizer)
+        right = [q.answer for q in made.questions]
+        other = right[1:] + right[:1] if shifted else ["0" if i % 9 == 0 else answer for i, answer in enumerate(right)]
+        return replace(made, questions=tuple(replace(q, answer=a) for q, a in zip(made.questions, other, strict=True)))
+
+    with patch.object(questions, "quiz", quiz):
+        yield
+
+
+@contextmanager
+def other_text() -> Iterator[None]:
+    """The generated text has another word in it."""
+    plain = Prose.text
+    with patch.object(Prose, "text", lambda self, length: plain(self, length).replace("river", "brook")):
+        yield
+
+
+@contextmanager
+def broken_kernel() -> Iterator[None]:
+    """The compiled walk gives wrong outputs: the check at load refuses it, and the plain walk gives the same numbers."""
+    plain = walk.kernels_for
+
+    def kernels_for(*args):
+        made = plain(*args)
+        return made if made.walk is None else made._replace(walk=_Wrong(made.walk))
+
+    with patch.object(walk, "kernels_for", kernels_for):
+        yield
+
+
+class _Wrong:
+    """A walk whose outputs are half as large again."""
+
+    def __init__(self, right) -> None:
+        self._right = right
+        self.leaves_ordered = right.leaves_ordered
+
+    def __call__(self, *args):
+        return 1.5 * self._right(*args)
+
+
+@contextmanager
+def refused_model() -> Iterator[None]:
+    """RoPE is a position off wherever something is read: the self-check at load refuses every model."""
+    plain = Rotation.turns
+    with patch.object(Rotation, "turns", lambda self, at, *rest: plain(self, at // 2, *rest)):
+        yield
+
+
+@contextmanager
+def leak() -> Iterator[None]:
+    """Memory cells, which have a process of their own, keep a copy of what they read."""
+    plain, child = subprocess.Popen, Path(__file__).with_name("leaking_child.py")
+
+    def leaking(command, **kwargs):
+        return plain([sys.executable, str(child)] if command[1:] == ["-m", "harness.apart"] else command, **kwargs)
+
+    with patch.object(apart.subprocess, "Popen", leaking):
+        yield
+
+
+def _of(broken: Broken, tasks: str, caught: str | None, **more) -> Injection:
+    return Injection(broken, frozenset(tasks.split()), caught, **more)
+
+
+NATS, ASKED = "perplexity", "streameval"
+LATE = 10_000  # tokens into the stream, of the injections that begin late
+INJECTIONS: dict[str, Injection] = {
+    "H2O: the wrong head in one layer": _of(wrong_head, NATS, "exactness", walk=True),
+    "keys turned to a neighbour's rank": _of(wrong_rank, NATS, "exactness", walk=True),
+    "capacity c + 1": _of(other_capacity, f"{NATS} {ASKED}", "bytes", walk=True),
+    "capacity c - 1": _of(lambda: other_capacity(-1), f"{NATS} {ASKED}", "bytes", walk=True),
+    "closed form c - 1": _of(narrower_band, NATS, "method"),
+    "closed form c - 1 in blocks > 256": _of(lambda: narrower_band(256), NATS, "exactness"),
+    "group not summed": _of(group_not_summed, NATS, "exactness", walk=True),
+    "RoPE +1 from 10,000": _of(lambda: late_rope(LATE), NATS, "exactness"),
+    "attention x0.98 after 10,000": _of(lambda: late_attention(LATE), NATS, "exactness"),
+    "last NLL of each block +1 %": _of(worse_last, NATS, "exactness"),
+    "every token +0.005 nats": _of(worse, NATS, "quality"),
+    "every token +0.0009 nats": _of(lambda: worse(0.0009), NATS, "figures"),
+    "mean NLL x0.8": _of(wrong_mean, NATS, "figures"),
+    "bits per byte halved": _of(half_the_bits, NATS, "figures"),
+    "state bytes doubled": _of(doubled_state, f"{NATS} {ASKED}", "bytes"),
+    "fails at random": _of(fails, NATS, "status"),
+    "gold answers shifted one line": _of(lambda: other_gold(shifted=True), ASKED, "answers"),
+    "one gold answer in nine wrong": _of(lambda: other_gold(shifted=False), ASKED, "answers"),
+    "generated text changed": _of(other_text, NATS, "data"),
+    "walk kernel broken": _of(broken_kernel, NATS, "method"),
+    "RoPE broken: the model is refused": _of(refused_model, NATS, "status"),
+    "leak: peak memory many times as large": _of(leak, "memory", "memory"),
+    "H2O's steps 30 % slower": _of(lambda: slowdown(blocks=False), "latency", "latency", hides=("h2o", 0.3)),
+    "H2O's steps 15 % slower": _of(lambda: slowdown(0.15, blocks=False), "latency", "latency", hides=("h2o", 0.15)),
+    "everything 2x slower": _of(lambda: slowdown(1.0, only=None), "latency", "latency", hides=("dense", 1.0)),
+    "evaluation blocks 5x slower": _of(lambda: slowdown(4.0, only=None, single=False), NATS, "speed"),
+}

@@ -216,7 +216,7 @@ def test_the_gate_holds_them_to_a_baseline(records):
             r["metrics"]["scores"] = [s * 1.1 for s in r["metrics"]["scores"]]
             r["metrics"]["score"] *= 1.1
     findings = gate.check((good, records[1]), ([type(good[0])(**r) for r in worse], records[1]), {})
-    assert {f.check for f in findings if f.state == "regression"} == {"quality"}
+    assert {f.check for f in findings if f.state == "regression"} == {"quality", "figures", "trace"}
 
 
 def test_query_aware_and_query_blind_are_never_in_one_table(records):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -13,14 +14,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from harness.cli.output import print_rows, skipped, writable
+from harness.cli.rerun import asked_again, kept, still_asked, with_those_beside
 from harness.cli.running import Asked, suite_options
-from harness.errors import Exit, UserError
+from harness.errors import Exit, RefusedModelError, UserError
 
 if TYPE_CHECKING:
     from harness.records import Record
-    from harness.report.gate import Finding
+    from harness.report.baseline_file import Baseline
+    from harness.report.gate import Finding, Measured
 
-_TRIES = 3  # a step that looks slower is measured again, so that only what stays slower is a regression
+
+_MANY = 4  # cells of which one row is enough
 
 
 @click.command()
@@ -58,16 +62,18 @@ def compare(a: str, b: str, as_json: bool, markdown: bool) -> None:
 @click.option("--baseline", "folder", required=True, metavar="DIR", help="What to hold the records to.")
 @click.option("--results", metavar="DIR", help="Judge the records of this folder; without it the baseline's suite is run.")
 @click.option("--keep", metavar="DIR", help="Folder for the records of the run; thrown away if not given.")
+@click.option("--model", metavar="DIR|HUB_ID", help="Where the baseline's model is, if it was a local one.")
 @click.option("--data", metavar="DIR", envvar="BENCH_DATA", help="Directory of the text, if the suite needs one.")
 @click.option("--json", "as_json", is_flag=True, help="Print every finding as JSON.")
-def check(folder: str, results: str | None, keep: str | None, data: str | None, as_json: bool) -> None:
+def check(folder: str, results: str | None, keep: str | None, model: str | None, data: str | None, as_json: bool) -> None:
     """The regression gate: exit 0 as good as the baseline, 1 a regression, 3 something could not be compared.
 
-    Every token's NLL, the paired mean, the bytes, and each step's time beside dense's, measured in turn.
+    Every figure of every record, every token's NLL, every answer, the bytes, and times beside what was measured with them.
 
     \b
     bench check --baseline leaderboard/baselines/quickstart
     bench check --baseline leaderboard/baselines/quickstart --results leaderboard/results
+    bench check --baseline baselines/mine --model ~/models/mine --data ~/books
     """
     from harness.report import baseline, gate
     from harness.report.sources import records_of
@@ -77,43 +83,48 @@ def check(folder: str, results: str | None, keep: str | None, data: str | None, 
         with records_of(results, skipped) as (now, where):
             findings = gate.check((records, Path(folder)), (now, where), about.bands)
     else:
-        asked = Asked(about.suite, **(about.options | ({"data": data} if data else {})))
-        with TemporaryDirectory() as scratch:
-            target = writable(Path(keep)) if keep else Path(scratch) / "records"
-            now = asked.measured(target, asked.cells(), fresh=True)
-            findings = gate.check((records, Path(folder)), (now, target), about.bands)
-            findings = _again(findings, lambda n: _latency_run(asked, Path(scratch) / f"again{n}"), about.bands, records)
+        findings = _run(about, (records, Path(folder)), keep, model, data)
     if as_json:
         click.echo(json.dumps([vars(f) for f in findings], indent=1, ensure_ascii=False))
     else:
-        shown = [f for f in findings if f.state != "ok"]
-        print_rows([{"state": f.state, "check": f.check, "cell": f.cell, "says": f.says} for f in shown], False)
+        print_rows(_rows([f for f in findings if f.state != "ok"]), False)
     code = gate.exit_code(findings)
     verdict = {Exit.OK: "as good as the baseline", Exit.NO: "REGRESSION"}.get(code, "could not be compared")
     click.echo(f"{verdict}: {sum(f.state == 'ok' for f in findings)} of {len(findings)} checks passed", err=True)
     sys.exit(code)
 
 
-def _again(
-    findings: list[Finding], measure: Callable[[int], list[Record]], bands: dict[str, Any], base: list[Record]
-) -> list[Finding]:
-    """Latency that looked like a regression, measured again: what is within its band once is none."""
+def _rows(findings: Sequence[Finding]) -> list[dict[str, Any]]:
+    """What is not as it was, a row each; what is said of many cells alike, such as another device, once."""
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for f in findings:
+        alike.setdefault((f.state, f.check, f.says), []).append(f.cell)
+    return [
+        {"state": state, "check": check, "cell": cell, "says": says}
+        for (state, check, says), cells in alike.items()
+        for cell in (cells if len(cells) < _MANY else [f"{len(cells)} cells"])
+    ]
+
+
+def _run(about: Baseline, base: Measured, keep: str | None, model: str | None, data: str | None) -> list[Finding]:
+    """Measure the baseline's suite, and judge it; what looks slower or larger is measured again."""
     from harness.report import gate
 
-    for attempt in range(1, _TRIES):
-        slow = {f.cell_id for f in findings if f.check == "latency" and f.state == "regression"}
-        if not slow:
-            break
-        click.echo(f"{len(slow)} cells looked slower: measured again", err=True)
-        again = gate.check(([r for r in base if r.cell_id in slow], Path()), (measure(attempt), Path()), bands)
-        fine = {f.cell_id: f for f in again if f.check == "latency" and f.state == "ok"}
-        findings = [fine[f.cell_id] if f.check == "latency" and f.cell_id in fine else f for f in findings]
-    return findings
+    asked = asked_again(about, base[1], model, data)
+    cells = still_asked(asked, *base)
+    with TemporaryDirectory() as scratch:
+        target = writable(Path(keep)) if keep else Path(scratch) / "records"
+        try:
+            now = asked.measured(target, cells, fresh=True)
+        except RefusedModelError as error:
+            return gate.check(base, ([], target), about.bands, refused=str(error))
+        tries = itertools.count(1)
 
+        def again(ids: Collection[str]) -> list[Record]:
+            click.echo(f"{len(ids)} cells looked slower or larger: measured again", err=True)
+            return asked.measured(Path(scratch) / f"again{next(tries)}", with_those_beside(ids, cells), fresh=True)
 
-def _latency_run(asked: Asked, target: Path) -> list[Record]:
-    """The suite's latency cells alone."""
-    return asked.measured(target, [c for c in asked.cells() if c.task.name == "latency"], fresh=True)
+        return gate.looked_again(gate.check(base, (now, target), about.bands), base[0], about.bands, again)
 
 
 @click.group()
@@ -133,25 +144,36 @@ def baseline() -> None:
 @click.option("--why", required=True, help="What changed that a new baseline is right: kept in it.")
 @click.option("--who", help="Who says so; git's user.name if not given.")
 def update(folder: str, suite: str, runs: int, why: str, who: str | None, **options: Any) -> None:
-    """Measure a suite and put its records in FOLDER, in place of what is there, with the noise of its latency."""
+    """Measure a suite and put its records in FOLDER, with the noise of its latency.
+
+    FOLDER must be missing, empty, or hold a baseline and nothing else, which is replaced.
+    """
+    from harness.report import bands
     from harness.report import baseline as baselines
+    from harness.report.baseline_file import Baseline
 
     asked = Asked(suite, **options)
-    writable(Path(folder).parent)
-    with TemporaryDirectory(dir=Path(folder).parent, prefix=".update-") as scratch:
+    target = baselines.replaceable(Path(folder))
+    kept_suite, kept_options = kept(asked, target)
+    with TemporaryDirectory(dir=writable(target.parent), prefix=".update-") as scratch:
         records = Path(scratch) / "records"
         cells = asked.cells()
         first = asked.measured(records, cells, fresh=True)
-        latency = any(c.task.name == "latency" for c in cells)
-        repeated = [first, *(_latency_run(asked, Path(scratch) / f"{n}") for n in range(1, runs if latency else 1))]
-        bands = baselines.bands(repeated)
-        when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        about = baselines.Baseline(suite, asked.changes(), who or _git_user(), when, why, bands)
-        baselines.store(Path(folder), about, records)
+        latency = [c for c in cells if c.task.name == "latency"]
+        more = range(1, runs) if latency else ()
+        repeated = [first, *(asked.measured(Path(scratch) / f"{n}", latency, fresh=True) for n in more)]
+        learnt = bands.learnt(repeated)
+        about = Baseline(
+            suite=kept_suite, options=kept_options, who=who or _git_user(), why=why, bands=learnt,
+            when=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        )  # fmt: skip
+        baselines.store(target, about, records)
     click.echo(f"{len(first)} records -> {folder}")
-    wide = baselines.too_noisy(bands)
+    failed, wide = sum(r.status != "ok" for r in first), bands.too_noisy(learnt)
+    if failed:
+        click.echo(f"{failed} of them failed: the baseline holds nobody to these cells", err=True)
     if wide:
-        click.echo(f"{len(wide)} of {len(bands)} latency cells are too noisy here to notice a slowdown of 30 %", err=True)
+        click.echo(f"{len(wide)} of {len(learnt)} latency cells are too noisy here to notice a slowdown of 30 %", err=True)
 
 
 def _git_user() -> str:

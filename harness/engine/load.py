@@ -16,7 +16,7 @@ from harness.engine.config import first_cause, read_config
 from harness.engine.model import Model, UnsupportedModelError, adopt
 from harness.engine.selfcheck import check, free_bytes, has_finite_logits
 from harness.engine.weights import read_weights
-from harness.errors import UserError
+from harness.errors import RefusedModelError, UserError
 
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "merges.txt",
@@ -112,9 +112,9 @@ def _adopted(hf: PreTrainedModel, name: str, dtype: str, rope_length: int | None
         refused = error
     if not has_finite_logits(hf):
         instead = "use bfloat16 or float32" if dtype == "float16" else "its weights are damaged, or too large for it"
-        raise UserError(f"{name}: its logits are not finite in {dtype}: {instead}") from refused
+        raise RefusedModelError(f"{name}: its logits are not finite in {dtype}: {instead}") from refused
     if refused is not None:
-        raise UserError(
+        raise RefusedModelError(
             f"{name}: model family '{hf.config.model_type}' can't be driven: {refused}; 'bench list models' shows which can"
         ) from refused
     return model

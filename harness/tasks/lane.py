@@ -119,12 +119,12 @@ class Lane:
             "used_slots": used, "attended_slots": attended,
         })  # fmt: skip
 
-    def finish(self, device: dict[str, float], together: str) -> None:
+    def finish(self, device: dict[str, float], together: str, calibration_ms: list[float]) -> None:
         """Put the figures together, and write every timed step down."""
-        self.attempt(lambda: self._finish(device, together))
+        self.attempt(lambda: self._finish(device, together, calibration_ms))
         self.read = self.tokens = None
 
-    def _finish(self, device: dict[str, float], together: str) -> None:
+    def _finish(self, device: dict[str, float], together: str, calibration_ms: list[float]) -> None:
         assert self.read
         options, model = self.options, self.job.model
         rounds = [r for sitting in self.sittings for r in sitting]
@@ -145,6 +145,7 @@ class Lane:
             "first_token_ms": first, "first_token_error": first_error, "position": self._curve[-1]["position"],
             "curve": self._curve, "bookkeeping_share": self._bookkeeping(),
             "roofline": bounds, "over_roofline": median / bounds["ms"], "device": device, "together": together,
+            "calibration_ms": [round(x, 5) for x in calibration_ms],
             "kv_bytes": kv_bytes, "state_bytes": self.read.state_bytes, "flags": flags,
         }  # fmt: skip
         with self.job.trace.open("wb") as file:

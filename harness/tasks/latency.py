@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from harness.calibration import Calibration
 from harness.device import bandwidth, multiply_rate
 from harness.engine.selfcheck import free_bytes
 from harness.tasks.lane import Lane
@@ -83,9 +85,9 @@ class Latency(Task):
         lanes = [Lane(options, job) for job in jobs]
         for number, side_by_side in enumerate(_that_fit(lanes)):
             together = f"{time.time_ns():x}-{number}"
-            _measure(options, side_by_side)
+            calibration_ms = _measure(options, side_by_side)
             for lane in side_by_side:
-                lane.finish(device, together)
+                lane.finish(device, together, calibration_ms)
         return [lane.result for lane in lanes]
 
 
@@ -106,19 +108,25 @@ def _that_fit(lanes: Sequence[Lane]) -> list[list[Lane]]:
     return groups
 
 
-def _measure(options: LatencyOptions, lanes: Sequence[Lane]) -> None:
-    """Sittings with fresh caches, lanes interleaved in an order drawn anew every round, until all lanes are settled."""
-    draw = random.Random(0)
+def _measure(options: LatencyOptions, lanes: Sequence[Lane]) -> list[float]:
+    """Sittings with fresh caches, lanes interleaved in an order drawn anew every round, until all lanes are settled.
+
+    Returns:
+        Milliseconds of the calibration step in every round at the end of the stream.
+    """
+    draw, calibration = random.Random(0), Calibration(lanes[0].job.model.device)
+    at_the_end: list[float] = []
     points = [p for p in (_FIRST_POINT * 2**i for i in range(40)) if options.prompt <= p < options.tokens]
     for sitting in range(options.most_sittings):
         for _ in range(1 if sitting else _PROMPTS):
             for lane in lanes:
                 lane.attempt(lane.prompt)
         for point in [] if sitting else points:
-            _rounds(options, lanes, point, draw)
+            _rounds(options, lanes, calibration, point, draw)
             for lane in lanes:
                 lane.attempt(lambda lane=lane, point=point: lane.note(point, [lane.rounds]))  # type: ignore[misc]
-        _rounds(options, lanes, options.tokens, draw, as_soon_as_full=sitting > 0)
+        _rounds(options, lanes, calibration, options.tokens, draw, as_soon_as_full=sitting > 0)
+        at_the_end += calibration.rounds
         for lane in lanes:
             lane.sittings.append(lane.rounds)
         unsettled = [x for x in lanes if x.alive and not x.settled]
@@ -127,18 +135,21 @@ def _measure(options: LatencyOptions, lanes: Sequence[Lane]) -> None:
             break
     for lane in lanes:
         lane.attempt(lambda lane=lane: lane.note(options.tokens, lane.sittings))  # type: ignore[misc]
+    return at_the_end
 
 
 def _rounds(
-    options: LatencyOptions, lanes: Sequence[Lane], point: int, draw: random.Random, as_soon_as_full: bool = False
-) -> None:
-    """All lanes to one point of the stream, or to where their caches are full, and their turns there."""
+    options: LatencyOptions, lanes: Sequence[Lane], calibration: Calibration, point: int, draw: random.Random,
+    as_soon_as_full: bool = False,
+) -> None:  # fmt: skip
+    """All lanes to one point of the stream, or to where their caches are full, and their turns and the calibration's there."""
+    calibration.rounds = []
     for lane in lanes:
         full = min(point, (lane.job.config.capacity or point) + 1) if as_soon_as_full else point
         lane.attempt(lambda lane=lane, full=full: lane.advance(full))  # type: ignore[misc]
     lanes[0].job.progress(point, f"at token {point:,}")
-    order = list(lanes)
+    turns: list[Callable[[], None]] = [calibration.turn, *(partial(lane.attempt, lane.turn) for lane in lanes)]
     for _ in range(options.rounds):
-        draw.shuffle(order)
-        for lane in order:
-            lane.attempt(lane.turn)
+        draw.shuffle(turns)
+        for turn in turns:
+            turn()

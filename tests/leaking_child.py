@@ -1,0 +1,21 @@
+"""The process of a memory cell, leaking: every block that is read leaves its size in bytes behind. See tests/injected.py."""
+
+from __future__ import annotations
+
+import torch
+
+from harness import apart
+from harness.engine.loop import CachedDecoder
+
+_LEAKED = 2**22  # bytes a block
+_plain, _kept = CachedDecoder.__call__, []
+
+
+def _leaking(self, tokens, valid=None, keep=None):
+    _kept.append(torch.ones(_LEAKED // 4))
+    return _plain(self, tokens, valid, keep)
+
+
+if __name__ == "__main__":
+    CachedDecoder.__call__ = _leaking
+    apart._main()

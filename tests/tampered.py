@@ -1,0 +1,145 @@
+"""Records, traces and baselines changed after they were measured, and the check of the gate that must notice."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.report.baseline_file import FILE
+
+Edit = Callable[[dict[str, Any]], None]  # changes a record's JSON value
+
+
+@dataclass(frozen=True)
+class Tampering:
+    """A change to a folder of records.
+
+    Attributes:
+        change: makes it, in the folder.
+        side: of the baseline or of the records that are judged.
+        caught: the check that is red, or could not compare; "load" where the baseline is refused in one line; None where
+            the gate does not see it.
+        because: why it does not.
+    """
+
+    change: Callable[[Path], None]
+    side: str
+    caught: str | None
+    because: str = ""
+
+
+def _records(folder: Path, task: str) -> list[Path]:
+    found = [p for p in sorted(folder.rglob("*.json")) if json.loads(p.read_text())["cell"]["task"]["name"] == task]
+    assert found, f"no records of {task} in {folder}"
+    return found
+
+
+def edited(task: str, edit: Edit) -> Callable[[Path], None]:
+    """All records of a task, changed."""
+
+    def change(folder: Path) -> None:
+        for path in _records(folder, task):
+            value = json.loads(path.read_text())
+            edit(value)
+            path.write_text(json.dumps(value, indent=1))
+
+    return change
+
+
+def _times(name: str, factor: float) -> Edit:
+    def edit(value: dict[str, Any]) -> None:
+        value["metrics"][name] *= factor
+
+    return edit
+
+
+def _buckets(value: dict[str, Any]) -> None:
+    for bucket in value["metrics"]["buckets"]:
+        bucket["nll"] /= 2
+
+
+def _on_stride(value: dict[str, Any]) -> None:
+    sums = value["metrics"].get("on_stride", {"nll_sum": []})["nll_sum"]
+    sums[:] = [1.2 * x for x in sums]
+
+
+def _half_lost(value: dict[str, Any]) -> None:
+    """Every second right answer is wrong."""
+    metrics, seen, outcomes = value["metrics"], 0, ""
+    for outcome in metrics["outcomes"]:
+        seen += outcome == "1"
+        outcomes += "0" if outcome == "1" and seen % 2 else outcome
+    right = outcomes.count("1")
+    metrics |= {"outcomes": outcomes, "right": right, "accuracy": right / len(outcomes)}
+
+
+def _all_lost(value: dict[str, Any]) -> None:
+    metrics = value["metrics"]
+    metrics |= {"outcomes": "0" * len(metrics["outcomes"]), "right": 0, "accuracy": 0.0}
+
+
+def _leaked(value: dict[str, Any]) -> None:
+    value["metrics"]["peak_bytes"] *= 100
+    value["metrics"]["flags"].append("its peak rose by 30,000,000 bytes after the cache had filled")
+
+
+def _failed(value: dict[str, Any]) -> None:
+    value |= {"status": "failed", "error": {"kind": "injected", "message": ""}, "metrics": {}}
+
+
+def _delete(folder: Path) -> None:
+    _records(folder, "perplexity")[0].unlink()
+
+
+def _trace(folder: Path) -> Path:
+    return sorted(folder.rglob("*.nll.npy"))[0]
+
+
+def _truncated(folder: Path) -> None:
+    path = _trace(folder)
+    path.write_bytes(path.read_bytes()[:-400])
+
+
+def _flipped(folder: Path) -> None:
+    path = _trace(folder)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    path.write_bytes(content)
+
+
+def _no_trace(folder: Path) -> None:
+    _trace(folder).unlink()
+
+
+TAMPERED: dict[str, Tampering] = {
+    "record: nll halved": Tampering(edited("perplexity", _times("nll", 0.5)), "now", "trace"),
+    "record: perplexity halved": Tampering(edited("perplexity", _times("perplexity", 0.5)), "now", "trace"),
+    "record: bits per byte halved": Tampering(edited("perplexity", _times("bits_per_byte", 0.5)), "now", "figures"),
+    "record: buckets halved": Tampering(edited("perplexity", _buckets), "now", "trace"),
+    "record: on_stride x1.2": Tampering(edited("perplexity", _on_stride), "now", "trace"),
+    "record: half of the right answers lost": Tampering(edited("streameval", _half_lost), "now", "trace"),
+    "record: all answers wrong": Tampering(edited("streameval", _all_lost), "now", "trace"),
+    "record: peak x100, with a flag": Tampering(edited("memory", _leaked), "now", "memory"),
+    "record: its trace truncated": Tampering(_truncated, "now", "trace"),
+    "record: its trace flipped in one bit": Tampering(_flipped, "now", "trace"),
+    "record: its trace deleted": Tampering(
+        _no_trace, "now", None, "not caught: the record names the baseline's own trace by its hash, and agrees with it"
+    ),
+    "baseline: a record deleted": Tampering(_delete, "baseline", "load"),
+    "baseline: a record set failed": Tampering(edited("perplexity", _failed), "baseline", "load"),
+    "baseline: nll doubled": Tampering(edited("perplexity", _times("nll", 2.0)), "baseline", "load"),
+    "baseline: a trace truncated": Tampering(_truncated, "baseline", "load"),
+    "baseline: a trace flipped in one bit": Tampering(_flipped, "baseline", "load"),
+    "baseline: a trace deleted": Tampering(_no_trace, "baseline", "load"),
+}
+
+
+def copied(folder: Path, to: Path) -> Path:
+    """Records to be tampered with: those of a baseline without what it says of them."""
+    shutil.copytree(folder, to)
+    (to / FILE).unlink(missing_ok=True)
+    return to

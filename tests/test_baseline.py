@@ -1,0 +1,311 @@
+"""Baselines: nothing but a baseline is replaced by one, and what was changed in one is noticed when it is read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import injected
+import pytest
+import yaml
+from conftest import bench
+from tampered import TAMPERED
+from test_records import record
+
+from harness.errors import Exit, UserError
+from harness.records import LOCK, RecordStore
+from harness.report import baseline
+from harness.report.bands import Band
+from harness.report.baseline_file import FILE, Baseline, MeasuredWith
+
+SUITE = """
+suite: prose
+version: 1
+model: {id: "builtin:sink_1"}
+task: {name: perplexity, data: prose, tokens: 256}
+capacity: 24
+policies: [dense, window]
+"""
+ABOUT = Baseline(suite="quickstart", options=MeasuredWith(threads=1), who="me", when="2026-01-01", why="a try")
+
+
+def made(folder: Path, scratch: Path, nll: float = 2.0, why: str = "a try") -> Path:
+    """A baseline of one record with a trace."""
+    store, trace = RecordStore(scratch), scratch / "x"
+    scratch.mkdir(parents=True)
+    trace.write_bytes(b"nats")
+    store.write(record("h2o", 64, nll), trace)
+    baseline.store(folder, ABOUT.model_copy(update={"why": why}), scratch)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return made(tmp_path / "baselines" / "mine", tmp_path / "measured")
+
+
+@pytest.fixture
+def suite(tmp_path):
+    path = tmp_path / "prose.yaml"
+    path.write_text(SUITE)
+    return path
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_a_baseline_is_replaced_whole(folder, tmp_path):
+    before = contents(folder)
+    assert baseline.load(folder)[0].why == "a try"
+    made(folder, tmp_path / "again", 3.0, "another")
+    about, (only,) = baseline.load(folder)
+    assert (about.why, only.metrics["nll"]) == ("another", 3.0)
+    assert contents(folder) != before
+    assert [p.name for p in folder.parent.iterdir()] == ["mine"]
+
+
+def test_it_may_be_put_where_nothing_is(tmp_path):
+    (tmp_path / "empty").mkdir()
+    for number, name in enumerate(("empty", "new/deep")):
+        made(tmp_path / name, tmp_path / f"measured{number}")
+        assert baseline.load(tmp_path / name)[1]
+    assert baseline.replaceable(tmp_path / "nowhere") == (tmp_path / "nowhere").resolve()
+
+
+def notes(folder):
+    folder.mkdir()
+    (folder / "thesis.tex").write_text("years of work")
+
+
+def file(folder):
+    folder.write_text("a README")
+
+
+def link_to_a_file(folder):
+    target = folder.with_name("target")
+    target.write_text("a README")
+    folder.symlink_to(target)
+
+
+def link_to_notes(folder):
+    notes(folder.with_name("target"))
+    folder.symlink_to(folder.with_name("target"))
+
+
+def records_without_a_baseline(folder):
+    RecordStore(folder).write(record())
+
+
+def baseline_with_a_note(folder):
+    made(folder, folder.with_name("measured"))
+    (folder / "note.txt").write_text("remember")
+
+
+def baseline_with_a_record_more(folder):
+    made(folder, folder.with_name("measured"))
+    RecordStore(folder).write(record("window", 9))
+
+
+def baseline_with_an_empty_folder(folder):
+    made(folder, folder.with_name("measured"))
+    (folder / "mine").mkdir()
+
+
+def baseline_with_a_link(folder):
+    made(folder, folder.with_name("measured"))
+    notes(folder.with_name("target"))
+    (folder / "mine").symlink_to(folder.with_name("target"))
+
+
+def anothers_yaml(folder):
+    folder.mkdir()
+    (folder / FILE).write_text("suite: of clubs\n")
+
+
+PRECIOUS = [
+    notes, file, link_to_a_file, link_to_notes, records_without_a_baseline, baseline_with_a_note, baseline_with_a_record_more,
+    baseline_with_an_empty_folder, baseline_with_a_link, anothers_yaml,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("there", PRECIOUS, ids=lambda f: f.__name__)
+def test_nothing_else_is_replaced_and_nothing_measured_before_that_is_said(there, tmp_path, suite, capsys):
+    folder = tmp_path / "mine"
+    there(folder)
+    before = contents(tmp_path)
+    code, _, err = bench(capsys, "baseline", "update", folder, "--suite", suite, "--why", "x")
+    assert code == Exit.MISTAKE
+    assert err.count("\n") == 1, "and no cell was begun"
+    assert contents(tmp_path) == before
+    with pytest.raises(UserError):
+        made(folder, tmp_path / "at-the-end")
+
+
+def test_a_folder_that_one_stands_in_is_not_replaced(folder, suite, capsys, monkeypatch):
+    monkeypatch.chdir(next(p for p in folder.iterdir() if p.is_dir()))
+    for name in (".", "..", folder.parent):
+        code, _, err = bench(capsys, "baseline", "update", name, "--suite", suite, "--why", "x")
+        assert (code, "current directory" in err, err.count("\n")) == (Exit.MISTAKE, True, 1)
+
+
+def test_neighbours_are_left_alone(folder, tmp_path):
+    for name in ("mine.old", ".mine.mine.old"):
+        notes(folder.with_name(name))
+    made(folder, tmp_path / "again")
+    shutil.move(folder, tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="no baseline"):
+        baseline.load(folder)
+    assert sorted(p.name for p in folder.parent.iterdir()) == [".mine.mine.old", "mine.old"]
+
+
+def test_a_crash_half_way_leaves_the_old_baseline_or_the_new(folder, tmp_path, monkeypatch):
+    before, plain = contents(folder), Path.rename
+
+    def dies(self, target):
+        if Path(target).name == "mine" and "measured" not in str(self) and ".old" not in str(self):
+            raise KeyboardInterrupt
+        return plain(self, target)
+
+    monkeypatch.setattr(Path, "rename", dies)
+    with pytest.raises(KeyboardInterrupt):
+        made(folder, tmp_path / "again", 3.0)
+    monkeypatch.undo()
+    assert contents(folder) == before
+    folder.rename(folder.with_name(".mine.0123456789abcdef.old"))  # killed between the two renames
+    assert baseline.load(folder)[0].why == "a try"
+    assert contents(folder) == before
+
+
+def test_what_comes_into_the_folder_meanwhile_is_not_lost(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(baseline, "replaceable", lambda path: path.resolve())
+    (folder / "note.txt").write_text("remember")
+    with pytest.raises(UserError, match=r"note\.txt was put there meanwhile"):
+        made(folder, tmp_path / "again")
+    assert (folder / "note.txt").read_text() == "remember"
+    assert [p.name for p in folder.parent.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize("name", [name for name, t in TAMPERED.items() if t.side == "baseline"])
+def test_a_baseline_that_was_changed_is_not_read(name, folder, capsys):
+    TAMPERED[name].change(folder)
+    code, _, err = bench(capsys, "check", "--baseline", folder, "--results", folder)
+    assert (code, err.count("\n")) == (Exit.MISTAKE, 1)
+    assert "restore it" in err
+
+
+def test_nor_one_with_a_record_more_or_of_the_time_before_hashes(folder, capsys):
+    extra = RecordStore(folder).write(record("window", 9))
+    assert "does not list it" in bench(capsys, "check", "--baseline", folder)[2]
+    extra.unlink()
+    text = yaml.safe_load((folder / FILE).read_text())
+    del text["cells"]
+    (folder / FILE).write_text(yaml.safe_dump(text))
+    code, _, err = bench(capsys, "check", "--baseline", folder)
+    assert (code, err.count("\n"), "'bench baseline update'" in err) == (Exit.MISTAKE, 1, True)
+
+
+def test_an_older_baseline_is_replaced_all_the_same(folder, tmp_path):
+    (folder / FILE).write_text("suite: quickstart\nwhy: before hashes\n")
+    (folder / "mine").mkdir(exist_ok=True)
+    (folder / "mine" / LOCK).touch()
+    made(folder, tmp_path / "again", why="anew")
+    assert baseline.load(folder)[0].why == "anew"
+
+
+BAND = {"ratio": 1.0, "low": 0.9, "high": 1.1, "runs": 8}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"suite": 5}, {"suite": None}, {"charm": 1}, {"options": {"charm": 1}}, {"options": {"threads": "many"}}, {"options": 3},
+        {"options": {"threads": 0}}, {"bands": {"a": BAND | {"ratio": float("nan")}}}, {"bands": {"a": BAND | {"low": 2.0}}},
+        {"bands": {"a": BAND | {"high": float("inf")}}}, {"bands": {"a": 3}}, {"bands": [1]}, {"cells": {}}, {"cells": {"a": 3}},
+        {"cells": {"a": {"status": "ok", "record": "../../x", "sha256": "0" * 64}}},
+        {"cells": {"a": {"status": "ok", "record": "/etc/passwd", "sha256": "0" * 64}}},
+        {"cells": {"a": {"status": "ok", "record": "gone.json", "sha256": "0" * 64}}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_mistake_in_baseline_yaml_is_one_line_and_no_regression(change, folder, capsys):
+    value = yaml.safe_load((folder / FILE).read_text()) | change
+    (folder / FILE).write_text(yaml.safe_dump(value))
+    code, _, err = bench(capsys, "check", "--baseline", folder)
+    assert (code, err.count("\n"), "Traceback" in err) == (Exit.MISTAKE, 1, False), err
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", "3", "suite: [\n", "[" * 5000, "\x00", "why: x\n"])
+def test_what_is_no_baseline_is_said_in_one_line(tmp_path, capsys, text):
+    if text is not None:
+        (tmp_path / FILE).write_text(text)
+    code, _, err = bench(capsys, "check", "--baseline", tmp_path)
+    assert (code, err.count("\n")) == (Exit.MISTAKE, 1)
+
+
+def test_bands_come_back_as_they_were(folder, tmp_path):
+    band = Band(ratio=1.5, low=1.25, high=1.75, runs=8)
+    about = ABOUT.model_copy(update={"bands": {"a" * 64: band}})
+    scratch = tmp_path / "again"
+    RecordStore(scratch).write(record())
+    baseline.store(folder, about, scratch)
+    assert baseline.load(folder)[0].bands == {"a" * 64: band}
+
+
+def test_from_the_command_line(suite, tmp_path, capsys):
+    small = ["--policy", "window", "--policy", "dense", "--threads", 1]
+    folder = tmp_path / "baselines" / "prose"
+    code, _, err = bench(capsys, "baseline", "update", folder, "--suite", suite, *small, "--why", "a try")
+    assert code == 0, err
+    about, records = baseline.load(folder)
+    assert (about.why, about.suite, about.options.threads, len(records)) == ("a try", "../../prose.yaml", 1, 2)
+    assert about.when.startswith("20")
+    assert str(tmp_path) not in (folder / FILE).read_text()
+    keep = tmp_path / "kept"
+    code, out, err = bench(capsys, "check", "--baseline", folder, "--keep", keep, "--json")
+    found = [x for x in json.loads(out) if x["check"] != "speed"]  # other tests run beside this one
+    assert {x["state"] for x in found} == {"ok"}
+    path = next(keep.rglob("window*.json"))
+    changed = json.loads(path.read_text())
+    changed["metrics"]["kv_bytes"] += 1
+    path.write_text(json.dumps(changed))
+    code, out, err = bench(capsys, "check", "--baseline", folder, "--results", keep)
+    assert (code, "REGRESSION" in err, "kv_bytes" in out) == (Exit.NO, True, True)
+    code, _, err = bench(capsys, "baseline", "update", folder, "--suite", suite, *small, "--why", "again", "--who", "me")
+    assert code == 0, err
+    assert baseline.load(folder)[0].who == "me"
+
+
+def test_a_local_model_is_kept_by_name_and_asked_for(suite, model_dir, tmp_path, capsys):
+    folder, small = tmp_path / "mine", ["--policy", "window", "--set", "tokens=64"]
+    code, _, err = bench(capsys, "baseline", "update", folder, "--suite", suite, "--model", model_dir, *small, "--why", "x")
+    assert code == 0, err
+    assert baseline.load(folder)[0].options.local_model == model_dir.name
+    assert str(model_dir.parent) not in (folder / FILE).read_text()
+    code, _, err = bench(capsys, "check", "--baseline", folder)
+    assert (code, "--model" in err, err.count("\n")) == (Exit.MISTAKE, True, 1)
+    moved = tmp_path / "another machine" / model_dir.name
+    shutil.copytree(model_dir, moved)
+    code, out, _ = bench(capsys, "check", "--baseline", folder, "--model", moved, "--json")
+    assert {x["state"] for x in json.loads(out) if x["check"] != "speed"} == {"ok"}
+    shutil.move(moved, tmp_path / "another name")
+    code, _, err = bench(capsys, "check", "--baseline", folder, "--model", tmp_path / "another name")
+    assert (code, "none of its cells" in err, err.count("\n")) == (Exit.MISTAKE, True, 1)
+
+
+def test_an_absolute_path_in_an_option_is_refused_before_anything_is_measured(suite, tmp_path, capsys):
+    for option in ("/home/me/mine.py:Mine", "{name: /home/me/mine.py:Mine}", "~/mine.py:Mine"):
+        code, _, err = bench(capsys, "baseline", "update", tmp_path / "x", "--suite", suite, "--policy", option, "--why", "x")
+        assert (code, "no path of this machine" in err, err.count("\n")) == (Exit.MISTAKE, True, 1)
+
+
+def test_a_model_that_is_refused_now_is_a_regression_and_a_typo_is_not(suite, tmp_path, capsys):
+    folder = tmp_path / "mine"
+    assert bench(capsys, "baseline", "update", folder, "--suite", suite, "--policy", "window", "--why", "x")[0] == 0
+    with injected.refused_model():
+        code, out, _ = bench(capsys, "check", "--baseline", folder, "--json")
+    (found,) = json.loads(out)
+    assert (code, found["check"], found["state"]) == (Exit.NO, "status", "regression")
+    assert "the model is refused: sink_1: model family 'llama' can't be driven" in found["says"]
+    assert bench(capsys, "check", "--baseline", folder, "--model", "builtin:sonk")[0] == Exit.MISTAKE

@@ -1,0 +1,79 @@
+"""The GitHub action: installed from its own path, and its exit code is the check's, whatever becomes of the summary."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+ACTION = ROOT / ".github" / "actions" / "gate" / "action.yml"
+STEPS = {step["name"]: step for step in yaml.safe_load(ACTION.read_text())["runs"]["steps"] if "run" in step}
+BENCH = """#!/bin/sh
+echo "$@" >> "$CALLS"
+case $1 in check) exit $CHECK ;; compare) echo "a table"; exit $COMPARE ;; esac
+"""
+PYTHON = """#!/bin/sh
+echo "$@" >> "$CALLS"
+case $2 in venv) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;; esac
+"""
+
+
+def run(name: str, folder: Path, stub: str, **environment: str) -> tuple[int, list[str]]:
+    """A step as the runner's shell runs it, with `bench` and `python` replaced: its exit code, and what they were called with."""
+    tools = folder / "tools"
+    tools.mkdir()
+    for tool in ("bench", "python"):
+        (tools / tool).write_text(stub)
+        (tools / tool).chmod(0o755)
+    kept = {k: v for k, v in os.environ.items() if k in ("HOME", "TMPDIR")}
+    where = {
+        "PATH": f"{tools}:{os.environ['PATH']}", "RUNNER_TEMP": str(folder), "GITHUB_STEP_SUMMARY": str(folder / "summary"),
+        "GITHUB_PATH": str(folder / "path"), "CALLS": str(folder / "calls"),
+    }  # fmt: skip
+    done = subprocess.run(
+        ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", STEPS[name]["run"]],
+        env=kept | where | environment,
+        check=False,
+    )
+    return done.returncode, (folder / "calls").read_text().splitlines()
+
+
+@pytest.mark.parametrize("check", [0, 1, 2, 3])
+@pytest.mark.parametrize("compare", [0, 2])
+def test_the_exit_code_is_the_checks(check, compare, tmp_path):
+    """Also where the summary fails: it would have hidden a regression."""
+    code, calls = run("Check", tmp_path, BENCH, BASELINE="a base", MODEL="", CHECK=f"{check}", COMPARE=f"{compare}")
+    assert code == check
+    assert calls == [
+        f"check --baseline a base --keep {tmp_path}/records", f"compare a base {tmp_path}/records --markdown",
+    ]  # fmt: skip
+    summary = (tmp_path / "summary").read_text()
+    assert summary.startswith("a table")
+    assert (f"exit code {check}" in summary) == (compare != 0)
+
+
+def test_a_local_model_is_passed_on(tmp_path):
+    _, calls = run("Check", tmp_path, BENCH, BASELINE="b", MODEL="my models/m", CHECK="0", COMPARE="0")
+    assert calls[0] == f"check --baseline b --model my models/m --keep {tmp_path}/records"
+
+
+def test_it_is_installed_from_the_actions_own_path(tmp_path):
+    """So that it works from another repository, whose checkout has no kv-bench in it."""
+    where = STEPS["Install"]["env"]["KV_BENCH"].replace("${{ github.action_path }}", str(ACTION.parent))
+    assert Path(where).resolve() == ROOT
+    code, calls = run("Install", tmp_path, PYTHON, KV_BENCH=where)
+    assert code == 0
+    assert calls == [f"-m venv {tmp_path}/kv-bench", f"-m pip install --quiet -c {where}/constraints.txt {where}"]
+    assert (tmp_path / "path").read_text().strip() == f"{tmp_path}/kv-bench/bin"
+
+
+def test_every_input_is_used():
+    """And is no part of a script, where it could say more than it should."""
+    action = yaml.safe_load(ACTION.read_text())
+    for name in action["inputs"]:
+        assert f"inputs.{name}" in ACTION.read_text()
+    assert not any("${{" in step["run"] for step in STEPS.values())

@@ -1,0 +1,95 @@
+"""Every figure of every record has a rule of the gate."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from test_paper import cell_record
+
+from harness.cli.running import Asked
+from harness.records import RecordStore
+from harness.report.gate_rules import RULES, Elsewhere, Held, NotHeld, figures, rule_of
+from harness.report.gate_times import CHECKS
+
+LEADERBOARD = Path(__file__).parents[1] / "leaderboard"
+SUITE = """
+suite: rules
+version: 1
+model: {id: "builtin:sink_1"}
+task:
+  - {name: perplexity, data: prose, tokens: 512, stride: 16}
+  - {name: perplexity, data: prose, tokens: 512, streams: 2}
+  - {name: streameval, lines: 20, query_every: 5, distance: 2}
+  - {name: latency, tokens: 48, prompt: 16, rounds: 6, sittings: 2, most_sittings: 2, steps: 2, precision: 0.9}
+  - {name: memory, tokens: 64, points: 4}
+capacity: 24
+policies: [dense, h2o, recompute_window]
+"""
+
+
+def without_rule(records):
+    """Figures that the table does not name, by task."""
+    return {
+        f"{r.cell['task']['name']}: {'.'.join('*' if part.isdigit() else part for part in name)}"
+        for r in records
+        for name, _ in figures(r)
+        if rule_of(r, name) is None
+    }
+
+
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rules")
+    path = folder / "rules.yaml"
+    path.write_text(SUITE)
+    records = Asked(str(path), threads=1).measured(folder / "records", Asked(str(path)).cells(), fresh=True)
+    assert {r.status for r in records} == {"ok"}
+    return records
+
+
+def test_of_a_fresh_run_of_every_task(fresh):
+    assert not without_rule(fresh)
+    assert {"calibration_ms", "tokens_per_second"} <= set(fresh[0].facts)
+    latency = next(r for r in fresh if r.cell["task"]["name"] == "latency")
+    assert len(latency.metrics["calibration_ms"]) == len(latency.metrics["rounds_ms"])
+
+
+@pytest.mark.parametrize("folder", ["results", "baselines"])
+def test_of_every_record_of_the_leaderboard(folder):
+    """Those of tasks that need a data set (arc_stream, lm_eval) are among them, or have the figures of these."""
+    records = RecordStore(LEADERBOARD / folder).read_all()[0]
+    assert records
+    assert not without_rule(records)
+
+
+def test_a_figure_that_nobody_thought_of_is_noticed():
+    assert without_rule([cell_record({"charm": 1}, task={"name": "perplexity"})]) == {"perplexity: metrics.charm"}
+    assert without_rule([cell_record({"curve": [{"peak_bytes": 1}]}, task={"name": "streameval"})])
+
+
+def test_every_row_is_used_and_says_something(fresh):
+    """A row of a figure that no record has is a name misspelt, or a figure that is gone."""
+    records = [*fresh, *RecordStore(LEADERBOARD).read_all()[0]]
+    seen = Counter(id(rule_of(r, name)) for r in records for name, _ in figures(r))
+    shared = Counter(map(id, RULES.values()))
+    unused = {pattern for pattern, rule in RULES.items() if shared[id(rule)] == 1 and not seen[id(rule)]}
+    assert unused <= {"facts.refused"}, "which no record of ours has"
+    checks = {"figures", "answers", "bytes", "data", "method", "flags", *CHECKS}
+    for rule in RULES.values():
+        assert (
+            rule.check in checks if isinstance(rule, (Held, Elsewhere)) else isinstance(rule, NotHeld) and len(rule.because) > 20
+        )
+
+
+def test_tolerances_mean_what_they_say():
+    assert Held().allows(3, 3)
+    assert not Held().allows(3, 4)
+    assert not Held().allows(3, "3")
+    assert not Held().allows(True, 1.5)
+    near = Held(absolute=0.1)
+    assert near.allows(1.0, 1.09)
+    assert not near.allows(1.0, 0.89), "better is other, too"
+    assert not near.allows(1.0, float("nan"))
+    assert Held(absolute=0.1, relative=0.01).allows(100.0, 100.9)
