@@ -37,7 +37,7 @@ def test_what_is_drawn_is_what_was_measured():
     found = [v["perplexity"] for v in lines["data"]["values"] if v["policy"] == "dense"]
     tokens = [v["token"] for v in lines["data"]["values"] if v["policy"] == "dense"]
     assert tokens == sorted(tokens)
-    assert len(found) == 1 + 15 + 1, "two points a doubling from 64 to 12,800"
+    assert len(found) == 1 + 18, "two points a doubling from 64 to 32,768"
     assert found[-1] == pytest.approx(6.69, rel=0.02), "e to the 1.9, of thousands of tokens"
     blocks = drawn()[0].metrics["blocks"]
     assert found[0] == pytest.approx(2.718281828 ** (sum(blocks["nll_sum"][:2]) / 64), rel=1e-4), "the first point is 64 tokens"

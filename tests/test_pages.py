@@ -17,6 +17,7 @@ from test_records import record
 
 from harness.records import RecordStore
 from harness.report import leaderboard, paper, site
+from harness.report.compare import largest_difference
 from harness.report.fence import made_of
 
 ROOT = Path(__file__).parents[1]
@@ -164,6 +165,15 @@ def test_a_page_that_can_not_be_made_of_no_records_either_is_a_bug_of_ours():
 
     with pytest.raises(KeyError, match="ours"):
         made_of([record()], make)
+
+
+def test_a_trace_that_claims_to_be_huge_takes_no_memory(tmp_path):
+    """Four terabytes by its header, 128 bytes on disk."""
+    path = tmp_path / "x.nll.npy"
+    header = b"{'descr': '<f4', 'fortran_order': False, 'shape': (999999999999,), }"
+    path.write_bytes(b"\x93NUMPY\x01\x00v\x00" + header.ljust(117) + b"\n")
+    with pytest.raises(ValueError, match="greater than file size"):
+        largest_difference((path, path))
 
 
 def test_a_pair_that_can_not_be_compared_is_a_row_of_its_own(tmp_path, capsys):

@@ -79,7 +79,7 @@ def largest_difference(traces: tuple[Path | None, Path | None]) -> float | None:
     files = [path for path in traces if path is not None and path.exists()]
     if len(files) < 2:
         return None
-    x, y = (np.load(path).astype(np.float64) for path in files)
+    x, y = (np.load(path, mmap_mode="r").astype(np.float64) for path in files)  # mapped: no room for more than there is
     if x.shape != y.shape:
         return None
     off = np.abs(x - y)

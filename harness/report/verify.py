@@ -105,7 +105,7 @@ def _measured(record: Record, path: Path | None) -> Iterator[Figure]:
 
 def _nll(record: Record, path: Path) -> dict[str, Any]:
     """All but what needs the text: bytes and the costs of facts."""
-    nll = np.load(path)
+    nll = np.load(path, mmap_mode="r")
     task, metrics = record.cell["task"], record.metrics
     streams = task.get("streams") or 1
     found = of_nll(nll, len(record.data.get("prefix", [])), [0], task.get("stride", 1), streams)
@@ -139,7 +139,7 @@ def _samples(_: Record, path: Path) -> dict[str, Any]:
 
 
 def _steps(record: Record, path: Path) -> dict[str, Any]:
-    steps, task = np.load(path).astype(np.float64), record.cell["task"]
+    steps, task = np.load(path, mmap_mode="r").astype(np.float64), record.cell["task"]
     found = of_steps(steps, task.get("batch", 1)) | {"step_ms": float(np.median(np.median(steps, 1)))}
     if "sittings" in record.metrics:
         sittings = np.split(steps, record.metrics["sittings"])
