@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -95,11 +97,40 @@ def text_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def bench(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[Any, str, str]:
-    """The command line in this process: exit code, stdout, stderr."""
+@dataclass
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def bench_in(*args: object, cwd: Path) -> Done:
+    """The command, in this process: starting a new one takes seconds each time."""
     from harness.cli import main
 
-    with patch.object(sys, "argv", ["bench", *map(str, args)]), pytest.raises(SystemExit) as stop:
-        main()
-    out = capsys.readouterr()
-    return stop.value.code, out.out, out.err
+    out, err = io.StringIO(), io.StringIO()
+    before, argv, threads = Path.cwd(), sys.argv, torch.get_num_threads()
+    os.chdir(cwd)
+    sys.argv = ["bench", *map(str, args)]
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as left:
+            main()
+    finally:
+        os.chdir(before)
+        sys.argv = argv
+        torch.set_num_threads(threads)
+    return Done(int(left.value.code or 0), out.getvalue(), err.getvalue())
+
+
+def bench(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
+    """The command, in this process and folder: exit code, stdout, stderr."""
+    done = bench_in(*args, cwd=Path.cwd())
+    capsys.readouterr()  # what was written before
+    return done.returncode, done.stdout, done.stderr
+
+
+def bench_process(*args: object, cwd: Path, **how: Any) -> subprocess.CompletedProcess[str]:
+    """The command, in a process of its own."""
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "COLUMNS": "200"}
+    command = [sys.executable, "-m", "harness", *map(str, args)]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300, **how)

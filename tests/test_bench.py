@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
+from conftest import bench_in as bench
+from conftest import bench_process
 
-from harness.cli import main
 from harness.records import LOCK, RecordStore
 
 POLICY = """
@@ -35,37 +32,6 @@ class Newest(Policy):
     def importance(self, view: CacheView):
         return view.position.float() + self.bonus
 """
-
-
-@dataclass
-class Done:
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-def bench(*args: object, cwd: Path) -> Done:
-    """The command, in this process: starting a new one takes seconds each time."""
-    out, err = io.StringIO(), io.StringIO()
-    before, argv, threads = Path.cwd(), sys.argv, torch.get_num_threads()
-    os.chdir(cwd)
-    sys.argv = ["bench", *map(str, args)]
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as left:
-            main()
-    finally:
-        os.chdir(before)
-        sys.argv = argv
-        torch.set_num_threads(threads)
-    return Done(int(left.value.code or 0), out.getvalue(), err.getvalue())
-
-
-def bench_process(*args: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-m", "harness", *map(str, args)], cwd=cwd, capture_output=True, text=True, timeout=300,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
-    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

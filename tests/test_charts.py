@@ -6,21 +6,13 @@ import json
 import xml.etree.ElementTree as ET
 
 import pytest
-from test_paper import cell_record
-from test_records import record
+from factories import cell_record, drawn, record
 
 from harness.report import chart, paper
 from harness.report.charts.distance import over_distance
 from harness.report.charts.stream import over_the_stream
 from harness.report.charts.training import curves
 from harness.report.leaderboard import render
-
-EVIL = '<script>alert("1")</script>'
-
-
-def drawn():
-    facts = {"training_length": 512}
-    return [record("dense", None, 1.9, facts=facts), record("window", 8, 2.1, facts=facts), record(EVIL, 8, 2.2, facts=facts)]
 
 
 def test_the_same_records_give_the_same_drawing_in_any_order_of_pages():

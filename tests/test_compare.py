@@ -8,8 +8,7 @@ import subprocess
 import numpy as np
 import pytest
 from conftest import bench
-from test_paper import cell_record
-from test_records import record
+from factories import cell_record, record
 
 from harness.records import RecordStore
 from harness.report.compare import differences, judged, largest_difference, paired_shares, shares

@@ -8,9 +8,10 @@ from typing import ClassVar
 import pytest
 import torch
 from conftest import DEVICE, FAMILIES, in_blocks, model_of, nll, tokens_of
+from factories import BOTH, CLOSE, MODES, POLICIES, chooser
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import ListBackend, MaskBackend, after_sinks, by_number, lightest, oldest
+from reference import ListBackend, MaskBackend
 from transformers import AutoModelForCausalLM
 
 from harness.engine.decoder import CacheConfig
@@ -25,35 +26,12 @@ from policies.recompute_window import RecomputeWindow
 from policies.sink_window import SinkWindow
 from policies.window import Window
 
-POLICIES: list[Policy] = [Window(), SinkWindow(sinks=2), H2O(), Random()]
-MODES = ["cache", "stream", "clamped"]
-# The design's 1e-5 is asked of float64, where no rounding can hide a mistake behind it; float32 gets 1e-4, because
-# two orders of the same sums already differ by 1e-5 in logits of size 6.
-CLOSE = {torch.float64: 1e-5, torch.float32: 1e-4}
-BOTH = pytest.mark.parametrize("dtype", list(CLOSE), ids=str)
-
 
 def own_forward(family: str, tokens: torch.Tensor) -> torch.Tensor:
     """The Hugging Face model's own logits."""
     model = model_of(family)
     with own_attention(model.hf), torch.inference_mode():
         return model.hf(input_ids=tokens, use_cache=False).logits
-
-
-def drawn(layer: int, head: int, position: int, seed: int) -> float:
-    """What `CacheView.uniform` draws, for one token."""
-    at = torch.full((1, head + 1, 1), position)
-    view = CacheView(at, at, at, at, at, {}, torch.tensor([[[layer]]]), 2, seed)
-    return float(view.uniform()[0, head, 0])
-
-
-def chooser(policy: Policy, capacity: int, seed: int):
-    bound = policy.bind(capacity)
-    if isinstance(bound, SinkWindow):
-        return after_sinks(bound.sinks)
-    if isinstance(bound, H2O):
-        return lightest(bound.window)
-    return oldest if isinstance(bound, Window) else by_number(lambda *at: drawn(*at, seed))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

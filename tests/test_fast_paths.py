@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
-from dataclasses import dataclass
-from math import inf
-from typing import ClassVar
-
 import pytest
 import torch
 from conftest import DEVICE, FAMILIES, in_blocks, model_of, nll, tokens_of
+from factories import MODES, Odd, needs_compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,17 +14,12 @@ from harness.engine.decoder import CacheConfig
 from harness.engine.kernels import compiler, cpu
 from harness.engine.kernels.tracing import NotTraceableError, traced
 from harness.engine.loop import CachedDecoder
-from policies import AttentionSum, CacheView, Policy, Statistic
+from policies import AttentionSum, CacheView
 from policies.dense import Dense
 from policies.h2o import H2O
 from policies.random import Random
 from policies.sink_window import SinkWindow
 from policies.window import Window
-
-MODES = ["cache", "stream", "clamped"]
-needs_compiler = pytest.mark.skipif(
-    DEVICE.type != "cpu" or shutil.which("cc") is None, reason="compiled walks are for CPUs and need a C compiler"
-)
 
 
 def read_in(read: CachedDecoder, tokens: torch.Tensor, sizes: list[int]) -> torch.Tensor:
@@ -193,26 +184,6 @@ def test_the_closed_form_by_flex_attention_is_the_walk(monkeypatch, family, mode
     ours, theirs = read_in(closed, tokens, [128]), read_in(walked, tokens, [50])
     torch.testing.assert_close(nll(ours, tokens), nll(theirs, tokens), atol=1e-4, rtol=0)
     assert closed.kept() == walked.kept()
-
-
-@dataclass(frozen=True)
-class Odd(Policy):
-    """A user's own: elementwise, of several operations, and its own statistic."""
-
-    class Decayed(Statistic):
-        initial: ClassVar[float] = 0.25
-
-        @staticmethod
-        def update(state, attention, view):
-            return state * 0.9 + attention.sum(2) * 2
-
-    statistics = (Decayed,)
-    half: float = 0.5
-
-    def importance(self, view: CacheView):
-        recent = (view.age <= 2) | (view.position < 1)
-        worth = view.state(self.Decayed) - self.half * view.uniform() + view.rank.float() * 1e-3
-        return torch.where(recent, torch.full_like(worth, inf), worth.clamp(min=-1.0, max=7.5))
 
 
 @needs_compiler

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import DEVICE, model_of, nll, tokens_of
-from test_fast_paths import Odd, needs_compiler
+from factories import Odd, needs_compiler, needs_triton
 
 from harness.engine import fastcheck
 from harness.engine.captured import StepGraphs
@@ -26,7 +25,6 @@ from policies.random import Random
 from policies.sink_window import SinkWindow
 
 ROOT = Path(__file__).parents[1]
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
 @pytest.fixture

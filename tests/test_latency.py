@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from conftest import bench_in as bench
 from conftest import model_of
-from test_bench import bench
 
 from harness.device import Marks
 from harness.engine.decoder import CacheConfig

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from conftest import bench_in as bench
 from conftest import model_of
-from test_bench import bench
 
 from harness import apart
 from harness.engine.decoder import CacheConfig

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_kernels_for_cuda import needs_triton
+from factories import needs_triton
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

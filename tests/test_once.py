@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import FAMILIES, model_of, tokens_of
+from factories import BOTH, CLOSE, MODES, POLICIES, chooser
 from reference import ListBackend
-from test_exactness import BOTH, CLOSE, MODES, POLICIES, chooser
 
 from harness.engine.decoder import CacheConfig
 from harness.engine.loop import CachedDecoder

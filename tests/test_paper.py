@@ -7,26 +7,15 @@ from pathlib import Path
 
 import pytest
 import yaml
-from test_records import record
+from factories import cell_record
 
 from harness import registry, suite
-from harness.records import digest
 from harness.report import paper
 from harness.report.sections import headline, shared
 from harness.report.summary import rows
 
 TABLES = sorted((Path(paper.__file__).parent / "published").glob("*.yaml"))
 ROOT = Path(__file__).parents[1]
-
-
-def cell_record(metrics, status="ok", **changes):
-    """A record of a cell of its own."""
-    made = record()
-    names = {"suite", "model", "policy", "capacity", "seed", "positions", "parameters", "task"}
-    made.cell |= {k: {"id": v, "dtype": "bfloat16"} if k == "model" else v for k, v in changes.items() if k in names}
-    made.cell_id, made.metrics, made.status = digest(made.cell), metrics, status
-    made.facts = {"device": "a device"}
-    return made
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda p: p.stem)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 
 import pytest
+from factories import record
 from rich.console import Console
-from test_records import record
 
 from harness import progress
 from harness.progress import ProgressView

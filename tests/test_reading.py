@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 from conftest import DEVICE, model_of
+from factories import MODES, POLICIES, chooser
 from reference import ListBackend, MaskBackend
-from test_exactness import MODES, POLICIES, chooser
 
 from harness.engine.decoder import CacheConfig
 from harness.lm_eval.reading import Reader

@@ -8,32 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from factories import record
 
 from harness.records import RECORD_VERSION, Problem, Record, RecordStore, digest, newest, read
 from harness.report.leaderboard import md, render
-
-
-def record(policy: str = "h2o", capacity: int | None = 8, nll: float = 2.0, **changes) -> Record:
-    cell = {
-        "suite": "s", "suite_version": 1, "model": {"id": "m", "dtype": "float32"}, "task": {"name": "perplexity", "stride": 1},
-        "policy": policy, "parameters": {}, "capacity": capacity, "positions": "cache", "limit": None, "seed": 0,
-    }  # fmt: skip
-    noise = np.random.default_rng(capacity or 0).normal(size=1024)
-    blocks = {"nll_sum": [float(32 * (nll + 0.1 * x)) for x in noise], "tokens": [32] * 1024, "size": 32}
-    metrics = {
-        "perplexity": float(np.exp(nll)),
-        "nll": nll,
-        "bits_per_byte": 1.0,
-        "tokens": 32768,
-        "blocks": blocks,
-        "kv_bytes": 640,
-        "texts": {"nll_sum": [sum(blocks["nll_sum"])], "tokens": [32768]},
-    }
-    made = Record(cell, digest(cell), "k" * 64, "ok", metrics=metrics, data={"ids_sha256": "x", "tokens": 32768})
-    made.finished = "2026-01-01T00:00:00+00:00"
-    for name, value in changes.items():
-        setattr(made, name, value)
-    return made
 
 
 def test_what_is_written_is_read_back(tmp_path: Path):

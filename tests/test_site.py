@@ -9,9 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from test_charts import EVIL, drawn
-from test_paper import cell_record
-from test_records import record
+from factories import EVIL, cell_record, drawn, record
 
 from harness.report import site
 from harness.report.leaderboard import render

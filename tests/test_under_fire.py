@@ -6,25 +6,17 @@ import datetime
 import os
 import resource
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from conftest import bench_process as bench
+from factories import record
 from fire import APART, MUST_NOT_BE, SUITE, fire
-from test_records import record
 
 from harness.errors import UserError
 from harness.records import LOCK, RecordStore, from_the_future, newest
 from harness.report.verify import problems
 
 NOW = datetime.datetime(2026, 1, 1, 12, tzinfo=datetime.UTC)
-
-
-def bench(*args, cwd, **kwargs):
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "COLUMNS": "200"}
-    command = [sys.executable, "-m", "harness", *map(str, args)]
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120, **kwargs)
 
 
 @pytest.fixture
