@@ -15,6 +15,7 @@ OURS = ("harness.", "policies")
 PACKAGES = {
     "core": "errors failure files intervals user_cache visible",
     "records": "records record_types record_metrics record_schema",
+    "device": "device calibration",
     "models": "hub shape",
     "suite": "suite suite_file suite_text overrides",
     "policy_check": "policy_check policy_rules policy_views",
