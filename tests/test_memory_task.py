@@ -171,7 +171,7 @@ def test_its_process_ends_when_whoever_listens_does(monkeypatch):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        apart.measure(REQUEST | {"task": {"name": "memory", "tokens": 10**7, "points": 10**5}}, interrupted)
+        apart.measure(REQUEST | {"task": {"name": "memory", "tokens": 10**7, "points": 10**4}}, interrupted)
     assert not [p for p in psutil.Process().children() if "harness.apart" in " ".join(p.cmdline())]
 
 

@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 import traceback
-from typing import TextIO
+from typing import Any, NoReturn
 
 import click
 
@@ -17,7 +17,18 @@ from harness.cli.output import debugging
 from harness.errors import NO_ROOM, Exit, UserError
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Bench(click.Group):
+    """All verbs. Where a pipe is closed, click itself would end with 1, which is an answer of some verbs."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the verb."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            _end_unheard()
+
+
+@click.group(cls=_Bench, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="bench")
 @click.option("--debug", is_flag=True, help="Show a traceback with every error, and with every failed cell.")
 def cli(debug: bool) -> None:
@@ -65,10 +76,8 @@ def main() -> None:
         code = _code()
         sys.stdout.flush()  # so that a reader who has gone is noticed here and not at exit
         sys.exit(code)
-    except BrokenPipeError:  # of stdout or of stderr: nobody listens any more
-        for stream in (sys.stdout, sys.stderr):
-            _to_nowhere(stream)
-        sys.exit(Exit.CLOSED_PIPE)
+    except BrokenPipeError:
+        _end_unheard()
 
 
 def _code() -> int:
@@ -92,10 +101,6 @@ def _code() -> int:
         return Exit.STOPPED
     except BrokenPipeError:
         raise
-    except SystemExit as left:
-        if isinstance(left.__context__, BrokenPipeError):  # click ends with 1 where it meets one
-            raise left.__context__ from None
-        raise
     except Exception as error:
         if isinstance(error, OSError) and error.errno in NO_ROOM:
             return _mistake(f"{error.filename or 'a temporary file'}: {error.strerror}; finished cells are kept")
@@ -109,10 +114,13 @@ def _open_what_is_closed() -> None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - for as long as the process lives
 
 
-def _to_nowhere(stream: TextIO) -> None:
-    """What is still to be written there, and would fail at exit."""
-    with contextlib.suppress(OSError, ValueError):  # one that is no file, as in tests
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+def _end_unheard() -> NoReturn:
+    """Whoever read our output has gone. What is still to be written would fail at exit, and goes nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # one that is no file, as in tests
+            os.dup2(nowhere, stream.fileno())
+    sys.exit(Exit.CLOSED_PIPE)
 
 
 def _mistake(message: str) -> int:
