@@ -295,7 +295,7 @@ def leak() -> Iterator[None]:
     plain, child = subprocess.Popen, Path(__file__).with_name("leaking_child.py")
 
     def leaking(command, **kwargs):
-        return plain([sys.executable, str(child)] if command[1:] == ["-m", "harness.apart"] else command, **kwargs)
+        return plain([sys.executable, str(child)] if command[1:] == ["-c", apart._CHILD] else command, **kwargs)
 
     with patch.object(apart.subprocess, "Popen", leaking):
         yield

@@ -18,4 +18,4 @@ def _leaking(self, tokens, valid=None, keep=None):
 
 if __name__ == "__main__":
     CachedDecoder.__call__ = _leaking
-    apart._main()
+    apart.child()

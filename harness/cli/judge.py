@@ -169,11 +169,14 @@ def update(folder: str, suite: str, runs: int, why: str, who: str | None, **opti
         )  # fmt: skip
         baselines.store(target, about, records)
     click.echo(f"{len(first)} records -> {folder}")
-    failed, wide = sum(r.status != "ok" for r in first), bands.too_noisy(learnt)
+    others = {r.cell_id for r in first if not bands.is_dense(r)}
+    failed, wide = sum(r.status != "ok" for r in first), bands.too_noisy({k: v for k, v in learnt.items() if k in others})
     if failed:
         click.echo(f"{failed} of them failed: the baseline holds nobody to these cells", err=True)
     if wide:
-        click.echo(f"{len(wide)} of {len(learnt)} latency cells are too noisy here to notice a slowdown of 30 %", err=True)
+        click.echo(
+            f"{len(wide)} of {len(others & set(learnt))} latency cells are too noisy here to notice a slowdown of 30 %", err=True
+        )
 
 
 def _git_user() -> str:

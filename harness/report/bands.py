@@ -13,7 +13,7 @@ from harness.records import Record
 
 _WIDTHS = 4  # standard deviations of the log ratio that a band has on either side
 _NARROWEST = 0.10  # a band is never narrower, in log ratio: machines have days
-_NARROWEST_OF_DENSE = 0.25  # nor dense's: its yardstick is another kind of work
+_NARROWEST_OF_DENSE = 0.40  # nor dense's: its yardstick is another kind of work, and what it is held for is twice as long
 _ONE_RUN = 0.30  # the width that is assumed where a single run tells nothing of it
 _HIDES = 0.30  # a slowdown that may not hide in a band: told when a baseline is made
 
