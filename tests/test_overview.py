@@ -30,7 +30,7 @@ def four():
 def alone(policy, capacity, nll, **changes):
     """A record that can be compared with no other, since it scored other tokens."""
     found = made(policy, capacity, nll, 640, **changes)
-    found.metrics["blocks"] = found.metrics["blocks"] | {"tokens": [31] * 400}
+    found.metrics["blocks"] = found.metrics["blocks"] | {"tokens": [31] * 1024}
     return found
 
 
@@ -74,7 +74,7 @@ def test_the_front_is_who_is_not_beaten():
 def test_a_larger_cache_has_to_be_surely_better():
     """The same NLL for more bytes, or one that noise explains, earns no star; one that is surely lower does."""
     noisy = made("noisy", 8, 2.1, 640)
-    noise = np.random.default_rng(5).normal(size=400)
+    noise = np.random.default_rng(5).normal(size=1024)
     noisy.metrics["blocks"] = noisy.metrics["blocks"] | {"nll_sum": [32 * (2.099 + 0.1 * x) for x in noise]}
     small = made("small", 4, 2.1, 320)
     assert starred([small, noisy]) == {"small": True, "noisy": False}
@@ -193,7 +193,7 @@ def test_failures_have_names():
 def test_a_cliff_is_found_where_it_begins(at, size):
     falls, best = record("falls", 8, 2.0), record("best", 8, 2.0)
     sums = np.array(best.metrics["blocks"]["nll_sum"])
-    falls.metrics["blocks"] = best.metrics["blocks"] | {"nll_sum": (sums + 32 * size * (np.arange(400) >= at)).tolist()}
+    falls.metrics["blocks"] = best.metrics["blocks"] | {"nll_sum": (sums + 32 * size * (np.arange(1024) >= at)).tolist()}
     falls.metrics["nll"] += 0.1
     found = rows([falls, best])
     assert cliff(found[0], found) == at * 32
@@ -203,7 +203,7 @@ def test_a_cliff_is_found_where_it_begins(at, size):
 def test_what_is_only_worse_or_recovers_is_no_cliff():
     best = record("best", 8, 2.0)
     sums = np.array(best.metrics["blocks"]["nll_sum"])
-    for change in (0.5 * np.ones(400), 2.0 * (np.arange(400) < 200)):
+    for change in (0.5 * np.ones(1024), 2.0 * (np.arange(1024) < 200)):
         other = record("other", 8, 2.3)
         other.metrics["blocks"] = best.metrics["blocks"] | {"nll_sum": (sums + 32 * change).tolist()}
         found = rows([other, best])

@@ -52,7 +52,7 @@ def check(base: Measured, now: Measured, bands: Mapping[str, Band], refused: str
     for record in base[0]:
         other = ours.get(record.cell_id)
         if other is not None:
-            results = _readable(Pair(record, other, (base[1], now[1]), now[0]), bands)
+            results = _readable(Pair(record, other, (base[1], now[1]), now[0], base[0]), bands)
         elif refused:
             results = iter([("status", "regression", f"the model is refused: {refused}")])
         else:
@@ -108,7 +108,7 @@ def _timed(base: Sequence[Record], run: Sequence[Record], bands: Mapping[str, Ba
     """The checks of time and memory alone, of what was measured and went well."""
     ours = {r.cell_id: r for r in run if r.status == "ok"}
     for record in (r for r in base if r.cell_id in ours):
-        for result in gate_times.timed(Pair(record, ours[record.cell_id], (Path(), Path()), run), bands):
+        for result in gate_times.timed(Pair(record, ours[record.cell_id], (Path(), Path()), run, base), bands):
             yield Finding(cell_name(record, record), record.cell_id, *result)
 
 

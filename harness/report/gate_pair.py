@@ -25,12 +25,14 @@ class Pair:
         now: the record that is judged.
         folders: that hold the two and their traces.
         run: all records that `now` was measured with.
+        base_run: all that `base` was measured with.
     """
 
     base: Record
     now: Record
     folders: tuple[Path, Path]
     run: Sequence[Record] = ()
+    base_run: Sequence[Record] = ()
 
     @cached_property
     def moved(self) -> str:

@@ -6,11 +6,12 @@ What looks worse is measured again, and the majority of three decides.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from harness.records import Record
 from harness.report.bands import Band, is_dense, ratio
 from harness.report.compare import moved
 from harness.report.gate_pair import Pair, Result
@@ -68,7 +69,7 @@ def _in_calibrations(metrics: dict[str, Any], ms: float | None) -> float | None:
 def _evaluation(pair: Pair) -> Result:
     if pair.moved:
         return "speed", "not compared", pair.moved
-    speeds = [_tokens_a_calibration(r.facts) for r in (pair.base, pair.now)]
+    speeds = [_tokens_a_calibration(pair.base, pair.base_run), _tokens_a_calibration(pair.now, pair.run)]
     if speeds[0] is None:
         return "speed", "not compared", "the baseline has no calibration of it"
     if speeds[1] is None:
@@ -76,10 +77,12 @@ def _evaluation(pair: Pair) -> Result:
     return _slower("speed", speeds[0] / speeds[1], SLOWEST)
 
 
-def _tokens_a_calibration(facts: dict[str, Any]) -> float | None:
-    """Tokens read in the time of a calibration step."""
-    speed, step = facts.get("tokens_per_second"), facts.get("calibration_ms")
-    return float(speed * step / 1e3) if speed and step else None
+def _tokens_a_calibration(record: Record, run: Sequence[Record]) -> float | None:
+    """Tokens read in the time of a calibration step: its median over the run, since a single one may be interrupted."""
+    beside = [r for r in run if not moved(r, record)] or [record]
+    speed = record.facts.get("tokens_per_second")
+    steps = [r.facts["calibration_ms"] for r in beside if r.facts.get("calibration_ms")]
+    return float(speed * np.median(steps) / 1e3) if speed and steps else None
 
 
 def _slower(check: str, times: float, most: float) -> Result:
