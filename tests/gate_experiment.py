@@ -77,8 +77,11 @@ class Experiment:
         return _outcome(name, tampering.caught, {}, 0, "the baseline was read as if nothing had happened")
 
     def _judged(self, broken: AbstractContextManager[None], tasks: set[str] | None, walk: bool) -> list[gate.Finding]:
-        """What `bench check` finds in these tasks' cells while the code is broken, with its second and third looks."""
-        cells = [c for c in self.cells if tasks is None or c.task.name in tasks]
+        """What `bench check` finds in these tasks' cells while the code is broken, with its second and third looks.
+
+        Where all is walked, dense is left out: it evicts nothing, and walking it takes many minutes.
+        """
+        cells = [c for c in self.cells if (tasks is None or c.task.name in tasks) and (c.policy.evicts or not walk)]
         ids = {c.id for c in cells}
         base = ([r for r in self.records if r.cell_id in ids], self.folder)
         tries = itertools.count()
