@@ -17,7 +17,9 @@ from harness.report.compare import moved
 from harness.report.gate_pair import Pair, Result
 
 CHECKS = ("latency", "prompt", "speed", "memory")
-SLOWEST = 2.0  # times as long as in the baseline an evaluation may take, in calibration steps
+SLOWEST = (
+    4.0  # times as long as in the baseline an evaluation may take, in calibration steps: beside other work, short ones took 2.9
+)
 SLOWEST_PROMPT = 3.0  # and a prompt, which is short
 _BYTES = {
     "peak_bytes": (1.5, 2**20),
