@@ -94,7 +94,7 @@ def child() -> None:
         answer = _answer(json.loads(line), out)
     except UserError as error:
         answer = {"mistake": str(error), "refused": isinstance(error, RefusedModelError)}
-    except Exception as error:  # the parent tells of it
+    except (Exception, SystemExit) as error:  # the parent tells of it
         answer = {"failure": failure(error)}
     with contextlib.suppress(BrokenPipeError):  # the parent has gone
         _say(out, answer)

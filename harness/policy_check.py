@@ -79,7 +79,7 @@ def _made(name: str, kind: type[Policy], settings: Sequence[str]) -> Policy:
         raise UserError(f"{name} has no parameter '{key}'{registry.did_you_mean(key, known)}")
     try:
         return kind(**given)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"{name}: {described(error)}") from error
 
 
@@ -94,7 +94,7 @@ def _cases(policy: Policy, capacities: Iterable[int]) -> tuple[list[Case], list[
             bound.append(case(policy, capacity))
         except ValueError as error:
             refused[capacity] = str(error)
-        except Exception as error:  # a policy of the user's may do anything
+        except (Exception, SystemExit) as error:  # a policy of the user's may do anything
             return [], [Finding(_BINDS, f"bind({capacity}) raised {described(error)}", error=error)]
     tried_at = ", ".join(map(str, refused))
     if refused and not bound:

@@ -43,7 +43,7 @@ class Finding:
     rule: str
     problem: str = ""
     note: str = ""
-    error: Exception | None = None
+    error: Exception | SystemExit | None = None
 
     @property
     def ok(self) -> bool:
@@ -101,7 +101,7 @@ def tried(rules: Iterable[Rule], on: Case, before: Sequence[Finding] = ()) -> li
         try:
             with torch.inference_mode():  # as it is asked in a run
                 findings.append(Finding(name, test(on)))
-        except Exception as error:  # a policy of the user's may do anything
+        except (Exception, SystemExit) as error:  # a policy of the user's may do anything
             problem = f"it raised {described(error)}"
             again = problem in raised
             findings.append(Finding(name, note="not tried: see above") if again else Finding(name, problem, error=error))
@@ -132,7 +132,7 @@ def broken_rules(policy: Policy, capacity: int | None, device: torch.device = CP
         on = case(policy, None if capacity is None else min(capacity, LARGEST), device)
     except ValueError as error:
         return [] if (capacity or 0) > LARGEST else [Finding("it can be bound to the capacity", str(error), error=error)]
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return [Finding("it can be bound to the capacity", f"it raised {described(error)}", error=error)]
     return [f for f in cheap_findings(on) if not f.ok]
 

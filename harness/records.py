@@ -179,7 +179,13 @@ class RecordStore:
         return found if found.trace is None or (self.path(found).parent / found.trace["file"]).exists() else None
 
     def files(self) -> Iterator[tuple[Path, Record | Problem]]:
-        """Every file of the folder with the record in it, or with what is wrong with it, in the order of their paths."""
+        """Every file of the folder with the record in it, or with what is wrong with it, in the order of their paths.
+
+        Raises:
+            UserError: it is not a folder.
+        """
+        if self.folder.exists() and not self.folder.is_dir():
+            raise UserError(f"{self.folder}: a file; give the folder of the records")
         for path in sorted(self.folder.rglob("*.json")):
             yield path, read(path)
 

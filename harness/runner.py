@@ -178,7 +178,7 @@ def _measured(
 ) -> list[Record]:  # fmt: skip
     """As `_measure`, with a file for each trace."""
     started = time.perf_counter()
-    results: Sequence[dict[str, Any] | Exception]
+    results: Sequence[dict[str, Any] | Exception | SystemExit]
     worked: float | None = None
     try:
         results, worked = _outcome(group, traces, loaded, options, watcher)
@@ -189,21 +189,21 @@ def _measured(
             results = [error] * len(group)
         else:
             raise UserError(f"{traces[0].parent}: can't be written to ({error.strerror}); finished cells are kept") from error
-    except Exception as error:  # whatever cells die of, the others go on
+    except (Exception, SystemExit) as error:  # whatever cells die of, the others go on
         results = [error] * len(group)
     finally:
         _release(options.device)
     seconds = time.perf_counter() - started
     records = []
     for item, trace, result in zip(group, traces, results, strict=True):
-        item.record.facts |= _facts(options, item, seconds, None if isinstance(result, Exception) else worked)
+        item.record.facts |= _facts(options, item, seconds, None if isinstance(result, (Exception, SystemExit)) else worked)
         records.append(_written(item, trace, result, store))
     return records
 
 
 def _outcome(
     group: Sequence[Prepared], traces: Sequence[Path], loaded: _Loaded, options: RunOptions, watcher: Watcher
-) -> tuple[Sequence[dict[str, Any] | Exception], float]:
+) -> tuple[Sequence[dict[str, Any] | Exception | SystemExit], float]:
     """What came of each cell, and the seconds that the task's own work took: without loading and checking the model."""
     first = group[0]
     if first.task.apart and options.device.type == "cpu":
@@ -213,12 +213,12 @@ def _outcome(
         first.record.facts |= answer["model"]
         return [answer["metrics"]], answer["seconds"]
     model = loaded.of(first)
-    jobs: list[Job | Exception] = []
+    jobs: list[Job | Exception | SystemExit] = []
     for item, trace in zip(group, traces, strict=True):
         item.record.facts |= model.facts()
         try:
             jobs.append(_job(item, model, options, trace, watcher))
-        except Exception as error:  # a policy may crash as soon as it is tried
+        except (Exception, SystemExit) as error:  # a policy may crash as soon as it is tried
             jobs.append(error)
     ready = [job for job in jobs if isinstance(job, Job)]
     started = time.perf_counter()
@@ -278,10 +278,10 @@ def _request(item: Prepared, options: RunOptions, trace: Path) -> dict[str, Any]
     }  # fmt: skip
 
 
-def _written(item: Prepared, trace: Path, result: dict[str, Any] | Exception, store: RecordStore) -> Record:
+def _written(item: Prepared, trace: Path, result: dict[str, Any] | Exception | SystemExit, store: RecordStore) -> Record:
     """A record with what came out, in its place."""
     record = item.record
-    if isinstance(result, Exception):
+    if isinstance(result, (Exception, SystemExit)):
         record.status, record.metrics, record.error = "failed", {}, failure(result)
     else:
         record.metrics = result

@@ -200,3 +200,28 @@ def test_no_mutated_record_breaks_a_verb():
     assert not failures, failures[0]
     assert seen["mutations"] == 15
     assert seen["leaderboard: exit 0"] == 3
+
+
+@pytest.mark.parametrize("out", ["", ".", "/"])
+def test_a_page_needs_a_name(out, results, capsys):
+    code, _, err = bench(capsys, "leaderboard", "--results", results, "--out", out)
+    assert (code, err) == (2, f"bench: --out '{out}': names no file\n")
+
+
+@pytest.mark.parametrize("kind", ["file", "dangling link"])
+def test_what_has_the_name_of_the_charts_folder_stops_the_page(kind, results, tmp_path, capsys):
+    folder = tmp_path / "project"
+    folder.mkdir()
+    charts = folder / "charts"
+    charts.write_text("mine") if kind == "file" else charts.symlink_to("nowhere")
+    code, _, err = bench(capsys, "leaderboard", "--results", results, "--out", folder / "README.md")
+    assert code == 2
+    assert err.startswith(f"bench: {charts}: not a folder")
+    assert list(folder.iterdir()) == [charts]
+
+
+def test_results_that_are_a_file_are_named_as_one(results, capsys):
+    file = next(results.rglob("*.json"))
+    for verb in (("leaderboard", "--results", file), ("records", "verify", file)):
+        code, _, err = bench(capsys, *verb)
+        assert (code, err) == (2, f"bench: {file}: a file; give the folder of the records\n")

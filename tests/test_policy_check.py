@@ -338,3 +338,17 @@ def importance_order(policy, view):
     """Ranks, in the order in which they would be evicted. [B, H, S]."""
     by_rank = view.rank.argsort(-1)
     return policy.importance(view).take_along_dim(by_rank, -1).argsort(dim=-1, stable=True)
+
+
+def test_a_policy_that_exits_ends_no_verb_with_success(tmp_path, model_dir, text_dir, capsys):
+    (tmp_path / "exits.py").write_text(
+        "from policies import Policy\n\n\nclass Exits(Policy):\n    def importance(self, view):\n        raise SystemExit(0)\n"
+    )
+    policy, options = f"{tmp_path / 'exits.py'}:Exits", ("--set", "tokens=40", "--set", "capacity=8")
+    code, out, _ = bench(capsys, "policy", "check", policy)
+    assert code == 1
+    assert "it raised SystemExit: 0 (exits.py:6, in importance)" in out
+    results = ("--results", tmp_path / "r")
+    code, _, err = bench(capsys, "run", "smoke", "--model", model_dir, "--data", text_dir, "--policy", policy, *options, *results)
+    assert code == 4
+    assert "FAILED, SystemExit" in err

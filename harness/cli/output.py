@@ -26,6 +26,8 @@ def debugging() -> bool:
 
 def writable(folder: Path) -> Path:
     """The folder, made if need be."""
+    if (folder.exists() or folder.is_symlink()) and not folder.is_dir():
+        raise UserError(f"{folder}: not a folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -60,6 +60,7 @@ def leaderboard(results: str, out: str, paper: str | None) -> None:
     targets = _targets(out, paper)
     for option, path in targets.values():
         _replaceable(path, option)
+        _room_for_charts(path, option)
     records, paths = _read(results)
     made, broken = made_of(records, lambda part: _rendered(part, targets))
     for record, error in broken:
@@ -84,8 +85,10 @@ def _targets(out: str, paper: str | None) -> dict[str, tuple[str, str]]:
     """Where each page goes, after the option that says so: leaderboard, paper and site, as far as they are asked for.
 
     Raises:
-        UserError: two of them go to one file.
+        UserError: two of them go to one file, or --out names none.
     """
+    if not Path(out).name:
+        raise UserError(f"--out '{out}': names no file")
     beside = {name: str(Path(out).with_name(name)) for name in ("paper.md", "index.html")} if out != STDOUT else {}
     found = {} if paper == STDOUT else {"leaderboard": ("--out", out)}
     if paper is not None or beside:
@@ -111,6 +114,19 @@ def _replaceable(path: str, option: str) -> None:
         raise UserError(f"{path}: not a file: give another {option}, or {option} - for stdout")
     if where.stat().st_size and not any(mark in _beginning(where) for mark in _OURS):
         raise UserError(f"{path}: not written by bench leaderboard, and not overwritten: give another {option}")
+
+
+def _room_for_charts(path: str, option: str) -> None:
+    """Whether the folder of a page's drawings can stand beside it.
+
+    Raises:
+        UserError: something else has its name.
+    """
+    from harness.report import chart
+
+    charts = Path(path).with_name(chart.FOLDER)
+    if path != STDOUT and (charts.exists() or charts.is_symlink()) and not charts.is_dir():
+        raise UserError(f"{charts}: not a folder, and the page's charts go there: move it, or give another {option}")
 
 
 def _beginning(path: Path) -> str:
