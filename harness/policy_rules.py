@@ -17,7 +17,7 @@ from torch import Tensor
 
 from harness import registry
 from harness.errors import UserError, described
-from harness.policy_views import LARGEST, attention, cache_over_steps, mapped, mixed, random_view, updated
+from harness.policy_views import LARGEST, attention, cache_over_steps, later, mapped, mixed, random_view, updated
 from policies import Policy
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ CPU = torch.device("cpu")
 _UNLIMITED = 16  # tokens of the caches that are shown to a policy that never evicts
 _STEPS = 64  # of the policy's own choices
 _ELEMENTS = 2**17  # slots of all steps together, for large caches
+_LATER = (100, 1_000, 10_000, 100_000, 1_000_000)  # tokens further into a stream
 
 
 @dataclass(frozen=True)
@@ -217,6 +218,23 @@ def _finite(on: Case) -> str:
     return ""
 
 
+def _later(on: Case) -> str:
+    """The first caches that the policy makes itself, with their positions moved far into a stream."""
+    if _finite(on):
+        return ""  # told already
+    views = list(cache_over_steps(on.policy, on.capacity, min(2, on.steps), on.device)) if on.policy.evicts else []
+    for view in views or [random_view(on.policy, on.capacity, on.device)]:
+        for moved in (later(view, tokens) for tokens in _LATER):
+            out, when = on.policy.importance(moved), f"at token {int(moved.step.max()):,}"
+            if out.isnan().any():
+                return f"there is a NaN {when}"
+            if on.policy.evicts and (out == torch.inf).all(-1).any():
+                return f"every slot is +inf {when}, so nothing may be evicted"
+            if not _equal(out, on.policy.importance(moved), 0):
+                return f"two calls differ {when}; use view.uniform() for randomness"
+    return ""
+
+
 def _scope(on: Case) -> str:
     """Slots permuted, and what lies outside the scope changed."""
     policy, scope = on.policy, on.policy.scope
@@ -250,5 +268,6 @@ FOUNDATIONS: tuple[Rule, ...] = (
 )
 OTHERS: tuple[Rule, ...] = (
     ("importance is never NaN, nor +inf for all of a full cache", _finite),
+    ("far into a stream the same holds", _later),
     ("the declared scope holds", _scope),
 )

@@ -39,6 +39,13 @@ def first_full_view(policy: Policy, capacity: int, device: torch.device, seed: i
     return _view(policy, kept, capacity, device, torch.Generator().manual_seed(seed))
 
 
+def later(view: CacheView, tokens: int) -> CacheView:
+    """The same cache so many tokens further into its stream."""
+    moved = copy.copy(view)
+    moved.position, moved.step = view.position + tokens, view.step + tokens
+    return moved
+
+
 def _view(policy: Policy, kept: Tensor, newest: int, device: torch.device, draw: torch.Generator) -> CacheView:
     """A cache that holds these positions, oldest first. kept: [B * H, S] int64."""
     slots = kept.shape[1]

@@ -177,7 +177,7 @@ def test_a_capacity_that_can_not_serve_a_policy_is_no_fault_of_it(monkeypatch):
     found = checked(monkeypatch, H2O, "window=64")
     assert not wrong(found)
     assert found.findings[0].note == "not applicable at 16, 17, 64: capacity 16 can't hold window 64 + at least 1 heavy hitter"
-    assert sum(not f.note for f in found.findings) == 8
+    assert sum(not f.note for f in found.findings) == 9
 
 
 def test_a_policy_that_no_capacity_can_serve_is_wrong_once(monkeypatch):
@@ -216,6 +216,37 @@ def test_our_policies_break_no_rule_at_any_capacity(name, capacity):
         assert "sinks 10" in broken_rules(kind(), capacity)[0].problem
     else:
         assert broken_rules(kind(), capacity if kind.evicts else None) == []
+
+
+class Late(Policy):
+    """A window until token 100, and then what `late` is."""
+
+    def importance(self, view):
+        return torch.where(view.step >= 100, self.late(view), -view.age.float())
+
+
+class LateNan(Late):
+    def late(self, view):
+        return torch.full_like(view.age, torch.nan, dtype=torch.float32)
+
+
+class LateInf(Late):
+    def late(self, view):
+        return torch.full_like(view.age, inf, dtype=torch.float32)
+
+
+class LateDice(Late):
+    def late(self, view):
+        return torch.rand_like(view.age, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("kind", "word"), [(LateNan, "a NaN at token"), (LateInf, "+inf at token"), (LateDice, "two calls differ")]
+)
+def test_a_policy_that_breaks_a_rule_only_later_is_refused(kind, word):
+    """They ran as if nothing were wrong, and were a window in effect."""
+    (found,) = broken_rules(kind(), 8)
+    assert word in found.problem
 
 
 def test_a_large_cache_is_made_up_small(monkeypatch):
