@@ -41,8 +41,8 @@ def policy() -> None:
 @click.argument("name")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="A parameter of the policy.")
 @click.option(
-    "--capacity", "capacities", multiple=True, type=click.IntRange(1), metavar="TOKENS",
-    help="Try it at this capacity; 16, 17, 64 and 256 if none is given.",
+    "--capacity", "capacities", multiple=True, type=click.IntRange(1, 8192), metavar="TOKENS",
+    help="Try it at this capacity, up to 8192; 16, 17, 64 and 256 if none is given.",
 )  # fmt: skip
 def check(name: str, settings: tuple[str, ...], capacities: tuple[int, ...]) -> None:
     """Hold a policy to the interface's rules, say in words what is wrong, and how it will be read.

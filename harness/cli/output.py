@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +32,11 @@ def writable(folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{folder}: can't be made ({error.strerror})") from error
-    if not os.access(folder, os.W_OK):
-        raise UserError(f"{folder}: can't be written to")
+    try:
+        with tempfile.TemporaryFile(dir=folder):  # permissions don't tell: root has them all, even where nothing can be written
+            pass
+    except OSError as error:
+        raise UserError(f"{folder}: can't be written to ({error.strerror})") from error
     return folder
 
 
