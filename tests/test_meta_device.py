@@ -84,6 +84,8 @@ def meta_model(family: str, dtype: torch.dtype = torch.bfloat16) -> Model:
     model = adopt(tiny_model(family, vocab_size=VOCABULARY).to(dtype))
     model.hf.to(META)
     rotations = {id(s.rotation): s.rotation for s in model.layers if s.rotation is not None}
+    for rotation in rotations.values():
+        rotation.prepare(dtype)  # made on the host, by the first decoder of a model; here before anything is watched
     moved = {None: None} | {
         key: replace(r, order=r.order.to(META), _tables={k: table.to(META) for k, table in r._tables.items()})
         for key, r in rotations.items()
