@@ -245,7 +245,7 @@ def test_arc_is_read_from_a_directory_in_the_hubs_schema(arc_dir):
         arc.items("ARC-Easy", "validation", arc_dir)
     bad = arc_dir / "bad.jsonl"
     bad.write_text(json.dumps(QUESTIONS[0] | {"answerKey": "C"}) + "\n")
-    with pytest.raises(UserError, match="none of its choices"):
+    with pytest.raises(UserError, match="not one of the choices"):
         arc.items("ARC-Easy", "test", bad)
     bad.write_text('{"question": "x"}\n')
     with pytest.raises(UserError, match="no column"):

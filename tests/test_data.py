@@ -46,7 +46,7 @@ def test_tokenising_in_pieces_gives_the_tokens_of_the_whole_text(shared, monkeyp
     book = next(pg19.books("test", shared / "data/pg19")[1]).text[:200_000]
     whole = tokenizer(book, add_special_tokens=False)["input_ids"]
     for piece in (1_000, 30_000):
-        monkeypatch.setattr(module, "_PIECE", piece)
+        monkeypatch.setattr(module, "_MIN_PIECE_CHARACTERS", piece)
         made = stream([Text("a", book)], "here", tokenizer, len(whole))
         assert made.ids[made.prefix :].tolist() == whole
         assert made.byte_counts.sum() == len(book.encode())
@@ -151,7 +151,7 @@ def test_a_text_in_one_line_is_tokenised_in_bounded_pieces(shared, monkeypatch):
         tokenizer = load_tokenizer(directory)
         whole = tokenizer(book, add_special_tokens=False)["input_ids"]
         for piece in (1_000, 30_000):
-            monkeypatch.setattr(module, "_PIECE", piece)
+            monkeypatch.setattr(module, "_MIN_PIECE_CHARACTERS", piece)
             ids, ends = module.tokenise(tokenizer, book, 10**9)
             assert ids.tolist() == whole
             assert ends[-1] == len(book.encode())
@@ -165,7 +165,7 @@ def test_pieces_account_for_every_byte_of_any_text(model_dir, monkeypatch, text)
     """A byte-level tokenizer without merges has a token a byte, wherever the text is cut."""
     from harness.data import stream as module
 
-    monkeypatch.setattr(module, "_PIECE", 1000)
+    monkeypatch.setattr(module, "_MIN_PIECE_CHARACTERS", 1000)
     ids, ends = module.tokenise(load_tokenizer(model_dir), text, 10**9)
     assert len(ids) == ends[-1] == len(text.encode())
     assert load_tokenizer(model_dir).decode(ids) == text

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from harness.data.facts import told
-from harness.data.prose import FACTS, FARTHEST, NEAREST, Prose
+from harness.data.prose import FACTS, MAX_WORDS_BETWEEN, MIN_WORDS_BETWEEN, Prose
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +56,8 @@ def test_distances_reach_from_the_nearest_to_the_farthest(made):
     prose, _ = made
     back = [t.words_back for t in prose.tellings if t.words_back is not None]
     doublings = Counter(int(math.log2(x)) for x in back)
-    assert min(back) >= NEAREST
-    assert sorted(back)[int(0.99 * len(back))] <= 1.1 * FARTHEST
+    assert min(back) >= MIN_WORDS_BETWEEN
+    assert sorted(back)[int(0.99 * len(back))] <= 1.1 * MAX_WORDS_BETWEEN
     assert all(doublings[i] > 0.04 * len(back) for i in range(6, 13))
     assert 0.4 < len(back) / len(prose.tellings) < 0.8
 
