@@ -177,7 +177,7 @@ def test_the_decode_step_by_kernels_with_streams_of_unequal_length(policy):
 @pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
 def test_the_closed_form_by_flex_attention_is_the_walk(monkeypatch, family, mode):
     """As on CUDA; here FlexAttention runs uncompiled."""
-    monkeypatch.setattr(banded, "_FLEX", {DEVICE.type})
+    monkeypatch.setattr(banded, "_FLEX_DEVICES", {DEVICE.type})
     model, tokens = model_of(family), tokens_of(300, 2)
     config = CacheConfig(SinkWindow(3), 70, mode, 90)
     closed, walked = CachedDecoder(model, config, 2), CachedDecoder(model, config, 2, walk=True)
@@ -252,7 +252,7 @@ def test_without_a_compiler_the_plain_code_is_used(monkeypatch, tmp_path):
 def test_the_check_refuses_a_closed_form_that_differs(monkeypatch):
     model, config = model_of("llama"), CacheConfig(SinkWindow(4), 20)
     assert fastcheck.fast_method(model, config).method == "closed form"
-    monkeypatch.setattr(banded, "_mask", lambda *size: torch.zeros(size[0] * size[3], size[0] + size[1]))
+    monkeypatch.setattr(banded, "_additive_mask", lambda *size: torch.zeros(size[0] * size[3], size[0] + size[1]))
     found = fastcheck.fast_method(model, config)
     assert found.method == "walk"
     assert found.differs > 1

@@ -190,7 +190,7 @@ def test_the_code_around_flex_attention(monkeypatch, mode):
         calls.append({x.device for x in (query, keys, values, *block_mask.as_tuple()) if isinstance(x, torch.Tensor)})
         return query.new_empty(*query.shape[:3], values.shape[-1]), query.new_empty(query.shape[:3], dtype=torch.float32)
 
-    monkeypatch.setattr(banded, "_FLEX", {"meta"})
+    monkeypatch.setattr(banded, "_FLEX_DEVICES", {"meta"})
     monkeypatch.setattr(banded, "_compiled_flex", lambda kind: flex)
     read = decoder(meta_model("llama"), replace(config_of(SinkWindow(4), mode, 70), limit=90), 2)
     sizes = [60, 128, 1, 128, 1]
