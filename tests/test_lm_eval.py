@@ -70,7 +70,7 @@ def prefix(tokenizer) -> int:
 
 def ours(directory, max_length=None, **arguments) -> KVBench:
     tokenizer = tokenizer_of(directory)
-    reader, _ = Arguments.of(
+    reader, _ = Arguments.from_model_args(
         {"pretrained": str(directory), "batch_size": 5, "device": "cpu", "dtype": "float32"} | arguments
     ).loaded()
     return KVBench(reader, tokenizer, max_length, prefix_token_id=prefix(tokenizer))
@@ -251,7 +251,7 @@ def test_a_task_that_is_not_there_or_is_several(monkeypatch):
     monkeypatch.setattr(catalogue, "_manager", lambda *_: manager)
     with pytest.raises(UserError, match="did you mean 'kvbench_cloze"):
         catalogue.task("kvbench_clozed", None, 0, [], {})
-    with pytest.raises(UserError, match="several tasks of lm-eval; list them: kvbench_cloze"):
+    with pytest.raises(UserError, match="a group of lm-eval tasks; list its tasks: kvbench_cloze"):
         catalogue.task("kvbench", None, 0, [], {})
 
 
@@ -348,5 +348,5 @@ def test_a_task_in_the_chat_template_asks_other_questions(chatting):
 
 def test_sampling_is_refused():
     model = ours(model_directory("builtin:vanilla", None, False))
-    with pytest.raises(UserError, match="greedy"):
+    with pytest.raises(UserError, match="generates greedily"):
         model._generated(["a"], {"do_sample": True, "temperature": 0.7, "until": []}, None)

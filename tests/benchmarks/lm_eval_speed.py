@@ -68,7 +68,7 @@ def main() -> None:
         theirs = HFLM(pretrained=hf, tokenizer=tokenizer, batch_size=asked.batch, prefix_token_id=prefix)
     given = {"pretrained": asked.model, "dtype": asked.dtype, "device": str(device), "batch_size": asked.batch}
     given |= dict(pair.split("=", 1) for pair in asked.policy.split(","))
-    ours = KVBench(Arguments.of(given).loaded()[0], tokenizer, prefix_token_id=prefix)
+    ours = KVBench(Arguments.from_model_args(given).loaded()[0], tokenizer, prefix_token_id=prefix)
     print(f"{asked.model}, {asked.policy}, {asked.dtype}, {device}, {asked.threads} threads, batch {asked.batch}")
     for name in TASKS:
         instances = requests(name, asked.limit)
