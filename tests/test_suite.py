@@ -12,9 +12,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness import suite as suites
-from harness.errors import UserError
-from harness.overrides import Overrides
+from kvbench.harness import suite as suites
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.suite.overrides import Overrides
 
 GOOD = """suite: mine
 version: 1
