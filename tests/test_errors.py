@@ -53,7 +53,7 @@ def test_what_our_code_raises_on_its_own_is_told_by_its_innermost_line():
     with pytest.raises(UserError) as caught:
         plugins.task_class("no such task")
     caught.value.__traceback__ = caught.tb.tb_next  # without the test's own frame
-    assert where(caught.value).startswith("registry.py:")
+    assert where(caught.value).startswith("plugins.py:")
     assert where(caught.value).endswith(", in task_class")
 
 
