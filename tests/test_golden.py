@@ -16,8 +16,6 @@ from kvbench.harness.records import NUMERICS_VERSION
 
 GOLDEN = Path(__file__).with_name("golden.json")
 OURS = [name for name in policy_names() if is_ours(policy_class(name))]  # not those installed beside them
-    name for name in policy_names() if policy_class(name).__module__ == f"kvbench.policies.{name}"
-]  # not those installed beside them
 
 
 def measured(policy: str) -> list[float]:
