@@ -1,6 +1,6 @@
 """The policy interface: a policy ranks cached tokens by importance, and the engine evicts the least important.
 
-Axis letters: B streams, H KV heads, S slots, D head dim.
+Axis letters: B streams, H KV heads, G query heads of a KV head, S slots, D head dim.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
-
-from policies.statistics import Statistic
 
 Scope = Literal["slot", "head", "layer"]
 PositionMode = Literal["cache", "stream", "clamped"]
@@ -83,6 +81,27 @@ class CacheView:
         for multiplier in (by_position, by_head):
             x = (x ^ (x >> 29)) * multiplier
         return ((x >> 40) & 0xFFFFFF).float() / 2**24
+
+
+class Statistic(ABC):
+    """A pure update rule for a number (or a tensor of shape `shape`) kept for every slot.
+
+    The engine resets it to `initial` when the slot takes a new token.
+    """
+
+    shape: ClassVar[tuple[int, ...]] = ()  # the axes *k
+    initial: ClassVar[float] = 0.0
+
+    @staticmethod
+    @abstractmethod
+    def update(state: Tensor, attention: Tensor, view: CacheView) -> Tensor:
+        """Return the state after one step, as a new tensor.
+
+        Args:
+            state: before the step. [B, H, S, *k] float32.
+            attention: softmax weights of this step's queries; 0 in empty slots. [B, H, G, S] float32.
+            view: the cache, with the new token in it.
+        """
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from harness.data.facts import told
-from harness.data.prose import FACTS, MAX_WORDS_BETWEEN, MIN_WORDS_BETWEEN, Prose
+from kvbench.harness.data.facts import told
+from kvbench.harness.data.prose import FACTS, MAX_WORDS_BETWEEN, MIN_WORDS_BETWEEN, Prose
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from harness.errors import UserError
+from kvbench.harness.core.errors import UserError
 
 _MIN_PIECE_CHARACTERS = 2**15  # tokenised at once; a piece has at most twice as many
 _HASHED_AT_ONCE = 2**20
