@@ -82,7 +82,7 @@ def bca(sums: Array, tokens: Array, size: int, capacity: int) -> Interval:
 
 def subsampling(sums: Array, tokens: Array, size: int, capacity: int) -> Interval:
     """Quantiles of sums over all stretches of a block's length; Politis, Romano and Wolf 1999, Subsampling."""
-    length = len(sums) // intervals.FEWEST_BLOCKS
+    length = len(sums) // intervals.MIN_BLOCKS
     ahead = np.cumsum(np.concatenate([[0.0], sums - sums.mean()]))
     roots = (ahead[length:] - ahead[:-length]) / math.sqrt(length)
     low, high = np.quantile(roots, [0.025, 0.975]) * math.sqrt(len(sums))
@@ -91,7 +91,7 @@ def subsampling(sums: Array, tokens: Array, size: int, capacity: int) -> Interva
 
 def _blocks(sums: Array) -> Array:
     """Deviations of block sums from their expectation. [20]."""
-    starts = np.arange(intervals.FEWEST_BLOCKS) * len(sums) // intervals.FEWEST_BLOCKS
+    starts = np.arange(intervals.MIN_BLOCKS) * len(sums) // intervals.MIN_BLOCKS
     return np.add.reduceat(sums - sums.mean(), starts)
 
 
@@ -102,7 +102,7 @@ def _around(sums: Array, tokens: Array, reach: float) -> Interval:
 def _between(sums: Array, tokens: Array, low: float, high: float) -> Interval:
     """An interval from the ends that a deviation of the sum has."""
     mean, total = float(sums.sum() / tokens.sum()), float(tokens.sum())
-    return Interval(mean, mean + low / total, mean + high / total, 0, intervals.FEWEST_BLOCKS)
+    return Interval(mean, mean + low / total, mean + high / total, 0, intervals.MIN_BLOCKS)
 
 
 TRIED: dict[str, Callable[[Array, Array, int, int], Interval]] = {

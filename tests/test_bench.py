@@ -172,7 +172,7 @@ def test_a_model_that_gives_no_numbers_is_refused(tmp_path, model_dir, text_dir)
         (["run", "smoke", "--set", "tokens=99999999"], "set tokens lower"),
         (["run", "smoke", "--device", "toaster"], "--device toaster: expected auto, cpu, cuda, or cuda:1 and so on"),
         (["run", "smoke", "--device", "meta"], "--device meta: expected auto"),
-        (["run", "smoke", "--model", "gpt2"], "gpt2: no such directory; a hub id names its owner too, as openai-community/gpt2"),
+        (["run", "smoke", "--model", "gpt2"], "gpt2: no such directory; a hub id includes its owner, e.g. openai-community/gpt2"),
         (["list", "polices"], "policies"),
         (["policy", "check", "h20"], "did you mean 'h2o'?"),
         (["policy", "check", "h2o", "--set", "windw=3"], "did you mean 'window'?"),
@@ -195,7 +195,7 @@ def test_a_users_mistake_is_one_line_and_writes_nothing(tmp_path, model_dir, tex
 def test_a_directory_that_is_no_model_says_what_is_missing(tmp_path, model_dir, text_dir):
     empty = tmp_path / "empty-model"
     empty.mkdir()
-    assert "without config.json" in bench("run", "smoke", "--model", empty, "--data", text_dir, cwd=tmp_path).stderr
+    assert "has no config.json" in bench("run", "smoke", "--model", empty, "--data", text_dir, cwd=tmp_path).stderr
     (empty / "config.json").write_text((model_dir / "config.json").read_text())
     assert "no safetensors weights" in bench("run", "smoke", "--model", empty, "--data", text_dir, cwd=tmp_path).stderr
 

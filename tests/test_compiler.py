@@ -142,7 +142,7 @@ def test_a_folder_that_others_may_write_to_is_not_used_and_that_is_said_once(cac
         assert build().function is not None
     assert all(cache not in path.parents for path in opened)
     (said,) = caplog.messages
-    assert f"others may write to {folder}; 'chmod go-w {folder}' ends that" in said
+    assert f"others may write to {folder}; 'chmod go-w {folder}' fixes that" in said
     folder.chmod(0o700)
     assert build().function is not None
     assert opened[-1] == libraries(cache)[0]
@@ -164,7 +164,7 @@ def test_what_is_built_is_ours_alone_whatever_the_umask(cache, umask):
 def test_a_cache_that_can_not_be_made_is_done_without(cache, opened, caplog):
     cache.write_text("a file")
     assert build().function is not None
-    assert "kernels are built for this process alone" in caplog.text
+    assert "kernels are built for this process only" in caplog.text
     assert cache.is_file()
 
 

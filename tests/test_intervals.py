@@ -11,10 +11,10 @@ from scipy import stats
 from statsmodels.tsa.stattools import acf
 from test_records import record
 
-from kvbench.harness.core.intervals import FEWEST_BLOCKS, SHORTEST_BLOCK, clustered, interval
+from kvbench.harness.core.intervals import MIN_BLOCK_TOKENS, MIN_BLOCKS, clustered, interval
 from kvbench.harness.report.pairing import perplexity
 
-SHORTEST_TEXT = FEWEST_BLOCKS * SHORTEST_BLOCK
+SHORTEST_TEXT = MIN_BLOCKS * MIN_BLOCK_TOKENS
 
 
 def ends(found):
@@ -104,10 +104,10 @@ def test_whether_there_is_an_interval_depends_on_lengths_alone():
     runs = SHORTEST_TEXT // RUN
     for process in PROCESSES.values():
         (series,) = process(np.random.default_rng(0), 1, runs)
-        assert ends(interval(series, np.full(runs, 32.0), RUN, SHORTEST_BLOCK // 2))
+        assert ends(interval(series, np.full(runs, 32.0), RUN, MIN_BLOCK_TOKENS // 2))
         short = interval(series[1:], np.full(runs - 1, 32.0), RUN, 0)
         assert short.low is short.high is short.p is None
-        assert short.blocks < FEWEST_BLOCKS
+        assert short.blocks < MIN_BLOCKS
 
 
 def test_a_block_is_at_least_twice_the_capacity():
