@@ -52,7 +52,7 @@ def check(model: Model, rope_length: int | None = None) -> float:
             if windows:
                 worst = max(worst, _difference(adopt(model.hf, rope_length), rope_length))
     if not worst <= 1:
-        raise UnsupportedModelError(f"our logits differ from its own forward pass by {worst:.1g} times what is rounding")
+        raise UnsupportedModelError(f"our logits differ from its own forward pass by {worst:.1g} times the rounding error")
     return worst
 
 
