@@ -36,7 +36,7 @@ class Newest(Policy):
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory, model_dir, text_dir):
-    """A folder in which the smoke suite was run once."""
+    """A folder with the results of one run of the smoke suite."""
     folder = tmp_path_factory.mktemp("ran")
     done = bench_process("run", "smoke", "--model", model_dir, "--data", text_dir, "--threads", 1, cwd=folder)
     assert done.returncode == 0, done.stderr
@@ -258,7 +258,7 @@ def test_a_closed_pipe_is_no_error(tmp_path):
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
 @pytest.mark.parametrize(("args", "code"), [("list tasks", 0), ("run nonsense", 2)])
 def test_a_closed_stream_is_no_error(tmp_path, args, code, closed):
-    """Whoever closes it wants to hear nothing there."""
+    """A reader that closes the pipe gets no error message."""
     done = subprocess.run(
         f"{sys.executable} -m kvbench {args} {closed}", shell=True, cwd=tmp_path, capture_output=True, text=True,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},

@@ -1,4 +1,4 @@
-"""The doctor tells what it finds, and what it can't find, and never falls ill itself."""
+"""`bench doctor` reports what works and what fails, and never fails itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models whose files are damaged, incomplete or contradict each other are refused, in one line that says the true cause."""
+"""Models whose files are damaged, incomplete or contradictory are refused, in one line that names the true cause."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def folder(tmp_path, model_dir):
-    """A model's folder, to be damaged."""
+    """A copy of a model's folder, to damage."""
     return Path(shutil.copytree(model_dir, tmp_path / "damaged"))
 
 
@@ -53,7 +53,7 @@ def loaded(folder: Path, dtype: str = "float32"):
     ids=str,
 )
 def test_weights_that_do_not_fit_the_config_are_refused(folder, changes, says):
-    """transformers would draw the missing ones at random, anew each time, and measure on."""
+    """transformers would draw the missing tensors at random, differently each time, and go on."""
     change_config(folder, **changes)
     with pytest.raises(UserError, match=f"^damaged: its weight files do not match its config.json; tensors: {says}"):
         loaded(folder)
@@ -113,7 +113,7 @@ def test_a_broken_config_is_refused(folder, text, says, tmp_path, capsys):
 
 @pytest.mark.parametrize("changes", [{"num_attention_heads": 3}, {"rms_norm_eps": "small"}, {"hidden_act": "nothing"}], ids=str)
 def test_a_config_that_contradicts_itself_is_refused(folder, changes):
-    """By transformers, when the config is read or when the model is made: releases differ in that."""
+    """transformers refuses it when it reads the config or when it makes the model, depending on the release."""
     change_config(folder, **changes)
     with pytest.raises(UserError, match="transformers can't"):
         loaded(folder)
@@ -129,7 +129,7 @@ def test_a_model_without_a_tokenizer_says_so(folder):
 
 
 def test_logits_that_are_not_finite_are_not_called_rope(folder):
-    """float16 ends at 65504; a NaN in the weights is one in every type."""
+    """float16 ends at 65504. A NaN in the weights is a NaN in every dtype."""
     change_weights(folder, lambda tensors: tensors["model.layers.0.mlp.down_proj.weight"].mul_(1e6))
     assert loaded(folder).check <= 1
     with pytest.raises(UserError, match="^damaged: its logits are not finite in float16: use bfloat16 or float32$"):
