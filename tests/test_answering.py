@@ -17,6 +17,7 @@ from harness.data import arc
 from harness.engine.decoder import CacheConfig
 from harness.engine.load import load_tokenizer
 from harness.engine.loop import decoder
+from harness.engine.method import EAGER
 from harness.errors import UserError
 from harness.intervals import wilson
 from harness.tasks import arc_stream, streameval
@@ -34,7 +35,7 @@ def tokenizer(model_dir):
 
 
 def job_of(data, tmp_path, config, model=None, **rest) -> Job:
-    return Job(model, config, data, 16, False, tmp_path / "answers", lambda tokens, text: None, **rest)
+    return Job(model, config, data, 16, EAGER, tmp_path / "answers", lambda tokens, text: None, **rest)
 
 
 @dataclass

@@ -96,13 +96,35 @@ def test_every_file_imports_what_its_package_may(path):
         assert {PACKAGE_OF.get(name, name) for name in ours} <= {package, "core", *allowed.split()}
     if inside and inside[0] == "kernels":  # which the walk calls, and little else of the engine
         of_engine = {m.split(".")[2] for m in imports(path) if m.startswith("harness.engine.")}
-        assert of_engine <= {"kernels", "slots", "rotary"}
+        assert of_engine <= {"kernels", "slots", "rows", "rotary"}
 
 
 def test_the_tables_of_imports_name_what_is_there():
     there = {path.relative_to(ROOT / "harness").with_suffix("").parts[0] for path in (ROOT / "harness").rglob("*.py")}
     assert set(PACKAGE_OF) <= there
     assert set(MAY_IMPORT) == {PACKAGE_OF.get(name, name) for name in there}
+
+
+def attributes_set(function: ast.FunctionDef) -> set[str]:
+    """Names that a method sets on its first argument."""
+    own = function.args.args[0].arg if function.args.args else ""
+    return {
+        node.attr
+        for node in ast.walk(function)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name) and node.value.id == own
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "harness/engine").rglob("*.py")), ids=lambda p: p.stem)
+def test_no_attribute_is_born_outside_init(path):
+    """What changes from block to block is a value that is passed on, so a reader finds all state of an object in one place."""
+    for kind in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)):
+        methods = {node.name: node for node in kind.body if isinstance(node, ast.FunctionDef)}
+        born = {node.target.id for node in kind.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+        born |= attributes_set(methods["__init__"]) if "__init__" in methods else set()
+        for method in methods.values():
+            assert attributes_set(method) <= born, f"{kind.name}.{method.name}"
 
 
 @pytest.mark.parametrize("command", [["--help"], ["leaderboard", "--out", "-"], ["run", "--help"]])

@@ -19,6 +19,7 @@ from conftest import model_of
 from harness import apart
 from harness.engine.decoder import CacheConfig
 from harness.engine.loop import CachedDecoder, decoder
+from harness.engine.method import EAGER
 from harness.errors import UserError
 from harness.records import RecordStore
 from harness.tasks.memory import Memory, MemoryOptions, tensor_bytes
@@ -33,7 +34,7 @@ OPTIONS = MemoryOptions(tokens=160, points=4)
 
 
 def run(tmp_path, config, **rest):
-    job = Job(model_of("llama"), config, RandomTokens(1), 32, False, tmp_path / "t", lambda tokens, text: None, **rest)
+    job = Job(model_of("llama"), config, RandomTokens(1), 32, EAGER, tmp_path / "t", lambda tokens, text: None, **rest)
     return Memory.run(OPTIONS, job)
 
 

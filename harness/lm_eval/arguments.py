@@ -12,6 +12,7 @@ from harness import registry
 from harness.engine.decoder import CacheConfig
 from harness.engine.fastcheck import fast_method
 from harness.engine.load import DTYPES, device_of, load_model, load_tokenizer
+from harness.engine.method import EAGER
 from harness.engine.model import Model
 from harness.errors import UserError
 from harness.hub import model_directory
@@ -104,8 +105,5 @@ def reader_of(model: Model, config: CacheConfig, prompt: Prompt, prompt_tokens: 
     Raises:
         ValueError: what is asked does not go together.
     """
-    how: dict[str, bool] = {}
-    if config.policy.caches:
-        found = fast_method(model, config)
-        how = {"closed": found.method == "closed form", "compiled": found.method == "compiled walk" or found.step != "plain"}
-    return Reader(model, config, prompt, prompt_tokens, batch, _BLOCK, how)
+    method = fast_method(model, config).method if config.policy.caches else EAGER
+    return Reader(model, config, prompt, prompt_tokens, batch, _BLOCK, method)
