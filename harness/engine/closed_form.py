@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from harness.engine.attention import Terms
-from harness.engine.banded import Sinks, banded
-from harness.engine.rotary import Rotation, rotate
-from harness.engine.rows import Held, Rows
-from harness.engine.slots import Slots
-from policies import PositionMode
+from kvbench.harness.engine.attention import Terms
+from kvbench.harness.engine.banded import Sinks, banded
+from kvbench.harness.engine.rotary import Rotation, rotate
+from kvbench.harness.engine.rows import Held, Rows
+from kvbench.harness.engine.slots import Slots
+from kvbench.policies import PositionMode
 
 
 def closed_form(slots: Slots, mode: PositionMode, limit: int, rope_length: int) -> ClosedForm | None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from harness.engine.decoder import CacheConfig
-from harness.engine.loop import CachedDecoder
-from harness.engine.method import EAGER, Method
-from harness.engine.model import Model
-from harness.engine.rows import effective_importance
-from harness.engine.slots import Slots
+from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.loop import CachedDecoder
+from kvbench.harness.engine.method import EAGER, Method
+from kvbench.harness.engine.model import Model
+from kvbench.harness.engine.rows import effective_importance
+from kvbench.harness.engine.slots import Slots
 
 
 @torch.inference_mode()

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from harness.engine.closed_form import ClosedForm
-from harness.engine.kernels.choose import StepKernel, WalkKernel
-from harness.engine.rows import Rows
+from kvbench.harness.engine.closed_form import ClosedForm
+from kvbench.harness.engine.kernels.choose import StepKernel, WalkKernel
+from kvbench.harness.engine.rows import Rows
 
 
 @dataclass(frozen=True)

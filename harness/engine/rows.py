@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from policies import CacheView, Policy
+from kvbench.policies import CacheView, Policy
 
 if TYPE_CHECKING:
-    from harness.engine.slots import Slots
+    from kvbench.harness.engine.slots import Slots
 
 
 class Held(NamedTuple):

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from harness.engine.decoder import CacheConfig
-from harness.engine.rotary import Rotation
-from harness.engine.rows import Rows
-from policies import Statistic
+from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.rotary import Rotation
+from kvbench.harness.engine.rows import Rows
+from kvbench.policies import Statistic
 
 BUCKET = 256  # slots; a cache that is not full attends over the next multiple of it
 

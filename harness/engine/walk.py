@@ -26,15 +26,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from harness.engine.attention import Terms, causal, weights
-from harness.engine.closed_form import closed_form
-from harness.engine.kernels.choose import Kernels, kernels_for
-from harness.engine.method import EAGER, Method
-from harness.engine.plan import Block, Closed, CompiledWalk, Fill, Places, PlainWalk, Plan, QueryFactors, Step
-from harness.engine.rotary import LONGEST_STREAM, Rotation, rotate
-from harness.engine.rows import Rows
-from harness.engine.slots import Slots
-from policies import PositionMode
+from kvbench.harness.engine.attention import Terms, causal, weights
+from kvbench.harness.engine.closed_form import closed_form
+from kvbench.harness.engine.kernels.choose import Kernels, kernels_for
+from kvbench.harness.engine.method import EAGER, Method
+from kvbench.harness.engine.plan import Block, Closed, CompiledWalk, Fill, Places, PlainWalk, Plan, QueryFactors, Step
+from kvbench.harness.engine.rotary import LONGEST_STREAM, Rotation, rotate
+from kvbench.harness.engine.rows import Rows
+from kvbench.harness.engine.slots import Slots
+from kvbench.policies import PositionMode
 
 _MIN_COMPILED_TOKENS = 4  # shorter blocks don't repay the kernel's copies
 _MAX_BATCHED_ROPE_ELEMENTS = 2**20  # of the keys of all layers; above this, each layer computes its own RoPE

@@ -18,13 +18,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from harness.engine.kernels.tracing import TRITON, NotTraceableError, traced
-from harness.engine.rows import Rows
-from harness.engine.slots import LayerShape, Slots
-from harness.files import atomic_write
-from harness.user_cache import private_folder
-from policies import Policy, PositionMode
-from policies.policy import mixed_seed
+from kvbench.harness.core.files import atomic_write
+from kvbench.harness.core.user_cache import private_folder
+from kvbench.harness.engine.kernels.tracing import TRITON, NotTraceableError, traced
+from kvbench.harness.engine.rows import Rows
+from kvbench.harness.engine.slots import LayerShape, Slots
+from kvbench.policies import Policy, PositionMode
+from kvbench.policies.policy import mixed_seed
 
 _BLOCK = 2048  # elements of a block of keys that a program holds, over query heads: more would spill registers
 _PROGRAMS = 528  # that fill a chip: four for each of an H100's multiprocessors
@@ -37,7 +37,7 @@ _POLICY = '''"""Made by kv-bench from a policy's `importance` and its statistic'
 import triton
 import triton.language as tl
 
-from harness.engine.kernels.triton_kernels import uniform
+from kvbench.harness.engine.kernels.triton_kernels import uniform
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def _kernels() -> Any:
     """The module of the kernels; None without Triton."""
     if importlib.util.find_spec("triton") is None:
         return None
-    from harness.engine.kernels import triton_kernels
+    from kvbench.harness.engine.kernels import triton_kernels
 
     return triton_kernels
 
@@ -196,8 +196,9 @@ class ReleaseKernel:
         _kernels().release[(len(slots.tensors.rank),)](
             nothing if mass is None else mass, nothing if state is None else state, tensors.rank, tensors.position,
             slots.layer_index, step, tensors.free, slots.streams * slots.shape.heads, slots.shape.heads, slots.num_slots,
-            attended, int(full), slots.shape.sliding_window or 0, mixed_seed(slots.seed), self._policy.update, self._policy.importance,
-            G=slots.shape.group, GROUP=_power(slots.shape.group), BLOCK=min(_SETTLED, _power(attended)), STATE=state is not None,
+            attended, int(full), slots.shape.sliding_window or 0, mixed_seed(slots.seed), self._policy.update,
+            self._policy.importance, G=slots.shape.group, GROUP=_power(slots.shape.group),
+            BLOCK=min(_SETTLED, _power(attended)), STATE=state is not None,
         )  # fmt: skip
 
 
