@@ -1,7 +1,7 @@
 """Hostile records: every command that reads records reports them and goes on. `python tests/fuzz_records.py --mutations 1000`.
 
 Records of all tasks are mutated, a few at a time among valid ones: fields of another type, NaN, missing,
-nested, huge, with markup; hashes recomputed, so that they don't reveal the mutation; files that are truncated, not UTF-8, not JSON,
+nested, huge, with markup; hashes recomputed, so that they don't reveal the mutation; files truncated, not UTF-8, not JSON,
 folders, pipes, circular links. A failure is a crash (exit code 70) or a command that does not end.
 """
 

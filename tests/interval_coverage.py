@@ -1,7 +1,7 @@
 """How often 95 % intervals contain the true mean, by simulation. This takes a quarter of an hour on one core.
 
-`python tests/interval_coverage.py` prints the tables of docs/statistics.md. Every process has mean 0. It simulates the
-sums over runs of `RUN` tokens that records keep. A table cell is `95.3 (1.09)`: percent of intervals that contain the mean, and their
+`python tests/interval_coverage.py` prints the tables of docs/statistics.md. Every process has mean 0. It simulates the sums
+over runs of `RUN` tokens that records keep. A table cell is `95.3 (1.09)`: percent of intervals that contain the mean, and their
 median width relative to an interval that knows the variance of the mean; `-` if no interval is shown.
 
 Shapes: [R, n] for R repetitions of n runs.

@@ -19,6 +19,7 @@ from torch import Tensor
 from kvbench.harness.engine.decoder import CacheConfig, Decoder
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.loop import decoder as open_decoder
+from kvbench.harness.engine.method import EAGER, Method
 from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.once import read_once
 
@@ -124,7 +125,7 @@ class Reader:
         longest: tokens of a prompt that `truncate` keeps; the capacity when None.
         batch: requests run together.
         block: tokens per forward pass, all streams together.
-        how: `walk`, `closed` and `compiled` of a decoder.
+        method: shortcuts that decoders may take.
         kv_bytes: largest size of a stream's K and V so far.
         state_bytes: largest size of a stream's other state so far.
     """
@@ -135,7 +136,7 @@ class Reader:
     longest: int | None = None
     batch: int = 16
     block: int = 2048
-    how: dict[str, bool] = field(default_factory=dict)
+    method: Method = EAGER
     kv_bytes: int = 0
     state_bytes: int = 0
 
@@ -297,11 +298,11 @@ class Reader:
         return answers
 
     def _open(self, streams: int) -> Decoder:
-        return open_decoder(self.model, self.config, streams, **self.how)
+        return open_decoder(self.model, self.config, streams, self.method)
 
     def _once(self, prompts: Sequence[Sequence[int]]) -> tuple[CachedDecoder, Tensor]:
         tokens = torch.tensor(prompts, device=self.model.device)
-        return read_once(self.model, self.config, tokens, self._width(len(prompts)), **self.how)
+        return read_once(self.model, self.config, tokens, self._width(len(prompts)), self.method)
 
     def _prefill(self, decoder: Decoder, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Read prompts of equal length. -> logits after the last token. [B, V]."""

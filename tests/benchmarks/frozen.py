@@ -33,7 +33,7 @@ def sink_window_nll(hf: PreTrainedModel, tokens: Tensor, sinks: int, window: int
 
 @torch.inference_mode()
 def h2o_nll(hf: PreTrainedModel, tokens: Tensor, heavy_hitters: int, window: int, clock: list[float]) -> Tensor:
-    """NLL of every token but the first under H2O. The arguments are those of `sink_window_nll`; the model must use eager attention."""
+    """NLL of every token but the first under H2O, with the arguments of `sink_window_nll`. The model must use eager attention."""
     cache, losses = DynamicCache(config=hf.config), []
     scores: list[Tensor] = [torch.zeros(0)] * hf.config.num_hidden_layers
     for t in range(tokens.shape[1] - 1):

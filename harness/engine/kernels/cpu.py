@@ -14,7 +14,8 @@ from torch import Tensor
 
 from kvbench.harness.engine.kernels.compiler import Built, built, built_of, why_untraced
 from kvbench.harness.engine.rotary import LONGEST_STREAM, rotate
-from kvbench.harness.engine.slots import Rows, Slots
+from kvbench.harness.engine.rows import Rows
+from kvbench.harness.engine.slots import Slots
 from kvbench.policies import PositionMode
 from kvbench.policies.policy import mixed_seed
 
@@ -51,7 +52,7 @@ class StepKernel:
     def built(slots: Slots) -> Built:
         """The C function. Layers that it does not support (not float32, not a plain softmax) get neither it nor a reason."""
         shape = slots.shape
-        if not shape.plain or slots.keys.dtype != torch.float32:
+        if not shape.plain or slots.tensors.keys.dtype != torch.float32:
             return Built()
         sizes = (("GROUP", str(shape.group)), ("KEY_DIM", str(shape.key_dim)), ("VALUE_DIM", str(shape.value_dim)))
         return built("step.c", "step", sizes)
@@ -80,7 +81,7 @@ class StepKernel:
         low = high = None
         level = 1
         if slots.shape.rotation is not None:
-            low, high, level = slots.shape.rotation.tables(torch.float32, self._longest or slots.empty + 1)
+            low, high, level = slots.shape.rotation.tables(torch.float32, self._longest or slots.num_slots + 1)
         out = torch.empty(*query.shape[:3], value.shape[-1])
         arrays = (
             query.contiguous(), key.contiguous(), value.contiguous(), self._order, rows.keys, rows.values, rows.rank,
@@ -88,7 +89,7 @@ class StepKernel:
         )  # fmt: skip
         threads = torch.get_num_threads() if query.numel() * attended > _MAX_SINGLE_THREAD_PRODUCTS else 1
         failed = self._kernel(
-            *(None if x is None else x.data_ptr() for x in arrays), size, rows.first, slots.empty, attended, self._mode,
+            *(None if x is None else x.data_ptr() for x in arrays), size, rows.base, slots.num_slots, attended, self._mode,
             self._limit, level, min(threads, size), scaling,
         )  # fmt: skip
         if failed:
@@ -129,11 +130,11 @@ class ReleaseKernel:
             step: of the token. [R] int64.
             full: every stream evicts a token; if False, none does.
         """
-        state = next(iter(slots.states.values()), None)
-        arrays = (mass, state, slots.rank, slots.position, slots.layer_index, step, slots.free)
+        state = next(iter(slots.tensors.states.values()), None)
+        arrays = (mass, state, slots.tensors.rank, slots.tensors.position, slots.layer_index, step, slots.tensors.free)
         self._kernel(
-            *(None if x is None else x.data_ptr() for x in arrays), len(slots.rank), slots.streams * slots.shape.heads,
-            slots.shape.heads, slots.shape.group, slots.empty, rows.rank.shape[1], int(full),
+            *(None if x is None else x.data_ptr() for x in arrays), len(slots.tensors.rank), slots.streams * slots.shape.heads,
+            slots.shape.heads, slots.shape.group, slots.num_slots, rows.rank.shape[1], int(full),
             slots.shape.sliding_window or 0, mixed_seed(slots.seed),
         )  # fmt: skip
 
@@ -146,11 +147,11 @@ class WalkKernel:
     def __init__(self, slots: Slots, mode: PositionMode, limit: int, kernel: Any) -> None:
         self._kernel, self._rotation = kernel, slots.shape.rotation
         self._in_stream = mode == "stream" and self._rotation is not None  # keys are rotated only once
-        self._turning, self._angles = 0, 0
+        self._rotated_by, self._angles = 0, 0
         table = torch.ones(0, slots.shape.key_dim // 2, dtype=torch.complex64)
         if self._rotation is not None and not self._in_stream:
-            self._turning, self._angles = (1, slots.empty) if mode == "cache" else (2, limit + 1)
-            table = self._rotation.turns(torch.arange(self._angles), torch.float32, self._angles + 1)
+            self._rotated_by, self._angles = (1, slots.num_slots) if mode == "cache" else (2, limit + 1)
+            table = self._rotation.factors(torch.arange(self._angles), torch.float32, self._angles + 1)
         self._cosine, self._sine = table.real.T.contiguous(), table.imag.T.contiguous()  # of every angle. [P, angles]
 
     @classmethod
@@ -167,7 +168,7 @@ class WalkKernel:
     def built(slots: Slots, mode: PositionMode, limit: int) -> Built:
         """The C function. Layers that it does not support and policies that can't be traced get neither it nor a reason."""
         fits = slots.capacity is not None and slots.shape.plain and slots.shape.key_dim % 2 == 0
-        fits = fits and slots.keys.dtype.itemsize <= 4 and not why_untraced(slots.policy)
+        fits = fits and slots.tensors.keys.dtype.itemsize <= 4 and not why_untraced(slots.policy)
         fits = fits and (mode != "clamped" or slots.shape.rotation is None or limit < _MAX_TABLE_ANGLES)
         return built_of(slots.policy, "walk.c", "walk") if fits else Built()
 
@@ -193,7 +194,7 @@ class WalkKernel:
             MemoryError: there is no scratch memory.
         """
         streams, heads, group, tokens, _ = query.shape
-        places, capacity = slots.empty, slots.capacity or 0
+        places, capacity = slots.num_slots, slots.capacity or 0
         held = rows.oldest_first(min(seen, capacity), ordered)
         count, size, pairs, dims = held.keys.shape[1], streams * heads, query.shape[-1] // 2, values.shape[-1]
         steps = torch.arange(seen, seen + tokens).expand(size, -1)
@@ -206,7 +207,7 @@ class WalkKernel:
         position[:, :count] = held.position
         if held.states:
             state[:, :count] = held.states[0]
-        initial = next((s.initial for s in slots.states), 0.0)
+        initial = next((s.initial for s in slots.tensors.states), 0.0)
         out = torch.empty(tokens, size, group, dims)
         arrays = [
             query.reshape(size, group, tokens, pairs, 2).permute(0, 2, 4, 3, 1).float().contiguous(),
@@ -215,7 +216,7 @@ class WalkKernel:
         ]  # fmt: skip
         kept = self._kernel(
             *(x.data_ptr() for x in arrays), size, group, tokens, pairs, places, dims, count, seen, capacity,
-            slots.shape.sliding_window or 0, initial, layer, heads, mixed_seed(slots.seed), self._turning, self._angles,
+            slots.shape.sliding_window or 0, initial, layer, heads, mixed_seed(slots.seed), self._rotated_by, self._angles,
             torch.get_num_threads(),
         )  # fmt: skip
         if kept < 0:
@@ -232,7 +233,7 @@ class WalkKernel:
         """Keys in the kernel's layout, rotated in mode `stream`. [N, L, D] -> [N, L, P, 2] float32."""
         keys = keys.float()
         if self._in_stream and self._rotation is not None:
-            keys = rotate(keys, self._rotation.turns(positions, torch.float32, LONGEST_STREAM))
+            keys = rotate(keys, self._rotation.factors(positions, torch.float32, LONGEST_STREAM))
         return keys.unflatten(-1, (-1, 2))
 
 

@@ -21,7 +21,8 @@ from torch import Tensor
 from kvbench.harness.core.files import atomic_write
 from kvbench.harness.core.user_cache import private_folder
 from kvbench.harness.engine.kernels.tracing import TRITON, NotTraceableError, traced
-from kvbench.harness.engine.slots import LayerShape, Rows, Slots
+from kvbench.harness.engine.rows import Rows
+from kvbench.harness.engine.slots import LayerShape, Slots
 from kvbench.policies import Policy, PositionMode
 from kvbench.policies.policy import mixed_seed
 
@@ -96,7 +97,7 @@ def lost(slots: Slots, mode: PositionMode, limit: int) -> str:  # noqa: ARG001
 
 
 @dataclass(frozen=True)
-class _Turning:
+class _Rope:
     """RoPE for the kernels: the mode and the tables."""
 
     mode: int
@@ -106,12 +107,12 @@ class _Turning:
     order: Tensor
 
     @classmethod
-    def of(cls, slots: Slots, mode: PositionMode, longest: int | None) -> Self:
+    def from_slots(cls, slots: Slots, mode: PositionMode, longest: int | None) -> Self:
         """RoPE of some layers."""
-        rotation, device = slots.shape.rotation, slots.keys.device
+        rotation, device = slots.shape.rotation, slots.tensors.keys.device
         if rotation is None:
             return cls(0, None, None, 0, torch.arange(slots.shape.key_dim, device=device))
-        low, high, level = rotation.tables(torch.float32, longest or slots.empty + 1)
+        low, high, level = rotation.tables(torch.float32, longest or slots.num_slots + 1)
         return cls(_MODES[mode], low, high, 0 if high is None else level, rotation.order)
 
 
@@ -137,7 +138,7 @@ class StepKernel:
     def __init__(self, slots: Slots, mode: PositionMode, limit: int, longest: int | None) -> None:
         self._mode, self._limit, self._longest = mode, limit, longest
         self._sizes = _sizes(slots.shape)
-        self._turning, self._slots = _Turning.of(slots, mode, longest), slots.empty
+        self._rope, self._slots = _Rope.from_slots(slots, mode, longest), slots.num_slots
 
     @classmethod
     def from_slots(cls, slots: Slots, mode: PositionMode, limit: int, longest: int | None) -> Self | None:
@@ -148,10 +149,10 @@ class StepKernel:
         self, slots: Slots, rows: Rows, query: Tensor, key: Tensor, value: Tensor, scaling: float, mass: Tensor | None
     ) -> Tensor:
         """Read a token of each stream in one layer. Arguments and result are those of the CPU kernel."""
-        if slots.empty != self._slots:  # it has grown, perhaps past what one table holds
-            self._turning, self._slots = _Turning.of(slots, self._mode, self._longest), slots.empty
+        if slots.num_slots != self._slots:  # it has grown, perhaps past what one table holds
+            self._rope, self._slots = _Rope.from_slots(slots, self._mode, self._longest), slots.num_slots
         size, attended = rows.rank.shape
-        shape, turning, block = slots.shape, self._turning, self._sizes["BLOCK"]
+        shape, rope, block = slots.shape, self._rope, self._sizes["BLOCK"]
         parts = max(1, min(ceil(attended / block), ceil(_PROGRAMS_TO_FILL_CHIP / size)))
         part = ceil(ceil(attended / parts) / block) * block
         parts = ceil(attended / part)
@@ -159,11 +160,11 @@ class StepKernel:
         most, total = (query.new_empty(size, parts, shape.group, dtype=torch.float32) for _ in range(2))
         scores = most if mass is None else mass
         out = query.new_empty(*query.shape[:3], shape.value_dim)
-        low, high = (rows.keys if x is None else torch.view_as_real(x) for x in (turning.low, turning.high))
+        low, high = (rows.keys if x is None else torch.view_as_real(x) for x in (rope.low, rope.high))
         _kernels().attend[(size, parts)](
-            query.contiguous(), key.contiguous(), value.contiguous(), turning.order, rows.keys, rows.values, rows.rank,
-            rows.position, rows.free, low, high, parted, most, total, scores, rows.first, slots.empty, attended, part,
-            self._limit, scaling, MODE=turning.mode, LEVEL=turning.level, ASKED=mass is not None, **self._sizes,
+            query.contiguous(), key.contiguous(), value.contiguous(), rope.order, rows.keys, rows.values, rows.rank,
+            rows.position, rows.free, low, high, parted, most, total, scores, rows.base, slots.num_slots, attended, part,
+            self._limit, scaling, MODE=rope.mode, LEVEL=rope.level, ASKED=mass is not None, **self._sizes,
         )  # fmt: skip
         blocks = 1 if mass is None else ceil(attended / _BOOKKEEPING_BLOCK)
         _kernels().join[(size * shape.group, blocks)](
@@ -187,13 +188,14 @@ class ReleaseKernel:
 
     def __call__(self, slots: Slots, rows: Rows, mass: Tensor | None, step: Tensor, full: bool) -> None:
         """Update the statistics and choose the next token's slot. The arguments are those of the CPU kernel."""
-        state = next(iter(slots.states.values()), None)
-        attended, nothing = rows.rank.shape[1], slots.free
-        _kernels().release[(len(slots.rank),)](
-            nothing if mass is None else mass, nothing if state is None else state, slots.rank, slots.position,
-            slots.layer_index, step, slots.free, slots.streams * slots.shape.heads, slots.shape.heads, slots.empty, attended,
-            int(full), slots.shape.sliding_window or 0, mixed_seed(slots.seed), self._policy.update, self._policy.importance,
-            G=slots.shape.group, GROUP=_next_power(slots.shape.group),
+        tensors = slots.tensors
+        state = next(iter(tensors.states.values()), None)
+        attended, nothing = rows.rank.shape[1], tensors.free
+        _kernels().release[(len(slots.tensors.rank),)](
+            nothing if mass is None else mass, nothing if state is None else state, tensors.rank, tensors.position,
+            slots.layer_index, step, tensors.free, slots.streams * slots.shape.heads, slots.shape.heads, slots.num_slots,
+            attended, int(full), slots.shape.sliding_window or 0, mixed_seed(slots.seed), self._policy.update,
+            self._policy.importance, G=slots.shape.group, GROUP=_next_power(slots.shape.group),
             BLOCK=min(_BOOKKEEPING_BLOCK, _next_power(attended)), STATE=state is not None,
         )  # fmt: skip
 
@@ -205,7 +207,7 @@ class WalkKernel:
 
     def __init__(self, slots: Slots, mode: PositionMode, limit: int, longest: int | None) -> None:
         self._policy = _policy_module(*traced(slots.policy, TRITON))
-        self._turning, self._limit = _Turning.of(slots, mode, longest), limit
+        self._rope, self._limit = _Rope.from_slots(slots, mode, longest), limit
         self._sizes = _sizes(slots.shape)
 
     @classmethod
@@ -220,16 +222,16 @@ class WalkKernel:
         """Walk a block of streams of equal length. Arguments and result are those of the CPU kernel."""
         streams, heads, group, tokens, _ = query.shape
         size, attended = rows.rank.shape
-        turning, state = self._turning, next((x.flatten(0, 1) for x in rows.states.values()), None)
+        rope, state = self._rope, next((x.flatten(0, 1) for x in rows.states.values()), None)
         scores = query.new_empty(size, group, attended, dtype=torch.float32)
         out = values.new_empty(size, group, tokens, values.shape[-1])
-        low, high = (rows.keys if x is None else torch.view_as_real(x) for x in (turning.low, turning.high))
-        initial = next((s.initial for s in slots.states), 0.0)
+        low, high = (rows.keys if x is None else torch.view_as_real(x) for x in (rope.low, rope.high))
+        initial = next((s.initial for s in slots.tensors.states), 0.0)
         _kernels().walk[(size,)](
             query.contiguous(), keys.contiguous(), values.contiguous(), rows.keys, rows.values, rows.rank, rows.position,
-            rows.free if state is None else state, rows.free, low, high, scores, out, rows.first, slots.empty, attended,
+            rows.free if state is None else state, rows.free, low, high, scores, out, rows.base, slots.num_slots, attended,
             slots.capacity, seen, tokens, self._limit, slots.shape.sliding_window or 0, layer, heads, mixed_seed(slots.seed),
-            float(initial), self._policy.update, self._policy.importance, MODE=turning.mode, LEVEL=turning.level,
+            float(initial), self._policy.update, self._policy.importance, MODE=rope.mode, LEVEL=rope.level,
             STATE=state is not None, **self._sizes,
         )  # fmt: skip
         return out.view(streams, heads, group, tokens, -1)
