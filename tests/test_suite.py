@@ -304,7 +304,7 @@ def test_labels_say_what_differs_among_cells_of_one_policy_and_task(tmp_path):
 def test_more_cells_than_anyone_measures_are_refused(tmp_path, lists):
     key = lists.split(":")[0]
     kept = "".join(line for line in GOOD.splitlines(keepends=True) if not line.startswith(key))
-    with pytest.raises(UserError, match="mine.yaml: more than 100,000 cells: its lists multiply"):
+    with pytest.raises(UserError, match="mine.yaml: more than 100,000 cells, because its lists multiply"):
         load(tmp_path, kept.replace("version: 1\n", f"version: 1\n{lists}\n"))
 
 

@@ -184,8 +184,8 @@ def tokenise(tokenizer: PreTrainedTokenizerBase, text: str, most: int) -> tuple[
         most -= int(new.sum())
         if most <= 0:
             break
-    whole = slice(None, most if most < 0 else None)
-    return np.concatenate(ids)[whole], np.concatenate(ends)[whole]
+    within_limit = slice(None, most if most < 0 else None)
+    return np.concatenate(ids)[within_limit], np.concatenate(ends)[within_limit]
 
 
 def _pieces(text: str) -> Iterator[tuple[int, str]]:

@@ -79,8 +79,8 @@ def _records(seed: int) -> Iterator[str]:
                 piece += record_line(first + len(contents) - 1, contents[-1])
                 for _ in range(draw.randint(1, 3) if len(contents) >= lines_before_questions else 0):
                     line = len(contents) - draw.randint(1, min(_MAX_LINES_BACK, len(contents)))
-                    again, asked = f"Again: {record_line(first + line, contents[line])}", question(first + line)
-                    piece += again if draw.random() < 0.6 else asked + answer(contents[line])
+                    repetition = f"Again: {record_line(first + line, contents[line])}"
+                    piece += repetition if draw.random() < 0.6 else question(first + line) + answer(contents[line])
         yield piece
 
 

@@ -88,13 +88,13 @@ def labels(cells: Sequence[Cell]) -> dict[str, str]:
     return names
 
 
-def _varying(given: Iterable[dict[str, Any]]) -> list[str]:
+def _varying(mappings: Iterable[dict[str, Any]]) -> list[str]:
     """The keys whose values differ between these mappings."""
-    seen: dict[str, set[str]] = {}
-    for one in given:
-        for name, value in one.items():
-            seen.setdefault(name, set()).add(repr(value))
-    return [name for name, values in seen.items() if len(values) > 1]
+    values_of: dict[str, set[str]] = {}
+    for mapping in mappings:
+        for name, value in mapping.items():
+            values_of.setdefault(name, set()).add(repr(value))
+    return [name for name, values in values_of.items() if len(values) > 1]
 
 
 def find(name: str) -> Path:
@@ -147,12 +147,12 @@ def load(path: Path, overrides: Overrides | None = None) -> tuple[SuiteFile, lis
     return suite, unique
 
 
-def _bounded(made: Iterable[T], path: Path) -> list[T]:
-    """The items as a list, unless there are too many."""
-    first = list(itertools.islice(made, MOST_CELLS + 1))
-    if len(first) > MOST_CELLS:
-        raise UserError(f"{path}: more than {MOST_CELLS:,} cells: its lists multiply")
-    return first
+def _bounded(values: Iterable[T], path: Path) -> list[T]:
+    """The values as a list, unless there are too many."""
+    bounded = list(itertools.islice(values, MOST_CELLS + 1))
+    if len(bounded) > MOST_CELLS:
+        raise UserError(f"{path}: more than {MOST_CELLS:,} cells, because its lists multiply; make them shorter")
+    return bounded
 
 
 def again(record: dict[str, Any], model: str | None = None) -> Cell:
@@ -236,16 +236,16 @@ def _entry(suite: SuiteFile, index: int, source: Source) -> Iterator[Entry]:
             raise source.error(at, f"{name} needs a capacity")
         limit = limit if positions == "clamped" else None
         try:
-            made = policy(**chosen)
+            instance = policy(**chosen)
             if capacity is not None:
-                made.bind(capacity)
+                instance.bind(capacity)
         except ValueError as error:
-            said = [key for key in one if source.is_overridden((*at, key))]
-            place = at if said or "capacity" in given or suite.capacity is None else ()
-            raise source.error((*place, *(said or ["capacity"])[:1]), f"{name}: {error}") from None
+            overridden = [key for key in one if source.is_overridden((*at, key))]
+            place = at if overridden or "capacity" in given or suite.capacity is None else ()
+            raise source.error((*place, *(overridden or ["capacity"])[:1]), f"{name}: {error}") from None
         except Exception as error:  # a user's policy may raise anything
             raise source.error(at, f"{name}: {described(error)}") from error
-        yield name, made, capacity, positions or "cache", limit
+        yield name, instance, capacity, positions or "cache", limit
 
 
 def entry_schema(name: str, policy: type[Policy]) -> type[BaseModel]:

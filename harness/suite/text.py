@@ -114,8 +114,8 @@ def items(value: Any) -> Iterator[tuple[Location, Any]]:
     yield from (((i,), v) for i, v in enumerate(value)) if isinstance(value, list) else iter([((), value)])
 
 
-def spread(given: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def spread(mapping: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Multiply out the lists in a mapping: one mapping without lists per combination."""
-    choices: list[list[Any]] = [v if isinstance(v, list) else [v] for v in given.values()]
+    choices: list[list[Any]] = [v if isinstance(v, list) else [v] for v in mapping.values()]
     for values in itertools.product(*choices):
-        yield dict(zip(given, values, strict=True))
+        yield dict(zip(mapping, values, strict=True))
