@@ -20,7 +20,7 @@ import torch
 from kvbench import __version__
 from kvbench.harness.core.calibration import calibration_ms
 from kvbench.harness.core.device import device_name, free_bytes, instructions, wait_for
-from kvbench.harness.core.errors import NO_ROOM, UserError
+from kvbench.harness.core.errors import DISK_ERRNOS, UserError
 from kvbench.harness.core.failure import failure
 from kvbench.harness.core.files import new_partial
 from kvbench.harness.engine.decoder import CacheConfig
@@ -186,7 +186,7 @@ def _measured(
     except UserError:
         raise
     except OSError as error:
-        if error.errno not in NO_ROOM:
+        if error.errno not in DISK_ERRNOS:
             results = [error] * len(group)
         else:
             raise UserError(f"{traces[0].parent}: can't be written to ({error.strerror}); finished cells are kept") from error
