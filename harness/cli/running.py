@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from harness.cli.output import debugging
-from harness.errors import UserError
+from kvbench.harness.cli.output import debugging
+from kvbench.harness.core.errors import UserError
 
 if TYPE_CHECKING:
-    from harness.records import Record
-    from harness.suite import Cell
+    from kvbench.harness.records import Record
+    from kvbench.harness.suite import Cell
 
 _OPTIONS: list[Callable[[Any], Any]] = [
     click.option("--model", metavar="DIR|HUB_ID", help="Use this model instead of the suite's."),
@@ -68,8 +68,8 @@ class Asked:
         Raises:
             UserError: no such suite or record, or a mistake in it.
         """
-        from harness import suite as suites
-        from harness.overrides import Overrides
+        from kvbench.harness import suite as suites
+        from kvbench.harness.suite.overrides import Overrides
 
         if results is not None and re.fullmatch("[0-9a-f]{8,64}", self.suite) and not Path(self.suite).exists():
             return [self._again(results)]
@@ -78,9 +78,9 @@ class Asked:
 
     def _again(self, results: Path) -> Cell:
         """The cell of a record."""
-        from harness import suite as suites
-        from harness.hub import is_local_name
-        from harness.records import RecordStore
+        from kvbench.harness import suite as suites
+        from kvbench.harness.models.hub import is_local_name
+        from kvbench.harness.records import RecordStore
 
         found = {r.cell_id: r for r in RecordStore(results).read_all()[0] if r.cell_id.startswith(self.suite)}
         if len(found) != 1:
@@ -100,10 +100,10 @@ class Asked:
         """Their records, measured where they are not there yet, and shown while they are."""
         import torch
 
-        from harness.engine.load import device_of
-        from harness.progress import ProgressView, StderrConsole
-        from harness.records import RecordStore
-        from harness.runner import RunOptions, run
+        from kvbench.harness.models.load import device_of
+        from kvbench.harness.records import RecordStore
+        from kvbench.harness.run.progress import ProgressView, StderrConsole
+        from kvbench.harness.run.runner import RunOptions, run
 
         if self.threads:
             torch.set_num_threads(self.threads)
