@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.records import Record, RecordStore
-from harness.report.chart import Chart, drawn, write
-from harness.report.charts.parts import policy as policy_colour
-from harness.report.pairing import paired
+from kvbench.harness.records import Record, RecordStore
+from kvbench.harness.report.chart import Chart, drawn, write
+from kvbench.harness.report.charts.parts import policy as policy_colour
+from kvbench.harness.report.pairing import paired
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER.parents[1] / "leaderboard" / "results"
