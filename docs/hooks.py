@@ -25,6 +25,16 @@ _LINK = re.compile(r'(?P<before>\]\(|(?:src|srcset)=")(?P<target>[^)"\s#]+)(?P<a
 _PICTURE = re.compile(r'<picture>\s*<source[^>]*srcset="([^"]+)">\s*<img alt="([^"]*)" src="([^"]+)"[^>]*>\s*</picture>')
 
 
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """List the pages of a folder that the navigation names, such as `decisions/`, in the order of their names."""
+    for entry in config.nav or []:
+        for title, target in dict(entry).items():
+            if isinstance(target, str) and target.endswith("/"):
+                pages = sorted((ROOT / "docs" / target).glob("*.md"))
+                entry[title] = [f"{target}{page.name}" for page in pages]
+    return config
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages from outside docs/, and the leaderboard's charts."""
     charts = (f"leaderboard/charts/{path.name}" for path in (ROOT / "leaderboard/charts").glob("*.svg"))
