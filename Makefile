@@ -24,7 +24,8 @@ check: .venv/ready  ## what CI checks: lint, format, types, tests
 	$(BIN)/mypy
 	$(MAKE) test
 
-docs: .venv/docs  ## the documentation as a site, in site/
+docs: .venv/docs  ## the documentation and the leaderboard as a site, in site/
+	$(BIN)/bench leaderboard --results leaderboard/results --out leaderboard/README.md
 	$(BIN)/mkdocs build --strict
 
 picture: .venv/ready  ## the README's picture, from the records in leaderboard/results

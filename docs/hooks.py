@@ -5,7 +5,6 @@ from __future__ import annotations
 import posixpath
 import re
 from pathlib import Path
-from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -18,7 +17,7 @@ PAGES = {  # a file of the repository: its place on the site
     "CHANGELOG.md": "changelog.md",
     "leaderboard/README.md": "leaderboard/README.md",
     "leaderboard/paper.md": "leaderboard/paper.md",
-    "leaderboard/index.html": "leaderboard/page.html",
+    "leaderboard/index.html": "leaderboard/page.html",  # not tracked: `bench leaderboard` makes it
 }
 _PLACES = {place: file for file, place in PAGES.items()}
 _LINK = re.compile(r'(?P<before>\]\(|(?:src|srcset)=")(?P<target>[^)"\s#]+)(?P<anchor>#[^)"\s]*)?')
@@ -39,6 +38,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages from outside docs/, and the leaderboard's charts."""
     charts = (f"leaderboard/charts/{path.name}" for path in (ROOT / "leaderboard/charts").glob("*.svg"))
     for file, place in [*PAGES.items(), *((chart, chart) for chart in charts)]:
+        if not (ROOT / file).exists():
+            continue
         if place.endswith(".html"):
             text = (ROOT / file).read_text(encoding="utf-8")
             text = text.replace('href="README.md"', 'href="./"').replace('href="paper.md"', 'href="paper/"')
@@ -54,6 +55,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     folder = posixpath.dirname(_PLACES.get(place, f"docs/{place}"))
     if place.startswith("leaderboard/"):
         page.meta["search"] = {"exclude": True}  # thousands of table rows would be all that a search finds
+    if place == "leaderboard/README.md" and (ROOT / "leaderboard/index.html").exists():
+        markdown = markdown.replace("`index.html`", "[`index.html`](index.html)", 1)
     here = posixpath.dirname(place)
     parts = re.split(r"(^```.*?^```$)", markdown, flags=re.S | re.M)  # code stays as it is
     parts[::2] = [_LINK.sub(lambda match: _on_site(match, folder, here, config), part) for part in parts[::2]]
@@ -66,7 +69,7 @@ def _on_site(match: re.Match[str], folder: str, here: str, config: MkDocsConfig)
     if re.match(r"[a-z]+:|/", target):
         return match[0]
     file = posixpath.normpath(posixpath.join(folder, target))
-    place: Any = PAGES.get(file) or (file if file.startswith("leaderboard/charts/") else None)
+    place = PAGES.get(file) or (file if file.startswith("leaderboard/charts/") else None)
     if place is None and file.startswith("docs/") and (ROOT / file).is_file() and not file.endswith(".py"):
         place = file.removeprefix("docs/")
     if place is None:
