@@ -12,6 +12,7 @@ import pytest
 import yaml
 from conftest import bench
 
+import kvbench
 from kvbench.harness.cli import cli
 from kvbench.harness.core import plugins
 from kvbench.harness.models.families import FAMILIES
@@ -99,6 +100,10 @@ def test_the_number_of_families_is_that_of_the_list():
 
     assert f"{len(FAMILIES) - len(REFUSED)} families passing" in page("models.md")
     assert f"{len(REFUSED)} refused" in page("models.md")
+
+
+def test_the_citation_is_of_this_version():
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == kvbench.__version__
 
 
 def test_links_between_files_lead_somewhere():
