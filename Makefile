@@ -26,7 +26,7 @@ check: .venv/ready  ## what CI checks: lint, format, types, tests
 
 docs: .venv/docs  ## the documentation and the leaderboard as a site, in site/
 	$(BIN)/bench leaderboard --results leaderboard/results --out leaderboard/README.md
-	$(BIN)/mkdocs build --strict
+	$(BIN)/python -m mkdocs build --strict
 
 picture: .venv/ready  ## the README's picture, from the records in leaderboard/results
 	$(BIN)/python docs/images/draw.py
