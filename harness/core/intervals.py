@@ -19,7 +19,6 @@ from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import stdtr, stdtrit
 
 FEWEST_BLOCKS = 20  # blocks of one text; texts or questions, where those are the blocks
 SHORTEST_BLOCK = 1600  # tokens: with shorter ones, intervals of bursty texts cover less than 93 % (docs/statistics.md)
@@ -99,6 +98,8 @@ def _student(sums: NDArray[np.float64], tokens: NDArray[np.float64], block: int,
         block: length to report, in tokens.
         neighbours: blocks that follow each other may be correlated.
     """
+    from scipy.special import stdtr, stdtrit  # a third of a second: only where there is an interval
+
     count, mean = len(sums), float(sums.sum() / tokens.sum())
     degrees = _degrees_of_freedom(tokens)
     if degrees < _FEWEST_DEGREES:
