@@ -5,16 +5,30 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
-__all__ = ["AttentionSum", "CacheView", "Policy", "PositionMode", "Scope", "Statistic"]
+__all__ = [
+    "AttentionSum", "CacheView", "Policy", "PositionMode", "Record", "Records", "Scope", "Statistic", "UserError",
+    "load_records", "run",
+]  # fmt: skip
 
 if TYPE_CHECKING:
+    from kvbench.harness.core.errors import UserError
+    from kvbench.harness.records import Record
+    from kvbench.harness.report.frame import Records, load_records
+    from kvbench.harness.run.python import run
     from kvbench.policies import AttentionSum, CacheView, Policy, PositionMode, Scope, Statistic
 else:
+    _MODULES = {
+        "UserError": "harness.core.errors", "Record": "harness.records", "Records": "harness.report.frame",
+        "load_records": "harness.report.frame", "run": "harness.run.python",
+    }  # fmt: skip
 
     def __getattr__(name: str) -> object:
-        """The names above, imported on first use: they need torch, and `bench --help` should not wait for it."""
-        if name in __all__:
-            from kvbench import policies
+        """The names above, imported on first use: most need torch, and `bench --help` should not wait for it."""
+        if name not in __all__:
+            raise AttributeError(f"module 'kvbench' has no attribute '{name}'")
+        import importlib
 
-            return getattr(policies, name)
-        raise AttributeError(f"module 'kvbench' has no attribute '{name}'")
+        return getattr(importlib.import_module(f"kvbench.{_MODULES.get(name, 'policies')}"), name)
+
+    def __dir__() -> list[str]:
+        return sorted([*globals(), *__all__])
