@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from kvbench.policies import AttentionSum, CacheView, Policy, PositionMode, Scope, Statistic
 else:
     _MODULES = {
-        "UserError": "harness.core.errors", "Record": "harness.records", "Records": "harness.report.frame",
-        "load_records": "harness.report.frame", "run": "harness.run.python",
+        "UserError": "kvbench.harness.core.errors", "Record": "kvbench.harness.records",
+        "Records": "kvbench.harness.report.frame", "load_records": "kvbench.harness.report.frame",
+        "run": "kvbench.harness.run.python",
     }  # fmt: skip
 
     def __getattr__(name: str) -> object:
@@ -28,7 +29,7 @@ else:
             raise AttributeError(f"module 'kvbench' has no attribute '{name}'")
         import importlib
 
-        return getattr(importlib.import_module(f"kvbench.{_MODULES.get(name, 'policies')}"), name)
+        return getattr(importlib.import_module(_MODULES.get(name, "kvbench.policies")), name)
 
     def __dir__() -> list[str]:
         return sorted([*globals(), *__all__])
