@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
@@ -9,6 +10,9 @@ __all__ = [
     "AttentionSum", "CacheView", "Policy", "PositionMode", "Record", "Records", "Scope", "Statistic", "UserError",
     "load_records", "run",
 ]  # fmt: skip
+
+if not (Path(__file__).parent / "policies").is_dir():  # an archive, or a checkout on Windows, without its symbolic links
+    __path__.append(str(Path(__file__).resolve().parents[1]))
 
 if TYPE_CHECKING:
     from kvbench.harness.core.errors import UserError

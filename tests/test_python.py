@@ -63,6 +63,7 @@ def test_run_gives_the_records_that_bench_run_would_keep(tmp_path, capsys):
     frame = kept.to_frame()
     assert {"policy", "capacity", "model.id", "task.tokens", "parameters.window", "metrics.nll", "facts.method"} <= set(frame)
     assert sorted(frame["key"]) == sorted(r.key for r in records)
+    assert "perplexity" in kept._repr_html_()
 
 
 def test_mistakes_are_told_in_one_line(tmp_path):

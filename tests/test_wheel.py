@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -33,6 +34,20 @@ def site(wheel, tmp_path) -> Path:
     for name in ("policies", "harness"):
         (folder / name).mkdir()
         (folder / name / "__init__.py").write_text(f"WHOSE = 'the {name} of another package'\n")
+    return folder
+
+
+@pytest.fixture
+def without_links(tmp_path) -> Path:
+    """A checkout as it is on a system without symbolic links: git leaves text files in their place."""
+    folder = tmp_path / "checkout"
+    for name in ("policies", "harness", "suites"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "kvbench").mkdir()
+    for file in (ROOT / "kvbench").glob("*.py"):
+        shutil.copy(file, folder / "kvbench")
+    for name in ("policies", "harness"):
+        (folder / "kvbench" / name).write_text(f"../{name}")
     return folder
 
 
@@ -70,6 +85,12 @@ def test_it_finds_its_suites_models_and_policies(site, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "builtin:sink_2" in done.stdout
     assert "recompute_sink_window" in done.stdout
+
+
+def test_a_checkout_runs_without_its_links(without_links):
+    done = python("-m", "kvbench", "list", "suites", path=without_links, cwd=without_links)
+    assert done.returncode == 0, done.stderr
+    assert "quickstart" in done.stdout
 
 
 @pytest.mark.parametrize("name", ["policies", "harness"])

@@ -33,6 +33,14 @@ class Records(list[Record]):
 
         return DataFrame.from_records(rows(self))
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the table that `bench run` prints."""
+        from pandas import DataFrame
+
+        from kvbench.harness.report import summary
+
+        return str(DataFrame.from_records(summary.rows(self)).to_html(index=False, na_rep=""))
+
 
 def load_records(folder: str | Path, *, all_versions: bool = False) -> Records:
     """The records of a folder.
