@@ -116,12 +116,27 @@ def test_no_attribute_is_born_outside_init(path):
             assert attributes_set(method) <= born, f"{kind.name}.{method.name}"
 
 
-@pytest.mark.parametrize("command", [["--help"], ["leaderboard", "--out", "-"], ["run", "--help"]])
-def test_help_and_the_leaderboard_start_without_torch(command, tmp_path):
+BASELINE = str(ROOT / "leaderboard/baselines/quickstart")
+HEAVY = {"torch", "transformers", "datasets", "lm_eval", "pandas"}
+
+
+@pytest.mark.parametrize(
+    ("command", "but"),
+    [
+        (["--help"], {"numpy", "scipy", "pydantic"}),
+        (["run", "--help"], {"numpy", "scipy", "pydantic"}),
+        (["leaderboard", "--results", BASELINE, "--out", "-"], set()),
+        (["compare", BASELINE, BASELINE], {"scipy"}),
+        (["check", "--baseline", BASELINE, "--results", BASELINE], {"scipy"}),
+        (["records", "verify", BASELINE], {"scipy"}),
+    ],
+    ids=lambda x: x[0] if isinstance(x, list) else "",
+)
+def test_a_reader_of_records_starts_without_what_measures(command, but, tmp_path):
     code = (
         f"import sys; sys.argv = ['bench', *{command!r}]\nfrom kvbench.harness.cli import main\n"
-        "try:\n    main()\nexcept SystemExit:\n    pass\n"
-        "assert not {'torch', 'transformers'} & set(sys.modules)"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code, end.code\n"
+        f"assert not {HEAVY | but!r} & set(sys.modules), {HEAVY | but!r} & set(sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}

@@ -8,12 +8,12 @@ import pytest
 import torch
 from conftest import bench, model_of
 
-from kvbench.harness.cli.running import Asked
 from kvbench.harness.core import plugins
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.engine.model import adopt
 from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.shape import shape_of
+from kvbench.harness.run.asked import Asked
 from kvbench.harness.run.estimate import estimates
 from kvbench.harness.run.prepare import prepare
 from kvbench.harness.tasks.lm_eval import LmEval

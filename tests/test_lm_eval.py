@@ -14,7 +14,6 @@ from conftest import bench
 from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
 
-from kvbench.harness.cli.running import Asked
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.data.stream import newline
 from kvbench.harness.lm_eval import catalogue
@@ -27,6 +26,7 @@ from kvbench.harness.report import gate
 from kvbench.harness.report.compare import differences
 from kvbench.harness.report.leaderboard import render
 from kvbench.harness.report.verify import problems
+from kvbench.harness.run.asked import Asked
 from kvbench.harness.tasks.lm_eval import LmEval, LmEvalOptions, _sample, _template
 from kvbench.harness.tasks.task import MeasurementError
 

@@ -8,10 +8,10 @@ import time
 import pytest
 from conftest import bench
 
-from kvbench.harness.cli.running import Asked
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.failure import failure, ran_out_of_memory
 from kvbench.harness.run import runner
+from kvbench.harness.run.asked import Asked
 
 SUITE = """
 suite: runner

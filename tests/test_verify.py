@@ -16,13 +16,13 @@ from conftest import bench
 from test_paper import cell_record
 from test_records import record
 
-from kvbench.harness.cli.running import Asked
 from kvbench.harness.records import Problem, RecordStore, read
 from kvbench.harness.records import record as records_module
 from kvbench.harness.records.aggregates import of_answers, of_nll, of_steps, timing
 from kvbench.harness.report.export import rows, write
 from kvbench.harness.report.recomputed import kv_bytes
 from kvbench.harness.report.verify import TRACES, problems, verify
+from kvbench.harness.run.asked import Asked
 
 TASK = {"name": "perplexity", "tokens": 5000, "stride": 4}
 

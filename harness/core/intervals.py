@@ -19,7 +19,6 @@ from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import stdtr, stdtrit
 
 MIN_BLOCKS = 20  # of one text; or texts or questions, if those are the blocks
 MIN_BLOCK_TOKENS = 1600  # with shorter blocks, intervals of bursty texts cover less than 93 % (docs/statistics.md)
@@ -99,6 +98,8 @@ def _student(sums: NDArray[np.float64], tokens: NDArray[np.float64], block: int,
         block: length to report, in tokens.
         neighbours: consecutive blocks may be correlated.
     """
+    from scipy.special import stdtr, stdtrit  # a third of a second: only where there is an interval
+
     count, mean = len(sums), float(sums.sum() / tokens.sum())
     degrees = _degrees_of_freedom(tokens)
     if degrees < _MIN_DEGREES_OF_FREEDOM:
