@@ -10,16 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from harness.cli.output import debugging
+from harness.cli.output import FILLED, debugging
 from harness.errors import UserError
 
 if TYPE_CHECKING:
     from harness.records import Record
     from harness.suite import Cell
 
+PUBLISHED = Path("leaderboard/results")  # of a checkout: whoever reads a row of its page can measure that cell again
+
 _OPTIONS: list[Callable[[Any], Any]] = [
-    click.option("--model", metavar="DIR|HUB_ID", help="Use this model instead of the suite's."),
-    click.option("--data", metavar="DIR", envvar="BENCH_DATA", help="Directory of the text: .parquet or .txt (or BENCH_DATA)."),
+    click.option("--model", metavar="DIR|HUB_ID", type=FILLED, help="Use this model instead of the suite's."),
+    click.option(
+        "--data", metavar="DIR", envvar="BENCH_DATA", type=FILLED,
+        help="Directory of the text: .parquet or .txt (or BENCH_DATA).",
+    ),
     click.option(
         "--policy", "policies", multiple=True, metavar="POLICY",
         help="Only these: a name, file.py:Class, or '{name: h2o, window: 8}'.",
@@ -63,7 +68,7 @@ class Asked:
         """The cells: of the suite, or the one of a record whose cell id begins like that.
 
         Args:
-            results: folder of records.
+            results: folder of the records to find that cell in; the published ones are looked through after it.
 
         Raises:
             UserError: no such suite or record, or a mistake in it.
@@ -82,14 +87,19 @@ class Asked:
         from harness.hub import is_local_name
         from harness.records import RecordStore
 
-        found = {r.cell_id: r for r in RecordStore(results).read_all()[0] if r.cell_id.startswith(self.suite)}
-        if len(found) != 1:
-            raise UserError(f"{self.suite}: {len(found) or 'no'} cells of the records in {results} begin like that")
+        for folder in (results, PUBLISHED):
+            asked = {r.cell_id: r for r in RecordStore(folder).read_all()[0] if r.cell_id.startswith(self.suite)}
+            if asked:
+                break
+        else:
+            raise UserError(f"{self.suite}: no cell of the records in {results} begins like that")
+        if len(asked) > 1:
+            raise UserError(f"{self.suite}: {len(asked)} cells of the records in {folder} begin like that: give more of the id")
         if self.policies or self.settings or self.dtype:
             raise UserError(
                 f"{self.suite}: a record's cell is measured as it was asked for; --policy, --set and --dtype change it"
             )
-        cell = suites.again(next(iter(found.values())).cell, self.model)
+        cell = suites.again(next(iter(asked.values())).cell, self.model)
         if self.model is None and is_local_name(cell.model.id):
             raise UserError(f"{self.suite}: its model {cell.model.id} was a local directory: give --model DIR, where it is now")
         return cell
