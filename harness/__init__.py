@@ -1,3 +1,4 @@
 """KV Bench: what an LLM loses, and gains, when part of its KV cache is thrown away."""
 
-__version__ = "0.1.0"
+if __name__ != "kvbench.harness":
+    raise ImportError("harness is kvbench.harness")

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from policies.policy import CacheView, Policy
+from kvbench.policies.policy import CacheView, Policy
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import ClassVar, Self
 
 from torch import Tensor
 
-from policies.policy import CacheView, Policy
-from policies.statistics import AttentionSum, Statistic
+from kvbench.policies.policy import CacheView, Policy
+from kvbench.policies.statistics import AttentionSum, Statistic
 
 
 @dataclass(frozen=True)

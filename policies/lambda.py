@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from policies.sink_window import SinkWindow
+from kvbench.policies.sink_window import SinkWindow
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The interface: a policy says how much each cached token is worth.
 
-Axis letters: B streams, H KV heads, S slots, D head dim.
+Axis letters: B streams, H KV heads, G query heads of a KV head, S slots, D head dim.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
-
-from policies.statistics import Statistic
 
 Scope = Literal["slot", "head", "layer"]
 PositionMode = Literal["cache", "stream", "clamped"]
@@ -82,6 +80,24 @@ class CacheView:
         for multiplier in _MIX[:2]:
             x = (x ^ (x >> 29)) * multiplier
         return ((x >> 40) & 0xFFFFFF).float() / 2**24
+
+
+class Statistic(ABC):
+    """A number (or `shape` of them) kept for every slot, reset to `initial` when the slot is given away."""
+
+    shape: ClassVar[tuple[int, ...]] = ()  # extra axes *k
+    initial: ClassVar[float] = 0.0
+
+    @staticmethod
+    @abstractmethod
+    def update(state: Tensor, attention: Tensor, view: CacheView) -> Tensor:
+        """The state after one step; a new tensor, the arguments unchanged.
+
+        Args:
+            state: before the step. [B, H, S, *k] float32.
+            attention: softmax weights of this step's queries, 0 in empty slots. [B, H, G, S] float32.
+            view: the cache with the new token in it.
+        """
 
 
 @dataclass(frozen=True)

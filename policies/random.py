@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from policies.policy import CacheView, Policy
+from kvbench.policies.policy import CacheView, Policy
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from policies.policy import CacheView, Policy
+from kvbench.policies.policy import CacheView, Policy
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Self
 
 from torch import Tensor
 
-from policies.policy import CacheView, Policy
+from kvbench.policies.policy import CacheView, Policy
 
 
 @dataclass(frozen=True)

@@ -1,35 +1,12 @@
-"""Running statistics of cached tokens: small pure update rules that policies name.
-
-Axis letters: B streams, H KV heads, G query heads of a KV head, S slots.
-"""
+"""Statistics that policies name: small pure update rules, one value (or a few) a cached token."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar
-
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from policies.policy import CacheView
+from kvbench.policies.policy import CacheView, Statistic
 
-
-class Statistic(ABC):
-    """A number (or `shape` of them) kept for every slot, reset to `initial` when the slot is given away."""
-
-    shape: ClassVar[tuple[int, ...]] = ()  # extra axes *k
-    initial: ClassVar[float] = 0.0
-
-    @staticmethod
-    @abstractmethod
-    def update(state: Tensor, attention: Tensor, view: CacheView) -> Tensor:
-        """The state after one step; a new tensor, the arguments unchanged.
-
-        Args:
-            state: before the step. [B, H, S, *k] float32.
-            attention: softmax weights of this step's queries, 0 in empty slots. [B, H, G, S] float32.
-            view: the cache with the new token in it.
-        """
+__all__ = ["AttentionSum", "Statistic"]
 
 
 class AttentionSum(Statistic):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from policies.policy import CacheView, Policy
+from kvbench.policies.policy import CacheView, Policy
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from harness.engine.kernels import triton_kernels as kernels
-from harness.engine.kernels.cuda import _policy_module, _sizes
-from harness.engine.kernels.tracing import TRITON, traced
-from harness.engine.slots import LayerShape
-from policies.h2o import H2O
-from policies.random import Random
+from kvbench.harness.engine.kernels import triton_kernels as kernels
+from kvbench.harness.engine.kernels.cuda import _policy_module, _sizes
+from kvbench.harness.engine.kernels.tracing import TRITON, traced
+from kvbench.harness.engine.slots import LayerShape
+from kvbench.policies.h2o import H2O
+from kvbench.policies.random import Random
 
 SHAPES = {"llama-2-7b": LayerShape(32, 1, 128, 128, None, None), "llama-3-8b": LayerShape(8, 4, 128, 128, None, None)}
 POINTERS = {"rank", "position", "free", "order", "layers", "step"}  # of int64

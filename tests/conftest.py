@@ -17,8 +17,8 @@ import torch
 import transformers
 from hypothesis import settings
 
-from harness.engine.families import tiny_model
-from harness.engine.model import Model, adopt
+from kvbench.harness.engine.model import Model, adopt
+from kvbench.harness.models.families import tiny_model
 
 SHARED = Path(__file__).parents[2] / "shared"
 FAMILIES = ["llama", "qwen3", "gpt_neox"]
@@ -106,7 +106,7 @@ class Done:
 
 def bench_in(*args: object, cwd: Path) -> Done:
     """The command, in this process: starting a new one takes seconds each time."""
-    from harness.cli import main
+    from kvbench.harness.cli import main
 
     out, err = io.StringIO(), io.StringIO()
     before, argv, threads = Path.cwd(), sys.argv, torch.get_num_threads()
@@ -132,5 +132,5 @@ def bench(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, 
 def bench_process(*args: object, cwd: Path, **how: Any) -> subprocess.CompletedProcess[str]:
     """The command, in a process of its own."""
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "COLUMNS": "200"}
-    command = [sys.executable, "-m", "harness", *map(str, args)]
+    command = [sys.executable, "-m", "kvbench", *map(str, args)]
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300, **how)

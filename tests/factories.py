@@ -14,12 +14,12 @@ import torch
 from conftest import DEVICE
 from reference import after_sinks, by_number, lightest, oldest
 
-from harness.records import Record, digest
-from policies import CacheView, Policy, Statistic
-from policies.h2o import H2O
-from policies.random import Random
-from policies.sink_window import SinkWindow
-from policies.window import Window
+from kvbench.harness.records import Record, digest
+from kvbench.policies import CacheView, Policy, Statistic
+from kvbench.policies.h2o import H2O
+from kvbench.policies.random import Random
+from kvbench.policies.sink_window import SinkWindow
+from kvbench.policies.window import Window
 
 POLICIES: list[Policy] = [Window(), SinkWindow(sinks=2), H2O(), Random()]
 EVIL = '<script>alert("1")</script>'  # a name that must not become markup

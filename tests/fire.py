@@ -20,9 +20,9 @@ from pathlib import Path
 
 import psutil
 
-from harness.cli.running import Asked
-from harness.records import RecordStore
-from harness.report.verify import problems
+from kvbench.harness.cli.running import Asked
+from kvbench.harness.records import RecordStore
+from kvbench.harness.report.verify import problems
 
 SUITE = """
 suite: fire

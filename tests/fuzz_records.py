@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from harness.cli import main as bench
-from harness.errors import Exit
-from harness.records import digest
+from kvbench.harness.cli import main as bench
+from kvbench.harness.core.errors import Exit
+from kvbench.harness.records import digest
 
 ROOT = Path(__file__).parents[1]
 BASELINE = ROOT / "leaderboard/baselines/quickstart"

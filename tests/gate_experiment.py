@@ -25,10 +25,10 @@ from typing import Any
 from injected import INJECTIONS, Injection
 from tampered import TAMPERED, Tampering, copied
 
-from harness.cli.rerun import asked_again, with_those_beside
-from harness.errors import RefusedModelError, UserError
-from harness.records import RecordStore
-from harness.report import baseline, gate
+from kvbench.harness.cli.rerun import asked_again, with_those_beside
+from kvbench.harness.core.errors import RefusedModelError, UserError
+from kvbench.harness.records import RecordStore
+from kvbench.harness.report import baseline, gate
 
 WALKED = ("window", "h2o")  # that are measured where an injection needs the plain walk: one by position, one by attention
 Outcome = dict[str, Any]  # name, expected, red (checks with their numbers), code, says, surprise, seconds

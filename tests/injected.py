@@ -16,19 +16,19 @@ from unittest.mock import patch
 
 import torch
 
-from harness import apart
-from harness.data import questions
-from harness.data.prose import Prose
-from harness.engine import closed_form, walk
-from harness.engine.loop import CachedDecoder
-from harness.engine.recompute import RecomputeDecoder
-from harness.engine.rotary import Rotation
-from harness.engine.slots import Slots
-from harness.engine.walk import Walk
-from harness.report import verify
-from harness.tasks import perplexity
-from policies.h2o import H2O
-from policies.statistics import AttentionSum
+from kvbench.harness.data import questions
+from kvbench.harness.data.prose import Prose
+from kvbench.harness.engine import closed_form, walk
+from kvbench.harness.engine.loop import CachedDecoder
+from kvbench.harness.engine.recompute import RecomputeDecoder
+from kvbench.harness.engine.rotary import Rotation
+from kvbench.harness.engine.slots import Slots
+from kvbench.harness.engine.walk import Walk
+from kvbench.harness.report import verify
+from kvbench.harness.run import apart
+from kvbench.harness.tasks import perplexity
+from kvbench.policies.h2o import H2O
+from kvbench.policies.statistics import AttentionSum
 
 Broken = Callable[[], AbstractContextManager[None]]
 

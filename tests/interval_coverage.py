@@ -21,9 +21,9 @@ import interval_methods
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.intervals import Interval, clustered, interval
-from harness.records import Record, RecordStore
-from harness.report.pairing import question
+from kvbench.harness.core.intervals import Interval, clustered, interval
+from kvbench.harness.records import Record, RecordStore
+from kvbench.harness.report.pairing import question
 
 Array = NDArray[np.float64]
 Method = Callable[[Array, Array, int, int], Interval]

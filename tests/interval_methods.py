@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from harness import intervals
-from harness.intervals import Interval
+from kvbench.harness.core import intervals
+from kvbench.harness.core.intervals import Interval
 
 Array = NDArray[np.float64]
 _RESAMPLES = 2000

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from harness import apart
-from harness.engine.loop import CachedDecoder
+from kvbench.harness.engine.loop import CachedDecoder
+from kvbench.harness.run import apart
 
 _LEAKED = 2**22  # bytes a block
 _plain, _kept = CachedDecoder.__call__, []

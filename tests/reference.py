@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from harness.engine import interface
-from harness.engine.attention import Terms
-from harness.engine.model import Model
+from kvbench.harness.engine import interface
+from kvbench.harness.engine.attention import Terms
+from kvbench.harness.engine.model import Model
 
 
 @dataclass

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.report.baseline_file import FILE
+from kvbench.harness.report.baseline_file import FILE
 
 Edit = Callable[[dict[str, Any]], None]  # changes a record's JSON value
 

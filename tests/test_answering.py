@@ -13,19 +13,19 @@ import pytest
 import torch
 from conftest import DEVICE, model_of
 
-from harness.data import arc
-from harness.engine.decoder import CacheConfig
-from harness.engine.load import load_tokenizer
-from harness.engine.loop import decoder
-from harness.errors import UserError
-from harness.intervals import wilson
-from harness.tasks import arc_stream, streameval
-from harness.tasks.arc_stream import ArcStream, ArcStreamOptions
-from harness.tasks.streameval import StreamEval, StreamEvalOptions
-from harness.tasks.task import Job, MeasurementError
-from policies.h2o import H2O
-from policies.recompute_window import RecomputeWindow
-from policies.window import Window
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.core.intervals import wilson
+from kvbench.harness.data import arc
+from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.loop import decoder
+from kvbench.harness.models.load import load_tokenizer
+from kvbench.harness.tasks import arc_stream, streameval
+from kvbench.harness.tasks.arc_stream import ArcStream, ArcStreamOptions
+from kvbench.harness.tasks.streameval import StreamEval, StreamEvalOptions
+from kvbench.harness.tasks.task import Job, MeasurementError
+from kvbench.policies.h2o import H2O
+from kvbench.policies.recompute_window import RecomputeWindow
+from kvbench.policies.window import Window
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +125,7 @@ def test_a_question_points_at_its_line_in_tokens(tokenizer):
 @pytest.mark.parametrize("context", ["gold", "model", "none"])
 def test_answers_are_the_greedy_tokens_of_the_same_loop(model_dir, tokenizer, tmp_path, policy, context):
     """Block by block with forks is token by token, and what stays in the stream is what was asked for."""
-    from harness.engine.load import load_model
+    from kvbench.harness.models.load import load_model
 
     model = load_model(model_dir, "float32", torch.device("cpu"))
     options = StreamEvalOptions(distance=1, lines=4, query_every=2, context=context)
@@ -253,7 +253,7 @@ def test_arc_is_read_from_a_directory_in_the_hubs_schema(arc_dir):
 
 
 def test_arc_is_one_stream_or_one_stream_a_question(arc_dir, tokenizer, tmp_path, model_dir):
-    from harness.engine.load import load_model
+    from kvbench.harness.models.load import load_model
 
     stream = ArcStream.data(ArcStreamOptions(), lambda: tokenizer, arc_dir)
     single = ArcStream.data(ArcStreamOptions(one_at_a_time=True), lambda: tokenizer, arc_dir)

@@ -10,105 +10,94 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-OURS = ("harness.", "policies")
-# Modules that lie in `harness` itself, by the package they belong to; whatever else lies there is a package of its own.
-PACKAGES = {
-    "core": "errors failure files intervals user_cache visible",
-    "records": "records record_types record_metrics record_schema",
-    "device": "device calibration",
-    "models": "hub shape",
-    "suite": "suite suite_file suite_text overrides",
-    "policy_check": "policy_check policy_rules policy_views",
-    "run": "runner prepare apart estimate progress",
-    "about": "listing doctor",
-}
-PACKAGE_OF = {module: package for package, modules in PACKAGES.items() for module in modules.split()}
-# What each package may import besides itself and the core; None: everything. Arrows that point up, to be turned round when
-# folders move: device -> engine, registry -> tasks (types), models -> registry,
-# tasks -> lm_eval.
-MAY_IMPORT: dict[str, str | None] = {
-    "core": "",
-    "records": "",
-    "engine": "policies",
-    "device": "engine",
-    "registry": "policies tasks",
-    "models": "registry",
-    "data": "models",
-    "aggregates": "",
-    "report": "aggregates records",
-    "tasks": "aggregates data device engine lm_eval policies",
-    "suite": "policies records registry",
-    "policy_check": "engine policies registry suite",
-    "lm_eval": "data engine models policies policy_check registry tasks",
-    "pretrain": "data device engine registry suite tasks",
-    "about": "__version__ data device engine models policies registry suite",
-    "run": "__version__ device engine models policy_check records registry report suite tasks",
-    "cli": None,
-    "__main__": "cli",
-    "__init__": "",
+# What each package may import besides itself, lazily or for types as well. The order is that of the layers: a package may
+# import only what stands above it. `kvbench` is the package of that name itself, for its version.
+MAY_IMPORT = {
+    "policies": "",
+    "core": "policies",
+    "records": "core",
+    "rules": "core policies",
+    "engine": "core policies",
+    "models": "core engine policies",
+    "data": "core models",
+    "suite": "core policies records",
+    "report": "core records",
+    "lm_eval": "core data engine models policies rules",
+    "tasks": "core data engine lm_eval models policies records",
+    "run": "core engine kvbench models policies records report rules suite tasks",
+    "pretrain": "core data engine models suite",
+    "cli": "core data engine kvbench lm_eval models policies pretrain records report run suite",
 }
 
 
-def imports(path: Path, top_level_only: bool = False) -> set[str]:
-    tree = ast.parse(path.read_text())
-    nodes = tree.body if top_level_only else ast.walk(tree)
-    found = set()
-    for node in nodes:
+def imports(path: Path) -> set[str]:
+    """Every module that a file imports, wherever in it, and every name it takes from one."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {a.name for a in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module, *(f"{node.module}.{a.name}" for a in node.names)}
-    return found
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: a relative import"
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def package_of(module: str) -> str:
+    """The package of ours that a module belongs to; the empty string if it is not ours."""
+    top, *inside = module.split(".")
+    if top != "kvbench" or inside == ["harness"]:
+        return ""
+    if inside[:1] == ["harness"]:
+        return inside[1]
+    return "policies" if inside[:1] == ["policies"] else "kvbench"
+
+
+def packages_imported(path: Path) -> set[str]:
+    """Of ours."""
+    return {package_of(module) for module in imports(path)} - {""}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "policies").rglob("*.py")), ids=lambda p: p.stem)
 def test_policies_import_torch_and_nothing_of_the_harness(path):
-    outside = {m.split(".")[0] for m in imports(path)} - {"torch", "policies", *sys.stdlib_module_names}
-    assert not outside
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        *(
-            ROOT / f"harness/{name}.py"
-            for name in ("records", "record_metrics", "record_schema", "record_types", "aggregates", "intervals", "visible")
-        ),
-        *sorted((ROOT / "harness/report").rglob("*.py")),
-    ],
-    ids=lambda p: str(p.relative_to(ROOT)),
-)
-def test_reports_import_records_only(path):
-    """And what computes figures of traces: nothing that has torch behind it."""
-    ours = {m for m in imports(path) if m.startswith(("harness", "policies"))}
-    assert {PACKAGE_OF.get(name, name) for name in (m.split(".")[1] for m in ours)} <= {"core", "records", "report", "aggregates"}
-    assert not {m.split(".")[0] for m in imports(path)} & {"torch", "transformers", "datasets"}
+    assert not {m.split(".")[0] for m in imports(path)} - {"torch", "kvbench", *sys.stdlib_module_names}
+    assert packages_imported(path) <= {"policies"}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "harness").rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
 def test_every_file_imports_what_its_package_may(path):
-    top, *inside = path.relative_to(ROOT / "harness").with_suffix("").parts
-    package = PACKAGE_OF.get(top, top)
-    assert package in MAY_IMPORT, f"say in MAY_IMPORT what {package} may import, or in PACKAGES where it belongs"
-    allowed = MAY_IMPORT[package]
-    ours = {m.split(".")[1] if m.startswith("harness.") else "policies" for m in imports(path) if m.startswith(OURS)}
-    if allowed is not None:
-        assert {PACKAGE_OF.get(name, name) for name in ours} <= {package, "core", *allowed.split()}
-    if inside and inside[0] == "kernels":  # which the walk calls, and little else of the engine
-        of_engine = {m.split(".")[2] for m in imports(path) if m.startswith("harness.engine.")}
+    package, *inside = path.relative_to(ROOT / "harness").with_suffix("").parts
+    if package == "__init__":
+        assert not imports(path)
+        return
+    assert inside, f"{path.name} belongs in a package"
+    assert packages_imported(path) <= {package, *MAY_IMPORT[package].split()}
+    assert not {m for m in imports(path) if m.split(".")[0] in ("harness", "policies", "tests")}
+    if inside[0] == "kernels":  # which the walk calls, and little else of the engine
+        of_engine = {m.split(".")[3] for m in imports(path) if m.startswith("kvbench.harness.engine.")}
         assert of_engine <= {"kernels", "slots", "rotary"}
 
 
-def test_the_tables_of_imports_name_what_is_there():
-    there = {path.relative_to(ROOT / "harness").with_suffix("").parts[0] for path in (ROOT / "harness").rglob("*.py")}
-    assert set(PACKAGE_OF) <= there
-    assert set(MAY_IMPORT) == {PACKAGE_OF.get(name, name) for name in there}
+def test_the_table_of_imports_has_every_package_and_points_upward():
+    folders = {path.relative_to(ROOT / "harness").parts[0] for path in (ROOT / "harness").rglob("*.py")} - {"__init__.py"}
+    assert set(MAY_IMPORT) == folders | {"policies"}
+    above = {"kvbench"}
+    for package, allowed in MAY_IMPORT.items():
+        assert set(allowed.split()) <= above, f"{package} may import only what stands above it"
+        above.add(package)
+
+
+@pytest.mark.parametrize(
+    "path", [p for package in ("records", "report") for p in sorted((ROOT / "harness" / package).rglob("*.py"))],
+    ids=lambda p: str(p.relative_to(ROOT)),
+)  # fmt: skip
+def test_records_and_reports_need_no_torch(path):
+    assert not {m.split(".")[0] for m in imports(path)} & {"torch", "transformers", "datasets", "lm_eval"}
 
 
 @pytest.mark.parametrize("command", [["--help"], ["leaderboard", "--out", "-"], ["run", "--help"]])
 def test_help_and_the_leaderboard_start_without_torch(command, tmp_path):
     code = (
-        f"import sys; sys.argv = ['bench', *{command!r}]\nfrom harness.cli import main\n"
+        f"import sys; sys.argv = ['bench', *{command!r}]\nfrom kvbench.harness.cli import main\n"
         "try:\n    main()\nexcept SystemExit:\n    pass\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
@@ -128,9 +117,9 @@ def test_files_and_functions_stay_short():
 
 
 def test_the_page_in_the_repository_is_the_page_of_its_records(board):
-    from harness.records import RecordStore
-    from harness.report import paper
-    from harness.report.leaderboard import render
+    from kvbench.harness.records import RecordStore
+    from kvbench.harness.report import paper
+    from kvbench.harness.report.leaderboard import render
 
     records, problems = RecordStore(board / "results").read_all()
     assert not problems

@@ -13,11 +13,11 @@ from conftest import bench
 from tampered import TAMPERED
 from test_records import record
 
-from harness.errors import Exit, UserError
-from harness.records import LOCK, RecordStore
-from harness.report import baseline
-from harness.report.bands import Band
-from harness.report.baseline_file import FILE, Baseline, MeasuredWith
+from kvbench.harness.core.errors import Exit, UserError
+from kvbench.harness.records import LOCK, RecordStore
+from kvbench.harness.report import baseline
+from kvbench.harness.report.bands import Band
+from kvbench.harness.report.baseline_file import FILE, Baseline, MeasuredWith
 
 SUITE = """
 suite: prose

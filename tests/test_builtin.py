@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.data.prose import Prose
-from harness.data.stream import opening
-from harness.engine.decoder import CacheConfig
-from harness.engine.load import load_model, load_tokenizer
-from harness.engine.loop import decoder
-from harness.hub import builtins, model_directory
-from harness.pretrain.config import find, load
-from policies.dense import Dense
+from kvbench.harness.data.prose import Prose
+from kvbench.harness.data.stream import opening
+from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.loop import decoder
+from kvbench.harness.models.hub import builtins, model_directory
+from kvbench.harness.models.load import load_model, load_tokenizer
+from kvbench.harness.pretrain.config import find, load
+from kvbench.policies.dense import Dense
 
 LOGITS = Path(__file__).with_name("builtin_logits.json")
 NAMES = ("vanilla", "zero_sink", "sink_1", "sink_2")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from conftest import bench, model_of
 
-from harness import runner
+from kvbench.harness.run import runner
 
 
 def test_a_cache_that_can_not_fit_is_refused_before_anything_is_measured(capsys, tmp_path, monkeypatch, model_dir, text_dir):

@@ -8,11 +8,11 @@ import xml.etree.ElementTree as ET
 import pytest
 from factories import cell_record, drawn, record
 
-from harness.report import chart, paper
-from harness.report.charts.distance import over_distance
-from harness.report.charts.stream import over_the_stream
-from harness.report.charts.training import curves
-from harness.report.leaderboard import render
+from kvbench.harness.report import chart, paper
+from kvbench.harness.report.charts.distance import over_distance
+from kvbench.harness.report.charts.stream import over_the_stream
+from kvbench.harness.report.charts.training import curves
+from kvbench.harness.report.leaderboard import render
 
 
 def test_the_same_records_give_the_same_drawing_in_any_order_of_pages():

@@ -12,15 +12,15 @@ from test_overview import table_of
 from test_paper import cell_record
 from test_records import record
 
-from harness.aggregates import of_nll, scored
-from harness.records import Record
-from harness.report import site, summary
-from harness.report.charts.bytes import against_bytes
-from harness.report.charts.stream import over_the_stream
-from harness.report.common_tokens import common_stride, on_common
-from harness.report.leaderboard import render
-from harness.report.overview import overview
-from harness.report.sections import headline
+from kvbench.harness.records import Record
+from kvbench.harness.records.aggregates import of_nll, scored
+from kvbench.harness.report import site, summary
+from kvbench.harness.report.charts.bytes import against_bytes
+from kvbench.harness.report.charts.stream import over_the_stream
+from kvbench.harness.report.common_tokens import common_stride, on_common
+from kvbench.harness.report.leaderboard import render
+from kvbench.harness.report.overview import overview
+from kvbench.harness.report.sections import headline
 
 STRIDE, TOKENS = 16, 20_000
 WANTED = scored(TOKENS + 1, 1, STRIDE)

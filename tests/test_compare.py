@@ -10,9 +10,9 @@ import pytest
 from conftest import bench
 from factories import cell_record, record
 
-from harness.records import RecordStore
-from harness.report.compare import differences, judged, largest_difference, paired_shares, shares
-from harness.report.verdicts import markdown, of
+from kvbench.harness.records import RecordStore
+from kvbench.harness.report.compare import differences, judged, largest_difference, paired_shares, shares
+from kvbench.harness.report.verdicts import markdown, of
 
 
 def shifted(nll: float, by: float):

@@ -17,15 +17,16 @@ import pytest
 import torch
 from conftest import bench, model_of
 
-from harness import hub, user_cache
-from harness.engine import fastcheck
-from harness.engine.decoder import CacheConfig
-from harness.engine.kernels import compiler
-from harness.engine.loop import CachedDecoder
-from policies import AttentionSum, Policy
-from policies.h2o import H2O
-from policies.random import Random
-from policies.sink_window import SinkWindow
+from kvbench.harness.core import user_cache
+from kvbench.harness.engine import fastcheck
+from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.kernels import compiler
+from kvbench.harness.engine.loop import CachedDecoder
+from kvbench.harness.models import hub
+from kvbench.policies import AttentionSum, Policy
+from kvbench.policies.h2o import H2O
+from kvbench.policies.random import Random
+from kvbench.policies.sink_window import SinkWindow
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 FOREIGN = "void release(void) {}"  # has the name, and is not ours
@@ -289,7 +290,7 @@ def test_what_has_no_kernel_by_its_nature_is_no_fall_back_and_says_why():
 @needs_compiler
 def test_processes_that_build_at_once_all_have_their_function(cache):
     code = (
-        "from harness.engine.kernels.compiler import built_of\nfrom policies.random import Random\n"
+        "from kvbench.harness.engine.kernels.compiler import built_of\nfrom kvbench.policies.random import Random\n"
         "found = built_of(Random().bind(20), 'release.c', 'release')\nassert found.function, found.why_not"
     )
     children = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(3)]

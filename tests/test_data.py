@@ -7,10 +7,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from harness.data import pg19
-from harness.data.stream import Text, newline, stream
-from harness.engine.load import load_tokenizer
-from harness.errors import UserError
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.data import pg19
+from kvbench.harness.data.stream import Text, newline, stream
+from kvbench.harness.models.load import load_tokenizer
 
 
 def test_tokens_stand_for_every_byte_of_the_text(model_dir):
@@ -40,7 +40,7 @@ def test_the_tokenizers_bos_opens_the_stream_once(shared):
 
 def test_tokenising_in_pieces_gives_the_tokens_of_the_whole_text(shared, monkeypatch):
     """On a real book, with the model's own tokenizer."""
-    from harness.data import stream as module
+    from kvbench.harness.data import stream as module
 
     tokenizer = load_tokenizer(shared / "models/stories260K")
     book = next(pg19.books("test", shared / "data/pg19")[1]).text[:200_000]
@@ -90,7 +90,7 @@ def test_without_the_hub_it_says_what_to_give(monkeypatch):
 
 
 def test_newlines_open_the_stream_in_place_of_the_bos(model_dir, text_dir):
-    from harness.tasks.perplexity import Perplexity, PerplexityOptions
+    from kvbench.harness.tasks.perplexity import Perplexity, PerplexityOptions
 
     tokenizer = load_tokenizer(model_dir)
     plain = Perplexity.data(PerplexityOptions(tokens=50), lambda: tokenizer, text_dir)
@@ -130,7 +130,7 @@ def catalogue(tmp_path):
 
 
 def test_one_book_by_its_number_ends_the_stream_where_it_ends(catalogue, model_dir):
-    from harness.tasks.perplexity import Perplexity, PerplexityOptions
+    from kvbench.harness.tasks.perplexity import Perplexity, PerplexityOptions
 
     tokenizer = load_tokenizer(model_dir)
     made = Perplexity.data(PerplexityOptions(book=10146, tokens=10_000), lambda: tokenizer, catalogue)
@@ -143,8 +143,8 @@ def test_one_book_by_its_number_ends_the_stream_where_it_ends(catalogue, model_d
 
 def test_a_text_in_one_line_is_tokenised_in_bounded_pieces(shared, monkeypatch):
     """Cut between words, its tokens are those of the whole, whatever tokenizer."""
-    from harness.data import stream as module
-    from harness.hub import model_directory
+    from kvbench.harness.data import stream as module
+    from kvbench.harness.models.hub import model_directory
 
     book = " ".join(next(pg19.books("test", shared / "data/pg19")[1]).text[:150_000].split())
     for directory in (shared / "models/stories260K", model_directory("builtin:sink_2", None, False)):
@@ -163,7 +163,7 @@ def test_a_text_in_one_line_is_tokenised_in_bounded_pieces(shared, monkeypatch):
 )
 def test_pieces_account_for_every_byte_of_any_text(model_dir, monkeypatch, text):
     """A byte-level tokenizer without merges has a token a byte, wherever the text is cut."""
-    from harness.data import stream as module
+    from kvbench.harness.data import stream as module
 
     monkeypatch.setattr(module, "_PIECE", 1000)
     ids, ends = module.tokenise(load_tokenizer(model_dir), text, 10**9)
@@ -173,7 +173,7 @@ def test_pieces_account_for_every_byte_of_any_text(model_dir, monkeypatch, text)
 
 
 def test_long_texts_are_not_looked_at_beyond_what_is_asked_for(model_dir):
-    from harness.data.stream import tokenise
+    from kvbench.harness.data.stream import tokenise
 
     class Counting:
         seen = 0

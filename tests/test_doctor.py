@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from conftest import bench
 
-from harness import doctor
+from kvbench.harness.cli import doctor
 
 
 def told(capsys, *args):
@@ -39,7 +39,7 @@ def test_a_hub_out_of_reach_is_a_finding_and_no_failure(monkeypatch):
 
 def test_speed_and_families_are_measured(monkeypatch):
     monkeypatch.setattr(
-        "harness.listing.models", lambda: [{"family": "a", "state": "works"}, {"family": "b", "state": "refused"}]
+        "kvbench.harness.cli.listing.models", lambda: [{"family": "a", "state": "works"}, {"family": "b", "state": "refused"}]
     )
     assert doctor._families() == "1 of 2 work; not b (refused)"
     assert "GB/s" in doctor._speed()

@@ -9,8 +9,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from harness import registry
-from harness.errors import UserError, where
+from kvbench.harness.core import plugins
+from kvbench.harness.core.errors import UserError, where
 
 
 def module_of(folder: Path, text: str) -> ModuleType:
@@ -51,9 +51,9 @@ def test_it_is_the_innermost_line_of_the_users_own_code(tmp_path, text, place, f
 
 def test_what_our_code_raises_on_its_own_is_told_by_its_innermost_line():
     with pytest.raises(UserError) as caught:
-        registry.task_class("no such task")
+        plugins.task_class("no such task")
     caught.value.__traceback__ = caught.tb.tb_next  # without the test's own frame
-    assert where(caught.value).startswith("registry.py:")
+    assert where(caught.value).startswith("plugins.py:")
     assert where(caught.value).endswith(", in task_class")
 
 

@@ -8,15 +8,15 @@ import pytest
 import torch
 from conftest import bench, model_of
 
-from harness import registry
-from harness.cli.running import Asked
-from harness.engine.families import tiny_model
-from harness.engine.model import adopt
-from harness.errors import UserError
-from harness.estimate import estimates
-from harness.prepare import prepare
-from harness.shape import shape_of
-from harness.tasks.lm_eval import LmEval
+from kvbench.harness.cli.running import Asked
+from kvbench.harness.core import plugins
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.engine.model import adopt
+from kvbench.harness.models.families import tiny_model
+from kvbench.harness.models.shape import shape_of
+from kvbench.harness.run.estimate import estimates
+from kvbench.harness.run.prepare import prepare
+from kvbench.harness.tasks.lm_eval import LmEval
 
 SUITE = """
 suite: estimate
@@ -45,7 +45,7 @@ def test_what_is_estimated_is_what_is_measured(suite, tmp_path):
     """A record of lm_eval says what one of its streams takes; all others say what the cell takes."""
     asked = Asked(str(suite), threads=1, device="cpu")
     cells = asked.cells()
-    assert {c.task.name for c in cells} == set(registry.task_names()) - {"arc_stream"}, "which reads a data set"
+    assert {c.task.name for c in cells} == set(plugins.task_names()) - {"arc_stream"}, "which reads a data set"
     expected = {e.cell.id: e.kv_bytes for e in estimates(cells, "cpu")}
     for record in asked.measured(tmp_path / "results", cells):
         assert record.status == "ok", record.error
@@ -56,7 +56,7 @@ def test_what_is_estimated_is_what_is_measured(suite, tmp_path):
 
 def test_the_streams_of_a_cell_are_what_its_task_holds_side_by_side(suite):
     cells = Asked(str(suite)).cells()
-    assert [registry.task_class(c.task.name).streams(c.task) for c in cells] == [1, 3, 1, 3, 3, 4]
+    assert [plugins.task_class(c.task.name).streams(c.task) for c in cells] == [1, 3, 1, 3, 3, 4]
     assert LmEval.streams(LmEval.options(tasks="x")) == 16
 
 

@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 from reference import ListBackend, MaskBackend
 from transformers import AutoModelForCausalLM
 
-from harness.engine.decoder import CacheConfig
-from harness.engine.loop import CachedDecoder, decoder
-from harness.engine.model import adopt, own_attention
-from policies import CacheView, Policy, Statistic
-from policies.dense import Dense
-from policies.h2o import H2O
-from policies.random import Random
-from policies.recompute_sink_window import RecomputeSinkWindow
-from policies.recompute_window import RecomputeWindow
-from policies.sink_window import SinkWindow
-from policies.window import Window
+from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.loop import CachedDecoder, decoder
+from kvbench.harness.engine.model import adopt, own_attention
+from kvbench.policies import CacheView, Policy, Statistic
+from kvbench.policies.dense import Dense
+from kvbench.policies.h2o import H2O
+from kvbench.policies.random import Random
+from kvbench.policies.recompute_sink_window import RecomputeSinkWindow
+from kvbench.policies.recompute_window import RecomputeWindow
+from kvbench.policies.sink_window import SinkWindow
+from kvbench.policies.window import Window
 
 
 def own_forward(family: str, tokens: torch.Tensor) -> torch.Tensor:
@@ -355,7 +355,7 @@ def test_far_stream_positions_keep_their_precision():
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_on_cuda_never_syncs_with_the_host(policy, mode):
-    from harness.engine.families import tiny_model
+    from kvbench.harness.models.families import tiny_model
 
     read = CachedDecoder(adopt(tiny_model("llama", vocab_size=96).cuda()), CacheConfig(policy, 16, mode, 20))
     tokens = tokens_of(64).cuda()

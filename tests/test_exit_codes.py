@@ -7,7 +7,7 @@ from pathlib import Path
 
 from conftest import bench
 
-from harness.errors import Exit
+from kvbench.harness.core.errors import Exit
 
 
 def test_the_readme_lists_every_exit_code():
@@ -18,7 +18,7 @@ def test_the_readme_lists_every_exit_code():
 
 
 def test_a_crash_of_ours_has_its_own_code_and_its_traceback(monkeypatch, capsys):
-    from harness.report import leaderboard
+    from kvbench.harness.report import leaderboard
 
     def broken(_):
         raise ZeroDivisionError("division by zero")

@@ -9,17 +9,17 @@ from factories import MODES, Odd, needs_compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.engine import banded, fastcheck
-from harness.engine.decoder import CacheConfig
-from harness.engine.kernels import compiler, cpu
-from harness.engine.kernels.tracing import NotTraceableError, traced
-from harness.engine.loop import CachedDecoder
-from policies import AttentionSum, CacheView
-from policies.dense import Dense
-from policies.h2o import H2O
-from policies.random import Random
-from policies.sink_window import SinkWindow
-from policies.window import Window
+from kvbench.harness.engine import banded, fastcheck
+from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.kernels import compiler, cpu
+from kvbench.harness.engine.kernels.tracing import NotTraceableError, traced
+from kvbench.harness.engine.loop import CachedDecoder
+from kvbench.policies import AttentionSum, CacheView
+from kvbench.policies.dense import Dense
+from kvbench.policies.h2o import H2O
+from kvbench.policies.random import Random
+from kvbench.policies.sink_window import SinkWindow
+from kvbench.policies.window import Window
 
 
 def read_in(read: CachedDecoder, tokens: torch.Tensor, sizes: list[int]) -> torch.Tensor:

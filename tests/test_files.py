@@ -7,7 +7,7 @@ import stat
 
 import pytest
 
-from harness.files import atomic_write, new_partial, put_in_place, remove_partials
+from kvbench.harness.core.files import atomic_write, new_partial, put_in_place, remove_partials
 
 
 def test_what_fails_half_way_changes_nothing(tmp_path):

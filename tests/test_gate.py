@@ -13,10 +13,10 @@ from tampered import TAMPERED, copied
 from test_paper import cell_record
 from test_records import record
 
-from harness.cli.running import Asked
-from harness.errors import Exit
-from harness.records import RecordStore
-from harness.report import bands, gate, gate_times
+from kvbench.harness.cli.running import Asked
+from kvbench.harness.core.errors import Exit
+from kvbench.harness.records import RecordStore
+from kvbench.harness.report import bands, gate, gate_times
 
 SUITE = """
 suite: gate

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from test_paper import cell_record
 
-from harness.cli.running import Asked
-from harness.records import RecordStore
-from harness.report.gate_rules import RULES, Elsewhere, Held, NotHeld, figures, rule_of
-from harness.report.gate_times import CHECKS
+from kvbench.harness.cli.running import Asked
+from kvbench.harness.records import RecordStore
+from kvbench.harness.report.gate_rules import RULES, Elsewhere, Held, NotHeld, figures, rule_of
+from kvbench.harness.report.gate_times import CHECKS
 
 LEADERBOARD = Path(__file__).parents[1] / "leaderboard"
 SUITE = """

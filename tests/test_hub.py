@@ -9,8 +9,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from harness.errors import UserError
-from harness.hub import model_directory, weights_digest
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.models.hub import model_directory, weights_digest
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"
 

@@ -11,8 +11,8 @@ from scipy import stats
 from statsmodels.tsa.stattools import acf
 from test_records import record
 
-from harness.intervals import FEWEST_BLOCKS, SHORTEST_BLOCK, clustered, interval
-from harness.report.pairing import perplexity
+from kvbench.harness.core.intervals import FEWEST_BLOCKS, SHORTEST_BLOCK, clustered, interval
+from kvbench.harness.report.pairing import perplexity
 
 SHORTEST_TEXT = FEWEST_BLOCKS * SHORTEST_BLOCK
 

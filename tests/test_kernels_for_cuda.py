@@ -12,17 +12,17 @@ import torch
 from conftest import DEVICE, model_of, nll, tokens_of
 from factories import Odd, needs_compiler, needs_triton
 
-from harness.engine import fastcheck
-from harness.engine.captured import StepGraphs
-from harness.engine.decoder import CacheConfig
-from harness.engine.fastcheck import fast_method
-from harness.engine.kernels import choose, cuda
-from harness.engine.kernels.tracing import TRITON, traced
-from harness.engine.loop import CachedDecoder
-from policies.dense import Dense
-from policies.h2o import H2O
-from policies.random import Random
-from policies.sink_window import SinkWindow
+from kvbench.harness.engine import fastcheck
+from kvbench.harness.engine.captured import StepGraphs
+from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.fastcheck import fast_method
+from kvbench.harness.engine.kernels import choose, cuda
+from kvbench.harness.engine.kernels.tracing import TRITON, traced
+from kvbench.harness.engine.loop import CachedDecoder
+from kvbench.policies.dense import Dense
+from kvbench.policies.h2o import H2O
+from kvbench.policies.random import Random
+from kvbench.policies.sink_window import SinkWindow
 
 ROOT = Path(__file__).parents[1]
 

@@ -14,19 +14,20 @@ import torch
 from conftest import bench_in as bench
 from conftest import model_of
 
-from harness.device import Marks
-from harness.engine.decoder import CacheConfig
-from harness.engine.loop import decoder
-from harness.intervals import median_interval
-from harness.records import RecordStore
-from harness.tasks import latency
-from harness.tasks.lane import Lane, roofline, timing
-from harness.tasks.latency import Latency, LatencyOptions
-from harness.tasks.task import Job, RandomTokens
-from policies.dense import Dense
-from policies.h2o import H2O
-from policies.recompute_window import RecomputeWindow
-from policies.window import Window
+from kvbench.harness.core.device import Marks
+from kvbench.harness.core.intervals import median_interval
+from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.loop import decoder
+from kvbench.harness.records import RecordStore
+from kvbench.harness.tasks import latency
+from kvbench.harness.tasks.lane import Lane, roofline, timing
+from kvbench.harness.tasks.latency import Latency
+from kvbench.harness.tasks.latency_options import LatencyOptions
+from kvbench.harness.tasks.task import Job, RandomTokens
+from kvbench.policies.dense import Dense
+from kvbench.policies.h2o import H2O
+from kvbench.policies.recompute_window import RecomputeWindow
+from kvbench.policies.window import Window
 
 SHORT = LatencyOptions(tokens=300, prompt=20, steps=2, rounds=6, sittings=2, most_sittings=2, precision=0.9)
 DEVICE = {"bandwidth": 1e10, "multiply_rate": 1e11}
@@ -123,7 +124,7 @@ def test_the_error_of_a_timing_sees_what_differs_between_sittings():
 
 def test_marks_time_what_lies_between_them(monkeypatch):
     """In milliseconds, from the first mark on; `perf_counter` tells seconds."""
-    monkeypatch.setattr("harness.device.time", SimpleNamespace(perf_counter=iter([7.0, 7.25, 7.375, 9.0]).__next__))
+    monkeypatch.setattr("kvbench.harness.core.device.time", SimpleNamespace(perf_counter=iter([7.0, 7.25, 7.375, 9.0]).__next__))
     marks = Marks(torch.device("cpu"))
     for _ in range(4):
         marks.mark()
@@ -148,8 +149,8 @@ def test_the_roofline_counts_every_byte_once(batch):
 
 
 def test_tied_weights_are_read_whole_for_the_output_head():
-    from harness.engine.families import tiny_model
-    from harness.engine.model import adopt
+    from kvbench.harness.engine.model import adopt
+    from kvbench.harness.models.families import tiny_model
 
     model = adopt(tiny_model("llama", vocab_size=96, tie_word_embeddings=True))
     read = decoder(model, CacheConfig(Window(), 16))

@@ -14,21 +14,21 @@ from conftest import bench
 from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
 
-from harness.cli.running import Asked
-from harness.data.stream import newline
-from harness.engine.load import load_tokenizer
-from harness.errors import UserError
-from harness.hub import model_directory
-from harness.lm_eval import catalogue
-from harness.lm_eval.arguments import Arguments
-from harness.lm_eval.kvbench import KVBench
-from harness.records import RecordStore
-from harness.report import gate
-from harness.report.compare import differences
-from harness.report.leaderboard import render
-from harness.report.verify import problems
-from harness.tasks.lm_eval import LmEval, LmEvalOptions, _sample, _template
-from harness.tasks.task import MeasurementError
+from kvbench.harness.cli.running import Asked
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.data.stream import newline
+from kvbench.harness.lm_eval import catalogue
+from kvbench.harness.lm_eval.arguments import Arguments
+from kvbench.harness.lm_eval.kvbench import KVBench
+from kvbench.harness.models.hub import model_directory
+from kvbench.harness.models.load import load_tokenizer
+from kvbench.harness.records import RecordStore
+from kvbench.harness.report import gate
+from kvbench.harness.report.compare import differences
+from kvbench.harness.report.leaderboard import render
+from kvbench.harness.report.verify import problems
+from kvbench.harness.tasks.lm_eval import LmEval, LmEvalOptions, _sample, _template
+from kvbench.harness.tasks.task import MeasurementError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # lm-eval and its packages have opinions of their own
 TASKS = ["kvbench_cloze", "kvbench_cloze_said", "kvbench_registers", "kvbench_prose"]

@@ -11,10 +11,10 @@ import torch
 from conftest import bench
 from safetensors.torch import load_file, save_file
 
-from harness.engine.config import read_config
-from harness.engine.families import tiny_model
-from harness.engine.load import load_model, load_tokenizer
-from harness.errors import UserError
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.models.config import read_config
+from kvbench.harness.models.families import tiny_model
+from kvbench.harness.models.load import load_model, load_tokenizer
 
 CPU = torch.device("cpu")
 

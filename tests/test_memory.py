@@ -12,9 +12,9 @@ CODE = r"""
 import re, sys
 from pathlib import Path
 from conftest import model_of, tokens_of
-from harness.engine.decoder import CacheConfig
-from harness.engine.loop import decoder
-from harness.registry import policy_class
+from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.loop import decoder
+from kvbench.harness.core.plugins import policy_class
 model = model_of("llama")
 read = decoder(model, CacheConfig(policy_class(sys.argv[1])(), 32 if sys.argv[1] != "dense" else None))
 for block in tokens_of(int(sys.argv[2])).split(64, 1):

@@ -16,17 +16,17 @@ import torch
 from conftest import bench_in as bench
 from conftest import model_of
 
-from harness import apart
-from harness.engine.decoder import CacheConfig
-from harness.engine.loop import CachedDecoder, decoder
-from harness.errors import UserError
-from harness.records import RecordStore
-from harness.tasks.memory import Memory, MemoryOptions, tensor_bytes
-from harness.tasks.task import Job, RandomTokens
-from policies.dense import Dense
-from policies.h2o import H2O
-from policies.recompute_window import RecomputeWindow
-from policies.sink_window import SinkWindow
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.loop import CachedDecoder, decoder
+from kvbench.harness.records import RecordStore
+from kvbench.harness.run import apart
+from kvbench.harness.tasks.memory import Memory, MemoryOptions, tensor_bytes
+from kvbench.harness.tasks.task import Job, RandomTokens
+from kvbench.policies.dense import Dense
+from kvbench.policies.h2o import H2O
+from kvbench.policies.recompute_window import RecomputeWindow
+from kvbench.policies.sink_window import SinkWindow
 
 ROOT = Path(__file__).parents[1]
 OPTIONS = MemoryOptions(tokens=160, points=4)
@@ -104,7 +104,8 @@ def test_the_suite_sees_dense_grow_and_a_bounded_cache_stay(tmp_path):
 
 
 REQUEST = {
-    "directory": "harness/shapes/stories-260k.json", "random": True, "dtype": "float32", "rope_length": None, "pickle": False,
+    "directory": "harness/models/shapes/stories-260k.json", "random": True, "dtype": "float32", "rope_length": None,
+    "pickle": False,
     "task": {"name": "memory", "tokens": 64, "points": 4}, "data": None, "policy": "window", "parameters": {}, "capacity": 8,
     "positions": "cache", "limit": None, "seed": 0, "block": 16, "walk": False, "threads": 1, "trace": "/dev/null",
 }  # fmt: skip
@@ -127,15 +128,19 @@ def test_a_process_that_is_killed_counts_as_out_of_memory(monkeypatch, tmp_path)
 
 
 RUN = """
-import json, sys
-from harness import apart
+import json, signal, sys
+from kvbench.harness.run import apart
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job would ignore
 
 apart._CHILD = sys.argv[2] + apart._CHILD
 apart.measure(json.loads(sys.argv[1]), lambda tokens, text: print(text, flush=True))
 """
 
 
-@pytest.mark.parametrize("before", ["", "from harness import apart; apart._PR_SET_PDEATHSIG = 0; "], ids=["linux", "elsewhere"])
+@pytest.mark.parametrize(
+    "before", ["", "from kvbench.harness.run import apart; apart._PR_SET_PDEATHSIG = 0; "], ids=["linux", "elsewhere"]
+)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_its_process_ends_with_the_run_that_is_killed(before, number):
     """And that without having to write to it: what it works on would take minutes, and it says nothing before that."""
@@ -172,11 +177,11 @@ def test_its_process_ends_when_whoever_listens_does(monkeypatch):
 
     with pytest.raises(KeyboardInterrupt):
         apart.measure(REQUEST | {"task": {"name": "memory", "tokens": 10**7, "points": 10**4}}, interrupted)
-    assert not [p for p in psutil.Process().children() if "harness.apart" in " ".join(p.cmdline())]
+    assert not [p for p in psutil.Process().children() if "kvbench.harness.run.apart" in " ".join(p.cmdline())]
 
 
 def test_a_shape_that_does_not_fit_is_a_failed_cell(tmp_path, monkeypatch):
-    from harness.engine import load
+    from kvbench.harness.models import load
 
     monkeypatch.setattr(load, "free_bytes", lambda device: 2**30)
     args = [

@@ -24,21 +24,21 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from harness.engine import banded
-from harness.engine.captured import StepGraphs
-from harness.engine.decoder import CacheConfig
-from harness.engine.families import tiny_model
-from harness.engine.kernels import choose, cuda
-from harness.engine.loop import CachedDecoder, decoder
-from harness.engine.model import Model, adopt
-from harness.engine.once import read_once
-from harness.engine.slots import BUCKET, LayerShape, Rows, Slots
-from harness.registry import policy_class, policy_names
-from policies import Policy
-from policies.dense import Dense
-from policies.h2o import H2O
-from policies.recompute_sink_window import RecomputeSinkWindow
-from policies.sink_window import SinkWindow
+from kvbench.harness.core.plugins import policy_class, policy_names
+from kvbench.harness.engine import banded
+from kvbench.harness.engine.captured import StepGraphs
+from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.kernels import choose, cuda
+from kvbench.harness.engine.loop import CachedDecoder, decoder
+from kvbench.harness.engine.model import Model, adopt
+from kvbench.harness.engine.once import read_once
+from kvbench.harness.engine.slots import BUCKET, LayerShape, Rows, Slots
+from kvbench.harness.models.families import tiny_model
+from kvbench.policies import Policy
+from kvbench.policies.dense import Dense
+from kvbench.policies.h2o import H2O
+from kvbench.policies.recompute_sink_window import RecomputeSinkWindow
+from kvbench.policies.sink_window import SinkWindow
 
 META = torch.device("meta")
 VOCABULARY, CAPACITY, LIMIT = 96, 8, 12

@@ -8,10 +8,10 @@ import pytest
 import torch
 from conftest import DEVICE, model_of
 
-from harness.engine.families import FAMILIES, tiny_model
-from harness.engine.model import UnsupportedModelError, adopt
-from harness.engine.rotary import Rotation
-from harness.engine.selfcheck import check
+from kvbench.harness.engine.model import UnsupportedModelError, adopt
+from kvbench.harness.engine.rotary import Rotation
+from kvbench.harness.models.families import FAMILIES, tiny_model
+from kvbench.harness.models.selfcheck import check
 
 REFUSED = {
     "bloom": "AttentionInterface", "codegen": "AttentionInterface", "falcon": "AttentionInterface", "gpt2": "RoPE",
@@ -38,7 +38,7 @@ def test_learned_sink_logits_matter():
     hf = tiny_model("gpt_oss")
     model = adopt(hf)
     assert check(model) <= 1
-    from harness.engine import walk
+    from kvbench.harness.engine import walk
 
     plain = walk.weights
     walk.weights = lambda scores, terms, heads, seen=None: plain(scores, terms._replace(sink_logits=None), heads, seen)
@@ -62,7 +62,7 @@ def test_a_sliding_window_left_out_is_refused(family):
     """The check crosses the window, however long it is, because it shrinks it."""
     hf = tiny_model(family, sliding_window=4096)
     assert check(adopt(hf)) <= 1
-    from harness.engine import selfcheck
+    from kvbench.harness.models import selfcheck
 
     plain = selfcheck.adopt
 

@@ -8,12 +8,12 @@ from conftest import FAMILIES, model_of, tokens_of
 from factories import BOTH, CLOSE, MODES, POLICIES, chooser
 from reference import ListBackend
 
-from harness.engine.decoder import CacheConfig
-from harness.engine.loop import CachedDecoder
-from harness.engine.once import read_once
-from policies.dense import Dense
-from policies.h2o import H2O
-from policies.sink_window import SinkWindow
+from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.loop import CachedDecoder
+from kvbench.harness.engine.once import read_once
+from kvbench.policies.dense import Dense
+from kvbench.policies.h2o import H2O
+from kvbench.policies.sink_window import SinkWindow
 
 
 @pytest.mark.parametrize("family", FAMILIES)

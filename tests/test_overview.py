@@ -7,14 +7,14 @@ import pytest
 from test_paper import cell_record
 from test_records import record
 
-from harness.report import sections
-from harness.report.charts.bytes import against_bytes
-from harness.report.charts.latency import over_capacity
-from harness.report.faults import cliff, faults
-from harness.report.front import front
-from harness.report.leaderboard import render
-from harness.report.overview import overview, ranks
-from harness.report.rows import rows
+from kvbench.harness.report import sections
+from kvbench.harness.report.charts.bytes import against_bytes
+from kvbench.harness.report.charts.latency import over_capacity
+from kvbench.harness.report.faults import cliff, faults
+from kvbench.harness.report.front import front
+from kvbench.harness.report.leaderboard import render
+from kvbench.harness.report.overview import overview, ranks
+from kvbench.harness.report.rows import rows
 
 
 def made(policy, capacity, nll, kv_bytes, **changes):

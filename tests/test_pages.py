@@ -15,10 +15,10 @@ from fuzz_records import fuzz
 from test_charts import drawn
 from test_records import record
 
-from harness.records import RecordStore
-from harness.report import leaderboard, paper, site
-from harness.report.compare import largest_difference
-from harness.report.fence import made_of
+from kvbench.harness.records import RecordStore
+from kvbench.harness.report import leaderboard, paper, site
+from kvbench.harness.report.compare import largest_difference
+from kvbench.harness.report.fence import made_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -106,7 +106,7 @@ def test_pages_of_ours_are_recognised_those_of_before_too(results, tmp_path, cap
 
 def _rendered(results, out, started):
     started.wait()
-    command = [sys.executable, "-m", "harness", "leaderboard", "--results", str(results), "--out", str(out)]
+    command = [sys.executable, "-m", "kvbench", "leaderboard", "--results", str(results), "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     sys.exit(0 if done.returncode == 0 and not done.stderr else 1)
 

@@ -9,10 +9,11 @@ import pytest
 import yaml
 from factories import cell_record
 
-from harness import registry, suite
-from harness.report import paper
-from harness.report.sections import headline, shared
-from harness.report.summary import rows
+from kvbench.harness import suite
+from kvbench.harness.core import plugins
+from kvbench.harness.report import paper
+from kvbench.harness.report.sections import headline, shared
+from kvbench.harness.report.summary import rows
 
 TABLES = sorted((Path(paper.__file__).parent / "published").glob("*.yaml"))
 ROOT = Path(__file__).parents[1]
@@ -93,7 +94,7 @@ def test_latency_ratios_are_of_ours_and_never_against_dense():
 
 
 def test_a_task_without_a_section_of_its_own_shows_its_plain_numbers():
-    from harness.report.leaderboard import render
+    from kvbench.harness.report.leaderboard import render
 
     made = cell_record({"widgets": 12345, "ratio": 0.123456, "curve": []}, task={"name": "unheard_of", "size": 3})
     page = render([made]).text
@@ -118,4 +119,4 @@ def test_a_summary_shows_what_differs_between_cells():
 
 def test_every_task_has_a_section_of_its_own():
     folder = Path(paper.__file__).parent / "sections"
-    assert {p.stem for p in folder.glob("*.py")} - {"__init__", "generic"} == set(registry.task_names())
+    assert {p.stem for p in folder.glob("*.py")} - {"__init__", "generic"} == set(plugins.task_names())

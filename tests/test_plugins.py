@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from conftest import bench
 
-from harness import registry
-from harness.errors import UserError
+from kvbench.harness.core import plugins
+from kvbench.harness.core.errors import UserError
 
 ENTRIES = """[bench.policies]
 fails = theirs_fails:Fails
@@ -21,7 +21,7 @@ crashes = theirs:Crashes
 h2o = theirs:Bare
 """
 THEIRS = """
-from policies.window import Window
+from kvbench.policies.window import Window
 
 NUMBER = 7
 
@@ -59,7 +59,7 @@ def test_the_list_names_what_is_broken_and_lists_the_others(package, capsys):
     )
     assert "SystemExit: 3 (theirs_exits.py:1, in <module>)" in keeps["exits"]
     assert "AttributeError: module 'theirs' has no attribute 'Gone'" in keeps["gone"]
-    assert keeps["number"] == "number is not a policies.Policy"
+    assert keeps["number"] == "number is not a kvbench.Policy"
     assert keeps["crashes"] == "can't be shown: ZeroDivisionError: division by zero (theirs.py:11, in bind)"
     assert keeps["bare"] == ""
     assert keeps["theirs:Bare"] == "ignored: 'h2o' is a policy of ours; its package must name it otherwise"
@@ -83,8 +83,8 @@ def test_a_name_that_two_packages_use_means_the_first(package):
     other.mkdir()
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
     (other / "entry_points.txt").write_text("[bench.policies]\nbare = theirs:Crashes\n")
-    (ignored,) = registry.ignored_plugins("bare")
-    assert {ignored, f"theirs:{registry.policy_class('bare').__name__}"} == {"theirs:Bare", "theirs:Crashes"}
+    (ignored,) = plugins.ignored_plugins("bare")
+    assert {ignored, f"theirs:{plugins.policy_class('bare').__name__}"} == {"theirs:Bare", "theirs:Crashes"}
 
 
 def test_the_schema_does_without_them(package, capsys):
@@ -94,7 +94,7 @@ def test_the_schema_does_without_them(package, capsys):
     assert '"fails"' not in out
 
 
-A = "from policies.window import Window\nclass A(Window): ...\n"
+A = "from kvbench.policies.window import Window\nclass A(Window): ...\n"
 SAYS_BAD = "bad.py: can't be imported: ZeroDivisionError: division by zero (bad.py:2, in <module>)"
 
 
@@ -103,8 +103,8 @@ SAYS_BAD = "bad.py: can't be imported: ZeroDivisionError: division by zero (bad.
     [
         ("two.py", A + "class B(Window): ...\n", "name the class, e.g. two.py:A, two.py:B"),
         ("two.py:C", A, "two.py has no 'C'; name the class, e.g. two.py:A"),
-        ("none.py", "x = 1\n", "none.py: it defines no class that inherits from policies.Policy"),
-        ("none.py", "from policies.window import Window\n", "it defines no class that inherits"),
+        ("none.py", "x = 1\n", "none.py: it defines no class that inherits from kvbench.Policy"),
+        ("none.py", "from kvbench.policies.window import Window\n", "it defines no class that inherits"),
         ("typo.py:A", "x = = 1\n", "typo.py: can't be imported: SyntaxError: invalid syntax (typo.py:1)"),
         ("bad.py:A", "x = 1\ny = x / 0\n", SAYS_BAD),
         ("no_such_package.policies:A", "", "no_such_package.policies: no such module here or installed"),
@@ -124,4 +124,4 @@ def test_a_module_that_imports_what_is_missing_is_not_called_missing_itself(tmp_
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "needs_more.py").write_text("import no_such_package\n")
     with pytest.raises(UserError, match=r"ModuleNotFoundError: No module named 'no_such_package' \(needs_more.py:1"):
-        registry.policy_class("needs_more:A")
+        plugins.policy_class("needs_more:A")

@@ -12,16 +12,17 @@ import pytest
 import torch
 from conftest import bench
 
-from harness import policy_check, registry
-from harness.errors import UserError
-from harness.policy_rules import broken_rules, refuse_if_broken
-from harness.policy_views import LARGEST, cache_over_steps
-from policies import AttentionSum, Policy, Statistic
-from policies.h2o import H2O
-from policies.sink_window import SinkWindow
+from kvbench.harness.core import plugins
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.rules.rules import broken_rules, refuse_if_broken
+from kvbench.harness.rules.views import LARGEST, cache_over_steps
+from kvbench.harness.run import policy_check
+from kvbench.policies import AttentionSum, Policy, Statistic
+from kvbench.policies.h2o import H2O
+from kvbench.policies.sink_window import SinkWindow
 
 
-@pytest.mark.parametrize("name", registry.policy_names())
+@pytest.mark.parametrize("name", plugins.policy_names())
 def test_our_policies_pass(name):
     assert [f for f in policy_check.run_checks(name) if not f.ok] == []
 
@@ -96,7 +97,7 @@ class Undeclared(Policy):
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said(kind, word, monkeypatch):
-    monkeypatch.setattr(registry, "policy_class", lambda name: kind)
+    monkeypatch.setattr(plugins, "policy_class", lambda name: kind)
     problems = [f.problem for f in policy_check.run_checks("theirs")]
     assert any(word in p for p in problems), problems
 
@@ -104,7 +105,7 @@ def test_what_is_wrong_is_said(kind, word, monkeypatch):
 def test_a_policy_from_a_file_needs_no_change_of_ours(tmp_path: Path):
     file = tmp_path / "norm.py"
     file.write_text(
-        "from policies import CacheView, Policy\n\n\nclass SmallKeys(Policy):\n"
+        "from kvbench import CacheView, Policy\n\n\nclass SmallKeys(Policy):\n"
         "    def importance(self, view: CacheView):\n        return -view.keys.float().norm(dim=-1)\n"
     )
     assert all(f.ok for f in policy_check.run_checks(f"{file}:SmallKeys"))
@@ -156,7 +157,7 @@ class CrashesWhenBound(Policy):
 
 
 def checked(monkeypatch, kind, *settings, capacities=()):
-    monkeypatch.setattr(registry, "policy_class", lambda name: kind)
+    monkeypatch.setattr(plugins, "policy_class", lambda name: kind)
     return policy_check.check("theirs", settings, capacities)
 
 
@@ -209,9 +210,9 @@ def test_it_says_how_the_policy_will_be_read_and_how_fast(monkeypatch):
 
 
 @pytest.mark.parametrize("capacity", [8, 128, 5_000, 100_000, 10**9])
-@pytest.mark.parametrize("name", registry.policy_names())
+@pytest.mark.parametrize("name", plugins.policy_names())
 def test_our_policies_break_no_rule_at_any_capacity(name, capacity):
-    kind = registry.policy_class(name)
+    kind = plugins.policy_class(name)
     if name == "lambda" and capacity == 8:
         assert "sinks 10" in broken_rules(kind(), capacity)[0].problem
     else:
@@ -289,7 +290,7 @@ def test_what_keeps_the_rules_or_raises_may_run(kind, capacity):
 
 NEAR = """
 from math import inf
-from policies import Policy
+from kvbench.policies import Policy
 
 class Near(Policy):
     def importance(self, view):
@@ -315,7 +316,7 @@ def test_a_run_refuses_it_before_anything_is_measured(tmp_path, model_dir, text_
 def test_bind_that_crashes_is_told_with_its_line(tmp_path, capsys):
     file = tmp_path / "mine.py"
     file.write_text(
-        "from policies.window import Window\n\nclass Mine(Window):\n    def bind(self, capacity):\n        return 1 / 0\n"
+        "from kvbench.policies.window import Window\n\nclass Mine(Window):\n    def bind(self, capacity):\n        return 1 / 0\n"
     )
     code, _, err = bench(capsys, "run", "smoke", "--policy", f"{file}:Mine")
     assert code == 2
@@ -339,7 +340,7 @@ def test_policy_check_tries_the_capacities_it_is_given(tmp_path, capsys):
 
 def test_debug_shows_the_traceback_of_a_crash(tmp_path, capsys):
     file = tmp_path / "mine.py"
-    file.write_text("from policies import Policy\n\nclass Mine(Policy):\n    def importance(self, view):\n        return 1 / 0\n")
+    file.write_text("from kvbench import Policy\n\nclass Mine(Policy):\n    def importance(self, view):\n        return 1 / 0\n")
     for options, shown in (([], False), (["--debug"], True)):
         code, out, err = bench(capsys, *options, "policy", "check", f"{file}:Mine")
         assert code == 1
@@ -373,7 +374,7 @@ def importance_order(policy, view):
 
 def test_a_policy_that_exits_ends_no_verb_with_success(tmp_path, model_dir, text_dir, capsys):
     (tmp_path / "exits.py").write_text(
-        "from policies import Policy\n\n\nclass Exits(Policy):\n    def importance(self, view):\n        raise SystemExit(0)\n"
+        "from kvbench import Policy\n\n\nclass Exits(Policy):\n    def importance(self, view):\n        raise SystemExit(0)\n"
     )
     policy, options = f"{tmp_path / 'exits.py'}:Exits", ("--set", "tokens=40", "--set", "capacity=8")
     code, out, _ = bench(capsys, "policy", "check", policy)

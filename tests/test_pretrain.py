@@ -8,20 +8,20 @@ import pytest
 import torch
 from conftest import DEVICE, tokens_of
 
-from harness.data.stream import opening
-from harness.engine.decoder import CacheConfig
-from harness.engine.families import tiny_model
-from harness.engine.load import load_model, load_tokenizer
-from harness.engine.loop import decoder
-from harness.engine.model import UnsupportedModelError, adopt
-from harness.engine.selfcheck import check
-from harness.engine.zero_sink import ZERO_SINK
-from harness.errors import UserError
-from harness.pretrain.config import PretrainConfig, find, load
-from harness.pretrain.probe import attention_to_first
-from harness.pretrain.text import pieces
-from harness.pretrain.train import new_model, pretrain
-from policies.dense import Dense
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.data.stream import opening
+from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.loop import decoder
+from kvbench.harness.engine.model import UnsupportedModelError, adopt
+from kvbench.harness.engine.zero_sink import ZERO_SINK
+from kvbench.harness.models.families import tiny_model
+from kvbench.harness.models.load import load_model, load_tokenizer
+from kvbench.harness.models.selfcheck import check
+from kvbench.harness.pretrain.config import PretrainConfig, find, load
+from kvbench.harness.pretrain.probe import attention_to_first
+from kvbench.harness.pretrain.text import pieces
+from kvbench.harness.pretrain.train import new_model, pretrain
+from kvbench.policies.dense import Dense
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # accelerate and the Trainer have opinions of their own
 STEPS = 12
@@ -126,7 +126,7 @@ def test_a_zero_sink_is_a_logit_of_0_in_the_decode_loop():
 
 
 def test_the_self_check_would_notice_a_missing_zero_sink(monkeypatch):
-    from harness.engine import interface
+    from kvbench.harness.engine import interface
 
     model = adopt(zero_sink_model())
     real = interface._attention

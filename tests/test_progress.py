@@ -8,8 +8,8 @@ import pytest
 from factories import record
 from rich.console import Console
 
-from harness import progress
-from harness.progress import ProgressView
+from kvbench.harness.run import progress
+from kvbench.harness.run.progress import ProgressView
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from harness.data.facts import told
-from harness.data.prose import FACTS, FARTHEST, NEAREST, Prose
+from kvbench.harness.data.facts import told
+from kvbench.harness.data.prose import FACTS, FARTHEST, NEAREST, Prose
 
 
 @pytest.fixture(scope="module")

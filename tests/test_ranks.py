@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from harness.report.ranks import holm, rank_intervals, sign_test, surely_less
+from kvbench.harness.report.ranks import holm, rank_intervals, sign_test, surely_less
 
 TABLES = 1000
 AT_MOST = 0.072  # of tables: 5 %, and 3.2 standard errors of a share of 1,000

@@ -10,12 +10,12 @@ from conftest import DEVICE, model_of
 from factories import MODES, POLICIES, chooser
 from reference import ListBackend, MaskBackend
 
-from harness.engine.decoder import CacheConfig
-from harness.lm_eval.reading import Reader
-from policies.dense import Dense
-from policies.h2o import H2O
-from policies.recompute_window import RecomputeWindow
-from policies.sink_window import SinkWindow
+from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.lm_eval.reading import Reader
+from kvbench.policies.dense import Dense
+from kvbench.policies.h2o import H2O
+from kvbench.policies.recompute_window import RecomputeWindow
+from kvbench.policies.sink_window import SinkWindow
 
 CAPACITY = 9
 

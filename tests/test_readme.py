@@ -10,16 +10,17 @@ from pathlib import Path
 import pytest
 import yaml
 
-from harness import policy_check, registry
-from harness.cli import cli
-from harness.engine.families import FAMILIES
+from kvbench.harness.cli import cli
+from kvbench.harness.core import plugins
+from kvbench.harness.models.families import FAMILIES
+from kvbench.harness.run import policy_check
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
 def test_every_verb_policy_and_task_is_named():
-    names = [*cli.commands, *registry.policy_names(), *registry.task_names()]
+    names = [*cli.commands, *plugins.policy_names(), *plugins.task_names()]
     assert [n for n in names if f"`{n}`" not in README and f"bench {n}" not in README] == []
 
 
@@ -40,7 +41,7 @@ def test_its_policy_works_from_a_file_of_its_own(tmp_path):
 
 
 def test_its_suite_is_one(tmp_path):
-    from harness import suite
+    from kvbench.harness import suite
 
     text = next(c for c in re.findall(r"```yaml\n(.*?)```", README, re.S))
     (tmp_path / "s.yaml").write_text(text)
@@ -57,7 +58,7 @@ def test_the_number_of_families_is_that_of_the_list():
 
 
 def test_a_policy_of_an_installed_package_is_found_by_its_entry_point(monkeypatch: pytest.MonkeyPatch):
-    entry = EntryPoint("theirs", "policies.window:Window", "bench.policies")
-    monkeypatch.setattr(registry, "entry_points", lambda group: [entry] if group == "bench.policies" else [])
-    assert "theirs" in registry.policy_names()
-    assert registry.policy_class("theirs").__name__ == "Window"
+    entry = EntryPoint("theirs", "kvbench.policies.window:Window", "bench.policies")
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [entry] if group == "bench.policies" else [])
+    assert "theirs" in plugins.policy_names()
+    assert plugins.policy_class("theirs").__name__ == "Window"

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from factories import record
 
-from harness.records import RECORD_VERSION, Problem, Record, RecordStore, digest, newest, read
-from harness.report.leaderboard import md, render
+from kvbench.harness.records import RECORD_VERSION, Problem, Record, RecordStore, digest, newest, read
+from kvbench.harness.report.leaderboard import md, render
 
 
 def test_what_is_written_is_read_back(tmp_path: Path):

@@ -8,10 +8,10 @@ import time
 import pytest
 from conftest import bench
 
-from harness import runner
-from harness.cli.running import Asked
-from harness.errors import UserError
-from harness.failure import failure, ran_out_of_memory
+from kvbench.harness.cli.running import Asked
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.core.failure import failure, ran_out_of_memory
+from kvbench.harness.run import runner
 
 SUITE = """
 suite: runner
@@ -25,7 +25,7 @@ policies: [{name: window, capacity: 8}]
 BAD = """
 from dataclasses import dataclass
 
-from policies import Policy
+from kvbench.policies import Policy
 
 
 @dataclass(frozen=True)

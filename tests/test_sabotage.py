@@ -7,13 +7,13 @@ import torch
 from conftest import model_of, tokens_of
 from reference import ListBackend, after_sinks, lightest
 
-from harness.engine.decoder import CacheConfig
-from harness.engine.loop import CachedDecoder
-from harness.engine.slots import Rows, Slots
-from harness.engine.walk import Walk
-from policies import AttentionSum
-from policies.h2o import H2O
-from policies.sink_window import SinkWindow
+from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.loop import CachedDecoder
+from kvbench.harness.engine.slots import Rows, Slots
+from kvbench.harness.engine.walk import Walk
+from kvbench.policies import AttentionSum
+from kvbench.policies.h2o import H2O
+from kvbench.policies.sink_window import SinkWindow
 
 
 def agrees(policy=None, capacity: int = 9) -> bool:

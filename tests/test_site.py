@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from factories import EVIL, cell_record, drawn, record
 
-from harness.report import site
-from harness.report.leaderboard import render
+from kvbench.harness.report import site
+from kvbench.harness.report.leaderboard import render
 
 BROWSER = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
 FLAGS = [
@@ -175,7 +175,7 @@ def test_two_thousand_records_open_in_under_two_seconds(tmp_path):
 def renamed(records, number):
     from dataclasses import replace
 
-    from harness.records import digest
+    from kvbench.harness.records import digest
 
     made = []
     for r in records:

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 from conftest import model_of
 
-from harness.aggregates import scored
-from harness.data.stream import TokenStream
-from harness.engine.decoder import CacheConfig
-from harness.records import Record
-from harness.report.pairing import paired
-from harness.tasks.perplexity import Perplexity, PerplexityOptions
-from harness.tasks.task import Job
-from policies.h2o import H2O
-from policies.recompute_window import RecomputeWindow
-from policies.sink_window import SinkWindow
+from kvbench.harness.data.stream import TokenStream
+from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.records import Record
+from kvbench.harness.records.aggregates import scored
+from kvbench.harness.report.pairing import paired
+from kvbench.harness.tasks.perplexity import Perplexity, PerplexityOptions
+from kvbench.harness.tasks.task import Job
+from kvbench.policies.h2o import H2O
+from kvbench.policies.recompute_window import RecomputeWindow
+from kvbench.policies.sink_window import SinkWindow
 
 
 def text_of(length: int, prefix: int) -> TokenStream:

@@ -12,9 +12,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness import suite as suites
-from harness.errors import UserError
-from harness.overrides import Overrides
+from kvbench.harness import suite as suites
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.suite import cells as cells_module
+from kvbench.harness.suite.overrides import Overrides
 
 GOOD = """suite: mine
 version: 1
@@ -274,8 +275,8 @@ def test_labels_take_time_in_proportion_to_the_cells(tmp_path, monkeypatch):
     asked, counted = suites.Cell.asked, []
     monkeypatch.setattr(suites.Cell, "asked", lambda cell: (counted.append(cell), asked(cell))[1])
     seen = []
-    varying = suites._varying
-    monkeypatch.setattr(suites, "_varying", lambda given: varying(seen.append(one) or one for one in given))
+    varying = cells_module._varying
+    monkeypatch.setattr(cells_module, "_varying", lambda given: varying(seen.append(one) or one for one in given))
     names = suites.labels(cells)
     assert len(set(names.values())) == len(cells) == 2000
     assert len(counted) == len(cells)

@@ -12,9 +12,9 @@ from conftest import bench_process as bench
 from factories import record
 from fire import APART, MUST_NOT_BE, SUITE, fire
 
-from harness.errors import UserError
-from harness.records import LOCK, RecordStore, from_the_future, newest
-from harness.report.verify import problems
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.records import LOCK, RecordStore, from_the_future, newest
+from kvbench.harness.report.verify import problems
 
 NOW = datetime.datetime(2026, 1, 1, 12, tzinfo=datetime.UTC)
 

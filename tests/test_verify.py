@@ -16,13 +16,13 @@ from conftest import bench
 from test_paper import cell_record
 from test_records import record
 
-import harness.records as records_module
-from harness.aggregates import of_answers, of_nll, of_steps, timing
-from harness.cli.running import Asked
-from harness.records import Problem, RecordStore, read
-from harness.report.export import rows, write
-from harness.report.recomputed import kv_bytes
-from harness.report.verify import TRACES, problems, verify
+from kvbench.harness.cli.running import Asked
+from kvbench.harness.records import Problem, RecordStore, read
+from kvbench.harness.records import record as records_module
+from kvbench.harness.records.aggregates import of_answers, of_nll, of_steps, timing
+from kvbench.harness.report.export import rows, write
+from kvbench.harness.report.recomputed import kv_bytes
+from kvbench.harness.report.verify import TRACES, problems, verify
 
 TASK = {"name": "perplexity", "tokens": 5000, "stride": 4}
 
@@ -115,9 +115,9 @@ def test_a_task_that_keeps_a_trace_has_one_of_its_kind(tmp_path):
 
 
 def test_the_traces_are_those_that_the_tasks_write():
-    from harness import registry
+    from kvbench.harness.core import plugins
 
-    written = {name: registry.task_class(name).trace for name in registry.task_names() if name != "memory"}
+    written = {name: plugins.task_class(name).trace for name in plugins.task_names() if name != "memory"}
     assert written == TRACES, "memory is read off while it runs"
 
 
@@ -187,8 +187,8 @@ def test_kv_bytes_are_those_of_the_cache(changes, slots):
 
 @pytest.mark.parametrize("window", [None, 6])
 def test_a_models_facts_tell_its_kv_bytes(window):
-    from harness.engine.families import tiny_model
-    from harness.engine.model import adopt
+    from kvbench.harness.engine.model import adopt
+    from kvbench.harness.models.families import tiny_model
 
     model = adopt(tiny_model("mistral", vocab_size=96, sliding_window=window))
     made = cell_record({}, capacity=8, task={"name": "streameval"})
@@ -297,7 +297,7 @@ def test_of_a_cell_measured_twice_the_newest_is_exported_or_all(tmp_path, capsys
 def test_a_column_of_mixed_kinds_is_text():
     made = [cell_record({"x": value}) for value in (1, 2.5, "three")]
     assert [row["metrics.x"] for row in rows(made)] == [1, 2.5, "three"]
-    from harness.report.export import _column
+    from kvbench.harness.report.export import _column
 
     assert _column([1, 2.5, None]) == [1.0, 2.5, None]
     assert _column([1, "three", None]) == ["1", "three", None]

@@ -11,10 +11,10 @@ from typing import Any, NoReturn
 
 import click
 
-from harness import __version__
-from harness.cli import judge, keep, lm_eval, look, measure, pages
-from harness.cli.output import debugging
-from harness.errors import NO_ROOM, Exit, UserError
+from kvbench import __version__
+from kvbench.harness.cli import judge, keep, lm_eval, look, measure, pages
+from kvbench.harness.cli.output import debugging
+from kvbench.harness.core.errors import NO_ROOM, Exit, UserError
 
 
 class _Bench(click.Group):

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from harness.records import Record
-    from harness.report.closing import Table
+    from kvbench.harness.records import Record
+    from kvbench.harness.report.closing import Table
 
 _GAP = 2  # blanks between columns
 _WIDEST = 120  # columns: longer lines are hard to read
@@ -30,7 +30,7 @@ def show_closing(records: Sequence[Record], results: str, to_stdout: bool) -> No
         results: the folder of the records.
         to_stdout: whether a person reads stdout.
     """
-    from harness.report.closing import closing
+    from kvbench.harness.report.closing import closing
 
     stream = sys.stdout if to_stdout else sys.stderr
     width = line_width() if stream.isatty() else 100
@@ -46,7 +46,7 @@ def show_closing(records: Sequence[Record], results: str, to_stdout: bool) -> No
 
 def default_results() -> str:
     """The folder of records where no option names another."""
-    from harness.cli.output import RESULTS, RESULTS_VARIABLE
+    from kvbench.harness.cli.output import RESULTS, RESULTS_VARIABLE
 
     return os.environ.get(RESULTS_VARIABLE) or RESULTS
 

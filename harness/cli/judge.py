@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from harness.cli.output import FILLED, RESULTS, RESULTS_VARIABLE, print_rows, skipped, writable
-from harness.cli.rerun import asked_again, kept, still_asked, with_those_beside
-from harness.cli.running import Asked, suite_options
-from harness.errors import Exit, RefusedModelError, UserError
+from kvbench.harness.cli.output import FILLED, RESULTS, RESULTS_VARIABLE, print_rows, skipped, writable
+from kvbench.harness.cli.rerun import asked_again, kept, still_asked, with_those_beside
+from kvbench.harness.cli.running import Asked, suite_options
+from kvbench.harness.core.errors import Exit, RefusedModelError, UserError
 
 if TYPE_CHECKING:
-    from harness.records import Record
-    from harness.report.baseline_file import Baseline
-    from harness.report.gate import Finding, Measured
+    from kvbench.harness.records import Record
+    from kvbench.harness.report.baseline_file import Baseline
+    from kvbench.harness.report.gate import Finding, Measured
 
 
 _MANY = 4  # cells of which one row is enough
@@ -43,8 +43,8 @@ def compare(a: str, b: str, as_json: bool, markdown: bool) -> None:
     bench compare before/ after/ --markdown
     bench compare results/.../h2o-*.json results/.../sink_window-*.json
     """
-    from harness.report import verdicts
-    from harness.report.sources import records_of
+    from kvbench.harness.report import verdicts
+    from kvbench.harness.report.sources import records_of
 
     with records_of(a, skipped) as (first, folder_a), records_of(b, skipped) as (second, folder_b):
         found = verdicts.of((first, folder_a), (second, folder_b))
@@ -78,8 +78,8 @@ def check(folder: str, results: str | None, keep: str | None, model: str | None,
     bench check --baseline leaderboard/baselines/quickstart --results results
     bench check --baseline baselines/mine --model ~/models/mine --data ~/books
     """
-    from harness.report import baseline, gate
-    from harness.report.sources import records_of
+    from kvbench.harness.report import baseline, gate
+    from kvbench.harness.report.sources import records_of
 
     about, records = baseline.load(Path(folder))
     if results is not None:
@@ -111,7 +111,7 @@ def _rows(findings: Sequence[Finding]) -> list[dict[str, Any]]:
 
 def _run(about: Baseline, base: Measured, keep: str | None, model: str | None, data: str | None) -> list[Finding]:
     """Measure the baseline's suite, and judge it; what looks slower or larger is measured again."""
-    from harness.report import gate
+    from kvbench.harness.report import gate
 
     asked = asked_again(about, base[1], model, data)
     cells = still_asked(asked, *base)
@@ -151,9 +151,9 @@ def update(folder: str, suite: str, runs: int, why: str, who: str | None, **opti
 
     FOLDER must be missing, empty, or hold a baseline and nothing else, which is replaced.
     """
-    from harness.report import bands
-    from harness.report import baseline as baselines
-    from harness.report.baseline_file import Baseline
+    from kvbench.harness.report import bands
+    from kvbench.harness.report import baseline as baselines
+    from kvbench.harness.report.baseline_file import Baseline
 
     asked = Asked(suite, **options)
     target = baselines.replaceable(Path(folder))

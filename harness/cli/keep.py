@@ -7,9 +7,9 @@ from pathlib import Path
 
 import click
 
-from harness.cli.output import FILLED, RESULTS, RESULTS_VARIABLE, results_option, skipped
-from harness.errors import Exit, UserError
-from harness.visible import visible
+from kvbench.harness.cli.output import FILLED, RESULTS, RESULTS_VARIABLE, results_option, skipped
+from kvbench.harness.core.errors import Exit, UserError
+from kvbench.harness.core.visible import visible
 
 
 @click.group()
@@ -31,8 +31,8 @@ def verify(folder: str) -> None:
     FOLDER is ./results, or BENCH_RESULTS, if not given. Figures that follow from neither are named at the end: only a new
     measurement can check them.
     """
-    from harness.records import Problem, RecordStore
-    from harness.report.verify import verify as verdict_of
+    from kvbench.harness.records import Problem, RecordStore
+    from kvbench.harness.report.verify import verify as verdict_of
 
     count = hold = elsewhere = 0
     unverifiable: dict[str, None] = {}
@@ -61,8 +61,8 @@ def verify(folder: str) -> None:
 @click.option("--all", "everything", is_flag=True, help="Every record, not only the newest of each cell.")
 def export(out: str, results: str, everything: bool) -> None:
     """Write the records as one flat table: OUT ends in .parquet or .csv."""
-    from harness.records import RecordStore, newest
-    from harness.report.export import write
+    from kvbench.harness.records import RecordStore, newest
+    from kvbench.harness.report.export import write
 
     found, problems = RecordStore(Path(results)).read_all()
     for problem in problems:

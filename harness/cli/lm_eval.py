@@ -28,7 +28,7 @@ def lm_eval(context: click.Context, arguments: tuple[str, ...]) -> None:
     if not arguments or arguments[0] in ("-h", "--help"):
         click.echo(context.get_help())
         return
-    from harness.lm_eval import catalogue
+    from kvbench.harness.lm_eval import catalogue
 
     catalogue.register()
     from lm_eval.__main__ import cli_evaluate

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import click
 
-from harness.cli.output import print_rows
-from harness.errors import Exit
+from kvbench.harness.cli.output import print_rows
+from kvbench.harness.core.errors import Exit
 
 
 @click.command("list")
@@ -23,7 +23,7 @@ def list_(what: str, as_json: bool) -> None:
     bench list policies
     bench list models
     """
-    from harness import listing
+    from kvbench.harness.cli import listing
 
     print_rows(getattr(listing, what)(), as_json)
 
@@ -53,8 +53,8 @@ def check(name: str, settings: tuple[str, ...], capacities: tuple[int, ...]) -> 
     """
     import torch
 
-    from harness.policy_check import check as checked
-    from harness.registry import ignored_plugins
+    from kvbench.harness.core.plugins import ignored_plugins
+    from kvbench.harness.run.policy_check import check as checked
 
     torch.set_num_threads(1)  # tiny models are faster so
     for plugin, reason in ignored_plugins(name).items():
@@ -79,7 +79,7 @@ def schema() -> None:
     \b
     bench schema > suite.schema.json
     """
-    from harness import suite as suites
+    from kvbench.harness import suite as suites
 
     click.echo(json.dumps(suites.schema(), indent=1))
 
@@ -95,7 +95,7 @@ def doctor(model: str | None, data: str | None, quick: bool) -> None:
     bench doctor
     bench doctor --model ./my-model --data ./books
     """
-    from harness.doctor import report
+    from kvbench.harness.cli.doctor import report
 
     failed = False
     for name, found in report(model, Path(data).expanduser() if data else None, quick):

@@ -9,10 +9,10 @@ from typing import Any
 
 import click
 
-from harness.cli.closing import show_closing
-from harness.cli.output import print_rows, results_option, writable
-from harness.cli.running import Asked, suite_options
-from harness.errors import Exit
+from kvbench.harness.cli.closing import show_closing
+from kvbench.harness.cli.output import print_rows, results_option, writable
+from kvbench.harness.cli.running import Asked, suite_options
+from kvbench.harness.core.errors import Exit
 
 
 @click.command()
@@ -42,7 +42,7 @@ def run(
     asked = Asked(suite, **options)
     cells = asked.cells(Path(results))
     if dry_run:
-        from harness.estimate import estimates
+        from kvbench.harness.run.estimate import estimates
 
         print_rows([row.cells() for row in estimates(cells, asked.device)], as_json)
         return
@@ -51,7 +51,7 @@ def run(
     if as_json:
         click.echo(json.dumps([vars(r) for r in records], indent=1, ensure_ascii=False))
     elif not for_a_person:
-        from harness.report.summary import rows
+        from kvbench.harness.report.summary import rows
 
         print_rows(rows(records), False)
     show_closing(records, results, for_a_person)
@@ -73,13 +73,13 @@ def pretrain(config: str, data: str | None, out: str | None, device: str, thread
     bench pretrain vanilla --data path/to/pg19
     bench pretrain suites/pretrain/sink_1.yaml --data path/to/pg19 --steps 200
     """
-    from harness.pretrain.config import find, load
+    from kvbench.harness.pretrain.config import find, load
 
     settings = load(find(config))
     import torch
 
-    from harness.engine.load import device_of
-    from harness.pretrain.train import pretrain as train
+    from kvbench.harness.models.load import device_of
+    from kvbench.harness.pretrain.train import pretrain as train
 
     if threads:
         torch.set_num_threads(threads)

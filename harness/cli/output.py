@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from harness.errors import UserError
-from harness.visible import visible
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.core.visible import visible
 
 if TYPE_CHECKING:
-    from harness.records import Problem
+    from kvbench.harness.records import Problem
 
 RESULTS = "results"
 RESULTS_VARIABLE = "BENCH_RESULTS"

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from harness.cli.closing import link
-from harness.cli.output import FILLED, results_option, skipped, writable
-from harness.errors import UserError
-from harness.files import atomic_write
-from harness.visible import visible
+from kvbench.harness.cli.closing import link
+from kvbench.harness.cli.output import FILLED, results_option, skipped, writable
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.core.files import atomic_write
+from kvbench.harness.core.visible import visible
 
 if TYPE_CHECKING:
-    from harness.records import Record
+    from kvbench.harness.records import Record
 
 STDOUT = "-"
 _OURS = (  # what begins a page of ours; the title is that of pages written before they named their generator
@@ -56,8 +56,8 @@ def leaderboard(results: str, out: str | None, paper: str | None) -> None:
     bench leaderboard --results leaderboard/results --out leaderboard/README.md
     bench leaderboard --out - --paper -
     """
-    from harness.report import chart
-    from harness.report.fence import made_of
+    from kvbench.harness.report import chart
+    from kvbench.harness.report.fence import made_of
 
     targets = _targets(str(Path(results) / "README.md") if out is None else out, paper)
     for option, path in targets.values():
@@ -125,7 +125,7 @@ def _room_for_charts(path: str, option: str) -> None:
     Raises:
         UserError: something else has its name.
     """
-    from harness.report import chart
+    from kvbench.harness.report import chart
 
     charts = Path(path).with_name(chart.FOLDER)
     if path != STDOUT and (charts.exists() or charts.is_symlink()) and not charts.is_dir():
@@ -146,7 +146,7 @@ def _read(results: str) -> tuple[list[Record], dict[int, Path]]:
     Raises:
         UserError: there are none.
     """
-    from harness.records import Problem, RecordStore, from_the_future
+    from kvbench.harness.records import Problem, RecordStore, from_the_future
 
     records, paths = [], {}
     for path, found in RecordStore(Path(results)).files():
@@ -165,8 +165,8 @@ def _read(results: str) -> tuple[list[Record], dict[int, Path]]:
 
 def _rendered(records: Sequence[Record], targets: Mapping[str, tuple[str, str]]) -> _Made:
     """All pages of the records, and their drawings."""
-    from harness.report import chart, paper, site
-    from harness.report import leaderboard as board
+    from kvbench.harness.report import chart, paper, site
+    from kvbench.harness.report import leaderboard as board
 
     render = {"leaderboard": board.render, "paper": paper.render}
     found = {name: render[name](records) for name in render if name in targets}
@@ -182,7 +182,7 @@ def _rendered(records: Sequence[Record], targets: Mapping[str, tuple[str, str]])
 
 def _named(pages: Mapping[str, str], folder: Path) -> set[str]:
     """The drawings that pages of ours in a folder show, as they stand there now."""
-    from harness.report import chart
+    from kvbench.harness.report import chart
 
     standing = (Path(page) for page in pages if page != STDOUT and Path(page).parent == folder and Path(page).is_file())
     return {file for path in standing for file in chart.named(path.read_text(encoding="utf-8", errors="replace"))}

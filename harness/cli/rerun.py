@@ -8,13 +8,13 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.cli.running import Asked
-from harness.errors import UserError
+from kvbench.harness.cli.running import Asked
+from kvbench.harness.core.errors import UserError
 
 if TYPE_CHECKING:
-    from harness.records import Record
-    from harness.report.baseline_file import Baseline, MeasuredWith
-    from harness.suite import Cell
+    from kvbench.harness.records import Record
+    from kvbench.harness.report.baseline_file import Baseline, MeasuredWith
+    from kvbench.harness.suite import Cell
 
 
 def kept(asked: Asked, folder: Path) -> tuple[str, MeasuredWith]:
@@ -27,7 +27,7 @@ def kept(asked: Asked, folder: Path) -> tuple[str, MeasuredWith]:
     Raises:
         UserError: an option names an absolute path.
     """
-    from harness.report.baseline_file import MeasuredWith
+    from kvbench.harness.report.baseline_file import MeasuredWith
 
     file = Path(asked.suite)
     suite = Path(os.path.relpath(file.resolve(), folder)).as_posix() if file.is_file() else asked.suite
@@ -85,7 +85,7 @@ def still_asked(asked: Asked, records: Sequence[Record], folder: Path) -> list[C
 
 def with_those_beside(ids: Collection[str], cells: Sequence[Cell]) -> list[Cell]:
     """The cells of these ids, and those that are measured side by side with one of them."""
-    from harness import registry
+    from kvbench.harness.core import plugins
 
-    together = {(c.model, c.task, c.seed) for c in cells if c.id in ids and registry.task_class(c.task.name).together}
+    together = {(c.model, c.task, c.seed) for c in cells if c.id in ids and plugins.task_class(c.task.name).together}
     return [c for c in cells if c.id in ids or (c.model, c.task, c.seed) in together]

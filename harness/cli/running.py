@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from harness.cli.output import FILLED, debugging
-from harness.errors import UserError
+from kvbench.harness.cli.output import FILLED, debugging
+from kvbench.harness.core.errors import UserError
 
 if TYPE_CHECKING:
-    from harness.records import Record
-    from harness.suite import Cell
+    from kvbench.harness.records import Record
+    from kvbench.harness.suite import Cell
 
 PUBLISHED = Path("leaderboard/results")  # of a checkout: whoever reads a row of its page can measure that cell again
 
@@ -73,8 +73,8 @@ class Asked:
         Raises:
             UserError: no such suite or record, or a mistake in it.
         """
-        from harness import suite as suites
-        from harness.overrides import Overrides
+        from kvbench.harness import suite as suites
+        from kvbench.harness.suite.overrides import Overrides
 
         if results is not None and re.fullmatch("[0-9a-f]{8,64}", self.suite) and not Path(self.suite).exists():
             return [self._again(results)]
@@ -83,9 +83,9 @@ class Asked:
 
     def _again(self, results: Path) -> Cell:
         """The cell of a record."""
-        from harness import suite as suites
-        from harness.hub import is_local_name
-        from harness.records import RecordStore
+        from kvbench.harness import suite as suites
+        from kvbench.harness.models.hub import is_local_name
+        from kvbench.harness.records import RecordStore
 
         for folder in (results, PUBLISHED):
             asked = {r.cell_id: r for r in RecordStore(folder).read_all()[0] if r.cell_id.startswith(self.suite)}
@@ -110,10 +110,10 @@ class Asked:
         """Their records, measured where they are not there yet, and shown while they are."""
         import torch
 
-        from harness.engine.load import device_of
-        from harness.progress import ProgressView, StderrConsole
-        from harness.records import RecordStore
-        from harness.runner import RunOptions, run
+        from kvbench.harness.models.load import device_of
+        from kvbench.harness.records import RecordStore
+        from kvbench.harness.run.progress import ProgressView, StderrConsole
+        from kvbench.harness.run.runner import RunOptions, run
 
         if self.threads:
             torch.set_num_threads(self.threads)

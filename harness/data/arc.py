@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.errors import UserError
-from harness.hub import quiet
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.models.hub import quiet
 
 HUB_ID = "allenai/ai2_arc"
 HUB_REVISION = "210d026faf9955653af8916fad021475a3f00453"

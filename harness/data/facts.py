@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.data.prose import Prose
+from kvbench.harness.data.prose import Prose
 
 _MARGIN = 4096  # characters
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from harness.data.stream import Text
-from harness.errors import UserError
-from harness.hub import quiet
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.data.stream import Text
+from kvbench.harness.models.hub import quiet
 
 HUB_ID = "emozilla/pg19"
 HUB_REVISION = "c021754c8e01c5b1cc83a1f549c1f97fbbb756b8"

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from harness.data.stream import fingerprint, opening, tokenise
-from harness.errors import UserError
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.data.stream import fingerprint, opening, tokenise
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from harness.errors import UserError
+from kvbench.harness.core.errors import UserError
 
 _PIECE = 2**15  # characters tokenised at once, at least; at most twice as many
 _PART = 2**20  # token ids looked at at once

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from harness.engine.attention import Terms, weights
+from kvbench.harness.engine.attention import Terms, weights
 
 _FLEX = {"cuda"}  # kinds of device where FlexAttention is compiled
 _TILE = 128  # queries and keys of a block of its mask

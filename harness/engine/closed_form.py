@@ -10,11 +10,11 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from harness.engine.attention import Terms
-from harness.engine.banded import Sinks, banded
-from harness.engine.rotary import Rotation, rotate
-from harness.engine.slots import Held, Rows, Slots
-from policies import PositionMode
+from kvbench.harness.engine.attention import Terms
+from kvbench.harness.engine.banded import Sinks, banded
+from kvbench.harness.engine.rotary import Rotation, rotate
+from kvbench.harness.engine.slots import Held, Rows, Slots
+from kvbench.policies import PositionMode
 
 
 class ClosedForm:

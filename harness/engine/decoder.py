@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from policies import Policy, PositionMode
+from kvbench.policies import Policy, PositionMode
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from harness.engine.decoder import CacheConfig
-from harness.engine.loop import CachedDecoder
-from harness.engine.model import Model
+from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.loop import CachedDecoder
+from kvbench.harness.engine.model import Model
 
 _PAST = 256  # tokens past the point where the cache is full
 _PAST_16_BITS = 32

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from harness.engine.attention import Terms
+from kvbench.harness.engine.attention import Terms
 
 NAME = "kv_bench"
 

@@ -13,14 +13,14 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from harness.engine.attention import Terms
-from harness.engine.captured import StepGraphs
-from harness.engine.decoder import CacheConfig, Decoder
-from harness.engine.model import Model
-from harness.engine.recompute import RecomputeDecoder
-from harness.engine.rotary import LONGEST_STREAM
-from harness.engine.slots import Slots
-from harness.engine.walk import Block, Walk
+from kvbench.harness.engine.attention import Terms
+from kvbench.harness.engine.captured import StepGraphs
+from kvbench.harness.engine.decoder import CacheConfig, Decoder
+from kvbench.harness.engine.model import Model
+from kvbench.harness.engine.recompute import RecomputeDecoder
+from kvbench.harness.engine.rotary import LONGEST_STREAM
+from kvbench.harness.engine.slots import Slots
+from kvbench.harness.engine.walk import Block, Walk
 
 
 def decoder(

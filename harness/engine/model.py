@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from harness.engine import interface
-from harness.engine.attention import Terms
-from harness.engine.rotary import Rotation, find_rotation
-from harness.engine.slots import LayerShape
-from harness.engine.zero_sink import ZERO_SINK
+from kvbench.harness.engine import interface
+from kvbench.harness.engine.attention import Terms
+from kvbench.harness.engine.rotary import Rotation, find_rotation
+from kvbench.harness.engine.slots import LayerShape
+from kvbench.harness.engine.zero_sink import ZERO_SINK
 
 _PROBES = (1, 5, 191)  # positions at which a layer's rotation is read off
 _MOVING = ("dynamic", "longrope")  # RoPE types whose tables depend on the longest position

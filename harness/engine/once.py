@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.engine.decoder import CacheConfig
-from harness.engine.loop import CachedDecoder
-from harness.engine.model import Model
-from harness.engine.slots import Slots
+from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.loop import CachedDecoder
+from kvbench.harness.engine.model import Model
+from kvbench.harness.engine.slots import Slots
 
 
 @torch.inference_mode()

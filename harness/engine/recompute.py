@@ -13,10 +13,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from harness.engine.attention import Terms, causal
-from harness.engine.decoder import CacheConfig
-from harness.engine.model import Model
-from harness.engine.rotary import rotate
+from kvbench.harness.engine.attention import Terms, causal
+from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.model import Model
+from kvbench.harness.engine.rotary import rotate
 
 _PREFILL = 8192  # tokens that recompute-window runs at once
 

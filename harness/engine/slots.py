@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from harness.engine.rotary import Rotation
-from policies import CacheView, Policy, Statistic
+from kvbench.harness.engine.rotary import Rotation
+from kvbench.policies import CacheView, Policy, Statistic
 
 BUCKET = 256  # slots; a cache that is not full attends over the next multiple of it
 

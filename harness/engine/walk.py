@@ -14,12 +14,12 @@ from copy import copy
 import torch
 from torch import Tensor
 
-from harness.engine.attention import Terms, causal, weights
-from harness.engine.closed_form import ClosedForm
-from harness.engine.kernels.choose import Kernels, kernels_for
-from harness.engine.rotary import LONGEST_STREAM, Rotation, rotate
-from harness.engine.slots import Rows, Slots
-from policies import PositionMode
+from kvbench.harness.engine.attention import Terms, causal, weights
+from kvbench.harness.engine.closed_form import ClosedForm
+from kvbench.harness.engine.kernels.choose import Kernels, kernels_for
+from kvbench.harness.engine.rotary import LONGEST_STREAM, Rotation, rotate
+from kvbench.harness.engine.slots import Rows, Slots
+from kvbench.policies import PositionMode
 
 _FEWEST = 4  # tokens of a block from which on a walk by a kernel is worth its copies
 _SHARED = 2**20  # key elements of all layers up to which their turns are made at once

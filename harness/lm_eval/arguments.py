@@ -8,16 +8,16 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from harness import registry
-from harness.engine.decoder import CacheConfig
-from harness.engine.fastcheck import fast_method
-from harness.engine.load import DTYPES, device_of, load_model, load_tokenizer
-from harness.engine.model import Model
-from harness.errors import UserError
-from harness.hub import model_directory
-from harness.lm_eval.reading import Prompt, Reader
-from harness.policy_rules import refuse_if_broken
-from policies import PositionMode
+from kvbench.harness.core import plugins
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.fastcheck import fast_method
+from kvbench.harness.engine.model import Model
+from kvbench.harness.lm_eval.reading import Prompt, Reader
+from kvbench.harness.models.hub import model_directory
+from kvbench.harness.models.load import DTYPES, device_of, load_model, load_tokenizer
+from kvbench.harness.rules.rules import refuse_if_broken
+from kvbench.policies import PositionMode
 
 _BLOCK = 4096  # tokens that pass a layer at once, all streams together
 _BATCH = 16  # requests side by side, where none is said
@@ -82,7 +82,7 @@ class Arguments(BaseModel):
 
     def _config(self) -> CacheConfig:
         """What the cache is asked to keep."""
-        kind, parameters = registry.policy_class(self.policy), self.model_extra or {}
+        kind, parameters = plugins.policy_class(self.policy), self.model_extra or {}
         names = [f.name for f in dataclasses.fields(kind)]
         for name in parameters:
             if name not in names:

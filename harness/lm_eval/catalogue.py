@@ -16,9 +16,8 @@ import tqdm
 from lm_eval.api.registry import model_registry
 from lm_eval.tasks import TaskManager
 
-from harness.errors import UserError
-from harness.hub import quiet as quiet_hub
-from harness.registry import did_you_mean
+from kvbench.harness.core.errors import UserError, did_you_mean
+from kvbench.harness.models.hub import quiet as quiet_hub
 
 GENERATED = Path(__file__).parent / "generated"  # tasks that need no download
 _NAME = "kvbench"
@@ -29,7 +28,7 @@ def register() -> None:
     import lm_eval.models  # noqa: F401  # fills the registry
 
     if _NAME not in model_registry:
-        model_registry.register(_NAME, target="harness.lm_eval.kvbench:KVBench")
+        model_registry.register(_NAME, target="kvbench.harness.lm_eval.kvbench:KVBench")
 
 
 @contextmanager

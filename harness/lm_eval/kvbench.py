@@ -20,10 +20,10 @@ from lm_eval.utils import simple_parse_args_string
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from harness.data.stream import newline
-from harness.errors import UserError
-from harness.lm_eval.arguments import Arguments
-from harness.lm_eval.reading import Reader
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.data.stream import newline
+from kvbench.harness.lm_eval.arguments import Arguments
+from kvbench.harness.lm_eval.reading import Reader
 
 _GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0}  # what generation may say besides length and stops
 _MEANS_NOTHING = {"temperature", "top_p", "top_k", "until"}  # to greedy decoding

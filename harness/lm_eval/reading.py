@@ -15,11 +15,11 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from harness.engine.decoder import CacheConfig, Decoder
-from harness.engine.loop import CachedDecoder
-from harness.engine.loop import decoder as open_decoder
-from harness.engine.model import Model
-from harness.engine.once import read_once
+from kvbench.harness.engine.decoder import CacheConfig, Decoder
+from kvbench.harness.engine.loop import CachedDecoder
+from kvbench.harness.engine.loop import decoder as open_decoder
+from kvbench.harness.engine.model import Model
+from kvbench.harness.engine.once import read_once
 
 Prompt = Literal["stream", "once", "truncate"]
 Request = tuple[Sequence[int], Sequence[int]]  # token ids of a context, at least one, and of its continuation

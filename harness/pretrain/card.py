@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from harness.pretrain.config import PretrainConfig
+from kvbench.harness.pretrain.config import PretrainConfig
 
 _LAST = 200  # steps whose mean loss is told
 

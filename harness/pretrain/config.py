@@ -8,9 +8,8 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from harness.errors import UserError
-from harness.registry import did_you_mean
-from harness.suite import shipped_suites
+from kvbench.harness.core.errors import UserError, did_you_mean
+from kvbench.harness.suite import shipped_suites
 
 
 class _Strict(BaseModel):

@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
-from harness.data import pg19
-from harness.data.prose import Prose
-from harness.errors import UserError
-from harness.files import atomic_write
-from harness.pretrain.config import Mix
-from harness.tasks.streameval import HEADER, answer, question, record_line
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.core.files import atomic_write
+from kvbench.harness.data import pg19
+from kvbench.harness.data.prose import Prose
+from kvbench.harness.data.registers import HEADER, answer, question, record_line
+from kvbench.harness.pretrain.config import Mix
 
 _PIECE = 8192  # characters that one source gives at a time
 _BOOKS_AT_ONCE = 16  # books open side by side, so that a piece is followed by one of another

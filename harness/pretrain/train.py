@@ -16,12 +16,12 @@ from torch.utils.data import Dataset, SequentialSampler
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from harness.device import device_name
-from harness.engine.zero_sink import ZERO_SINK
-from harness.pretrain import curve, text, tokenizer
-from harness.pretrain.card import card
-from harness.pretrain.config import PretrainConfig
-from harness.pretrain.probe import attention_to_first
+from kvbench.harness.core.device import device_name
+from kvbench.harness.engine.zero_sink import ZERO_SINK
+from kvbench.harness.pretrain import curve, text, tokenizer
+from kvbench.harness.pretrain.card import card
+from kvbench.harness.pretrain.config import PretrainConfig
+from kvbench.harness.pretrain.probe import attention_to_first
 
 Tell = Callable[[str], None]
 _PROBED = 8  # samples that attention to the first token is read from

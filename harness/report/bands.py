@@ -9,7 +9,7 @@ from typing import Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from harness.records import Record
+from kvbench.harness.records import Record
 
 _WIDTHS = 4  # standard deviations of the log ratio that a band has on either side
 _NARROWEST = 0.10  # a band is never narrower, in log ratio: machines have days

@@ -9,10 +9,10 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from harness.errors import UserError
-from harness.files import atomic_write
-from harness.records import LOCK, Problem, Record, RecordStore, read
-from harness.report.baseline_file import FILE, Baseline, CellFiles, OutdatedBaselineError, parse, text
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.core.files import atomic_write
+from kvbench.harness.records import LOCK, Problem, Record, RecordStore, read
+from kvbench.harness.report.baseline_file import FILE, Baseline, CellFiles, OutdatedBaselineError, parse, text
 
 
 def load(folder: Path) -> tuple[Baseline, list[Record]]:

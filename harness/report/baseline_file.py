@@ -8,8 +8,8 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from harness.errors import UserError
-from harness.report.bands import Band
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.report.bands import Band
 
 FILE = "baseline.yaml"
 _HEAD = "# Written by `bench baseline update`; don't edit.\n"

@@ -6,12 +6,12 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from harness.intervals import median_interval
-from harness.report.compare import paired_shares
-from harness.report.pairing import paired, past_training
-from harness.report.ranks import Pairs, nll_pairs, sign_test, surely_less
-from harness.report.rows import Row
-from harness.report.sections.latency import round_ratios
+from kvbench.harness.core.intervals import median_interval
+from kvbench.harness.report.compare import paired_shares
+from kvbench.harness.report.pairing import paired, past_training
+from kvbench.harness.report.ranks import Pairs, nll_pairs, sign_test, surely_less
+from kvbench.harness.report.rows import Row
+from kvbench.harness.report.sections.latency import round_ratios
 
 _NAMED = 6  # policies named one by one in a sentence
 _TOO_SHORT = "the text is too short for an interval"

@@ -11,9 +11,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from harness.files import atomic_write
-from harness.records import Record
-from harness.visible import visible
+from kvbench.harness.core.files import atomic_write
+from kvbench.harness.core.visible import visible
+from kvbench.harness.records import Record
 
 FOLDER = "charts"  # beside the page
 VEGA_LITE = "6.4"

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.records import Record
-from harness.report import sections
-from harness.report.best import Contender, best_policies
-from harness.report.common_tokens import common_stride, described, on_common
-from harness.report.markdown import cache_bytes
-from harness.report.pairing import question
-from harness.report.rows import Row, rows
-from harness.visible import visible
+from kvbench.harness.core.visible import visible
+from kvbench.harness.records import Record
+from kvbench.harness.report import sections
+from kvbench.harness.report.best import Contender, best_policies
+from kvbench.harness.report.common_tokens import common_stride, described, on_common
+from kvbench.harness.report.markdown import cache_bytes
+from kvbench.harness.report.pairing import question
+from kvbench.harness.report.rows import Row, rows
 
 _NAMED = 3  # policies named in a line, before "and 4 more"
 

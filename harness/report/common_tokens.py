@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from harness.records import Record
-from harness.report.pairing import question
+from kvbench.harness.records import Record
+from kvbench.harness.report.pairing import question
 
 _FIRST_BUCKET = 256  # positions
 

@@ -13,9 +13,9 @@ from typing import Literal
 
 import numpy as np
 
-from harness.intervals import FEWEST_BLOCKS, clustered, median_interval, wilson
-from harness.records import Record
-from harness.report.pairing import paired
+from kvbench.harness.core.intervals import FEWEST_BLOCKS, clustered, median_interval, wilson
+from kvbench.harness.records import Record
+from kvbench.harness.report.pairing import paired
 
 Verdict = Literal["better", "worse", "same", "can't tell"]
 # Differences that nobody would act on: an interval inside them is "same".

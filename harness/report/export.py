@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.errors import UserError
-from harness.files import atomic_write
-from harness.records import Record
-from harness.visible import visible
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.core.files import atomic_write
+from kvbench.harness.core.visible import visible
+from kvbench.harness.records import Record
 
 FORMATS = (".parquet", ".csv")
 

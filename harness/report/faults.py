@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from harness.report.pairing import past_training, question
-from harness.report.rows import Row
+from kvbench.harness.report.pairing import past_training, question
+from kvbench.harness.report.rows import Row
 
 _CLIFF = math.log(2)  # nats: twice the perplexity
 _STRETCH = 4  # runs of tokens that a cliff has at least

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from harness.records import Record
+from kvbench.harness.records import Record
 
 Made = TypeVar("Made")
 

@@ -7,10 +7,10 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from harness.records import Record
-from harness.report.ranks import Pair, nll_pairs, sign_test, surely_less
-from harness.report.rows import Row
-from harness.report.sections.latency import round_ratios
+from kvbench.harness.records import Record
+from kvbench.harness.report.ranks import Pair, nll_pairs, sign_test, surely_less
+from kvbench.harness.report.rows import Row
+from kvbench.harness.report.sections.latency import round_ratios
 
 
 def front(rows: Sequence[Row]) -> list[bool | None]:

@@ -6,13 +6,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from harness.errors import Exit
-from harness.records import Record
-from harness.report import gate_figures, gate_times
-from harness.report.bands import Band
-from harness.report.compare import MARGINS, Difference, differences
-from harness.report.gate_pair import Pair, Result, State
-from harness.report.verdicts import cell_name
+from kvbench.harness.core.errors import Exit
+from kvbench.harness.records import Record
+from kvbench.harness.report import gate_figures, gate_times
+from kvbench.harness.report.bands import Band
+from kvbench.harness.report.compare import MARGINS, Difference, differences
+from kvbench.harness.report.gate_pair import Pair, Result, State
+from kvbench.harness.report.verdicts import cell_name
 
 CODES: dict[State, Exit] = {"regression": Exit.NO, "could not compare": Exit.NOT_COMPARABLE}
 _ORDER: tuple[State, ...] = ("regression", "could not compare", "not compared", "ok")

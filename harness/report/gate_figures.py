@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from harness.records import Record
-from harness.report.compare import largest_difference
-from harness.report.gate_pair import Pair, Result, State
-from harness.report.gate_rules import RUN_NATS, SUM, Held, figures, rule_of
-from harness.report.verify import problems
+from kvbench.harness.records import Record
+from kvbench.harness.report.compare import largest_difference
+from kvbench.harness.report.gate_pair import Pair, Result, State
+from kvbench.harness.report.gate_rules import RUN_NATS, SUM, Held, figures, rule_of
+from kvbench.harness.report.verify import problems
 
 LARGEST_NATS = 1e-3  # that one token may differ by, in float32 on the same machine
 _FEW = 3  # differences that are told one by one

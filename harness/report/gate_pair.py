@@ -8,9 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from harness.records import Record
-from harness.report.compare import moved
-from harness.report.sources import trace
+from kvbench.harness.records import Record
+from kvbench.harness.report.compare import moved
+from kvbench.harness.report.sources import trace
 
 State = Literal["ok", "regression", "could not compare", "not compared"]
 Result = tuple[str, State, str]  # of a check: its name, the state, the figures

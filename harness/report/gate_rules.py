@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
-from harness.records import Record
+from kvbench.harness.records import Record
 
 Where = Literal["everywhere", "same machine", "bounded"]
 Name = tuple[str, ...]  # of a figure in a record: ("metrics", "buckets", "3", "nll")

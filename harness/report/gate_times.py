@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from harness.records import Record
-from harness.report.bands import Band, is_dense, ratio
-from harness.report.compare import moved
-from harness.report.gate_pair import Pair, Result
+from kvbench.harness.records import Record
+from kvbench.harness.report.bands import Band, is_dense, ratio
+from kvbench.harness.report.compare import moved
+from kvbench.harness.report.gate_pair import Pair, Result
 
 CHECKS = ("latency", "prompt", "speed", "memory")
 SLOWEST = (

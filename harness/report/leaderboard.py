@@ -7,13 +7,13 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from harness.intervals import FEWEST_BLOCKS, SHORTEST_BLOCK
-from harness.records import Record, newest
-from harness.report import chart, sections
-from harness.report.charts.bytes import against_bytes
-from harness.report.machines import by_machine
-from harness.report.markdown import md
-from harness.report.overview import overview
+from kvbench.harness.core.intervals import FEWEST_BLOCKS, SHORTEST_BLOCK
+from kvbench.harness.records import Record, newest
+from kvbench.harness.report import chart, sections
+from kvbench.harness.report.charts.bytes import against_bytes
+from kvbench.harness.report.machines import by_machine
+from kvbench.harness.report.markdown import md
+from kvbench.harness.report.overview import overview
 
 _INTRODUCTION = """# Leaderboard
 

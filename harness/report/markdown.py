@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from harness.records import Record
-from harness.visible import visible
+from kvbench.harness.core.visible import visible
+from kvbench.harness.records import Record
 
 
 def title(record: Record) -> str:

@@ -6,16 +6,16 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from harness.intervals import wilson
-from harness.records import Record
-from harness.report.common_tokens import common_stride, described, on_common, scores_all
-from harness.report.faults import faults
-from harness.report.front import front
-from harness.report.markdown import cache_bytes, count, md, table, title
-from harness.report.pairing import question
-from harness.report.ranks import nll_pairs, rank_intervals
-from harness.report.rows import Row, rows
-from harness.report.sections.latency import speed_up
+from kvbench.harness.core.intervals import wilson
+from kvbench.harness.records import Record
+from kvbench.harness.report.common_tokens import common_stride, described, on_common, scores_all
+from kvbench.harness.report.faults import faults
+from kvbench.harness.report.front import front
+from kvbench.harness.report.markdown import cache_bytes, count, md, table, title
+from kvbench.harness.report.pairing import question
+from kvbench.harness.report.ranks import nll_pairs, rank_intervals
+from kvbench.harness.report.rows import Row, rows
+from kvbench.harness.report.sections.latency import speed_up
 
 UNKNOWN = "–"
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.intervals import FEWEST_BLOCKS, Interval, clustered, interval
-from harness.records import Record
+from kvbench.harness.core.intervals import FEWEST_BLOCKS, Interval, clustered, interval
+from kvbench.harness.records import Record
 
 Sums = tuple[NDArray[np.float64], NDArray[np.float64]]
 

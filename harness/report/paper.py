@@ -12,10 +12,10 @@ from typing import Any
 
 import yaml
 
-from harness.records import Record, newest
-from harness.report import chart
-from harness.report.charts.training import curves, training_logs
-from harness.report.markdown import md, table
+from kvbench.harness.records import Record, newest
+from kvbench.harness.report import chart
+from kvbench.harness.report.charts.training import curves, training_logs
+from kvbench.harness.report.markdown import md, table
 
 _FOLDER = Path(__file__).parent / "published"
 _INTRODUCTION = """# Papers beside ours

@@ -6,8 +6,8 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
-from harness.records import Record
-from harness.report.pairing import paired
+from kvbench.harness.records import Record
+from kvbench.harness.report.pairing import paired
 
 FAMILY_WISE = 0.05  # chance of one false "surely" or more among all pairs, if there is no difference at all
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from harness.records import Record
+from kvbench.harness.records import Record
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _BUCKET = 256  # slots; a cache without bound grows by so many

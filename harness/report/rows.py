@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from harness.records import Record
+from kvbench.harness.records import Record
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from harness.errors import UserError
-from harness.records import Problem, Record, RecordStore, newest, read
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.records import Problem, Record, RecordStore, newest, read
 
 IN_A_REVISION = "leaderboard/results"  # unless it says otherwise: REVISION:FOLDER
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from harness.records import Record
-from harness.report.common_tokens import common_stride, on_common
-from harness.report.pairing import question
-from harness.report.sections import headline
+from kvbench.harness.records import Record
+from kvbench.harness.report.common_tokens import common_stride, on_common
+from kvbench.harness.report.pairing import question
+from kvbench.harness.report.sections import headline
 
 
 def rows(records: Sequence[Record]) -> list[dict[str, Any]]:

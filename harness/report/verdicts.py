@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.records import Record
-from harness.report.compare import Difference, Verdict, differences, matched
-from harness.report.markdown import md, table, title
-from harness.report.sources import trace
+from kvbench.harness.records import Record
+from kvbench.harness.report.compare import Difference, Verdict, differences, matched
+from kvbench.harness.report.markdown import md, table, title
+from kvbench.harness.report.sources import trace
 
 _ORDER: tuple[Verdict, ...] = ("worse", "can't tell", "better", "same")
 

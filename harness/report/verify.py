@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from harness.aggregates import of_answers, of_nll, of_samples, of_steps, timing
-from harness.records import Record
-from harness.report.recomputed import Figure, of_record
-from harness.visible import visible
+from kvbench.harness.core.visible import visible
+from kvbench.harness.records import Record
+from kvbench.harness.records.aggregates import of_answers, of_nll, of_samples, of_steps, timing
+from kvbench.harness.report.recomputed import Figure, of_record
 
 TRACES = {
     "perplexity": ".nll.npy", "streameval": ".answers.jsonl", "arc_stream": ".answers.jsonl", "latency": ".steps.npy",

@@ -10,10 +10,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from harness.aggregates import of_answers
-from harness.data.questions import Question, Quiz, QuizData
-from harness.engine.decoder import Decoder
-from harness.tasks.task import Job, MeasurementError
+from kvbench.harness.data.questions import Question, Quiz, QuizData
+from kvbench.harness.engine.decoder import Decoder
+from kvbench.harness.records.aggregates import of_answers
+from kvbench.harness.tasks.task import Job, MeasurementError
 
 Context = Literal["gold", "model", "none"]
 _LONGER = 4  # tokens that an answer may have beyond the longest right one

@@ -12,10 +12,10 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from harness.data import arc
-from harness.data.questions import QuizData, Script, quiz_data
-from harness.tasks.answering import Context, answered
-from harness.tasks.task import Job, Options, Task, Tokenizer
+from kvbench.harness.data import arc
+from kvbench.harness.data.questions import QuizData, Script, quiz_data
+from kvbench.harness.tasks.answering import Context, answered
+from kvbench.harness.tasks.task import Job, Options, Task, Tokenizer
 
 
 class ArcStreamOptions(Options):

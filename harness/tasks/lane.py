@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from harness.aggregates import of_steps, timing
-from harness.device import Marks
-from harness.engine.decoder import Decoder
-from harness.engine.loop import CachedDecoder
-from harness.engine.model import Model
-from harness.tasks.task import Job
-
-if TYPE_CHECKING:
-    from harness.tasks.latency import LatencyOptions
+from kvbench.harness.core.device import Marks
+from kvbench.harness.engine.decoder import Decoder
+from kvbench.harness.engine.loop import CachedDecoder
+from kvbench.harness.engine.model import Model
+from kvbench.harness.records.aggregates import of_steps, timing
+from kvbench.harness.tasks.latency_options import LatencyOptions
+from kvbench.harness.tasks.task import Job
 
 _WARM_UP = 3  # steps before each measurement
 _TURN_MS = 100.0  # a cell's turn is no longer than this, but at least one step

@@ -12,41 +12,17 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar
 
-from pydantic import Field, model_validator
-
-from harness.calibration import Calibration
-from harness.device import bandwidth, multiply_rate
-from harness.engine.selfcheck import free_bytes
-from harness.tasks.lane import Lane
-from harness.tasks.task import LONGEST, Job, Options, RandomTokens, Task, Tokenizer
+from kvbench.harness.core.calibration import Calibration
+from kvbench.harness.core.device import bandwidth, free_bytes, multiply_rate
+from kvbench.harness.tasks.lane import Lane
+from kvbench.harness.tasks.latency_options import LatencyOptions
+from kvbench.harness.tasks.task import Job, Options, RandomTokens, Task, Tokenizer
 
 _FIRST_POINT = 256  # tokens into the stream; every further point is at the double
 _PROMPTS = 7  # prompts read for the time to the first token; the first one warms up
 _FILLS = 0.7  # of the free memory that caches measured side by side may take
-
-
-class LatencyOptions(Options):
-    """Options of the latency task."""
-
-    name: Literal["latency"] = "latency"
-    tokens: int = Field(4096, ge=2, le=LONGEST, description="length of the stream; its end is where the steady state is measured")
-    prompt: int = Field(256, ge=1, description="tokens of the prompt whose answer's first token is waited for")
-    batch: int = Field(1, ge=1, description="streams side by side")
-    steps: int = Field(16, ge=1, description="decode steps of a cell in a row, at most, before it is the next cell's turn")
-    rounds: int = Field(8, ge=6, description="turns of every cell in a sitting")
-    sittings: int = Field(3, ge=2, description="times that all is begun anew with fresh caches, at least")
-    most_sittings: int = Field(8, ge=2, description="sittings after which a cell that does not settle is recorded as unsettled")
-    precision: float = Field(0.02, gt=0, lt=1, description="relative error of the median step at which a cell is settled")
-
-    @model_validator(mode="after")
-    def _in_order(self) -> Self:
-        if self.prompt > self.tokens:
-            raise ValueError(f"prompt {self.prompt} is longer than the stream of {self.tokens} tokens")
-        if self.sittings > self.most_sittings:
-            raise ValueError(f"sittings {self.sittings} are more than most_sittings {self.most_sittings}")
-        return self
 
 
 class Latency(Task):

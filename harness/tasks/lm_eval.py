@@ -17,11 +17,11 @@ import numpy as np
 from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
-from harness.aggregates import of_samples
-from harness.data.stream import fingerprint
-from harness.errors import UserError
-from harness.lm_eval.reading import Prompt, Reader
-from harness.tasks.task import Job, MeasurementError, Options, Task, Tokenizer
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.data.stream import fingerprint
+from kvbench.harness.lm_eval.reading import Prompt, Reader
+from kvbench.harness.records.aggregates import of_samples
+from kvbench.harness.tasks.task import Job, MeasurementError, Options, Task, Tokenizer
 
 
 class LmEvalOptions(Options):
@@ -90,7 +90,7 @@ class LmEval(Task):
     @staticmethod
     def data(options: LmEvalOptions, tokenizer: Tokenizer, directory: Path | None) -> LmEvalData:
         """The task's questions, all requests built."""
-        from harness.lm_eval import catalogue
+        from kvbench.harness.lm_eval import catalogue
 
         made = tokenizer()
         metadata: dict[str, Any] = {} if options.max_seq_length is None else {"max_seq_lengths": (options.max_seq_length,)}
@@ -133,8 +133,8 @@ class LmEval(Task):
         """Let lm-eval ask; the trace gets every question's score, with log-likelihoods or what was said."""
         from lm_eval.evaluator import evaluate
 
-        from harness.lm_eval import catalogue
-        from harness.lm_eval.kvbench import KVBench
+        from kvbench.harness.lm_eval import catalogue
+        from kvbench.harness.lm_eval.kvbench import KVBench
 
         data: LmEvalData = job.data
         how = {"walk": job.walk, "closed": job.closed, "compiled": job.compiled} if job.config.policy.caches else {}

@@ -16,13 +16,13 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import Field
 
-from harness.engine.decoder import CacheConfig, Decoder
-from harness.engine.loop import decoder
-from harness.engine.model import Model
-from harness.engine.rotary import Rotation
-from harness.engine.slots import BUCKET
-from harness.tasks.task import LONGEST, Job, Options, RandomTokens, Task, Tokenizer
-from policies.window import Window
+from kvbench.harness.engine.decoder import CacheConfig, Decoder
+from kvbench.harness.engine.loop import decoder
+from kvbench.harness.engine.model import Model
+from kvbench.harness.engine.rotary import Rotation
+from kvbench.harness.engine.slots import BUCKET
+from kvbench.harness.tasks.task import LONGEST, Job, Options, RandomTokens, Task, Tokenizer
+from kvbench.policies.window import Window
 
 _AGREE = 0.02  # of what is reported: how far what is found may be from it,
 _AGREE_BYTES = 2**18  # or this much, for the small tensors that a step is put together from

@@ -19,12 +19,12 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from harness.aggregates import of_nll, scored
-from harness.data import pg19
-from harness.data.facts import told
-from harness.data.prose import Prose
-from harness.data.stream import Text, TokenStream, newline, stream
-from harness.tasks.task import LONGEST, Job, MeasurementError, Options, Task, Tokenizer
+from kvbench.harness.data import pg19
+from kvbench.harness.data.facts import told
+from kvbench.harness.data.prose import Prose
+from kvbench.harness.data.stream import Text, TokenStream, newline, stream
+from kvbench.harness.records.aggregates import of_nll, scored
+from kvbench.harness.tasks.task import LONGEST, Job, MeasurementError, Options, Task, Tokenizer
 
 _MOST_PROSE = 2**24  # tokens: its text is made in memory
 _CHARACTERS = 8  # of prose made for a token, more than any tokenizer of ours puts into one

@@ -8,18 +8,17 @@ docs/tasks/streameval.md says what we chose and why.
 from __future__ import annotations
 
 import random
-import re
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from harness.data.questions import QuizData, Script, quiz_data
-from harness.tasks.answering import Context, answered
-from harness.tasks.task import Job, MeasurementError, Options, Task, Tokenizer
+from kvbench.harness.data.questions import QuizData, Script, quiz_data
+from kvbench.harness.data.registers import HEADER, answer, question, record_line, said
+from kvbench.harness.tasks.answering import Context, answered
+from kvbench.harness.tasks.task import Job, MeasurementError, Options, Task, Tokenizer
 
 _MOST_LINES = 10**6  # of all streams: their text is made in memory
-HEADER = "A record of numbered lines follows. Remember what the register of every line holds.\n"
 
 
 class StreamEvalOptions(Options):
@@ -96,24 +95,3 @@ def script(options: StreamEvalOptions, stream: int) -> Script:
         if number % options.query_every == 0 and asked >= 0:
             made.ask(question(1 + asked), str(contents[asked]), answer(contents[asked]), asked)
     return made
-
-
-def record_line(number: int, content: int) -> str:
-    """What the record says of a line."""
-    return f"line {number}: REGISTER_CONTENT is <{content}>\n"
-
-
-def question(number: int) -> str:
-    """What is asked about a line."""
-    return f"Question: What is the REGISTER_CONTENT of line {number}?\nAnswer:"
-
-
-def answer(content: int) -> str:
-    """The right answer, as it stays in the stream."""
-    return f" <{content}>\n"
-
-
-def said(completion: str) -> str:
-    """The answer in a completion: its first line, without blanks, angle brackets and a full stop around it."""
-    first = completion.lstrip().split("\n", 1)[0]
-    return re.sub(r"^[\s<]+|[\s>.]+$", "", first)

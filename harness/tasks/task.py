@@ -11,9 +11,9 @@ from typing import Any, ClassVar, Protocol
 from pydantic import BaseModel, ConfigDict
 from transformers import PreTrainedTokenizerBase
 
-from harness.engine.decoder import CacheConfig, Decoder
-from harness.engine.loop import decoder
-from harness.engine.model import Model
+from kvbench.harness.engine.decoder import CacheConfig, Decoder
+from kvbench.harness.engine.loop import decoder
+from kvbench.harness.engine.model import Model
 
 Tokenizer = Callable[[], PreTrainedTokenizerBase]  # loaded when called: not every task needs one
 

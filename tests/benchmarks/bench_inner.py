@@ -10,15 +10,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from harness import registry
-from harness.engine.attention import Terms, causal, weights
-from harness.engine.decoder import CacheConfig
-from harness.engine.load import load_model
-from harness.engine.loop import decoder
-from harness.hub import model_directory
+from kvbench.harness.core import plugins
+from kvbench.harness.engine.attention import Terms, causal, weights
+from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.loop import decoder
+from kvbench.harness.models.hub import model_directory
+from kvbench.harness.models.load import load_model
 
 CAPACITY = 512
-POLICIES = [name for name in registry.policy_names() if registry.policy_class(name).caches]
+POLICIES = [name for name in plugins.policy_names() if plugins.policy_class(name).caches]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,7 +38,7 @@ def model():
 
 def filled(model, name: str):
     """A decoder whose cache is full."""
-    policy = registry.policy_class(name)()
+    policy = plugins.policy_class(name)()
     read = decoder(model, CacheConfig(policy, CAPACITY if policy.evicts else None))
     tokens = torch.randint(model.hf.config.vocab_size, (1, CAPACITY + 64), generator=torch.Generator().manual_seed(0))
     for block in tokens.split(128, 1):
@@ -70,7 +70,7 @@ def test_slot_write(benchmark, model):
     benchmark(rows.write, key, value)
 
 
-@pytest.mark.parametrize("name", [n for n in POLICIES if registry.policy_class(n).evicts])
+@pytest.mark.parametrize("name", [n for n in POLICIES if plugins.policy_class(n).evicts])
 @pytest.mark.benchmark(group="importance, all layers")
 def test_importance(benchmark, model, name):
     slots = filled(model, name).walks[0].slots

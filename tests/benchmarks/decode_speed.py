@@ -16,11 +16,11 @@ import torch
 from perplexity_speed import SHAPES, made
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from harness.engine.decoder import CacheConfig
-from harness.engine.loop import decoder
-from harness.engine.model import adopt
-from policies.h2o import H2O
-from policies.sink_window import SinkWindow
+from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.loop import decoder
+from kvbench.harness.engine.model import adopt
+from kvbench.policies.h2o import H2O
+from kvbench.policies.sink_window import SinkWindow
 
 STEP, ROUNDS = 4, 60
 

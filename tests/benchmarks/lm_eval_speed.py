@@ -15,12 +15,12 @@ import transformers
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
-from harness.data.stream import newline
-from harness.engine.load import device_of, load_tokenizer
-from harness.hub import model_directory
-from harness.lm_eval import catalogue
-from harness.lm_eval.arguments import Arguments
-from harness.lm_eval.kvbench import KVBench
+from kvbench.harness.data.stream import newline
+from kvbench.harness.lm_eval import catalogue
+from kvbench.harness.lm_eval.arguments import Arguments
+from kvbench.harness.lm_eval.kvbench import KVBench
+from kvbench.harness.models.hub import model_directory
+from kvbench.harness.models.load import device_of, load_tokenizer
 
 TASKS = ["kvbench_registers", "kvbench_cloze", "kvbench_cloze_said", "kvbench_prose"]
 

@@ -16,13 +16,13 @@ from frozen import h2o_nll, sink_window_nll
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from harness.engine.decoder import CacheConfig
-from harness.engine.loop import decoder
-from harness.engine.model import Model, adopt
-from policies import Policy
-from policies.h2o import H2O
-from policies.sink_window import SinkWindow
-from policies.window import Window
+from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.loop import decoder
+from kvbench.harness.engine.model import Model, adopt
+from kvbench.policies import Policy
+from kvbench.policies.h2o import H2O
+from kvbench.policies.sink_window import SinkWindow
+from kvbench.policies.window import Window
 
 SHAPES = {
     "5m": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6, "num_attention_heads": 8,

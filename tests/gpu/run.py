@@ -39,7 +39,7 @@ def stages(arguments: argparse.Namespace) -> list[tuple[str, list[str]]]:
 
     def bench(suite: str, settings: list[str], *rest: str) -> list[str]:
         asked = [x for setting in (settings + SMALL if small else settings) for x in ("--set", setting)]
-        run = [sys.executable, "-m", "harness", "run", suite, "--device", device, "--results", arguments.results]
+        run = [sys.executable, "-m", "kvbench", "run", suite, "--device", device, "--results", arguments.results]
         return [*run, *(["--threads", "1"] if small else []), *asked, *rest]
 
     checks = [sys.executable, "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider", *CHECKS]
@@ -59,7 +59,7 @@ def stages(arguments: argparse.Namespace) -> list[tuple[str, list[str]]]:
     if arguments.model and arguments.data:
         text = ["--model", arguments.model, "--data", arguments.data]
         short = [x for setting in ("tokens=4096", "capacity=[256]") for x in ("--set", setting)]
-        run = [sys.executable, "-m", "harness", "run", "pg19", "--device", device, "--results", arguments.results]
+        run = [sys.executable, "-m", "kvbench", "run", "pg19", "--device", device, "--results", arguments.results]
         result.insert(1, ("perplexity", [*run, *text, *short]))
     return result
 

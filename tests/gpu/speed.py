@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
-from harness.device import Marks, bandwidth, device_name, multiply_rate
-from harness.engine.decoder import CacheConfig
-from harness.engine.fastcheck import fast_method
-from harness.engine.load import load_model
-from harness.engine.loop import decoder
-from harness.engine.model import Model
-from harness.hub import model_directory
-from policies.h2o import H2O
-from policies.sink_window import SinkWindow
+from kvbench.harness.core.device import Marks, bandwidth, device_name, multiply_rate
+from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.fastcheck import fast_method
+from kvbench.harness.engine.loop import decoder
+from kvbench.harness.engine.model import Model
+from kvbench.harness.models.hub import model_directory
+from kvbench.harness.models.load import load_model
+from kvbench.policies.h2o import H2O
+from kvbench.policies.sink_window import SinkWindow
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from types import ModuleType
 from typing import NamedTuple
 
-from harness.engine.kernels import cpu, cuda
-from harness.engine.slots import Slots
-from policies import PositionMode
+from kvbench.harness.engine.kernels import cpu, cuda
+from kvbench.harness.engine.slots import Slots
+from kvbench.policies import PositionMode
 
 _OF_DEVICE: dict[str, ModuleType] = {"cpu": cpu, "cuda": cuda}
 

@@ -17,10 +17,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness.engine.kernels.tracing import NotTraceableError, traced
-from harness.files import new_partial, put_in_place
-from harness.user_cache import private_folder, why_unsafe
-from policies import Policy
+from kvbench.harness.core.files import new_partial, put_in_place
+from kvbench.harness.core.user_cache import private_folder, why_unsafe
+from kvbench.harness.engine.kernels.tracing import NotTraceableError, traced
+from kvbench.policies import Policy
 
 _HERE = Path(__file__).parent
 _TIMEOUT_S = 120

@@ -12,11 +12,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from harness.engine.kernels.compiler import Built, built, built_of, why_untraced
-from harness.engine.rotary import LONGEST_STREAM, rotate
-from harness.engine.slots import Rows, Slots
-from policies import PositionMode
-from policies.policy import mixed_seed
+from kvbench.harness.engine.kernels.compiler import Built, built, built_of, why_untraced
+from kvbench.harness.engine.rotary import LONGEST_STREAM, rotate
+from kvbench.harness.engine.slots import Rows, Slots
+from kvbench.policies import PositionMode
+from kvbench.policies.policy import mixed_seed
 
 _MODES: dict[PositionMode, int] = {"cache": 0, "stream": 1, "clamped": 2}
 _ALONE = 2**17  # products of a layer's scores below which one thread is quicker than several

@@ -18,12 +18,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from harness.engine.kernels.tracing import TRITON, NotTraceableError, traced
-from harness.engine.slots import LayerShape, Rows, Slots
-from harness.files import atomic_write
-from harness.user_cache import private_folder
-from policies import Policy, PositionMode
-from policies.policy import mixed_seed
+from kvbench.harness.core.files import atomic_write
+from kvbench.harness.core.user_cache import private_folder
+from kvbench.harness.engine.kernels.tracing import TRITON, NotTraceableError, traced
+from kvbench.harness.engine.slots import LayerShape, Rows, Slots
+from kvbench.policies import Policy, PositionMode
+from kvbench.policies.policy import mixed_seed
 
 _BLOCK = 2048  # elements of a block of keys that a program holds, over query heads: more would spill registers
 _PROGRAMS = 528  # that fill a chip: four for each of an H100's multiprocessors
@@ -36,7 +36,7 @@ _POLICY = '''"""Made by kv-bench from a policy's `importance` and its statistic'
 import triton
 import triton.language as tl
 
-from harness.engine.kernels.triton_kernels import uniform
+from kvbench.harness.engine.kernels.triton_kernels import uniform
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def _kernels() -> Any:
     """The module of the kernels; None without Triton."""
     if importlib.util.find_spec("triton") is None:
         return None
-    from harness.engine.kernels import triton_kernels
+    from kvbench.harness.engine.kernels import triton_kernels
 
     return triton_kernels
 

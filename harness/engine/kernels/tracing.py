@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from policies import CacheView, Policy, Statistic
+from kvbench.policies import CacheView, Policy, Statistic
 
 
 class NotTraceableError(TypeError):

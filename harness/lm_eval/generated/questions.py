@@ -11,8 +11,8 @@ from typing import Any
 
 from datasets import Dataset
 
-from harness.data.prose import FILLERS, WORDS, Prose
-from harness.tasks.streameval import HEADER, answer, question, record_line
+from kvbench.harness.data.prose import FILLERS, WORDS, Prose
+from kvbench.harness.data.registers import HEADER, answer, question, record_line
 
 _SEED = 900_000  # of the first text; pretraining and the suites read others
 _QUESTIONS = {"train": 50, "test": 200}

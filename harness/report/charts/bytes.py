@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from harness.records import Record
-from harness.report import chart
-from harness.report.charts.parts import log_axis, policy
-from harness.report.front import front
-from harness.report.markdown import title
-from harness.report.rows import Row, rows
+from kvbench.harness.records import Record
+from kvbench.harness.report import chart
+from kvbench.harness.report.charts.parts import log_axis, policy
+from kvbench.harness.report.front import front
+from kvbench.harness.report.markdown import title
+from kvbench.harness.report.rows import Row, rows
 
 
 def against_bytes(records: Sequence[Record], machine: str = "") -> list[chart.Chart]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from harness.intervals import wilson
-from harness.records import Record
-from harness.report import chart
-from harness.report.charts.parts import marks, panels, policy
-from harness.report.machines import on_device
-from harness.report.markdown import told_apart
+from kvbench.harness.core.intervals import wilson
+from kvbench.harness.records import Record
+from kvbench.harness.report import chart
+from kvbench.harness.report.charts.parts import marks, panels, policy
+from kvbench.harness.report.machines import on_device
+from kvbench.harness.report.markdown import told_apart
 
 
 def over_distance(records: Sequence[Record]) -> list[chart.Chart]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from harness.records import Record
-from harness.report import chart
-from harness.report.charts.parts import log_axis, policy
-from harness.report.markdown import told_apart
-from harness.report.pairing import question
+from kvbench.harness.records import Record
+from kvbench.harness.report import chart
+from kvbench.harness.report.charts.parts import log_axis, policy
+from kvbench.harness.report.markdown import told_apart
+from kvbench.harness.report.pairing import question
 
 
 def over_capacity(records: Sequence[Record], machine: str = "") -> list[chart.Chart]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from harness.records import Record
-from harness.report import chart
-from harness.report.pairing import question
+from kvbench.harness.records import Record
+from kvbench.harness.report import chart
+from kvbench.harness.report.pairing import question
 
 _SHARED = {"resolve": {"scale": {"color": "shared", "strokeDash": "shared"}}}
 

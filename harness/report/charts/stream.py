@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from harness.records import Record
-from harness.report import chart
-from harness.report.charts.parts import log_axis, marks, panels, policy
-from harness.report.common_tokens import scores_all
-from harness.report.markdown import told_apart
+from kvbench.harness.records import Record
+from kvbench.harness.report import chart
+from kvbench.harness.report.charts.parts import log_axis, marks, panels, policy
+from kvbench.harness.report.common_tokens import scores_all
+from kvbench.harness.report.markdown import told_apart
 
 _FIRST = 64  # tokens of the first point
 _PER_DOUBLING = 2  # points

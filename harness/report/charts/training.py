@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.report import chart
+from kvbench.harness.report import chart
 
-_BUILTIN = Path(__file__).parents[2] / "builtin"
+_BUILTIN = Path(__file__).parents[2] / "models/builtin"
 
 
 def training_logs() -> list[Path]:

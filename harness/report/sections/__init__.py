@@ -12,9 +12,9 @@ import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
-from harness.records import Record
-from harness.report.chart import Chart
-from harness.report.pairing import question
+from kvbench.harness.records import Record
+from kvbench.harness.report.chart import Chart
+from kvbench.harness.report.pairing import question
 
 
 def _module(record: Record) -> Any:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from harness.records import Record
-from harness.report.machines import row_label
-from harness.report.markdown import asked, cache_bytes, count, table
-from harness.report.sections.streameval import cell, headline
+from kvbench.harness.records import Record
+from kvbench.harness.report.machines import row_label
+from kvbench.harness.report.markdown import asked, cache_bytes, count, table
+from kvbench.harness.report.sections.streameval import cell, headline
 
 __all__ = ["AXES", "body", "headline"]
 AXES = ("subset",)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from harness.records import Record
-from harness.report.markdown import asked, count, label, md, number, status, table
+from kvbench.harness.records import Record
+from kvbench.harness.report.markdown import asked, count, label, md, number, status, table
 
 AXES: tuple[str, ...] = ()
 

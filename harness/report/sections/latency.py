@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from harness.intervals import median_interval
-from harness.records import Record
-from harness.report.chart import Chart
-from harness.report.charts.latency import over_capacity
-from harness.report.machines import by_machine
-from harness.report.markdown import cache_bytes, count, in_bytes, label, md, status, table
+from kvbench.harness.core.intervals import median_interval
+from kvbench.harness.records import Record
+from kvbench.harness.report.chart import Chart
+from kvbench.harness.report.charts.latency import over_capacity
+from kvbench.harness.report.machines import by_machine
+from kvbench.harness.report.markdown import cache_bytes, count, in_bytes, label, md, status, table
 
 AXES: tuple[str, ...] = ()
 

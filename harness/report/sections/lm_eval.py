@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from harness.records import Record
-from harness.report.compare import Difference, differences
-from harness.report.machines import row_label
-from harness.report.markdown import cache_bytes, count, md, status, table
+from kvbench.harness.records import Record
+from kvbench.harness.report.compare import Difference, differences
+from kvbench.harness.report.machines import row_label
+from kvbench.harness.report.markdown import cache_bytes, count, md, status, table
 
 AXES = ("tasks", "metric", "limit", "num_fewshot", "max_seq_length")
 _PROMPTS = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from harness.records import Record
-from harness.report.markdown import asked, count, in_bytes, label, md, status, table
+from kvbench.harness.records import Record
+from kvbench.harness.report.markdown import asked, count, in_bytes, label, md, status, table
 
 AXES: tuple[str, ...] = ()
 _COLUMNS = 9  # points of the curve that are shown

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from harness.intervals import Interval
-from harness.records import Record
-from harness.report.chart import Chart
-from harness.report.charts.stream import over_the_stream
-from harness.report.common_tokens import common_stride, described, on_common, scores_all
-from harness.report.machines import row_label
-from harness.report.markdown import cache_bytes, count, label, md, status, table
-from harness.report.pairing import paired, past_training, perplexity
+from kvbench.harness.core.intervals import Interval
+from kvbench.harness.records import Record
+from kvbench.harness.report.chart import Chart
+from kvbench.harness.report.charts.stream import over_the_stream
+from kvbench.harness.report.common_tokens import common_stride, described, on_common, scores_all
+from kvbench.harness.report.machines import row_label
+from kvbench.harness.report.markdown import cache_bytes, count, label, md, status, table
+from kvbench.harness.report.pairing import paired, past_training, perplexity
 
 AXES: tuple[str, ...] = ()
 

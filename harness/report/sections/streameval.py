@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from harness.intervals import wilson
-from harness.records import Record
-from harness.report.chart import Chart
-from harness.report.charts.distance import over_distance
-from harness.report.machines import row_label
-from harness.report.markdown import asked, cache_bytes, count, status, table
+from kvbench.harness.core.intervals import wilson
+from kvbench.harness.records import Record
+from kvbench.harness.report.chart import Chart
+from kvbench.harness.report.charts.distance import over_distance
+from kvbench.harness.report.machines import row_label
+from kvbench.harness.report.markdown import asked, cache_bytes, count, status, table
 
 AXES = ("distance",)
 

@@ -14,10 +14,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from harness.records import Record
-from harness.report import chart, leaderboard
-from harness.report.common_tokens import common_perplexity
-from harness.report.markdown import title
+from kvbench.harness.records import Record
+from kvbench.harness.report import chart, leaderboard
+from kvbench.harness.report.common_tokens import common_perplexity
+from kvbench.harness.report.markdown import title
 
 _HERE = Path(__file__).parent
 _LIBRARY = "window.vegaEmbed = vegaEmbed;"  # all that the page needs of it

@@ -1,5 +1,0 @@
-"""`python -m harness` is `bench`."""
-
-from harness.cli import main
-
-main()

@@ -1,0 +1,147 @@
+"""What a bug report needs to say of a machine, in one screen: versions, device, what can be reached, which families work."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from kvbench import __version__
+
+_PACKAGES = ("torch", "transformers", "numpy", "datasets", "lm-eval", "pyarrow", "pydantic", "triton", "vl-convert-python")
+_SECONDS = 4  # that the hub has to answer
+
+Line = tuple[str, str]
+
+
+def report(model: str | None = None, data: Path | None = None, quick: bool = False) -> Iterator[Line]:
+    """Name and finding, one after the other, as they are found; a part that fails says so and the rest go on.
+
+    Args:
+        model: a directory or hub id to look for too.
+        data: a directory of text to look into too.
+        quick: leave out what takes seconds: bandwidth, the hub, the families.
+    """
+    parts: list[tuple[str, Callable[[], str]]] = [
+        ("kv-bench", lambda: f"{__version__}, python {platform.python_version()}, {platform.system()} {platform.machine()}"),
+        ("packages", _packages), ("device", _device), ("memory", _memory), ("compiler", _compiler),
+    ]  # fmt: skip
+    parts += [] if quick else [("speed", _speed)]
+    parts += [("built-in models", _builtins)]
+    parts += [("model", lambda: _model(model))] if model else []
+    parts += [("data", lambda: _data(data))] if data else []
+    parts += [("hub", lambda: _cache() if quick else f"{_reached()}; {_cache()}")]
+    parts += [] if quick else [("families", _families)]
+    for name, find in parts:
+        try:
+            yield name, find()
+        except Exception as error:  # the report of a broken machine is what it is for
+            yield name, f"FAILED: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+def _packages() -> str:
+    found = []
+    for name in _PACKAGES:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            found.append(f"{name} missing")
+    return ", ".join(found)
+
+
+def _device() -> str:
+    import torch
+
+    from kvbench.harness.core.device import device_name, instructions
+
+    here = torch.device("cpu")
+    cpu = f"{device_name(here)}, {instructions(here)}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return f"{cpu}; CUDA: {', '.join(gpus) or 'none'}"
+
+
+def _memory() -> str:
+    import torch
+
+    from kvbench.harness.core.device import free_bytes
+
+    free = f"{free_bytes(torch.device('cpu')) / 2**30:.1f} GiB free"
+    for i in range(torch.cuda.device_count()):
+        left, whole = torch.cuda.mem_get_info(i)
+        free += f"; GPU {i} {left / 2**30:.1f} of {whole / 2**30:.1f} GiB"
+    return free
+
+
+def _compiler() -> str:
+    from kvbench.harness.engine.kernels.compiler import why_not
+    from kvbench.policies.h2o import H2O
+
+    return f"H2O's walk is not compiled: {reason}" if (reason := why_not(H2O().bind(8))) else "it builds kernels for this CPU"
+
+
+def _speed() -> str:
+    import torch
+
+    from kvbench.harness.core.device import bandwidth, multiply_rate
+    from kvbench.harness.models.load import device_of
+
+    device = device_of("auto")
+    rates = {name: multiply_rate(device, dtype) for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16))}
+    told = ", ".join(f"{rate / 1e12:.2f} TFLOP/s in {name}" for name, rate in rates.items())
+    return f"{device.type}: {bandwidth(device) / 1e9:.1f} GB/s, {told}"
+
+
+def _builtins() -> str:
+    from kvbench.harness.models.hub import builtins
+
+    return ", ".join(f"builtin:{name}" for name in builtins()) or "none"
+
+
+def _model(model: str) -> str:
+    from kvbench.harness.models.hub import model_directory
+
+    return f"{model}: found in {model_directory(model, None, False)}"
+
+
+def _data(data: Path) -> str:
+    from kvbench.harness.data import pg19
+
+    _, texts = pg19.books("test", data)
+    first = next(iter(texts))
+    return f"{data}: begins with {first.title!r}, {len(first.text):,} characters"
+
+
+def _reached() -> str:
+    from urllib.error import URLError
+    from urllib.request import Request, urlopen
+
+    from huggingface_hub.constants import ENDPOINT
+
+    try:
+        with urlopen(Request(ENDPOINT, method="HEAD"), timeout=_SECONDS) as answer:
+            return f"answers ({answer.status})"
+    except (URLError, OSError, ValueError) as error:
+        return f"out of reach ({getattr(error, 'reason', error)})"
+
+
+def _cache() -> str:
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repos = sorted(f"{r.repo_type} {r.repo_id}" for r in scan_cache_dir().repos)
+    except CacheNotFound:
+        repos = []
+    more = f" and {len(repos) - 6} more" if len(repos) > 6 else ""
+    return f"in the local cache: {', '.join(repos[:6]) or 'nothing'}{more}"
+
+
+def _families() -> str:
+    from kvbench.harness.cli.listing import models
+
+    rows = models()
+    works = [r["family"] for r in rows if r["state"] == "works"]
+    others = [f"{r['family']} ({r['state']})" for r in rows if r["state"] != "works"]
+    return f"{len(works)} of {len(rows)} work" + (f"; not {', '.join(others)}" if others else "")

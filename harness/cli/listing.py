@@ -1,0 +1,102 @@
+"""What `bench list` shows."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from kvbench.harness import suite as suite_files
+from kvbench.harness.core import plugins
+from kvbench.harness.core.errors import UserError, described
+from kvbench.harness.engine.kernels.compiler import why_not
+from kvbench.policies import Policy
+
+_CAPACITY = 64
+
+
+def policies() -> list[dict[str, Any]]:
+    """Every policy: what it keeps, its parameters, scope and statistics, and how blocks are read.
+
+    Plug-ins that can't be used have a line, too, which says why.
+    """
+    unusable = {"parameters": "", "scope": "", "statistics": "", "blocks": ""}
+    rows = []
+    for name in plugins.policy_names():
+        try:
+            rows.append(_policy(name, plugins.policy_class(name)))
+        except UserError as error:
+            rows.append({"policy": name, "keeps": str(error), **unusable})
+        except Exception as error:  # somebody's class may be anything
+            rows.append({"policy": name, "keeps": f"can't be shown: {described(error)}", **unusable})
+    return rows + [{"policy": name, "keeps": reason, **unusable} for name, reason in plugins.ignored_plugins().items()]
+
+
+def _policy(name: str, found: type[Policy]) -> dict[str, Any]:
+    """The line of one policy."""
+    return {
+        "policy": name,
+        "keeps": next(iter((found.__doc__ or "").strip().splitlines()), ""),
+        "parameters": ", ".join(f"{f.name}={f.default}" for f in dataclasses.fields(found)),
+        "scope": found.scope,
+        "statistics": ", ".join(s.__name__ for s in found.statistics),
+        "blocks": _blocks(found),
+    }
+
+
+def _blocks(kind: type[Policy]) -> str:
+    """How blocks of tokens are read under a policy, on a CPU."""
+    if not kind.caches:
+        return "windows run afresh"
+    if not kind.evicts:
+        return "closed form"
+    try:
+        policy = kind().bind(_CAPACITY)
+    except (TypeError, ValueError):  # a policy that needs parameters
+        return "as its parameters allow"
+    if policy.band(_CAPACITY) is not None:
+        return "closed form"
+    reason = why_not(policy)
+    return f"walk ({reason})" if reason else "compiled walk"
+
+
+def tasks() -> list[dict[str, Any]]:
+    """Every task with its options."""
+    rows = []
+    for name in plugins.task_names():
+        task = plugins.task_class(name)
+        fields = {k: f for k, f in task.options.model_fields.items() if k != "name"}
+        options = ", ".join(f"{k} (needed)" if f.is_required() else f"{k}={f.default}" for k, f in fields.items())
+        rows.append({"task": name, "measures": (task.__doc__ or "").strip().splitlines()[0], "options": options})
+    return rows
+
+
+def suites() -> list[dict[str, Any]]:
+    """The suites that come with the project."""
+    rows = []
+    for path in suite_files.shipped_suites():
+        suite, cells = suite_files.load(path)
+        models = ", ".join(dict.fromkeys(c.model.id for c in cells))
+        rows.append({"suite": path.stem, "cells": len(cells), "model": models, "about": suite.description})
+    return rows
+
+
+def models() -> list[dict[str, Any]]:
+    """Families, each as a tiny random model put through the self-check that guards every load."""
+    from transformers.utils import logging
+
+    from kvbench.harness.engine.model import UnsupportedModelError, adopt
+    from kvbench.harness.models.families import FAMILIES, tiny_model
+    from kvbench.harness.models.selfcheck import check
+
+    logging.set_verbosity_error()
+    rows = []
+    for family in FAMILIES:
+        try:
+            found = check(adopt(tiny_model(family)))
+            state, detail = "works", f"differs from its own forward pass by {found:.2f} of what is rounding"
+        except UnsupportedModelError as error:
+            state, detail = "refused", str(error)
+        except KeyError:
+            state, detail = "unknown", "the installed transformers does not have it"
+        rows.append({"family": family, "state": state, "check": detail})
+    return rows

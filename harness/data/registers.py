@@ -1,0 +1,28 @@
+"""An endless record of numbered lines, and questions about them: for StreamEval, an lm-eval task and pretraining."""
+
+from __future__ import annotations
+
+import re
+
+HEADER = "A record of numbered lines follows. Remember what the register of every line holds.\n"
+
+
+def record_line(number: int, content: int) -> str:
+    """What the record says of a line."""
+    return f"line {number}: REGISTER_CONTENT is <{content}>\n"
+
+
+def question(number: int) -> str:
+    """What is asked about a line."""
+    return f"Question: What is the REGISTER_CONTENT of line {number}?\nAnswer:"
+
+
+def answer(content: int) -> str:
+    """The right answer, as it stays in the stream."""
+    return f" <{content}>\n"
+
+
+def said(completion: str) -> str:
+    """The answer in a completion: its first line, without blanks, angle brackets and a full stop around it."""
+    first = completion.lstrip().split("\n", 1)[0]
+    return re.sub(r"^[\s<]+|[\s>.]+$", "", first)

@@ -1,0 +1,1 @@
+"""Models: finding their files, loading them, and checking that the engine drives them exactly."""

@@ -1,0 +1,61 @@
+"""A model's config.json, read and checked: a mistake in it is named here, not by a crash of whatever uses it later."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+
+from kvbench.harness.core.errors import UserError
+
+_COUNTS = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size", "max_position_embeddings", "n_embd", "n_layer", "n_head",
+)  # fmt: skip
+
+
+def read_config(directory: Path) -> PreTrainedConfig:
+    """The config of a model.
+
+    Args:
+        directory: of the model's files, or the config file itself.
+
+    Raises:
+        UserError: it is no config that transformers can read, and why.
+    """
+    file = directory if directory.is_file() else directory / "config.json"
+    name = f"{file.parent.name}/{file.name}"
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{name}: can't be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{name}: not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{name}: expected a JSON object, not {type(value).__name__}")
+    for part in (value, value.get("text_config")):
+        if isinstance(part, dict):
+            _check_counts(part, name)
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except Exception as error:  # transformers and huggingface_hub raise many kinds
+        raise UserError(f"{name}: transformers can't read it ({first_cause(error)})") from error
+    return config
+
+
+def first_cause(error: BaseException) -> str:
+    """The message of what an error was raised from in the end, in one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _check_counts(part: dict[str, Any], name: str) -> None:
+    """Refuse sizes that are no positive whole numbers; lists, one value a layer, are left to transformers."""
+    for key in _COUNTS:
+        value = part.get(key)
+        if isinstance(value, (str, bool, float)) or (isinstance(value, int) and value < 1):
+            raise UserError(f"{name}: {key} is {value!r}, expected a whole number of at least 1")

@@ -1,0 +1,91 @@
+"""Weights from files, all of them: what a file lacks, transformers would draw at random and say so in passing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.engine import interface
+from kvbench.harness.models.config import first_cause
+
+_OLD_BUFFERS = re.compile(r"(^|\.)(inv_freq|position_ids|masked_bias|attention\.bias|attn\.bias)$")  # once stored, now computed
+_NAMED = 3  # tensors that a message names
+
+
+def read_weights(directory: Path, config: PreTrainedConfig, dtype: torch.dtype, allow_pickle: bool) -> PreTrainedModel:
+    """A model with the weights of its files.
+
+    Args:
+        directory: of the model's files.
+        config: of the model.
+        dtype: of the weights.
+        allow_pickle: accept weights that are not safetensors.
+
+    Raises:
+        UserError: a file is damaged, or does not hold the tensors that the config asks for.
+        MemoryError: they don't fit.
+    """
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            directory,
+            config=config,
+            dtype=dtype,
+            attn_implementation=interface.NAME,
+            trust_remote_code=False,
+            use_safetensors=None if allow_pickle else True,
+            ignore_mismatched_sizes=True,  # told below, by name
+            output_loading_info=True,
+        )
+    except MemoryError:
+        raise
+    except Exception as error:  # transformers raises many kinds
+        if "can't allocate memory" in str(error):
+            raise MemoryError(str(error)) from error
+        _refuse_damaged(directory)
+        raise UserError(f"{directory.name}: transformers can't load it ({first_cause(error)})") from error
+    model: PreTrainedModel = loaded[0]
+    _refuse_misfits(model, loaded[1] if isinstance(loaded[1], Mapping) else vars(loaded[1]), directory.name)
+    return model
+
+
+def _refuse_damaged(directory: Path) -> None:
+    """Refuse a file that is no safetensors file, or not all of one."""
+    for file in sorted(directory.glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{directory.name}: {file.name} is damaged or cut short ({first_cause(error)})") from error
+
+
+def _refuse_misfits(model: PreTrainedModel, info: Mapping[str, Any], name: str) -> None:
+    """Refuse files that hold other tensors than the config asks for.
+
+    Args:
+        model: loaded, its missing tensors drawn at random.
+        info: transformers' account: names of missing and unexpected keys; (name, shape, shape) of mismatched ones.
+        name: of the model.
+    """
+    mismatched = {key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]}
+    tensors = dict(model.named_parameters(remove_duplicate=False))
+    drawn = set(info["missing_keys"]) - mismatched
+    read = {tensor.data_ptr() for key, tensor in tensors.items() if key not in drawn}
+    missing = [key for key in drawn if key not in tensors or tensors[key].data_ptr() not in read]  # tied heads apart
+    unexpected = [key for key in info["unexpected_keys"] if not _OLD_BUFFERS.search(key)]
+    faults = {"missing": missing, "of another shape": mismatched, "not asked for": unexpected}
+    told = [f"{len(keys)} {what} ({_some(keys)})" for what, keys in faults.items() if keys]
+    if told:
+        raise UserError(f"{name}: its files and its config.json don't fit: of its tensors {'; '.join(told)}")
+
+
+def _some(keys: Iterable[str]) -> str:
+    """A few of them, in the order of the layers."""
+    ordered = sorted(keys, key=lambda key: ([int(part) if part.isdigit() else -1 for part in key.split(".")], key))
+    return ", ".join(ordered[:_NAMED]) + (", ..." if len(ordered) > _NAMED else "")

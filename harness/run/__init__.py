@@ -1,0 +1,1 @@
+"""Running a suite's cells: preparing, measuring, estimating, reporting progress; and `bench policy check`."""

@@ -1,0 +1,96 @@
+"""What a suite would take: rough, from shapes and two short measurements of this machine. Loads no weights."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from kvbench.harness.core import plugins
+from kvbench.harness.core.device import best_seconds, multiply_rate
+from kvbench.harness.models.config import read_config
+from kvbench.harness.models.hub import BUILTIN, is_random, model_directory, quiet
+from kvbench.harness.models.load import DTYPES, device_of
+from kvbench.harness.models.shape import ModelShape, shape_of
+from kvbench.harness.suite import Cell
+from kvbench.harness.suite.file import ModelSpec
+
+_WALK_OPS = 35  # small tensor operations that the walk does per token and layer
+_MODEL_OPS = 60  # and the model itself, per block and layer
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of one cell: seconds, bytes of K/V and of weights. None where the model's config is out of reach."""
+
+    cell: Cell
+    seconds: float | None
+    kv_bytes: int | None
+    weight_bytes: int | None
+
+    def cells(self) -> dict[str, Any]:
+        """A row for people."""
+        return {
+            "cell": self.cell.id[:8], "policy": self.cell.name, "capacity": self.cell.capacity,
+            "about": None if self.seconds is None else f"{self.seconds:,.0f} s",
+            "kv_bytes": self.kv_bytes, "weight_bytes": self.weight_bytes, "model": self.cell.model.id,
+        }  # fmt: skip
+
+
+def estimates(cells: Sequence[Cell], device_name: str) -> list[Estimate]:
+    """Of every cell, on this device."""
+    device = device_of(device_name)
+    rates: dict[str, float] = {}
+    overhead = best_seconds(lambda: torch.ones(4, device=device).add_(1), device, 300)
+    shapes = {spec: _shape(spec) for spec in dict.fromkeys(c.model for c in cells)}
+    result = []
+    for cell in cells:
+        shape, dtype = shapes[cell.model], cell.model.dtype
+        if shape is None:
+            result.append(Estimate(cell, None, None, None))
+            continue
+        if dtype not in rates:
+            rates[dtype] = multiply_rate(device, DTYPES[dtype])
+        result.append(_estimate(cell, shape, rates[dtype], overhead))
+    return result
+
+
+def _estimate(cell: Cell, shape: ModelShape, rate: float, overhead: float) -> Estimate:
+    task = plugins.task_class(cell.task.name)
+    tokens, itemsize = task.total(cell.task), DTYPES[cell.model.dtype].itemsize
+    attended = (cell.capacity or task.longest(cell.task)) + 1
+    per_token = 2 * shape.parameters + 4 * shape.layers * shape.heads * shape.head_dim * attended
+    if not cell.policy.caches:
+        seconds = task.windows(cell.task) * attended * per_token / rate
+    else:
+        walked = tokens if cell.policy.evicts else tokens / 256
+        seconds = tokens * per_token / rate + shape.layers * overhead * (_WALK_OPS * walked + _MODEL_OPS * tokens / 256)
+    return Estimate(cell, seconds, kv_bytes(cell, shape), shape.parameters * itemsize)
+
+
+def kv_bytes(cell: Cell, shape: ModelShape) -> int:
+    """Bytes of K and V that a cell holds at its largest, all its streams together."""
+    if not cell.policy.caches:
+        return 0
+    task = plugins.task_class(cell.task.name)
+    kept = cell.capacity or task.longest(cell.task)
+    return shape.kv_bytes(kept, task.streams(cell.task), DTYPES[cell.model.dtype].itemsize)
+
+
+def _shape(spec: ModelSpec) -> ModelShape | None:
+    """From the config alone; None if neither directory, cache nor hub has it."""
+    quiet()
+    if is_random(spec.id) or spec.id.startswith(BUILTIN):
+        return shape_of(read_config(model_directory(spec.id, None, False)))
+    if (directory := Path(spec.id).expanduser()).exists():
+        return shape_of(read_config(directory))
+    try:
+        return shape_of(AutoConfig.from_pretrained(spec.id, revision=spec.revision, trust_remote_code=False))
+    except (OSError, ValueError):
+        print(f"bench: {spec.id}: its config is out of reach, so there are no estimates", file=sys.stderr)
+        return None

@@ -1,0 +1,212 @@
+"""`bench policy check`: every rule of the interface, tried on a policy at several capacities, and how it will be read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+from torch import Tensor
+
+from kvbench.harness.core import plugins
+from kvbench.harness.core.errors import UserError, described, did_you_mean
+from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.fastcheck import FastCheck, fast_method
+from kvbench.harness.engine.loop import CachedDecoder, decoder
+from kvbench.harness.engine.model import Model, adopt
+from kvbench.harness.engine.recompute import RecomputeDecoder
+from kvbench.harness.models.families import tiny_model
+from kvbench.harness.rules.rules import FOUNDATIONS, OTHERS, Case, Finding, Rule, case, cheap_findings, tried
+from kvbench.harness.suite import entry_schema
+from kvbench.policies import Policy
+from kvbench.policies.dense import Dense
+from kvbench.policies.h2o import H2O
+
+CAPACITIES = (16, 17, 64, 256)  # tokens; tried where none is asked for
+_PAST = 40  # tokens past a full cache
+_VOCABULARY = 64
+_BLOCK = 512  # tokens whose reading is timed
+_BINDS = "a capacity can serve it"
+
+
+class Checked(NamedTuple):
+    """What was found of a policy."""
+
+    findings: list[Finding]
+    reading: str  # how blocks of tokens are read under it, and how fast; empty where something is wrong
+
+
+def check(name: str, settings: Sequence[str] = (), capacities: Sequence[int] = ()) -> Checked:
+    """Every rule tried on the policy of a name.
+
+    Args:
+        name: as on the command line.
+        settings: its parameters, "key=value".
+        capacities: to try it at; several if none are given.
+
+    Raises:
+        UserError: no such policy, or parameters that it does not have.
+    """
+    kind = plugins.policy_class(name)
+    policy = _made(name, kind, settings)
+    bound, refusals = _cases(policy, capacities or CAPACITIES)
+    found = [(on, _findings(on)) for on in bound]
+    findings = [_over_capacities(rule, found, policy.evicts) for rule, _ in (*FOUNDATIONS, *OTHERS, *_IN_THE_LOOP) if found]
+    ok = bool(found) and all(f.ok for f in (*findings, *refusals))
+    return Checked([*refusals, *findings], _reading(bound[-1]) if ok else "")
+
+
+def run_checks(name: str, settings: Sequence[str] = (), capacities: Sequence[int] = ()) -> list[Finding]:
+    """The findings of `check`."""
+    return check(name, settings, capacities).findings
+
+
+def _made(name: str, kind: type[Policy], settings: Sequence[str]) -> Policy:
+    """The policy with its parameters."""
+    given = {}
+    for setting in settings:
+        key, _, text = setting.partition("=")
+        given[key] = yaml.safe_load(text)
+    try:
+        known = entry_schema(name, kind).model_fields
+    except Exception as error:  # an annotation that means nothing, say
+        raise UserError(f"{name}: its parameters can't be read: {described(error)}") from error
+    unknown = set(given) - set(known)
+    if unknown:
+        key = sorted(unknown)[0]
+        raise UserError(f"{name} has no parameter '{key}'{did_you_mean(key, known)}")
+    try:
+        return kind(**given)
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{name}: {described(error)}") from error
+
+
+def _cases(policy: Policy, capacities: Iterable[int]) -> tuple[list[Case], list[Finding]]:
+    """The policy at the capacities that can serve it, and what is to be said of the others."""
+    if not policy.evicts:
+        return [case(policy, None)], []
+    bound: list[Case] = []
+    refused: dict[int, str] = {}
+    for capacity in sorted(set(capacities)):
+        try:
+            bound.append(case(policy, capacity))
+        except ValueError as error:
+            refused[capacity] = str(error)
+        except (Exception, SystemExit) as error:  # a policy of the user's may do anything
+            return [], [Finding(_BINDS, f"bind({capacity}) raised {described(error)}", error=error)]
+    tried_at = ", ".join(map(str, refused))
+    if refused and not bound:
+        *_, last = refused.values()
+        return [], [Finding(_BINDS, f"it refuses every capacity tried ({tried_at}): {last}; --capacity names another")]
+    first = next(iter(refused.values()), "")
+    return bound, [Finding(_BINDS, note=f"not applicable at {tried_at}: {first}")] if refused else []
+
+
+def _findings(on: Case) -> list[Finding]:
+    """Every rule at one capacity."""
+    cheap = cheap_findings(on)
+    if all(f.ok for f in cheap[: len(FOUNDATIONS)]):
+        return cheap + tried(_IN_THE_LOOP, on, cheap)
+    return cheap + [Finding(name, note="not tried: see above") for name, _ in _IN_THE_LOOP]
+
+
+def _over_capacities(rule: str, found: Sequence[tuple[Case, list[Finding]]], evicts: bool) -> Finding:
+    """A rule's findings at all capacities as one."""
+    of_rule = [(on.capacity, f) for on, findings in found for f in findings if f.rule == rule]
+    wrong = [(capacity, f) for capacity, f in of_rule if not f.ok]
+    if not wrong:
+        return next((f for _, f in of_rule if not f.note), of_rule[0][1])
+    capacity, first = wrong[0]
+    also = f", and at {', '.join(str(c) for c, _ in wrong[1:])}" if wrong[1:] else ""
+    where = f" (at capacity {capacity}{also})" if evicts else ""
+    return Finding(rule, first.problem + where, error=first.error)
+
+
+def _tiny() -> Model:
+    return adopt(tiny_model("llama", vocab_size=_VOCABULARY))
+
+
+def _tokens(length: int, streams: int = 2) -> Tensor:
+    return torch.randint(_VOCABULARY, (streams, length), generator=torch.Generator().manual_seed(0))
+
+
+def _config(on: Case) -> CacheConfig:
+    return CacheConfig(on.unbound, on.capacity if on.policy.evicts else None)
+
+
+def _capacity(on: Case) -> str:
+    if not on.policy.evicts:
+        return ""
+    read: Any = decoder(_tiny(), _config(on), 2)
+    for block in _tokens(on.capacity + _PAST).split([on.capacity, *[5] * (_PAST // 5)], 1):
+        read(block)
+        if isinstance(read, RecomputeDecoder):
+            counts = [len(text) for text in read._history]
+        else:
+            assert isinstance(read, CachedDecoder)
+            counts = [len(p) for layer in read.kept() for stream in layer for p in stream]
+        if max(counts) > on.capacity:
+            return f"{max(counts)} tokens are held at capacity {on.capacity}"
+    return "" if min(counts) == on.capacity else f"only {min(counts)} tokens are held at capacity {on.capacity}"
+
+
+def _equal_to_dense(on: Case) -> str:
+    model, tokens = _tiny(), _tokens(on.capacity)
+    ours = decoder(model, _config(on), 2)(tokens)
+    difference = (ours - decoder(model, CacheConfig(Dense()), 2)(tokens)).abs().amax().item()
+    return "" if difference <= 1e-4 else f"logits differ from dense by {difference:.1g} before anything is evicted"
+
+
+def _band(on: Case) -> str:
+    """What the policy says it keeps, against what its importance makes of a stream."""
+    band = on.policy.band(on.capacity) if on.policy.evicts and on.policy.caches else None
+    if band is None:
+        return ""
+    sinks, window = band
+    if sinks < 0 or window < 1 or sinks + window != on.capacity:
+        return f"sinks {sinks} + window {window} are not the capacity {on.capacity}"
+    read = CachedDecoder(_tiny(), _config(on), closed=False)
+    for seen, block in enumerate(_tokens(on.capacity + _PAST, 1).split([on.capacity, *[1] * _PAST], 1), on.capacity):
+        read(block)
+        expected = [p for p in range(seen) if p < sinks or p >= seen - window]
+        kept = read.kept()[0][0][0]
+        if kept != expected:
+            extra, missing = sorted(set(kept) - set(expected)), sorted(set(expected) - set(kept))
+            return f"after {seen} tokens it keeps {extra} where its band says {missing}"
+    return ""
+
+
+_IN_THE_LOOP: tuple[Rule, ...] = (
+    ("no more than `capacity` tokens are kept", _capacity),
+    ("nothing evicted: equal to dense", _equal_to_dense),
+    ("the band it names, if any, is what it keeps", _band),
+)
+
+
+def _reading(on: Case) -> str:
+    """How blocks of tokens are read under a policy on a CPU, and what that costs."""
+    if not on.policy.caches:
+        return "windows run afresh, one a token: no cache to be fast with"
+    model, config = _tiny(), _config(on)
+    found = fast_method(model, config)
+    speed = f"{_tokens_per_second(model, config, found):,.0f} tokens/s through a tiny model here"
+    if found.method != "walk":
+        return f"{found.method}, {speed}"
+    other = CacheConfig(H2O(), on.capacity)
+    compiled = _tokens_per_second(model, other, fast_method(model, other))
+    return f"plain walk ({found.refused or found.plain_because}), {speed}; h2o's compiled walk makes {compiled:,.0f}"
+
+
+def _tokens_per_second(model: Model, config: CacheConfig, found: FastCheck) -> float:
+    """Of a block read with the cache full."""
+    read = CachedDecoder(
+        model, config, closed=found.method == "closed form", compiled=found.method == "compiled walk" or found.step != "plain"
+    )
+    full = config.capacity or _BLOCK
+    warm_up, block = _tokens(2 * full + _BLOCK, 1).split([2 * full, _BLOCK], 1)
+    read(warm_up)
+    start = time.perf_counter()
+    read(block)
+    return _BLOCK / (time.perf_counter() - start)

@@ -1,0 +1,108 @@
+"""Everything that decides a cell's numbers, had before any cell is measured, so that a mistake is told at once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kvbench.harness.core import plugins
+from kvbench.harness.core.device import device_name, free_bytes
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.models.config import read_config
+from kvbench.harness.models.hub import model_directory, weights_digest
+from kvbench.harness.models.load import load_tokenizer
+from kvbench.harness.models.shape import shape_of
+from kvbench.harness.records import NUMERICS_VERSION, Record, digest
+from kvbench.harness.rules.rules import refuse_if_broken
+from kvbench.harness.run.estimate import kv_bytes
+from kvbench.harness.suite import Cell
+from kvbench.harness.suite.file import ModelSpec
+from kvbench.harness.tasks.task import Data, Task
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A cell with everything that decides its numbers."""
+
+    cell: Cell
+    task: type[Task]
+    data: Data
+    directory: Path
+    record: Record  # still without figures
+
+    @property
+    def streams(self) -> int:
+        """Streams that it holds side by side."""
+        return self.task.streams(self.cell.task)
+
+
+def prepare(cells: Sequence[Cell], device: torch.device, data: Path | None) -> list[Prepared]:
+    """Tokens, weights and keys of all cells.
+
+    Args:
+        cells: to measure.
+        device: to measure on.
+        data: directory of the text; the task's own source when None.
+
+    Raises:
+        UserError: a policy that is not ours breaks a rule; a model's files, its tokenizer or the data can't be had; or a
+            cache can't fit.
+    """
+    _refuse_rule_breakers(cells, device)
+    directories = {c.model: model_directory(c.model.id, c.model.revision, c.model.pickle) for c in cells}
+    _check_caches(cells, directories, device)
+    known: dict[tuple[ModelSpec, str], Data] = {}
+    prepared = []
+    for cell in cells:
+        directory, asked = directories[cell.model], (cell.model, digest(cell.task.model_dump()))
+        task: type[Task] = plugins.task_class(cell.task.name)
+        if asked not in known:
+            known[asked] = task.data(cell.task, lambda d=directory: load_tokenizer(d), data)  # type: ignore[misc]
+        weights, source = weights_digest(directory), plugins.source_digest(type(cell.policy))
+        where = [device_name(device), torch.get_num_threads()] if task.of_device else []
+        key = digest([cell.id, known[asked].ids_sha256, weights, source, NUMERICS_VERSION, *where])
+        record = Record(cell.asked(), cell.id, key, "ok", data=known[asked].facts())
+        record.facts = {"weights_sha256": weights, "policy_sha256": source}
+        prepared.append(Prepared(cell, task, known[asked], directory, record))
+    return prepared
+
+
+def _check_caches(cells: Sequence[Cell], directories: dict[ModelSpec, Path], device: torch.device) -> None:
+    """Refuse bounded caches that would not fit even if there were no weights."""
+    shapes = {spec: shape_of(read_config(directory)) for spec, directory in directories.items()}
+    free = free_bytes(device)
+    for cell in cells:
+        shape = shapes[cell.model]
+        if shape is not None and cell.capacity is not None:
+            refuse_if_too_large(cell, kv_bytes(cell, shape), free, device)
+
+
+def refuse_if_too_large(cell: Cell, needed: int, free: int, device: torch.device) -> None:
+    """Refuse a cache that can't be allocated.
+
+    Raises:
+        UserError: it takes more bytes than are free.
+    """
+    if needed <= free:
+        return
+    streams = plugins.task_class(cell.task.name).streams(cell.task)
+    side_by_side, instead = (f" for {streams:,} streams side by side", " or run fewer streams") if streams > 1 else ("", "")
+    raise UserError(
+        f"{cell.label}: its K/V slots take {needed / 2**30:,.1f} GiB{side_by_side} and {free / 2**30:,.1f} GiB are free on "
+        f"{device}: lower the capacity{instead}"
+    )
+
+
+def _refuse_rule_breakers(cells: Sequence[Cell], device: torch.device) -> None:
+    """Refuse cells whose policy is not ours and breaks a rule, before anything is measured.
+
+    Raises:
+        UserError: the first of them.
+    """
+    asked = {(c.name, repr(dataclasses.asdict(c.policy)), c.capacity): c for c in cells}
+    for cell in asked.values():
+        refuse_if_broken(cell.name, cell.policy, cell.capacity, device)

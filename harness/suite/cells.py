@@ -1,0 +1,296 @@
+"""Suites: YAML, checked, with the line of every mistake, and spread out into cells.
+
+Lists multiply: a list of capacities, seeds, models, or of any policy parameter is one cell each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import typing
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, create_model
+
+from kvbench.harness.core import plugins
+from kvbench.harness.core.errors import UserError, described, did_you_mean
+from kvbench.harness.records import digest
+from kvbench.harness.suite.file import ModelSpec, SuiteFile
+from kvbench.harness.suite.overrides import Overrides, apply
+from kvbench.harness.suite.text import Location, Source, items, spread, validated
+from kvbench.policies import Policy, PositionMode
+
+MOST_CELLS = 100_000
+T = TypeVar("T")
+_FIELDS_OF_ENTRIES = ("capacity", "positions", "limit")  # of a policy's entry, or of the suite for all its entries
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One (model, policy, capacity, task, seed): the unit of work, of resuming and of records."""
+
+    suite: str
+    suite_version: int
+    model: ModelSpec
+    task: Any  # the task's options
+    name: str  # of the policy, as asked for
+    policy: Policy
+    capacity: int | None
+    positions: PositionMode
+    limit: int | None
+    seed: int
+
+    def asked(self) -> dict[str, Any]:
+        """For the record: everything that was asked, resolved."""
+        bound = self.policy if self.capacity is None else self.policy.bind(self.capacity)
+        where, colon, attribute = self.name.rpartition(":")
+        return {
+            "suite": self.suite, "suite_version": self.suite_version, "model": self.model.asked(),
+            "task": self.task.model_dump(exclude_none=True), "policy": f"{Path(where).name}{colon}{attribute}",
+            "parameters": dataclasses.asdict(bound), "capacity": self.capacity, "positions": self.positions,
+            "limit": self.limit, "seed": self.seed,
+        }  # fmt: skip
+
+    @property
+    def id(self) -> str:
+        """Hash of what was asked."""
+        return digest(self.asked())
+
+    @property
+    def label(self) -> str:
+        """Short name for people."""
+        parts = [self.name, *(str(c) for c in [self.capacity] if c is not None)]
+        parts += [self.positions] if self.positions != "cache" else []
+        return " ".join([*parts, *([f"seed {self.seed}"] if self.seed else [])])
+
+
+def labels(cells: Sequence[Cell]) -> dict[str, str]:
+    """Short names by cell id, with what else differs between these cells: models, parameters, options of tasks."""
+    asked = [cell.asked() for cell in cells]
+    tasks: dict[str, list[int]] = defaultdict(list)  # cells, by their place, whose tasks can be compared
+    rivals: dict[tuple[str, int | None], list[int]] = defaultdict(list)  # and whose parameters
+    for place, cell in enumerate(cells):
+        tasks[cell.task.name].append(place)
+        rivals[cell.name, cell.capacity].append(place)
+    options = {name: _varying(asked[place]["task"] for place in group) for name, group in tasks.items()}
+    parameters = {key: _varying(asked[place]["parameters"] for place in group) for key, group in rivals.items()}
+    several_models = len({cell.model.id for cell in cells}) > 1
+    names = {}
+    for cell, said in zip(cells, asked, strict=True):
+        parts = [*([cell.model.id] if several_models else []), *([cell.task.name] if len(tasks) > 1 else []), cell.label]
+        parts += [f"{n} {said['parameters'][n]}" for n in parameters[cell.name, cell.capacity]]
+        parts += [f"{n} {said['task'][n]}" for n in options[cell.task.name] if n in said["task"]]
+        names[digest(said)] = ", ".join(parts)
+    return names
+
+
+def _varying(given: Iterable[dict[str, Any]]) -> list[str]:
+    """The keys under which these mappings hold different values."""
+    seen: dict[str, set[str]] = {}
+    for one in given:
+        for name, value in one.items():
+            seen.setdefault(name, set()).add(repr(value))
+    return [name for name, values in seen.items() if len(values) > 1]
+
+
+def find(name: str) -> Path:
+    """The file of a suite: a path, or the name of one that comes with the project.
+
+    Raises:
+        UserError: neither.
+    """
+    path = Path(name)
+    if path.exists() and not path.is_dir():
+        return path
+    shipped = {p.stem: p for p in shipped_suites()}
+    if name in shipped:
+        return shipped[name]
+    raise UserError(f"{name}: no such suite{did_you_mean(path.stem, shipped)}")
+
+
+def shipped_suites(kind: str = "") -> list[Path]:
+    """The suites that come with the project: those of the checkout, or of the installed package. kind: a folder in theirs."""
+    folder = Path(__file__).resolve().parents[2] / "suites"  # beside `harness`, in the checkout as in the wheel
+    return sorted((folder / kind).glob("*.yaml"))
+
+
+def load(path: Path, overrides: Overrides | None = None) -> tuple[SuiteFile, list[Cell]]:
+    """Read, check and spread out a suite.
+
+    Raises:
+        UserError: the first mistake, with its line.
+    """
+    source = Source(path)
+    apply(source, overrides or Overrides())
+    suite = validated(SuiteFile, source.data, source, ())
+    models = _bounded(
+        (validated(ModelSpec, m, source, ("model", *i)) for i, given in items(suite.model) for m in spread(given)), path
+    )
+    tasks = _bounded((pair for i, given in items(suite.task) for pair in _tasks(given, source, ("task", *i))), path)
+    entries = _bounded((cell for i in range(len(suite.policies)) for cell in _entry(suite, i, source)), path)
+    seeds = suite.seed if isinstance(suite.seed, list) else [suite.seed]
+    cells = _bounded(
+        (
+            Cell(suite.suite, suite.version, model, task, *entry, seed)
+            for model, (task, only), entry, seed in itertools.product(models, tasks, entries, seeds)
+            if only is None or entry[0] in only
+        ),
+        path,
+    )
+    unique = list({cell.id: cell for cell in cells}.values())
+    if not unique:
+        raise UserError(f"{path}: 0 cells: an empty list somewhere")
+    return suite, unique
+
+
+def _bounded(made: Iterable[T], path: Path) -> list[T]:
+    """All of them, if they are not too many: lists multiply quickly."""
+    first = list(itertools.islice(made, MOST_CELLS + 1))
+    if len(first) > MOST_CELLS:
+        raise UserError(f"{path}: more than {MOST_CELLS:,} cells: its lists multiply")
+    return first
+
+
+def again(record: dict[str, Any], model: str | None = None) -> Cell:
+    """The cell of a record, to be measured again.
+
+    Args:
+        record: its `cell`: what was asked.
+        model: where a model of a local directory is now.
+
+    Raises:
+        UserError: what was asked can't be asked any more, or the policy's file is not part of the record.
+    """
+    asked = record["model"] | ({"id": model} if model else {})
+    if ":" in str(record["policy"]):
+        raise UserError(f"the policy {record['policy']} is a file of someone's: give the suite and --policy instead")
+    try:
+        spec = ModelSpec.model_validate({k: v for k, v in asked.items() if v is not None})
+        task = plugins.task_class(record["task"]["name"]).options.model_validate(record["task"])
+        policy = plugins.policy_class(record["policy"])(**record["parameters"])
+        cell = Cell(
+            record["suite"], record["suite_version"], spec, task, record["policy"], policy, record["capacity"],
+            record["positions"], record["limit"], record["seed"],
+        )  # fmt: skip
+        same = cell.asked() | ({"model": record["model"]} if model else {}) == record
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"what was asked can't be asked any more: {str(error).splitlines()[0]}") from None
+    if not same:
+        raise UserError("what was asked means something else today")
+    return cell
+
+
+def _tasks(given: dict[str, Any], source: Source, at: Location) -> Iterator[tuple[BaseModel, list[str] | None]]:
+    """The tasks of an entry, its lists multiplied, each with the policies that it is for; None if for all."""
+    only = given.get("policies")
+    if only is not None and not (isinstance(only, list) and all(isinstance(name, str) for name in only)):
+        raise source.error((*at, "policies"), "a list of the names of policies")
+    for name in only or []:
+        try:
+            plugins.policy_class(name)
+        except UserError as error:
+            raise source.error((*at, "policies"), str(error)) from None
+    for one in spread({k: v for k, v in given.items() if k != "policies"}):
+        yield _task(one, source, at), only
+
+
+def _task(value: dict[str, Any], source: Source, at: Location) -> BaseModel:
+    name = value.get("name")
+    if not isinstance(name, str):
+        raise source.error(at, "the task's 'name' is missing")
+    try:
+        options = plugins.task_class(name).options
+    except UserError as error:
+        raise source.error((*at, "name"), str(error)) from None
+    return validated(options, value, source, at)
+
+
+Entry = tuple[str, Policy, int | None, PositionMode, int | None]
+
+
+def _entry(suite: SuiteFile, index: int, source: Source) -> Iterator[Entry]:
+    """The cells of one policy's entry, its lists multiplied: name, policy, capacity, positions, limit."""
+    at: Location = ("policies", index)
+    entry = suite.policies[index]
+    given = {"name": entry} if isinstance(entry, str) else dict(entry)
+    name = given.pop("name", None)
+    if not isinstance(name, str):
+        raise source.error(at, "the policy's 'name' is missing")
+    try:
+        policy = plugins.policy_class(name)
+    except UserError as error:
+        raise source.error((*at, "name"), str(error)) from None
+    schema = entry_schema(name, policy)
+    defaults = {"capacity": suite.capacity, "positions": suite.positions, "limit": suite.limit}
+    fixed = {k: v for k, v in defaults.items() if k in schema.model_fields and v is not None} | given
+    for key in fixed.keys() - given.keys():
+        source.inherit((*at, key), (key,))
+    for one in spread(fixed):
+        chosen = validated(schema, one, source, at).model_dump()
+        capacity, positions, limit = (chosen.pop(k, None) for k in _FIELDS_OF_ENTRIES)
+        if policy.evicts and capacity is None:
+            raise source.error(at, f"{name} needs a capacity")
+        limit = limit if positions == "clamped" else None
+        try:
+            made = policy(**chosen)
+            if capacity is not None:
+                made.bind(capacity)
+        except ValueError as error:
+            said = [key for key in one if source.is_overridden((*at, key))]
+            place = at if said or "capacity" in given or suite.capacity is None else ()
+            raise source.error((*place, *(said or ["capacity"])[:1]), f"{name}: {error}") from None
+        except Exception as error:  # a policy of the user's may do anything
+            raise source.error(at, f"{name}: {described(error)}") from error
+        yield name, made, capacity, positions or "cache", limit
+
+
+def entry_schema(name: str, policy: type[Policy]) -> type[BaseModel]:
+    """What an entry of this policy may say: its parameters, and what applies to it of capacity and positions."""
+    hints = typing.get_type_hints(policy)
+    parameters: dict[str, Any] = {
+        f.name: (hints[f.name], ... if f.default is dataclasses.MISSING else f.default) for f in dataclasses.fields(policy)
+    }
+    if policy.evicts:
+        parameters["capacity"] = (int | None, Field(None, ge=1))
+    if policy.caches:
+        parameters["positions"] = (PositionMode, "cache")
+        parameters["limit"] = (int | None, Field(None, ge=1))
+    safe = "".join(c if c.isalnum() else "_" for c in name)
+    return create_model(f"{safe}_entry", __config__=ConfigDict(extra="forbid", strict=True), **parameters)
+
+
+def schema() -> dict[str, Any]:
+    """JSON schema of suite files, for editors: the policies and tasks that are there, with their options."""
+    entries: list[dict[str, Any]] = []
+    policies = plugins.working_policies()
+    for name, kind in policies.items():
+        fields = entry_schema(name, kind).model_json_schema()["properties"]
+        listed = {k: _or_list(v) for k, v in fields.items()}
+        entries.append({
+            "type": "object", "required": ["name"], "additionalProperties": False,
+            "properties": {"name": {"const": name}} | listed,
+        })  # fmt: skip
+    tasks = [plugins.task_class(name).options.model_json_schema() for name in plugins.task_names()]
+    models = [ModelSpec.model_json_schema()]
+    for options in (*tasks, *models):
+        options["properties"] = {k: _or_list(v) for k, v in options["properties"].items()}
+    for options in tasks:
+        about = "the policies that the task is for; all of the suite if not given"
+        options["properties"]["policies"] = {"type": "array", "items": {"type": "string"}, "description": about}
+    result = SuiteFile.model_json_schema()
+    own = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string", "pattern": ":"}}}
+    names: dict[str, Any] = {"anyOf": [{"enum": list(policies)}, {"type": "string", "pattern": ":"}]}
+    result["properties"]["policies"]["items"] = {"anyOf": [names, *entries, own]}
+    for key, kinds in (("task", tasks), ("model", models)):
+        one = {"anyOf": kinds}
+        result["properties"][key] = {"anyOf": [one, {"type": "array", "items": one}]}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "KV Bench suite"} | result
+
+
+def _or_list(one: dict[str, Any]) -> dict[str, Any]:
+    """A schema's value, or several of them, which multiply."""
+    return {"anyOf": [one, {"type": "array", "items": one}]}

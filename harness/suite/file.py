@@ -1,0 +1,45 @@
+"""What a suite file may say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvbench.policies import PositionMode
+
+
+class ModelSpec(BaseModel):
+    """Which model, and how it is loaded."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    id: str = Field(description="a hub id, or a local directory")
+    revision: str | None = Field(None, description="of a hub model: a commit")
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    rope_length: int | None = Field(None, ge=1, description="longest position, for RoPE types that depend on it; tokens")
+    pickle: bool = Field(False, description="accept weights that are not safetensors")
+
+    def asked(self) -> dict[str, Any]:
+        """For the cell: what was asked, without the place where a local directory lies."""
+        local = Path(self.id).expanduser()
+        name = local.resolve().name if local.is_dir() else self.id
+        return {"id": name, "revision": self.revision, "dtype": self.dtype, "rope_length": self.rope_length}
+
+
+class SuiteFile(BaseModel):
+    """What a suite file may say."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    suite: str = Field(pattern=r"^[A-Za-z0-9._-]+$", description="its name")
+    version: int = Field(ge=1, description="raised when a change makes old records incomparable")
+    description: str = ""
+    model: dict[str, Any] | list[dict[str, Any]]
+    task: dict[str, Any] | list[dict[str, Any]]
+    capacity: int | list[int] | None = Field(None, description="tokens per KV head kept between steps, for every policy")
+    positions: PositionMode | list[PositionMode] = Field("cache", description="where RoPE puts a cached token")
+    limit: int | None = Field(None, ge=1, description="largest distance of positions 'clamped'; tokens")
+    seed: int | list[int] = 0
+    policies: list[str | dict[str, Any]] = Field(min_length=1)

@@ -1,0 +1,99 @@
+"""What the command line changes of a suite."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from kvbench.harness.core import plugins
+from kvbench.harness.core.errors import UserError, did_you_mean
+from kvbench.harness.suite.file import ModelSpec, SuiteFile
+from kvbench.harness.suite.text import Source, items
+
+
+@dataclass
+class Overrides:
+    """What the command line changes of a suite."""
+
+    model: str | None = None
+    dtype: str | None = None
+    policies: Sequence[str] = ()
+    settings: Sequence[str] = ()  # key=value
+
+
+def apply(source: Source, overrides: Overrides) -> None:
+    """The command line's changes."""
+    if overrides.model is not None:
+        source.put(("model",), {"id": overrides.model}, "--model")
+    if overrides.dtype is not None:
+        for i, _ in items(source.data.get("model")):
+            source.put(("model", *i, "dtype"), overrides.dtype, "--dtype")
+    if overrides.policies:
+        source.put(("policies",), [_yaml_value(p, "--policy") for p in overrides.policies], "--policy")
+    for setting in overrides.settings:
+        key, equals, text = setting.partition("=")
+        if not equals or not key:
+            raise UserError(f"--set {setting}: expected key=value")
+        _set(source, key, _yaml_value(text, f"--set {setting}"), f"--set {setting}")
+
+
+def _yaml_value(text: str, place: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except RecursionError:
+        raise UserError(f"{place[:40]}...: nested too deeply") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise UserError(f"{place}: '{text}' is not YAML") from error
+
+
+def _set(source: Source, key: str, value: Any, place: str) -> None:
+    """Change whatever bears this name: a field of the suite, of its tasks, of its model, or of its policies."""
+    data, found = source.data, False
+    if key in SuiteFile.model_fields and key not in ("model", "task", "policies"):
+        source.put((key,), value, place)
+        found = True
+    for group in ("task", "model"):
+        for i, holder in items(data.get(group)):
+            name = key.removeprefix(f"{group}.")
+            if isinstance(holder, dict) and name in _options(group, holder):
+                source.put((group, *i, name), value, place)
+                found = True
+    for index, entry in enumerate(data.get("policies") or []):
+        if (isinstance(entry, dict) and key in entry) or key in _parameters(entry):
+            if isinstance(entry, str):
+                data["policies"][index] = {"name": entry}
+            if key in SuiteFile.model_fields:
+                data["policies"][index].pop(key, None)  # what the suite says for all now holds
+            else:
+                source.put(("policies", index, key), value, place)
+            found = True
+    if not found:
+        known = {"capacity", "positions", "limit", "seed", *ModelSpec.model_fields}
+        for _, holder in items(data.get("task")):
+            known |= _options("task", holder) if isinstance(holder, dict) else set()
+        for entry in data.get("policies") or []:
+            known |= _parameters(entry)
+        raise UserError(f"{place}: unknown key '{key}'{did_you_mean(key, known)}")
+
+
+def _options(group: str, holder: dict[str, Any]) -> set[str]:
+    """Names that a task's or a model's mapping may hold."""
+    if group == "model":
+        return set(ModelSpec.model_fields)
+    try:
+        return set(plugins.task_class(str(holder.get("name"))).options.model_fields) - {"name"}
+    except UserError:
+        return set()
+
+
+def _parameters(entry: Any) -> set[str]:
+    """Names of a policy's own parameters; none if it is unknown, which is reported later, with its line."""
+    name = entry.get("name") if isinstance(entry, dict) else entry
+    try:
+        return {f.name for f in dataclasses.fields(plugins.policy_class(str(name)))}
+    except UserError:
+        return set()

@@ -1,0 +1,5 @@
+"""`python -m kvbench` is `bench`."""
+
+from kvbench.harness.cli import main
+
+main()
