@@ -94,7 +94,9 @@ def test_records_and_reports_need_no_torch(path):
     assert not {m.split(".")[0] for m in imports(path)} & {"torch", "transformers", "datasets", "lm_eval"}
 
 
-@pytest.mark.parametrize("command", [["--help"], ["leaderboard", "--out", "-"], ["run", "--help"]])
+@pytest.mark.parametrize(
+    "command", [["--help"], ["leaderboard", "--out", "-", "--results", str(ROOT / "leaderboard/results")], ["run", "--help"]]
+)
 def test_help_and_the_leaderboard_start_without_torch(command, tmp_path):
     code = (
         f"import sys; sys.argv = ['bench', *{command!r}]\nfrom kvbench.harness.cli import main\n"

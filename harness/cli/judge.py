@@ -65,8 +65,8 @@ def compare(a: str, b: str, as_json: bool, markdown: bool) -> None:
     "--results", metavar="DIR", type=FILLED, help="Judge the records of this folder; without it the baseline's suite is run."
 )
 @click.option("--keep", metavar="DIR", type=FILLED, help="Folder for the records of the run; thrown away if not given.")
-@click.option("--model", metavar="DIR|HUB_ID", help="Where the baseline's model is, if it was a local one.")
-@click.option("--data", metavar="DIR", envvar="BENCH_DATA", help="Directory of the text, if the suite needs one.")
+@click.option("--model", metavar="DIR|HUB_ID", type=FILLED, help="Where the baseline's model is, if it was a local one.")
+@click.option("--data", metavar="DIR", envvar="BENCH_DATA", type=FILLED, help="Directory of the text, if the suite needs one.")
 @click.option("--json", "as_json", is_flag=True, help="Print every finding as JSON.")
 def check(folder: str, results: str | None, keep: str | None, model: str | None, data: str | None, as_json: bool) -> None:
     """The regression gate: exit 0 as good as the baseline, 1 a regression, 3 something could not be compared.

@@ -57,7 +57,8 @@ def closing(records: Sequence[Record]) -> Closing:
     """
     groups = list(_comparable(records))
     tasks = [group[0].cell["task"] for group in groups if _apart(group[0])]
-    options = [key for key in tasks[0] if len({repr(task.get(key)) for task in tasks}) > 1] if tasks else []
+    keys = dict.fromkeys(key for task in tasks for key in task)
+    options = [key for key in keys if len({repr(task.get(key)) for task in tasks}) > 1]
     return Closing([_table(group, options) for group in groups], [*_failures(records), *_flags(records)])
 
 
