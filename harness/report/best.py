@@ -128,7 +128,7 @@ def _savings(best: Row, dense: Row) -> list[str]:
     if ratios:
         low, high = median_interval(ratios)
         if high < 1 or low > 1:
-            saved.append(f"takes {statistics.median(ratios):.2f} of dense's time a step [{low:.3g}, {high:.3g}]")
+            saved.append(f"takes {statistics.median(ratios):.3g} of dense's time a step [{low:.3g}, {high:.3g}]")
     return saved
 
 
