@@ -67,7 +67,7 @@ def board() -> Path:
     folder = Path(__file__).parents[1] / "leaderboard"
     changed = subprocess.run(["git", "status", "--porcelain", "."], cwd=folder, capture_output=True, text=True)
     if changed.returncode or changed.stdout:
-        pytest.skip("the leaderboard was measured anew since the last commit (or this is no git checkout)")
+        pytest.skip("the leaderboard differs from the last commit (or this is no git checkout)")
     return folder
 
 

@@ -93,7 +93,7 @@ def test_the_suite_sees_dense_grow_and_a_bounded_cache_stay(tmp_path):
     args = ["run", "memory-cpu", "--set", "id=random:stories-260k", "--set", "tokens=12000", "--set", "capacity=[64]"]
     done = bench(*args, "--policy", "dense", "--policy", "sink_window", "--threads", 1, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    records, problems = RecordStore(tmp_path / "leaderboard/results").read_all()
+    records, problems = RecordStore(tmp_path / "results").read_all()
     assert not problems
     found = {r.cell["policy"]: r.metrics for r in records}
     assert found["dense"]["growth_bytes"] > 12000 * 5 * 4 * 16 * 4 * 0.7  # most of its K/V: layers, heads, dims, bytes
@@ -197,5 +197,5 @@ def test_a_shape_that_does_not_fit_is_a_failed_cell(tmp_path, monkeypatch):
     done = bench(*args, *(x for s in short for x in ("--set", s)), cwd=tmp_path)
     assert done.returncode == 4
     assert "out of memory: its weights take" in done.stderr
-    records, _ = RecordStore(tmp_path / "leaderboard/results").read_all()
+    records, _ = RecordStore(tmp_path / "results").read_all()
     assert sorted(r.status for r in records) == ["failed", "ok"]

@@ -35,8 +35,8 @@ def cli(debug: bool) -> None:
     """KV Bench: what an LLM loses, and gains, when part of its KV cache is thrown away.
 
     \b
-    bench run suites/pg19.yaml      measure, one record a cell
-    bench leaderboard               records -> leaderboard/README.md
+    bench run quickstart      measure every policy, one record a cell, in ./results
+    bench leaderboard         make the pages of ./results: index.html and README.md
     """
 
 

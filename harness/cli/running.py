@@ -7,9 +7,14 @@ from typing import Any
 
 import click
 
+from kvbench.harness.cli.output import FILLED
+
 _OPTIONS: list[Callable[[Any], Any]] = [
-    click.option("--model", metavar="DIR|HUB_ID", help="Use this model instead of the suite's."),
-    click.option("--data", metavar="DIR", envvar="BENCH_DATA", help="Directory of the text: .parquet or .txt (or BENCH_DATA)."),
+    click.option("--model", metavar="DIR|HUB_ID", type=FILLED, help="Use this model instead of the suite's."),
+    click.option(
+        "--data", metavar="DIR", envvar="BENCH_DATA", type=FILLED,
+        help="Directory of the text: .parquet or .txt (or BENCH_DATA).",
+    ),
     click.option(
         "--policy", "policies", multiple=True, metavar="POLICY",
         help="Only these: a name, file.py:Class, or '{name: h2o, window: 8}'.",

@@ -17,8 +17,8 @@ from kvbench.harness.report.overview import overview
 
 _INTRODUCTION = """# Leaderboard
 
-Written by `bench leaderboard` from the records in `results/`; don't edit. [Figures from papers beside ours](paper.md);
-[the same as one page to sort and filter](index.html).
+Written by `bench leaderboard` from records; don't edit. It also writes `index.html`, the same on one page to sort and filter,
+and [figures from papers beside ours](paper.md).
 How to read it:
 
 - **capacity** is the number of tokens a KV head keeps between steps; a step attends to those and itself.

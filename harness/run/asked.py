@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from kvbench.harness.suite import Cell
 
 
+PUBLISHED = Path("leaderboard/results")  # of a checkout, so that every cell on its page can be measured again
+
+
 @dataclass(frozen=True)
 class Asked:
     """A suite, and what is changed of it for a run."""
@@ -37,7 +40,7 @@ class Asked:
         """The cells: of the suite, or the one of a record whose cell id begins like that.
 
         Args:
-            results: folder of records.
+            results: folder of the records to find that cell in; the published ones are looked through after it.
 
         Raises:
             UserError: no such suite or record, or a mistake in it.
@@ -56,14 +59,19 @@ class Asked:
         from kvbench.harness.models.hub import is_local_name
         from kvbench.harness.records import RecordStore
 
-        found = {r.cell_id: r for r in RecordStore(results).read_all()[0] if r.cell_id.startswith(self.suite)}
-        if len(found) != 1:
-            raise UserError(f"{self.suite}: {len(found) or 'no'} cells of the records in {results} begin like that")
+        for folder in (results, PUBLISHED):
+            matches = {r.cell_id: r for r in RecordStore(folder).read_all()[0] if r.cell_id.startswith(self.suite)}
+            if matches:
+                break
+        else:
+            raise UserError(f"{self.suite}: no cell of the records in {results} begins like that")
+        if len(matches) > 1:
+            raise UserError(f"{self.suite}: {len(matches)} cells of the records in {folder} begin like that: give more of the id")
         if self.policies or self.settings or self.dtype:
             raise UserError(
                 f"{self.suite}: a record's cell is measured as it was asked for; --policy, --set and --dtype change it"
             )
-        cell = suites.again(next(iter(found.values())).cell, self.model)
+        cell = suites.again(next(iter(matches.values())).cell, self.model)
         if self.model is None and is_local_name(cell.model.id):
             raise UserError(f"{self.suite}: its model {cell.model.id} was a local directory: give --model DIR, where it is now")
         return cell

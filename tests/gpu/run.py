@@ -1,6 +1,6 @@
 """Everything that needs a GPU, in one run under ten minutes: the equalities on CUDA, latency, memory, a short perplexity.
 
-    make gpu                                            (or: python tests/gpu/run.py --results leaderboard/results)
+    make gpu                                            (or: python tests/gpu/run.py --results my/results)
     make gpu ARGS="--model path/to/model --data path/to/books"
 
 Nothing is downloaded. Models have a published shape and random weights, made on the device. A perplexity is measured if
@@ -81,7 +81,7 @@ def environment(folder: str) -> dict[str, str]:
 def main() -> int:
     """Run the stages. -> 1 if any failed or did not end in time."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", default="leaderboard/results", help="folder of the records")
+    parser.add_argument("--results", default=os.environ.get("BENCH_RESULTS") or "results", help="folder of the records")
     parser.add_argument("--seconds", type=float, default=570, help="for everything together")
     parser.add_argument("--model", help="of the perplexity: a directory")
     parser.add_argument("--data", help="of the perplexity: a directory of books")
