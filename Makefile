@@ -29,13 +29,6 @@ check: .venv/ready  ## what CI checks: lint, format, types, tests
 	$(BIN)/mypy
 	$(MAKE) test
 
-docs: .venv/docs  ## the documentation and the leaderboard as a site, in site/
-	$(BIN)/bench leaderboard --results leaderboard/results --out leaderboard/README.md
-	$(BIN)/python -m mkdocs build --strict
-
-picture: .venv/ready  ## the README's picture, from the records in leaderboard/results
-	$(BIN)/python docs/images/draw.py
-
 microbench: .venv/ready  ## the inner pieces; perplexity beside frozen loops, a decode step beside Hugging Face: a quarter of an hour
 	$(BIN)/python -m pytest tests/benchmarks/bench_inner.py --benchmark-group-by=group --benchmark-columns=median,iqr,rounds $(ARGS)
 	$(BIN)/python tests/benchmarks/perplexity_speed.py --only band
@@ -61,9 +54,18 @@ gpu-wheels: .venv/ready  ## what a GPU machine without network may lack, to be b
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
+clean:
+	rm -rf .venv site
+
+.PHONY: docs picture
+
+docs: .venv/docs  ## the documentation and the leaderboard as a site, in site/
+	$(BIN)/bench leaderboard --results leaderboard/results --out leaderboard/README.md
+	$(BIN)/python -m mkdocs build --strict
+
+picture: .venv/ready  ## the README's picture, from the records in leaderboard/results
+	$(BIN)/python docs/images/draw.py
+
 .venv/docs: .venv/ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	touch $@
-
-clean:
-	rm -rf .venv site
