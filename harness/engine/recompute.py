@@ -40,9 +40,9 @@ class _Windows:
         shape = self.model.layers[layer]
         if shape.rotation is not None:
             query, keys = shape.rotation.pair(query), shape.rotation.pair(keys)
-            at = torch.arange(keys.shape[2], device=keys.device)
-            turns = shape.rotation.factors(at, keys.dtype, self.longest + 1)
-            query, keys = rotate(query, turns), rotate(keys, turns)
+            positions = torch.arange(keys.shape[2], device=keys.device)
+            rope_factors = shape.rotation.factors(positions, keys.dtype, self.longest + 1)
+            query, keys = rotate(query, rope_factors), rotate(keys, rope_factors)
         return causal(query.unflatten(1, (shape.heads, -1)), keys, values, terms, self.padding).flatten(1, 2)
 
 
