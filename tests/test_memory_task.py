@@ -129,8 +129,10 @@ def test_a_process_that_is_killed_counts_as_out_of_memory(monkeypatch, tmp_path)
 
 
 RUN = """
-import json, sys
+import json, signal, sys
 from kvbench.harness.run import apart
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell inherits "ignore"
 
 apart._CHILD = sys.argv[2] + apart._CHILD
 apart.measure(json.loads(sys.argv[1]), lambda tokens, text: print(text, flush=True))
