@@ -110,10 +110,7 @@ def test_a_policy_of_a_package_beside_the_user_is_found(tmp_path):
     (tmp_path / "theirs" / "newest.py").write_text(POLICY)
     done = bench_process("policy", "check", "theirs.newest:Newest", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    *rules, reads = done.stdout.splitlines()
-    assert rules
-    assert all(line.startswith("ok ") for line in rules)
-    assert reads.startswith("reads ")
+    assert done.stdout.count("ok ") == 8
     missing = bench_process("policy", "check", "theirs.newest:Oldest", cwd=tmp_path)
     assert missing.stderr == "bench: theirs.newest has no 'Oldest'; name the class, e.g. theirs.newest:Newest\n"
 

@@ -19,6 +19,7 @@ from conftest import model_of
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder, decoder
+from kvbench.harness.engine.method import EAGER
 from kvbench.harness.records import RecordStore
 from kvbench.harness.run import apart
 from kvbench.harness.tasks.memory import Memory, MemoryOptions, tensor_bytes
@@ -33,7 +34,7 @@ OPTIONS = MemoryOptions(tokens=160, points=4)
 
 
 def run(tmp_path, config, **rest):
-    job = Job(model_of("llama"), config, RandomTokens(1), 32, False, tmp_path / "t", lambda tokens, text: None, **rest)
+    job = Job(model_of("llama"), config, RandomTokens(1), 32, EAGER, tmp_path / "t", lambda tokens, text: None, **rest)
     return Memory.run(OPTIONS, job)
 
 
@@ -128,10 +129,8 @@ def test_a_process_that_is_killed_counts_as_out_of_memory(monkeypatch, tmp_path)
 
 
 RUN = """
-import json, signal, sys
+import json, sys
 from kvbench.harness.run import apart
-
-signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job would ignore
 
 apart._CHILD = sys.argv[2] + apart._CHILD
 apart.measure(json.loads(sys.argv[1]), lambda tokens, text: print(text, flush=True))

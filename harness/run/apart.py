@@ -121,6 +121,7 @@ def _answer(request: dict[str, Any], out: IO[str]) -> dict[str, Any]:
 
     from kvbench.harness.core import plugins
     from kvbench.harness.engine.decoder import CacheConfig
+    from kvbench.harness.engine.method import EAGER, TOKEN_BY_TOKEN
     from kvbench.harness.models.load import load_model, load_tokenizer
     from kvbench.harness.tasks.task import Job
 
@@ -135,7 +136,7 @@ def _answer(request: dict[str, Any], out: IO[str]) -> dict[str, Any]:
         directory, request["dtype"], torch.device("cpu"), request["rope_length"], request["pickle"], random=request["random"]
     )
     job = Job(
-        model, config, data, request["block"], request["walk"], Path(request["trace"]),
+        model, config, data, request["block"], TOKEN_BY_TOKEN if request["walk"] else EAGER, Path(request["trace"]),
         lambda tokens, text: _say(out, {"progress": [tokens, text]}),
     )  # fmt: skip
     started = time.perf_counter()

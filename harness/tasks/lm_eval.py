@@ -137,9 +137,8 @@ class LmEval(Task):
         from kvbench.harness.lm_eval.kvbench import KVBench
 
         data: LmEvalData = job.data
-        how = {"walk": job.walk, "closed": job.closed, "compiled": job.compiled} if job.config.policy.caches else {}
         try:
-            reader = Reader(job.model, job.config, options.prompt, options.prompt_tokens, options.batch, job.block, how)
+            reader = Reader(job.model, job.config, options.prompt, options.prompt_tokens, options.batch, job.block, job.method)
         except ValueError as error:
             raise MeasurementError(str(error)) from None
         share, done = data.tokens / len(data.lengths), 0
