@@ -8,7 +8,7 @@ RESULTS ?= $(or $(BENCH_RESULTS),results)
 GPU_PYTHON ?= $(if $(wildcard .venv/ready),.venv/bin/python,python3)
 BIN = .venv/bin
 
-.PHONY: bench leaderboard test check microbench gpu gpu-wheels clean
+.PHONY: bench leaderboard test check docs picture microbench gpu gpu-wheels clean
 
 bench: .venv/ready  ## all policies on a built-in model, or: make bench SUITE=suites/pg19.yaml MODEL=dir-or-hub-id DATA=dir RESULTS=dir
 	@code=0; $(BIN)/bench run $(SUITE) $(if $(MODEL),--model '$(MODEL)') $(if $(DATA),--data '$(DATA)') --results '$(RESULTS)' $(ARGS) \
@@ -28,6 +28,13 @@ check: .venv/ready  ## what CI checks: lint, format, types, tests
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(MAKE) test
+
+docs: .venv/docs  ## the documentation and the leaderboard as a site, in site/
+	$(BIN)/bench leaderboard --results leaderboard/results --out leaderboard/README.md
+	$(BIN)/python -m mkdocs build --strict
+
+picture: .venv/ready  ## the README's picture, from the records in leaderboard/results
+	$(BIN)/python docs/images/draw.py
 
 microbench: .venv/ready  ## the inner pieces; perplexity beside frozen loops, a decode step beside Hugging Face: a quarter of an hour
 	$(BIN)/python -m pytest tests/benchmarks/bench_inner.py --benchmark-group-by=group --benchmark-columns=median,iqr,rounds $(ARGS)
@@ -54,5 +61,9 @@ gpu-wheels: .venv/ready  ## what a GPU machine without network may lack, to be b
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
+.venv/docs: .venv/ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $@
+
 clean:
-	rm -rf .venv
+	rm -rf .venv site

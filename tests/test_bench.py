@@ -36,7 +36,7 @@ class Newest(Policy):
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory, model_dir, text_dir):
-    """A folder in which the smoke suite was run once."""
+    """A folder with the results of one run of the smoke suite."""
     folder = tmp_path_factory.mktemp("ran")
     done = bench_process("run", "smoke", "--model", model_dir, "--data", text_dir, "--threads", 1, cwd=folder)
     assert done.returncode == 0, done.stderr
@@ -169,7 +169,7 @@ def test_a_model_that_gives_no_numbers_is_refused(tmp_path, model_dir, text_dir)
         (["run", "smoke", "--set", "tokens=99999999"], "set tokens lower"),
         (["run", "smoke", "--device", "toaster"], "--device toaster: expected auto, cpu, cuda, or cuda:1 and so on"),
         (["run", "smoke", "--device", "meta"], "--device meta: expected auto"),
-        (["run", "smoke", "--model", "gpt2"], "gpt2: no such directory; a hub id names its owner too, as openai-community/gpt2"),
+        (["run", "smoke", "--model", "gpt2"], "gpt2: no such directory; a hub id includes its owner, e.g. openai-community/gpt2"),
         (["list", "polices"], "policies"),
         (["policy", "check", "h20"], "did you mean 'h2o'?"),
         (["policy", "check", "h2o", "--set", "windw=3"], "did you mean 'window'?"),
@@ -192,7 +192,7 @@ def test_a_users_mistake_is_one_line_and_writes_nothing(tmp_path, model_dir, tex
 def test_a_directory_that_is_no_model_says_what_is_missing(tmp_path, model_dir, text_dir):
     empty = tmp_path / "empty-model"
     empty.mkdir()
-    assert "without config.json" in bench("run", "smoke", "--model", empty, "--data", text_dir, cwd=tmp_path).stderr
+    assert "has no config.json" in bench("run", "smoke", "--model", empty, "--data", text_dir, cwd=tmp_path).stderr
     (empty / "config.json").write_text((model_dir / "config.json").read_text())
     assert "no safetensors weights" in bench("run", "smoke", "--model", empty, "--data", text_dir, cwd=tmp_path).stderr
 
@@ -255,7 +255,7 @@ def test_a_closed_pipe_is_no_error(tmp_path):
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
 @pytest.mark.parametrize(("args", "code"), [("list tasks", 0), ("run nonsense", 2)])
 def test_a_closed_stream_is_no_error(tmp_path, args, code, closed):
-    """Whoever closes it wants to hear nothing there."""
+    """A reader that closes the pipe gets no error message."""
     done = subprocess.run(
         f"{sys.executable} -m kvbench {args} {closed}", shell=True, cwd=tmp_path, capture_output=True, text=True,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},

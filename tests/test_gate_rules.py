@@ -1,4 +1,4 @@
-"""Every figure of every record has a rule of the gate."""
+"""The gate has a rule for every figure of every record."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from test_paper import cell_record
 
-from kvbench.harness.cli.running import Asked
 from kvbench.harness.records import RecordStore
 from kvbench.harness.report.gate_rules import RULES, Elsewhere, Held, NotHeld, figures, rule_of
 from kvbench.harness.report.gate_times import CHECKS
+from kvbench.harness.run.asked import Asked
 
 LEADERBOARD = Path(__file__).parents[1] / "leaderboard"
 SUITE = """
@@ -58,7 +58,7 @@ def test_of_a_fresh_run_of_every_task(fresh):
 
 @pytest.mark.parametrize("folder", ["results", "baselines"])
 def test_of_every_record_of_the_leaderboard(folder):
-    """Those of tasks that need a data set (arc_stream, lm_eval) are among them, or have the figures of these."""
+    """Tasks that need a data set (arc_stream, lm_eval) are covered, or have the same figures as covered ones."""
     records = RecordStore(LEADERBOARD / folder).read_all()[0]
     assert records
     assert not without_rule(records)
@@ -70,7 +70,7 @@ def test_a_figure_that_nobody_thought_of_is_noticed():
 
 
 def test_every_row_is_used_and_says_something(fresh):
-    """A row of a figure that no record has is a name misspelt, or a figure that is gone."""
+    """A rule for a figure that no record has is misspelt or out of date."""
     records = [*fresh, *RecordStore(LEADERBOARD).read_all()[0]]
     seen = Counter(id(rule_of(r, name)) for r in records for name, _ in figures(r))
     shared = Counter(map(id, RULES.values()))

@@ -14,7 +14,7 @@ import click
 from kvbench import __version__
 from kvbench.harness.cli import judge, keep, lm_eval, look, measure, pages
 from kvbench.harness.cli.output import debugging
-from kvbench.harness.core.errors import NO_ROOM, Exit, UserError
+from kvbench.harness.core.errors import DISK_ERRNOS, Exit, UserError
 
 
 class _Bench(click.Group):
@@ -102,7 +102,7 @@ def _code() -> int:
     except BrokenPipeError:
         raise
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in NO_ROOM:
+        if isinstance(error, OSError) and error.errno in DISK_ERRNOS:
             return _mistake(f"{error.filename or 'a temporary file'}: {error.strerror}; finished cells are kept")
         return _crashed()
 

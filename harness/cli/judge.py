@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvbench.harness.cli.output import FILLED, RESULTS, RESULTS_VARIABLE, print_rows, skipped, writable
+from kvbench.harness.cli.output import FILLED, RESULTS, RESULTS_VARIABLE, debugging, print_rows, skipped, writable
 from kvbench.harness.cli.rerun import asked_again, kept, still_asked, with_those_beside
-from kvbench.harness.cli.running import Asked, suite_options
+from kvbench.harness.cli.running import suite_options
 from kvbench.harness.core.errors import Exit, RefusedModelError, UserError
+from kvbench.harness.run.asked import Asked
 
 if TYPE_CHECKING:
     from kvbench.harness.records import Record
@@ -118,14 +119,15 @@ def _run(about: Baseline, base: Measured, keep: str | None, model: str | None, d
     with TemporaryDirectory() as scratch:
         target = writable(Path(keep)) if keep else Path(scratch) / "records"
         try:
-            now = asked.measured(target, cells, fresh=True)
+            now = asked.measured(target, cells, fresh=True, tracebacks=debugging())
         except RefusedModelError as error:
             return gate.check(base, ([], target), about.bands, refused=str(error))
         tries = itertools.count(1)
 
         def again(ids: Collection[str]) -> list[Record]:
             click.echo(f"{len(ids)} cells looked slower or larger: measured again", err=True)
-            return asked.measured(Path(scratch) / f"again{next(tries)}", with_those_beside(ids, cells), fresh=True)
+            folder, chosen = Path(scratch) / f"again{next(tries)}", with_those_beside(ids, cells)
+            return asked.measured(folder, chosen, fresh=True, tracebacks=debugging())
 
         return gate.looked_again(gate.check(base, (now, target), about.bands), base[0], about.bands, again)
 
@@ -161,10 +163,10 @@ def update(folder: str, suite: str, runs: int, why: str, who: str | None, **opti
     with TemporaryDirectory(dir=writable(target.parent), prefix=".update-") as scratch:
         records = Path(scratch) / "records"
         cells = asked.cells()
-        first = asked.measured(records, cells, fresh=True)
+        first = asked.measured(records, cells, fresh=True, tracebacks=debugging())
         latency = [c for c in cells if c.task.name == "latency"]
         more = range(1, runs) if latency else ()
-        repeated = [first, *(asked.measured(Path(scratch) / f"{n}", latency, fresh=True) for n in more)]
+        repeated = [first, *(asked.measured(Path(scratch) / f"{n}", latency, fresh=True, tracebacks=debugging()) for n in more)]
         learnt = bands.learnt(repeated)
         about = Baseline(
             suite=kept_suite, options=kept_options, who=who or _git_user(), why=why, bands=learnt,

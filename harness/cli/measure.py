@@ -10,9 +10,10 @@ from typing import Any
 import click
 
 from kvbench.harness.cli.closing import show_closing
-from kvbench.harness.cli.output import print_rows, results_option, writable
-from kvbench.harness.cli.running import Asked, suite_options
+from kvbench.harness.cli.output import debugging, print_rows, results_option, writable
+from kvbench.harness.cli.running import suite_options
 from kvbench.harness.core.errors import Exit
+from kvbench.harness.run.asked import Asked
 
 
 @click.command()
@@ -49,7 +50,7 @@ def run(
 
         print_rows([row.cells() for row in estimates(cells, asked.device)], as_json)
         return
-    records = asked.measured(writable(Path(results)), cells, fresh, block, walk)
+    records = asked.measured(writable(Path(results)), cells, fresh, block, walk, tracebacks=debugging())
     for_a_person = sys.stdout.isatty() and not as_json
     if as_json:
         click.echo(json.dumps([vars(r) for r in records], indent=1, ensure_ascii=False))

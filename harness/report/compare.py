@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from kvbench.harness.core.intervals import FEWEST_BLOCKS, clustered, median_interval, wilson
+from kvbench.harness.core.intervals import MIN_BLOCKS, clustered, median_interval, wilson
 from kvbench.harness.records import Record
 from kvbench.harness.report.pairing import paired
 
@@ -142,7 +142,7 @@ def _score(a: Record, b: Record) -> list[Difference]:
     if a.cell_id == b.cell_id and x["scores"] == y["scores"]:
         return [Difference("score", x["score"], y["score"], 0.0, 0.0, 0.0, "same", "the same score for every question")]
     off, weights = np.array(y["scores"]) - np.array(x["scores"]), np.array(y.get("weights", np.ones(len(y["scores"]))))
-    if len(off) < FEWEST_BLOCKS:
+    if len(off) < MIN_BLOCKS:
         return [
             Difference("score", x["score"], y["score"], change, None, None, "can't tell", f"{len(off)} questions are too few")
         ]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvbench.harness.core.intervals import FEWEST_BLOCKS, Interval, clustered, interval
+from kvbench.harness.core.intervals import MIN_BLOCKS, Interval, clustered, interval
 from kvbench.harness.records import Record
 
 Sums = tuple[NDArray[np.float64], NDArray[np.float64]]
@@ -32,7 +32,7 @@ def perplexity(record: Record) -> Interval | None:
     if record.status != "ok" or "blocks" not in record.metrics:
         return None
     sums, tokens = _sums(record.metrics["blocks"])
-    if len(record.metrics["texts"]["tokens"]) >= FEWEST_BLOCKS:
+    if len(record.metrics["texts"]["tokens"]) >= MIN_BLOCKS:
         return clustered(*_sums(record.metrics["texts"]))
     result = interval(sums, tokens, record.metrics["blocks"]["size"], record.cell["capacity"] or 0)
     return replace(result, low=None, high=None, p=None) if past_training(record) else result
@@ -57,7 +57,7 @@ def paired(record: Record, base: Record, trend: bool = False) -> Interval | None
         return None
     capacity = max(record.cell["capacity"] or 0, base.cell["capacity"] or 0)
     texts = (ours["texts"], theirs["texts"])
-    if len(texts[0]["tokens"]) > FEWEST_BLOCKS and texts[0]["tokens"] == texts[1]["tokens"]:
+    if len(texts[0]["tokens"]) > MIN_BLOCKS and texts[0]["tokens"] == texts[1]["tokens"]:
         (x, n), (y, _) = _sums(texts[0]), _sums(texts[1])
         return clustered((x - y)[1:], n[1:])  # the first text is where the caches filled
     (x, n), (y, m) = _sums(ours), _sums(theirs)

@@ -33,6 +33,19 @@ class StderrConsole(Console):
         raise SystemExit(Exit.CLOSED_PIPE)
 
 
+class Silence:
+    """A `runner.Watcher` that tells nobody."""
+
+    def begin(self, label: str, number: int, cells: int, total: int) -> None:
+        """Nothing."""
+
+    def advance(self, tokens: int, text: str) -> None:
+        """Nothing."""
+
+    def end(self, label: str, record: Record, skipped: bool) -> None:
+        """Nothing."""
+
+
 class ProgressView:
     """A `runner.Watcher` that tells a person."""
 
