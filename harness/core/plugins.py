@@ -11,7 +11,7 @@ import pkgutil
 import sys
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvbench.harness.core.errors import UserError, described, did_you_mean
@@ -119,54 +119,6 @@ def task_class(name: str) -> type[Any]:
         raise UserError(f"unknown task '{name}'{did_you_mean(name, task_names())}")
     kind: type[Any] = importlib.import_module(f"{_TASKS}.task").Task
     return _defined_in(importlib.import_module(f"{_TASKS}.{name}"), kind)
-
-
-def source_digest(policy: type[Policy]) -> str:
-    """sha256 of the source that decides what a policy keeps: its module, those it inherits from, and its statistics."""
-    from kvbench.policies import Policy
-
-    kinds = [c for c in policy.__mro__ if issubclass(c, Policy) and c is not Policy]
-    parts = []
-    for module in dict.fromkeys(c.__module__ for c in kinds):
-        text = _source(sys.modules[module])
-        parts += [_members(c) for c in kinds if c.__module__ == module] if text is None else [text]
-    parts += [_source(s) or _members(s) for s in policy.statistics]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-
-def _source(of: ModuleType | type) -> str | None:
-    """Its text, with `policies` for `kvbench.policies`: the digests of older records are of texts that said that.
-
-    None where there is no file, as in a notebook.
-    """
-    try:
-        return inspect.getsource(of).replace(_POLICIES, "policies")
-    except (OSError, TypeError):
-        return None
-
-
-def _members(kind: type) -> str:
-    """What stands for the text of a class without a file: its own functions, as text or bytecode, and its plain values."""
-    lines = []
-    for name, value in sorted(vars(kind).items()):
-        function = inspect.unwrap(getattr(value, "__func__", value))
-        if inspect.isfunction(function) and not name.startswith("__"):
-            lines.append(f"{name}: {_function(function)}")
-        elif isinstance(value, (str, bool, int, float)) and not name.startswith("__"):
-            lines.append(f"{name} = {value!r}")
-    return "\n".join([kind.__name__, *lines])
-
-
-def _function(function: FunctionType) -> str:
-    try:
-        return inspect.getsource(function)  # a notebook's cells are known to Python by their functions
-    except (OSError, TypeError):
-        return _bytecode(function.__code__)
-
-
-def _bytecode(code: CodeType) -> str:
-    constants = [_bytecode(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
-    return f"{code.co_code.hex()} {code.co_names} {constants}"
 
 
 def _modules(package: str, infrastructure: set[str]) -> list[str]:

@@ -12,6 +12,7 @@ import torch
 from kvbench.harness.core import plugins
 from kvbench.harness.core.device import device_name, free_bytes
 from kvbench.harness.core.errors import UserError
+from kvbench.harness.core.sources import source_digest
 from kvbench.harness.models.config import read_config
 from kvbench.harness.models.hub import model_directory, weights_digest
 from kvbench.harness.models.load import load_tokenizer
@@ -62,7 +63,7 @@ def prepare(cells: Sequence[Cell], device: torch.device, data: Path | None) -> l
         task: type[Task] = plugins.task_class(cell.task.name)
         if asked not in known:
             known[asked] = task.data(cell.task, lambda d=directory: load_tokenizer(d), data)  # type: ignore[misc]
-        weights, source = weights_digest(directory), plugins.source_digest(type(cell.policy))
+        weights, source = weights_digest(directory), source_digest(type(cell.policy))
         where = [device_name(device), torch.get_num_threads()] if task.of_device else []
         key = digest([cell.id, known[asked].ids_sha256, weights, source, NUMERICS_VERSION, *where])
         record = Record(cell.asked(), cell.id, key, "ok", data=known[asked].facts())
