@@ -101,7 +101,7 @@ class Experiment:
 
     def _band_of(self, policy: str) -> float:
         """How far a policy's band reaches above its ratio, as a share of it."""
-        ids = {r.cell_id for r in self.records if r.cell["policy"] == policy}
+        ids = {r.cell_id for r in self.records if r.cell.policy == policy}
         return max((b.high / b.ratio for cell, b in self.about.bands.items() if cell in ids), default=float("inf")) - 1
 
     def _outcome(

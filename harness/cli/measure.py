@@ -47,7 +47,7 @@ def run(
         return
     records = asked.measured(writable(Path(results)), cells, fresh, block, walk)
     if as_json:
-        click.echo(json.dumps([vars(r) for r in records], indent=1, ensure_ascii=False))
+        click.echo(json.dumps([r.as_json() for r in records], indent=1, ensure_ascii=False))
     else:
         from kvbench.harness.report.summary import rows
 

@@ -16,30 +16,78 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from pydantic import BaseModel, ConfigDict, Field
+
 from kvbench.harness.core.errors import RefusedModelError, UserError
 from kvbench.harness.core.failure import ApartError, failure
+from kvbench.policies import PositionMode
 
 _CHILD = "from kvbench.harness.run.apart import child; child()"
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when its parent dies
 
 
-def measure(request: dict[str, Any], progress: Callable[[int, str], None]) -> dict[str, Any]:
+class CellRun(BaseModel):
+    """A cell, and all that a fresh process needs to measure it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    directory: Path = Field(description="of the model")
+    random: bool = Field(description="the model has no weights: they are drawn")
+    dtype: str = Field(description="of weights and cache")
+    rope_length: int | None = Field(description="longest position, for RoPE types that depend on it; tokens")
+    pickle: bool = Field(description="accept weights that are not safetensors")
+    task: dict[str, Any] = Field(description="its name and options")
+    data: Path | None = Field(description="directory of the text")
+    policy: str = Field(description="its name, or file.py:Class")
+    parameters: dict[str, Any] = Field(description="of the policy")
+    capacity: int | None = Field(description="tokens a KV head keeps between steps")
+    positions: PositionMode = Field(description="where RoPE puts a cached token")
+    limit: int | None = Field(description="largest distance of positions clamped")
+    seed: int = Field(description="of the policy's randomness")
+    block: int = Field(description="tokens that pass a layer at once")
+    walk: bool = Field(description="token by token inside the layers")
+    threads: int = Field(description="of the CPU")
+    trace: Path = Field(description="file of per-token figures")
+
+    def to_json(self) -> str:
+        """One line."""
+        return self.model_dump_json()
+
+    @classmethod
+    def from_json(cls, line: str) -> CellRun:
+        """Back from that line."""
+        return cls.model_validate_json(line)
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """What came of it.
+
+    Attributes:
+        metrics: the task's figures, as JSON.
+        model: facts of the model.
+        seconds: that the task's own work took.
+    """
+
+    metrics: dict[str, Any]
+    model: dict[str, Any]
+    seconds: float
+
+
+def measure(cell: CellRun, progress: Callable[[int, str], None]) -> CellResult:
     """Run a cell in a fresh process, which does not outlive this one, nor this call.
 
     Args:
-        request: `directory`, `random`, `dtype`, `rope_length`, `pickle`: the model; `task` with its `name`; `data`;
-            `policy`, `parameters`, `capacity`, `positions`, `limit`, `seed`; `block`, `walk`, `threads`, `trace`.
-        progress: as in `Job`.
-
-    Returns:
-        {"metrics", "model", "seconds"}: the figures, the model's facts, and how long the task's own work took.
+        cell: to measure.
+        progress: is called with the tokens done and the figure so far, as in `Job`.
 
     Raises:
         UserError: of the child's; its model can't be driven, say.
-        ApartError: what it died of.
+        ApartError: the error it failed with.
         MemoryError: it was killed, as the system does with a process that takes too much memory.
     """
     with subprocess.Popen(
@@ -47,7 +95,7 @@ def measure(request: dict[str, Any], progress: Callable[[int, str], None]) -> di
         process_group=0,  # Ctrl-C reaches this process alone, which tells of it and ends the other
     ) as process:  # fmt: skip
         try:
-            answer = _conversation(process, request, progress)
+            answer = _conversation(process, cell, progress)
             process.wait()
         finally:
             process.kill()  # nothing where it has ended
@@ -61,17 +109,15 @@ def measure(request: dict[str, Any], progress: Callable[[int, str], None]) -> di
         raise MemoryError(f"its process was killed by signal {-process.returncode}")
     if "metrics" not in answer:
         raise RuntimeError(f"its process ended with exit code {process.returncode} and said nothing")
-    return answer
+    return CellResult(answer["metrics"], answer["model"], answer["seconds"])
 
 
-def _conversation(
-    process: subprocess.Popen[str], request: dict[str, Any], progress: Callable[[int, str], None]
-) -> dict[str, Any]:
+def _conversation(process: subprocess.Popen[str], cell: CellRun, progress: Callable[[int, str], None]) -> dict[str, Any]:
     """The request, and the child's last word: of a child that died before it said one, nothing."""
     assert process.stdin
     assert process.stdout
     with contextlib.suppress(BrokenPipeError):  # a child that died at once is told of by its exit code
-        process.stdin.write(json.dumps(request) + "\n")
+        process.stdin.write(cell.to_json() + "\n")
         process.stdin.flush()
     answer: dict[str, Any] = {}
     for line in process.stdout:
@@ -91,7 +137,7 @@ def child() -> None:
     _end_with_parent(sys.stdin)
     out, sys.stdout = sys.stdout, sys.stderr  # whatever a library prints is no line of ours
     try:
-        answer = _answer(json.loads(line), out)
+        answer = _answer(CellRun.from_json(line), out)
     except UserError as error:
         answer = {"mistake": str(error), "refused": isinstance(error, RefusedModelError)}
     except (Exception, SystemExit) as error:  # the parent tells of it
@@ -115,32 +161,28 @@ def _end_with_parent(stdin: IO[str]) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _answer(request: dict[str, Any], out: IO[str]) -> dict[str, Any]:
+def _answer(cell: CellRun, out: IO[str]) -> dict[str, Any]:
     """The cell, measured."""
     import torch
 
     from kvbench.harness.core import plugins
     from kvbench.harness.engine.decoder import CacheConfig
     from kvbench.harness.models.load import load_model, load_tokenizer
-    from kvbench.harness.tasks.task import Job
+    from kvbench.harness.tasks.task import Job, Task
 
-    torch.set_num_threads(request["threads"])
-    directory = Path(request["directory"])
-    task = plugins.task_class(request["task"]["name"])
-    options = task.options(**request["task"])
-    policy = plugins.policy_class(request["policy"])(**request["parameters"])
-    config = CacheConfig(policy, request["capacity"], request["positions"], request["limit"], request["seed"])
-    data = task.data(options, lambda: load_tokenizer(directory), Path(request["data"]) if request["data"] else None)
-    model = load_model(
-        directory, request["dtype"], torch.device("cpu"), request["rope_length"], request["pickle"], random=request["random"]
-    )
+    torch.set_num_threads(cell.threads)
+    task: type[Task] = plugins.task_class(cell.task["name"])
+    options = task.options(**cell.task)
+    policy = plugins.policy_class(cell.policy)(**cell.parameters)
+    config = CacheConfig(policy, cell.capacity, cell.positions, cell.limit, cell.seed)
+    data = task.data(options, lambda: load_tokenizer(cell.directory), cell.data)
+    model = load_model(cell.directory, cell.dtype, torch.device("cpu"), cell.rope_length, cell.pickle, random=cell.random)
     job = Job(
-        model, config, data, request["block"], request["walk"], Path(request["trace"]),
-        lambda tokens, text: _say(out, {"progress": [tokens, text]}),
-    )  # fmt: skip
+        model, config, data, cell.block, cell.walk, cell.trace, lambda tokens, text: _say(out, {"progress": [tokens, text]})
+    )
     started = time.perf_counter()
     metrics = task.run(options, job)
-    return {"metrics": metrics, "model": model.facts(), "seconds": time.perf_counter() - started}
+    return {"metrics": metrics.as_json(), "model": model.facts(), "seconds": time.perf_counter() - started}
 
 
 def _say(out: IO[str], value: dict[str, Any]) -> None:

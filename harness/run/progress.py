@@ -89,13 +89,14 @@ class ProgressView:
         if skipped:
             self._line(f"{label}: finished before, skipped (--fresh measures it again)")
         elif record.status == "failed" and record.error:
-            place = f" ({record.error['where']})" if record.error.get("where") else ""
-            self._line(f"{head}: FAILED, {record.error['kind']}: {record.error['message']}{place}")
-            for line in record.error.get("traceback", []) if self._tracebacks else []:
+            place = f" ({record.error.where})" if record.error.where else ""
+            self._line(f"{head}: FAILED, {record.error.kind}: {record.error.message}{place}")
+            for line in record.error.traceback if self._tracebacks else []:
                 self._line(line)
         else:
-            speed = f", {record.facts['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in record.facts else ""
-            self._line(f"{head}: {headline(record)}{speed}, {record.facts['seconds']:.1f} s")
+            speed = record.facts.tokens_per_second
+            told = "" if speed is None else f", {speed:,.0f} tokens/s"
+            self._line(f"{head}: {headline(record)}{told}, {record.facts.seconds or 0.0:.1f} s")
 
     def _line(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -157,7 +157,7 @@ class WalkKernel:
         self._cosine, self._sine = table.real.T.contiguous(), table.imag.T.contiguous()  # of every angle. [P, angles]
 
     @classmethod
-    def of(cls, slots: Slots, mode: PositionMode, limit: int, longest: int | None) -> Self | None:  # noqa: ARG003
+    def of(cls, slots: Slots, mode: PositionMode, limit: int, longest: int | None) -> Self | None:
         """None where there is none."""
         kernel = cls.built(slots, mode, limit).function
         if kernel is None:
