@@ -19,7 +19,7 @@ import torch
 from kvbench.harness.data import questions
 from kvbench.harness.data.prose import Prose
 from kvbench.harness.engine import closed_form, walk
-from kvbench.harness.engine.loop import CachedDecoder
+from kvbench.harness.engine.loop import BlockInLayers, CachedDecoder
 from kvbench.harness.engine.recompute import RecomputeDecoder
 from kvbench.harness.engine.rotary import Rotation
 from kvbench.harness.engine.slots import Slots
@@ -80,13 +80,13 @@ def slowdown(share: float = 0.3, only: type | None = H2O, single: bool = True, b
 @contextmanager
 def wrong_rank() -> Iterator[None]:
     """Keys of a full cache are turned to their neighbour's rank. Not dense's: the check at load would refuse that model."""
-    plain = Walk._key_turns
+    plain = Walk._key_factors
 
-    def turns(self, rows, rotation):
-        right = plain(self, rows, rotation)
+    def factors(self, rows, rotation, steps):
+        right = plain(self, rows, rotation, steps)
         return right if self.slots.capacity is None else right.roll(1, -2)
 
-    with patch.object(Walk, "_key_turns", turns):
+    with patch.object(Walk, "_key_factors", factors):
         yield
 
 
@@ -95,8 +95,9 @@ def other_capacity(more: int = 1) -> Iterator[None]:
     """A bounded cache has so many slots more."""
     plain = Slots.__init__
 
-    def other(self, shape, layers, total, policy, capacity, *rest):
-        plain(self, shape, layers, total, policy, capacity if capacity is None else capacity + more, *rest)
+    def other(self, shape, *, config, **rest):
+        asked = config if config.capacity is None else replace(config, capacity=config.capacity + more)
+        plain(self, shape, config=asked, **rest)
 
     with patch.object(Slots, "__init__", other):
         yield
@@ -142,25 +143,26 @@ def narrower_band(longer_than: int = 1) -> Iterator[None]:
 @contextmanager
 def late_rope(first: int) -> Iterator[None]:
     """RoPE is a position off from there on."""
-    plain = Rotation.turns
+    plain = Rotation.factors
 
-    def turns(self, positions, dtype, longest):
+    def factors(self, positions, dtype, longest):
         return plain(self, positions + (positions >= first), dtype, longest + 1)
 
-    with patch.object(Rotation, "turns", turns):
+    with patch.object(Rotation, "factors", factors):
         yield
 
 
 @contextmanager
 def late_attention(first: int) -> Iterator[None]:
     """What H2O's blocks attend to comes out 2 % small, late in the stream."""
-    plain = Walk.attend
+    plain = BlockInLayers.attend
 
-    def attend(self, layer, query, keys, values, terms, block):
-        out = plain(self, layer, query, keys, values, terms, block)
-        return out * 0.98 if isinstance(self.slots.policy, H2O) and (block.seen or 0) >= first else out
+    def attend(self, layer, *given):
+        out = plain(self, layer, *given)
+        late = (self.block.seen or 0) >= first and isinstance(self.walks[0].slots.policy, H2O)
+        return out * 0.98 if late else out
 
-    with patch.object(Walk, "attend", attend):
+    with patch.object(BlockInLayers, "attend", attend):
         yield
 
 
@@ -284,8 +286,8 @@ class _Wrong:
 @contextmanager
 def refused_model() -> Iterator[None]:
     """RoPE is a position off wherever something is read: the self-check at load refuses every model."""
-    plain = Rotation.turns
-    with patch.object(Rotation, "turns", lambda self, at, *rest: plain(self, at // 2, *rest)):
+    plain = Rotation.factors
+    with patch.object(Rotation, "factors", lambda self, at, *rest: plain(self, at // 2, *rest)):
         yield
 
 

@@ -18,6 +18,7 @@ from kvbench.harness.core.intervals import wilson
 from kvbench.harness.data import arc
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import decoder
+from kvbench.harness.engine.method import EAGER
 from kvbench.harness.models.load import load_tokenizer
 from kvbench.harness.tasks import arc_stream, streameval
 from kvbench.harness.tasks.arc_stream import ArcStream, ArcStreamOptions
@@ -34,7 +35,7 @@ def tokenizer(model_dir):
 
 
 def job_of(data, tmp_path, config, model=None, **rest) -> Job:
-    return Job(model, config, data, 16, False, tmp_path / "answers", lambda tokens, text: None, **rest)
+    return Job(model, config, data, 16, EAGER, tmp_path / "answers", lambda tokens, text: None, **rest)
 
 
 @dataclass

@@ -74,7 +74,7 @@ def test_every_file_imports_what_its_package_may(path):
     assert not {m for m in imports(path) if m.split(".")[0] in ("harness", "policies", "tests")}
     if inside[0] == "kernels":  # which the walk calls, and little else of the engine
         of_engine = {m.split(".")[3] for m in imports(path) if m.startswith("kvbench.harness.engine.")}
-        assert of_engine <= {"kernels", "slots", "rotary"}
+        assert of_engine <= {"kernels", "slots", "rows", "rotary"}
 
 
 def test_the_table_of_imports_has_every_package_and_points_upward():
@@ -92,6 +92,28 @@ def test_the_table_of_imports_has_every_package_and_points_upward():
 )  # fmt: skip
 def test_records_and_reports_need_no_torch(path):
     assert not {m.split(".")[0] for m in imports(path)} & {"torch", "transformers", "datasets", "lm_eval"}
+
+
+def attributes_set(function: ast.FunctionDef) -> set[str]:
+    """Names that a method sets on its first argument."""
+    own = function.args.args[0].arg if function.args.args else ""
+    return {
+        node.attr
+        for node in ast.walk(function)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name) and node.value.id == own
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "harness/engine").rglob("*.py")), ids=lambda p: p.stem)
+def test_no_attribute_is_born_outside_init(path):
+    """What changes from block to block is a value that is passed on, so a reader finds all state of an object in one place."""
+    for kind in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)):
+        methods = {node.name: node for node in kind.body if isinstance(node, ast.FunctionDef)}
+        born = {node.target.id for node in kind.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+        born |= attributes_set(methods["__init__"]) if "__init__" in methods else set()
+        for method in methods.values():
+            assert attributes_set(method) <= born, f"{kind.name}.{method.name}"
 
 
 @pytest.mark.parametrize("command", [["--help"], ["leaderboard", "--out", "-"], ["run", "--help"]])

@@ -22,6 +22,7 @@ from kvbench.harness.engine import fastcheck
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.kernels import compiler
 from kvbench.harness.engine.loop import CachedDecoder
+from kvbench.harness.engine.method import EAGER, FASTEST
 from kvbench.harness.models import hub
 from kvbench.policies import AttentionSum, Policy
 from kvbench.policies.h2o import H2O
@@ -255,19 +256,19 @@ def test_what_can_not_be_built_is_walked_plainly_and_says_why(cache, tmp_path, m
     model, tokens = model_of("llama"), torch.arange(60)[None]
     config = CacheConfig(H2O(), 20)
     found = fastcheck.fast_method(model, config)
-    assert (found.method, found.step) == ("walk", "plain")
+    assert (found.blocks, found.step) == ("walk", "plain")
     assert "can't be built" in found.refused
-    plain, fast = (CachedDecoder(model, config, compiled=compiled)(tokens) for compiled in (False, True))
+    plain, fast = (CachedDecoder(model, config, method=method)(tokens) for method in (EAGER, FASTEST))
     assert torch.equal(plain, fast)
 
 
 @needs_compiler
 def test_a_lost_step_is_said_even_where_blocks_have_a_closed_form(tmp_path, monkeypatch):
     config = CacheConfig(SinkWindow(4), 20)
-    assert fastcheck.fast_method(model_of("llama"), config)[:2] == ("closed form", "compiled")
+    assert fastcheck.fast_method(model_of("llama"), config)[1:3] == ("closed form", "compiled")
     monkeypatch.setenv("CC", "no-such-compiler")
     found = fastcheck.fast_method(model_of("llama"), config)
-    assert found[:2] == ("closed form", "plain")
+    assert found[1:3] == ("closed form", "plain")
     assert found.refused == "no C compiler (no-such-compiler)"
 
 
@@ -281,7 +282,7 @@ class Tova(Policy):
 
 def test_what_has_no_kernel_by_its_nature_is_no_fall_back_and_says_why():
     found = fastcheck.fast_method(model_of("llama"), CacheConfig(Tova(), 20))
-    assert (found.method, found.refused) == ("walk", "")
+    assert (found.blocks, found.refused) == ("walk", "")
     assert found.plain_because == "scope 'layer' can't be compiled"
     odd = fastcheck.fast_method(model_of("gemma2"), CacheConfig(H2O(), 12))
     assert odd.plain_because == "no kernel walks blocks of such layers in this dtype"

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder, decoder
+from kvbench.harness.engine.method import EAGER, TOKEN_BY_TOKEN
 from kvbench.harness.engine.model import adopt, own_attention
 from kvbench.policies import CacheView, Policy, Statistic
 from kvbench.policies.dense import Dense
@@ -36,10 +37,10 @@ def own_forward(family: str, tokens: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("size", [1, 7, 300])
-@pytest.mark.parametrize("walk", [False, True])
-def test_dense_equals_the_models_own_forward_pass(family, size, walk):
+@pytest.mark.parametrize("method", [EAGER, TOKEN_BY_TOKEN])
+def test_dense_equals_the_models_own_forward_pass(family, size, method):
     tokens = tokens_of(300)  # more than one bucket of slots
-    ours = in_blocks(decoder(model_of(family), CacheConfig(Dense()), walk=walk), tokens, size)
+    ours = in_blocks(decoder(model_of(family), CacheConfig(Dense()), method=method), tokens, size)
     torch.testing.assert_close(ours, own_forward(family, tokens), atol=1e-4, rtol=0)
 
 
@@ -336,19 +337,24 @@ def test_slots_stay_where_they_are():
     """Nothing is allocated or moved once the cache is full."""
     read = CachedDecoder(model_of("llama"), CacheConfig(H2O(), 16))
     read(tokens_of(40))
-    slots = read.walks[0].slots
-    places = [x.data_ptr() for x in (slots.keys, slots.values, slots.rank, slots.position, *slots.states.values())]
+    tensors = read.walks[0].slots.tensors
+
+    def places() -> list[int]:
+        return [x.data_ptr() for x in (tensors.keys, tensors.values, tensors.rank, tensors.position, *tensors.states.values())]
+
+    before = places()
     in_blocks(read, tokens_of(40), 1)
-    assert places == [x.data_ptr() for x in (slots.keys, slots.values, slots.rank, slots.position, *slots.states.values())]
+    assert read.walks[0].slots.tensors is tensors
+    assert places() == before
 
 
 def test_far_stream_positions_keep_their_precision():
     """At positions in the millions float32 angles would be off by 0.1; ours come from float64."""
     rotation = model_of("llama").layers[0].rotation
     far = torch.tensor([16_000_000, 9_999_999], device=DEVICE)
-    turns = rotation.turns(far, torch.float32, 2**24)
+    factors = rotation.factors(far, torch.float32, 2**24)
     exact = torch.polar(torch.ones(2, 8, dtype=torch.float64), far.cpu().double()[:, None] * rotation.frequencies)
-    torch.testing.assert_close(turns.cpu(), exact.to(torch.complex64), atol=1e-6, rtol=0)
+    torch.testing.assert_close(factors.cpu(), exact.to(torch.complex64), atol=1e-6, rtol=0)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: whether a step syncs with the host")
@@ -398,6 +404,7 @@ def test_a_statistic_begins_anew_with_every_token_also_in_a_slot_never_used(size
     for block in tokens.split(size, 1):
         read(block)
         slots = read.walks[0].slots
-        newest = (slots.position == slots.position.amax(-1, keepdim=True)) & (slots.rank < slots.empty)
-        seen.append(float(slots.states[Fading][newest].min()))
+        position, rank = slots.tensors.position, slots.tensors.rank
+        newest = (position == position.amax(-1, keepdim=True)) & (rank < slots.empty_rank)
+        seen.append(float(slots.tensors.states[Fading][newest].min()))
     assert min(seen) >= 0.125, "its initial value, halved once, and attention on top"

@@ -14,6 +14,7 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.kernels import compiler, cpu
 from kvbench.harness.engine.kernels.tracing import NotTraceableError, traced
 from kvbench.harness.engine.loop import CachedDecoder
+from kvbench.harness.engine.method import FASTEST, KERNELS, PLAIN_WALK, TOKEN_BY_TOKEN
 from kvbench.policies import AttentionSum, CacheView
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
@@ -48,7 +49,7 @@ def test_the_closed_form_is_the_walk(family, mode, capacity, sinks, limit, lengt
     policy = SinkWindow(min(sinks, capacity - 1)) if sinks else Window()
     model, tokens = model_of(family), tokens_of(length, streams)
     config = CacheConfig(policy, capacity, mode, limit)
-    closed, walked = CachedDecoder(model, config, streams), CachedDecoder(model, config, streams, walk=True)
+    closed, walked = CachedDecoder(model, config, streams), CachedDecoder(model, config, streams, TOKEN_BY_TOKEN)
     assert all(w.has_closed_form for w in closed.walks)
     assert not any(w.has_closed_form for w in walked.walks)
     ours, theirs = read_in(closed, tokens, sizes), read_in(walked, tokens, [5])
@@ -64,7 +65,7 @@ def test_the_closed_form_is_the_walk_in_odd_families(family, capacity):
     dtype, close = (torch.float32, 1e-4) if family == "gpt_oss" else (torch.float64, 1e-6)  # whose experts know no float64
     model, tokens = model_of(family, dtype), tokens_of(70, 2)
     config = CacheConfig(SinkWindow(3), capacity)
-    closed, walked = CachedDecoder(model, config, 2), CachedDecoder(model, config, 2, walk=True)
+    closed, walked = CachedDecoder(model, config, 2), CachedDecoder(model, config, 2, TOKEN_BY_TOKEN)
     ours, theirs = in_blocks(closed, tokens, 23), in_blocks(walked, tokens, 23)
     torch.testing.assert_close(nll(ours, tokens), nll(theirs, tokens), atol=close, rtol=0)
     assert closed.kept() == walked.kept()
@@ -75,7 +76,7 @@ def test_the_closed_form_is_exact_in_float64():
     for policy, mode in [(SinkWindow(4), "cache"), (Window(), "stream"), (SinkWindow(2), "clamped")]:
         config = CacheConfig(policy, 70, mode, 80)
         ours = in_blocks(CachedDecoder(model, config), tokens, 150)
-        theirs = in_blocks(CachedDecoder(model, config, walk=True), tokens, 150)
+        theirs = in_blocks(CachedDecoder(model, config, method=TOKEN_BY_TOKEN), tokens, 150)
         torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=0)
 
 
@@ -84,7 +85,7 @@ def test_the_closed_form_in_16_bits_differs_by_rounding(dtype):
     model, tokens = model_of("llama", dtype), tokens_of(120)
     config = CacheConfig(SinkWindow(4), 20)
     ours = nll(in_blocks(CachedDecoder(model, config), tokens, 40).float(), tokens)
-    theirs = nll(in_blocks(CachedDecoder(model, config, walk=True), tokens, 40).float(), tokens)
+    theirs = nll(in_blocks(CachedDecoder(model, config, method=TOKEN_BY_TOKEN), tokens, 40).float(), tokens)
     assert (ours - theirs).abs().mean() < 0.05
     assert (ours - theirs).mean().abs() < 0.01
 
@@ -106,15 +107,17 @@ def test_the_compiled_walk_is_the_plain_one(family, policy, capacity, length, si
     """The same tokens kept, exactly; the same NLL; and single steps go on from where it ended."""
     model, tokens = model_of(family), tokens_of(length, streams)
     config = CacheConfig(policy, capacity, mode, limit, seed)
-    fast, plain = CachedDecoder(model, config, streams, compiled=True), CachedDecoder(model, config, streams, walk=True)
+    fast, plain = CachedDecoder(model, config, streams, FASTEST), CachedDecoder(model, config, streams, TOKEN_BY_TOKEN)
     assert all(w.is_compiled or w.has_closed_form for w in fast.walks)  # a sliding window that holds all it may has the latter
     ours, theirs = read_in(fast, tokens, sizes), read_in(plain, tokens, [5])
     torch.testing.assert_close(nll(ours, tokens), nll(theirs, tokens), atol=1e-4, rtol=0)
     assert fast.kept() == plain.kept()
     for slots, other in zip((w.slots for w in fast.walks), (w.slots for w in plain.walks), strict=True):
         held = min(length, slots.capacity)
-        for x, y in zip(slots.states.values(), other.states.values(), strict=True):
-            ours, theirs = (z.take_along_dim(r.argsort(-1), 1)[:, :held] for z, r in ((x, slots.rank), (y, other.rank)))
+        for x, y in zip(slots.tensors.states.values(), other.tensors.states.values(), strict=True):
+            ours, theirs = (
+                z.take_along_dim(r.argsort(-1), 1)[:, :held] for z, r in ((x, slots.tensors.rank), (y, other.tensors.rank))
+            )
             torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-5)
     fork = fast.fork(range(streams))
     torch.testing.assert_close(fork(tokens[:, :9]), plain(tokens[:, :9]), atol=3e-4, rtol=0)
@@ -127,10 +130,10 @@ def test_the_compiled_walk_does_not_depend_on_threads(threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        found = in_blocks(CachedDecoder(model, CacheConfig(H2O(), 16), 3, compiled=True), tokens, 40)
+        found = in_blocks(CachedDecoder(model, CacheConfig(H2O(), 16), 3, FASTEST), tokens, 40)
     finally:
         torch.set_num_threads(before)
-    again = in_blocks(CachedDecoder(model, CacheConfig(H2O(), 16), 3, compiled=True), tokens, 40)
+    again = in_blocks(CachedDecoder(model, CacheConfig(H2O(), 16), 3, FASTEST), tokens, 40)
     torch.testing.assert_close(found, again, atol=1e-5, rtol=0)
 
 
@@ -150,7 +153,7 @@ def test_the_decode_step_by_kernels_is_the_plain_one(family, policy, capacity, l
     """Token by token, also after a block: the same logits, the same tokens kept, exactly."""
     model, tokens = model_of(family), tokens_of(begun + length, streams)
     config = CacheConfig(policy, capacity if policy.evicts else None, mode, limit, seed=3)
-    fast, plain = CachedDecoder(model, config, streams, compiled=True), CachedDecoder(model, config, streams)
+    fast, plain = CachedDecoder(model, config, streams, FASTEST), CachedDecoder(model, config, streams)
     assert all(w.steps_by_kernel for w in fast.walks)
     assert not any(w.steps_by_kernel for w in plain.walks)
     sizes = [begun] * bool(begun) + [1] * length
@@ -165,7 +168,7 @@ def test_the_decode_step_by_kernels_with_streams_of_unequal_length(policy):
     model, tokens = model_of("llama"), tokens_of(40, 3)
     valid = torch.rand(3, 40, generator=torch.Generator().manual_seed(1)) < 0.7
     config = CacheConfig(policy, 9 if policy.evicts else None)
-    fast, plain = CachedDecoder(model, config, 3, compiled=True), CachedDecoder(model, config, 3)
+    fast, plain = CachedDecoder(model, config, 3, FASTEST), CachedDecoder(model, config, 3)
     for t in range(40):
         ours, theirs = (read(tokens[:, t : t + 1], valid[:, t : t + 1]) for read in (fast, plain))
         torch.testing.assert_close(ours[valid[:, t]], theirs[valid[:, t]], atol=2e-4, rtol=0)
@@ -180,7 +183,7 @@ def test_the_closed_form_by_flex_attention_is_the_walk(monkeypatch, family, mode
     monkeypatch.setattr(banded, "_FLEX", {DEVICE.type})
     model, tokens = model_of(family), tokens_of(300, 2)
     config = CacheConfig(SinkWindow(3), 70, mode, 90)
-    closed, walked = CachedDecoder(model, config, 2), CachedDecoder(model, config, 2, walk=True)
+    closed, walked = CachedDecoder(model, config, 2), CachedDecoder(model, config, 2, TOKEN_BY_TOKEN)
     ours, theirs = read_in(closed, tokens, [128]), read_in(walked, tokens, [50])
     torch.testing.assert_close(nll(ours, tokens), nll(theirs, tokens), atol=1e-4, rtol=0)
     assert closed.kept() == walked.kept()
@@ -190,7 +193,7 @@ def test_the_closed_form_by_flex_attention_is_the_walk(monkeypatch, family, mode
 def test_a_users_own_policy_is_compiled_too():
     model, tokens = model_of("llama"), tokens_of(90, 2)
     config = CacheConfig(Odd(), 12, seed=5)
-    fast, plain = CachedDecoder(model, config, 2, compiled=True), CachedDecoder(model, config, 2)
+    fast, plain = CachedDecoder(model, config, 2, FASTEST), CachedDecoder(model, config, 2)
     assert fast.walks[0].is_compiled
     ours, theirs = in_blocks(fast, tokens, 30), in_blocks(plain, tokens, 30)
     torch.testing.assert_close(nll(ours, tokens), nll(theirs, tokens), atol=1e-4, rtol=0)
@@ -224,7 +227,7 @@ def test_what_can_not_be_traced_is_walked_plainly_and_says_why(policy, why):
     with pytest.raises(NotTraceableError, match=why):
         traced(policy.bind(8))
     assert why in compiler.why_not(policy.bind(8))
-    walk = CachedDecoder(model_of("llama"), CacheConfig(policy, 8), closed=False, compiled=True).walks[0]
+    walk = CachedDecoder(model_of("llama"), CacheConfig(policy, 8), method=KERNELS).walks[0]
     assert not walk.is_compiled
     assert why in walk.plain_because
     assert walk.lost == ""
@@ -239,33 +242,33 @@ def test_what_is_traced_reads_like_the_policy():
 def test_without_a_compiler_the_plain_code_is_used(monkeypatch, tmp_path):
     monkeypatch.setenv("CC", "no-such-compiler")
     assert "no C compiler" in compiler.why_not(H2O().bind(8))
-    walk = CachedDecoder(model_of("llama"), CacheConfig(H2O(), 8), compiled=True).walks[0]
+    walk = CachedDecoder(model_of("llama"), CacheConfig(H2O(), 8), method=FASTEST).walks[0]
     assert not walk.is_compiled
     assert not walk.steps_by_kernel
     monkeypatch.setenv("CC", "false")  # there is one, and it fails
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    walk = CachedDecoder(model_of("llama"), CacheConfig(H2O(), 8), compiled=True).walks[0]
+    walk = CachedDecoder(model_of("llama"), CacheConfig(H2O(), 8), method=FASTEST).walks[0]
     assert not walk.is_compiled
     assert not walk.steps_by_kernel
 
 
 def test_the_check_refuses_a_closed_form_that_differs(monkeypatch):
     model, config = model_of("llama"), CacheConfig(SinkWindow(4), 20)
-    assert fastcheck.fast_method(model, config).method == "closed form"
+    assert fastcheck.fast_method(model, config).blocks == "closed form"
     monkeypatch.setattr(banded, "_mask", lambda *size: torch.zeros(size[0] * size[3], size[0] + size[1]))
     found = fastcheck.fast_method(model, config)
-    assert found.method == "walk"
+    assert found.blocks == "walk"
     assert found.differs > 1
 
 
 @needs_compiler
 def test_the_check_refuses_a_compiled_walk_that_differs(monkeypatch):
     model, config = model_of("llama"), CacheConfig(H2O(), 20)
-    assert fastcheck.fast_method(model, config).method == "compiled walk"
+    assert fastcheck.fast_method(model, config).blocks == "compiled walk"
     kernel = compiler.built_of(Random().bind(20), "walk.c", "walk")
     real = compiler.built_of
     monkeypatch.setattr(cpu, "built_of", lambda *asked: kernel if asked[2] == "walk" else real(*asked))
-    assert fastcheck.fast_method(model, config).method == "walk"
+    assert fastcheck.fast_method(model, config).blocks == "walk"
 
 
 @needs_compiler
@@ -273,9 +276,9 @@ def test_dense_is_checked_only_where_kernels_take_its_steps(monkeypatch):
     """Its blocks are the plain computation; without kernels nothing is left to compare."""
     model, compared = model_of("llama"), []
     monkeypatch.setattr(fastcheck, "_difference", lambda *asked: compared.append(asked) or 0.5)
-    assert fastcheck.fast_method(model, CacheConfig(Dense())) == fastcheck.FastCheck("closed form", "compiled", 0.5)
+    assert fastcheck.fast_method(model, CacheConfig(Dense())) == fastcheck.FastCheck(FASTEST, "closed form", "compiled", 0.5)
     assert len(compared) == 1
     monkeypatch.setenv("CC", "no-such-compiler")
     found = fastcheck.fast_method(model, CacheConfig(Dense()))
-    assert found == fastcheck.FastCheck("closed form", "plain", 0.0, "no C compiler (no-such-compiler)")
+    assert found == fastcheck.FastCheck(PLAIN_WALK, "closed form", "plain", 0.0, "no C compiler (no-such-compiler)")
     assert len(compared) == 1

@@ -19,6 +19,7 @@ from kvbench.harness.engine.fastcheck import fast_method
 from kvbench.harness.engine.kernels import choose, cuda
 from kvbench.harness.engine.kernels.tracing import TRITON, traced
 from kvbench.harness.engine.loop import CachedDecoder
+from kvbench.harness.engine.method import FASTEST, KERNELS, PLAIN_WALK
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
 from kvbench.policies.random import Random
@@ -33,8 +34,8 @@ def in_triton(monkeypatch):
 
 
 def both(model, config: CacheConfig, streams: int = 1) -> tuple[CachedDecoder, CachedDecoder]:
-    fast = CachedDecoder(model, config, streams, closed=False, compiled=True)
-    return fast, CachedDecoder(model, config, streams, closed=False)
+    fast = CachedDecoder(model, config, streams, KERNELS)
+    return fast, CachedDecoder(model, config, streams, PLAIN_WALK)
 
 
 @needs_triton
@@ -158,10 +159,10 @@ def test_what_a_kernel_dies_of_is_told_and_the_plain_walk_used(monkeypatch):
     def fails(*args, **kwargs):
         raise RuntimeError("out of resource: shared memory")
 
-    monkeypatch.setattr(type(CachedDecoder(model, config, compiled=True).walks[0]._kernels.step), "__call__", fails)
+    monkeypatch.setattr(type(CachedDecoder(model, config, method=FASTEST).walks[0]._kernels.step), "__call__", fails)
     found = fast_method(model, config)
     assert whole.refused == ""
-    assert (found.method, found.step) == ("walk", "plain")
+    assert (found.blocks, found.step) == ("walk", "plain")
     assert found.refused == "RuntimeError: out of resource: shared memory"
 
 
@@ -171,9 +172,9 @@ def test_a_captured_step_is_used_only_where_it_measures_faster(monkeypatch, ours
     monkeypatch.setattr(fastcheck, "_step_seconds", lambda *of: (ours, 0.002))
     made = fastcheck.CachedDecoder
 
-    def with_graphs(*args, compiled=False, **how):
-        read = made(*args, compiled=compiled, **how)
-        read.graphs = StepGraphs(Recorded) if compiled else None
+    def with_graphs(*args, method):
+        read = made(*args, method=method)
+        read.graphs = StepGraphs(Recorded) if method.captured else None
         return read
 
     monkeypatch.setattr(fastcheck, "CachedDecoder", with_graphs)
@@ -186,7 +187,7 @@ def test_a_captured_step_is_used_only_where_it_measures_faster(monkeypatch, ours
 @pytest.mark.parametrize("config", [CacheConfig(H2O(), 9), CacheConfig(SinkWindow(2), 9), CacheConfig(Dense())], ids=str)
 def test_captured_on_cuda(config):
     model, tokens = model_of("llama"), tokens_of(400)
-    fast, plain = CachedDecoder(model, config, compiled=True), CachedDecoder(model, config, closed=False)
+    fast, plain = CachedDecoder(model, config, method=FASTEST), CachedDecoder(model, config, method=PLAIN_WALK)
     for size in [1] * 14 + [30] + [1] * 8 + [220] + [1] * 8:
         block, tokens = tokens[:, :size], tokens[:, size:]
         torch.testing.assert_close(fast(block), plain(block), atol=2e-4, rtol=0)

@@ -18,6 +18,7 @@ from kvbench.harness.core.device import Marks
 from kvbench.harness.core.intervals import median_interval
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import decoder
+from kvbench.harness.engine.method import EAGER
 from kvbench.harness.records import RecordStore
 from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.tasks.latency import Latency, LatencyOptions, measure
@@ -39,7 +40,7 @@ def measured(tmp_path, monkeypatch):
 
     def figures(configs, options=SHORT, **rest):
         jobs = [
-            Job(model_of("llama"), config, RandomTokens(1), 64, False, tmp_path / f"{i}.npy", lambda tokens, text: None, **rest)
+            Job(model_of("llama"), config, RandomTokens(1), 64, EAGER, tmp_path / f"{i}.npy", lambda tokens, text: None, **rest)
             for i, config in enumerate(configs)
         ]
         return [x.as_json() if isinstance(x, Metrics) else x for x in Latency.run_together(options, jobs)]
@@ -170,10 +171,10 @@ def test_growth_is_reserved_before_and_not_inside_a_step():
     read = decoder(model_of("llama"), CacheConfig(Dense()))
     read(torch.zeros(1, 250, dtype=torch.int64))
     read.reserve(400)
-    place = read.walks[0].slots.keys.data_ptr()
+    place = read.walks[0].slots.tensors.keys.data_ptr()
     for _ in range(300):
         read(torch.zeros(1, 1, dtype=torch.int64))
-    assert read.walks[0].slots.keys.data_ptr() == place
+    assert read.walks[0].slots.tensors.keys.data_ptr() == place
     assert read.slots == (550, 768)
 
 

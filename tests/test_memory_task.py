@@ -18,6 +18,7 @@ from conftest import model_of
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder, decoder
+from kvbench.harness.engine.method import EAGER
 from kvbench.harness.records import RecordStore
 from kvbench.harness.run import apart
 from kvbench.harness.tasks.memory import Memory, MemoryOptions
@@ -33,7 +34,7 @@ OPTIONS = MemoryOptions(tokens=160, points=4)
 
 
 def run(tmp_path, config, **rest):
-    job = Job(model_of("llama"), config, RandomTokens(1), 32, False, tmp_path / "t", lambda tokens, text: None, **rest)
+    job = Job(model_of("llama"), config, RandomTokens(1), 32, EAGER, tmp_path / "t", lambda tokens, text: None, **rest)
     return Memory.run(OPTIONS, job).as_json()
 
 

@@ -30,9 +30,11 @@ from kvbench.harness.engine.captured import StepGraphs
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.kernels import choose, cuda
 from kvbench.harness.engine.loop import CachedDecoder, decoder
+from kvbench.harness.engine.method import EAGER, KERNELS, TOKEN_BY_TOKEN
 from kvbench.harness.engine.model import Model, adopt
 from kvbench.harness.engine.once import read_once
-from kvbench.harness.engine.slots import BUCKET, LayerShape, Rows, Slots
+from kvbench.harness.engine.rows import Rows
+from kvbench.harness.engine.slots import BUCKET, LayerShape, Slots
 from kvbench.harness.models.families import tiny_model
 from kvbench.policies import Policy
 from kvbench.policies.dense import Dense
@@ -120,8 +122,8 @@ def read_in(read, sizes: list[int], ragged: bool = False, streams: int = 2) -> N
 @pytest.mark.parametrize("ragged", [False, True], ids=["alike", "ragged"])
 def test_every_policy_position_mode_and_block_size(policy, mode, sizes, ragged):
     """Neither a step nor a block waits for the device, in closed form or walked; nor do forks and what is reserved."""
-    for walk in (False,) if ragged else (False, True):  # streams of unlike lengths are always walked
-        read = decoder(meta_model("llama"), config_of(policy, mode), 2, walk=walk)
+    for method in (EAGER,) if ragged else (EAGER, TOKEN_BY_TOKEN):  # streams of unlike lengths are always walked
+        read = decoder(meta_model("llama"), config_of(policy, mode), 2, method)
         read_in(read, sizes, ragged)
     with OnlyDevice():
         fork = read.fork([1, 0, 1])
@@ -224,7 +226,7 @@ def test_the_code_around_the_kernels_in_triton(monkeypatch, policy, mode):
     monkeypatch.setitem(choose._OF_DEVICE, "meta", cuda)
     monkeypatch.setattr(cuda, "_kernels", lambda: kernels)
     config = config_of(policy, mode)
-    read_in(decoder(meta_model("llama"), config, 2, closed=False, compiled=True), [5, 1, 20, 1, 1])
+    read_in(decoder(meta_model("llama"), config, 2, KERNELS), [5, 1, 20, 1, 1])
     assert launched == {"attend", "join", *({"release", "walk"} if config.policy.evicts else ())}
 
 
@@ -264,7 +266,8 @@ def test_bytes_are_those_of_the_formula(family, dtype, capacity):
 def test_bytes_of_a_shape_that_no_test_machine_holds():
     """Llama-2-7B, dense at 4,096 tokens in 16 bits: 2 GiB of K/V a stream, 16 streams."""
     shape = LayerShape(heads=32, group=1, key_dim=128, value_dim=128, rotation=None, sliding_window=None)
-    slots = Slots(shape, range(32), 32, H2O(), 4095, 16, 0, META, torch.bfloat16)
+    config = CacheConfig(H2O(), 4095)
+    slots = Slots(shape, layers=range(32), config=config, num_layers=32, streams=16, device=META, dtype=torch.bfloat16)
     assert slots.kv_bytes == 16 * 2 * 2**30
     assert slots.state_bytes == 32 * 16 * 32 * (4096 * (8 + 8 + 4) + 8)
 
@@ -308,13 +311,13 @@ def indexes_by_a_list(rows: Rows, rank, step, now) -> None:
 @pytest.mark.parametrize("size", [1, 20])
 def test_sabotage_of_the_step_is_noticed(monkeypatch, fault, size):
     """What a step must not do, done on purpose; on the CPU each of them goes unnoticed."""
-    plain = Rows.hold
+    plain = Rows.place
 
-    def hold(self: Rows, rank, step, now) -> None:
+    def place(self: Rows, rank, step, now) -> None:
         fault(self, rank, step, now)
         plain(self, rank, step, now)
 
-    monkeypatch.setattr(Rows, "hold", hold)
+    monkeypatch.setattr(Rows, "place", place)
     decoder(adopt(tiny_model("llama")), config_of("h2o"), 2)(torch.zeros(2, size, dtype=torch.int64))
     with pytest.raises((AssertionError, RuntimeError, NotImplementedError)):
         read_in(decoder(meta_model("llama"), config_of("h2o"), 2), [size])

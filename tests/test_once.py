@@ -10,6 +10,7 @@ from reference import ListBackend
 
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
+from kvbench.harness.engine.method import EAGER, FASTEST, TOKEN_BY_TOKEN
 from kvbench.harness.engine.once import read_once
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
@@ -34,11 +35,11 @@ def test_a_prompt_cut_once_and_what_follows_equal_the_lists(family, policy, mode
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-@pytest.mark.parametrize("compiled", [False, True])
-def test_the_block_the_streams_and_kernels_change_nothing(policy, compiled):
+@pytest.mark.parametrize("method", [EAGER, FASTEST])
+def test_the_block_the_streams_and_kernels_change_nothing(policy, method):
     model, tokens, config = model_of("llama"), tokens_of(90, streams=2), CacheConfig(policy, 16)
-    reads = [read_once(model, config, tokens[b : b + 1, :80], 80, walk=True)[0] for b in range(2)]
-    both, _ = read_once(model, config, tokens[:, :80], 33, compiled=compiled)
+    reads = [read_once(model, config, tokens[b : b + 1, :80], 80, TOKEN_BY_TOKEN)[0] for b in range(2)]
+    both, _ = read_once(model, config, tokens[:, :80], 33, method)
     assert both.kept() == [[a, b] for a, b in zip(*([layer[0] for layer in r.kept()] for r in reads), strict=True)]
     ours, theirs = both(tokens[:, 80:]), torch.cat([r(tokens[b : b + 1, 80:]) for b, r in enumerate(reads)])
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)

@@ -140,7 +140,11 @@ def test_no_row_joins_two_devices():
 
 @pytest.mark.parametrize(
     ("task", "axis", "values"),
-    [("streameval", "distance", (2, 20)), ("arc_stream", "subset", ("easy", "challenge")), ("lm_eval", "tasks", ("one", "two"))],
+    [
+        ("streameval", "distance", (2, 20)),
+        ("arc_stream", "subset", ("ARC-Easy", "ARC-Challenge")),
+        ("lm_eval", "tasks", ("one", "two")),
+    ],
 )
 def test_no_row_of_a_section_joins_two_devices(task, axis, values):
     """A row has a column for every distance, subset or task: the second device's has only what that measured."""

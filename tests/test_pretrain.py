@@ -12,6 +12,7 @@ from kvbench.harness.core.errors import UserError
 from kvbench.harness.data.stream import opening
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import decoder
+from kvbench.harness.engine.method import EAGER, FASTEST
 from kvbench.harness.engine.model import UnsupportedModelError, adopt
 from kvbench.harness.engine.zero_sink import ZERO_SINK
 from kvbench.harness.models.families import tiny_model
@@ -118,8 +119,8 @@ def test_a_zero_sink_is_a_logit_of_0_in_the_decode_loop():
     reference = hf(input_ids=tokens, use_cache=False).logits
     plain = adopt(tiny_model("llama", vocab_size=96).to(DEVICE))
     model = adopt(hf)
-    for compiled in (False, True):
-        read = decoder(model, CacheConfig(Dense()), compiled=compiled)
+    for method in (EAGER, FASTEST):
+        read = decoder(model, CacheConfig(Dense()), method=method)
         ours = torch.cat([read(tokens[:, :20]), *(read(t) for t in tokens[:, 20:].split(1, 1))], 1)
         torch.testing.assert_close(ours, reference, atol=2e-4, rtol=0)
     assert (decoder(plain, CacheConfig(Dense()))(tokens) - reference).abs().max() > 1e-2

@@ -11,6 +11,7 @@ from factories import MODES, POLICIES, chooser
 from reference import ListBackend, MaskBackend
 
 from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.method import EAGER, FASTEST, TOKEN_BY_TOKEN
 from kvbench.harness.lm_eval.reading import Reader
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
@@ -66,11 +67,11 @@ def test_what_is_said_is_what_lists_say(policy, prompt):
 
 @pytest.mark.parametrize("policy", [SinkWindow(sinks=2), H2O()], ids=str)
 @pytest.mark.parametrize("prompt", ["stream", "once"])
-@pytest.mark.parametrize("how", [{}, {"compiled": True}, {"walk": True}], ids=str)
-def test_batch_and_block_change_nothing(policy, prompt, how):
+@pytest.mark.parametrize("method", [EAGER, FASTEST, TOKEN_BY_TOKEN])
+def test_batch_and_block_change_nothing(policy, prompt, method):
     asked, config = requests(7, 2), CacheConfig(policy, CAPACITY)
     one = Reader(model_of("llama"), config, prompt, batch=1, block=10_000)
-    many = Reader(model_of("llama"), config, prompt, batch=8, block=24, how=how)
+    many = Reader(model_of("llama"), config, prompt, batch=8, block=24, method=method)
     for a, b in zip(one.loglikelihoods(asked), many.loglikelihoods(asked), strict=True):
         assert a.logprob == pytest.approx(b.logprob, abs=1e-3)
     prompts = [context for context, _ in asked]

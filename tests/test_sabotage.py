@@ -9,7 +9,8 @@ from reference import ListBackend, after_sinks, lightest
 
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
-from kvbench.harness.engine.slots import Rows, Slots
+from kvbench.harness.engine.rows import Rows
+from kvbench.harness.engine.slots import SlotTensors
 from kvbench.harness.engine.walk import Walk
 from kvbench.policies import AttentionSum
 from kvbench.policies.h2o import H2O
@@ -38,8 +39,8 @@ def test_unbroken_they_agree(policy):
 
 
 def test_positions_off_by_one_for_keys(monkeypatch: pytest.MonkeyPatch):
-    plain = Walk._key_turns
-    monkeypatch.setattr(Walk, "_key_turns", lambda self, rows, rotation: plain(self, rows, rotation).roll(1, -2))
+    plain = Walk._key_factors
+    monkeypatch.setattr(Walk, "_key_factors", lambda self, *given: plain(self, *given).roll(1, -2))
     assert not agrees()
 
 
@@ -62,7 +63,7 @@ def test_ranks_not_closed_up_after_eviction(monkeypatch: pytest.MonkeyPatch):
     def evict(self: Rows, ragged: bool) -> None:
         before = self.rank.clone()
         plain(self, ragged)
-        self.rank.copy_(torch.where(self.rank == self._slots.empty, self.rank, before))
+        self.rank.copy_(torch.where(self.rank == self._slots.empty_rank, self.rank, before))
 
     monkeypatch.setattr(Rows, "_evict", evict)
     assert not agrees(SinkWindow(2))
@@ -74,11 +75,11 @@ def test_scores_not_accumulated(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_scores_not_reset_with_the_slot(monkeypatch: pytest.MonkeyPatch):
-    plain = Slots._index
+    plain = SlotTensors.__init__
 
-    def index(self: Slots, offset: torch.Tensor) -> None:
-        plain(self, offset)
+    def init(self: SlotTensors, **tensors) -> None:
+        plain(self, **tensors)
         self.flat_states = {}
 
-    monkeypatch.setattr(Slots, "_index", index)
+    monkeypatch.setattr(SlotTensors, "__init__", init)
     assert not agrees()

@@ -9,6 +9,7 @@ from factories import edit, record
 
 from kvbench.harness.data.stream import TokenStream
 from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.method import EAGER
 from kvbench.harness.records.aggregates import scored
 from kvbench.harness.report.pairing import paired
 from kvbench.harness.tasks.perplexity import Perplexity, PerplexityOptions
@@ -23,10 +24,10 @@ def text_of(length: int, prefix: int) -> TokenStream:
     return TokenStream(ids, prefix, np.ones(len(ids), np.int64), (("a", prefix),), "random", "0")
 
 
-def measured(text: TokenStream, policy, tmp_path, streams=None, stride=1, **how):
+def measured(text: TokenStream, policy, tmp_path, streams=None, stride=1):
     trace = tmp_path / f"{len(text.ids)}-{streams}.npy"
     options = PerplexityOptions(tokens=text.tokens, streams=streams, stride=stride)
-    job = Job(model_of("llama"), CacheConfig(policy, 12), text, 20, False, trace, lambda *a: None, **how)
+    job = Job(model_of("llama"), CacheConfig(policy, 12), text, 20, EAGER, trace, lambda *a: None)
     return Perplexity.run(options, job).as_json(), np.load(trace)
 
 
@@ -59,7 +60,7 @@ def test_recompute_scores_the_same_tokens_of_every_stream(tmp_path):
 
 def test_pairs_leave_out_where_caches_fill_in_every_stream(tmp_path):
     text = text_of(4096, 1)
-    a, _ = measured(text, H2O(), tmp_path, streams=8, closed=True)
+    a, _ = measured(text, H2O(), tmp_path, streams=8)
     b, _ = measured(text, SinkWindow(2), tmp_path, streams=8)
     records = [
         edit(record(p, 12, data={"prefix": [7], "ids_sha256": "x"}), metrics=m) for p, m in (("h2o", a), ("sink_window", b))

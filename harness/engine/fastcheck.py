@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
+from kvbench.harness.engine.method import FASTEST, PLAIN_WALK, Method
 from kvbench.harness.engine.model import Model
 
 _PAST = 256  # tokens past the point where the cache is full
@@ -22,13 +24,23 @@ _ROUNDING_16_BITS = 4e-2
 
 
 class FastCheck(NamedTuple):
-    """How a cell is read, and how far that is from the plain walk, in units of what is rounding."""
+    """How a cell is read.
 
-    method: str  # of blocks: "closed form", "compiled walk" or "walk"
-    step: str  # of single tokens: "captured" (a CUDA graph), "compiled" (kernels) or "plain"
+    Attributes:
+        method: the shortcuts that agree with the plain walk.
+        blocks: what they come to for blocks: "closed form", "compiled walk" or "walk".
+        step: and for single tokens: "captured" (a CUDA graph), "compiled" (kernels) or "plain".
+        differs: largest difference from the plain walk's logits, in units of rounding.
+        refused: why a faster method was not used that should have been; empty if none was.
+        plain_because: why blocks have nothing faster than the plain walk; empty if they have.
+    """
+
+    method: Method
+    blocks: str
+    step: str
     differs: float
-    refused: str = ""  # why something faster was not used that should have been
-    plain_because: str = ""  # why there is nothing faster for blocks than the plain walk
+    refused: str = ""
+    plain_because: str = ""
 
 
 def fast_method(model: Model, config: CacheConfig) -> FastCheck:
@@ -42,14 +54,14 @@ def fast_method(model: Model, config: CacheConfig) -> FastCheck:
         model: of the cell.
         config: of the cell; a policy that keeps a cache.
     """
-    fast, plain = CachedDecoder(model, config, compiled=True), CachedDecoder(model, config, closed=False)
+    fast, plain = CachedDecoder(model, config, method=FASTEST), CachedDecoder(model, config, method=PLAIN_WALK)
     closed, compiled = any(w.has_closed_form for w in fast.walks), any(w.is_compiled for w in fast.walks)
     by_kernel = any(w.steps_by_kernel for w in fast.walks)
-    method = "closed form" if closed or not config.policy.evicts else "compiled walk" if compiled else "walk"
+    blocks = "closed form" if closed or not config.policy.evicts else "compiled walk" if compiled else "walk"
     lost = next((w.lost for w in fast.walks if w.lost), "")
     because = next((w.plain_because for w in fast.walks if w.plain_because), "")
     if not (closed or compiled or by_kernel):
-        return FastCheck(method, "plain", 0.0, lost, because)
+        return FastCheck(PLAIN_WALK, blocks, "plain", 0.0, lost, because)
     past = _PAST if closed or model.dtype in _ROUNDING else _PAST_16_BITS
     try:
         worst = _difference(model, config.capacity or _DENSE, past, fast, plain)
@@ -58,15 +70,17 @@ def fast_method(model: Model, config: CacheConfig) -> FastCheck:
     else:
         refused = "" if worst <= 1 else "its logits differ from the plain walk's"
     if refused:
-        return FastCheck("walk" if config.policy.evicts else method, "plain", worst, refused, because)
-    if fast.graphs is None:  # on a CPU a step by kernels is the quicker one (docs/performance.md)
-        return FastCheck(method, "compiled" if by_kernel else "plain", worst, lost, because)
-    ours, theirs = _step_seconds(model, fast, plain)
-    if ours > theirs:
-        slower = f"a step takes {1e3 * ours:.3g} ms, and {1e3 * theirs:.3g} ms plainly"
-        return FastCheck(method, "plain", worst, slower, because)
+        return FastCheck(PLAIN_WALK, "walk" if config.policy.evicts else blocks, "plain", worst, refused, because)
+    plain_steps = replace(FASTEST, step_kernel=False, captured=False)
+    if fast.graphs is None:  # on a CPU a step by kernels is always the faster one (docs/performance.md)
+        method, step = (FASTEST, "compiled") if by_kernel else (plain_steps, "plain")
+        return FastCheck(method, blocks, step, worst, lost, because)
+    fast_seconds, plain_seconds = _step_seconds(model, fast, plain)
+    if fast_seconds > plain_seconds:
+        slower = f"a step takes {1e3 * fast_seconds:.3g} ms, and {1e3 * plain_seconds:.3g} ms plainly"
+        return FastCheck(plain_steps, blocks, "plain", worst, slower, because)
     step = "captured" if fast.graphs.replayed else "compiled"
-    return FastCheck(method, step, worst, fast.graphs.refused or lost, because)
+    return FastCheck(FASTEST, blocks, step, worst, fast.graphs.refused or lost, because)
 
 
 def _step_seconds(model: Model, *decoders: CachedDecoder) -> tuple[float, ...]:

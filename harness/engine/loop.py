@@ -6,7 +6,8 @@ no clock in here. Axis letters: B streams, T tokens, V vocabulary, H KV heads, G
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from typing import Self
 
@@ -16,70 +17,97 @@ from torch import Tensor
 from kvbench.harness.engine.attention import Terms
 from kvbench.harness.engine.captured import StepGraphs
 from kvbench.harness.engine.decoder import CacheConfig, Decoder
+from kvbench.harness.engine.method import EAGER, Method
 from kvbench.harness.engine.model import Model
+from kvbench.harness.engine.plan import Block
 from kvbench.harness.engine.recompute import RecomputeDecoder
 from kvbench.harness.engine.rotary import LONGEST_STREAM
 from kvbench.harness.engine.slots import Slots
-from kvbench.harness.engine.walk import Block, Walk
+from kvbench.harness.engine.walk import Walk
 
 
-def decoder(
-    model: Model, config: CacheConfig, streams: int = 1, *, walk: bool = False, closed: bool = True, compiled: bool = False
-) -> Decoder:
+def decoder(model: Model, config: CacheConfig, streams: int = 1, method: Method = EAGER) -> Decoder:
     """A fresh decoder.
 
     Args:
         model: to drive.
         config: what to keep.
         streams: B.
-        walk: token by token inside the layers even where a block can't evict anything.
-        closed: compute blocks in closed form where the policy allows it.
-        compiled: walk blocks by a compiled loop where there is one for the policy and device.
+        method: shortcuts that it may take.
 
     Raises:
         ValueError: the policy can't serve this capacity.
     """
     if not config.policy.caches:
         return RecomputeDecoder(model, config, streams)
-    return CachedDecoder(model, config, streams, walk=walk, closed=closed, compiled=compiled)
+    return CachedDecoder(model, config, streams, method)
+
+
+class BlockInLayers:
+    """A block on its way through the model: answers the attention of every layer by the plan of its walk."""
+
+    def __init__(self, walks: Sequence[Walk], walk_of_layer: Sequence[int], block: Block) -> None:
+        """Plan the block.
+
+        Args:
+            walks: of the decoder.
+            walk_of_layer: index of the walk that answers each layer.
+            block: to read.
+        """
+        self.walks, self.block = walks, block
+        self._walk_of_layer = walk_of_layer
+        self._plans = [walk.begin(block) for walk in walks]
+
+    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
+        """Answer one layer's attention from its cache."""
+        at = self._walk_of_layer[layer]
+        return self.walks[at].attend(self._plans[at], layer, query, keys, values, terms)
+
+    def end(self) -> None:
+        """After the last layer."""
+        for walk, plan in zip(self.walks, self._plans, strict=True):
+            walk.end(plan, self.block)
 
 
 class CachedDecoder:
-    """A decoder that keeps K and V in slots."""
+    """A decoder that keeps K and V in slots.
+
+    Attributes:
+        model: that it drives.
+        config: what it keeps.
+        walks: one for the layers of each shape.
+        graphs: the captured steps; None where steps aren't captured.
+        around_bookkeeping: entered around the bookkeeping at the end of every eager block, so that it can be timed.
+    """
 
     def __init__(
-        self,
-        model: Model,
-        config: CacheConfig,
-        streams: int = 1,
-        *,
-        walk: bool = False,
-        closed: bool = True,
-        compiled: bool = False,
-        room: int | None = None,
+        self, model: Model, config: CacheConfig, streams: int = 1, method: Method = EAGER, prompt_length: int | None = None
     ) -> None:
-        """As `decoder`; `room`: tokens held before anything is evicted, where that is not the capacity."""
+        """As `decoder`; `prompt_length`: tokens held before anything is evicted, in place of the capacity."""
         limit = config.limit if config.limit is not None else model.training_length
         if config.positions == "clamped" and limit is None:
             raise ValueError("positions 'clamped' need a limit: the model's config states no training length")
         self.model, self.config = model, config
         self.walks: list[Walk] = []
-        for shape in dict.fromkeys(model.layers):
-            layers = [index for index, other in enumerate(model.layers) if other == shape]
+        shapes = list(dict.fromkeys(model.layers))
+        for shape in shapes:
             slots = Slots(
-                shape, layers, len(model.layers), config.policy, config.capacity, streams, config.seed,
-                model.device, model.dtype, room,
-            )  # fmt: skip
-            self.walks.append(Walk(slots, config.positions, limit or 0, always=walk, closed=closed, compiled=compiled))
-        self._step = torch.zeros(streams, 1, dtype=torch.int64, device=model.device)  # tokens taken in, per stream
+                shape,
+                layers=[index for index, other in enumerate(model.layers) if other == shape],
+                config=config,
+                num_layers=len(model.layers),
+                streams=streams,
+                device=model.device,
+                dtype=model.dtype,
+                prompt_length=prompt_length,
+            )
+            self.walks.append(Walk(slots, config.positions, limit or 0, method))
+        self._walk_of_layer = [shapes.index(shape) for shape in model.layers]
+        self._step = torch.zeros(streams, 1, dtype=torch.int64, device=model.device)  # tokens read, per stream
         self._seen: int | None = 0  # the same, as far as the host knows: None once streams differ
-        self._most = 0  # a bound of it for every stream
-        self.graphs = StepGraphs() if compiled and not walk and model.device.type == "cuda" else None
-        self._route()
-
-    def _route(self) -> None:
-        """Which walk answers which layer."""
-        self._of_layer = {layer: walk for walk in self.walks for layer in walk.slots.layers}
+        self._max_seen = 0  # bounds it for every stream
+        self.graphs = StepGraphs() if method.captured and model.device.type == "cuda" else None
+        self.around_bookkeeping: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @torch.inference_mode()
     def __call__(self, tokens: Tensor, valid: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
@@ -87,52 +115,45 @@ class CachedDecoder:
         count = tokens.shape[1]
         if valid is not None:
             self._seen = None
-        self._most += count
-        if self._most > LONGEST_STREAM:
+        self._max_seen += count
+        if self._max_seen > LONGEST_STREAM:
             raise ValueError(f"a stream of more than {LONGEST_STREAM} tokens")
         for walk in self.walks:
-            walk.slots.grow(self._most)
+            walk.slots.grow(self._max_seen)
         if self.graphs is None or count > 1 or self._seen is None or keep is not None:
-            logits = self._taken_in(tokens, valid, keep)
+            logits = self._run_eager(tokens, valid, keep)
         else:
-            logits = self._captured(tokens, self.graphs)
+            logits = self._run_captured(tokens, self.graphs, self._seen)
         if self._seen is not None:
             self._seen += count
         return logits
 
-    def taken_in(self, count: int) -> None:
-        """Note that so many tokens are behind every stream, whose K and V were put into the slots."""
+    def mark_prefilled(self, count: int) -> None:
+        """Note that `count` tokens of every stream have been read, whose K and V were put into the slots."""
         self._step += count
-        self._seen, self._most = count, count
+        self._seen = self._max_seen = count
 
-    def _taken_in(self, tokens: Tensor, valid: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
-        """A block, eagerly."""
+    def _run_eager(self, tokens: Tensor, valid: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
+        """Read a block without a CUDA graph."""
         count = tokens.shape[1]
         if count == 1:
             steps = self._step.clone()
         else:
             steps = self._step + (torch.arange(count, device=tokens.device) if valid is None else valid.cumsum(1) - valid.long())
-        self._block = Block(steps, valid, self._seen)
-        for walk in self.walks:
-            walk.begin(self._block)
-        logits = self.model(tokens, self, 0 if keep is None else keep)
-        for walk in self.walks:
-            walk.end(self._block)
+        block = BlockInLayers(self.walks, self._walk_of_layer, Block(steps, valid, self._seen))
+        logits = self.model(tokens, block, 0 if keep is None else keep)
+        with self.around_bookkeeping():
+            block.end()
         self._step += count if valid is None else valid.sum(1, keepdim=True)
         return logits
 
-    def _captured(self, tokens: Tensor, graphs: StepGraphs) -> Tensor:
-        """A token, by a captured step where there is one."""
-        assert self._seen is not None
-        state = tuple(walk.host_state(self._seen) for walk in self.walks)
-        logits, replayed = graphs(state, [dict(walk.slots.windows) for walk in self.walks], self._taken_in, tokens)
+    def _run_captured(self, tokens: Tensor, graphs: StepGraphs, seen: int) -> Tensor:
+        """Read a token by a captured step where there is one."""
+        key = tuple(walk.graph_key(seen) for walk in self.walks)
+        logits, replayed = graphs(key, [dict(walk.slots.windows) for walk in self.walks], self._run_eager, tokens)
         for walk in self.walks if replayed else []:
-            walk.replayed(self._seen)
+            walk.note_replay(seen)
         return logits
-
-    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
-        """Answer one layer's attention from its cache."""
-        return self._of_layer[layer].attend(layer, query, keys, values, terms, self._block)
 
     @property
     def kv_bytes(self) -> int:
@@ -146,24 +167,24 @@ class CachedDecoder:
 
     def kept(self) -> list[list[list[list[int]]]]:
         """Positions held, oldest first, per layer, stream and KV head. Syncs with the host."""
-        return [self._of_layer[layer].slots.kept(layer) for layer in range(len(self.model.layers))]
+        return [self.walks[at].slots.kept(layer) for layer, at in enumerate(self._walk_of_layer)]
 
     @torch.inference_mode()
     def reserve(self, tokens: int) -> None:
         """See `Decoder`."""
         for walk in self.walks:
-            walk.slots.grow(self._most + tokens)
+            walk.slots.grow(self._max_seen + tokens)
 
     def held(self, positions: Sequence[int]) -> float:
         """See `Decoder`."""
-        wanted = torch.tensor(positions, device=self.model.device)
-        found = [walk.slots.held(wanted) for walk in self.walks]
-        return float(torch.cat([x.flatten() for x in found]).float().mean())
+        asked = torch.tensor(positions, device=self.model.device)
+        held = [walk.slots.held(asked).flatten() for walk in self.walks]
+        return float(torch.cat(held).float().mean())
 
     @property
     def slots(self) -> tuple[float, float]:
         """See `Decoder`."""
-        parts = [(len(w.slots.layers), *w.slots.looked_at(self._most)) for w in self.walks]
+        parts = [(len(w.slots.layers), *w.slots.usage(self._max_seen)) for w in self.walks]
         layers = sum(n for n, _, _ in parts)
         return sum(n * used for n, used, _ in parts) / layers, sum(n * attended for n, _, attended in parts) / layers
 
@@ -173,7 +194,6 @@ class CachedDecoder:
         index = torch.tensor(streams, device=self.model.device)
         other = copy(self)
         other.walks = [walk.fork(index) for walk in self.walks]
-        other._route()
         other._step = self._step[index]
         other.graphs = StepGraphs() if self.graphs is not None else None
         return other

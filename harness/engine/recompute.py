@@ -41,7 +41,7 @@ class _Windows:
         if shape.rotation is not None:
             query, keys = shape.rotation.pair(query), shape.rotation.pair(keys)
             at = torch.arange(keys.shape[2], device=keys.device)
-            turns = shape.rotation.turns(at, keys.dtype, self.longest + 1)
+            turns = shape.rotation.factors(at, keys.dtype, self.longest + 1)
             query, keys = rotate(query, turns), rotate(keys, turns)
         return causal(query.unflatten(1, (shape.heads, -1)), keys, values, terms, self.padding).flatten(1, 2)
 

@@ -1,8 +1,8 @@
 """Where RoPE puts a token: read off the model's behaviour at load, applied at attention time.
 
 A layer's rotation is a frequency for every pair of key dims. It is not taken from the code of a
-family but found by experiment: of the layouts that exist, the one that turns the layer's queries and
-keys at position 0 into those that the model itself makes at position p (docs/decisions/0002).
+family but found by experiment: of the layouts that exist, the one that rotates the layer's queries
+and keys at position 0 into those that the model itself makes at position p (docs/decisions/0002).
 Keys are kept in an order of dims in which pairs are neighbours, so that rotating is one complex product.
 
 Axis letters: D head dim, P = D / 2 pairs.
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 _LEVEL = 4096  # rows of one table level; two levels reach _LEVEL**2 positions
-_MANY = 2**12  # elements from which on it matters how pairs are put side by side
-_NARROW = 8  # pairs of a head below which gathering them is quicker after all
+_FAST_INTERLEAVE_MIN_ELEMENTS = 2**12
+_FAST_INTERLEAVE_MIN_PAIRS = 8  # of a head; gathering fewer is faster
 LONGEST_STREAM = _LEVEL**2  # tokens
 
 
@@ -27,9 +27,9 @@ class Rotation:
     """RoPE of one layer.
 
     Attributes:
-        frequencies: radians a position turns each pair; 0 where RoPE leaves it. [P] float64.
-        order: the model's dim that stands at each place here, pairs side by side. [D] int64, where the model is.
-        halves: dims of each half, where the pairs are the first dims, one half the partners of the other.
+        frequencies: of each pair, in radians per position; 0 where RoPE leaves the pair alone. [P] float64.
+        order: index in the model of each dim here, where pairs are neighbours. [D] int64, on the model's device.
+        halves: dims of each half, if a pair is one dim of the first half of the first dims and one of the second.
     """
 
     frequencies: Tensor
@@ -39,16 +39,16 @@ class Rotation:
 
     def pair(self, x: Tensor) -> Tensor:
         """The same vectors with paired dims side by side. [..., D] -> [..., D]."""
-        if self.halves is None or self.halves < _NARROW or x.numel() < _MANY:
+        if self.halves is None or self.halves < _FAST_INTERLEAVE_MIN_PAIRS or x.numel() < _FAST_INTERLEAVE_MIN_ELEMENTS:
             return x.index_select(-1, self.order)
         first, second, rest = x.split([self.halves, self.halves, x.shape[-1] - 2 * self.halves], -1)
-        if x.dtype in (torch.float32, torch.float64):  # the quickest way to put them side by side, by far
+        if x.dtype in (torch.float32, torch.float64):
             paired = torch.view_as_real(torch.complex(first, second)).flatten(-2)
         else:
             paired = torch.stack([first, second], -1).flatten(-2)
         return paired if not rest.shape[-1] else torch.cat([paired, rest], -1)
 
-    def turns(self, positions: Tensor, dtype: torch.dtype, longest: int) -> Tensor:
+    def factors(self, positions: Tensor, dtype: torch.dtype, longest: int) -> Tensor:
         """exp(i * position * frequency) for every pair, from float64 angles.
 
         Args:
@@ -67,16 +67,16 @@ class Rotation:
         return (low * high).view(shape)
 
     def tables(self, dtype: torch.dtype, longest: int) -> tuple[Tensor, Tensor | None, int]:
-        """Turns of the angles 0, 1, ..., and those of 0, M, 2 * M, ... where one level of M is not enough; and M. [M, P]."""
+        """The factors at 0, 1, ..., those at 0, M, 2 * M, ... where one level of M is not enough, and M. [M, P]."""
         return self._table(dtype, 1), None if longest <= _LEVEL else self._table(dtype, _LEVEL), _LEVEL
 
     def prepare(self, dtype: torch.dtype) -> None:
-        """Compute the tables now. They are made on the host, which no decode step should wait for."""
+        """Compute the tables now: they are made on the host, and no decode step should wait for that."""
         for stride in (1, _LEVEL):
             self._table(dtype, stride)
 
     def _table(self, dtype: torch.dtype, stride: int) -> Tensor:
-        """Turns of the positions 0, stride, 2 * stride, ... [_LEVEL, P]."""
+        """The factors at positions 0, stride, 2 * stride, ... [_LEVEL, P]."""
         wide = torch.complex128 if dtype == torch.float64 else torch.complex64
         if (wide, stride) not in self._tables:
             angles = torch.arange(_LEVEL, dtype=torch.float64)[:, None] * stride * self.frequencies.cpu()
@@ -84,13 +84,13 @@ class Rotation:
         return self._tables[wide, stride]
 
 
-def rotate(x: Tensor, turns: Tensor) -> Tensor:
-    """Paired vectors, turned. [..., D] with [..., P] complex -> [..., D], dtype of x."""
+def rotate(x: Tensor, factors: Tensor) -> Tensor:
+    """Paired vectors, rotated. [..., D] with [..., P] complex -> [..., D], dtype of x."""
     if x.dtype == torch.float32:
-        return (x.view(torch.complex64) * turns).view(torch.float32)
+        return (x.view(torch.complex64) * factors).view(torch.float32)
     if x.dtype == torch.float64:
-        return (x.view(torch.complex128) * turns).view(torch.float64)
-    return (x.float().view(torch.complex64) * turns).view(torch.float32).to(x.dtype)
+        return (x.view(torch.complex128) * factors).view(torch.float64)
+    return (x.float().view(torch.complex64) * factors).view(torch.float32).to(x.dtype)
 
 
 def find_rotation(at_zero: Tensor, samples: dict[int, Tensor], tables: Iterable[Tensor]) -> Rotation | None:
@@ -114,7 +114,7 @@ def find_rotation(at_zero: Tensor, samples: dict[int, Tensor], tables: Iterable[
     for candidate in _candidates(at_zero.shape[-1], tables, at_zero.device):
         start = candidate.pair(at_zero)
         errors = [
-            (rotate(start, candidate.turns(torch.tensor(p, device=start.device), start.dtype, p + 1)) - candidate.pair(x))
+            (rotate(start, candidate.factors(torch.tensor(p, device=start.device), start.dtype, p + 1)) - candidate.pair(x))
             .abs().amax().item()
             for p, x in samples.items()
         ]  # fmt: skip

@@ -1,80 +1,74 @@
-"""The walk: a block of tokens through the caches of its layers.
+"""The walk: a block of tokens through the cache of every layer.
 
-What a layer keeps depends on that layer's attention alone, so a block of T tokens passes one layer at a time
-and is walked inside it: write, attend, score, evict, next. A block of one token leaves the bookkeeping of all
-layers to be done at once after the last; it is the same bookkeeping. Axis letters: L layers, B streams, H KV
-heads, N = B * H, R = L * N, G query heads of a KV head, S slots, T tokens, D head dim, P pairs of dims.
+What happens to a token. `Walk.begin` looks at a block once and returns its plan. The model then calls `attend` in every layer,
+which follows the plan, and `end` is called after the last layer. By the definition (`PlainWalk`), a layer takes the tokens of its
+block one after the other:
+
+1. the token's rank and position are entered for the free slot, and its unrotated key and its value are written there;
+2. its query attends to all tokens held, itself included, whose keys are rotated to where the position mode puts them;
+3. the attention updates the policy's statistics;
+4. once the cache is full, the token worth least gives up its slot, which is free for the next token.
+
+What a layer keeps depends on that layer's attention alone, so a whole block can pass one layer before it enters the next. The
+other plans compute the same faster. `Step`, for a block of one token, does 3 and 4 for all layers at once, in `end`. `Fill`
+attends in one go while nothing has to be evicted. `Closed` computes banded attention where it is known beforehand what is kept.
+`CompiledWalk` leaves the loop over tokens to a kernel.
+
+Axis letters: L layers, B streams, H KV heads, N = B * H, R = L * N, G query heads of a KV head, S slots, T tokens, D key dim,
+Dv value dim, P pairs of dims.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from copy import copy
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvbench.harness.engine.attention import Terms, causal, weights
-from kvbench.harness.engine.closed_form import ClosedForm
+from kvbench.harness.engine.closed_form import closed_form
 from kvbench.harness.engine.kernels.choose import Kernels, kernels_for
+from kvbench.harness.engine.method import EAGER, Method
+from kvbench.harness.engine.plan import Block, Closed, CompiledWalk, Fill, Places, PlainWalk, Plan, QueryFactors, Step
 from kvbench.harness.engine.rotary import LONGEST_STREAM, Rotation, rotate
-from kvbench.harness.engine.slots import Rows, Slots
+from kvbench.harness.engine.rows import Rows
+from kvbench.harness.engine.slots import Slots
 from kvbench.policies import PositionMode
 
-_FEWEST = 4  # tokens of a block from which on a walk by a kernel is worth its copies
-_SHARED = 2**20  # key elements of all layers up to which their turns are made at once
+_MIN_COMPILED_TOKENS = 4  # shorter blocks don't repay the kernel's copies
+_MAX_BATCHED_ROPE_ELEMENTS = 2**20  # of the keys of all layers; above this, each layer computes its own RoPE
 
 
-class Block:
-    """Where the tokens of a block stand in their streams."""
+class _Placement(NamedTuple):
+    """Ranks of a block's tokens, in the rows it is walked in, and the RoPE of its queries."""
 
-    def __init__(self, steps: Tensor, valid: Tensor | None, seen: int | None) -> None:
-        """Place a block.
-
-        Args:
-            steps: each token's index in its stream. [B, T] int64.
-            valid: tokens that count; all when None. [B, T] bool.
-            seen: tokens before the block; None when streams differ in length.
-        """
-        self.steps, self.valid, self.seen = steps, valid, seen
-        self.tokens = steps.shape[1]
-        self.used = None if seen is None else seen + self.tokens
+    ranks: tuple[Tensor, ...]  # T times [R] int64
+    query_factors: QueryFactors | None
 
 
 class Walk:
     """Drives blocks through the layers of one `Slots`."""
 
-    def __init__(
-        self,
-        slots: Slots,
-        positions: PositionMode,
-        limit: int,
-        *,
-        always: bool = False,
-        closed: bool = True,
-        compiled: bool = False,
-    ) -> None:
+    def __init__(self, slots: Slots, positions: PositionMode, limit: int, method: Method = EAGER) -> None:
         """Set up for a decoder's life.
 
         Args:
             slots: of the layers.
             positions: where RoPE puts a cached token.
             limit: the largest distance of mode `clamped`, in tokens.
-            always: walk even where nothing can be evicted.
-            closed: use the closed form where the policy has one.
-            compiled: walk blocks, and take single tokens in, by compiled kernels where there are any.
+            method: shortcuts that may be taken.
         """
         self.slots, self.rotation = slots, slots.shape.rotation
         if self.rotation is not None:
-            self.rotation.prepare(slots.keys.dtype)
-        self._mode, self._limit, self._always = positions, limit, always
-        self._longest = {"stream": LONGEST_STREAM, "clamped": limit + 1}.get(positions)  # the number of slots when None
-        self._mass: Tensor | None = None  # softmax weights of all layers in a step. [R, G, S]
-        self._steady = False
-        longest = self._longest or slots.empty + 1
-        self._closed_form = ClosedForm.of(slots, positions, limit, longest) if closed and not always else None
-        self._kernels = kernels_for(slots, positions, limit, self._longest) if compiled and not always else Kernels()
+            self.rotation.prepare(slots.tensors.keys.dtype)
+        self._mode, self._limit, self._method = positions, limit, method
+        self._max_position = {"stream": LONGEST_STREAM, "clamped": limit + 1}.get(positions)  # the number of slots when None
+        self._closed_form = closed_form(slots, positions, limit, self._rope_length) if method.closed_form else None
+        compiled = method.walk_kernel or method.step_kernel
+        self._kernels = kernels_for(slots, positions, limit, self._max_position) if compiled else Kernels()
         self._ordered = True  # the slots hold their tokens oldest first
+        self._steady: _Placement | None = None  # of the step before, where that of the next one is the same
 
     @property
     def has_closed_form(self) -> bool:
@@ -84,12 +78,12 @@ class Walk:
     @property
     def is_compiled(self) -> bool:
         """Whether blocks are walked by a compiled loop."""
-        return self._kernels.walk is not None and self._closed_form is None
+        return self._method.walk_kernel and self._kernels.walk is not None and self._closed_form is None
 
     @property
     def steps_by_kernel(self) -> bool:
         """Whether single tokens are taken in by a compiled kernel."""
-        return self._kernels.step is not None
+        return self._method.step_kernel and self._kernels.step is not None
 
     @property
     def lost(self) -> str:
@@ -101,221 +95,255 @@ class Walk:
         """Why no kernel can walk its blocks, where they have to be walked; empty otherwise."""
         return "" if self.has_closed_form or self.slots.capacity is None else self._kernels.plain_because
 
-    def begin(self, block: Block) -> None:
-        """Before the first layer: what all layers share."""
-        slots = self.slots
-        # Tokens of the block that come before the cache is full; None if the host can't know.
-        self._ragged = block.seen is None
-        self._room = None if slots.capacity is None or block.seen is None else slots.capacity - block.seen
-        fits = block.used is not None and (slots.capacity is None or block.used <= slots.capacity)
-        fits = fits and (self._mode != "clamped" or (block.used or 0) <= self._limit)
-        self._fills = fits and block.tokens > 1 and not slots.states and not self._always
-        self._closed = not self._fills and self._closed_form is not None and self._closed_form.takes(block.tokens, block.seen)
-        self._by_kernel = False
-        if self._fills or self._closed:
-            self._steady = False
-            return
-        self._attended = slots.attended(block.used)
-        rows = slots.rows(self._attended, slots.layers[0] if block.tokens > 1 else None)
-        # Once the cache is full, the rank of the new token stays what it is, and so does where its query stands.
-        steady = block.tokens == 1 and self._mode != "stream" and self._full(0)
-        if not (steady and self._steady):
-            self._place(block, rows)
-        self._steady = steady
-        self._steps, self._now = rows.each_head(block.steps), rows.each_stream(block.steps)
-        self._valid = [None] * block.tokens if block.valid is None else rows.each_stream(block.valid)
-        if block.tokens > 1:
-            return
-        self._hold(rows, 0)
-        if slots.states:
-            self._mass = rows.rank.new_empty(len(rows.rank), slots.shape.group, self._attended, dtype=slots.wide)
-        if self._kernels.step is None:
-            layers = len(slots.layers)
-            self._used = [None] * layers if self._full(0) else rows.used().unflatten(0, (layers, -1)).unbind(0)
-            self._turns: Sequence[Tensor | None] = [None] * layers
-            if self.rotation is not None and rows.keys.numel() <= _SHARED:
-                self._turns = self._key_turns(rows, self.rotation).unflatten(0, (layers, -1)).unbind(0)
+    def begin(self, block: Block) -> Plan:
+        """Before the first layer: decide how the block is read, and compute what its layers share."""
+        plan = self._plan_of_many(block) if block.tokens > 1 else self._plan_of_one(block)
+        if not isinstance(plan, Step):
+            self._steady = None
+        return plan
 
-    def _place(self, block: Block, rows: Rows) -> None:
-        """Ranks of the new tokens, and where RoPE puts their queries."""
-        slots = self.slots
-        ranks = block.steps if slots.capacity is None else block.steps.clamp(max=slots.capacity)
-        if self.rotation is not None and (block.tokens > 1 or self._kernels.step is None):
-            at = block.steps if self._mode == "stream" else ranks
-            at = torch.full_like(at, self._limit) if self._mode == "clamped" else at
-            turns = self.rotation.turns(at, slots.keys.dtype, self._longest or slots.empty + 1)
-            self._query_turns = {1.0: turns[:, None, None]}  # by scaling. [B, 1, 1, T, P]
-        if block.valid is not None:  # an invalid token is written, but to a slot that stays empty
-            ranks = ranks.masked_fill(~block.valid, slots.empty)
-        self._ranks = rows.each_head(ranks)
-
-    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms, block: Block) -> Tensor:
+    def attend(self, plan: Plan, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
         """Take a block into one layer, each token seeing what is kept when it comes.
 
         Args:
+            plan: of the block.
             layer: index in the model.
             query: unrotated. [B, H * G, T, D].
             keys: unrotated. [B, H, T, D].
             values: [B, H, T, Dv].
             terms: of this layer's attention.
-            block: where the tokens stand.
 
         Returns:
             [B, H * G, T, Dv].
         """
-        slots, shape, seen = self.slots, self.slots.shape, block.seen or 0
-        if block.tokens == 1 and self._kernels.step is not None:
-            rows = slots.rows(self._attended, layer)
-            return self._kernels.step(slots, rows, query, keys, values, terms.scaling, self._mass_of(layer))
+        if isinstance(plan, Step) and plan.kernel is not None:
+            rows, mass = self.slots.rows(plan.attended, layer), plan.mass_of_layer[self.slots.layers.index(layer)]
+            return plan.kernel(self.slots, rows, query, keys, values, terms.scaling, mass)
         if self.rotation is not None:
             query, keys = self.rotation.pair(query), self.rotation.pair(keys)
-        query = query.view(query.shape[0], shape.heads, shape.group, *query.shape[2:])
-        if self._fills:
-            return self._fill(layer, query, keys, values, terms, seen).flatten(1, 2)
-        if self._closed:
-            assert self._closed_form is not None
-            rows = slots.rows(slots.empty, layer)
-            held = rows.oldest_first(min(seen, slots.capacity or 0), self._ordered)
-            return self._closed_form(rows, query, keys, values, terms, held, seen).flatten(1, 2)
-        query = query * terms.scaling if self.rotation is None else rotate(query, self._scaled_turns(terms.scaling))
-        rows = slots.rows(self._attended, layer)
-        if block.tokens == 1:
-            at, size = slots.layers.index(layer), len(rows.keys)
-            token = (query.reshape(size, shape.group, -1), keys.reshape(size, -1), values.reshape(size, -1))
-            out, mass = self._step(rows, *token, terms, self._used[at], self._turns[at])
-            asked = self._mass_of(layer)
-            if asked is not None:
-                asked.copy_(mass)
-            return out.view(query.shape[0], -1, 1, shape.value_dim)
-        if self._kernels.walk is not None and block.tokens >= _FEWEST and block.seen is not None:
-            self._by_kernel = True
-            return self._kernels.walk(slots, rows, layer, query, keys, values, self._ordered, seen).flatten(1, 2)
-        return self._within(rows, query, keys, values, terms).flatten(1, 2)
+        query = query.view(query.shape[0], self.slots.shape.heads, self.slots.shape.group, *query.shape[2:])
+        match plan:
+            case Step():
+                out = self._step(plan, layer, query, keys, values, terms)
+            case Fill():
+                out = self._fill(plan, layer, query, keys, values, terms)
+            case Closed():
+                rows = self.slots.rows(self.slots.num_slots, layer)
+                held = rows.oldest_first(min(plan.seen, self.slots.capacity or 0), plan.ordered)
+                out = plan.form(rows, query, keys, values, terms, held, plan.seen)
+            case CompiledWalk():
+                rows, query = self.slots.rows(plan.attended, layer), _rotated_and_scaled(query, plan.query_factors, terms)
+                out = plan.kernel(self.slots, rows, layer, query, keys, values, plan.ordered, plan.seen)
+            case PlainWalk():
+                out = self._walk(plan, layer, query, keys, values, terms)
+        return out.flatten(1, 2)
 
-    def end(self, block: Block) -> None:
-        """After the last layer: the bookkeeping of a block of one token, all layers at once."""
-        full = self.slots.capacity is not None and (block.used is None or block.used > self.slots.capacity)
-        in_order = self._by_kernel and self._kernels.walk is not None and self._kernels.walk.leaves_ordered
-        self._ordered = self._closed or in_order or (self._ordered and not full)
-        if self._fills or block.tokens > 1:
-            return
-        rows = self.slots.rows(self._attended)
-        if self._kernels.release is not None and block.valid is None and not self._ragged:
-            self._kernels.release(self.slots, rows, self._mass, self._step_now, self._full(0))
-        else:
-            if self._mass is not None:
-                rows.update(self._mass, self._valid[0])
-            rows.release(self._valid[0], self._full(0), self._ragged)
-        self._mass = None
-        self._turns, self._used = [], []  # as large as the cache, and of no use to the next step
+    def end(self, plan: Plan, block: Block) -> None:
+        """After the last layer: note the order of the slots, and do the bookkeeping of a step for all layers at once."""
+        evicted = self.slots.capacity is not None and (block.end is None or block.end > self.slots.capacity)
+        match plan:
+            case Closed():
+                self._ordered = True
+            case CompiledWalk():
+                self._ordered = plan.kernel.leaves_ordered or (self._ordered and not evicted)
+            case _:
+                self._ordered = self._ordered and not evicted
+        if isinstance(plan, Step):
+            self._finish(plan)
 
-    def host_state(self, seen: int) -> tuple[int, int, bool]:
-        """All that the host decides about a step of one token, after so many."""
+    def graph_key(self, seen: int) -> tuple[int, int, bool]:
+        """Identifies the CUDA graph for the step after `seen` tokens: all that the host decides about it."""
         full = self.slots.capacity is not None and seen >= self.slots.capacity
-        self._steady = False  # a captured step makes all that it reads
+        self._steady = None  # a captured step must make all that it reads
         return self.slots.version, self.slots.attended(seen + 1), full
 
-    def replayed(self, seen: int) -> None:
-        """A step after so many tokens was replayed: what the host would have noted."""
-        self._steady = False
+    def note_replay(self, seen: int) -> None:
+        """Note what an eager step after `seen` tokens would have noted."""
+        self._steady = None
         self._ordered = self._ordered and (self.slots.capacity is None or seen < self.slots.capacity)
 
     def fork(self, streams: Tensor) -> Walk:
         """A walk over copies of these streams. streams: [B'] int64."""
         other = copy(self)
-        other.slots, other._steady = self.slots.fork(streams), False
+        other.slots, other._steady = self.slots.fork(streams), None
         return other
 
-    def _within(self, rows: Rows, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
+    def _plan_of_many(self, block: Block) -> Plan:
+        """How a block of several tokens is read."""
+        if self._can_fill(block):
+            return Fill(block.seen or 0)
+        if block.seen is not None and self._closed_form is not None and self._closed_form.takes(block.tokens, block.seen):
+            return Closed(self._closed_form, block.seen, self._ordered)
+        attended = self.slots.attended(block.end)
+        rows = self.slots.rows(attended, self.slots.layers[0])  # places are the same in every layer
+        ranks, query_factors = self._placed(block, rows)
+        compiled = self._method.walk_kernel and block.tokens >= _MIN_COMPILED_TOKENS and block.seen is not None
+        if compiled and self._kernels.walk is not None:
+            return CompiledWalk(self._kernels.walk, query_factors, attended, block.seen or 0, self._ordered)
+        return PlainWalk(self._places(block, rows, ranks), query_factors, attended)
+
+    def _plan_of_one(self, block: Block) -> Step:
+        """How a single token is read; its rank and position are entered here, for all layers at once."""
+        slots, kernel = self.slots, self._kernels.step if self._method.step_kernel else None
+        attended = slots.attended(block.end)
+        rows = slots.rows(attended)
+        placement = None if block.seen is None else self._steady
+        placement = placement or self._placed(block, rows, with_queries=kernel is None)
+        places = self._places(block, rows, placement.ranks)
+        # Once the cache is full, the rank of the newest token stays the same, and so does the place of its query.
+        self._steady = placement if self._mode != "stream" and places.evicts(0) else None
+        rows.place(places.ranks[0], places.steps[0], places.now[0])
+        layers = len(slots.layers)
+        nothing = [None] * layers
+        mass = (
+            rows.rank.new_empty(len(rows.rank), slots.shape.group, attended, dtype=slots.wide) if slots.tensors.states else None
+        )
+        mass_of_layer = nothing if mass is None else mass.unflatten(0, (layers, -1)).unbind(0)
+        if kernel is not None:
+            return Step(places, rows, attended, mass, mass_of_layer, kernel, None)
+        used = nothing if places.evicts(0) else rows.used().unflatten(0, (layers, -1)).unbind(0)
+        key_factors = nothing
+        if self.rotation is not None and rows.keys.numel() <= _MAX_BATCHED_ROPE_ELEMENTS:
+            key_factors = self._key_factors(rows, self.rotation, places.steps[0]).unflatten(0, (layers, -1)).unbind(0)
+        return Step(places, rows, attended, mass, mass_of_layer, None, placement.query_factors, used, key_factors)
+
+    def _can_fill(self, block: Block) -> bool:
+        """Whether nothing that the block's tokens do depends on the walk: no eviction, no statistics, true distances."""
+        if block.end is None or self.slots.tensors.states or not self._method.fill:
+            return False
+        capacity = self.slots.capacity
+        return (capacity is None or block.end <= capacity) and (self._mode != "clamped" or block.end <= self._limit)
+
+    def _placed(self, block: Block, rows: Rows, with_queries: bool = True) -> _Placement:
+        """Ranks of the new tokens, and where RoPE puts their queries."""
+        slots = self.slots
+        ranks = block.steps if slots.capacity is None else block.steps.clamp(max=slots.capacity)
+        query_factors = None
+        if self.rotation is not None and with_queries:
+            at = block.steps if self._mode == "stream" else ranks
+            at = torch.full_like(at, self._limit) if self._mode == "clamped" else at
+            factors = self.rotation.factors(at, slots.tensors.keys.dtype, self._rope_length)
+            query_factors = QueryFactors(factors[:, None, None])
+        if block.valid is not None:  # an invalid token is written, but to a slot that stays empty
+            ranks = ranks.masked_fill(~block.valid, slots.empty_rank)
+        return _Placement(rows.each_head(ranks), query_factors)
+
+    def _places(self, block: Block, rows: Rows, ranks: tuple[Tensor, ...]) -> Places:
+        """Where the tokens go in these rows."""
+        capacity, seen = self.slots.capacity, block.seen
+        return Places(
+            ranks=ranks,
+            steps=rows.each_head(block.steps),
+            now=rows.each_stream(block.steps),
+            valid=[None] * block.tokens if block.valid is None else rows.each_stream(block.valid),
+            room=None if capacity is None or seen is None else capacity - seen,
+            ragged=seen is None,
+        )
+
+    def _walk(self, plan: PlainWalk, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
         """The definition, token by token inside one layer. -> [B, H, G, T, Dv]."""
         streams, heads = query.shape[:2]
+        places, rows = plan.places, self.slots.rows(plan.attended, layer)
+        query = _rotated_and_scaled(query, plan.query_factors, terms)
         parts = [x.movedim(-2, 0).flatten(1, 2).contiguous().unbind(0) for x in (query, keys, values)]
-        out = values.new_empty(values.shape[2], *parts[0][0].shape[:2], values.shape[3])  # small answers would litter the heap
+        out = values.new_empty(values.shape[2], *parts[0][0].shape[:2], values.shape[3])  # one tensor: many small ones are slow
         for t, (q, k, v) in enumerate(zip(*parts, strict=True)):
-            self._hold(rows, t)
-            _, mass = self._step(rows, q, k, v, terms, None if self._full(t) else rows.used(), into=out[t])
-            rows.update(mass, self._valid[t])
-            rows.release(self._valid[t], self._full(t), self._ragged)
+            rows.place(places.ranks[t], places.steps[t], places.now[t])
+            rows.write(k, v)
+            used = None if places.evicts(t) else rows.used()
+            mass = self._attend_one(rows, q, terms, used, self._key_factors_of(rows, places.steps[t]), out[t])
+            rows.update(mass, places.valid[t])
+            rows.release(places.valid[t], places.evicts(t), places.ragged)
         return out.unflatten(1, (streams, heads)).movedim(0, 3)
 
-    def _hold(self, rows: Rows, t: int) -> None:
-        """Note the t-th token of the block in its free slots."""
-        self._step_now = self._steps[t]
-        rows.hold(self._ranks[t], self._step_now, self._now[t])
+    def _step(self, plan: Step, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
+        """One token in one layer, in plain PyTorch. -> [B, H, G, 1, Dv]."""
+        at, rows = self.slots.layers.index(layer), self.slots.rows(plan.attended, layer)
+        query = _rotated_and_scaled(query, plan.query_factors, terms).flatten(0, 1)[:, :, 0]
+        rows.write(keys.flatten(0, 1)[:, 0], values.flatten(0, 1)[:, 0])
+        factors = plan.key_factors[at]
+        if factors is None:
+            factors = self._key_factors_of(rows, plan.places.steps[0])
+        out = values.new_empty(*query.shape[:2], values.shape[3])
+        mass = self._attend_one(rows, query, terms, plan.used[at], factors, out)
+        asked = plan.mass_of_layer[at]
+        if asked is not None:
+            asked.copy_(mass)
+        return out.unflatten(0, (-1, self.slots.shape.heads))[:, :, :, None]
 
-    def _scaled_turns(self, scaling: float) -> Tensor:
-        """RoPE of the queries with the scaling of scores taken in; layers mostly share it. [B, 1, 1, T, P]."""
-        if scaling not in self._query_turns:
-            self._query_turns[scaling] = self._query_turns[1.0] * scaling
-        return self._query_turns[scaling]
+    def _finish(self, plan: Step) -> None:
+        """Update the statistics with a step's attention, and find the slots of the next token."""
+        places, kernel = plan.places, self._kernels.release if self._method.step_kernel else None
+        if kernel is not None and places.valid[0] is None and not places.ragged:
+            kernel(self.slots, plan.rows, plan.mass, places.steps[0], places.evicts(0))
+            return
+        if plan.mass is not None:
+            plan.rows.update(plan.mass, places.valid[0])
+        plan.rows.release(places.valid[0], places.evicts(0), places.ragged)
 
-    def _mass_of(self, layer: int) -> Tensor | None:
-        """Where the softmax weights of one layer go in a step, if anybody asks for them. [N, G, S]."""
-        if self._mass is None:
-            return None
-        at, size = self.slots.layers.index(layer), self.slots.streams * self.slots.shape.heads
-        return self._mass[at * size : (at + 1) * size]
-
-    def _full(self, t: int) -> bool:
-        """Whether the t-th token of the block finds, as far as the host knows, no unused slot after it."""
-        return self._room is not None and t >= self._room
-
-    def _step(
-        self,
-        rows: Rows,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        terms: Terms,
-        used: Tensor | None,
-        turns: Tensor | None = None,
-        into: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """One token in one layer: written, then attending to all that is held, itself included.
+    def _attend_one(
+        self, rows: Rows, query: Tensor, terms: Terms, used: Tensor | None, key_factors: Tensor | None, out: Tensor
+    ) -> Tensor:
+        """One query a row over all that is held.
 
         Args:
             rows: of the layer.
             query: rotated and scaled. [N, G, D].
-            key: unrotated. [N, D].
-            value: [N, Dv].
             terms: of this layer's attention.
             used: slots that hold a token; all when None. [N, 1, S] bool.
-            turns: RoPE of the cached keys where it is at hand. [N, S, P].
-            into: where to put the output; a new tensor when None. [N, G, Dv].
+            key_factors: RoPE of the cached keys; None without RoPE. [N, S, P].
+            out: where to put the output. [N, G, Dv].
 
         Returns:
-            The output [N, G, Dv] and the softmax weights [N, G, S].
+            The softmax weights. [N, G, S].
         """
-        rows.write(key, value)
-        scores = torch.bmm(query, self._rotated(rows, turns).transpose(1, 2))
-        mass = weights(scores, terms, self.slots.shape.heads, used)
-        return torch.bmm(mass.to(value.dtype), rows.values, out=into), mass
+        keys = rows.keys if key_factors is None else rotate(rows.keys, key_factors)
+        mass = weights(torch.bmm(query, keys.transpose(1, 2)), terms, self.slots.shape.heads, used)
+        torch.bmm(mass.to(rows.values.dtype), rows.values, out=out)
+        return mass
 
-    def _rotated(self, rows: Rows, turns: Tensor | None) -> Tensor:
-        """Keys turned to where the position mode puts them. [N, S, D]."""
-        if self.rotation is None:
-            return rows.keys
-        return rotate(rows.keys, self._key_turns(rows, self.rotation) if turns is None else turns)
+    def _key_factors_of(self, rows: Rows, steps: Tensor) -> Tensor | None:
+        """RoPE of the cached keys of one layer; None without RoPE. [N, S, P]."""
+        return None if self.rotation is None else self._key_factors(rows, self.rotation, steps)
 
-    def _key_turns(self, rows: Rows, rotation: Rotation) -> Tensor:
-        """RoPE of the cached keys. [N, S, P], or for all layers [R, S, P]."""
+    def _key_factors(self, rows: Rows, rotation: Rotation, steps: Tensor) -> Tensor:
+        """RoPE of the cached keys, by position mode.
+
+        Args:
+            rows: of one layer, or of all.
+            rotation: of these layers.
+            steps: of the token that attends, in as many rows. [R] int64.
+
+        Returns:
+            [R, S, P] complex.
+        """
         if self._mode == "cache":
             at = rows.rank
         elif self._mode == "stream":
             at = rows.position.clamp(min=0)
-        else:  # the query stands at `limit`, so that every distance is at most that
-            at = self._limit - (self._step_now[: len(rows.rank), None] - rows.position).clamp(0, self._limit)
-        return rotation.turns(at, rows.keys.dtype, self._longest or self.slots.empty + 1)
+        else:  # the query stands at `limit`, which bounds every distance
+            at = self._limit - (steps[:, None] - rows.position).clamp(0, self._limit)
+        return rotation.factors(at, rows.keys.dtype, self._rope_length)
 
-    def _fill(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms, seen: int) -> Tensor:
-        """A block that all fits, attended in one go: rank = position = slot. -> [B, H, G, T, Dv]."""
-        used = seen + keys.shape[2]
-        rows, streams = self.slots.rows(self.slots.empty, layer), query.shape[0]
-        rows.keys[:, seen:used], rows.values[:, seen:used] = keys.flatten(0, 1), values.flatten(0, 1)
-        rows.rank[:, seen:used] = rows.position[:, seen:used] = torch.arange(seen, used, device=keys.device)
+    def _fill(self, plan: Fill, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
+        """A block that all fits: causal attention in one go. -> [B, H, G, T, Dv]."""
+        first, end, streams = plan.seen, plan.seen + keys.shape[2], query.shape[0]
+        rows = self.slots.rows(self.slots.num_slots, layer)
+        rows.keys[:, first:end], rows.values[:, first:end] = keys.flatten(0, 1), values.flatten(0, 1)
+        rows.rank[:, first:end] = rows.position[:, first:end] = torch.arange(first, end, device=keys.device)
         rows.free += keys.shape[2]
-        kept, held = rows.keys[:, :used].unflatten(0, (streams, -1)), rows.values[:, :used].unflatten(0, (streams, -1))
+        all_keys, all_values = (x[:, :end].unflatten(0, (streams, -1)) for x in (rows.keys, rows.values))
         if self.rotation is not None:
-            turns = self.rotation.turns(torch.arange(used, device=keys.device), keys.dtype, used)
-            kept, query = rotate(kept, turns), rotate(query, turns[seen:])
-        return causal(query, kept, held, terms)
+            factors = self.rotation.factors(torch.arange(end, device=keys.device), keys.dtype, end)
+            all_keys, query = rotate(all_keys, factors), rotate(query, factors[first:])
+        return causal(query, all_keys, all_values, terms)
+
+    @property
+    def _rope_length(self) -> int:
+        """Bounds the positions that RoPE is asked for."""
+        return self._max_position or self.slots.num_slots + 1
+
+
+def _rotated_and_scaled(query: Tensor, factors: QueryFactors | None, terms: Terms) -> Tensor:
+    """Queries as scores take them. [B, H, G, T, D]."""
+    return query * terms.scaling if factors is None else rotate(query, factors.scaled(terms.scaling))

@@ -12,6 +12,7 @@ from kvbench.harness.core import plugins
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fastcheck import fast_method
+from kvbench.harness.engine.method import EAGER
 from kvbench.harness.engine.model import Model
 from kvbench.harness.lm_eval.reading import Prompt, Reader
 from kvbench.harness.models.hub import model_directory
@@ -104,8 +105,5 @@ def reader_of(model: Model, config: CacheConfig, prompt: Prompt, prompt_tokens: 
     Raises:
         ValueError: what is asked does not go together.
     """
-    how: dict[str, bool] = {}
-    if config.policy.caches:
-        found = fast_method(model, config)
-        how = {"closed": found.method == "closed form", "compiled": found.method == "compiled walk" or found.step != "plain"}
-    return Reader(model, config, prompt, prompt_tokens, batch, _BLOCK, how)
+    method = fast_method(model, config).method if config.policy.caches else EAGER
+    return Reader(model, config, prompt, prompt_tokens, batch, _BLOCK, method)

@@ -18,6 +18,7 @@ from torch import Tensor
 from kvbench.harness.engine.decoder import CacheConfig, Decoder
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.loop import decoder as open_decoder
+from kvbench.harness.engine.method import EAGER, Method
 from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.once import read_once
 
@@ -59,7 +60,7 @@ class Reader:
         longest: tokens of a prompt that `truncate` leaves; the capacity when None.
         batch: requests side by side.
         block: tokens that pass a layer at once, all streams together.
-        how: `walk`, `closed` and `compiled` of a decoder.
+        method: shortcuts that decoders may take.
         kv_bytes: of a stream's K and V, the most that was seen.
         state_bytes: of everything else that a stream keeps, likewise.
     """
@@ -70,7 +71,7 @@ class Reader:
     longest: int | None = None
     batch: int = 16
     block: int = 2048
-    how: dict[str, bool] = field(default_factory=dict)
+    method: Method = EAGER
     kv_bytes: int = 0
     state_bytes: int = 0
 
@@ -249,11 +250,11 @@ class Reader:
         return said
 
     def _open(self, streams: int) -> Decoder:
-        return open_decoder(self.model, self.config, streams, **self.how)
+        return open_decoder(self.model, self.config, streams, self.method)
 
     def _once(self, prompts: Sequence[Sequence[int]]) -> tuple[CachedDecoder, Tensor]:
         tokens = torch.tensor(prompts, device=self.model.device)
-        return read_once(self.model, self.config, tokens, self._width(len(prompts)), **self.how)
+        return read_once(self.model, self.config, tokens, self._width(len(prompts)), self.method)
 
     def _take_in(self, read: Decoder, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Prompts of one length; the logits after the last token. [B, V]."""

@@ -48,8 +48,9 @@ def on_common(record: Record, stride: int) -> Record | None:
     shared = metrics.on_stride
     tokens = sum(shared.tokens)
     nll = sum(shared.nll_sum) / tokens
+    blocks = Blocks.model_construct(nll_sum=shared.nll_sum, tokens=shared.tokens, size=shared.size)
     figures = NllMetrics.model_construct(
-        tokens=tokens, nll=nll, perplexity=math.exp(min(nll, 700.0)), blocks=Blocks.model_construct(nll_sum=shared.nll_sum, tokens=shared.tokens, size=shared.size), texts=shared.texts, on_stride=shared,
+        tokens=tokens, nll=nll, perplexity=math.exp(min(nll, 700.0)), blocks=blocks, texts=shared.texts, on_stride=shared,
         buckets=_buckets(metrics, shared), stream_tokens=metrics.stream_tokens, kv_bytes=metrics.kv_bytes,
         state_bytes=metrics.state_bytes, flags=metrics.flags,
     )  # fmt: skip

@@ -16,51 +16,72 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
-
-from pydantic import BaseModel, ConfigDict, Field
+from typing import IO, TYPE_CHECKING, Any, Self
 
 from kvbench.harness.core.errors import RefusedModelError, UserError
 from kvbench.harness.core.failure import ApartError, failure
-from kvbench.policies import PositionMode
+
+if TYPE_CHECKING:
+    from kvbench.policies import PositionMode
 
 _CHILD = "from kvbench.harness.run.apart import child; child()"
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when its parent dies
 
 
-class CellRun(BaseModel):
-    """A cell, and all that a fresh process needs to measure it."""
+@dataclass(frozen=True, kw_only=True)
+class CellRun:
+    """A cell, and all that a fresh process needs to measure it.
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    Attributes:
+        directory: of the model.
+        random: the model has no weights: they are drawn.
+        dtype: of weights and cache.
+        rope_length: longest position, for RoPE types that depend on it; tokens.
+        pickle: accept weights that are not safetensors.
+        task: its name and options.
+        data: directory of the text.
+        policy: its name, or file.py:Class.
+        parameters: of the policy.
+        capacity: tokens per KV head kept between steps.
+        positions: where RoPE puts a cached token.
+        limit: largest distance of positions clamped.
+        seed: of the policy's randomness.
+        block: tokens that pass a layer at once.
+        walk: token by token inside the layers.
+        threads: of the CPU.
+        trace: file of per-token figures.
+    """
 
-    directory: Path = Field(description="of the model")
-    random: bool = Field(description="the model has no weights: they are drawn")
-    dtype: str = Field(description="of weights and cache")
-    rope_length: int | None = Field(description="longest position, for RoPE types that depend on it; tokens")
-    pickle: bool = Field(description="accept weights that are not safetensors")
-    task: dict[str, Any] = Field(description="its name and options")
-    data: Path | None = Field(description="directory of the text")
-    policy: str = Field(description="its name, or file.py:Class")
-    parameters: dict[str, Any] = Field(description="of the policy")
-    capacity: int | None = Field(description="tokens a KV head keeps between steps")
-    positions: PositionMode = Field(description="where RoPE puts a cached token")
-    limit: int | None = Field(description="largest distance of positions clamped")
-    seed: int = Field(description="of the policy's randomness")
-    block: int = Field(description="tokens that pass a layer at once")
-    walk: bool = Field(description="token by token inside the layers")
-    threads: int = Field(description="of the CPU")
-    trace: Path = Field(description="file of per-token figures")
+    directory: Path
+    random: bool
+    dtype: str
+    rope_length: int | None
+    pickle: bool
+    task: dict[str, Any]
+    data: Path | None
+    policy: str
+    parameters: dict[str, Any]
+    capacity: int | None
+    positions: PositionMode
+    limit: int | None
+    seed: int
+    block: int
+    walk: bool
+    threads: int
+    trace: Path
 
     def to_json(self) -> str:
         """One line."""
-        return self.model_dump_json()
+        return json.dumps(asdict(self), default=str)
 
     @classmethod
-    def from_json(cls, line: str) -> CellRun:
+    def from_json(cls, line: str) -> Self:
         """Back from that line."""
-        return cls.model_validate_json(line)
+        value = json.loads(line)
+        paths = {name: Path(value[name]) for name in ("directory", "data", "trace") if value[name] is not None}
+        return cls(**(value | paths))
 
 
 @dataclass(frozen=True)
@@ -167,6 +188,7 @@ def _answer(cell: CellRun, out: IO[str]) -> dict[str, Any]:
 
     from kvbench.harness.core import plugins
     from kvbench.harness.engine.decoder import CacheConfig
+    from kvbench.harness.engine.method import EAGER, TOKEN_BY_TOKEN
     from kvbench.harness.models.load import load_model, load_tokenizer
     from kvbench.harness.tasks.task import Job, Task
 
@@ -178,8 +200,9 @@ def _answer(cell: CellRun, out: IO[str]) -> dict[str, Any]:
     data = task.data(options, lambda: load_tokenizer(cell.directory), cell.data)
     model = load_model(cell.directory, cell.dtype, torch.device("cpu"), cell.rope_length, cell.pickle, random=cell.random)
     job = Job(
-        model, config, data, cell.block, cell.walk, cell.trace, lambda tokens, text: _say(out, {"progress": [tokens, text]})
-    )
+        model, config, data, cell.block, TOKEN_BY_TOKEN if cell.walk else EAGER, cell.trace,
+        lambda tokens, text: _say(out, {"progress": [tokens, text]}),
+    )  # fmt: skip
     started = time.perf_counter()
     metrics = task.run(options, job)
     return {"metrics": metrics.as_json(), "model": model.facts(), "seconds": time.perf_counter() - started}

@@ -13,8 +13,9 @@ from torch import Tensor
 from kvbench.harness.core import plugins
 from kvbench.harness.core.errors import UserError, described, did_you_mean
 from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.fastcheck import FastCheck, fast_method
+from kvbench.harness.engine.fastcheck import fast_method
 from kvbench.harness.engine.loop import CachedDecoder, decoder
+from kvbench.harness.engine.method import PLAIN_WALK, Method
 from kvbench.harness.engine.model import Model, adopt
 from kvbench.harness.engine.recompute import RecomputeDecoder
 from kvbench.harness.models.families import tiny_model
@@ -167,7 +168,7 @@ def _band(on: Case) -> str:
     sinks, window = band
     if sinks < 0 or window < 1 or sinks + window != on.capacity:
         return f"sinks {sinks} + window {window} are not the capacity {on.capacity}"
-    read = CachedDecoder(_tiny(), _config(on), closed=False)
+    read = CachedDecoder(_tiny(), _config(on), method=PLAIN_WALK)
     for seen, block in enumerate(_tokens(on.capacity + _PAST, 1).split([on.capacity, *[1] * _PAST], 1), on.capacity):
         read(block)
         expected = [p for p in range(seen) if p < sinks or p >= seen - window]
@@ -190,20 +191,18 @@ def _reading(on: Case) -> str:
     if not on.policy.caches:
         return "windows run afresh, one a token: no cache to be fast with"
     model, config = _tiny(), _config(on)
-    found = fast_method(model, config)
-    speed = f"{_tokens_per_second(model, config, found):,.0f} tokens/s through a tiny model here"
-    if found.method != "walk":
-        return f"{found.method}, {speed}"
+    check = fast_method(model, config)
+    speed = f"{_tokens_per_second(model, config, check.method):,.0f} tokens/s through a tiny model here"
+    if check.blocks != "walk":
+        return f"{check.blocks}, {speed}"
     other = CacheConfig(H2O(), on.capacity)
-    compiled = _tokens_per_second(model, other, fast_method(model, other))
-    return f"plain walk ({found.refused or found.plain_because}), {speed}; h2o's compiled walk makes {compiled:,.0f}"
+    compiled = _tokens_per_second(model, other, fast_method(model, other).method)
+    return f"plain walk ({check.refused or check.plain_because}), {speed}; h2o's compiled walk makes {compiled:,.0f}"
 
 
-def _tokens_per_second(model: Model, config: CacheConfig, found: FastCheck) -> float:
+def _tokens_per_second(model: Model, config: CacheConfig, method: Method) -> float:
     """Of a block read with the cache full."""
-    read = CachedDecoder(
-        model, config, closed=found.method == "closed form", compiled=found.method == "compiled walk" or found.step != "plain"
-    )
+    read = CachedDecoder(model, config, method=method)
     full = config.capacity or _BLOCK
     warm_up, block = _tokens(2 * full + _BLOCK, 1).split([2 * full, _BLOCK], 1)
     read(warm_up)

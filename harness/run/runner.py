@@ -25,6 +25,7 @@ from kvbench.harness.core.failure import failure
 from kvbench.harness.core.files import new_partial
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fastcheck import FastCheck, fast_method
+from kvbench.harness.engine.method import TOKEN_BY_TOKEN
 from kvbench.harness.engine.model import Model
 from kvbench.harness.models.hub import is_random
 from kvbench.harness.models.load import load_model
@@ -258,19 +259,17 @@ def _job(item: Prepared, model: Model, options: RunOptions, trace: Path, watcher
     """A cell as its task takes it; what is faster than the plain walk only where it was found to agree with it."""
     cell = item.cell
     config = CacheConfig(cell.policy, cell.capacity, cell.positions, cell.limit, cell.seed)
-    found = FastCheck("windows run afresh", "windows run afresh", 0.0)
+    check = FastCheck(TOKEN_BY_TOKEN, "windows run afresh", "windows run afresh", 0.0)
     if cell.policy.caches:
-        found = FastCheck("walk", "plain", 0.0) if options.walk else fast_method(model, config)
-        item.facts["differs_from_walk"] = round(found.differs, 4) if math.isfinite(found.differs) else None
-        item.facts.update({"refused": found.refused} if found.refused else {})
-        item.facts.update({"plain_because": found.plain_because} if found.plain_because else {})
-    wide = found.method in ("closed form", "compiled walk") and not item.task.of_device
+        check = FastCheck(TOKEN_BY_TOKEN, "walk", "plain", 0.0) if options.walk else fast_method(model, config)
+        item.facts["differs_from_walk"] = round(check.differs, 4) if math.isfinite(check.differs) else None
+        item.facts.update({"refused": check.refused} if check.refused else {})
+        item.facts.update({"plain_because": check.plain_because} if check.plain_because else {})
+    wide = check.blocks in ("closed form", "compiled walk") and not item.task.of_device
     counted = 1 if item.task.block_of_all else item.streams
     block = options.block or (_block_that_fits(model, counted) if wide else _BLOCK)
-    item.facts.update({"block": block, "method": found.method, "step": found.step})
-    compiled = found.step != "plain" or (found.method == "compiled walk" and not item.task.of_device)
-    closed = found.method == "closed form"
-    return Job(model, config, item.data, block, options.walk, trace, watcher.advance, closed, compiled)
+    item.facts.update({"block": block, "method": check.blocks, "step": check.step})
+    return Job(model, config, item.data, block, check.method, trace, watcher.advance)
 
 
 def _block_that_fits(model: Model, streams: int) -> int:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from kvbench.harness.engine.decoder import CacheConfig, Decoder
+    from kvbench.harness.engine.method import Method
     from kvbench.harness.engine.model import Model
 
 __all__ = ["LONGEST", "Data", "Job", "MeasurementError", "Metrics", "Options", "RandomTokens", "Task", "Tokenizer"]
@@ -69,10 +70,8 @@ class Job:
         config: what the cache keeps.
         data: what the task's `data` returned.
         block: T, tokens that pass a layer at once.
-        walk: token by token inside the layers, even where nothing can be evicted.
+        method: shortcuts that decoders may take.
         trace: file to write per-token or per-question figures to.
-        closed: compute blocks in closed form where the policy allows it.
-        compiled: walk blocks by a compiled loop.
         progress: called with (tokens done, the figure so far in words).
         open: makes the decoder; replaced by tests.
     """
@@ -81,16 +80,14 @@ class Job:
     config: CacheConfig
     data: Any
     block: int
-    walk: bool
+    method: Method
     trace: Path
     progress: Callable[[int, str], None]
-    closed: bool = True
-    compiled: bool = False
     open: Callable[..., Decoder] = field(default=_open)
 
     def decoder(self, streams: int = 1) -> Decoder:
         """A fresh decoder for the cell."""
-        return self.open(self.model, self.config, streams, walk=self.walk, closed=self.closed, compiled=self.compiled)
+        return self.open(self.model, self.config, streams, self.method)
 
 
 class MeasurementError(RuntimeError):

@@ -65,7 +65,7 @@ def test_block(benchmark, model, name):
 @pytest.mark.benchmark(group="slots of all layers")
 def test_slot_write(benchmark, model):
     slots = filled(model, "window").walks[0].slots
-    rows = slots.rows(slots.empty)
+    rows = slots.rows(slots.num_slots)
     key, value = torch.rand(len(rows.keys), slots.shape.key_dim), torch.rand(len(rows.keys), slots.shape.value_dim)
     benchmark(rows.write, key, value)
 
@@ -74,7 +74,7 @@ def test_slot_write(benchmark, model):
 @pytest.mark.benchmark(group="importance, all layers")
 def test_importance(benchmark, model, name):
     slots = filled(model, name).walks[0].slots
-    view = slots.rows(slots.empty).view
+    view = slots.rows(slots.num_slots).view
     view.step = torch.full_like(view.layer, CAPACITY + 64)
     assert benchmark(slots.policy.importance, view).shape == view.rank.shape
 
@@ -83,11 +83,11 @@ def test_importance(benchmark, model, name):
 @pytest.mark.benchmark(group="eviction, all layers")
 def test_eviction(benchmark, model, name):
     slots = filled(model, name).walks[0].slots
-    rows = slots.rows(slots.empty)
+    rows = slots.rows(slots.num_slots)
     rows.view.step = torch.full_like(rows.view.layer, CAPACITY + 64)
 
     def step() -> None:
-        slots.flat_rank.index_fill_(0, slots.free, CAPACITY)
+        slots.tensors.flat_rank.index_fill_(0, slots.tensors.free, CAPACITY)
         rows.release(None, True, False)
 
     benchmark(step)

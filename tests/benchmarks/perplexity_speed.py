@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import decoder
+from kvbench.harness.engine.method import EAGER, FASTEST, Method
 from kvbench.harness.engine.model import Model, adopt
 from kvbench.policies import Policy
 from kvbench.policies.h2o import H2O
@@ -40,10 +41,10 @@ def made(shape: str, dtype: torch.dtype, attention: str) -> LlamaForCausalLM:
 
 
 def ours(
-    model: Model, config: CacheConfig, tokens: torch.Tensor, block: int, clock: list[float], compiled: bool = False
+    model: Model, config: CacheConfig, tokens: torch.Tensor, block: int, clock: list[float], method: Method = EAGER
 ) -> torch.Tensor:
     """NLL of every token but the first. The clock gets the time at the end of every block."""
-    read, losses = decoder(model, config, len(tokens), compiled=compiled), []
+    read, losses = decoder(model, config, len(tokens), method), []
     for part, targets in zip(tokens[:, :-1].split(block, 1), tokens[:, 1:].split(block, 1), strict=True):
         losses.append(cross_entropy(read(part).flatten(0, 1).float(), targets.flatten(), reduction="none"))
         clock.append(time.perf_counter())
@@ -74,10 +75,10 @@ def main() -> None:
     stream = torch.randint(plain.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
     short = stream[:, : capacity + 200]
 
-    def read(policy: Policy, tokens: torch.Tensor, block: int, compiled: bool = False) -> float:
+    def read(policy: Policy, tokens: torch.Tensor, block: int, method: Method = EAGER) -> float:
         clock: list[float] = []
         first = math.ceil(capacity / block)  # blocks that fill the cache
-        ours(model, CacheConfig(policy, capacity), tokens, block, clock, compiled)
+        ours(model, CacheConfig(policy, capacity), tokens, block, clock, method)
         return seconds_a_token(clock, first) / block / len(tokens)
 
     def frozen(loop: Callable[..., object], hf: LlamaForCausalLM, first: int, second: int) -> float:
@@ -90,15 +91,15 @@ def main() -> None:
         loops["frozen sink+window"] = lambda: frozen(sink_window_nll, plain, 4, capacity - 4)
         loops["sink+window, closed form"] = lambda: read(SinkWindow(), stream[:, : 1 + 8 * asked.block], asked.block)
         loops["window, closed form"] = lambda: read(Window(), stream[:, : 1 + 8 * asked.block], asked.block)
-        loops["sink+window, token by token"] = lambda: read(SinkWindow(), short, 1, compiled=True)
+        loops["sink+window, token by token"] = lambda: read(SinkWindow(), short, 1, method=FASTEST)
     if asked.only != "band":
         loops["frozen H2O"] = lambda: frozen(h2o_nll, eager, capacity - half, half)
         some = stream[:, : 1 + 256 * (2 + math.ceil(capacity / 256))]
         loops["H2O, plain walk"] = lambda: read(H2O(), some, 256)
         long = stream[:, : 1 + 4 * asked.block]
-        loops["H2O, compiled walk"] = lambda: read(H2O(), long, asked.block, compiled=True)
-        loops["H2O, compiled, blocks of 256"] = lambda: read(H2O(), some, 256, compiled=True)
-        loops["H2O, compiled, 16 streams"] = lambda: read(H2O(), some.repeat(16, 1), 256, compiled=True)
+        loops["H2O, compiled walk"] = lambda: read(H2O(), long, asked.block, method=FASTEST)
+        loops["H2O, compiled, blocks of 256"] = lambda: read(H2O(), some, 256, method=FASTEST)
+        loops["H2O, compiled, 16 streams"] = lambda: read(H2O(), some.repeat(16, 1), 256, method=FASTEST)
     times: dict[str, list[float]] = {name: [] for name in loops}
     for _ in range(asked.rounds):
         for name, timed in loops.items():

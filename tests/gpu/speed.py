@@ -60,9 +60,8 @@ def operations(model: Model, capacity: int) -> float:
 
 def measured(row: Row, model: Model, device: torch.device) -> dict[str, Any]:
     """One row."""
-    found = fast_method(model, row.config)
-    compiled = found.method == "compiled walk"
-    read = decoder(model, row.config, row.streams, closed=found.method == "closed form", compiled=compiled)
+    check = fast_method(model, row.config)
+    read = decoder(model, row.config, row.streams, check.method)
     vocabulary = model.hf.config.vocab_size
     capacity = row.config.capacity or 0
     filling = -(-capacity // row.block) + 1  # blocks, the last of which is the first with a full cache
@@ -78,12 +77,12 @@ def measured(row: Row, model: Model, device: torch.device) -> dict[str, Any]:
     rate, memory = multiply_rate(device, model.dtype), bandwidth(device)
     count = row.streams * row.block
     by_operations = operations(model, capacity) * count / rate
-    walked = model.kv_bytes(capacity, row.streams) * row.block / memory if compiled else 0.0
+    walked = model.kv_bytes(capacity, row.streams) * row.block / memory if check.blocks == "compiled walk" else 0.0
     bound = max(by_operations, walked)
     seconds = milliseconds / 1e3
     return {
-        "row": row.name, "shape": row.shape, "streams": row.streams, "block": row.block, "method": found.method,
-        "differs_from_walk": found.differs, "refused": found.refused, "device": device_name(device), "torch": torch.__version__,
+        "row": row.name, "shape": row.shape, "streams": row.streams, "block": row.block, "method": check.blocks,
+        "differs_from_walk": check.differs, "refused": check.refused, "device": device_name(device), "torch": torch.__version__,
         "tokens_per_second": count / seconds, "share_of_multiply_rate": by_operations / seconds, "times_bound": seconds / bound,
         "minutes_for_4M_tokens": 4e6 / count * seconds / 60, "multiply_rate": rate, "bandwidth": memory, "loss": float(loss),
     }  # fmt: skip

@@ -12,12 +12,17 @@ from kvbench.policies import PositionMode
 _OF_DEVICE: dict[str, ModuleType] = {"cpu": cpu, "cuda": cuda}
 
 
-class Kernels(NamedTuple):
-    """None where the plain code is used."""
+StepKernel = cpu.StepKernel | cuda.StepKernel  # a token's attention
+ReleaseKernel = cpu.ReleaseKernel | cuda.ReleaseKernel  # the bookkeeping after it
+WalkKernel = cpu.WalkKernel | cuda.WalkKernel  # a block through one layer
 
-    step: cpu.StepKernel | cuda.StepKernel | None = None  # a token's attention
-    release: cpu.ReleaseKernel | cuda.ReleaseKernel | None = None  # the bookkeeping after it
-    walk: cpu.WalkKernel | cuda.WalkKernel | None = None  # a block through one layer
+
+class Kernels(NamedTuple):
+    """The kernels that serve some layers; None where the plain code is used."""
+
+    step: StepKernel | None = None
+    release: ReleaseKernel | None = None
+    walk: WalkKernel | None = None
     lost: str = ""  # why one is missing that could be there: no compiler, a library that can't be loaded
     plain_because: str = ""  # why no kernel can walk blocks of these layers under this policy
 
@@ -31,9 +36,9 @@ def kernels_for(slots: Slots, mode: PositionMode, limit: int, longest: int | Non
         limit: the largest distance of mode `clamped`, in tokens.
         longest: bounds the angles; the number of slots when None.
     """
-    of = _OF_DEVICE.get(slots.keys.device.type)
+    of = _OF_DEVICE.get(slots.tensors.keys.device.type)
     if of is None:
-        return Kernels(plain_because=f"no kernels for device '{slots.keys.device.type}'")
+        return Kernels(plain_because=f"no kernels for device '{slots.tensors.keys.device.type}'")
     walk, lost = of.WalkKernel.of(slots, mode, limit, longest), of.lost(slots, mode, limit)
     because = ""
     if walk is None and not lost:

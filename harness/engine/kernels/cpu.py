@@ -14,7 +14,8 @@ from torch import Tensor
 
 from kvbench.harness.engine.kernels.compiler import Built, built, built_of, why_untraced
 from kvbench.harness.engine.rotary import LONGEST_STREAM, rotate
-from kvbench.harness.engine.slots import Rows, Slots
+from kvbench.harness.engine.rows import Rows
+from kvbench.harness.engine.slots import Slots
 from kvbench.policies import PositionMode
 from kvbench.policies.policy import mixed_seed
 
@@ -52,7 +53,7 @@ class StepKernel:
     def built(slots: Slots) -> Built:
         """Its function, for float32 and softmax of plain scores; neither it nor a reason for other layers."""
         shape = slots.shape
-        if not shape.plain or slots.keys.dtype != torch.float32:
+        if not shape.plain or slots.tensors.keys.dtype != torch.float32:
             return Built()
         sizes = (("GROUP", str(shape.group)), ("KEY_DIM", str(shape.key_dim)), ("VALUE_DIM", str(shape.value_dim)))
         return built("step.c", "step", sizes)
@@ -81,7 +82,7 @@ class StepKernel:
         low = high = None
         level = 1
         if slots.shape.rotation is not None:
-            low, high, level = slots.shape.rotation.tables(torch.float32, self._longest or slots.empty + 1)
+            low, high, level = slots.shape.rotation.tables(torch.float32, self._longest or slots.num_slots + 1)
         out = torch.empty(*query.shape[:3], value.shape[-1])
         arrays = (
             query.contiguous(), key.contiguous(), value.contiguous(), self._order, rows.keys, rows.values, rows.rank,
@@ -89,7 +90,7 @@ class StepKernel:
         )  # fmt: skip
         threads = torch.get_num_threads() if query.numel() * attended > _ALONE else 1
         failed = self._kernel(
-            *(None if x is None else x.data_ptr() for x in arrays), size, rows.first, slots.empty, attended, self._mode,
+            *(None if x is None else x.data_ptr() for x in arrays), size, rows.base, slots.num_slots, attended, self._mode,
             self._limit, level, min(threads, size), scaling,
         )  # fmt: skip
         if failed:
@@ -131,11 +132,11 @@ class ReleaseKernel:
             step: of the token. [R] int64.
             full: every stream evicts a token; none does otherwise.
         """
-        state = next(iter(slots.states.values()), None)
-        arrays = (mass, state, slots.rank, slots.position, slots.layer_index, step, slots.free)
+        state = next(iter(slots.tensors.states.values()), None)
+        arrays = (mass, state, slots.tensors.rank, slots.tensors.position, slots.layer_index, step, slots.tensors.free)
         self._kernel(
-            *(None if x is None else x.data_ptr() for x in arrays), len(slots.rank), slots.streams * slots.shape.heads,
-            slots.shape.heads, slots.shape.group, slots.empty, rows.rank.shape[1], int(full),
+            *(None if x is None else x.data_ptr() for x in arrays), len(slots.tensors.rank), slots.streams * slots.shape.heads,
+            slots.shape.heads, slots.shape.group, slots.num_slots, rows.rank.shape[1], int(full),
             slots.shape.sliding_window or 0, mixed_seed(slots.seed),
         )  # fmt: skip
 
@@ -152,8 +153,8 @@ class WalkKernel:
         self._turning, self._angles = 0, 0
         table = torch.ones(0, slots.shape.key_dim // 2, dtype=torch.complex64)
         if self._rotation is not None and not self._in_stream:
-            self._turning, self._angles = (1, slots.empty) if mode == "cache" else (2, limit + 1)
-            table = self._rotation.turns(torch.arange(self._angles), torch.float32, self._angles + 1)
+            self._turning, self._angles = (1, slots.num_slots) if mode == "cache" else (2, limit + 1)
+            table = self._rotation.factors(torch.arange(self._angles), torch.float32, self._angles + 1)
         self._cosine, self._sine = table.real.T.contiguous(), table.imag.T.contiguous()  # of every angle. [P, angles]
 
     @classmethod
@@ -170,7 +171,7 @@ class WalkKernel:
     def built(slots: Slots, mode: PositionMode, limit: int) -> Built:
         """Its function, for up to 32 bits and policies that can be traced; neither it nor a reason for others."""
         fits = slots.capacity is not None and slots.shape.plain and slots.shape.key_dim % 2 == 0
-        fits = fits and slots.keys.dtype.itemsize <= 4 and not why_untraced(slots.policy)
+        fits = fits and slots.tensors.keys.dtype.itemsize <= 4 and not why_untraced(slots.policy)
         fits = fits and (mode != "clamped" or slots.shape.rotation is None or limit < _LONGEST_TABLE)
         return built_of(slots.policy, "walk.c", "walk") if fits else Built()
 
@@ -196,7 +197,7 @@ class WalkKernel:
             MemoryError: no scratch memory.
         """
         streams, heads, group, tokens, _ = query.shape
-        places, capacity = slots.empty, slots.capacity or 0
+        places, capacity = slots.num_slots, slots.capacity or 0
         held = rows.oldest_first(min(seen, capacity), ordered)
         count, size, pairs, dims = held.keys.shape[1], streams * heads, query.shape[-1] // 2, values.shape[-1]
         steps = torch.arange(seen, seen + tokens).expand(size, -1)
@@ -209,7 +210,7 @@ class WalkKernel:
         position[:, :count] = held.position
         if held.states:
             state[:, :count] = held.states[0]
-        initial = next((s.initial for s in slots.states), 0.0)
+        initial = next((s.initial for s in slots.tensors.states), 0.0)
         out = torch.empty(tokens, size, group, dims)
         arrays = [
             query.reshape(size, group, tokens, pairs, 2).permute(0, 2, 4, 3, 1).float().contiguous(),
@@ -235,7 +236,7 @@ class WalkKernel:
         """Keys as the kernel takes them, their pairs apart. [N, L, D] -> [N, L, P, 2] float32."""
         keys = keys.float()
         if self._in_stream and self._rotation is not None:
-            keys = rotate(keys, self._rotation.turns(positions, torch.float32, LONGEST_STREAM))
+            keys = rotate(keys, self._rotation.factors(positions, torch.float32, LONGEST_STREAM))
         return keys.unflatten(-1, (-1, 2))
 
 

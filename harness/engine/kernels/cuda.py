@@ -21,7 +21,8 @@ from torch import Tensor
 from kvbench.harness.core.files import atomic_write
 from kvbench.harness.core.user_cache import private_folder
 from kvbench.harness.engine.kernels.tracing import TRITON, NotTraceableError, traced
-from kvbench.harness.engine.slots import LayerShape, Rows, Slots
+from kvbench.harness.engine.rows import Rows
+from kvbench.harness.engine.slots import LayerShape, Slots
 from kvbench.policies import Policy, PositionMode
 from kvbench.policies.policy import mixed_seed
 
@@ -108,10 +109,10 @@ class _Turning:
     @classmethod
     def of(cls, slots: Slots, mode: PositionMode, longest: int | None) -> Self:
         """For these layers."""
-        rotation, device = slots.shape.rotation, slots.keys.device
+        rotation, device = slots.shape.rotation, slots.tensors.keys.device
         if rotation is None:
             return cls(0, None, None, 0, torch.arange(slots.shape.key_dim, device=device))
-        low, high, level = rotation.tables(torch.float32, longest or slots.empty + 1)
+        low, high, level = rotation.tables(torch.float32, longest or slots.num_slots + 1)
         return cls(_MODES[mode], low, high, 0 if high is None else level, rotation.order)
 
 
@@ -137,7 +138,7 @@ class StepKernel:
         """As `of` makes it."""
         self._mode, self._limit, self._longest = mode, limit, longest
         self._sizes = _sizes(slots.shape)
-        self._turning, self._slots = _Turning.of(slots, mode, longest), slots.empty
+        self._turning, self._slots = _Turning.of(slots, mode, longest), slots.num_slots
 
     @classmethod
     def of(cls, slots: Slots, mode: PositionMode, limit: int, longest: int | None) -> Self | None:
@@ -148,8 +149,8 @@ class StepKernel:
         self, slots: Slots, rows: Rows, query: Tensor, key: Tensor, value: Tensor, scaling: float, mass: Tensor | None
     ) -> Tensor:
         """As on CPUs."""
-        if slots.empty != self._slots:  # it has grown, perhaps past what one table holds
-            self._turning, self._slots = _Turning.of(slots, self._mode, self._longest), slots.empty
+        if slots.num_slots != self._slots:  # it has grown, perhaps past what one table holds
+            self._turning, self._slots = _Turning.of(slots, self._mode, self._longest), slots.num_slots
         size, attended = rows.rank.shape
         shape, turning, block = slots.shape, self._turning, self._sizes["BLOCK"]
         parts = max(1, min(ceil(attended / block), ceil(_PROGRAMS / size)))
@@ -163,7 +164,7 @@ class StepKernel:
         low, high = (rows.keys if x is None else torch.view_as_real(x) for x in (turning.low, turning.high))
         _kernels().attend[(size, parts)](
             query.contiguous(), key.contiguous(), value.contiguous(), turning.order, rows.keys, rows.values, rows.rank,
-            rows.position, rows.free, low, high, parted, most, total, scores, rows.first, slots.empty, attended, part,
+            rows.position, rows.free, low, high, parted, most, total, scores, rows.base, slots.num_slots, attended, part,
             self._limit, scaling, MODE=turning.mode, LEVEL=turning.level, ASKED=mass is not None, **self._sizes,
         )  # fmt: skip
         blocks = 1 if mass is None else ceil(attended / _SETTLED)
@@ -189,13 +190,15 @@ class ReleaseKernel:
 
     def __call__(self, slots: Slots, rows: Rows, mass: Tensor | None, step: Tensor, full: bool) -> None:
         """As on CPUs."""
-        state = next(iter(slots.states.values()), None)
-        attended, nothing = rows.rank.shape[1], slots.free
-        _kernels().release[(len(slots.rank),)](
-            nothing if mass is None else mass, nothing if state is None else state, slots.rank, slots.position,
-            slots.layer_index, step, slots.free, slots.streams * slots.shape.heads, slots.shape.heads, slots.empty, attended,
-            int(full), slots.shape.sliding_window or 0, mixed_seed(slots.seed), self._policy.update, self._policy.importance,
-            G=slots.shape.group, GROUP=_power(slots.shape.group), BLOCK=min(_SETTLED, _power(attended)), STATE=state is not None,
+        tensors = slots.tensors
+        state = next(iter(tensors.states.values()), None)
+        attended, nothing = rows.rank.shape[1], tensors.free
+        _kernels().release[(len(slots.tensors.rank),)](
+            nothing if mass is None else mass, nothing if state is None else state, tensors.rank, tensors.position,
+            slots.layer_index, step, tensors.free, slots.streams * slots.shape.heads, slots.shape.heads, slots.num_slots,
+            attended, int(full), slots.shape.sliding_window or 0, mixed_seed(slots.seed), self._policy.update,
+            self._policy.importance, G=slots.shape.group, GROUP=_power(slots.shape.group),
+            BLOCK=min(_SETTLED, _power(attended)), STATE=state is not None,
         )  # fmt: skip
 
 
@@ -226,10 +229,10 @@ class WalkKernel:
         scores = query.new_empty(size, group, attended, dtype=torch.float32)
         out = values.new_empty(size, group, tokens, values.shape[-1])
         low, high = (rows.keys if x is None else torch.view_as_real(x) for x in (turning.low, turning.high))
-        initial = next((s.initial for s in slots.states), 0.0)
+        initial = next((s.initial for s in slots.tensors.states), 0.0)
         _kernels().walk[(size,)](
             query.contiguous(), keys.contiguous(), values.contiguous(), rows.keys, rows.values, rows.rank, rows.position,
-            rows.free if state is None else state, rows.free, low, high, scores, out, rows.first, slots.empty, attended,
+            rows.free if state is None else state, rows.free, low, high, scores, out, rows.base, slots.num_slots, attended,
             slots.capacity, seen, tokens, self._limit, slots.shape.sliding_window or 0, layer, heads, mixed_seed(slots.seed),
             float(initial), self._policy.update, self._policy.importance, MODE=turning.mode, LEVEL=turning.level,
             STATE=state is not None, **self._sizes,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -155,18 +156,21 @@ class Lane:
         """Share of an eager step that updating statistics, scoring and evicting take, in steps of their own."""
         if not isinstance(self.read, CachedDecoder):
             return 0.0
-        self.read.graphs = None  # a captured step can't be looked into
-        device, steps = self.job.model.device, Marks(self.job.model.device)
-        spent: list[Marks] = []
-        for walk in self.read.walks:
-            walk.end = _timed(walk.end, device, spent)  # type: ignore[method-assign]
-        steps.mark()
+        self.read.graphs = None  # a captured step can't be timed in parts
+        whole, parts = Marks(self.job.model.device), Marks(self.job.model.device)
+
+        @contextmanager
+        def marked() -> Iterator[None]:
+            parts.mark()
+            yield
+            parts.mark()
+
+        self.read.around_bookkeeping = marked
+        whole.mark()
         for _ in range(_BOOKKEEPING):
             self.step()
-        steps.mark()
-        for walk in self.read.walks:
-            del walk.end
-        return sum(sum(marks.milliseconds()) for marks in spent) / sum(steps.milliseconds())
+        whole.mark()
+        return sum(parts.milliseconds()[::2]) / sum(whole.milliseconds())  # between two of them lies the rest of a step
 
     def _random(self, count: int) -> Tensor:
         vocabulary = self.job.model.hf.config.get_text_config().vocab_size
@@ -177,19 +181,6 @@ class Lane:
         for block in tokens.split(self.job.block, 1):
             logits = self.read(block, keep=torch.tensor([block.shape[1] - 1], device=block.device))
         self.tokens = logits[:, -1:].argmax(-1)
-
-
-def _timed(work: Callable[..., None], device: torch.device, spent: list[Marks]) -> Callable[..., None]:
-    """The same, its time noted."""
-
-    def timed(*arguments: Any) -> None:
-        marks = Marks(device)
-        marks.mark()
-        work(*arguments)
-        marks.mark()
-        spent.append(marks)
-
-    return timed
 
 
 def roofline(model: Model, read: Decoder, batch: int, device: dict[str, float]) -> dict[str, float]:

@@ -21,9 +21,8 @@ from kvbench.harness.tasks.task import Job, MeasurementError
 def measure(options: LmEvalOptions, job: Job) -> LmEvalMetrics:
     """Let lm-eval ask; the trace gets every question's score, with log-likelihoods or what was said."""
     data: LmEvalData = job.data
-    how = {"walk": job.walk, "closed": job.closed, "compiled": job.compiled} if job.config.policy.caches else {}
     try:
-        reader = Reader(job.model, job.config, options.prompt, options.prompt_tokens, options.batch, job.block, how)
+        reader = Reader(job.model, job.config, options.prompt, options.prompt_tokens, options.batch, job.block, job.method)
     except ValueError as error:
         raise MeasurementError(str(error)) from None
     share, done = data.tokens / len(data.lengths), 0
