@@ -60,8 +60,8 @@ _POLICY = _Kind(
     "kvbench.Policy",
 )
 _TASK = _Kind(
-    "task", "kvbench.harness.tasks", frozenset({"task", "common"}), "bench.tasks", "kvbench.harness.tasks.task:Task",
-    "kvbench.harness.tasks.task.Task",
+    "task", "kvbench.harness.tasks", frozenset({"task", "common"}), "bench.tasks", "kvbench.harness.tasks:Task",
+    "kvbench.harness.tasks.Task",
 )  # fmt: skip
 _tasks_of_files: dict[str, type[Any]] = {}  # those that this process has loaded, by the name that records have for them
 
