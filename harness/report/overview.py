@@ -45,7 +45,7 @@ def overview(records: Sequence[Record]) -> list[str]:
     Args:
         records: of one suite and model, measured on one machine.
     """
-    found = rows(_that_can_be_pooled(records))
+    found = rows(_poolable(records))
     texts = {question(r) for row in found for r in row.records if r.measured(NllMetrics)}
     if len(found) < 2 or len(texts) > 1 or not any(r.perplexity is not None or r.answers for r in found):
         return []
@@ -59,7 +59,7 @@ def overview(records: Sequence[Record]) -> list[str]:
     return [*said, *table([c.head for c in columns], cells, "".join(c.alignment for c in columns))]
 
 
-def _that_can_be_pooled(records: Sequence[Record]) -> list[Record]:
+def _poolable(records: Sequence[Record]) -> list[Record]:
     """Without tasks whose right answers must not be added up: query-aware and query-blind ones, say."""
     apart: dict[str, set[str]] = {}
     for record in records:

@@ -55,7 +55,7 @@ def kv_bytes(record: Record) -> int | None:
     cell, shapes = record.cell, record.facts.kv_shapes
     if cell.policy in _AFRESH or record.facts.method == "windows run afresh":
         return 0
-    item, held = _ITEM_BYTES.get(cell.model.dtype), task_of(record).held(record)
+    item, held = _ITEM_BYTES.get(cell.model.dtype), task_of(record).cached_tokens(record)
     if shapes is None or item is None or held is None:
         return None
     streams, tokens = held

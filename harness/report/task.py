@@ -67,7 +67,7 @@ class TaskReport:
         return 1
 
     @classmethod
-    def held(cls, record: Record) -> tuple[int, int] | None:
+    def cached_tokens(cls, record: Record) -> tuple[int, int] | None:
         """(streams, tokens of each) that its cache holds at most, the free slot not counted; None where that can't be known."""
         capacity = record.cell.capacity
         return None if capacity is None else (cls.streams(record.cell.task), capacity)

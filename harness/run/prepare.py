@@ -68,11 +68,11 @@ def prepare(cells: Sequence[Cell], device: torch.device, data: Path | None) -> l
         if asked not in known:
             known[asked] = task.data(cell.task, lambda d=directory: load_tokenizer(d), data)  # type: ignore[misc]
         weights, source = weights_digest(directory), plugins.source_digest(type(cell.policy))
-        of_task = [] if plugins.is_ours(task) else [plugins.task_digest(task)]
+        task_source = {} if plugins.is_ours(task) else {"task_sha256": plugins.task_digest(task)}
         where = [device_name(device), torch.get_num_threads()] if task.of_device else []
-        key = digest([cell.id, known[asked].ids_sha256, weights, source, NUMERICS_VERSION, *where, *of_task])
+        key = digest([cell.id, known[asked].ids_sha256, weights, source, NUMERICS_VERSION, *where, *task_source.values()])
         record = Record(CellSpec.from_json(cell.asked()), cell.id, key, "ok", data=_read_data(task, known[asked]))
-        facts = {"weights_sha256": weights, "policy_sha256": source} | ({"task_sha256": of_task[0]} if of_task else {})
+        facts = {"weights_sha256": weights, "policy_sha256": source, **task_source}
         prepared.append(Prepared(cell, task, known[asked], directory, record, facts))
     return prepared
 

@@ -82,7 +82,7 @@ class LmEval(Task):
             yield "score", metrics.accuracy
 
     @classmethod
-    def held(cls, record: Record) -> tuple[int, int] | None:
+    def cached_tokens(cls, record: Record) -> tuple[int, int] | None:
         """Of one request; what stays of a prompt that is not streamed is another count."""
         capacity = record.cell.capacity
         streamed = record.cell.task_options(LmEvalOptions).prompt == "stream"

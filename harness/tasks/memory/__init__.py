@@ -71,10 +71,10 @@ class Memory(Task):
             yield "expected_kv_bytes", expected
 
     @classmethod
-    def held(cls, record: Record) -> tuple[int, int] | None:
+    def cached_tokens(cls, record: Record) -> tuple[int, int] | None:
         """The whole stream, where the cache has no bound."""
         options = record.cell.task_options(MemoryOptions)
-        return super().held(record) or (options.batch, options.tokens)
+        return super().cached_tokens(record) or (options.batch, options.tokens)
 
     @classmethod
     def headline(cls, record: Record) -> str:

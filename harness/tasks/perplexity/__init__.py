@@ -104,10 +104,10 @@ class Perplexity(Task):
             yield "bits_per_byte", metrics.nll * metrics.tokens / math.log(2) / max(1, metrics.bytes)
 
     @classmethod
-    def held(cls, record: Record) -> tuple[int, int] | None:
+    def cached_tokens(cls, record: Record) -> tuple[int, int] | None:
         """All tokens of a stream but the last, after which nothing is asked, where the cache has no bound."""
         if record.cell.capacity is not None:
-            return super().held(record)
+            return super().cached_tokens(record)
         streams = cls.streams(record.cell.task_options(PerplexityOptions))
         return streams, len(record.data.prefix) + record.data.tokens // streams - 1
 
