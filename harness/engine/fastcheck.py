@@ -1,4 +1,4 @@
-"""The check that guards what is faster than the plain walk: a stretch of tokens past the first evictions, both ways."""
+"""The check that guards every shortcut: the same tokens are read by the plain walk too, past the first evictions."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import FASTEST, PLAIN_WALK, Method
 from kvbench.harness.engine.model import Model
 
-_PAST = 256  # tokens past the point where the cache is full
-_PAST_16_BITS = 32
-_BLOCK = 128
-_STEPS = 8  # tokens read singly after that
-_DENSE = 64  # tokens that a cache without a capacity is begun with
-_ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-6}  # of the logits' scale
+_EVICTING_TOKENS = 256  # read after the cache is full
+_EVICTING_TOKENS_16_BITS = 32
+_BLOCK_TOKENS = 128
+_SINGLE_TOKENS = 8  # read one by one at the end
+_DENSE_TOKENS = 64  # read before that, where there is no capacity to fill
+_ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-6}  # relative to the largest logit
 _ROUNDING_16_BITS = 4e-2
 
 
@@ -46,9 +46,9 @@ class FastCheck(NamedTuple):
 def fast_method(model: Model, config: CacheConfig) -> FastCheck:
     """The fastest way of reading that agrees with the plain walk.
 
-    Random tokens are read until the cache is full, and 256 more, in blocks, and 8 singly; the logits of the last ones are
-    compared. In 16 bits a policy that looks at attention may choose another victim within rounding, and what follows is
-    another cache: there the compiled walk is compared before the first eviction and 32 tokens past it, no farther.
+    Both read random tokens: enough to fill the cache, 256 more in blocks, and 8 one by one. The last logits of each block are
+    compared. In 16 bits, a policy that looks at attention may evict another token because of rounding, after which the caches
+    differ; there only 32 tokens are read after the cache is full (256 if there is a closed form, which looks at no attention).
 
     Args:
         model: of the cell.
@@ -62,10 +62,10 @@ def fast_method(model: Model, config: CacheConfig) -> FastCheck:
     because = next((w.plain_because for w in fast.walks if w.plain_because), "")
     if not (closed or compiled or by_kernel):
         return FastCheck(PLAIN_WALK, blocks, "plain", 0.0, lost, because)
-    past = _PAST if closed or model.dtype in _ROUNDING else _PAST_16_BITS
+    evicting = _EVICTING_TOKENS if closed or model.dtype in _ROUNDING else _EVICTING_TOKENS_16_BITS
     try:
-        worst = _difference(model, config.capacity or _DENSE, past, fast, plain)
-    except Exception as error:  # kernels and graphs may be asked for what a device can't do; the plain walk can
+        worst = _difference(model, config.capacity or _DENSE_TOKENS, evicting, fast, plain)
+    except Exception as error:  # a kernel or a graph may ask for what the device can't do
         worst, refused = torch.inf, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
     else:
         refused = "" if worst <= 1 else "its logits differ from the plain walk's"
@@ -84,17 +84,17 @@ def fast_method(model: Model, config: CacheConfig) -> FastCheck:
 
 
 def _step_seconds(model: Model, *decoders: CachedDecoder) -> tuple[float, ...]:
-    """Median time of a single token, taken in by each in turn."""
+    """Median seconds of a step, for each decoder; they take turns."""
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    times: list[list[float]] = [[] for _ in decoders]
-    for _ in range(_STEPS):
-        for read, seen in zip(decoders, times, strict=True):
+    seconds: list[list[float]] = [[] for _ in decoders]
+    for _ in range(_SINGLE_TOKENS):
+        for read, of_decoder in zip(decoders, seconds, strict=True):
             _wait(model.device)
             start = time.perf_counter()
             read(token)
             _wait(model.device)
-            seen.append(time.perf_counter() - start)
-    return tuple(median(seen) for seen in times)
+            of_decoder.append(time.perf_counter() - start)
+    return tuple(median(of_decoder) for of_decoder in seconds)
 
 
 def _wait(device: torch.device) -> None:
@@ -102,21 +102,24 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _difference(model: Model, full: int, past: int, fast: CachedDecoder, plain: CachedDecoder) -> float:
-    """The largest in logits, in units of what is rounding."""
+def _difference(model: Model, fill: int, evicting: int, fast: CachedDecoder, plain: CachedDecoder) -> float:
+    """Largest difference between two decoders' logits, in units of rounding."""
     vocabulary = model.hf.config.get_text_config().vocab_size
-    tokens = torch.randint(vocabulary, (1, full + past + _STEPS), generator=torch.Generator().manual_seed(1)).to(model.device)
+    tokens = torch.randint(vocabulary, (1, fill + evicting + _SINGLE_TOKENS), generator=torch.Generator().manual_seed(1)).to(
+        model.device
+    )
     worst = 0.0
-    for block in tokens.split([full, *_parts(past), *[1] * _STEPS], 1):
+    for block in tokens.split([fill, *_block_sizes(evicting), *[1] * _SINGLE_TOKENS], 1):
         keep = None
         if block.shape[1] > 1:
-            keep = torch.arange(max(0, block.shape[1] - _BLOCK), block.shape[1], device=model.device)
-        ours, theirs = (read(block, keep=keep).float() for read in (fast, plain))
-        scale = _ROUNDING.get(model.dtype, _ROUNDING_16_BITS) * theirs.abs().amax().clamp(min=1)
-        worst = max(worst, float(((ours - theirs).abs().amax() / scale).nan_to_num(torch.inf)))
+            keep = torch.arange(max(0, block.shape[1] - _BLOCK_TOKENS), block.shape[1], device=model.device)
+        logits, expected = (read(block, keep=keep).float() for read in (fast, plain))
+        rounding = _ROUNDING.get(model.dtype, _ROUNDING_16_BITS) * expected.abs().amax().clamp(min=1)
+        worst = max(worst, float(((logits - expected).abs().amax() / rounding).nan_to_num(torch.inf)))
     return worst
 
 
-def _parts(past: int) -> list[int]:
-    """Sizes of the blocks after the cache is full."""
-    return [_BLOCK] * (past // _BLOCK) + [past % _BLOCK] * (past % _BLOCK > 0)
+def _block_sizes(tokens: int) -> list[int]:
+    """Whole blocks, and a shorter one for the remainder."""
+    whole, remainder = divmod(tokens, _BLOCK_TOKENS)
+    return [_BLOCK_TOKENS] * whole + [remainder] * (remainder > 0)

@@ -1,7 +1,9 @@
 """The decode loop: blocks of T >= 1 tokens through a model whose every layer keeps what its policy says.
 
-T = 1 is a decode step; T = hundreds is how a book is scored; it is one code. No policy name, no metric and
-no clock in here. Axis letters: B streams, T tokens, V vocabulary, H KV heads, G query heads of a KV head.
+T = 1 is a decode step; T = hundreds is how a book is scored; both run the same code. There is no policy name, no metric and
+no clock in here.
+
+Axis letters: B streams, T tokens, V vocabulary, H KV heads, G query heads of a KV head.
 """
 
 from __future__ import annotations
@@ -83,7 +85,18 @@ class CachedDecoder:
     def __init__(
         self, model: Model, config: CacheConfig, streams: int = 1, method: Method = EAGER, prompt_length: int | None = None
     ) -> None:
-        """As `decoder`; `prompt_length`: tokens held before anything is evicted, in place of the capacity."""
+        """Allocate the slots.
+
+        Args:
+            model: to drive.
+            config: what to keep; a policy that keeps a cache.
+            streams: B.
+            method: shortcuts that it may take.
+            prompt_length: hold this many tokens before anything is evicted, in place of the capacity.
+
+        Raises:
+            ValueError: the policy can't serve this capacity, or mode `clamped` has no limit.
+        """
         limit = config.limit if config.limit is not None else model.training_length
         if config.positions == "clamped" and limit is None:
             raise ValueError("positions 'clamped' need a limit: the model's config states no training length")

@@ -46,14 +46,14 @@ class QueryFactors:
     """RoPE of a block's queries.
 
     Attributes:
-        factors: unit complex numbers. [B, 1, 1, T, P].
+        factors: unit complex numbers. [B, 1, 1, T, P], or [B, 1, 1, P] for a step.
     """
 
     factors: Tensor
     _scaled: dict[float, Tensor] = field(default_factory=dict)
 
     def scaled(self, scaling: float) -> Tensor:
-        """The factors times the scaling of scores; computed once for all layers that share it. [B, 1, 1, T, P]."""
+        """The factors times the scaling of scores; computed once for all layers that share it. Same shape."""
         if scaling not in self._scaled:
             self._scaled[scaling] = self.factors * scaling
         return self._scaled[scaling]

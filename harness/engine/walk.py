@@ -121,10 +121,10 @@ class Walk:
             return plan.kernel(self.slots, rows, query, keys, values, terms.scaling, mass)
         if self.rotation is not None:
             query, keys = self.rotation.pair(query), self.rotation.pair(keys)
-        query = query.view(query.shape[0], self.slots.shape.heads, self.slots.shape.group, *query.shape[2:])
+        if isinstance(plan, Step):
+            return self._step(plan, layer, query, keys, values, terms)
+        query = query.unflatten(1, (self.slots.shape.heads, self.slots.shape.group))
         match plan:
-            case Step():
-                out = self._step(plan, layer, query, keys, values, terms)
             case Fill():
                 out = self._fill(plan, layer, query, keys, values, terms)
             case Closed():
@@ -223,7 +223,7 @@ class Walk:
             at = block.steps if self._mode == "stream" else ranks
             at = torch.full_like(at, self._limit) if self._mode == "clamped" else at
             factors = self.rotation.factors(at, slots.tensors.keys.dtype, self._rope_length)
-            query_factors = QueryFactors(factors[:, None, None])
+            query_factors = QueryFactors(factors[:, None] if block.tokens == 1 else factors[:, None, None])
         if block.valid is not None:  # an invalid token is written, but to a slot that stays empty
             ranks = ranks.masked_fill(~block.valid, slots.empty_rank)
         return _Placement(rows.each_head(ranks), query_factors)
@@ -251,25 +251,25 @@ class Walk:
             rows.place(places.ranks[t], places.steps[t], places.now[t])
             rows.write(k, v)
             used = None if places.evicts(t) else rows.used()
-            mass = self._attend_one(rows, q, terms, used, self._key_factors_of(rows, places.steps[t]), out[t])
+            _, mass = self._attend_one(rows, q, terms, used, self._key_factors_of(rows, places.steps[t]), out[t])
             rows.update(mass, places.valid[t])
             rows.release(places.valid[t], places.evicts(t), places.ragged)
         return out.unflatten(1, (streams, heads)).movedim(0, 3)
 
     def _step(self, plan: Step, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
-        """One token in one layer, in plain PyTorch. -> [B, H, G, 1, Dv]."""
+        """One token in one layer, in plain PyTorch. [B, H * G, 1, D], [B, H, 1, D], [B, H, 1, Dv] -> [B, H * G, 1, Dv]."""
         at, rows = self.slots.layers.index(layer), self.slots.rows(plan.attended, layer)
-        query = _rotated_and_scaled(query, plan.query_factors, terms).flatten(0, 1)[:, :, 0]
-        rows.write(keys.flatten(0, 1)[:, 0], values.flatten(0, 1)[:, 0])
+        streams, size, group = query.shape[0], len(rows.keys), self.slots.shape.group
+        query = _rotated_and_scaled(query, plan.query_factors, terms).reshape(size, group, -1)
+        rows.write(keys.reshape(size, -1), values.reshape(size, -1))
         factors = plan.key_factors[at]
         if factors is None:
             factors = self._key_factors_of(rows, plan.places.steps[0])
-        out = values.new_empty(*query.shape[:2], values.shape[3])
-        mass = self._attend_one(rows, query, terms, plan.used[at], factors, out)
+        out, mass = self._attend_one(rows, query, terms, plan.used[at], factors)
         asked = plan.mass_of_layer[at]
         if asked is not None:
             asked.copy_(mass)
-        return out.unflatten(0, (-1, self.slots.shape.heads))[:, :, :, None]
+        return out.view(streams, -1, 1, self.slots.shape.value_dim)
 
     def _finish(self, plan: Step) -> None:
         """Update the statistics with a step's attention, and find the slots of the next token."""
@@ -282,8 +282,14 @@ class Walk:
         plan.rows.release(places.valid[0], places.evicts(0), places.ragged)
 
     def _attend_one(
-        self, rows: Rows, query: Tensor, terms: Terms, used: Tensor | None, key_factors: Tensor | None, out: Tensor
-    ) -> Tensor:
+        self,
+        rows: Rows,
+        query: Tensor,
+        terms: Terms,
+        used: Tensor | None,
+        key_factors: Tensor | None,
+        into: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """One query a row over all that is held.
 
         Args:
@@ -292,15 +298,14 @@ class Walk:
             terms: of this layer's attention.
             used: slots that hold a token; all when None. [N, 1, S] bool.
             key_factors: RoPE of the cached keys; None without RoPE. [N, S, P].
-            out: where to put the output. [N, G, Dv].
+            into: where to put the output; a new tensor when None. [N, G, Dv].
 
         Returns:
-            The softmax weights. [N, G, S].
+            The output [N, G, Dv] and the softmax weights [N, G, S].
         """
         keys = rows.keys if key_factors is None else rotate(rows.keys, key_factors)
         mass = weights(torch.bmm(query, keys.transpose(1, 2)), terms, self.slots.shape.heads, used)
-        torch.bmm(mass.to(rows.values.dtype), rows.values, out=out)
-        return mass
+        return torch.bmm(mass.to(rows.values.dtype), rows.values, out=into), mass
 
     def _key_factors_of(self, rows: Rows, steps: Tensor) -> Tensor | None:
         """RoPE of the cached keys of one layer; None without RoPE. [N, S, P]."""
@@ -345,5 +350,5 @@ class Walk:
 
 
 def _rotated_and_scaled(query: Tensor, factors: QueryFactors | None, terms: Terms) -> Tensor:
-    """Queries as scores take them. [B, H, G, T, D]."""
+    """Queries as scores take them. [..., T, D]."""
     return query * terms.scaling if factors is None else rotate(query, factors.scaled(terms.scaling))
