@@ -35,7 +35,7 @@ class LmEval(Task):
     data_facts: ClassVar[type[Data]] = LmEvalFacts
     trace: ClassVar[str | None] = ".samples.jsonl"
     axes: ClassVar[tuple[str, ...]] = ("tasks", "metric", "limit", "num_fewshot", "max_seq_length")
-    shown_options: ClassVar[tuple[str, ...] | None] = ("tasks", "prompt")
+    shown_options: ClassVar[tuple[str, ...] | None] = ("batch", "tasks", "prompt")
     never_pooled_over: ClassVar[tuple[str, ...]] = ("prompt",)  # query-aware and query-blind scores don't mix
     block_of_all: ClassVar[bool] = True
 
