@@ -4,15 +4,20 @@ MODEL ?=
 DATA ?=
 SUITE ?= suites/quickstart.yaml
 ARGS ?=
-RESULTS ?= leaderboard/results
+RESULTS ?= $(or $(BENCH_RESULTS),results)
 GPU_PYTHON ?= $(if $(wildcard .venv/ready),.venv/bin/python,python3)
 BIN = .venv/bin
 
-.PHONY: bench test check microbench gpu gpu-wheels clean
+.PHONY: bench leaderboard test check docs picture microbench gpu gpu-wheels clean
 
-bench: .venv/ready  ## all policies on a built-in model, or: make bench SUITE=suites/pg19.yaml MODEL=dir-or-hub-id DATA=dir
-	$(BIN)/bench run $(SUITE) $(if $(MODEL),--model '$(MODEL)') $(if $(DATA),--data '$(DATA)') $(ARGS)
-	$(BIN)/bench leaderboard
+bench: .venv/ready  ## all policies on a built-in model, or: make bench SUITE=suites/pg19.yaml MODEL=dir-or-hub-id DATA=dir RESULTS=dir
+	@code=0; $(BIN)/bench run $(SUITE) $(if $(MODEL),--model '$(MODEL)') $(if $(DATA),--data '$(DATA)') --results '$(RESULTS)' $(ARGS) \
+		|| code=$$?; \
+	case $$code in 0|4) $(BIN)/bench leaderboard --results '$(RESULTS)' || exit $$?;; esac; \
+	exit $$code  # 4: some cells failed; the page shows which
+
+leaderboard: .venv/ready  ## the published page, from the published records
+	$(BIN)/bench leaderboard --results leaderboard/results --out leaderboard/README.md
 
 test: .venv/ready  ## all tests
 	$(BIN)/python -m pytest -n auto -m 'not alone'
@@ -35,7 +40,7 @@ microbench: .venv/ready  ## the inner pieces; perplexity beside frozen loops, a 
 	$(if $(MODEL),$(BIN)/python tests/benchmarks/decode_speed.py --model '$(MODEL)' --capacity 128 --threads 1)
 
 gpu:  ## all that needs a GPU, in under ten minutes, with the Python that has CUDA's torch: make gpu [GPU_PYTHON=python3]
-	$(GPU_PYTHON) tests/gpu/run.py --results $(RESULTS) $(if $(MODEL),--model '$(MODEL)') $(if $(DATA),--data '$(DATA)') $(ARGS)
+	$(GPU_PYTHON) tests/gpu/run.py --results '$(RESULTS)' $(if $(MODEL),--model '$(MODEL)') $(if $(DATA),--data '$(DATA)') $(ARGS)
 
 GPU_PYTHON_VERSION ?= 3.12
 gpu-wheels: .venv/ready  ## what a GPU machine without network may lack, to be brought along in .whl/
@@ -50,4 +55,17 @@ gpu-wheels: .venv/ready  ## what a GPU machine without network may lack, to be b
 	touch $@
 
 clean:
-	rm -rf .venv
+	rm -rf .venv site
+
+.PHONY: docs picture
+
+docs: .venv/docs  ## the documentation and the leaderboard as a site, in site/
+	$(BIN)/bench leaderboard --results leaderboard/results --out leaderboard/README.md
+	$(BIN)/python -m mkdocs build --strict
+
+picture: .venv/ready  ## the README's picture, from the records in leaderboard/results
+	$(BIN)/python docs/images/draw.py
+
+.venv/docs: .venv/ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $@

@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
-__all__ = ["AttentionSum", "CacheView", "Policy", "PositionMode", "Scope", "Statistic"]
+__all__ = [
+    "AttentionSum", "CacheView", "Policy", "PositionMode", "Record", "Records", "Scope", "Statistic", "UserError",
+    "load_records", "run",
+]  # fmt: skip
+
+if not (Path(__file__).parent / "policies").is_dir():  # an archive, or a checkout on Windows, without its symbolic links
+    __path__.append(str(Path(__file__).resolve().parents[1]))
 
 if TYPE_CHECKING:
+    from kvbench.harness.core.errors import UserError
+    from kvbench.harness.records import Record
+    from kvbench.harness.report.frame import Records, load_records
+    from kvbench.harness.run.python import run
     from kvbench.policies import AttentionSum, CacheView, Policy, PositionMode, Scope, Statistic
 else:
+    _MODULES = {
+        "UserError": "kvbench.harness.core.errors", "Record": "kvbench.harness.records",
+        "Records": "kvbench.harness.report.frame", "load_records": "kvbench.harness.report.frame",
+        "run": "kvbench.harness.run.python",
+    }  # fmt: skip
 
     def __getattr__(name: str) -> object:
-        """The names above, imported on first use: they need torch, and `bench --help` should not wait for it."""
-        if name in __all__:
-            from kvbench import policies
+        """The names above, imported on first use: most need torch, and `bench --help` should not wait for it."""
+        if name not in __all__:
+            raise AttributeError(f"module 'kvbench' has no attribute '{name}'")
+        import importlib
 
-            return getattr(policies, name)
-        raise AttributeError(f"module 'kvbench' has no attribute '{name}'")
+        return getattr(importlib.import_module(_MODULES.get(name, "kvbench.policies")), name)
+
+    def __dir__() -> list[str]:
+        return sorted([*globals(), *__all__])

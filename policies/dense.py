@@ -1,4 +1,4 @@
-"""Dense: keep everything, the reference every policy is compared with."""
+"""Dense: keep every token. The reference for every other policy."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ class Dense(Policy):
     evicts: ClassVar[bool] = False
 
     def importance(self, view: CacheView) -> Tensor:
-        """Never evicted: +inf everywhere. [B, H, S] float32."""
+        """+inf: no token is ever evicted. [B, H, S] float32."""
         return torch.full_like(view.rank, inf, dtype=torch.float32)

@@ -1,7 +1,7 @@
 """H2O: keep the heavy hitters and a recent window.
 
 Source: Zhang et al. 2023, arXiv:2306.14048, Algorithm 1.
-Differs: the mass of a KV head is the sum over its query group (the paper has no GQA).
+Differs: a KV head's attention mass is summed over its query group (the paper has no GQA).
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from kvbench.policies.statistics import AttentionSum, Statistic
 
 @dataclass(frozen=True)
 class H2O(Policy):
-    """Keep the `window` newest tokens, and of the rest those most attended so far."""
+    """Keep the `window` newest tokens and, of the older ones, those with the most attention so far."""
 
     statistics: ClassVar[tuple[type[Statistic], ...]] = (AttentionSum,)
 
     window: int | None = None  # tokens; half the capacity when None
 
     def bind(self, capacity: int) -> Self:
-        """Resolve the window; the heavy hitters get what is left, at least one token."""
+        """Resolve the window. The heavy hitters get the remaining capacity, at least one token."""
         window = capacity // 2 if self.window is None else self.window
         if not 0 <= window < capacity:
             raise ValueError(f"capacity {capacity} can't hold window {window} + at least 1 heavy hitter")
         return replace(self, window=window)
 
     def importance(self, view: CacheView) -> Tensor:
-        """Softmax mass received since it was cached; the window is never evicted. [B, H, S] float32."""
+        """Attention received since the token was cached; tokens in the window are never evicted. [B, H, S] float32."""
         assert self.window is not None, "bind first"
         return view.state(AttentionSum).masked_fill(view.age < self.window, inf)

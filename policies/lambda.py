@@ -1,8 +1,8 @@
-"""LM-Infinite: the first tokens of the stream and a recent window, a Lambda-shaped attention mask.
+"""LM-Infinite: keep the first tokens of the stream and a recent window (a Lambda-shaped attention mask).
 
-Source: Han et al. 2024, arXiv:2308.16137, Section 4: distances are clamped to the training length, which here is the
-position mode, an axis of its own: `{name: lambda, positions: clamped}`.
-Differs: the mask's window is what the capacity leaves (the paper's is the training length).
+Source: Han et al. 2024, arXiv:2308.16137, Section 4. The paper also clamps distances to the training length. Here that is a
+separate setting, the position mode: `{name: lambda, positions: clamped}`.
+Differs: the window fills the remaining capacity (in the paper it is the training length).
 """
 
 from __future__ import annotations
@@ -14,6 +14,6 @@ from kvbench.policies.sink_window import SinkWindow
 
 @dataclass(frozen=True)
 class Lambda(SinkWindow):
-    """Keep the `sinks` first tokens of the stream, ten by default, and the `window` newest."""
+    """Keep the first `sinks` tokens of the stream (10 by default) and the `window` newest."""
 
     sinks: int = 10  # tokens

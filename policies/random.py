@@ -1,4 +1,4 @@
-"""Random: the control. Whatever a policy gains over it comes from choosing well, not from the budget."""
+"""Random: the control. A policy that does no better gains nothing from choosing its tokens."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kvbench.policies.policy import CacheView, Policy
 class Random(Policy):
     """Keep a uniform sample of the whole stream, drawn per layer and KV head.
 
-    Every token gets one random number when it comes and the lowest is evicted (reservoir sampling:
-    Vitter 1985), so that each token of the past is as likely to be held as any other.
+    Every token has one random number, and the lowest is evicted. This is reservoir sampling (Vitter 1985): every past token
+    is equally likely to be in the cache.
     """
 
     def importance(self, view: CacheView) -> Tensor:

@@ -1,7 +1,9 @@
-"""Recompute-sink-window: no cache; every token is predicted from the first tokens of the stream and its newest, run afresh.
+"""Recompute-sink-window: no cache; for every token, run the first tokens of the stream and its newest through the model again.
 
-The yardstick of models that are never without what opens their text: a learnable sink token, a BOS. After "sliding window with
-re-computation", Xiao et al. 2023, arXiv:2309.17453, Fig. 1(c), which drops it.
+The quality reference for models that always see an opening token, such as a BOS or a learnable sink.
+
+Source: "sliding window with re-computation", Xiao et al. 2023, arXiv:2309.17453, Fig. 1(c).
+Differs: the first tokens of the stream stay in the window.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from kvbench.policies.sink_window import SinkWindow
 
 @dataclass(frozen=True)
 class RecomputeSinkWindow(SinkWindow):
-    """What sink + window keeps, with keys and values that have seen nothing else."""
+    """Recompute the tokens that sink + window keeps, so that their keys and values depend on no other token."""
 
     caches: ClassVar[bool] = False
 

@@ -1,4 +1,4 @@
-"""Recompute-window: no cache; every token is predicted from its last `capacity + 1` tokens, run afresh.
+"""Recompute-window: no cache; for every token, run the last `capacity + 1` tokens through the model again.
 
 Source: "sliding window with re-computation", Xiao et al. 2023, arXiv:2309.17453, Fig. 1(c).
 """
@@ -15,10 +15,10 @@ from kvbench.policies.policy import CacheView, Policy
 
 @dataclass(frozen=True)
 class RecomputeWindow(Policy):
-    """The quality yardstick: a window whose keys and values have seen nothing but the window."""
+    """The quality reference: a window whose keys and values depend on no token outside it."""
 
     caches: ClassVar[bool] = False
 
     def importance(self, view: CacheView) -> Tensor:
-        """Not used, since nothing is cached; what is recomputed is the most recent. [B, H, S] float32."""
+        """Newer tokens are more important. Unused, since nothing is cached. [B, H, S] float32."""
         return view.position.float()

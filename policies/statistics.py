@@ -1,4 +1,7 @@
-"""Statistics that policies name: small pure update rules, one value (or a few) a cached token."""
+"""Running statistics of cached tokens that policies can declare.
+
+Axis letters: B streams, H KV heads, G query heads of a KV head, S slots.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,12 @@ __all__ = ["AttentionSum", "Statistic"]
 
 
 class AttentionSum(Statistic):
-    """Softmax mass received since the token was cached, summed over steps and the query group.
+    """Attention a token has received since it was cached: softmax weights summed over steps and the query group.
 
     Source: Zhang et al. 2023, arXiv:2306.14048, Algorithm 1 (the accumulated score).
     """
 
     @staticmethod
     def update(state: Tensor, attention: Tensor, view: CacheView) -> Tensor:
-        """State + the group's mass of this step. [B, H, S] float32."""
+        """Add the group's attention at this step. [B, H, S] float32."""
         return state + attention.sum(2)

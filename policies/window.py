@@ -1,4 +1,4 @@
-"""Window: keep the most recent tokens only.
+"""Window: keep only the most recent tokens.
 
 Source: the "window attention" baseline of Xiao et al. 2023, arXiv:2309.17453, Fig. 1(b).
 """
@@ -17,9 +17,9 @@ class Window(Policy):
     """Keep the `capacity` newest tokens."""
 
     def band(self, capacity: int) -> tuple[int, int]:
-        """No sinks."""
+        """No sinks; the whole capacity is the window."""
         return 0, capacity
 
     def importance(self, view: CacheView) -> Tensor:
-        """The newer, the more important. [B, H, S] float32."""
+        """Newer tokens are more important. [B, H, S] float32."""
         return view.position.float()

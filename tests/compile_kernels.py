@@ -1,8 +1,8 @@
-"""Compile every Triton kernel for one kind of GPU, without one: its source is Triton's, and it fits the chip.
+"""Compile every Triton kernel for a kind of GPU that need not be present: its source is valid and it fits the chip.
 
     python tests/compile_kernels.py [compute capability, 90 by default]
 
-Prints registers and spills of each. Exit code 1 if one of them does not compile.
+Prints the registers and spills of each kernel. Exits with 1 if one does not compile.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FLOAT32 = {"low", "high", "most", "total", "scores", "mass", "state", "parted"}
 
 
 def signature(kernel: Any, constants: dict[str, Any], dtype: str) -> dict[str, str]:
-    """Types of a kernel's arguments."""
+    """The types of a kernel's arguments."""
     types = {}
     for name in kernel.arg_names:
         if name in constants:
@@ -60,10 +60,10 @@ def signature(kernel: Any, constants: dict[str, Any], dtype: str) -> dict[str, s
 
 
 def usage(ptx: str) -> str:
-    """What the assembler says of a kernel's registers and spills."""
+    """A kernel's registers and spills, as the assembler reports them."""
     target = re.search(r"^\.target (\S+?)(?:,|$)", ptx, re.MULTILINE)
     assert target
-    assemblers = sorted((Path(triton.__file__).parent / "backends/nvidia/bin").glob("ptxas*"))  # the newest knows the PTX
+    assemblers = sorted((Path(triton.__file__).parent / "backends/nvidia/bin").glob("ptxas*"))  # the newest supports this PTX
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
@@ -75,7 +75,7 @@ def usage(ptx: str) -> str:
 
 
 def main() -> int:
-    """Compile them all."""
+    """Compile all kernels."""
     target = GPUTarget("cuda", int(sys.argv[1]) if len(sys.argv) > 1 else 90, 32)
     failed = 0
     for (name, shape), dtype, policy in itertools.product(SHAPES.items(), ("bf16", "fp32"), (H2O(), Random())):
@@ -94,7 +94,7 @@ def main() -> int:
             try:
                 source = ASTSource(kernel, signature(kernel, constants, dtype), constexprs=constants)
                 made = triton.compile(source, target=target)
-            except Exception as error:  # all of them are tried
+            except Exception as error:  # go on with the others
                 failed += 1
                 print(f"{name} {dtype} {type(policy).__name__} {kernel_name}: {type(error).__name__}: {str(error)[:1500]}")
                 continue

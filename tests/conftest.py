@@ -29,7 +29,7 @@ if DEVICE.type == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels for CUDA run in Triton's interpreter
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
-torch.set_num_threads(1)  # tiny models are faster so
+torch.set_num_threads(1)  # faster for tiny models
 settings.register_profile("default", deadline=None, derandomize=True)
 settings.load_profile("default")
 
@@ -45,7 +45,7 @@ def tokens_of(length: int, streams: int = 1, seed: int = 0) -> torch.Tensor:
 
 
 def in_blocks(read, tokens: torch.Tensor, size: int) -> torch.Tensor:
-    """All logits of a stream read in blocks."""
+    """All logits of a stream that is read in blocks."""
     return torch.cat([read(block) for block in tokens.split(size, 1)], 1)
 
 
@@ -67,7 +67,7 @@ def board() -> Path:
     folder = Path(__file__).parents[1] / "leaderboard"
     changed = subprocess.run(["git", "status", "--porcelain", "."], cwd=folder, capture_output=True, text=True)
     if changed.returncode or changed.stdout:
-        pytest.skip("the leaderboard was measured anew since the last commit (or this is no git checkout)")
+        pytest.skip("the leaderboard differs from the last commit (or this is no git checkout)")
     return folder
 
 
@@ -105,7 +105,7 @@ class Done:
 
 
 def bench_in(*args: object, cwd: Path) -> Done:
-    """The command, in this process: starting a new one takes seconds each time."""
+    """Runs the command in this process, because a new one takes seconds to start."""
     from kvbench.harness.cli import main
 
     out, err = io.StringIO(), io.StringIO()
@@ -123,14 +123,14 @@ def bench_in(*args: object, cwd: Path) -> Done:
 
 
 def bench(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
-    """The command, in this process and folder: exit code, stdout, stderr."""
+    """Runs the command in this process and folder. -> exit code, stdout, stderr."""
     done = bench_in(*args, cwd=Path.cwd())
-    capsys.readouterr()  # what was written before
+    capsys.readouterr()  # discards earlier output
     return done.returncode, done.stdout, done.stderr
 
 
 def bench_process(*args: object, cwd: Path, **how: Any) -> subprocess.CompletedProcess[str]:
-    """The command, in a process of its own."""
+    """Runs the command in a new process."""
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "COLUMNS": "200"}
     command = [sys.executable, "-m", "kvbench", *map(str, args)]
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300, **how)

@@ -1,4 +1,4 @@
-"""What several test modules make or compare with: records, policies, and what a test needs to run."""
+"""Records, policies and requirements that several test modules share."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from kvbench.policies.window import Window
 POLICIES: list[Policy] = [Window(), SinkWindow(sinks=2), H2O(), Random()]
 EVIL = '<script>alert("1")</script>'  # a name that must not become markup
 MODES = ["cache", "stream", "clamped"]
-# The design's 1e-5 is asked of float64, where no rounding can hide a mistake behind it; float32 gets 1e-4, because
+# The design demands 1e-5. That holds in float64, where no rounding can hide a mistake; float32 gets 1e-4, because
 # two orders of the same sums already differ by 1e-5 in logits of size 6.
 CLOSE = {torch.float64: 1e-5, torch.float32: 1e-4}
 BOTH = pytest.mark.parametrize("dtype", list(CLOSE), ids=str)
@@ -168,20 +168,20 @@ def cell_record(metrics, status="ok", **changes):
 
 
 def drawn():
-    """Records that a page draws charts of, one with a name that must not become markup."""
+    """Records for a page with charts, one with a name that must not become markup."""
     facts = {"training_length": 512}
     return [record("dense", None, 1.9, facts=facts), record("window", 8, 2.1, facts=facts), record(EVIL, 8, 2.2, facts=facts)]
 
 
 def uniform_number(layer: int, head: int, position: int, seed: int) -> float:
-    """What `CacheView.uniform` draws, for one token."""
+    """`CacheView.uniform` for one token."""
     at = torch.full((1, head + 1, 1), position)
     view = CacheView(at, at, at, at, at, {}, torch.tensor([[[layer]]]), 2, seed)
     return float(view.uniform()[0, head, 0])
 
 
 def chooser(policy: Policy, capacity: int, seed: int):
-    """How the list-based reference chooses as this policy does."""
+    """The list-based version of a policy's choice."""
     bound = policy.bind(capacity)
     if isinstance(bound, SinkWindow):
         return after_sinks(bound.sinks)
@@ -192,7 +192,7 @@ def chooser(policy: Policy, capacity: int, seed: int):
 
 @dataclass(frozen=True)
 class Odd(Policy):
-    """A user's own: elementwise, of several operations, and its own statistic."""
+    """A user's policy: elementwise, with several operations and its own statistic."""
 
     class Decayed(Statistic):
         initial: ClassVar[float] = 0.25

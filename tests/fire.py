@@ -1,8 +1,8 @@
-"""Runs killed at random moments, and run on: no finished cell is lost, none is damaged, and no process is left behind.
+"""Kills runs at random moments and resumes them: no finished cell is lost or damaged, and no process is left behind.
 `python tests/fire.py --kills 100`.
 
-A run is a forked child of a process that has loaded everything, so that a hundred kills take minutes, and most of them fall where
-records are written and not where libraries are imported.
+A run is a child forked from a process that has loaded everything. So a hundred kills take minutes, and most of them hit while
+records are written, not while libraries are imported.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pathlib import Path
 
 import psutil
 
-from kvbench.harness.cli.running import Asked
 from kvbench.harness.records import RecordStore
 from kvbench.harness.report.verify import problems
+from kvbench.harness.run.asked import Asked
 
 SUITE = """
 suite: fire
@@ -49,7 +49,7 @@ MUST_NOT_BE = ("damaged", "lost", "failed", "without a trace", "left unfinished 
 
 
 def run(asked: Asked, folder: Path) -> int:
-    """A child that measures; its process id."""
+    """Fork a child that measures. -> its process id."""
     child = os.fork()
     if child:
         return child
@@ -63,12 +63,12 @@ def run(asked: Asked, folder: Path) -> int:
 
 
 def files_of(store: RecordStore) -> dict[str, bytes]:
-    """Every finished record and trace, by its path."""
+    """The content of every finished record and trace, by path."""
     return {str(p): p.read_bytes() for p in store.folder.rglob("*") if p.suffix in (".json", ".npy")}
 
 
 def kill(child: int, number: int) -> list[psutil.Process]:
-    """End a run by a signal, and wait for it. Returns the processes that it had started."""
+    """End a run with a signal and wait for it. -> the processes that it had started."""
     process = psutil.Process(child)
     process.suspend()  # so that it starts none between these two lines
     started = process.children(recursive=True)
@@ -78,7 +78,7 @@ def kill(child: int, number: int) -> list[psutil.Process]:
 
 
 def still_there(processes: list[psutil.Process], seconds: float = 5.0) -> int:
-    """How many of these processes live on for so long; waits no longer than it must."""
+    """How many of these processes are still alive after some seconds. Returns early if none is."""
     _, alive = psutil.wait_procs(processes, timeout=seconds)
     for process in alive:
         process.kill()
@@ -88,18 +88,18 @@ def still_there(processes: list[psutil.Process], seconds: float = 5.0) -> int:
 def fire(
     kills: int, seed: int = 0, most: float = 2.0, suite: str = SUITE, signals: Sequence[int] = (signal.SIGKILL,)
 ) -> Counter[str]:
-    """Kill runs, and let them run on.
+    """Kill runs and resume them.
 
     Args:
         kills: how many.
         seed: of the moments.
-        most: seconds that a run may have before it is killed.
-        suite: what runs.
-        signals: to end runs by, drawn at random.
+        most: maximum seconds before a run is killed.
+        suite: to run.
+        signals: chosen at random to end runs.
 
     Returns:
-        What was counted: kills, runs that had ended before, records finished when killed, damaged, lost, failed, left
-        unfinished; subprocesses when killed, and those of them that were still there 5 s later.
+        Counts: kills, runs that ended before their kill, records finished at the kill, damaged, lost, failed,
+        unfinished; subprocesses at the kill, and those still alive 5 s later.
     """
     draw, seen = random.Random(seed), Counter[str]()
     with tempfile.TemporaryDirectory() as scratch:
@@ -133,7 +133,7 @@ def fire(
 
 
 def main() -> None:
-    """Say what was counted; exit 1 if anything was lost or left behind."""
+    """Print the counts; exit with 1 if anything was lost or left behind."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
@@ -147,7 +147,7 @@ def main() -> None:
 
 
 def told(seen: Counter[str]) -> int:
-    """Print what was counted. Returns how much of it must not be."""
+    """Print the counts. -> how many of them are faults."""
     for name, count in seen.items():
         print(f"{count:6d} {name}", flush=True)
     return sum(seen[name] for name in MUST_NOT_BE)

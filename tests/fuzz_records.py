@@ -1,8 +1,8 @@
-"""Hostile records: every verb that reads records names them and goes on. `python tests/fuzz_records.py --mutations 1000`.
+"""Hostile records: every command that reads records reports them and goes on. `python tests/fuzz_records.py --mutations 1000`.
 
-Records of all tasks are mutated, a few at a time among sound ones: a field or several of another type, not a number, missing,
-nested, huge, markup; hashes computed again, so that the mutation is not found by them; files that are cut off, no UTF-8, no JSON,
-folders, pipes, links that go round. What counts as a failure is a crash of ours (exit code 70) or a verb that does not end.
+Records of all tasks are mutated, a few at a time among valid ones: fields of another type, NaN, missing,
+nested, huge, with markup; hashes recomputed, so that they don't reveal the mutation; files truncated, not UTF-8, not JSON,
+folders, pipes, circular links. A failure is a crash (exit code 70) or a command that does not end.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from kvbench.harness.records import digest
 
 ROOT = Path(__file__).parents[1]
 BASELINE = ROOT / "leaderboard/baselines/quickstart"
-SOUND = {  # records of each task that are mutated, and that the mutated ones lie among
+SOUND = {  # valid records of each task
     BASELINE / "quickstart": {"perplexity": 4, "streameval": 4, "latency": 4, "memory": 2},
     ROOT / "leaderboard/results/zeroshot-builtin": {"lm_eval": 6},
 }
-HANGS = 60  # seconds after which a verb counts as one that does not end
+HANGS = 60  # seconds
 NESTED: Any = [[]]
 for _ in range(120):
     NESTED = [NESTED]
@@ -50,11 +50,11 @@ VALUES: list[Any] = [
 
 
 class Hang(BaseException):
-    """A verb did not end in time."""
+    """A command did not end in time."""
 
 
 def sound() -> list[tuple[Path, str]]:
-    """Files of sound records, and the task of each."""
+    """Files of valid records, and the task of each."""
     found = []
     for folder, wanted in SOUND.items():
         left = Counter(wanted)
@@ -67,7 +67,7 @@ def sound() -> list[tuple[Path, str]]:
 
 
 def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Ways to every part of a JSON value; of long lists to the ends."""
+    """The paths to all parts of a JSON value; in long lists, only to the ends."""
     if at:
         yield at
     keys = list(value) if isinstance(value, dict) else [*{0, len(value) - 1}] if isinstance(value, list) and value else []
@@ -76,7 +76,7 @@ def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def mutated(record: dict[str, Any], draw: random.Random) -> dict[str, Any]:
-    """A record of which one part, or several, are another."""
+    """A record with one or several parts changed."""
     for _ in range(draw.choice([1, 1, 1, 2, 5])):
         group = draw.choice(["cell", "metrics", "metrics", "data", "facts", ""])
         ways = [way for way in places(record) if not group or way[0] == group]
@@ -94,7 +94,7 @@ def mutated(record: dict[str, Any], draw: random.Random) -> dict[str, Any]:
 
 
 def _value(draw: random.Random) -> Any:
-    """A hostile value, its own: what is put into it later is put into no other."""
+    """A new hostile value, which shares nothing with earlier ones."""
     return copy.deepcopy(draw.choice(VALUES))
 
 
@@ -116,7 +116,7 @@ def _spoil(holder: Any, key: Any, draw: random.Random) -> None:
 
 
 def spoil_file(path: Path, draw: random.Random) -> None:
-    """Put something that is no record, or hardly one, in a file's place."""
+    """Replace a file by something that is not, or hardly, a record."""
     text = path.read_bytes()
     path.unlink()
     ways: list[Callable[[], object]] = [
@@ -140,7 +140,7 @@ def spoil_file(path: Path, draw: random.Random) -> None:
 
 
 def spoil_trace(path: Path, draw: random.Random) -> None:
-    """Put something else in the place of a record's trace; half the time the record says that it is right."""
+    """Replace a record's trace; half the time, with a matching hash in the record."""
     record = json.loads(path.read_text())
     if not record["trace"]:
         return
@@ -161,7 +161,7 @@ def spoil_trace(path: Path, draw: random.Random) -> None:
 
 
 def outcome(*args: object) -> tuple[str, str]:
-    """What became of a verb, run in this process: its exit code, "crashed" or "hangs"; and what it wrote to stderr."""
+    """Run a command in this process. -> its exit code, "crashed" or "hangs"; and its stderr."""
 
     def too_long(*_: object) -> None:
         raise Hang
@@ -187,7 +187,7 @@ def outcome(*args: object) -> tuple[str, str]:
 
 
 def verbs(folder: Path, scratch: Path, cell: str) -> Iterator[tuple[object, ...]]:
-    """Every verb that reads records."""
+    """Every command that reads records."""
     page = scratch / "page" / "README.md"
     yield "leaderboard", "--results", folder, "--out", page
     yield "compare", BASELINE, folder
@@ -200,16 +200,16 @@ def verbs(folder: Path, scratch: Path, cell: str) -> Iterator[tuple[object, ...]
 
 
 def fuzz(mutations: int, seed: int = 0, at_once: int = 5, told: Callable[[str], None] = lambda _: None) -> Counter[str]:
-    """Mutate records, and run every verb over them and the sound ones.
+    """Mutate records, and run every command over them and the valid ones.
 
     Args:
         mutations: how many.
-        seed: of what is drawn.
+        seed: of the mutations.
         at_once: mutated records in a folder.
-        told: is called with what went wrong.
+        told: called with each failure.
 
     Returns:
-        How often each verb came to which end: "leaderboard: exit 0".
+        How often each command ended in each way, e.g. "leaderboard: exit 0".
     """
     draw, seen = random.Random(seed), Counter[str]()
     files = sound()
@@ -227,7 +227,7 @@ def fuzz(mutations: int, seed: int = 0, at_once: int = 5, told: Callable[[str], 
 
 
 def _folder(folder: Path, files: list[tuple[Path, str]], draw: random.Random, count: int) -> str:
-    """Sound records with their traces, some of them mutated; the beginning of the cell id of one of those."""
+    """Copy valid records and their traces, and mutate some. -> the beginning of a mutated record's cell id."""
     folder.mkdir()
     chosen, cell = draw.sample(range(len(files)), count), "0" * 8
     for number, (source, task) in enumerate(files):
@@ -252,12 +252,12 @@ def _folder(folder: Path, files: list[tuple[Path, str]], draw: random.Random, co
 
 
 def glob_escaped(name: str) -> str:
-    """A name that glob takes as it is."""
+    """A name escaped for glob."""
     return "".join(f"[{c}]" if c in "*?[" else c for c in name)
 
 
 def main() -> None:
-    """Say what was counted; exit 1 if anything crashed or did not end."""
+    """Print the counts; exit with 1 if a command crashed or did not end."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mutations", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)

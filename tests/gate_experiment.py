@@ -1,10 +1,10 @@
-"""The gate against runs between which nothing changed, and against every regression of tests/injected.py and tests/tampered.py.
+"""Tries the gate on unchanged runs, and on every regression of tests/injected.py and tests/tampered.py.
 
     python tests/gate_experiment.py --baseline leaderboard/baselines/quickstart --runs 20 --out gate.jsonl
     python tests/gate_experiment.py --only kernel --only RoPE --runs 0 --out gate.jsonl
 
-A line a run, and at the end a table in markdown; exit code 1 if anything came out otherwise than expected. What is in the file
-already is not run again, so that it can be done in pieces. Wants the machine to itself, and a baseline that was made on it.
+Prints a line per run and, at the end, a table in Markdown. Exits with 1 if any outcome is unexpected. Runs that are in the file
+already are skipped, so it can be done in pieces. It needs an idle machine and a baseline made on that machine.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from kvbench.harness.core.errors import RefusedModelError, UserError
 from kvbench.harness.records import RecordStore
 from kvbench.harness.report import baseline, gate
 
-WALKED = ("window", "h2o")  # that are measured where an injection needs the plain walk: one by position, one by attention
+WALKED = ("window", "h2o")  # measured if an injection needs the plain walk: one by position, one by attention
 Outcome = dict[str, Any]  # name, expected, red (checks with their numbers), code, says, surprise, seconds
 
 
 class Experiment:
-    """One baseline, and where what was seen is written down."""
+    """A baseline, and the file of the outcomes."""
 
     def __init__(self, folder: Path, out: Path, model: str | None, data: str | None) -> None:
         self.folder, self.out = folder, out
@@ -45,11 +45,11 @@ class Experiment:
         self.done: list[Outcome] = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
 
     def unchanged(self, number: int) -> Outcome:
-        """A whole run without a change: green."""
+        """A whole run without a change. It must be green."""
         return self._outcome(f"nothing changed, run {number}", None, self._judged(nullcontext(), None, False))
 
     def injected(self, name: str, injection: Injection) -> Outcome:
-        """A run of broken code: red by the check that is expected."""
+        """A run of broken code. The expected check must be red."""
         caught, because = injection.caught, injection.because
         if injection.hides is not None:
             policy, share = injection.hides
@@ -60,7 +60,7 @@ class Experiment:
         return self._outcome(name, caught, findings, because, hides=injection.hides is not None)
 
     def tampered(self, name: str, tampering: Tampering) -> Outcome:
-        """Records that were changed after they were measured: nothing is measured."""
+        """A check of records that were changed after measuring. Nothing is measured."""
         with tempfile.TemporaryDirectory() as scratch:
             copy = Path(scratch) / "copy"
             if tampering.side == "now":
@@ -78,9 +78,9 @@ class Experiment:
         return _outcome(name, tampering.caught, {}, 0, "the baseline was read as if nothing had happened")
 
     def _judged(self, broken: AbstractContextManager[None], tasks: set[str] | None, walk: bool) -> list[gate.Finding]:
-        """What `bench check` finds in these tasks' cells while the code is broken, with its second and third looks.
+        """The findings of `bench check` in these tasks' cells while the code is broken, remeasurements included.
 
-        Where all is walked, token by token, two policies stand for the rest.
+        If everything is walked token by token, two policies stand for all.
         """
         cells = [c for c in self.cells if (tasks is None or c.task.name in tasks) and (not walk or c.name in WALKED)]
         ids = {c.id for c in cells}
@@ -100,7 +100,7 @@ class Experiment:
             return gate.looked_again(findings, base[0], self.about.bands, lambda chosen: measured(set(chosen))[0])
 
     def _band_of(self, policy: str) -> float:
-        """How far a policy's band reaches above its ratio, as a share of it."""
+        """The upper part of a policy's band, as a share of its ratio."""
         ids = {r.cell_id for r in self.records if r.cell.policy == policy}
         return max((b.high / b.ratio for cell, b in self.about.bands.items() if cell in ids), default=float("inf")) - 1
 
@@ -113,7 +113,7 @@ class Experiment:
         says = f"{first.cell.split(', ', 1)[1]}: {first.says}" if first else because or f"{len(findings)} checks"
         found = _outcome(name, caught, red, int(gate.exit_code(findings)), says)
         if hides and caught is None:
-            found["surprise"] = False  # it may be seen all the same
+            found["surprise"] = False  # the gate may notice it anyway
         return found
 
 
@@ -123,7 +123,7 @@ def _outcome(name: str, caught: str | None, red: dict[str, int], code: int, says
 
 
 def planned(experiment: Experiment, runs: int, only: list[str]) -> Iterator[tuple[str, Any]]:
-    """What is to be done, with what does it. Runs without a change are asked for by their number alone."""
+    """The names of the runs to do, each with its function. Unchanged runs are named by number."""
     names = {o["name"] for o in experiment.done}
     for number in range(1, runs + 1):
         if f"nothing changed, run {number}" not in names:
@@ -135,7 +135,7 @@ def planned(experiment: Experiment, runs: int, only: list[str]) -> Iterator[tupl
 
 
 def line(outcome: Outcome) -> str:
-    """One run for people."""
+    """A line of text about a run."""
     state = {0: "green", 1: "RED", 2: "refused", 3: "not comparable"}[outcome["code"]]
     red = ", ".join(f"{check} {count}" for check, count in outcome["red"].items())
     note = "  <-- NOT AS EXPECTED" if outcome["surprise"] else ""
@@ -143,7 +143,7 @@ def line(outcome: Outcome) -> str:
 
 
 def table(outcomes: list[Outcome]) -> str:
-    """All of it in markdown."""
+    """All runs as a Markdown table."""
     rows = ["| what was run | the gate said | by | because |", "|---|---|---|---|"]
     for o in outcomes:
         said = {0: "green", 1: "red", 2: "refused", 3: "not comparable"}[o["code"]] + (
@@ -155,7 +155,7 @@ def table(outcomes: list[Outcome]) -> str:
 
 
 def main() -> None:
-    """Exit 1 if anything came out otherwise than expected."""
+    """Exit with 1 if any outcome is unexpected."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--baseline", type=Path, default=Path("leaderboard/baselines/quickstart"))
     parser.add_argument("--runs", type=int, default=20, help="runs without a change")

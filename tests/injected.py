@@ -1,4 +1,4 @@
-"""Regressions injected on purpose, each a context in which the code is broken that way, and what the gate must say of it.
+"""Regressions injected on purpose. Each is a context in which the code is broken, with the verdict that the gate must give.
 
 Injections that change records, traces or baselines after they were measured are in tests/tampered.py.
 """
@@ -35,15 +35,15 @@ Broken = Callable[[], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class Injection:
-    """A regression and how it is to be noticed.
+    """A regression, and how the gate notices it.
 
     Attributes:
-        broken: breaks the code while it is open.
+        broken: context that breaks the code.
         tasks: whose cells show it.
-        caught: the check that must be red, or could not compare; None where the gate does not see it.
-        because: why it does not.
-        walk: measured by the plain walk, which is what it breaks.
-        hides: the policy whose steps are slower, and by which share: a band that is wider hides it.
+        caught: the check that must be red or "not comparable"; None if the gate does not notice it.
+        because: why the gate does not notice it.
+        walk: it breaks the plain walk, so that must be used.
+        hides: the policy whose steps are slower, and by which share. A wider band hides it.
     """
 
     broken: Broken
@@ -56,7 +56,7 @@ class Injection:
 
 @contextmanager
 def slowdown(share: float = 0.3, only: type | None = H2O, single: bool = True, blocks: bool = True) -> Iterator[None]:
-    """Steps take so much longer: those of a policy, or of all; of single tokens, of blocks, or of both."""
+    """Steps take longer: those of one policy or all, of single tokens, blocks, or both."""
 
     def slowed(plain):
         def slower(self, tokens, valid=None, keep=None):
@@ -79,7 +79,7 @@ def slowdown(share: float = 0.3, only: type | None = H2O, single: bool = True, b
 
 @contextmanager
 def wrong_rank() -> Iterator[None]:
-    """Keys of a full cache are turned to their neighbour's rank. Not dense's: the check at load would refuse that model."""
+    """Keys of a full cache are rotated by their neighbour's rank. Not under dense: the self-check would refuse the model."""
     plain = Walk._key_factors
 
     def factors(self, rows, rotation, steps):
@@ -92,7 +92,7 @@ def wrong_rank() -> Iterator[None]:
 
 @contextmanager
 def other_capacity(more: int = 1) -> Iterator[None]:
-    """A bounded cache has so many slots more."""
+    """A bounded cache has extra slots."""
     plain = Slots.__init__
 
     def other(self, shape, *, config, **rest):
@@ -105,7 +105,7 @@ def other_capacity(more: int = 1) -> Iterator[None]:
 
 @contextmanager
 def wrong_head() -> Iterator[None]:
-    """In the first layer H2O evicts by its neighbour head's mass."""
+    """In the first layer, H2O evicts by the attention mass of the neighbouring head."""
     plain = H2O.importance
 
     def importance(self, view):
@@ -123,14 +123,14 @@ def _layers(view) -> set[int]:
 
 @contextmanager
 def group_not_summed() -> Iterator[None]:
-    """H2O counts the first query head of a group alone."""
+    """H2O counts only the first query head of a group."""
     with patch.object(AttentionSum, "update", staticmethod(lambda state, attention, view: state + attention[:, :, 0])):
         yield
 
 
 @contextmanager
 def narrower_band(longer_than: int = 1) -> Iterator[None]:
-    """The closed form's window is a token short in blocks of more tokens than that."""
+    """The closed form's window is one token short in longer blocks."""
     plain = closed_form.banded
 
     def banded(query, keys, values, window, *rest):
@@ -142,7 +142,7 @@ def narrower_band(longer_than: int = 1) -> Iterator[None]:
 
 @contextmanager
 def late_rope(first: int) -> Iterator[None]:
-    """RoPE is a position off from there on."""
+    """RoPE is off by one position from some position on."""
     plain = Rotation.factors
 
     def factors(self, positions, dtype, longest):
@@ -154,7 +154,7 @@ def late_rope(first: int) -> Iterator[None]:
 
 @contextmanager
 def late_attention(first: int) -> Iterator[None]:
-    """What H2O's blocks attend to comes out 2 % small, late in the stream."""
+    """Attention outputs of H2O's blocks are 2 % too small, late in the stream."""
     plain = BlockInLayers.attend
 
     def attend(self, layer, *given):
@@ -168,7 +168,7 @@ def late_attention(first: int) -> Iterator[None]:
 
 @contextmanager
 def worse(nats: float = 0.005) -> Iterator[None]:
-    """Every token's NLL is so much higher: half a percent of perplexity."""
+    """Every token's NLL is higher: half a percent of perplexity."""
     plain = measure.cross_entropy
     with patch.object(measure, "cross_entropy", lambda *args, **kwargs: plain(*args, **kwargs) + nats):
         yield
@@ -176,7 +176,7 @@ def worse(nats: float = 0.005) -> Iterator[None]:
 
 @contextmanager
 def worse_last(share: float = 0.01) -> Iterator[None]:
-    """The last NLL of every block is so much higher."""
+    """The last NLL of every block is higher."""
     plain = measure.cross_entropy
 
     def losses(*args, **kwargs):
@@ -190,7 +190,7 @@ def worse_last(share: float = 0.01) -> Iterator[None]:
 
 @contextmanager
 def wrong_mean(times: float = 0.8) -> Iterator[None]:
-    """The mean NLL comes out so many times what it is, wherever it is computed."""
+    """The mean NLL is multiplied by a factor wherever it is computed."""
     plain = perplexity.of_nll
 
     def of_nll(*args, **kwargs):
@@ -203,7 +203,7 @@ def wrong_mean(times: float = 0.8) -> Iterator[None]:
 
 @contextmanager
 def half_the_bits() -> Iterator[None]:
-    """Bits per byte come out half."""
+    """Bits per byte are halved."""
     plain = perplexity.Perplexity.run
 
     def run(options, job):
@@ -216,7 +216,7 @@ def half_the_bits() -> Iterator[None]:
 
 @contextmanager
 def doubled_state() -> Iterator[None]:
-    """The policy's own bytes are twice what they were."""
+    """The policy's state takes twice the bytes."""
     plain = CachedDecoder.state_bytes.fget
     with patch.object(CachedDecoder, "state_bytes", property(lambda self: 2 * plain(self))):
         yield
@@ -224,7 +224,7 @@ def doubled_state() -> Iterator[None]:
 
 @contextmanager
 def fails(every: int = 7) -> Iterator[None]:
-    """Every so many blocks something dies."""
+    """Every few blocks, reading fails."""
     plain, calls = CachedDecoder.__call__, iter(range(1, 10**9))
 
     def call(self, tokens, valid=None, keep=None):
@@ -238,7 +238,7 @@ def fails(every: int = 7) -> Iterator[None]:
 
 @contextmanager
 def other_gold(shifted: bool) -> Iterator[None]:
-    """The right answers are those of the next question; or one in nine is wrong. The text is the same."""
+    """The right answers are those of the next question, or one in nine is wrong. The text does not change."""
     plain = questions.quiz
 
     def quiz(script, tokenizer):
@@ -253,7 +253,7 @@ def other_gold(shifted: bool) -> Iterator[None]:
 
 @contextmanager
 def other_text() -> Iterator[None]:
-    """The generated text has another word in it."""
+    """One word of the generated text is different."""
     plain = Prose.text
     with patch.object(Prose, "text", lambda self, length: plain(self, length).replace("river", "brook")):
         yield
@@ -261,7 +261,7 @@ def other_text() -> Iterator[None]:
 
 @contextmanager
 def broken_kernel() -> Iterator[None]:
-    """The compiled walk gives wrong outputs: the check at load refuses it, and the plain walk gives the same numbers."""
+    """The compiled walk is wrong. The fast check refuses it, and the plain walk gives the same numbers."""
     plain = walk.kernels_for
 
     def kernels_for(*args):
@@ -273,7 +273,7 @@ def broken_kernel() -> Iterator[None]:
 
 
 class _Wrong:
-    """A walk whose outputs are half as large again."""
+    """A walk whose outputs are 1.5 times too large."""
 
     def __init__(self, right) -> None:
         self._right = right
@@ -285,7 +285,7 @@ class _Wrong:
 
 @contextmanager
 def refused_model() -> Iterator[None]:
-    """RoPE is a position off wherever something is read: the self-check at load refuses every model."""
+    """RoPE is off by one position everywhere. The self-check at load refuses every model."""
     plain = Rotation.factors
     with patch.object(Rotation, "factors", lambda self, at, *rest: plain(self, at // 2, *rest)):
         yield
@@ -293,7 +293,7 @@ def refused_model() -> Iterator[None]:
 
 @contextmanager
 def leak() -> Iterator[None]:
-    """Memory cells, which have a process of their own, keep a copy of what they read."""
+    """The processes of memory cells keep a copy of what they read."""
     plain, child = subprocess.Popen, Path(__file__).with_name("leaking_child.py")
 
     def leaking(command, **kwargs):
@@ -308,7 +308,7 @@ def _of(broken: Broken, tasks: str, caught: str | None, **more) -> Injection:
 
 
 NATS, ASKED = "perplexity", "streameval"
-LATE = 10_000  # tokens into the stream, of the injections that begin late
+LATE = 10_000  # tokens into the stream where late injections begin
 INJECTIONS: dict[str, Injection] = {
     "H2O: the wrong head in one layer": _of(wrong_head, NATS, "exactness", walk=True),
     "keys turned to a neighbour's rank": _of(wrong_rank, NATS, "exactness", walk=True),

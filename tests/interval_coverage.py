@@ -1,8 +1,8 @@
-"""How often 95 % intervals hold the true mean, by simulation; a quarter of an hour on one core.
+"""How often 95 % intervals contain the true mean, by simulation. This takes a quarter of an hour on one core.
 
-`python tests/interval_coverage.py` prints the tables of docs/statistics.md. Every process has mean 0. What is simulated are the
-sums over runs of `RUN` tokens that records keep. A cell reads `95.3 (1.09)`: percent of intervals that hold the mean, and their
-median width over that of an interval that knows the variance of the mean; `-` where no interval is shown.
+`python tests/interval_coverage.py` prints the tables of docs/statistics.md. Every process has mean 0. It simulates the sums
+over runs of `RUN` tokens that records keep. A table cell is `95.3 (1.09)`: percent of intervals that contain the mean, and their
+median width relative to an interval that knows the variance of the mean; `-` if no interval is shown.
 
 Shapes: [R, n] for R repetitions of n runs.
 """
@@ -31,7 +31,7 @@ Method = Callable[[Array, Array, int, int], Interval]
 Process = Callable[[np.random.Generator, int, int], Array]  # (draw, R, n) -> [R, n]
 
 RUN = 32  # tokens
-CAPACITIES = {12_288: 128, 32_000: 128, 65_536: 128, 100_000: 1_024}  # by tokens of the text
+CAPACITIES = {12_288: 128, 32_000: 128, 65_536: 128, 100_000: 1_024}  # {tokens of the text: capacity}
 
 
 def white(draw: np.random.Generator, repetitions: int, runs: int) -> Array:
@@ -40,14 +40,14 @@ def white(draw: np.random.Generator, repetitions: int, runs: int) -> Array:
 
 
 def heavy(draw: np.random.Generator, repetitions: int, runs: int) -> Array:
-    """Independent tokens of Student's t with 3 degrees of freedom, the fewest with a variance."""
+    """Independent tokens from Student's t with 3 degrees of freedom, the smallest integer with a finite variance."""
     return np.stack([draw.standard_t(3, size=(runs, RUN)).sum(1) for _ in range(repetitions)])
 
 
 def autoregressive(draw: np.random.Generator, repetitions: int, runs: int, a: float) -> Array:
     """Tokens x[i] = a x[i-1] + noise, of variance 1: a run's sum and last token, exactly, from the last token before it."""
     powers = a ** np.arange(RUN)
-    to_sum, to_last = np.cumsum(powers)[::-1], powers[::-1]  # what a token's noise adds to them
+    to_sum, to_last = np.cumsum(powers)[::-1], powers[::-1]  # the weight of each token's noise
     lower = np.linalg.cholesky(np.array([[to_sum @ to_sum, to_sum @ to_last], [to_sum @ to_last, to_last @ to_last]]))
     last, sums = draw.normal(size=repetitions) / math.sqrt(1 - a * a), np.empty((repetitions, runs))
     for i in range(runs):
@@ -58,12 +58,12 @@ def autoregressive(draw: np.random.Generator, repetitions: int, runs: int, a: fl
 
 
 def slow(draw: np.random.Generator, repetitions: int, runs: int, memory: int) -> Array:
-    """White noise, and a component of a tenth of its size whose correlation falls by 1/e in `memory` tokens."""
+    """White noise, plus a component of a tenth of its size with a correlation length of `memory` tokens."""
     return white(draw, repetitions, runs) + 0.1 * autoregressive(draw, repetitions, runs, math.exp(-1 / memory))
 
 
 def bursts(draw: np.random.Generator, repetitions: int, runs: int, gap: int, length: int) -> Array:
-    """White noise, and what a forgotten fact makes: bursts of some `length` tokens, some `gap` apart, on average 2 nats high."""
+    """White noise, plus bursts like those of a forgotten fact: about `length` tokens long, `gap` apart and 2 nats high."""
     level = np.stack([_level(draw, runs * RUN, gap, length).reshape(runs, RUN).sum(1) for _ in range(repetitions)])
     return level - 2 * length / (length + gap) * RUN + white(draw, repetitions, runs)
 
@@ -83,7 +83,7 @@ def _level(draw: np.random.Generator, tokens: int, gap: int, length: int) -> Arr
 
 
 def resampled(draw: np.random.Generator, repetitions: int, runs: int, recorded: Array, stretch: int) -> Array:
-    """Stretches of recorded runs, put together at random; each run alone with a stretch of 1."""
+    """Random concatenations of stretches of recorded runs; a stretch of 1 is a single run."""
     starts = draw.integers(len(recorded), size=(repetitions, -(-runs // stretch), 1))
     places = (starts + np.arange(stretch)) % len(recorded)
     return recorded[places.reshape(repetitions, -1)[:, :runs]]
@@ -101,14 +101,14 @@ PROCESSES: dict[str, Process] = {
 
 
 def recorded_differences(folder: Path) -> Iterator[tuple[int, Array]]:
-    """(tokens of a run, deviation of a run's difference from its expectation [n]) of each two records that can be compared."""
+    """For every pair of comparable records: tokens per run, and each run's deviation from the expected difference [n]."""
     records, _ = RecordStore(folder).read_all()
     having = [r for r in records if r.measured(NllMetrics)]
     seen = set()
     for a, b in combinations(having, 2):
         if question(a) == question(b) and a.cell.capacity == b.cell.capacity:
             size, off = _deviations(a, b)
-            if off.any() and (shape := (size, round(float(np.abs(off).sum()), 1))) not in seen:  # two runs of one cell
+            if off.any() and (shape := (size, round(float(np.abs(off).sum()), 1))) not in seen:  # skip equal runs of one cell
                 seen.add(shape)
                 yield size, off
 
@@ -123,7 +123,7 @@ def _deviations(a: Record, b: Record) -> tuple[int, Array]:
 
 
 def coverage(series: Array, method: Method, size: int = RUN, capacity: int = 128) -> tuple[float, float, float]:
-    """Percent of intervals that hold 0, of those shown; percent shown; their median width over the oracle's."""
+    """Percent of shown intervals that contain 0; percent shown; their median width relative to the oracle's."""
     tokens = np.full(series.shape[1], float(size))
     found = [method(x, tokens, size, capacity) for x in series]
     ends = np.array([(i.low, i.high) for i in found if i.low is not None]).reshape(-1, 2)
@@ -170,7 +170,7 @@ def _of_records(folder: Path, repetitions: int, seed: int) -> Iterator[list[str]
 def _over_pairs(
     name: str, pairs: list[tuple[int, Array]], method: Method, tokens: int | None, stretch: int, repetitions: int, seed: int
 ) -> list[str]:
-    """Coverage over all pairs long enough: texts of `tokens`, or as long as the records, from stretches of that many tokens."""
+    """Coverage over all pairs that are long enough, for texts of `tokens` (or the records' length) made of such stretches."""
     found = []
     for size, off in pairs:
         length = tokens or len(off) * size

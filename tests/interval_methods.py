@@ -1,4 +1,4 @@
-"""Other ways to an interval of a dependent mean: what docs/statistics.md compares ours with. Nothing measured comes from here."""
+"""Other intervals for the mean of dependent data, which docs/statistics.md compares with ours. No result uses them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RESAMPLES = 2000
 
 
 def percentile_bootstrap(sums: Array, tokens: Array, size: int, capacity: int) -> Interval:
-    """The circular block bootstrap, percentiles, blocks of Politis and White 2004 and of twice the capacity: ours before."""
+    """Our former method: circular block bootstrap percentiles, blocks of Politis and White 2004 and of twice the capacity."""
     from arch.bootstrap import optimal_block_length
 
     with warnings.catch_warnings():
@@ -37,14 +37,14 @@ def percentile_bootstrap(sums: Array, tokens: Array, size: int, capacity: int) -
 
 
 def only_if_uncorrelated(sums: Array, tokens: Array, size: int, capacity: int) -> Interval:
-    """Ours, but none where neighbouring blocks look correlated."""
+    """Ours, but without an interval if neighbouring blocks look correlated."""
     found, off = intervals.interval(sums, tokens, size, capacity), _blocks(sums)
     calm = float(off[1:] @ off[:-1]) < 0.3 * float(off @ off)
     return found if calm else dataclasses.replace(found, low=None, high=None, p=None)
 
 
 def only_if_many_count(sums: Array, tokens: Array, size: int, capacity: int) -> Interval:
-    """Ours, but none where few runs decide: where (sum of squares)^2 / sum of fourth powers is below 20."""
+    """Ours, but without an interval if few runs dominate: (sum of squares)^2 / sum of fourth powers below 20."""
     found, off = intervals.interval(sums, tokens, size, capacity), sums - sums.mean()
     many = float(off @ off) ** 2 > 20 * float((off**4).sum())
     return found if many else dataclasses.replace(found, low=None, high=None, p=None)
@@ -57,7 +57,7 @@ def student(sums: Array, tokens: Array, size: int, capacity: int) -> Interval:
 
 
 def cosines(sums: Array, tokens: Array, size: int, capacity: int, count: int = 12) -> Interval:
-    """Equal-weighted cosine estimate of the long-run variance, t; Lazarus, Lewis, Stock and Watson 2018, JBES 36(4)."""
+    """Student's t with the equal-weighted cosine estimate of variance; Lazarus, Lewis, Stock and Watson 2018, JBES 36(4)."""
     n = len(sums)
     waves = np.cos(np.pi * np.outer(np.arange(1, count + 1), np.arange(n) + 0.5) / n) * math.sqrt(2 / n)
     error = math.sqrt(float(((waves @ sums) ** 2).mean()) * n)
@@ -82,7 +82,7 @@ def bca(sums: Array, tokens: Array, size: int, capacity: int) -> Interval:
 
 def subsampling(sums: Array, tokens: Array, size: int, capacity: int) -> Interval:
     """Quantiles of sums over all stretches of a block's length; Politis, Romano and Wolf 1999, Subsampling."""
-    length = len(sums) // intervals.FEWEST_BLOCKS
+    length = len(sums) // intervals.MIN_BLOCKS
     ahead = np.cumsum(np.concatenate([[0.0], sums - sums.mean()]))
     roots = (ahead[length:] - ahead[:-length]) / math.sqrt(length)
     low, high = np.quantile(roots, [0.025, 0.975]) * math.sqrt(len(sums))
@@ -91,7 +91,7 @@ def subsampling(sums: Array, tokens: Array, size: int, capacity: int) -> Interva
 
 def _blocks(sums: Array) -> Array:
     """Deviations of block sums from their expectation. [20]."""
-    starts = np.arange(intervals.FEWEST_BLOCKS) * len(sums) // intervals.FEWEST_BLOCKS
+    starts = np.arange(intervals.MIN_BLOCKS) * len(sums) // intervals.MIN_BLOCKS
     return np.add.reduceat(sums - sums.mean(), starts)
 
 
@@ -100,9 +100,9 @@ def _around(sums: Array, tokens: Array, reach: float) -> Interval:
 
 
 def _between(sums: Array, tokens: Array, low: float, high: float) -> Interval:
-    """An interval from the ends that a deviation of the sum has."""
+    """The interval of the mean, given the bounds of the sum's deviation."""
     mean, total = float(sums.sum() / tokens.sum()), float(tokens.sum())
-    return Interval(mean, mean + low / total, mean + high / total, 0, intervals.FEWEST_BLOCKS)
+    return Interval(mean, mean + low / total, mean + high / total, 0, intervals.MIN_BLOCKS)
 
 
 TRIED: dict[str, Callable[[Array, Array, int, int], Interval]] = {

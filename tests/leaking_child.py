@@ -1,4 +1,4 @@
-"""The process of a memory cell, leaking: every block that is read leaves its size in bytes behind. See tests/injected.py."""
+"""The process of a memory cell with a leak: every block that it reads leaves some bytes behind (tests/injected.py)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.run import apart
 
-_LEAKED = 2**22  # bytes a block
+_LEAKED = 2**22  # bytes per block
 _plain, _kept = CachedDecoder.__call__, []
 
 

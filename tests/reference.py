@@ -1,4 +1,4 @@
-"""What the engine is held to: the same policies over plain Python lists, and nothing of ours but the hook.
+"""The reference for the engine: the same policies over plain Python lists. It uses none of our code but the attention hook.
 
 Every token of a head is a tuple in a list; evicting removes it; keys are rotated by the family's own functions.
 """
@@ -40,7 +40,7 @@ def after_sinks(sinks: int) -> Chooser:
 
 
 def lightest(window: int) -> Chooser:
-    """H2O: the lowest accumulated mass of those older than the window, the oldest of equals."""
+    """H2O: the token outside the window with the lowest accumulated mass; the oldest among equals."""
 
     def choose(held: list[Held], step: int, layer: int, head: int) -> int:
         old = [i for i, t in enumerate(held) if step - t.position >= window]
@@ -50,7 +50,7 @@ def lightest(window: int) -> Chooser:
 
 
 def by_number(number: Callable[[int, int, int], float]) -> Chooser:
-    """Random: the lowest number that (layer, head, position) draws."""
+    """Random: the token with the lowest random number, a function of (layer, head, position)."""
     return lambda held, step, layer, head: min(
         range(len(held)), key=lambda i: (number(layer, head, held[i].position), held[i].position)
     )
@@ -58,7 +58,7 @@ def by_number(number: Callable[[int, int, int], float]) -> Chooser:
 
 @dataclass
 class ListBackend:
-    """One stream, token by token: attention over lists that are appended to and cut."""
+    """Reads one stream token by token, with attention over lists that grow and shrink."""
 
     model: Model
     choose: Chooser
@@ -68,7 +68,7 @@ class ListBackend:
     held: dict[tuple[int, int], list[Held]] = field(default_factory=dict)
     kept: list[list[list[list[int]]]] = field(default_factory=list)  # per step, layer, head
     step: int = 0
-    first_eviction: int = 0  # step before which everything is held
+    first_eviction: int = 0  # first step that evicts
 
     def run(self, tokens: Tensor) -> Tensor:
         """Logits of a stream. [1, T] -> [1, T, V]."""
@@ -102,7 +102,7 @@ class ListBackend:
         return torch.cat(out)[None, :, None]
 
     def _places(self, held: list[Held]) -> tuple[int, list[int]]:
-        """Where the query and the keys stand."""
+        """The positions of the query and the keys."""
         if self.mode == "cache":
             return len(held) - 1, list(range(len(held)))
         if self.mode == "stream":
@@ -110,7 +110,7 @@ class ListBackend:
         return self.limit, [self.limit - min(self.step - t.position, self.limit) for t in held]
 
     def _rotated(self, x: Tensor, places: Tensor) -> Tensor:
-        """By the family's own functions. [N, D] at [N] positions."""
+        """Rotate with the family's own functions. [N, D] at [N] positions."""
         core = self.model.hf.base_model
         cos, sin = core.rotary_emb(x[None], places[None])
         attention = core.layers[0].attention if hasattr(core.layers[0], "attention") else core.layers[0].self_attn
@@ -120,7 +120,7 @@ class ListBackend:
 
 @dataclass
 class MaskBackend:
-    """The whole stream at once over all K and V, with what a policy had evicted masked away: the oracle of evicting."""
+    """Reads the whole stream at once over all K and V, with evicted tokens masked: the oracle for eviction."""
 
     model: Model
     kept: list[list[list[list[int]]]]  # held after each step, per layer and head
@@ -145,4 +145,4 @@ class MaskBackend:
         return scores.softmax(-1) @ v
 
 
-assert interface.NAME  # the hook is all that is shared
+assert interface.NAME  # the only code of ours that is used

@@ -1,4 +1,4 @@
-"""Records, traces and baselines changed after they were measured, and the check of the gate that must notice."""
+"""Records, traces and baselines that are changed after measuring, and the gate's check that must notice."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Tampering:
     """A change to a folder of records.
 
     Attributes:
-        change: makes it, in the folder.
-        side: of the baseline or of the records that are judged.
-        caught: the check that is red, or could not compare; "load" where the baseline is refused in one line; None where
-            the gate does not see it.
-        because: why it does not.
+        change: a function that changes the folder.
+        side: "baseline", or the records under test.
+        caught: the check that is red or "not comparable"; "load" if the baseline is refused; None if
+            the gate does not notice it.
+        because: why the gate does not notice it.
     """
 
     change: Callable[[Path], None]
@@ -39,7 +39,7 @@ def _records(folder: Path, task: str) -> list[Path]:
 
 
 def edited(task: str, edit: Edit) -> Callable[[Path], None]:
-    """All records of a task, changed."""
+    """Change all records of a task."""
 
     def change(folder: Path) -> None:
         for path in _records(folder, task):
@@ -139,7 +139,7 @@ TAMPERED: dict[str, Tampering] = {
 
 
 def copied(folder: Path, to: Path) -> Path:
-    """Records to be tampered with: those of a baseline without what it says of them."""
+    """Records to tamper with: those of a baseline, without its manifest."""
     shutil.copytree(folder, to)
     (to / FILE).unlink(missing_ok=True)
     return to

@@ -1,4 +1,4 @@
-"""Questions in a stream: what is asked, who can answer, and what is counted."""
+"""Questions in a stream: the questions, which policies can answer them, and the scores."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def job_of(data, tmp_path, config, model=None, **rest) -> Job:
 
 @dataclass
 class Oracle:
-    """A decoder that knows the last `capacity` tokens of its stream by heart, and answers from them, or with a 0."""
+    """A decoder that remembers the last `capacity` tokens of its stream. It answers from them, or else with a 0."""
 
     tokenizer: object
     capacity: int
@@ -74,7 +74,7 @@ class Oracle:
 
 @pytest.mark.parametrize("context", ["gold", "model", "none"])
 def test_an_oracle_of_the_last_tokens_is_right_inside_its_cache_and_never_beyond(tokenizer, tmp_path, context):
-    """At every distance; and the task knows of every question whether its line was still there."""
+    """This holds at every distance, and the task knows for every question whether its line was still held."""
     capacity, seen = 700, {}
     config = CacheConfig(Window(), capacity)
     for distance in range(1, 26, 2):
@@ -125,7 +125,7 @@ def test_a_question_points_at_its_line_in_tokens(tokenizer):
 @pytest.mark.parametrize("policy", [Window(), H2O(), RecomputeWindow()], ids=lambda p: type(p).__name__)
 @pytest.mark.parametrize("context", ["gold", "model", "none"])
 def test_answers_are_the_greedy_tokens_of_the_same_loop(model_dir, tokenizer, tmp_path, policy, context):
-    """Block by block with forks is token by token, and what stays in the stream is what was asked for."""
+    """Reading blocks with forks equals reading token by token, and the stream keeps exactly the requested text."""
     from kvbench.harness.models.load import load_model
 
     model = load_model(model_dir, "float32", torch.device("cpu"))
@@ -246,7 +246,7 @@ def test_arc_is_read_from_a_directory_in_the_hubs_schema(arc_dir):
         arc.items("ARC-Easy", "validation", arc_dir)
     bad = arc_dir / "bad.jsonl"
     bad.write_text(json.dumps(QUESTIONS[0] | {"answerKey": "C"}) + "\n")
-    with pytest.raises(UserError, match="none of its choices"):
+    with pytest.raises(UserError, match="not one of the choices"):
         arc.items("ARC-Easy", "test", bad)
     bad.write_text('{"question": "x"}\n')
     with pytest.raises(UserError, match="no column"):

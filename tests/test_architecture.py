@@ -1,4 +1,4 @@
-"""Imports run one way, and what is quick starts quickly."""
+"""Imports run one way, and quick commands start quickly."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-# What each package may import besides itself, lazily or for types as well. The order is that of the layers: a package may
-# import only what stands above it. `kvbench` is the package of that name itself, for its version.
+# What each package may import besides itself, including lazy imports and imports for types. Layers are in order: a package may
+# import only what is above it. `kvbench` is the top package itself, for its version.
 MAY_IMPORT = {
     "policies": "",
     "core": "policies",
@@ -31,7 +31,7 @@ MAY_IMPORT = {
 
 
 def imports(path: Path) -> set[str]:
-    """Every module that a file imports, wherever in it, and every name it takes from one."""
+    """All modules and names that a file imports, at any place in it."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -43,7 +43,7 @@ def imports(path: Path) -> set[str]:
 
 
 def package_of(module: str) -> str:
-    """The package of ours that a module belongs to; the empty string if it is not ours."""
+    """The package of ours that a module belongs to; empty if it is not ours."""
     top, *inside = module.split(".")
     if top != "kvbench" or inside == ["harness"]:
         return ""
@@ -53,7 +53,7 @@ def package_of(module: str) -> str:
 
 
 def packages_imported(path: Path) -> set[str]:
-    """Of ours."""
+    """All imports of our own modules."""
     return {package_of(module) for module in imports(path)} - {""}
 
 
@@ -72,7 +72,7 @@ def test_every_file_imports_what_its_package_may(path):
     assert inside, f"{path.name} belongs in a package"
     assert packages_imported(path) <= {package, *MAY_IMPORT[package].split()}
     assert not {m for m in imports(path) if m.split(".")[0] in ("harness", "policies", "tests")}
-    if inside[0] == "kernels":  # which the walk calls, and little else of the engine
+    if inside[0] == "kernels":  # called by the walk, so they may import little of the engine
         of_engine = {m.split(".")[3] for m in imports(path) if m.startswith("kvbench.harness.engine.")}
         assert of_engine <= {"kernels", "slots", "rows", "rotary"}
 
@@ -116,12 +116,27 @@ def test_no_attribute_is_born_outside_init(path):
             assert attributes_set(method) <= born, f"{kind.name}.{method.name}"
 
 
-@pytest.mark.parametrize("command", [["--help"], ["leaderboard", "--out", "-"], ["run", "--help"]])
-def test_help_and_the_leaderboard_start_without_torch(command, tmp_path):
+BASELINE = str(ROOT / "leaderboard/baselines/quickstart")
+HEAVY = {"torch", "transformers", "datasets", "lm_eval", "pandas"}
+
+
+@pytest.mark.parametrize(
+    ("command", "but"),
+    [
+        (["--help"], {"numpy", "scipy", "pydantic"}),
+        (["run", "--help"], {"numpy", "scipy", "pydantic"}),
+        (["leaderboard", "--results", BASELINE, "--out", "-"], set()),
+        (["compare", BASELINE, BASELINE], {"scipy"}),
+        (["check", "--baseline", BASELINE, "--results", BASELINE], {"scipy"}),
+        (["records", "verify", BASELINE], {"scipy"}),
+    ],
+    ids=lambda x: x[0] if isinstance(x, list) else "",
+)
+def test_a_reader_of_records_starts_without_what_measures(command, but, tmp_path):
     code = (
         f"import sys; sys.argv = ['bench', *{command!r}]\nfrom kvbench.harness.cli import main\n"
-        "try:\n    main()\nexcept SystemExit:\n    pass\n"
-        "assert not {'torch', 'transformers'} & set(sys.modules)"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code, end.code\n"
+        f"assert not {HEAVY | but!r} & set(sys.modules), {HEAVY | but!r} & set(sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}

@@ -1,4 +1,4 @@
-"""Baselines: nothing but a baseline is replaced by one, and what was changed in one is noticed when it is read."""
+"""Baselines: a new one replaces only an old one, and changes to a baseline are noticed when it is read."""
 
 from __future__ import annotations
 

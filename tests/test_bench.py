@@ -36,7 +36,7 @@ class Newest(Policy):
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory, model_dir, text_dir):
-    """A folder in which the smoke suite was run once."""
+    """A folder with the results of one run of the smoke suite."""
     folder = tmp_path_factory.mktemp("ran")
     done = bench_process("run", "smoke", "--model", model_dir, "--data", text_dir, "--threads", 1, cwd=folder)
     assert done.returncode == 0, done.stderr
@@ -45,7 +45,7 @@ def ran(tmp_path_factory, model_dir, text_dir):
 
 def test_a_run_leaves_one_record_a_cell_and_a_page(ran):
     folder, done = ran
-    records, problems = RecordStore(folder / "leaderboard/results").read_all()
+    records, problems = RecordStore(folder / "results").read_all()
     assert not problems
     assert sorted(r.cell.policy for r in records) == sorted(
         ["dense", "recompute_window", "window", "sink_window", "h2o", "random"]
@@ -53,16 +53,16 @@ def test_a_run_leaves_one_record_a_cell_and_a_page(ran):
     assert len(done.stdout.splitlines()) == 7, "a header and a line per cell, nothing else"
     assert str(folder) not in str(records), "no path of the machine is in a record"
     first = bench("leaderboard", cwd=folder)
-    page = (folder / "leaderboard/README.md").read_bytes()
+    page = (folder / "results/README.md").read_bytes()
     assert first.returncode == 0
     bench("leaderboard", cwd=folder)
-    assert page == (folder / "leaderboard/README.md").read_bytes()
+    assert page == (folder / "results/README.md").read_bytes()
     assert b"sink\\_window (sinks 4, window 28)" in page
 
 
 def test_the_record_agrees_with_its_trace(ran):
     folder, _ = ran
-    store = RecordStore(folder / "leaderboard/results")
+    store = RecordStore(folder / "results")
     for record in store.read_all()[0]:
         trace = np.load(store.trace_path(record)).astype(np.float64)
         scored = trace[np.isfinite(trace)]
@@ -135,7 +135,7 @@ def test_a_failing_cell_becomes_a_record_and_the_rest_go_on(tmp_path, model_dir,
     done = bench(*args, cwd=tmp_path)
     assert done.returncode == 4
     assert "FAILED, RuntimeError: broken on purpose" in done.stderr
-    records, _ = RecordStore(tmp_path / "leaderboard/results").read_all()
+    records, _ = RecordStore(tmp_path / "results").read_all()
     assert {r.cell.policy: r.status for r in records} == {"bad.py:Newest": "failed", "window": "ok"}
     assert not list(tmp_path.rglob("*.partial"))
 
@@ -172,7 +172,7 @@ def test_a_model_that_gives_no_numbers_is_refused(tmp_path, model_dir, text_dir)
         (["run", "smoke", "--set", "tokens=99999999"], "set tokens lower"),
         (["run", "smoke", "--device", "toaster"], "--device toaster: expected auto, cpu, cuda, or cuda:1 and so on"),
         (["run", "smoke", "--device", "meta"], "--device meta: expected auto"),
-        (["run", "smoke", "--model", "gpt2"], "gpt2: no such directory; a hub id names its owner too, as openai-community/gpt2"),
+        (["run", "smoke", "--model", "gpt2"], "gpt2: no such directory; a hub id includes its owner, e.g. openai-community/gpt2"),
         (["list", "polices"], "policies"),
         (["policy", "check", "h20"], "did you mean 'h2o'?"),
         (["policy", "check", "h2o", "--set", "windw=3"], "did you mean 'window'?"),
@@ -195,7 +195,7 @@ def test_a_users_mistake_is_one_line_and_writes_nothing(tmp_path, model_dir, tex
 def test_a_directory_that_is_no_model_says_what_is_missing(tmp_path, model_dir, text_dir):
     empty = tmp_path / "empty-model"
     empty.mkdir()
-    assert "without config.json" in bench("run", "smoke", "--model", empty, "--data", text_dir, cwd=tmp_path).stderr
+    assert "has no config.json" in bench("run", "smoke", "--model", empty, "--data", text_dir, cwd=tmp_path).stderr
     (empty / "config.json").write_text((model_dir / "config.json").read_text())
     assert "no safetensors weights" in bench("run", "smoke", "--model", empty, "--data", text_dir, cwd=tmp_path).stderr
 
@@ -231,7 +231,7 @@ def test_ctrl_c_loses_only_the_cell_in_flight(tmp_path, model_dir, text_dir):
     _, errors = running.communicate(timeout=60)
     assert running.returncode == 130, errors
     assert "Traceback" not in errors
-    records, problems = RecordStore(tmp_path / "leaderboard/results").read_all()
+    records, problems = RecordStore(tmp_path / "results").read_all()
     assert records
     assert not problems
     assert len(records) < 10
@@ -258,7 +258,7 @@ def test_a_closed_pipe_is_no_error(tmp_path):
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
 @pytest.mark.parametrize(("args", "code"), [("list tasks", 0), ("run nonsense", 2)])
 def test_a_closed_stream_is_no_error(tmp_path, args, code, closed):
-    """Whoever closes it wants to hear nothing there."""
+    """A reader that closes the pipe gets no error message."""
     done = subprocess.run(
         f"{sys.executable} -m kvbench {args} {closed}", shell=True, cwd=tmp_path, capture_output=True, text=True,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
@@ -275,14 +275,14 @@ def test_who_listens_no_more_ends_a_run_as_sigpipe_does(tmp_path, model_dir, tex
     with subprocess.Popen([sys.executable, "-m", "kvbench", *args.split(), *more], cwd=tmp_path, env=env, **to) as running:
         getattr(running, stream).close()
         assert running.wait(timeout=300) == 141
-    records, problems = RecordStore(tmp_path / "leaderboard/results").read_all()
+    records, problems = RecordStore(tmp_path / "results").read_all()
     assert not problems
     assert not [r for r in records if r.status == "failed"]
 
 
 def test_the_cell_of_a_record_whose_model_was_a_directory_asks_for_it(ran, model_dir, text_dir, tmp_path):
     folder, _ = ran
-    record = RecordStore(folder / "leaderboard/results").read_all()[0][0]
+    record = RecordStore(folder / "results").read_all()[0][0]
     wanted = ["run", record.cell_id[:8], "--data", text_dir]
     alone = bench(*wanted, cwd=folder)
     assert alone.returncode == 2

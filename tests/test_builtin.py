@@ -1,4 +1,4 @@
-"""The models that come along: small, checked, described, and the same everywhere."""
+"""The built-in models are small, checked, described, and the same everywhere."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from kvbench.policies.dense import Dense
 
 LOGITS = Path(__file__).with_name("builtin_logits.json")
 NAMES = ("vanilla", "zero_sink", "sink_1", "sink_2")
-_TOKENS = 64  # that are read
-_SHOWN = 16  # logits kept of every eighth of them
+_TOKENS = 64
+_SHOWN = 16  # logits kept of every eighth token
 
 
 def logits(name: str) -> list[list[float]]:
-    """Of the beginning of the generated prose, in float32 on the CPU."""
+    """Logits on the beginning of the generated prose, in float32 on the CPU."""
     directory = model_directory(f"builtin:{name}", None, False)
     read = decoder(load_model(directory, "float32", torch.device("cpu")), CacheConfig(Dense()))
     ids = load_tokenizer(directory)(Prose(0).text(600), add_special_tokens=True)["input_ids"][:_TOKENS]
@@ -53,7 +53,7 @@ def test_a_built_in_model_is_small_checked_and_has_a_card(name):
 
 @pytest.mark.parametrize("name", builtins())
 def test_its_logits_are_those_of_the_day_it_was_made(name):
-    """Under every supported torch, on the CPU in float32. A model made anew: `python tests/test_builtin.py`."""
+    """This holds for every supported torch, on the CPU in float32. After a new pretraining: `python tests/test_builtin.py`."""
     stored = json.loads(LOGITS.read_text())
     torch.testing.assert_close(torch.tensor(logits(name)), torch.tensor(stored["logits"][name]), atol=1e-4, rtol=0)
 

@@ -1,4 +1,4 @@
-"""What is decided by the memory that is free: whether caches fit, and how many tokens pass a layer at once."""
+"""Free memory decides whether caches fit and how many tokens a forward pass takes."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def test_a_cache_that_can_not_fit_is_refused_before_anything_is_measured(capsys,
 @pytest.mark.parametrize(
     ("free", "streams", "tokens"),
     [
-        (2**40, 1, 2048),  # never more, however much there is
+        (2**40, 1, 2048),  # the maximum
         (16 * 1152 * 2048, 1, 2048),  # a sixteenth for logits: 96 words x 4 bytes x 3 copies a token
         (16 * 1152 * 2048 - 1, 1, 1024),  # the power of two below
         (16 * 1152 * 2048, 2, 1024),
         (16 * 1152 * 512, 1, 512),
-        (2**20, 1, 256),  # never fewer
+        (2**20, 1, 256),  # the minimum
         (0, 1, 256),
     ],
 )

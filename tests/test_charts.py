@@ -1,4 +1,4 @@
-"""Charts: the same drawing for the same records, nothing of a record as markup, nothing left over."""
+"""Charts: the same records give the same drawing, records never become markup, and old charts are removed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A column of perplexities is over one set of tokens, wherever it stands."""
+"""All perplexities of a column are over the same tokens, on every page."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ STRIDE, TOKENS = 16, 20_000
 WANTED = scored(TOKENS + 1, 1, STRIDE)
 NLL = np.random.default_rng(1).gamma(2, 1, TOKENS + 1).astype(np.float32)
 ROUNDED = 5e-6  # nats: sums of runs are kept to 5 decimals, a run has one token or more
-NLL[WANTED] += 1  # the tokens that recompute scores are harder than the others
+NLL[WANTED] += 1  # the tokens that recompute scores are harder
 
 
 def read(policy: str, worse: float, streams: int = 1, stride: int = STRIDE) -> Record:
-    """A record of a policy that reads the same text; one that recomputes scores every `stride`-th token."""
+    """A record of a policy on the same text. With `stride`, it scores every `stride`-th token."""
     nll = NLL + np.float32(worse)
     nll[0] = np.nan
     if policy.startswith("recompute"):

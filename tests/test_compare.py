@@ -1,4 +1,4 @@
-"""Comparing: paired where it can be, honest where it can't, and never a verdict without an interval."""
+"""Comparisons are paired where possible, say so where not, and give no verdict without an interval."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvbench.harness.report.verdicts import markdown, of
 
 
 def shifted(nll: float, by: float):
-    """The same noise, a little worse."""
+    """The same noise, with a slightly higher mean."""
     return record("h2o", 8, nll + by)
 
 
@@ -80,7 +80,7 @@ def test_answers_are_compared_question_by_question():
 
 @pytest.mark.parametrize("shares", [[0.3, 0.25, 0.15, 0.3], [0.4, 0.3, 0.0, 0.3], [0.02, 0.03, 0.01, 0.94]])
 def test_the_interval_of_paired_shares_covers_what_it_should(shares):
-    """Its ends hold the true difference 95 times in a hundred, of texts drawn many times over."""
+    """The interval contains the true difference in 95 % of simulated texts."""
     rng = np.random.default_rng(0)
     hits = 0
     for _ in range(400):

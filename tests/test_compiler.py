@@ -1,4 +1,4 @@
-"""A built library is loaded only if it is whole and ours; else it is built again, and if that fails the plain walk says why."""
+"""A built library is loaded only if it is intact and ours. Otherwise it is rebuilt, or else the plain walk says why."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from kvbench.policies.random import Random
 from kvbench.policies.sink_window import SinkWindow
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-FOREIGN = "void release(void) {}"  # has the name, and is not ours
+FOREIGN = "void release(void) {}"  # has the right name, but is not ours
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch) -> Path:
-    """A cache folder of the test's own; what earlier tests built is forgotten."""
+    """A new cache folder. Libraries of earlier tests are forgotten."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for remembered in (compiler._built, compiler._target, user_cache._temporary):
         remembered.cache_clear()
@@ -44,14 +44,14 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def opened(monkeypatch) -> list[Path]:
-    """Every library that is handed to the loader."""
+    """The paths of all libraries that are loaded."""
     seen, load = [], ctypes.CDLL
     monkeypatch.setattr(ctypes, "CDLL", lambda path: seen.append(Path(path)) or load(path))
     return seen
 
 
 def build() -> compiler.Built:
-    """Afresh, as another process would."""
+    """Build again, as another process would."""
     compiler._built.cache_clear()
     return compiler.built_of(Random().bind(20), "release.c", "release")
 
@@ -66,14 +66,14 @@ def compiled_by_cc(source: str, to: Path) -> bytes:
 
 
 def script(file: Path, text: str) -> str:
-    """A compiler of the test's own."""
+    """Install a script as the compiler."""
     file.write_text(f"#!/bin/sh\n{text}\n")
     file.chmod(0o755)
     return str(file)
 
 
 def put(library: Path, content: bytes) -> None:
-    """In the place of a library, which may be loaded still."""
+    """Replace a library by a new file, since the old one may still be loaded."""
     library.unlink()
     library.write_bytes(content)
     library.chmod(0o700)
@@ -111,7 +111,7 @@ def test_a_damaged_library_is_never_opened_and_built_again(cache, tmp_path, open
 @needs_compiler
 @pytest.mark.parametrize("how", ["others may write to it", "another user's", "a symbolic link"])
 def test_a_library_that_others_could_have_put_there_is_never_opened(cache, tmp_path, opened, monkeypatch, how):
-    """Though its name has the right digest."""
+    """Even with the right digest in its name."""
     build()
     (library,) = libraries(cache)
     stem = library.name.rsplit("_", 1)[0]
@@ -143,7 +143,7 @@ def test_a_folder_that_others_may_write_to_is_not_used_and_that_is_said_once(cac
         assert build().function is not None
     assert all(cache not in path.parents for path in opened)
     (said,) = caplog.messages
-    assert f"others may write to {folder}; 'chmod go-w {folder}' ends that" in said
+    assert f"others may write to {folder}; 'chmod go-w {folder}' fixes that" in said
     folder.chmod(0o700)
     assert build().function is not None
     assert opened[-1] == libraries(cache)[0]
@@ -165,13 +165,13 @@ def test_what_is_built_is_ours_alone_whatever_the_umask(cache, umask):
 def test_a_cache_that_can_not_be_made_is_done_without(cache, opened, caplog):
     cache.write_text("a file")
     assert build().function is not None
-    assert "kernels are built for this process alone" in caplog.text
+    assert "kernels are built for this process only" in caplog.text
     assert cache.is_file()
 
 
 @pytest.mark.parametrize("given", [None, "", "relative", "./relative"])
 def test_a_cache_folder_that_is_not_absolute_is_ignored(monkeypatch, tmp_path, given):
-    """As the XDG base directory specification says; for the kernels, and for the digests of weights."""
+    """The XDG base directory specification demands it. This is for kernels and for digests of weights."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("XDG_CACHE_HOME") if given is None else monkeypatch.setenv("XDG_CACHE_HOME", given)
@@ -198,7 +198,7 @@ def test_without_a_home_there_is_no_cache_and_no_crash(monkeypatch, tmp_path):
 
 @needs_compiler
 def test_another_cpu_and_another_compiler_have_libraries_of_their_own(cache, tmp_path, monkeypatch):
-    """A home that machines share: what one was built for may be an illegal instruction to the other."""
+    """With a shared home, a library of one machine may have illegal instructions for another."""
     text = 'case "$*" in *-dM*) echo "#define __SSE2__ $CPU";; *) exec cc "$@";; esac'
     monkeypatch.setenv("CC", script(tmp_path / "mycc", text))
     for cpu, count in (("1", 1), ("2", 2), ("1", 2)):
@@ -210,7 +210,7 @@ def test_another_cpu_and_another_compiler_have_libraries_of_their_own(cache, tmp
 
 @needs_compiler
 def test_the_compiler_names_the_instruction_sets_of_this_cpu():
-    """What the key stands on."""
+    """The target is part of a library's key."""
     assert "#define __VERSION__" in compiler._target("cc")
     wide = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
     assert ("#define __AVX2__" in compiler._target("cc")) == wide
@@ -218,7 +218,7 @@ def test_the_compiler_names_the_instruction_sets_of_this_cpu():
 
 @needs_compiler
 def test_a_whole_library_that_can_not_be_loaded_is_built_again(cache, tmp_path, opened):
-    """One that another machine built for newer system libraries, say: here one without the function."""
+    """E.g. one that was built for newer system libraries; here one without the function."""
     build()
     (library,) = libraries(cache)
     content = compiled_by_cc("int unrelated;", tmp_path / "unrelated.so")
@@ -248,7 +248,7 @@ BROKEN = {
 @needs_compiler
 @pytest.mark.parametrize("how", BROKEN)
 def test_what_can_not_be_built_is_walked_plainly_and_says_why(cache, tmp_path, monkeypatch, how):
-    """A silent fall-back would be a slower benchmark that nobody notices."""
+    """After a silent fall-back, the benchmark would be slower and nobody would notice."""
     text, reason = BROKEN[how]
     monkeypatch.setenv("CC", script(tmp_path / "mycc", f'case "$*" in *-dM*) exit 0;; esac; {text}'))
     assert reason in build().why_not

@@ -17,7 +17,7 @@ def test_tokens_stand_for_every_byte_of_the_text(model_dir):
     tokenizer = load_tokenizer(model_dir)
     texts = [Text("a", "naïve, 🙂 café\n"), Text("b", "plain text after it")]
     size = sum(len(t.text.encode()) for t in texts)
-    made = stream(texts, "here", tokenizer, size)  # a byte-level tokenizer without merges: a token a byte
+    made = stream(texts, "here", tokenizer, size)  # a byte-level tokenizer without merges has one token per byte
     assert tokenizer.decode(made.ids) == "".join(t.text for t in texts)
     assert made.byte_counts.sum() == size
     assert made.starts == (("a", 0), ("b", len(texts[0].text.encode())))
@@ -39,14 +39,14 @@ def test_the_tokenizers_bos_opens_the_stream_once(shared):
 
 
 def test_tokenising_in_pieces_gives_the_tokens_of_the_whole_text(shared, monkeypatch):
-    """On a real book, with the model's own tokenizer."""
+    """This uses a real book and the model's own tokenizer."""
     from kvbench.harness.data import stream as module
 
     tokenizer = load_tokenizer(shared / "models/stories260K")
     book = next(pg19.books("test", shared / "data/pg19")[1]).text[:200_000]
     whole = tokenizer(book, add_special_tokens=False)["input_ids"]
     for piece in (1_000, 30_000):
-        monkeypatch.setattr(module, "_PIECE", piece)
+        monkeypatch.setattr(module, "_MIN_PIECE_CHARACTERS", piece)
         made = stream([Text("a", book)], "here", tokenizer, len(whole))
         assert made.ids[made.prefix :].tolist() == whole
         assert made.byte_counts.sum() == len(book.encode())
@@ -142,7 +142,7 @@ def test_one_book_by_its_number_ends_the_stream_where_it_ends(catalogue, model_d
 
 
 def test_a_text_in_one_line_is_tokenised_in_bounded_pieces(shared, monkeypatch):
-    """Cut between words, its tokens are those of the whole, whatever tokenizer."""
+    """A text that is cut between words has the same tokens as the whole, with every tokenizer."""
     from kvbench.harness.data import stream as module
     from kvbench.harness.models.hub import model_directory
 
@@ -151,7 +151,7 @@ def test_a_text_in_one_line_is_tokenised_in_bounded_pieces(shared, monkeypatch):
         tokenizer = load_tokenizer(directory)
         whole = tokenizer(book, add_special_tokens=False)["input_ids"]
         for piece in (1_000, 30_000):
-            monkeypatch.setattr(module, "_PIECE", piece)
+            monkeypatch.setattr(module, "_MIN_PIECE_CHARACTERS", piece)
             ids, ends = module.tokenise(tokenizer, book, 10**9)
             assert ids.tolist() == whole
             assert ends[-1] == len(book.encode())
@@ -162,10 +162,10 @@ def test_a_text_in_one_line_is_tokenised_in_bounded_pieces(shared, monkeypatch):
     "text", ["é word " * 4000, "naïve" * 4000, "a\n\n" * 9000, "日本語、" * 5000, " " * 20_000, "\U0001f642" * 9000]
 )
 def test_pieces_account_for_every_byte_of_any_text(model_dir, monkeypatch, text):
-    """A byte-level tokenizer without merges has a token a byte, wherever the text is cut."""
+    """A byte-level tokenizer without merges has one token per byte, wherever the text is cut."""
     from kvbench.harness.data import stream as module
 
-    monkeypatch.setattr(module, "_PIECE", 1000)
+    monkeypatch.setattr(module, "_MIN_PIECE_CHARACTERS", 1000)
     ids, ends = module.tokenise(load_tokenizer(model_dir), text, 10**9)
     assert len(ids) == ends[-1] == len(text.encode())
     assert load_tokenizer(model_dir).decode(ids) == text
@@ -215,7 +215,7 @@ def test_parquet_with_damaged_pages_is_told_in_one_line(tmp_path):
     file = tmp_path / "test.parquet"
     pq.write_table(pa.table({"text": [f"some words {i} " * 500 for i in range(50)]}), file, compression="gzip")
     content = bytearray(file.read_bytes())
-    content[4 : len(content) // 2] = b"\xaa" * (len(content) // 2 - 4)  # its footer stays whole
+    content[4 : len(content) // 2] = b"\xaa" * (len(content) // 2 - 4)  # the footer stays intact
     file.write_bytes(content)
     with pytest.raises(UserError, match="test.parquet: damaged: a row can't be read"):
         list(pg19.books("test", tmp_path)[1])

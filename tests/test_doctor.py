@@ -1,4 +1,4 @@
-"""The doctor tells what it finds, and what it can't find, and never falls ill itself."""
+"""`bench doctor` reports what works and what fails, and never fails itself."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_what_is_missing_is_said_and_the_rest_goes_on(tmp_path, capsys):
 
 def test_a_hub_out_of_reach_is_a_finding_and_no_failure(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    assert doctor._reached().startswith("out of reach")
+    assert doctor._hub().startswith("out of reach")
 
 
 def test_speed_and_families_are_measured(monkeypatch):

@@ -14,7 +14,7 @@ from kvbench.harness.core.errors import UserError, where
 
 
 def module_of(folder: Path, text: str) -> ModuleType:
-    """A file of a user's, imported."""
+    """Import a user's file."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "mine.py"
     file.write_text(text)
@@ -36,13 +36,13 @@ def module_of(folder: Path, text: str) -> ModuleType:
 )
 @pytest.mark.parametrize("folder", ["home", "site-packages"])
 def test_it_is_the_innermost_line_of_the_users_own_code(tmp_path, text, place, folder):
-    """Whatever library raised it; and likewise for a plug-in that is installed."""
+    """This holds for errors that a library raises, and for installed plug-ins, too."""
     module = module_of(tmp_path / folder, text)
     with pytest.raises(Exception) as caught:  # noqa: PT011 - of any kind
-        torch.vmap(module.go)(torch.ones(2, 3))  # torch stands between the caller and the user's function
+        torch.vmap(module.go)(torch.ones(2, 3))  # torch calls the user's function
     with pytest.raises(Exception) as direct:  # noqa: PT011 - likewise
         module.go(torch.ones(2, 3))
-    if folder == "site-packages":  # the test itself is no library either
+    if folder == "site-packages":  # the test itself is not a library, either
         caught.value.__traceback__ = caught.tb.tb_next
         direct.value.__traceback__ = direct.tb.tb_next
     assert where(caught.value) == place

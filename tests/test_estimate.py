@@ -1,4 +1,4 @@
-"""What a cell's cache takes is known before it is measured: by one rule, for every task."""
+"""The size of a cell's cache is known before the run, by one rule for every task."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 import torch
 from conftest import bench, model_of
 
-from kvbench.harness.cli.running import Asked
 from kvbench.harness.core import plugins
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.engine.model import adopt
 from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.shape import shape_of
+from kvbench.harness.run.asked import Asked
 from kvbench.harness.run.estimate import estimates
 from kvbench.harness.run.prepare import prepare
 from kvbench.harness.tasks.lm_eval import LmEval
@@ -42,7 +42,7 @@ def suite(tmp_path):
 
 @pytest.mark.filterwarnings("ignore")  # lm-eval and its packages have opinions of their own
 def test_what_is_estimated_is_what_is_measured(suite, tmp_path):
-    """A record of lm_eval says what one of its streams takes; all others say what the cell takes."""
+    """A record of lm_eval gives the bytes of one stream; all others give those of the whole cell."""
     asked = Asked(str(suite), threads=1, device="cpu")
     cells = asked.cells()
     assert {c.task.name for c in cells} == set(plugins.task_names()) - {"arc_stream"}, "which reads a data set"
@@ -88,7 +88,7 @@ def test_a_config_of_something_else_has_no_shape():
 
 @pytest.mark.parametrize("task", ["latency", "memory", "perplexity", "lm_eval"])
 def test_caches_that_can_not_fit_are_refused_before_anything_is_measured(tmp_path, capsys, suite, monkeypatch, task):
-    """32 + 1 slots fit, a million times 33 do not, whatever the option is called that says so."""
+    """33 slots fit and a million times 33 do not, whichever option sets the number of streams."""
     names = {"perplexity": "streams", "lm_eval": "batch", "memory": "batch", "latency": "batch"}
     text = suite.read_text()
     kept = [line for line in text.splitlines() if "{name: " not in line or f"name: {task}" in line or "window" in line]

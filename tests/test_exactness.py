@@ -1,4 +1,4 @@
-"""What must be equal to what: every row of the design's table, on tiny random models, float32 unless said."""
+"""The equalities that the engine guarantees, on tiny random models, in float32 unless stated otherwise."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_recompute_with_sinks_equals_the_models_own_forward_pass_over_first_and_
 @pytest.mark.parametrize("mode", MODES)
 @BOTH
 def test_policies_equal_the_list_based_reference(family, policy, mode, dtype):
-    """The same positions kept at every step, exactly, and the same logits."""
+    """Exactly the same positions are kept at every step, and the logits are the same."""
     model, tokens, capacity, limit = model_of(family, dtype), tokens_of(48), 9, 12
     reference = ListBackend(model, chooser(policy, capacity, 5), capacity, mode, limit)
     theirs = reference.run(tokens)
@@ -104,7 +104,7 @@ def test_policies_equal_the_list_based_reference(family, policy, mode, dtype):
     streams=st.integers(1, 3),
 )
 def test_any_block_size_equals_token_by_token(family, policy, mode, capacity, part, length, size, streams):
-    """Capacities, sinks, windows, lengths, blocks and batches: the same NLL and the same positions kept."""
+    """For random capacities, sinks, windows, lengths, blocks and batches: the same NLL and the same positions kept."""
     part = min(part, capacity - 1)
     made = {"window": Window(), "sink": SinkWindow(part), "h2o": H2O(part), "random": Random()}[policy]
     model, tokens = model_of(family), tokens_of(length, streams)
@@ -119,7 +119,7 @@ def test_any_block_size_equals_token_by_token(family, policy, mode, capacity, pa
 @pytest.mark.parametrize("family", ["deepseek_v3", "smollm3", "gpt_oss", "gemma2", "stablelm", "granite", "cohere2"])
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_any_block_size_equals_token_by_token_in_odd_families(family, policy):
-    """K and V of unlike dims, layers without RoPE, sink logits, softcaps, partial and interleaved RoPE, mixed windows."""
+    """Covers different K and V dims, layers without RoPE, sink logits, softcaps, partial and interleaved RoPE, mixed windows."""
     model, tokens = model_of(family), tokens_of(40, 2)
     one, many = (CachedDecoder(model, CacheConfig(policy, 20), 2) for _ in range(2))
     singly, blocks = in_blocks(one, tokens, 1), in_blocks(many, tokens, 13)
@@ -142,7 +142,7 @@ def test_evicting_is_the_same_computation_as_masking(family, policy, dtype):
 @pytest.mark.parametrize("policy", [*POLICIES, RecomputeWindow(), RecomputeSinkWindow(sinks=2)], ids=str)
 @pytest.mark.parametrize("size", [1, 8])
 def test_streams_of_unequal_length_equal_each_alone(policy, size):
-    """Tokens that don't count change nothing, wherever they stand, before and after the cache is full."""
+    """Invalid tokens change nothing, wherever they are, before and after the cache is full."""
     model, tokens = model_of("llama", torch.float64), tokens_of(48, 3)
     valid = torch.rand(3, 48, generator=torch.Generator().manual_seed(2)) < torch.tensor([[1.0], [0.6], [0.2]])
     valid = valid.to(DEVICE)
@@ -160,7 +160,7 @@ def test_streams_of_unequal_length_equal_each_alone(policy, size):
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "mistral", "smollm3"])
 @pytest.mark.parametrize("keep", [[], [0, 3, 4]], ids=str)
 def test_windows_of_unequal_length_equal_each_alone_in_odd_families(family, keep):
-    """Padded windows with softcaps, sink logits, a sliding window of 16, no RoPE; also where few logits are wanted."""
+    """Covers padded windows with softcaps, sink logits, a sliding window of 16 and no RoPE, also with few logits requested."""
     model, tokens = model_of(family), tokens_of(45, 2)
     valid = torch.rand(2, 45, generator=torch.Generator().manual_seed(4)) < torch.tensor([[0.9], [0.5]])
     valid[:, 0] = True
@@ -213,7 +213,7 @@ def test_a_fork_equals_a_replay_of_its_prefix(policy):
     read = CachedDecoder(model, config, 2)
     in_blocks(read, tokens[:, :20], 1)
     fork = read.fork([1, 0])
-    replay = CachedDecoder(model, config, 2)  # the same batch size: other shapes round otherwise
+    replay = CachedDecoder(model, config, 2)  # the same batch size, because other shapes round differently
     in_blocks(replay, tokens[[1, 0], :20], 1)
     forked, replayed = in_blocks(fork, tokens[[1, 0], 20:], 1), in_blocks(replay, tokens[[1, 0], 20:], 1)
     torch.testing.assert_close(forked, replayed, atol=0, rtol=0)
@@ -226,7 +226,7 @@ def test_a_fork_equals_a_replay_of_its_prefix(policy):
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3_text", "cohere2", "gpt_oss", "starcoder2"])
 @pytest.mark.parametrize("policy", [Dense(), *POLICIES], ids=str)
 def test_sliding_window_layers_hold_to_stream_positions(family, policy):
-    """With room for the stream, layers of 16 tokens' window give the model's own logits under every policy."""
+    """If the stream fits, layers with a window of 16 tokens give the model's own logits under every policy."""
     tokens = tokens_of(60)
     config = CacheConfig(policy) if isinstance(policy, Dense) else CacheConfig(policy, 60)
     ours = in_blocks(CachedDecoder(model_of(family), config), tokens, 7)
@@ -251,7 +251,7 @@ def test_float64_blocks_equal_token_by_token_to_the_last_digits(policy):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("policy", [Window(), SinkWindow(2), Random()], ids=str)
 def test_16_bits_keep_the_same_positions_and_nearly_the_same_nll(policy, dtype):
-    """Without attention in the choice, 16 bits change outputs by rounding alone. The mean over tokens stays close."""
+    """If attention does not affect the choice, 16 bits change outputs only by rounding. The mean over tokens stays close."""
     tokens = tokens_of(60)
     wide, narrow = (CachedDecoder(model_of("llama", d), CacheConfig(policy, 8)) for d in (torch.float32, dtype))
     a, b = nll(in_blocks(wide, tokens, 20), tokens), nll(in_blocks(narrow, tokens, 20).float(), tokens)
@@ -260,7 +260,7 @@ def test_16_bits_keep_the_same_positions_and_nearly_the_same_nll(policy, dtype):
 
 
 class Replay(Policy):
-    """Keeps what another run kept: forced victims."""
+    """Keeps the tokens that another run kept: forced victims."""
 
     kept: dict[tuple[int, int], list[list[int]]]
 
@@ -274,7 +274,7 @@ class Replay(Policy):
 
 
 def test_16_bits_h2o_with_forced_victims_is_within_rounding():
-    """Free victims may differ where importances lie within rounding; the same victims give the same outputs."""
+    """Free victims may differ if importances differ only by rounding. The same victims give the same outputs."""
     tokens, size = tokens_of(40), 8
     wide, kept, logits = CachedDecoder(model_of("llama"), CacheConfig(H2O(), size)), {}, []
     for t in range(40):
@@ -290,7 +290,7 @@ def test_16_bits_h2o_with_forced_victims_is_within_rounding():
 
 
 class Recorder(H2O):
-    """H2O that writes down what every token was worth, at every step, layer and head."""
+    """H2O that records every importance, at every step, layer and head."""
 
     seen: ClassVar[dict[tuple[int, int, int], dict[int, float]]]
 
@@ -306,7 +306,7 @@ class Recorder(H2O):
 
 
 def test_16_bits_h2o_chooses_another_victim_only_within_rounding(shared):
-    """Token by token and in blocks, bfloat16, a real model: the first victim that differs was worth nearly the same."""
+    """Token by token against blocks, in bfloat16, on a real model: the first differing victims have nearly equal importance."""
     model = adopt(AutoModelForCausalLM.from_pretrained(shared / "models/stories260K", dtype=torch.bfloat16).eval().to(DEVICE))
     tokens, runs = torch.randint(3, 512, (1, 500), generator=torch.Generator().manual_seed(0)).to(DEVICE), []
     for size in (1, 50):
@@ -320,7 +320,7 @@ def test_16_bits_h2o_chooses_another_victim_only_within_rounding(shared):
         mine, other = (min(seen[at], key=lambda p: (seen[at][p], p)) for seen in (one, many))
         if mine != other:
             gaps.append((one[at][other] - one[at][mine]) / one[at][mine])
-            break  # what comes after is another cache
+            break  # from here on the caches differ
     assert all(gap < 8 * torch.finfo(torch.bfloat16).eps for gap in gaps)
     assert (a - b).mean().abs() < 0.02
     assert (a - b).abs().max() > 0, "the two round differently, or this tests nothing"
@@ -349,7 +349,7 @@ def test_slots_stay_where_they_are():
 
 
 def test_far_stream_positions_keep_their_precision():
-    """At positions in the millions float32 angles would be off by 0.1; ours come from float64."""
+    """At positions in the millions, float32 angles would be off by 0.1. Ours come from float64."""
     rotation = model_of("llama").layers[0].rotation
     far = torch.tensor([16_000_000, 9_999_999], device=DEVICE)
     factors = rotation.factors(far, torch.float32, 2**24)
@@ -365,7 +365,7 @@ def test_a_step_on_cuda_never_syncs_with_the_host(policy, mode):
 
     read = CachedDecoder(adopt(tiny_model("llama", vocab_size=96).cuda()), CacheConfig(policy, 16, mode, 20))
     tokens = tokens_of(64).cuda()
-    for size in (1, 16):  # tables are made once
+    for size in (1, 16):  # the tables are computed once
         in_blocks(read, tokens, size)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -377,7 +377,7 @@ def test_a_step_on_cuda_never_syncs_with_the_host(policy, mode):
 
 
 class Fading(Statistic):
-    """Moves even where no attention arrives."""
+    """Changes even without attention."""
 
     initial = 0.25
 
@@ -387,7 +387,7 @@ class Fading(Statistic):
 
 
 class Faded(H2O):
-    """Evicts what faded most."""
+    """Evicts the token that faded most."""
 
     statistics = (Fading,)
 
@@ -397,7 +397,7 @@ class Faded(H2O):
 
 @pytest.mark.parametrize("size", [1, 6])
 def test_a_statistic_begins_anew_with_every_token_also_in_a_slot_never_used(size):
-    """A token's first state is the same whether its slot was empty for long, or was just given away."""
+    """A token's first state does not depend on whether its slot was empty or just freed."""
     model, tokens = model_of("llama"), tokens_of(30)
     read = CachedDecoder(model, CacheConfig(Faded(), 20))
     seen = []

@@ -1,4 +1,4 @@
-"""What is faster than the plain walk gives its numbers: closed form and compiled walk, alone and mixed with single steps."""
+"""The closed form and the compiled walk give the numbers of the plain walk, alone and mixed with single steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvbench.policies.window import Window
 
 
 def read_in(read: CachedDecoder, tokens: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """All logits, in blocks of these sizes over and over."""
+    """All logits, read in blocks whose sizes repeat."""
     out, at = [], 0
     while at < tokens.shape[1]:
         size = sizes[len(out) % len(sizes)]
@@ -45,7 +45,7 @@ def read_in(read: CachedDecoder, tokens: torch.Tensor, sizes: list[int]) -> torc
     streams=st.integers(1, 3),
 )
 def test_the_closed_form_is_the_walk(family, mode, capacity, sinks, limit, length, sizes, streams):
-    """Whatever the blocks, single steps between them, sinks, positions: the same NLL, the same tokens kept."""
+    """For all blocks, single steps between them, sinks and positions: the same NLL and the same tokens kept."""
     policy = SinkWindow(min(sinks, capacity - 1)) if sinks else Window()
     model, tokens = model_of(family), tokens_of(length, streams)
     config = CacheConfig(policy, capacity, mode, limit)
@@ -61,8 +61,8 @@ def test_the_closed_form_is_the_walk(family, mode, capacity, sinks, limit, lengt
 @pytest.mark.parametrize("family", ["deepseek_v3", "smollm3", "gpt_oss", "gemma2", "stablelm", "cohere2", "mistral"])
 @pytest.mark.parametrize("capacity", [6, 15, 40])
 def test_the_closed_form_is_the_walk_in_odd_families(family, capacity):
-    """Sliding windows of 16, no RoPE, sink logits, softcaps, K and V of unlike dims: the fused kernel and the plain one."""
-    dtype, close = (torch.float32, 1e-4) if family == "gpt_oss" else (torch.float64, 1e-6)  # whose experts know no float64
+    """Covers windows of 16, no RoPE, sink logits, softcaps, K and V of different dims, with the fused and the plain code."""
+    dtype, close = (torch.float32, 1e-4) if family == "gpt_oss" else (torch.float64, 1e-6)  # its experts don't support float64
     model, tokens = model_of(family, dtype), tokens_of(70, 2)
     config = CacheConfig(SinkWindow(3), capacity)
     closed, walked = CachedDecoder(model, config, 2), CachedDecoder(model, config, 2, TOKEN_BY_TOKEN)
@@ -104,11 +104,11 @@ def test_the_closed_form_in_16_bits_differs_by_rounding(dtype):
     limit=st.integers(1, 40),
 )
 def test_the_compiled_walk_is_the_plain_one(family, policy, capacity, length, sizes, streams, seed, mode, limit):
-    """The same tokens kept, exactly; the same NLL; and single steps go on from where it ended."""
+    """Exactly the same tokens kept, the same NLL, and single steps can follow."""
     model, tokens = model_of(family), tokens_of(length, streams)
     config = CacheConfig(policy, capacity, mode, limit, seed)
     fast, plain = CachedDecoder(model, config, streams, FASTEST), CachedDecoder(model, config, streams, TOKEN_BY_TOKEN)
-    assert all(w.is_compiled or w.has_closed_form for w in fast.walks)  # a sliding window that holds all it may has the latter
+    assert all(w.is_compiled or w.has_closed_form for w in fast.walks)  # a layer whose sliding window fits has the latter
     ours, theirs = read_in(fast, tokens, sizes), read_in(plain, tokens, [5])
     torch.testing.assert_close(nll(ours, tokens), nll(theirs, tokens), atol=1e-4, rtol=0)
     assert fast.kept() == plain.kept()
@@ -150,7 +150,7 @@ def test_the_compiled_walk_does_not_depend_on_threads(threads):
     begun=st.integers(0, 30),
 )
 def test_the_decode_step_by_kernels_is_the_plain_one(family, policy, capacity, length, streams, mode, limit, begun):
-    """Token by token, also after a block: the same logits, the same tokens kept, exactly."""
+    """Token by token, also after a block: the same logits, and exactly the same tokens kept."""
     model, tokens = model_of(family), tokens_of(begun + length, streams)
     config = CacheConfig(policy, capacity if policy.evicts else None, mode, limit, seed=3)
     fast, plain = CachedDecoder(model, config, streams, FASTEST), CachedDecoder(model, config, streams)
@@ -179,8 +179,8 @@ def test_the_decode_step_by_kernels_with_streams_of_unequal_length(policy):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
 def test_the_closed_form_by_flex_attention_is_the_walk(monkeypatch, family, mode):
-    """As on CUDA; here FlexAttention runs uncompiled."""
-    monkeypatch.setattr(banded, "_FLEX", {DEVICE.type})
+    """The path of CUDA, with FlexAttention uncompiled."""
+    monkeypatch.setattr(banded, "_FLEX_DEVICES", {DEVICE.type})
     model, tokens = model_of(family), tokens_of(300, 2)
     config = CacheConfig(SinkWindow(3), 70, mode, 90)
     closed, walked = CachedDecoder(model, config, 2), CachedDecoder(model, config, 2, TOKEN_BY_TOKEN)
@@ -245,7 +245,7 @@ def test_without_a_compiler_the_plain_code_is_used(monkeypatch, tmp_path):
     walk = CachedDecoder(model_of("llama"), CacheConfig(H2O(), 8), method=FASTEST).walks[0]
     assert not walk.is_compiled
     assert not walk.steps_by_kernel
-    monkeypatch.setenv("CC", "false")  # there is one, and it fails
+    monkeypatch.setenv("CC", "false")  # a compiler that fails
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     walk = CachedDecoder(model_of("llama"), CacheConfig(H2O(), 8), method=FASTEST).walks[0]
     assert not walk.is_compiled
@@ -255,7 +255,7 @@ def test_without_a_compiler_the_plain_code_is_used(monkeypatch, tmp_path):
 def test_the_check_refuses_a_closed_form_that_differs(monkeypatch):
     model, config = model_of("llama"), CacheConfig(SinkWindow(4), 20)
     assert fastcheck.fast_method(model, config).blocks == "closed form"
-    monkeypatch.setattr(banded, "_mask", lambda *size: torch.zeros(size[0] * size[3], size[0] + size[1]))
+    monkeypatch.setattr(banded, "_additive_mask", lambda *size: torch.zeros(size[0] * size[3], size[0] + size[1]))
     found = fastcheck.fast_method(model, config)
     assert found.blocks == "walk"
     assert found.differs > 1
@@ -273,7 +273,7 @@ def test_the_check_refuses_a_compiled_walk_that_differs(monkeypatch):
 
 @needs_compiler
 def test_dense_is_checked_only_where_kernels_take_its_steps(monkeypatch):
-    """Its blocks are the plain computation; without kernels nothing is left to compare."""
+    """Its blocks are the plain computation, so without kernels there is nothing to compare."""
     model, compared = model_of("llama"), []
     monkeypatch.setattr(fastcheck, "_difference", lambda *asked: compared.append(asked) or 0.5)
     assert fastcheck.fast_method(model, CacheConfig(Dense())) == fastcheck.FastCheck(FASTEST, "closed form", "compiled", 0.5)

@@ -1,4 +1,4 @@
-"""Files appear whole or not at all, and writing one touches nothing else."""
+"""A file appears complete or not at all, and writing it touches no other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gate: nothing changed is green, and what changed is red, each for its own reason; all of it: tests/gate_experiment.py."""
+"""The gate: an unchanged run is green, and every regression is red for its own reason (in full: tests/gate_experiment.py)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 from factories import cell_record, changed, edit, record
 from tampered import TAMPERED, copied
 
-from kvbench.harness.cli.running import Asked
 from kvbench.harness.core.errors import Exit
 from kvbench.harness.records import RecordStore
 from kvbench.harness.report import bands, gate, gate_times
+from kvbench.harness.run.asked import Asked
 
 SUITE = """
 suite: gate
@@ -50,13 +50,13 @@ def before(suite, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def latency_before(suite, tmp_path_factory):
-    """Three runs of latency between which nothing changed."""
+    """Three unchanged runs of latency."""
     folder = tmp_path_factory.mktemp("latency")
     return [measured(suite, folder / f"{n}", LATENCY) for n in range(3)]
 
 
 def judged(before, records, folder):
-    """All findings but of times: other tests run beside this one."""
+    """All findings except about times, because other tests run at the same time."""
     held = [r for r in before[0] if r.cell_id in {x.cell_id for x in records}]
     return [f for f in gate.check((held, before[1]), (records, folder), {}) if f.check not in gate_times.CHECKS]
 
@@ -74,12 +74,12 @@ def test_nothing_changed_is_green(before, suite, tmp_path):
     assert gate.exit_code(findings) == 0
 
 
-NEEDS_MORE = ("peak", "all answers wrong")  # cells of memory; a model that is right now and then
+NEEDS_MORE = ("peak", "all answers wrong")  # memory cells; a model that is sometimes right
 
 
 @pytest.mark.parametrize("name", [n for n, t in TAMPERED.items() if t.side == "now" and not any(x in n for x in NEEDS_MORE)])
 def test_a_record_that_was_changed_is_red(name, before, tmp_path):
-    """Of each figure that a page shows; and of a trace that was."""
+    """This holds for every figure on a page, and for traces."""
     tampering, folder = TAMPERED[name], copied(before[1], tmp_path / "copy")
     if "right answers" in name:
         give_right_answers(folder)
@@ -90,7 +90,7 @@ def test_a_record_that_was_changed_is_red(name, before, tmp_path):
 
 
 def give_right_answers(folder):
-    """The small model is seldom right: what would be lost is put there first."""
+    """The small model is rarely right, so right answers are put in first."""
     for path in folder.rglob("*.json"):
         value = json.loads(path.read_text())
         if "outcomes" in value["metrics"]:
@@ -106,7 +106,7 @@ def test_a_little_more_on_every_token_is_red(nats, check, before, suite, tmp_pat
 
 
 def test_a_mean_that_is_computed_wrongly_now_is_red_even_elsewhere(before, suite, tmp_path):
-    """The baseline's own figures don't come out of its traces any more."""
+    """The baseline's own figures no longer follow from its traces."""
     with injected.wrong_mean():
         records = measured(suite, tmp_path, {"perplexity"})
         records = [changed(r, facts={"device": "another"}) for r in records]
@@ -114,7 +114,7 @@ def test_a_mean_that_is_computed_wrongly_now_is_red_even_elsewhere(before, suite
 
 
 def test_answers_are_held_one_by_one(before, suite, tmp_path):
-    """Right answers that moved to other questions are as many as before."""
+    """The number of right answers is the same, but for other questions."""
     with injected.other_gold(shifted=True):
         records = measured(suite, tmp_path, {"streameval"})
     found, code = states(before, records, tmp_path, "answers")
@@ -158,7 +158,7 @@ WRONG = [None, "x", -1, float("nan"), float("inf"), [], {}, True, 10**400]
 
 
 def test_a_figure_of_another_kind_is_neither_green_nor_a_crash(before):
-    """Any metric of a record replaced by any value."""
+    """Replace any metric of a record by any value."""
     records, folder = before
     for record_ in (r for r in records if r.cell.policy == "h2o"):
         for name in record_.metrics:
@@ -180,7 +180,7 @@ def memory(**metrics):
      ({"how": "psutil"}, "memory", "not compared")],
 )  # fmt: skip
 def test_memory_is_held(metrics, check, state):
-    """Pages and allocators vary by some hundred KiB; a leak does not pass for that."""
+    """Pages and allocators vary by some hundred KiB. A leak is larger."""
     findings = gate.check(([memory()], Path()), ([memory(**metrics)], Path()), {})
     assert [f.state for f in findings if f.check == check] == [state]
 
@@ -189,7 +189,7 @@ def test_memory_is_held(metrics, check, state):
     ("seconds", "calibration", "state"), [(5, 1, "regression"), (5, 4, "ok"), (3, 1, "ok"), (1, None, "not compared")]
 )
 def test_evaluation_is_held_coarsely_and_beside_the_machine(seconds, calibration, state):
-    """Five times as long is red; not where the machine takes four times as long for the calibration step, too."""
+    """Five times as long is red, unless the calibration step takes four times as long, too."""
     task = {"name": "perplexity"}
     base, now = cell_record({}, task=task), cell_record({}, task=task)
     edit(base, facts={"tokens_per_second": 1000.0, "calibration_ms": 1.0} if calibration else {"tokens_per_second": 1000.0})
@@ -244,7 +244,7 @@ def test_a_cache_one_slot_too_large_is_red(before, suite, tmp_path):
 
 
 def test_half_a_percent_of_perplexity_is_red_where_tokens_alone_would_not_show_it(before, suite, tmp_path):
-    """On another device, where tokens may differ a little: the paired mean shows it."""
+    """On another device tokens may differ slightly, so the paired mean must show it."""
     with injected.worse():
         records = measured(suite, tmp_path, {"perplexity"})
     records = [changed(r, facts={"device": "another"}) for r in records]
@@ -256,7 +256,7 @@ def test_half_a_percent_of_perplexity_is_red_where_tokens_alone_would_not_show_i
 
 def test_without_an_interval_the_margin_decides_and_rounding_is_no_regression():
     for change, expected in ((1e-7, "ok"), (0.0005, "ok"), (-0.1, "ok"), (0.005, "regression")):
-        base, now = record("h2o", 1000, 2.0), record("h2o", 1000, 2.0 + change)  # too large a cache for so short a text
+        base, now = record("h2o", 1000, 2.0), record("h2o", 1000, 2.0 + change)  # the cache is too large for this text
         edit(now, facts={"device": "another"})
         (found,) = [f for f in gate.check(([base], Path()), ([now], Path()), {}) if f.check == "quality"]
         assert "too short" in found.says
@@ -279,7 +279,7 @@ def test_of_a_score_of_few_questions_the_margin_decides_in_its_own_direction(hig
 
 
 def latency_run(ratio):
-    """Records of dense and of h2o, whose step takes `ratio` of dense's."""
+    """Records of dense and of h2o, with steps that take `ratio` times as long as dense's."""
     rounds = {"dense": 1.0, "h2o": ratio}
     return [cell_record({"step_ms": ms, "rounds_ms": [ms] * 6, "calibration_ms": [0.5] * 6, "together": "x"}, policy=name,
                         task={"name": "latency"}) for name, ms in rounds.items()]  # fmt: skip
@@ -359,6 +359,6 @@ def test_what_is_missing_or_of_another_text_can_not_be_compared(before):
 
 
 def test_the_traces_of_a_baseline_belong_to_it(before, tmp_path):
-    """Without them the tokens can't be held to each other: the gate says so, and does not pass."""
+    """Without traces the tokens can't be compared. The gate says so and does not pass."""
     findings = gate.check(([before[0][0]], tmp_path), ([before[0][0]], tmp_path), {})
     assert {f.check: f.state for f in findings}["exactness"] == "could not compare"

@@ -1,4 +1,4 @@
-"""The GitHub action: installed from its own path, and its exit code is the check's, whatever becomes of the summary."""
+"""The GitHub action installs from its own path, and its exit code is that of the check, even if the summary fails."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ case $2 in venv) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;; esac
 
 
 def run(name: str, folder: Path, stub: str, **environment: str) -> tuple[int, list[str]]:
-    """A step as the runner's shell runs it, with `bench` and `python` replaced: its exit code, and what they were called with."""
+    """Run a step in the runner's shell, with `bench` and `python` replaced. -> its exit code, and their arguments."""
     tools = folder / "tools"
     tools.mkdir()
     for tool in ("bench", "python"):
@@ -45,7 +45,7 @@ def run(name: str, folder: Path, stub: str, **environment: str) -> tuple[int, li
 @pytest.mark.parametrize("check", [0, 1, 2, 3])
 @pytest.mark.parametrize("compare", [0, 2])
 def test_the_exit_code_is_the_checks(check, compare, tmp_path):
-    """Also where the summary fails: it would have hidden a regression."""
+    """Even if the summary fails, which would hide a regression."""
     code, calls = run("Check", tmp_path, BENCH, BASELINE="a base", MODEL="", CHECK=f"{check}", COMPARE=f"{compare}")
     assert code == check
     assert calls == [
@@ -62,7 +62,7 @@ def test_a_local_model_is_passed_on(tmp_path):
 
 
 def test_it_is_installed_from_the_actions_own_path(tmp_path):
-    """So that it works from another repository, whose checkout has no kv-bench in it."""
+    """So it works from another repository, without kv-bench in the checkout."""
     where = STEPS["Install"]["env"]["KV_BENCH"].replace("${{ github.action_path }}", str(ACTION.parent))
     assert Path(where).resolve() == ROOT
     code, calls = run("Install", tmp_path, PYTHON, KV_BENCH=where)
@@ -72,7 +72,7 @@ def test_it_is_installed_from_the_actions_own_path(tmp_path):
 
 
 def test_every_input_is_used():
-    """And is no part of a script, where it could say more than it should."""
+    """It is not part of a script, where it could inject commands."""
     action = yaml.safe_load(ACTION.read_text())
     for name in action["inputs"]:
         assert f"inputs.{name}" in ACTION.read_text()

@@ -1,4 +1,4 @@
-"""Every figure of every record has a rule of the gate."""
+"""The gate has a rule for every figure of every record."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from factories import cell_record
 
-from kvbench.harness.cli.running import Asked
 from kvbench.harness.core import plugins
 from kvbench.harness.records import RecordStore
 from kvbench.harness.records.cell import CellSpec
@@ -16,6 +15,7 @@ from kvbench.harness.records.facts import Facts, Failure, Trace
 from kvbench.harness.records.rules import Elsewhere, Held, rules
 from kvbench.harness.report.gate_rules import figures, rule_of
 from kvbench.harness.report.gate_times import CHECKS
+from kvbench.harness.run.asked import Asked
 
 LEADERBOARD = Path(__file__).parents[1] / "leaderboard"
 SUITE = """
@@ -62,7 +62,7 @@ def test_of_a_fresh_run_of_every_task(fresh):
 
 @pytest.mark.parametrize("folder", ["results", "baselines"])
 def test_of_every_record_of_the_leaderboard(folder):
-    """Those of tasks that need a data set (arc_stream, lm_eval) are among them, or have the figures of these."""
+    """Tasks that need a data set (arc_stream, lm_eval) are covered, or have the same figures as covered ones."""
     records = RecordStore(LEADERBOARD / folder).read_all()[0]
     assert records
     assert not without_rule(records)

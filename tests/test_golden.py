@@ -1,4 +1,4 @@
-"""Numbers that must not move unnoticed: change them only together with NUMERICS_VERSION."""
+"""Golden numbers. Change them only together with NUMERICS_VERSION."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvbench.harness.engine.loop import decoder
 from kvbench.harness.records import NUMERICS_VERSION
 
 GOLDEN = Path(__file__).with_name("golden.json")
-OURS = [name for name in policy_names() if is_ours(policy_class(name))]  # not those installed beside them
+OURS = [name for name in policy_names() if is_ours(policy_class(name))]  # not those of plug-ins
 
 
 def measured(policy: str) -> list[float]:
@@ -27,7 +27,7 @@ def measured(policy: str) -> list[float]:
 
 @pytest.mark.parametrize("policy", OURS)
 def test_golden_nlls_have_not_moved(policy):
-    """If this fails on purpose: raise NUMERICS_VERSION and run `python tests/test_golden.py`."""
+    """If numbers change on purpose, raise NUMERICS_VERSION and run `python tests/test_golden.py`."""
     golden = json.loads(GOLDEN.read_text())
     assert golden["numerics_version"] == NUMERICS_VERSION
     assert policy in golden["nll"], f"no golden numbers of {policy}: run `python tests/test_golden.py`"

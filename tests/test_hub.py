@@ -1,4 +1,4 @@
-"""Where a model's files come from, with a stand-in for the hub, and what is remembered of their weights."""
+"""Where a model's files come from, with a fake hub, and the cache of weight digests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COMMIT = "0123456789abcdef" * 2 + "01234567"
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A hub with one model; what it is asked for is written down. `cached`: what the local cache has."""
+    """A hub with one model that records requests. `cached`: the content of the local cache."""
 
     class Hub:
         directory = tmp_path / "snapshot"
@@ -43,7 +43,7 @@ def hub(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("revision", [None, "main"])
 def test_a_model_of_the_hub_is_downloaded(hub, revision):
-    """A branch moves, so the hub is asked; and only for what is read."""
+    """A branch moves, so the hub is asked, but only for files that we read."""
     assert model_directory("owner/name", revision, False) == hub.directory
     (asked,) = hub.asked
     assert (asked["local"], asked["revision"]) == (False, revision)
@@ -82,7 +82,7 @@ def test_what_the_hub_refuses_is_told_in_one_line(hub):
 
 @pytest.fixture
 def remembered(tmp_path, monkeypatch):
-    """The file of remembered digests."""
+    """The file of cached digests."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache/kv-bench/digests.json"
 

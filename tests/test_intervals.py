@@ -1,4 +1,4 @@
-"""Intervals: the textbook's where blocks are independent, honest coverage where not, silence where a text is too short."""
+"""Intervals: the textbook's if blocks are independent, good coverage if not, and none if a text is too short."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from interval_coverage import PROCESSES, RUN, coverage
 from scipy import stats
 from statsmodels.tsa.stattools import acf
 
-from kvbench.harness.core.intervals import FEWEST_BLOCKS, SHORTEST_BLOCK, clustered, interval
+from kvbench.harness.core.intervals import MIN_BLOCK_TOKENS, MIN_BLOCKS, clustered, interval
 from kvbench.harness.report.pairing import perplexity
 
-SHORTEST_TEXT = FEWEST_BLOCKS * SHORTEST_BLOCK
+SHORTEST_TEXT = MIN_BLOCKS * MIN_BLOCK_TOKENS
 
 
 def ends(found):
@@ -42,7 +42,7 @@ def test_intervals_of_dependent_tokens_cover_the_truth_as_often_as_they_say(proc
 
 
 def test_of_equal_texts_without_skewness_it_is_the_t_test():
-    """Values mirrored about their mean have none."""
+    """Values that are symmetric about their mean have no skewness."""
     half = np.random.default_rng(1).normal(size=15)
     values = np.concatenate([0.3 + half, 0.3 - half])
     found, theirs = clustered(values * 1000, np.full(30, 1000.0)), stats.ttest_1samp(values, 0)
@@ -69,7 +69,7 @@ def test_correlated_blocks_widen_the_interval_as_an_autoregressive_process_would
     blocks = PROCESSES["slow component, memory 1,000"](np.random.default_rng(6), 1, 1280)[0].reshape(20, 64)
     correlation = float(acf(blocks.sum(1), nlags=1)[1])
     assert correlation > 0.1
-    correlation += (1 + 3 * correlation) / 20  # its bias
+    correlation += (1 + 3 * correlation) / 20  # the correction of its bias
     together = interval(blocks.ravel(), np.full(1280, 32.0), 32, 0)
     apart = clustered(blocks.sum(1), np.full(20, 2048.0))
     ratio = [(end - together.mean) / (other - apart.mean) for end, other in zip(ends(together), ends(apart), strict=True)]
@@ -100,14 +100,14 @@ def test_units_and_a_constant_change_nothing_else():
 
 
 def test_whether_there_is_an_interval_depends_on_lengths_alone():
-    """What the data look like would choose the texts in which something rare happens not to occur."""
+    """A choice based on the data would prefer texts in which a rare event happens not to occur."""
     runs = SHORTEST_TEXT // RUN
     for process in PROCESSES.values():
         (series,) = process(np.random.default_rng(0), 1, runs)
-        assert ends(interval(series, np.full(runs, 32.0), RUN, SHORTEST_BLOCK // 2))
+        assert ends(interval(series, np.full(runs, 32.0), RUN, MIN_BLOCK_TOKENS // 2))
         short = interval(series[1:], np.full(runs - 1, 32.0), RUN, 0)
         assert short.low is short.high is short.p is None
-        assert short.blocks < FEWEST_BLOCKS
+        assert short.blocks < MIN_BLOCKS
 
 
 def test_a_block_is_at_least_twice_the_capacity():
@@ -132,7 +132,7 @@ def test_what_does_not_vary_has_an_interval_without_width():
 
 
 def test_over_many_texts_the_interval_is_as_wide_as_they_differ():
-    """However long each is."""
+    """Whatever their lengths."""
     draw = np.random.default_rng(0)
     means = draw.normal(size=40)
     low, high = ends(clustered(means * 1000, np.full(40, 1000.0)))
@@ -140,7 +140,7 @@ def test_over_many_texts_the_interval_is_as_wide_as_they_differ():
 
 
 def test_texts_of_unequal_length_count_as_fewer():
-    """Lengths spread by 0.8 of their logarithm: a t interval with as many degrees of freedom as texts covers 88 %."""
+    """With log-normal lengths (sigma 0.8), a t interval with one degree of freedom per text covers only 88 %."""
     draw, hits = np.random.default_rng(0), 0
     for _ in range(1000):
         lengths = draw.lognormal(sigma=0.8, size=25)

@@ -1,4 +1,4 @@
-"""The kernels in Triton and the captured steps: on a CPU in Triton's interpreter and with a stand-in for CUDA graphs."""
+"""The Triton kernels and captured steps, on a CPU: with Triton's interpreter and a stand-in for CUDA graphs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture
 def in_triton(monkeypatch):
-    monkeypatch.setitem(choose._OF_DEVICE, DEVICE.type, cuda)
+    monkeypatch.setitem(choose._MODULES, DEVICE.type, cuda)
 
 
 def both(model, config: CacheConfig, streams: int = 1) -> tuple[CachedDecoder, CachedDecoder]:
@@ -42,7 +42,7 @@ def both(model, config: CacheConfig, streams: int = 1) -> tuple[CachedDecoder, C
 @pytest.mark.parametrize("mode", ["cache", "stream", "clamped"])
 @pytest.mark.parametrize("policy", [H2O(), Random(), SinkWindow(2), Odd()], ids=lambda p: type(p).__name__)
 def test_walk_and_step_are_the_plain_ones(in_triton, policy, mode):
-    """A block that fills the cache, one that is walked, single tokens: the same NLL, exactly the same tokens kept."""
+    """Filling the cache, walking a block and single tokens give the same NLL and keep exactly the same tokens."""
     model, tokens = model_of("llama"), tokens_of(26, 2)
     fast, plain = both(model, CacheConfig(policy, 7, mode, 12, seed=2**40 + 5), 2)
     assert fast.walks[0].is_compiled
@@ -55,7 +55,7 @@ def test_walk_and_step_are_the_plain_ones(in_triton, policy, mode):
 @needs_triton
 @pytest.mark.parametrize("family", ["gpt_neox", "deepseek_v3", "smollm3", "mistral"])
 def test_odd_shapes(in_triton, family):
-    """Partial RoPE, K and V of unlike dims, no RoPE, a sliding window, one query head a KV head."""
+    """Covers partial RoPE, K and V of different dims, no RoPE, a sliding window, one query head per KV head."""
     model, tokens = model_of(family), tokens_of(30)
     fast, plain = both(model, CacheConfig(H2O(), 20))
     ours, theirs = (torch.cat([read(x) for x in tokens.split([18, 8, 1, 1, 1, 1], 1)], 1) for read in (fast, plain))
@@ -66,8 +66,8 @@ def test_odd_shapes(in_triton, family):
 @needs_triton
 @pytest.mark.parametrize("config", [CacheConfig(H2O(), 40), CacheConfig(Dense(), None, "stream")], ids=str)
 def test_a_step_over_several_parts(in_triton, monkeypatch, config):
-    """Parts of 16 slots; angles from two tables."""
-    monkeypatch.setattr(cuda, "_BLOCK", 16)
+    """Uses parts of 16 slots, and angles from two tables."""
+    monkeypatch.setattr(cuda, "_MAX_BLOCK_ELEMENTS", 16)
     model, tokens = model_of("llama"), tokens_of(44)
     fast, plain = both(model, config)
     ours, theirs = (torch.cat([read(x) for x in tokens.split([39, 1, 1, 1, 1, 1], 1)], 1) for read in (fast, plain))
@@ -101,7 +101,7 @@ def test_what_is_traced_reads_like_triton():
 
 
 class Recorded:
-    """Stands in for a CUDA graph: replays the step, and nothing else of what the host would do."""
+    """Stands in for a CUDA graph: replays the step and nothing else that the host would do."""
 
     made = 0
 
@@ -118,7 +118,7 @@ class Recorded:
     "config", [CacheConfig(H2O(), 9), CacheConfig(SinkWindow(2), 9, "stream"), CacheConfig(Dense())], ids=str
 )
 def test_captured_steps_follow_the_host(config, monkeypatch):
-    """Through filling, eviction, blocks between steps, and growth: one capture for each state, the same logits."""
+    """Covers filling, eviction, blocks between steps, and growth: one capture per state, the same logits."""
     monkeypatch.setattr(Recorded, "made", 0)
     model, tokens = model_of("llama"), tokens_of(600)
     plain, captured = CachedDecoder(model, config), CachedDecoder(model, config)

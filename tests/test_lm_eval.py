@@ -1,4 +1,4 @@
-"""lm-eval's requests under a policy: dense is lm-eval's own `hf`, both entrances agree, and records take part in everything."""
+"""lm-eval's requests under a policy: dense equals lm-eval's own `hf`, both commands agree, and records work everywhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from conftest import bench
 from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
 
-from kvbench.harness.cli.running import Asked
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.data.stream import newline
 from kvbench.harness.lm_eval import catalogue
@@ -27,12 +26,13 @@ from kvbench.harness.report import gate
 from kvbench.harness.report.compare import differences
 from kvbench.harness.report.leaderboard import render
 from kvbench.harness.report.verify import problems
+from kvbench.harness.run.asked import Asked
 from kvbench.harness.tasks.lm_eval import LmEval, LmEvalOptions
 from kvbench.harness.tasks.lm_eval.measure import _sample
 from kvbench.harness.tasks.lm_eval.requests import _template
 from kvbench.harness.tasks.task import MeasurementError
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # lm-eval and its packages have opinions of their own
+pytestmark = pytest.mark.filterwarnings("ignore")  # lm-eval and its packages give warnings
 TASKS = ["kvbench_cloze", "kvbench_cloze_said", "kvbench_registers", "kvbench_prose"]
 SUITE = """
 suite: lm
@@ -49,7 +49,7 @@ policies: [dense, h2o]
 
 @pytest.fixture(autouse=True)
 def _logging():
-    """lm-eval's command line sets logging up for a process of its own: its handlers would write to a closed capture."""
+    """lm-eval's command line sets up logging for a whole process. Its handlers would write to a closed capture."""
     loggers = [logging.getLogger(), logging.getLogger("lm_eval")]
     before = [list(log.handlers) for log in loggers]
     yield
@@ -59,7 +59,7 @@ def _logging():
 
 @cache
 def tokenizer_of(directory):
-    """With an end of text, without which lm-eval's `hf` can't generate."""
+    """With an end-of-text token, because lm-eval's `hf` can't generate without one."""
     tokenizer = load_tokenizer(directory)
     if tokenizer.eos_token_id is None:
         tokenizer.eos_token = "<|sink3|>" if "<|sink3|>" in tokenizer.get_vocab() else tokenizer.bos_token
@@ -72,7 +72,7 @@ def prefix(tokenizer) -> int:
 
 def ours(directory, max_length=None, **arguments) -> KVBench:
     tokenizer = tokenizer_of(directory)
-    reader, _ = Arguments.of(
+    reader, _ = Arguments.from_model_args(
         {"pretrained": str(directory), "batch_size": 5, "device": "cpu", "dtype": "float32"} | arguments
     ).loaded()
     return KVBench(reader, tokenizer, max_length, prefix_token_id=prefix(tokenizer))
@@ -108,7 +108,7 @@ def directory(request, model_dir):
 
 @pytest.mark.parametrize(("max_length", "fewshot"), [(None, None), (100, None), (700, 1)])
 def test_dense_is_lm_evals_own_model(directory, max_length, fewshot):
-    """Log-likelihoods, whether they are greedy, texts scored as a whole, and what is said; also where requests are cut off."""
+    """Compares log-likelihoods, greedy flags, scores of whole texts and answers, also of truncated requests."""
     tasks = TASKS if fewshot is None else TASKS[:3]
     hf_results, hf = asked(theirs(directory, max_length), tasks, fewshot=fewshot)
     model = ours(directory, max_length)
@@ -144,7 +144,7 @@ def test_a_capacity_that_covers_every_request_equals_dense_and_a_smaller_one_doe
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory):
-    """The suite, measured, and a folder of its records."""
+    """Run the suite. -> its records, and their folder."""
     folder = tmp_path_factory.mktemp("lm")
     (folder / "lm.yaml").write_text(SUITE)
     asked = Asked(str(folder / "lm.yaml"), threads=1)
@@ -157,7 +157,7 @@ def of(records, **what):
 
 
 def test_both_entrances_agree(records, capsys, tmp_path):
-    """`bench lm-eval` prints what the suite's record says."""
+    """`bench lm-eval` prints the figures of the suite's record."""
     arguments = "pretrained=builtin:sink_2,policy=h2o,capacity=48,dtype=float32"
     code, out, err = bench(
         capsys, "lm-eval", "--model_args", arguments, "--tasks", "kvbench_registers", "--limit", 24, "--device", "cpu",
@@ -253,7 +253,7 @@ def test_a_task_that_is_not_there_or_is_several(monkeypatch):
     monkeypatch.setattr(catalogue, "_manager", lambda *_: manager)
     with pytest.raises(UserError, match="did you mean 'kvbench_cloze"):
         catalogue.task("kvbench_clozed", None, 0, [], {})
-    with pytest.raises(UserError, match="several tasks of lm-eval; list them: kvbench_cloze"):
+    with pytest.raises(UserError, match="a group of lm-eval tasks; list its tasks: kvbench_cloze"):
         catalogue.task("kvbench", None, 0, [], {})
 
 
@@ -284,7 +284,7 @@ def test_data_out_of_reach_is_told_with_what_to_download(tmp_path, monkeypatch):
 
 
 def test_truncate_keeps_the_first_tokens_of_a_prompt_that_is_longer_than_the_model():
-    """As in Table 8: what is cut off at `max_length` is not the beginning that `truncate` is to keep."""
+    """As in Table 8: cutting at `max_length` does not remove the beginning, which `truncate` keeps."""
     model = ours(model_directory("builtin:vanilla", None, False), prompt="truncate", prompt_tokens=20)
     long = list(range(300))
     assert model._fitting(long, [1, 2])[0] == [*range(10), *range(290, 300)]
@@ -301,7 +301,7 @@ def test_truncate_keeps_the_first_tokens_of_a_prompt_that_is_longer_than_the_mod
      ("perplexity", -2.5, {"score": -2.5, "weight": 1}), ("word_perplexity", (-30.0, 12), {"score": -30.0, "weight": 12})],
 )  # fmt: skip
 def test_a_questions_score_is_a_number_or_a_log_likelihood_with_its_weight(metric, value, expected):
-    """lm-eval makes a perplexity of log-likelihoods; paired they are compared as such."""
+    """lm-eval turns log-likelihoods into a perplexity. Pairs are compared by log-likelihood."""
     sample = {metric: value, "doc_id": 3, "target": "x", "resps": [[(-1.0, True)]]}
     line = _sample(sample, metric)
     assert {k: v for k, v in line.items() if k in ("score", "weight")} == expected
@@ -329,7 +329,7 @@ def chatting(model_dir):
 
 @pytest.mark.parametrize("begun", [True, False])
 def test_the_chat_template_is_applied_as_lm_evals_own_model_does(chatting, model_dir, begun):
-    """With the answer's opening where it is to be given, without where its beginning is in the prompt."""
+    """The answer's opening is added, unless the prompt contains its beginning."""
     history = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}, {"role": "user", "content": "3?"}]
     reference = theirs(model_dir)
     reference.tokenizer = chatting
@@ -350,5 +350,5 @@ def test_a_task_in_the_chat_template_asks_other_questions(chatting):
 
 def test_sampling_is_refused():
     model = ours(model_directory("builtin:vanilla", None, False))
-    with pytest.raises(UserError, match="greedy"):
+    with pytest.raises(UserError, match="generates greedily"):
         model._generated(["a"], {"do_sample": True, "temperature": 0.7, "until": []}, None)

@@ -1,4 +1,4 @@
-"""Models whose files are damaged, incomplete or contradict each other are refused, in one line that says the true cause."""
+"""Models whose files are damaged, incomplete or contradictory are refused, in one line that names the true cause."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def folder(tmp_path, model_dir):
-    """A model's folder, to be damaged."""
+    """A copy of a model's folder, to damage."""
     return Path(shutil.copytree(model_dir, tmp_path / "damaged"))
 
 
@@ -45,7 +45,7 @@ def loaded(folder: Path, dtype: str = "float32"):
     ("changes", "says"),
     [
         ({"num_hidden_layers": 3}, r"9 missing \(model.layers.2.input_layernorm.weight, .*, ...\)$"),
-        ({"num_hidden_layers": 1}, r"9 not asked for \(model.layers.1"),
+        ({"num_hidden_layers": 1}, r"9 unexpected \(model.layers.1"),
         ({"intermediate_size": 80}, r"6 of another shape \(model.layers.0.mlp.down_proj.weight, "),
         ({"vocab_size": 300}, r"2 of another shape \(lm_head.weight, model.embed_tokens.weight\)$"),
         ({"attention_bias": True}, r"8 missing \(model.layers.0.self_attn.k_proj.bias"),
@@ -53,9 +53,9 @@ def loaded(folder: Path, dtype: str = "float32"):
     ids=str,
 )
 def test_weights_that_do_not_fit_the_config_are_refused(folder, changes, says):
-    """transformers would draw the missing ones at random, anew each time, and measure on."""
+    """transformers would draw the missing tensors at random, differently each time, and go on."""
     change_config(folder, **changes)
-    with pytest.raises(UserError, match=f"^damaged: its files and its config.json don't fit: of its tensors {says}"):
+    with pytest.raises(UserError, match=f"^damaged: its weight files do not match its config.json; tensors: {says}"):
         loaded(folder)
 
 
@@ -73,7 +73,7 @@ def test_what_was_once_stored_and_is_now_computed_may_be_in_the_file(folder):
     change_weights(folder, lambda tensors: tensors.update(buffers))
     assert loaded(folder).check <= 1
     change_weights(folder, lambda tensors: tensors.update({"model.layers.0.mlp.gate.weight": torch.ones(4)}))
-    with pytest.raises(UserError, match=r"1 not asked for \(model.layers.0.mlp.gate.weight\)$"):
+    with pytest.raises(UserError, match=r"1 unexpected \(model.layers.0.mlp.gate.weight\)$"):
         loaded(folder)
 
 
@@ -113,7 +113,7 @@ def test_a_broken_config_is_refused(folder, text, says, tmp_path, capsys):
 
 @pytest.mark.parametrize("changes", [{"num_attention_heads": 3}, {"rms_norm_eps": "small"}, {"hidden_act": "nothing"}], ids=str)
 def test_a_config_that_contradicts_itself_is_refused(folder, changes):
-    """By transformers, when the config is read or when the model is made: releases differ in that."""
+    """transformers refuses it when it reads the config or when it makes the model, depending on the release."""
     change_config(folder, **changes)
     with pytest.raises(UserError, match="transformers can't"):
         loaded(folder)
@@ -121,15 +121,15 @@ def test_a_config_that_contradicts_itself_is_refused(folder, changes):
 
 def test_a_model_without_a_tokenizer_says_so(folder):
     (folder / "tokenizer.json").write_text("{ this is not")
-    with pytest.raises(UserError, match="its tokenizer can't be read .*: is tokenizer.json whole"):
+    with pytest.raises(UserError, match="its tokenizer can't be read .*: is tokenizer.json complete"):
         load_tokenizer(folder)
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(UserError, match="no tokenizer.json in it"):
+    with pytest.raises(UserError, match="has no tokenizer.json"):
         load_tokenizer(folder)
 
 
 def test_logits_that_are_not_finite_are_not_called_rope(folder):
-    """float16 ends at 65504; a NaN in the weights is one in every type."""
+    """float16 ends at 65504. A NaN in the weights is a NaN in every dtype."""
     change_weights(folder, lambda tensors: tensors["model.layers.0.mlp.down_proj.weight"].mul_(1e6))
     assert loaded(folder).check <= 1
     with pytest.raises(UserError, match="^damaged: its logits are not finite in float16: use bfloat16 or float32$"):

@@ -1,4 +1,4 @@
-"""The memory task: what is reported beside what is found, each cell in a process of its own."""
+"""The memory task: reported against allocated bytes, with each cell in its own process."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_what_is_reported_is_what_is_found_and_what_the_formula_says(tmp_path, c
 
 
 class Hoarder(CachedDecoder):
-    """Keeps copies of what it evicted, and does not say so."""
+    """Keeps copies of evicted tokens and does not report them."""
 
     def __call__(self, *args, **kwargs):
         self.hoard = [*getattr(self, "hoard", []), torch.zeros(2**18)]
@@ -60,7 +60,7 @@ class Hoarder(CachedDecoder):
 
 
 class Liar(CachedDecoder):
-    """Says it has a slot less."""
+    """Reports one slot too few."""
 
     @property
     def kv_bytes(self) -> int:
@@ -89,11 +89,11 @@ def test_tensors_are_counted_once_and_the_models_not_at_all():
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc to read a process's own peak")
 def test_the_suite_sees_dense_grow_and_a_bounded_cache_stay(tmp_path):
-    """In fresh processes, as a user runs it."""
+    """Runs in new processes, like a user's run."""
     args = ["run", "memory-cpu", "--set", "id=random:stories-260k", "--set", "tokens=12000", "--set", "capacity=[64]"]
     done = bench(*args, "--policy", "dense", "--policy", "sink_window", "--threads", 1, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    records, problems = RecordStore(tmp_path / "leaderboard/results").read_all()
+    records, problems = RecordStore(tmp_path / "results").read_all()
     assert not problems
     found = {r.cell.policy: r.metrics for r in records}
     assert found["dense"].growth_bytes > 12000 * 5 * 4 * 16 * 4 * 0.7  # most of its K/V: layers, heads, dims, bytes
@@ -148,7 +148,7 @@ apart.measure(apart.CellRun.from_json(sys.argv[1]), lambda tokens, text: print(t
 )
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_its_process_ends_with_the_run_that_is_killed(before, number):
-    """And that without having to write to it: what it works on would take minutes, and it says nothing before that."""
+    """It need not write to the pipe to notice: its work would take minutes without output."""
     asked = request(task={"name": "memory", "tokens": 10**8, "points": 4})
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", RUN, asked.to_json(), before]
@@ -174,7 +174,7 @@ def test_a_process_that_says_nothing_is_told_by_its_exit_code(monkeypatch, tmp_p
 
 
 def test_its_process_ends_when_whoever_listens_does(monkeypatch):
-    """Ctrl-C while progress is shown: what is raised goes on, and the process is gone."""
+    """Ctrl-C while progress is shown: the exception is passed on, and the process is gone."""
     monkeypatch.chdir(ROOT)
 
     def interrupted(tokens, text):
@@ -203,5 +203,5 @@ def test_a_shape_that_does_not_fit_is_a_failed_cell(tmp_path, monkeypatch):
     done = bench(*args, *(x for s in short for x in ("--set", s)), cwd=tmp_path)
     assert done.returncode == 4
     assert "out of memory: its weights take" in done.stderr
-    records, _ = RecordStore(tmp_path / "leaderboard/results").read_all()
+    records, _ = RecordStore(tmp_path / "results").read_all()
     assert sorted(r.status for r in records) == ["failed", "ok"]

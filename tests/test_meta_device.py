@@ -1,11 +1,11 @@
-"""The engine on PyTorch's `meta` device: code that would wait for a GPU, or leave a tensor on the CPU, raises there.
+"""The engine on PyTorch's `meta` device, where code raises that would wait for a GPU or leave a tensor on the CPU.
 
-A meta tensor has a shape and no numbers, so `.item()`, `if tensor:` and indexing by a mask fail. Two modes add what meta
-itself lets pass: an operation on a CPU tensor, and Python data made into a tensor (a copy from the host).
+A meta tensor has a shape but no numbers, so `.item()`, `if tensor:` and indexing by a mask fail. Two modes catch what meta
+itself allows: an operation on a CPU tensor, and turning Python data into a tensor (a copy from the host).
 
 Not covered: FlexAttention and Triton's kernels, which refuse `meta` (stand-ins take their calls, so the code around them is
 covered); PyTorch's fused attention for CPUs, which CUDA never takes; waits inside an operation's CUDA implementation
-(test_exactness.py watches for those where there is a GPU).
+(test_exactness.py checks those on a GPU).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SIZES = {
 
 
 class OnlyDevice(TorchDispatchMode):
-    """Raises where an operation takes or makes a CPU tensor. A single number may be one: a kernel takes it as an argument."""
+    """Raises if an operation takes or makes a CPU tensor. Scalars are allowed: a kernel takes them as arguments."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -64,7 +64,7 @@ class OnlyDevice(TorchDispatchMode):
 
 
 class NoHostData(TorchFunctionMode):
-    """Raises where numbers of Python become a tensor, which copies them to the device."""
+    """Raises if Python numbers become a tensor, which copies them to the device."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         assert func not in (torch.tensor, torch.as_tensor), "numbers of the host are copied to the device"
@@ -82,12 +82,12 @@ def nothing_of_the_host() -> Iterator[None]:
 
 @cache
 def meta_model(family: str, dtype: torch.dtype = torch.bfloat16) -> Model:
-    """A tiny model, adopted on the CPU, since that reads numbers, and moved to `meta` as `load_model` moves one to CUDA."""
+    """A tiny model, adopted on the CPU, since that reads numbers, then moved to `meta` like `load_model` moves one to CUDA."""
     model = adopt(tiny_model(family, vocab_size=VOCABULARY).to(dtype))
     model.hf.to(META)
     rotations = {id(s.rotation): s.rotation for s in model.layers if s.rotation is not None}
     for rotation in rotations.values():
-        rotation.prepare(dtype)  # made on the host, by the first decoder of a model; here before anything is watched
+        rotation.prepare(dtype)  # computed on the host by a model's first decoder; here before watching starts
     moved = {None: None} | {
         key: replace(r, order=r.order.to(META), _tables={k: table.to(META) for k, table in r._tables.items()})
         for key, r in rotations.items()
@@ -108,7 +108,7 @@ def config_of(policy: Policy | str, mode: str = "cache", capacity: int = CAPACIT
 
 
 def read_in(read, sizes: list[int], ragged: bool = False, streams: int = 2) -> None:
-    """Blocks of these sizes, watched."""
+    """Read blocks of these sizes under watch."""
     for size in sizes:
         tokens = tokens_of(size, streams)
         with nothing_of_the_host():
@@ -121,8 +121,8 @@ def read_in(read, sizes: list[int], ragged: bool = False, streams: int = 2) -> N
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=list(SIZES))
 @pytest.mark.parametrize("ragged", [False, True], ids=["alike", "ragged"])
 def test_every_policy_position_mode_and_block_size(policy, mode, sizes, ragged):
-    """Neither a step nor a block waits for the device, in closed form or walked; nor do forks and what is reserved."""
-    for method in (EAGER,) if ragged else (EAGER, TOKEN_BY_TOKEN):  # streams of unlike lengths are always walked
+    """Neither steps nor blocks wait for the device, in closed form or walked; nor do `fork` and `reserve`."""
+    for method in (EAGER,) if ragged else (EAGER, TOKEN_BY_TOKEN):  # streams of different lengths are always walked
         read = decoder(meta_model("llama"), config_of(policy, mode), 2, method)
         read_in(read, sizes, ragged)
     with OnlyDevice():
@@ -134,17 +134,17 @@ def test_every_policy_position_mode_and_block_size(policy, mode, sizes, ragged):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("policy", [Dense(), H2O(), SinkWindow(2), RecomputeSinkWindow(sinks=2)], ids=lambda p: type(p).__name__)
 def test_families(family, policy):
-    """RoPE in part, softcaps, sink logits, sliding windows, experts: the model's own code is run, too."""
+    """Covers partial RoPE, softcaps, sink logits, sliding windows and experts; the model's own code runs, too."""
     model = meta_model(family)
     for mode, ragged in itertools.product(["cache", "stream"], [False, True]):
         read = decoder(model, config_of(policy, mode), 2)
         read_in(read, [5, 1, 20, 1, 1], ragged)
-        expected = {Dense: 2 * model.kv_bytes(BUCKET - 1), RecomputeSinkWindow: 0}  # a growing cache has whole buckets
+        expected = {Dense: 2 * model.kv_bytes(BUCKET - 1), RecomputeSinkWindow: 0}  # a growing cache grows by whole buckets
         assert read.kv_bytes == expected.get(type(policy), model.kv_bytes(CAPACITY, 2))
 
 
 def test_a_family_whose_own_code_leaves_the_device():
-    """transformers' phimoe computes RoPE's frequencies on the CPU in every step. Its steps can't be captured, but run."""
+    """transformers' phimoe computes RoPE frequencies on the CPU in every step. Its steps run but can't be captured."""
     read = decoder(meta_model("phimoe"), config_of("h2o"), 2)
     with pytest.raises(AssertionError, match=r"aten::arange\S* on a CPU tensor"):
         read_in(read, [1])
@@ -176,7 +176,7 @@ def test_a_cache_that_grows_past_a_table_of_angles(mode):
 
 @pytest.mark.parametrize("policy", ["dense", "h2o", "sink_window"])
 def test_captured_steps(policy):
-    """What the host does between replays of CUDA graphs; a plain call stands in for the graph."""
+    """Checks the host's work between replays of CUDA graphs. A plain call stands in for the graph."""
     read = CachedDecoder(meta_model("llama"), config_of(policy), 2)
     read.graphs = StepGraphs(lambda step, tokens: step)
     read_in(read, [1] * (CAPACITY + 4))
@@ -185,21 +185,21 @@ def test_captured_steps(policy):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_code_around_flex_attention(monkeypatch, mode):
-    """Its mask, its arguments, and how its part is joined with the sinks; FlexAttention itself refuses `meta`."""
+    """Checks its mask, its arguments and the merge with the sinks. FlexAttention itself refuses `meta`."""
     calls = []
 
     def flex(query, keys, values, block_mask, scale, enable_gqa):
         calls.append({x.device for x in (query, keys, values, *block_mask.as_tuple()) if isinstance(x, torch.Tensor)})
         return query.new_empty(*query.shape[:3], values.shape[-1]), query.new_empty(query.shape[:3], dtype=torch.float32)
 
-    monkeypatch.setattr(banded, "_FLEX", {"meta"})
+    monkeypatch.setattr(banded, "_FLEX_DEVICES", {"meta"})
     monkeypatch.setattr(banded, "_compiled_flex", lambda kind: flex)
     read = decoder(meta_model("llama"), replace(config_of(SinkWindow(4), mode, 70), limit=90), 2)
     sizes = [60, 128, 1, 128, 1]
     for size in sizes:
         with OnlyDevice():
             assert read(tokens_of(size)).shape == (2, size, VOCABULARY)
-    flexed = 1 if mode == "clamped" else 2  # while the sinks reach the limit one by one, a block is walked
+    flexed = 1 if mode == "clamped" else 2  # while sinks reach the limit one by one, a block is walked
     assert calls == [{META}] * flexed * len(meta_model("llama").layers)
 
 
@@ -207,7 +207,7 @@ def test_the_code_around_flex_attention(monkeypatch, mode):
 @pytest.mark.parametrize("policy", [name for name in policy_names() if policy_class(name).caches])
 @pytest.mark.parametrize("mode", MODES)
 def test_the_code_around_the_kernels_in_triton(monkeypatch, policy, mode):
-    """What they are called with, step and walk; no kernel runs."""
+    """Checks the arguments of steps and walks. No kernel runs."""
     launched = set()
 
     class Kernel:
@@ -223,7 +223,7 @@ def test_the_code_around_the_kernels_in_triton(monkeypatch, policy, mode):
             assert {x.device for x in args if isinstance(x, torch.Tensor)} == {META}
 
     kernels = SimpleNamespace(**{name: Kernel(name) for name in ("attend", "join", "release", "walk")})
-    monkeypatch.setitem(choose._OF_DEVICE, "meta", cuda)
+    monkeypatch.setitem(choose._MODULES, "meta", cuda)
     monkeypatch.setattr(cuda, "_kernels", lambda: kernels)
     config = config_of(policy, mode)
     read_in(decoder(meta_model("llama"), config, 2, KERNELS), [5, 1, 20, 1, 1])
@@ -235,12 +235,12 @@ def test_the_code_around_the_kernels_in_triton(monkeypatch, policy, mode):
     [
         (lambda read: read.kept(), "h2o"),
         (lambda read: read.held([0, 3]), "h2o"),
-        (lambda read: read(tokens_of(4), keep=tokens_of(3, 1)[0]), "recompute_window"),  # once a block
+        (lambda read: read(tokens_of(4), keep=tokens_of(3, 1)[0]), "recompute_window"),  # once per block
     ],
     ids=["which tokens are kept", "how much of the evidence is held", "which logits recompute is to give"],
 )
 def test_where_the_host_waits_by_design(waits, policy):
-    """All places there are. None is in a step: a single token's logits are not asked for by number."""
+    """These are all such places. No step has one, because a single token's logits need no index."""
     read = decoder(meta_model("llama"), config_of(policy), 2)
     read_in(read, [5, 1])
     with pytest.raises((RuntimeError, NotImplementedError), match=r"meta tensor"):
@@ -264,7 +264,7 @@ def test_bytes_are_those_of_the_formula(family, dtype, capacity):
 
 
 def test_bytes_of_a_shape_that_no_test_machine_holds():
-    """Llama-2-7B, dense at 4,096 tokens in 16 bits: 2 GiB of K/V a stream, 16 streams."""
+    """Llama-2-7B, dense, 4,096 tokens in 16 bits: 2 GiB of K/V per stream, 16 streams."""
     shape = LayerShape(heads=32, group=1, key_dim=128, value_dim=128, rotation=None, sliding_window=None)
     config = CacheConfig(H2O(), 4095)
     slots = Slots(shape, layers=range(32), config=config, num_layers=32, streams=16, device=META, dtype=torch.bfloat16)
@@ -310,7 +310,7 @@ def indexes_by_a_list(rows: Rows, rank, step, now) -> None:
 )  # fmt: skip
 @pytest.mark.parametrize("size", [1, 20])
 def test_sabotage_of_the_step_is_noticed(monkeypatch, fault, size):
-    """What a step must not do, done on purpose; on the CPU each of them goes unnoticed."""
+    """Each does something that a step must not do, and that goes unnoticed on the CPU."""
     plain = Rows.place
 
     def place(self: Rows, rank, step, now) -> None:

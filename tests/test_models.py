@@ -1,4 +1,4 @@
-"""The self-check: which families pass, and that it refuses what would be run wrongly."""
+"""The self-check: which families pass, and that it refuses models that would run wrongly."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_family_passes_or_is_refused_with_the_reason(family):
 
 
 def test_learned_sink_logits_matter():
-    """gpt_oss: with its sink logits left out, the check fails."""
+    """gpt_oss fails the check without its sink logits."""
     hf = tiny_model("gpt_oss")
     model = adopt(hf)
     assert check(model) <= 1
@@ -59,7 +59,7 @@ def test_a_wrong_rotation_is_refused():
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2"])
 def test_a_sliding_window_left_out_is_refused(family):
-    """The check crosses the window, however long it is, because it shrinks it."""
+    """The check crosses a window of any length, because it shrinks it."""
     hf = tiny_model(family, sliding_window=4096)
     assert check(adopt(hf)) <= 1
     from kvbench.harness.models import selfcheck

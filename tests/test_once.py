@@ -1,4 +1,4 @@
-"""Eviction once, after a prompt: held to lists that are cut once, and to dense where nothing is cut."""
+"""One eviction after a prompt: compared with lists that are cut once, and with dense if nothing is cut."""
 
 from __future__ import annotations
 

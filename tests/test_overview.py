@@ -1,4 +1,4 @@
-"""The overview: who is on the front, who is surely better, and what went wrong, in a word."""
+"""The overview: the front, significant differences, and failures in a word."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def four():
 
 
 def alone(policy, capacity, nll, **changes):
-    """A record that can be compared with no other, since it scored other tokens."""
+    """A record that can't be compared with others, because it scored other tokens."""
     found = made(policy, capacity, nll, 640, **changes)
     edit(found, metrics={"blocks": found.metrics.as_json()["blocks"] | {"tokens": [31] * 1024}})
     return found
 
 
 def step(policy, rounds, capacity=8, together="x", **facts):
-    """A record of a timed step."""
+    """A latency record."""
     ms = float(np.median(rounds))
     metrics = {
         "step_ms": ms, "rounds_ms": list(rounds), "together": together, "error": 0.1, "percentiles_ms": {},
@@ -57,7 +57,7 @@ def starred(records):
 
 
 def table_of(lines):
-    """Rows of a table by policy, each a mapping of its columns."""
+    """The rows of a table by policy, each a mapping of its columns."""
     head, _, *body = [[c.strip() for c in line.strip("|").split(" | ")] for line in lines if line.startswith("|")]
     return {row[0]: dict(zip(head, row, strict=True)) for row in body}
 
@@ -71,7 +71,7 @@ def test_the_front_is_who_is_not_beaten():
 
 
 def test_a_larger_cache_has_to_be_surely_better():
-    """The same NLL for more bytes, or one that noise explains, earns no star; one that is surely lower does."""
+    """The same NLL with more bytes earns no star, nor does one within noise; a significantly lower one does."""
     noisy = made("noisy", 8, 2.1, 640)
     noise = np.random.default_rng(5).normal(size=1024)
     edit(noisy, metrics={"blocks": noisy.metrics.as_json()["blocks"] | {"nll_sum": [32 * (2.099 + 0.1 * x) for x in noise]}})
@@ -110,7 +110,7 @@ def test_ranks_are_shared_where_intervals_do_not_separate():
 
 
 def test_a_policy_that_can_be_compared_with_none_has_no_rank_and_comes_last():
-    """Random, at a perplexity of e^3.6, once stood above h2o, as nothing was known to be better."""
+    """Random, with a perplexity of e^3.6, once ranked above h2o, because no policy was known to be better."""
     lines = overview([alone("random", 8, 3.6), *four()[1:3]])
     shown = table_of(lines)
     assert {policy: row["rank"] for policy, row in shown.items()} == {"good": "1–2", "bad": "2–3", "random": "–"}
@@ -147,7 +147,7 @@ def test_no_row_joins_two_devices():
     ],
 )
 def test_no_row_of_a_section_joins_two_devices(task, axis, values):
-    """A row has a column for every distance, subset or task: the second device's has only what that measured."""
+    """A row has a column for every distance, subset or task. The second device's has only those that it measured."""
 
     def answered(value, device):
         counts = {"questions": 40, "right": 20, "accuracy": 0.5, "in_cache": {"whole": {"questions": 40, "right": 20}}}

@@ -1,4 +1,4 @@
-"""Published figures beside ours: quoted as printed, matched to the same cell and no other, empty where there is none."""
+"""Published figures are quoted as printed and shown beside our result for the same cell, if there is one."""
 
 from __future__ import annotations
 

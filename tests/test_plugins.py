@@ -1,4 +1,4 @@
-"""Policies of packages and files that can't be used: each named with the reason, in one line, and the others go on."""
+"""Policies of packages and files that can't be used are named with the reason, in one line, and the others work."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Crashes(Window):
 
 @pytest.fixture
 def package(tmp_path, monkeypatch) -> Path:
-    """An installed package with six policies, of which one can be used, and one that has a name of ours."""
+    """An installed package with six policies. One can be used, and one has the name of one of ours."""
     files = {
         "theirs_fails.py": "import torch\ntorch.no_such_thing\n", "theirs_exits.py": "raise SystemExit(3)\n", "theirs.py": THEIRS,
         "theirs-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n",

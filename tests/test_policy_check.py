@@ -1,4 +1,4 @@
-"""`bench policy check` finds what is wrong with a policy, and nothing wrong with ours."""
+"""`bench policy check` finds the faults of a policy, and none in ours."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Near(Policy):
 
 
 class Saturating(Policy):
-    """Keeps one token in eight for ever: full of them, though not at once."""
+    """Keeps every eighth token for ever, so that the cache is eventually full of them."""
 
     def importance(self, view):
         return view.position.float().masked_fill(view.position % 8 == 0, inf)
@@ -131,7 +131,7 @@ class BreaksLater(Policy):
 
 
 class Greedy(Policy):
-    """Says that it keeps the first token too, and does not."""
+    """Claims to keep the first token, too, but does not."""
 
     def band(self, capacity):
         return 1, capacity - 1
@@ -166,7 +166,7 @@ def wrong(found):
 
 
 def test_the_rules_hold_at_the_capacity_that_is_asked_for(monkeypatch):
-    """A window of 16 protected tokens fits 16 tokens, and no fewer."""
+    """A window of 16 protected tokens needs a capacity of at least 16."""
     (finding,) = wrong(checked(monkeypatch, Near, capacities=[8, 16, 64]))
     assert finding.problem == (
         "every slot is +inf as soon as the cache is full, so nothing may be evicted; protect at most 8 tokens (at capacity 8)"
@@ -220,7 +220,7 @@ def test_our_policies_break_no_rule_at_any_capacity(name, capacity):
 
 
 class Late(Policy):
-    """A window until token 100, and then what `late` is."""
+    """A window until token 100, then `late`."""
 
     def importance(self, view):
         return torch.where(view.step >= 100, self.late(view), -view.age.float())
@@ -245,13 +245,13 @@ class LateDice(Late):
     ("kind", "word"), [(LateNan, "a NaN at token"), (LateInf, "+inf at token"), (LateDice, "two calls differ")]
 )
 def test_a_policy_that_breaks_a_rule_only_later_is_refused(kind, word):
-    """They ran as if nothing were wrong, and were a window in effect."""
+    """They once ran without an error and were in effect a window."""
     (found,) = broken_rules(kind(), 8)
     assert word in found.problem
 
 
 def test_a_large_cache_is_made_up_small(monkeypatch):
-    """What is shown of a cache of 100,000 tokens takes tens of MB, whatever the model; and nothing larger is made up."""
+    """The view of a cache of 100,000 tokens takes tens of MB for every model, and larger ones are not made."""
     seen = []
 
     class Watching(Policy):
@@ -284,7 +284,7 @@ def test_a_policy_that_breaks_a_rule_is_refused(kind, capacity, word):
 
 @pytest.mark.parametrize(("kind", "capacity"), [(Near, 16), (Tova, 8), (BreaksLater, 12), (Undeclared, 8)])
 def test_what_keeps_the_rules_or_raises_may_run(kind, capacity):
-    """Whoever raises fails as a cell, with a record that says where."""
+    """A policy that raises fails its cell, with a record that says where."""
     refuse_if_broken("my.py:Mine", kind(), capacity, torch.device("cpu"))
 
 
@@ -299,7 +299,7 @@ class Near(Policy):
 
 
 def test_a_run_refuses_it_before_anything_is_measured(tmp_path, model_dir, text_dir, capsys):
-    """And says so in one line; where it keeps the rules it runs."""
+    """The refusal is one line. A policy that keeps the rules runs."""
     file = tmp_path / "near.py"
     file.write_text(NEAR)
     args = ["run", "smoke", "--model", model_dir, "--data", text_dir, "--results", tmp_path / "results", "--set", "tokens=60"]
@@ -351,7 +351,7 @@ def test_debug_shows_the_traceback_of_a_crash(tmp_path, capsys):
 
 @pytest.mark.parametrize("policy", [SinkWindow(2), H2O(3), Near()], ids=lambda p: type(p).__name__)
 def test_the_caches_that_are_made_up_are_those_of_the_policys_own_choices(policy):
-    """Ranks go by position, states begin anew with a token, and who has the lowest importance is gone."""
+    """Ranks follow positions, a new token resets its state, and the token with the lowest importance is gone."""
     bound, before = policy.bind(20), None
     for step, view in enumerate(cache_over_steps(bound, 20, 50, torch.device("cpu")), 20):
         assert torch.equal(view.rank, view.position.argsort(-1).argsort(-1))
@@ -360,14 +360,14 @@ def test_the_caches_that_are_made_up_are_those_of_the_policys_own_choices(policy
             newest = view.age == 0
             assert torch.equal(view.position[~newest], before.position[~newest])
             assert torch.equal(newest, before.rank == importance_order(bound, before)[..., :1])
-            assert all((state[newest] < 1).all() for state in view.states.values())  # one step's share of a token
+            assert all((state[newest] < 1).all() for state in view.states.values())  # a token's mass of one step
         before = view
     if isinstance(policy, SinkWindow):
         assert view.position.sort(-1).values.unique(dim=1).flatten().unique().tolist() == [0, 1, *range(step - 18, step + 1)]
 
 
 def importance_order(policy, view):
-    """Ranks, in the order in which they would be evicted. [B, H, S]."""
+    """The ranks in order of eviction. [B, H, S]."""
     by_rank = view.rank.argsort(-1)
     return policy.importance(view).take_along_dim(by_rank, -1).argsort(dim=-1, stable=True)
 

@@ -1,4 +1,4 @@
-"""Pretraining: the same text and weights for all, exact to the last digit, also when it is stopped and goes on."""
+"""Pretraining uses the same text and initial weights for all models, and a resumed run is exact to the last digit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvbench.harness.pretrain.text import pieces
 from kvbench.harness.pretrain.train import new_model, pretrain
 from kvbench.policies.dense import Dense
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # accelerate and the Trainer have opinions of their own
+pytestmark = pytest.mark.filterwarnings("ignore")  # accelerate and the Trainer give warnings
 STEPS = 12
 
 
@@ -80,7 +80,7 @@ def test_what_was_trained_is_loaded_checked_and_opened_by_its_sinks(changes, pre
     assert model.check <= 1
     assert opening(load_tokenizer(directory)) == prefix
     assert getattr(model.hf.config, "zero_sink", False) == changes.get("zero_sink", False)
-    assert log[0]["loss"] == pytest.approx(whole[1][0]["loss"], abs=0.05)  # the same text is scored
+    assert log[0]["loss"] == pytest.approx(whole[1][0]["loss"], abs=0.05)  # it is scored on the same text
     text = (directory / "README.md").read_text()
     assert {0: "nothing stands", 1: "one learnable sink token stands", 2: "two learnable sink tokens stand"}[len(prefix)] in text
     assert f"{70 * 2 * STEPS:,} tokens" in text
@@ -110,7 +110,7 @@ def zero_sink_model():
 
 
 def test_a_zero_sink_is_a_logit_of_0_in_the_decode_loop():
-    """Held to a reference attention with a token of zeros, at every size of block; without it the logits are others."""
+    """Compared with a reference attention that has a token of zeros, for all block sizes. Without it the logits differ."""
     hf = zero_sink_model()
     model = adopt(hf)
     assert check(model) <= 1

@@ -32,29 +32,57 @@ def test_on_a_terminal_a_live_line_shows_the_cell_and_its_speed(clock):
     screen = console(terminal=True)
     with ProgressView(screen) as view:
         view.begin("h2o 8", 1, 3, 12800)
-        (task,) = view._bar.tasks
-        assert (task.description, task.total, task.fields["speed"]) == ("[1/3] h2o 8", 12800, "")
+        cells, task = view._live.progress.tasks
+        assert (cells.total, cells.completed) == (3, 0)
+        assert (task.description, task.total, task.fields["speed"]) == ("h2o 8", 12800, "")
         clock[0] += 2
         view.advance(6400, "nll 2.0")
         assert (task.completed, task.fields["speed"]) == (6400, "3,200 tokens/s, nll 2.0")
-        view._bar.refresh()
+        view._live.progress.refresh()
         live = screen.file.getvalue()
-        assert "[1/3] h2o 8" in live
+        assert "h2o 8" in live
         assert "3,200 tokens/s, nll 2.0" in live
         clock[0] += 60
         view.advance(12800, "nll 2.0")
         assert "left" not in screen.file.getvalue(), "no plain lines beside the live one"
         view.end("h2o 8", finished(), False)
-        assert view._bar.tasks == [], "a finished cell has its line of results and no bar"
-    assert "[1/3] h2o 8: perplexity" in screen.file.getvalue()
-    assert "6,400 tokens/s, 2.0 s" in screen.file.getvalue()
+        view.end("window 8", finished(status="failed", error={"kind": "MemoryError", "message": "no room"}), False)
+        assert (cells.completed, cells.fields["speed"]) == (2, "2 of 3, 1 failed")
+    assert "perplexity 7" not in screen.file.getvalue(), "finished cells leave no line behind"
+
+
+def test_the_live_display_is_two_lines_of_any_terminal(clock):
+    """A label or a figure that is too long would wrap, and the display would fill the screen with its remains."""
+    for width in (40, 80):
+        screen = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None, legacy_windows=False)
+        with ProgressView(screen) as view:
+            view.begin("my_policy.py:MyVeryLongPolicyName 128, sinks 4, window 124, [odd] distance 20", 1, 3, 12800)
+            clock[0] += 2
+            view.advance(6400, "perplexity 123.45, and much else that a task may have to say about it")
+            lines = screen.render_lines(view._live.progress.get_renderable(), pad=False)
+        assert len(lines) == 2
+        assert all(sum(segment.cell_length for segment in line) <= width for line in lines)
+
+
+def test_skipped_cells_and_an_interruption_are_told_in_a_line_each(clock):
+    screen = console(terminal=False)
+    view = ProgressView(screen)
+    view.end("window 8", finished(), True)
+    view.end("dense", finished(), True)
+    view.begin("h2o 8", 3, 5, 1000)
+    with pytest.raises(KeyboardInterrupt), view:
+        raise KeyboardInterrupt
+    assert screen.file.getvalue().splitlines() == [
+        "2 cells were finished before, skipped (--fresh measures them again)",
+        "2 of 5 cells are finished",
+    ]
 
 
 def test_a_task_of_unknown_length_has_no_share(clock):
     with ProgressView(console(terminal=True)) as view:
         view.begin("h2o 8", 1, 1, 0)
         view.advance(6400, "2 sittings")
-        (task,) = view._bar.tasks
+        _, task = view._live.progress.tasks
         assert (task.total, task.completed, task.fields["speed"]) == (None, 0, "2 sittings")
 
 
@@ -71,5 +99,5 @@ def test_elsewhere_a_line_is_written_now_and_then(clock):
         view.end("h2o 8", finished(), True)
         view.end("random 8", finished(status="failed", error={"kind": "MemoryError", "message": "no room"}), False)
     lines = screen.file.getvalue().splitlines()
-    assert lines[1] == "h2o 8: finished before, skipped (--fresh measures it again)"
-    assert lines[2].startswith("[2/2] random 8: FAILED, MemoryError: no room")
+    assert lines[1] == "[2/2] random 8: FAILED, MemoryError: no room"
+    assert lines[2] == "1 cell was finished before, skipped (--fresh measures it again)"

@@ -1,4 +1,4 @@
-"""Generated prose: the same for a seed, its facts where it says they are, and what forgetting one costs."""
+"""Generated prose: the same for a seed, with facts where it says they are, and the cost of forgetting one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvbench.harness.data.facts import told
-from kvbench.harness.data.prose import FACTS, FARTHEST, NEAREST, Prose
+from kvbench.harness.data.prose import FACTS, MAX_WORDS_BETWEEN, MIN_WORDS_BETWEEN, Prose
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def test_tellings_are_where_they_say(made):
 
 
 def test_a_fact_told_again_is_the_one_told_before(made):
-    """The name before a value is that of an earlier telling, with the same value, so many words back."""
+    """The name before a value belongs to an earlier telling with the same value, `words_back` words before."""
     prose, text = made
     word_at = {found.start(): number for number, found in enumerate(re.finditer(r"\S+", text))}
     last: dict[tuple[str, str], int] = {}
@@ -56,17 +56,17 @@ def test_distances_reach_from_the_nearest_to_the_farthest(made):
     prose, _ = made
     back = [t.words_back for t in prose.tellings if t.words_back is not None]
     doublings = Counter(int(math.log2(x)) for x in back)
-    assert min(back) >= NEAREST
-    assert sorted(back)[int(0.99 * len(back))] <= 1.1 * FARTHEST
+    assert min(back) >= MIN_WORDS_BETWEEN
+    assert sorted(back)[int(0.99 * len(back))] <= 1.1 * MAX_WORDS_BETWEEN
     assert all(doublings[i] > 0.04 * len(back) for i in range(6, 13))
     assert 0.4 < len(back) / len(prose.tellings) < 0.8
 
 
 def test_what_a_fact_costs_is_counted_by_how_far_back_it_was_told():
-    """A reader who forgets after 300 words: told again within them it costs nothing, else what it was drawn from."""
+    """For a reader who forgets after 300 words, a fact repeated earlier costs nothing, and later the log of its choices."""
     prose = Prose(7)
     text = prose.text(400_000)
-    nll = np.full(len(text), 0.01, np.float32)  # a token a byte
+    nll = np.full(len(text), 0.01, np.float32)  # one token per byte
     nll[0] = np.nan
     for telling in prose.tellings:
         forgotten = telling.words_back is None or telling.words_back > 256

@@ -1,4 +1,4 @@
-"""Ranks of many policies: equal ones are told apart in 5 % of tables at most, whatever is not known widens the rank."""
+"""Ranks of many policies: equal policies are separated in at most 5 % of tables, and unknown differences widen a rank."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def p_value(z: float) -> float:
 
 
 def table(policies: int, shared: bool, rng: np.random.Generator) -> dict[tuple[int, int], tuple[float, float]]:
-    """Differences of equal policies, their p-values right by construction: means are sums of normal errors, known weights."""
+    """Differences of equal policies with exact p-values: means are sums of normal errors with known weights."""
     weights = np.eye(policies)
-    if shared:  # tokens that some find hard together
+    if shared:  # tokens that are hard for several policies
         weights = np.hstack([weights, rng.gamma(0.3, size=(policies, 4)), np.full((policies, 1), 5.0)])
     means = weights @ rng.normal(size=weights.shape[1])
     return {
@@ -60,7 +60,7 @@ def test_a_rank_widens_by_what_is_not_known():
 
 
 def test_what_follows_from_two_sure_pairs_is_sure():
-    """0 is less than 1, and 1 less than 2, which can be compared with 1 alone."""
+    """0 is less than 1, and 1 is less than 2. 2 can only be compared with 1."""
     assert surely_less({(0, 1): (-1.0, 1e-9), (1, 2): (-1.0, 1e-9)}) == {(0, 1), (1, 2), (0, 2)}
     assert rank_intervals(3, {(0, 1): (-1.0, 1e-9), (1, 2): (-1.0, 1e-9)}) == [(1, 1), (2, 2), (3, 3)]
     round_about = {(0, 1): (-1.0, 1e-9), (1, 2): (-1.0, 1e-9), (0, 2): (1.0, 1e-9)}

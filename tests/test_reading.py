@@ -1,4 +1,4 @@
-"""Requests through the decode loop: held to lists, to dense, and to themselves in other batches. Nothing of lm-eval."""
+"""Requests through the decode loop, compared with lists, with dense and with other batches. Without lm-eval."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CAPACITY = 9
 
 
 def requests(count: int = 6, seed: int = 0) -> list[tuple[list[int], list[int]]]:
-    """Questions with three answers each, contexts and answers of unequal lengths."""
+    """Questions with three answers each; contexts and answers have different lengths."""
     draw = random.Random(seed)
     made = []
     for _ in range(count):
@@ -32,7 +32,7 @@ def requests(count: int = 6, seed: int = 0) -> list[tuple[list[int], list[int]]]
 
 
 def by_lists(policy, mode, context, continuation, first_eviction=0):
-    """A continuation token by token over lists."""
+    """Score a continuation token by token over lists."""
     reference = ListBackend(model_of("llama"), chooser(policy, CAPACITY, 0), CAPACITY, mode, 12, first_eviction=first_eviction)
     logits = reference.run(torch.tensor([[*context, *continuation]], device=DEVICE))[0].double().log_softmax(-1)
     at = range(len(context) - 1, len(context) + len(continuation) - 1)

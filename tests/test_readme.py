@@ -1,51 +1,96 @@
-"""What the README says is so."""
+"""What the README and the documentation say is so."""
 
 from __future__ import annotations
 
-import itertools
+import importlib.util
 import re
+import subprocess
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 import yaml
+from conftest import bench
 
+import kvbench
 from kvbench.harness.cli import cli
 from kvbench.harness.core import plugins
 from kvbench.harness.models.families import FAMILIES
 from kvbench.harness.run import policy_check
+from kvbench.harness.suite import cells
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+CODE = {re.search(r"class (\w+)\(Policy\)", code)[1]: code for code in re.findall(r"```python\n(.*?)```", README, re.S)}
+LINK = re.compile(r'(?:\]\(|(?:src|srcset)=")([^)"\s#]+)')
 
 
-def test_every_verb_policy_and_task_is_named():
-    names = [*cli.commands, *plugins.policy_names(), *plugins.task_names()]
-    assert [n for n in names if f"`{n}`" not in README and f"bench {n}" not in README] == []
+def page(name: str) -> str:
+    return (ROOT / "docs" / name).read_text(encoding="utf-8")
 
 
-def test_the_table_is_that_of_the_leaderboard(board):
-    after = README[README.index("<!-- table -->") :].splitlines()[1:]
-    rows = list(itertools.takewhile(lambda line: line.startswith("|"), after))
-    page = (board / "README.md").read_text().splitlines()
-    assert len(rows) >= 8
-    assert [row for row in rows if row not in page] == []
+@pytest.fixture(scope="module")
+def draw():
+    """The script that draws the README's picture."""
+    spec = importlib.util.spec_from_file_location("draw", ROOT / "docs/images/draw.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def test_its_policy_works_from_a_file_of_its_own(tmp_path):
-    code = next(c for c in re.findall(r"```python\n(.*?)```", README, re.S) if "class SmallKeys" in c)
-    assert len(code.strip().splitlines()) <= 22
-    file = tmp_path / "small_keys.py"
-    file.write_text(code)
-    assert [f for f in policy_check.run_checks(f"{file}:SmallKeys") if not f.ok] == []
+def test_every_verb_policy_task_and_suite_is_documented():
+    suites = [path.stem for path in (ROOT / "suites").glob("*.yaml")]
+    assert [v for v in cli.commands if f"`bench {v}" not in page("commands.md")] == []
+    assert [p for p in plugins.policy_names() if f"`{p}`" not in page("policies.md")] == []
+    assert [t for t in plugins.task_names() if f"`{t}`" not in page("tasks/index.md")] == []
+    assert [s for s in suites if f"`{s}`" not in page("suites.md")] == []
 
 
-def test_its_suite_is_one(tmp_path):
-    from kvbench.harness import suite
+def test_the_picture_is_drawn_from_the_records(draw):
+    drawings = draw.drawings()
+    assert len(drawings) == 2
+    for name, svg in drawings.items():
+        assert (draw.FOLDER / name).read_text(encoding="utf-8") == svg
+        assert f"docs/images/{name}" in README
 
-    text = next(c for c in re.findall(r"```yaml\n(.*?)```", README, re.S))
+
+def test_the_losses_the_readme_names_are_those_of_the_picture(draw):
+    records = [r for r in draw.RecordStore(draw.RESULTS / "budget").read_all()[0] if r.status == "ok"]
+    lost = {(p["policy"], p["capacity"]): p["loss"] for p in draw.points(records)}
+    text = " ".join(README.split())
+    assert f"(`window`) loses {lost['window', 64]:.0f} %" in text
+    assert f"which is StreamingLLM), loses {lost['sink_window', 64]:.0f} %" in text
+    assert "A random choice loses more than 1,000 %" in text
+    assert lost["random", 64] > 1000
+
+
+@pytest.mark.parametrize("name", ["SmallKeys", "TOVA"])
+def test_its_policies_keep_the_rules(name, tmp_path):
+    file = tmp_path / "policy.py"
+    file.write_text(CODE[name])
+    assert [f for f in policy_check.run_checks(f"{file}:{name}") if not f.ok] == []
+
+
+def test_its_examples_are_as_short_as_it_says():
+    statistic = re.search(r"class LastAttention.*?return [^\n]*", CODE["TOVA"], re.S)[0]
+    assert len(CODE["SmallKeys"].strip().splitlines()) <= 20
+    assert len(statistic.splitlines()) <= 10
+
+
+def test_its_commands_measure_its_policies(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("small_keys.py").write_text(CODE["SmallKeys"])
+    Path("tova.py").write_text(CODE["TOVA"])
+    command = re.search(r"^bench (run smoke .*)$", README, re.M)[1].split()
+    code, out, _ = bench(capsys, *command, "--policy", "tova.py:TOVA", "--results", "results")
+    assert code == 0
+    assert all(name in out for name in ("SmallKeys", "TOVA", "sink_window"))
+
+
+def test_the_suite_in_the_documentation_is_one(tmp_path):
+    text = next(c for c in re.findall(r"```yaml\n(.*?)```", page("suites.md"), re.S))
     (tmp_path / "s.yaml").write_text(text)
-    assert len(suite.load(tmp_path / "s.yaml")[1]) == 1 + 3 * 4
+    assert len(cells.load(tmp_path / "s.yaml")[1]) == 1 + 3 * 4
     shipped = yaml.safe_load((ROOT / "suites/pg19.yaml").read_text())
     assert {k: v for k, v in yaml.safe_load(text).items() if k != "policies"}.items() <= shipped.items()
 
@@ -53,8 +98,25 @@ def test_its_suite_is_one(tmp_path):
 def test_the_number_of_families_is_that_of_the_list():
     from test_models import REFUSED
 
-    assert f"{len(FAMILIES) - len(REFUSED)} families passing" in README
-    assert f"{len(REFUSED)} refused" in README
+    assert f"{len(FAMILIES) - len(REFUSED)} families passing" in page("models.md")
+    assert f"{len(REFUSED)} refused" in page("models.md")
+
+
+def test_the_citation_is_of_this_version():
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == kvbench.__version__
+
+
+def test_links_between_files_lead_somewhere():
+    files = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    if not files:
+        pytest.skip("this is no git checkout")
+    broken = [
+        f"{file}: {target}"
+        for file in files
+        for target in LINK.findall(re.sub(r"^```.*?^```$", "", (ROOT / file).read_text(encoding="utf-8"), flags=re.S | re.M))
+        if not re.match("[a-z]+:", target) and not ((ROOT / file).parent / target).exists()
+    ]
+    assert broken == []
 
 
 def test_a_policy_of_an_installed_package_is_found_by_its_entry_point(monkeypatch: pytest.MonkeyPatch):

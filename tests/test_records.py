@@ -1,4 +1,4 @@
-"""Records are facts: written whole or not at all, never lost, never trusted blindly."""
+"""Records are written completely or not at all, never lost, and never trusted blindly."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_file_that_is_no_record_is_named_and_skipped(tmp_path: Path, text: str
 
 
 def spoiled(folder: Path, change) -> Problem | Record:
-    """A record's file, read after a change, with its hash computed again."""
+    """Change a record's file, recompute its hash, and read it."""
     path = RecordStore(folder).write(record())
     value = json.loads(path.read_text())
     change(value)
@@ -123,7 +123,7 @@ def test_what_can_not_be_read_is_a_problem_and_no_wait(tmp_path: Path, kind: str
 
 
 def test_all_published_records_are_read():
-    """Those of the leaderboard and of the gate's baselines, none of them changed on the way."""
+    """Reads those of the leaderboard and of the gate's baselines, and none changes."""
     for path in sorted((Path(__file__).parents[1] / "leaderboard").rglob("*.json")):
         found = read(path)
         assert isinstance(found, Record), (path, found)

@@ -1,4 +1,4 @@
-"""What a run writes down of how it went: what is timed, and what a failed cell died of."""
+"""A run's account of itself: its time, and the errors of failed cells."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import time
 import pytest
 from conftest import bench
 
-from kvbench.harness.cli.running import Asked
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.failure import failure, ran_out_of_memory
 from kvbench.harness.run import runner
+from kvbench.harness.run.asked import Asked
 
 SUITE = """
 suite: runner
@@ -48,7 +48,7 @@ def asked(tmp_path):
 
 
 def test_only_the_work_of_the_task_is_timed_for_tokens_per_second(asked, tmp_path, monkeypatch):
-    """Not loading and checking the model, which takes a second longer here, nor a subprocess's start."""
+    """The time excludes loading and checking the model (slowed by a second here) and starting a subprocess."""
     plain = runner.load_model
     monkeypatch.setattr(runner, "load_model", lambda *args, **kwargs: (time.sleep(1), plain(*args, **kwargs))[1])
     records = asked.measured(tmp_path / "results", asked.cells())
@@ -60,7 +60,7 @@ def test_only_the_work_of_the_task_is_timed_for_tokens_per_second(asked, tmp_pat
 
 
 def test_a_crash_in_a_policy_shows_its_line_and_the_record_keeps_the_traceback(tmp_path, capsys, asked, monkeypatch):
-    """In this process and in one of its own, and the cells after it go on."""
+    """This holds in this process and in a subprocess, and later cells still run."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.py").write_text(BAD)
     arguments = ["run", asked.suite, "--policy", "bad.py:Bad", "--policy", "window", "--set", "capacity=8", "--results", "r"]
@@ -82,7 +82,7 @@ def test_a_crash_in_a_policy_shows_its_line_and_the_record_keeps_the_traceback(t
 
 
 def test_latency_goes_on_with_the_cells_whose_policy_does_not_crash(tmp_path, capsys, monkeypatch):
-    """Cells measured side by side are tried first, each by itself."""
+    """Cells that are measured together are first tried separately."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.py").write_text(BAD)
     (tmp_path / "s.yaml").write_text("""
@@ -99,7 +99,7 @@ policies: [bad.py:Bad, window]
 
 
 def raised(error: BaseException) -> BaseException:
-    """As it is when it was caught."""
+    """An error that was raised and caught."""
     try:
         raise error
     except BaseException as caught:

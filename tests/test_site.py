@@ -1,4 +1,4 @@
-"""The page in a browser: it sorts, filters, links, draws, stays quiet, and puts nothing of a record on the page as markup."""
+"""The page in a browser: it sorts, filters, links and draws, logs nothing, and never treats a record as markup."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def rendered(records):
 
 
 def asked(records, tmp_path, questions, address="", size="1280,900", real_time=False):
-    """What a script finds on the page, which it may use like a reader. Time is virtual unless it is measured."""
+    """Run a script on the page and return its result. Time is virtual unless it is measured."""
     page = rendered(records).replace("<head>", f"<head>{LISTENS}", 1)
     asks = ASKS.replace("ASKED", questions).replace("await wait(3000);", "" if real_time else "await wait(3000);")
     page = page.removesuffix("</body>\n</html>\n") + asks + "</body></html>"
@@ -133,7 +133,7 @@ def test_nothing_of_a_record_becomes_markup(tmp_path):
 
 @pytest.mark.parametrize("mark", ["/*css*/", "/*data*/", "/*library*/", "/*js*/"])
 def test_a_mark_of_the_frame_in_a_record_is_text(mark):
-    """The page went blank: its script was put into the data."""
+    """The page once went blank because its script was put into the data."""
     page = rendered([record(mark), record("failed", status="failed", error={"kind": mark, "message": ""}, metrics={})])
     data = json.loads(re.search(r'application/json">(.*?)</script>', page, re.S)[1])
     assert {row["policy"] for row in data["rows"]} == {mark, "failed"}

@@ -1,4 +1,4 @@
-"""A text cut in streams that are read side by side: each is read as it would be alone."""
+"""A text cut into streams that are read together: each gives the same results as alone."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def measured(text: TokenStream, policy, tmp_path, streams=None, stride=1):
 @pytest.mark.parametrize("prefix", [0, 2])
 @pytest.mark.parametrize("policy", [H2O(), SinkWindow(2), RecomputeWindow()], ids=lambda p: type(p).__name__)
 def test_each_stream_is_read_as_it_would_be_alone(policy, prefix, tmp_path):
-    text = text_of(200, prefix)  # of which 66 each, and two are left over
+    text = text_of(200, prefix)  # 66 per stream, two left over
     metrics, nll = measured(text, policy, tmp_path, streams=3)
     assert metrics["tokens"] == 3 * 66 - (0 if prefix else 3)
     assert metrics["stream_tokens"] == 66

@@ -1,4 +1,4 @@
-"""Suites: what they mean, and what a mistake in one says."""
+"""Suites: their meaning, and the messages for mistakes."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ VALUES = st.recursive(
 
 
 def places(value, at=()):
-    """Every place of a YAML value, as the keys that lead there."""
+    """The path of keys to every place in a YAML value."""
     yield at
     for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
         yield from places(inner, (*at, key))
@@ -113,7 +113,7 @@ def places(value, at=()):
 @FUZZ
 @given(st.data())
 def test_suites_with_anything_anywhere_never_end_in_anything_but_a_user_error(tmp_path_factory, data):
-    """One place of a good suite gets a value of any kind."""
+    """Put an arbitrary value in one place of a valid suite."""
     suite = yaml.safe_load(GOOD)
     at = data.draw(st.sampled_from(sorted(places(suite), key=repr)))
     value = data.draw(VALUES)
@@ -169,7 +169,7 @@ def test_policies_of_the_command_line_replace_the_suites(tmp_path):
     ],
 )
 def test_a_wrong_setting_is_told_as_one(tmp_path, setting, error):
-    """Not as a line of the suite, which says something else."""
+    """The error names the option, not a line of the suite, which has another value."""
     with pytest.raises(UserError) as caught:
         load(tmp_path, settings=["seed=3", setting])
     assert str(caught.value).startswith(error)
@@ -220,7 +220,7 @@ def test_lists_of_models_and_tasks_multiply(tmp_path):
 
 
 def test_an_option_that_was_not_there_before_leaves_cell_ids_alone(tmp_path):
-    """What is not asked for is not in the cell, so records of before still answer it."""
+    """Unset options are not in the cell, so older records still match it."""
     file = tmp_path / "s.yaml"
     file.write_text("suite: s\nversion: 1\nmodel: {id: a/b}\ntask: {name: perplexity}\npolicies: [dense]\n")
     (cell,) = suites.load(file)[1]
@@ -257,7 +257,7 @@ BOUNDS = [
 @pytest.mark.parametrize("many", ["1000000000000", "1.0e+12", "1e12"])
 @pytest.mark.parametrize(("task", "says"), BOUNDS)
 def test_more_than_can_be_measured_is_refused_at_once(tmp_path, task, says, many):
-    """However it is written: YAML takes 1e12 for a word."""
+    """In every notation: YAML reads 1e12 as a string."""
     with pytest.raises(UserError, match=r"mine\.yaml:4: ") as caught:
         load(tmp_path, GOOD.replace("{name: perplexity, tokens: 100}", task.replace("TOKENS", many)))
     assert says in str(caught.value) or "valid integer" in str(caught.value)
@@ -271,7 +271,7 @@ def test_prose_of_as_many_tokens_as_can_be_made_is_not_refused(tmp_path):
 
 
 def test_labels_take_time_in_proportion_to_the_cells(tmp_path, monkeypatch):
-    """Counted, not timed: each cell's question is put together once, and so is its hash."""
+    """Counts instead of timing: each cell's fields and hash are computed once."""
     cells = load(tmp_path, GOOD.replace("version: 1\n", f"version: 1\nseed: {list(range(400))}\n"))
     asked, counted = suites.Cell.asked, []
     monkeypatch.setattr(suites.Cell, "asked", lambda cell: (counted.append(cell), asked(cell))[1])
@@ -305,7 +305,7 @@ def test_labels_say_what_differs_among_cells_of_one_policy_and_task(tmp_path):
 def test_more_cells_than_anyone_measures_are_refused(tmp_path, lists):
     key = lists.split(":")[0]
     kept = "".join(line for line in GOOD.splitlines(keepends=True) if not line.startswith(key))
-    with pytest.raises(UserError, match="mine.yaml: more than 100,000 cells: its lists multiply"):
+    with pytest.raises(UserError, match="mine.yaml: more than 100,000 cells, because its lists multiply"):
         load(tmp_path, kept.replace("version: 1\n", f"version: 1\n{lists}\n"))
 
 

@@ -1,4 +1,4 @@
-"""Killed, raced, out of room, on a wrong clock: a clear line, and nothing that was finished is lost."""
+"""Kills, races, full disks, a wrong clock: a clear message, and nothing finished is lost."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_killed_at_random_moments_nothing_finished_is_lost():
 
 
 def test_subprocesses_end_with_a_run_that_is_killed():
-    """Of memory cells, by whatever signal; and what is measured side by side is killed too."""
+    """Subprocesses of memory cells end after any signal, and so do cells that are measured together."""
     seen = fire(4, most=8.0, suite=APART, signals=(signal.SIGKILL, signal.SIGTERM, signal.SIGINT))
     assert seen["subprocesses when killed"] > 0
     assert not any(seen[name] for name in MUST_NOT_BE), seen
@@ -56,7 +56,7 @@ def test_two_runs_of_a_suite_into_one_folder_do_not_race(tmp_path, suite):
 
 @pytest.mark.parametrize("room", [500, 2000])
 def test_without_room_a_line_says_so_and_what_is_finished_stays(tmp_path, suite, room):
-    """A limit on the size of files fails like a full disk does: at the token ids, or at the trace."""
+    """A limit on file sizes fails like a full disk: at the token ids or at the trace."""
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))  # noqa: E731
     text = suite.read_text().replace("tokens: 300", "tokens: 450" if room == 2000 else "tokens: 300")
     suite.write_text(text)

@@ -1,4 +1,4 @@
-"""Records hold what their traces say, and go elsewhere whole."""
+"""Records agree with their traces, and an export is complete."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import pytest
 from conftest import bench
 from factories import cell_record, changed, edit, record
 
-from kvbench.harness.cli.running import Asked
 from kvbench.harness.records import Problem, RecordStore, read
 from kvbench.harness.records import record as records_module
 from kvbench.harness.records.aggregates import of_answers, of_nll, of_steps, timing
@@ -24,6 +23,7 @@ from kvbench.harness.records.facts import Facts
 from kvbench.harness.report.export import rows, write
 from kvbench.harness.report.recomputed import kv_bytes
 from kvbench.harness.report.verify import problems, verify
+from kvbench.harness.run.asked import Asked
 
 TASK = {"name": "perplexity", "tokens": 5000, "stride": 4}
 
@@ -99,7 +99,7 @@ def test_another_trace_and_none_are_told_apart(tmp_path):
 
 
 def test_a_task_that_keeps_a_trace_has_one_of_its_kind(tmp_path):
-    """With `trace: null`, or one of another name, any perplexity held."""
+    """With `trace: null`, or a trace of another name, any perplexity once passed."""
     made = of_tokens(tmp_path)
     edit(made, metrics={"perplexity": 1.01})
     made.trace = None
@@ -127,7 +127,7 @@ def test_the_traces_are_those_that_the_tasks_write():
 
 
 def quick(folder, seed):
-    """A latency record of steps of less than a millisecond, as the task makes one."""
+    """A latency record with steps of less than a millisecond, made like the task does."""
     steps = np.random.default_rng(seed).gamma(9, 0.05, (24, 8))
     median, error = timing([list(rounds) for rounds in np.split(steps, 3)])
     metrics = of_steps(steps, 1) | {"step_ms": median, "error": error, "settled": error <= 0.02, "sittings": 3}
@@ -138,7 +138,7 @@ def quick(folder, seed):
 
 
 def test_steps_below_a_millisecond_hold_and_a_forged_one_does_not(tmp_path):
-    """A round's median is rounded to 1e-5 ms; of the float32 trace it may be rounded to the other side."""
+    """A round's median is rounded to 1e-5 ms. The float32 trace may round it the other way."""
     made = [quick(tmp_path, seed) for seed in range(300)]
     other_side = 0
     for seed, one in enumerate(made):

@@ -15,7 +15,7 @@ from kvbench import __version__
 from kvbench.harness.cli import judge, keep, lm_eval, look, measure, pages
 from kvbench.harness.cli.output import debugging
 from kvbench.harness.core import plugins
-from kvbench.harness.core.errors import NO_ROOM, Exit, UserError
+from kvbench.harness.core.errors import DISK_ERRNOS, Exit, UserError
 
 
 class _Bench(click.Group):
@@ -40,8 +40,8 @@ def cli(debug: bool, tasks: tuple[str, ...]) -> None:  # noqa: ARG001 - sys.argv
     """KV Bench: what an LLM loses, and gains, when part of its KV cache is thrown away.
 
     \b
-    bench run suites/pg19.yaml      measure, one record a cell
-    bench leaderboard               records -> leaderboard/README.md
+    bench run quickstart      measure every policy, one record a cell, in ./results
+    bench leaderboard         make the pages of ./results: index.html and README.md
     """
     for task in tasks:
         plugins.task_class(task)
@@ -109,7 +109,7 @@ def _code() -> int:
     except BrokenPipeError:
         raise
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in NO_ROOM:
+        if isinstance(error, OSError) and error.errno in DISK_ERRNOS:
             return _mistake(f"{error.filename or 'a temporary file'}: {error.strerror}; finished cells are kept")
         return _crashed()
 

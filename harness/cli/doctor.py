@@ -1,4 +1,4 @@
-"""What a bug report needs to say of a machine, in one screen: versions, device, what can be reached, which families work."""
+"""`bench doctor`: the facts about a machine that a bug report needs, on one screen."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from pathlib import Path
 from kvbench import __version__
 
 _PACKAGES = ("torch", "transformers", "numpy", "datasets", "lm-eval", "pyarrow", "pydantic", "triton", "vl-convert-python")
-_SECONDS = 4  # that the hub has to answer
+_HUB_TIMEOUT_S = 4
 
 Line = tuple[str, str]
 
 
 def report(model: str | None = None, data: Path | None = None, quick: bool = False) -> Iterator[Line]:
-    """Name and finding, one after the other, as they are found; a part that fails says so and the rest go on.
+    """Name and value of each fact, as soon as it is known. A part that fails says so, and the others still run.
 
     Args:
-        model: a directory or hub id to look for too.
-        data: a directory of text to look into too.
-        quick: leave out what takes seconds: bandwidth, the hub, the families.
+        model: a directory or hub id to look for, too.
+        data: a directory of text to read from, too.
+        quick: leave out what takes seconds: bandwidth, the hub, the model families.
     """
     parts: list[tuple[str, Callable[[], str]]] = [
         ("kv-bench", lambda: f"{__version__}, python {platform.python_version()}, {platform.system()} {platform.machine()}"),
@@ -32,23 +32,23 @@ def report(model: str | None = None, data: Path | None = None, quick: bool = Fal
     parts += [("built-in models", _builtins)]
     parts += [("model", lambda: _model(model))] if model else []
     parts += [("data", lambda: _data(data))] if data else []
-    parts += [("hub", lambda: _cache() if quick else f"{_reached()}; {_cache()}")]
+    parts += [("hub", lambda: _cache() if quick else f"{_hub()}; {_cache()}")]
     parts += [] if quick else [("families", _families)]
-    for name, find in parts:
+    for name, value in parts:
         try:
-            yield name, find()
-        except Exception as error:  # the report of a broken machine is what it is for
+            yield name, value()
+        except Exception as error:  # machines with faults are what this report is for
             yield name, f"FAILED: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
 def _packages() -> str:
-    found = []
+    versions = []
     for name in _PACKAGES:
         try:
-            found.append(f"{name} {version(name)}")
+            versions.append(f"{name} {version(name)}")
         except PackageNotFoundError:
-            found.append(f"{name} missing")
-    return ", ".join(found)
+            versions.append(f"{name} missing")
+    return ", ".join(versions)
 
 
 def _device() -> str:
@@ -69,8 +69,8 @@ def _memory() -> str:
 
     free = f"{free_bytes(torch.device('cpu')) / 2**30:.1f} GiB free"
     for i in range(torch.cuda.device_count()):
-        left, whole = torch.cuda.mem_get_info(i)
-        free += f"; GPU {i} {left / 2**30:.1f} of {whole / 2**30:.1f} GiB"
+        left, total = torch.cuda.mem_get_info(i)
+        free += f"; GPU {i} {left / 2**30:.1f} of {total / 2**30:.1f} GiB"
     return free
 
 
@@ -89,8 +89,8 @@ def _speed() -> str:
 
     device = device_of("auto")
     rates = {name: multiply_rate(device, dtype) for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16))}
-    told = ", ".join(f"{rate / 1e12:.2f} TFLOP/s in {name}" for name, rate in rates.items())
-    return f"{device.type}: {bandwidth(device) / 1e9:.1f} GB/s, {told}"
+    multiplying = ", ".join(f"{rate / 1e12:.2f} TFLOP/s in {name}" for name, rate in rates.items())
+    return f"{device.type}: {bandwidth(device) / 1e9:.1f} GB/s, {multiplying}"
 
 
 def _builtins() -> str:
@@ -113,14 +113,14 @@ def _data(data: Path) -> str:
     return f"{data}: begins with {first.title!r}, {len(first.text):,} characters"
 
 
-def _reached() -> str:
+def _hub() -> str:
     from urllib.error import URLError
     from urllib.request import Request, urlopen
 
     from huggingface_hub.constants import ENDPOINT
 
     try:
-        with urlopen(Request(ENDPOINT, method="HEAD"), timeout=_SECONDS) as answer:
+        with urlopen(Request(ENDPOINT, method="HEAD"), timeout=_HUB_TIMEOUT_S) as answer:
             return f"answers ({answer.status})"
     except (URLError, OSError, ValueError) as error:
         return f"out of reach ({getattr(error, 'reason', error)})"

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvbench.harness.cli.output import print_rows, skipped, writable
+from kvbench.harness.cli.output import FILLED, RESULTS, RESULTS_VARIABLE, debugging, print_rows, skipped, writable
 from kvbench.harness.cli.rerun import asked_again, kept, still_asked, with_those_beside
-from kvbench.harness.cli.running import Asked, suite_options
+from kvbench.harness.cli.running import suite_options
 from kvbench.harness.core.errors import Exit, RefusedModelError, UserError
+from kvbench.harness.run.asked import Asked
 
 if TYPE_CHECKING:
     from kvbench.harness.records import Record
@@ -28,17 +29,18 @@ _MANY = 4  # cells of which one row is enough
 
 
 @click.command()
-@click.argument("a")
-@click.argument("b")
+@click.argument("a", type=FILLED)
+@click.argument("b", default=RESULTS, envvar=RESULTS_VARIABLE, type=FILLED)
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
 @click.option("--markdown", is_flag=True, help="Print as markdown, for a comment on a pull request.")
 def compare(a: str, b: str, as_json: bool, markdown: bool) -> None:
     """Judge B against A, metric by metric: each a record's file, a folder of records, or a git revision.
 
-    Paired token by token and question by question where both read the same.
+    Paired token by token and question by question where both read the same. B is ./results, or BENCH_RESULTS, if not given.
 
     \b
-    bench compare HEAD leaderboard/results
+    bench compare leaderboard/results
+    bench compare HEAD~1 HEAD
     bench compare before/ after/ --markdown
     bench compare results/.../h2o-*.json results/.../sink_window-*.json
     """
@@ -59,11 +61,13 @@ def compare(a: str, b: str, as_json: bool, markdown: bool) -> None:
 
 
 @click.command()
-@click.option("--baseline", "folder", required=True, metavar="DIR", help="What to hold the records to.")
-@click.option("--results", metavar="DIR", help="Judge the records of this folder; without it the baseline's suite is run.")
-@click.option("--keep", metavar="DIR", help="Folder for the records of the run; thrown away if not given.")
-@click.option("--model", metavar="DIR|HUB_ID", help="Where the baseline's model is, if it was a local one.")
-@click.option("--data", metavar="DIR", envvar="BENCH_DATA", help="Directory of the text, if the suite needs one.")
+@click.option("--baseline", "folder", required=True, metavar="DIR", type=FILLED, help="What to hold the records to.")
+@click.option(
+    "--results", metavar="DIR", type=FILLED, help="Judge the records of this folder; without it the baseline's suite is run."
+)
+@click.option("--keep", metavar="DIR", type=FILLED, help="Folder for the records of the run; thrown away if not given.")
+@click.option("--model", metavar="DIR|HUB_ID", type=FILLED, help="Where the baseline's model is, if it was a local one.")
+@click.option("--data", metavar="DIR", envvar="BENCH_DATA", type=FILLED, help="Directory of the text, if the suite needs one.")
 @click.option("--json", "as_json", is_flag=True, help="Print every finding as JSON.")
 def check(folder: str, results: str | None, keep: str | None, model: str | None, data: str | None, as_json: bool) -> None:
     """The regression gate: exit 0 as good as the baseline, 1 a regression, 3 something could not be compared.
@@ -72,7 +76,7 @@ def check(folder: str, results: str | None, keep: str | None, model: str | None,
 
     \b
     bench check --baseline leaderboard/baselines/quickstart
-    bench check --baseline leaderboard/baselines/quickstart --results leaderboard/results
+    bench check --baseline leaderboard/baselines/quickstart --results results
     bench check --baseline baselines/mine --model ~/models/mine --data ~/books
     """
     from kvbench.harness.report import baseline, gate
@@ -115,14 +119,15 @@ def _run(about: Baseline, base: Measured, keep: str | None, model: str | None, d
     with TemporaryDirectory() as scratch:
         target = writable(Path(keep)) if keep else Path(scratch) / "records"
         try:
-            now = asked.measured(target, cells, fresh=True)
+            now = asked.measured(target, cells, fresh=True, tracebacks=debugging())
         except RefusedModelError as error:
             return gate.check(base, ([], target), about.bands, refused=str(error))
         tries = itertools.count(1)
 
         def again(ids: Collection[str]) -> list[Record]:
             click.echo(f"{len(ids)} cells looked slower or larger: measured again", err=True)
-            return asked.measured(Path(scratch) / f"again{next(tries)}", with_those_beside(ids, cells), fresh=True)
+            folder, chosen = Path(scratch) / f"again{next(tries)}", with_those_beside(ids, cells)
+            return asked.measured(folder, chosen, fresh=True, tracebacks=debugging())
 
         return gate.looked_again(gate.check(base, (now, target), about.bands), base[0], about.bands, again)
 
@@ -137,7 +142,7 @@ def baseline() -> None:
 
 
 @baseline.command()
-@click.argument("folder")
+@click.argument("folder", type=FILLED)
 @click.option("--suite", required=True, help="To measure: a file, or the name of a suite that comes with the project.")
 @suite_options
 @click.option("--runs", default=8, show_default=True, type=click.IntRange(1), help="Of the latency cells, to learn their noise.")
@@ -160,10 +165,10 @@ def update(folder: str, suite: str, runs: int, why: str, who: str | None, **opti
     with TemporaryDirectory(dir=writable(target.parent), prefix=".update-") as scratch:
         records = Path(scratch) / "records"
         cells = asked.cells()
-        first = asked.measured(records, cells, fresh=True)
+        first = asked.measured(records, cells, fresh=True, tracebacks=debugging())
         latency = [c for c in cells if issubclass(plugins.task_class(c.task.name).metrics, StepMetrics)]
         more = range(1, runs) if latency else ()
-        repeated = [first, *(asked.measured(Path(scratch) / f"{n}", latency, fresh=True) for n in more)]
+        repeated = [first, *(asked.measured(Path(scratch) / f"{n}", latency, fresh=True, tracebacks=debugging()) for n in more)]
         learnt = bands.learnt(repeated)
         about = Baseline(
             suite=kept_suite, options=kept_options, who=who or _git_user(), why=why, bands=learnt,

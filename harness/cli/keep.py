@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from kvbench.harness.cli.output import RESULTS, skipped
+from kvbench.harness.cli.output import FILLED, RESULTS, RESULTS_VARIABLE, results_option, skipped
 from kvbench.harness.core.errors import Exit, UserError
 from kvbench.harness.core.visible import visible
 
@@ -17,17 +17,19 @@ def records() -> None:
     """Look after records: verify them, take them elsewhere.
 
     \b
+    bench records verify
     bench records verify leaderboard/results
     bench records export records.parquet
     """
 
 
 @records.command()
-@click.argument("folder", default=RESULTS)
+@click.argument("folder", default=RESULTS, envvar=RESULTS_VARIABLE, type=FILLED)
 def verify(folder: str) -> None:
     """Compute every figure of the records in FOLDER again, from its trace or the rest of the record, and say what does not hold.
 
-    What follows from neither is named at the end: it has to be measured again.
+    FOLDER is ./results, or BENCH_RESULTS, if not given. Figures that follow from neither are named at the end: only a new
+    measurement can check them.
     """
     from kvbench.harness.records import Problem, RecordStore
     from kvbench.harness.report.verify import verify as verdict_of
@@ -54,8 +56,8 @@ def verify(folder: str) -> None:
 
 
 @records.command()
-@click.argument("out")
-@click.option("--results", default=RESULTS, show_default=True, help="Folder of the records.")
+@click.argument("out", type=FILLED)
+@results_option
 @click.option("--all", "everything", is_flag=True, help="Every record, not only the newest of each cell.")
 def export(out: str, results: str, everything: bool) -> None:
     """Write the records as one flat table: OUT ends in .parquet or .csv."""

@@ -1,4 +1,4 @@
-"""What `bench list` shows."""
+"""The rows of `bench list`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _CAPACITY = 64
 
 
 def policies() -> list[dict[str, Any]]:
-    """Every policy: what it keeps, its parameters, scope and statistics, and how blocks are read.
+    """A row per policy: what it keeps, its parameters, scope and statistics, and how blocks are read.
 
-    Plug-ins that can't be used have a line, too, which says why.
+    Plug-ins that can't be used have a row, too, which says why.
     """
     unusable = {"parameters": "", "scope": "", "statistics": "", "blocks": ""}
     rows = []
@@ -26,33 +26,32 @@ def policies() -> list[dict[str, Any]]:
             rows.append(_policy(name, plugins.policy_class(name)))
         except UserError as error:
             rows.append({"policy": name, "keeps": str(error), **unusable})
-        except Exception as error:  # somebody's class may be anything
+        except Exception as error:  # a user's class may raise anything
             rows.append({"policy": name, "keeps": f"can't be shown: {described(error)}", **unusable})
     return rows + [{"policy": name, "keeps": reason, **unusable} for name, reason in plugins.ignored_plugins().items()]
 
 
-def _policy(name: str, found: type[Policy]) -> dict[str, Any]:
-    """The line of one policy."""
+def _policy(name: str, policy: type[Policy]) -> dict[str, Any]:
     return {
         "policy": name,
-        "keeps": next(iter((found.__doc__ or "").strip().splitlines()), ""),
-        "parameters": ", ".join(f"{f.name}={f.default}" for f in dataclasses.fields(found)),
-        "scope": found.scope,
-        "statistics": ", ".join(s.__name__ for s in found.statistics),
-        "blocks": _blocks(found),
+        "keeps": next(iter((policy.__doc__ or "").strip().splitlines()), ""),
+        "parameters": ", ".join(f"{f.name}={f.default}" for f in dataclasses.fields(policy)),
+        "scope": policy.scope,
+        "statistics": ", ".join(s.__name__ for s in policy.statistics),
+        "blocks": _blocks(policy),
     }
 
 
-def _blocks(kind: type[Policy]) -> str:
+def _blocks(policy_class: type[Policy]) -> str:
     """How blocks of tokens are read under a policy, on a CPU."""
-    if not kind.caches:
+    if not policy_class.caches:
         return "windows run afresh"
-    if not kind.evicts:
+    if not policy_class.evicts:
         return "closed form"
     try:
-        policy = kind().bind(_CAPACITY)
+        policy = policy_class().bind(_CAPACITY)
     except (TypeError, ValueError):  # a policy that needs parameters
-        return "as its parameters allow"
+        return "depends on its parameters"
     if policy.band(_CAPACITY) is not None:
         return "closed form"
     reason = why_not(policy)
@@ -60,7 +59,7 @@ def _blocks(kind: type[Policy]) -> str:
 
 
 def tasks() -> list[dict[str, Any]]:
-    """Every task with its options."""
+    """A row per task: what it measures and its options."""
     rows = []
     for name in plugins.task_names():
         try:
@@ -75,7 +74,7 @@ def tasks() -> list[dict[str, Any]]:
 
 
 def suites() -> list[dict[str, Any]]:
-    """The suites that come with the project."""
+    """A row per suite that comes with the project."""
     rows = []
     for path in suite_files.shipped_suites():
         suite, cells = suite_files.load(path)
@@ -85,7 +84,7 @@ def suites() -> list[dict[str, Any]]:
 
 
 def models() -> list[dict[str, Any]]:
-    """Families, each as a tiny random model put through the self-check that guards every load."""
+    """A row per model family: whether a tiny random model of it passes the self-check."""
     from transformers.utils import logging
 
     from kvbench.harness.engine.model import UnsupportedModelError, adopt
@@ -96,8 +95,8 @@ def models() -> list[dict[str, Any]]:
     rows = []
     for family in FAMILIES:
         try:
-            found = check(adopt(tiny_model(family)))
-            state, detail = "works", f"differs from its own forward pass by {found:.2f} of what is rounding"
+            difference = check(adopt(tiny_model(family)))
+            state, detail = "works", f"differs from its own forward pass by {difference:.2f} of the rounding error"
         except UnsupportedModelError as error:
             state, detail = "refused", str(error)
         except KeyError:

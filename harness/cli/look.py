@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from kvbench.harness.cli.output import print_rows
+from kvbench.harness.cli.output import FILLED, print_rows
 from kvbench.harness.core.errors import Exit
 
 
@@ -85,8 +85,10 @@ def schema() -> None:
 
 
 @click.command()
-@click.option("--model", metavar="DIR|HUB_ID", help="Look for this model too.")
-@click.option("--data", metavar="DIR", envvar="BENCH_DATA", help="Look into this directory of text too (or BENCH_DATA).")
+@click.option("--model", metavar="DIR|HUB_ID", type=FILLED, help="Look for this model too.")
+@click.option(
+    "--data", metavar="DIR", envvar="BENCH_DATA", type=FILLED, help="Look into this directory of text too (or BENCH_DATA)."
+)
 @click.option("--quick", is_flag=True, help="Leave out what takes seconds: speed, the hub, the families.")
 def doctor(model: str | None, data: str | None, quick: bool) -> None:
     """Say what a bug report needs to say: versions, device, what can be reached, which model families work.

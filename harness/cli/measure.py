@@ -9,9 +9,11 @@ from typing import Any
 
 import click
 
-from kvbench.harness.cli.output import RESULTS, print_rows, writable
-from kvbench.harness.cli.running import Asked, suite_options
+from kvbench.harness.cli.closing import show_closing
+from kvbench.harness.cli.output import debugging, print_rows, results_option, writable
+from kvbench.harness.cli.running import suite_options
 from kvbench.harness.core.errors import Exit
+from kvbench.harness.run.asked import Asked
 
 
 @click.command()
@@ -23,7 +25,7 @@ from kvbench.harness.core.errors import Exit
     help="Tokens that pass a layer at once; 1 = token by token. Chosen from memory if not given.",
 )
 @click.option("--walk", is_flag=True, help="Walk token by token inside the layers even where nothing is evicted.")
-@click.option("--results", default=RESULTS, show_default=True, help="Folder of the records.")
+@results_option
 @click.option("--fresh", is_flag=True, help="Measure finished cells again.")
 @click.option("--dry-run", is_flag=True, help="List the cells with an estimate of time and memory, and stop.")
 @click.option("--json", "as_json", is_flag=True, help="Print the records as JSON.")
@@ -45,14 +47,15 @@ def run(
 
         print_rows([row.cells() for row in estimates(cells, asked.device)], as_json)
         return
-    records = asked.measured(writable(Path(results)), cells, fresh, block, walk)
+    records = asked.measured(writable(Path(results)), cells, fresh, block, walk, tracebacks=debugging())
+    for_a_person = sys.stdout.isatty() and not as_json
     if as_json:
         click.echo(json.dumps([r.as_json() for r in records], indent=1, ensure_ascii=False))
-    else:
+    elif not for_a_person:
         from kvbench.harness.report.summary import rows
 
         print_rows(rows(records), False)
-        click.echo(f"Records are in {results}; 'bench leaderboard' makes the page.", err=True)
+    show_closing(records, results, for_a_person)
     if any(r.status == "failed" for r in records):
         sys.exit(Exit.FAILED_CELLS)
 

@@ -1,10 +1,11 @@
-"""What the verbs of `bench` share: rows for people and pipes, folders that can be written to."""
+"""What the verbs of `bench` share: the folder of results, rows for people and pipes, folders that can be written to."""
 
 from __future__ import annotations
 
 import json
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,37 @@ from kvbench.harness.core.visible import visible
 if TYPE_CHECKING:
     from kvbench.harness.records import Problem
 
-RESULTS = "leaderboard/results"
+RESULTS = "results"
+RESULTS_VARIABLE = "BENCH_RESULTS"
+
+
+class FilledText(click.ParamType[str]):
+    """Text with something in it: an empty shell variable must not silently mean the current folder, or the default."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The text.
+
+        Raises:
+            click.BadParameter: it is empty.
+        """
+        text = str(value)
+        if not text.strip():
+            self.fail("is empty", param, ctx)
+        return text
+
+
+FILLED = FilledText()
+
+
+def results_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`--results`, of every verb that reads or writes the folder of records."""
+    option = click.option(
+        "--results", default=RESULTS, show_default=True, envvar=RESULTS_VARIABLE, type=FILLED, metavar="DIR",
+        help=f"Folder of the records (or {RESULTS_VARIABLE}).",
+    )  # fmt: skip
+    return option(command)
 
 
 def debugging() -> bool:

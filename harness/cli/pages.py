@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvbench.harness.cli.output import RESULTS, skipped, writable
+from kvbench.harness.cli.closing import link
+from kvbench.harness.cli.output import FILLED, results_option, skipped, writable
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.files import atomic_write
 from kvbench.harness.core.visible import visible
@@ -41,23 +43,23 @@ class _Made:
 
 
 @click.command()
-@click.option("--results", default=RESULTS, show_default=True, help="Folder of the records.")
-@click.option("--out", default="leaderboard/README.md", show_default=True, help="The page; - for stdout.")
-@click.option("--paper", default=None, help="The page of published figures beside ours; paper.md beside --out if not given.")
-def leaderboard(results: str, out: str, paper: str | None) -> None:
+@results_option
+@click.option("--out", type=FILLED, help="The page; - for stdout; README.md in the folder of the records if not given.")
+@click.option("--paper", type=FILLED, help="The page of published figures beside ours; paper.md beside --out if not given.")
+def leaderboard(results: str, out: str | None, paper: str | None) -> None:
     """Render the leaderboard, and published figures beside ours, from the records.
 
     Beside the page: `index.html`, the same to sort and filter, and `charts/`, its pictures.
 
     \b
     bench leaderboard
-    bench leaderboard --results my/results --out -
-    bench leaderboard --results my/results --out - --paper -
+    bench leaderboard --results leaderboard/results --out leaderboard/README.md
+    bench leaderboard --out - --paper -
     """
     from kvbench.harness.report import chart
     from kvbench.harness.report.fence import made_of
 
-    targets = _targets(out, paper)
+    targets = _targets(str(Path(results) / "README.md") if out is None else out, paper)
     for option, path in targets.values():
         _replaceable(path, option)
         _room_for_charts(path, option)
@@ -78,7 +80,8 @@ def leaderboard(results: str, out: str, paper: str | None) -> None:
     for folder, drawings in made.drawings.items():
         for file in shown[folder] - _named(made.pages, folder):
             (folder / chart.FOLDER / file).unlink(missing_ok=True)
-        click.echo(f"{len(drawings) // 2} pictures -> {folder / chart.FOLDER}")
+        pictures = len(drawings) // 2
+        click.echo(f"{pictures} picture{'' if pictures == 1 else 's'} -> {folder / chart.FOLDER}")
 
 
 def _targets(out: str, paper: str | None) -> dict[str, tuple[str, str]]:
@@ -193,4 +196,4 @@ def _write(text: str, page: str, records: int) -> None:
     writable(Path(page).parent)
     with atomic_write(Path(page)) as file:
         file.write(text)
-    click.echo(f"{records} records -> {page}")
+    click.echo(f"{records} record{'' if records == 1 else 's'} -> {link(Path(page), sys.stdout.isatty())}")

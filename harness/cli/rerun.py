@@ -8,8 +8,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvbench.harness.cli.running import Asked
 from kvbench.harness.core.errors import UserError
+from kvbench.harness.run.asked import Asked
 
 if TYPE_CHECKING:
     from kvbench.harness.records import Record

@@ -1,1 +1,1 @@
-"""What every other package may use: errors, files, devices, intervals, and finding policies and tasks by name."""
+"""Used by every other package: errors, files, devices, intervals, and finding policies and tasks by name."""

@@ -1,4 +1,4 @@
-"""What runs: its name, its clock, and how fast it moves bytes and multiplies."""
+"""A device: its name, free memory and clock, and how fast it moves bytes and multiplies."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from pathlib import Path
 
 import torch
 
-_BYTES = {"cuda": 2**30, "cpu": 2**28}  # of the buffer that bandwidth is measured on: far beyond any cache
-_SIDE = {"cuda": 8192, "cpu": 1024}  # of the matrices that are multiplied
+_BUFFER_BYTES = {"cuda": 2**30, "cpu": 2**28}  # far larger than any cache
+_MATRIX_SIDE = {"cuda": 8192, "cpu": 1024}
+_WARM_UP_RUNS = 3
+_TIMED_COPIES, _TIMED_PRODUCTS = 10, 5
 
 
 def device_name(device: torch.device) -> str:
-    """What runs, in words."""
+    """The model name of the GPU or CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -25,14 +27,14 @@ def device_name(device: torch.device) -> str:
 
 
 def instructions(device: torch.device) -> str:
-    """What it computes with: sums are rounded, and steps take, as the widest instructions allow; names of CPUs don't tell."""
+    """Compute capability or widest SIMD level. It affects rounding and speed, and the name of a CPU does not reveal it."""
     if device.type == "cuda":
         return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
     return torch.backends.cpu.get_cpu_capability()
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that can still be had on a device, in bytes."""
+    """Free memory of a device, in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     import psutil
@@ -41,22 +43,21 @@ def free_bytes(device: torch.device) -> int:
 
 
 def wait_for(device: torch.device) -> None:
-    """Until it has done all that was asked of it."""
+    """Wait until the device has finished all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 class Marks:
-    """A clock that is marked between pieces of work: events on CUDA, so that nothing waits; `perf_counter` elsewhere."""
+    """A clock that is marked between pieces of work. On CUDA it records events, so that nothing waits."""
 
     def __init__(self, device: torch.device) -> None:
-        """For work on this device."""
         self._device = device
         self._times: list[float] = []
         self._events: list[torch.cuda.Event] = []
 
     def mark(self) -> None:
-        """One piece of work ends, the next begins."""
+        """Mark the end of one piece of work and the start of the next."""
         if self._device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
             event.record(torch.cuda.current_stream(self._device))
@@ -65,7 +66,7 @@ class Marks:
             self._times.append(time.perf_counter())
 
     def milliseconds(self) -> list[float]:
-        """Between each two marks, once the device is done with all of it."""
+        """Milliseconds between consecutive marks. Waits for the device."""
         if self._device.type == "cuda":
             wait_for(self._device)
             return [a.elapsed_time(b) for a, b in zip(self._events, self._events[1:], strict=False)]
@@ -73,8 +74,8 @@ class Marks:
 
 
 def best_seconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """The shortest time of a piece of work, warmed up."""
-    for _ in range(3):
+    """The shortest time of a piece of work, after a warm-up."""
+    for _ in range(_WARM_UP_RUNS):
         work()
     marks = Marks(device)
     marks.mark()
@@ -85,16 +86,16 @@ def best_seconds(work: Callable[[], object], device: torch.device, repeats: int)
 
 
 def bandwidth(device: torch.device) -> float:
-    """Bytes a second between the device and its memory: the better of copying (read and written) and summing (read)."""
-    size = min(_BYTES.get(device.type, 2**28), free_bytes(device) // 8)
+    """Memory bandwidth in bytes per second: the better of copying (reads and writes) and summing (reads)."""
+    size = min(_BUFFER_BYTES.get(device.type, _BUFFER_BYTES["cpu"]), free_bytes(device) // 8)
     x = torch.ones(size // 4, device=device)
     y = torch.empty_like(x)
-    copied = 2 * size / best_seconds(lambda: y.copy_(x), device, 10)
-    return max(copied, size / best_seconds(lambda: x.sum(), device, 10))
+    by_copying = 2 * size / best_seconds(lambda: y.copy_(x), device, _TIMED_COPIES)
+    return max(by_copying, size / best_seconds(lambda: x.sum(), device, _TIMED_COPIES))
 
 
 def multiply_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Floating-point operations a second in a product of large matrices."""
-    side = _SIDE.get(device.type, 1024)
+    """Floating-point operations per second in a product of large matrices."""
+    side = _MATRIX_SIDE.get(device.type, _MATRIX_SIDE["cpu"])
     x = torch.rand(side, side, device=device, dtype=torch.float32).to(dtype)
-    return 2 * side**3 / best_seconds(lambda: x @ x, device, 5)
+    return 2 * side**3 / best_seconds(lambda: x @ x, device, _TIMED_PRODUCTS)

@@ -1,4 +1,4 @@
-"""The one error type that is a user's mistake and not ours; and what of the system's errors is nobody's."""
+"""Errors that are the user's mistake, exit codes, and which line of a user's code an error comes from."""
 
 from __future__ import annotations
 
@@ -11,49 +11,48 @@ from enum import IntEnum
 from pathlib import Path
 from types import FrameType
 
-_LIBRARIES = frozenset({"kvbench", "torch", "transformers", *sys.stdlib_module_names})  # by name, wherever installed
+_LIBRARIES = frozenset({"kvbench", "torch", "transformers", *sys.stdlib_module_names})
 
-NO_ROOM = frozenset(
-    {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}
-)  # an OSError's, when the disk is full or not to be written
+DISK_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})  # the disk is full or read-only
 
 
 class Exit(IntEnum):
-    """What `bench` tells its caller; the README has the same table."""
+    """The exit codes of `bench`. The documentation has the same table."""
 
     OK = 0
-    NO = 1  # the verb's question is answered with no: a regression, a record that does not hold, a policy that breaks a rule
+    NO = 1  # the command's answer is no: a regression, a record that does not hold, a policy that breaks a rule
     MISTAKE = 2  # the user's: a typo, a missing file, a refused model, a held lock, a full disk
     NOT_COMPARABLE = 3  # the gate has nothing to compare with: another text, a missing record
-    FAILED_CELLS = 4  # the run went on to its end, and some cells have no figures
-    CRASH = 70  # of ours (EX_SOFTWARE of sysexits.h): please report it
+    FAILED_CELLS = 4  # the run is complete, but some cells have no figures
+    CRASH = 70  # a bug of ours (EX_SOFTWARE in sysexits.h): please report it
     STOPPED = 130  # by Ctrl-C: 128 + SIGINT
-    CLOSED_PIPE = 141  # whoever read our output has gone: 128 + SIGPIPE
+    CLOSED_PIPE = 141  # the reader of our output is gone: 128 + SIGPIPE
 
 
 class UserError(ValueError):
-    """What came, what was expected, what to do: one line, shown without a traceback, exit code 2."""
+    """A user's mistake: what came, what was expected, what to do. One line, no traceback, exit code 2."""
 
     def __init__(self, message: str) -> None:
-        """Whatever a user's file put into the message, it stays one line and moves no cursor."""
+        """Replace unprintable characters, which may come from a user's file, so that the message stays one line."""
         super().__init__("".join(c if c.isprintable() else " " for c in message))
 
 
 class RefusedModelError(UserError):
-    """A model whose files are fine, and which can't be driven exactly."""
+    """A model with intact files that can't be driven exactly."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """What an error about an unknown name ends with: the likeliest that is known, or all of them."""
+    """The end of an error about an unknown name: the closest known name or, if none is close, all of them."""
     options = sorted(known)
     close = difflib.get_close_matches(name, options, 1)
     return f", did you mean '{close[0]}'?" if close else f"; there are {', '.join(options)}"
 
 
 def where(error: BaseException) -> str:
-    """The line of a user's code that an error comes from, as "my_policy.py:17, in importance"; empty if it was never raised.
+    """The line of a user's code that raised an error, e.g. "my_policy.py:17, in importance"; empty if it was never raised.
 
-    It is the innermost frame outside our packages and installed ones; else that of an installed plug-in; else the innermost.
+    This is the innermost frame of code that is neither ours nor installed, else that of an installed plug-in, else the
+    innermost of all.
     """
     if isinstance(error, SyntaxError) and error.filename:  # a file that can't be compiled has no frame
         return f"{Path(error.filename).name}:{error.lineno}"
@@ -66,7 +65,7 @@ def where(error: BaseException) -> str:
 
 
 def described(error: BaseException) -> str:
-    """Kind, first line and place of an error: "ZeroDivisionError: division by zero (my_policy.py:17, in importance)"."""
+    """Type, first line and place of an error: "ZeroDivisionError: division by zero (my_policy.py:17, in importance)"."""
     text = str(error.msg if isinstance(error, SyntaxError) else error).strip()
     parts = [type(error).__name__, *text.splitlines()[:1]]
     place = where(error)

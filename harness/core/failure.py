@@ -1,4 +1,4 @@
-"""What a cell died of, as its record keeps it. Imports no torch."""
+"""The error of a failed cell, as its record keeps it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,55 +8,55 @@ from typing import Any
 
 from kvbench.harness.core.errors import where
 
-_LINES = 30  # of a traceback, its last: where it happened
-_WIDTH = 300  # characters of a line
+_TRACEBACK_LINES = 30  # the last ones
+_MAX_LINE_CHARACTERS = 300
 
 
 class ApartError(RuntimeError):
-    """What a cell died of in a process of its own."""
+    """The error of a cell that ran in its own process."""
 
-    def __init__(self, told: dict[str, Any]) -> None:
-        """told: as `failure` gave it there."""
-        super().__init__(told["message"])
-        self.told = told
+    def __init__(self, failure: dict[str, Any]) -> None:
+        """Wrap what `failure` returned in that process."""
+        super().__init__(failure["message"])
+        self.failure = failure
 
 
 def failure(error: BaseException) -> dict[str, Any]:
     """An error for a record.
 
     Returns:
-        kind, message (its first line); where: the line of the policy's code, or else of ours, that raised it;
-        traceback: its last lines. Files go by their names alone: where they lie is the user's business.
+        kind; message: its first line; where: the line of the policy's code, or else of ours, that raised it;
+        traceback: its last lines. Files are named without folders, which are the user's business.
     """
     if isinstance(error, ApartError):
-        return error.told
+        return error.failure
     kind = "out of memory" if ran_out_of_memory(error) else type(error).__name__
     return {"kind": kind, "message": first_line(error), "where": where(error), "traceback": _traceback(error)}
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether the host or the device had no memory left."""
+    """Whether the host or the device ran out of memory."""
     cuda = any(c.__name__ == "OutOfMemoryError" and c.__module__.split(".")[0] == "torch" for c in type(error).__mro__)
     return cuda or isinstance(error, MemoryError) or "can't allocate memory" in str(error)
 
 
 def first_line(error: BaseException) -> str:
-    """Of its message."""
+    """The first line of an error's message."""
     lines = str(error).strip().splitlines()
-    return lines[0][:_WIDTH] if lines else ""
+    return lines[0][:_MAX_LINE_CHARACTERS] if lines else ""
 
 
 def _traceback(error: BaseException) -> list[str]:
-    """Its last lines, without folders."""
-    told = traceback.TracebackException.from_exception(error)
-    _without_folders(told)
-    lines = [line[:_WIDTH] for part in told.format() for line in part.splitlines()]
-    return lines[-_LINES:]
+    """The last lines of a traceback, without folders."""
+    exception = traceback.TracebackException.from_exception(error)
+    _remove_folders(exception)
+    lines = [line[:_MAX_LINE_CHARACTERS] for part in exception.format() for line in part.splitlines()]
+    return lines[-_TRACEBACK_LINES:]
 
 
-def _without_folders(told: traceback.TracebackException) -> None:
-    for frame in told.stack:
+def _remove_folders(exception: traceback.TracebackException) -> None:
+    for frame in exception.stack:
         frame.filename = Path(frame.filename).name
-    for cause in (told.__cause__, told.__context__):
+    for cause in (exception.__cause__, exception.__context__):
         if cause is not None:
-            _without_folders(cause)
+            _remove_folders(cause)

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, whatever stands at their place and whoever else writes. Imports no torch."""
+"""Atomic writes: a file appears complete or not at all, even with other writers. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-PARTIAL = ".partial"  # ends the name of every file that is not whole yet
+PARTIAL = ".partial"  # suffix of a file that is still being written
 
 
 def new_partial(path: Path) -> Path:
-    """An empty file beside `path`, to be filled and then put in its place by `put_in_place`.
+    """An empty file beside `path`, to fill and then move to `path` with `put_in_place`.
 
-    Its name is one that nobody else has, and no symbolic link is followed to make it.
+    Its name is unique, and no symbolic link is followed.
 
     Raises:
-        OSError: the folder can't be written to.
+        OSError: the folder is not writable.
     """
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}{PARTIAL}")
     os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0), 0o666))
@@ -27,7 +27,7 @@ def new_partial(path: Path) -> Path:
 
 
 def put_in_place(partial: Path, path: Path) -> None:
-    """Move a filled file to its place, on disk before its name is.
+    """Move a filled file to its place. Its content is on disk before its name is.
 
     A symbolic link at `path` is replaced, never followed.
 
@@ -47,14 +47,14 @@ def put_in_place(partial: Path, path: Path) -> None:
 
 @contextmanager
 def atomic_write(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
-    """A file to write to, which takes the place of `path` when all of it is written; if that fails, nothing has changed.
+    """Open a file that replaces `path` once it is completely written. After an error, `path` is unchanged.
 
     Args:
         path: of the finished file; its folder must exist.
         mode: "w" for text in UTF-8, "wb" for bytes.
 
     Raises:
-        OSError: the folder can't be written to, or is full.
+        OSError: the folder is not writable, or the disk is full.
     """
     partial = new_partial(path)
     try:
@@ -67,6 +67,6 @@ def atomic_write(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
 
 
 def remove_partials(folder: Path) -> None:
-    """Remove what killed writers left in a folder and below. Nobody may be writing there."""
+    """Remove the partial files of killed writers in a folder and its subfolders. Nobody may be writing there."""
     for partial in folder.rglob(f"*{PARTIAL}"):
         partial.unlink(missing_ok=True)

@@ -1,13 +1,13 @@
 """Confidence intervals for means over one text, whose tokens depend on each other.
 
-Works on the sums over short runs of tokens that records keep. The text is cut into `FEWEST_BLOCKS` equal blocks, each
-so much longer than a cache remembers that the blocks are almost independent; the interval is Student's t over them, wider
-where neighbouring blocks are correlated and shifted where their distribution is skewed (docs/statistics.md).
+The input is sums over short runs of tokens, as records keep them. The text is cut into `MIN_BLOCKS` equal blocks. Each is much
+longer than the memory of a cache, so the blocks are almost independent. The interval is Student's t over the blocks, widened if
+neighbouring blocks are correlated and shifted if their distribution is skewed (docs/statistics.md).
 
-Source: the method of batch means, Schmeiser 1982, Operations Research 30(3); with the two adjustments of N-Skart, Tafazzoli,
+Source: the method of batch means, Schmeiser 1982, Operations Research 30(3), with the two adjustments of N-Skart, Tafazzoli,
     Steiger and Wilson 2011, IEEE Transactions on Automatic Control 56(2).
-Differs: the number of blocks is fixed instead of tested for; the correlation is corrected for its bias; skewness is
-    adjusted for by Hall's transformation, which is monotone, so that the interval and the p-value always agree.
+Differs: the number of blocks is fixed, not chosen by a test; the correlation is corrected for its bias; skewness is adjusted by
+    Hall's transformation, which is monotone, so that the interval and the p-value always agree.
 """
 
 from __future__ import annotations
@@ -19,30 +19,29 @@ from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import stdtr, stdtrit
 
-FEWEST_BLOCKS = 20  # blocks of one text; texts or questions, where those are the blocks
-SHORTEST_BLOCK = 1600  # tokens: with shorter ones, intervals of bursty texts cover less than 93 % (docs/statistics.md)
+MIN_BLOCKS = 20  # of one text; or texts or questions, if those are the blocks
+MIN_BLOCK_TOKENS = 1600  # with shorter blocks, intervals of bursty texts cover less than 93 % (docs/statistics.md)
 LEVEL = 0.95
-_FEWEST_DEGREES = 4  # of freedom: with fewer a few long texts decide alone
-_LARGEST_CORRELATION = 0.8  # of neighbouring blocks: the interval is then three times as wide
-_SYMMETRIC = 1e-8  # smaller skewness makes no difference beyond rounding
+_MIN_DEGREES_OF_FREEDOM = 4  # with fewer, a few long texts decide alone
+_MAX_CORRELATION = 0.8  # of neighbouring blocks; makes the interval three times as wide
+_NEGLIGIBLE_SKEW = 1e-8
+_NEGLIGIBLE_ERROR = 1e-12  # relative to the mean: all blocks are equal
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over tokens, and how sure it is.
+    """A mean over tokens and its confidence interval.
 
     Attributes:
         mean: over the tokens.
-        low: lower end; None where the text is too short for an interval.
-        high: upper end; None likewise.
-        block: tokens in each of the blocks that the interval is computed from; where the text is too short, the fewest that a
-            block may have.
-        blocks: how many of them there are; where there is no interval, how many as long as that the text would have, or as
-            how many texts of equal length these count.
-        p: two-sided p-value of the hypothesis that the mean is 0: below 1 - `LEVEL` exactly where the interval excludes 0;
-            None where there is no interval.
+        low: lower end; None if the text is too short for an interval.
+        high: upper end; None if the text is too short for an interval.
+        block: tokens per block; if the text is too short, the minimum.
+        blocks: number of blocks; without an interval, how many of the minimum length the text has, or how many texts of
+            equal length would be as informative.
+        p: two-sided p-value of the hypothesis that the mean is 0. It is below 1 - `LEVEL` exactly if the interval excludes
+            0; None without an interval.
     """
 
     mean: float
@@ -54,39 +53,39 @@ class Interval:
 
 
 def interval(sums: NDArray[np.float64], tokens: NDArray[np.float64], size: int, capacity: int) -> Interval:
-    """The mean over tokens with its interval.
+    """The mean over the tokens of one text, with its interval.
 
-    Whether there is one depends on lengths alone, never on what the data look like: a text in which something rare
-    happens not to occur looks calm, and its interval is the one that is wrong.
+    Whether there is an interval depends only on lengths, never on the data. A text in which a rare event happens not to
+    occur looks calm, and its interval would be the one that is wrong.
 
     Args:
-        sums: what was summed over each run of tokens. [n].
-        tokens: how many tokens each run has. [n].
+        sums: over each run of tokens. [n].
+        tokens: number of tokens in each run. [n].
         size: positions that a run spans.
-        capacity: the largest cache among what is compared, in tokens.
+        capacity: the largest cache in the comparison, in tokens.
 
     Returns:
-        No ends if the text doesn't have `FEWEST_BLOCKS` blocks of `SHORTEST_BLOCK` positions, and of twice the capacity.
+        Without ends if the text has fewer than `MIN_BLOCKS` blocks of `MIN_BLOCK_TOKENS` and of twice the capacity.
     """
-    shortest, positions = max(SHORTEST_BLOCK, 2 * capacity, size), len(sums) * size
-    if positions < FEWEST_BLOCKS * shortest:
-        return Interval(float(sums.sum() / tokens.sum()), None, None, shortest, positions / shortest)
-    starts = np.arange(FEWEST_BLOCKS) * len(sums) // FEWEST_BLOCKS
+    min_block, positions = max(MIN_BLOCK_TOKENS, 2 * capacity, size), len(sums) * size
+    if positions < MIN_BLOCKS * min_block:
+        return Interval(float(sums.sum() / tokens.sum()), None, None, min_block, positions / min_block)
+    starts = np.arange(MIN_BLOCKS) * len(sums) // MIN_BLOCKS
     sums, tokens = np.add.reduceat(sums, starts), np.add.reduceat(tokens, starts)
-    return _student(sums, tokens, round(positions / FEWEST_BLOCKS), neighbours=True)
+    return _student(sums, tokens, round(positions / MIN_BLOCKS), neighbours=True)
 
 
 def clustered(sums: NDArray[np.float64], tokens: NDArray[np.float64]) -> Interval:
-    """The mean over tokens with an interval over texts, which are taken to be independent of each other.
+    """The mean over tokens, with an interval over texts, which are assumed to be independent.
 
     Args:
-        sums: what was summed over each text. [n], at least `FEWEST_BLOCKS` of them.
-        tokens: how many tokens each text has. [n].
+        sums: over each text. [n], n >= `MIN_BLOCKS`.
+        tokens: number of tokens in each text. [n].
 
     Returns:
-        No ends if a few long texts outweigh all others.
+        Without ends if a few long texts outweigh all others.
     """
-    assert len(sums) >= FEWEST_BLOCKS
+    assert len(sums) >= MIN_BLOCKS
     return _student(sums, tokens, round(float(tokens.mean())), neighbours=False)
 
 
@@ -95,20 +94,22 @@ def _student(sums: NDArray[np.float64], tokens: NDArray[np.float64], block: int,
 
     Args:
         sums: over each block. [k].
-        tokens: of each block. [k].
+        tokens: in each block. [k].
         block: length to report, in tokens.
-        neighbours: blocks that follow each other may be correlated.
+        neighbours: consecutive blocks may be correlated.
     """
+    from scipy.special import stdtr, stdtrit  # a third of a second: only where there is an interval
+
     count, mean = len(sums), float(sums.sum() / tokens.sum())
     degrees = _degrees_of_freedom(tokens)
-    if degrees < _FEWEST_DEGREES:
+    if degrees < _MIN_DEGREES_OF_FREEDOM:
         return Interval(mean, None, None, block, degrees + 1)
-    off = (sums - mean * tokens) / (tokens.sum() - tokens)  # by what leaving the block out would change the mean: the jackknife
-    variance = float(off @ off) * (count - 1) / count
-    error = math.sqrt(variance * (_inflation(off) if neighbours else 1.0))
-    if error <= 1e-12 * abs(mean):  # all blocks equal, but for rounding
+    influence = (sums - mean * tokens) / (tokens.sum() - tokens)  # of each block on the mean: the jackknife
+    variance = float(influence @ influence) * (count - 1) / count
+    error = math.sqrt(variance * (_inflation(influence) if neighbours else 1.0))
+    if error <= _NEGLIGIBLE_ERROR * abs(mean):
         return Interval(mean, mean, mean, block, count, float(mean == 0))
-    skew = _skewness(off) / (6 * math.sqrt(count))
+    skew = _skewness(influence) / (6 * math.sqrt(count))
     reach = float(stdtrit(degrees, (1 + LEVEL) / 2))
     low, high = (mean - error * _skewed(t, skew) for t in (reach, -reach))
     p = 2 * float(stdtr(degrees, -abs(_symmetric(mean / error, skew))))
@@ -116,9 +117,9 @@ def _student(sums: NDArray[np.float64], tokens: NDArray[np.float64], block: int,
 
 
 def _degrees_of_freedom(tokens: NDArray[np.float64]) -> float:
-    """Of a variance estimated from blocks of these lengths, if what a block adds to the sum grows with its length.
+    """Degrees of freedom of a variance estimated from blocks of these lengths; the number of blocks - 1 if all are equal.
 
-    One less than the number of blocks if all are equal.
+    A block's contribution to the sum is assumed to grow with its length.
 
     Source: Satterthwaite 1946, Biometrics Bulletin 2(6).
     """
@@ -126,27 +127,25 @@ def _degrees_of_freedom(tokens: NDArray[np.float64]) -> float:
     return float(squares.sum() ** 2 / (squares @ squares)) - 1
 
 
-def _inflation(off: NDArray[np.float64]) -> float:
-    """How many times larger the variance of a mean over blocks is for the correlation of neighbours; at least 1.
-
-    That of a first-order autoregressive process.
+def _inflation(influence: NDArray[np.float64]) -> float:
+    """The factor, at least 1, by which correlated neighbours increase the variance of the mean of an AR(1) process.
 
     Source: Kendall 1954, Biometrika 41, for the bias of the correlation, -(1 + 3 r) / k.
     """
-    correlation = float(off[1:] @ off[:-1]) / max(float(off @ off), 1e-300)
-    correlation += (1 + 3 * correlation) / len(off)
-    correlation = min(max(correlation, 0.0), _LARGEST_CORRELATION)
+    correlation = float(influence[1:] @ influence[:-1]) / max(float(influence @ influence), 1e-300)
+    correlation += (1 + 3 * correlation) / len(influence)
+    correlation = min(max(correlation, 0.0), _MAX_CORRELATION)
     return (1 + correlation) / (1 - correlation)
 
 
 def _skewness(values: NDArray[np.float64]) -> float:
-    """The adjusted Fisher-Pearson coefficient."""
+    """The adjusted Fisher-Pearson coefficient of skewness."""
     count, off = len(values), values - values.mean()
     return float(np.mean(off**3) / np.mean(off**2) ** 1.5) * math.sqrt(count * (count - 1)) / (count - 2)
 
 
 def _symmetric(t: float, skew: float) -> float:
-    """The statistic of a mean with the skewness of its distribution taken out; monotone in `t`.
+    """The t statistic of a mean, with the skewness of its distribution removed; monotone in `t`.
 
     Args:
         t: mean over its standard error.
@@ -159,13 +158,13 @@ def _symmetric(t: float, skew: float) -> float:
 
 def _skewed(t: float, skew: float) -> float:
     """The inverse of `_symmetric`."""
-    if abs(skew) < _SYMMETRIC:
+    if abs(skew) < _NEGLIGIBLE_SKEW:
         return t
     return (float(np.cbrt(1 + 6 * skew * (t - skew))) - 1) / (2 * skew)
 
 
 def wilson(hits: int, trials: int) -> tuple[float, float]:
-    """Interval of a share of independent trials, at `LEVEL`.
+    """Confidence interval of a share of independent trials, at `LEVEL`.
 
     Source: Wilson 1927, Journal of the American Statistical Association 22.
     """
@@ -176,14 +175,14 @@ def wilson(hits: int, trials: int) -> tuple[float, float]:
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """The distribution-free interval of the median, at `LEVEL` or more: two order statistics.
+    """The distribution-free confidence interval of the median, at `LEVEL` or more: two order statistics.
 
-    Both infinite with fewer than 6 values, of which no two bound the median that surely.
+    With fewer than 6 values no two of them reach that level, and both ends are infinite.
 
     Source: David and Nagaraja 2003, Order Statistics, Section 7.1.
     """
     ordered, n = sorted(values), len(values)
-    below = 0.0  # chance that at most `rank` of n values lie below the median
+    below = 0.0  # probability that at most `rank` of n values are below the median
     rank = -1
     while below + math.comb(n, rank + 1) / 2**n <= (1 - LEVEL) / 2:
         rank += 1

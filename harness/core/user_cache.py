@@ -1,4 +1,4 @@
-"""The folder of this user's caches, and whether others could change what lies in it. Imports no torch."""
+"""This user's cache folder, and whether other users could change its files. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import tempfile
 from functools import lru_cache
 from pathlib import Path
 
-_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _log = logging.getLogger("kv-bench")
 
 
 def cache_folder() -> Path | None:
     """`kv-bench` in the user's cache folder; None for a user without a home.
 
-    As the XDG base directory specification has it, an XDG_CACHE_HOME that is empty or relative is ignored.
+    An empty or relative XDG_CACHE_HOME is ignored, as the XDG base directory specification demands.
     """
     root = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not root.is_absolute():
         try:
             root = Path("~/.cache").expanduser()
-        except RuntimeError:  # HOME is not set, and the system doesn't know the user
+        except RuntimeError:  # HOME is not set, and the user has no entry in the password database
             return None
     return root / "kv-bench" if root.is_absolute() else None
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder, and the missing ones above it, so that nobody else may write to it.
+    """Make a folder, and missing parents, that only this user can access.
 
     Raises:
         OSError: it can't be made.
@@ -39,26 +39,26 @@ def make_private(folder: Path) -> None:
 
 
 def why_unsafe(path: Path) -> str:
-    """Why others could change a file or folder of ours, in words; empty if only this user and root can.
+    """Why other users could change a file or folder; empty if only this user and root can.
 
     Raises:
-        OSError: it is not there.
+        OSError: it doesn't exist.
     """
-    found = path.lstat()
-    if stat.S_ISLNK(found.st_mode) and path.is_dir():  # a cache folder may lie elsewhere
-        found = path.stat()
-    if found.st_uid not in (os.geteuid(), 0):
+    status = path.lstat()
+    if stat.S_ISLNK(status.st_mode) and path.is_dir():  # a cache folder may be a link
+        status = path.stat()
+    if status.st_uid not in (os.geteuid(), 0):
         return f"{path} belongs to another user"
-    if not (stat.S_ISDIR(found.st_mode) or stat.S_ISREG(found.st_mode)):
+    if not (stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode)):
         return f"{path} is neither a file nor a folder"
-    return f"others may write to {path}; 'chmod go-w {path}' ends that" if found.st_mode & _OTHERS else ""
+    return f"others may write to {path}; 'chmod go-w {path}' fixes that" if status.st_mode & _WRITABLE_BY_OTHERS else ""
 
 
 def private_folder(name: str) -> Path:
-    """A folder for files that are run: in the user's cache, or where others could write to that, one of this process alone.
+    """A folder for compiled code: in the user's cache or, if others could write to that, a temporary one for this process.
 
     Raises:
-        OSError: no folder can be written to, temporary ones included.
+        OSError: no folder is writable, not even a temporary one.
     """
     cache = cache_folder()
     if cache is None:
@@ -76,11 +76,11 @@ def private_folder(name: str) -> Path:
 
 @lru_cache
 def _temporary(reason: str) -> Path:
-    """A folder that goes when this process ends; the reason for it is said once."""
-    _log.warning("bench: kernels are built for this process alone: %s", reason)
-    return Path(_held().name)
+    """A folder that is removed when this process ends. The reason for it is logged once."""
+    _log.warning("bench: kernels are built for this process only: %s", reason)
+    return Path(_temporary_directory().name)
 
 
 @lru_cache
-def _held() -> tempfile.TemporaryDirectory[str]:
+def _temporary_directory() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="kv-bench-")

@@ -1,15 +1,15 @@
-"""Text of someone else's, as it may be shown: nothing in it moves a cursor, turns the line around or can't be seen."""
+"""Makes foreign text safe to show: without characters that move the cursor, reverse the line or can't be seen."""
 
 from __future__ import annotations
 
 import re
 
-# Printable to Python and yet without a glyph: joiners, fillers and variation selectors (Unicode: Default_Ignorable_Code_Point).
+# Joiners, fillers and variation selectors: Python calls them printable (Unicode: Default_Ignorable_Code_Point).
 _WITHOUT_GLYPH = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]")
 
 
 def visible(text: object) -> str:
-    """The text with blanks for tabs and line ends, and without control, bidi and other invisible characters."""
+    """The text with spaces for tabs and newlines, without control, bidi and other invisible characters."""
     plain = str(text)
     if plain.isascii() and plain.isprintable():
         return plain

@@ -1,4 +1,4 @@
-"""ARC: multiple-choice science questions. A local directory, else the local Hugging Face cache, else the hub.
+"""ARC: multiple-choice science questions, from a local directory, the local Hugging Face cache or the hub.
 
 Source: Clark et al. 2018, arXiv:1803.05457.
 """
@@ -20,7 +20,7 @@ _COLUMNS = ("question", "choices", "answerKey")
 
 @dataclass(frozen=True)
 class Item:
-    """One question with its labelled choices, and the label of the right one."""
+    """A question with its labelled choices and the label of the right one."""
 
     question: str
     labels: tuple[str, ...]
@@ -29,16 +29,16 @@ class Item:
 
 
 def items(subset: str, split: str, directory: Path | None) -> tuple[str, list[Item]]:
-    """Where the questions come from, in words, and the questions in their order there.
+    """A description of the source, and its questions in order.
 
     Args:
         subset: "ARC-Easy" or "ARC-Challenge".
         split: "train", "validation" or "test".
-        directory: of parquet or JSON-lines files with the hub's columns; files or folders named after a subset or
-            a split are chosen by it.
+        directory: of parquet or JSON-lines files with the hub's columns. Where files or folders are named after subsets or
+            splits, only the matching ones are read.
 
     Raises:
-        UserError: there are none.
+        UserError: no questions were found.
     """
     if directory is None:
         return f"{HUB_ID}@{HUB_REVISION[:8]} {subset} {split}", list(_parsed(_from_hub(subset, split), HUB_ID))
@@ -49,8 +49,8 @@ def items(subset: str, split: str, directory: Path | None) -> tuple[str, list[It
 def _files(directory: Path, subset: str, split: str) -> list[Path]:
     if not directory.exists():
         raise UserError(f"{directory}: no such directory (--data or BENCH_DATA)")
-    found = [directory] if directory.is_file() else sorted(directory.rglob("*"))
-    files = [f for f in found if f.suffix in (".parquet", ".jsonl")]
+    paths = [directory] if directory.is_file() else sorted(directory.rglob("*"))
+    files = [f for f in paths if f.suffix in (".parquet", ".jsonl")]
     for names, wanted in ((("ARC-Easy", "ARC-Challenge"), subset), (("train", "validation", "test"), split)):
         named = [f for f in files if any(n in str(f.relative_to(directory.parent)) for n in names)]
         files = [f for f in named if wanted in str(f.relative_to(directory.parent))] if named else files
@@ -82,13 +82,13 @@ def _from_hub(subset: str, split: str) -> Iterable[dict[str, Any]]:
     try:
         from datasets import load_dataset
     except ImportError as error:
-        raise UserError("ARC from the hub needs the package 'datasets'; or give --data DIR") from error
+        raise UserError("ARC: loading from the hub needs the package 'datasets'; install it or give --data DIR") from error
     quiet()
     try:
         rows: Iterable[dict[str, Any]] = load_dataset(HUB_ID, subset, revision=HUB_REVISION, split=split)
     except Exception as error:  # datasets raises many kinds when the hub is out of reach
         raise UserError(
-            f"ARC: neither in the local cache nor on the hub within reach ({type(error).__name__}); give --data DIR, "
+            f"ARC: not in the local cache, and the hub is out of reach ({type(error).__name__}); give --data DIR, "
             f"a directory of {HUB_ID}'s parquet files"
         ) from error
     return rows
@@ -100,7 +100,7 @@ def _parsed(rows: Iterable[dict[str, Any]], where: str) -> Iterator[Item]:
             labels, choices = tuple(map(str, row["choices"]["label"])), tuple(map(str, row["choices"]["text"]))
             item = Item(str(row["question"]), labels, choices, str(row["answerKey"]))
         except (KeyError, TypeError) as error:
-            raise UserError(f"{where}: row {number} is not in ARC's schema ({type(error).__name__}: {error})") from None
+            raise UserError(f"{where}: row {number} does not follow ARC's schema ({type(error).__name__}: {error})") from None
         if item.answer not in labels or len(labels) != len(choices):
-            raise UserError(f"{where}: row {number}: its answer '{item.answer}' is none of its choices")
+            raise UserError(f"{where}: row {number}: answer '{item.answer}' is not one of the choices")
         yield item

@@ -1,7 +1,7 @@
-"""What a fact of generated prose costs, by how far back it was told before: what a cache has forgotten shows here.
+"""Cost in nats of the facts in generated prose, by distance from their last telling. It shows what a cache has forgotten.
 
-A reader who remembers pays nothing for a fact told again, one who has forgotten pays what its first telling cost: the logarithm
-of the number of values it was drawn from, if the reader knows the prose well.
+A repeated fact costs nothing to a model that still has the last telling. To one that has lost it, it costs as much as a first
+telling: the logarithm of the number of values it was drawn from, for a model that knows the prose well.
 """
 
 from __future__ import annotations
@@ -14,27 +14,28 @@ from numpy.typing import NDArray
 
 from kvbench.harness.data.prose import Prose
 
-_MARGIN = 4096  # characters
+_MARGIN_CHARACTERS = 4096
 
 
 def told(nll: NDArray[np.float32], byte_counts: NDArray[np.integer[Any]], seed: int) -> list[dict[str, Any]]:
     """Mean cost of a fact's words, by distance.
 
     Args:
-        nll: nats per token of prose of this seed, NaN where not scored. [N].
-        byte_counts: UTF-8 bytes of each. [N].
+        nll: nats per token of the prose of this seed, NaN where not scored. [N].
+        byte_counts: UTF-8 bytes per token. [N].
         seed: of the prose.
 
     Returns:
-        For first tellings, and for every doubling of the distance: words_back [from, to) (None for the first), tellings, nats
-        (mean over tellings, summed over the tokens of the fact's words), drawn_nats (mean logarithm of the choices).
+        One row for first tellings and one per doubling of the distance: words_back [from, to) (None for first tellings),
+        tellings, nats (summed over the tokens of the fact's words, mean over tellings), drawn_nats (mean log of the number of
+        choices).
     """
     ends = np.cumsum(byte_counts)
     prose = Prose(seed)
-    prose.text(int(ends[-1]) + _MARGIN)
+    prose.text(int(ends[-1]) + _MARGIN_CHARACTERS)
     groups: dict[int | None, list[tuple[float, float]]] = defaultdict(list)
     for telling in prose.tellings:
-        first = int(np.searchsorted(ends, telling.start, side="right"))  # the token that holds its first byte
+        first = int(np.searchsorted(ends, telling.start, side="right"))  # token with the first byte of the fact's words
         last = int(np.searchsorted(ends, telling.end, side="left"))
         if last >= len(nll) or not np.isfinite(nll[first : last + 1]).all():
             continue

@@ -1,7 +1,7 @@
-"""PG-19: full-length books. A local directory, else the local Hugging Face cache, else the hub.
+"""PG-19: full-length books, from a local directory, the local Hugging Face cache or the hub.
 
-Source: Rae et al. 2019, arXiv:1911.05507. The dataset's own repository loads by a script, which `datasets`
-no longer runs, so a parquet edition of the same books is used, at a pinned revision.
+Source: Rae et al. 2019, arXiv:1911.05507. The original repository needs a loading script, which `datasets` no longer runs, so
+this uses a parquet edition of the same books at a pinned revision.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ HUB_REVISION = "c021754c8e01c5b1cc83a1f549c1f97fbbb756b8"
 
 
 def book(number: int, split: str, directory: Path | None) -> tuple[str, Iterator[Text]]:
-    """One book by its number in Project Gutenberg's catalogue; else as `books`.
+    """A description of the source, and the one book with this number in Project Gutenberg's catalogue.
 
     Raises:
-        UserError: it is not there.
+        UserError: the split has no such book.
     """
     source, all_books = books(split, directory)
-    found = next((b for b in all_books if b.number == number), None)
-    if found is None:
-        raise UserError(f"{source}: no book {number} among them (by the number that its 'url' ends with)")
-    return source, iter([found])
+    match = next((b for b in all_books if b.number == number), None)
+    if match is None:
+        raise UserError(f"{source}: no book {number} (the number at the end of its 'url')")
+    return source, iter([match])
 
 
 def books(split: str, directory: Path | None) -> tuple[str, Iterator[Text]]:
-    """Where the books come from, in words, and the books in their order there.
+    """A description of the source, and its books in order.
 
     Args:
         split: "train", "validation" or "test".
-        directory: of parquet files with a `text` column, or of .txt files, or one such file. Files named after
-            splits are chosen by the split; others are all read, in the order of their names.
+        directory: of parquet files with a `text` column or of .txt files, or one such file. If files are named after splits,
+            only those of `split` are read; otherwise all of them, sorted by name.
 
     Raises:
-        UserError: no text there, or neither a directory nor the hub can be reached.
+        UserError: there is no text, or the directory or the hub can't be reached.
     """
     if directory is None:
         return f"{HUB_ID}@{HUB_REVISION[:8]} {split}", _from_hub(split)
@@ -53,9 +53,9 @@ def _files(directory: Path, split: str) -> list[Path]:
     """The files of a split."""
     if not directory.exists():
         raise UserError(f"{directory}: no such directory (--data or BENCH_DATA)")
-    found = [directory] if directory.is_file() else sorted(directory.rglob("*"))
+    paths = [directory] if directory.is_file() else sorted(directory.rglob("*"))
     for suffix in (".parquet", ".txt"):
-        files = [f for f in found if f.suffix == suffix and (f == directory or f.name.lower() != "readme.txt")]
+        files = [f for f in paths if f.suffix == suffix and (f == directory or f.name.lower() != "readme.txt")]
         named = [f for f in files if any(s in f.stem.lower() for s in ("train", "validation", "test"))]
         chosen = [f for f in named if split in f.stem.lower()] if named else files
         if chosen:
@@ -66,7 +66,7 @@ def _files(directory: Path, split: str) -> list[Path]:
 
 
 def _from_files(files: list[Path]) -> Iterator[Text]:
-    """Row by row, so that a long split is never in memory as a whole."""
+    """The books of files, read one at a time so that a split need not fit in memory."""
     for file in files:
         if file.suffix == ".txt":
             yield Text(file.stem, file.read_text(encoding="utf-8", errors="replace"))
@@ -87,7 +87,7 @@ def _from_parquet(file: Path) -> Iterator[Text]:
         raise UserError(f"{file}: no column 'text', only {', '.join(names)}")
     kind = table.schema_arrow.field("text").type
     if not _is_text(kind):
-        raise UserError(f"{file}: its column 'text' holds {kind}, expected string")
+        raise UserError(f"{file}: column 'text' holds {kind}, expected string")
     titles = [c for c in ("short_book_title", "title") if c in names][:1]
     urls = [c for c in ("url",) if c in names]
     try:
@@ -100,7 +100,7 @@ def _from_parquet(file: Path) -> Iterator[Text]:
 
 
 def _is_text(kind: Any) -> bool:
-    """Whether an Arrow type is one of strings, by itself or as numbers into a dictionary of strings."""
+    """Whether an Arrow type holds strings, plain or dictionary-encoded."""
     import pyarrow as pa
 
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
@@ -108,23 +108,23 @@ def _is_text(kind: Any) -> bool:
 
 
 def _number(url: object) -> int | None:
-    """A book's number in Project Gutenberg's catalogue, which its address ends with."""
-    found = re.search(r"/(\d+)$", str(url))
-    return int(found[1]) if found else None
+    """A book's number in Project Gutenberg's catalogue: the last part of its URL."""
+    match = re.search(r"/(\d+)$", str(url))
+    return int(match[1]) if match else None
 
 
 def _from_hub(split: str) -> Iterator[Text]:
-    """The pinned edition through `datasets`, which looks into the local cache by itself."""
+    """The books of the pinned edition. `datasets` uses its local cache first."""
     try:
         from datasets import load_dataset
     except ImportError as error:
-        raise UserError("pg19 from the hub needs the package 'datasets'; or give --data DIR") from error
+        raise UserError("pg19: loading from the hub needs the package 'datasets'; install it or give --data DIR") from error
     quiet()
     try:
         rows = load_dataset(HUB_ID, revision=HUB_REVISION, data_files={split: f"data/{split}-*.parquet"}, split=split)
     except Exception as error:  # datasets raises many kinds when the hub is out of reach
         raise UserError(
-            f"pg19: neither in the local cache nor on the hub within reach ({type(error).__name__}); "
+            f"pg19: not in the local cache, and the hub is out of reach ({type(error).__name__}); "
             f"give --data DIR or BENCH_DATA, a directory of .parquet or .txt books"
         ) from error
     for row in rows:

@@ -1,10 +1,10 @@
-"""Seeded, endless prose with people, places and facts that come back at known distances.
+"""Seeded, endless prose about people, things and places, with facts that return at known distances.
 
-What a cache has forgotten costs perplexity here in a way that can be worked out beforehand: the words of a fact are drawn
-uniformly, so told for the first time they cost their entropy, and told again they cost nothing to a reader who still has the
-first telling, and their entropy to one who has not (docs/data/prose.md).
+The price of forgetting a fact is known in advance. Its words are drawn uniformly, so a first telling costs their entropy. A
+later telling costs nothing to a model that still has an earlier one, and the same entropy to a model that has lost it
+(docs/data/prose.md).
 
-Everything is drawn from the lists below by one generator; no text of others is in it.
+One generator draws everything from the lists below; no one else's text is used.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ AGAIN = {
     "thing": "{name} still carried {value}.",
     "place": "{name} went home to {value}.",
 }
-AGAIN_AND_AGAIN = 0.5  # of the facts told again are told once more; so a fact is told three times in the mean
-NEAREST, FARTHEST = 32, 8192  # words between a telling and the next; drawn so that every doubling is as likely
+RETELL_PROBABILITY = 0.5  # that a fact told at least twice is told once more, so the mean is three tellings
+MIN_WORDS_BETWEEN, MAX_WORDS_BETWEEN = 32, 8192  # between tellings of a fact, log-uniform
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,10 @@ class Telling:
     """One telling of a fact.
 
     Attributes:
-        start: of the fact's words in the text, in characters.
-        end: behind their last character.
-        words_back: words since it was told before; None at its first telling.
-        choices: how many values it was drawn from; its first telling costs their logarithm.
+        start: character index of the fact's words in the text.
+        end: character index after them.
+        words_back: words since the previous telling; None for the first.
+        choices: number of values it was drawn from. A first telling costs the logarithm of that.
     """
 
     start: int
@@ -90,15 +90,15 @@ class Telling:
 
 
 class Prose:
-    """Sentences, one after the other, for ever."""
+    """An endless generator of sentences."""
 
     def __init__(self, seed: int, retold: float = 0.35, new: float = 0.15) -> None:
-        """Begin.
+        """Start at the first sentence.
 
         Args:
-            seed: of everything.
-            retold: share of sentences that tell a fact again, as far as facts are due.
-            new: share of sentences that tell one for the first time.
+            seed: of the whole text.
+            retold: share of sentences that repeat a fact, while facts are due.
+            new: share of sentences that tell a new fact.
         """
         self._draw = random.Random(f"prose/{seed}")
         self._retold, self._new = retold, new
@@ -107,7 +107,7 @@ class Prose:
         self.tellings: list[Telling] = []
 
     def sentences(self) -> Iterator[str]:
-        """Each with the blank or line end after it; `tellings` grows with them."""
+        """The next sentences, each with the white space after it. Their facts are added to `tellings`."""
         while True:
             chance = self._draw.random()
             if self._due and self._due[0][0] <= self._words and chance < self._retold:
@@ -123,12 +123,12 @@ class Prose:
             yield text
 
     def text(self, characters: int) -> str:
-        """At least so much more of it, up to the end of a sentence."""
-        parts, made = [], 0
+        """The next whole sentences, at least `characters` long together."""
+        parts, length = [], 0
         for sentence in self.sentences():
             parts.append(sentence)
-            made += len(sentence)
-            if made >= characters:
+            length += len(sentence)
+            if length >= characters:
                 break
         return "".join(parts)
 
@@ -136,7 +136,7 @@ class Prose:
         return self._draw.choice(FILLERS).format(**{key: self._draw.choice(words) for key, words in WORDS.items()})
 
     def _name(self) -> str:
-        """Two made-up words: of some 30 million."""
+        """Two made-up words, one of some 30 million pairs."""
         parts = [[self._draw.choice(x) for x in (ONSETS, VOWELS, ENDINGS)] for _ in range(2)]
         return " ".join("".join(p).capitalize() for p in parts)
 
@@ -154,8 +154,8 @@ class Prose:
         start = self._characters + text.rindex(value)
         word = self._words + len(text[: text.rindex(value)].split())
         self.tellings.append(Telling(start, start + len(value), None if last is None else word - last, len(FACTS[kind])))
-        distance = round(math.exp(self._draw.uniform(math.log(NEAREST), math.log(FARTHEST))))
+        distance = round(math.exp(self._draw.uniform(math.log(MIN_WORDS_BETWEEN), math.log(MAX_WORDS_BETWEEN))))
         self._facts += 1
-        if last is None or self._draw.random() < AGAIN_AND_AGAIN:
+        if last is None or self._draw.random() < RETELL_PROBABILITY:
             heapq.heappush(self._due, (word + distance, self._facts, name, kind, value, word))
         return text

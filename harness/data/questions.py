@@ -1,4 +1,4 @@
-"""A stream of text with questions in it: which tokens ask, which answer, and where the answer could be read."""
+"""Streams of text with questions in them: which tokens are the question, the answer, and the evidence for it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Question:
-    """One question of a stream, in token indices.
+    """One question of a stream. Places are token indices; ends are exclusive.
 
     Attributes:
-        start: of the first token of the question.
-        prompt_end: of the first token of the answer.
-        answer_end: behind the answer's last token, its line end included.
-        answer: the right one, as text.
-        evidence: first token of the place that tells the answer, and the one behind its last; None if there is none.
+        start: first token of the question.
+        prompt_end: end of the question, where the answer starts.
+        answer_end: end of the answer, its newline included.
+        answer: the right answer, as text.
+        evidence: (start, end) of the text that states the answer; None if the stream has none.
     """
 
     start: int
@@ -38,22 +38,22 @@ class Question:
 
 @dataclass(frozen=True)
 class Quiz:
-    """A stream of tokens with its questions, right answers in place."""
+    """A stream of tokens with questions, each followed by its right answer."""
 
     ids: NDArray[np.int64]  # [N], prefix included
-    prefix: int
+    prefix: int  # tokens
     questions: tuple[Question, ...]
-    line_tokens: NDArray[np.int64]  # lengths of the record lines; empty where there are none
+    line_tokens: NDArray[np.int64]  # tokens of each record line; empty if there are none
 
 
 @dataclass(frozen=True)
 class QuizData:
-    """What a question task reads: one or more independent streams.
+    """The data of a question task: one or more independent streams.
 
     Attributes:
         quizzes: the streams.
-        source: where they came from, in words.
-        tokenizer: turns answers back into text.
+        source: description of where they came from.
+        tokenizer: to decode answers.
         text_sha256: of all texts.
     """
 
@@ -69,11 +69,11 @@ class QuizData:
 
     @property
     def tokens(self) -> int:
-        """Of all streams, prefixes not counted."""
+        """Tokens of all streams, prefixes not counted."""
         return sum(len(q.ids) - q.prefix for q in self.quizzes)
 
     def facts(self) -> dict[str, Any]:
-        """For the record."""
+        """Facts about the data, for the record."""
         lines = np.concatenate([q.line_tokens for q in self.quizzes])
         first = self.quizzes[0]
         return {
@@ -86,51 +86,52 @@ class QuizData:
 
 @dataclass
 class Script:
-    """A quiz in the making: text is appended, and places in it are remembered."""
+    """Builds a quiz as text, and remembers in characters where its lines and questions are."""
 
     text: str = ""
-    lines: list[tuple[int, int]] = field(default_factory=list)  # spans in characters, as all below
-    asked: list[tuple[int, int, int, str, int | None]] = field(default_factory=list)  # as `Question`; a line's number
+    lines: list[tuple[int, int]] = field(default_factory=list)  # (start, end) of every record line
+    questions: list[tuple[int, int, int, str, int | None]] = field(default_factory=list)  # `Question`, evidence as a line number
 
     def line(self, text: str) -> None:
-        """Append a record line that can be asked for. Its number is the count of those before it."""
+        """Append a record line that questions can refer to. Lines are numbered from 0."""
         self.lines.append((len(self.text), len(self.text) + len(text)))
         self.text += text
 
     def ask(self, prompt: str, answer: str, completion: str, line: int | None = None) -> None:
-        """Append a question with its completion, which holds the answer, and the number of the line that tells it."""
+        """Append a question and its completion, which contains the answer. `line` is the number of the line that states it."""
         start, middle = len(self.text), len(self.text) + len(prompt)
-        self.asked.append((start, middle, middle + len(completion), answer, line))
+        self.questions.append((start, middle, middle + len(completion), answer, line))
         self.text += prompt + completion
 
 
 def quiz(script: Script, tokenizer: PreTrainedTokenizerBase) -> Quiz:
-    """The script in tokens, tokenised as a whole, opened by the tokenizer's own BOS.
+    """Tokenise a script as one text, after the tokenizer's own BOS.
 
     Raises:
-        UserError: a token lies across the border of a line, a question or an answer.
+        UserError: a token crosses the border of a line, a question or an answer.
     """
     prefix = opening(tokenizer)
     new, ends = tokenise(tokenizer, script.text, len(script.text.encode()) + 1)
     byte_at = np.cumsum([0, *(len(c.encode()) for c in script.text)])
 
-    def token(at: int) -> int:
-        """Index of the first token behind a character, which must be where a token ends."""
-        count = int(np.searchsorted(ends, byte_at[at], side="right"))
-        if count and ends[count - 1] != byte_at[at]:
-            raise UserError(f"this tokenizer joins what should be apart in one token: ...{script.text[at - 9 : at + 9]!r}...")
+    def token(character: int) -> int:
+        """Index of the token that starts at this character."""
+        count = int(np.searchsorted(ends, byte_at[character], side="right"))
+        if count and ends[count - 1] != byte_at[character]:
+            around = script.text[character - 9 : character + 9]
+            raise UserError(f"this tokenizer puts both sides of a question's or a line's border in one token: ...{around!r}...")
         return len(prefix) + count
 
     spans = [(token(start), token(end)) for start, end in script.lines]
     questions = [
         Question(token(start), token(prompt_end), token(answer_end), answer, None if line is None else spans[line])
-        for start, prompt_end, answer_end, answer, line in script.asked
+        for start, prompt_end, answer_end, answer, line in script.questions
     ]
     lengths = np.array([end - start for start, end in spans], np.int64)
     return Quiz(np.concatenate([np.array(prefix, np.int64), new]), len(prefix), tuple(questions), lengths)
 
 
 def quiz_data(scripts: Sequence[Script], source: str, tokenizer: PreTrainedTokenizerBase) -> QuizData:
-    """Streams from scripts."""
-    seen = hashlib.sha256("\0".join(s.text for s in scripts).encode()).hexdigest()
-    return QuizData(tuple(quiz(s, tokenizer) for s in scripts), source, tokenizer, seen)
+    """Tokenise scripts, each as a stream of its own."""
+    text_sha256 = hashlib.sha256("\0".join(s.text for s in scripts).encode()).hexdigest()
+    return QuizData(tuple(quiz(s, tokenizer) for s in scripts), source, tokenizer, text_sha256)

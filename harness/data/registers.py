@@ -1,4 +1,4 @@
-"""An endless record of numbered lines, and questions about them: for StreamEval, an lm-eval task and pretraining."""
+"""Record-and-query text for StreamEval, an lm-eval task and pretraining: numbered lines, and questions about them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ HEADER = "A record of numbered lines follows. Remember what the register of ever
 
 
 def record_line(number: int, content: int) -> str:
-    """What the record says of a line."""
+    """A line of the record."""
     return f"line {number}: REGISTER_CONTENT is <{content}>\n"
 
 
 def question(number: int) -> str:
-    """What is asked about a line."""
+    """The question about a line."""
     return f"Question: What is the REGISTER_CONTENT of line {number}?\nAnswer:"
 
 
@@ -23,6 +23,6 @@ def answer(content: int) -> str:
 
 
 def said(completion: str) -> str:
-    """The answer in a completion: its first line, without blanks, angle brackets and a full stop around it."""
+    """The answer in a completion: its first line, without surrounding spaces, angle brackets and full stop."""
     first = completion.lstrip().split("\n", 1)[0]
     return re.sub(r"^[\s<]+|[\s>.]+$", "", first)

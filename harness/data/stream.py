@@ -1,4 +1,4 @@
-"""A stream of tokens made from texts, and the account of which text it was."""
+"""Streams of tokens made from texts, with fingerprints of the text they came from."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from kvbench.harness.core.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_PIECE = 2**15  # characters tokenised at once, at least; at most twice as many
-_PART = 2**20  # token ids looked at at once
-# Where a text may be cut, the first of these that there is. Across the first two no tokenizer in use joins characters.
+_MIN_PIECE_CHARACTERS = 2**15  # tokenised at once; a piece has at most twice as many
+_HASHED_AT_ONCE = 2**20
+# Where to cut a text, in order of preference. No common tokenizer joins characters across the first two.
 _CUTS = (re.compile(r"(?<=\n)(?=\S)"), re.compile(r"(?<=\w)(?= \w)"), re.compile(r"(?<=\S)(?=\s)"))
 
 
 @dataclass(frozen=True)
 class Text:
-    """One book."""
+    """One text, such as a book."""
 
     title: str
     text: str
@@ -34,14 +34,14 @@ class Text:
 
 @dataclass(frozen=True)
 class TokenStream:
-    """Texts one after the other as one stream of tokens.
+    """Texts, one after the other, as one stream of tokens.
 
     Attributes:
-        ids: the prefix, then the texts, nothing between them. [N] integers, on disk where they were made from texts.
-        prefix: how many tokens open the stream and are never scored.
-        byte_counts: UTF-8 bytes of text that each token stands for; 0 in the prefix. [N] integers, likewise.
+        ids: the prefix, then the texts with nothing between them. [N] integers; `stream` keeps them on disk.
+        prefix: number of tokens that open the stream and are never scored.
+        byte_counts: UTF-8 bytes of text per token; 0 in the prefix. [N] integers, also on disk.
         starts: (title, index of the first token) of every text.
-        source: where the texts came from, in words.
+        source: description of where the texts came from.
         text_sha256: of the UTF-8 bytes of the text that the tokens cover.
     """
 
@@ -59,11 +59,11 @@ class TokenStream:
 
     @property
     def tokens(self) -> int:
-        """The prefix not counted."""
+        """Tokens of text, the prefix not counted."""
         return len(self.ids) - self.prefix
 
     def facts(self) -> dict[str, Any]:
-        """For the record."""
+        """Facts about the data, for the record."""
         return {
             "source": self.source,
             "text_sha256": self.text_sha256,
@@ -76,46 +76,46 @@ class TokenStream:
 
 def fingerprint(ids: NDArray[np.integer[Any]]) -> str:
     """sha256 of token ids, as 64-bit integers."""
-    found = hashlib.sha256()
-    for start in range(0, len(ids), _PART):
-        found.update(ids[start : start + _PART].astype("<i8").tobytes())
-    return found.hexdigest()
+    digest = hashlib.sha256()
+    for start in range(0, len(ids), _HASHED_AT_ONCE):
+        digest.update(ids[start : start + _HASHED_AT_ONCE].astype("<i8").tobytes())
+    return digest.hexdigest()
 
 
-class _OnDisk:
-    """32-bit integers appended to a file that nobody else sees and that goes with them: a stream may be long."""
+class _DiskArray:
+    """A growing array of 32-bit integers in a temporary file, because a stream may be too long for memory."""
 
     def __enter__(self) -> Self:
         self._file = tempfile.TemporaryFile()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()  # what is mapped stays
+        self._file.close()  # mapped arrays stay valid
 
     def append(self, values: NDArray[np.int64]) -> None:
-        """[n]."""
+        """Append values. [n]."""
         self._file.write(values.astype(np.int32).tobytes())
 
     def mapped(self) -> NDArray[np.int32]:
-        """All of them. [N]."""
+        """The whole array, mapped from disk. [N]."""
         self._file.flush()
         return np.memmap(self._file, np.int32, "r+") if self._file.tell() else np.zeros(0, np.int32)
 
 
 def opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What opens a stream: the BOS, or the sink tokens, that the tokenizer itself puts before a text."""
-    put = list(tokenizer("", add_special_tokens=True)["input_ids"])
-    if put[:1] != [tokenizer.bos_token_id]:
+    """The tokens that the tokenizer itself puts before a text: a BOS or sink tokens."""
+    special = list(tokenizer("", add_special_tokens=True)["input_ids"])
+    if special[:1] != [tokenizer.bos_token_id]:
         return []
-    behind = tokenizer.eos_token_id if tokenizer.eos_token_id != tokenizer.bos_token_id else None
-    return put[: put.index(behind)] if behind in put else put
+    eos = tokenizer.eos_token_id if tokenizer.eos_token_id != tokenizer.bos_token_id else None
+    return special[: special.index(eos)] if eos in special else special
 
 
 def newline(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token of a line end.
+    """The token for a newline.
 
     Raises:
-        UserError: the tokenizer has none that stands for it alone.
+        UserError: the tokenizer has no token for a newline alone.
     """
     ids = tokenizer("\n", add_special_tokens=False)["input_ids"]
     if not ids or tokenizer.decode(ids[-1:]) != "\n":
@@ -131,24 +131,24 @@ def stream(
     prefix: list[int] | None = None,
     short: bool = False,
 ) -> TokenStream:
-    """The first `tokens` tokens of the texts, after a prefix.
+    """A prefix, then the first `tokens` tokens of the texts.
 
-    Each text is tokenised by itself, without special tokens; nothing is put between texts.
+    Each text is tokenised by itself, without special tokens. Nothing is put between texts.
 
     Args:
-        texts: one after the other.
-        source: where they came from, in words.
+        texts: in order.
+        source: description of where they came from.
         tokenizer: the model's.
         tokens: how many, prefix not counted.
-        prefix: token ids that open the stream; the tokenizer's own BOS, if it has one, when None.
-        short: take fewer tokens where the texts have fewer.
+        prefix: token ids that open the stream; when None, the tokenizer's own BOS, if any.
+        short: accept texts with fewer tokens.
 
     Raises:
-        UserError: the texts are shorter than that.
+        UserError: the texts have too few tokens.
     """
     prefix = opening(tokenizer) if prefix is None else prefix
     starts, covered, missing = [], hashlib.sha256(), tokens
-    with _OnDisk() as ids, _OnDisk() as counts:
+    with _DiskArray() as ids, _DiskArray() as counts:
         ids.append(np.array(prefix, np.int64))
         counts.append(np.zeros(len(prefix), np.int64))
         for text in texts:
@@ -161,17 +161,17 @@ def stream(
             if not missing:
                 break
         if missing and (not short or missing == tokens):
-            raise UserError(f"{source}: only {tokens - missing} tokens of text, {tokens} are asked for: set tokens lower")
+            raise UserError(f"{source}: has {tokens - missing} tokens of text, not the {tokens} asked for; set tokens lower")
         return TokenStream(ids.mapped(), len(prefix), counts.mapped(), tuple(starts), source, covered.hexdigest())
 
 
 def tokenise(tokenizer: PreTrainedTokenizerBase, text: str, most: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """At most so many token ids of a text, and the UTF-8 byte of the text at which each ends.
+    """At most `most` token ids of a text, and for each the UTF-8 byte offset of its end.
 
-    In pieces, because what a tokenizer returns takes kilobytes a token. A piece begins with the character that the one
-    before it ended with, whose tokens are dropped again: so the tokens are those of the text as a whole. There are two
-    exceptions. A tokenizer that looks ahead for the end of white space, as GPT-2's does, may put several line ends before
-    a cut in other tokens. And in 32,768 characters without a blank between two words, the cut may be inside a token.
+    The text is tokenised in pieces, because a tokenizer's output takes kilobytes per token. Each piece starts with the last
+    character of the previous one, and that character's tokens are dropped. This gives the tokens of the whole text, with two
+    exceptions. A tokenizer that looks ahead to the end of white space, like GPT-2's, may split several newlines before a cut
+    differently. And a cut may fall inside a token if 32,768 characters have no space between two words.
     """
     ids, ends, byte = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
     for overlap, piece in _pieces(text):
@@ -186,23 +186,23 @@ def tokenise(tokenizer: PreTrainedTokenizerBase, text: str, most: int) -> tuple[
         most -= int(new.sum())
         if most <= 0:
             break
-    whole = slice(None, most if most < 0 else None)
-    return np.concatenate(ids)[whole], np.concatenate(ends)[whole]
+    within_limit = slice(None, most if most < 0 else None)
+    return np.concatenate(ids)[within_limit], np.concatenate(ends)[within_limit]
 
 
 def _pieces(text: str) -> Iterator[tuple[int, str]]:
-    """The text in pieces, each with how many of its characters the piece before it has too."""
+    """The pieces of a text, each with the number of characters it shares with the previous one (0 or 1)."""
     start = overlap = 0
     while start < len(text):
-        stop, apart = _cut(text, start)
+        stop, between_tokens = _cut(text, start)
         yield overlap, text[start - overlap : stop]
-        start, overlap = stop, int(apart)
+        start, overlap = stop, int(between_tokens)
 
 
 def _cut(text: str, start: int) -> tuple[int, bool]:
-    """Where the piece that begins at `start` ends, and whether characters before and after it are in different tokens."""
-    least, most = start + _PIECE, start + 2 * _PIECE
+    """Where to end the piece that begins at `start`, and whether that is between two tokens for certain."""
+    least, most = start + _MIN_PIECE_CHARACTERS, start + 2 * _MIN_PIECE_CHARACTERS
     for cut in _CUTS:
-        if found := cut.search(text, least + 1, most):
-            return found.start(), True
+        if match := cut.search(text, least + 1, most):
+            return match.start(), True
     return min(most, len(text)), False

@@ -1,4 +1,4 @@
-"""Attention of a block that evicts nothing, and the terms every attention here has in common.
+"""Attention over a block during which nothing is evicted, and the terms that all attention code here shares.
 
 Axis letters: B streams, H KV heads, G query heads of a KV head, N = B * H, T tokens, L keys, D head dim.
 """
@@ -11,26 +11,27 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-_SCORES = 2**24  # scores held at once by `causal`
+_MAX_SCORES = 2**24  # held in memory at once by `causal`
+_FUSED_QUERIES = 256  # at once, where the kernel holds no scores
 
 
 class Terms(NamedTuple):
-    """What a layer's attention has besides q, k and v, as the model passed it."""
+    """The parameters of a layer's attention besides q, k and v, as the model passed them."""
 
     scaling: float
     sliding_window: int | None = None  # tokens a query sees, itself included
-    softcap: float | None = None  # scores pass through softcap * tanh(score / softcap)
-    sink_logits: Tensor | None = None  # one learned logit per query head that takes mass and gives nothing. [H * G]
+    softcap: float | None = None  # score = softcap * tanh(score / softcap)
+    sink_logits: Tensor | None = None  # a learned logit per query head that joins the softmax without a value. [H * G]
 
 
 def weights(scores: Tensor, terms: Terms, heads: int, seen: Tensor | None = None) -> Tensor:
-    """Softmax over the keys, float32 at least. [N, G, L] -> [N, G, L].
+    """Softmax over the keys, in float32 or wider. [N, G, L] -> [N, G, L].
 
     Args:
         scores: scaled dot products, rows ordered (stream, head).
-        terms: softcap and sink logits are applied here.
-        heads: H, to lay the sink logits out.
-        seen: keys that get weight; all when None. Broadcast to [N, G, L], bool.
+        terms: their softcap and sink logits are applied here.
+        heads: H, to arrange the sink logits.
+        seen: keys that may be attended; all when None. Broadcasts to [N, G, L], bool.
     """
     if scores.dtype.itemsize < 4:
         scores = scores.float()
@@ -53,24 +54,23 @@ def causal(query: Tensor, keys: Tensor, values: Tensor, terms: Terms, padding: T
         keys: rotated. [B, H, L, D].
         values: [B, H, L, Dv].
         terms: of this layer's attention.
-        padding: how many first keys of each stream are no tokens; none when None. Output at these is finite and
-            means nothing. [B] int64.
+        padding: number of padding tokens at the start of each stream; none when None. Their output is finite but
+            meaningless. [B] int64.
 
     Returns:
         [B, H, G, T, Dv], dtype of the query.
     """
     tokens, length = query.shape[3], keys.shape[2]
-    if (
-        tokens == length and padding is None and terms == Terms(terms.scaling)
-    ):  # nothing cached and nothing special: the kernel knows the mask
+    kernel_has_mask = tokens == length and padding is None and terms == Terms(terms.scaling)
+    if kernel_has_mask:
         flat = query.flatten(1, 2)
         out = scaled_dot_product_attention(
             flat, keys, values, is_causal=True, scale=terms.scaling, enable_gqa=flat.shape[1] > keys.shape[1]
         )
         return out.view(*query.shape[:4], values.shape[3])
-    rows = max(1, _SCORES // (query.shape[:3].numel() * length))
+    rows = max(1, _MAX_SCORES // (query.shape[:3].numel() * length))
     if terms.softcap is None and terms.sink_logits is None:
-        rows = max(rows, min(tokens, 256))  # the fused kernels hold no scores
+        rows = max(rows, min(tokens, _FUSED_QUERIES))
     chunks = [
         _causal_chunk(query[:, :, :, t : t + rows], keys, values, length - tokens + t, terms, padding)
         for t in range(0, tokens, rows)
@@ -79,7 +79,7 @@ def causal(query: Tensor, keys: Tensor, values: Tensor, terms: Terms, padding: T
 
 
 def _causal_chunk(query: Tensor, keys: Tensor, values: Tensor, first: int, terms: Terms, padding: Tensor | None) -> Tensor:
-    """Queries of the positions `first`, `first + 1`, ... over the keys up to the last of them."""
+    """Causal attention of the queries at positions `first`, `first + 1`, ..."""
     streams, heads, group, tokens, _ = query.shape
     low = 0 if terms.sliding_window is None else max(0, first - terms.sliding_window + 1)
     keys, values = keys[:, :, low : first + tokens], values[:, :, low : first + tokens]
@@ -88,7 +88,7 @@ def _causal_chunk(query: Tensor, keys: Tensor, values: Tensor, first: int, terms
         - torch.arange(low, first + tokens, device=query.device)
     )  # fmt: skip
     seen = age >= 0 if terms.sliding_window is None else (age >= 0) & (age < terms.sliding_window)
-    if padding is not None:  # a padded query sees itself: a softmax over nothing would be NaN, and spread through the values
+    if padding is not None:  # a padding query attends to itself, because softmax over no keys is NaN
         token = torch.arange(low, first + tokens, device=query.device) >= padding[:, None, None]  # [B, 1, L]
         seen = ((seen & token) | (age == 0))[:, None]  # [B, 1, T, L]
     if terms.softcap is None and terms.sink_logits is None:
@@ -96,10 +96,10 @@ def _causal_chunk(query: Tensor, keys: Tensor, values: Tensor, first: int, terms
         out = scaled_dot_product_attention(flat, keys, values, seen, scale=terms.scaling, enable_gqa=group > 1)
         return out.view(streams, heads, group, tokens, -1)
     scores = torch.einsum("bhgtd,bhld->bhgtl", query * terms.scaling, keys)
-    if terms.sink_logits is not None:  # one logit a row
+    if terms.sink_logits is not None:  # one logit per row
         terms = terms._replace(sink_logits=terms.sink_logits.repeat_interleave(tokens))
     if padding is not None:
         seen = seen.expand(-1, heads, -1, -1).flatten(0, 1)  # [N, T, L]
-    rows = torch.cat([seen] * group, -2)  # [G * T, L], or of every stream and head apart [N, G * T, L]
+    rows = torch.cat([seen] * group, -2)  # [G * T, L], or [N, G * T, L] with padding
     mass = weights(scores.flatten(0, 1).flatten(1, 2), terms, heads, rows).view(scores.shape)
     return torch.einsum("bhgtl,bhld->bhgtd", mass.to(values.dtype), values)

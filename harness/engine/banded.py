@@ -1,9 +1,9 @@
-"""Attention of a block when what is kept is known beforehand: some first tokens, and the newest ones.
+"""Banded attention of a block: every query sees the first tokens of the stream and a window of the newest.
 
-The closed form of the walk for policies that don't look at content. A key in the window stands at its true distance from
-the query; a sink stands where the position mode puts it. So the same queries are rotated twice, and the two parts of one
-softmax are put together by their log-sum-exp. No score matrix of a whole block is ever held: on CPUs PyTorch's fused kernel
-takes some queries at a time, on CUDA FlexAttention takes the whole block and skips what its mask leaves out.
+This is the closed form of the walk, for policies whose kept tokens are known in advance. A key in the window is at its true
+distance from the query, and a sink is where the position mode puts it. So the queries are rotated twice, and the two parts of
+the softmax are merged by their log-sum-exp. The score matrix of a whole block is never in memory: on CPUs PyTorch's fused
+kernel takes some queries at a time; on CUDA FlexAttention takes the whole block and skips masked tiles.
 
 Axis letters: B streams, H KV heads, G query heads of a KV head, T tokens of the block, L keys, E sinks, D head dim.
 """
@@ -19,43 +19,43 @@ from torch import Tensor
 
 from kvbench.harness.engine.attention import Terms, weights
 
-_FLEX = {"cuda"}  # kinds of device where FlexAttention is compiled
-_TILE = 128  # queries and keys of a block of its mask
-_ROWS = (64, 128)  # queries at once: as many as the window has tokens, within these
+_FLEX_DEVICES = {"cuda"}
+_FLEX_TILE = 128  # queries and keys
+_MIN_CHUNK, _MAX_CHUNK = 64, 128  # queries at once: the window's size, within these bounds
 
 
 class Sinks(NamedTuple):
-    """The first tokens of the stream, for queries whose window does not reach them."""
+    """The first tokens of the stream, for queries whose window no longer covers them."""
 
-    query: Tensor  # the block's queries as the sinks see them, rotated. [B, H, G, T, D]
+    query: Tensor  # the block's queries, rotated for the distance to the sinks. [B, H, G, T, D]
     keys: Tensor  # rotated. [B, H, E, D]
     values: Tensor  # [B, H, E, Dv]
 
 
 def banded(query: Tensor, keys: Tensor, values: Tensor, window: int, sinks: Sinks | None, terms: Terms, first: int) -> Tensor:
-    """Each query over itself, the `window` tokens before it, and those of the first tokens that lie before that.
+    """Attention of each query to itself, to the `window` tokens before it, and to the sinks before those.
 
     Args:
         query: rotated. [B, H, G, T, D].
-        keys: of the block's tokens and of those before it, without a gap, rotated. [B, H, L, D].
+        keys: of the block's tokens and of those just before it, rotated. [B, H, L, D].
         values: [B, H, L, Dv].
         window: tokens before a query that it sees.
-        sinks: those of positions 0, 1, ...; None if there are none.
-        terms: of this layer's attention; a sliding window is no concern here.
+        sinks: the tokens at positions 0, 1, ...; None if there are none.
+        terms: of this layer's attention. Its sliding window is ignored.
         first: position of the first key.
 
     Returns:
         [B, H, G, T, Dv], dtype of the query.
     """
     tokens, before = query.shape[3], keys.shape[2] - query.shape[3]
-    hidden = None  # sinks outside a query's window; one inside is seen there
+    outside = None  # sinks before a query's window
     if sinks is not None:
-        reach = torch.arange(first + before, first + before + tokens, device=query.device)[:, None] - window
-        hidden = torch.arange(sinks.keys.shape[2], device=query.device) < reach
+        window_start = torch.arange(first + before, first + before + tokens, device=query.device)[:, None] - window
+        outside = torch.arange(sinks.keys.shape[2], device=query.device) < window_start
     if _can_be_flex(query, values, terms):
         near, log_sum = _flex(query, keys, values, _block_mask(tokens, before, window, query.device), terms)
-        return near if sinks is None or hidden is None else _joined(near, log_sum, sinks, hidden, terms)
-    rows = min(max(_ROWS[0], window), _ROWS[1])
+        return near if sinks is None or outside is None else _merged(near, log_sum, sinks, outside, terms)
+    rows = min(max(_MIN_CHUNK, window), _MAX_CHUNK)
     fused = _can_be_fused(query, values, terms)
     out, log_sums = [], []
     for start in range(0, tokens, rows):
@@ -64,44 +64,46 @@ def banded(query: Tensor, keys: Tensor, values: Tensor, window: int, sinks: Sink
         chunk, part = slice(start, stop), slice(low, before + stop)
         size = (stop - start, before + start - low, window)
         if fused:
-            mask = _mask(*size, query.shape[2], query.dtype)
+            mask = _additive_mask(*size, query.shape[2], query.dtype)
             near, log_sum = _fused(query[:, :, :, chunk], keys[:, :, part], values[:, :, part], mask, terms)
             log_sums.append(log_sum)
         else:
             seen = _band(*size, query.device)
-            some = None if sinks is None else sinks._replace(query=sinks.query[:, :, :, chunk])
-            unseen = None if hidden is None else hidden[chunk]
-            near = _plain(query[:, :, :, chunk], keys[:, :, part], values[:, :, part], seen, some, unseen, terms)
+            chunk_sinks = None if sinks is None else sinks._replace(query=sinks.query[:, :, :, chunk])
+            chunk_outside = None if outside is None else outside[chunk]
+            near = _plain(
+                query[:, :, :, chunk], keys[:, :, part], values[:, :, part], seen, chunk_sinks, chunk_outside, terms
+            )  # fmt: skip
         out.append(near)
     near = torch.cat(out, 3)
-    return near if sinks is None or hidden is None or not fused else _joined(near, torch.cat(log_sums, 3), sinks, hidden, terms)
+    return near if sinks is None or outside is None or not fused else _merged(near, torch.cat(log_sums, 3), sinks, outside, terms)
 
 
 @lru_cache(maxsize=16)
 def _band(tokens: int, before: int, window: int, device: torch.device) -> Tensor:
-    """Which keys each query sees: itself and `window` before it, of the `before` that there are and the block's. [T, L] bool."""
+    """Which of the L = before + T keys each query sees: itself and the `window` before it. [T, L] bool."""
     age = torch.arange(before, before + tokens, device=device)[:, None] - torch.arange(before + tokens, device=device)
     return (age >= 0) & (age <= window)
 
 
 @lru_cache(maxsize=16)
-def _mask(tokens: int, before: int, window: int, group: int, dtype: torch.dtype) -> Tensor:
-    """`_band` as what is added to scores, for query heads of a KV head side by side as rows. [G * T, L]."""
+def _additive_mask(tokens: int, before: int, window: int, group: int, dtype: torch.dtype) -> Tensor:
+    """`_band` as a mask to add to scores, repeated for every query head of a KV head. [G * T, L]."""
     seen = _band(tokens, before, window, torch.device("cpu"))
     return torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, -torch.inf).repeat(group, 1)
 
 
 def _plain(
-    query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, sinks: Sinks | None, hidden: Tensor | None, terms: Terms
+    query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, sinks: Sinks | None, outside: Tensor | None, terms: Terms
 ) -> Tensor:
-    """With the scores of these queries in memory. seen: [T, L] bool; hidden: sinks that count, [T, E] bool."""
+    """Attention with all scores in memory. seen: [T, L] bool; outside: sinks before the window, [T, E] bool."""
     tokens, heads = query.shape[3], query.shape[1]
     scores = torch.einsum("bhgtd,bhld->bhgtl", query * terms.scaling, keys)
-    if sinks is not None and hidden is not None:
+    if sinks is not None and outside is not None:
         far = torch.einsum("bhgtd,bhed->bhgte", sinks.query * terms.scaling, sinks.keys)
-        scores, seen = torch.cat([far, scores], -1), torch.cat([hidden, seen], -1)
+        scores, seen = torch.cat([far, scores], -1), torch.cat([outside, seen], -1)
         values = torch.cat([sinks.values, values], 2)
-    if terms.sink_logits is not None:  # one logit a row
+    if terms.sink_logits is not None:  # one logit per row
         terms = terms._replace(sink_logits=terms.sink_logits.repeat_interleave(tokens))
     flat = scores.flatten(0, 1).flatten(1, 2)
     mass = weights(flat, terms, heads, seen.repeat(query.shape[2], 1)).view(scores.shape)
@@ -109,13 +111,13 @@ def _plain(
 
 
 def _can_be_fused(query: Tensor, values: Tensor, terms: Terms) -> bool:
-    """Whether PyTorch's fused kernel that also tells the log-sum-exp takes this."""
+    """Whether PyTorch's fused kernel that also returns the log-sum-exp supports this."""
     plain = terms.softcap is None and terms.sink_logits is None
     return plain and query.device.type == "cpu" and query.shape[-1] == values.shape[-1]
 
 
 def _fused(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
-    """The window alone by PyTorch's fused kernel. -> [B, H, G, T, Dv] and its log-sum-exp [B, H, G, T]."""
+    """The window's attention from PyTorch's fused kernel. -> [B, H, G, T, Dv] and its log-sum-exp [B, H, G, T]."""
     shape = query.shape[2:4]
     out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query.flatten(2, 3), keys, values, 0.0, False, attn_mask=mask, scale=terms.scaling
@@ -124,25 +126,26 @@ def _fused(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, terms: Ter
 
 
 def _can_be_flex(query: Tensor, values: Tensor, terms: Terms) -> bool:
-    """Whether FlexAttention takes this: on CUDA, whole blocks of its own, dims that it compiles for."""
+    """Whether FlexAttention supports this: on CUDA, whole tiles, equal key and value dims."""
     plain = terms.softcap is None and terms.sink_logits is None and query.shape[-1] == values.shape[-1]
-    return plain and query.device.type in _FLEX and query.shape[3] % _TILE == 0 and query.dtype != torch.float64
+    whole_tiles = query.shape[3] % _FLEX_TILE == 0
+    return plain and query.device.type in _FLEX_DEVICES and whole_tiles and query.dtype != torch.float64
 
 
 @lru_cache
 def _compiled_flex(kind: str) -> Callable[..., Any]:
-    """FlexAttention that also tells the log-sum-exp, compiled for a kind of device."""
+    """FlexAttention that also returns the log-sum-exp, compiled for a kind of device."""
     from torch.nn.attention import flex_attention as module
 
     request = getattr(module, "AuxRequest", None)  # PyTorch 2.9 and later
-    asked: dict[str, Any] = {"return_lse": True} if request is None else {"return_aux": request(lse=True)}
+    options: dict[str, Any] = {"return_lse": True} if request is None else {"return_aux": request(lse=True)}
     flex = module.flex_attention if kind == "cpu" else torch.compile(module.flex_attention, dynamic=False)
-    return partial(flex, **asked)
+    return partial(flex, **options)
 
 
 @lru_cache(maxsize=16)
 def _block_mask(tokens: int, before: int, window: int, device: torch.device) -> Any:
-    """`_band` as FlexAttention takes it."""
+    """`_band` as a FlexAttention block mask."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
@@ -153,7 +156,7 @@ def _block_mask(tokens: int, before: int, window: int, device: torch.device) -> 
 
 
 def _flex(query: Tensor, keys: Tensor, values: Tensor, mask: Any, terms: Terms) -> tuple[Tensor, Tensor]:
-    """As `_fused`, a whole block at once."""
+    """The window's attention from FlexAttention. -> [B, H, G, T, Dv] and its log-sum-exp [B, H, G, T]."""
     shape = query.shape
     out, extra = _compiled_flex(query.device.type)(
         query.flatten(1, 2), keys.contiguous(), values.contiguous(), block_mask=mask, scale=terms.scaling,
@@ -163,9 +166,9 @@ def _flex(query: Tensor, keys: Tensor, values: Tensor, mask: Any, terms: Terms) 
     return out.view(*shape[:4], values.shape[-1]), log_sum.view(shape[:4])
 
 
-def _joined(near: Tensor, log_sum: Tensor, sinks: Sinks, hidden: Tensor, terms: Terms) -> Tensor:
-    """One softmax of the window's part and of the sinks'. near: [B, H, G, T, Dv]; log_sum: [B, H, G, T]."""
+def _merged(near: Tensor, log_sum: Tensor, sinks: Sinks, outside: Tensor, terms: Terms) -> Tensor:
+    """Merge the window's attention with the sinks' into one softmax. near: [B, H, G, T, Dv]; log_sum: [B, H, G, T]."""
     keys, values = sinks.keys[:, :, None].mT * terms.scaling, sinks.values[:, :, None]
-    far = (sinks.query @ keys).to(log_sum.dtype).masked_fill(~hidden, -torch.inf)
-    share = torch.cat([log_sum[..., None], far], -1).softmax(-1)  # of the window as a whole, and of every sink
+    far = (sinks.query @ keys).to(log_sum.dtype).masked_fill(~outside, -torch.inf)
+    share = torch.cat([log_sum[..., None], far], -1).softmax(-1)  # of the whole window, then of every sink
     return share[..., :1].to(near.dtype) * near + share[..., 1:].to(values.dtype) @ values

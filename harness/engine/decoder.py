@@ -1,4 +1,4 @@
-"""What a decoder is asked to keep, and what every decoder can do.
+"""The configuration and the interface of a decoder.
 
 Axis letters: B streams, T tokens, V vocabulary, H KV heads.
 """
@@ -16,14 +16,14 @@ from kvbench.policies import Policy, PositionMode
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """What a decoder is asked to keep.
+    """Which tokens a decoder keeps, and where RoPE puts them.
 
     Attributes:
-        policy: unbound.
+        policy: not yet bound to the capacity.
         capacity: tokens per KV head kept between steps; None for a policy that never evicts.
         positions: where RoPE puts a cached token.
-        limit: largest distance of mode `clamped`, in tokens; the model's training length when None.
-        seed: of the policy's randomness.
+        limit: largest distance in position mode `clamped`, in tokens; the model's training length when None.
+        seed: of the policy's random numbers.
     """
 
     policy: Policy
@@ -42,30 +42,30 @@ class Decoder(Protocol):
     """Reads B streams, a block of tokens at a time."""
 
     def __call__(self, tokens: Tensor, valid: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
-        """Take a block in.
+        """Read a block.
 
         Args:
             tokens: [B, T] int64.
-            valid: which of them count; all when None. An invalid token changes nothing and its logits mean
-                nothing. [B, T] bool.
-            keep: indices of the tokens whose logits are wanted; all when None. [K] int64.
+            valid: tokens that count; all when None. An invalid token changes nothing, and its logits are
+                meaningless. [B, T] bool.
+            keep: indices of the tokens whose logits to return; all when None. [K] int64.
 
         Returns:
             Logits for the token after each. [B, T or K, V], the model's dtype.
         """
 
     def reserve(self, tokens: int) -> None:
-        """Make room for so many more tokens now, so that no step has to."""
+        """Make room for `tokens` more tokens now, so that no step has to allocate."""
 
     def fork(self, streams: Sequence[int]) -> Decoder:
-        """A decoder whose streams are copies of these, nothing shared."""
+        """A decoder whose streams are copies of these, with nothing shared."""
 
     def held(self, positions: Sequence[int]) -> float:
-        """Share of (layer, KV head, token) still held, of these tokens of the first stream. Syncs with the host."""
+        """Share of these tokens of the first stream that are held, over layers and KV heads. Syncs with the host."""
 
     @property
     def slots(self) -> tuple[float, float]:
-        """Slots that hold a token, and slots a decode step's attention runs over; means over layers, per KV head."""
+        """(slots in use, slots a decode step attends over), per KV head, averaged over layers."""
 
     @property
     def kv_bytes(self) -> int:

@@ -1,8 +1,8 @@
-"""How an unmodified Hugging Face model hands its attention to us.
+"""The attention function that an unmodified Hugging Face model calls.
 
-The model runs with all position ids 0, where RoPE does nothing, `use_cache=False` and no mask function, so
-that this function gets plain q, k and v of the new tokens and owns everything after. Who answers is a
-context variable and no keyword argument, because some families don't pass those on to their attention.
+The model runs with `use_cache=False`, without a mask function, and with all position ids 0, where RoPE does nothing. So this
+function gets the plain q, k and v of the new tokens and does everything after. The backend is a context variable, because some
+model families don't pass keyword arguments on to their attention.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NAME = "kv_bench"
 
 
 class Backend(Protocol):
-    """What answers a layer's attention."""
+    """Computes the attention of a model's layers."""
 
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
         """Attention of one layer. [B, Q, T, D], [B, H, T, D], [B, H, T, Dv] -> [B, Q, T, Dv]."""
@@ -41,10 +41,10 @@ def _attention(
     """The attention function registered with transformers."""
     terms = Terms(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
     layer: Any = module.layer_idx
-    if s_aux is None and getattr(module.config, "zero_sink", False):  # softmax off by one: a sink logit fixed at 0
+    if s_aux is None and getattr(module.config, "zero_sink", False):  # softmax off by one is a sink logit of 0
         terms = terms._replace(sink_logits=query.new_zeros(query.shape[1]))
     return BACKEND.get().attend(layer, query, key, value, terms).transpose(1, 2).contiguous(), None
 
 
-BACKEND: ContextVar[Backend] = ContextVar("backend")  # who answers the attention of the forward pass under way
+BACKEND: ContextVar[Backend] = ContextVar("backend")  # of the current forward pass
 AttentionInterface.register(NAME, _attention)

@@ -1,4 +1,4 @@
-"""A Hugging Face model, unmodified, as the decode loop drives it, and the self-check that guards it.
+"""Wraps an unmodified Hugging Face model so that the decode loop can drive it.
 
 Axis letters: B streams, T tokens, V vocabulary, L layers, H KV heads, G query heads of a KV head, D head dim.
 """
@@ -21,12 +21,12 @@ from kvbench.harness.engine.rotary import Rotation, find_rotation
 from kvbench.harness.engine.slots import LayerShape
 from kvbench.harness.engine.zero_sink import ZERO_SINK
 
-_PROBES = (1, 5, 191)  # positions at which a layer's rotation is read off
-_MOVING = ("dynamic", "longrope")  # RoPE types whose tables depend on the longest position
+_PROBE_POSITIONS = (1, 5, 191)
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 class UnsupportedModelError(ValueError):
-    """This model can't be driven exactly, and why."""
+    """This model can't be driven exactly; the message says why."""
 
 
 @dataclass
@@ -34,10 +34,10 @@ class Model:
     """A model the decode loop can drive.
 
     Attributes:
-        hf: the Hugging Face model, attention handed to `interface`.
-        layers: what each layer's cache must know.
+        hf: the Hugging Face model; `interface` computes its attention.
+        layers: the shape of each layer's attention, for its cache.
         training_length: longest position seen in training, in tokens; None if the config does not say.
-        check: what the self-check found, in units of rounding; None if it was not run.
+        check: result of the self-check, in units of rounding error; None if it did not run.
     """
 
     hf: PreTrainedModel
@@ -47,20 +47,20 @@ class Model:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return self.hf.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights, and so of K and V."""
+        """The dtype of the weights, and so of K and V."""
         return self.hf.dtype
 
     def kv_bytes(self, capacity: int, streams: int = 1) -> int:
-        """What the K/V slots of a cache take by the formula: `capacity + 1` of them per layer and KV head, in bytes."""
+        """Bytes of a cache's K/V slots: `capacity + 1` slots per layer and KV head, fewer under a sliding window."""
         return streams * sum(s.kv_bytes_per_token(self.dtype) * ((s.kept(capacity) or 0) + 1) for s in self.layers)
 
     def facts(self) -> dict[str, Any]:
-        """For the record."""
+        """Facts about the model, for the record."""
         return {
             "model_type": str(self.hf.config.model_type),
             "training_length": self.training_length,
@@ -69,7 +69,7 @@ class Model:
         }
 
     def _kv_shapes(self) -> list[dict[str, Any]]:
-        """What decides the bytes of K and V, by kind of layer: so that they can be computed again from the record."""
+        """The shapes of K and V, by kind of layer, so that a reader of the record can compute their bytes."""
         kinds = Counter((s.heads, s.key_dim, s.value_dim, s.sliding_window) for s in self.layers)
         names = ("heads", "key_dim", "value_dim", "sliding_window")
         return [{"layers": count, **dict(zip(names, kind, strict=True))} for kind, count in kinds.items()]
@@ -79,17 +79,17 @@ class Model:
 
         Args:
             tokens: [B, T] int64.
-            backend: answers every layer's attention.
-            keep: indices of the tokens whose logits are wanted, or how many of the last; 0 = all.
+            backend: computes every layer's attention.
+            keep: indices of the tokens whose logits to return, or how many of the last; 0 = all.
 
         Returns:
-            [B, T or what is kept, V], the model's dtype.
+            [B, T or kept tokens, V], the model's dtype.
         """
         return _forward(self.hf, tokens, torch.zeros_like(tokens), backend, keep)
 
 
 def _forward(hf: PreTrainedModel, tokens: Tensor, positions: Tensor, backend: interface.Backend, keep: Tensor | int) -> Tensor:
-    """The model's forward pass with its attention answered by `backend`."""
+    """The model's forward pass, with attention computed by `backend`."""
     token = interface.BACKEND.set(backend)
     try:
         out = hf(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=keep)
@@ -100,7 +100,7 @@ def _forward(hf: PreTrainedModel, tokens: Tensor, positions: Tensor, backend: in
 
 
 class _Probe:
-    """Takes down every layer's q, k and terms, and answers 0 so that no layer depends on another's attention."""
+    """Records every layer's q, k and terms. Its output is 0, so that no layer depends on another's attention."""
 
     def __init__(self) -> None:
         self.seen: dict[int, tuple[Tensor, Tensor, int, Terms]] = {}
@@ -113,19 +113,21 @@ class _Probe:
 
 
 def adopt(hf: PreTrainedModel, rope_length: int | None = None) -> Model:
-    """Make a model drivable: find out its layers by experiment and check it against its own forward pass.
+    """Route a model's attention to `interface`, and find the shape of its layers with probe runs.
+
+    `selfcheck.check` then compares it with its own forward pass.
 
     Args:
         hf: any causal language model, in evaluation mode.
-        rope_length: for RoPE types whose tables depend on the longest position (dynamic, longrope): that position
-            plus 1, in tokens. Positions keep the tables of that length throughout.
+        rope_length: longest position + 1, in tokens, for RoPE types whose tables depend on it (dynamic, longrope). The
+            tables of that length are used for all positions.
 
     Raises:
-        UnsupportedModelError: it can't be driven exactly, and why.
+        UnsupportedModelError: it can't be driven exactly; the message says why.
     """
     hf.requires_grad_(False)
     hf.set_attn_implementation(interface.NAME)
-    if _rope_types(hf) & set(_MOVING) and rope_length is None:
+    if _rope_types(hf) & set(_LENGTH_DEPENDENT_ROPE) and rope_length is None:
         raise UnsupportedModelError(
             f"its RoPE ({', '.join(sorted(_rope_types(hf)))}) depends on the longest position: set model.rope_length"
         )
@@ -140,14 +142,14 @@ def adopt(hf: PreTrainedModel, rope_length: int | None = None) -> Model:
 
 
 def _layer_shapes(model: Model, rope_length: int | None) -> list[LayerShape]:
-    """Heads, dims, sliding window and rotation of every layer, read off probe runs."""
+    """Heads, dims, sliding window and rotation of every layer, from probe runs."""
     if rope_length is not None:
-        _observe(model, rope_length - 1)  # leaves the tables of that length in place
+        _observe(model, rope_length - 1)  # makes the model compute its tables for that length
         _freeze_rope(model.hf)
     at_zero = _observe(model, 0)
     if sorted(at_zero) != list(range(len(at_zero))) or not at_zero:
         raise LookupError("its attention does not go through transformers' AttentionInterface in every layer")
-    samples = {p: _observe(model, p) for p in _PROBES}
+    samples = {p: _observe(model, p) for p in _PROBE_POSITIONS}
     tables = [b for name, b in model.hf.named_buffers() if name.endswith("inv_freq") and "original" not in name]
     shapes = []
     known: list[Rotation] = []
@@ -157,7 +159,7 @@ def _layer_shapes(model: Model, rope_length: int | None) -> list[LayerShape]:
             {p: torch.cat(seen[layer][:2], 1) for p, seen in samples.items()},
             tables,
         )
-        rotation = next((r for r in known if rotation and _same(r, rotation)), rotation)  # tables are shared
+        rotation = next((r for r in known if rotation and _same(r, rotation)), rotation)  # so that layers share its tables
         known += [rotation] if rotation and rotation not in known else []
         heads, group = keys.shape[1], query.shape[1] // keys.shape[1]
         plain = terms.softcap is None and terms.sink_logits is None
@@ -170,7 +172,7 @@ def _same(a: Rotation, b: Rotation) -> bool:
 
 
 def _observe(model: Model, position: int) -> dict[int, tuple[Tensor, Tensor, int, Terms]]:
-    """Q and k of every layer for a few tokens that all stand at one position."""
+    """Q and k of every layer, for a few tokens all at one position."""
     count = min(8, model.hf.config.get_text_config().vocab_size)
     tokens = torch.arange(count, device=model.device)[None]
     probe = _Probe()
@@ -191,19 +193,19 @@ def _rope_types(hf: PreTrainedModel) -> set[str]:
 
 
 def _freeze_rope(hf: PreTrainedModel) -> None:
-    """Keep the tables as they are: a type that adapts would look at every block's positions, and sync for it."""
+    """Keep the current tables. An adaptive RoPE type would read every block's positions, which syncs with the host."""
     for module in hf.modules():
         kind: Any = getattr(module, "rope_type", None)
         if isinstance(kind, dict):
             module.rope_type = dict.fromkeys(kind, "default")  # type: ignore[assignment]
-        elif kind in _MOVING:
+        elif kind in _LENGTH_DEPENDENT_ROPE:
             module.rope_type = "default"  # type: ignore[assignment]
 
 
 @contextmanager
 def own_attention(hf: PreTrainedModel) -> Iterator[None]:
-    """The model as its authors wrote it, for the reference forward pass."""
-    zero_sink = getattr(hf.config.get_text_config(), "zero_sink", False)  # which transformers' own attention knows nothing of
+    """Run the model with its own attention, as its authors wrote it, for a reference forward pass."""
+    zero_sink = getattr(hf.config.get_text_config(), "zero_sink", False)  # transformers has no attention for it
     hf.set_attn_implementation(ZERO_SINK if zero_sink else "eager")
     try:
         yield

@@ -1,6 +1,6 @@
-"""A decoder without a cache: the window of every token run afresh, the yardstick of quality.
+"""A decoder without a cache, the quality reference: it runs every token's window through the model again.
 
-Axis letters: B streams, T tokens, N tokens of a text, K tokens whose logits are wanted, V vocabulary.
+Axis letters: B streams, T tokens, N tokens of a text, K tokens whose logits are returned, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.rotary import rotate
 
-_PREFILL = 8192  # tokens that recompute-window runs at once
+_MAX_BATCH_TOKENS = 8192  # of all windows run at once
 
 
 @dataclass(frozen=True)
 class _Windows:
-    """Answers the attention of windows that are run afresh: plain causal attention.
+    """The attention backend for recomputed windows: plain causal attention.
 
     Attributes:
-        model: that runs them.
-        longest: tokens of a window, at most.
-        padding: places before the first token of each; none when None. [B] int64.
+        model: whose layers these are.
+        longest: maximum tokens of a window.
+        padding: padding tokens at the start of each window; none when None. [B] int64.
     """
 
     model: Model
@@ -40,41 +40,40 @@ class _Windows:
         shape = self.model.layers[layer]
         if shape.rotation is not None:
             query, keys = shape.rotation.pair(query), shape.rotation.pair(keys)
-            at = torch.arange(keys.shape[2], device=keys.device)
-            turns = shape.rotation.factors(at, keys.dtype, self.longest + 1)
-            query, keys = rotate(query, turns), rotate(keys, turns)
+            positions = torch.arange(keys.shape[2], device=keys.device)
+            rope_factors = shape.rotation.factors(positions, keys.dtype, self.longest + 1)
+            query, keys = rotate(query, rope_factors), rotate(keys, rope_factors)
         return causal(query.unflatten(1, (shape.heads, -1)), keys, values, terms, self.padding).flatten(1, 2)
 
 
 class RecomputeDecoder:
-    """A decoder that keeps no cache: every token's window is run afresh, many windows at once."""
+    """A decoder that keeps no cache. It recomputes the window of every token, many windows at once."""
 
     def __init__(self, model: Model, config: CacheConfig, streams: int = 1) -> None:
-        """As `decoder`."""
         assert config.capacity is not None
         self.model, self.config = model, config
         band = config.policy.bind(config.capacity).band(config.capacity)
-        self.sinks = 0 if band is None else band[0]  # tokens of the stream's beginning that open every window
-        self.length = config.capacity + 1
+        self.sinks = 0 if band is None else band[0]  # first tokens of the stream, part of every window
+        self.length = config.capacity + 1  # tokens of a full window
         self._history = torch.zeros(streams, 0, dtype=torch.int64, device=model.device)  # sinks and newest tokens. [B, N]
-        self._lengths: Tensor | None = None  # tokens taken in; None while that is `_most` for every stream. [B]
-        self._most = 0  # tokens taken in by a stream, at most
+        self._lengths: Tensor | None = None  # tokens read, per stream; None while all have read `_longest`. [B]
+        self._longest = 0  # tokens read by the longest stream
         for shape in model.layers:
             if shape.rotation is not None:
                 shape.rotation.prepare(model.dtype)
 
     @torch.inference_mode()
     def __call__(self, tokens: Tensor, valid: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
-        """See `Decoder`. Only what is kept is computed. Syncs with the host for `keep`, once a block of several tokens."""
+        """Read a block. Only the logits in `keep` are computed; reading `keep` syncs with the host, once per block."""
         if valid is None and self._lengths is None:
             logits = self._read(tokens, keep)
         else:
             logits = self._read_ragged(tokens, torch.ones_like(tokens, dtype=torch.bool) if valid is None else valid, keep)
-        self._most += tokens.shape[1]
+        self._longest += tokens.shape[1]
         return logits
 
     def _read(self, tokens: Tensor, keep: Tensor | None) -> Tensor:
-        """A block of streams of one length."""
+        """Read a block of streams of equal length."""
         count = tokens.shape[1]
         wanted = list(range(count)) if keep is None else [0] * len(keep) if count == 1 else keep.tolist()
         before = self._history.shape[1]
@@ -84,22 +83,22 @@ class RecomputeDecoder:
         return logits
 
     def _window(self, text: Tensor, length: int) -> Tensor:
-        """The sinks and the newest tokens of each stream, as many as that. [B, N] -> [B, length]."""
+        """The sinks and the newest tokens of each stream, `length` together. [B, N] -> [B, length]."""
         return torch.cat([text[:, : self.sinks], text[:, text.shape[1] - length + self.sinks :]], 1)
 
     def _read_ragged(self, tokens: Tensor, valid: Tensor, keep: Tensor | None) -> Tensor:
-        """A block of streams whose lengths only the device knows: short windows are padded in front, and all run alike."""
+        """Read a block of streams whose lengths only the device knows. Short windows are padded at the start."""
         if self._lengths is None:
-            self._lengths = torch.full((len(tokens),), self._most, device=tokens.device)
-        ends = self._lengths.clamp(max=self.length - 1)[:, None] + valid.cumsum(1)  # tokens of `text` up to and with each
+            self._lengths = torch.full((len(tokens),), self._longest, device=tokens.device)
+        ends = self._lengths.clamp(max=self.length - 1)[:, None] + valid.cumsum(1)  # where each token's window ends in `text`
         self._lengths = self._lengths + valid.sum(1)
-        text = torch.cat([self._history, tokens, tokens[:, :1]], 1)  # the last column takes what does not count
+        text = torch.cat([self._history, tokens, tokens[:, :1]], 1)  # the last column takes the invalid tokens
         text = text.scatter(1, (ends - 1).masked_fill(~valid, text.shape[1] - 1), tokens)
         wanted = ends if keep is None else ends.index_select(1, keep)
-        asked = wanted if wanted.shape[1] else ends[:, :1]  # models don't take an empty batch
+        nonempty = wanted if wanted.shape[1] else ends[:, :1]  # models reject an empty batch
         width = min(self.length, text.shape[1] - 1)
         out = []
-        for end in asked.split(max(1, _PREFILL // (width * len(text))), 1):
+        for end in nonempty.split(max(1, _MAX_BATCH_TOKENS // (width * len(text))), 1):
             padding = (width - end).clamp(min=0)
             windows = self._gathered(text, end, width, padding).flatten(0, 1)
             out.append(self.model(windows, _Windows(self.model, self.length, padding.flatten()), 1).view(*end.shape, -1))
@@ -108,45 +107,47 @@ class RecomputeDecoder:
         return torch.cat(out, 1)[:, : wanted.shape[1]]
 
     def _gathered(self, text: Tensor, ends: Tensor, width: int, padding: Tensor) -> Tensor:
-        """Sinks and newest tokens of the text up to each end, after some padding. [B, N], [B, K] -> [B, K, width]."""
+        """The padded window that ends at each of `ends`: sinks and newest tokens. [B, N], [B, K] -> [B, K, width]."""
         place = (torch.arange(width, device=text.device) - padding[..., None]).clamp(min=0)
         place = torch.where(place < self.sinks, place, place + (ends - width).clamp(min=0)[..., None])
         return text.gather(1, place.flatten(1)).view(place.shape)
 
     def _logits(self, text: Tensor, ends: list[int]) -> Tensor:
-        """Logits after the windows of each stream that end before these places, ascending. [B, N] -> [B, K, V]."""
-        short = [e for e in ends if e < self.length]  # the first windows begin with the stream and share one run
+        """Logits after the windows that end at `ends` (exclusive, ascending), of each stream. [B, N] -> [B, K, V]."""
+        short = [e for e in ends if e < self.length]  # these windows start with the stream, so one forward pass gives them all
         full = [e - self.length for e in ends[len(short) :]]
         out = []
         if short or not ends:
             last = short[-1] if short else 1
-            kept = len(short) if _in_a_row(short) and short else torch.tensor([e - 1 for e in short], device=text.device).long()
-            out.append(self.model(text[:, :last], _Windows(self.model, self.length), kept))
+            keep: Tensor | int = len(short)
+            if not short or not _consecutive(short):
+                keep = torch.tensor([e - 1 for e in short], device=text.device).long()
+            out.append(self.model(text[:, :last], _Windows(self.model, self.length), keep))
         windows = text[:, self.sinks :].unfold(1, self.length - self.sinks, 1) if full else text
         opening = text[:, None, : self.sinks]
-        at_once = max(1, _PREFILL // (self.length * len(text)))
+        at_once = max(1, _MAX_BATCH_TOKENS // (self.length * len(text)))
         for starts in [full[i : i + at_once] for i in range(0, len(full), at_once)]:
-            chosen = windows[:, starts[0] : starts[-1] + 1] if _in_a_row(starts) else windows[:, starts]
+            chosen = windows[:, starts[0] : starts[-1] + 1] if _consecutive(starts) else windows[:, starts]
             chosen = torch.cat([opening.expand(-1, len(starts), -1), chosen], 2)
             out.append(self.model(chosen.flatten(0, 1), _Windows(self.model, self.length), 1).view(len(text), len(starts), -1))
         return torch.cat(out, 1)
 
     def reserve(self, tokens: int) -> None:
-        """See `Decoder`: there is nothing to make room in."""
+        """Does nothing: there is no cache to grow."""
 
     def held(self, positions: Sequence[int]) -> float:
-        """See `Decoder`: what the window of the next token has."""
-        seen = self._most if self._lengths is None else int(self._lengths[0])
-        first = seen - self.length + self.sinks  # the last that the window has no more
-        return sum(p < seen and (p < self.sinks or p > first) for p in positions) / len(positions)
+        """Share of these tokens of the first stream that are in the next token's window."""
+        seen = self._longest if self._lengths is None else int(self._lengths[0])
+        newest_outside = seen - self.length + self.sinks
+        return sum(p < seen and (p < self.sinks or p > newest_outside) for p in positions) / len(positions)
 
     @property
     def slots(self) -> tuple[float, float]:
-        """See `Decoder`: the tokens of the window."""
-        return (float(min(self._most, self.length)),) * 2
+        """The tokens of the window, twice: all of them are attended."""
+        return (float(min(self._longest, self.length)),) * 2
 
     def fork(self, streams: Sequence[int]) -> Self:
-        """See `Decoder`."""
+        """A decoder whose streams are copies of these, with nothing shared."""
         other = copy(self)
         index = torch.tensor(streams, device=self.model.device)
         other._history = self._history[index]
@@ -155,15 +156,15 @@ class RecomputeDecoder:
 
     @property
     def kv_bytes(self) -> int:
-        """Nothing is held between steps."""
+        """0: no K or V is held between steps."""
         return 0
 
     @property
     def state_bytes(self) -> int:
-        """The tokens of the window."""
+        """Bytes of the token ids held for the next window."""
         return self._history.nbytes
 
 
-def _in_a_row(places: list[int]) -> bool:
-    """Whether they follow each other without a gap: then a slice takes them, and nothing waits for an index."""
+def _consecutive(places: list[int]) -> bool:
+    """Whether ascending places have no gaps, so that a slice selects them and no index tensor has to be copied."""
     return not places or places[-1] - places[0] == len(places) - 1

@@ -1,1 +1,1 @@
-"""lm-eval under a policy: its requests through our decode loop, and our suites over its tasks."""
+"""lm-eval under a policy: its requests run through our decode loop, and our suites run its tasks."""

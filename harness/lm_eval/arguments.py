@@ -1,4 +1,4 @@
-"""What `--model_args` may say of the model `kvbench`: which model under which policy, and how prompts are read."""
+"""The `--model_args` of the lm-eval model `kvbench`: which model, which policy, and how prompts are read."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from kvbench.harness.models.load import DTYPES, device_of, load_model, load_toke
 from kvbench.harness.rules.rules import refuse_if_broken
 from kvbench.policies import PositionMode
 
-_BLOCK = 4096  # tokens that pass a layer at once, all streams together
-_BATCH = 16  # requests side by side, where none is said
+_BLOCK = 4096  # tokens per forward pass, all streams together
+_DEFAULT_BATCH = 16
 
 
 class Arguments(BaseModel):
-    """Arguments by name; what is none of these is a parameter of the policy."""
+    """The arguments. Any other name is a parameter of the policy."""
 
     model_config = ConfigDict(extra="allow", frozen=True, coerce_numbers_to_str=True)
 
@@ -33,39 +33,39 @@ class Arguments(BaseModel):
     policy: str = Field("dense", description="its name, or file.py:Class")
     capacity: int | None = Field(None, ge=1, description="tokens per KV head kept between steps")
     positions: PositionMode = Field("cache", description="where RoPE puts a cached token")
-    limit: int | None = Field(None, ge=1, description="largest distance of positions clamped; tokens")
+    limit: int | None = Field(None, ge=1, description="largest distance with positions=clamped; tokens")
     prompt: Prompt = Field("stream", description="how a prompt longer than the cache is read: stream, once or truncate")
-    prompt_tokens: int | None = Field(None, ge=2, description="tokens that truncate leaves; the capacity if not given")
-    seed: int = Field(0, description="of the policy's randomness")
-    revision: str | None = Field(None, description="of a hub model")
+    prompt_tokens: int | None = Field(None, ge=2, description="tokens that truncate keeps; the capacity if not given")
+    seed: int = Field(0, description="of the policy's random numbers")
+    revision: str | None = Field(None, description="commit, branch or tag of a hub model")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="the model's own if auto")
     device: str = Field("auto", description="auto, cpu, cuda")
-    batch_size: int | str = Field(_BATCH, description="requests side by side; auto is 16")
-    max_length: int | None = Field(None, ge=1, description="tokens of a request, of which the last are taken")
+    batch_size: int | str = Field(_DEFAULT_BATCH, description="requests run together; auto is 16")
+    max_length: int | None = Field(None, ge=1, description="tokens kept of a longer request: the last ones")
     rope_length: int | None = Field(None, ge=1, description="longest position, for RoPE types that depend on it; tokens")
     pickle: bool = Field(False, description="accept weights that are not safetensors")
-    add_bos_token: bool | None = Field(None, description="as in lm-eval's hf")
-    prefix_token_id: int | None = Field(None, description="as in lm-eval's hf")
-    chat_template_args: dict[str, Any] | None = Field(None, description="as in lm-eval's hf")
+    add_bos_token: bool | None = Field(None, description="same as in lm-eval's hf")
+    prefix_token_id: int | None = Field(None, description="same as in lm-eval's hf")
+    chat_template_args: dict[str, Any] | None = Field(None, description="same as in lm-eval's hf")
 
     @classmethod
-    def of(cls, given: dict[str, Any]) -> Self:
-        """Checked.
+    def from_model_args(cls, arguments: dict[str, Any]) -> Self:
+        """Validate arguments by name.
 
         Raises:
-            UserError: the first mistake.
+            UserError: describes the first mistake.
         """
         try:
-            return cls.model_validate(given)
+            return cls.model_validate(arguments)
         except ValidationError as error:
             first = error.errors()[0]
             raise UserError(f"--model_args: {'.'.join(str(p) for p in first['loc'])}: {first['msg']}") from None
 
     def loaded(self) -> tuple[Reader, PreTrainedTokenizerBase]:
-        """A reader of the model, and the model's tokenizer.
+        """Load the model: its reader and its tokenizer.
 
         Raises:
-            UserError: the model can't be had, there is no such policy, or it can't serve the capacity.
+            UserError: the model is not available, the policy is unknown, or it can't work with the capacity.
         """
         config = self._config()
         directory = model_directory(self.pretrained, self.revision, self.pickle)
@@ -73,7 +73,7 @@ class Arguments(BaseModel):
         if dtype == "auto":
             own = str(getattr(AutoConfig.from_pretrained(directory), "dtype", None) or "float32").removeprefix("torch.")
             dtype = own if own in DTYPES else "float32"  # type: ignore[assignment]
-        batch = _BATCH if str(self.batch_size).startswith("auto") else int(self.batch_size)
+        batch = _DEFAULT_BATCH if str(self.batch_size).startswith("auto") else int(self.batch_size)
         tokenizer = load_tokenizer(directory)
         model = load_model(directory, dtype, device_of(self.device), self.rope_length, self.pickle)
         try:
@@ -82,15 +82,15 @@ class Arguments(BaseModel):
             raise UserError(str(error)) from None
 
     def _config(self) -> CacheConfig:
-        """What the cache is asked to keep."""
-        kind, parameters = plugins.policy_class(self.policy), self.model_extra or {}
-        names = [f.name for f in dataclasses.fields(kind)]
+        """The cache configuration, with the policy checked."""
+        policy_class, parameters = plugins.policy_class(self.policy), self.model_extra or {}
+        names = [f.name for f in dataclasses.fields(policy_class)]
         for name in parameters:
             if name not in names:
-                its = ", ".join(names) or "it has none"
-                raise UserError(f"{name}: no argument of kvbench, nor a parameter of {self.policy} ({its})")
+                known = ", ".join(names) or "it has none"
+                raise UserError(f"{name}: not an argument of kvbench, nor a parameter of {self.policy} ({known})")
         try:
-            config = CacheConfig(kind(**parameters), self.capacity, self.positions, self.limit, self.seed)
+            config = CacheConfig(policy_class(**parameters), self.capacity, self.positions, self.limit, self.seed)
             if self.capacity is not None:
                 config.policy.bind(self.capacity)
         except ValueError as error:
@@ -100,10 +100,10 @@ class Arguments(BaseModel):
 
 
 def reader_of(model: Model, config: CacheConfig, prompt: Prompt, prompt_tokens: int | None, batch: int) -> Reader:
-    """A reader that is as fast as was found to agree with the plain walk.
+    """A reader with the fastest method that agrees with the plain walk.
 
     Raises:
-        ValueError: what is asked does not go together.
+        ValueError: the arguments contradict each other.
     """
     method = fast_method(model, config).method if config.policy.caches else EAGER
     return Reader(model, config, prompt, prompt_tokens, batch, _BLOCK, method)

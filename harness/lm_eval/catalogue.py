@@ -1,4 +1,4 @@
-"""lm-eval's tasks, ours among them: found, loaded, and what to do where their data can't be reached."""
+"""Finds and loads lm-eval's tasks, ours among them, and explains what to do if their data is out of reach."""
 
 from __future__ import annotations
 
@@ -20,86 +20,86 @@ from kvbench.harness.core.errors import UserError, did_you_mean
 from kvbench.harness.models.hub import quiet as quiet_hub
 
 GENERATED = Path(__file__).parent / "generated"  # tasks that need no download
-_NAME = "kvbench"
+_MODEL_NAME = "kvbench"
 
 
 def register() -> None:
-    """Make the model `kvbench` known to lm-eval, which loads no plug-ins by itself."""
+    """Register the model `kvbench` with lm-eval, which has no plug-in mechanism."""
     import lm_eval.models  # noqa: F401  # fills the registry
 
-    if _NAME not in model_registry:
-        model_registry.register(_NAME, target="kvbench.harness.lm_eval.kvbench:KVBench")
+    if _MODEL_NAME not in model_registry:
+        model_registry.register(_MODEL_NAME, target="kvbench.harness.lm_eval.kvbench:KVBench")
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without lm-eval's log and progress bars: what goes wrong is said once, by us."""
-    log, begin = logging.getLogger("lm_eval"), tqdm.std.tqdm.__init__
+    """Silence lm-eval's log and progress bars. We report an error once."""
+    log, tqdm_init = logging.getLogger("lm_eval"), tqdm.std.tqdm.__init__
     level = log.level
     log.setLevel(logging.ERROR)
     quiet_hub()
-    tqdm.std.tqdm.__init__ = partialmethod(begin, disable=True)  # type: ignore[method-assign,assignment]
+    tqdm.std.tqdm.__init__ = partialmethod(tqdm_init, disable=True)  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
         log.setLevel(level)
-        tqdm.std.tqdm.__init__ = begin  # type: ignore[method-assign]
+        tqdm.std.tqdm.__init__ = tqdm_init  # type: ignore[method-assign]
 
 
 def task(name: str, fewshot: int | None, seed: int, include: Sequence[str], metadata: dict[str, Any]) -> dict[str, Any]:
-    """One task as lm-eval's `evaluate` takes it, its data loaded.
+    """Load one task and its data, in the form that lm-eval's `evaluate` takes.
 
     Args:
-        name: of a task; not of a group.
-        fewshot: examples before each question; what the task says when None.
-        seed: of the examples drawn, and of whatever the task draws.
-        include: folders of further tasks.
-        metadata: for tasks that make their questions.
+        name: of a task, not a group.
+        fewshot: examples before each question; the task's own number when None.
+        seed: of the examples and of everything else that the task draws.
+        include: folders with more tasks.
+        metadata: for tasks that generate their questions.
 
     Raises:
-        UserError: there is no such task, it is a group, or its data can't be had.
+        UserError: there is no such task, it is a group, or its data is not available.
     """
     random.seed(seed)
     np.random.seed(seed)
-    everything = name not in _manager(tuple(include), (), False).task_index
-    known = _manager(tuple(include), (), everything).task_index
+    defaults = name not in _manager(tuple(include), (), False).task_index
+    known = _manager(tuple(include), (), defaults).task_index
     if name not in known:
         raise UserError(f"{name}: lm-eval has no such task{did_you_mean(name, known)}; 'bench lm-eval ls tasks' lists them")
     try:
         with quiet():
-            loaded: dict[str, Any] = _manager(tuple(include), tuple(sorted(metadata.items())), everything).load([name])
+            loaded: dict[str, Any] = _manager(tuple(include), tuple(sorted(metadata.items())), defaults).load([name])
     except Exception as error:
         raise unreachable(error) or UserError(f"{name}: lm-eval can't load it ({_first_line(error)})") from error
     if len(loaded["tasks"]) != 1 or loaded["groups"]:
-        raise UserError(f"{name}: several tasks of lm-eval; list them: {', '.join(sorted(loaded['tasks']))}")
-    (found,) = loaded["tasks"].values()
-    if fewshot is not None or found.get_config("num_fewshot") is None:
-        found.set_config(key="num_fewshot", value=fewshot or 0)
+        raise UserError(f"{name}: a group of lm-eval tasks; list its tasks: {', '.join(sorted(loaded['tasks']))}")
+    (loaded_task,) = loaded["tasks"].values()
+    if fewshot is not None or loaded_task.get_config("num_fewshot") is None:
+        loaded_task.set_config(key="num_fewshot", value=fewshot or 0)
     return loaded
 
 
 @cache
-def _manager(include: tuple[str, ...], metadata: tuple[tuple[str, Any], ...], everything: bool) -> TaskManager:
-    """Of all tasks, for which it reads thousands of files; or of ours and those included."""
+def _manager(include: tuple[str, ...], metadata: tuple[tuple[str, Any], ...], defaults: bool) -> TaskManager:
+    """Manages our tasks and the included ones; with `defaults` also lm-eval's, which takes reading thousands of files."""
     with quiet():
-        return TaskManager(include_path=[GENERATED, *include], include_defaults=everything, metadata=dict(metadata))
+        return TaskManager(include_path=[GENERATED, *include], include_defaults=defaults, metadata=dict(metadata))
 
 
 def unreachable(error: BaseException) -> UserError | None:
-    """What to download and where to put it, if that is what went wrong: a task's data, and no network."""
-    asked = _asked(error)
+    """If a task's data could not be downloaded, an error that says what to download and where to put it."""
+    dataset = _dataset_of(error)
     chain = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
         chain.append(cause)
     names = {kind.__name__ for link in chain for kind in type(link).__mro__}
-    if asked is None or not names & {
+    if dataset is None or not names & {
         "ConnectionError",
         "OfflineModeIsEnabled",
         "LocalEntryNotFoundError",
         "DatasetNotFoundError",
     }:
         return None
-    path, subset = asked
+    path, subset = dataset
     loading = f"datasets.load_dataset({path!r}{f', {subset!r}' if subset else ''})"
     return UserError(
         f"{path}{f' ({subset})' if subset else ''}: this task's data is not in the local cache and the hub is out of reach; "
@@ -108,25 +108,25 @@ def unreachable(error: BaseException) -> UserError | None:
 
 
 def unknown(error: BaseException) -> UserError | None:
-    """The names that lm-eval does not know, or that there are none, if that is what went wrong."""
+    """If task names are missing or unknown to lm-eval, an error that says so."""
     if str(error).startswith("No tasks specified"):
         return UserError("--tasks is missing; 'bench lm-eval ls tasks' lists them")
-    found = re.fullmatch(r"Tasks not found: (.+)", str(error).strip())
-    if found is None:
+    match = re.fullmatch(r"Tasks not found: (.+)", str(error).strip())
+    if match is None:
         return None
-    name = found[1].split(",")[0].strip()
-    return UserError(f"{found[1]}: lm-eval has no such task{did_you_mean(name, _manager((), (), True).task_index)}")
+    name = match[1].split(",")[0].strip()
+    return UserError(f"{match[1]}: lm-eval has no such task{did_you_mean(name, _manager((), (), True).task_index)}")
 
 
-def _asked(error: BaseException) -> tuple[str, str | None] | None:
-    """The dataset that a task was loading when it went wrong."""
-    at, found = error.__traceback__, None
-    while at is not None:
-        own = at.tb_frame.f_locals.get("self")
-        path = getattr(own, "DATASET_PATH", None)
-        found = (str(path), getattr(own, "DATASET_NAME", None)) if path else found
-        at = at.tb_next
-    return found
+def _dataset_of(error: BaseException) -> tuple[str, str | None] | None:
+    """The dataset that a task was loading when the error was raised."""
+    traceback, dataset = error.__traceback__, None
+    while traceback is not None:
+        frame_self = traceback.tb_frame.f_locals.get("self")
+        path = getattr(frame_self, "DATASET_PATH", None)
+        dataset = (str(path), getattr(frame_self, "DATASET_NAME", None)) if path else dataset
+        traceback = traceback.tb_next
+    return dataset
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,7 +1,7 @@
-"""The lm-eval model `kvbench`: what lm-eval asks of a model, answered by the decode loop under a policy, evicting as it goes.
+"""The lm-eval model `kvbench`: runs lm-eval's requests through the decode loop under a policy.
 
-Tokens, chat templates, truncation to the model's length and stop sequences are those of lm-eval's own `hf` model, of which
-this is a subclass; only what runs the model is ours.
+It is a subclass of lm-eval's own `hf` model. Tokenisation, chat templates, truncation to the model's length and stop sequences
+are those of `hf`; only the code that runs the model is ours.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from kvbench.harness.data.stream import newline
 from kvbench.harness.lm_eval.arguments import Arguments
 from kvbench.harness.lm_eval.reading import Reader
 
-_GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0}  # what generation may say besides length and stops
-_MEANS_NOTHING = {"temperature", "top_p", "top_k", "until"}  # to greedy decoding
+_GREEDY_SETTINGS = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0}
+_IGNORED_BY_GREEDY = {"temperature", "top_p", "top_k", "until"}
 
 
 class KVBench(HFLM):  # type: ignore[misc]
-    """A model under a policy, as lm-eval drives one."""
+    """An lm-eval model that keeps its cache under a policy."""
 
     def __init__(
         self,
@@ -40,24 +40,24 @@ class KVBench(HFLM):  # type: ignore[misc]
         add_bos_token: bool | None = None,
         prefix_token_id: int | None = None,
         chat_template_args: dict[str, Any] | None = None,
-        told: Callable[[int], None] | None = None,
+        on_progress: Callable[[int], None] | None = None,
     ) -> None:
-        """Drive this.
+        """Wrap a reader.
 
         Args:
             reader: model, policy, and how prompts are read.
             tokenizer: of the model.
-            max_length: tokens of a request, of which the last are taken; lm-eval's own choice where the policy never evicts,
-                no end where it does.
-            add_bos_token: as in lm-eval's `hf`.
-            prefix_token_id: likewise.
-            chat_template_args: likewise.
-            told: is told how many more requests are done, instead of a progress bar.
+            max_length: tokens kept of a longer request: the last ones. By default lm-eval's choice for a policy that never
+                evicts, and no limit for one that does.
+            add_bos_token: same as in lm-eval's `hf`.
+            prefix_token_id: same as in lm-eval's `hf`.
+            chat_template_args: same as in lm-eval's `hf`.
+            on_progress: called with the number of requests just done, instead of a progress bar.
         """
-        self.reader, self._told = reader, told
+        self.reader, self._on_progress = reader, on_progress
         log = logging.getLogger("lm_eval.models.huggingface")
         level = log.level
-        log.setLevel(logging.ERROR)  # it warns of being given a model instead of a name
+        log.setLevel(logging.ERROR)  # it warns when it gets a model instead of a name
         try:
             super().__init__(
                 pretrained=reader.model.hf, backend="causal", tokenizer=tokenizer, max_length=max_length,
@@ -66,42 +66,45 @@ class KVBench(HFLM):  # type: ignore[misc]
             )  # fmt: skip
         finally:
             log.setLevel(level)
-        self.truncated = 0  # requests of which something was cut off at max_length
-        self.over_capacity = 0  # requests that do not fit the cache
+        self.truncated = 0  # requests longer than max_length
+        self.over_capacity = 0  # requests longer than the cache
         self.requests = 0
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> Self:
-        """From `--model_args`."""
+        """Make a model from `--model_args`."""
         return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
     @classmethod
     def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> Self:
-        """From arguments by name: those of `Arguments`, with `batch_size` and `device` as lm-eval's own options.
+        """Make a model from `Arguments` by name; lm-eval's options `batch_size` and `device` are in `additional_config`.
 
         Raises:
-            UserError: a model that can't be had, a policy that is not there or can't serve the capacity.
+            UserError: the model is not available, or the policy is unknown or can't work with the capacity.
         """
-        given = {k: v for k, v in (additional_config or {}).items() if v is not None and k != "max_batch_size"}
-        if str(given.get("device", "")).startswith("cuda") and not torch.cuda.is_available():
-            del given["device"]  # lm-eval's default, which its `hf` takes no more seriously
-        asked = Arguments.of(dict(arg_dict) | given)
-        return cls(*asked.loaded(), asked.max_length, asked.add_bos_token, asked.prefix_token_id, asked.chat_template_args)
+        options = {k: v for k, v in (additional_config or {}).items() if v is not None and k != "max_batch_size"}
+        if str(options.get("device", "")).startswith("cuda") and not torch.cuda.is_available():
+            del options["device"]  # it is lm-eval's default, which its `hf` ignores too
+        arguments = Arguments.from_model_args(dict(arg_dict) | options)
+        return cls(
+            *arguments.loaded(), arguments.max_length, arguments.add_bos_token, arguments.prefix_token_id,
+            arguments.chat_template_args,
+        )  # fmt: skip
 
     @property
     def max_length(self) -> int:
-        """Tokens of a request, of which the last are taken."""
+        """Maximum tokens of a request; of a longer one, the last are kept."""
         evicts = self.reader.config.capacity is not None
         return sys.maxsize if evicts and not self._max_length else int(super().max_length)
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text without context: as in `hf`, and a line end where the tokenizer has no such token."""
-        found = super().prefix_token_id
-        return newline(self.tokenizer) if found is None else int(found)
+        """The token before a text without context: that of `hf`, or a newline if the tokenizer has none."""
+        token: int | None = super().prefix_token_id
+        return newline(self.tokenizer) if token is None else int(token)
 
     def get_model_info(self) -> dict[str, Any]:
-        """For lm-eval's results: the policy and how prompts are read."""
+        """The policy and how prompts are read, for lm-eval's results."""
         config = self.reader.config
         return {
             "policy": type(config.policy).__name__, "parameters": dataclasses.asdict(config.policy), "capacity": config.capacity,
@@ -110,84 +113,89 @@ class KVBench(HFLM):  # type: ignore[misc]
         }  # fmt: skip
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """What continuations are worth after their contexts: nats, and whether greedy decoding would have said them."""
-        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm or self._told is not None)
-        return found
+        """Log-likelihood of each continuation in nats, and whether greedy decoding would produce it."""
+        scores: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm or self._on_progress is not None)
+        return scores
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """What continuations are worth after their contexts."""
-        asked = [self._fitting(context, continuation) for _, context, continuation in requests]
-        with self._progress(len(asked), "loglikelihoods", disable_tqdm or override_bs is not None) as bar:
-            found = [(s.logprob, s.greedy) for s in self.reader.loglikelihoods(asked, self._told or bar.update)]
-        for (request, _, _), answer in zip(requests, found, strict=True):
+        """The scores of requests as token ids."""
+        fitting = [self._fitting(context, continuation) for _, context, continuation in requests]
+        with self._progress(len(fitting), "loglikelihoods", disable_tqdm or override_bs is not None) as bar:
+            scores = [(s.logprob, s.greedy) for s in self.reader.loglikelihoods(fitting, self._on_progress or bar.update)]
+        for (request, _, _), score in zip(requests, scores, strict=True):
             if request is not None:
-                self.cache_hook.add_partial("loglikelihood", request, answer)
-        return found
+                self.cache_hook.add_partial("loglikelihood", request, score)
+        return scores
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihoods of whole texts, each read as one stream where the policy evicts."""
+        """Log-likelihoods of whole texts. Under a policy that evicts, each text is one stream."""
         if self.reader.prompt != "stream":
-            raise UserError(f"texts that are scored as a whole have no prompt, so prompt '{self.reader.prompt}' has no meaning")
-        found: list[float] = super().loglikelihood_rolling(requests, disable_tqdm or self._told is not None)
-        return found
+            raise UserError(
+                f"prompt '{self.reader.prompt}': this task scores whole texts, which have no prompt; use prompt 'stream'"
+            )
+        scores: list[float] = super().loglikelihood_rolling(requests, disable_tqdm or self._on_progress is not None)
+        return scores
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """What the model says, greedily."""
+        """Generate answers greedily."""
         answers: dict[int, str] = {}
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             groups.setdefault(repr(request.args[1]), []).append(number)
         with self._progress(len(requests), "generations", disable_tqdm) as bar:
             for numbers in groups.values():
-                said = self._generated([requests[n].args[0] for n in numbers], requests[numbers[0]].args[1], bar)
-                answers |= dict(zip(numbers, said, strict=True))
+                texts = self._generated([requests[n].args[0] for n in numbers], requests[numbers[0]].args[1], bar)
+                answers |= dict(zip(numbers, texts, strict=True))
         for number, request in enumerate(requests):
             self.cache_hook.add_partial("generate_until", request.args, answers[number])
         return [answers[n] for n in range(len(requests))]
 
-    def _generated(self, contexts: Sequence[str], wishes: dict[str, Any], bar: tqdm) -> list[str]:
-        """Answers to prompts for which lm-eval wishes the same."""
-        asked: dict[str, Any] = dict(normalize_gen_kwargs(wishes, self.max_gen_toks))
+    def _generated(self, contexts: Sequence[str], gen_kwargs: dict[str, Any], bar: tqdm) -> list[str]:
+        """Answers to prompts that have the same generation settings."""
+        settings: dict[str, Any] = dict(normalize_gen_kwargs(gen_kwargs, self.max_gen_toks))
         end = self.eot_token_id
         eos = None if end is None else self.tok_decode(end, skip_special_tokens=False)
-        stops = [s for s in handle_stop_sequences(asked.pop("until", None), eos=eos) if s]
-        most = asked.pop("max_gen_toks")
-        other = {k: v for k, v in asked.items() if k not in _MEANS_NOTHING and (k not in _GREEDY or v != _GREEDY[k])}
-        if other:
-            raise UserError(f"generation is greedy here; can't do {', '.join(f'{k}={v}' for k, v in other.items())}")
-        room = self.max_length - most
+        stops = [s for s in handle_stop_sequences(settings.pop("until", None), eos=eos) if s]
+        max_tokens = settings.pop("max_gen_toks")
+        relevant = {k: v for k, v in settings.items() if k not in _IGNORED_BY_GREEDY}
+        unsupported = [f"{k}={v}" for k, v in relevant.items() if k not in _GREEDY_SETTINGS or v != _GREEDY_SETTINGS[k]]
+        if unsupported:
+            raise UserError(f"kvbench generates greedily; it does not support {', '.join(unsupported)}")
+        room = self.max_length - max_tokens
         if room < 1:
-            raise UserError(f"max_gen_toks {most} leaves no room for a prompt in {self.max_length} tokens")
-        ends = self._ends()
-        tail = max((len(s) for s in stops), default=0) + 4  # a token is a character at least, or part of one
+            raise UserError(f"max_gen_toks {max_tokens} leaves no room for a prompt in {self.max_length} tokens")
+        end_tokens = self._end_tokens()
+        tail = max((len(s) for s in stops), default=0) + 4  # tokens; nearly every token is a character or more
 
-        def ended(said: list[int]) -> bool:
-            return said[-1] in ends or any(s in self.tok_decode(said[-tail:], skip_special_tokens=False) for s in stops)
+        def ended(answer: list[int]) -> bool:
+            return answer[-1] in end_tokens or any(
+                s in self.tok_decode(answer[-tail:], skip_special_tokens=False) for s in stops
+            )  # fmt: skip
 
         prompts = [self._prompt(context, room) for context in contexts]
-        self._count(len(prompt) + most - 1 for prompt in prompts)
+        self._count(len(prompt) + max_tokens - 1 for prompt in prompts)
         texts = []
-        for said in self.reader.generate(prompts, most, ended, self._told or bar.update):
-            whole = next((at for at, token in enumerate(said) if token in ends), len(said))
-            texts.append(postprocess_generated_text(self.tok_decode(said[:whole]), stops, None))
+        for answer in self.reader.generate(prompts, max_tokens, ended, self._on_progress or bar.update):
+            length = next((place for place, token in enumerate(answer) if token in end_tokens), len(answer))
+            texts.append(postprocess_generated_text(self.tok_decode(answer[:length]), stops, None))
         return texts
 
-    def _ends(self) -> set[int]:
-        """Tokens that end an answer: the tokenizer's, and those of the model's own generation config."""
+    def _end_tokens(self) -> set[int]:
+        """Tokens that end an answer: the tokenizer's, and those of the model's generation config."""
         own = getattr(self.model.generation_config, "eos_token_id", None)
         return {end for end in (self.eot_token_id, *(own if isinstance(own, list) else [own])) if end is not None}
 
     def _prompt(self, context: str, room: int) -> list[int]:
-        """Its tokens, the last so many."""
+        """The last `room` tokens of a prompt."""
         ids = list(self.reader.shortened(self.tok_batch_encode([context], truncation=self.truncation)[0][0].tolist()))
         self.truncated += len(ids) > room
         return ids[-room:] if len(ids) > room else ids
 
     def _fitting(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
-        """A request, cut as lm-eval's `hf` does it: the last `max_length` tokens that are read, and the one that is not."""
-        context = list(self.reader.shortened(context))  # before anything is cut off at its beginning
+        """A request, truncated like in lm-eval's `hf`: the last `max_length` tokens that are read, plus the unread last one."""
+        context = list(self.reader.shortened(context))  # prompt 'truncate' comes first
         over = len(context) + len(continuation) - 1 - self.max_length
         if over > 0:
             self.truncated += 1
@@ -201,7 +209,7 @@ class KVBench(HFLM):  # type: ignore[misc]
         capacity = self.reader.config.capacity
         for length in lengths:
             self.requests += 1
-            self.over_capacity += capacity is not None and length > capacity + 1  # a step sees what is kept, and itself
+            self.over_capacity += capacity is not None and length > capacity + 1  # a step attends to the kept tokens and itself
 
     def _progress(self, total: int, what: str, hidden: bool) -> tqdm:
-        return tqdm(total=total, desc=f"Running {what}", disable=hidden or self._told is not None)
+        return tqdm(total=total, desc=f"Running {what}", disable=hidden or self._on_progress is not None)

@@ -1,8 +1,9 @@
-"""Requests through the decode loop: what a continuation is worth after a context, and what a model says after a prompt.
+"""Runs requests through the decode loop: scores continuations of a context, and generates answers to a prompt.
 
-Requests are read side by side as streams of one length, so that whatever reads blocks quickly does: what the contexts of a
-batch have in common is read once and forked, what is left is padded at the end and thrown away. Nothing of lm-eval in here.
-Axis letters: B streams, T tokens, K tokens whose logits are wanted, V vocabulary.
+The requests of a batch are streams of equal length, so that the fast block methods work. The common start of their contexts is
+read once and forked; the rest is padded at the end. Nothing in this module depends on lm-eval.
+
+Axis letters: B streams, R requests, T tokens, L tokens of the longest stream, K tokens whose logits are returned, V vocabulary.
 """
 
 from __future__ import annotations
@@ -24,28 +25,92 @@ from kvbench.harness.engine.once import read_once
 
 Prompt = Literal["stream", "once", "truncate"]
 Request = tuple[Sequence[int], Sequence[int]]  # token ids of a context, at least one, and of its continuation
-_SPREAD = 32  # tokens by which prompts of a batch may differ in length: so many are read one by one
-X = TypeVar("X")
+_MAX_LENGTH_DIFFERENCE = 32  # of a batch's prompts, in tokens; these are read one step at a time
+Item = TypeVar("Item")
 
 
-def _nobody(_: int) -> None:
-    """Who asked to be told of nothing."""
+def _ignore_progress(_: int) -> None:
+    pass
 
 
 class Scored(NamedTuple):
-    """What a continuation is worth after its context."""
+    """The score of a continuation after its context."""
 
     logprob: float  # nats, summed over its tokens
-    greedy: bool  # greedy decoding would have said it
+    greedy: bool  # greedy decoding would produce it
 
 
 @dataclass
-class _Read:
-    """What is read of one request, or of several that differ in their last token only, which nobody reads."""
+class _Group:
+    """Requests that differ only in their last token. It is never read, so one stream serves them all."""
 
     context: list[int]
-    said: list[int]  # the continuation's tokens but the last
-    last: dict[int, int] = field(default_factory=dict)  # by the request's number
+    continuation: list[int]  # without the last token
+    last_tokens: dict[int, int] = field(default_factory=dict)  # by the request's number
+
+
+class _Layout(NamedTuple):
+    """A batch of groups as tensors."""
+
+    ids: Tensor  # the streams, padded at the end. [B, L] int64
+    numbers: list[int]  # the requests' numbers. [R]
+    streams: Tensor  # the stream of every request. [R] int64
+    targets: Tensor  # for every request, the token that comes after each token of its stream. [R, L] int64
+    scored: Tensor  # the targets that are in the continuation. [R, L] bool
+
+
+def _layout(batch: Sequence[_Group]) -> _Layout:
+    texts = [group.context + group.continuation for group in batch]
+    length = max(len(text) for text in texts)
+    requests = [(row, number, last) for row, group in enumerate(batch) for number, last in group.last_tokens.items()]
+    streams = torch.tensor([row for row, _, _ in requests])
+    starts = torch.tensor([len(group.context) - 1 for group in batch])[streams, None]
+    ends = torch.tensor([len(text) for text in texts])[streams, None]
+    place = torch.arange(length)
+    return _Layout(
+        ids=torch.tensor([text + [0] * (length - len(text)) for text in texts]),
+        numbers=[number for _, number, _ in requests],
+        streams=streams,
+        targets=torch.tensor([[*texts[row][1:], last, *[0] * (length - len(texts[row]))] for row, _, last in requests]),
+        scored=(place >= starts) & (place < ends),
+    )
+
+
+class _Totals:
+    """The scores of a batch, summed up as logits come in."""
+
+    def __init__(self, layout: _Layout) -> None:
+        self._layout = layout
+        self._logprob = torch.zeros(len(layout.numbers), dtype=torch.float64)
+        self._greedy = torch.ones(len(layout.numbers), dtype=torch.bool)
+
+    def add(self, logits: Tensor, columns: Tensor) -> None:
+        """Add the scores of the targets in some columns.
+
+        Args:
+            logits: after the tokens in these columns. [B, K, V].
+            columns: of the layout. [K] int64.
+
+        Raises:
+            ArithmeticError: a log-probability is not finite.
+        """
+        target = self._layout.targets[:, columns].to(logits.device)
+        stream = self._layout.streams.to(logits.device)[:, None]
+        place = torch.arange(len(columns), device=logits.device)
+        logits = logits.float()
+        target_logits = logits[stream, place, target]
+        logprobs = (target_logits - logits.logsumexp(-1)[stream, place]).cpu().double()
+        is_best = (target_logits >= logits.amax(-1)[stream, place]).cpu()  # `argmax` takes ten times as long
+        scored = self._layout.scored[:, columns]
+        if not bool(logprobs[scored].isfinite().all()):
+            raise ArithmeticError("a log-probability is not finite")
+        self._logprob += logprobs.where(scored, 0.0).sum(1)
+        self._greedy &= (is_best | ~scored).all(1)
+
+    def scores(self) -> dict[int, Scored]:
+        """The score of every request, by its number."""
+        scores = zip(self._logprob.tolist(), self._greedy.tolist(), strict=True)
+        return {number: Scored(*score) for number, score in zip(self._layout.numbers, scores, strict=True)}
 
 
 @dataclass
@@ -54,15 +119,15 @@ class Reader:
 
     Attributes:
         model: to drive.
-        config: what the cache keeps.
-        prompt: how a prompt is taken in that is longer than the cache. `stream`: token by token, evicting; `once`: all of it
-            under full attention, and then evicted once; `truncate`: its first and last tokens, the rest never seen.
-        longest: tokens of a prompt that `truncate` leaves; the capacity when None.
-        batch: requests side by side.
-        block: tokens that pass a layer at once, all streams together.
+        config: which tokens the cache keeps.
+        prompt: how to read a prompt longer than the cache. `stream`: token by token, with eviction; `once`: the whole prompt
+            under full attention, then one eviction; `truncate`: only its first and last tokens.
+        longest: tokens of a prompt that `truncate` keeps; the capacity when None.
+        batch: requests run together.
+        block: tokens per forward pass, all streams together.
         method: shortcuts that decoders may take.
-        kv_bytes: of a stream's K and V, the most that was seen.
-        state_bytes: of everything else that a stream keeps, likewise.
+        kv_bytes: largest size of a stream's K and V so far.
+        state_bytes: largest size of a stream's other state so far.
     """
 
     model: Model
@@ -83,67 +148,71 @@ class Reader:
         if self.prompt == "truncate" and (self.longest or 0) < 2:
             raise ValueError("prompt 'truncate' needs at least 2 tokens: a first and a last one")
         if self.prompt != "truncate" and self.longest is not None:
-            raise ValueError(f"prompt_tokens is of prompt 'truncate', not of '{self.prompt}'")
+            raise ValueError(f"prompt_tokens is for prompt 'truncate', not '{self.prompt}'")
         if self.prompt == "once" and not self.config.policy.caches:
             raise ValueError(f"{type(self.config.policy).__name__} keeps no cache, so prompt 'once' has nothing to evict")
 
-    def loglikelihoods(self, requests: Sequence[Request], done: Callable[[int], Any] = _nobody) -> list[Scored]:
-        """What each continuation is worth.
+    def loglikelihoods(self, requests: Sequence[Request], done: Callable[[int], Any] = _ignore_progress) -> list[Scored]:
+        """Score the continuation of every request.
 
         Args:
-            requests: continuations have a token at least.
-            done: is told how many more are.
+            requests: a continuation has at least one token.
+            done: called with the number of requests just done.
 
         Raises:
-            ArithmeticError: a logit is not finite.
+            ArithmeticError: a log-probability is not finite.
         """
-        groups: dict[tuple[tuple[int, ...], ...], _Read] = {}
+        groups: dict[tuple[tuple[int, ...], ...], _Group] = {}
         for number, (context, continuation) in enumerate(requests):
             first, rest = tuple(self.shortened(context)), tuple(continuation)
-            read = groups.setdefault((first, rest[:-1]), _Read([*first], [*rest[:-1]]))
-            read.last[number] = rest[-1]
-        order = sorted(groups.values(), key=lambda read: (len(read.context), read.context, read.said))
-        found: dict[int, Scored] = {}
-        for batch in self._batches(order, lambda read: len(read.context), 0 if self.prompt == "once" else None):
-            found |= self._scored(batch)
-            done(sum(len(read.last) for read in batch))
-        return [found[number] for number in range(len(requests))]
+            group = groups.setdefault((first, rest[:-1]), _Group([*first], [*rest[:-1]]))
+            group.last_tokens[number] = rest[-1]
+        order = sorted(groups.values(), key=lambda group: (len(group.context), group.context, group.continuation))
+        scores: dict[int, Scored] = {}
+        for batch in self._batches(order, lambda group: len(group.context), 0 if self.prompt == "once" else None):
+            scores |= self._scored(batch)
+            done(sum(len(group.last_tokens) for group in batch))
+        return [scores[number] for number in range(len(requests))]
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], most: int, ended: Callable[[list[int]], bool],
-        done: Callable[[int], Any] = _nobody,
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, ended: Callable[[list[int]], bool],
+        done: Callable[[int], Any] = _ignore_progress,
     ) -> list[list[int]]:  # fmt: skip
-        """What the model says, greedily.
+        """Generate greedily after every prompt.
 
         Args:
             prompts: token ids, at least one each.
-            most: tokens said, at most.
-            ended: whether what was said so far is complete.
-            done: is told how many more are.
+            max_tokens: per answer.
+            ended: whether an answer is complete.
+            done: called with the number of prompts just done.
 
         Returns:
-            Token ids of each, the last one included that completed it.
+            Token ids of each answer, including the one that completed it.
         """
-        asked = [list(self.shortened(prompt)) for prompt in prompts]
-        order = sorted(range(len(asked)), key=lambda i: (len(asked[i]), asked[i]))
-        found: dict[int, list[int]] = {}
-        for batch in self._batches(order, lambda i: len(asked[i]), 0 if self.prompt == "once" else _SPREAD):
-            found |= dict(zip(batch, self._said([asked[i] for i in batch], most, ended), strict=True))
+        shortened = [list(self.shortened(prompt)) for prompt in prompts]
+        order = sorted(range(len(shortened)), key=lambda i: (len(shortened[i]), shortened[i]))
+        answers: dict[int, list[int]] = {}
+        max_difference = 0 if self.prompt == "once" else _MAX_LENGTH_DIFFERENCE
+        for batch in self._batches(order, lambda i: len(shortened[i]), max_difference):
+            answers |= dict(zip(batch, self._answers([shortened[i] for i in batch], max_tokens, ended), strict=True))
             done(len(batch))
-        return [found[i] for i in range(len(asked))]
+        return [answers[i] for i in range(len(shortened))]
 
     def shortened(self, prompt: Sequence[int]) -> Sequence[int]:
-        """Its first and last tokens, where it is to be truncated."""
+        """The prompt, or under `truncate` its first and last tokens."""
         if self.longest is None or len(prompt) <= self.longest:
             return prompt
         first = self.longest // 2
         return [*prompt[:first], *prompt[len(prompt) - (self.longest - first) :]]
 
-    def _batches(self, order: Sequence[X], length: Callable[[X], int], spread: int | None) -> Iterator[list[X]]:
-        """What is read side by side: not too many, and where `spread` is given, of lengths that differ by no more."""
-        batch: list[X] = []
+    def _batches(
+        self, order: Sequence[Item], length: Callable[[Item], int], max_difference: int | None
+    ) -> Iterator[list[Item]]:  # fmt: skip
+        """Split items, sorted by length, into batches whose lengths differ by at most `max_difference` (None: any)."""
+        batch: list[Item] = []
         for item in order:
-            if batch and (len(batch) == self.batch or (spread is not None and length(item) - length(batch[0]) > spread)):
+            too_long = bool(batch) and max_difference is not None and length(item) - length(batch[0]) > max_difference
+            if len(batch) == self.batch or too_long:
                 yield batch
                 batch = []
             batch.append(item)
@@ -151,103 +220,82 @@ class Reader:
             yield batch
 
     @torch.inference_mode()
-    def _scored(self, batch: Sequence[_Read]) -> dict[int, Scored]:
-        """What is read side by side, and what it says of each request."""
-        contexts = [read.context for read in batch]
-        before: Tensor | None = None
+    def _scored(self, batch: Sequence[_Group]) -> dict[int, Scored]:
+        """Score a batch. Streams with the same start are forked from one that has read it."""
+        contexts = [group.context for group in batch]
+        logits: Tensor | None = None
         decoder: Decoder
-        shared = min(len(context) for context in contexts) - (self.prompt != "once")  # up to where the first of them is scored
+        shared = min(len(context) for context in contexts) - (self.prompt != "once")  # tokens before the first scored one
         rows = _numbered(tuple(context[:shared]) for context in contexts)
         opening = [contexts[rows.index(row)][:shared] for row in range(max(rows) + 1)]
         if self.prompt == "once":
-            decoder, before = self._once(opening)
-            decoder, before = decoder.fork(rows), before[rows]
+            decoder, logits = self._once(opening)
+            decoder, logits = decoder.fork(rows), logits[rows]
         elif len(opening) == len(batch) or not shared:  # nothing in common
             shared, decoder = 0, self._open(len(batch))
         else:
             decoder = self._open(len(opening))
-            self._take_in(decoder, opening)
+            self._prefill(decoder, opening)
             decoder = decoder.fork(rows)
-        return self._scored_from(decoder, batch, shared, before)
+        return self._scored_from(decoder, _layout(batch), shared, logits)
 
-    def _scored_from(self, decoder: Decoder, batch: Sequence[_Read], at: int, before: Tensor | None) -> dict[int, Scored]:
-        """Streams read on from a place, and their requests scored; what is padding is read too, and not looked at.
+    def _scored_from(self, decoder: Decoder, layout: _Layout, start: int, logits: Tensor | None) -> dict[int, Scored]:
+        """Read the rest of the streams and score their requests.
 
         Args:
-            decoder: has taken in `at` tokens of every stream.
-            batch: of each stream.
-            at: where it stands.
-            before: logits after the last of those. [B, V].
+            decoder: has read the first `start` tokens of every stream.
+            layout: of the batch.
+            start: tokens read.
+            logits: after the last of them, if a request needs those. [B, V].
         """
-        texts = [read.context + read.said for read in batch]
-        asked = [(row, number, last) for row, read in enumerate(batch) for number, last in read.last.items()]
-        length = max(len(text) for text in texts)
-        ids = torch.tensor([text + [0] * (length - len(text)) for text in texts])
-        of = torch.tensor([row for row, _, _ in asked])  # the stream of every request. [R]
-        targets = torch.tensor([[*texts[row][1:], last, *[0] * (length - len(texts[row]))] for row, _, last in asked])
-        place = torch.arange(length)  # of the token after which a target comes
-        starts, ends = (torch.tensor(x)[of, None] for x in ([len(r.context) - 1 for r in batch], [len(t) for t in texts]))
-        wanted = (place >= starts) & (place < ends)  # targets that count. [R, L]
-        total, greedy = torch.zeros(len(asked), dtype=torch.float64), torch.ones(len(asked), dtype=torch.bool)
-
-        def count(logits: Tensor, columns: Tensor) -> None:
-            """Logits [B, K, V] after the tokens in these columns [K]."""
-            target, stream = targets[:, columns].to(logits.device), of.to(logits.device)
-            logits, at = logits.float(), (stream[:, None], torch.arange(len(columns), device=logits.device))
-            of_target = logits[*at, target]
-            said = (of_target - logits.logsumexp(-1)[at]).cpu().double()
-            same = (of_target >= logits.amax(-1)[at]).cpu()  # `argmax` takes ten times as long
-            counts = wanted[:, columns]
-            if not bool(said[counts].isfinite().all()):
-                raise ArithmeticError("a log-probability is not finite")
-            total.add_(said.where(counts, 0.0).sum(1))
-            greedy.logical_and_((same | ~counts).all(1))
-
-        if before is not None:
-            count(before[:, None], torch.tensor([at - 1]))
-        width = self._width(len(texts))
-        for first in range(at, length, width):
+        streams, length = layout.ids.shape
+        totals = _Totals(layout)
+        if logits is not None:
+            totals.add(logits[:, None], torch.tensor([start - 1]))
+        width = self._width(streams)
+        for first in range(start, length, width):
             part = torch.arange(first, min(first + width, length))
-            columns = part[wanted[:, part].any(0)]
+            columns = part[layout.scored[:, part].any(0)]
             keep = columns - first if len(columns) else torch.tensor([0])
-            logits = decoder(ids[:, part].to(self.model.device), keep=keep.to(self.model.device))
+            logits = decoder(layout.ids[:, part].to(self.model.device), keep=keep.to(self.model.device))
             if len(columns):
-                count(logits, columns)
-        self._note(decoder, len(texts))
-        scores = zip(total.tolist(), greedy.tolist(), strict=True)
-        return {number: Scored(*score) for (_, number, _), score in zip(asked, scores, strict=True)}
+                totals.add(logits, columns)
+        self._note_bytes(decoder, streams)
+        return totals.scores()
 
     @torch.inference_mode()
-    def _said(self, prompts: Sequence[list[int]], most: int, ended: Callable[[list[int]], bool]) -> list[list[int]]:
-        """A batch of answers: streams step side by side, and those whose prompt is longer read it on while others answer."""
+    def _answers(
+        self, prompts: Sequence[list[int]], max_tokens: int, ended: Callable[[list[int]], bool]
+    ) -> list[list[int]]:  # fmt: skip
+        """Answer a batch of prompts. All streams step together: longer prompts are still being read while others answer."""
         shared = min(len(prompt) for prompt in prompts)
         opening = [prompt[:shared] for prompt in prompts]
-        read: Decoder
+        decoder: Decoder
         if self.prompt == "once":
-            read, logits = self._once(opening)
+            decoder, logits = self._once(opening)
         else:
-            read = self._open(len(prompts))
-            logits = self._take_in(read, opening)
-        said: list[list[int]] = [[] for _ in prompts]
-        rows = list(range(len(prompts)))  # which prompt each stream reads
-        going = set(rows)
-        for at in itertools.count(shared):
+            decoder = self._open(len(prompts))
+            logits = self._prefill(decoder, opening)
+        answers: list[list[int]] = [[] for _ in prompts]
+        rows = list(range(len(prompts)))  # the prompt that each stream reads
+        unfinished = set(rows)
+        for place in itertools.count(shared):
             best, following = logits.argmax(-1).tolist(), []
             for row, which in enumerate(rows):
                 prompt = prompts[which]
-                following.append(prompt[at] if at < len(prompt) else best[row])
-                if at >= len(prompt) and which in going:
-                    said[which].append(best[row])
-                    if len(said[which]) >= most or ended(said[which]):
-                        going.remove(which)
-            if not going:
+                following.append(prompt[place] if place < len(prompt) else best[row])
+                if place >= len(prompt) and which in unfinished:
+                    answers[which].append(best[row])
+                    if len(answers[which]) >= max_tokens or ended(answers[which]):
+                        unfinished.remove(which)
+            if not unfinished:
                 break
-            if 2 * len(going) <= len(rows):  # the others are done, and read on for nothing
-                kept = [row for row, which in enumerate(rows) if which in going]
-                read, rows, following = read.fork(kept), [rows[r] for r in kept], [following[r] for r in kept]
-            logits = read(torch.tensor(following, device=self.model.device)[:, None])[:, -1]
-        self._note(read, len(rows))
-        return said
+            if 2 * len(unfinished) <= len(rows):  # drop the finished streams
+                kept = [row for row, which in enumerate(rows) if which in unfinished]
+                decoder, rows, following = decoder.fork(kept), [rows[r] for r in kept], [following[r] for r in kept]
+            logits = decoder(torch.tensor(following, device=self.model.device)[:, None])[:, -1]
+        self._note_bytes(decoder, len(rows))
+        return answers
 
     def _open(self, streams: int) -> Decoder:
         return open_decoder(self.model, self.config, streams, self.method)
@@ -256,23 +304,23 @@ class Reader:
         tokens = torch.tensor(prompts, device=self.model.device)
         return read_once(self.model, self.config, tokens, self._width(len(prompts)), self.method)
 
-    def _take_in(self, read: Decoder, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Prompts of one length; the logits after the last token. [B, V]."""
+    def _prefill(self, decoder: Decoder, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Read prompts of equal length. -> logits after the last token. [B, V]."""
         tokens = torch.tensor(prompts, device=self.model.device)
         for part in tokens.split(self._width(len(prompts)), 1):
-            logits = read(part, keep=torch.tensor([part.shape[1] - 1], device=self.model.device))
+            logits = decoder(part, keep=torch.tensor([part.shape[1] - 1], device=self.model.device))
         return logits[:, -1]
 
     def _width(self, streams: int) -> int:
-        """Tokens of each stream that pass a layer at once."""
+        """Tokens of each stream in a forward pass."""
         return max(1, self.block // streams)
 
-    def _note(self, read: Decoder, streams: int) -> None:
-        self.kv_bytes = max(self.kv_bytes, read.kv_bytes // streams)
-        self.state_bytes = max(self.state_bytes, read.state_bytes // streams)
+    def _note_bytes(self, decoder: Decoder, streams: int) -> None:
+        self.kv_bytes = max(self.kv_bytes, decoder.kv_bytes // streams)
+        self.state_bytes = max(self.state_bytes, decoder.state_bytes // streams)
 
 
 def _numbered(items: Iterator[Any]) -> list[int]:
-    """For each the number of its first equal."""
+    """Number distinct items from 0 in order of appearance. -> the number of every item."""
     numbers: dict[Any, int] = {}
     return [numbers.setdefault(item, len(numbers)) for item in items]

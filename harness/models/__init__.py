@@ -1,1 +1,1 @@
-"""Models: finding their files, loading them, and checking that the engine drives them exactly."""
+"""Finds a model's files, loads it, and checks that the engine drives it exactly."""

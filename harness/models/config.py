@@ -1,4 +1,4 @@
-"""A model's config.json, read and checked: a mistake in it is named here, not by a crash of whatever uses it later."""
+"""Reads and checks a model's config.json, so that a mistake in it is reported here and not by a crash later."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _COUNTS = (
 
 
 def read_config(directory: Path) -> PreTrainedConfig:
-    """The config of a model.
+    """Read the config of a model.
 
     Args:
         directory: of the model's files, or the config file itself.
 
     Raises:
-        UserError: it is no config that transformers can read, and why.
+        UserError: transformers can't read it; the message says why.
     """
     file = directory if directory.is_file() else directory / "config.json"
     name = f"{file.parent.name}/{file.name}"
@@ -46,7 +46,7 @@ def read_config(directory: Path) -> PreTrainedConfig:
 
 
 def first_cause(error: BaseException) -> str:
-    """The message of what an error was raised from in the end, in one line."""
+    """The first line of the message at the bottom of an error's chain of causes."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = str(error).strip().splitlines()
@@ -54,7 +54,7 @@ def first_cause(error: BaseException) -> str:
 
 
 def _check_counts(part: dict[str, Any], name: str) -> None:
-    """Refuse sizes that are no positive whole numbers; lists, one value a layer, are left to transformers."""
+    """Refuse sizes that are not positive whole numbers. Lists with a value per layer are left to transformers."""
     for key in _COUNTS:
         value = part.get(key)
         if isinstance(value, (str, bool, float)) or (isinstance(value, int) and value < 1):

@@ -1,6 +1,6 @@
-"""Tiny random models of the families people ask about, to show which of them the self-check passes.
+"""Tiny random models of popular families, to show which of them pass the self-check.
 
-Not a list of what is allowed: any model that passes at load is driven, whether it is named here or not.
+This is not a list of supported models: any model that passes the self-check at load works.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-# At the default 0.02 attention is so flat that leaving RoPE out changes almost nothing.
+# With the default initializer_range, 0.02, attention is so flat that even leaving out RoPE changes almost nothing.
 _TINY: dict[str, Any] = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2, "pad_token_id": 0,
@@ -41,12 +41,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def tiny_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """A two-layer model of a family with random weights, float32, on the CPU.
+    """A two-layer model of a family, with random float32 weights, on the CPU.
 
     Args:
         family: transformers' model type.
         seed: of the weights.
-        overrides: of the config.
+        overrides: config values.
 
     Raises:
         KeyError: the installed transformers does not know the family.

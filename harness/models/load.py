@@ -1,4 +1,4 @@
-"""Loading a model from its files, on a device, adopted and checked."""
+"""Loads a model from its files onto a device, adopts it for the decode loop and checks it."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def device_of(name: str) -> torch.device:
-    """The device of a name; "auto" is CUDA where there is one.
+    """The device with this name; "auto" is CUDA if available, else the CPU.
 
     Raises:
-        UserError: it is no name of a device, or there is no such device.
+        UserError: the name is invalid, or this machine has no such device.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -48,23 +48,26 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """The model's tokenizer.
 
     Raises:
-        UserError: there is none, or it can't tell which bytes a token stands for.
+        UserError: there is none, or it can't map tokens to bytes.
     """
     if directory.is_file():
-        raise UserError(f"random:{directory.stem}: random weights have no tokenizer, and this task reads text (--model)")
+        raise UserError(
+            f"random:{directory.stem}: random weights have no tokenizer, which this task needs to read text; "
+            "give another model (--model)"
+        )
     name = directory.name
     if not any((directory / file).exists() for file in _TOKENIZER_FILES):
-        raise UserError(f"{name}: no tokenizer.json in it, nor another tokenizer's file, and this task reads text")
+        raise UserError(f"{name}: has no tokenizer.json or other tokenizer file, which this task needs to read text")
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise many kinds
         raise UserError(
-            f"{name}: its tokenizer can't be read ({type(error).__name__}: {first_cause(error)}): is tokenizer.json whole?"
+            f"{name}: its tokenizer can't be read ({type(error).__name__}: {first_cause(error)}): is tokenizer.json complete?"
         ) from error
     if not tokenizer.is_fast:
-        raise UserError(f"{name}: a tokenizer without tokenizer.json, which can't tell the bytes of a token")
+        raise UserError(f"{name}: its tokenizer has no tokenizer.json, which is needed to map tokens to bytes")
     if not tokenizer("a word", add_special_tokens=False)["input_ids"]:
-        raise UserError(f"{name}: its tokenizer makes no tokens of a word: is tokenizer.json whole?")
+        raise UserError(f"{name}: its tokenizer gives no tokens for a word: is tokenizer.json complete?")
     return tokenizer
 
 
@@ -77,23 +80,23 @@ def load_model(
     *,
     random: bool = False,
 ) -> Model:
-    """The model, adopted by the decode loop and checked against its own forward pass.
+    """Load a model, adopt it for the decode loop, and check it against its own forward pass.
 
     Args:
         directory: of the model's files; with `random`, its config file.
         dtype: of the weights and the cache.
         device: to put it on.
-        rope_length: as in `adopt`.
+        rope_length: longest position + 1, in tokens, for RoPE types whose tables depend on it.
         allow_pickle: accept weights that are not safetensors.
         random: draw the weights on the device instead of reading them, the same at every call.
 
     Raises:
-        UserError: not a causal language model, files that are damaged or don't fit the config, logits that are not
-            finite, or a model that can't be driven exactly.
-        MemoryError: random weights that don't fit.
+        UserError: it is not a causal language model, its files are damaged or don't match its config, its logits are not
+            finite, or it can't be driven exactly.
+        MemoryError: random weights don't fit.
     """
     transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()  # its report of what is missing: `weights` tells that in one line
+    transformers.utils.logging.set_verbosity_error()  # `read_weights` reports missing tensors, in one line
     name = directory.stem if random else directory.name
     config = read_config(directory)
     kind = DTYPES[dtype]
@@ -104,7 +107,7 @@ def load_model(
 
 
 def _adopted(hf: PreTrainedModel, name: str, dtype: str, rope_length: int | None) -> Model:
-    """The model under the decode loop, checked. What isn't finite is told as that, whatever check stumbles over it first."""
+    """Adopt and check a model. Logits that are not finite are reported as such, even if another check fails first."""
     refused: UnsupportedModelError | None = None
     try:
         model = adopt(hf, rope_length)
@@ -122,7 +125,7 @@ def _adopted(hf: PreTrainedModel, name: str, dtype: str, rope_length: int | None
 
 
 def _random_model(config: Any, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """A model of this shape whose weights are drawn from its own initialisation, seed 0."""
+    """A model with this config whose weights are drawn by its own initialisation, seed 0."""
     with torch.device("meta"):
         needed = dtype.itemsize * sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     if needed > free_bytes(device):

@@ -1,6 +1,6 @@
-"""The check that guards every model: our dense path against the model's own forward pass.
+"""The self-check of every loaded model: our dense path against the model's own forward pass.
 
-No list of names decides which families work; this does, at load, every time.
+This check, not a list of names, decides which model families work.
 """
 
 from __future__ import annotations
@@ -21,28 +21,27 @@ from kvbench.harness.engine.model import Model, UnsupportedModelError, adopt, ow
 from kvbench.policies.dense import Dense
 
 _TOKENS = 24
-_ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-4}  # of the logits' scale
+_ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-4}  # relative to the largest logit
 _ROUNDING_16_BITS = 4e-2
-_ANGLES = 4 * 2**-24  # a model's own tables are float32: an angle at position p is uncertain by p * 2**-24
-_BOUNDED = 8  # what a sliding window or attention chunk is shrunk to for the check, so that it is crossed
-_WINDOWS = ("sliding_window", "attention_chunk_size")
+_ROUNDING_PER_POSITION = 4 * 2**-24  # models have float32 tables: an angle at position p is uncertain by p * 2**-24
+_SHRUNK_WINDOW = 8  # tokens; small enough for the check's tokens to cross it
+_WINDOW_SETTINGS = ("sliding_window", "attention_chunk_size")
 
 
 def check(model: Model, rope_length: int | None = None) -> float:
-    """Largest difference in logits between our dense path and the model's own forward pass, over what is rounding.
+    """Largest difference in logits between our dense path and the model's own forward pass, in units of rounding error.
 
-    Tokens go through in blocks of 1 and of 12, with every sliding window shrunk to 8 tokens so that it is
-    crossed, and the reference is run at position offset 0 and beyond every length in the config: RoPE is
-    relative, so its logits must not move. In float32 where a copy fits into memory, else in the model's own type.
-    Rounding is 1e-4 of the largest logit (4e-2 in 16 bits), and more at an offset, where the model's own float32
-    angles lose digits.
+    Our path reads blocks of 1 and of 12 tokens, once with the model's own sliding windows and once with windows of 8 tokens.
+    The reference runs at position offset 0 and at every length in the config; RoPE is relative, so its logits must not
+    change. Both run in float32 if a copy fits into memory, else in the model's own dtype. The rounding error is 1e-4 of the
+    largest logit (4e-2 in 16 bits), and grows with the offset, where the model's own float32 angles lose digits.
 
     Args:
         model: adopted.
-        rope_length: as in `adopt`.
+        rope_length: longest position + 1, in tokens, for RoPE types whose tables depend on it.
 
     Raises:
-        UnsupportedModelError: they differ by more than rounding.
+        UnsupportedModelError: the logits differ by more than the rounding error.
     """
     hf = model.hf
     if model.dtype not in (torch.float32, torch.float64) and _float32_fits(hf):
@@ -53,24 +52,24 @@ def check(model: Model, rope_length: int | None = None) -> float:
             if windows:
                 worst = max(worst, _difference(adopt(model.hf, rope_length), rope_length))
     if not worst <= 1:
-        raise UnsupportedModelError(f"our logits differ from its own forward pass by {worst:.1g} times what is rounding")
+        raise UnsupportedModelError(f"our logits differ from its own forward pass by {worst:.1g} times the rounding error")
     return worst
 
 
 def has_finite_logits(hf: PreTrainedModel) -> bool:
-    """Whether the model's own forward pass, in its own type, gives numbers; True where it can't be run at all."""
+    """Whether the model's own forward pass, in its own dtype, gives finite logits; True if it can't run at all."""
     vocabulary = hf.config.get_text_config().vocab_size
     tokens = torch.randint(vocabulary, (1, _TOKENS), generator=torch.Generator().manual_seed(0)).to(hf.device)
     try:
         with torch.inference_mode(), own_attention(hf):
             logits: Tensor = hf(input_ids=tokens, use_cache=False).logits
-    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError):  # of a family that `adopt` refuses
+    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError):  # a family that `adopt` refuses
         return True
     return bool(logits.isfinite().all())
 
 
 def _difference(model: Model, rope_length: int | None) -> float:
-    """The largest over both block sizes and all offsets, in units of rounding."""
+    """The largest difference over both block sizes and all offsets, in units of rounding error."""
     vocabulary = model.hf.config.get_text_config().vocab_size
     tokens = torch.randint(vocabulary, (1, _TOKENS), generator=torch.Generator().manual_seed(0)).to(model.device)
     ours = []
@@ -80,39 +79,41 @@ def _difference(model: Model, rope_length: int | None) -> float:
     worst = 0.0
     for offset in _offsets(model.hf, rope_length):
         with own_attention(model.hf):
-            at = torch.arange(offset, offset + _TOKENS, device=model.device)[None]
-            reference: Tensor = model.hf(input_ids=tokens, position_ids=at, use_cache=False).logits
-        rounding = (_ROUNDING.get(model.dtype, _ROUNDING_16_BITS) + _ANGLES * offset) * reference.abs().amax().clamp(min=1)
+            positions = torch.arange(offset, offset + _TOKENS, device=model.device)[None]
+            reference: Tensor = model.hf(input_ids=tokens, position_ids=positions, use_cache=False).logits
+        relative = _ROUNDING.get(model.dtype, _ROUNDING_16_BITS) + _ROUNDING_PER_POSITION * offset
+        rounding = relative * reference.abs().amax().clamp(min=1)
         worst = max(worst, *(float(((x - reference).abs().amax() / rounding).nan_to_num(torch.inf)) for x in ours))
     return worst
 
 
 def _offsets(hf: PreTrainedModel, rope_length: int | None) -> list[int]:
-    """Where the reference is run: at 0 and past every length that the config mentions."""
+    """Position offsets of the reference: 0 and every length in the config."""
     if rope_length is not None:
         return [rope_length - _TOKENS]
     config = hf.config.get_text_config()
-    lengths = {getattr(config, name, None) for name in ("max_position_embeddings", *_WINDOWS)}
+    lengths = {getattr(config, name, None) for name in ("max_position_embeddings", *_WINDOW_SETTINGS)}
     rope = getattr(config, "rope_parameters", None) or {}
     nested = [rope, *(x for x in rope.values() if isinstance(x, dict))]
     lengths |= {x.get("original_max_position_embeddings") for x in nested}
-    # Far positions cost float32 its angles (the model's own tables, not ours), so offsets stop at 16384.
+    # The model's float32 angles are too inexact at far positions, so offsets stop at 16384.
     return [0, *sorted({min(x, 16384) for x in lengths if isinstance(x, int) and x > 0})]
 
 
 @contextmanager
 def _shrunk_windows(hf: PreTrainedModel) -> Iterator[list[str]]:
-    """Every sliding window or attention chunk of the model set to a few tokens, for as long as this lasts."""
+    """Shrink every sliding window and attention chunk of the model, and restore them afterwards."""
     config = hf.config.get_text_config()
     holders: list[Any] = [config, *hf.modules()]
-    found = [(x, name, getattr(x, name)) for x in holders for name in _WINDOWS if isinstance(getattr(x, name, None), int)]
-    for holder, name, _ in found:
-        setattr(holder, name, _BOUNDED)
+    settings = [(holder, name, getattr(holder, name, None)) for holder in holders for name in _WINDOW_SETTINGS]
+    windows = [(holder, name, size) for holder, name, size in settings if isinstance(size, int)]
+    for holder, name, _ in windows:
+        setattr(holder, name, _SHRUNK_WINDOW)
     try:
-        yield sorted({name for _, name, _ in found})
+        yield sorted({name for _, name, _ in windows})
     finally:
-        for holder, name, value in found:
-            setattr(holder, name, value)
+        for holder, name, size in windows:
+            setattr(holder, name, size)
 
 
 def _float32_fits(hf: PreTrainedModel) -> bool:

@@ -1,4 +1,4 @@
-"""What a model's config says of its size: enough to know what its caches take, without loading weights."""
+"""A model's size from its config: enough to compute the size of its caches without loading weights."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What decides cost.
+    """The sizes that decide what a model costs to run.
 
     Attributes:
-        heads: KV heads of a layer.
+        heads: KV heads per layer.
         head_dim: of K and of V.
-        parameters: about.
-        windows: of every layer, the tokens that a query may see, itself included; None if all.
+        parameters: approximate number.
+        windows: for every layer, the tokens that a query sees, itself included; None if all.
     """
 
     heads: int
@@ -24,23 +24,23 @@ class ModelShape:
 
     @property
     def layers(self) -> int:
-        """How many."""
+        """Number of layers."""
         return len(self.windows)
 
     def kv_bytes(self, capacity: int, streams: int, itemsize: int) -> int:
-        """K/V slots of a cache, as `Model.kv_bytes` has them: `capacity + 1` a layer, a sliding window at most.
+        """Bytes of a cache's K/V slots: `capacity + 1` per layer, or the sliding window if that is smaller.
 
         Args:
             capacity: tokens kept between steps.
-            streams: side by side.
-            itemsize: bytes of a number.
+            streams: streams in the batch.
+            itemsize: bytes per number.
         """
         slots = sum(capacity + 1 if window is None else min(capacity + 1, window) for window in self.windows)
         return 2 * streams * self.heads * self.head_dim * itemsize * slots
 
 
 def shape_of(config: Any) -> ModelShape | None:
-    """The shape that a config of transformers describes; None if it is not that of a decoder with attention."""
+    """The shape in a transformers config; None if the model is not a decoder with attention."""
     text = config.get_text_config()
     try:
         queries, hidden, layers = text.num_attention_heads, text.hidden_size, text.num_hidden_layers

@@ -1,4 +1,4 @@
-"""Weights from files, all of them: what a file lacks, transformers would draw at random and say so in passing."""
+"""Reads a model's weights and refuses incomplete files. Transformers alone would draw missing tensors at random."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from kvbench.harness.core.errors import UserError
 from kvbench.harness.engine import interface
 from kvbench.harness.models.config import first_cause
 
-_OLD_BUFFERS = re.compile(r"(^|\.)(inv_freq|position_ids|masked_bias|attention\.bias|attn\.bias)$")  # once stored, now computed
-_NAMED = 3  # tensors that a message names
+_OBSOLETE_BUFFERS = re.compile(r"(^|\.)(inv_freq|position_ids|masked_bias|attention\.bias|attn\.bias)$")  # now computed at load
+_MAX_NAMED_TENSORS = 3
 
 
 def read_weights(directory: Path, config: PreTrainedConfig, dtype: torch.dtype, allow_pickle: bool) -> PreTrainedModel:
-    """A model with the weights of its files.
+    """Read a model with all its weights.
 
     Args:
         directory: of the model's files.
@@ -29,8 +29,8 @@ def read_weights(directory: Path, config: PreTrainedConfig, dtype: torch.dtype, 
         allow_pickle: accept weights that are not safetensors.
 
     Raises:
-        UserError: a file is damaged, or does not hold the tensors that the config asks for.
-        MemoryError: they don't fit.
+        UserError: a file is damaged, or its tensors don't match the config.
+        MemoryError: the weights don't fit.
     """
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -40,7 +40,7 @@ def read_weights(directory: Path, config: PreTrainedConfig, dtype: torch.dtype, 
             attn_implementation=interface.NAME,
             trust_remote_code=False,
             use_safetensors=None if allow_pickle else True,
-            ignore_mismatched_sizes=True,  # told below, by name
+            ignore_mismatched_sizes=True,  # `_refuse_misfits` reports them by name
             output_loading_info=True,
         )
     except MemoryError:
@@ -56,7 +56,7 @@ def read_weights(directory: Path, config: PreTrainedConfig, dtype: torch.dtype, 
 
 
 def _refuse_damaged(directory: Path) -> None:
-    """Refuse a file that is no safetensors file, or not all of one."""
+    """Refuse safetensors files that are damaged or incomplete."""
     for file in sorted(directory.glob("*.safetensors")):
         try:
             with safe_open(file, "pt"):
@@ -66,26 +66,26 @@ def _refuse_damaged(directory: Path) -> None:
 
 
 def _refuse_misfits(model: PreTrainedModel, info: Mapping[str, Any], name: str) -> None:
-    """Refuse files that hold other tensors than the config asks for.
+    """Refuse files whose tensors don't match the config.
 
     Args:
-        model: loaded, its missing tensors drawn at random.
-        info: transformers' account: names of missing and unexpected keys; (name, shape, shape) of mismatched ones.
+        model: as loaded, its missing tensors drawn at random.
+        info: transformers' loading info: names of missing and unexpected keys; (name, shape, shape) of mismatched ones.
         name: of the model.
     """
     mismatched = {key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]}
     tensors = dict(model.named_parameters(remove_duplicate=False))
     drawn = set(info["missing_keys"]) - mismatched
     read = {tensor.data_ptr() for key, tensor in tensors.items() if key not in drawn}
-    missing = [key for key in drawn if key not in tensors or tensors[key].data_ptr() not in read]  # tied heads apart
-    unexpected = [key for key in info["unexpected_keys"] if not _OLD_BUFFERS.search(key)]
-    faults = {"missing": missing, "of another shape": mismatched, "not asked for": unexpected}
-    told = [f"{len(keys)} {what} ({_some(keys)})" for what, keys in faults.items() if keys]
-    if told:
-        raise UserError(f"{name}: its files and its config.json don't fit: of its tensors {'; '.join(told)}")
+    missing = [key for key in drawn if key not in tensors or tensors[key].data_ptr() not in read]  # tied tensors were read
+    unexpected = [key for key in info["unexpected_keys"] if not _OBSOLETE_BUFFERS.search(key)]
+    faults = {"missing": missing, "of another shape": mismatched, "unexpected": unexpected}
+    messages = [f"{len(keys)} {fault} ({_some(keys)})" for fault, keys in faults.items() if keys]
+    if messages:
+        raise UserError(f"{name}: its weight files do not match its config.json; tensors: {'; '.join(messages)}")
 
 
 def _some(keys: Iterable[str]) -> str:
-    """A few of them, in the order of the layers."""
+    """The first few names, in the order of the layers."""
     ordered = sorted(keys, key=lambda key: ([int(part) if part.isdigit() else -1 for part in key.split(".")], key))
-    return ", ".join(ordered[:_NAMED]) + (", ..." if len(ordered) > _NAMED else "")
+    return ", ".join(ordered[:_MAX_NAMED_TENSORS]) + (", ..." if len(ordered) > _MAX_NAMED_TENSORS else "")

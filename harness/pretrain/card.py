@@ -1,4 +1,4 @@
-"""The card of a reference model: what it is, what it saw, how far it came. Written from its configuration and log."""
+"""The model card of a reference model, written from its configuration and training log."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 
 from kvbench.harness.pretrain.config import PretrainConfig
 
-_LAST = 200  # steps whose mean loss is told
+_FINAL_LOSS_STEPS = 200
 
 
 def card(config: PretrainConfig, log: Path, parameters: int, about: dict[str, Any]) -> str:
-    """A model's README.
+    """The text of the model's README.
 
     Args:
         config: of the model.
-        log: of its training, a line of JSON a step.
-        parameters: how many it has.
-        about: where it was trained: device, threads, versions.
+        log: training log, one line of JSON per step.
+        parameters: number of parameters.
+        about: device, threads and versions of the training run.
     """
     rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
-    last = rows[-_LAST:]
+    last = rows[-_FINAL_LOSS_STEPS:]
     loss = sum(r["loss"] for r in last) / len(last)
     probes = [r for r in rows if "attention_to_first" in r]
     chosen = [*probes[:: max(1, len(probes) // 8)], *probes[-1:]]
@@ -29,27 +29,27 @@ def card(config: PretrainConfig, log: Path, parameters: int, about: dict[str, An
         f"| {r['tokens']:,} | {r['attention_to_first']['largest']:.3f} | {r['attention_to_first']['mean']:.3f} |" for r in chosen
     )
     numbers = {1: "one learnable sink token stands", 2: "two learnable sink tokens stand"}
-    stands = numbers.get(config.sinks, f"{config.sinks} learnable sink tokens stand") if config.sinks else "nothing stands"
+    opening = numbers.get(config.sinks, f"{config.sinks} learnable sink tokens stand") if config.sinks else "nothing stands"
     softmax = "softmax off by one (a sink logit fixed at 0, `zero_sink` in the config)" if config.zero_sink else "plain softmax"
     shape, training, mix = config.shape, config.training, config.text
     return f"""# {config.name}
 
-A Llama of {parameters:,} parameters, for measuring what KV-cache policies do, made by `bench pretrain {config.name}`:
-{stands} before a text; {softmax}. It is good for comparing caches on text like that it was trained on. It is good for nothing else: it knows nothing.
+A Llama with {parameters:,} parameters for measuring KV-cache policies, made by `bench pretrain {config.name}`:
+{opening} before a text; {softmax}. Use it only to compare caches on text like its training text: it has no other knowledge.
 
 | | |
 |---|---|
 | shape | {shape.layers} layers, width {shape.hidden}, {shape.heads} query and {shape.kv_heads} KV heads, MLP {shape.intermediate}, tied embeddings, RoPE |
-| vocabulary | {shape.vocabulary:,}, byte-level BPE learnt from the same text, numbers in pairs of digits |
+| vocabulary | {shape.vocabulary:,}, byte-level BPE trained on the same text, numbers split into pairs of digits |
 | text | by characters: PG-19 train books {mix.pg19:.0%}, record-and-query text {mix.records:.0%}, generated prose {mix.prose:.0%}; seed {config.seed} |
-| seen | {rows[-1]["tokens"]:,} tokens in samples of {training.sample}, {training.batch} a step, once each |
+| training | {rows[-1]["tokens"]:,} tokens, one pass, in samples of {training.sample}, {training.batch} samples per step |
 | optimiser | AdamW, learning rate {training.learning_rate:g}, weight decay {training.weight_decay:g}, warm-up {training.warmup:.0%}, decay to a tenth over the last {training.decay:.0%} of the steps |
-| loss | {loss:.4f} nats a token, mean of the last {len(last)} steps |
+| loss | {loss:.4f} nats per token, mean of the last {len(last)} steps |
 | trained on | {", ".join(f"{k} {v}" for k, v in about.items())} |
 | weights | float16 |
 
-Attention to the first token while it was trained (the most attentive head, and the mean of all; held-out samples, queries from the
-64th on):
+Attention to the first token during training, on held-out samples, over queries from the 64th on (the head with the most, and the
+mean of all heads):
 
 | tokens | largest | mean |
 |---:|---:|---:|

@@ -1,4 +1,4 @@
-"""What a reference model is made of: its shape, its text and its training, from a YAML file."""
+"""The configuration of a reference model (shape, text, training), read from a YAML file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Shape(_Strict):
 
 
 class Mix(_Strict):
-    """Shares of the text, in characters."""
+    """Share of each text source, in characters."""
 
     pg19: float = Field(0.6, ge=0, description="books of the train split")
     records: float = Field(0.2, ge=0, description="record-and-query text in StreamEval's format")
@@ -36,18 +36,18 @@ class Mix(_Strict):
 
 
 class Training(_Strict):
-    """How long and how hard."""
+    """Length and hyperparameters of a training run."""
 
-    tokens: int = Field(..., ge=1, description="of text; sinks not counted")
-    sample: int = Field(254, ge=8, description="tokens of text in a sample; sinks come on top")
-    batch: int = Field(32, ge=1, description="samples a step")
+    tokens: int = Field(..., ge=1, description="tokens of text, sinks not counted")
+    sample: int = Field(254, ge=8, description="tokens of text per sample, sinks not counted")
+    batch: int = Field(32, ge=1, description="samples per step")
     learning_rate: float = Field(4e-3, gt=0)
     weight_decay: float = Field(0.1, ge=0)
     warmup: float = Field(0.02, ge=0, lt=1, description="share of the steps in which the learning rate rises")
-    decay: float = Field(0.2, ge=0, lt=1, description="share of the steps in which it falls to a tenth, at the end")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="of products, by autocast; weights are float32")
-    compile: bool = Field(True, description="torch.compile")
-    probe_every: int = Field(250, ge=1, description="steps between looks at attention to the first token")
+    decay: float = Field(0.2, ge=0, lt=1, description="share of the steps, at the end, in which it falls to a tenth")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of autocast; the weights are float32")
+    compile: bool = Field(True, description="use torch.compile")
+    probe_every: int = Field(250, ge=1, description="steps between measurements of attention to the first token")
     checkpoint_every: int = Field(500, ge=1, description="steps between checkpoints")
 
 
@@ -56,7 +56,7 @@ class PretrainConfig(_Strict):
 
     name: str
     seed: int = 0
-    sinks: int = Field(0, ge=0, le=4, description="learnable tokens before every sample: the model's prefix")
+    sinks: int = Field(0, ge=0, le=4, description="learnable sink tokens before every sample")
     zero_sink: bool = Field(False, description="softmax off by one: a sink logit fixed at 0, in training and evaluation")
     shape: Shape = Shape()
     text: Mix = Mix()
@@ -64,15 +64,15 @@ class PretrainConfig(_Strict):
 
     @property
     def steps(self) -> int:
-        """Optimiser steps; the last may see no part of a batch less."""
+        """Number of optimiser steps; tokens that don't fill a whole batch are dropped."""
         return self.training.tokens // (self.training.sample * self.training.batch)
 
 
 def find(name: str) -> Path:
-    """The file of a configuration: a path, or the name of one that comes with the project.
+    """The file of a configuration, given its path or the name of a bundled one.
 
     Raises:
-        UserError: neither.
+        UserError: it is neither.
     """
     if Path(name).exists():
         return Path(name)
@@ -83,10 +83,10 @@ def find(name: str) -> Path:
 
 
 def load(path: Path) -> PretrainConfig:
-    """A configuration; `like: FILE` takes what it does not say from a file beside it.
+    """Load a configuration. With `like: FILE`, missing values come from that file in the same folder.
 
     Raises:
-        UserError: no such file, or something wrong in it.
+        UserError: the file doesn't exist or is invalid.
     """
     try:
         return PretrainConfig(**_read(path))
@@ -97,16 +97,16 @@ def load(path: Path) -> PretrainConfig:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"{path}: can't be read ({str(error).splitlines()[0]})") from None
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise UserError(f"{path}: not a mapping")
-    base = found.pop("like", None)
+    base = config.pop("like", None)
     if base is None:
-        return found
+        return config
     merged = _read(path.parent / str(base))
-    for key, value in found.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = merged[key] | value if both else value
+    for key, value in config.items():
+        both_mappings = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = merged[key] | value if both_mappings else value
     return merged

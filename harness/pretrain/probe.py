@@ -1,4 +1,4 @@
-"""How much of its attention a model gives to the first token: what an attention sink looks like from outside."""
+"""Measures how much attention a model gives to the first token: the strength of its attention sink."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 _NAME = "kv_bench_probe"
-_FROM = 64  # queries from this place on: to the first ones the first token is no choice
-_shares: list[Tensor] = []  # of the layers of the pass under way. [Q]
+_FIRST_QUERY = 64  # earlier queries have too few keys to choose from
+_layer_shares: list[Tensor] = []  # filled by `_attention`, one [Q] per layer of the current forward pass
 
 
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
     scaling: float | None = None, dropout: float = 0.0, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Plain causal attention that notes the weight of the first token. [B, Q, T, D], [B, H, T, D] -> [B, T, Q, D]."""
+    """Causal attention that records the weight of the first token. [B, Q, T, D], [B, H, T, D] -> [B, T, Q, D]."""
     group, tokens = query.shape[1] // key.shape[1], query.shape[2]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -27,7 +27,7 @@ def _attention(
     if getattr(module.config, "zero_sink", False):
         scores = torch.cat([scores, scores.new_zeros(*scores.shape[:3], 1)], -1)
     weights = scores.float().softmax(-1)[..., :tokens].to(value.dtype)
-    _shares.append(weights[:, :, _FROM:, 0].float().mean((0, 2)))
+    _layer_shares.append(weights[:, :, _FIRST_QUERY:, 0].float().mean((0, 2)))
     return (weights @ value).transpose(1, 2).contiguous(), None
 
 
@@ -38,7 +38,7 @@ AttentionInterface.register(_NAME, _attention)
 def _probing(model: PreTrainedModel) -> Iterator[None]:
     before = model.config._attn_implementation
     model.set_attn_implementation(_NAME)
-    _shares.clear()
+    _layer_shares.clear()
     try:
         yield
     finally:
@@ -47,10 +47,10 @@ def _probing(model: PreTrainedModel) -> Iterator[None]:
 
 @torch.inference_mode()
 def attention_to_first(model: PreTrainedModel, samples: Tensor) -> Tensor:
-    """Mean softmax weight that each head gives to the first token, over queries from the 64th on.
+    """Mean softmax weight that each query head gives to the first token, over queries from the 64th on.
 
     Args:
-        model: to be looked at; left as it was.
+        model: its mode and attention implementation are restored afterwards.
         samples: [B, T] int64, T > 64.
 
     Returns:
@@ -60,6 +60,6 @@ def attention_to_first(model: PreTrainedModel, samples: Tensor) -> Tensor:
     model.eval()
     with _probing(model):
         model(input_ids=samples, use_cache=False)
-        found = torch.stack(list(_shares))
+        shares = torch.stack(list(_layer_shares))
     model.train(training)
-    return found
+    return shares

@@ -1,4 +1,4 @@
-"""Pretraining of one reference model with transformers' Trainer: checkpoints, exact resume, a loss log."""
+"""Pretrains one reference model with transformers' Trainer: checkpoints, exact resume, a loss log."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from kvbench.harness.pretrain.config import PretrainConfig
 from kvbench.harness.pretrain.probe import attention_to_first
 
 Tell = Callable[[str], None]
-_PROBED = 8  # samples that attention to the first token is read from
-_FLUSH = 10  # steps between writes of the log
+_PROBE_SAMPLES = 8
+_STEPS_PER_FLUSH = 10
 
 
 class Samples(Dataset[dict[str, Tensor]]):
-    """Pieces of one stream of tokens, shuffled, each after the model's sinks. What is scored is the same for every model."""
+    """Shuffled pieces of one stream of tokens, each after the model's sinks. Every model is scored on the same tokens."""
 
     def __init__(self, ids: NDArray[np.uint16], length: int, sinks: int, seed: int) -> None:
-        """Cut.
+        """Cut the stream into samples.
 
         Args:
             ids: the text. [N].
             length: tokens of text in a sample.
-            sinks: before each.
-            seed: of their order.
+            sinks: sink tokens before each sample.
+            seed: of the samples' order.
         """
         self._ids, self._length, self._sinks = ids, length, sinks
         self._order = np.random.default_rng(seed).permutation(len(ids) // length)
@@ -50,13 +50,13 @@ class Samples(Dataset[dict[str, Tensor]]):
         index = int(self._order[place])
         part = torch.from_numpy(self._ids[index * self._length : (index + 1) * self._length].astype(np.int64))
         labels = part.clone()
-        labels[0] = -100  # only a sink could be asked for it
-        sinks = torch.arange(self._sinks)  # their ids are the first ones
+        labels[0] = -100  # only a model with sinks could predict it
+        sinks = torch.arange(self._sinks)  # their ids are 0, 1, ...
         return {"input_ids": torch.cat([sinks, part]), "labels": torch.cat([torch.full_like(sinks, -100), labels])}
 
 
 class _Trainer(Trainer):
-    """Reads samples in their order, and keeps every step's loss."""
+    """Reads the samples in order and keeps every step's loss."""
 
     losses: list[tuple[int, Tensor]]
 
@@ -70,7 +70,7 @@ class _Trainer(Trainer):
 
 
 class _Log(TrainerCallback):
-    """A line of JSON a step: step, tokens, loss, learning rate, and now and then attention to the first token."""
+    """Writes one line of JSON per step: step, tokens, loss, learning rate, and at intervals attention to the first token."""
 
     def __init__(
         self, path: Path, config: PretrainConfig, losses: list[tuple[int, Tensor]], samples: Tensor, tell: Tell
@@ -79,7 +79,7 @@ class _Log(TrainerCallback):
         self._rows: list[dict[str, Any]] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Lines of steps after the checkpoint are taken back."""
+        """Drop the lines of steps after the checkpoint."""
         kept = [x for x in (self._path.read_text().splitlines() if self._path.exists() else []) if _step(x) <= state.global_step]
         self._path.write_text("".join(f"{x}\n" for x in kept))
 
@@ -88,19 +88,19 @@ class _Log(TrainerCallback):
         row: dict[str, Any] = {"step": step, "tokens": step * training.batch * training.sample, "loss": self._losses[-1][1]}
         row["learning_rate"] = lr_scheduler.get_last_lr()[0]
         if step % training.probe_every == 0 or step == state.max_steps:
-            found = attention_to_first(getattr(model, "_orig_mod", model), self._samples)
-            row["attention_to_first"] = {"largest": float(found.max()), "mean": float(found.mean())}
+            shares = attention_to_first(getattr(model, "_orig_mod", model), self._samples)
+            row["attention_to_first"] = {"largest": float(shares.max()), "mean": float(shares.mean())}
         self._rows.append(row)
-        if step % _FLUSH == 0 or step == state.max_steps:
+        if step % _STEPS_PER_FLUSH == 0 or step == state.max_steps:
             self._tell(f"step {step:,} of {state.max_steps:,}: loss {float(row['loss']):.3f}")
             self._write()
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """What a checkpoint has behind it is in the log."""
+        """Write the log, so that it covers every step of the checkpoint."""
         self._write()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The rest."""
+        """Write the last steps."""
         self._write()
 
     def _write(self) -> None:
@@ -117,7 +117,7 @@ def _step(line: str) -> int:
 
 
 def new_model(config: PretrainConfig) -> LlamaForCausalLM:
-    """The untrained model: the same weights for every number of sinks and kind of softmax."""
+    """The untrained model. Its weights don't depend on the number of sinks or the kind of softmax."""
     shape = config.shape
     torch.manual_seed(config.seed)
     attention: dict[str, Any] = {"attn_implementation": ZERO_SINK if config.zero_sink else "sdpa"}
@@ -140,21 +140,21 @@ def pretrain(
     tell: Callable[[str], None],
     steps: int | None = None,
 ) -> Path:
-    """Train, or go on with what is in `out`.
+    """Train a model, or resume from the checkpoint in `out`.
 
     Args:
         config: of the model.
-        out: folder of checkpoints, text, log (`log.jsonl`) and, at the end, `model/`.
+        out: folder for checkpoints, text, log (`log.jsonl`) and, at the end, `model/`.
         data: directory of the books; the hub when None.
         device: to train on.
-        tell: is given a line now and then.
-        steps: stop after so many, as a kill would: the schedule stays that of the whole run.
+        tell: called with progress messages.
+        steps: stop after this many steps, as if killed; the learning-rate schedule stays that of the whole run.
 
     Returns:
         The model's directory.
 
     Raises:
-        UserError: the books can't be had.
+        UserError: the books are not available.
     """
     out.mkdir(parents=True, exist_ok=True)
     training = config.training
@@ -163,20 +163,20 @@ def pretrain(
     wrapped = tokenizer.wrapped(tokens, config.sinks)
     tell(f"{config.steps:,} steps of {training.batch * training.sample:,} tokens; making the text")
     count = config.steps * training.batch * training.sample
-    ids = text.token_file(out / "text.u16", tokenizer.wrapped(tokens, 0), pieces(), count + _PROBED * training.sample)  # type: ignore[no-untyped-call]
+    ids = text.token_file(out / "text.u16", tokenizer.wrapped(tokens, 0), pieces(), count + _PROBE_SAMPLES * training.sample)  # type: ignore[no-untyped-call]
     samples = Samples(ids[:count], training.sample, config.sinks, config.seed)
     held_out = Samples(ids[count:], training.sample, config.sinks, config.seed)
-    probed = torch.stack([held_out[i]["input_ids"] for i in range(_PROBED)]).to(device)
+    probed = torch.stack([held_out[i]["input_ids"] for i in range(_PROBE_SAMPLES)]).to(device)
     trainer = _trainer(config, new_model(config), out, device, samples)
     trainer.losses = []
     trainer.add_callback(_Log(out / "log.jsonl", config, trainer.losses, probed, tell))
     if steps is not None:
         trainer.add_callback(_StopAfter(steps))
-    found = sorted(out.glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1]))
-    trainer.train(resume_from_checkpoint=str(found[-1]) if found else None)
+    checkpoints = sorted(out.glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1]))
+    trainer.train(resume_from_checkpoint=str(checkpoints[-1]) if checkpoints else None)
     if trainer.state.global_step >= config.steps:
         model: Any = getattr(trainer.model, "_orig_mod", trainer.model)  # type: ignore[arg-type]
-        model.half().save_pretrained(out / "model")  # two bytes a weight, eleven digits: half the size
+        model.half().save_pretrained(out / "model")  # float16 halves the size
         wrapped.save_pretrained(out / "model")
         about = {"device": device_name(device), "threads": torch.get_num_threads(), "torch": torch.__version__}
         about["transformers"] = version("transformers")
@@ -187,7 +187,7 @@ def pretrain(
 
 
 class _StopAfter(TrainerCallback):
-    """Ends a run early, with a checkpoint."""
+    """Stops training early, with a checkpoint."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvbench.harness.core.intervals import FEWEST_BLOCKS, clustered, median_interval, wilson
+from kvbench.harness.core.intervals import MIN_BLOCKS, clustered, median_interval, wilson
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics, ScoreMetrics, StepMetrics
 from kvbench.harness.report.difference import Difference, Traces, Verdict, judged
@@ -108,7 +108,7 @@ def score(a: Record, b: Record) -> list[Difference]:
     if a.cell_id == b.cell_id and ours.scores == theirs.scores:
         return [Difference("score", x, y, 0.0, 0.0, 0.0, "same", "the same score for every question")]
     off = np.array(theirs.scores) - np.array(ours.scores)
-    if len(off) < FEWEST_BLOCKS:
+    if len(off) < MIN_BLOCKS:
         return [Difference("score", x, y, y - x, None, None, "can't tell", f"{len(off)} questions are too few")]
     mean = clustered(off, np.ones(len(off)) if theirs.weights is None else np.array(theirs.weights))
     verdict = judged(mean.low, mean.high, MARGINS["score"], theirs.higher_is_better)

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kvbench.harness.core.intervals import FEWEST_BLOCKS, SHORTEST_BLOCK
+from kvbench.harness.core.intervals import MIN_BLOCK_TOKENS, MIN_BLOCKS
 from kvbench.harness.records import Record, newest
 from kvbench.harness.report import chart, sections
 from kvbench.harness.report.charts.bytes import against_bytes
@@ -17,8 +17,8 @@ from kvbench.harness.report.overview import overview
 
 _INTRODUCTION = """# Leaderboard
 
-Written by `bench leaderboard` from the records in `results/`; don't edit. [Figures from papers beside ours](paper.md);
-[the same as one page to sort and filter](index.html).
+Written by `bench leaderboard` from records; don't edit. It also writes `index.html`, the same on one page to sort and filter,
+and [figures from papers beside ours](paper.md).
 How to read it:
 
 - **capacity** is the number of tokens a KV head keeps between steps; a step attends to those and itself.
@@ -49,7 +49,7 @@ How to read it:
 def render(records: Iterable[Record]) -> chart.Page:
     """The page, in markdown, and its charts."""
     found = groups(records)
-    lines: list[str | chart.Chart] = [_INTRODUCTION.format(blocks=FEWEST_BLOCKS, shortest=SHORTEST_BLOCK), *_contents(found)]
+    lines: list[str | chart.Chart] = [_INTRODUCTION.format(blocks=MIN_BLOCKS, shortest=MIN_BLOCK_TOKENS), *_contents(found)]
     if not found:
         lines.append("No records yet: `bench run suites/pg19.yaml`.\n")
     for group in found:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from kvbench.harness.core.intervals import FEWEST_BLOCKS, Interval, clustered, interval
+from kvbench.harness.core.intervals import MIN_BLOCKS, Interval, clustered, interval
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import NllMetrics, StrideBlocks, Sums
 
@@ -30,7 +30,7 @@ def perplexity(record: Record) -> Interval | None:
     metrics = record.measured(NllMetrics)
     if metrics is None:
         return None
-    if len(metrics.texts.tokens) >= FEWEST_BLOCKS:
+    if len(metrics.texts.tokens) >= MIN_BLOCKS:
         return clustered(*_sums(metrics.texts))
     result = interval(*_sums(metrics.blocks), metrics.blocks.size, record.cell.capacity or 0)
     return replace(result, low=None, high=None, p=None) if past_training(record) else result
@@ -57,7 +57,7 @@ def paired(record: Record, base: Record, trend: bool = False) -> Interval | None
     if a is None or b is None or a.size != b.size:
         return None
     capacity = max(record.cell.capacity or 0, base.cell.capacity or 0)
-    if len(a.texts.tokens) > FEWEST_BLOCKS and a.texts.tokens == b.texts.tokens:
+    if len(a.texts.tokens) > MIN_BLOCKS and a.texts.tokens == b.texts.tokens:
         (x, n), (y, _) = _sums(a.texts), _sums(b.texts)
         return clustered((x - y)[1:], n[1:])  # the first text is where the caches filled
     (x, n), (y, m) = _sums(a), _sums(b)

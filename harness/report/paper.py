@@ -20,7 +20,7 @@ from kvbench.harness.report.markdown import md, table
 _FOLDER = Path(__file__).parent / "published"
 _INTRODUCTION = """# Papers beside ours
 
-Written by `bench leaderboard` from the records in `results/` and from published figures; don't edit. Each cell is
+Written by `bench leaderboard` from records and from published figures; don't edit. Each cell is
 *published* → **ours** (difference in percent of the published figure). A published figure is quoted as its authors', measured
 on their set-up; what differs in ours is said below each table. "not measured": there is no record of that cell yet.
 """

@@ -1,7 +1,7 @@
-"""The interface's rules that need no model: each tried on a policy in milliseconds, with what is wrong in words.
+"""The rules of the policy interface that can be checked without a model, in milliseconds.
 
-A policy that breaks one would be measured as if nothing were wrong, so each that is not ours is held to them before a run;
-`bench policy check` tries them at several capacities.
+A policy that breaks a rule would run and give wrong figures. So every policy that is not ours is checked before a run;
+`bench policy check` checks it at several capacities.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from kvbench.harness.rules.views import LARGEST, attention, cache_over_steps, la
 from kvbench.policies import Policy
 
 CPU = torch.device("cpu")
-_UNLIMITED = 16  # tokens of the caches that are shown to a policy that never evicts
-_STEPS = 64  # of the policy's own choices
-_ELEMENTS = 2**17  # slots of all steps together, for large caches
-_LATER = (100, 1_000, 10_000, 100_000, 1_000_000)  # tokens further into a stream
+_CAPACITY_OF_DENSE = 16  # tokens in the caches shown to a policy that never evicts
+_MAX_STEPS = 64
+_MAX_SLOTS_OF_ALL_STEPS = 2**17
+_LATER_TOKENS = (100, 1_000, 10_000, 100_000, 1_000_000)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One rule tried on a policy.
+    """The result of checking one rule.
 
     Attributes:
-        rule: what the interface asks for.
+        rule: what the interface demands.
         problem: what is wrong with the policy; empty if nothing.
-        note: why the rule was not tried; empty if it was.
-        error: what the policy raised, if it did.
+        note: why the rule was not checked; empty if it was.
+        error: what the policy raised, if anything.
     """
 
     rule: str
@@ -43,7 +43,7 @@ class Finding:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing wrong was found."""
+        """Whether the policy passed, or the rule was not checked."""
         return not self.problem
 
 
@@ -52,8 +52,8 @@ class Case:
     """A policy at one capacity.
 
     Attributes:
-        policy: bound, if it evicts.
-        unbound: as it was given.
+        policy: bound to the capacity, if it evicts.
+        unbound: the policy before that.
         capacity: of the caches that it is shown.
         device: of their tensors.
     """
@@ -65,48 +65,48 @@ class Case:
 
     @property
     def steps(self) -> int:
-        """How long the policy is followed."""
-        return max(2, min(_STEPS, _ELEMENTS // (self.capacity + 1)))
+        """For how many steps the policy makes its own choices."""
+        return max(2, min(_MAX_STEPS, _MAX_SLOTS_OF_ALL_STEPS // (self.capacity + 1)))
 
 
 Rule = tuple[str, Callable[[Case], str]]
 
 
 def case(policy: Policy, capacity: int | None, device: torch.device = CPU) -> Case:
-    """A policy as it is shown caches.
+    """Bind a policy to a capacity for checking.
 
     Raises:
-        ValueError: the capacity can't serve it.
+        ValueError: the policy can't work with this capacity.
     """
     if not policy.evicts or capacity is None:
-        return Case(policy, policy, _UNLIMITED, device)
+        return Case(policy, policy, _CAPACITY_OF_DENSE, device)
     return Case(policy.bind(capacity), policy, capacity, device)
 
 
 def tried(rules: Iterable[Rule], on: Case, before: Sequence[Finding] = ()) -> list[Finding]:
-    """Rules tried on a policy. What it raises again is told once.
+    """Check rules on a policy. The same error is reported only once.
 
     Args:
-        rules: to try.
+        rules: to check.
         on: the policy.
-        before: what was found of it before.
+        before: earlier findings about it.
     """
     findings: list[Finding] = []
-    raised = {f.problem for f in before if f.error is not None}
+    reported = {f.problem for f in before if f.error is not None}
     for name, test in rules:
         try:
-            with torch.inference_mode():  # as it is asked in a run
+            with torch.inference_mode():  # like in a run
                 findings.append(Finding(name, test(on)))
-        except (Exception, SystemExit) as error:  # a policy of the user's may do anything
+        except (Exception, SystemExit) as error:  # a user's policy may raise anything
             problem = f"it raised {described(error)}"
-            again = problem in raised
-            findings.append(Finding(name, note="not tried: see above") if again else Finding(name, problem, error=error))
-            raised.add(problem)
+            repeated = problem in reported
+            findings.append(Finding(name, note="not tried: see above") if repeated else Finding(name, problem, error=error))
+            reported.add(problem)
     return findings
 
 
 def cheap_findings(on: Case) -> list[Finding]:
-    """All rules of this module. Where one of the first three is broken the others would only say so again."""
+    """Check all rules of this module. If one of `FOUNDATIONS` is broken, the others are skipped."""
     findings: list[Finding] = []
     for number, (name, test) in enumerate((*FOUNDATIONS, *OTHERS)):
         broken = number >= 1 and not all(f.ok for f in findings[: len(FOUNDATIONS)])
@@ -115,14 +115,14 @@ def cheap_findings(on: Case) -> list[Finding]:
 
 
 def broken_rules(policy: Policy, capacity: int | None, device: torch.device = CPU) -> list[Finding]:
-    """The rules that a policy breaks at a capacity, of those that need no model.
+    """The rules of this module that a policy breaks at a capacity.
 
     Args:
         policy: unbound.
-        capacity: of the cell; None for a policy that never evicts. What is larger than `LARGEST` is tried at that.
+        capacity: of the cell; None for a policy that never evicts. At most `LARGEST` is checked.
         device: where the policy is to run.
     """
-    if not policy.caches:  # its importance is never asked for
+    if not policy.caches:  # its importance is never used
         return []
     try:
         on = case(policy, None if capacity is None else min(capacity, LARGEST), device)
@@ -134,16 +134,18 @@ def broken_rules(policy: Policy, capacity: int | None, device: torch.device = CP
 
 
 def refuse_if_broken(name: str, policy: Policy, capacity: int | None, device: torch.device) -> None:
-    """Refuse a policy that is not ours and breaks a rule. One that raises is let through: its cell fails, and others go on.
+    """Refuse a policy that is not ours and breaks a rule.
+
+    A policy that raises is let through: its cell fails, and the other cells still run.
 
     Args:
-        name: as it was asked for.
+        name: of the policy, for the message.
         policy: unbound.
         capacity: of the cell.
         device: where it is to run.
 
     Raises:
-        UserError: it does.
+        UserError: the policy breaks a rule.
     """
     findings = [] if plugins.is_ours(type(policy)) else broken_rules(policy, capacity, device)
     first = next((f for f in findings if f.error is None), None)
@@ -186,7 +188,7 @@ def _deterministic(on: Case) -> str:
 
 
 def _finite(on: Case) -> str:
-    """On random caches, and on those that the policy itself makes."""
+    """Checks random caches, and those that result from the policy's own choices."""
     views = [random_view(on.policy, on.capacity, on.device, seed) for seed in range(2)]
     if any(on.policy.importance(view).isnan().any() for view in views):
         return "there is a NaN"
@@ -203,12 +205,12 @@ def _finite(on: Case) -> str:
 
 
 def _later(on: Case) -> str:
-    """The first caches that the policy makes itself, with their positions moved far into a stream."""
+    """Checks the first caches that result from the policy's own choices, moved far into a stream."""
     if _finite(on):
-        return ""  # told already
+        return ""  # already reported
     views = list(cache_over_steps(on.policy, on.capacity, min(2, on.steps), on.device)) if on.policy.evicts else []
     for view in views or [random_view(on.policy, on.capacity, on.device)]:
-        for moved in (later(view, tokens) for tokens in _LATER):
+        for moved in (later(view, tokens) for tokens in _LATER_TOKENS):
             out, when = on.policy.importance(moved), f"at token {int(moved.step.max()):,}"
             if out.isnan().any():
                 return f"there is a NaN {when}"
@@ -220,7 +222,7 @@ def _later(on: Case) -> str:
 
 
 def _scope(on: Case) -> str:
-    """Slots permuted, and what lies outside the scope changed."""
+    """Permutes the slots, and changes what is outside the scope. Neither may change the importance."""
     policy, scope = on.policy, on.policy.scope
     view, other = (random_view(policy, on.capacity, on.device, seed) for seed in (0, 1))
     plain = policy.importance(view)
@@ -241,7 +243,7 @@ def _scope(on: Case) -> str:
 
 
 def _equal(a: Tensor, b: Tensor, rounding: float = 1e-5) -> bool:
-    """Equal but for the rounding of sums in another order."""
+    """Whether two tensors are equal up to the rounding of sums in another order."""
     return torch.allclose(a, b, rtol=rounding, atol=rounding, equal_nan=True)
 
 

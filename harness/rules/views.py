@@ -1,4 +1,4 @@
-"""Caches made up for the checks of policies: full ones, as the engine shows them to `importance`.
+"""Synthetic full caches for checking policies, in the form in which the engine shows them to `importance`.
 
 Axis letters: B streams, H KV heads, G query heads of a KV head, S slots, D head dim.
 """
@@ -13,19 +13,19 @@ from torch import Tensor
 
 from kvbench.policies import CacheView, Policy, Statistic
 
-LARGEST = 2**17  # tokens of a cache that is made up
+LARGEST = 2**17  # tokens
 _STREAMS, _HEADS, _GROUP = 2, 3, 2
-_DIM, _DIM_OF_LARGE, _LARGE = 8, 2, 4096  # a cache of more slots has small heads, so that it stays small
+_DIM, _DIM_OF_LARGE, _LARGE_SLOTS = 8, 2, 4096  # caches with more slots have smaller heads, to save memory
 
 
 def random_view(policy: Policy, capacity: int, device: torch.device, seed: int = 0) -> CacheView:
-    """A full cache of random tokens of a stream 2.5 times as long, in random slots, with statistics of three steps.
+    """A full cache with random tokens of a stream 2.5 times as long, in random slots, with statistics after three steps.
 
     Args:
-        policy: whose statistics are kept.
-        capacity: tokens kept between steps; there is one slot more.
+        policy: whose statistics to keep.
+        capacity: tokens kept between steps; there is one more slot.
         device: of the tensors.
-        seed: of everything random.
+        seed: of all random numbers.
     """
     draw = torch.Generator().manual_seed(seed)
     newest = capacity + capacity * 3 // 2
@@ -34,24 +34,24 @@ def random_view(policy: Policy, capacity: int, device: torch.device, seed: int =
 
 
 def first_full_view(policy: Policy, capacity: int, device: torch.device, seed: int = 0) -> CacheView:
-    """The cache when it is full for the first time: it holds every token so far. Arguments as of `random_view`."""
+    """A cache that has just become full, so it holds every token so far. It has the arguments of `random_view`."""
     kept = torch.arange(capacity + 1).expand(_STREAMS * _HEADS, -1)
     return _view(policy, kept, capacity, device, torch.Generator().manual_seed(seed))
 
 
 def later(view: CacheView, tokens: int) -> CacheView:
-    """The same cache so many tokens further into its stream."""
+    """The same cache, `tokens` further into its stream."""
     moved = copy.copy(view)
     moved.position, moved.step = view.position + tokens, view.step + tokens
     return moved
 
 
 def _view(policy: Policy, kept: Tensor, newest: int, device: torch.device, draw: torch.Generator) -> CacheView:
-    """A cache that holds these positions, oldest first. kept: [B * H, S] int64."""
+    """A cache that holds the positions `kept`, oldest first. [B * H, S] int64."""
     slots = kept.shape[1]
     rank = torch.stack([torch.randperm(slots, generator=draw) for _ in kept])
     position = kept.take_along_dim(rank, 1)
-    dim = _DIM_OF_LARGE if slots > _LARGE else _DIM
+    dim = _DIM_OF_LARGE if slots > _LARGE_SLOTS else _DIM
     keys, values = (torch.randn(_STREAMS, _HEADS, slots, dim, generator=draw).to(device) for _ in range(2))
     rank, position = (x.view(_STREAMS, _HEADS, slots).to(device) for x in (rank, position))
     states: dict[type[Statistic], Tensor] = {
@@ -65,7 +65,7 @@ def _view(policy: Policy, kept: Tensor, newest: int, device: torch.device, draw:
 
 
 def attention(view: CacheView, draw: torch.Generator) -> Tensor:
-    """Softmax weights of one step. [B, H, G, S] float32."""
+    """Random softmax weights of one step. [B, H, G, S] float32."""
     streams, heads, slots = view.rank.shape
     return torch.rand(streams, heads, _GROUP, slots, generator=draw).softmax(-1).to(view.rank.device)
 
@@ -76,12 +76,12 @@ def updated(view: CacheView, mass: Tensor) -> dict[type[Statistic], Tensor]:
 
 
 def cache_over_steps(policy: Policy, capacity: int, steps: int, device: torch.device) -> Iterator[CacheView]:
-    """Full caches as a policy makes them by its own choices, from the first eviction on.
+    """Full caches that result from a policy's own choices, from the first eviction on.
 
     Args:
-        policy: bound; the views are copies, which it may spoil.
+        policy: bound. The views are copies, which it may change.
         capacity: tokens kept between steps.
-        steps: tokens taken in.
+        steps: number of new tokens.
         device: of the tensors.
     """
     draw, view = torch.Generator().manual_seed(0), first_full_view(policy, capacity, device)
@@ -96,19 +96,19 @@ def cache_over_steps(policy: Policy, capacity: int, steps: int, device: torch.de
 
 def _replaced(view: CacheView, victim: Tensor, capacity: int, draw: torch.Generator) -> CacheView:
     """The view with the next token in its victim's slot. victim: [B, H, 1] int64."""
-    new, here = copy.copy(view), torch.zeros_like(view.rank, dtype=torch.bool).scatter(-1, victim, True)
+    new, freed = copy.copy(view), torch.zeros_like(view.rank, dtype=torch.bool).scatter(-1, victim, True)
     younger = view.rank > view.rank.take_along_dim(victim, -1)
-    new.rank = (view.rank - younger.long()).masked_fill(here, capacity)
+    new.rank = (view.rank - younger.long()).masked_fill(freed, capacity)
     new.step = view.step + 1
-    new.position = torch.where(here, new.step, view.position)
+    new.position = torch.where(freed, new.step, view.position)
     token = torch.randn(2, *view.keys.shape[:2], 1, view.keys.shape[-1], generator=draw).to(view.keys)
-    new.keys, new.values = (torch.where(here[..., None], x, old) for x, old in zip(token, (view.keys, view.values), strict=True))
-    new.states = {s: torch.where(here.view(*here.shape, *[1] * (x.dim() - 3)), s.initial, x) for s, x in view.states.items()}
+    new.keys, new.values = (torch.where(freed[..., None], x, old) for x, old in zip(token, (view.keys, view.values), strict=True))
+    new.states = {s: torch.where(freed.view(*freed.shape, *[1] * (x.dim() - 3)), s.initial, x) for s, x in view.states.items()}
     return new
 
 
 def mapped(view: CacheView, change: Callable[[Tensor], Tensor]) -> CacheView:
-    """The view with every tensor of slots changed."""
+    """The view with `change` applied to every tensor that has a slot axis."""
     new = copy.copy(view)
     for name in ("rank", "position", "keys", "values"):
         setattr(new, name, change(getattr(view, name)))

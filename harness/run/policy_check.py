@@ -1,4 +1,4 @@
-"""`bench policy check`: every rule of the interface, tried on a policy at several capacities, and how it will be read."""
+"""`bench policy check`: checks a policy against every rule of the interface, and says how fast it is read and why."""
 
 from __future__ import annotations
 
@@ -25,37 +25,36 @@ from kvbench.policies import Policy
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
 
-CAPACITIES = (16, 17, 64, 256)  # tokens; tried where none is asked for
-_PAST = 40  # tokens past a full cache
+DEFAULT_CAPACITIES = (16, 17, 64, 256)
+_TOKENS_PAST_FULL = 40
 _VOCABULARY = 64
-_BLOCK = 512  # tokens whose reading is timed
+_TIMED_TOKENS = 512
 _BINDS = "a capacity can serve it"
 
 
 class Checked(NamedTuple):
-    """What was found of a policy."""
+    """The result of checking a policy."""
 
     findings: list[Finding]
-    reading: str  # how blocks of tokens are read under it, and how fast; empty where something is wrong
+    reading: str  # how blocks of tokens are read under it, and how fast; empty if a rule is broken
 
 
 def check(name: str, settings: Sequence[str] = (), capacities: Sequence[int] = ()) -> Checked:
-    """Every rule tried on the policy of a name.
+    """Check every rule on a policy.
 
     Args:
         name: as on the command line.
         settings: its parameters, "key=value".
-        capacities: to try it at; several if none are given.
+        capacities: to check; `DEFAULT_CAPACITIES` if empty.
 
     Raises:
-        UserError: no such policy, or parameters that it does not have.
+        UserError: the policy is unknown, or has no such parameter.
     """
-    kind = plugins.policy_class(name)
-    policy = _made(name, kind, settings)
-    bound, refusals = _cases(policy, capacities or CAPACITIES)
-    found = [(on, _findings(on)) for on in bound]
-    findings = [_over_capacities(rule, found, policy.evicts) for rule, _ in (*FOUNDATIONS, *OTHERS, *_IN_THE_LOOP) if found]
-    ok = bool(found) and all(f.ok for f in (*findings, *refusals))
+    policy = _instance(name, plugins.policy_class(name), settings)
+    bound, refusals = _cases(policy, capacities or DEFAULT_CAPACITIES)
+    by_case = [(on, _findings(on)) for on in bound]
+    findings = [_merged(rule, by_case, policy.evicts) for rule, _ in (*FOUNDATIONS, *OTHERS, *_IN_THE_LOOP) if by_case]
+    ok = bool(by_case) and all(f.ok for f in (*findings, *refusals))
     return Checked([*refusals, *findings], _reading(bound[-1]) if ok else "")
 
 
@@ -64,28 +63,28 @@ def run_checks(name: str, settings: Sequence[str] = (), capacities: Sequence[int
     return check(name, settings, capacities).findings
 
 
-def _made(name: str, kind: type[Policy], settings: Sequence[str]) -> Policy:
+def _instance(name: str, policy: type[Policy], settings: Sequence[str]) -> Policy:
     """The policy with its parameters."""
-    given = {}
+    parameters = {}
     for setting in settings:
         key, _, text = setting.partition("=")
-        given[key] = yaml.safe_load(text)
+        parameters[key] = yaml.safe_load(text)
     try:
-        known = entry_schema(name, kind).model_fields
-    except Exception as error:  # an annotation that means nothing, say
+        known = entry_schema(name, policy).model_fields
+    except Exception as error:  # e.g. an annotation that can't be evaluated
         raise UserError(f"{name}: its parameters can't be read: {described(error)}") from error
-    unknown = set(given) - set(known)
+    unknown = set(parameters) - set(known)
     if unknown:
         key = sorted(unknown)[0]
         raise UserError(f"{name} has no parameter '{key}'{did_you_mean(key, known)}")
     try:
-        return kind(**given)
+        return policy(**parameters)
     except (Exception, SystemExit) as error:
         raise UserError(f"{name}: {described(error)}") from error
 
 
 def _cases(policy: Policy, capacities: Iterable[int]) -> tuple[list[Case], list[Finding]]:
-    """The policy at the capacities that can serve it, and what is to be said of the others."""
+    """The policy bound to each capacity that it accepts, and a finding about the others."""
     if not policy.evicts:
         return [case(policy, None)], []
     bound: list[Case] = []
@@ -95,7 +94,7 @@ def _cases(policy: Policy, capacities: Iterable[int]) -> tuple[list[Case], list[
             bound.append(case(policy, capacity))
         except ValueError as error:
             refused[capacity] = str(error)
-        except (Exception, SystemExit) as error:  # a policy of the user's may do anything
+        except (Exception, SystemExit) as error:  # a user's policy may raise anything
             return [], [Finding(_BINDS, f"bind({capacity}) raised {described(error)}", error=error)]
     tried_at = ", ".join(map(str, refused))
     if refused and not bound:
@@ -106,16 +105,16 @@ def _cases(policy: Policy, capacities: Iterable[int]) -> tuple[list[Case], list[
 
 
 def _findings(on: Case) -> list[Finding]:
-    """Every rule at one capacity."""
+    """Check every rule at one capacity."""
     cheap = cheap_findings(on)
     if all(f.ok for f in cheap[: len(FOUNDATIONS)]):
         return cheap + tried(_IN_THE_LOOP, on, cheap)
     return cheap + [Finding(name, note="not tried: see above") for name, _ in _IN_THE_LOOP]
 
 
-def _over_capacities(rule: str, found: Sequence[tuple[Case, list[Finding]]], evicts: bool) -> Finding:
-    """A rule's findings at all capacities as one."""
-    of_rule = [(on.capacity, f) for on, findings in found for f in findings if f.rule == rule]
+def _merged(rule: str, by_case: Sequence[tuple[Case, list[Finding]]], evicts: bool) -> Finding:
+    """Merge a rule's findings at all capacities into one."""
+    of_rule = [(on.capacity, f) for on, findings in by_case for f in findings if f.rule == rule]
     wrong = [(capacity, f) for capacity, f in of_rule if not f.ok]
     if not wrong:
         return next((f for _, f in of_rule if not f.note), of_rule[0][1])
@@ -141,7 +140,7 @@ def _capacity(on: Case) -> str:
     if not on.policy.evicts:
         return ""
     read: Any = decoder(_tiny(), _config(on), 2)
-    for block in _tokens(on.capacity + _PAST).split([on.capacity, *[5] * (_PAST // 5)], 1):
+    for block in _tokens(on.capacity + _TOKENS_PAST_FULL).split([on.capacity, *[5] * (_TOKENS_PAST_FULL // 5)], 1):
         read(block)
         if isinstance(read, RecomputeDecoder):
             counts = [len(text) for text in read._history]
@@ -161,7 +160,7 @@ def _equal_to_dense(on: Case) -> str:
 
 
 def _band(on: Case) -> str:
-    """What the policy says it keeps, against what its importance makes of a stream."""
+    """Compares the policy's band with the tokens that its importance keeps."""
     band = on.policy.band(on.capacity) if on.policy.evicts and on.policy.caches else None
     if band is None:
         return ""
@@ -169,7 +168,8 @@ def _band(on: Case) -> str:
     if sinks < 0 or window < 1 or sinks + window != on.capacity:
         return f"sinks {sinks} + window {window} are not the capacity {on.capacity}"
     read = CachedDecoder(_tiny(), _config(on), method=PLAIN_WALK)
-    for seen, block in enumerate(_tokens(on.capacity + _PAST, 1).split([on.capacity, *[1] * _PAST], 1), on.capacity):
+    blocks = _tokens(on.capacity + _TOKENS_PAST_FULL, 1).split([on.capacity, *[1] * _TOKENS_PAST_FULL], 1)
+    for seen, block in enumerate(blocks, on.capacity):
         read(block)
         expected = [p for p in range(seen) if p < sinks or p >= seen - window]
         kept = read.kept()[0][0][0]
@@ -187,9 +187,9 @@ _IN_THE_LOOP: tuple[Rule, ...] = (
 
 
 def _reading(on: Case) -> str:
-    """How blocks of tokens are read under a policy on a CPU, and what that costs."""
+    """How blocks of tokens are read under a policy on a CPU, and how fast."""
     if not on.policy.caches:
-        return "windows run afresh, one a token: no cache to be fast with"
+        return "recomputes the window of every token: without a cache there is no faster way"
     model, config = _tiny(), _config(on)
     check = fast_method(model, config)
     speed = f"{_tokens_per_second(model, config, check.method):,.0f} tokens/s through a tiny model here"
@@ -201,11 +201,11 @@ def _reading(on: Case) -> str:
 
 
 def _tokens_per_second(model: Model, config: CacheConfig, method: Method) -> float:
-    """Of a block read with the cache full."""
+    """Speed of reading a block with a full cache."""
     read = CachedDecoder(model, config, method=method)
-    full = config.capacity or _BLOCK
-    warm_up, block = _tokens(2 * full + _BLOCK, 1).split([2 * full, _BLOCK], 1)
+    full = config.capacity or _TIMED_TOKENS
+    warm_up, block = _tokens(2 * full + _TIMED_TOKENS, 1).split([2 * full, _TIMED_TOKENS], 1)
     read(warm_up)
     start = time.perf_counter()
     read(block)
-    return _BLOCK / (time.perf_counter() - start)
+    return _TIMED_TOKENS / (time.perf_counter() - start)

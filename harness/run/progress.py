@@ -1,4 +1,4 @@
-"""How a run is shown: a live display on a terminal, plain lines when piped. On stderr; results go to stdout."""
+"""How a run is shown: one live display on a terminal, a line a cell when piped. On stderr; results go to stdout."""
 
 from __future__ import annotations
 
@@ -9,25 +9,41 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from kvbench.harness.core.errors import Exit
+from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Record
 from kvbench.harness.report.sections import headline
 
-_EVERY = 20.0  # seconds between plain lines of one cell
+_SECONDS_BETWEEN_LINES = 20.0  # of one cell, when piped
 
 
 class StderrConsole(Console):
-    """Of stderr. When its reader has gone, the run ends as of SIGPIPE, and no cell is taken for failed by that."""
+    """The console on stderr. Once nobody reads it any more, the run ends as if by SIGPIPE, and no cell counts as failed."""
 
     def __init__(self) -> None:
         super().__init__(stderr=True)
 
     def on_broken_pipe(self) -> None:
-        """As rich calls it; its own way out has the exit code of a crash."""
+        """End the process; rich itself would end it with the exit code of a crash."""
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
         raise SystemExit(Exit.CLOSED_PIPE)
+
+
+class Silence:
+    """A `runner.Watcher` that tells nobody."""
+
+    def begin(self, label: str, number: int, cells: int, total: int) -> None:
+        """Nothing."""
+
+    def advance(self, tokens: int, text: str) -> None:
+        """Nothing."""
+
+    def end(self, label: str, record: Record, skipped: bool) -> None:
+        """Nothing."""
 
 
 class ProgressView:
@@ -41,62 +57,106 @@ class ProgressView:
             tracebacks: of failed cells, too.
         """
         self._console, self._tracebacks = console, tracebacks
-        self._bar: Progress | None = None
-        self._task: TaskID | None = None
+        self._live = _LiveDisplay(console) if console.is_terminal else None
         self._head, self._total, self._started, self._said = "", 0, 0.0, 0.0
-        self._done, self._cells = 0, 0
+        self._cells = self._done = self._skipped = self._failed = 0
 
     def __enter__(self) -> Self:
-        if self._console.is_terminal:
-            self._bar = Progress(
-                SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[speed]}"),
-                TimeRemainingColumn(), console=self._console, transient=True,
-            )  # fmt: skip
-            self._bar.start()
+        if self._live is not None:
+            self._live.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        if self._live is not None:
+            self._live.stop()
+        if self._skipped:
+            cells = f"{self._skipped} cells were" if self._skipped > 1 else "1 cell was"
+            again = "them" if self._skipped > 1 else "it"
+            self._line(f"{cells} finished before, skipped (--fresh measures {again} again)")
+        if kind is not None and issubclass(kind, KeyboardInterrupt) and self._cells:
+            self._line(f"{self._done} of {self._cells} cells are finished")
 
     def begin(self, label: str, number: int, cells: int, total: int) -> None:
         """A cell, or several side by side, starts."""
         self._head, self._total = f"[{number}/{cells}] {label}", total
-        self._done, self._cells = number, cells
+        self._done, self._cells = number - 1, cells
         self._started = self._said = time.monotonic()
-        if self._bar is not None:
-            self._task = self._bar.add_task(self._head, total=total or None, speed="")
+        if self._live is not None:
+            self._live.cell(label, self._done, cells, total)
 
     def advance(self, tokens: int, text: str) -> None:
         """Part of it is done."""
         now = time.monotonic()
         spent = now - self._started
         speed = f"{tokens / max(spent, 1e-9):,.0f} tokens/s, {text}" if self._total else text
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=tokens if self._total else 0, speed=speed)
-        elif now - self._said > _EVERY:
+        if self._live is not None:
+            self._live.advance(tokens if self._total else 0, speed)
+        elif now - self._said > _SECONDS_BETWEEN_LINES:
             self._said = now
             left = f"{tokens:,} of {self._total:,} tokens, {speed}, {spent * (self._total - tokens) / max(tokens, 1):.0f} s left"
             self._line(f"{self._head}: {left if self._total else text}")
 
     def end(self, label: str, record: Record, skipped: bool) -> None:
         """A cell has its record."""
-        if self._bar is not None and self._task is not None:
-            self._bar.remove_task(self._task)
-            self._task = None
-        head = f"[{self._done}/{self._cells}] {label}"
         self._done += 1
-        if skipped:
-            self._line(f"{label}: finished before, skipped (--fresh measures it again)")
-        elif record.status == "failed" and record.error:
-            place = f" ({record.error.where})" if record.error.where else ""
-            self._line(f"{head}: FAILED, {record.error.kind}: {record.error.message}{place}")
-            for line in record.error.traceback if self._tracebacks else []:
+        self._skipped += skipped
+        self._failed += record.status == "failed"
+        if self._live is not None:
+            self._live.cells(self._done, self._failed)
+        elif not skipped:
+            self._line(f"[{self._done}/{self._cells}] {label}: {_outcome(record)}")
+        if record.error and self._tracebacks:
+            for line in record.error.traceback:
                 self._line(line)
-        else:
-            speed = record.facts.tokens_per_second
-            told = "" if speed is None else f", {speed:,.0f} tokens/s"
-            self._line(f"{head}: {headline(record)}{told}, {record.facts.seconds or 0.0:.1f} s")
 
     def _line(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(visible(text), markup=False, highlight=False, soft_wrap=True)
+
+
+class _LiveDisplay:
+    """Two lines of a terminal: how many cells are done, and how far the one at hand is."""
+
+    def __init__(self, console: Console) -> None:
+        # Text that is too long is cut, so that each line stays one line.
+        label = Column(ratio=1, no_wrap=True, overflow="ellipsis")
+        speed = Column(ratio=1, no_wrap=True, overflow="ellipsis")
+        self.progress = Progress(
+            SpinnerColumn(), TextColumn("{task.description}", table_column=label), BarColumn(bar_width=10),
+            TextColumn("{task.fields[speed]}", table_column=speed), TimeRemainingColumn(compact=True),
+            console=console, transient=True, expand=True,
+        )  # fmt: skip
+        self._all = self.progress.add_task("cells", total=None, speed="")
+        self._one = self.progress.add_task("", total=None, speed="", visible=False)
+
+    def start(self) -> None:
+        """Show it."""
+        self.progress.start()
+
+    def stop(self) -> None:
+        """Take it away."""
+        self.progress.stop()
+
+    def cell(self, label: str, done: int, cells: int, total: int) -> None:
+        """A cell starts, of `total` tokens; 0 if unknown."""
+        self.progress.update(self._all, total=cells, completed=done)
+        self.progress.remove_task(self._one)
+        self._one = self.progress.add_task(escape(visible(label)), total=total or None, speed="")
+
+    def advance(self, tokens: int, speed: str) -> None:
+        """The cell at hand is so far."""
+        self.progress.update(self._one, completed=tokens, speed=escape(visible(speed)))
+
+    def cells(self, done: int, failed: int) -> None:
+        """So many cells are done, some of them failed."""
+        total = self.progress.tasks[0].total
+        counted = f"{done} of {total:.0f}" if total else f"{done}"
+        self.progress.update(self._all, completed=done, speed=f"{counted}, {failed} failed" if failed else counted)
+
+
+def _outcome(record: Record) -> str:
+    """What came of a cell, in a line."""
+    if record.status == "failed" and record.error:
+        place = f" ({record.error.where})" if record.error.where else ""
+        return f"FAILED, {record.error.kind}: {record.error.message}{place}"
+    speed = "" if record.facts.tokens_per_second is None else f", {record.facts.tokens_per_second:,.0f} tokens/s"
+    return f"{headline(record)}{speed}, {record.facts.seconds or 0.0:.1f} s"

@@ -20,7 +20,7 @@ import torch
 from kvbench import __version__
 from kvbench.harness.core.calibration import calibration_ms
 from kvbench.harness.core.device import device_name, free_bytes, instructions, wait_for
-from kvbench.harness.core.errors import NO_ROOM, UserError
+from kvbench.harness.core.errors import DISK_ERRNOS, UserError
 from kvbench.harness.core.failure import failure
 from kvbench.harness.core.files import new_partial
 from kvbench.harness.engine.decoder import CacheConfig
@@ -36,7 +36,7 @@ from kvbench.harness.run import apart
 from kvbench.harness.run.prepare import Prepared, prepare, refuse_if_too_large
 from kvbench.harness.suite import Cell, labels
 from kvbench.harness.suite.file import ModelSpec
-from kvbench.harness.tasks.task import Job
+from kvbench.harness.tasks.task import Job, MeasurementError
 
 _BLOCK = 256  # tokens that pass a layer at once where they are walked plainly
 _WIDE_BLOCK = 2048  # and where they are not, at most
@@ -188,7 +188,7 @@ def _measured(
     except UserError:
         raise
     except OSError as error:
-        if error.errno not in NO_ROOM:
+        if error.errno not in DISK_ERRNOS:
             results = [error] * len(group)
         else:
             raise UserError(f"{traces[0].parent}: can't be written to ({error.strerror}); finished cells are kept") from error
@@ -281,8 +281,17 @@ def _block_that_fits(model: Model, streams: int) -> int:
 
 
 def _request(item: Prepared, options: RunOptions, trace: Path) -> apart.CellRun:
-    """A cell, to be measured in a process of its own."""
+    """A cell, to be measured in a process of its own.
+
+    Raises:
+        MeasurementError: its policy is a class that another process can't import.
+    """
     cell, spec = item.cell, item.cell.model
+    if type(cell.policy).__module__ == "__main__":
+        name = type(cell.policy).__name__
+        raise MeasurementError(
+            f"measured in another process, which can't import {name}: write it to a file, and give file.py:{name}"
+        )
     return apart.CellRun(
         directory=item.directory, random=is_random(spec.id), dtype=spec.dtype, rope_length=spec.rope_length, pickle=spec.pickle,
         task=cell.task.model_dump(exclude_none=True), data=options.data, policy=cell.name,

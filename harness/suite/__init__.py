@@ -1,4 +1,4 @@
-"""Suites: YAML files that are checked, with the line of every mistake, and spread out into cells."""
+"""Suites: YAML files, checked and multiplied out into cells; mistakes are reported with their line."""
 
 from kvbench.harness.suite.cells import Cell, again, entry_schema, find, labels, load, schema, shipped_suites
 from kvbench.harness.suite.file import ModelSpec, SuiteFile

@@ -1,6 +1,6 @@
-"""Suites: YAML, checked, with the line of every mistake, and spread out into cells.
+"""Loads suites: checks the YAML, reports mistakes with their line, and multiplies out its lists into cells.
 
-Lists multiply: a list of capacities, seeds, models, or of any policy parameter is one cell each.
+A list of capacities, seeds, models or values of any policy parameter gives one cell per item.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvbench.policies import Policy, PositionMode
 
 MOST_CELLS = 100_000
 T = TypeVar("T")
-_FIELDS_OF_ENTRIES = ("capacity", "positions", "limit")  # of a policy's entry, or of the suite for all its entries
+_FIELDS_OF_ENTRIES = ("capacity", "positions", "limit")  # given in a policy's entry, or once for the whole suite
 
 
 @dataclass(frozen=True)
@@ -63,17 +63,17 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """Short name for people."""
+        """A short name to show."""
         parts = [self.name, *(str(c) for c in [self.capacity] if c is not None)]
         parts += [self.positions] if self.positions != "cache" else []
         return " ".join([*parts, *([f"seed {self.seed}"] if self.seed else [])])
 
 
 def labels(cells: Sequence[Cell]) -> dict[str, str]:
-    """Short names by cell id, with what else differs between these cells: models, parameters, options of tasks."""
+    """Short names by cell id, extended by the models, parameters and task options that differ between these cells."""
     asked = [cell.asked() for cell in cells]
-    tasks: dict[str, list[int]] = defaultdict(list)  # cells, by their place, whose tasks can be compared
-    rivals: dict[tuple[str, int | None], list[int]] = defaultdict(list)  # and whose parameters
+    tasks: dict[str, list[int]] = defaultdict(list)  # indices of the cells with each task
+    rivals: dict[tuple[str, int | None], list[int]] = defaultdict(list)  # indices of the cells with each policy and capacity
     for place, cell in enumerate(cells):
         tasks[cell.task.name].append(place)
         rivals[cell.name, cell.capacity].append(place)
@@ -89,20 +89,20 @@ def labels(cells: Sequence[Cell]) -> dict[str, str]:
     return names
 
 
-def _varying(given: Iterable[dict[str, Any]]) -> list[str]:
-    """The keys under which these mappings hold different values."""
-    seen: dict[str, set[str]] = {}
-    for one in given:
-        for name, value in one.items():
-            seen.setdefault(name, set()).add(repr(value))
-    return [name for name, values in seen.items() if len(values) > 1]
+def _varying(mappings: Iterable[dict[str, Any]]) -> list[str]:
+    """The keys whose values differ between these mappings."""
+    values_of: dict[str, set[str]] = {}
+    for mapping in mappings:
+        for name, value in mapping.items():
+            values_of.setdefault(name, set()).add(repr(value))
+    return [name for name, values in values_of.items() if len(values) > 1]
 
 
 def find(name: str) -> Path:
-    """The file of a suite: a path, or the name of one that comes with the project.
+    """The file of a suite, given its path or the name of a bundled one.
 
     Raises:
-        UserError: neither.
+        UserError: it is neither.
     """
     path = Path(name)
     if path.exists() and not path.is_dir():
@@ -114,16 +114,16 @@ def find(name: str) -> Path:
 
 
 def shipped_suites(kind: str = "") -> list[Path]:
-    """The suites that come with the project: those of the checkout, or of the installed package. kind: a folder in theirs."""
+    """The suites that come with the project, in the checkout or the installed package. kind: a subfolder."""
     folder = Path(__file__).resolve().parents[2] / "suites"  # beside `harness`, in the checkout as in the wheel
     return sorted((folder / kind).glob("*.yaml"))
 
 
 def load(path: Path, overrides: Overrides | None = None) -> tuple[SuiteFile, list[Cell]]:
-    """Read, check and spread out a suite.
+    """Read and check a suite, and multiply out its lists into cells.
 
     Raises:
-        UserError: the first mistake, with its line.
+        UserError: describes the first mistake, with its line.
     """
     source = Source(path)
     apply(source, overrides or Overrides())
@@ -144,16 +144,16 @@ def load(path: Path, overrides: Overrides | None = None) -> tuple[SuiteFile, lis
     )
     unique = list({cell.id: cell for cell in cells}.values())
     if not unique:
-        raise UserError(f"{path}: 0 cells: an empty list somewhere")
+        raise UserError(f"{path}: 0 cells: one of its lists is empty")
     return suite, unique
 
 
-def _bounded(made: Iterable[T], path: Path) -> list[T]:
-    """All of them, if they are not too many: lists multiply quickly."""
-    first = list(itertools.islice(made, MOST_CELLS + 1))
-    if len(first) > MOST_CELLS:
-        raise UserError(f"{path}: more than {MOST_CELLS:,} cells: its lists multiply")
-    return first
+def _bounded(values: Iterable[T], path: Path) -> list[T]:
+    """The values as a list, unless there are too many."""
+    bounded = list(itertools.islice(values, MOST_CELLS + 1))
+    if len(bounded) > MOST_CELLS:
+        raise UserError(f"{path}: more than {MOST_CELLS:,} cells, because its lists multiply; make them shorter")
+    return bounded
 
 
 def again(asked: CellSpec, model: str | None = None) -> Cell:
@@ -201,7 +201,7 @@ def _position_mode(name: str) -> PositionMode:
 
 
 def _tasks(given: dict[str, Any], source: Source, at: Location) -> Iterator[tuple[BaseModel, list[str] | None]]:
-    """The tasks of an entry, its lists multiplied, each with the policies that it is for; None if for all."""
+    """The tasks of an entry, its lists multiplied out, each with the names of its policies (None: all)."""
     only = given.get("policies")
     if only is not None and not (isinstance(only, list) and all(isinstance(name, str) for name in only)):
         raise source.error((*at, "policies"), "a list of the names of policies")
@@ -229,7 +229,7 @@ Entry = tuple[str, Policy, int | None, PositionMode, int | None]
 
 
 def _entry(suite: SuiteFile, index: int, source: Source) -> Iterator[Entry]:
-    """The cells of one policy's entry, its lists multiplied: name, policy, capacity, positions, limit."""
+    """The cells of one policy's entry, its lists multiplied out: name, policy, capacity, positions, limit."""
     at: Location = ("policies", index)
     entry = suite.policies[index]
     given = {"name": entry} if isinstance(entry, str) else dict(entry)
@@ -252,20 +252,20 @@ def _entry(suite: SuiteFile, index: int, source: Source) -> Iterator[Entry]:
             raise source.error(at, f"{name} needs a capacity")
         limit = limit if positions == "clamped" else None
         try:
-            made = policy(**chosen)
+            instance = policy(**chosen)
             if capacity is not None:
-                made.bind(capacity)
+                instance.bind(capacity)
         except ValueError as error:
-            said = [key for key in one if source.is_overridden((*at, key))]
-            place = at if said or "capacity" in given or suite.capacity is None else ()
-            raise source.error((*place, *(said or ["capacity"])[:1]), f"{name}: {error}") from None
-        except Exception as error:  # a policy of the user's may do anything
+            overridden = [key for key in one if source.is_overridden((*at, key))]
+            place = at if overridden or "capacity" in given or suite.capacity is None else ()
+            raise source.error((*place, *(overridden or ["capacity"])[:1]), f"{name}: {error}") from None
+        except Exception as error:  # a user's policy may raise anything
             raise source.error(at, f"{name}: {described(error)}") from error
-        yield name, made, capacity, positions or "cache", limit
+        yield name, instance, capacity, positions or "cache", limit
 
 
 def entry_schema(name: str, policy: type[Policy]) -> type[BaseModel]:
-    """What an entry of this policy may say: its parameters, and what applies to it of capacity and positions."""
+    """The fields of this policy's entry in a suite: its parameters and, if they apply to it, capacity and positions."""
     hints = typing.get_type_hints(policy)
     parameters: dict[str, Any] = {
         f.name: (hints[f.name], ... if f.default is dataclasses.MISSING else f.default) for f in dataclasses.fields(policy)
@@ -280,7 +280,7 @@ def entry_schema(name: str, policy: type[Policy]) -> type[BaseModel]:
 
 
 def schema() -> dict[str, Any]:
-    """JSON schema of suite files, for editors: the policies and tasks that are there, with their options."""
+    """JSON schema of suite files for editors, with the available policies and tasks and their options."""
     entries: list[dict[str, Any]] = []
     policies = plugins.working_policies()
     for name, kind in policies.items():
@@ -308,5 +308,5 @@ def schema() -> dict[str, Any]:
 
 
 def _or_list(one: dict[str, Any]) -> dict[str, Any]:
-    """A schema's value, or several of them, which multiply."""
+    """A schema that accepts a value or a list of them."""
     return {"anyOf": [one, {"type": "array", "items": one}]}

@@ -1,4 +1,4 @@
-"""What a suite file may say."""
+"""The models of a suite file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvbench.policies import PositionMode
 
 
 class ModelSpec(BaseModel):
-    """Which model, and how it is loaded."""
+    """Which model to load, and how."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -22,14 +22,14 @@ class ModelSpec(BaseModel):
     pickle: bool = Field(False, description="accept weights that are not safetensors")
 
     def asked(self) -> dict[str, Any]:
-        """For the cell: what was asked, without the place where a local directory lies."""
+        """The fields for a record, with the bare name of a local directory."""
         local = Path(self.id).expanduser()
         name = local.resolve().name if local.is_dir() else self.id
         return {"id": name, "revision": self.revision, "dtype": self.dtype, "rope_length": self.rope_length}
 
 
 class SuiteFile(BaseModel):
-    """What a suite file may say."""
+    """The fields of a suite file."""
 
     model_config = ConfigDict(extra="forbid")
 

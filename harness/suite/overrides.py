@@ -1,4 +1,4 @@
-"""What the command line changes of a suite."""
+"""Changes that the command line makes to a suite."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvbench.harness.suite.text import Source, items
 
 @dataclass
 class Overrides:
-    """What the command line changes of a suite."""
+    """The values of --model, --dtype, --policy and --set."""
 
     model: str | None = None
     dtype: str | None = None
@@ -26,7 +26,7 @@ class Overrides:
 
 
 def apply(source: Source, overrides: Overrides) -> None:
-    """The command line's changes."""
+    """Apply the changes to a suite's text."""
     if overrides.model is not None:
         source.put(("model",), {"id": overrides.model}, "--model")
     if overrides.dtype is not None:
@@ -51,27 +51,27 @@ def _yaml_value(text: str, place: str) -> Any:
 
 
 def _set(source: Source, key: str, value: Any, place: str) -> None:
-    """Change whatever bears this name: a field of the suite, of its tasks, of its model, or of its policies."""
-    data, found = source.data, False
+    """Set every field with this name: of the suite, of its tasks, models and policies."""
+    data, is_known = source.data, False
     if key in SuiteFile.model_fields and key not in ("model", "task", "policies"):
         source.put((key,), value, place)
-        found = True
+        is_known = True
     for group in ("task", "model"):
         for i, holder in items(data.get(group)):
             name = key.removeprefix(f"{group}.")
             if isinstance(holder, dict) and name in _options(group, holder):
                 source.put((group, *i, name), value, place)
-                found = True
+                is_known = True
     for index, entry in enumerate(data.get("policies") or []):
         if (isinstance(entry, dict) and key in entry) or key in _parameters(entry):
             if isinstance(entry, str):
                 data["policies"][index] = {"name": entry}
             if key in SuiteFile.model_fields:
-                data["policies"][index].pop(key, None)  # what the suite says for all now holds
+                data["policies"][index].pop(key, None)  # the suite's value replaces it
             else:
                 source.put(("policies", index, key), value, place)
-            found = True
-    if not found:
+            is_known = True
+    if not is_known:
         known = {"capacity", "positions", "limit", "seed", *ModelSpec.model_fields}
         for _, holder in items(data.get("task")):
             known |= _options("task", holder) if isinstance(holder, dict) else set()
@@ -81,7 +81,7 @@ def _set(source: Source, key: str, value: Any, place: str) -> None:
 
 
 def _options(group: str, holder: dict[str, Any]) -> set[str]:
-    """Names that a task's or a model's mapping may hold."""
+    """The keys that are allowed in a task's or a model's mapping."""
     if group == "model":
         return set(ModelSpec.model_fields)
     try:
@@ -91,7 +91,7 @@ def _options(group: str, holder: dict[str, Any]) -> set[str]:
 
 
 def _parameters(entry: Any) -> set[str]:
-    """Names of a policy's own parameters; none if it is unknown, which is reported later, with its line."""
+    """Names of a policy's parameters; none for an unknown policy, which is reported later, with its line."""
     name = entry.get("name") if isinstance(entry, dict) else entry
     try:
         return {f.name for f in dataclasses.fields(plugins.policy_class(str(name)))}

@@ -1,4 +1,4 @@
-"""A YAML text as data that knows on which line everything stands."""
+"""A suite's YAML as data that remembers the line of every value, for error messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Location = tuple[str | int, ...]
 
 
 class Source:
-    """A suite's text as data that knows where everything stands."""
+    """A suite's data, and the place of every value: a line of the file or an option of the command line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -62,22 +62,22 @@ class Source:
                 self.places[(*at, key.value)] = place
 
     def error(self, at: Location, message: str) -> UserError:
-        """An error about the innermost place that has a line."""
+        """An error at a value or, if its place is unknown, at the innermost value around it."""
         while at not in self.places and at:
             at = at[:-1]
         return UserError(f"{self.places[at]}: {message}")
 
     def inherit(self, at: Location, origin: Location) -> None:
-        """What holds at one place is said at another."""
+        """Give the value at `at` the place of the one it was inherited from."""
         if origin in self.places:
             self.places[at] = self.places[origin]
 
     def is_overridden(self, at: Location) -> bool:
-        """Whether the command line said it."""
+        """Whether the value comes from the command line."""
         return self.places.get(at, "").startswith("--")
 
     def put(self, at: Location, value: Any, place: str) -> None:
-        """Change the data from the command line, and remember who said so."""
+        """Set a value from the command line. `place` is the option, for error messages."""
         target: Any = self.data
         for step in at[:-1]:
             target = target[step]
@@ -86,10 +86,10 @@ class Source:
 
 
 def validated(kind: type[M], value: Any, source: Source, at: Location) -> M:
-    """A part of the text as what it should be.
+    """Validate a part of the data against a model.
 
     Raises:
-        UserError: the first mistake, with its line.
+        UserError: describes the first mistake, with its line.
     """
     try:
         return kind.model_validate(value)
@@ -103,19 +103,19 @@ def validated(kind: type[M], value: Any, source: Source, at: Location) -> M:
             raise source.error((*at, *place), f"unknown key '{name}'{did_you_mean(name, kind.model_fields)}") from None
         if first["type"] == "missing":
             raise source.error(at, f"'{name}' is missing") from None
-        if first["type"] == "value_error" and not first["loc"]:  # of several keys together, already in words
+        if first["type"] == "value_error" and not first["loc"]:  # a model's own message, about several keys
             raise source.error(at, first["msg"].removeprefix("Value error, ")) from None
         got = repr(first["input"])
         raise source.error((*at, *place), f"{name}: {first['msg']}, not {got[:60]}") from None
 
 
 def items(value: Any) -> Iterator[tuple[Location, Any]]:
-    """One or several, with their place."""
+    """The items of a list, or a single value, each with its location."""
     yield from (((i,), v) for i, v in enumerate(value)) if isinstance(value, list) else iter([((), value)])
 
 
-def spread(given: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A mapping whose lists multiply: one mapping without lists for every combination."""
-    choices: list[list[Any]] = [v if isinstance(v, list) else [v] for v in given.values()]
+def spread(mapping: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Multiply out the lists in a mapping: one mapping without lists per combination."""
+    choices: list[list[Any]] = [v if isinstance(v, list) else [v] for v in mapping.values()]
     for values in itertools.product(*choices):
-        yield dict(zip(given, values, strict=True))
+        yield dict(zip(mapping, values, strict=True))

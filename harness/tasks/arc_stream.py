@@ -54,7 +54,7 @@ class ArcStream(AnsweringTask):
         items = items[: options.questions]
         scripts = [Script()]
         for item in items:
-            if options.one_at_a_time and scripts[-1].asked:
+            if options.one_at_a_time and scripts[-1].questions:
                 scripts.append(Script())
             choices = "".join(f"{label}. {choice}\n" for label, choice in zip(item.labels, item.choices, strict=True))
             scripts[-1].ask(f"Question: {item.question}\n{choices}Answer:", item.answer, f" {item.answer}\n\n")

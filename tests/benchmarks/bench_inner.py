@@ -1,8 +1,8 @@
-"""The inner pieces, timed by pytest-benchmark: a decode step per policy, a slot write, importance, attention.
+"""Times the inner parts with pytest-benchmark: a decode step per policy, a slot write, importance, attention.
 
     make microbench                      (or: pytest tests/benchmarks/bench_inner.py)
 
-Random weights of a small published shape, one thread, caches full. Numbers of one machine; compare those of one run.
+Random weights of a small published shape, one thread, full caches. Compare only numbers of one run on one machine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def model():
 
 
 def filled(model, name: str):
-    """A decoder whose cache is full."""
+    """A decoder with a full cache."""
     policy = plugins.policy_class(name)()
     read = decoder(model, CacheConfig(policy, CAPACITY if policy.evicts else None))
     tokens = torch.randint(model.hf.config.vocab_size, (1, CAPACITY + 64), generator=torch.Generator().manual_seed(0))

@@ -1,6 +1,6 @@
-"""A decode step of ours beside the same model in Hugging Face with a `DynamicCache` of the same length and no eviction.
+"""Times our decode step against the same model in Hugging Face with a `DynamicCache` of the same length, without eviction.
 
-Side by side in one process, interleaved a few tokens at a time, medians: the machine may be busy, the ratios hold.
+Both run in one process, interleaved a few tokens at a time. Ratios of medians hold even on a busy machine.
 
     python tests/benchmarks/decode_speed.py [--shape 5m|100m] [--model DIR] [--capacity N] [--threads N]
 """
@@ -27,14 +27,14 @@ STEP, ROUNDS = 4, 60
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds a token."""
+    """Seconds per token."""
     start = time.perf_counter()
     work()
     return (time.perf_counter() - start) / STEP
 
 
 def main() -> None:
-    """Microseconds a token, and ratios."""
+    """Print microseconds per token, and ratios."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--shape", choices=SHAPES, default="5m")
     parser.add_argument("--model", help="a directory, in place of random weights of a shape")

@@ -1,4 +1,4 @@
-"""The yardsticks of our speed, frozen: what people write. Not to be improved, so that ratios to them keep their meaning.
+"""References for our speed: the code that people usually write. Don't improve it, so that ratios keep their meaning.
 
 Token by token through an unmodified Hugging Face model with a `DynamicCache` that is cut by concatenating and slicing after
 every step, as the StreamingLLM release does; and an H2O with eager attention, accumulated scores and a real drop. Positions
@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 @torch.inference_mode()
 def sink_window_nll(hf: PreTrainedModel, tokens: Tensor, sinks: int, window: int, clock: list[float]) -> Tensor:
-    """NLL of every token but the first. tokens: [1, T] -> [T - 1]. The clock gets the time at the end of every step."""
+    """NLL of every token but the first. tokens: [1, T] -> [T - 1]. `clock` gets the time at the end of every step."""
     cache, losses = DynamicCache(config=hf.config), []
     for t in range(tokens.shape[1] - 1):
         at = torch.tensor([[t]])
@@ -33,7 +33,7 @@ def sink_window_nll(hf: PreTrainedModel, tokens: Tensor, sinks: int, window: int
 
 @torch.inference_mode()
 def h2o_nll(hf: PreTrainedModel, tokens: Tensor, heavy_hitters: int, window: int, clock: list[float]) -> Tensor:
-    """As `sink_window_nll`; the model must use eager attention."""
+    """NLL of every token but the first under H2O, with the arguments of `sink_window_nll`. The model must use eager attention."""
     cache, losses = DynamicCache(config=hf.config), []
     scores: list[Tensor] = [torch.zeros(0)] * hf.config.num_hidden_layers
     for t in range(tokens.shape[1] - 1):

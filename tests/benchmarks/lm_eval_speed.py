@@ -1,4 +1,4 @@
-"""Requests a second: `kvbench` beside lm-eval's own `hf`, the same tasks, weights and batch, in turn in one process.
+"""Requests per second of `kvbench` and of lm-eval's own `hf`: the same tasks, weights and batch, alternating in one process.
 
 python tests/benchmarks/lm_eval_speed.py --model builtin:sink_2 --threads 2
 """
@@ -26,7 +26,7 @@ TASKS = ["kvbench_registers", "kvbench_cloze", "kvbench_cloze_said", "kvbench_pr
 
 
 def requests(name: str, limit: int) -> list[Instance]:
-    """All that lm-eval asks of a model in a task."""
+    """All requests of a task."""
     (task,) = catalogue.task(name, None, 0, [], {})["tasks"].values()
     with catalogue.quiet():
         task.build_all_requests(limit=limit, rank=0, world_size=1)
@@ -34,7 +34,7 @@ def requests(name: str, limit: int) -> list[Instance]:
 
 
 def seconds(model: HFLM, asked: list[Instance]) -> float:
-    """Until all are answered."""
+    """Seconds until all requests are answered."""
     kind = {"multiple_choice": "loglikelihood"}.get(asked[0].request_type, asked[0].request_type)
     with catalogue.quiet():
         started = time.perf_counter()
@@ -45,7 +45,7 @@ def seconds(model: HFLM, asked: list[Instance]) -> float:
 
 
 def main() -> None:
-    """A line a task: requests a second of each, and the median ratio over the rounds."""
+    """Print a line per task: requests per second of each, and the median ratio over the rounds."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="builtin:sink_2")
     parser.add_argument("--policy", default="policy=dense", help="as in --model_args")
@@ -60,7 +60,7 @@ def main() -> None:
     torch.set_num_threads(asked.threads)
     directory, device = model_directory(asked.model, None, False), device_of(asked.device)
     tokenizer = load_tokenizer(directory)
-    if tokenizer.eos_token_id is None:  # without an end of text `hf` can't generate
+    if tokenizer.eos_token_id is None:  # `hf` can't generate without an end-of-text token
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(len(tokenizer) - 1)
     prefix = newline(tokenizer) if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     hf = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=asked.dtype).eval().to(device)
@@ -68,12 +68,12 @@ def main() -> None:
         theirs = HFLM(pretrained=hf, tokenizer=tokenizer, batch_size=asked.batch, prefix_token_id=prefix)
     given = {"pretrained": asked.model, "dtype": asked.dtype, "device": str(device), "batch_size": asked.batch}
     given |= dict(pair.split("=", 1) for pair in asked.policy.split(","))
-    ours = KVBench(Arguments.of(given).loaded()[0], tokenizer, prefix_token_id=prefix)
+    ours = KVBench(Arguments.from_model_args(given).loaded()[0], tokenizer, prefix_token_id=prefix)
     print(f"{asked.model}, {asked.policy}, {asked.dtype}, {device}, {asked.threads} threads, batch {asked.batch}")
     for name in TASKS:
         instances = requests(name, asked.limit)
         times: list[tuple[float, float]] = []
-        for number in range(asked.rounds + 1):  # the first warms up
+        for number in range(asked.rounds + 1):  # the first is a warm-up
             pair = [(theirs, 0), (ours, 1)]
             found = {which: seconds(model, instances) for model, which in (pair if number % 2 else pair[::-1])}
             times.append((found[0], found[1]))

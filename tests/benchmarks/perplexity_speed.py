@@ -1,4 +1,4 @@
-"""Perplexity: our blocks beside the frozen token-by-token loops, side by side in one process, interleaved, medians.
+"""Times perplexity: our blocks against the frozen token-by-token loops, interleaved in one process, medians.
 
 python tests/benchmarks/perplexity_speed.py [--shape 5m|100m] [--dtype float32|bfloat16] [--threads N] [--rounds N]
 """
@@ -34,7 +34,7 @@ SHAPES = {
 
 
 def made(shape: str, dtype: torch.dtype, attention: str) -> LlamaForCausalLM:
-    """The same random weights at every call."""
+    """A model with the same random weights at every call."""
     torch.manual_seed(0)
     config = LlamaConfig(**SHAPES[shape], max_position_embeddings=4096, attn_implementation=attention)
     return LlamaForCausalLM(config).to(dtype).eval()
@@ -43,7 +43,7 @@ def made(shape: str, dtype: torch.dtype, attention: str) -> LlamaForCausalLM:
 def ours(
     model: Model, config: CacheConfig, tokens: torch.Tensor, block: int, clock: list[float], method: Method = EAGER
 ) -> torch.Tensor:
-    """NLL of every token but the first. The clock gets the time at the end of every block."""
+    """NLL of every token but the first. `clock` gets the time at the end of every block."""
     read, losses = decoder(model, config, len(tokens), method), []
     for part, targets in zip(tokens[:, :-1].split(block, 1), tokens[:, 1:].split(block, 1), strict=True):
         losses.append(cross_entropy(read(part).flatten(0, 1).float(), targets.flatten(), reduction="none"))
@@ -52,12 +52,12 @@ def ours(
 
 
 def seconds_a_token(clock: list[float], first: int) -> float:
-    """Of those after the first so many, which fill the cache."""
+    """Mean time of a block after the first ones, which fill the cache."""
     return (clock[-1] - clock[first]) / (len(clock) - 1 - first)
 
 
 def main() -> None:
-    """Ratios of what a token takes once the cache is full."""
+    """Print ratios of the time per token with a full cache."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--shape", choices=SHAPES, default="5m")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")

@@ -1,11 +1,11 @@
-"""All that needs a GPU, in one go and under ten minutes: the equalities on CUDA, latency, memory, a short perplexity.
+"""Everything that needs a GPU, in one run under ten minutes: the equalities on CUDA, latency, memory, a short perplexity.
 
-    make gpu                                            (or: python tests/gpu/run.py --results leaderboard/results)
+    make gpu                                            (or: python tests/gpu/run.py --results my/results)
     make gpu ARGS="--model path/to/model --data path/to/books"
 
-Nothing is downloaded. Models have random weights and a published shape, made on the device; a perplexity is measured where
-a model and text are given. Packages that the machine lacks are taken from `.whl/` if they are there (`make gpu-wheels`).
-Every stage runs within what is left of the time; what it measured until then stays.
+Nothing is downloaded. Models have a published shape and random weights, made on the device. A perplexity is measured if
+a model and a text are given. Missing packages are taken from `.whl/` if they are there (`make gpu-wheels`).
+A stage that exceeds the remaining time is stopped; its results so far are kept.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-NEEDED = ("pydantic", "click", "rich", "yaml", "pytest")  # of those that a machine with torch and transformers may lack
+NEEDED = ("pydantic", "click", "rich", "yaml", "pytest")  # a machine with torch and transformers may lack these
 CHECKS = [
     "tests/test_exactness.py", "tests/test_fast_paths.py", "tests/test_kernels_for_cuda.py", "tests/test_models.py",
     "tests/test_answering.py", "tests/test_once.py", "tests/test_reading.py", "tests/test_sabotage.py",
@@ -29,11 +29,11 @@ CHECKS = [
 FIGURE_10 = 'id=["random:llama-2-7b", "random:llama-2-13b"]'
 OURS = ["--policy", "{name: sink_window, sinks: 4}", "--policy", "h2o"]
 SHORT = ["tokens=4352", "rounds=6", "sittings=2", "most_sittings=3"]
-SMALL = ["id=random:stories-260k", "tokens=300", "capacity=[64, 128]"]  # a rehearsal
+SMALL = ["id=random:stories-260k", "tokens=300", "capacity=[64, 128]"]  # for a rehearsal
 
 
 def stages(arguments: argparse.Namespace) -> list[tuple[str, list[str]]]:
-    """Name and command of every stage, the most wanted first."""
+    """Name and command of every stage, the most important first."""
     small = arguments.rehearse
     device = "cpu" if small else "cuda"
 
@@ -65,7 +65,7 @@ def stages(arguments: argparse.Namespace) -> list[tuple[str, list[str]]]:
 
 
 def environment(folder: str) -> dict[str, str]:
-    """For the stages: the checkout, and the packages that were brought along where they are missing."""
+    """The stages' environment: the checkout, and bundled packages that are missing here."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     wheels = sorted(str(p) for p in (ROOT / ".whl").glob("*.whl"))
@@ -79,9 +79,9 @@ def environment(folder: str) -> dict[str, str]:
 
 
 def main() -> int:
-    """Run the stages; 1 if any of them failed or did not end in time."""
+    """Run the stages. -> 1 if any failed or did not end in time."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", default="leaderboard/results", help="folder of the records")
+    parser.add_argument("--results", default=os.environ.get("BENCH_RESULTS") or "results", help="folder of the records")
     parser.add_argument("--seconds", type=float, default=570, help="for everything together")
     parser.add_argument("--model", help="of the perplexity: a directory")
     parser.add_argument("--data", help="of the perplexity: a directory of books")

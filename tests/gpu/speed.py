@@ -1,9 +1,9 @@
-"""How fast text is scored on a GPU, beside what the chip could do: the closed form and the compiled walk.
+"""How fast the closed form and the compiled walk score text on a GPU, compared with what the chip can do.
 
     python tests/gpu/speed.py [--rehearse]
 
-Random weights of published shapes, random tokens, caches full; every block is timed by the device. Prints a line of JSON a row:
-tokens a second, and the bound it is compared with, from the rates measured on the same device.
+Random weights of published shapes, random tokens, full caches. The device times every block. Prints a line of JSON per row:
+tokens per second, and the bound computed from rates measured on the same device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvbench.policies.sink_window import SinkWindow
 
 @dataclass(frozen=True)
 class Row:
-    """What is timed."""
+    """One configuration to time."""
 
     name: str
     shape: str
@@ -52,14 +52,14 @@ SMALL = [
 
 
 def operations(model: Model, capacity: int) -> float:
-    """Of one token: every weight but the embedding twice, and scores and values over a full cache."""
+    """Operations for one token: two per weight except the embedding, and scores and values over a full cache."""
     weights = sum(p.numel() for p in model.hf.parameters()) - model.hf.get_input_embeddings().weight.numel()
     attention = sum(2 * x.heads * x.group * (x.key_dim + x.value_dim) * (capacity + 1) for x in model.layers)
     return 2.0 * weights + attention
 
 
 def measured(row: Row, model: Model, device: torch.device) -> dict[str, Any]:
-    """One row."""
+    """Time one row."""
     check = fast_method(model, row.config)
     read = decoder(model, row.config, row.streams, check.method)
     vocabulary = model.hf.config.vocab_size
@@ -89,7 +89,7 @@ def measured(row: Row, model: Model, device: torch.device) -> dict[str, Any]:
 
 
 def main() -> int:
-    """All rows; 1 if one of them was not read by the method it is about."""
+    """Time all rows. -> 1 if a row was not read with its method."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rehearse", action="store_true", help="small, on the CPU")
     small = parser.parse_args().rehearse

@@ -1,1 +1,1 @@
-"""Kernels: what the plain walk does, in fewer steps. Each is optional, and held to the plain code by tests and at run time."""
+"""Kernels: faster versions of the plain walk. Each is optional, and compared with the plain code in tests and at run time."""

@@ -1,4 +1,4 @@
-"""Which kernels serve the layers of one `Slots`: those in C on CPUs, those in Triton on CUDA; both offer the same classes."""
+"""Chooses the kernels for the layers of one `Slots`: C on CPUs, Triton on CUDA. Both have the same classes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvbench.harness.engine.kernels import cpu, cuda
 from kvbench.harness.engine.slots import Slots
 from kvbench.policies import PositionMode
 
-_OF_DEVICE: dict[str, ModuleType] = {"cpu": cpu, "cuda": cuda}
+_MODULES: dict[str, ModuleType] = {"cpu": cpu, "cuda": cuda}  # by kind of device
 
 
 StepKernel = cpu.StepKernel | cuda.StepKernel  # a token's attention
@@ -23,24 +23,25 @@ class Kernels(NamedTuple):
     step: StepKernel | None = None
     release: ReleaseKernel | None = None
     walk: WalkKernel | None = None
-    lost: str = ""  # why one is missing that could be there: no compiler, a library that can't be loaded
-    plain_because: str = ""  # why no kernel can walk blocks of these layers under this policy
+    lost: str = ""  # why a kernel that exists can't be used: no compiler, a library that can't be loaded
+    plain_because: str = ""  # why there is no kernel to walk blocks of these layers under this policy
 
 
 def kernels_for(slots: Slots, mode: PositionMode, limit: int, longest: int | None) -> Kernels:
-    """The kernels of a device.
+    """The kernels for some layers under their policy.
 
     Args:
         slots: of the layers.
         mode: where RoPE puts a cached token.
-        limit: the largest distance of mode `clamped`, in tokens.
-        longest: bounds the angles; the number of slots when None.
+        limit: largest distance in mode `clamped`, in tokens.
+        longest: bound of the angles; the number of slots when None.
     """
-    of = _OF_DEVICE.get(slots.tensors.keys.device.type)
-    if of is None:
+    module = _MODULES.get(slots.tensors.keys.device.type)
+    if module is None:
         return Kernels(plain_because=f"no kernels for device '{slots.tensors.keys.device.type}'")
-    walk, lost = of.WalkKernel.of(slots, mode, limit, longest), of.lost(slots, mode, limit)
+    walk, lost = module.WalkKernel.from_slots(slots, mode, limit, longest), module.lost(slots, mode, limit)
     because = ""
     if walk is None and not lost:
-        because = of.why_untraced(slots.policy) or "no kernel walks blocks of such layers in this dtype"
-    return Kernels(of.StepKernel.of(slots, mode, limit, longest), of.ReleaseKernel.of(slots), walk, lost, because)
+        because = module.why_untraced(slots.policy) or "no kernel walks blocks of such layers in this dtype"
+    step = module.StepKernel.from_slots(slots, mode, limit, longest)
+    return Kernels(step, module.ReleaseKernel.from_slots(slots), walk, lost, because)

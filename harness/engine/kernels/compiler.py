@@ -1,7 +1,7 @@
-"""Functions in C, built once a machine by its C compiler. Optional: without a compiler the plain code is used.
+"""Builds functions in C with the machine's C compiler, once per machine. Without a compiler the plain code is used.
 
-Built libraries lie in the user's cache folder. A name holds the hash of all that decides what is built, and the hash of the
-file itself: a file that does not match its name, or that others could have written, is never loaded.
+Built libraries are kept in the user's cache folder. A library's name contains the hash of everything it was built from and the
+hash of the file itself. A file that does not match its name, or that others could have written, is never loaded.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from kvbench.policies import Policy
 
 _HERE = Path(__file__).parent
 _TIMEOUT_S = 120
-_FLAGS = [  # infinities and NaN keep their meaning; sums may be reordered
+_FLAGS = [  # sums may be reordered, but infinities and NaN keep their meaning
     "-O3", "-march=native", "-std=gnu11", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-fno-trapping-math",
     "-fno-signed-zeros", "-fassociative-math",
 ]  # fmt: skip
 
 
 class Built(NamedTuple):
-    """A function of ctypes, or why there is none."""
+    """A ctypes function, or why there is none."""
 
     function: Any = None
     why_not: str = ""
 
 
 class BuildError(RuntimeError):
-    """The compiler did not make a library; the message says why, in one line."""
+    """The compiler failed; the message says why, in one line."""
 
 
 def compiler() -> str | None:
-    """The C compiler, if there is one."""
+    """The path of the C compiler; None if there is none."""
     return shutil.which(os.environ.get("CC", "cc"))
 
 
 def built(template: str, name: str, replaced: tuple[tuple[str, str], ...]) -> Built:
-    """A function of a C file beside this one.
+    """Build a function from a C file in this folder.
 
     Args:
         template: name of the file.
         name: of the function.
-        replaced: texts of the file, and what is put in their place.
+        replaced: pairs of a text in the file and its replacement.
     """
     source = (_HERE / template).read_text(encoding="utf-8")
     headers = [(f'#include "{path.name}"', path.read_text(encoding="utf-8")) for path in _HERE.glob("*.h")]
@@ -68,7 +68,7 @@ def built(template: str, name: str, replaced: tuple[tuple[str, str], ...]) -> Bu
 
 
 def built_of(policy: Policy, template: str, name: str) -> Built:
-    """A C function with a bound policy's expressions put in, as `built`.
+    """Build a function from a C file, with a bound policy's expressions put in.
 
     Raises:
         NotTraceableError: the policy has no such expressions.
@@ -78,7 +78,7 @@ def built_of(policy: Policy, template: str, name: str) -> Built:
 
 
 def why_untraced(policy: Policy) -> str:
-    """What of a bound policy has no place in a compiled walk; empty if nothing."""
+    """Why a bound policy can't be put into a compiled walk; empty if it can."""
     try:
         traced(policy)
     except NotTraceableError as error:
@@ -93,13 +93,13 @@ def why_not(policy: Policy) -> str:
 
 @lru_cache
 def _built(source: str, name: str, command: str, folder: Path) -> Built:
-    """The function from a library that was built before; else, or if none of them can be loaded, built now."""
+    """The function from an earlier build; if there is none or it can't be loaded, from a new build."""
     key = "\0".join([source, *_FLAGS, command, _target(command), *platform.libc_ver()])
     stem = f"{name}_{hashlib.sha256(key.encode()).hexdigest()[:16]}"
-    for library in _whole(folder, stem):
+    for library in _intact(folder, stem):
         try:
             return Built(_loaded(library, name))
-        except (OSError, AttributeError):  # built by a machine with other system libraries, say
+        except (OSError, AttributeError):  # e.g. built on a machine with other system libraries
             continue
     try:
         return Built(_loaded(_build(source, command, folder, stem), name))
@@ -109,16 +109,16 @@ def _built(source: str, name: str, command: str, folder: Path) -> Built:
 
 @lru_cache
 def _target(command: str) -> str:
-    """What the compiler says of itself and of this CPU: its macros hold its version and every instruction set it would use."""
-    asked = [command, "-march=native", "-dM", "-E", "-x", "c", os.devnull]
+    """The compiler's predefined macros, which include its version and the instruction sets that it uses on this CPU."""
+    arguments = [command, "-march=native", "-dM", "-E", "-x", "c", os.devnull]
     try:
-        return subprocess.run(asked, text=True, capture_output=True, timeout=_TIMEOUT_S).stdout
-    except (OSError, subprocess.SubprocessError):  # then it can't build either, which says more
+        return subprocess.run(arguments, text=True, capture_output=True, timeout=_TIMEOUT_S).stdout
+    except (OSError, subprocess.SubprocessError):  # building will fail, too, with a better message
         return ""
 
 
-def _whole(folder: Path, stem: str) -> Iterator[Path]:
-    """Libraries of a stem that are what their names say, and nobody else's; those of ours that are not are removed."""
+def _intact(folder: Path, stem: str) -> Iterator[Path]:
+    """Libraries whose content matches their name and that others can't change. Damaged ones are removed."""
     for library in sorted(folder.glob(f"{stem}_*.so")):
         try:
             if why_unsafe(library):
@@ -127,42 +127,42 @@ def _whole(folder: Path, stem: str) -> Iterator[Path]:
                 yield library
             else:
                 library.unlink()
-        except OSError:  # removed by another process that found the same
+        except OSError:  # another process removed it
             continue
 
 
 def _named(library: Path, folder: Path, stem: str) -> Path:
-    """Where a library of this content belongs."""
+    """The path where a library with this content belongs."""
     with library.open("rb") as file:
         return folder / f"{stem}_{hashlib.file_digest(file, 'sha256').hexdigest()[:32]}.so"
 
 
 def _loaded(library: Path, name: str) -> Any:
-    """A function of a library.
+    """Load a function from a library.
 
     Raises:
-        OSError: it can't be loaded.
+        OSError: the library can't be loaded.
         AttributeError: it has no such function.
     """
     return getattr(ctypes.CDLL(str(library)), name)
 
 
 def _build(source: str, command: str, folder: Path, stem: str) -> Path:
-    """Compile a library; several processes may build the same one.
+    """Compile a library. Several processes may build the same one at once.
 
     Raises:
-        BuildError: the compiler refuses.
-        OSError: the folder can't be written to.
-        SubprocessError: the compiler does not come to an end.
+        BuildError: the compiler reports an error.
+        OSError: the folder is not writable.
+        SubprocessError: the compiler takes too long.
     """
     partial = new_partial(folder / stem)
     try:
-        asked = [command, *_FLAGS, "-x", "c", "-", "-o", str(partial), "-lm"]
-        done = subprocess.run(asked, input=source, text=True, capture_output=True, timeout=_TIMEOUT_S)
+        arguments = [command, *_FLAGS, "-x", "c", "-", "-o", str(partial), "-lm"]
+        done = subprocess.run(arguments, input=source, text=True, capture_output=True, timeout=_TIMEOUT_S)
         if done.returncode:
-            said = next((line for line in done.stderr.splitlines() if "error" in line), "")
-            raise BuildError(f"{command} ended with exit code {done.returncode}{said and ': '}{said}")
-        partial.chmod(0o700)  # the linker goes by the umask
+            first_error = next((line for line in done.stderr.splitlines() if "error" in line), "")
+            raise BuildError(f"{command} ended with exit code {done.returncode}{first_error and ': '}{first_error}")
+        partial.chmod(0o700)  # the linker follows the umask
         library = _named(partial, folder, stem)
         put_in_place(partial, library)
     finally:

@@ -1,7 +1,7 @@
-"""The kernels of `step.c`, `release.c` and `walk.c` as the walk calls them.
+"""The CPU kernels, `step.c`, `release.c` and `walk.c`, with the interface that the walk calls.
 
 Axis letters: B streams, H KV heads, N = B * H, R rows of all layers, G query heads of a KV head, T tokens, n tokens held,
-S slots looked at, L keys, D key dim, E value dim, P = D / 2 pairs.
+S slots attended, L keys, D key dim, E value dim, P = D / 2 pairs.
 """
 
 from __future__ import annotations
@@ -20,27 +20,26 @@ from kvbench.policies import PositionMode
 from kvbench.policies.policy import mixed_seed
 
 _MODES: dict[PositionMode, int] = {"cache": 0, "stream": 1, "clamped": 2}
-_ALONE = 2**17  # products of a layer's scores below which one thread is quicker than several
-_LONGEST_TABLE = 2**18  # angles of a table
+_MAX_SINGLE_THREAD_PRODUCTS = 2**17  # of a layer's scores; below this one thread is faster than several
+_MAX_TABLE_ANGLES = 2**18
 
 
 class StepKernel:
     """The decode step of the layers of one `Slots`."""
 
     def __init__(self, slots: Slots, mode: PositionMode, limit: int, longest: int | None, kernel: Any) -> None:
-        """As `of` makes it."""
         self._kernel, self._mode, self._limit, self._longest = kernel, _MODES[mode], limit, longest
         self._order = torch.arange(slots.shape.key_dim) if slots.shape.rotation is None else slots.shape.rotation.order
 
     @classmethod
-    def of(cls, slots: Slots, mode: PositionMode, limit: int, longest: int | None) -> Self | None:
-        """None where there is none.
+    def from_slots(cls, slots: Slots, mode: PositionMode, limit: int, longest: int | None) -> Self | None:
+        """The kernel for some layers; None if there is none.
 
         Args:
             slots: of the layers.
             mode: where RoPE puts a cached token.
-            limit: the largest distance of mode `clamped`, in tokens.
-            longest: bounds the angles; the number of slots when None.
+            limit: largest distance in mode `clamped`, in tokens.
+            longest: bound of the angles; the number of slots when None.
         """
         kernel = cls.built(slots).function
         if kernel is None:
@@ -51,7 +50,7 @@ class StepKernel:
 
     @staticmethod
     def built(slots: Slots) -> Built:
-        """Its function, for float32 and softmax of plain scores; neither it nor a reason for other layers."""
+        """The C function. Layers that it does not support (not float32, not a plain softmax) get neither it nor a reason."""
         shape = slots.shape
         if not shape.plain or slots.tensors.keys.dtype != torch.float32:
             return Built()
@@ -61,22 +60,22 @@ class StepKernel:
     def __call__(
         self, slots: Slots, rows: Rows, query: Tensor, key: Tensor, value: Tensor, scaling: float, mass: Tensor | None
     ) -> Tensor:
-        """Take a token into one layer, each stream's; its rank and position are in its slot already.
+        """Read a token of each stream in one layer. Its rank and position are already in its slot.
 
         Args:
             slots: of the layer.
             rows: of the layer.
             query: unrotated, in the model's order of dims. [B, H * G, 1, D].
-            key: likewise. [B, H, 1, D].
+            key: unrotated, in the model's order of dims. [B, H, 1, D].
             value: [B, H, 1, E].
             scaling: of the scores.
-            mass: where to put the softmax weights; None if nobody asks. [N, G, S].
+            mass: written: the softmax weights; None if they are not needed. [N, G, S].
 
         Returns:
             [B, H * G, 1, E].
 
         Raises:
-            MemoryError: no scratch memory.
+            MemoryError: there is no scratch memory.
         """
         size, attended = rows.rank.shape
         low = high = None
@@ -88,7 +87,7 @@ class StepKernel:
             query.contiguous(), key.contiguous(), value.contiguous(), self._order, rows.keys, rows.values, rows.rank,
             rows.position, rows.free, low, high, out, mass,
         )  # fmt: skip
-        threads = torch.get_num_threads() if query.numel() * attended > _ALONE else 1
+        threads = torch.get_num_threads() if query.numel() * attended > _MAX_SINGLE_THREAD_PRODUCTS else 1
         failed = self._kernel(
             *(None if x is None else x.data_ptr() for x in arrays), size, rows.base, slots.num_slots, attended, self._mode,
             self._limit, level, min(threads, size), scaling,
@@ -102,12 +101,11 @@ class ReleaseKernel:
     """The bookkeeping after a token, for all layers of one `Slots` at once."""
 
     def __init__(self, kernel: Any) -> None:
-        """As `of` makes it."""
         self._kernel = kernel
 
     @classmethod
-    def of(cls, slots: Slots) -> Self | None:
-        """None where there is none."""
+    def from_slots(cls, slots: Slots) -> Self | None:
+        """The kernel for some layers; None if there is none."""
         kernel = cls.built(slots).function
         if kernel is None:
             return None
@@ -117,20 +115,20 @@ class ReleaseKernel:
 
     @staticmethod
     def built(slots: Slots) -> Built:
-        """Its function, for float32 statistics and policies that can be traced; neither it nor a reason for others."""
+        """The C function. Without float32 statistics and a traceable policy there is neither it nor a reason."""
         if slots.capacity is None or slots.wide != torch.float32 or why_untraced(slots.policy):
             return Built()
         return built_of(slots.policy, "release.c", "release")
 
     def __call__(self, slots: Slots, rows: Rows, mass: Tensor | None, step: Tensor, full: bool) -> None:
-        """Statistics updated, and the next token's slot found.
+        """Update the statistics and choose the next token's slot.
 
         Args:
             slots: of the layers.
-            rows: of all of them.
-            mass: softmax weights, where the policy keeps a statistic. [R, G, S].
+            rows: of all layers.
+            mass: softmax weights, if the policy keeps a statistic. [R, G, S].
             step: of the token. [R] int64.
-            full: every stream evicts a token; none does otherwise.
+            full: every stream evicts a token; if False, none does.
         """
         state = next(iter(slots.tensors.states.values()), None)
         arrays = (mass, state, slots.tensors.rank, slots.tensors.position, slots.layer_index, step, slots.tensors.free)
@@ -144,22 +142,21 @@ class ReleaseKernel:
 class WalkKernel:
     """The compiled walk of one policy over the layers of one `Slots`."""
 
-    leaves_ordered = True  # tokens lie oldest first afterwards
+    leaves_ordered = True  # afterwards, the slots hold their tokens oldest first
 
     def __init__(self, slots: Slots, mode: PositionMode, limit: int, kernel: Any) -> None:
-        """As `of` makes it."""
         self._kernel, self._rotation = kernel, slots.shape.rotation
-        self._in_stream = mode == "stream" and self._rotation is not None  # keys are turned once and for all
-        self._turning, self._angles = 0, 0
+        self._in_stream = mode == "stream" and self._rotation is not None  # keys are rotated only once
+        self._rotated_by, self._angles = 0, 0
         table = torch.ones(0, slots.shape.key_dim // 2, dtype=torch.complex64)
         if self._rotation is not None and not self._in_stream:
-            self._turning, self._angles = (1, slots.num_slots) if mode == "cache" else (2, limit + 1)
+            self._rotated_by, self._angles = (1, slots.num_slots) if mode == "cache" else (2, limit + 1)
             table = self._rotation.factors(torch.arange(self._angles), torch.float32, self._angles + 1)
         self._cosine, self._sine = table.real.T.contiguous(), table.imag.T.contiguous()  # of every angle. [P, angles]
 
     @classmethod
-    def of(cls, slots: Slots, mode: PositionMode, limit: int, longest: int | None) -> Self | None:
-        """None where there is none."""
+    def from_slots(cls, slots: Slots, mode: PositionMode, limit: int, longest: int | None) -> Self | None:
+        """The kernel for some layers; None if there is none."""
         kernel = cls.built(slots, mode, limit).function
         if kernel is None:
             return None
@@ -169,16 +166,16 @@ class WalkKernel:
 
     @staticmethod
     def built(slots: Slots, mode: PositionMode, limit: int) -> Built:
-        """Its function, for up to 32 bits and policies that can be traced; neither it nor a reason for others."""
+        """The C function. Layers that it does not support and policies that can't be traced get neither it nor a reason."""
         fits = slots.capacity is not None and slots.shape.plain and slots.shape.key_dim % 2 == 0
         fits = fits and slots.tensors.keys.dtype.itemsize <= 4 and not why_untraced(slots.policy)
-        fits = fits and (mode != "clamped" or slots.shape.rotation is None or limit < _LONGEST_TABLE)
+        fits = fits and (mode != "clamped" or slots.shape.rotation is None or limit < _MAX_TABLE_ANGLES)
         return built_of(slots.policy, "walk.c", "walk") if fits else Built()
 
     def __call__(
         self, slots: Slots, rows: Rows, layer: int, query: Tensor, keys: Tensor, values: Tensor, ordered: bool, seen: int
     ) -> Tensor:
-        """Walk a block of streams of one length.
+        """Walk a block of streams of equal length.
 
         Args:
             slots: of the layer.
@@ -194,7 +191,7 @@ class WalkKernel:
             [B, H, G, T, Dv], dtype of the values.
 
         Raises:
-            MemoryError: no scratch memory.
+            MemoryError: there is no scratch memory.
         """
         streams, heads, group, tokens, _ = query.shape
         places, capacity = slots.num_slots, slots.capacity or 0
@@ -202,7 +199,7 @@ class WalkKernel:
         count, size, pairs, dims = held.keys.shape[1], streams * heads, query.shape[-1] // 2, values.shape[-1]
         steps = torch.arange(seen, seen + tokens).expand(size, -1)
         all_keys, all_positions = torch.cat([held.keys, keys.flatten(0, 1)], 1), torch.cat([held.position, steps], 1)
-        by_pair = self._turned(all_keys, all_positions)
+        by_pair = self._by_pair(all_keys, all_positions)
         key_store, value_store = torch.empty(size, 2, pairs, places), torch.empty(size, dims, places)
         key_store[..., :count] = by_pair[:, :count].permute(0, 3, 2, 1)
         value_store[..., :count] = held.values.mT
@@ -219,7 +216,7 @@ class WalkKernel:
         ]  # fmt: skip
         kept = self._kernel(
             *(x.data_ptr() for x in arrays), size, group, tokens, pairs, places, dims, count, seen, capacity,
-            slots.shape.sliding_window or 0, initial, layer, heads, mixed_seed(slots.seed), self._turning, self._angles,
+            slots.shape.sliding_window or 0, initial, layer, heads, mixed_seed(slots.seed), self._rotated_by, self._angles,
             torch.get_num_threads(),
         )  # fmt: skip
         if kept < 0:
@@ -232,8 +229,8 @@ class WalkKernel:
             flat[:, :kept], flat[:, kept:] = state[:, :kept], initial
         return out.to(values.dtype).view(tokens, streams, heads, group, dims).permute(1, 2, 3, 0, 4)
 
-    def _turned(self, keys: Tensor, positions: Tensor) -> Tensor:
-        """Keys as the kernel takes them, their pairs apart. [N, L, D] -> [N, L, P, 2] float32."""
+    def _by_pair(self, keys: Tensor, positions: Tensor) -> Tensor:
+        """Keys in the kernel's layout, rotated in mode `stream`. [N, L, D] -> [N, L, P, 2] float32."""
         keys = keys.float()
         if self._in_stream and self._rotation is not None:
             keys = rotate(keys, self._rotation.factors(positions, torch.float32, LONGEST_STREAM))
@@ -241,6 +238,6 @@ class WalkKernel:
 
 
 def lost(slots: Slots, mode: PositionMode, limit: int) -> str:
-    """Why a kernel that these layers and their policy could have is not there; empty if none is lost."""
-    found = (StepKernel.built(slots), ReleaseKernel.built(slots), WalkKernel.built(slots, mode, limit))
-    return next((one.why_not for one in found if one.why_not), "")
+    """Why a kernel that supports these layers and their policy could not be built; empty if all were."""
+    kernels = (StepKernel.built(slots), ReleaseKernel.built(slots), WalkKernel.built(slots, mode, limit))
+    return next((kernel.why_not for kernel in kernels if kernel.why_not), "")

@@ -1,4 +1,4 @@
-/* What the kernels share: the largest number of a row, and exponentials of one. */
+/* Functions that the kernels share: the maximum of an array and its exponentials. */
 
 #include <math.h>
 #include <stdint.h>
@@ -16,7 +16,8 @@ static inline float largest(const float *restrict x, int64_t count) {
     return most;
 }
 
-/* x becomes exp(x - most), to float32's last digits; returns the sum. Cephes' expf: minimax polynomial on [-ln2/2, ln2/2]. */
+/* Replaces x by exp(x - most), accurate to the last digits of float32, and returns the sum. This is Cephes' expf, with a minimax
+   polynomial on [-ln2/2, ln2/2]. */
 static inline float exponentials(float *restrict x, float most, int64_t count) {
     float total = 0;
     for (int64_t s = 0; s < count; s++) {

@@ -1,6 +1,6 @@
-/* What a policy computes for one slot: a template that walk_cpu.py puts its expressions into. */
+/* A policy's computation for one slot. This is a template: compiler.py puts the policy's expressions in. */
 
-/* As CacheView.uniform. */
+/* CacheView.uniform. */
 static inline float uniform(int64_t position, int64_t head, int64_t layer, int64_t seed) {
     uint64_t x = (uint64_t)position * (uint64_t)-7046029254386353131LL + (uint64_t)head * (uint64_t)-4658895280553007687LL;
     x += (uint64_t)layer * 6364136223846793005ULL + (uint64_t)seed;

@@ -1,13 +1,15 @@
-/* After a token: the statistics take in its attention, and the slot for the next one is found. A template, as walk.c.
+/* The bookkeeping after a token: updates the statistics and chooses the slot for the next token. This is a template: compiler.py
+   puts a policy's expressions in.
 
    Axis letters: L layers, N rows of a layer (stream, KV head), R = L * N, G query heads of a KV head, S slots. */
 
 #include "numbers.h"
 #include "policy.h"
 
-/* mass: softmax weights [R, G, attended], null if the policy does not ask; state, rank, position: [R, slots], of which `attended`
-   are looked at; rank and state are changed. layer: [L]. step: of the token, [R]. free_slots: its slot, counted from the first
-   row on; becomes that of the next token. full: whether a token is evicted. window: sliding window of the layers, 0 if none. */
+/* mass: softmax weights [R, G, attended], null if the policy needs none. state, rank, position: [R, slots], of which the first
+   `attended` are used; rank and state are changed. layer: [L]. step: of the token, [R]. free_slots: the token's slot, counted
+   over all rows; changed to that of the next token. full: whether to evict a token. window: the layers' sliding window, 0 if
+   none. */
 void release(const float *restrict mass, float *restrict state, int64_t *restrict rank, const int64_t *restrict position,
              const int64_t *restrict layer, const int64_t *restrict step, int64_t *restrict free_slots, int64_t rows,
              int64_t rows_of_layer, int64_t heads, int64_t group, int64_t slots, int64_t attended, int64_t full, int64_t window,

@@ -1,7 +1,7 @@
-/* One token through one layer: written to its slot, then attending to all that is held. A template: step_cpu.py puts the dims in.
+/* One token in one layer: writes it to its slot, then attends to all tokens held. This is a template: compiler.py puts the dims in.
 
-   Keys lie unrotated and are turned as they are read, each once for all query heads of its KV head. The query stands where
-   the new token's key stands. Slots are in no order.
+   Keys are stored unrotated. Each is rotated when it is read, once for all query heads of its KV head. The query has the
+   position of the new token's key. Slots are in no order.
 
    Axis letters: N rows (stream, KV head), G query heads of a KV head, S slots, P pairs of dims, D key dim, E value dim. */
 
@@ -18,7 +18,7 @@ enum { BY_RANK, BY_POSITION, CLAMPED };
 typedef float wide __attribute__((vector_size(4 * WIDE), aligned(4)));
 static const wide SIGNS = {-1, 1, -1, 1, -1, 1, -1, 1};
 
-/* Complex numbers side by side, multiplied. */
+/* Products of interleaved complex numbers. */
 static inline wide product(wide a, wide b) {
     const wide re = __builtin_shufflevector(b, b, 0, 0, 2, 2, 4, 4, 6, 6), im = __builtin_shufflevector(b, b, 1, 1, 3, 3, 5, 5, 7, 7);
     return a * re + __builtin_shufflevector(a, a, 1, 0, 3, 2, 5, 4, 7, 6) * (im * SIGNS);
@@ -29,25 +29,25 @@ static inline wide product(wide a, wide b) {
 #define WIDE 1
 #endif
 
-/* One vector turned by complex numbers [D]; `further`, if any, turns it on. */
-static inline void turned(float *restrict out, const float *restrict x, const float *restrict by, const float *restrict further) {
+/* Rotates one vector by the RoPE factors `low` times `high` [D], complex numbers; by `low` alone if `high` is null. */
+static inline void rotate(float *restrict out, const float *restrict x, const float *restrict low, const float *restrict high) {
     int d = 0;
 #if WIDE > 1
     for (; d + WIDE <= D; d += WIDE) {
-        wide turn = *(const wide *)(by + d);
-        if (further) turn = product(turn, *(const wide *)(further + d));
-        *(wide *)(out + d) = product(*(const wide *)(x + d), turn);
+        wide factors = *(const wide *)(low + d);
+        if (high) factors = product(factors, *(const wide *)(high + d));
+        *(wide *)(out + d) = product(*(const wide *)(x + d), factors);
     }
 #endif
     for (; d < D - 1; d += 2) {
-        const float re = further ? by[d] * further[d] - by[d + 1] * further[d + 1] : by[d];
-        const float im = further ? by[d] * further[d + 1] + by[d + 1] * further[d] : by[d + 1];
+        const float re = high ? low[d] * high[d] - low[d + 1] * high[d + 1] : low[d];
+        const float im = high ? low[d] * high[d + 1] + low[d + 1] * high[d] : low[d + 1];
         out[d] = x[d] * re - x[d + 1] * im;
         out[d + 1] = x[d] * im + x[d + 1] * re;
     }
 }
 
-/* Sum of products of two vectors [D]. */
+/* Dot product of two vectors [D]. */
 static inline float dot(const float *restrict a, const float *restrict b) {
     float total = 0;
     int d = 0;
@@ -60,7 +60,7 @@ static inline float dot(const float *restrict a, const float *restrict b) {
     return total;
 }
 
-/* Where RoPE puts the token of a slot. */
+/* The position at which RoPE puts the token of a slot. */
 static inline int64_t angle(int64_t mode, int64_t rank, int64_t position, int64_t step, int64_t limit) {
     if (mode == BY_RANK) return rank;
     if (mode == BY_POSITION) return position;
@@ -68,13 +68,13 @@ static inline int64_t angle(int64_t mode, int64_t rank, int64_t position, int64_
     return limit - (distance < 0 ? 0 : distance < limit ? distance : limit);
 }
 
-/* Take a token in. Returns 0, or -1 without memory.
+/* Reads a token. Returns 0, or -1 if there is no memory.
 
-   query: [N, G, D], key: [N, D], in the model's order of dims, unrotated; value: [N, E]. order: the model's dim at each place.
-   keys: [N, slots, D]; values: [N, slots, E]; rank, position: [N, slots], of which `attended` are looked at. free: the new
-   token's slot, in a count that goes on from row to row and begins at `first`. low: turns of the angles 0, 1, ... [level, P]
-   complex, null if nothing is rotated; high: those of 0, level, 2 * level, ..., null if one level will do.
-   out: [N, G, E]; mass: the softmax weights [N, G, attended], null if they are not asked for. Both are written. */
+   query: [N, G, D], key: [N, D], unrotated, in the model's order of dims. value: [N, E]. order: the model's dim at each place.
+   keys: [N, slots, D]. values: [N, slots, E]. rank, position: [N, slots], of which the first `attended` are used. free_slots:
+   the new token's slot, counted over all rows, starting at `first`. low: RoPE factors of the positions 0, 1, ... [level, P]
+   complex, null if nothing is rotated; high: those of 0, level, 2 * level, ..., null if one level is enough.
+   out: [N, G, E], written. mass: the softmax weights [N, G, attended], written; null if they are not needed. */
 int64_t step(const float *query, const float *key, const float *value, const int64_t *order, float *keys, float *values,
              const int64_t *rank, const int64_t *position, const int64_t *free_slots, const float *low, const float *high,
              float *out, float *mass, int64_t rows, int64_t first, int64_t slots, int64_t attended, int64_t mode, int64_t limit,
@@ -88,27 +88,27 @@ int64_t step(const float *query, const float *key, const float *value, const int
         const int64_t at = free_slots[n] - first - n * slots;
         const int64_t *ranks = rank + n * slots, *positions = position + n * slots, now = positions[at];
         float *restrict k = keys + n * slots * D, *restrict v = values + n * slots * E;
-        float asked[G][D], plain[D], *new_key = k + at * D, *new_value = v + at * E;
+        float rotated[G][D], plain[D], *new_key = k + at * D, *new_value = v + at * E;
         for (int d = 0; d < D; d++) new_key[d] = key[n * D + order[d]];
         for (int e = 0; e < E; e++) new_value[e] = value[n * E + e];
         for (int g = 0; g < G; g++) {
-            for (int d = 0; d < D; d++) plain[d] = asked[g][d] = query[(n * G + g) * D + order[d]] * scaling;
+            for (int d = 0; d < D; d++) plain[d] = rotated[g][d] = query[(n * G + g) * D + order[d]] * scaling;
             if (low) {
-                const int64_t stands = angle(mode, ranks[at], now, now, limit);
-                turned(asked[g], plain, low + (stands % level) * D, high ? high + (stands / level) * D : NULL);
+                const int64_t place = angle(mode, ranks[at], now, now, limit);
+                rotate(rotated[g], plain, low + (place % level) * D, high ? high + (place / level) * D : NULL);
             }
         }
         for (int64_t s = 0; s < attended; s++) {
-            float there[D];
-            const float *seen = k + s * D;
+            float rotated_key[D];
+            const float *held = k + s * D;
             if (low && ranks[s] < slots) {
-                const int64_t stands = angle(mode, ranks[s], positions[s], now, limit);
-                if (high) turned(there, seen, low + (stands % level) * D, high + (stands / level) * D);
-                else turned(there, seen, low + stands * D, NULL);
-                seen = there;
+                const int64_t place = angle(mode, ranks[s], positions[s], now, limit);
+                if (high) rotate(rotated_key, held, low + (place % level) * D, high + (place / level) * D);
+                else rotate(rotated_key, held, low + place * D, NULL);
+                held = rotated_key;
             }
             for (int g = 0; g < G; g++) {
-                scores[g * attended + s] = ranks[s] < slots ? dot(asked[g], seen) : -INFINITY;
+                scores[g * attended + s] = ranks[s] < slots ? dot(rotated[g], held) : -INFINITY;
             }
         }
         for (int g = 0; g < G; g++) {

@@ -1,7 +1,7 @@
-"""What a policy of scope `slot` computes for one slot, as an expression that a kernel can take in, in C or Triton.
+"""Turns a policy of scope `slot` into expressions in C or Triton that compute it for one slot.
 
-`importance` and the statistics' `update` are run once on stand-ins for tensors that write down what is done to them. What they
-do must be elementwise and of a few kinds; anything else raises, and the policy is walked plainly.
+`importance` and the statistic's `update` run once on stand-ins for tensors that record the operations. A few elementwise
+operations are supported. Any other raises, and the policy uses the plain walk.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from kvbench.policies import CacheView, Policy, Statistic
 
 
 class NotTraceableError(TypeError):
-    """A policy does something that has no place in the compiled walk."""
+    """A policy uses an operation that the compiled walk does not support."""
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """How expressions are written down in one language, as format strings of operands."""
+    """The syntax of one language, as format strings of operands."""
 
     where: str
-    negated: str  # of a truth value
-    single: str  # as float32
-    integer: str  # as int64
+    negated: str  # logical not
+    single: str  # cast to float32
+    integer: str  # cast to int64
     number: Callable[[int], str]
     fraction: Callable[[float], str]
 
@@ -49,10 +49,10 @@ _INFIX = {
 
 
 class Traced:
-    """Stands in for a tensor of one number a slot, and remembers what was done to get it."""
+    """Stands in for a tensor with one number per slot, and records the operations that led to it."""
 
     def __init__(self, form: str, *operands: Any) -> None:
-        """With a format string of the operands, or the name of a field of `Dialect` that holds one."""
+        """Record an operation. `form` is a format string of the operands or the name of a field of `Dialect`."""
         for x in operands:
             if not isinstance(x, (Traced, int, float)):
                 raise NotTraceableError(f"an operand of type {type(x).__name__}")
@@ -64,23 +64,23 @@ class Traced:
         return getattr(dialect, self._form, self._form).format(*texts)
 
     def masked_fill(self, mask: Traced, value: Any) -> Traced:
-        """As the tensor's."""
+        """`Tensor.masked_fill`."""
         return Traced("where", mask, value, self)
 
     def float(self) -> Traced:
-        """As the tensor's."""
+        """`Tensor.float`."""
         return Traced("single", self)
 
     def long(self) -> Traced:
-        """As the tensor's."""
+        """`Tensor.long`."""
         return Traced("integer", self)
 
     def abs(self) -> Traced:
-        """As the tensor's."""
+        """`Tensor.abs`."""
         return Traced("where", Traced("({0} < {1})", self, 0), -self, self)
 
     def clamp(self, min: Any = None, max: Any = None) -> Traced:  # noqa: A002
-        """As the tensor's."""
+        """`Tensor.clamp`."""
         low = self if min is None else Traced("where", Traced("({0} < {1})", self, min), min, self)
         return low if max is None else Traced("where", Traced("({0} > {1})", low, max), max, low)
 
@@ -95,7 +95,7 @@ class Traced:
 
     @classmethod
     def __torch_function__(cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """torch.where and torch.full_like; nothing else."""
+        """Supports torch.where and torch.full_like only."""
         if function is torch.where and len(args) == 3:
             return Traced("where", *args)
         if function is torch.full_like:
@@ -124,10 +124,10 @@ for _name in _INFIX:
 
 
 class _Attention:
-    """Stands in for softmax weights [B, H, G, S]: the sum over the query heads is all that can be asked for."""
+    """Stands in for softmax weights [B, H, G, S]. It supports only the sum over query heads."""
 
     def sum(self, dim: int) -> Traced:
-        """Over the query heads of the KV head."""
+        """The sum over the query heads of the KV head."""
         if dim not in (2, -2):
             raise NotTraceableError("a sum of attention over another axis than the query heads")
         return Traced("mass")
@@ -140,10 +140,10 @@ class _View(CacheView):
     """Stands in for the view of a cache."""
 
     def __init__(self, states: dict[type[Statistic], Any]) -> None:
-        """With the states that the policy keeps."""
-        given: Any = {name: Traced(name) for name in ("rank", "position", "step", "layer")}
+        tensors: Any = [Traced(name) for name in ("rank", "position", "step", "layer")]
+        rank, position, step, layer = tensors
         refused: Any = _Refused()
-        super().__init__(given["rank"], given["position"], given["step"], refused, refused, states, given["layer"])
+        super().__init__(rank, position, step, refused, refused, states, layer)
 
     @property
     def valid(self) -> Any:
@@ -159,27 +159,27 @@ class _Refused:
 
 
 def traced(policy: Policy, dialect: Dialect = C) -> tuple[str, str]:
-    """Source of a bound policy's importance, and of its statistic's new state ("state" if it has none), for one slot.
+    """Source of a bound policy's importance and of its statistic's new state ("state" if it has none), for one slot.
 
-    Names in it: state, mass (attention received, summed over query heads), rank, position, step, layer, head, seed.
+    Variables in it: state, mass (attention received, summed over query heads), rank, position, step, layer, head, seed.
     uniform(position, head, layer, seed) is `CacheView.uniform`.
 
     Raises:
-        NotTraceableError: and why.
+        NotTraceableError: the policy can't be compiled; the message says why.
     """
     if policy.scope != "slot":
         raise NotTraceableError(f"scope '{policy.scope}'")
     if len(policy.statistics) > 1 or any(s.shape for s in policy.statistics):
-        raise NotTraceableError("more than one statistic, or one of several numbers a slot")
+        raise NotTraceableError("more than one statistic, or one with several numbers per slot")
     states: dict[type[Statistic], Any] = {s: Traced("state") for s in policy.statistics}
     view, attention = _View(states), _Attention()
     try:
-        worth = policy.importance(view)
+        importance = policy.importance(view)
         update = next((s.update(states[s], attention, view) for s in policy.statistics), Traced("state"))  # type: ignore[arg-type]
     except NotTraceableError:
         raise
-    except Exception as error:  # a user's policy may do anything with what it is given
+    except Exception as error:  # a user's policy may raise anything
         raise NotTraceableError(f"{type(error).__name__}: {error}") from error
-    if not isinstance(worth, Traced) or not isinstance(update, Traced):
-        raise NotTraceableError("its importance is no number a slot")
-    return worth.source(dialect), update.source(dialect)
+    if not isinstance(importance, Traced) or not isinstance(update, Traced):
+        raise NotTraceableError("an importance that is not one number per slot")
+    return importance.source(dialect), update.source(dialect)

@@ -1,14 +1,14 @@
-"""The kernels for CUDA, in Triton: a decode step's attention, the bookkeeping after it, and a whole block walked.
+"""The kernels for CUDA, in Triton: a decode step's attention, the bookkeeping after it, and the walk of a block.
 
-They do what their counterparts in C do (`step.c`, `release.c`, `walk.c`), on the slots as they lie: in no order, keys unrotated,
-turned as they are read. A decode step is split over slots, so that few streams fill the chip, and its parts are joined
-afterwards; a walk has one program a stream and KV head. Sums and weights are float32.
+They compute the same as their counterparts in C (`step.c`, `release.c`, `walk.c`), directly on the slots: in no order, with
+unrotated keys that are rotated when they are read. A decode step is split over slots, so that a few streams fill the chip, and
+its parts are joined afterwards. A walk has one program per stream and KV head. Sums and weights are float32.
 
 Axis letters: B streams, H KV heads, N = B * H rows, G query heads of a KV head, T tokens, S slots, P pairs of dims, D key dim,
 E value dim.
 """
 
-# Triton reads the source of its functions: their arguments have no types but these, and arrays of one size end in capitals.
+# Triton parses the source of its functions: it allows no type annotations but tl.constexpr. Constants are in capitals.
 # mypy: ignore-errors
 # ruff: noqa: ANN001, ANN201, ANN202, N803
 
@@ -20,7 +20,7 @@ import triton.language as tl
 
 @triton.jit
 def uniform(position, head, layer, seed):
-    """As `CacheView.uniform`."""
+    """`CacheView.uniform`."""
     x = position * -7046029254386353131 + tl.cast(head, tl.int64) * -4658895280553007687
     x += tl.cast(layer, tl.int64) * 6364136223846793005 + seed
     x = (x ^ (x >> 29)) * -7046029254386353131
@@ -29,13 +29,13 @@ def uniform(position, head, layer, seed):
 
 
 @triton.jit
-def turned(
+def rotated(
     re, im, rank, position, step, low, high, limit, MODE: tl.constexpr, LEVEL: tl.constexpr, D: tl.constexpr, P: tl.constexpr
 ):  # fmt: skip
-    """Vectors turned to where RoPE puts their tokens. re, im: [M, P]; rank, position: [M].
+    """Rotate vectors by RoPE. re, im: [M, P]; rank, position: [M].
 
-    MODE: 0 no RoPE, 1 by rank, 2 by position, 3 by the distance up to `limit`. LEVEL: rows of a table; `high` steps by as many,
-    and is not used if it is 0.
+    MODE: 0 no RoPE, 1 by rank, 2 by position, 3 by distance up to `limit`. LEVEL: rows of a table and the stride of `high`;
+    if it is 0, `high` is not used.
     """
     if MODE > 0:
         at = rank
@@ -62,7 +62,7 @@ def turned(
 
 @triton.jit
 def _pairs(base, row, seen, D: tl.constexpr, P: tl.constexpr, M: tl.constexpr):
-    """Vectors of D dims at these rows, their pairs apart: re, im [M, P] float32."""
+    """Load the vectors of some rows as pairs: re, im [M, P] float32."""
     d = tl.arange(0, 2 * P)[None, :]
     x = tl.load(base + row[:, None] * D + d, mask=seen[:, None] & (d < D), other=0.0)
     return tl.split(tl.reshape(x.to(tl.float32), (M, P, 2)))
@@ -74,10 +74,10 @@ def _take_in(
     sums, weighted, NEW: tl.constexpr, MODE: tl.constexpr, LEVEL: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     E: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A block of slots into one softmax. -> scores [GROUP, BLOCK], and `most`, `sums` [GROUP], `weighted` [GROUP, WIDE] so far.
+    """Add a block of slots to an online softmax. -> scores [GROUP, BLOCK], and the running `most`, `sums` and `weighted`.
 
-    s: [BLOCK]. q_re, q_im: [GROUP, P], turned and scaled. If NEW, slot `at` holds new_re, new_im [P] and new_value [WIDE],
-    which may not be seen in memory yet.
+    s: [BLOCK]. q_re, q_im: [GROUP, P], rotated and scaled. most, sums: [GROUP]. weighted: [GROUP, WIDE]. If NEW, slot `at`
+    holds new_re, new_im [P] and new_value [WIDE], which may not be visible in memory yet.
     """
     e = tl.arange(0, WIDE)
     ranks = tl.load(rank + row + s, mask=s < attended, other=slots)
@@ -89,7 +89,7 @@ def _take_in(
         new = (s == at)[:, None]
         re, im, v = tl.where(new, new_re[None, :], re), tl.where(new, new_im[None, :], im), tl.where(new, new_value[None, :], v)
     ranks, positions = tl.where(held, ranks, 0), tl.where(held, positions, 0)
-    re, im = turned(re, im, ranks, positions, now, low, high, limit, MODE, LEVEL, D, P)
+    re, im = rotated(re, im, ranks, positions, now, low, high, limit, MODE, LEVEL, D, P)
     score = tl.sum(q_re[:, None, :] * re[None, :, :] + q_im[:, None, :] * im[None, :, :], 2)
     score = tl.where(held[None, :], score, float("-inf"))
     higher = tl.maximum(most, tl.max(score, 1))
@@ -122,7 +122,7 @@ def attend(
     q_re = tl.load(asks + d_re[None, :], mask=is_query & one[None, :], other=0.0).to(tl.float32) * scaling
     q_im = tl.load(asks + d_im[None, :], mask=is_query & other[None, :], other=0.0).to(tl.float32) * scaling
     same = tl.zeros((GROUP,), tl.int64)
-    q_re, q_im = turned(q_re, q_im, same + tl.load(rank + row + at), same + now, now, low, high, limit, MODE, LEVEL, D, P)
+    q_re, q_im = rotated(q_re, q_im, same + tl.load(rank + row + at), same + now, now, low, high, limit, MODE, LEVEL, D, P)
     k_re, k_im = tl.load(key + n * D + d_re, mask=one, other=0.0), tl.load(key + n * D + d_im, mask=other, other=0.0)
     v = tl.load(value + n * E + e, mask=e < E, other=0.0)
     if (at >= split * part) & (at < (split + 1) * part):
@@ -152,7 +152,7 @@ def join(
     parted, most, total, scores, out, attended, PARTS: tl.constexpr, POWER: tl.constexpr, G: tl.constexpr, E: tl.constexpr,
     WIDE: tl.constexpr, BLOCK: tl.constexpr, ASKED: tl.constexpr,
 ):  # fmt: skip
-    """The parts of `attend` put together: out [N * G, E], and scores become softmax weights. Grid: (N * G, 1 or blocks)."""
+    """Join the parts of `attend`: write out [N * G, E] and turn scores into softmax weights. Grid: (N * G, 1 or blocks)."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     n, g = row // G, row % G
     i, e = tl.arange(0, POWER), tl.arange(0, WIDE)
@@ -176,9 +176,9 @@ def settle(
     update: tl.constexpr, importance: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
     STATE: tl.constexpr, SCORES: tl.constexpr,
 ):  # fmt: skip
-    """A row after a token: its statistic takes in attention, and the slot for the next one is found; -> that slot.
+    """The bookkeeping of a row after a token: update its statistic and choose the slot for the next token. -> that slot.
 
-    mass: [.., G, attended], softmax weights, or scores if SCORES, whose maximum and sum of exponentials are `most` and `sums`.
+    mass: softmax weights [.., G, attended], or if SCORES, scores with maximum `most` and sum of exponentials `sums`.
     """
     g = tl.arange(0, GROUP)
     least = tl.full((), float("inf"), tl.float32)
@@ -222,7 +222,7 @@ def release(
     update: tl.constexpr, importance: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
     STATE: tl.constexpr,
 ):  # fmt: skip
-    """As `release.c`, a program a row. Grid: (R,)."""
+    """The bookkeeping after a token (`release.c`), one program per row. Grid: (R,)."""
     r = tl.program_id(0).to(tl.int64)
     row = r * slots
     nothing = tl.zeros((GROUP,), tl.float32)
@@ -241,10 +241,10 @@ def walk(
     LEVEL: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, P: tl.constexpr, E: tl.constexpr,
     WIDE: tl.constexpr, BLOCK: tl.constexpr, STATE: tl.constexpr,
 ):  # fmt: skip
-    """A block through one layer, as `walk.c`. Grid: (N,).
+    """Walk a block through one layer (`walk.c`). Grid: (N,).
 
-    query: rotated and scaled, pairs side by side [N, G, T, D]; key: [N, T, D]; value: [N, T, E]; scores: scratch
-    [N, G, attended]; out: [N, G, T, E]. The rest as in `attend`.
+    query: rotated and scaled, interleaved pairs [N, G, T, D]. key: [N, T, D]. value: [N, T, E]. scores: scratch
+    [N, G, attended]. out: [N, G, T, E]. The other arguments are those of `attend`.
     """
     n = tl.program_id(0).to(tl.int64)
     row, head = n * slots, n % heads

@@ -1,9 +1,9 @@
-/* The walk of one block through one layer as one loop. A template: compiler.py puts a policy's expressions in.
+/* The walk of one block through one layer, as one loop. This is a template: compiler.py puts a policy's expressions in.
 
-   Keys are turned at every step: by rank, or as far as they are away from the query; or they come as they shall be.
+   At every step, keys are rotated by their rank or by their distance from the query, unless they are already rotated.
 
-   Tokens of a head lie oldest first, so that a token's place is its rank; evicting closes the gap. K and V lie with the slots
-   as the last axis, so that everything is done for many slots at once.
+   A head's tokens are ordered oldest first, so that a token's index is its rank; evicting closes the gap. The slots are the last
+   axis of K and V, so that the loops over slots vectorise.
 
    Axis letters: N rows (stream, KV head), G query heads of a KV head, T tokens, S slots, P pairs of dims, D head dim. */
 
@@ -12,27 +12,27 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { AS_THEY_ARE, BY_RANK, BY_DISTANCE };
+enum { ALREADY_ROTATED, BY_RANK, BY_DISTANCE };
 
-/* Walk a block. Returns how many tokens are held, or -1 without memory.
+/* Walks a block. Returns the number of tokens held, or -1 if there is no memory.
 
-   query: rotated and scaled, [N, T, 2, P, G], real parts and imaginary ones; key: unrotated, [N, T, 2, P]; value: [N, T, D].
-   held_key: [N, 2, P, S]; held_value: [N, D, S]; position, state: [N, S]: of the `held` tokens, oldest first; changed.
-   turning: what a key's angle is, see above. cosine, sine: of every angle, [P, angles]; the query stands at the last of them
-   where distances count. first: step of the first token. window: sliding window of the layer, 0 if none.
+   query: rotated and scaled, [N, T, 2, P, G], real parts, then imaginary parts. key: [N, T, 2, P]. value: [N, T, D].
+   held_key: [N, 2, P, S], held_value: [N, D, S], position, state: [N, S]: of the `held` tokens, oldest first; changed.
+   rotation: how keys are rotated, see above. cosine, sine: of every angle, [P, angles]; with BY_DISTANCE the query is at the
+   last of them. first: step of the first token. window: sliding window of the layer, 0 if none.
    out: [T, N, G, D], written. */
 int64_t walk(const float *restrict query, const float *restrict key, const float *restrict value, float *restrict held_key,
              float *restrict held_value, int64_t *restrict position, float *restrict state, const float *restrict cosine,
              const float *restrict sine, float *restrict out, int64_t rows, int64_t group, int64_t tokens, int64_t pairs,
              int64_t slots, int64_t dims, int64_t held, int64_t first, int64_t capacity, int64_t window, float initial,
-             int64_t layer, int64_t heads, int64_t seed, int64_t turning, int64_t angles, int64_t threads) {
+             int64_t layer, int64_t heads, int64_t seed, int64_t rotation, int64_t angles, int64_t threads) {
     int failed = 0;
 #pragma omp parallel for schedule(static) num_threads((int)threads)
     for (int64_t n = 0; n < rows; n++) {
         float *scratch = malloc((group + 3) * slots * sizeof(float));
         int64_t *angle = malloc(slots * sizeof(int64_t));
         if (!scratch || !angle) { free(scratch); free(angle); failed = 1; continue; }
-        float *restrict mass = scratch, *restrict turned_re = scratch + slots, *restrict turned_im = scratch + 2 * slots;
+        float *restrict mass = scratch, *restrict rotated_re = scratch + slots, *restrict rotated_im = scratch + 2 * slots;
         float *restrict scores = scratch + 3 * slots;
         float *restrict keys = held_key + n * 2 * pairs * slots, *restrict values = held_value + n * dims * slots;
         int64_t *restrict at = position + n * slots, count = held, head = n % heads;
@@ -48,23 +48,23 @@ int64_t walk(const float *restrict query, const float *restrict key, const float
             count++;
             memset(scores, 0, group * slots * sizeof(float));
             memset(mass, 0, count * sizeof(float));
-            if (turning == BY_DISTANCE)
+            if (rotation == BY_DISTANCE)
                 for (int64_t s = 0; s < count; s++) angle[s] = step - at[s] < angles ? angles - 1 - (step - at[s]) : 0;
             for (int64_t p = 0; p < pairs; p++) {
                 const float *restrict re = keys + p * slots, *restrict im = keys + (pairs + p) * slots;
                 const float *restrict c = cosine + p * angles, *restrict i = sine + p * angles;
-                if (turning == BY_RANK)
+                if (rotation == BY_RANK)
                     for (int64_t s = 0; s < count; s++) {
-                        turned_re[s] = re[s] * c[s] - im[s] * i[s];
-                        turned_im[s] = re[s] * i[s] + im[s] * c[s];
+                        rotated_re[s] = re[s] * c[s] - im[s] * i[s];
+                        rotated_im[s] = re[s] * i[s] + im[s] * c[s];
                     }
-                else if (turning == BY_DISTANCE)
+                else if (rotation == BY_DISTANCE)
                     for (int64_t s = 0; s < count; s++) {
                         const float x = c[angle[s]], y = i[angle[s]];
-                        turned_re[s] = re[s] * x - im[s] * y;
-                        turned_im[s] = re[s] * y + im[s] * x;
+                        rotated_re[s] = re[s] * x - im[s] * y;
+                        rotated_im[s] = re[s] * y + im[s] * x;
                     }
-                const float *restrict real = turning ? turned_re : re, *restrict imaginary = turning ? turned_im : im;
+                const float *restrict real = rotation ? rotated_re : re, *restrict imaginary = rotation ? rotated_im : im;
                 for (int64_t g = 0; g < group; g++) {
                     const float a = q[p * group + g], b = q[(pairs + p) * group + g];
                     float *restrict row = scores + g * slots;

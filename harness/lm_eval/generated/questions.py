@@ -1,6 +1,6 @@
-"""Questions made up for models of our own, in the form that lm-eval's `custom_dataset` wants: no download, the same everywhere.
+"""Generated questions in the form of lm-eval's `custom_dataset`: no download, and the same everywhere.
 
-In the prose and the records that the built-in models have read others of: small models, but these they can do.
+They use the kinds of prose and records that the built-in models were trained on, so that these small models can answer.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from datasets import Dataset
 from kvbench.harness.data.prose import FILLERS, WORDS, Prose
 from kvbench.harness.data.registers import HEADER, answer, question, record_line
 
-_SEED = 900_000  # of the first text; pretraining and the suites read others
+_SEED = 900_000  # of the first text; pretraining and the suites use others
 _QUESTIONS = {"train": 50, "test": 200}
-_BEFORE = 700  # characters of prose before a question, or a few more: within the training length of our models
-_PASSAGE = 1600  # of a passage
-_GIVEN = 3  # words of the sentence, at least
-_LINES = 3  # of a record
+_MIN_CONTEXT_CHARACTERS = 700  # of prose before a question; fits the training length of our models
+_PASSAGE_CHARACTERS = 1600
+_MIN_GIVEN_WORDS = 3
+_RECORD_LINES = 3
 _CHOICES = 4
 
 
 def cloze(**_: Any) -> dict[str, Dataset]:
-    """A passage of generated prose breaks off inside a sentence that it knows by heart: which of four words comes next?"""
+    """A passage of generated prose that breaks off in a fixed sentence: which of four words comes next?"""
     return _splits(_cloze)
 
 
 def registers(**_: Any) -> dict[str, Dataset]:
-    """What the register of a line holds: which of four?"""
+    """A record and a question about a line: which of four numbers does its register hold?"""
     return _splits(_registers)
 
 
@@ -38,37 +38,38 @@ def passages(**_: Any) -> dict[str, Dataset]:
     return _splits(_passages)
 
 
-def _splits(made: Any) -> dict[str, Dataset]:
-    questions = made()
+def _splits(generate: Any) -> dict[str, Dataset]:
+    questions = generate()
     return {split: Dataset.from_list([next(questions) for _ in range(count)]) for split, count in _QUESTIONS.items()}
 
 
 def _cloze() -> Iterator[dict[str, Any]]:
     draw, seed = random.Random("kvbench_cloze"), _SEED
-    fixed = [(words, at) for words in map(str.split, FILLERS) for at, word in enumerate(words) if at >= _GIVEN and word.isalpha()]
+    sentences = [sentence.split() for sentence in FILLERS]
+    gaps = [(s, i) for s in sentences for i, word in enumerate(s) if i >= _MIN_GIVEN_WORDS and word.isalpha()]
     while True:
         seed += 1
-        words, at = draw.choice(fixed)
-        filled = " ".join(words[:at]).format(**{slot: draw.choice(values) for slot, values in WORDS.items()})
-        others = sorted({other[i] for other, i in fixed} - set(words))
-        choices = [words[at], *draw.sample(others, _CHOICES - 1)]
+        words, gap = draw.choice(gaps)
+        filled = " ".join(words[:gap]).format(**{slot: draw.choice(values) for slot, values in WORDS.items()})
+        others = sorted({other[i] for other, i in gaps} - set(words))
+        choices = [words[gap], *draw.sample(others, _CHOICES - 1)]
         draw.shuffle(choices)
-        text = Prose(seed).text(_BEFORE).rstrip() + " " + filled
-        yield {"text": text, "choices": choices, "gold": choices.index(words[at]), "answer": words[at]}
+        text = Prose(seed).text(_MIN_CONTEXT_CHARACTERS).rstrip() + " " + filled
+        yield {"text": text, "choices": choices, "gold": choices.index(words[gap]), "answer": words[gap]}
 
 
 def _registers() -> Iterator[dict[str, Any]]:
     draw = random.Random("kvbench_registers")
     while True:
-        contents = draw.sample(range(1, 50001), _LINES + _CHOICES)
-        asked = draw.randrange(_LINES)
-        text = HEADER + "".join(record_line(n, c) for n, c in enumerate(contents[:_LINES], 1)) + question(asked + 1)
-        wrong = [c for c in contents[:_LINES] if c != contents[asked]] + contents[_LINES:]
-        choices = [contents[asked], *wrong[: _CHOICES - 1]]
+        contents = draw.sample(range(1, 50001), _RECORD_LINES + _CHOICES)
+        line = draw.randrange(_RECORD_LINES)
+        text = HEADER + "".join(record_line(n, c) for n, c in enumerate(contents[:_RECORD_LINES], 1)) + question(line + 1)
+        wrong = [c for c in contents[:_RECORD_LINES] if c != contents[line]] + contents[_RECORD_LINES:]
+        choices = [contents[line], *wrong[: _CHOICES - 1]]
         draw.shuffle(choices)
         yield {
-            "text": text, "choices": [answer(c).strip() for c in choices], "gold": choices.index(contents[asked]),
-            "answer": answer(contents[asked]).strip(),
+            "text": text, "choices": [answer(c).strip() for c in choices], "gold": choices.index(contents[line]),
+            "answer": answer(contents[line]).strip(),
         }  # fmt: skip
 
 
@@ -76,4 +77,4 @@ def _passages() -> Iterator[dict[str, Any]]:
     seed = 2 * _SEED
     while True:
         seed += 1
-        yield {"text": Prose(seed).text(_PASSAGE)}
+        yield {"text": Prose(seed).text(_PASSAGE_CHARACTERS)}

@@ -89,7 +89,7 @@ def _rounds(
         full = min(point, (lane.job.config.capacity or point) + 1) if as_soon_as_full else point
         lane.attempt(lambda lane=lane, full=full: lane.advance(full))  # type: ignore[misc]
     lanes[0].job.progress(point, f"at token {point:,}")
-    turns: list[Callable[[], None]] = [calibration.turn, *(partial(lane.attempt, lane.turn) for lane in lanes)]
+    turns: list[Callable[[], None]] = [calibration.time_round, *(partial(lane.attempt, lane.turn) for lane in lanes)]
     for _ in range(options.rounds):
         draw.shuffle(turns)
         for turn in turns:

@@ -32,7 +32,7 @@ def measure(options: LmEvalOptions, job: Job) -> LmEvalMetrics:
         done += more
         job.progress(min(data.tokens, round(done * share)), f"{done} of {len(data.lengths)} requests")
 
-    model = KVBench(reader, data.tokenizer, told=told)
+    model = KVBench(reader, data.tokenizer, on_progress=told)
     ((name, task),) = data.loaded["tasks"].items()
     task.set_fewshot_seed(seed=options.data_seed)
     with catalogue.quiet():

@@ -1,0 +1,189 @@
+"""Which policy of a run is best, and what it costs against dense, as far as intervals support it. Imports no torch."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvbench.harness.core.intervals import median_interval
+from kvbench.harness.records.metrics import QuestionMetrics
+from kvbench.harness.report.compare import paired_shares
+from kvbench.harness.report.pairing import paired, past_training
+from kvbench.harness.report.ranks import Pairs, nll_pairs, sign_test, surely_less
+from kvbench.harness.report.rows import Row
+from kvbench.harness.report.speed import round_ratios
+
+_NAMED = 6  # policies named one by one in a sentence
+_TOO_SHORT = "the text is too short for an interval"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A policy of a table.
+
+    Attributes:
+        row: its records.
+        name: as the table has it.
+        nll: nats a token on the tokens that all rows scored; None without one.
+        wrong: share of wrong answers to the questions that all rows were asked; None without one.
+    """
+
+    row: Row
+    name: str
+    nll: float | None
+    wrong: float | None
+
+
+@dataclass(frozen=True)
+class _Measure:
+    """What policies are judged by.
+
+    Attributes:
+        name: in words.
+        value: the figure, less is better; None where there is none.
+        pairs: differences of every two rows that can be compared.
+        price: in words, what the first loses or gains against the second, which goes by the given name.
+        no_pairs: why no two can be compared.
+    """
+
+    name: str
+    value: Callable[[Contender], float | None]
+    pairs: Callable[[Sequence[Row]], Pairs]
+    price: Callable[[Row, Row, str], str]
+    no_pairs: str
+
+
+def best_policies(contenders: Sequence[Contender]) -> list[str]:
+    """For each capacity, which policy with a cache of that size is best, and what it loses and saves.
+
+    Judged by perplexity; by right answers where there is no perplexity; nothing is said where there is neither.
+
+    Args:
+        contenders: all policies of a table, measured on one text.
+    """
+    for measure in (_NLL, _ANSWERS):
+        scored = [c for c in contenders if measure.value(c) is not None]
+        capacities = sorted({size for c in scored if c.row.kv_bytes and (size := c.row.cell.capacity) is not None})
+        lines = [line for capacity in capacities if (line := _at_capacity(scored, capacity, measure))]
+        if lines and measure is _NLL and any(_has_trend(c) for c in scored):
+            lines.append("Dense read past its training length: its perplexity is no yardstick.")
+        if scored:
+            return lines
+    return []
+
+
+def _at_capacity(scored: Sequence[Contender], capacity: int, measure: _Measure) -> str:
+    """What can be said about the policies of one capacity; empty if nothing."""
+    rivals = [c for c in scored if c.row.cell.capacity == capacity and c.row.kv_bytes]
+    pairs = measure.pairs([c.row for c in rivals])
+    worse = {place for _, place in surely_less(pairs)}
+    leaders = sorted((c for place, c in enumerate(rivals) if place not in worse), key=lambda c: measure.value(c) or 0.0)
+    best, at, judged = leaders[0], f"At {capacity:,} tokens", f"of {len(rivals)} policies by {measure.name}"
+    price = _price(best, scored, capacity, measure)
+    if len(rivals) == 1:
+        return f"{at}, {best.name} {price}." if price else ""
+    if not pairs:
+        return f"{at}, it can't be told which is the best {judged}: {measure.no_pairs}."
+    if len(leaders) == 1:
+        return f"{at}, {best.name} is surely the best {judged}{f': it {price}' if price else ''}."
+    told = f"Of these, {best.name} {price}." if price else ""
+    if len(leaders) == len(rivals):
+        return f"{at}, it can't be told which is the best {judged}. {told}".strip()
+    return f"{at}, the best {judged} is {_either(leaders)}; which one can't be told. {told}".strip()
+
+
+def _either(leaders: Sequence[Contender]) -> str:
+    names = [c.name for c in leaders[:_NAMED]]
+    return (
+        f"{', '.join(names[:-1])} or {names[-1]}" if len(leaders) <= _NAMED else f"one of {len(leaders)}, {names[0]} among them"
+    )
+
+
+def _price(best: Contender, scored: Sequence[Contender], capacity: int, measure: _Measure) -> str:
+    """What the best loses and saves against dense; what it loses against recomputing its window, where dense can't tell."""
+    dense = next((c for c in scored if c.row.cell.policy == "dense"), None)
+    recompute = next((c for c in scored if (c.row.cell.policy, c.row.cell.capacity) == ("recompute_window", capacity)), None)
+    parts = []
+    if dense is not None and not (measure is _NLL and _has_trend(dense)):
+        parts = [measure.price(best.row, dense.row, "dense")]
+    elif recompute is not None:
+        parts = [measure.price(best.row, recompute.row, "recomputing its window")]
+    parts += _savings(best.row, dense.row) if dense is not None else []
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}" if parts else ""
+
+
+def _has_trend(contender: Contender) -> bool:
+    return contender.row.perplexity is not None and past_training(contender.row.perplexity)
+
+
+def _savings(best: Row, dense: Row) -> list[str]:
+    """Of K and V, and of a step's time where the two were timed in turn and surely differ."""
+    saved = []
+    if best.kv_bytes and dense.kv_bytes and best.kv_bytes < dense.kv_bytes:
+        times = dense.kv_bytes / best.kv_bytes
+        saved.append(f"keeps {f'1/{times:.0f}' if times >= 1.95 else f'{100 / times:.0f} %'} of dense's K/V")
+    ratios = round_ratios(best.latency, dense.latency) if best.latency is not None and dense.latency is not None else None
+    if ratios:
+        low, high = median_interval(ratios)
+        if high < 1 or low > 1:
+            saved.append(f"takes {statistics.median(ratios):.3g} of dense's time a step [{low:.3g}, {high:.3g}]")
+    return saved
+
+
+def _nll_price(best: Row, base: Row, name: str) -> str:
+    interval = None if best.perplexity is None or base.perplexity is None else paired(best.perplexity, base.perplexity)
+    if interval is None:
+        return f"can't be compared with {name} (not the same tokens)"
+    if interval.low is None or interval.high is None:
+        return f"can't be compared with {name} ({_TOO_SHORT})"
+    if interval.low <= 0 <= interval.high:
+        return f"can't be told from {name} ({interval.mean:+.2g} nats a token [{interval.low:+.2g}, {interval.high:+.2g}])"
+    low, high = sorted((abs(interval.low), abs(interval.high)))
+    change = "loses" if interval.mean > 0 else "gains"
+    return f"{change} {abs(interval.mean):.2g} nats a token [{low:.2g}, {high:.2g}] against {name}"
+
+
+def _answer_price(best: Row, base: Row, name: str) -> str:
+    shared = _shared_outcomes(base, best)
+    if shared is None:
+        return f"can't be compared with {name} (not the same questions)"
+    low, high = (100 * x for x in paired_shares(*shared))
+    change = 100 * (shared[1].count("1") - shared[0].count("1")) / len(shared[0])
+    if low <= 0 <= high:
+        return f"can't be told from {name} ({change:+.1f} points of right answers [{low:+.1f}, {high:+.1f}])"
+    smaller, larger = sorted((abs(low), abs(high)))
+    return f"gets {abs(change):.1f} points {'more' if change > 0 else 'fewer'} right [{smaller:.1f}, {larger:.1f}] than {name}"
+
+
+def _outcomes(row: Row) -> dict[str, str]:
+    """A digit a question, by task and text."""
+    return {
+        repr([r.cell.options, r.data.ids_sha256]): metrics.outcomes
+        for r in row.records
+        if (metrics := r.measured(QuestionMetrics)) and metrics.outcomes
+    }
+
+
+def _shared_outcomes(a: Row, b: Row) -> tuple[str, str] | None:
+    """Outcomes of both, question by question; None unless they answered the same questions."""
+    ours, theirs = _outcomes(a), _outcomes(b)
+    if not ours or {k: len(v) for k, v in ours.items()} != {k: len(v) for k, v in theirs.items()}:
+        return None
+    return "".join(ours.values()), "".join(theirs[key] for key in ours)
+
+
+def _answer_pairs(rows: Sequence[Row]) -> Pairs:
+    """Difference in the share of wrong answers, with the p-value of a sign test over questions (McNemar's test)."""
+    pairs = {}
+    for j, b in enumerate(rows):
+        for i, a in enumerate(rows[:j]):
+            shared = _shared_outcomes(a, b)
+            if shared is not None:
+                wrong = [int(y) - int(x) for x, y in zip(*shared, strict=True)]
+                pairs[i, j] = sum(wrong) / len(wrong), sign_test(wrong)
+    return pairs
+
+
+_NLL = _Measure("perplexity", lambda c: c.nll, lambda rows: nll_pairs([row.perplexity for row in rows]), _nll_price, _TOO_SHORT)
+_ANSWERS = _Measure("right answers", lambda c: c.wrong, _answer_pairs, _answer_price, "not the same questions")

@@ -1,0 +1,224 @@
+"""What a run says at its end: a row a policy, which is best and what that costs, and what went wrong. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvbench.harness.core.visible import visible
+from kvbench.harness.records import Record
+from kvbench.harness.records.facts import Failure
+from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics
+from kvbench.harness.report import sections
+from kvbench.harness.report.best import Contender, best_policies
+from kvbench.harness.report.common_tokens import common_stride, described, on_common
+from kvbench.harness.report.markdown import cache_bytes
+from kvbench.harness.report.pairing import question
+from kvbench.harness.report.rows import Row, rows
+from kvbench.harness.report.task import task_of
+
+_NAMED = 3  # policies named in a line, before "and 4 more"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Policies that may be compared with each other.
+
+    Attributes:
+        heading: what they have in common; empty where the run has one table.
+        head: names of the columns; the first is the policy.
+        lines: a policy each, as text.
+        notes: which policy is best and at what price, and what the columns leave open.
+    """
+
+    heading: str
+    head: Sequence[str]
+    lines: Sequence[Sequence[str]]
+    notes: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Closing:
+    """The end of a run, for a person.
+
+    Attributes:
+        tables: one for most runs; several where the run has several models or texts.
+        troubles: what failed or was flagged, and why; one line each.
+    """
+
+    tables: Sequence[Table]
+    troubles: Sequence[str]
+
+
+def closing(records: Sequence[Record]) -> Closing:
+    """The end of a run.
+
+    Args:
+        records: of the run, those of cells that were finished before included.
+    """
+    groups = list(_comparable(records))
+    tasks = [group[0].cell.options for group in groups if _apart(group[0])]
+    keys = dict.fromkeys(key for task in tasks for key in task)
+    options = [key for key in keys if len({repr(task.get(key)) for task in tasks}) > 1]
+    return Closing([_table(group, options) for group in groups], [*_failures(records), *_flags(records)])
+
+
+def _comparable(records: Sequence[Record]) -> Iterable[list[Record]]:
+    """The records of each table: of one model; of one text, and questions asked one way, where the run has several."""
+    models: dict[str, list[Record]] = {}
+    for record in records:
+        models.setdefault(repr(record.cell.as_json()["model"]), []).append(record)
+    for group in models.values():
+        parts: dict[str, list[Record]] = {}
+        for record in group:
+            parts.setdefault(_apart(record), []).append(record)
+        texts = [part for part in parts if part]
+        yield from parts.values() if len(texts) > 1 else [group]
+
+
+def _apart(record: Record) -> str:
+    """What must not share a column with another of its kind: texts, and ways to prompt. Empty where anything may."""
+    if record.measures(NllMetrics):
+        return question(record)
+    options, names = record.cell.options, task_of(record).never_pooled_over
+    return " ".join(str(options[name]) for name in names if name in options)
+
+
+def _table(records: Sequence[Record], options: Sequence[str]) -> Table:
+    """The table of comparable records; options: of tasks, which tell it from the other tables."""
+    found = sorted(rows(records), key=lambda row: row.cell.capacity or 0)
+    scored = [row.perplexity for row in found if row.perplexity is not None and row.nll is not None]
+    stride, asked = common_stride(scored), {task for row in found for task in _answered(row)}
+    contenders = [
+        Contender(row, name, _nll(row, stride), _wrong(row) if set(_answered(row)) == asked else None)
+        for row, name in zip(found, _names(found), strict=True)
+    ]
+    capacities = {row.cell.capacity for row in found if row.cell.capacity is not None}
+    columns = {
+        "policy": [c.name for c in contenders],
+        "capacity": ["all" if row.cell.capacity is None else f"{row.cell.capacity:,}" for row in found],
+        "perplexity": ["" if c.nll is None else f"{math.exp(min(c.nll, 700)):.4g}" for c in contenders],
+        "right": ["" if c.wrong is None else f"{100 * (1 - c.wrong):.0f} %" for c in contenders],
+        "result": [_other(row) for row in found],
+        "K/V": [cache_bytes(row.kv_bytes) for row in found],
+        "ms/step": ["" if row.step_ms is None else f"{row.step_ms:.3g}" for row in found],
+        "status": [_status(row.records) for row in found],
+    }
+    if len(capacities) < 2:
+        del columns["capacity"]
+    shown = {head: cells for head, cells in columns.items() if any(cells)}
+    notes = [f"Perplexity is over {described(scored, stride)}."] if stride > 1 else []
+    told = [key for key in options if len({repr(r.cell.options.get(key)) for r in records if _apart(r)}) == 1]
+    heading = _heading(records[0], capacities, told)
+    return Table(heading, list(shown), list(zip(*shown.values(), strict=True)), [*best_policies(contenders), *notes])
+
+
+def _heading(record: Record, capacities: set[int], options: Sequence[str]) -> str:
+    """Suite, model, capacity, and what tells the table from the others of the run."""
+    cell = record.cell
+    parts = [f"{cell.suite}, {cell.model.id}"]
+    parts += [f"{next(iter(capacities)):,} tokens cached"] if len(capacities) == 1 else []
+    parts += [f"{option} {cell.options[option]}" for option in options if option in cell.options]
+    return visible(", ".join(parts))
+
+
+def _names(found: Sequence[Row]) -> list[str]:
+    """Of each policy as little as tells it from the others of its capacity."""
+    names = []
+    for row in found:
+        rivals = [r for r in found if (r.cell.policy, r.cell.capacity) == (row.cell.policy, row.cell.capacity)]
+        told: list[dict[str, object]] = [_settings(r) for r in rivals]
+        kept = [key for key in told[0] if len({repr(t.get(key)) for t in told}) > 1]
+        for key in reversed(kept):  # a window that follows from the sinks says nothing
+            others = [k for k in kept if k != key]
+            if len({repr([t.get(k) for k in others]) for t in told}) == len(told):
+                kept = others
+        settings = _settings(row)
+        extra = ", ".join(f"{key} {settings[key]}" for key in kept if settings.get(key) is not None)
+        names.append(visible(_short(row.cell.policy) + (f" ({extra})" if extra else "")))
+    return names
+
+
+def _settings(row: Row) -> dict[str, object]:
+    """What may tell two rows of one policy and capacity apart."""
+    cell = row.cell
+    return {**cell.parameters, "positions": cell.positions, "limit": cell.limit, "seed": cell.seed}
+
+
+def _short(name: str) -> str:
+    """The name of a policy, without the folder of its file."""
+    path, colon, rest = name.partition(":")
+    return f"{Path(path).name}{colon}{rest}"
+
+
+def _nll(row: Row, stride: int) -> float | None:
+    """On the tokens that all rows scored."""
+    record = on_common(row.perplexity, stride) if row.perplexity is not None and row.nll is not None else None
+    metrics = None if record is None else record.measured(NllMetrics)
+    return None if metrics is None else metrics.nll
+
+
+def _answered(row: Row) -> list[str]:
+    """The tasks whose questions it answered."""
+    return [repr(r.cell.options) for r in row.records if (m := r.measured(QuestionMetrics)) and m.right is not None]
+
+
+def _wrong(row: Row) -> float | None:
+    return None if row.answers is None else 1 - row.answers[0] / row.answers[1]
+
+
+def _other(row: Row) -> str:
+    """The figure of a task that has no column of its own, where the row has no other figure."""
+    if row.nll is not None or row.answers is not None or row.step_ms is not None:
+        return ""
+    figures = [figure for record in row.records if (figure := sections.headline(record))]
+    return "" if not figures else figures[0] + (f" (+ {len(figures) - 1})" if len(figures) > 1 else "")
+
+
+def _status(records: Sequence[Record]) -> str:
+    """Whether a policy's cells went well; of how many cells which did not."""
+    failed = sum(record.status != "ok" for record in records)
+    if failed:
+        return "failed" if failed == len(records) else f"{failed} of {len(records)} failed"
+    return "flagged" if any(map(_flags_of, records)) else "ok"
+
+
+def _failures(records: Sequence[Record]) -> list[str]:
+    """A line for each policy and reason."""
+    reasons: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        if record.status != "ok":
+            error = record.error or Failure(kind="", message="")
+            place = f" ({error.where})" if error.where else ""
+            what = ": ".join(part for part in (error.kind, error.message) if part) or "no reason given"
+            reasons.setdefault((_short(record.cell.policy), what + place), []).append(record)
+    lines = []
+    for (policy, reason), failed in reasons.items():
+        cells = f"{len(failed)} cells" if len(failed) > 1 else _task(failed[0])
+        lines.append(visible(f"failed, {cells} of {policy}: {reason}"))
+    return lines
+
+
+def _flags(records: Sequence[Record]) -> list[str]:
+    """A line for each task and kind of flag; flags of one kind begin with the same words before a colon or a digit."""
+    kinds: dict[tuple[str, str], list[tuple[Record, str]]] = {}
+    for record in records:
+        for flag in _flags_of(record):
+            kind = flag.split(":")[0].rstrip("0123456789,. ")
+            kinds.setdefault((_task(record), kind), []).append((record, flag))
+    lines = []
+    for (task, _), flagged in kinds.items():
+        names = list(dict.fromkeys(_short(record.cell.policy) for record, _ in flagged))
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        lines.append(visible(f"flagged, {task} of {', '.join(names[:_NAMED])}{more}: {flagged[0][1]}"))
+    return lines
+
+
+def _flags_of(record: Record) -> list[str]:
+    return record.metrics.flags
+
+
+def _task(record: Record) -> str:
+    return record.cell.task.name

@@ -1,0 +1,89 @@
+"""The Python interface to `bench run`: the same cells, measured in the same way, their records as objects."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvbench.harness.core import plugins
+from kvbench.harness.core.errors import UserError, did_you_mean
+from kvbench.harness.report.frame import Records
+from kvbench.harness.run.asked import Asked
+from kvbench.harness.suite import Cell
+from kvbench.policies import Policy
+
+PolicyEntry = str | type[Policy] | Policy | Mapping[str, Any]
+
+
+def run(
+    suite: str | Path,
+    *,
+    model: str | Path | None = None,
+    data: str | Path | None = None,
+    results: str | Path = "results",
+    policies: PolicyEntry | Iterable[PolicyEntry] = (),
+    tasks: str | Iterable[str] = (),
+    device: str = "auto",
+    dtype: str | None = None,
+    threads: int | None = None,
+    block: int | None = None,
+    walk: bool = False,
+    fresh: bool = False,
+    progress: bool = True,
+    **settings: Any,
+) -> Records:
+    """Measure the cells of a suite that have no record yet.
+
+    Args:
+        suite: a YAML file, or the name of a suite that comes with the project.
+        model: a directory, a hub id, or `builtin:` and a name; the suite's if not given.
+        data: directory of the text, for suites that read files.
+        results: folder of the records; cells that have one there are not measured again.
+        policies: only these: names, `file.py:Class`, classes, instances, or mappings such as `{"name": "h2o", "window": 8}`.
+        tasks: only these of the suite, by name.
+        device: auto, cpu, cuda, cuda:1.
+        dtype: of the weights and the cache: float32, bfloat16, float16.
+        threads: CPU threads; torch's default if not given.
+        block: tokens that pass a layer at once; chosen from memory if not given.
+        walk: token by token inside the layers even where nothing is evicted.
+        fresh: measure finished cells again.
+        progress: show it: lines as cells are finished, and a bar on a terminal.
+        **settings: changes of the suite, as `bench run --set` makes them: `capacity=[64, 128]`, `tokens=4096`.
+
+    Returns:
+        One record per cell, those of earlier runs included, in the order of the cells.
+
+    Raises:
+        UserError: a mistake in the suite or in what is asked for, named in one line.
+    """
+    several = policies if isinstance(policies, Iterable) and not isinstance(policies, (str, Mapping)) else [policies]
+    asked = Asked(
+        str(suite), None if model is None else str(model), None if data is None else str(data),
+        tuple(_yaml(entry) for entry in several), tuple(f"{name}={json.dumps(value)}" for name, value in settings.items()),
+        device, dtype, threads,
+    )  # fmt: skip
+    folder = Path(results).expanduser()
+    cells = _of_tasks(asked.cells(folder), {tasks} if isinstance(tasks, str) else set(tasks))
+    return Records(asked.measured(folder, cells, fresh, block, walk, progress=progress))
+
+
+def _of_tasks(cells: list[Cell], names: set[str]) -> list[Cell]:
+    """The cells of these tasks; all of them where no names are given.
+
+    Raises:
+        UserError: the suite has no such task.
+    """
+    known = {cell.task.name for cell in cells}
+    for name in sorted(names - known):
+        raise UserError(f"the suite has no task '{name}'{did_you_mean(name, known)}")
+    return [cell for cell in cells if not names or cell.task.name in names]
+
+
+def _yaml(entry: PolicyEntry) -> str:
+    """A policy as an entry of a suite. JSON is YAML."""
+    if isinstance(entry, Policy):
+        return json.dumps({"name": plugins.name_of(type(entry)), **dataclasses.asdict(entry)})
+    return json.dumps(plugins.name_of(entry) if isinstance(entry, type) else entry)

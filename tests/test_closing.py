@@ -1,0 +1,160 @@
+"""What a run says at its end."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from factories import edit, record
+
+from kvbench.harness.cli import closing as terminal
+from kvbench.harness.records import RecordStore
+from kvbench.harness.report.closing import closing
+from kvbench.harness.report.leaderboard import groups
+
+PUBLISHED = Path(__file__).parents[1] / "leaderboard" / "results"
+NUMBER = re.compile(r"[-+]?\d+(\.\d+)?(e-\d+)?")
+
+
+def measured(policy: str, nll: float, capacity: int | None = 8, parameters: dict | None = None, tokens: int = 32768, **changes):
+    """A record of perplexity whose cell has these parameters."""
+    made = record(policy, capacity, nll, **changes)
+    runs = tokens // 32
+    blocks = {k: v if k == "size" else v[:runs] for k, v in made.metrics.as_json()["blocks"].items()}
+    kv_bytes = 40960 if capacity is None else 0 if policy.startswith("recompute") else 640
+    return edit(made, cell={"parameters": parameters or {}}, metrics={"blocks": blocks, "kv_bytes": kv_bytes})
+
+
+def answered(policy: str, outcomes: str, capacity: int | None = 8, **changes):
+    """A record of questions, with a digit each."""
+    right = outcomes.count("1")
+    metrics = {
+        "questions": len(outcomes), "right": right, "accuracy": right / max(1, len(outcomes)), "outcomes": outcomes, "in_cache": {},
+        "kv_bytes": 40960 if capacity is None else 640,
+    }  # fmt: skip
+    cell = record(policy, capacity).cell.as_json() | {"task": {"name": "streameval", "distance": 1}}
+    return record(policy, capacity, **({"cell": cell, "metrics": metrics} | changes))
+
+
+def sentences(*records) -> list[str]:
+    """Without numbers, which `test_compare.py` and `test_intervals.py` hold."""
+    (table,) = closing(records).tables
+    return [NUMBER.sub("N", note) for note in table.notes]
+
+
+def test_one_row_a_policy_with_all_its_tasks():
+    both = [measured("dense", 1.9, None), measured("h2o", 2.0), answered("dense", "11", None), answered("h2o", "10")]
+    (table,) = closing(both).tables
+    assert list(table.head) == ["policy", "perplexity", "right", "K/V", "status"]
+    assert list(table.lines) == [("dense", "6.686", "100 %", "40 KiB", "ok"), ("h2o", "7.389", "50 %", "640 B", "ok")]
+    assert table.heading == "s, m, 8 tokens cached"
+
+
+def test_the_winner_and_its_price():
+    assert sentences(measured("dense", 1.9, None), measured("h2o", 2.0), measured("window", 2.1)) == [
+        "At N tokens, hNo is surely the best of N policies by perplexity: it loses N nats a token [N, N] against dense and keeps "
+        "N/N of dense's K/V."
+    ]
+
+
+def test_equal_policies_are_not_told_apart():
+    """Also where one has the lower figure."""
+    sinks = [measured("sink_window", 2.0, 8, {"sinks": n, "window": 8 - n}) for n in (1, 2)]
+    assert sentences(*sinks, measured("random", 3.0)) == [
+        "At N tokens, the best of N policies by perplexity is sink_window (sinks N) or sink_window (sinks N); "
+        "which one can't be told."
+    ]
+    assert sentences(*sinks) == ["At N tokens, it can't be told which is the best of N policies by perplexity."]
+
+
+def test_a_difference_to_dense_that_may_be_none_is_no_loss():
+    (line,) = sentences(measured("dense", 2.0, None), measured("window", 2.0))
+    assert line.startswith("At N tokens, window can't be told from dense (N nats a token [N, N])")
+
+
+def test_without_intervals_nothing_is_claimed():
+    short = [
+        measured("dense", 1.9, None, tokens=1024),
+        *(measured(p, n, tokens=1024) for p, n in (("h2o", 2.0), ("window", 3.0))),
+    ]
+    assert sentences(*short) == [
+        "At N tokens, it can't be told which is the best of N policies by perplexity: the text is too short for an interval."
+    ]
+    assert sentences(*short[:2]) == [
+        "At N tokens, hNo can't be compared with dense (the text is too short for an interval) and keeps N/N of dense's K/V."
+    ]
+
+
+def test_dense_past_its_training_length_is_no_yardstick():
+    dense = measured("dense", 3.0, None, facts={"training_length": 512})
+    assert sentences(dense, measured("recompute_window", 1.9), measured("h2o", 2.0)) == [
+        "At N tokens, hNo loses N nats a token [N, N] against recomputing its window and keeps N/N of dense's K/V.",
+        "Dense read past its training length: its perplexity is no yardstick.",
+    ]
+    assert sentences(dense, measured("h2o", 2.0))[0] == "At N tokens, hNo keeps N/N of dense's K/V."
+
+
+def test_right_answers_decide_where_there_is_no_perplexity():
+    half = "10" * 100
+    assert sentences(answered("dense", "1" * 200, None), answered("h2o", half), answered("window", "0" * 200)) == [
+        "At N tokens, hNo is surely the best of N policies by right answers: it gets N points fewer right [N, N] than dense and "
+        "keeps N/N of dense's K/V."
+    ]
+    assert "can't be told" in sentences(answered("h2o", half), answered("window", half[::-1]))[0]
+
+
+def test_a_policy_that_did_not_answer_everything_has_no_share_of_right_answers():
+    task = {"name": "streameval", "distance": 2}
+    further = edit(answered("h2o", "11"), cell={"task": task})
+    failed = edit(answered("window", "", status="failed", error={"kind": "E", "message": ""}, metrics={}), cell={"task": task})
+    (table,) = closing([answered("h2o", "11"), further, answered("window", "11"), failed]).tables
+    assert list(table.lines) == [("h2o", "100 %", "640 B", "ok"), ("window", "", "640 B", "1 of 2 failed")]
+
+
+def test_texts_and_models_have_a_table_each():
+    other = edit(measured("h2o", 2.5), cell={"task": {"name": "perplexity", "stride": 1, "book": 7}})
+    elsewhere = edit(measured("h2o", 2.5), cell={"model": {"id": "n", "dtype": "float32"}})
+    tables = closing([measured("h2o", 2.0), other, elsewhere]).tables
+    assert [t.heading for t in tables] == [
+        "s, m, 8 tokens cached", "s, m, 8 tokens cached, book 7", "s, n, 8 tokens cached",
+    ]  # fmt: skip
+
+
+def test_failures_and_flags_are_a_line_a_reason():
+    error = {"kind": "ZeroDivisionError", "message": "division by zero", "where": "mine.py:17, in importance"}
+    failed = [record("folder/mine.py:Mine", n, status="failed", error=error, metrics={}) for n in (8, 16)]
+    flagged = [measured(p, 2.0) for p in ("h2o", "random", "window", "lambda")]
+    for n, one in enumerate(flagged):
+        edit(one, metrics={"flags": [f"unsettled: medians lie between 1.{n} and 2 ms"]})
+    assert closing([*failed, *flagged]).troubles == [
+        "failed, 2 cells of mine.py:Mine: ZeroDivisionError: division by zero (mine.py:17, in importance)",
+        "flagged, perplexity of h2o, random, window and 1 more: unsettled: medians lie between 1.0 and 2 ms",
+    ]
+
+
+def test_names_of_others_move_no_cursor():
+    evil = record("evil\x1b[2J\n", 8, status="failed", error={"kind": "E\x1b]0;", "message": "\r"}, metrics={})
+    edit(evil, cell={"model": {"id": "m\x1b", "dtype": "float32"}})
+    said = closing([evil])
+    assert all(text.isprintable() for text in [*said.troubles, *(t.heading for t in said.tables)])
+    assert all(cell.isprintable() for t in said.tables for line in t.lines for cell in line)
+
+
+@pytest.mark.parametrize("width", [40, 80, 100])
+def test_no_line_is_wider_than_the_terminal(width, monkeypatch, capsys):
+    """Of any published suite, and of a policy with a very long name; only paths may be."""
+    monkeypatch.setattr(terminal, "line_width", lambda: width)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    long = measured("some/folder/my_policy.py:MyPolicyWithAVeryLongName", 2.0, 8, {"heavy_hitters": 4, "window": 4})
+    for records in [[long, measured("h2o", 2.0)], *groups(RecordStore(PUBLISHED).read_all()[0])]:
+        terminal.show_closing(records, "results", to_stdout=True)
+        *lines, _ = capsys.readouterr().out.splitlines()
+        assert max(len(line) for line in lines if "\x1b]8;;" not in line) <= width
+        assert not [line for line in lines if "…" in line and "MyPolicy" not in line], "nothing is cut off"
+        assert len(lines) < 40 or width < 80
+
+
+def test_paths_can_be_clicked_on_a_terminal_and_are_plain_elsewhere(tmp_path):
+    assert terminal.link(tmp_path / "index.html", False) == str(tmp_path / "index.html")
+    assert f"file://{tmp_path}/index.html\x1b\\" in terminal.link(tmp_path / "index.html", True)
