@@ -30,8 +30,8 @@ def answered(policy: str, outcomes: str, capacity: int | None = 8, **changes):
     """A record of questions, with a digit each."""
     right = outcomes.count("1")
     metrics = {
-        "questions": len(outcomes), "right": right, "accuracy": right / max(1, len(outcomes)), "outcomes": outcomes, "in_cache": {},
-        "kv_bytes": 40960 if capacity is None else 640,
+        "questions": len(outcomes), "right": right, "accuracy": right / max(1, len(outcomes)), "outcomes": outcomes,
+        "in_cache": {}, "kv_bytes": 40960 if capacity is None else 640,
     }  # fmt: skip
     cell = record(policy, capacity).cell.as_json() | {"task": {"name": "streameval", "distance": 1}}
     return record(policy, capacity, **({"cell": cell, "metrics": metrics} | changes))
