@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+import typing
 from dataclasses import dataclass
 from math import inf
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -14,7 +15,13 @@ import torch
 from conftest import DEVICE
 from reference import after_sinks, by_number, lightest, oldest
 
+from kvbench.harness.core import plugins
 from kvbench.harness.records import Record, digest
+from kvbench.harness.records.cell import CellSpec
+from kvbench.harness.records.facts import Data, Facts, Failure, Trace
+from kvbench.harness.records.metrics import Metrics
+from kvbench.harness.records.types import BadRecordError, Document, Part
+from kvbench.harness.report.task import UnknownTask
 from kvbench.policies import CacheView, Policy, Statistic
 from kvbench.policies.h2o import H2O
 from kvbench.policies.random import Random
@@ -34,8 +41,31 @@ needs_compiler = pytest.mark.skipif(
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
+PARTS: dict[str, type[Document]] = {
+    "cell": CellSpec,
+    "error": Failure,
+    "metrics": Metrics,
+    "data": Data,
+    "facts": Facts,
+    "trace": Trace,
+}
+# Of figures that a test does not care for: what fields that must be there are filled with.
+FILLED: dict[str, Any] = {
+    "tokens": 32768, "nll": 2.0, "perplexity": 7.4, "bits_per_byte": 1.0, "kv_bytes": 640, "questions": 1,
+    "right": 0, "accuracy": 0.0, "outcomes": "0", "in_cache": {}, "metric": "acc", "score": 0.0, "requests": 1,
+    "over_capacity": 0, "state_bytes": 0,
+    "step_ms": 1.0, "error": 0.01, "rounds_ms": [1.0], "together": "x", "first_token_ms": 1.0, "first_token_error": 0.01,
+    "sittings": 1, "percentiles_ms": {}, "tokens_per_second": 1.0, "bookkeeping_share": 0.0, "over_roofline": 1.0,
+    "device": {"bandwidth": 1.0, "multiply_rate": 1.0}, "peak_bytes": 0, "allocated_bytes": 0, "growth_bytes": 0, "how": "x",
+    "weight_bytes": 0, "blocks": {"nll_sum": [2.0], "tokens": [1], "size": 32}, "texts": {"nll_sum": [2.0], "tokens": [1]},
+    "curve": [{
+        "position": 1, "step_ms": 1.0, "error": 0.0, "used_slots": 1, "attended_slots": 1, "peak_bytes": 0, "token_ms": 1.0,
+    }],
+}  # fmt: skip
+
+
 def record(policy: str = "h2o", capacity: int | None = 8, nll: float = 2.0, **changes) -> Record:
-    """The record of a finished perplexity cell."""
+    """A finished cell of perplexity; changes: of its fields, whole parts as JSON."""
     cell = {
         "suite": "s", "suite_version": 1, "model": {"id": "m", "dtype": "float32"}, "task": {"name": "perplexity", "stride": 1},
         "policy": policy, "parameters": {}, "capacity": capacity, "positions": "cache", "limit": None, "seed": 0,
@@ -51,21 +81,90 @@ def record(policy: str = "h2o", capacity: int | None = 8, nll: float = 2.0, **ch
         "kv_bytes": 640,
         "texts": {"nll_sum": [sum(blocks["nll_sum"])], "tokens": [32768]},
     }
-    made = Record(cell, digest(cell), "k" * 64, "ok", metrics=metrics, data={"ids_sha256": "x", "tokens": 32768})
-    made.finished = "2026-01-01T00:00:00+00:00"
-    for name, value in changes.items():
-        setattr(made, name, value)
+    parts = {"cell": cell, "metrics": metrics, "data": {"ids_sha256": "x", "tokens": 32768}}
+    whole = {"key": "k" * 64, "status": "ok", "finished": "2026-01-01T00:00:00+00:00"} | parts | changes
+    return made_of_json(whole)
+
+
+def made_of_json(whole: dict[str, Any]) -> Record:
+    """A record of JSON that may lack, or have wrong, what a test does not care for."""
+    whole = {"cell_id": digest(whole["cell"])} | whole
+    cell = CellSpec.from_json(whole["cell"])
+    task = plugins.known_task(cell.task.name) or UnknownTask
+    kinds = PARTS | {"data": task.data_facts}
+    if whole["status"] == "ok" and whole.get("metrics"):
+        kinds["metrics"] = task.metrics
+    parts = {
+        name: lenient(kind, whole[name]) if isinstance(whole.get(name), dict) else whole[name]
+        for name, kind in kinds.items()
+        if name in whole
+    }
+    return Record(**(whole | parts | {"cell": cell}))
+
+
+def lenient(kind: type[Document], value: dict[str, Any]) -> Document:
+    """A part of a record, its missing fields filled, but written back as it was given."""
+    try:
+        return kind.from_json(value)
+    except BadRecordError:
+        made = _constructed(kind, value)
+        made._json = value
+        return made
+
+
+def _constructed(kind: type[Part], value: dict[str, Any]) -> Any:
+    needed = {name: FILLED[name] for name, f in kind.model_fields.items() if f.is_required() and name in FILLED}
+    names = {f.alias or name: (name, f) for name, f in kind.model_fields.items()}
+    fields = {names[k][0]: _inner(names[k][1].annotation, v) for k, v in (needed | value).items() if k in names}
+    return kind.model_construct(**fields)
+
+
+def _inner(annotation: Any, value: Any) -> Any:
+    """The parts in a value."""
+    if isinstance(annotation, type) and issubclass(annotation, Part) and isinstance(value, dict):
+        return _constructed(annotation, value)
+    for part in typing.get_args(annotation):
+        if isinstance(value, list) and typing.get_origin(annotation) is list:
+            return [_inner(part, v) for v in value]
+        if isinstance(value, dict) and typing.get_origin(annotation) is dict:
+            return {k: _inner(typing.get_args(annotation)[1], v) for k, v in value.items()}
+        if isinstance(part, type) or typing.get_origin(part):
+            found = _inner(part, value)
+            if found is not value:
+                return found
+    return value
+
+
+def changed(was: Record, **parts: Any) -> Record:
+    """A record of which some fields are others: parts are merged into its own, except `without`: keys of metrics to leave out."""
+    whole = {name: value for name, value in was.as_json().items() if value is not None}
+    gone = parts.pop("without", ())
+    for name, value in parts.items():
+        merged = isinstance(value, dict) and isinstance(whole.get(name), dict) and name != "error"
+        whole[name] = whole[name] | value if merged else value
+    whole["metrics"] = {k: v for k, v in whole["metrics"].items() if k not in gone}
+    if "cell" in parts:
+        whole["cell_id"] = digest(whole["cell"])
+    return made_of_json(whole)
+
+
+def edit(made: Record, **parts: Any) -> Record:
+    """The same change, made to the record itself."""
+    vars(made).update(vars(changed(made, **parts)))
     return made
 
 
 def cell_record(metrics, status="ok", **changes):
-    """A record of a cell that no other record has."""
-    made = record()
-    names = {"suite", "model", "policy", "capacity", "seed", "positions", "parameters", "task"}
-    made.cell |= {k: {"id": v, "dtype": "bfloat16"} if k == "model" else v for k, v in changes.items() if k in names}
-    made.cell_id, made.metrics, made.status = digest(made.cell), metrics, status
-    made.facts = {"device": "a device"}
-    return made
+    """A record of a cell of its own: changes are of the cell, and of data, facts and trace."""
+    names = set(CellSpec.model_fields)
+    others = {k: v for k, v in changes.items() if k not in names}
+    cell = {
+        k: {"id": v, "dtype": "bfloat16"} if k == "model" and isinstance(v, str) else v for k, v in changes.items() if k in names
+    }
+    whole = {"metrics": metrics, "status": status, "facts": {"device": "a device"}} | others
+    was = record().as_json()
+    parts = {"cell": was["cell"] | cell, "key": was["key"], "data": was["data"], "finished": was["finished"]}
+    return made_of_json(parts | whole)
 
 
 def drawn():

@@ -101,7 +101,7 @@ class Experiment:
 
     def _band_of(self, policy: str) -> float:
         """The upper part of a policy's band, as a share of its ratio."""
-        ids = {r.cell_id for r in self.records if r.cell["policy"] == policy}
+        ids = {r.cell_id for r in self.records if r.cell.policy == policy}
         return max((b.high / b.ratio for cell, b in self.about.bands.items() if cell in ids), default=float("inf")) - 1
 
     def _outcome(

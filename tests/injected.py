@@ -24,9 +24,9 @@ from kvbench.harness.engine.recompute import RecomputeDecoder
 from kvbench.harness.engine.rotary import Rotation
 from kvbench.harness.engine.slots import Slots
 from kvbench.harness.engine.walk import Walk
-from kvbench.harness.report import verify
 from kvbench.harness.run import apart
 from kvbench.harness.tasks import perplexity
+from kvbench.harness.tasks.perplexity import measure
 from kvbench.policies.h2o import H2O
 from kvbench.policies.statistics import AttentionSum
 
@@ -169,22 +169,22 @@ def late_attention(first: int) -> Iterator[None]:
 @contextmanager
 def worse(nats: float = 0.005) -> Iterator[None]:
     """Every token's NLL is higher: half a percent of perplexity."""
-    plain = perplexity.cross_entropy
-    with patch.object(perplexity, "cross_entropy", lambda *args, **kwargs: plain(*args, **kwargs) + nats):
+    plain = measure.cross_entropy
+    with patch.object(measure, "cross_entropy", lambda *args, **kwargs: plain(*args, **kwargs) + nats):
         yield
 
 
 @contextmanager
 def worse_last(share: float = 0.01) -> Iterator[None]:
     """The last NLL of every block is higher."""
-    plain = perplexity.cross_entropy
+    plain = measure.cross_entropy
 
     def losses(*args, **kwargs):
         right = plain(*args, **kwargs)
         right[-1] *= 1 + share
         return right
 
-    with patch.object(perplexity, "cross_entropy", losses):
+    with patch.object(measure, "cross_entropy", losses):
         yield
 
 
@@ -197,7 +197,7 @@ def wrong_mean(times: float = 0.8) -> Iterator[None]:
         found = plain(*args, **kwargs)
         return found | {"nll": times * found["nll"]}
 
-    with patch.object(perplexity, "of_nll", of_nll), patch.object(verify, "of_nll", of_nll):
+    with patch.object(perplexity, "of_nll", of_nll), patch.object(measure, "of_nll", of_nll):
         yield
 
 
@@ -208,7 +208,7 @@ def half_the_bits() -> Iterator[None]:
 
     def run(options, job):
         found = plain(options, job)
-        return found | {"bits_per_byte": found["bits_per_byte"] / 2}
+        return type(found).from_json(found.as_json() | {"bits_per_byte": found.bits_per_byte / 2})
 
     with patch.object(perplexity.Perplexity, "run", staticmethod(run)):
         yield

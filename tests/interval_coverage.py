@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from kvbench.harness.core.intervals import Interval, clustered, interval
 from kvbench.harness.records import Record, RecordStore
+from kvbench.harness.records.metrics import NllMetrics
 from kvbench.harness.report.pairing import question
 
 Array = NDArray[np.float64]
@@ -102,10 +103,10 @@ PROCESSES: dict[str, Process] = {
 def recorded_differences(folder: Path) -> Iterator[tuple[int, Array]]:
     """For every pair of comparable records: tokens per run, and each run's deviation from the expected difference [n]."""
     records, _ = RecordStore(folder).read_all()
-    having = [r for r in records if r.status == "ok" and "blocks" in r.metrics]
+    having = [r for r in records if r.measured(NllMetrics)]
     seen = set()
     for a, b in combinations(having, 2):
-        if question(a) == question(b) and a.cell["capacity"] == b.cell["capacity"]:
+        if question(a) == question(b) and a.cell.capacity == b.cell.capacity:
             size, off = _deviations(a, b)
             if off.any() and (shape := (size, round(float(np.abs(off).sum()), 1))) not in seen:  # skip equal runs of one cell
                 seen.add(shape)
@@ -113,12 +114,12 @@ def recorded_differences(folder: Path) -> Iterator[tuple[int, Array]]:
 
 
 def _deviations(a: Record, b: Record) -> tuple[int, Array]:
-    x, y = a.metrics["blocks"], b.metrics["blocks"]
-    if x["tokens"] != y["tokens"]:
+    x, y = a.metrics.blocks, b.metrics.blocks
+    if x.tokens != y.tokens:
         return 0, np.zeros(0)
-    full = np.arange(len(x["tokens"])) * x["size"] > (a.cell["capacity"] or 0)
-    off, tokens = (np.array(x["nll_sum"]) - np.array(y["nll_sum"]))[full], np.array(x["tokens"])[full]
-    return x["size"], off - off.sum() / tokens.sum() * tokens
+    full = np.arange(len(x.tokens)) * x.size > (a.cell.capacity or 0)
+    off, tokens = (np.array(x.nll_sum) - np.array(y.nll_sum))[full], np.array(x.tokens)[full]
+    return x.size, off - off.sum() / tokens.sum() * tokens
 
 
 def coverage(series: Array, method: Method, size: int = RUN, capacity: int = 128) -> tuple[float, float, float]:

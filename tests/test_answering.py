@@ -85,7 +85,7 @@ def test_an_oracle_of_the_last_tokens_is_right_inside_its_cache_and_never_beyond
             return Oracle(tokenizer, capacity, [])
 
         job = job_of(data, tmp_path, config, SimpleNamespace(device=torch.device("cpu")), open=open_oracle)
-        found = StreamEval.run(options, job)
+        found = StreamEval.run(options, job).as_json()
         answers = [json.loads(line) for line in job.trace.read_text().splitlines()]
         assert len(answers) == found["questions"] == len(range(5, 61, 5)) - (distance - 1) // 5
         for answer in answers:
@@ -267,6 +267,6 @@ def test_arc_is_one_stream_or_one_stream_a_question(arc_dir, tokenizer, tmp_path
     config = CacheConfig(Window(), 40)
     found = ArcStream.run(
         ArcStreamOptions(), job_of(stream, tmp_path, config, load_model(model_dir, "float32", torch.device("cpu")))
-    )
+    ).as_json()
     assert found["questions"] == 2
     assert "no evidence" in found["in_cache"]

@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "suite": "core policies records",
     "report": "core records",
     "lm_eval": "core data engine models policies rules",
-    "tasks": "core data engine lm_eval models policies records",
+    "tasks": "core data engine lm_eval models policies records report",
     "run": "core engine kvbench models policies records report rules suite tasks",
     "pretrain": "core data engine models suite",
     "cli": "core data engine kvbench lm_eval models policies pretrain records report run suite",

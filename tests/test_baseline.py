@@ -10,8 +10,8 @@ import injected
 import pytest
 import yaml
 from conftest import bench
+from factories import record
 from tampered import TAMPERED
-from test_records import record
 
 from kvbench.harness.core.errors import Exit, UserError
 from kvbench.harness.records import LOCK, RecordStore
@@ -61,7 +61,7 @@ def test_a_baseline_is_replaced_whole(folder, tmp_path):
     assert baseline.load(folder)[0].why == "a try"
     made(folder, tmp_path / "again", 3.0, "another")
     about, (only,) = baseline.load(folder)
-    assert (about.why, only.metrics["nll"]) == ("another", 3.0)
+    assert (about.why, only.metrics.nll) == ("another", 3.0)
     assert contents(folder) != before
     assert [p.name for p in folder.parent.iterdir()] == ["mine"]
 

@@ -47,7 +47,7 @@ def test_a_run_leaves_one_record_a_cell_and_a_page(ran):
     folder, done = ran
     records, problems = RecordStore(folder / "results").read_all()
     assert not problems
-    assert sorted(r.cell["policy"] for r in records) == sorted(
+    assert sorted(r.cell.policy for r in records) == sorted(
         ["dense", "recompute_window", "window", "sink_window", "h2o", "random"]
     )
     assert len(done.stdout.splitlines()) == 7, "a header and a line per cell, nothing else"
@@ -66,11 +66,11 @@ def test_the_record_agrees_with_its_trace(ran):
     for record in store.read_all()[0]:
         trace = np.load(store.trace_path(record)).astype(np.float64)
         scored = trace[np.isfinite(trace)]
-        assert record.metrics["nll"] == pytest.approx(scored.mean(), abs=1e-9)
-        assert len(scored) == record.metrics["tokens"] == sum(record.metrics["blocks"]["tokens"])
-        assert sum(record.metrics["blocks"]["nll_sum"]) == pytest.approx(scored.sum(), abs=1e-2)
-        assert len(scored) == (128 if record.cell["policy"] == "recompute_window" else 511)
-        assert record.metrics["kv_bytes"] == {"dense": 512, "recompute_window": 0}.get(record.cell["policy"], 33) * 256 * 2
+        assert record.metrics.nll == pytest.approx(scored.mean(), abs=1e-9)
+        assert len(scored) == record.metrics.tokens == sum(record.metrics.blocks.tokens)
+        assert sum(record.metrics.blocks.nll_sum) == pytest.approx(scored.sum(), abs=1e-2)
+        assert len(scored) == (128 if record.cell.policy == "recompute_window" else 511)
+        assert record.metrics.kv_bytes == {"dense": 512, "recompute_window": 0}.get(record.cell.policy, 33) * 256 * 2
 
 
 def test_a_second_run_skips_what_is_done_and_fresh_does_not(ran, model_dir, text_dir):
@@ -136,7 +136,7 @@ def test_a_failing_cell_becomes_a_record_and_the_rest_go_on(tmp_path, model_dir,
     assert done.returncode == 4
     assert "FAILED, RuntimeError: broken on purpose" in done.stderr
     records, _ = RecordStore(tmp_path / "results").read_all()
-    assert {r.cell["policy"]: r.status for r in records} == {"bad.py:Newest": "failed", "window": "ok"}
+    assert {r.cell.policy: r.status for r in records} == {"bad.py:Newest": "failed", "window": "ok"}
     assert not list(tmp_path.rglob("*.partial"))
 
 

@@ -6,13 +6,13 @@ import json
 import xml.etree.ElementTree as ET
 
 import pytest
-from factories import cell_record, drawn, record
+from factories import cell_record, drawn, edit, record
 
 from kvbench.harness.report import chart, paper
-from kvbench.harness.report.charts.distance import over_distance
 from kvbench.harness.report.charts.stream import over_the_stream
 from kvbench.harness.report.charts.training import curves
 from kvbench.harness.report.leaderboard import render
+from kvbench.harness.tasks.streameval.chart import over_distance
 
 
 def test_the_same_records_give_the_same_drawing_in_any_order_of_pages():
@@ -31,8 +31,8 @@ def test_what_is_drawn_is_what_was_measured():
     assert tokens == sorted(tokens)
     assert len(found) == 1 + 18, "two points a doubling from 64 to 32,768"
     assert found[-1] == pytest.approx(6.69, rel=0.02), "e to the 1.9, of thousands of tokens"
-    blocks = drawn()[0].metrics["blocks"]
-    assert found[0] == pytest.approx(2.718281828 ** (sum(blocks["nll_sum"][:2]) / 64), rel=1e-4), "the first point is 64 tokens"
+    blocks = drawn()[0].metrics.blocks
+    assert found[0] == pytest.approx(2.718281828 ** (sum(blocks.nll_sum[:2]) / 64), rel=1e-4), "the first point is 64 tokens"
 
 
 def test_a_drawing_has_no_markup_of_a_record_and_needs_nothing_from_elsewhere():
@@ -78,7 +78,7 @@ def test_answers_over_distance_have_their_intervals():
     def asked(distance: int, right: int):
         task = {"name": "streameval", "distance": distance}
         made = cell_record({"right": right, "questions": 40, "accuracy": right / 40}, task=task, capacity=128)
-        made.data = {"line_tokens": 16.0}
+        edit(made, data={"line_tokens": 16.0})
         return made
 
     (made,) = over_distance([asked(20, 0), asked(2, 40)])

@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
-from factories import record
+from factories import edit, record
 
 from kvbench.harness.cli import closing as terminal
-from kvbench.harness.records import RecordStore, digest
+from kvbench.harness.records import RecordStore
 from kvbench.harness.report.closing import closing
 from kvbench.harness.report.leaderboard import groups
 
@@ -20,24 +20,21 @@ NUMBER = re.compile(r"[-+]?\d+(\.\d+)?(e-\d+)?")
 def measured(policy: str, nll: float, capacity: int | None = 8, parameters: dict | None = None, tokens: int = 32768, **changes):
     """A record of perplexity whose cell has these parameters."""
     made = record(policy, capacity, nll, **changes)
-    made.cell["parameters"] = parameters or {}
-    made.cell_id = digest(made.cell)
     runs = tokens // 32
-    made.metrics["blocks"] = {k: v if k == "size" else v[:runs] for k, v in made.metrics["blocks"].items()}
-    made.metrics["kv_bytes"] = 40960 if capacity is None else 0 if policy.startswith("recompute") else 640
-    return made
+    blocks = {k: v if k == "size" else v[:runs] for k, v in made.metrics.as_json()["blocks"].items()}
+    kv_bytes = 40960 if capacity is None else 0 if policy.startswith("recompute") else 640
+    return edit(made, cell={"parameters": parameters or {}}, metrics={"blocks": blocks, "kv_bytes": kv_bytes})
 
 
 def answered(policy: str, outcomes: str, capacity: int | None = 8, **changes):
     """A record of questions, with a digit each."""
-    made = record(policy, capacity, **changes)
-    made.cell["task"] = {"name": "streameval", "distance": 1}
-    made.cell_id, right = digest(made.cell), outcomes.count("1")
-    made.metrics = {
-        "questions": len(outcomes), "right": right, "accuracy": right / len(outcomes), "outcomes": outcomes, "in_cache": {},
-        "kv_bytes": 40960 if capacity is None else 640,
+    right = outcomes.count("1")
+    metrics = {
+        "questions": len(outcomes), "right": right, "accuracy": right / max(1, len(outcomes)), "outcomes": outcomes,
+        "in_cache": {}, "kv_bytes": 40960 if capacity is None else 640,
     }  # fmt: skip
-    return made
+    cell = record(policy, capacity).cell.as_json() | {"task": {"name": "streameval", "distance": 1}}
+    return record(policy, capacity, **({"cell": cell, "metrics": metrics} | changes))
 
 
 def sentences(*records) -> list[str]:
@@ -108,19 +105,16 @@ def test_right_answers_decide_where_there_is_no_perplexity():
 
 
 def test_a_policy_that_did_not_answer_everything_has_no_share_of_right_answers():
-    further = answered("h2o", "11")
-    further.cell["task"] = {"name": "streameval", "distance": 2}
-    failed = answered("window", "11", status="failed", error={"kind": "E"})
-    failed.cell["task"], failed.metrics = further.cell["task"], {}
+    task = {"name": "streameval", "distance": 2}
+    further = edit(answered("h2o", "11"), cell={"task": task})
+    failed = edit(answered("window", "", status="failed", error={"kind": "E", "message": ""}, metrics={}), cell={"task": task})
     (table,) = closing([answered("h2o", "11"), further, answered("window", "11"), failed]).tables
     assert list(table.lines) == [("h2o", "100 %", "640 B", "ok"), ("window", "", "640 B", "1 of 2 failed")]
 
 
 def test_texts_and_models_have_a_table_each():
-    other = measured("h2o", 2.5)
-    other.cell["task"] = {"name": "perplexity", "stride": 1, "book": 7}
-    elsewhere = measured("h2o", 2.5)
-    elsewhere.cell["model"] = {"id": "n", "dtype": "float32"}
+    other = edit(measured("h2o", 2.5), cell={"task": {"name": "perplexity", "stride": 1, "book": 7}})
+    elsewhere = edit(measured("h2o", 2.5), cell={"model": {"id": "n", "dtype": "float32"}})
     tables = closing([measured("h2o", 2.0), other, elsewhere]).tables
     assert [t.heading for t in tables] == [
         "s, m, 8 tokens cached", "s, m, 8 tokens cached, book 7", "s, n, 8 tokens cached",
@@ -140,7 +134,7 @@ def test_failures_and_flags_are_a_line_a_reason():
     failed = [record("folder/mine.py:Mine", n, status="failed", error=error, metrics={}) for n in (8, 16)]
     flagged = [measured(p, 2.0) for p in ("h2o", "random", "window", "lambda")]
     for n, one in enumerate(flagged):
-        one.metrics["flags"] = [f"unsettled: medians lie between 1.{n} and 2 ms"]
+        edit(one, metrics={"flags": [f"unsettled: medians lie between 1.{n} and 2 ms"]})
     assert closing([*failed, *flagged]).troubles == [
         "failed, 2 cells of mine.py:Mine: ZeroDivisionError: division by zero (mine.py:17, in importance)",
         "flagged, perplexity of h2o, random, window and 1 more: unsettled: medians lie between 1.0 and 2 ms",
@@ -149,7 +143,7 @@ def test_failures_and_flags_are_a_line_a_reason():
 
 def test_names_of_others_move_no_cursor():
     evil = record("evil\x1b[2J\n", 8, status="failed", error={"kind": "E\x1b]0;", "message": "\r"}, metrics={})
-    evil.cell["model"]["id"] = "m\x1b"
+    edit(evil, cell={"model": {"id": "m\x1b", "dtype": "float32"}})
     said = closing([evil])
     assert all(text.isprintable() for text in [*said.troubles, *(t.heading for t in said.tables)])
     assert all(cell.isprintable() for t in said.tables for line in t.lines for cell in line)

@@ -8,9 +8,8 @@ import re
 
 import numpy as np
 import pytest
+from factories import cell_record, edit, record
 from test_overview import table_of
-from test_paper import cell_record
-from test_records import record
 
 from kvbench.harness.records import Record
 from kvbench.harness.records.aggregates import of_nll, scored
@@ -99,7 +98,7 @@ def test_pictures_show_only_who_scored_every_token():
     assert {v["policy"] for v in lines["data"]["values"]} == {"window", "h2o"}
     assert "Not in the picture: recompute\\_window, which scored one token in 16." in render(three()).text
     larger = read("window", -0.2)
-    larger.cell, larger.metrics = larger.cell | {"capacity": 16}, larger.metrics | {"kv_bytes": 1280}
+    edit(larger, cell={"capacity": 16}, metrics={"kv_bytes": 1280})
     (bytes_,) = against_bytes([*three(), larger])
     assert {v["policy"] for v in bytes_.spec["data"]["values"]} == {"window", "h2o"}
 
@@ -118,10 +117,10 @@ def test_a_record_on_common_tokens_is_what_scoring_only_those_gives(streams):
     seen = on_common(full, common_stride([sparse, full]))
     assert seen is not None
     for name in ("tokens", "blocks", "texts"):
-        assert seen.metrics[name] == sparse.metrics[name]
-    assert seen.metrics["nll"] == pytest.approx(sparse.metrics["nll"], abs=ROUNDED)
+        assert getattr(seen.metrics, name) == getattr(sparse.metrics, name)
+    assert seen.metrics.nll == pytest.approx(sparse.metrics.nll, abs=ROUNDED)
     if streams == 1:
-        assert [b["tokens"] for b in seen.metrics["buckets"]] == [b["tokens"] for b in sparse.metrics["buckets"]]
-        ours, theirs = ([b["nll"] for b in r.metrics["buckets"]] for r in (seen, sparse))
+        assert [b.tokens for b in seen.metrics.buckets] == [b.tokens for b in sparse.metrics.buckets]
+        ours, theirs = ([b.nll for b in r.metrics.buckets] for r in (seen, sparse))
         assert ours == pytest.approx(theirs, abs=ROUNDED)
     assert on_common(full, 1) is full

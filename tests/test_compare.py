@@ -8,7 +8,7 @@ import subprocess
 import numpy as np
 import pytest
 from conftest import bench
-from factories import cell_record, record
+from factories import cell_record, edit, record
 
 from kvbench.harness.records import RecordStore
 from kvbench.harness.report.compare import differences, judged, largest_difference, paired_shares, shares
@@ -56,8 +56,8 @@ def test_two_records_of_dense_past_its_training_length_have_the_same_trend():
 
 def test_another_text_is_not_paired():
     other = record()
-    other.data = {"ids_sha256": "y", "tokens": 32768}
-    other.metrics = other.metrics | {"nll": 3.0}
+    edit(other, data={"ids_sha256": "y", "tokens": 32768})
+    edit(other, metrics={"nll": 3.0})
     assert only(differences(record(), other), "nll").verdict == "can't tell"
 
 
@@ -109,7 +109,7 @@ def timed(ms: float, together: str, **facts):
     rounds = [ms * (1 + 0.004 * (i % 5)) for i in range(24)]
     metrics = {"step_ms": float(np.median(rounds)), "rounds_ms": rounds, "together": together, "kv_bytes": 640, "state_bytes": 10}
     made = cell_record(metrics, task={"name": "latency", "batch": 1})
-    made.facts = {"device": "a device", "threads": 2} | facts
+    edit(made, facts={"device": "a device", "threads": 2} | facts)
     return made
 
 
@@ -123,7 +123,7 @@ def test_latency_is_told_with_what_its_interval_leaves_out():
 
 def test_bytes_are_compared_exactly_and_a_failure_is_worse():
     a, b = timed(1.0, "x"), timed(1.0, "x")
-    b.metrics["kv_bytes"] = 641
+    edit(b, metrics={"kv_bytes": 641})
     assert only(differences(a, b), "kv_bytes").verdict == "worse"
     failed = record(status="failed", error={"kind": "out of memory", "message": ""}, metrics={})
     (found,) = differences(record(), failed)
@@ -207,4 +207,4 @@ def test_mistakes_are_one_line(folders, capsys, monkeypatch, a, b, says):
 
 def test_of_pairs_only_the_same_cells(folders):
     a, b = ([record("h2o", 8), record("window", 8)], [record("window", 8), record("random", 8)])
-    assert {j.a.cell["policy"] for j in of((a, folders), (b, folders))} == {"window"}
+    assert {j.a.cell.policy for j in of((a, folders), (b, folders))} == {"window"}

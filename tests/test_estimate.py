@@ -49,9 +49,9 @@ def test_what_is_estimated_is_what_is_measured(suite, tmp_path):
     expected = {e.cell.id: e.kv_bytes for e in estimates(cells, "cpu")}
     for record in asked.measured(tmp_path / "results", cells):
         assert record.status == "ok", record.error
-        task = record.cell["task"]
-        streams = task["batch"] if task["name"] == "lm_eval" else 1
-        assert expected[record.cell_id] == streams * record.metrics["kv_bytes"], task
+        task = record.cell.task
+        streams = task.batch if task.name == "lm_eval" else 1
+        assert expected[record.cell_id] == streams * record.metrics.kv_bytes, task
 
 
 def test_the_streams_of_a_cell_are_what_its_task_holds_side_by_side(suite):

@@ -9,9 +9,8 @@ from pathlib import Path
 import injected
 import numpy as np
 import pytest
+from factories import cell_record, changed, edit, record
 from tampered import TAMPERED, copied
-from test_paper import cell_record
-from test_records import record
 
 from kvbench.harness.core.errors import Exit
 from kvbench.harness.records import RecordStore
@@ -110,7 +109,7 @@ def test_a_mean_that_is_computed_wrongly_now_is_red_even_elsewhere(before, suite
     """The baseline's own figures no longer follow from its traces."""
     with injected.wrong_mean():
         records = measured(suite, tmp_path, {"perplexity"})
-        records = [dataclasses.replace(r, facts=r.facts | {"device": "another"}) for r in records]
+        records = [changed(r, facts={"device": "another"}) for r in records]
         assert "regression" in states(before, records, tmp_path, "trace")[0]
 
 
@@ -120,13 +119,13 @@ def test_answers_are_held_one_by_one(before, suite, tmp_path):
         records = measured(suite, tmp_path, {"streameval"})
     found, code = states(before, records, tmp_path, "answers")
     assert ("regression" in found, code) == (True, 1)
-    elsewhere = [dataclasses.replace(r, facts=r.facts | {"device": "another"}) for r in records]
+    elsewhere = [changed(r, facts={"device": "another"}) for r in records]
     assert states(before, elsewhere, tmp_path, "answers")[0] == {"regression"}, "the right answers are the same on any device"
 
 
 def test_a_silent_fall_back_to_the_plain_walk_is_red(before, tmp_path):
-    base = [dataclasses.replace(r, facts=r.facts | {"method": "closed form", "step": "compiled"}) for r in before[0]]
-    now = [dataclasses.replace(r, facts=r.facts | {"refused": "its logits differ"}) for r in before[0]]
+    base = [changed(r, facts={"method": "closed form", "step": "compiled"}) for r in before[0]]
+    now = [changed(r, facts={"refused": "its logits differ"}) for r in before[0]]
     findings = [f for f in judged((base, before[1]), now, before[1]) if f.check == "method"]
     assert {f.state for f in findings} == {"regression"}
     assert (
@@ -136,22 +135,22 @@ def test_a_silent_fall_back_to_the_plain_walk_is_red(before, tmp_path):
         ({"refused": "a step takes 2 ms, and 1 ms plainly"}, "not compared"),
         ({"device": "x"}, "not compared"),
     ):
-        now = [dataclasses.replace(r, facts=r.facts | changes) for r in before[0]]
+        now = [changed(r, facts=changes) for r in before[0]]
         assert states((base, before[1]), now, before[1], "method")[0] == {state}
 
 
 def test_a_figure_that_is_gone_is_red_and_one_without_a_rule_is_not_passed_over(before):
     records, folder = before
-    lost = [dataclasses.replace(r, metrics={k: v for k, v in r.metrics.items() if k != "bits_per_byte"}) for r in records]
+    lost = [changed(r, without=["bits_per_byte"]) for r in records]
     assert "regression" in states(before, lost, folder, "figures")[0]
-    new = [dataclasses.replace(r, metrics=r.metrics | {"charm": 3}) for r in records]
+    new = [changed(r, metrics={"charm": 3}) for r in records]
     assert "could not compare" in states((new, folder), new, folder, "figures")[0]
     assert states(before, new, folder, "figures")[0] == {"ok"}, "a figure that the baseline did not have yet"
 
 
 def test_other_weights_can_not_be_compared(before):
     records, folder = before
-    other = [dataclasses.replace(r, facts=r.facts | {"weights_sha256": "f" * 64}) for r in records]
+    other = [changed(r, facts={"weights_sha256": "f" * 64}) for r in records]
     assert states(before, other, folder, "data") == ({"could not compare"}, Exit.NOT_COMPARABLE)
 
 
@@ -161,10 +160,10 @@ WRONG = [None, "x", -1, float("nan"), float("inf"), [], {}, True, 10**400]
 def test_a_figure_of_another_kind_is_neither_green_nor_a_crash(before):
     """Replace any metric of a record by any value."""
     records, folder = before
-    for record_ in (r for r in records if r.cell["policy"] == "h2o"):
+    for record_ in (r for r in records if r.cell.policy == "h2o"):
         for name in record_.metrics:
             for wrong in WRONG:
-                now = dataclasses.replace(record_, metrics=record_.metrics | {name: wrong})
+                now = changed(record_, metrics={name: wrong})
                 assert gate.exit_code(judged(before, [now], folder)) != Exit.OK, (name, wrong)
 
 
@@ -193,8 +192,8 @@ def test_evaluation_is_held_coarsely_and_beside_the_machine(seconds, calibration
     """Five times as long is red, unless the calibration step takes four times as long, too."""
     task = {"name": "perplexity"}
     base, now = cell_record({}, task=task), cell_record({}, task=task)
-    base.facts = {"tokens_per_second": 1000.0, "calibration_ms": 1.0} if calibration else {"tokens_per_second": 1000.0}
-    now.facts = {"tokens_per_second": 1000.0 / seconds, "calibration_ms": calibration or 1.0}
+    edit(base, facts={"tokens_per_second": 1000.0, "calibration_ms": 1.0} if calibration else {"tokens_per_second": 1000.0})
+    edit(now, facts={"tokens_per_second": 1000.0 / seconds, "calibration_ms": calibration or 1.0})
     (found,) = [f for f in gate.check(([base], Path()), ([now], Path()), {}) if f.check == "speed"]
     assert found.state == state
 
@@ -204,7 +203,8 @@ def test_one_interrupted_calibration_step_makes_no_evaluation_slower():
     facts = [{"tokens_per_second": 1000.0, "calibration_ms": ms} for ms in (24.0, 0.25, 0.26)]
     base, now = ([cell_record({}, policy=str(n), task={"name": "perplexity"}) for n in range(3)] for _ in range(2))
     for n in range(3):
-        base[n].facts, now[n].facts = facts[n], {"tokens_per_second": 1000.0, "calibration_ms": 0.25}
+        edit(base[n], facts=facts[n])
+        edit(now[n], facts={"tokens_per_second": 1000.0, "calibration_ms": 0.25})
     speeds = [f for f in gate.check((base, Path()), (now, Path()), {}) if f.check == "speed"]
     assert [f.state for f in speeds] == ["ok"] * 3
 
@@ -212,16 +212,16 @@ def test_one_interrupted_calibration_step_makes_no_evaluation_slower():
 def test_times_and_bytes_of_another_kind_are_no_crash():
     for base, name in ((memory(), "peak_bytes"), (latency_run(1.5)[0], "rounds_ms"), (latency_run(1.5)[0], "calibration_ms")):
         for wrong in (None, "x", [], [None], {}, ["x"] * 6):
-            now = dataclasses.replace(base, metrics=base.metrics | {name: wrong})
+            now = changed(base, metrics={name: wrong})
             assert gate.exit_code(gate.check(([base], Path()), ([now], Path()), bands.learnt([[base]]))) != Exit.OK, (name, wrong)
 
 
 def test_everything_slower_is_red_by_the_calibration_step():
     base = latency_run(1.5)
-    slow = [dataclasses.replace(r, metrics=r.metrics | {"rounds_ms": [2 * ms for ms in r.metrics["rounds_ms"]]}) for r in base]
+    slow = [changed(r, metrics={"rounds_ms": [2 * ms for ms in r.metrics.rounds_ms]}) for r in base]
     findings = [f for f in gate.check((base, Path()), (slow, Path()), bands.learnt([base] * 4)) if f.check == "latency"]
     assert {f.cell.split(", ")[2].split()[0]: f.state for f in findings} == {"dense": "regression", "h2o": "ok"}
-    busy = [dataclasses.replace(r, metrics=r.metrics | {"calibration_ms": [1.0] * 6}) for r in slow]
+    busy = [changed(r, metrics={"calibration_ms": [1.0] * 6}) for r in slow]
     assert {f.state for f in gate.check((base, Path()), (busy, Path()), bands.learnt([base] * 4)) if f.check == "latency"} == {
         "ok"
     }
@@ -247,7 +247,7 @@ def test_half_a_percent_of_perplexity_is_red_where_tokens_alone_would_not_show_i
     """On another device tokens may differ slightly, so the paired mean must show it."""
     with injected.worse():
         records = measured(suite, tmp_path, {"perplexity"})
-    records = [dataclasses.replace(r, facts=r.facts | {"device": "another"}) for r in records]
+    records = [changed(r, facts={"device": "another"}) for r in records]
     found, code = states(before, records, tmp_path, "quality")
     assert found == {"regression"}
     assert code == 1
@@ -257,7 +257,7 @@ def test_half_a_percent_of_perplexity_is_red_where_tokens_alone_would_not_show_i
 def test_without_an_interval_the_margin_decides_and_rounding_is_no_regression():
     for change, expected in ((1e-7, "ok"), (0.0005, "ok"), (-0.1, "ok"), (0.005, "regression")):
         base, now = record("h2o", 1000, 2.0), record("h2o", 1000, 2.0 + change)  # the cache is too large for this text
-        now.facts = {"device": "another"}
+        edit(now, facts={"device": "another"})
         (found,) = [f for f in gate.check(([base], Path()), ([now], Path()), {}) if f.check == "quality"]
         assert "too short" in found.says
         assert found.state == expected, change
@@ -323,9 +323,9 @@ def test_what_was_measured_three_times_lies_in_its_band(latency_before):
 def test_latency_of_elsewhere_is_not_compared(what):
     base, slow = latency_run(1.5), latency_run(3.0)
     for r in base:
-        r.facts |= {"threads": 2, "device": "one", "instructions": "AVX512"}
+        edit(r, facts={"threads": 2, "device": "one", "instructions": "AVX512"})
     for r in slow:
-        r.facts |= base[0].facts | what
+        edit(r, facts=base[0].facts.as_json() | what)
     found = [f for f in gate.check((base, Path()), (slow, Path()), bands.learnt([base] * 4)) if f.check == "latency"]
     assert ([f.state for f in found], gate.exit_code(found)) == (["not compared"] * 2, 0)
     assert " -> " in found[0].says
@@ -341,14 +341,14 @@ def test_a_band_is_as_wide_as_what_was_seen_and_never_narrow():
     assert bands.too_noisy({"narrow": narrow, "wide": wide}) == ["wide"]
     dense = latency_run(2.0)[0]
     assert bands.ratio(dense, [dense]) == 2.0
-    del dense.metrics["calibration_ms"]
+    edit(dense, without=["calibration_ms"])
     assert bands.ratio(dense, [dense]) is None, "of a record that is older than the calibration step"
 
 
 def test_what_is_missing_or_of_another_text_can_not_be_compared(before):
     records, folder = before
     assert gate.exit_code(gate.check((records, folder), (records[1:], folder), {})) == Exit.NOT_COMPARABLE
-    other = dataclasses.replace(records[0], data=records[0].data | {"ids_sha256": "other"})
+    other = changed(records[0], data={"ids_sha256": "other"})
     findings = gate.check((records, folder), ([other, *records[1:]], folder), {})
     assert findings[0].check == "data"
     assert gate.exit_code(findings) == Exit.NOT_COMPARABLE

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import re
 from pathlib import Path
 
 import pytest
-from test_paper import cell_record
+from factories import cell_record
 
+from kvbench.harness.core import plugins
 from kvbench.harness.records import RecordStore
-from kvbench.harness.report.gate_rules import RULES, Elsewhere, Held, NotHeld, figures, rule_of
+from kvbench.harness.records.cell import CellSpec
+from kvbench.harness.records.facts import Facts, Failure, Trace
+from kvbench.harness.records.rules import Elsewhere, Held, rules
+from kvbench.harness.report.gate_rules import figures, rule_of
 from kvbench.harness.report.gate_times import CHECKS
 from kvbench.harness.run.asked import Asked
 
@@ -32,7 +36,7 @@ policies: [dense, h2o, recompute_window]
 def without_rule(records):
     """Figures that the table does not name, by task."""
     return {
-        f"{r.cell['task']['name']}: {'.'.join('*' if part.isdigit() else part for part in name)}"
+        f"{r.cell.task.name}: {'.'.join('*' if part.isdigit() else part for part in name)}"
         for r in records
         for name, _ in figures(r)
         if rule_of(r, name) is None
@@ -51,9 +55,9 @@ def fresh(tmp_path_factory):
 
 def test_of_a_fresh_run_of_every_task(fresh):
     assert not without_rule(fresh)
-    assert {"calibration_ms", "tokens_per_second"} <= set(fresh[0].facts)
-    latency = next(r for r in fresh if r.cell["task"]["name"] == "latency")
-    assert len(latency.metrics["calibration_ms"]) == len(latency.metrics["rounds_ms"])
+    assert {"calibration_ms", "tokens_per_second"} <= set(fresh[0].facts.as_json())
+    latency = next(r for r in fresh if r.cell.task.name == "latency")
+    assert len(latency.metrics.calibration_ms) == len(latency.metrics.rounds_ms)
 
 
 @pytest.mark.parametrize("folder", ["results", "baselines"])
@@ -69,18 +73,26 @@ def test_a_figure_that_nobody_thought_of_is_noticed():
     assert without_rule([cell_record({"curve": [{"peak_bytes": 1}]}, task={"name": "streameval"})])
 
 
-def test_every_row_is_used_and_says_something(fresh):
-    """A rule for a figure that no record has is misspelt or out of date."""
+def test_every_field_says_how_it_is_held_and_is_used(fresh):
+    """A field that no record has is a name misspelt, or a figure that is gone."""
     records = [*fresh, *RecordStore(LEADERBOARD).read_all()[0]]
-    seen = Counter(id(rule_of(r, name)) for r in records for name, _ in figures(r))
-    shared = Counter(map(id, RULES.values()))
-    unused = {pattern for pattern, rule in RULES.items() if shared[id(rule)] == 1 and not seen[id(rule)]}
-    assert unused <= {"facts.refused", "facts.plain_because"}, "which no record of ours has"
+    seen = {".".join("*" if part.isdigit() else part for part in name) for r in records for name, _ in figures(r)}
     checks = {"figures", "answers", "bytes", "data", "method", "flags", *CHECKS}
-    for rule in RULES.values():
-        assert (
-            rule.check in checks if isinstance(rule, (Held, Elsewhere)) else isinstance(rule, NotHeld) and len(rule.because) > 20
-        )
+    for task in plugins.working_tasks().values():
+        for part, model in (("metrics", task.metrics), ("data", task.data_facts), ("facts", Facts)):
+            for name, rule in rules(model):
+                field = f"{part}.{name}"
+                assert rule is not None, f"{task.__name__}: {field}"
+                assert rule.check in checks if isinstance(rule, (Held, Elsewhere)) else len(rule.because) > 20
+                used = any(re.fullmatch(field.replace(".", r"\.").replace("*", "[^.]+") + r"(\..*)?", s) for s in seen)
+                assert used or field in ("facts.refused", "facts.task_sha256"), f"no record of ours has {field}"
+
+
+def test_every_field_of_a_record_is_described():
+    tasks = plugins.working_tasks().values()
+    for model in (CellSpec, Facts, Failure, Trace, *(m for t in tasks for m in (t.metrics, t.data_facts, t.options))):
+        for name, field in model.model_fields.items():
+            assert field.description or name == "name", f"{model.__name__}.{name}"
 
 
 def test_tolerances_mean_what_they_say():

@@ -6,10 +6,10 @@ import math
 
 import numpy as np
 import pytest
+from factories import record
 from interval_coverage import PROCESSES, RUN, coverage
 from scipy import stats
 from statsmodels.tsa.stattools import acf
-from test_records import record
 
 from kvbench.harness.core.intervals import MIN_BLOCK_TOKENS, MIN_BLOCKS, clustered, interval
 from kvbench.harness.report.pairing import perplexity

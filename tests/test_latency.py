@@ -20,10 +20,9 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import decoder
 from kvbench.harness.engine.method import EAGER
 from kvbench.harness.records import RecordStore
-from kvbench.harness.tasks import latency
-from kvbench.harness.tasks.lane import Lane, roofline, timing
-from kvbench.harness.tasks.latency import Latency
-from kvbench.harness.tasks.latency_options import LatencyOptions
+from kvbench.harness.records.metrics import Metrics
+from kvbench.harness.tasks.latency import Latency, LatencyOptions, measure
+from kvbench.harness.tasks.latency.lane import Lane, roofline, timing
 from kvbench.harness.tasks.task import Job, RandomTokens
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
@@ -36,17 +35,17 @@ DEVICE = {"bandwidth": 1e10, "multiply_rate": 1e11}
 
 @pytest.fixture
 def measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(latency, "bandwidth", lambda device: DEVICE["bandwidth"])
-    monkeypatch.setattr(latency, "multiply_rate", lambda device, dtype: DEVICE["multiply_rate"])
+    monkeypatch.setattr(measure, "bandwidth", lambda device: DEVICE["bandwidth"])
+    monkeypatch.setattr(measure, "multiply_rate", lambda device, dtype: DEVICE["multiply_rate"])
 
-    def measure(configs, options=SHORT, **rest):
+    def figures(configs, options=SHORT, **rest):
         jobs = [
             Job(model_of("llama"), config, RandomTokens(1), 64, EAGER, tmp_path / f"{i}.npy", lambda tokens, text: None, **rest)
             for i, config in enumerate(configs)
         ]
-        return Latency.run_together(options, jobs)
+        return [x.as_json() if isinstance(x, Metrics) else x for x in Latency.run_together(options, jobs)]
 
-    return measure
+    return figures
 
 
 def test_every_policy_is_timed_where_it_says(measured, tmp_path):
@@ -194,9 +193,9 @@ def ran(tmp_path_factory) -> Path:
 def test_the_suite_runs_without_model_data_or_network(ran):
     records, problems = RecordStore(ran / "results").read_all()
     assert not problems
-    assert {r.cell["policy"] for r in records} == {"dense", "recompute_window", "window", "sink_window", "h2o"}
-    assert {r.cell["model"]["id"] for r in records} == {"random:stories-260k"}
-    assert len({r.metrics["together"] for r in records}) == 1
+    assert {r.cell.policy for r in records} == {"dense", "recompute_window", "window", "sink_window", "h2o"}
+    assert {r.cell.model.id for r in records} == {"random:stories-260k"}
+    assert len({r.metrics.together for r in records}) == 1
     page = bench("leaderboard", "--out", "-", cwd=ran).stdout
     assert "speed-up on dense" in page
     assert page.count("× [") == 4 + 3, "on dense: all but dense; on recompute: all but it and dense"
@@ -218,6 +217,6 @@ def test_threads_are_part_of_the_question(ran):
 def test_times_over_the_stream_are_kept_per_point(ran):
     records, _ = RecordStore(ran / "results").read_all()
     for record in records:
-        points = [c["position"] for c in record.metrics["curve"]]
+        points = [c.position for c in record.metrics.curve]
         assert all(a < b for a, b in pairwise(points))
         assert points[-1] == 64

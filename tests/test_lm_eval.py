@@ -27,7 +27,9 @@ from kvbench.harness.report.compare import differences
 from kvbench.harness.report.leaderboard import render
 from kvbench.harness.report.verify import problems
 from kvbench.harness.run.asked import Asked
-from kvbench.harness.tasks.lm_eval import LmEval, LmEvalOptions, _sample, _template
+from kvbench.harness.tasks.lm_eval import LmEval, LmEvalOptions
+from kvbench.harness.tasks.lm_eval.measure import _sample
+from kvbench.harness.tasks.lm_eval.requests import _template
 from kvbench.harness.tasks.task import MeasurementError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # lm-eval and its packages give warnings
@@ -150,7 +152,7 @@ def records(tmp_path_factory):
 
 
 def of(records, **what):
-    (found,) = [r for r in records if all((r.cell | r.cell["task"]).get(k) == v for k, v in what.items())]
+    (found,) = [r for r in records if all((r.cell.as_json() | r.cell.options).get(k) == v for k, v in what.items())]
     return found
 
 
@@ -163,25 +165,25 @@ def test_both_entrances_agree(records, capsys, tmp_path):
     )  # fmt: skip
     assert code == 0, err
     record = of(records[0], policy="h2o", tasks="kvbench_registers", prompt="stream")
-    assert f"{record.metrics['score']:.4f}" in out
+    assert f"{record.metrics.score:.4f}" in out
     (found,) = (json.loads(p.read_text()) for p in (tmp_path / "out").rglob("results_*.json"))
-    assert found["results"]["kvbench_registers"]["acc,none"] == pytest.approx(record.metrics["score"])
+    assert found["results"]["kvbench_registers"]["acc,none"] == pytest.approx(record.metrics.score)
     assert found["config"]["policy"] == "H2O"
-    assert found["config"]["over_capacity"] == record.metrics["over_capacity"] == record.metrics["requests"]
-    assert record.metrics["lm_eval"]["acc,none"] == pytest.approx(record.metrics["score"])
+    assert found["config"]["over_capacity"] == record.metrics.over_capacity == record.metrics.requests
+    assert record.metrics.lm_eval["acc,none"] == pytest.approx(record.metrics.score)
 
 
 def test_a_record_has_every_question_and_holds_to_its_trace(records):
     for record in records[0]:
         if record.status == "ok":
             assert problems(record, RecordStore(records[1]).path(record).parent) == []
-            assert record.metrics["questions"] == 24
+            assert record.metrics.questions == 24
     binary, text = (of(records[0], policy="h2o", tasks=t, prompt="stream") for t in ("kvbench_registers", "kvbench_prose"))
-    assert len(binary.metrics["outcomes"]) == 24
-    assert binary.metrics["accuracy"] == binary.metrics["score"] == binary.metrics["right"] / 24
-    assert binary.metrics["stderr"] == pytest.approx(binary.metrics["lm_eval"]["acc_stderr,none"])
-    assert text.metrics["score"] < 0
-    assert 2.718281828 ** -text.metrics["score"] == pytest.approx(text.metrics["lm_eval"]["word_perplexity,none"])
+    assert len(binary.metrics.outcomes) == 24
+    assert binary.metrics.accuracy == binary.metrics.score == binary.metrics.right / 24
+    assert binary.metrics.stderr == pytest.approx(binary.metrics.lm_eval["acc_stderr,none"])
+    assert text.metrics.score < 0
+    assert 2.718281828**-text.metrics.score == pytest.approx(text.metrics.lm_eval["word_perplexity,none"])
     trace = RecordStore(records[1]).trace_path(binary, ".samples.jsonl")
     first = json.loads(trace.read_text().splitlines()[0])
     assert len(first["said"]) == 4
@@ -191,19 +193,19 @@ def test_a_record_has_every_question_and_holds_to_its_trace(records):
 def test_a_text_has_no_prompt_to_be_cut_at_the_end_of(records):
     failed = of(records[0], policy="h2o", tasks="kvbench_prose", prompt="once")
     assert failed.status == "failed"
-    assert "no prompt" in failed.error["message"]
+    assert "no prompt" in failed.error.message
 
 
 def test_records_are_compared_question_by_question(records):
     dense, h2o = (of(records[0], policy=p, tasks="kvbench_prose", prompt="stream") for p in ("dense", "h2o"))
     (found,) = [d for d in differences(dense, h2o) if d.metric == "score"]
     assert found.low < found.change < found.high
-    assert found.change == pytest.approx(h2o.metrics["score"] - dense.metrics["score"], abs=1e-6)
+    assert found.change == pytest.approx(h2o.metrics.score - dense.metrics.score, abs=1e-6)
     (same,) = [d for d in differences(h2o, h2o) if d.metric == "score"]
     assert same.verdict == "same"
     dense, h2o = (of(records[0], policy=p, tasks="kvbench_registers", prompt="stream") for p in ("dense", "h2o"))
     (found,) = [d for d in differences(dense, h2o) if d.metric == "accuracy"]
-    assert (found.change, found.verdict) == (pytest.approx((h2o.metrics["right"] - dense.metrics["right"]) / 24), "can't tell")
+    assert (found.change, found.verdict) == (pytest.approx((h2o.metrics.right - dense.metrics.right) / 24), "can't tell")
     assert found.low < found.change < 0 < found.high, "three questions of 24 fewer are no proof"
 
 
@@ -230,7 +232,7 @@ def test_query_aware_and_query_blind_are_never_in_one_table(records):
 
 
 def test_a_task_for_some_policies_is_measured_for_those(records):
-    assert {r.cell["policy"] for r in records[0] if r.cell["task"]["prompt"] == "once"} == {"h2o"}
+    assert {r.cell.policy for r in records[0] if r.cell.task.prompt == "once"} == {"h2o"}
 
 
 @pytest.mark.parametrize(

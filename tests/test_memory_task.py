@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -22,7 +21,8 @@ from kvbench.harness.engine.loop import CachedDecoder, decoder
 from kvbench.harness.engine.method import EAGER
 from kvbench.harness.records import RecordStore
 from kvbench.harness.run import apart
-from kvbench.harness.tasks.memory import Memory, MemoryOptions, tensor_bytes
+from kvbench.harness.tasks.memory import Memory, MemoryOptions
+from kvbench.harness.tasks.memory.measure import tensor_bytes
 from kvbench.harness.tasks.task import Job, RandomTokens
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
@@ -35,7 +35,7 @@ OPTIONS = MemoryOptions(tokens=160, points=4)
 
 def run(tmp_path, config, **rest):
     job = Job(model_of("llama"), config, RandomTokens(1), 32, EAGER, tmp_path / "t", lambda tokens, text: None, **rest)
-    return Memory.run(OPTIONS, job)
+    return Memory.run(OPTIONS, job).as_json()
 
 
 @pytest.mark.parametrize(
@@ -95,12 +95,12 @@ def test_the_suite_sees_dense_grow_and_a_bounded_cache_stay(tmp_path):
     assert done.returncode == 0, done.stderr
     records, problems = RecordStore(tmp_path / "results").read_all()
     assert not problems
-    found = {r.cell["policy"]: r.metrics for r in records}
-    assert found["dense"]["growth_bytes"] > 12000 * 5 * 4 * 16 * 4 * 0.7  # most of its K/V: layers, heads, dims, bytes
-    assert found["sink_window"]["growth_bytes"] < 4 * 2**20
-    assert found["sink_window"]["peak_bytes"] < found["dense"]["peak_bytes"] / 2
-    assert not found["sink_window"]["flags"]
-    assert {r.facts["model_type"] for r in records} == {"llama"}
+    found = {r.cell.policy: r.metrics for r in records}
+    assert found["dense"].growth_bytes > 12000 * 5 * 4 * 16 * 4 * 0.7  # most of its K/V: layers, heads, dims, bytes
+    assert found["sink_window"].growth_bytes < 4 * 2**20
+    assert found["sink_window"].peak_bytes < found["dense"].peak_bytes / 2
+    assert not found["sink_window"].flags
+    assert {r.facts.model_type for r in records} == {"llama"}
     assert "## memory" in bench("leaderboard", "--out", "-", cwd=tmp_path).stdout
 
 
@@ -112,12 +112,16 @@ REQUEST = {
 }  # fmt: skip
 
 
+def request(**changes):
+    return apart.CellRun(**(REQUEST | changes))
+
+
 def test_what_a_cell_dies_of_in_its_process_is_told(monkeypatch):
     monkeypatch.chdir(ROOT)
     with pytest.raises(apart.ApartError, match="Window"):
-        apart.measure(REQUEST | {"capacity": None}, lambda tokens, text: None)
+        apart.measure(request(capacity=None), lambda tokens, text: None)
     with pytest.raises(UserError, match="did you mean 'window'"):
-        apart.measure(REQUEST | {"policy": "windw"}, lambda tokens, text: None)
+        apart.measure(request(policy="windw"), lambda tokens, text: None)
 
 
 def test_a_process_that_is_killed_counts_as_out_of_memory(monkeypatch, tmp_path):
@@ -125,17 +129,17 @@ def test_a_process_that_is_killed_counts_as_out_of_memory(monkeypatch, tmp_path)
     (tmp_path / "python").write_text("#!/bin/sh\nkill -9 $$\n")
     (tmp_path / "python").chmod(0o755)
     with pytest.raises(MemoryError, match="signal 9"):
-        apart.measure(REQUEST, lambda tokens, text: None)
+        apart.measure(request(), lambda tokens, text: None)
 
 
 RUN = """
-import json, signal, sys
+import signal, sys
 from kvbench.harness.run import apart
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell inherits "ignore"
 
 apart._CHILD = sys.argv[2] + apart._CHILD
-apart.measure(json.loads(sys.argv[1]), lambda tokens, text: print(text, flush=True))
+apart.measure(apart.CellRun.from_json(sys.argv[1]), lambda tokens, text: print(text, flush=True))
 """
 
 
@@ -145,9 +149,9 @@ apart.measure(json.loads(sys.argv[1]), lambda tokens, text: print(text, flush=Tr
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_its_process_ends_with_the_run_that_is_killed(before, number):
     """It need not write to the pipe to notice: its work would take minutes without output."""
-    request = REQUEST | {"task": {"name": "memory", "tokens": 10**8, "points": 4}}
+    asked = request(task={"name": "memory", "tokens": 10**8, "points": 4})
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", RUN, json.dumps(request), before]
+    command = [sys.executable, "-c", RUN, asked.to_json(), before]
     with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run_:
         started = time.monotonic()
         while not (children := psutil.Process(run_.pid).children()) and time.monotonic() < started + 30:
@@ -166,7 +170,7 @@ def test_its_process_ends_with_the_run_that_is_killed(before, number):
 def test_a_process_that_says_nothing_is_told_by_its_exit_code(monkeypatch, tmp_path):
     monkeypatch.setattr(apart, "_CHILD", "import sys; sys.exit(7)")
     with pytest.raises(RuntimeError, match="exit code 7 and said nothing"):
-        apart.measure(REQUEST, lambda tokens, text: None)
+        apart.measure(request(), lambda tokens, text: None)
 
 
 def test_its_process_ends_when_whoever_listens_does(monkeypatch):
@@ -177,7 +181,7 @@ def test_its_process_ends_when_whoever_listens_does(monkeypatch):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        apart.measure(REQUEST | {"task": {"name": "memory", "tokens": 10**7, "points": 10**4}}, interrupted)
+        apart.measure(request(task={"name": "memory", "tokens": 10**7, "points": 10**4}), interrupted)
     assert not [p for p in psutil.Process().children() if "kvbench.harness.run.apart" in " ".join(p.cmdline())]
 
 

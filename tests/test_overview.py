@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from test_paper import cell_record
-from test_records import record
+from factories import cell_record, edit, record
 
 from kvbench.harness.report import sections
 from kvbench.harness.report.charts.bytes import against_bytes
@@ -19,7 +18,7 @@ from kvbench.harness.report.rows import rows
 
 def made(policy, capacity, nll, kv_bytes, **changes):
     found = record(policy, capacity, nll, **changes)
-    found.metrics["kv_bytes"] = kv_bytes
+    edit(found, metrics={"kv_bytes": kv_bytes})
     return found
 
 
@@ -30,7 +29,7 @@ def four():
 def alone(policy, capacity, nll, **changes):
     """A record that can't be compared with others, because it scored other tokens."""
     found = made(policy, capacity, nll, 640, **changes)
-    found.metrics["blocks"] = found.metrics["blocks"] | {"tokens": [31] * 1024}
+    edit(found, metrics={"blocks": found.metrics.as_json()["blocks"] | {"tokens": [31] * 1024}})
     return found
 
 
@@ -47,14 +46,14 @@ def step(policy, rounds, capacity=8, together="x", **facts):
     task = {"name": "latency", "batch": 1, "tokens": 64}
     what = {"suite": "s", "model": "m", "policy": policy, "parameters": {}, "capacity": capacity, "task": task}
     found = cell_record(metrics, **what)
-    found.cell["model"] = record().cell["model"]
-    found.facts = facts
+    edit(found, cell={"model": record().cell.as_json()["model"]})
+    edit(found, facts=facts)
     return found
 
 
 def starred(records):
     found = rows(records)
-    return {r.cell["policy"]: star for r, star in zip(found, front(found), strict=True)}
+    return {r.cell.policy: star for r, star in zip(found, front(found), strict=True)}
 
 
 def table_of(lines):
@@ -75,7 +74,7 @@ def test_a_larger_cache_has_to_be_surely_better():
     """The same NLL with more bytes earns no star, nor does one within noise; a significantly lower one does."""
     noisy = made("noisy", 8, 2.1, 640)
     noise = np.random.default_rng(5).normal(size=1024)
-    noisy.metrics["blocks"] = noisy.metrics["blocks"] | {"nll_sum": [32 * (2.099 + 0.1 * x) for x in noise]}
+    edit(noisy, metrics={"blocks": noisy.metrics.as_json()["blocks"] | {"nll_sum": [32 * (2.099 + 0.1 * x) for x in noise]}})
     small = made("small", 4, 2.1, 320)
     assert starred([small, noisy]) == {"small": True, "noisy": False}
     assert starred([small, made("large", 8, 2.0, 640)]) == {"small": True, "large": True}
@@ -105,7 +104,7 @@ def test_time_counts_where_it_was_surely_measured():
 def test_ranks_are_shared_where_intervals_do_not_separate():
     same = made("alike", 8, 2.0, 640)
     found = rows([*four(), same])
-    assert dict(zip([r.cell["policy"] for r in found], ranks(found), strict=True)) == {
+    assert dict(zip([r.cell.policy for r in found], ranks(found), strict=True)) == {
         "dense": None, "good": (1, 2), "bad": (3, 3), "small": None, "alike": (1, 2),
     }  # fmt: skip
 
@@ -141,7 +140,11 @@ def test_no_row_joins_two_devices():
 
 @pytest.mark.parametrize(
     ("task", "axis", "values"),
-    [("streameval", "distance", (2, 20)), ("arc_stream", "subset", ("easy", "challenge")), ("lm_eval", "tasks", ("one", "two"))],
+    [
+        ("streameval", "distance", (2, 20)),
+        ("arc_stream", "subset", ("ARC-Easy", "ARC-Challenge")),
+        ("lm_eval", "tasks", ("one", "two")),
+    ],
 )
 def test_no_row_of_a_section_joins_two_devices(task, axis, values):
     """A row has a column for every distance, subset or task. The second device's has only those that it measured."""
@@ -150,7 +153,7 @@ def test_no_row_of_a_section_joins_two_devices(task, axis, values):
         counts = {"questions": 40, "right": 20, "accuracy": 0.5, "in_cache": {"whole": {"questions": 40, "right": 20}}}
         scores = {"score": 0.5, "stderr": 0.1, "metric": "acc", "requests": 40, "over_capacity": 0, "kv_bytes": 640}
         made_ = cell_record(counts | scores, task={"name": task, "prompt": "stream", axis: value})
-        made_.facts = {"device": device}
+        edit(made_, facts={"device": device})
         return made_
 
     records = [answered(values[0], "CPU 1"), answered(values[1], "CPU 2")]
@@ -182,7 +185,7 @@ def test_failures_have_names():
     error = {"kind": "MeasurementError", "message": "NLL is not finite at 5"}
     nan = record("y", 8, status="failed", error=error, metrics={})
     flagged = made("z", 8, 2.0, 640)
-    flagged.metrics["flags"] = ["unsettled"]
+    edit(flagged, metrics={"flags": ["unsettled"]})
     found = rows([oom, nan, flagged])
     assert [faults(r, found) for r in found] == [
         ["perplexity failed: out of memory"], ["perplexity failed: NaN: NLL is not finite at 5"], ["unsettled"],
@@ -192,9 +195,12 @@ def test_failures_have_names():
 @pytest.mark.parametrize(("at", "size"), [(100, 1.0), (10, 2.0), (300, 0.8)])
 def test_a_cliff_is_found_where_it_begins(at, size):
     falls, best = record("falls", 8, 2.0), record("best", 8, 2.0)
-    sums = np.array(best.metrics["blocks"]["nll_sum"])
-    falls.metrics["blocks"] = best.metrics["blocks"] | {"nll_sum": (sums + 32 * size * (np.arange(1024) >= at)).tolist()}
-    falls.metrics["nll"] += 0.1
+    sums = np.array(best.metrics.blocks.nll_sum)
+    edit(
+        falls,
+        metrics={"blocks": best.metrics.as_json()["blocks"] | {"nll_sum": (sums + 32 * size * (np.arange(1024) >= at)).tolist()}},
+    )
+    edit(falls, metrics={"nll": falls.metrics.nll + 0.1})
     found = rows([falls, best])
     assert cliff(found[0], found) == at * 32
     assert cliff(found[1], found) is None
@@ -202,10 +208,10 @@ def test_a_cliff_is_found_where_it_begins(at, size):
 
 def test_what_is_only_worse_or_recovers_is_no_cliff():
     best = record("best", 8, 2.0)
-    sums = np.array(best.metrics["blocks"]["nll_sum"])
+    sums = np.array(best.metrics.blocks.nll_sum)
     for change in (0.5 * np.ones(1024), 2.0 * (np.arange(1024) < 200)):
         other = record("other", 8, 2.3)
-        other.metrics["blocks"] = best.metrics["blocks"] | {"nll_sum": (sums + 32 * change).tolist()}
+        edit(other, metrics={"blocks": best.metrics.as_json()["blocks"] | {"nll_sum": (sums + 32 * change).tolist()}})
         found = rows([other, best])
         assert cliff(found[0], found) is None
 
@@ -218,7 +224,7 @@ def test_the_table_has_a_row_a_policy_and_the_command_that_repeats_it():
     assert f"`{four()[1].cell_id[:8]}`" in row
     assert overview(four()[:1]) == []
     elsewhere = record("good", 8)
-    elsewhere.data = {"ids_sha256": "another", "tokens": 12800}
+    edit(elsewhere, data={"ids_sha256": "another", "tokens": 12800})
     assert overview([*four(), elsewhere]) == [], "of two texts neither is the one to choose by"
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from conftest import bench
+from factories import edit, record
 from fuzz_records import fuzz
 from test_charts import drawn
-from test_records import record
 
 from kvbench.harness.records import RecordStore
 from kvbench.harness.report import leaderboard, paper, site
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 def results(tmp_path):
     store = RecordStore(tmp_path / "results")
     for made in drawn():
-        made.facts |= {"device": "d", "seconds": 1.0}
+        edit(made, facts={"device": "d", "seconds": 1.0})
         store.write(made)
     return store.folder
 
@@ -134,7 +134,8 @@ def test_two_renderings_at_once_leave_whole_pages(results, tmp_path, capsys):
 def test_a_record_that_breaks_a_section_is_named_and_left_out(results, tmp_path, capsys):
     """Finite figures of the right type, whose interval overflows as a perplexity."""
     bad = record("h2o", 16)
-    bad.metrics["blocks"]["nll_sum"] = [1000 * x for x in bad.metrics["blocks"]["nll_sum"]]
+    blocks = bad.metrics.as_json()["blocks"]
+    edit(bad, metrics={"blocks": blocks | {"nll_sum": [1000 * x for x in blocks["nll_sum"]]}})
     path = RecordStore(results).write(bad)
     out = tmp_path / "board" / "README.md"
     code, _, err = bench(capsys, "leaderboard", "--results", results, "--out", out)
@@ -149,14 +150,14 @@ def test_of_records_that_do_not_go_together_the_most_stay():
     records = [record("odd"), *(record(f"p{i}") for i in range(6)), record("odd too")]
 
     def make(part):
-        kinds = {r.cell["policy"].startswith("odd") for r in part}
+        kinds = {r.cell.policy.startswith("odd") for r in part}
         if len(kinds) > 1:
             raise TypeError("mixed")
-        return [r.cell["policy"] for r in part]
+        return [r.cell.policy for r in part]
 
     made, broken = made_of(records, make)
     assert made == [f"p{i}" for i in range(6)]
-    assert [(r.cell["policy"], str(error)) for r, error in broken] == [("odd", "mixed"), ("odd too", "mixed")]
+    assert [(r.cell.policy, str(error)) for r, error in broken] == [("odd", "mixed"), ("odd too", "mixed")]
 
 
 def test_a_page_that_can_not_be_made_of_no_records_either_is_a_bug_of_ours():

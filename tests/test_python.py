@@ -53,10 +53,10 @@ def test_run_gives_the_records_that_bench_run_would_keep(tmp_path, capsys):
     records = run("quickstart", policies=[Newest, "window", H2O(window=8), {"name": "h2o", "window": [16, 32]}],
                   results=tmp_path, progress=False, **SMALL)  # fmt: skip
     assert capsys.readouterr() == ("", "")
-    assert [(r.status, r.cell["policy"], r.cell["parameters"].get("window")) for r in records] == [
+    assert [(r.status, r.cell.policy, r.cell.parameters.get("window")) for r in records] == [
         ("ok", f"{__name__}:Newest", None), ("ok", "window", None), ("ok", "h2o", 8), ("ok", "h2o", 16), ("ok", "h2o", 32),
     ]  # fmt: skip
-    assert records[0].metrics["nll"] == pytest.approx(records[1].metrics["nll"], abs=1e-6)
+    assert records[0].metrics.nll == pytest.approx(records[1].metrics.nll, abs=1e-6)
     kept = load_records(tmp_path)
     assert isinstance(kept, Records)
     assert sorted(r.key for r in kept) == sorted(r.key for r in records)
@@ -123,7 +123,7 @@ class Mine(Policy):
     def importance(self, view):
         return view.position.float()
 (record,) = run("quickstart", tasks="memory", policies=Mine, tokens=256, device="cpu", threads=1, progress=False)
-print(record.status, record.error["message"])
+print(record.status, record.error.message)
 """
     printed = main_module(code, tmp_path)
     assert printed.startswith("failed measured in another process, which can't import Mine: ")

@@ -54,9 +54,9 @@ def test_only_the_work_of_the_task_is_timed_for_tokens_per_second(asked, tmp_pat
     records = asked.measured(tmp_path / "results", asked.cells())
     for record in records:
         facts = record.facts
-        assert 0 < facts["measured_seconds"] < facts["seconds"] - 1
-        assert facts["tokens_per_second"] == pytest.approx(record.data["tokens"] / facts["measured_seconds"], rel=0.05)
-    assert [r.cell["task"]["name"] for r in records] == ["perplexity", "memory"]
+        assert 0 < facts.measured_seconds < facts.seconds - 1
+        assert facts.tokens_per_second == pytest.approx(record.data.tokens / facts.measured_seconds, rel=0.05)
+    assert [r.cell.task.name for r in records] == ["perplexity", "memory"]
 
 
 def test_a_crash_in_a_policy_shows_its_line_and_the_record_keeps_the_traceback(tmp_path, capsys, asked, monkeypatch):

@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from factories import EVIL, cell_record, drawn, record
+from factories import EVIL, cell_record, changed, drawn, record
 
 from kvbench.harness.report import site
 from kvbench.harness.report.leaderboard import render
@@ -173,15 +173,7 @@ def test_two_thousand_records_open_in_under_two_seconds(tmp_path):
 
 
 def renamed(records, number):
-    from dataclasses import replace
-
-    from kvbench.harness.records import digest
-
-    made = []
-    for r in records:
-        cell = r.cell | {"suite": f"suite{number}"}
-        made.append(replace(r, cell=cell, cell_id=digest(cell)))
-    return made
+    return [changed(r, cell={"suite": f"suite{number}"}) for r in records]
 
 
 def test_the_page_needs_nothing_from_elsewhere_and_is_the_same_for_the_same_records():

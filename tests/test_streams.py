@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from conftest import model_of
+from factories import edit, record
 
 from kvbench.harness.data.stream import TokenStream
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.method import EAGER
-from kvbench.harness.records import Record
 from kvbench.harness.records.aggregates import scored
 from kvbench.harness.report.pairing import paired
 from kvbench.harness.tasks.perplexity import Perplexity, PerplexityOptions
@@ -28,7 +28,7 @@ def measured(text: TokenStream, policy, tmp_path, streams=None, stride=1):
     trace = tmp_path / f"{len(text.ids)}-{streams}.npy"
     options = PerplexityOptions(tokens=text.tokens, streams=streams, stride=stride)
     job = Job(model_of("llama"), CacheConfig(policy, 12), text, 20, EAGER, trace, lambda *a: None)
-    return Perplexity.run(options, job), np.load(trace)
+    return Perplexity.run(options, job).as_json(), np.load(trace)
 
 
 @pytest.mark.parametrize("prefix", [0, 2])
@@ -63,10 +63,8 @@ def test_pairs_leave_out_where_caches_fill_in_every_stream(tmp_path):
     a, _ = measured(text, H2O(), tmp_path, streams=8)
     b, _ = measured(text, SinkWindow(2), tmp_path, streams=8)
     records = [
-        Record({"suite": "s", "suite_version": 1, "model": {}, "task": {}, "capacity": 12, "policy": p}, p, p, "ok", metrics=m,
-               data={"prefix": [7], "ids_sha256": "x"})
-        for p, m in (("a", a), ("b", b))
-    ]  # fmt: skip
+        edit(record(p, 12, data={"prefix": [7], "ids_sha256": "x"}), metrics=m) for p, m in (("h2o", a), ("sink_window", b))
+    ]
     size = a["blocks"]["size"]
     found = paired(*records)
     # Of 512 positions in a stream, whole runs of 32 after the 13th; those that hold the next stream's start are left out.

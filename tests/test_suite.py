@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from kvbench.harness import suite as suites
 from kvbench.harness.core.errors import UserError
+from kvbench.harness.records.cell import CellSpec
 from kvbench.harness.suite import cells as cells_module
 from kvbench.harness.suite.overrides import Overrides
 
@@ -229,8 +230,8 @@ def test_an_option_that_was_not_there_before_leaves_cell_ids_alone(tmp_path):
 @pytest.mark.parametrize("index", range(5))
 def test_the_cell_of_a_record_can_be_asked_for_again(tmp_path, index):
     cell = load(tmp_path)[index]
-    assert suites.again(json.loads(json.dumps(cell.asked()))).id == cell.id
-    elsewhere = suites.again(cell.asked(), model=str(tmp_path))
+    assert suites.again(CellSpec.from_json(json.loads(json.dumps(cell.asked())))).id == cell.id
+    elsewhere = suites.again(CellSpec.from_json(cell.asked()), model=str(tmp_path))
     assert elsewhere.model.id == str(tmp_path)
 
 
@@ -241,7 +242,7 @@ def test_the_cell_of_a_record_can_be_asked_for_again(tmp_path, index):
 )  # fmt: skip
 def test_what_can_not_be_asked_for_any_more_says_so(tmp_path, change, says):
     with pytest.raises(UserError, match=says):
-        suites.again(load(tmp_path)[1].asked() | change)
+        suites.again(CellSpec.from_json(load(tmp_path)[1].asked() | change))
 
 
 BOUNDS = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import dataclasses
 import hashlib
@@ -13,15 +14,15 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from conftest import bench
-from test_paper import cell_record
-from test_records import record
+from factories import cell_record, changed, edit, record
 
 from kvbench.harness.records import Problem, RecordStore, read
 from kvbench.harness.records import record as records_module
 from kvbench.harness.records.aggregates import of_answers, of_nll, of_steps, timing
+from kvbench.harness.records.facts import Facts
 from kvbench.harness.report.export import rows, write
 from kvbench.harness.report.recomputed import kv_bytes
-from kvbench.harness.report.verify import TRACES, problems, verify
+from kvbench.harness.report.verify import problems, verify
 from kvbench.harness.run.asked import Asked
 
 TASK = {"name": "perplexity", "tokens": 5000, "stride": 4}
@@ -30,15 +31,14 @@ TASK = {"name": "perplexity", "tokens": 5000, "stride": 4}
 def with_trace(folder, made, suffix, content):
     path = folder / f"x{suffix}"
     path.write_bytes(content) if isinstance(content, bytes) else np.save(path, content)
-    made.trace = {"file": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-    return made
+    return edit(made, trace={"file": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()})
 
 
 def of_tokens(folder):
     nll = np.random.default_rng(0).gamma(2, 1, 5001).astype(np.float32)
     nll[0] = np.nan
     made = cell_record(of_nll(nll, 1, [1, 2000], 4) | {"bits_per_byte": 1.5}, task=TASK)
-    made.data = {"prefix": [0]}
+    edit(made, data={"prefix": [0]})
     return with_trace(folder, made, ".nll.npy", nll)
 
 
@@ -50,7 +50,8 @@ def of_questions(folder):
 
 def of_times(folder):
     steps = np.random.default_rng(0).gamma(9, 0.2, (12, 8))
-    metrics = of_steps(steps, 2) | {"step_ms": float(np.median(np.median(steps, 1)))}
+    median, error = timing([list(steps)])
+    metrics = of_steps(steps, 2) | {"step_ms": median, "error": error, "settled": error <= 0.02, "sittings": 1}
     return with_trace(folder, cell_record(metrics, task={"name": "latency", "batch": 2}), ".steps.npy", steps.astype("<f4"))
 
 
@@ -70,7 +71,7 @@ def test_what_was_measured_holds(kind, tmp_path):
 )  # fmt: skip
 def test_a_figure_that_was_changed_is_found(kind, name, value, tmp_path):
     made = MADE[kind](tmp_path)
-    made.metrics[name] = value
+    edit(made, metrics={name: value})
     (found,) = problems(made, tmp_path)
     assert found.startswith(f"{name} is ")
 
@@ -78,11 +79,12 @@ def test_a_figure_that_was_changed_is_found(kind, name, value, tmp_path):
 @pytest.mark.parametrize("part", ["buckets", "blocks", "on_stride", "texts"])
 def test_a_sum_that_was_changed_is_found(part, tmp_path):
     made = of_tokens(tmp_path)
-    at = made.metrics[part][1] if part == "buckets" else made.metrics[part]
+    value = copy.deepcopy(made.metrics.as_json()[part])
     if part == "buckets":
-        at["nll"] += 0.01
+        value[1]["nll"] += 0.01
     else:
-        at["nll_sum"][1] += 0.01
+        value["nll_sum"][1] += 0.01
+    edit(made, metrics={part: value})
     assert [p.split()[0] for p in problems(made, tmp_path)] == [part]
 
 
@@ -92,19 +94,19 @@ def test_another_trace_and_none_are_told_apart(tmp_path):
     assert "sha256" in problems(made, tmp_path)[0]
     (tmp_path / "x.nll.npy").unlink()
     assert problems(made, tmp_path) is None
-    made.metrics["bits_per_byte"], made.metrics["bytes"] = 0.7, 9999
+    edit(made, metrics={"bits_per_byte": 0.7, "bytes": 9999})
     assert problems(made, tmp_path)[0].startswith("bits_per_byte is 0.7"), "what needs no trace is said all the same"
 
 
 def test_a_task_that_keeps_a_trace_has_one_of_its_kind(tmp_path):
     """With `trace: null`, or a trace of another name, any perplexity once passed."""
     made = of_tokens(tmp_path)
-    made.metrics["perplexity"] = 1.01
+    edit(made, metrics={"perplexity": 1.01})
     made.trace = None
     assert "has no trace" in problems(made, tmp_path)[0]
     made = of_tokens(tmp_path)
     (tmp_path / "x.nll.npy").rename(tmp_path / "x.foo")
-    made.trace["file"] = "x.foo"
+    edit(made, trace={"file": "x.foo"})
     assert "ends in .nll.npy" in problems(made, tmp_path)[0]
     for kind in ("folder", "pipe"):
         made = of_tokens(tmp_path)
@@ -117,8 +119,11 @@ def test_a_task_that_keeps_a_trace_has_one_of_its_kind(tmp_path):
 def test_the_traces_are_those_that_the_tasks_write():
     from kvbench.harness.core import plugins
 
-    written = {name: plugins.task_class(name).trace for name in plugins.task_names() if name != "memory"}
-    assert written == TRACES, "memory is read off while it runs"
+    written = {name: plugins.task_class(name).trace for name in plugins.task_names()}
+    assert written == {
+        "perplexity": ".nll.npy", "streameval": ".answers.jsonl", "arc_stream": ".answers.jsonl", "latency": ".steps.npy",
+        "lm_eval": ".samples.jsonl", "memory": None,
+    }, "memory is read off while it runs"  # fmt: skip
 
 
 def quick(folder, seed):
@@ -140,34 +145,34 @@ def test_steps_below_a_millisecond_hold_and_a_forged_one_does_not(tmp_path):
         quick(tmp_path, seed)  # its trace
         assert problems(one, tmp_path) == []
         again = of_steps(np.load(tmp_path / "x.steps.npy").astype(np.float64), 1)["rounds_ms"]
-        other_side += again != one.metrics["rounds_ms"]
+        other_side += again != one.metrics.rounds_ms
         for name, at in (("rounds_ms", 5), ("step_ms", None), ("error", None), ("over_roofline", None)):
-            was = one.metrics[name]
+            was = getattr(one.metrics, name)
             if at is None:
-                one.metrics[name] = was * (1 + 5e-6) + (5e-6 if name == "error" else 0)
+                edit(one, metrics={name: was * (1 + 5e-6) + (5e-6 if name == "error" else 0)})
             else:
-                one.metrics[name] = [x + (7.5e-5 if i == at else 0) for i, x in enumerate(was)]
+                edit(one, metrics={name: [x + (7.5e-5 if i == at else 0) for i, x in enumerate(was)]})
             assert any(p.startswith(f"{name} is") for p in problems(one, tmp_path))
-            one.metrics[name] = was
+            edit(one, metrics={name: was})
     assert other_side > 0, "the case that was called wrong is among them"
 
 
 @pytest.mark.parametrize("way", ["kv_bytes", "bits_per_byte", "bytes", "facts.tokens_per_second"])
 def test_what_follows_from_the_rest_of_the_record_can_not_be_forged_alone(way, tmp_path):
     made = of_tokens(tmp_path)
-    m = made.metrics
-    m |= {"bytes": 20000, "bits_per_byte": m["nll"] * m["tokens"] / math.log(2) / 20000, "kv_bytes": 2 * 9 * 3 * (4 + 4) * 4}
-    made.facts["kv_shapes"] = [{"layers": 2, "heads": 3, "key_dim": 4, "value_dim": 4, "sliding_window": None}]
-    made.data |= {"tokens": 5000}
-    made.facts |= {"measured_seconds": 1.234, "tokens_per_second": round(5000 / 1.23449, 1)}
+    nll, tokens = made.metrics.nll, made.metrics.tokens
+    figures = {"bytes": 20000, "bits_per_byte": nll * tokens / math.log(2) / 20000, "kv_bytes": 2 * 9 * 3 * (4 + 4) * 4}
+    shapes = [{"layers": 2, "heads": 3, "key_dim": 4, "value_dim": 4, "sliding_window": None}]
+    facts = {"kv_shapes": shapes, "measured_seconds": 1.234, "tokens_per_second": round(5000 / 1.23449, 1)}
+    edit(made, metrics=figures, facts=facts, data={"tokens": 5000})
     found = verify(made, tmp_path)
     assert (found.problems, found.unverifiable) == ([], ["bytes"]), "bytes need the text"
-    part, name = (made.facts, way.split(".")[1]) if "." in way else (m, way)
-    part[name] *= 2
-    (said,) = problems(made, tmp_path)
+    part, name = ("facts", way.split(".")[1]) if "." in way else ("metrics", way)
+    forged = changed(made, **{part: {name: 2 * (facts | figures)[name]}})
+    (said,) = problems(forged, tmp_path)
     assert said.startswith(f"{'bits_per_byte' if way == 'bytes' else way} is ")
-    part[name] //= 2
-    del made.facts["kv_shapes"], made.facts["measured_seconds"], m["bytes"]
+    edit(made, without=["bytes"])
+    made.facts = Facts.from_json({"device": "a device", "tokens_per_second": facts["tokens_per_second"]})
     assert verify(made, tmp_path).unverifiable == ["bits_per_byte", "kv_bytes", "facts.tokens_per_second"]
 
 
@@ -178,11 +183,10 @@ def test_what_follows_from_the_rest_of_the_record_can_not_be_forged_alone(way, t
     ids=str,
 )  # fmt: skip
 def test_kv_bytes_are_those_of_the_cache(changes, slots):
-    """One of two kinds of layers has a sliding window of 64."""
-    made = cell_record({}, model="m", **changes)
-    made.data, made.metrics = {"prefix": [0], "tokens": 300}, {}
-    made.facts["kv_shapes"] = [{"layers": 1, "heads": 2, "key_dim": 8, "value_dim": 4, "sliding_window": 64}]
-    assert kv_bytes(made) == min(slots, 64 * made.cell["task"].get("batch", 1)) * 2 * 12 * 2
+    """With a sliding window of 64 in one of two kinds of layers."""
+    made = cell_record({}, model="m", data={"prefix": [0], "tokens": 300}, **changes)
+    edit(made, facts={"kv_shapes": [{"layers": 1, "heads": 2, "key_dim": 8, "value_dim": 4, "sliding_window": 64}]})
+    assert kv_bytes(made) == min(slots, 64 * made.cell.options.get("batch", 1)) * 2 * 12 * 2
 
 
 @pytest.mark.parametrize("window", [None, 6])
@@ -192,7 +196,7 @@ def test_a_models_facts_tell_its_kv_bytes(window):
 
     model = adopt(tiny_model("mistral", vocab_size=96, sliding_window=window))
     made = cell_record({}, capacity=8, task={"name": "streameval"})
-    made.cell["model"]["dtype"], made.facts = "float32", model.facts()
+    edit(made, facts=model.facts())
     assert kv_bytes(made) == model.kv_bytes(8) > 0
 
 
@@ -209,15 +213,13 @@ def test_what_a_run_leaves_holds_and_a_bad_answer_is_seen(tmp_path):
         found = verify(made, path.parent)
         assert found.problems == []
         assert not {"nll", "bits_per_byte", "accuracy", "outcomes"} & set(found.unverifiable)
-        assert ("kv_bytes" in found.unverifiable) == (
-            made.cell["task"]["name"] == "streameval" and made.cell["policy"] == "dense"
-        )
-    path, made = next((p, r) for p, r in files if r.cell["task"]["name"] == "streameval")
-    trace = path.parent / made.trace["file"]
+        assert ("kv_bytes" in found.unverifiable) == (made.cell.task.name == "streameval" and made.cell.policy == "dense")
+    path, made = next((p, r) for p, r in files if r.cell.task.name == "streameval")
+    trace = path.parent / made.trace.file
     lines = [json.loads(line) for line in trace.read_text().splitlines()]
     lines[0]["gold"], lines[0]["said"] = "1", "1" if not lines[0]["right"] else "2"
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    made.trace["sha256"] = hashlib.sha256(trace.read_bytes()).hexdigest()
+    edit(made, trace={"sha256": hashlib.sha256(trace.read_bytes()).hexdigest()})
     assert "outcomes" in " ".join(problems(made, path.parent))
 
 
@@ -230,7 +232,7 @@ def test_a_trace_that_fits_nothing_is_a_problem_and_no_crash(tmp_path):
 
 def test_from_the_command_line(tmp_path, capsys):
     made, store = of_tokens(tmp_path), RecordStore(tmp_path / "results")
-    made.metrics["kv_bytes"] = 640
+    edit(made, metrics={"kv_bytes": 640})
     file = store.write(made, tmp_path / "x.nll.npy")
     code, _, err = bench(capsys, "records", "verify", tmp_path / "results")
     assert (code, "1 records hold, 0 don't, 0 have their trace elsewhere" in err) == (0, True)
@@ -279,7 +281,7 @@ def test_no_text_in_a_csv_is_a_formula(tmp_path):
 
 def test_a_cell_can_not_pass_itself_off_as_another_record():
     made = cell_record({"x": 1})
-    made.cell |= {"cell_id": "another", "status": "failed"}
+    edit(made, cell={"cell_id": "another", "status": "failed"})
     assert [(row["cell_id"], row["status"]) for row in rows([made])] == [(made.cell_id, "ok")]
 
 

@@ -21,14 +21,14 @@ SHOWN = ("window", "h2o", "sink_window")  # `random` loses so much that the othe
 
 def points(records: Sequence[Record]) -> list[dict[str, Any]]:
     """What each policy loses at each capacity: the paired difference in NLL to the recomputed window, as % of perplexity."""
-    yardstick = next(r for r in records if r.cell["policy"] == "recompute_sink_window")
+    yardstick = next(r for r in records if r.cell.policy == "recompute_sink_window")
     rows = []
     for record in records:
         difference = paired(record, yardstick)
         if record is yardstick or difference is None or difference.low is None or difference.high is None:
             continue
         loss, low, high = (round(100 * math.expm1(nats), 2) for nats in (difference.mean, difference.low, difference.high))
-        where = {"policy": record.cell["policy"], "capacity": record.cell["capacity"], "kib": record.metrics["kv_bytes"] / 1024}
+        where = {"policy": record.cell.policy, "capacity": record.cell.capacity, "kib": record.metrics.kv_bytes / 1024}
         rows.append({**where, "loss": loss, "low": low, "high": high})
     return sorted(rows, key=lambda row: ([*SHOWN, row["policy"]].index(row["policy"]), row["capacity"]))
 

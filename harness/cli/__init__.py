@@ -14,6 +14,7 @@ import click
 from kvbench import __version__
 from kvbench.harness.cli import judge, keep, lm_eval, look, measure, pages
 from kvbench.harness.cli.output import debugging
+from kvbench.harness.core import plugins
 from kvbench.harness.core.errors import DISK_ERRNOS, Exit, UserError
 
 
@@ -31,13 +32,19 @@ class _Bench(click.Group):
 @click.group(cls=_Bench, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="bench")
 @click.option("--debug", is_flag=True, help="Show a traceback with every error, and with every failed cell.")
-def cli(debug: bool) -> None:
+@click.option(
+    "--task", "tasks", multiple=True, envvar="BENCH_TASKS", metavar="FILE.PY:CLASS",
+    help="Read records of a task of yours as it declares (or BENCH_TASKS, several with blanks between them).",
+)  # fmt: skip
+def cli(debug: bool, tasks: tuple[str, ...]) -> None:  # noqa: ARG001 - sys.argv is looked at (`output.debugging`)
     """KV Bench: what an LLM loses, and gains, when part of its KV cache is thrown away.
 
     \b
     bench run quickstart      measure every policy, one record a cell, in ./results
     bench leaderboard         make the pages of ./results: index.html and README.md
     """
+    for task in tasks:
+        plugins.task_class(task)
 
 
 for _verb in (

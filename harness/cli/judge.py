@@ -153,6 +153,8 @@ def update(folder: str, suite: str, runs: int, why: str, who: str | None, **opti
 
     FOLDER must be missing, empty, or hold a baseline and nothing else, which is replaced.
     """
+    from kvbench.harness.core import plugins
+    from kvbench.harness.records.metrics import StepMetrics
     from kvbench.harness.report import bands
     from kvbench.harness.report import baseline as baselines
     from kvbench.harness.report.baseline_file import Baseline
@@ -164,7 +166,7 @@ def update(folder: str, suite: str, runs: int, why: str, who: str | None, **opti
         records = Path(scratch) / "records"
         cells = asked.cells()
         first = asked.measured(records, cells, fresh=True, tracebacks=debugging())
-        latency = [c for c in cells if c.task.name == "latency"]
+        latency = [c for c in cells if issubclass(plugins.task_class(c.task.name).metrics, StepMetrics)]
         more = range(1, runs) if latency else ()
         repeated = [first, *(asked.measured(Path(scratch) / f"{n}", latency, fresh=True, tracebacks=debugging()) for n in more)]
         learnt = bands.learnt(repeated)

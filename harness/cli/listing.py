@@ -62,7 +62,11 @@ def tasks() -> list[dict[str, Any]]:
     """A row per task: what it measures and its options."""
     rows = []
     for name in plugins.task_names():
-        task = plugins.task_class(name)
+        try:
+            task = plugins.task_class(name)
+        except UserError as error:
+            rows.append({"task": name, "measures": str(error), "options": ""})
+            continue
         fields = {k: f for k, f in task.options.model_fields.items() if k != "name"}
         options = ", ".join(f"{k} (needed)" if f.is_required() else f"{k}={f.default}" for k, f in fields.items())
         rows.append({"task": name, "measures": (task.__doc__ or "").strip().splitlines()[0], "options": options})

@@ -53,7 +53,7 @@ def run(
     records = asked.measured(writable(Path(results)), cells, fresh, block, walk, tracebacks=debugging())
     for_a_person = sys.stdout.isatty() and not as_json
     if as_json:
-        click.echo(json.dumps([vars(r) for r in records], indent=1, ensure_ascii=False))
+        click.echo(json.dumps([r.as_json() for r in records], indent=1, ensure_ascii=False))
     elif not for_a_person:
         from kvbench.harness.report.summary import rows
 

@@ -75,7 +75,7 @@ def still_asked(asked: Asked, records: Sequence[Record], folder: Path) -> list[C
     """
     cells = asked.cells()
     if not {c.id for c in cells} & {r.cell_id for r in records}:
-        then, now = {r.cell["model"]["id"] for r in records}, {c.asked()["model"]["id"] for c in cells}
+        then, now = {r.cell.model.id for r in records}, {c.asked()["model"]["id"] for c in cells}
         raise UserError(
             f"{folder}: the suite has none of its cells any more (its model is {', '.join(sorted(then))}; "
             f"asked for is {', '.join(sorted(now))})"

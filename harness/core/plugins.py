@@ -9,6 +9,8 @@ import importlib.util
 import inspect
 import pkgutil
 import sys
+from dataclasses import dataclass
+from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
@@ -20,34 +22,78 @@ if TYPE_CHECKING:
     from kvbench.policies import Policy
 
 T = TypeVar("T")
-_PLUGINS = "bench.policies"  # the entry-point group
-_POLICIES, _TASKS = "kvbench.policies", "kvbench.harness.tasks"
-_NOT_POLICIES = {"policy", "statistics"}
-_NOT_TASKS = {"task", "answering", "lane", "latency_options"}
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What is found by name: one class a module.
+
+    Attributes:
+        what: in words.
+        package: of ours; each of its modules is one.
+        others: modules of that package that are none.
+        group: of entry points.
+        base: "module:Class" that each inherits from.
+        base_name: of that class for people.
+    """
+
+    what: str
+    package: str
+    others: frozenset[str]
+    group: str
+    base: str
+    base_name: str
+
+    def base_class(self) -> type[Any]:
+        """What each inherits from; imported by name, because tasks import this package."""
+        module, _, name = self.base.partition(":")
+        found: type[Any] = getattr(importlib.import_module(module), name)
+        return found
+
+
+_POLICY = _Kind(
+    "policy",
+    "kvbench.policies",
+    frozenset({"policy", "statistics"}),
+    "bench.policies",
+    "kvbench.policies:Policy",
+    "kvbench.Policy",
+)
+_TASK = _Kind(
+    "task", "kvbench.harness.tasks", frozenset({"task", "common"}), "bench.tasks", "kvbench.harness.tasks:Task",
+    "kvbench.harness.tasks.Task",
+)  # fmt: skip
+_tasks_of_files: dict[str, type[Any]] = {}  # those that this process has loaded, by the name that records have for them
 
 
 def policy_names() -> list[str]:
     """Ours and those of installed plug-ins, which come through the entry-point group `bench.policies`."""
-    return sorted({*_modules(_POLICIES, _NOT_POLICIES), *(e.name for e in entry_points(group=_PLUGINS))})
+    return _names(_POLICY)
+
+
+def task_names() -> list[str]:
+    """Ours and those of installed plug-ins, which come through the entry-point group `bench.tasks`."""
+    return _names(_TASK)
 
 
 def working_policies() -> dict[str, type[Policy]]:
     """The policies by name, without plug-ins that can't be loaded."""
-    found = {}
-    for name in policy_names():
-        with contextlib.suppress(UserError):
-            found[name] = policy_class(name)
-    return found
+    return _working(_POLICY)
+
+
+def working_tasks() -> dict[str, type[Any]]:
+    """The tasks by name, without plug-ins that can't be loaded."""
+    return _working(_TASK)
 
 
 def ignored_plugins(name: str | None = None) -> dict[str, str]:
-    """What each ignored entry point stands for ("package.module:Class"), and why it is ignored: its name is taken.
+    """What each ignored entry point of a policy stands for ("package.module:Class"), and why it is ignored: its name is taken.
 
     Args:
         name: only those of this name.
     """
-    ours, taken, ignored = _modules(_POLICIES, _NOT_POLICIES), set[str](), {}
-    for entry in entry_points(group=_PLUGINS):
+    ours, taken, ignored = _modules(_POLICY), set[str](), {}
+    for entry in entry_points(group=_POLICY.group):
         if name not in (None, entry.name):
             continue
         if entry.name in ours:
@@ -58,9 +104,9 @@ def ignored_plugins(name: str | None = None) -> dict[str, str]:
     return ignored
 
 
-def is_ours(policy: type[Policy]) -> bool:
-    """Whether a policy comes with the project."""
-    return policy.__module__.startswith(f"{_POLICIES}.")
+def is_ours(plugin: type[Any]) -> bool:
+    """Whether a policy or a task comes with the project."""
+    return plugin.__module__.startswith((f"{_POLICY.package}.", f"{_TASK.package}."))
 
 
 def name_of(policy: type[Policy]) -> str:
@@ -76,57 +122,94 @@ def name_of(policy: type[Policy]) -> str:
     return f"{policy.__module__}:{policy.__name__}"
 
 
-def task_names() -> list[str]:
-    """The tasks there are."""
-    return _modules(_TASKS, _NOT_TASKS)
-
-
 def policy_class(name: str) -> type[Policy]:
     """The policy of a name, of `package.module:Class` or of `path/to/file.py:Class`.
 
     Raises:
         UserError: there is none, or it can't be imported.
     """
-    from kvbench.policies import Policy
+    return _find(_POLICY, name)
 
+
+def task_class(name: str) -> type[Any]:
+    """The task of a name, of `package.module:Class` or of `path/to/file.py:Class`: a `Task` of `harness/tasks`.
+
+    Raises:
+        UserError: there is none, or it can't be imported.
+    """
+    found = _find(_TASK, name)
+    if ":" in name:
+        _tasks_of_files[recorded_name(name)] = found
+    return found
+
+
+def known_task(name: str) -> type[Any] | None:
+    """The task of a record: ours, an installed plug-in's, or one of a file that this process was told to load.
+
+    No file is imported because a record names it.
+    """
+    return _tasks_of_files.get(name) if ":" in name else _installed_task(name, tuple(sys.path))
+
+
+@lru_cache
+def _installed_task(name: str, path: tuple[str, ...]) -> type[Any] | None:  # noqa: ARG001 - decides what is installed
+    """path: `sys.path`."""
+    with contextlib.suppress(UserError):
+        return _find(_TASK, name) if name in task_names() else None
+    return None
+
+
+def recorded_name(name: str) -> str:
+    """What a policy or task is called in a record: a file without its folder, which is its user's business."""
+    where, colon, attribute = name.rpartition(":")
+    return f"{Path(where).name}{colon}{attribute}"
+
+
+def _names(kind: _Kind) -> list[str]:
+    return sorted({*_modules(kind), *(e.name for e in entry_points(group=kind.group))})
+
+
+def _working(kind: _Kind) -> dict[str, type[Any]]:
+    found = {}
+    for name in _names(kind):
+        with contextlib.suppress(UserError):
+            found[name] = _find(kind, name)
+    return found
+
+
+def _find(kind: _Kind, name: str) -> type[Any]:
+    """The class of a name.
+
+    Raises:
+        UserError: there is none, or it can't be imported.
+    """
+    base = kind.base_class()
     if ":" in name:
         where, _, attribute = name.rpartition(":")
         module = _user_module(where)
         found = getattr(module, attribute, None)
         if found is None:
-            raise UserError(f"{where} has no '{attribute}'; {_classes_in(module, where)}")
+            raise UserError(f"{where} has no '{attribute}'; {_classes_in(module, where, kind)}")
     elif name.endswith(".py"):
-        raise UserError(f"{name}: {_classes_in(_user_module(name), name)}")
-    elif name in _modules(_POLICIES, _NOT_POLICIES):
-        found = _defined_in(importlib.import_module(f"{_POLICIES}.{name}"), Policy)
+        raise UserError(f"{name}: {_classes_in(_user_module(name), name, kind)}")
+    elif name in _modules(kind):
+        found = _defined_in(importlib.import_module(f"{kind.package}.{name}"), base)
     else:
-        entries = [e for e in entry_points(group=_PLUGINS) if e.name == name]
+        entries = [e for e in entry_points(group=kind.group) if e.name == name]
         if not entries:
-            raise UserError(f"unknown policy '{name}'{did_you_mean(name, policy_names())}")
+            raise UserError(f"unknown {kind.what} '{name}'{did_you_mean(name, _names(kind))}")
         found = _plugin(entries[0])
-    if not (inspect.isclass(found) and issubclass(found, Policy)):
-        raise UserError(f"{name} is not a kvbench.Policy")
+    if not (inspect.isclass(found) and issubclass(found, base)):
+        raise UserError(f"{name} is not a {kind.base_name}")
     return found
 
 
-def task_class(name: str) -> type[Any]:
-    """The task of a name: a `Task` of `harness/tasks`, which is imported by name because tasks import this package.
-
-    Raises:
-        UserError: there is none.
-    """
-    if name not in task_names():
-        raise UserError(f"unknown task '{name}'{did_you_mean(name, task_names())}")
-    kind: type[Any] = importlib.import_module(f"{_TASKS}.task").Task
-    return _defined_in(importlib.import_module(f"{_TASKS}.{name}"), kind)
-
-
-def _modules(package: str, infrastructure: set[str]) -> list[str]:
+def _modules(kind: _Kind) -> list[str]:
     """A package's modules, found as files, so that adding one is all it takes."""
-    spec = importlib.util.find_spec(package)
+    spec = importlib.util.find_spec(kind.package)
     assert spec is not None
     assert spec.submodule_search_locations
-    return sorted(m.name for m in pkgutil.iter_modules(spec.submodule_search_locations) if m.name not in infrastructure)
+    return sorted(m.name for m in pkgutil.iter_modules(spec.submodule_search_locations) if m.name not in kind.others)
 
 
 def _defined_in(module: ModuleType, kind: type[T]) -> type[T]:
@@ -136,13 +219,12 @@ def _defined_in(module: ModuleType, kind: type[T]) -> type[T]:
     return found[0]
 
 
-def _classes_in(module: ModuleType, where: str) -> str:
-    """The policies that a user's module defines, as they are named on the command line."""
-    from kvbench.policies import Policy
-
-    kinds = [x for x in vars(module).values() if inspect.isclass(x) and issubclass(x, Policy)]
-    names = [f"{where}:{x.__name__}" for x in kinds if x.__module__ == module.__name__]
-    return f"name the class, e.g. {', '.join(names)}" if names else "it defines no class that inherits from kvbench.Policy"
+def _classes_in(module: ModuleType, where: str, kind: _Kind) -> str:
+    """The policies or tasks that a user's module defines, as they are named on the command line."""
+    base = kind.base_class()
+    found = [x for x in vars(module).values() if inspect.isclass(x) and issubclass(x, base)]
+    names = [f"{where}:{x.__name__}" for x in found if x.__module__ == module.__name__]
+    return f"name the class, e.g. {', '.join(names)}" if names else f"it defines no class that inherits from {kind.base_name}"
 
 
 def _plugin(entry: EntryPoint) -> object:

@@ -1,4 +1,4 @@
-"""The source of a policy, as a digest: part of a record's key, so that a changed policy is measured again."""
+"""The source of a policy or a task, as a digest: part of a record's key, so that a cell is measured again when it changes."""
 
 from __future__ import annotations
 
@@ -23,6 +23,12 @@ def source_digest(policy: type[Policy]) -> str:
         parts += [_members(c) for c in kinds if c.__module__ == module] if text is None else [text]
     parts += [_source(s) or _members(s) for s in policy.statistics]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def task_digest(task: type[object]) -> str:
+    """sha256 of the source of a task that is not ours: its module, and those it inherits from that are not ours either."""
+    modules = dict.fromkeys(c.__module__ for c in task.__mro__ if not c.__module__.startswith("kvbench.") and c is not object)
+    return hashlib.sha256("\0".join(_source(sys.modules[m]) or repr(m) for m in modules).encode()).hexdigest()
 
 
 def _source(of: ModuleType | type) -> str | None:

@@ -7,13 +7,15 @@ import re
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import PreTrainedTokenizerBase
 
 from kvbench.harness.core.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _MIN_PIECE_CHARACTERS = 2**15  # tokenised at once; a piece has at most twice as many
 _HASHED_AT_ONCE = 2**20

@@ -1,4 +1,7 @@
-"""The figures of a record, task by task: what is always there, and what is of its type where it is there. Imports no torch."""
+"""Kinds of figures: what pages, comparisons and the gate know by name. A task's own figures add to one of them. Imports no torch.
+
+Every field says how the gate holds it (`records/rules.py`).
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,50 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from kvbench.harness.records.types import Amount, Count, Duration, Name, Nats, Number, Outcomes, Part, Positive, Share, Whole
+from kvbench.harness.records.rules import (
+    ANSWERED,
+    BYTES,
+    BYTES_IF_BOUNDED,
+    EXACT,
+    MEAN_NATS,
+    PART_NATS,
+    RUN_NATS,
+    SUM,
+    TIME,
+    Elsewhere,
+    NotHeld,
+    near,
+)
+from kvbench.harness.records.types import (
+    Amount,
+    Count,
+    Document,
+    Duration,
+    Nats,
+    Number,
+    Outcomes,
+    Part,
+    Positive,
+    Share,
+    Whole,
+)
+
+
+class Metrics(Document):
+    """Figures of any task."""
+
+    kv_bytes: Annotated[Count | None, BYTES] = Field(None, description="bytes of K and V held")
+    state_bytes: Annotated[Count | None, BYTES] = Field(None, description="bytes of the policy's statistics")
+    flags: Annotated[list[str], Elsewhere("flags")] = Field(
+        default_factory=list, description="what the task found wrong with its own figures"
+    )
 
 
 class Sums(Part):
     """NLL summed, and tokens counted, run by run."""
 
-    nll_sum: list[Nats]
-    tokens: list[Count]
+    nll_sum: Annotated[list[Nats], near(RUN_NATS, SUM)] = Field(description="nats, summed over the tokens of each run")
+    tokens: Annotated[list[Count], EXACT] = Field(description="scored tokens of each run")
 
     @model_validator(mode="after")
     def _fit(self) -> Self:
@@ -25,38 +64,46 @@ class Sums(Part):
 class Blocks(Sums):
     """Runs of `size` positions."""
 
-    size: Positive
+    size: Annotated[Positive, EXACT] = Field(description="positions of a run")
 
 
 class StrideBlocks(Blocks):
     """The same on the tokens that all cells scored, with the sums of each text."""
 
-    texts: Sums
+    texts: Sums = Field(description="sums of each text")
 
 
 class Bucket(Part):
     """Mean NLL between two positions."""
 
-    from_: Count = Field(alias="from")
-    to: Count
-    tokens: Positive
-    nll: Nats
+    from_: Annotated[Count, EXACT] = Field(alias="from", description="first position")
+    to: Annotated[Count, EXACT] = Field(description="first position after it")
+    tokens: Annotated[Positive, EXACT] = Field(description="scored tokens")
+    nll: Annotated[Nats, near(PART_NATS)] = Field(description="mean, nats")
 
 
-class FactCost(Part):
-    """What the facts of prose cost, told so many words ago."""
+class NllMetrics(Metrics):
+    """Negative log-likelihood of a text, token by token: paired, ranked, and drawn over the stream."""
 
-    words_back: Annotated[list[Count], Field(min_length=2, max_length=2)] | None
-    tellings: Positive
-    nats: Nats
-    drawn_nats: Annotated[float, Field(ge=0, le=700)]
+    tokens: Annotated[Positive, EXACT] = Field(description="scored tokens")
+    nll: Annotated[Nats, near(MEAN_NATS)] = Field(description="mean, nats")
+    perplexity: Annotated[Amount, near(relative=SUM)] = Field(description="exponential of nll")
+    buckets: Annotated[list[Bucket], EXACT] = Field(
+        default_factory=list, description="by position in the stream, each twice as long as all before it"
+    )
+    blocks: Blocks = Field(description="sums over short runs of positions: intervals and paired differences come from these")
+    texts: Sums = Field(description="sums of each text")
+    stream_tokens: Annotated[Positive | None, EXACT] = Field(None, description="tokens of text in each of several streams")
+    on_stride: StrideBlocks | None = Field(None, description="the same on the tokens that every cell of the task scored")
+    bytes: Annotated[Count | None, EXACT] = Field(None, description="UTF-8 bytes of the scored text")
+    bits_per_byte: Annotated[Number | None, near(relative=SUM)] = Field(None, description="of the scored text")
 
 
-class Held(Part):
+class EvidenceCounts(Part):
     """Questions, and the right answers among them, by where their evidence was."""
 
-    questions: Positive
-    right: Count
+    questions: Annotated[Positive, EXACT] = Field(description="asked")
+    right: Annotated[Count, ANSWERED] = Field(description="answered rightly")
 
     @model_validator(mode="after")
     def _fit(self) -> Self:
@@ -65,157 +112,79 @@ class Held(Part):
         return self
 
 
-class LatencyPoint(Part):
-    """A step somewhere in the stream."""
+class QuestionMetrics(Metrics):
+    """Questions, and whether each was answered rightly, where that is how they are scored."""
 
-    position: Positive
-    step_ms: Duration
-    error: Amount
-    used_slots: Amount
-    attended_slots: Amount
-
-
-class MemoryPoint(Part):
-    """Memory somewhere in the stream."""
-
-    position: Positive
-    peak_bytes: Whole
-    token_ms: Amount
-
-
-class DeviceRates(Part):
-    """What the device was found to do, a second."""
-
-    bandwidth: Duration
-    multiply_rate: Duration
-
-
-class Metrics(Part):
-    """Figures of any task: what pages and comparisons look for by name, of its type where it is there."""
-
-    nll: Nats = 0.0
-    perplexity: Annotated[float, Field(ge=0)] = 0.0
-    bits_per_byte: Number = 0.0
-    bytes: Count = 0
-    buckets: list[Bucket] = Field(default_factory=list)
-    blocks: Blocks | None = None
-    texts: Sums | None = None
-    on_stride: StrideBlocks | None = None
-    stream_tokens: Positive = 1
-    facts: list[FactCost] = Field(default_factory=list)
-    questions: Positive = 1
-    right: Count = 0
-    accuracy: Share = 0.0
-    outcomes: Outcomes = ""
-    in_cache: dict[str, Held] = Field(default_factory=dict)
-    score: Number = 0.0
-    stderr: Amount | None = None
-    scores: list[Number] = Field(default_factory=list)
-    weights: list[Duration] = Field(default_factory=list)
-    higher_is_better: bool = True
-    step_ms: Duration = 1.0
-    rounds_ms: list[Duration] = Field(default_factory=list, min_length=1)
-    together: str = ""
-    kv_bytes: Count = 0
-    state_bytes: Count = 0
-    flags: list[str] = Field(default_factory=list)
+    questions: Annotated[Positive, EXACT] = Field(description="asked")
+    right: Annotated[Count | None, ANSWERED] = Field(None, description="answered rightly")
+    accuracy: Annotated[Share | None, ANSWERED] = Field(None, description="share of right answers")
+    outcomes: Annotated[Outcomes | None, ANSWERED] = Field(None, description="a digit a question, 1 for a right answer")
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
-        """Figures that are read together are there together, and fit."""
-        given = self.model_fields_set
-        for name in given & {"blocks", "texts", "on_stride"}:
-            if getattr(self, name) is None:
-                raise ValueError(f"{name} is null")
-        for name, others in _TOGETHER.items():
-            if name in given and not others <= given:
-                raise ValueError(f"{name} without {', '.join(sorted(others - given))}")
-        if self.right > self.questions and "right" in given:
+        if self.right is not None and self.right > self.questions:
             raise ValueError("no more right answers than questions")
-        for name in ("outcomes", "scores"):
-            if name in given and "questions" in given and len(getattr(self, name)) != self.questions:
-                raise ValueError(f"{name}: one a question")
-        if "weights" in given and len(self.weights) != len(self.scores):
+        if self.accuracy is not None and self.right is None:
+            raise ValueError("accuracy without right")
+        if self.outcomes is not None and len(self.outcomes) != self.questions:
+            raise ValueError("outcomes: one a question")
+        return self
+
+
+class AnswerMetrics(QuestionMetrics):
+    """Answers read off the stream, by how much of their evidence was in the cache."""
+
+    right: Annotated[Count, ANSWERED] = Field(description="answered rightly")
+    accuracy: Annotated[Share, ANSWERED] = Field(description="share of right answers")
+    in_cache: Annotated[dict[str, EvidenceCounts], EXACT] = Field(description="by how much of the evidence was in the cache")
+    reach: Annotated[Amount | None, near()] = Field(None, description="mean tokens back to the evidence")
+    outcomes: Annotated[Outcomes, ANSWERED] = Field(description="a digit a question, 1 for a right answer")
+    kv_bytes: Annotated[Count, BYTES] = Field(description="bytes of K and V held")
+    state_bytes: Annotated[Count, BYTES] = Field(description="bytes of the policy's statistics")
+
+
+class ScoreMetrics(QuestionMetrics):
+    """A score a question: right or wrong, a number, or a log-likelihood with its weight."""
+
+    metric: Annotated[str, EXACT] = Field(min_length=1, max_length=500, description="what counts as the score")
+    score: Annotated[Number, near(PART_NATS, SUM)] = Field(description="mean, weighted")
+    stderr: Annotated[Amount | None, near(PART_NATS, SUM)] = Field(None, description="standard error of the score")
+    scores: Annotated[list[Number] | None, near(RUN_NATS, SUM)] = Field(None, description="of every question, if not 0 or 1")
+    weights: Annotated[list[Duration] | None, EXACT] = Field(None, description="of every question, if they differ")
+    higher_is_better: Annotated[bool, EXACT] = Field(True, description="whether a larger score is the better one")
+
+    @model_validator(mode="after")
+    def _one_a_question(self) -> Self:
+        if self.scores is not None and len(self.scores) != self.questions:
+            raise ValueError("scores: one a question")
+        if self.weights is not None and len(self.weights) != len(self.scores or []):
             raise ValueError("weights: one a score")
         return self
 
 
-_TOGETHER = {
-    "blocks": {"texts"}, "accuracy": {"right", "questions"}, "right": {"questions"}, "outcomes": {"questions"},
-    "scores": {"score", "questions"}, "weights": {"scores"}, "rounds_ms": {"step_ms", "together"},
-}  # fmt: skip
+class StepMetrics(Metrics):
+    """Time of a decode step: a ratio to a yardstick that was timed in turn with it."""
+
+    step_ms: Annotated[Duration, Elsewhere("latency")] = Field(description="median of the rounds' medians")
+    error: Annotated[Amount, TIME] = Field(description="half the relative 95 % interval of step_ms")
+    rounds_ms: Annotated[list[Duration], Elsewhere("latency")] = Field(min_length=1, description="median of each round")
+    together: Annotated[str, NotHeld("a name that is new in every run")] = Field(
+        description="the same in all records that were timed in turn"
+    )
+    calibration_ms: Annotated[list[Amount] | None, Elsewhere("latency")] = Field(
+        None, description="the calibration step, in every round: what dense's step is held to"
+    )
+    first_token_ms: Annotated[Amount, Elsewhere("prompt")] = Field(description="from the prompt to its answer's first token")
+    kv_bytes: Annotated[Count, BYTES_IF_BOUNDED] = Field(description="bytes of K and V held")
+    state_bytes: Annotated[Count, BYTES_IF_BOUNDED] = Field(description="bytes of the policy's statistics")
 
 
-class PerplexityMetrics(Metrics):
-    """Figures of `perplexity`."""
+class PeakMetrics(Metrics):
+    """Memory taken, as it was found and not as it was reported."""
 
-    tokens: Positive
-    nll: Nats
-    perplexity: Annotated[float, Field(ge=0)]
-    bits_per_byte: Number
-    blocks: Blocks
-    texts: Sums
-    kv_bytes: Count
-
-
-class QuestionMetrics(Metrics):
-    """Figures of `streameval` and `arc_stream`."""
-
-    questions: Positive
-    right: Count
-    accuracy: Share
-    outcomes: Outcomes
-    in_cache: dict[str, Held]
-    kv_bytes: Count
-    state_bytes: Count
-
-
-class LmEvalMetrics(Metrics):
-    """Figures of `lm_eval`."""
-
-    metric: Name
-    questions: Positive
-    score: Number
-    requests: Count
-    over_capacity: Count
-    kv_bytes: Count
-    state_bytes: Count
-
-
-class LatencyMetrics(Metrics):
-    """Figures of `latency`."""
-
-    step_ms: Duration
-    error: Amount
-    sittings: Positive
-    rounds_ms: Annotated[list[Duration], Field(min_length=1)]
-    percentiles_ms: dict[str, Amount]
-    tokens_per_second: Amount
-    first_token_ms: Amount
-    first_token_error: Amount
-    curve: Annotated[list[LatencyPoint], Field(min_length=1)]
-    bookkeeping_share: Number
-    over_roofline: Amount
-    device: DeviceRates
-    together: str
-    kv_bytes: Count
-    state_bytes: Count
-
-
-class MemoryMetrics(Metrics):
-    """Figures of `memory`."""
-
-    peak_bytes: Whole
-    allocated_bytes: Whole
-    growth_bytes: Whole
-    weight_bytes: Count
-    how: str
-    curve: Annotated[list[MemoryPoint], Field(min_length=1)]
-    kv_bytes: Count
-    state_bytes: Count
-
-
-BY_TASK: dict[str, type[Metrics]] = {
-    "perplexity": PerplexityMetrics, "streameval": QuestionMetrics, "arc_stream": QuestionMetrics,
-    "lm_eval": LmEvalMetrics, "latency": LatencyMetrics, "memory": MemoryMetrics,
-}  # fmt: skip
+    peak_bytes: Annotated[Whole, Elsewhere("memory")] = Field(description="the most, over what there was with the model loaded")
+    allocated_bytes: Annotated[Whole, Elsewhere("memory")] = Field(description="held at the end by the cache")
+    growth_bytes: Annotated[Whole, Elsewhere("memory")] = Field(description="rise of the peak after the cache had filled")
+    how: Annotated[str, NotHeld("what the system lets us read; peaks are compared where it is the same")] = Field(
+        description="what was read to find the peak"
+    )

@@ -7,11 +7,11 @@ import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.files import atomic_write, put_in_place, remove_partials
+from kvbench.harness.records.facts import Trace
 from kvbench.harness.records.record import AHEAD, Problem, Record, moment, read, slug
 
 LOCK = ".running"  # in a suite's folder while a run measures into it
@@ -27,7 +27,7 @@ class RecordStore:
     def path(self, record: Record) -> Path:
         """Where a record belongs."""
         cell = record.cell
-        return self.folder / slug(str(cell["suite"])) / slug(str(cell["model"]["id"])) / f"{record.stem}.json"
+        return self.folder / slug(cell.suite) / slug(cell.model.id) / f"{record.stem}.json"
 
     def trace_path(self, record: Record, suffix: str = ".nll.npy") -> Path:
         """Where its per-token or per-question figures belong."""
@@ -93,10 +93,10 @@ class RecordStore:
         path.parent.mkdir(parents=True, exist_ok=True)
         if trace is not None:
             target = self.trace_path(record, suffix)
-            record.trace = {"file": target.name, "sha256": hashlib.sha256(trace.read_bytes()).hexdigest()}
+            record.trace = Trace(file=target.name, sha256=hashlib.sha256(trace.read_bytes()).hexdigest())
             put_in_place(trace, target)
         with atomic_write(path) as file:
-            json.dump(asdict(record), file, indent=1, ensure_ascii=False, allow_nan=False)
+            json.dump(record.as_json(), file, indent=1, ensure_ascii=False, allow_nan=False)
             file.write("\n")
         return path
 
@@ -105,7 +105,7 @@ class RecordStore:
         found = read(self.path(record))
         if isinstance(found, Problem) or found.status != "ok" or (found.cell_id, found.key) != (record.cell_id, record.key):
             return None
-        return found if found.trace is None or (self.path(found).parent / found.trace["file"]).exists() else None
+        return found if found.trace is None or (self.path(found).parent / found.trace.file).exists() else None
 
     def files(self) -> Iterator[tuple[Path, Record | Problem]]:
         """Every file of the folder with the record in it, or with what is wrong with it, in the order of their paths.

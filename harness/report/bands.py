@@ -10,6 +10,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kvbench.harness.records import Record
+from kvbench.harness.records.metrics import StepMetrics
 
 _WIDTHS = 4  # standard deviations of the log ratio that a band has on either side
 _NARROWEST = 0.10  # a band is never narrower, in log ratio: machines have days
@@ -83,19 +84,19 @@ def ratio(record: Record, run: Sequence[Record]) -> float | None:
     Returns:
         None without such a yardstick.
     """
-    ours = record.metrics
-    if record.status != "ok" or "rounds_ms" not in ours:
+    ours = record.measured(StepMetrics)
+    if ours is None:
         return None
     if is_dense(record):
-        beside = ours.get("calibration_ms")
+        beside = ours.calibration_ms
     else:
-        others = (r.metrics for r in run if r.status == "ok" and is_dense(r) and r.metrics.get("rounds_ms"))
-        beside = next((m["rounds_ms"] for m in others if m["together"] == ours["together"]), None)
-    if not beside or len(beside) != len(ours["rounds_ms"]):
+        others = (m for r in run if is_dense(r) and (m := r.measured(StepMetrics)))
+        beside = next((m.rounds_ms for m in others if m.together == ours.together), None)
+    if not beside or len(beside) != len(ours.rounds_ms):
         return None
-    return float(np.median(np.array(ours["rounds_ms"]) / np.array(beside)))
+    return float(np.median(np.array(ours.rounds_ms) / np.array(beside)))
 
 
 def is_dense(record: Record) -> bool:
     """Whether a record is of the cache that keeps everything."""
-    return bool(record.cell["policy"] == "dense")
+    return record.cell.policy == "dense"

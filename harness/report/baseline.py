@@ -95,7 +95,7 @@ def _own_record(folder: Path, cell_id: str, files: CellFiles) -> Record:
         raise UserError(f"{folder}: a baseline that can't be read ({record.path.name}: {record.reason})")
     if (record.cell_id, record.status) != (cell_id, files.status):
         raise UserError(f"{folder / files.record}: of another cell or status than {FILE} says")
-    if (record.trace or {}).get("sha256") != files.trace_sha256:
+    if (record.trace.sha256 if record.trace else None) != files.trace_sha256:
         raise UserError(f"{folder / files.record}: of another trace than {FILE} says")
     return record
 
@@ -109,7 +109,7 @@ def _listed(folder: Path) -> dict[str, CellFiles]:
     listed = {}
     for record in records:
         path = store.path(record)
-        trace = path.parent / Path(record.trace["file"]).name if record.trace else None
+        trace = path.parent / Path(record.trace.file).name if record.trace else None
         if record.cell_id in listed or not path.exists() or (trace and not trace.exists()):
             raise UserError(f"{path}: a second record of its cell, one in another place, or one without its trace")
         listed[record.cell_id] = CellFiles(
@@ -143,7 +143,7 @@ def _own_files(folder: Path) -> set[Path]:
         listed = parse(folder / FILE).cells.values()
     except OutdatedBaselineError:
         records = [(path, record) for path in folder.rglob("*.json") if isinstance(record := read(path), Record)]
-        return own | {p for p, _ in records} | {p.parent / Path(r.trace["file"]).name for p, r in records if r.trace}
+        return own | {p for p, _ in records} | {p.parent / Path(r.trace.file).name for p, r in records if r.trace}
     except UserError:
         return set()
     return own | {folder / name for files in listed for name in (files.record, files.trace) if name}

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvbench.harness.core.intervals import median_interval
+from kvbench.harness.records.metrics import QuestionMetrics
 from kvbench.harness.report.compare import paired_shares
 from kvbench.harness.report.pairing import paired, past_training
 from kvbench.harness.report.ranks import Pairs, nll_pairs, sign_test, surely_less
 from kvbench.harness.report.rows import Row
-from kvbench.harness.report.sections.latency import round_ratios
+from kvbench.harness.report.speed import round_ratios
 
 _NAMED = 6  # policies named one by one in a sentence
 _TOO_SHORT = "the text is too short for an interval"
@@ -63,7 +64,7 @@ def best_policies(contenders: Sequence[Contender]) -> list[str]:
     """
     for measure in (_NLL, _ANSWERS):
         scored = [c for c in contenders if measure.value(c) is not None]
-        capacities = sorted({c.row.cell["capacity"] for c in scored if c.row.kv_bytes} - {None})
+        capacities = sorted({size for c in scored if c.row.kv_bytes and (size := c.row.cell.capacity) is not None})
         lines = [line for capacity in capacities if (line := _at_capacity(scored, capacity, measure))]
         if lines and measure is _NLL and any(_has_trend(c) for c in scored):
             lines.append("Dense read past its training length: its perplexity is no yardstick.")
@@ -74,7 +75,7 @@ def best_policies(contenders: Sequence[Contender]) -> list[str]:
 
 def _at_capacity(scored: Sequence[Contender], capacity: int, measure: _Measure) -> str:
     """What can be said about the policies of one capacity; empty if nothing."""
-    rivals = [c for c in scored if c.row.cell["capacity"] == capacity and c.row.kv_bytes]
+    rivals = [c for c in scored if c.row.cell.capacity == capacity and c.row.kv_bytes]
     pairs = measure.pairs([c.row for c in rivals])
     worse = {place for _, place in surely_less(pairs)}
     leaders = sorted((c for place, c in enumerate(rivals) if place not in worse), key=lambda c: measure.value(c) or 0.0)
@@ -101,10 +102,8 @@ def _either(leaders: Sequence[Contender]) -> str:
 
 def _price(best: Contender, scored: Sequence[Contender], capacity: int, measure: _Measure) -> str:
     """What the best loses and saves against dense; what it loses against recomputing its window, where dense can't tell."""
-    dense = next((c for c in scored if c.row.cell["policy"] == "dense"), None)
-    recompute = next(
-        (c for c in scored if (c.row.cell["policy"], c.row.cell["capacity"]) == ("recompute_window", capacity)), None
-    )
+    dense = next((c for c in scored if c.row.cell.policy == "dense"), None)
+    recompute = next((c for c in scored if (c.row.cell.policy, c.row.cell.capacity) == ("recompute_window", capacity)), None)
     parts = []
     if dense is not None and not (measure is _NLL and _has_trend(dense)):
         parts = [measure.price(best.row, dense.row, "dense")]
@@ -160,9 +159,9 @@ def _answer_price(best: Row, base: Row, name: str) -> str:
 def _outcomes(row: Row) -> dict[str, str]:
     """A digit a question, by task and text."""
     return {
-        repr([r.cell["task"], r.data.get("ids_sha256")]): str(r.metrics["outcomes"])
+        repr([r.cell.options, r.data.ids_sha256]): metrics.outcomes
         for r in row.records
-        if r.status == "ok" and r.metrics.get("outcomes")
+        if (metrics := r.measured(QuestionMetrics)) and metrics.outcomes
     }
 
 

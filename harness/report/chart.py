@@ -83,7 +83,7 @@ def of(record: Record, kind: str, unique: str, alt: str, spec: dict[str, Any]) -
         alt: what it shows; `{model}` stands for the model.
         spec: Vega-Lite, without theme.
     """
-    suite, model = str(record.cell["suite"]), str(record.cell["model"]["id"])
+    suite, model = record.cell.suite, record.cell.model.id
     return Chart(name(f"{suite} {kind} {model}", unique), alt.replace("{model}", model), shown(spec), suite, model)
 
 

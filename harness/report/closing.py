@@ -9,6 +9,8 @@ from pathlib import Path
 
 from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Record
+from kvbench.harness.records.facts import Failure
+from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics
 from kvbench.harness.report import sections
 from kvbench.harness.report.best import Contender, best_policies
 from kvbench.harness.report.common_tokens import common_stride, described, on_common
@@ -16,6 +18,7 @@ from kvbench.harness.report.machines import by_machine
 from kvbench.harness.report.markdown import cache_bytes
 from kvbench.harness.report.pairing import question
 from kvbench.harness.report.rows import Row, rows
+from kvbench.harness.report.task import task_of
 
 _NAMED = 3  # policies named in a line, before "and 4 more"
 
@@ -57,7 +60,7 @@ def closing(records: Sequence[Record]) -> Closing:
         records: of the run, those of cells that were finished before included.
     """
     groups = list(_comparable(records))
-    tasks = [group[0].cell["task"] for _, group in groups if _apart(group[0])]
+    tasks = [group[0].cell.options for _, group in groups if _apart(group[0])]
     keys = dict.fromkeys(key for task in tasks for key in task)
     options = [key for key in keys if len({repr(task.get(key)) for task in tasks}) > 1]
     return Closing([_table(group, options, machine) for machine, group in groups], [*_failures(records), *_flags(records)])
@@ -70,7 +73,7 @@ def _comparable(records: Sequence[Record]) -> Iterable[tuple[str, list[Record]]]
     """
     models: dict[str, list[Record]] = {}
     for record in records:
-        models.setdefault(repr(record.cell["model"]), []).append(record)
+        models.setdefault(repr(record.cell.as_json()["model"]), []).append(record)
     for of_model in models.values():
         for machine, group in by_machine(of_model):
             parts: dict[str, list[Record]] = {}
@@ -82,10 +85,10 @@ def _comparable(records: Sequence[Record]) -> Iterable[tuple[str, list[Record]]]
 
 def _apart(record: Record) -> str:
     """What must not share a column with another of its kind: texts, and ways to prompt. Empty where anything may."""
-    prompt = record.cell["task"].get("prompt")
-    if _task(record) == "perplexity":
+    if record.measures(NllMetrics):
         return question(record)
-    return prompt if isinstance(prompt, str) else ""
+    options, names = record.cell.options, task_of(record).never_pooled_over
+    return " ".join(str(options[name]) for name in names if name in options)
 
 
 def _table(records: Sequence[Record], options: Sequence[str], machine: str) -> Table:
@@ -96,17 +99,17 @@ def _table(records: Sequence[Record], options: Sequence[str], machine: str) -> T
         options: of tasks, which tell it from the other tables.
         machine: that measured them, where the run has records of several.
     """
-    found = sorted(rows(records), key=lambda row: row.cell["capacity"] or 0)
+    found = sorted(rows(records), key=lambda row: row.cell.capacity or 0)
     scored = [row.perplexity for row in found if row.perplexity is not None and row.nll is not None]
     stride, asked = common_stride(scored), {task for row in found for task in _answered(row)}
     contenders = [
         Contender(row, name, _nll(row, stride), _wrong(row) if set(_answered(row)) == asked else None)
         for row, name in zip(found, _names(found), strict=True)
     ]
-    capacities = {row.cell["capacity"] for row in found} - {None}
+    capacities = {row.cell.capacity for row in found if row.cell.capacity is not None}
     columns = {
         "policy": [c.name for c in contenders],
-        "capacity": ["all" if row.cell["capacity"] is None else f"{row.cell['capacity']:,}" for row in found],
+        "capacity": ["all" if row.cell.capacity is None else f"{row.cell.capacity:,}" for row in found],
         "perplexity": ["" if c.nll is None else f"{math.exp(min(c.nll, 700)):.4g}" for c in contenders],
         "right": ["" if c.wrong is None else f"{100 * (1 - c.wrong):.0f} %" for c in contenders],
         "result": [_other(row) for row in found],
@@ -118,7 +121,7 @@ def _table(records: Sequence[Record], options: Sequence[str], machine: str) -> T
         del columns["capacity"]
     shown = {head: cells for head, cells in columns.items() if any(cells)}
     notes = [f"Perplexity is over {described(scored, stride)}."] if stride > 1 else []
-    told = [key for key in options if len({repr(r.cell["task"].get(key)) for r in records if _apart(r)}) == 1]
+    told = [key for key in options if len({repr(r.cell.options.get(key)) for r in records if _apart(r)}) == 1]
     heading = visible(", ".join([_heading(records[0], capacities, told), *([f"on {machine}"] if machine else [])]))
     return Table(heading, list(shown), list(zip(*shown.values(), strict=True)), [*best_policies(contenders), *notes])
 
@@ -126,9 +129,9 @@ def _table(records: Sequence[Record], options: Sequence[str], machine: str) -> T
 def _heading(record: Record, capacities: set[int], options: Sequence[str]) -> str:
     """Suite, model, capacity, and what tells the table from the others of the run."""
     cell = record.cell
-    parts = [f"{cell['suite']}, {cell['model']['id']}"]
+    parts = [f"{cell.suite}, {cell.model.id}"]
     parts += [f"{next(iter(capacities)):,} tokens cached"] if len(capacities) == 1 else []
-    parts += [f"{option} {cell['task'][option]}" for option in options if option in cell["task"]]
+    parts += [f"{option} {cell.options[option]}" for option in options if option in cell.options]
     return ", ".join(parts)
 
 
@@ -136,7 +139,7 @@ def _names(found: Sequence[Row]) -> list[str]:
     """Of each policy as little as tells it from the others of its capacity."""
     names = []
     for row in found:
-        rivals = [r for r in found if (r.cell["policy"], r.cell["capacity"]) == (row.cell["policy"], row.cell["capacity"])]
+        rivals = [r for r in found if (r.cell.policy, r.cell.capacity) == (row.cell.policy, row.cell.capacity)]
         told: list[dict[str, object]] = [_settings(r) for r in rivals]
         kept = [key for key in told[0] if len({repr(t.get(key)) for t in told}) > 1]
         for key in reversed(kept):  # a window that follows from the sinks says nothing
@@ -145,14 +148,14 @@ def _names(found: Sequence[Row]) -> list[str]:
                 kept = others
         settings = _settings(row)
         extra = ", ".join(f"{key} {settings[key]}" for key in kept if settings.get(key) is not None)
-        names.append(visible(_short(row.cell["policy"]) + (f" ({extra})" if extra else "")))
+        names.append(visible(_short(row.cell.policy) + (f" ({extra})" if extra else "")))
     return names
 
 
 def _settings(row: Row) -> dict[str, object]:
     """What may tell two rows of one policy and capacity apart."""
     cell = row.cell
-    return {**cell["parameters"], **{key: cell[key] for key in ("positions", "limit", "seed")}}
+    return {**cell.parameters, "positions": cell.positions, "limit": cell.limit, "seed": cell.seed}
 
 
 def _short(name: str) -> str:
@@ -164,12 +167,13 @@ def _short(name: str) -> str:
 def _nll(row: Row, stride: int) -> float | None:
     """On the tokens that all rows scored."""
     record = on_common(row.perplexity, stride) if row.perplexity is not None and row.nll is not None else None
-    return None if record is None else float(record.metrics["nll"])
+    metrics = None if record is None else record.measured(NllMetrics)
+    return None if metrics is None else metrics.nll
 
 
 def _answered(row: Row) -> list[str]:
     """The tasks whose questions it answered."""
-    return [repr(r.cell["task"]) for r in row.records if r.status == "ok" and "right" in r.metrics]
+    return [repr(r.cell.options) for r in row.records if (m := r.measured(QuestionMetrics)) and m.right is not None]
 
 
 def _wrong(row: Row) -> float | None:
@@ -197,10 +201,10 @@ def _failures(records: Sequence[Record]) -> list[str]:
     reasons: dict[tuple[str, str], list[Record]] = {}
     for record in records:
         if record.status != "ok":
-            error = record.error or {}
-            place = f" ({error['where']})" if error.get("where") else ""
-            what = ": ".join(str(error[k]) for k in ("kind", "message") if error.get(k)) or "no reason given"
-            reasons.setdefault((_short(record.cell["policy"]), what + place), []).append(record)
+            error = record.error or Failure(kind="", message="")
+            place = f" ({error.where})" if error.where else ""
+            what = ": ".join(part for part in (error.kind, error.message) if part) or "no reason given"
+            reasons.setdefault((_short(record.cell.policy), what + place), []).append(record)
     lines = []
     for (policy, reason), failed in reasons.items():
         cells = f"{len(failed)} cells" if len(failed) > 1 else _task(failed[0])
@@ -217,15 +221,15 @@ def _flags(records: Sequence[Record]) -> list[str]:
             kinds.setdefault((_task(record), kind), []).append((record, flag))
     lines = []
     for (task, _), flagged in kinds.items():
-        names = list(dict.fromkeys(_short(record.cell["policy"]) for record, _ in flagged))
+        names = list(dict.fromkeys(_short(record.cell.policy) for record, _ in flagged))
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         lines.append(visible(f"flagged, {task} of {', '.join(names[:_NAMED])}{more}: {flagged[0][1]}"))
     return lines
 
 
 def _flags_of(record: Record) -> list[str]:
-    return [str(flag) for flag in record.metrics.get("flags") or []]
+    return record.metrics.flags
 
 
 def _task(record: Record) -> str:
-    return str(record.cell["task"].get("name", ""))
+    return record.cell.task.name

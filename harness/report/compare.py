@@ -7,47 +7,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
 from kvbench.harness.core.intervals import MIN_BLOCKS, clustered, median_interval, wilson
 from kvbench.harness.records import Record
+from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics, ScoreMetrics, StepMetrics
+from kvbench.harness.report.difference import Difference, Traces, Verdict, judged
 from kvbench.harness.report.pairing import paired
+from kvbench.harness.report.task import task_of
 
-Verdict = Literal["better", "worse", "same", "can't tell"]
 # Differences that nobody would act on: an interval inside them is "same".
 MARGINS = {"nll": 0.001, "accuracy": 0.01, "score": 0.01, "step_ms": 0.03}
 
 
-@dataclass(frozen=True)
-class Difference:
-    """One metric of two records.
-
-    Attributes:
-        metric: what is compared.
-        a: the first record's figure; None where it has none.
-        b: the second's.
-        change: of b against a: a difference, for `step_ms` a ratio less 1; None where there is none.
-        low: lower end of its 95 % interval; None where none can be given.
-        high: upper end.
-        verdict: on b.
-        why: of a verdict that the figures alone don't explain.
-    """
-
-    metric: str
-    a: float | None
-    b: float | None
-    change: float | None
-    low: float | None
-    high: float | None
-    verdict: Verdict
-    why: str = ""
-
-
-def differences(a: Record, b: Record, traces: tuple[Path | None, Path | None] = (None, None)) -> list[Difference]:
+def differences(a: Record, b: Record, traces: Traces = (None, None)) -> list[Difference]:
     """Everything that both have.
 
     Args:
@@ -57,24 +31,14 @@ def differences(a: Record, b: Record, traces: tuple[Path | None, Path | None] = 
     """
     if a.status != "ok" or b.status != "ok":
         verdict: Verdict = "same" if a.status == b.status else "worse" if a.status == "ok" else "better"
-        kinds = [str((r.error or {}).get("kind", r.status)) if r.status != "ok" else "ok" for r in (a, b)]
+        kinds = ["ok" if r.status == "ok" else r.error.kind if r.error else r.status for r in (a, b)]
         return [Difference("status", None, None, None, None, None, verdict, " -> ".join(kinds))]
-    found = [*_nll(a, b, traces), *_accuracy(a, b), *_score(a, b), *_latency(a, b)]
-    return [*found, *(_exactly(name, a, b) for name in ("kv_bytes", "state_bytes") if name in a.metrics and name in b.metrics)]
+    held = [*_bytes("kv_bytes", a.metrics.kv_bytes, b.metrics.kv_bytes)]
+    held += _bytes("state_bytes", a.metrics.state_bytes, b.metrics.state_bytes)
+    return [*task_of(b).differences(a, b, traces), *held]
 
 
-def judged(low: float | None, high: float | None, margin: float, more_is_better: bool = False) -> Verdict:
-    """Whether an interval of a change is for better or worse, too small to matter, or too wide to tell."""
-    if low is None or high is None:
-        return "can't tell"
-    if -margin <= low and high <= margin:
-        return "same"
-    if low > 0 or high < 0:
-        return "better" if (low > 0) == more_is_better else "worse"
-    return "can't tell"
-
-
-def largest_difference(traces: tuple[Path | None, Path | None]) -> float | None:
+def largest_difference(traces: Traces) -> float | None:
     """The largest difference in NLL of a token that both scored, in nats; None without both traces of one length."""
     files = [path for path in traces if path is not None and path.exists()]
     if len(files) < 2:
@@ -89,16 +53,19 @@ def largest_difference(traces: tuple[Path | None, Path | None]) -> float | None:
 
 def moved(a: Record, b: Record, *packages: str) -> str:
     """In words, what of device, threads, instructions and these packages' versions is another; empty where nothing is."""
-    facts = [r.facts | r.facts.get("versions", {}) for r in (a, b)]
-    names = [n for n in ("device", "threads", "instructions", *packages) if n in facts[0] and n in facts[1]]  # older: not all
-    return ", ".join(f"{n} {facts[0][n]} -> {facts[1][n]}" for n in names if facts[0][n] != facts[1][n])
+    names = ("device", "threads", "instructions")  # older records have not all of them
+    pairs = [(n, getattr(a.facts, n), getattr(b.facts, n)) for n in names]
+    pairs += [(n, a.facts.versions.get(n), b.facts.versions.get(n)) for n in packages]
+    return ", ".join(f"{n} {x} -> {y}" for n, x, y in pairs if x and y and x != y)
 
 
-def _nll(a: Record, b: Record, traces: tuple[Path | None, Path | None]) -> list[Difference]:
-    if "nll" not in a.metrics or "nll" not in b.metrics:
+def nll(a: Record, b: Record, traces: Traces = (None, None)) -> list[Difference]:
+    """Of a text read token by token, paired on the tokens that both scored."""
+    ours, theirs = a.measured(NllMetrics), b.measured(NllMetrics)
+    if ours is None or theirs is None:
         return []
-    x, y = float(a.metrics["nll"]), float(b.metrics["nll"])
-    if a.metrics == b.metrics:
+    x, y = ours.nll, theirs.nll
+    if ours == theirs:
         return [Difference("nll", x, y, 0.0, 0.0, 0.0, "same", "to the last digit")]
     difference = paired(b, a, trend=a.cell_id == b.cell_id)
     if difference is None:
@@ -112,43 +79,40 @@ def _nll(a: Record, b: Record, traces: tuple[Path | None, Path | None]) -> list[
     return [Difference("nll", x, y, difference.mean, difference.low, difference.high, verdict, why)]
 
 
-def _accuracy(a: Record, b: Record) -> list[Difference]:
-    if "accuracy" not in a.metrics or "accuracy" not in b.metrics:
+def accuracy(a: Record, b: Record) -> list[Difference]:
+    """Of questions answered rightly or wrongly, paired question by question."""
+    ours, theirs = a.measured(QuestionMetrics), b.measured(QuestionMetrics)
+    if ours is None or theirs is None or ours.accuracy is None or theirs.accuracy is None:
         return []
-    x, y = a.metrics, b.metrics
-    change = y["accuracy"] - x["accuracy"]
-    same_questions = a.cell["task"] == b.cell["task"] and a.data.get("ids_sha256") == b.data.get("ids_sha256")
-    if same_questions and a.cell_id == b.cell_id and x.get("outcomes") == y.get("outcomes"):
-        return [Difference("accuracy", x["accuracy"], y["accuracy"], 0.0, 0.0, 0.0, "same", "the same answers are right")]
-    if same_questions and len(x.get("outcomes", "")) == len(y.get("outcomes", "")) > 0:
-        low, high = paired_shares(x["outcomes"], y["outcomes"])
+    x, y = ours.accuracy, theirs.accuracy
+    same_questions = a.cell.options == b.cell.options and a.data.ids_sha256 == b.data.ids_sha256
+    if same_questions and a.cell_id == b.cell_id and ours.outcomes == theirs.outcomes:
+        return [Difference("accuracy", x, y, 0.0, 0.0, 0.0, "same", "the same answers are right")]
+    if same_questions and len(ours.outcomes or "") == len(theirs.outcomes or "") > 0:
+        low, high = paired_shares(ours.outcomes or "", theirs.outcomes or "")
         why = "question by question"
     else:
-        low, high = shares((x["right"], x["questions"]), (y["right"], y["questions"]))
+        low, high = shares((ours.right or 0, ours.questions), (theirs.right or 0, theirs.questions))
         why = "not the same questions"
-    return [
-        Difference("accuracy", x["accuracy"], y["accuracy"], change, low, high, judged(low, high, MARGINS["accuracy"], True), why)
-    ]
+    return [Difference("accuracy", x, y, y - x, low, high, judged(low, high, MARGINS["accuracy"], True), why)]
 
 
-def _score(a: Record, b: Record) -> list[Difference]:
+def score(a: Record, b: Record) -> list[Difference]:
     """Of questions whose score is no plain yes or no, paired question by question."""
-    x, y = a.metrics, b.metrics
-    if "scores" not in x or "scores" not in y:
+    ours, theirs = a.measured(ScoreMetrics), b.measured(ScoreMetrics)
+    if ours is None or theirs is None or ours.scores is None or theirs.scores is None:
         return []
-    change = y["score"] - x["score"]
-    if a.data.get("ids_sha256") != b.data.get("ids_sha256") or x.get("metric") != y.get("metric"):
-        return [Difference("score", x["score"], y["score"], change, None, None, "can't tell", "not the same questions")]
-    if a.cell_id == b.cell_id and x["scores"] == y["scores"]:
-        return [Difference("score", x["score"], y["score"], 0.0, 0.0, 0.0, "same", "the same score for every question")]
-    off, weights = np.array(y["scores"]) - np.array(x["scores"]), np.array(y.get("weights", np.ones(len(y["scores"]))))
+    x, y = ours.score, theirs.score
+    if a.data.ids_sha256 != b.data.ids_sha256 or ours.metric != theirs.metric:
+        return [Difference("score", x, y, y - x, None, None, "can't tell", "not the same questions")]
+    if a.cell_id == b.cell_id and ours.scores == theirs.scores:
+        return [Difference("score", x, y, 0.0, 0.0, 0.0, "same", "the same score for every question")]
+    off = np.array(theirs.scores) - np.array(ours.scores)
     if len(off) < MIN_BLOCKS:
-        return [
-            Difference("score", x["score"], y["score"], change, None, None, "can't tell", f"{len(off)} questions are too few")
-        ]
-    found = clustered(off, weights)
-    verdict = judged(found.low, found.high, MARGINS["score"], y.get("higher_is_better", True))
-    return [Difference("score", x["score"], y["score"], change, found.low, found.high, verdict, "question by question")]
+        return [Difference("score", x, y, y - x, None, None, "can't tell", f"{len(off)} questions are too few")]
+    mean = clustered(off, np.ones(len(off)) if theirs.weights is None else np.array(theirs.weights))
+    verdict = judged(mean.low, mean.high, MARGINS["score"], theirs.higher_is_better)
+    return [Difference("score", x, y, y - x, mean.low, mean.high, verdict, "question by question")]
 
 
 def paired_shares(a: str, b: str) -> tuple[float, float]:
@@ -184,27 +148,31 @@ def shares(a: tuple[int, int], b: tuple[int, int]) -> tuple[float, float]:
     return y - x - math.hypot(y - low_b, high_a - x), y - x + math.hypot(high_b - y, x - low_a)
 
 
-def _latency(a: Record, b: Record) -> list[Difference]:
-    if "rounds_ms" not in a.metrics or "rounds_ms" not in b.metrics:
+def step_time(a: Record, b: Record) -> list[Difference]:
+    """Of a decode step, round by round where the two were timed in turn."""
+    ours, theirs = a.measured(StepMetrics), b.measured(StepMetrics)
+    if ours is None or theirs is None:
         return []
-    x, y = float(a.metrics["step_ms"]), float(b.metrics["step_ms"])
+    x, y = ours.step_ms, theirs.step_ms
     elsewhere = moved(a, b)
     if elsewhere:
         return [Difference("step_ms", x, y, y / x - 1, None, None, "can't tell", elsewhere)]
-    if a.metrics["together"] == b.metrics["together"]:  # one run: rounds were measured in turn
-        low, high = median_interval([j / i - 1 for i, j in zip(a.metrics["rounds_ms"], b.metrics["rounds_ms"], strict=False)])
+    if ours.together == theirs.together:  # one run: rounds were measured in turn
+        low, high = median_interval([j / i - 1 for i, j in zip(ours.rounds_ms, theirs.rounds_ms, strict=False)])
         why = "round by round"
     else:
-        (low_a, high_a), (low_b, high_b) = (median_interval(r.metrics["rounds_ms"]) for r in (a, b))
+        (low_a, high_a), (low_b, high_b) = median_interval(ours.rounds_ms), median_interval(theirs.rounds_ms)
         low, high, why = low_b / high_a - 1, high_b / low_a - 1, "two runs: what changes from run to run is not in the interval"
     if not (math.isfinite(low) and math.isfinite(high)):
         return [Difference("step_ms", x, y, y / x - 1, None, None, "can't tell", "too few rounds")]
     return [Difference("step_ms", x, y, y / x - 1, low, high, judged(low, high, MARGINS["step_ms"]), why)]
 
 
-def _exactly(name: str, a: Record, b: Record) -> Difference:
-    x, y = float(a.metrics[name]), float(b.metrics[name])
-    return Difference(name, x, y, y - x, y - x, y - x, "same" if x == y else "worse" if y > x else "better")
+def _bytes(name: str, a: int | None, b: int | None) -> list[Difference]:
+    if a is None or b is None:
+        return []
+    x, y = float(a), float(b)
+    return [Difference(name, x, y, y - x, y - x, y - x, "same" if x == y else "worse" if y > x else "better")]
 
 
 def matched(a: Sequence[Record], b: Sequence[Record]) -> list[tuple[Record, Record]]:

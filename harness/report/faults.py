@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvbench.harness.records.metrics import NllMetrics
 from kvbench.harness.report.pairing import past_training, question
 from kvbench.harness.report.rows import Row
 
@@ -19,12 +20,11 @@ def faults(row: Row, others: Sequence[Row]) -> list[str]:
     found = []
     for record in row.records:
         if record.status != "ok":
-            error = record.error or {}
-            what = (
-                f"NaN: {error.get('message')}" if "not finite" in str(error.get("message")) else str(error.get("kind", "failed"))
-            )
-            found.append(f"{record.cell['task'].get('name')} failed: {what}")
-        found += [str(flag) for flag in record.metrics.get("flags") or []]
+            error = record.error
+            message = "" if error is None else error.message
+            what = f"NaN: {message}" if "not finite" in message else "failed" if error is None else error.kind
+            found.append(f"{record.cell.task.name} failed: {what}")
+        found += record.metrics.flags
     at = cliff(row, others)
     return [*dict.fromkeys(found), *([f"cliff at token {at:,}"] if at is not None else [])]
 
@@ -49,16 +49,19 @@ def cliff(row: Row, others: Sequence[Row]) -> int | None:
         or question(record) != question(best.perplexity)
     ):
         return None
-    ours, theirs = record.metrics.get("blocks"), best.perplexity.metrics.get("blocks")
-    if not ours or not theirs or ours["tokens"] != theirs["tokens"] or len(ours["tokens"]) <= 2 * _STRETCH:
+    mine, best_figures = record.measured(NllMetrics), best.perplexity.measured(NllMetrics)
+    if mine is None or best_figures is None:
         return None
-    tokens = np.array(ours["tokens"], np.float64)
-    off = np.array(ours["nll_sum"]) - np.array(theirs["nll_sum"])
+    ours, theirs = mine.blocks, best_figures.blocks
+    if ours.tokens != theirs.tokens or len(ours.tokens) <= 2 * _STRETCH:
+        return None
+    tokens = np.array(ours.tokens, np.float64)
+    off = np.array(ours.nll_sum) - np.array(theirs.nll_sum)
     if off[-_STRETCH:].sum() <= _CLIFF * tokens[-_STRETCH:].sum():
         return None  # it does not last
     for start in range(len(off) - _STRETCH):
         means = np.cumsum(off[start:]) / np.maximum(np.cumsum(tokens[start:]), 1)
         if means[_STRETCH:].min() > _CLIFF:
             first = start + int(np.argmax(off[start:] > _CLIFF * tokens[start:]))
-            return first * int(ours["size"])
+            return first * ours.size
     return None

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from kvbench.harness.records import Record
 from kvbench.harness.report.ranks import Pair, nll_pairs, sign_test, surely_less
 from kvbench.harness.report.rows import Row
-from kvbench.harness.report.sections.latency import round_ratios
+from kvbench.harness.report.speed import round_ratios
 
 
 def front(rows: Sequence[Row]) -> list[bool | None]:

@@ -8,14 +8,18 @@ from pathlib import Path
 
 from kvbench.harness.core.errors import Exit
 from kvbench.harness.records import Record
+from kvbench.harness.records.metrics import ScoreMetrics
+from kvbench.harness.records.rules import compared
 from kvbench.harness.report import gate_figures, gate_times
 from kvbench.harness.report.bands import Band
-from kvbench.harness.report.compare import MARGINS, Difference, differences
+from kvbench.harness.report.compare import MARGINS, differences
+from kvbench.harness.report.difference import Difference
 from kvbench.harness.report.gate_pair import Pair, Result, State
 from kvbench.harness.report.verdicts import cell_name
 
 CODES: dict[State, Exit] = {"regression": Exit.NO, "could not compare": Exit.NOT_COMPARABLE}
 _ORDER: tuple[State, ...] = ("regression", "could not compare", "not compared", "ok")
+_QUALITY = {name: MARGINS[name] for name in ("nll", "accuracy", "score")}
 Measured = tuple[Sequence[Record], Path]  # records, and the folder that holds them and their traces
 
 
@@ -139,13 +143,15 @@ def _cell(pair: Pair, bands: Mapping[str, Band]) -> Iterator[Result]:
 
 def _quality(pair: Pair) -> Iterator[Result]:
     """The paired mean, with its interval: what decides wherever rounding differs."""
+    marks = {name: mark.margin for name, mark in compared(type(pair.now.metrics)).items()}
     for difference in differences(pair.base, pair.now):
-        if difference.metric not in ("nll", "accuracy", "score"):
+        margin = _QUALITY.get(difference.metric) or marks.get(difference.metric)
+        if margin is None:
             continue
         state: State = "regression" if difference.verdict == "worse" else "ok"
         if difference.low is None:
             off = _worse(difference, pair.now)  # without an interval the margin alone decides: rounding is no regression
-            state = "could not compare" if off is None else "regression" if off > MARGINS[difference.metric] else "ok"
+            state = "could not compare" if off is None else "regression" if off > margin else "ok"
         interval = f" [{difference.low:+.4g}, {difference.high:+.4g}]" if difference.low is not None else ""
         change = "" if difference.change is None else f"{difference.change:+.4g}{interval}"
         yield "quality", state, f"{difference.metric} {difference.a:.5g} -> {difference.b:.5g}: {change} {difference.why}".strip()
@@ -153,6 +159,7 @@ def _quality(pair: Pair) -> Iterator[Result]:
 
 def _worse(difference: Difference, record: Record) -> float | None:
     """By how much, in the metric's own unit; negative if better."""
-    if difference.change is None or difference.metric == "nll" or record.metrics.get("higher_is_better") is False:
+    scores = record.measured(ScoreMetrics)
+    if difference.change is None or difference.metric == "nll" or (scores is not None and not scores.higher_is_better):
         return difference.change
     return -difference.change

@@ -8,10 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from kvbench.harness.core import plugins
 from kvbench.harness.records import Record
+from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics
+from kvbench.harness.records.rules import RUN_NATS, SUM, Held
 from kvbench.harness.report.compare import largest_difference
 from kvbench.harness.report.gate_pair import Pair, Result, State
-from kvbench.harness.report.gate_rules import RUN_NATS, SUM, Held, figures, rule_of
+from kvbench.harness.report.gate_rules import figures, rule_of
 from kvbench.harness.report.verify import problems
 
 LARGEST_NATS = 1e-3  # that one token may differ by, in float32 on the same machine
@@ -24,13 +27,16 @@ _TIMED = "a step takes"  # begins a refusal that was a matter of a moment's time
 
 def table(pair: Pair) -> Iterator[Result]:
     """Every figure by its rule: a finding a check, with what is not as it was."""
+    if not plugins.known_task(pair.base.cell.task.name):
+        yield "figures", "could not compare", f"the task {pair.base.cell.task.name} is not installed here"
+        return
     now = dict(figures(pair.now))
     wrong: dict[str, list[str]] = {}
     count: dict[str, int] = {}
     for name, value in figures(pair.base):
         rule = rule_of(pair.base, name)
         if rule is None:
-            yield "figures", "could not compare", f"{'.'.join(name)} has no rule"
+            yield "figures", "could not compare", f"nothing says how {'.'.join(name)} is held"
         elif isinstance(rule, Held) and _applies(rule, pair):
             count[rule.check] = count.get(rule.check, 0) + 1
             if name not in now or not rule.allows(value, now[name]):
@@ -44,7 +50,7 @@ def table(pair: Pair) -> Iterator[Result]:
 
 def _applies(rule: Held, pair: Pair) -> bool:
     if rule.where == "bounded":
-        return pair.base.cell["capacity"] is not None
+        return pair.base.cell.capacity is not None
     return rule.where == "everywhere" or not pair.not_rounded_alike
 
 
@@ -57,14 +63,14 @@ def consistent(pair: Pair) -> Iterator[Result]:
             continue
         found = None if path is None else problems(record, path.parent)
         if found is None:
-            yield "trace", "could not compare", f"{whose} record's trace {record.trace['file']} is missing"
+            yield "trace", "could not compare", f"{whose} record's trace {record.trace.file} is missing"
         else:
             yield "trace", "regression" if found else "ok", f"{whose} record: {_some(found)}" if found else "says the same"
 
 
 def exactness(pair: Pair) -> Iterator[Result]:
     """Of per-token NLLs. Where rounding differs, attention may choose other tokens: there the paired mean decides."""
-    if "nll" not in pair.base.metrics:
+    if pair.base.measured(NllMetrics) is None:
         return
     largest = _largest(pair)
     if largest is None:
@@ -87,7 +93,7 @@ def _largest(pair: Pair) -> float | None:
 
 def answers(pair: Pair) -> Iterator[Result]:
     """Question by question: what was asked is the same everywhere, what was answered on the same machine."""
-    if "questions" not in pair.base.metrics:
+    if pair.base.measured(QuestionMetrics) is None:
         return
     try:
         base, now = (_lines(path) for path in pair.traces)
@@ -120,29 +126,29 @@ def _lines(path: Path | None) -> list[dict[str, Any]] | None:
 def method(pair: Pair) -> Iterator[Result]:
     """Whether tokens are still read the fast way: the walk gives the same numbers, and takes its time."""
     base, now = pair.base.facts, pair.now.facts
-    if "method" not in base:
+    if base.method is None:
         return
     if pair.moved:
         yield "method", "not compared", pair.moved
         return
-    refused = "" if "refused" in base else str(now.get("refused", ""))
+    refused = "" if base.refused is not None else now.refused or ""
     if refused.startswith(_TIMED):
         yield "method", "not compared", refused
         return
-    slower = [k for k in ("method", "step") if base.get(k) not in (*_PLAIN, None) and now.get(k) in _PLAIN]
+    ways = {"method": (base.method, now.method), "step": (base.step, now.step)}
+    slower = [f"{k} {a} -> {b}" for k, (a, b) in ways.items() if a not in (*_PLAIN, None) and b in _PLAIN]
     if refused or slower:
-        changes = ", ".join(f"{k} {base[k]} -> {now[k]}" for k in slower)
-        told = "; ".join(part for part in (changes, refused) if part)
+        told = "; ".join(part for part in (", ".join(slower), refused) if part)
         yield "method", "regression", f"falls back to the plain walk: {told}" if slower else f"a fast way is refused: {refused}"
     else:
-        yield "method", "ok", ", ".join(str(now[k]) for k in ("method", "step") if k in now)
+        yield "method", "ok", ", ".join(way for way in (now.method, now.step) if way is not None)
 
 
 def flags(pair: Pair) -> Iterator[Result]:
     """What a task found wrong with its own figures, and did not find then."""
-    if "flags" not in pair.base.metrics:
+    if "flags" not in pair.base.metrics.as_json():
         return
-    before, new = ([f for f in r.metrics.get("flags", []) if not f.startswith(_BUSY)] for r in (pair.base, pair.now))
+    before, new = ([f for f in r.metrics.flags if not f.startswith(_BUSY)] for r in (pair.base, pair.now))
     if new and not before:
         yield "flags", "regression", _some(new)
     else:
@@ -151,8 +157,8 @@ def flags(pair: Pair) -> Iterator[Result]:
 
 def other_question(pair: Pair) -> str:
     """In words, why the two can't be compared: another text, other weights; empty where they can."""
-    for what, part, key in (("text: token ids", "data", "ids_sha256"), ("weights", "facts", "weights_sha256")):
-        base, now = (str(getattr(record, part).get(key, "")) for record in (pair.base, pair.now))
+    texts = ("text: token ids", pair.base.data.ids_sha256, pair.now.data.ids_sha256)
+    for what, base, now in (texts, ("weights", pair.base.facts.weights_sha256, pair.now.facts.weights_sha256)):
         if base != now and base:
             return f"another {what} {base[:8]} -> {now[:8]}"
     return ""
@@ -185,5 +191,5 @@ def status(base: Record, now: Record) -> Result | None:
     """Of a cell that failed, then or now; None of two that went well."""
     if base.status == "ok" and now.status == "ok":
         return None
-    kinds = [(r.error or {}).get("kind", "failed") if r.status != "ok" else "ok" for r in (base, now)]
+    kinds = ["ok" if r.status == "ok" else r.error.kind if r.error else "failed" for r in (base, now)]
     return "status", "regression" if base.status == "ok" else "ok", f"{kinds[0]} -> {kinds[1]}"

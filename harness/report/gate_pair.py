@@ -42,7 +42,7 @@ class Pair:
     @cached_property
     def not_rounded_alike(self) -> str:
         """Why figures may differ by more than float32's rounding; empty where they may not."""
-        return self.moved or ("" if self.base.cell["model"].get("dtype") == "float32" else "not float32")
+        return self.moved or ("" if self.base.cell.model.dtype == "float32" else "not float32")
 
     @cached_property
     def traces(self) -> tuple[Path | None, Path | None]:

@@ -7,14 +7,15 @@ What looks worse is measured again, and the majority of three decides.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from kvbench.harness.records import Record
+from kvbench.harness.records.metrics import PeakMetrics, StepMetrics
 from kvbench.harness.report.bands import Band, is_dense, ratio
 from kvbench.harness.report.compare import moved
 from kvbench.harness.report.gate_pair import Pair, Result
+from kvbench.harness.report.task import task_of
 
 CHECKS = ("latency", "prompt", "speed", "memory")
 SLOWEST = (
@@ -26,18 +27,18 @@ _BYTES = {
     "growth_bytes": (1.5, 2**20),
     "allocated_bytes": (1.02, 2**16),
 }  # times, and more: pages vary
-_EVALUATIONS = ("perplexity", "streameval", "arc_stream", "lm_eval")
 
 
 def timed(pair: Pair, bands: Mapping[str, Band]) -> Iterator[Result]:
     """All of them that a cell has figures for."""
-    if "rounds_ms" in pair.base.metrics:
+    if pair.base.measured(StepMetrics):
         yield _latency(pair, bands.get(pair.base.cell_id))
         yield from _prompt(pair)
-    if pair.base.cell["task"].get("name") in _EVALUATIONS:
+    if task_of(pair.base).speed_counts:
         yield _evaluation(pair)
-    if "peak_bytes" in pair.base.metrics:
-        yield _memory(pair)
+    base, now = pair.base.measured(PeakMetrics), pair.now.measured(PeakMetrics)
+    if base is not None and now is not None:
+        yield _memory(pair, base, now)
 
 
 def _latency(pair: Pair, band: Band | None) -> Result:
@@ -58,14 +59,16 @@ def _prompt(pair: Pair) -> Iterator[Result]:
     """Of the time to the first token."""
     if moved(pair.base, pair.now):
         return
-    times = [_in_calibrations(r.metrics, r.metrics.get("first_token_ms")) for r in (pair.base, pair.now)]
-    if times[0] and times[1]:
-        yield _slower("prompt", times[1] / times[0], SLOWEST_PROMPT)
+    base, now = (_in_calibrations(r.measured(StepMetrics)) for r in (pair.base, pair.now))
+    if base and now:
+        yield _slower("prompt", now / base, SLOWEST_PROMPT)
 
 
-def _in_calibrations(metrics: dict[str, Any], ms: float | None) -> float | None:
-    beside = metrics.get("calibration_ms")
-    return ms / float(np.median(beside)) if beside and ms else None
+def _in_calibrations(metrics: StepMetrics | None) -> float | None:
+    """Time to the first token, in calibration steps."""
+    if metrics is None or not metrics.calibration_ms:
+        return None
+    return metrics.first_token_ms / float(np.median(metrics.calibration_ms))
 
 
 def _evaluation(pair: Pair) -> Result:
@@ -82,8 +85,8 @@ def _evaluation(pair: Pair) -> Result:
 def _tokens_a_calibration(record: Record, run: Sequence[Record]) -> float | None:
     """Tokens read in the time of a calibration step: its median over the run, since a single one may be interrupted."""
     beside = [r for r in run if not moved(r, record)] or [record]
-    speed = record.facts.get("tokens_per_second")
-    steps = [r.facts["calibration_ms"] for r in beside if r.facts.get("calibration_ms")]
+    speed = record.facts.tokens_per_second
+    steps = [r.facts.calibration_ms for r in beside if r.facts.calibration_ms]
     return float(speed * np.median(steps) / 1e3) if speed and steps else None
 
 
@@ -92,13 +95,13 @@ def _slower(check: str, times: float, most: float) -> Result:
     return check, "ok" if times <= most else "regression", says
 
 
-def _memory(pair: Pair) -> Result:
-    base, now = pair.base.metrics, pair.now.metrics
-    if pair.moved or base.get("how") != now.get("how"):
+def _memory(pair: Pair, base: PeakMetrics, now: PeakMetrics) -> Result:
+    if pair.moved or base.how != now.how:
         return "memory", "not compared", pair.moved or "read in another way"
     told = []
     for name, (times, more) in _BYTES.items():
-        most = times * base[name] + more
-        if not now[name] <= most:
-            told.append(f"{name} {base[name]:,} -> {now[name]:,}, at most {most:,.0f}")
-    return "memory", "regression" if told else "ok", "; ".join(told) or f"peak {base['peak_bytes']:,} -> {now['peak_bytes']:,}"
+        before, after = getattr(base, name), getattr(now, name)
+        most = times * before + more
+        if not after <= most:
+            told.append(f"{name} {before:,} -> {after:,}, at most {most:,.0f}")
+    return "memory", "regression" if told else "ok", "; ".join(told) or f"peak {base.peak_bytes:,} -> {now.peak_bytes:,}"

@@ -77,13 +77,13 @@ def _group(group: Sequence[Record]) -> list[str | chart.Chart]:
 
 def _suite(record: Record) -> str:
     """What the records of one part of the page have in common: suite and model."""
-    cell = record.cell
+    cell = record.cell.as_json()
     return repr([cell["suite"], cell["suite_version"], cell["model"]])
 
 
 def _heading(record: Record) -> str:
     cell = record.cell
-    return f"{md(cell['suite'])} v{md(cell['suite_version'])}: {md(cell['model']['id'])}, {md(cell['model']['dtype'])}"
+    return f"{md(cell.suite)} v{md(cell.suite_version)}: {md(cell.model.id)}, {md(cell.model.dtype)}"
 
 
 def _contents(groups: Sequence[Sequence[Record]]) -> list[str]:
@@ -96,8 +96,8 @@ def _contents(groups: Sequence[Sequence[Record]]) -> list[str]:
 def _order(record: Record) -> tuple[Any, ...]:
     """Dense first, then by capacity, recompute before the policies."""
     cell = record.cell
-    first = {"dense": 0, "recompute_window": 1, "recompute_sink_window": 1}.get(cell["policy"], 2)
-    return (cell["capacity"] or 0, first, cell["policy"], repr(cell["parameters"]), cell["positions"], cell["seed"], record.key)
+    first = {"dense": 0, "recompute_window": 1, "recompute_sink_window": 1}.get(cell.policy, 2)
+    return (cell.capacity or 0, first, cell.policy, repr(cell.parameters), cell.positions, cell.seed, record.key)
 
 
 def _section(records: Sequence[Record]) -> list[str | chart.Chart]:
@@ -114,18 +114,18 @@ def _provenance(records: Sequence[Record]) -> list[str]:
         return md("; ".join(sorted({str(v) for v in values if v is not None})))
 
     dates = sorted(r.finished[:10] for r in records)
-    texts = all_of("; ".join(d.get("texts", [])) or None for d in data)
+    texts = all_of("; ".join(d.texts) or None for d in data)
     lines = [
-        f"device: {all_of(f.get('device') for f in facts)}, threads {all_of(f.get('threads') for f in facts)}, "
-        f"block {all_of(f.get('block') for f in facts)} tokens",
-        "versions: " + all_of(", ".join(f"{k} {v}" for k, v in f.get("versions", {}).items()) for f in facts),
+        f"device: {all_of(f.device or None for f in facts)}, threads {all_of(f.threads for f in facts)}, "
+        f"block {all_of(f.block for f in facts)} tokens",
+        "versions: " + all_of(", ".join(f"{k} {v}" for k, v in f.versions.items()) for f in facts),
         "sha256: "
         + ", ".join(
             f"{name} {digests}"
             for name, digests in (
-                ("weights", all_of(str(f.get("weights_sha256", ""))[:12] or None for f in facts)),
-                ("text", all_of(str(d.get("text_sha256", ""))[:12] or None for d in data)),
-                ("token ids", all_of(str(d.get("ids_sha256", ""))[:12] or None for d in data)),
+                ("weights", all_of(f.weights_sha256[:12] or None for f in facts)),
+                ("text", all_of(d.text_sha256[:12] or None for d in data)),
+                ("token ids", all_of(d.ids_sha256[:12] or None for d in data)),
             )
             if digests
         ),

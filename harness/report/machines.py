@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvbench.harness.records import Record
+from kvbench.harness.records.metrics import StepMetrics
 from kvbench.harness.report.markdown import md, title
 
 
 def device(record: Record) -> str:
     """What it was measured on; empty if the record doesn't say."""
-    return str(record.facts.get("device") or "")
+    return record.facts.device
 
 
 def on_device(record: Record, among: Sequence[Record]) -> str:
@@ -40,10 +41,10 @@ def by_machine(records: Sequence[Record]) -> list[tuple[str, list[Record]]]:
 
 
 def _timed(record: Record) -> bool:
-    return record.cell["task"].get("name") == "latency"
+    return record.measures(StepMetrics)
 
 
 def _setup(record: Record) -> str:
     """What else decides the time of a step."""
-    threads, instructions = record.facts.get("threads"), record.facts.get("instructions")
-    return ", ".join([*([f"threads {threads}"] if threads else []), *([str(instructions)] if instructions else [])])
+    threads, instructions = record.facts.threads, record.facts.instructions
+    return ", ".join([*([f"threads {threads}"] if threads else []), *([instructions] if instructions else [])])

@@ -13,11 +13,11 @@ from kvbench.harness.records import Record
 def title(record: Record) -> str:
     """The policy with what distinguishes it: parameters, positions and seed where they are not the plain ones."""
     cell = record.cell
-    extra = [f"{k} {v}" for k, v in cell["parameters"].items() if v is not None]
-    extra += [f"positions {cell['positions']}"] if cell["positions"] != "cache" else []
-    extra += [f"limit {cell['limit']}"] if cell.get("limit") is not None else []
-    extra += [f"seed {cell['seed']}"] if cell["seed"] else []
-    return visible(f"{cell['policy']} ({', '.join(extra)})" if extra else cell["policy"])
+    extra = [f"{k} {v}" for k, v in cell.parameters.items() if v is not None]
+    extra += [f"positions {cell.positions}"] if cell.positions != "cache" else []
+    extra += [f"limit {cell.limit}"] if cell.limit is not None else []
+    extra += [f"seed {cell.seed}"] if cell.seed else []
+    return visible(f"{cell.policy} ({', '.join(extra)})" if extra else cell.policy)
 
 
 def told_apart(records: Sequence[Record]) -> list[str]:
@@ -25,14 +25,13 @@ def told_apart(records: Sequence[Record]) -> list[str]:
     titles = []
     for record in records:
         cell = record.cell
-        rivals = [r for r in records if (r.cell["policy"], r.cell["capacity"]) == (cell["policy"], cell["capacity"])]
-
-        def varies(of: str | None, name: str, rivals: list[Record] = rivals) -> bool:
-            return len({repr((r.cell[of] if of else r.cell).get(name)) for r in rivals}) > 1
-
-        extra = [f"{k} {v}" for k, v in cell["parameters"].items() if varies("parameters", k)]
-        extra += [f"{k} {cell[k]}" for k in ("positions", "limit", "seed") if varies(None, k) and cell.get(k) is not None]
-        titles.append(visible(f"{cell['policy']} ({', '.join(extra)})" if extra else cell["policy"]))
+        rivals = [r.cell for r in records if (r.cell.policy, r.cell.capacity) == (cell.policy, cell.capacity)]
+        extra = [f"{k} {v}" for k, v in cell.parameters.items() if len({repr(c.parameters.get(k)) for c in rivals}) > 1]
+        for name in ("positions", "limit", "seed"):
+            value = getattr(cell, name)
+            if value is not None and len({repr(getattr(c, name)) for c in rivals}) > 1:
+                extra.append(f"{name} {value}")
+        titles.append(visible(f"{cell.policy} ({', '.join(extra)})" if extra else cell.policy))
     return titles
 
 
@@ -44,17 +43,16 @@ def label(record: Record) -> str:
 def status(record: Record) -> str:
     """Whether it went well; what it died of, or what is doubtful about it."""
     if record.status != "ok":
-        return f"**failed**: {md((record.error or {}).get('kind', '?'))}"
-    flags = record.metrics.get("flags") or []
-    return f"**flagged**: {md('; '.join(map(str, flags)))}" if flags else "ok"
+        return f"**failed**: {md(record.error.kind if record.error else '?')}"
+    flags = record.metrics.flags
+    return f"**flagged**: {md('; '.join(flags))}" if flags else "ok"
 
 
 def asked(record: Record) -> str:
     """The task with its options, and what it read."""
-    task = record.cell["task"]
-    options = ", ".join(f"{md(k)} {md(v)}" for k, v in task.items() if k != "name")
-    source = f" on {md(record.data['source'])}" if record.data.get("source") else ""
-    return f"{md(task.get('name', ''))}{source}{f' ({options})' if options else ''}.\n"
+    options = ", ".join(f"{md(k)} {md(v)}" for k, v in record.cell.options.items() if k != "name")
+    source = f" on {md(record.data.source)}" if record.data.source else ""
+    return f"{md(record.cell.task.name)}{source}{f' ({options})' if options else ''}.\n"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], alignment: str) -> list[str]:

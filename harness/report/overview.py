@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from kvbench.harness.core.intervals import wilson
 from kvbench.harness.records import Record
+from kvbench.harness.records.metrics import NllMetrics
 from kvbench.harness.report.common_tokens import common_stride, described, on_common, scores_all
 from kvbench.harness.report.faults import faults
 from kvbench.harness.report.front import front
@@ -15,7 +16,8 @@ from kvbench.harness.report.markdown import cache_bytes, count, md, table, title
 from kvbench.harness.report.pairing import question
 from kvbench.harness.report.ranks import nll_pairs, rank_intervals
 from kvbench.harness.report.rows import Row, rows
-from kvbench.harness.report.sections.latency import speed_up
+from kvbench.harness.report.speed import speed_up
+from kvbench.harness.report.task import task_of
 
 UNKNOWN = "–"
 
@@ -43,10 +45,8 @@ def overview(records: Sequence[Record]) -> list[str]:
     Args:
         records: of one suite and model, measured on one machine.
     """
-    if len({r.cell["task"].get("prompt") for r in records if r.cell["task"].get("name") == "lm_eval"}) > 1:
-        records = [r for r in records if r.cell["task"].get("name") != "lm_eval"]  # query-aware and query-blind don't mix
-    found = rows(records)
-    texts = {question(r) for r in records if r.cell["task"].get("name") == "perplexity" and r.status == "ok"}
+    found = rows(_poolable(records))
+    texts = {question(r) for row in found for r in row.records if r.measured(NllMetrics)}
     if len(found) < 2 or len(texts) > 1 or not any(r.perplexity is not None or r.answers for r in found):
         return []
     scored = [r.perplexity for r in found if r.perplexity is not None and r.nll is not None]
@@ -59,11 +59,21 @@ def overview(records: Sequence[Record]) -> list[str]:
     return [*said, *table([c.head for c in columns], cells, "".join(c.alignment for c in columns))]
 
 
+def _poolable(records: Sequence[Record]) -> list[Record]:
+    """Without tasks whose right answers must not be added up: query-aware and query-blind ones, say."""
+    apart: dict[str, set[str]] = {}
+    for record in records:
+        options = record.cell.options
+        key = repr([options.get(name) for name in task_of(record).never_pooled_over])
+        apart.setdefault(record.cell.task.name, set()).add(key)
+    return [r for r in records if len(apart[r.cell.task.name]) == 1]
+
+
 def ranks(found: Sequence[Row]) -> list[tuple[int, int] | None]:
     """Of each the best and worst rank in NLL that it may have among those of its capacity; None where it can't be told."""
     result: list[tuple[int, int] | None] = [None] * len(found)
-    for capacity in {r.cell["capacity"] for r in found}:
-        places = [i for i, r in enumerate(found) if r.cell["capacity"] == capacity and r.nll is not None]
+    for capacity in {r.cell.capacity for r in found}:
+        places = [i for i, r in enumerate(found) if r.cell.capacity == capacity and r.nll is not None]
         intervals = rank_intervals(len(places), nll_pairs([found[i].perplexity for i in places]))
         for i, rank in zip(places, intervals, strict=True):
             result[i] = rank
@@ -72,13 +82,14 @@ def ranks(found: Sequence[Row]) -> list[tuple[int, int] | None]:
 
 def _common(row: Row, stride: int) -> float | None:
     record = on_common(row.perplexity, stride) if row.perplexity is not None and row.nll is not None else None
-    return None if record is None else math.exp(min(record.metrics["nll"], 700))
+    metrics = None if record is None else record.measured(NllMetrics)
+    return None if metrics is None else math.exp(min(metrics.nll, 700))
 
 
 def _place(line: _Line) -> tuple[float, ...]:
     """By capacity, dense first; there by the best rank, then by perplexity; what has none comes last."""
     best = math.inf if line.rank is None else line.rank[0]
-    return line.row.cell["capacity"] or 0, best, math.inf if line.common is None else line.common
+    return line.row.cell.capacity or 0, best, math.inf if line.common is None else line.common
 
 
 @dataclass(frozen=True)
@@ -92,10 +103,10 @@ class _Column:
 def _columns(lines: Sequence[_Line], stride: int) -> list[_Column]:
     """Those that have something to show."""
     others = [line.row for line in lines]
-    dense = [r.latency for r in others if r.cell["policy"] == "dense" and r.latency is not None]
+    dense = [r.latency for r in others if r.cell.policy == "dense" and r.latency is not None]
     columns = [
         _Column("policy", "l", lambda x: md(title(x.row.perplexity or x.row.records[0]))),
-        _Column("capacity", "r", lambda x: count(x.row.cell["capacity"])),
+        _Column("capacity", "r", lambda x: count(x.row.cell.capacity)),
         _Column("front", "c", _star, any(line.star for line in lines)),
         _Column("rank", "r", lambda x: _rank(x.rank), any(line.rank for line in lines)),
         _Column("perplexity", "r", lambda x: "" if x.common is None else f"{x.common:.4g}"),

@@ -3,38 +3,36 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvbench.harness.core.intervals import MIN_BLOCKS, Interval, clustered, interval
 from kvbench.harness.records import Record
-
-Sums = tuple[NDArray[np.float64], NDArray[np.float64]]
+from kvbench.harness.records.metrics import NllMetrics, StrideBlocks, Sums
 
 
 def question(record: Record) -> str:
     """What the record's cell shares with those it may be compared with: suite, model, task and text."""
-    cell = record.cell
-    parts = [cell["suite"], cell["suite_version"], cell["model"], cell["task"], record.data.get("ids_sha256", "")]
+    cell = record.cell.as_json()
+    parts = [cell["suite"], cell["suite_version"], cell["model"], cell["task"], record.data.ids_sha256]
     return repr(parts)
 
 
 def past_training(record: Record) -> bool:
     """Whether a cache without bound has read further than the model was trained for: then its NLL has a trend."""
-    length = record.facts.get("training_length")
-    return record.cell["capacity"] is None and length is not None and record.data.get("tokens", 0) > length
+    length = record.facts.training_length
+    return record.cell.capacity is None and length is not None and record.data.tokens > length
 
 
 def perplexity(record: Record) -> Interval | None:
     """Mean NLL of the whole stream with its interval; None where the record has none."""
-    if record.status != "ok" or "blocks" not in record.metrics:
+    metrics = record.measured(NllMetrics)
+    if metrics is None:
         return None
-    sums, tokens = _sums(record.metrics["blocks"])
-    if len(record.metrics["texts"]["tokens"]) >= MIN_BLOCKS:
-        return clustered(*_sums(record.metrics["texts"]))
-    result = interval(sums, tokens, record.metrics["blocks"]["size"], record.cell["capacity"] or 0)
+    if len(metrics.texts.tokens) >= MIN_BLOCKS:
+        return clustered(*_sums(metrics.texts))
+    result = interval(*_sums(metrics.blocks), metrics.blocks.size, record.cell.capacity or 0)
     return replace(result, low=None, high=None, p=None) if past_training(record) else result
 
 
@@ -52,39 +50,44 @@ def paired(record: Record, base: Record, trend: bool = False) -> Interval | None
         return None
     if not trend and (past_training(record) or past_training(base)):
         return None
-    ours, theirs = _on_shared_tokens(record, base)
-    if ours is None or theirs is None or ours["size"] != theirs["size"]:
+    ours, theirs = record.measured(NllMetrics), base.measured(NllMetrics)
+    if ours is None or theirs is None:
         return None
-    capacity = max(record.cell["capacity"] or 0, base.cell["capacity"] or 0)
-    texts = (ours["texts"], theirs["texts"])
-    if len(texts[0]["tokens"]) > MIN_BLOCKS and texts[0]["tokens"] == texts[1]["tokens"]:
-        (x, n), (y, _) = _sums(texts[0]), _sums(texts[1])
+    a, b = _on_shared_tokens(ours, theirs)
+    if a is None or b is None or a.size != b.size:
+        return None
+    capacity = max(record.cell.capacity or 0, base.cell.capacity or 0)
+    if len(a.texts.tokens) > MIN_BLOCKS and a.texts.tokens == b.texts.tokens:
+        (x, n), (y, _) = _sums(a.texts), _sums(b.texts)
         return clustered((x - y)[1:], n[1:])  # the first text is where the caches filled
-    (x, n), (y, m) = _sums(ours), _sums(theirs)
-    full = _after_filling(len(n), ours["size"], capacity, record)
+    (x, n), (y, m) = _sums(a), _sums(b)
+    full = _after_filling(len(n), a.size, capacity, ours.stream_tokens, len(record.data.prefix))
     if not np.array_equal(n, m) or n[full].sum() == 0:
         return None
-    return interval((x - y)[full], n[full], ours["size"], capacity)
+    return interval((x - y)[full], n[full], a.size, capacity)
 
 
-def _after_filling(runs: int, size: int, capacity: int, record: Record) -> NDArray[np.bool_]:
+def _after_filling(runs: int, size: int, capacity: int, stream_tokens: int | None, prefix: int) -> NDArray[np.bool_]:
     """Which runs of `size` positions lie wholly where a cache of this capacity is full, in each stream. [runs] bool."""
     starts = np.arange(runs) * size
-    length = record.metrics.get("stream_tokens")
-    if length is None:
+    if stream_tokens is None:
         return starts >= capacity + 1
-    place = (starts - len(record.data.get("prefix", []))) % length
-    return (place >= capacity + 1) & (place + size <= length)
+    place = (starts - prefix) % stream_tokens
+    return (place >= capacity + 1) & (place + size <= stream_tokens)
 
 
-def _on_shared_tokens(record: Record, base: Record) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+def _on_shared_tokens(a: NllMetrics, b: NllMetrics) -> tuple[StrideBlocks | None, StrideBlocks | None]:
     """Block sums over tokens that both scored: all, or every stride-th."""
-    if record.status != "ok" or base.status != "ok" or "blocks" not in record.metrics or "blocks" not in base.metrics:
-        return None, None
-    if record.metrics["blocks"]["tokens"] == base.metrics["blocks"]["tokens"]:
-        return tuple(r.metrics["blocks"] | {"texts": r.metrics["texts"]} for r in (record, base))  # type: ignore[return-value]
-    return record.metrics.get("on_stride"), base.metrics.get("on_stride")
+    if a.blocks.tokens == b.blocks.tokens:
+        return on_all_tokens(a), on_all_tokens(b)
+    return a.on_stride, b.on_stride
 
 
-def _sums(blocks: dict[str, Any]) -> Sums:
-    return np.array(blocks["nll_sum"], np.float64), np.array(blocks["tokens"], np.float64)
+def on_all_tokens(metrics: NllMetrics) -> StrideBlocks:
+    """Block sums over all tokens, with those of the texts."""
+    blocks = metrics.blocks
+    return StrideBlocks.model_construct(nll_sum=blocks.nll_sum, tokens=blocks.tokens, size=blocks.size, texts=metrics.texts)
+
+
+def _sums(blocks: Sums) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    return np.array(blocks.nll_sum, np.float64), np.array(blocks.tokens, np.float64)

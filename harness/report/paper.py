@@ -68,8 +68,8 @@ def _flat(record: Record) -> dict[str, Any]:
     """What was asked, by the names that a suite uses."""
     cell = record.cell
     return {
-        **cell["task"], **cell["parameters"], "suite": cell["suite"], "model": cell["model"]["id"], "policy": cell["policy"],
-        "capacity": cell["capacity"], "positions": cell["positions"], "seed": cell["seed"],
+        **cell.options, **cell.parameters, "suite": cell.suite, "model": cell.model.id, "policy": cell.policy,
+        "capacity": cell.capacity, "positions": cell.positions, "seed": cell.seed,
     }  # fmt: skip
 
 
@@ -87,8 +87,8 @@ def _value(record: Record | None, published: dict[str, Any]) -> float | None:
     """Our figure, on the paper's scale."""
     if record is None or record.status != "ok":
         return None
-    value = record.metrics.get(published["metric"])
-    return None if value is None else float(value) * published.get("scale", 1)
+    value = record.metrics.as_json().get(published["metric"])
+    return float(value) * published.get("scale", 1) if isinstance(value, (int, float)) else None
 
 
 def _ratio(a: Any, b: Any) -> float | None:
@@ -100,7 +100,7 @@ def _cell(paper: Any, ours: float | None, record: Record | None, base: tuple[Any
     theirs = "" if paper is None else f"*{_quoted(paper)}{_multiple(paper, base and base[0])}*"
     if ours is None:
         if record is not None:
-            return f"{theirs} → **failed**: {md((record.error or {}).get('kind', '?'))}"
+            return f"{theirs} → **failed**: {md(record.error.kind if record.error else '?')}"
         return f"{theirs} → not measured" if paper is not None else ""
     if base is not None:
         return f"{theirs} → **{_number(ours)}**{_multiple(ours, base[1])}"
@@ -129,7 +129,7 @@ def _number(value: float) -> str:
 
 def _devices(found: Sequence[Sequence[Record | None]]) -> list[str]:
     """Where ours were measured."""
-    seen = sorted({str(r.facts.get("device")) for line in found for r in line if r is not None})
+    seen = sorted({r.facts.device for line in found for r in line if r is not None})
     return [f"Ours: {md('; '.join(seen))}.\n"] if seen else []
 
 
@@ -139,14 +139,14 @@ def _others(published: dict[str, Any], columns: Sequence[dict[str, Any]], record
     known |= {c.get("match", {}).get("model") for c in columns}
     rows = []
     for record in records:
-        if record.cell["suite"] in _suites(published) and record.cell["model"]["id"] not in known:
+        if record.cell.suite in _suites(published) and record.cell.model.id not in known:
             value = _value(record, published)
             asked = {
                 k: v for k, v in _flat(record).items() if k not in ("suite", "model", "name", "policy", "seed") and v is not None
             }
             options = ", ".join(f"{k} {v}" for k, v in asked.items() if v != "cache")
             figure = "failed" if value is None else _number(value)
-            rows.append([md(record.cell["model"]["id"]), md(record.cell["policy"]), md(options), figure])
+            rows.append([md(record.cell.model.id), md(record.cell.policy), md(options), figure])
     if not rows:
         return []
     head = ["model", "policy", "asked", md(published["metric"])]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from kvbench.harness.records import Record
+from kvbench.harness.records.cell import CellSpec
+from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics, StepMetrics
 
 
 @dataclass(frozen=True)
@@ -19,43 +20,42 @@ class Row:
     @cached_property
     def perplexity(self) -> Record | None:
         """The record of its first text."""
-        return next((r for r in self.records if r.cell["task"].get("name") == "perplexity"), None)
+        return next((r for r in self.records if r.measures(NllMetrics)), None)
 
     @cached_property
     def latency(self) -> Record | None:
         """The record of its step."""
-        return next((r for r in self.records if r.cell["task"].get("name") == "latency"), None)
+        return next((r for r in self.records if r.measures(StepMetrics)), None)
 
     @property
-    def cell(self) -> dict[str, Any]:
+    def cell(self) -> CellSpec:
         """What was asked, but for the task."""
         return self.records[0].cell
 
     @property
     def nll(self) -> float | None:
         """Nats a token of the first text, over all tokens it scored; None where that failed or was not asked."""
-        record = self.perplexity
-        return float(record.metrics["nll"]) if record is not None and record.status == "ok" and "nll" in record.metrics else None
+        metrics = self.perplexity.measured(NllMetrics) if self.perplexity is not None else None
+        return None if metrics is None else metrics.nll
 
     @property
     def answers(self) -> tuple[int, int] | None:
         """Right answers, and of how many, over all tasks with questions."""
-        asked = [r.metrics for r in self.records if r.status == "ok" and r.metrics.get("questions") and "right" in r.metrics]
-        return (sum(m["right"] for m in asked), sum(m["questions"] for m in asked)) if asked else None
+        asked = [m for r in self.records if (m := r.measured(QuestionMetrics)) and m.right is not None]
+        return (sum(m.right or 0 for m in asked), sum(m.questions for m in asked)) if asked else None
 
     @property
     def kv_bytes(self) -> int | None:
         """Of K and V where quality was measured, or wherever it was. 0 for what keeps no cache."""
         first = [self.perplexity] if self.perplexity is not None else []
-        return next(
-            (r.metrics["kv_bytes"] for r in [*first, *self.records] if r.status == "ok" and "kv_bytes" in r.metrics), None
-        )
+        held = (r.metrics.kv_bytes for r in [*first, *self.records] if r.status == "ok")
+        return next((size for size in held if size is not None), None)
 
     @property
     def step_ms(self) -> float | None:
         """Of a decode step."""
-        record = self.latency
-        return float(record.metrics["step_ms"]) if record is not None and record.status == "ok" else None
+        metrics = self.latency.measured(StepMetrics) if self.latency is not None else None
+        return None if metrics is None else metrics.step_ms
 
 
 def rows(records: Sequence[Record]) -> list[Row]:
@@ -67,6 +67,6 @@ def rows(records: Sequence[Record]) -> list[Row]:
     found: dict[str, list[Record]] = {}
     for record in records:
         cell = record.cell
-        asked = [cell[k] for k in ("policy", "parameters", "capacity", "positions", "limit", "seed")]
+        asked = [cell.policy, cell.parameters, cell.capacity, cell.positions, cell.limit, cell.seed]
         found.setdefault(repr(asked), []).append(record)
     return [Row(group) for group in found.values()]

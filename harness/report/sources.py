@@ -47,7 +47,7 @@ def trace(record: Record, folder: Path) -> Path | None:
     """The file of a record's per-token figures in a folder of records, if it has one and it is there."""
     if record.trace is None:
         return None
-    found = folder.rglob(glob.escape(Path(record.trace["file"]).name))
+    found = folder.rglob(glob.escape(Path(record.trace.file).name))
     return next(iter(sorted(path for path in found if path.is_file())), None)
 
 

@@ -13,18 +13,18 @@ from kvbench.harness.report.sections import headline
 
 def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
     """One row a record, for people and pipes; what differs between records is shown: models, tasks, options, parameters."""
-    models = {str(r.cell["model"]["id"]) for r in records}
-    tasks = _apart(records, "task", lambda r: str(r.cell["task"]["name"]))
-    policies = _apart(records, "parameters", lambda r: str(r.cell["policy"]))
+    models = {r.cell.model.id for r in records}
+    tasks = _apart(records, "task", lambda r: r.cell.task.name)
+    policies = _apart(records, "parameters", lambda r: r.cell.policy)
     return [
         {
-            **({"model": r.cell["model"]["id"]} if len(models) > 1 else {}),
+            **({"model": r.cell.model.id} if len(models) > 1 else {}),
             **({"task": task} if len(set(tasks)) > 1 else {}),
             "policy": policy,
-            "capacity": r.cell["capacity"],
+            "capacity": r.cell.capacity,
             "figure": headline(_on_common(r, records)),
-            "kv_bytes": r.metrics.get("kv_bytes"),
-            "tokens/s": round(r.facts["tokens_per_second"]) if "tokens_per_second" in r.facts else None,
+            "kv_bytes": r.metrics.kv_bytes,
+            "tokens/s": None if r.facts.tokens_per_second is None else round(r.facts.tokens_per_second),
             "status": _status(r),
             "cell": r.cell_id[:8],
         }
@@ -44,13 +44,14 @@ def _apart(records: Sequence[Record], part: str, name: Callable[[Record], str]) 
     for record in records:
         rivals = [r for r in records if name(r) == name(record)]
         if part == "parameters":
-            rivals = [r for r in rivals if r.cell["capacity"] == record.cell["capacity"]]
-        given = record.cell[part]
-        varying = [k for k in given if k != "name" and len({repr(r.cell[part].get(k)) for r in rivals}) > 1]
+            rivals = [r for r in rivals if r.cell.capacity == record.cell.capacity]
+        given = record.cell.as_json()[part]
+        varying = [k for k in given if k != "name" and len({repr(r.cell.as_json()[part].get(k)) for r in rivals}) > 1]
         texts.append(" ".join([name(record), *(f"{k} {given[k]}" for k in varying)]))
     return texts
 
 
 def _status(record: Record) -> str:
-    flags = record.metrics.get("flags") or []
-    return f"{record.status}: {record.error['kind']}" if record.error else "flagged" if flags else record.status
+    if record.error:
+        return f"{record.status}: {record.error.kind}"
+    return "flagged" if record.metrics.flags else record.status

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.harness.records import Record
-from kvbench.harness.report.compare import Difference, Verdict, differences, matched
+from kvbench.harness.report.compare import differences, matched
+from kvbench.harness.report.difference import Difference, Traces, Verdict
 from kvbench.harness.report.markdown import md, table, title
 from kvbench.harness.report.sources import trace
+from kvbench.harness.report.task import task_of
 
 _ORDER: tuple[Verdict, ...] = ("worse", "can't tell", "better", "same")
 
@@ -55,7 +57,7 @@ def of(a: tuple[Sequence[Record], Path], b: tuple[Sequence[Record], Path]) -> li
     return sorted(found, key=lambda j: _ORDER.index(j.difference.verdict))
 
 
-def _differences(a: Record, b: Record, traces: tuple[Path | None, Path | None]) -> list[Difference]:
+def _differences(a: Record, b: Record, traces: Traces) -> list[Difference]:
     """What two records differ in; that they can't be compared, where their figures or traces make no sense."""
     try:
         return differences(a, b, traces)
@@ -91,13 +93,9 @@ def cell_name(a: Record, b: Record) -> str:
 
 def _named(record: Record) -> tuple[str, str]:
     cell = record.cell
-    capacity = f" at {cell['capacity']}" if cell["capacity"] is not None else ""
-    return f"{cell['suite']}: {cell['model']['id']}, {_task(cell['task'])}", f"{title(record)}{capacity}"
-
-
-def _task(task: dict[str, Any]) -> str:
-    told = [f"{k} {task[k]}" for k in ("data", "distance", "subset", "book") if k in task]
-    return " ".join([str(task.get("name", "")), *told])
+    capacity = f" at {cell.capacity}" if cell.capacity is not None else ""
+    options = [f"{k} {cell.options[k]}" for k in task_of(record).named_by if k in cell.options]
+    return f"{cell.suite}: {cell.model.id}, {' '.join([cell.task.name, *options])}", f"{title(record)}{capacity}"
 
 
 def _plain(value: float | None) -> str:

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Record
-from kvbench.harness.records.aggregates import of_answers, of_nll, of_samples, of_steps, timing
 from kvbench.harness.report.recomputed import Figure, of_record
+from kvbench.harness.report.task import task_of
 
-TRACES = {
-    "perplexity": ".nll.npy", "streameval": ".answers.jsonl", "arc_stream": ".answers.jsonl", "latency": ".steps.npy",
-    "lm_eval": ".samples.jsonl",
-}  # fmt: skip
 _RELATIVE = 1e-6  # traces of times are float32 (6e-8); sums may be taken in another order
 _STEP = 1e-5  # to which sums and rounds are rounded in the record; of two sides of a boundary they may be a whole step apart
 _WITHIN = {"nll_sum": 1.5 * _STEP, "rounds_ms": 1.5 * _STEP, "error": 1e-6}  # absolute; `error` is a difference of times
@@ -59,7 +52,7 @@ def verify(record: Record, folder: Path) -> Verdict:
     """
     if record.status != "ok":
         return Verdict([], [])
-    path = None if record.trace is None else folder / Path(record.trace["file"]).name
+    path = None if record.trace is None else folder / Path(record.trace.file).name
     elsewhere = path is not None and not path.exists()
     said = [] if elsewhere else _of_file(record, path)
     figures: dict[str, Figure] = {}
@@ -71,15 +64,14 @@ def verify(record: Record, folder: Path) -> Verdict:
     said += [f"{f.name} is {_short(f.recorded)}, and should be {_short(f.again)}" for f in figures.values() if not _holds(f)]
     if elsewhere:
         return Verdict(said or None, [])
-    names = [n for n in record.metrics if n not in _WORDS]
-    names += ["facts.tokens_per_second"] if "tokens_per_second" in record.facts else []
+    names = [n for n in record.metrics.as_json() if n not in _WORDS]
+    names += ["facts.tokens_per_second"] if record.facts.tokens_per_second is not None else []
     return Verdict(said, [n for n in names if n not in figures])
 
 
 def _of_file(record: Record, path: Path | None) -> list[str]:
     """What is wrong with the trace's file."""
-    task = str(record.cell["task"].get("name"))
-    suffix = TRACES.get(task)
+    task, suffix = record.cell.task.name, task_of(record).trace
     if path is None:
         return [f"it has no trace, and every record of {task} has one (*{suffix})"] if suffix else []
     if suffix and not path.name.endswith(suffix):
@@ -87,7 +79,7 @@ def _of_file(record: Record, path: Path | None) -> list[str]:
     if not path.is_file():
         return [f"its trace {path.name} is no file"]
     with path.open("rb") as file:
-        same = record.trace is not None and hashlib.file_digest(file, "sha256").hexdigest() == record.trace["sha256"]
+        same = record.trace is not None and hashlib.file_digest(file, "sha256").hexdigest() == record.trace.sha256
     return [] if same else ["the trace is not the one that was measured: another sha256"]
 
 
@@ -97,60 +89,10 @@ def _follows(record: Record, _: Path | None) -> Iterator[Figure]:
 
 def _measured(record: Record, path: Path | None) -> Iterator[Figure]:
     """All that follows from the trace."""
-    suffix = TRACES.get(str(record.cell["task"].get("name")), "")
-    if path is not None and suffix:
-        for name, again in _KINDS[suffix](record, path).items():
-            yield Figure(name, record.metrics.get(name), again, _WITHIN.get(name, 0.0))
-
-
-def _nll(record: Record, path: Path) -> dict[str, Any]:
-    """All but what needs the text: bytes and the costs of facts."""
-    nll = np.load(path, mmap_mode="r")
-    task, metrics = record.cell["task"], record.metrics
-    streams = task.get("streams") or 1
-    found = of_nll(nll, len(record.data.get("prefix", [])), [0], task.get("stride", 1), streams)
-    texts = metrics["texts"]["tokens"]  # scored tokens of each: where they begin among the scored ones
-    found["texts"] = _split(nll[np.isfinite(nll)], texts)
-    if "on_stride" in found:
-        del found["on_stride"]["texts"]
-        own = metrics["on_stride"]
-        found["on_stride"] |= {"texts": own["texts"]}
-        if sum(own["texts"]["tokens"]) != sum(own["tokens"]):
-            raise ValueError("texts and runs on the stride differ in tokens")
-    return found
-
-
-def _split(values: Any, counts: list[int]) -> dict[str, Any]:
-    ends = np.cumsum(counts)
-    if not len(ends) or ends[-1] != len(values):
-        raise ValueError(f"{sum(counts)} scored tokens in the texts, {len(values)} in the trace")
-    sums = [float(part.sum(dtype=np.float64)) for part in np.split(values, ends[:-1])]
-    return {"nll_sum": [round(x, 5) for x in sums], "tokens": counts}
-
-
-def _answers(_: Record, path: Path) -> dict[str, Any]:
-    """Whether an answer is right is looked at again, too."""
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return of_answers([a | ({"right": a["said"] == a["gold"]} if {"said", "gold"} <= set(a) else {}) for a in lines])
-
-
-def _samples(_: Record, path: Path) -> dict[str, Any]:
-    return of_samples([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()])
-
-
-def _steps(record: Record, path: Path) -> dict[str, Any]:
-    steps, task = np.load(path, mmap_mode="r").astype(np.float64), record.cell["task"]
-    found = of_steps(steps, task.get("batch", 1)) | {"step_ms": float(np.median(np.median(steps, 1)))}
-    if "sittings" in record.metrics:
-        sittings = np.split(steps, record.metrics["sittings"])
-        found["error"] = timing([list(rounds) for rounds in sittings])[1]
-        found["settled"] = record.metrics["error"] <= task["precision"]
-    return found
-
-
-_KINDS: dict[str, Callable[[Record, Path], dict[str, Any]]] = {
-    ".nll.npy": _nll, ".answers.jsonl": _answers, ".steps.npy": _steps, ".samples.jsonl": _samples,
-}  # fmt: skip
+    if path is not None:
+        recorded = record.metrics.as_json()
+        for name, again in task_of(record).from_trace(record, path).items():
+            yield Figure(name, recorded.get(name), again, _WITHIN.get(name, 0.0))
 
 
 def _holds(figure: Figure) -> bool:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from kvbench.harness.core import plugins
 from kvbench.harness.core.device import device_name, free_bytes
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.core.sources import source_digest
+from kvbench.harness.core.sources import source_digest, task_digest
 from kvbench.harness.models.config import read_config
 from kvbench.harness.models.hub import model_directory, weights_digest
 from kvbench.harness.models.load import load_tokenizer
 from kvbench.harness.models.shape import shape_of
 from kvbench.harness.records import NUMERICS_VERSION, Record, digest
+from kvbench.harness.records.cell import CellSpec
+from kvbench.harness.records.facts import Data as DataFacts
+from kvbench.harness.records.types import BadRecordError
 from kvbench.harness.rules.rules import refuse_if_broken
 from kvbench.harness.run.estimate import kv_bytes
 from kvbench.harness.suite import Cell
@@ -33,7 +37,8 @@ class Prepared:
     task: type[Task]
     data: Data
     directory: Path
-    record: Record  # still without figures
+    record: Record  # still without figures and facts
+    facts: dict[str, Any] = field(default_factory=dict)  # of the record, gathered while the cell is measured
 
     @property
     def streams(self) -> int:
@@ -64,12 +69,25 @@ def prepare(cells: Sequence[Cell], device: torch.device, data: Path | None) -> l
         if asked not in known:
             known[asked] = task.data(cell.task, lambda d=directory: load_tokenizer(d), data)  # type: ignore[misc]
         weights, source = weights_digest(directory), source_digest(type(cell.policy))
+        task_source = {} if plugins.is_ours(task) else {"task_sha256": task_digest(task)}
         where = [device_name(device), torch.get_num_threads()] if task.of_device else []
-        key = digest([cell.id, known[asked].ids_sha256, weights, source, NUMERICS_VERSION, *where])
-        record = Record(cell.asked(), cell.id, key, "ok", data=known[asked].facts())
-        record.facts = {"weights_sha256": weights, "policy_sha256": source}
-        prepared.append(Prepared(cell, task, known[asked], directory, record))
+        key = digest([cell.id, known[asked].ids_sha256, weights, source, NUMERICS_VERSION, *where, *task_source.values()])
+        record = Record(CellSpec.from_json(cell.asked()), cell.id, key, "ok", data=_read_data(task, known[asked]))
+        facts = {"weights_sha256": weights, "policy_sha256": source, **task_source}
+        prepared.append(Prepared(cell, task, known[asked], directory, record, facts))
     return prepared
+
+
+def _read_data(task: type[Task], data: Data) -> DataFacts:
+    """What a record says of what was read.
+
+    Raises:
+        UserError: the task says what a record can't hold.
+    """
+    try:
+        return task.data_facts.from_json(data.facts())
+    except BadRecordError as error:
+        raise UserError(f"task {task.__name__}: what it says of its data can't be recorded ({error})") from error
 
 
 def _check_caches(cells: Sequence[Cell], directories: dict[ModelSpec, Path], device: torch.device) -> None:

@@ -106,7 +106,7 @@ class ProgressView:
         elif not skipped:
             self._line(f"[{self._done}/{self._cells}] {label}: {_outcome(record)}")
         if record.error and self._tracebacks:
-            for line in record.error.get("traceback", []):
+            for line in record.error.traceback:
                 self._line(line)
 
     def _line(self, text: str) -> None:
@@ -156,7 +156,7 @@ class _LiveDisplay:
 def _outcome(record: Record) -> str:
     """What came of a cell, in a line."""
     if record.status == "failed" and record.error:
-        place = f" ({record.error['where']})" if record.error.get("where") else ""
-        return f"FAILED, {record.error['kind']}: {record.error['message']}{place}"
-    speed = f", {record.facts['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in record.facts else ""
-    return f"{headline(record)}{speed}, {record.facts['seconds']:.1f} s"
+        place = f" ({record.error.where})" if record.error.where else ""
+        return f"FAILED, {record.error.kind}: {record.error.message}{place}"
+    speed = "" if record.facts.tokens_per_second is None else f", {record.facts.tokens_per_second:,.0f} tokens/s"
+    return f"{headline(record)}{speed}, {record.facts.seconds or 0.0:.1f} s"

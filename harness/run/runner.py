@@ -30,6 +30,8 @@ from kvbench.harness.engine.model import Model
 from kvbench.harness.models.hub import is_random
 from kvbench.harness.models.load import load_model
 from kvbench.harness.records import Record, RecordStore, digest
+from kvbench.harness.records.facts import Facts, Failure
+from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.run import apart
 from kvbench.harness.run.prepare import Prepared, prepare, refuse_if_too_large
 from kvbench.harness.suite import Cell, labels
@@ -179,7 +181,7 @@ def _measured(
 ) -> list[Record]:  # fmt: skip
     """As `_measure`, with a file for each trace."""
     started = time.perf_counter()
-    results: Sequence[dict[str, Any] | Exception | SystemExit]
+    results: Sequence[Metrics | Exception | SystemExit]
     worked: float | None = None
     try:
         results, worked = _outcome(group, traces, loaded, options, watcher)
@@ -197,26 +199,40 @@ def _measured(
     seconds = time.perf_counter() - started
     records = []
     for item, trace, result in zip(group, traces, results, strict=True):
-        item.record.facts |= _facts(options, item, seconds, None if isinstance(result, (Exception, SystemExit)) else worked)
+        result = _of_its_task(item, result)
+        item.facts.update(_facts(options, item, seconds, None if isinstance(result, (Exception, SystemExit)) else worked))
         records.append(_written(item, trace, result, store))
     return records
 
 
+def _of_its_task(item: Prepared, result: Metrics | Exception | SystemExit) -> Metrics | Exception | SystemExit:
+    """Figures that are of the task's own model and agree with what was asked, or why they are not."""
+    if isinstance(result, (Exception, SystemExit)):
+        return result
+    try:
+        if not isinstance(result, item.task.metrics):
+            raise TypeError(f"{item.task.__name__}.run returned {type(result).__name__}, not {item.task.metrics.__name__}")
+        item.task.check_figures(item.cell.task, result)
+    except Exception as error:  # a task of a user's may return anything
+        return error
+    return result
+
+
 def _outcome(
     group: Sequence[Prepared], traces: Sequence[Path], loaded: _Loaded, options: RunOptions, watcher: Watcher
-) -> tuple[Sequence[dict[str, Any] | Exception | SystemExit], float]:
+) -> tuple[Sequence[Metrics | Exception | SystemExit], float]:
     """What came of each cell, and the seconds that the task's own work took: without loading and checking the model."""
     first = group[0]
     if first.task.apart and options.device.type == "cpu":
         method = "walk" if options.walk else "as the policy allows"
-        first.record.facts |= {"block": options.block or _BLOCK, "method": method}
-        answer = apart.measure(_request(first, options, traces[0]), watcher.advance)
-        first.record.facts |= answer["model"]
-        return [answer["metrics"]], answer["seconds"]
+        first.facts.update({"block": options.block or _BLOCK, "method": method})
+        result = apart.measure(_request(first, options, traces[0]), watcher.advance)
+        first.facts.update(result.model)
+        return [first.task.metrics.from_json(result.metrics)], result.seconds
     model = loaded.of(first)
     jobs: list[Job | Exception | SystemExit] = []
     for item, trace in zip(group, traces, strict=True):
-        item.record.facts |= model.facts()
+        item.facts.update(model.facts())
         try:
             jobs.append(_job(item, model, options, trace, watcher))
         except (Exception, SystemExit) as error:  # a policy may crash as soon as it is tried
@@ -231,7 +247,7 @@ def _outcome(
 
 def _partial_trace(item: Prepared, store: RecordStore) -> Path:
     """Where a cell's trace is written while it is measured."""
-    trace = store.trace_path(item.record, item.task.trace)
+    trace = store.trace_path(item.record, _suffix(item))
     try:
         trace.parent.mkdir(parents=True, exist_ok=True)
         return new_partial(trace)
@@ -246,13 +262,13 @@ def _job(item: Prepared, model: Model, options: RunOptions, trace: Path, watcher
     check = FastCheck(TOKEN_BY_TOKEN, "windows run afresh", "windows run afresh", 0.0)
     if cell.policy.caches:
         check = FastCheck(TOKEN_BY_TOKEN, "walk", "plain", 0.0) if options.walk else fast_method(model, config)
-        item.record.facts["differs_from_walk"] = round(check.differs, 4) if math.isfinite(check.differs) else None
-        item.record.facts |= {"refused": check.refused} if check.refused else {}
-        item.record.facts |= {"plain_because": check.plain_because} if check.plain_because else {}
+        item.facts["differs_from_walk"] = round(check.differs, 4) if math.isfinite(check.differs) else None
+        item.facts.update({"refused": check.refused} if check.refused else {})
+        item.facts.update({"plain_because": check.plain_because} if check.plain_because else {})
     wide = check.blocks in ("closed form", "compiled walk") and not item.task.of_device
     counted = 1 if item.task.block_of_all else item.streams
     block = options.block or (_block_that_fits(model, counted) if wide else _BLOCK)
-    item.record.facts |= {"block": block, "method": check.blocks, "step": check.step}
+    item.facts.update({"block": block, "method": check.blocks, "step": check.step})
     return Job(model, config, item.data, block, check.method, trace, watcher.advance)
 
 
@@ -264,8 +280,8 @@ def _block_that_fits(model: Model, streams: int) -> int:
     return max(_BLOCK, min(_WIDE_BLOCK, 2 ** max(0, fitting.bit_length() - 1)))
 
 
-def _request(item: Prepared, options: RunOptions, trace: Path) -> dict[str, Any]:
-    """A cell as `apart.measure` takes it.
+def _request(item: Prepared, options: RunOptions, trace: Path) -> apart.CellRun:
+    """A cell, to be measured in a process of its own.
 
     Raises:
         MeasurementError: its policy is a class that another process can't import.
@@ -276,29 +292,32 @@ def _request(item: Prepared, options: RunOptions, trace: Path) -> dict[str, Any]
         raise MeasurementError(
             f"measured in another process, which can't import {name}: write it to a file, and give file.py:{name}"
         )
-    return {
-        "directory": str(item.directory), "random": is_random(spec.id), "dtype": spec.dtype,
-        "rope_length": spec.rope_length, "pickle": spec.pickle, "task": cell.task.model_dump(exclude_none=True),
-        "data": None if options.data is None else str(options.data), "policy": cell.name,
-        "parameters": dataclasses.asdict(cell.policy), "capacity": cell.capacity, "positions": cell.positions,
-        "limit": cell.limit, "seed": cell.seed, "block": options.block or _BLOCK, "walk": options.walk,
-        "threads": torch.get_num_threads(), "trace": str(trace),
-    }  # fmt: skip
+    return apart.CellRun(
+        directory=item.directory, random=is_random(spec.id), dtype=spec.dtype, rope_length=spec.rope_length, pickle=spec.pickle,
+        task=cell.task.model_dump(exclude_none=True), data=options.data, policy=cell.name,
+        parameters=dataclasses.asdict(cell.policy), capacity=cell.capacity, positions=cell.positions, limit=cell.limit,
+        seed=cell.seed, block=options.block or _BLOCK, walk=options.walk, threads=torch.get_num_threads(), trace=trace,
+    )  # fmt: skip
 
 
-def _written(item: Prepared, trace: Path, result: dict[str, Any] | Exception | SystemExit, store: RecordStore) -> Record:
+def _written(item: Prepared, trace: Path, result: Metrics | Exception | SystemExit, store: RecordStore) -> Record:
     """A record with what came out, in its place."""
-    record = item.record
     if isinstance(result, (Exception, SystemExit)):
-        record.status, record.metrics, record.error = "failed", {}, failure(result)
+        outcome: dict[str, Any] = {"status": "failed", "error": Failure.from_json(failure(result))}
     else:
-        record.metrics = result
-    record.finished = store.stamp(record, datetime.datetime.now(datetime.UTC))
+        outcome = {"metrics": result}
+    finished = store.stamp(item.record, datetime.datetime.now(datetime.UTC))
+    record = dataclasses.replace(item.record, **outcome, facts=Facts.from_json(item.facts), finished=finished)
     try:
-        store.write(record, trace if record.status == "ok" and trace.stat().st_size else None, item.task.trace)
+        store.write(record, trace if record.status == "ok" and trace.stat().st_size else None, _suffix(item))
     except OSError as error:
         raise UserError(f"{store.path(record)}: can't be written ({error.strerror}); finished cells are kept") from error
     return record
+
+
+def _suffix(item: Prepared) -> str:
+    """Of a cell's trace; a task that keeps none leaves the file empty."""
+    return item.task.trace or ".trace"
 
 
 def _facts(options: RunOptions, item: Prepared, seconds: float, worked: float | None) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from kvbench.harness.core import plugins
 from kvbench.harness.core.errors import UserError, described, did_you_mean
 from kvbench.harness.records import digest
+from kvbench.harness.records.cell import CellSpec
 from kvbench.harness.suite.file import ModelSpec, SuiteFile
 from kvbench.harness.suite.overrides import Overrides, apply
 from kvbench.harness.suite.text import Location, Source, items, spread, validated
@@ -47,10 +48,10 @@ class Cell:
     def asked(self) -> dict[str, Any]:
         """For the record: everything that was asked, resolved."""
         bound = self.policy if self.capacity is None else self.policy.bind(self.capacity)
-        where, colon, attribute = self.name.rpartition(":")
         return {
             "suite": self.suite, "suite_version": self.suite_version, "model": self.model.asked(),
-            "task": self.task.model_dump(exclude_none=True), "policy": f"{Path(where).name}{colon}{attribute}",
+            "task": self.task.model_dump(exclude_none=True) | {"name": plugins.recorded_name(self.task.name)},
+            "policy": plugins.recorded_name(self.name),
             "parameters": dataclasses.asdict(bound), "capacity": self.capacity, "positions": self.positions,
             "limit": self.limit, "seed": self.seed,
         }  # fmt: skip
@@ -155,33 +156,48 @@ def _bounded(values: Iterable[T], path: Path) -> list[T]:
     return bounded
 
 
-def again(record: dict[str, Any], model: str | None = None) -> Cell:
+def again(asked: CellSpec, model: str | None = None) -> Cell:
     """The cell of a record, to be measured again.
 
     Args:
-        record: its `cell`: what was asked.
+        asked: of the record.
         model: where a model of a local directory is now.
 
     Raises:
         UserError: what was asked can't be asked any more, or the policy's file is not part of the record.
     """
-    asked = record["model"] | ({"id": model} if model else {})
-    if ":" in str(record["policy"]):
-        raise UserError(f"the policy {record['policy']} is a file of someone's: give the suite and --policy instead")
+    if ":" in asked.policy:
+        raise UserError(f"the policy {asked.policy} is defined in a user file: give the suite and --policy instead")
+    if ":" in asked.task.name:
+        raise UserError(f"the task {asked.task.name} is defined in a user file: give the suite instead")
+    recorded = asked.as_json()
+    spec = recorded["model"] | ({"id": model} if model else {})
     try:
-        spec = ModelSpec.model_validate({k: v for k, v in asked.items() if v is not None})
-        task = plugins.task_class(record["task"]["name"]).options.model_validate(record["task"])
-        policy = plugins.policy_class(record["policy"])(**record["parameters"])
         cell = Cell(
-            record["suite"], record["suite_version"], spec, task, record["policy"], policy, record["capacity"],
-            record["positions"], record["limit"], record["seed"],
+            asked.suite, asked.suite_version, ModelSpec.model_validate({k: v for k, v in spec.items() if v is not None}),
+            plugins.task_class(asked.task.name).options.model_validate(asked.options), asked.policy,
+            plugins.policy_class(asked.policy)(**asked.parameters), asked.capacity, _position_mode(asked.positions), asked.limit,
+            asked.seed,
         )  # fmt: skip
-        same = cell.asked() | ({"model": record["model"]} if model else {}) == record
+        same = cell.asked() | ({"model": recorded["model"]} if model else {}) == recorded
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"what was asked can't be asked any more: {str(error).splitlines()[0]}") from None
     if not same:
         raise UserError("what was asked means something else today")
     return cell
+
+
+def _position_mode(name: str) -> PositionMode:
+    """A mode by its name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for mode in typing.get_args(PositionMode):
+        if mode == name:
+            found: PositionMode = mode
+            return found
+    raise ValueError(f"positions {name}")
 
 
 def _tasks(given: dict[str, Any], source: Source, at: Location) -> Iterator[tuple[BaseModel, list[str] | None]]:
@@ -274,7 +290,7 @@ def schema() -> dict[str, Any]:
             "type": "object", "required": ["name"], "additionalProperties": False,
             "properties": {"name": {"const": name}} | listed,
         })  # fmt: skip
-    tasks = [plugins.task_class(name).options.model_json_schema() for name in plugins.task_names()]
+    tasks = [task.options.model_json_schema() for task in plugins.working_tasks().values()]
     models = [ModelSpec.model_json_schema()]
     for options in (*tasks, *models):
         options["properties"] = {k: _or_list(v) for k, v in options["properties"].items()}
@@ -286,7 +302,7 @@ def schema() -> dict[str, Any]:
     names: dict[str, Any] = {"anyOf": [{"enum": list(policies)}, {"type": "string", "pattern": ":"}]}
     result["properties"]["policies"]["items"] = {"anyOf": [names, *entries, own]}
     for key, kinds in (("task", tasks), ("model", models)):
-        one = {"anyOf": kinds}
+        one = {"anyOf": [*kinds, own] if key == "task" else kinds}
         result["properties"][key] = {"anyOf": [one, {"type": "array", "items": one}]}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "KV Bench suite"} | result
 

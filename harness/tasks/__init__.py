@@ -1,1 +1,13 @@
-"""Tasks, one file each: (model, policy, data) -> metrics."""
+"""Tasks, one file or package each, and what the author of one imports. See "A task of your own" in CONTRIBUTING.md."""
+
+from kvbench.harness.records import Record
+from kvbench.harness.records.metrics import AnswerMetrics, NllMetrics, PeakMetrics, ScoreMetrics, StepMetrics
+from kvbench.harness.records.rules import ANSWERED, BYTES, EXACT, TIME, Compared, NotHeld, near
+from kvbench.harness.records.types import Amount, Count, Duration, Nats, Number, Part, Positive, Share
+from kvbench.harness.tasks.task import Data, Job, MeasurementError, Metrics, Options, RandomTokens, Task, Tokenizer
+
+__all__ = [
+    "ANSWERED", "BYTES", "EXACT", "TIME", "Amount", "AnswerMetrics", "Compared", "Count", "Data", "Duration", "Job",
+    "MeasurementError", "Metrics", "Nats", "NllMetrics", "NotHeld", "Number", "Options", "Part", "PeakMetrics", "Positive",
+    "RandomTokens", "Record", "ScoreMetrics", "Share", "StepMetrics", "Task", "Tokenizer", "near",
+]  # fmt: skip

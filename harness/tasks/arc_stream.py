@@ -7,15 +7,22 @@ Differs: the paper does not say how a question is put; ours lists the choices by
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from kvbench.harness.data import arc
-from kvbench.harness.data.questions import QuizData, Script, quiz_data
-from kvbench.harness.tasks.answering import Context, answered
-from kvbench.harness.tasks.task import Job, Options, Task, Tokenizer
+from kvbench.harness.records import Record
+from kvbench.harness.records.metrics import AnswerMetrics
+from kvbench.harness.report.chart import Chart
+from kvbench.harness.report.machines import row_label
+from kvbench.harness.report.markdown import asked, cache_bytes, count, table
+from kvbench.harness.tasks.common.answers import AnsweringTask, Context, cell
+from kvbench.harness.tasks.task import Job, Options, Tokenizer
+
+if TYPE_CHECKING:
+    from kvbench.harness.data.questions import QuizData
 
 
 class ArcStreamOptions(Options):
@@ -29,15 +36,20 @@ class ArcStreamOptions(Options):
     one_at_a_time: bool | None = Field(None, description="every question with a fresh cache, the yardstick without a stream")
 
 
-class ArcStream(Task):
+class ArcStream(AnsweringTask):
     """Accuracy of multiple-choice questions that come as one endless stream."""
 
     options: ClassVar[type[Options]] = ArcStreamOptions
-    trace: ClassVar[str] = ".answers.jsonl"
+    axes: ClassVar[tuple[str, ...]] = ("subset",)
+    named_by: ClassVar[tuple[str, ...]] = ("subset",)
+    shown_options: ClassVar[tuple[str, ...] | None] = ("split", "subset")
 
     @staticmethod
     def data(options: ArcStreamOptions, tokenizer: Tokenizer, directory: Path | None) -> QuizData:
         """The questions of the split, in their order."""
+        from kvbench.harness.data import arc
+        from kvbench.harness.data.questions import Script, quiz_data
+
         source, items = arc.items(options.subset, options.split, directory)
         items = items[: options.questions]
         scripts = [Script()]
@@ -64,9 +76,30 @@ class ArcStream(Task):
         return 4 * (options.questions or 2376)
 
     @staticmethod
-    def run(options: ArcStreamOptions, job: Job) -> dict[str, Any]:
+    def run(options: ArcStreamOptions, job: Job) -> AnswerMetrics:
         """Read, ask, compare; the trace gets every answer."""
+        from kvbench.harness.tasks.common.answering import answered
+
         return answered(job, options.context, said)
+
+    @classmethod
+    def body(cls, records: Sequence[Record]) -> list[str | Chart]:
+        """Policies down, Easy and Challenge across, percent right with a 95 % Wilson interval."""
+        subsets = sorted({_subset(r) for r in records}, reverse=True)
+        rows: dict[tuple[str, str], dict[str, Record]] = {}
+        for record in records:
+            name = (row_label(record, records), count(record.cell.capacity))
+            rows.setdefault(name, {})[_subset(record)] = record
+        lines = []
+        for name, row in rows.items():
+            kv_bytes = next(iter(row.values())).metrics.kv_bytes
+            lines.append([*name, *(cell(row.get(s)) for s in subsets), cache_bytes(kv_bytes)])
+        head, about = ["policy", "capacity", *subsets, "K/V"], f"{asked(records[0])}Percent right, 95 % Wilson intervals:\n"
+        return [about, *table(head, lines, "lr" + "r" * len(subsets) + "r")]
+
+
+def _subset(record: Record) -> str:
+    return record.cell.task_options(ArcStreamOptions).subset
 
 
 def said(completion: str) -> str:

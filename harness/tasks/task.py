@@ -6,26 +6,25 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from pydantic import BaseModel, ConfigDict
-from transformers import PreTrainedTokenizerBase
+from kvbench.harness.records.cell import Options
+from kvbench.harness.records.metrics import Metrics
+from kvbench.harness.report.task import TaskReport
 
-from kvbench.harness.engine.decoder import CacheConfig, Decoder
-from kvbench.harness.engine.loop import decoder
-from kvbench.harness.engine.method import Method
-from kvbench.harness.engine.model import Model
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-Tokenizer = Callable[[], PreTrainedTokenizerBase]  # loaded when called: not every task needs one
+    from kvbench.harness.engine.decoder import CacheConfig, Decoder
+    from kvbench.harness.engine.method import Method
+    from kvbench.harness.engine.model import Model
+
+__all__ = ["LONGEST", "Data", "Job", "MeasurementError", "Metrics", "Options", "RandomTokens", "Task", "Tokenizer"]
+
+Tokenizer = Callable[[], "PreTrainedTokenizerBase"]  # loaded when called: not every task needs one
 
 
 LONGEST = 10**9  # tokens that a task may be asked for: days of work
-
-
-class Options(BaseModel):
-    """Options of a task, as a suite gives them; unknown ones are errors."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Data(Protocol):
@@ -51,8 +50,15 @@ class RandomTokens:
     ids_sha256: str = "uniform random token ids"
 
     def facts(self) -> dict[str, Any]:
-        """As `Data`."""
+        """What the record says of what was read."""
         return {"source": self.ids_sha256, "tokens": self.tokens}
+
+
+def _open(*what: Any, **how: Any) -> Decoder:
+    """A decoder (`engine/loop.py`)."""
+    from kvbench.harness.engine.loop import decoder
+
+    return decoder(*what, **how)
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,7 @@ class Job:
     method: Method
     trace: Path
     progress: Callable[[int, str], None]
-    open: Callable[..., Decoder] = field(default=decoder)
+    open: Callable[..., Decoder] = field(default=_open)
 
     def decoder(self, streams: int = 1) -> Decoder:
         """A fresh decoder for the cell."""
@@ -88,20 +94,18 @@ class MeasurementError(RuntimeError):
     """A cell that could not be measured to its end: it becomes a failed record."""
 
 
-class Task(ABC):
-    """A measurement. Subclasses say what it needs and how it is done, and define `run` or `run_together`.
+class Task(TaskReport, ABC):
+    """A measurement, in one file: what it needs, how it is done (`run` or `run_together`), and what its records say.
+
+    A task's module imports torch, transformers and the engine inside of functions only: pages of records are made without them.
 
     Attributes:
-        options: what a suite may say.
-        trace: suffix of the trace file.
         of_device: device and thread count are part of what is measured, and so of a record's key.
         together: cells of one model and the same options are measured side by side, interleaved, and finish together.
         apart: on a CPU every cell runs in a process of its own.
         block_of_all: a job's `block` counts the tokens of all streams together, not those of each.
     """
 
-    options: ClassVar[type[Options]]
-    trace: ClassVar[str] = ".nll.npy"
     of_device: ClassVar[bool] = False
     together: ClassVar[bool] = False
     apart: ClassVar[bool] = False
@@ -122,11 +126,6 @@ class Task(ABC):
         """Tokens to process, at most, for estimates before there is any data."""
 
     @classmethod
-    def streams(cls, options: Any) -> int:  # noqa: ARG003 - the options that matter are a task's own
-        """Streams whose caches a cell holds side by side. Everything that counts K/V bytes asks here."""
-        return 1
-
-    @classmethod
     def longest(cls, options: Any) -> int:
         """Tokens of its longest stream, about, for estimates."""
         return cls.total(options) // cls.streams(options)
@@ -137,7 +136,7 @@ class Task(ABC):
         return cls.total(options)
 
     @staticmethod
-    def run(options: Any, job: Job) -> dict[str, Any]:
+    def run(options: Any, job: Job) -> Metrics:
         """Measure one cell.
 
         Raises:
@@ -146,12 +145,12 @@ class Task(ABC):
         raise NotImplementedError
 
     @classmethod
-    def run_together(cls, options: Any, jobs: Sequence[Job]) -> list[dict[str, Any] | Exception]:
-        """Measure cells side by side: for each its figures, or what it died of."""
-        results: list[dict[str, Any] | Exception] = []
+    def run_together(cls, options: Any, jobs: Sequence[Job]) -> list[Metrics | Exception]:
+        """Measure cells side by side: for each its figures, or the error it failed with."""
+        results: list[Metrics | Exception] = []
         for job in jobs:
             try:
                 results.append(cls.run(options, job))
-            except Exception as error:  # whatever a cell dies of, the others go on
+            except Exception as error:  # whatever goes wrong in a cell, the others go on
                 results.append(error)
         return results

@@ -155,7 +155,7 @@ class WalkKernel:
         self._cosine, self._sine = table.real.T.contiguous(), table.imag.T.contiguous()  # of every angle. [P, angles]
 
     @classmethod
-    def from_slots(cls, slots: Slots, mode: PositionMode, limit: int, longest: int | None) -> Self | None:  # noqa: ARG003
+    def from_slots(cls, slots: Slots, mode: PositionMode, limit: int, longest: int | None) -> Self | None:
         """The kernel for some layers; None if there is none."""
         kernel = cls.built(slots, mode, limit).function
         if kernel is None:

@@ -29,7 +29,7 @@ def against_bytes(records: Sequence[Record], machine: str = "") -> list[chart.Ch
     ]
     if len({v["kib"] for v in values if v["capacity"] is not None}) < 2:
         return []
-    cell = records[0].cell
+    cell = records[0].cell.as_json()
     place = {"x": log_axis("kib", "K/V, KiB", padding=16), "y": log_axis("perplexity", "perplexity on all tokens", padding=16)}
     place |= {"color": policy(), "tooltip": {"field": "what"}}
     ring = {"type": "point", "size": 190, "strokeWidth": 1.2, "filled": False}
@@ -45,10 +45,10 @@ def against_bytes(records: Sequence[Record], machine: str = "") -> list[chart.Ch
 
 
 def _value(row: Row, star: bool) -> dict[str, Any]:
-    capacity = row.cell["capacity"]
+    capacity = row.cell.capacity
     where = "" if capacity is None else f" at {capacity}"
     return {
-        "policy": row.cell["policy"], "capacity": capacity, "what": f"{title(row.records[0])}{where}",
+        "policy": row.cell.policy, "capacity": capacity, "what": f"{title(row.records[0])}{where}",
         "kib": round((row.kv_bytes or 0) / 1024, 2), "perplexity": float(f"{math.exp(min(row.nll or 0.0, 700)):.5g}"),
         "front": star,
     }  # fmt: skip

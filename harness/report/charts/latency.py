@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvbench.harness.records import Record
+from kvbench.harness.records.metrics import StepMetrics
 from kvbench.harness.report import chart
 from kvbench.harness.report.charts.parts import log_axis, policy
 from kvbench.harness.report.markdown import told_apart
@@ -18,20 +19,18 @@ def over_capacity(records: Sequence[Record], machine: str = "") -> list[chart.Ch
         records: of one section, measured on one machine.
         machine: its name, where the section has several.
     """
-    having = [r for r in records if r.status == "ok" and "step_ms" in r.metrics]
-    bounded = [r for r in having if r.cell["capacity"] is not None]
-    if len({r.cell["capacity"] for r in bounded}) < 2:
+    having = [(r, m) for r in records if (m := r.measured(StepMetrics))]
+    bounded = [r for r, _ in having if r.cell.capacity is not None]
+    if len({r.cell.capacity for r in bounded}) < 2:
         return []
+    names = dict(zip(map(id, bounded), told_apart(bounded), strict=True))
     values = [
-        {"policy": name, "capacity": r.cell["capacity"], "ms": float(f"{r.metrics['step_ms']:.4g}")}
-        for name, r in zip(told_apart(bounded), bounded, strict=True)
+        {"policy": names[id(r)], "capacity": r.cell.capacity, "ms": float(f"{m.step_ms:.4g}")}
+        for r, m in having
+        if r.cell.capacity is not None
     ]
-    whole = [
-        {"policy": str(r.cell["policy"]), "ms": float(f"{r.metrics['step_ms']:.4g}")}
-        for r in having
-        if r.cell["capacity"] is None
-    ]
-    capacities = sorted({v["capacity"] for v in values})
+    whole = [{"policy": r.cell.policy, "ms": float(f"{m.step_ms:.4g}")} for r, m in having if r.cell.capacity is None]
+    capacities = sorted({c for r in bounded if (c := r.cell.capacity) is not None})
     y = log_axis("ms", "ms a token", padding=12)
     place = {"x": log_axis("capacity", "capacity, tokens", base=2, padding=16, values=capacities), "y": y, "color": policy()}
     level = {"mark": {"type": "rule", "strokeDash": [6, 3], "strokeWidth": 2}, "data": {"values": whole}}

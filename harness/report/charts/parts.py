@@ -20,22 +20,20 @@ def panels(records: Sequence[Record], alt: str, panel: Callable[[Sequence[Record
         alt: what the picture shows; `{model}` stands for the model.
         panel: the specification of a panel, but for its size, from its records and its capacity.
     """
-    capacities = sorted({r.cell["capacity"] for r in records if r.cell["capacity"] is not None})
+    capacities = sorted({c for r in records if (c := r.cell.capacity) is not None})
     if not capacities:
         return []
     several = len(capacities) > 1
     size = {"width": 380 if several else 560, "height": 280}
     drawn = [
-        ({"title": f"capacity {c:,}"} if several else {})
-        | size
-        | panel([r for r in records if r.cell["capacity"] in (None, c)], c)
+        ({"title": f"capacity {c:,}"} if several else {}) | size | panel([r for r in records if r.cell.capacity in (None, c)], c)
         for c in capacities
     ]
     spec = drawn[0]
     if several:
         spec = _together("vconcat", [_together("hconcat", drawn[i : i + 2]) for i in range(0, len(drawn), 2)])
     alt = f"{alt}, capacity {', '.join(map(str, capacities))}."
-    return [chart.of(records[0], str(records[0].cell["task"].get("name", "")), question(records[0]), alt, spec)]
+    return [chart.of(records[0], records[0].cell.task.name, question(records[0]), alt, spec)]
 
 
 def _together(how: str, drawn: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvbench.harness.records import Record
+from kvbench.harness.records.metrics import NllMetrics
 from kvbench.harness.report import chart
 from kvbench.harness.report.charts.parts import log_axis, marks, panels, policy
 from kvbench.harness.report.common_tokens import scores_all
@@ -24,15 +25,16 @@ def over_the_stream(records: Sequence[Record]) -> list[chart.Chart]:
 
     Every line is over all tokens: who scored only every `stride`-th is not drawn.
     """
-    having = [r for r in records if r.status == "ok" and r.metrics.get("blocks") and "stream_tokens" not in r.metrics]
-    having = [r for r in having if scores_all(r)]
+    having = [r for r in records if (m := r.measured(NllMetrics)) and m.stream_tokens is None and scores_all(r)]
     return panels(having, "Perplexity over the stream of {model}, one line a policy", _panel) if len(having) > 1 else []
 
 
 def _panel(records: Sequence[Record], capacity: int) -> dict[str, Any]:
-    values = [point | {"policy": n} for r, n in zip(records, told_apart(records), strict=True) for point in _points(r)]
+    values: list[dict[str, Any]] = [
+        point | {"policy": n} for r, n in zip(records, told_apart(records), strict=True) for point in _points(r)
+    ]
     last = max(v["token"] for v in values)
-    length = next((r.facts.get("training_length") for r in records if r.facts.get("training_length")), None)
+    length = next((r.facts.training_length for r in records if r.facts.training_length), None)
     at = [{"at": capacity, "what": "cache full"}]
     at += [{"at": length, "what": "training length"}] if length is not None and length < last else []
     powers = [2**i for i in range(5, 40) if 2**i <= last]
@@ -46,8 +48,9 @@ def _panel(records: Sequence[Record], capacity: int) -> dict[str, Any]:
 
 def _points(record: Record) -> list[dict[str, float]]:
     """Perplexity between ever later tokens: `_PER_DOUBLING` points for every doubling of the stream, where enough was scored."""
-    blocks = record.metrics["blocks"]
-    sums, tokens, size = np.array(blocks["nll_sum"]), np.array(blocks["tokens"]), blocks["size"]
+    metrics = record.measured(NllMetrics)
+    assert metrics is not None
+    sums, tokens, size = np.array(metrics.blocks.nll_sum), np.array(metrics.blocks.tokens), metrics.blocks.size
     points, low, edge = [], 0, float(_FIRST)
     while low < len(sums):
         high = min(len(sums), max(low + 1, round(edge / size)))

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.harness.records import Record
+from kvbench.harness.records.metrics import QuestionMetrics, StepMetrics
 from kvbench.harness.report import chart, leaderboard
 from kvbench.harness.report.common_tokens import common_perplexity
 from kvbench.harness.report.markdown import title
+from kvbench.harness.report.task import task_of
 
 _HERE = Path(__file__).parent
 _LIBRARY = "window.vegaEmbed = vegaEmbed;"  # all that the page needs of it
@@ -42,13 +44,16 @@ def render(records: Iterable[Record], charts: Sequence[chart.Chart]) -> str:
 
 def _row(record: Record, group: Sequence[Record]) -> dict[str, Any]:
     """What the table shows of a record, its perplexity on the tokens that all scored; null where it has none."""
-    cell, metrics = record.cell, record.metrics if record.status == "ok" else {}
-    task = " ".join([str(cell["task"].get("name", "")), *(f"{k} {cell['task'][k]}" for k in _TOLD if k in cell["task"])])
+    cell, metrics = record.cell, record.metrics
+    options, shown = cell.options, task_of(record).shown_options
+    told = [f"{k} {options[k]}" for k in (options if shown is None else shown) if k in options and k != "name"]
+    answers, steps = record.measured(QuestionMetrics), record.measured(StepMetrics)
     return {
-        "suite": cell["suite"], "model": cell["model"]["id"], "task": task, "policy": title(record), "capacity": cell["capacity"],
-        "perplexity": _finite(common_perplexity(record, group)), "right": _finite(metrics.get("accuracy"), 100),
-        "ms": _finite(metrics.get("step_ms")), "kib": _finite(metrics.get("kv_bytes") or None, 1 / 1024),
-        "device": str(record.facts.get("device", "")), "measured": record.finished[:10],
+        "suite": cell.suite, "model": cell.model.id, "task": " ".join([cell.task.name, *told]), "policy": title(record),
+        "capacity": cell.capacity, "perplexity": _finite(common_perplexity(record, group)),
+        "right": _finite(answers.accuracy if answers else None, 100), "ms": _finite(steps.step_ms if steps else None),
+        "kib": _finite(metrics.kv_bytes or None, 1 / 1024) if record.status == "ok" else None,
+        "device": record.facts.device, "measured": record.finished[:10],
         "status": _status(record),
         "cell": record.cell_id[:8],
     }  # fmt: skip
@@ -56,11 +61,8 @@ def _row(record: Record, group: Sequence[Record]) -> dict[str, Any]:
 
 def _status(record: Record) -> str:
     if record.status != "ok":
-        return str((record.error or {}).get("kind", "failed"))
-    return "; ".join(map(str, record.metrics.get("flags") or [])) or "ok"
-
-
-_TOLD = ("data", "split", "tokens", "distance", "subset", "book", "batch", "streams", "tasks", "prompt")
+        return record.error.kind if record.error else "failed"
+    return "; ".join(record.metrics.flags) or "ok"
 
 
 def _finite(value: Any, scale: float = 1) -> float | None:

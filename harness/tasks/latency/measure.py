@@ -1,9 +1,4 @@
-"""Latency of a decode step: the real loop, its cache full, and the curve over the stream while it fills.
-
-Source: the figure of Xiao et al. 2023, arXiv:2309.17453, Figure 10 (per-token decoding latency by cache size).
-Differs: cells are measured side by side, interleaved round by round, until each is known to a stated precision; what is
-read is random and then the model's own greedy continuation, because latency does not depend on it.
-"""
+"""Cells measured side by side, interleaved round by round, until each is known to a stated precision."""
 
 from __future__ import annotations
 
@@ -11,60 +6,30 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, ClassVar
 
 from kvbench.harness.core.calibration import Calibration
 from kvbench.harness.core.device import bandwidth, free_bytes, multiply_rate
-from kvbench.harness.tasks.lane import Lane
-from kvbench.harness.tasks.latency_options import LatencyOptions
-from kvbench.harness.tasks.task import Job, Options, RandomTokens, Task, Tokenizer
+from kvbench.harness.records.metrics import Metrics
+from kvbench.harness.tasks.latency.lane import Lane
+from kvbench.harness.tasks.latency.schema import LatencyOptions
+from kvbench.harness.tasks.task import Job
 
 _FIRST_POINT = 256  # tokens into the stream; every further point is at the double
 _PROMPTS = 7  # prompts read for the time to the first token; the first one warms up
 _FILLS = 0.7  # of the free memory that caches measured side by side may take
 
 
-class Latency(Task):
-    """Milliseconds of a decode step over a stream, and how far from what the memory allows."""
-
-    options: ClassVar[type[Options]] = LatencyOptions
-    trace: ClassVar[str] = ".steps.npy"
-    of_device: ClassVar[bool] = True
-    together: ClassVar[bool] = True
-
-    @staticmethod
-    def data(options: LatencyOptions, tokenizer: Tokenizer, directory: Path | None) -> RandomTokens:
-        """Nothing is read but random tokens."""
-        return RandomTokens(options.tokens)
-
-    @staticmethod
-    def total(options: LatencyOptions) -> int:
-        """The stream."""
-        return options.tokens * options.batch
-
-    @classmethod
-    def streams(cls, options: LatencyOptions) -> int:
-        """A batch."""
-        return options.batch
-
-    @classmethod
-    def windows(cls, options: LatencyOptions) -> float:
-        """One a step: of every sitting, and of about five points of the stream."""
-        return options.batch * options.rounds * options.steps * (options.sittings + 5)
-
-    @classmethod
-    def run_together(cls, options: LatencyOptions, jobs: Sequence[Job]) -> list[dict[str, Any] | Exception]:
-        """Measure all cells interleaved, as many at once as their caches fit into memory."""
-        model = jobs[0].model
-        device = {"bandwidth": bandwidth(model.device), "multiply_rate": multiply_rate(model.device, model.dtype)}
-        lanes = [Lane(options, job) for job in jobs]
-        for number, side_by_side in enumerate(_that_fit(lanes)):
-            together = f"{time.time_ns():x}-{number}"
-            calibration_ms = _measure(options, side_by_side)
-            for lane in side_by_side:
-                lane.finish(device, together, calibration_ms)
-        return [lane.result for lane in lanes]
+def measure(options: LatencyOptions, jobs: Sequence[Job]) -> list[Metrics | Exception]:
+    """Measure all cells interleaved, as many at once as their caches fit into memory."""
+    model = jobs[0].model
+    device = {"bandwidth": bandwidth(model.device), "multiply_rate": multiply_rate(model.device, model.dtype)}
+    lanes = [Lane(options, job) for job in jobs]
+    for number, side_by_side in enumerate(_that_fit(lanes)):
+        together = f"{time.time_ns():x}-{number}"
+        calibration_ms = _measure(options, side_by_side)
+        for lane in side_by_side:
+            lane.finish(device, together, calibration_ms)
+    return [lane.result for lane in lanes]
 
 
 def _that_fit(lanes: Sequence[Lane]) -> list[list[Lane]]:

@@ -4,46 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvbench.harness.core.intervals import wilson
 from kvbench.harness.records import Record
+from kvbench.harness.records.metrics import AnswerMetrics
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.charts.distance import over_distance
 from kvbench.harness.report.machines import row_label
-from kvbench.harness.report.markdown import asked, cache_bytes, count, status, table
-
-AXES = ("distance",)
-
-
-def headline(record: Record) -> str:
-    """Right answers, and of how many."""
-    return f"accuracy {record.metrics['accuracy']:.1%} of {record.metrics['questions']}"
+from kvbench.harness.report.markdown import asked, cache_bytes, count, table
+from kvbench.harness.tasks.common.answers import cell, percent
+from kvbench.harness.tasks.streameval.chart import distance, line_tokens, over_distance
 
 
 def body(records: Sequence[Record]) -> list[str | Chart]:
     """Policies down, distances across, percent right with a 95 % Wilson interval; then by place of the evidence."""
-    distances = sorted({r.cell["task"]["distance"] for r in records})
-    length = records[0].data.get("line_tokens")
+    distances = sorted({distance(r) for r in records})
+    length = line_tokens(records[0])
     rows: dict[tuple[str, str], dict[int, Record]] = {}
     for record in records:
-        name = (row_label(record, records), count(record.cell["capacity"]))
-        rows.setdefault(name, {})[record.cell["task"]["distance"]] = record
+        name = (row_label(record, records), count(record.cell.capacity))
+        rows.setdefault(name, {})[distance(record)] = record
     head = ["policy", "capacity", *(f"{d} lines back" for d in distances)]
     lines = [[*name, *(cell(row.get(d)) for d in distances)] for name, row in rows.items()]
     about = f"{asked(records[0])}A line takes {length} tokens on average. Percent right, 95 % Wilson intervals:\n"
     return [about, *table(head, lines, "lr" + "r" * len(distances)), *over_distance(records), *_by_place(records)]
-
-
-def cell(record: Record | None) -> str:
-    """Percent right with its interval."""
-    if record is None:
-        return ""
-    return percent(record.metrics["right"], record.metrics["questions"]) if record.status == "ok" else status(record)
-
-
-def percent(right: int, questions: int) -> str:
-    """Percent right with its interval."""
-    low, high = wilson(right, questions)
-    return f"{100 * right / questions:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
 
 
 def _by_place(records: Sequence[Record]) -> list[str]:
@@ -51,13 +32,14 @@ def _by_place(records: Sequence[Record]) -> list[str]:
     places = ("whole", "in part", "gone")
     rows: dict[tuple[str, str, str], dict[str, list[int]]] = {}
     for record in records:
-        if record.status != "ok":
+        metrics = record.measured(AnswerMetrics)
+        if metrics is None:
             continue
-        name = (row_label(record, records), count(record.cell["capacity"]), cache_bytes(record.metrics.get("kv_bytes")))
+        name = (row_label(record, records), count(record.cell.capacity), cache_bytes(metrics.kv_bytes))
         row = rows.setdefault(name, {})
-        for place, counts in record.metrics["in_cache"].items():
+        for place, counts in metrics.in_cache.items():
             total = row.setdefault(place, [0, 0])
-            total[0], total[1] = total[0] + counts["right"], total[1] + counts["questions"]
+            total[0], total[1] = total[0] + counts.right, total[1] + counts.questions
     lines = [
         [*name, *(f"{percent(*row[place])} of {row[place][1]:,}" if place in row else "" for place in places)]
         for name, row in rows.items()

@@ -8,55 +8,36 @@ docs/tasks/streameval.md says what we chose and why.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, ClassVar
 
-from pydantic import Field, model_validator
-
-from kvbench.harness.data.questions import QuizData, Script, quiz_data
 from kvbench.harness.data.registers import HEADER, answer, question, record_line, said
-from kvbench.harness.tasks.answering import Context, answered
-from kvbench.harness.tasks.task import Job, MeasurementError, Options, Task, Tokenizer
+from kvbench.harness.records import Record
+from kvbench.harness.records.metrics import AnswerMetrics
+from kvbench.harness.report.chart import Chart
+from kvbench.harness.tasks.common.answers import AnsweringTask
+from kvbench.harness.tasks.streameval import page
+from kvbench.harness.tasks.streameval.schema import StreamEvalOptions
+from kvbench.harness.tasks.task import Job, MeasurementError, Options, Tokenizer
 
-_MOST_LINES = 10**6  # of all streams: their text is made in memory
-
-
-class StreamEvalOptions(Options):
-    """Options of the StreamEval task."""
-
-    name: Literal["streameval"] = "streameval"
-    lines: int = Field(1000, ge=1, description="record lines of a stream")
-    query_every: int = Field(10, ge=1, description="lines between questions")
-    distance: int = Field(20, ge=1, description="a question is about the line so many lines back, 1 = the last")
-    streams: int = Field(1, ge=1, description="independent streams, one after the other, each with a fresh cache")
-    lowest: int = Field(1, ge=0, description="smallest content of a register")
-    highest: int = Field(50000, ge=1, description="largest content of a register")
-    context: Context = Field("gold", description="what stays of a question: with the right answer, the model's, or nothing")
-    data_seed: int = Field(0, ge=0, description="of the registers' contents")
-
-    @model_validator(mode="after")
-    def _can_be_asked(self) -> Self:
-        if self.distance > self.lines - self.lines % self.query_every:
-            raise ValueError(
-                f"distance {self.distance} is beyond the stream: its last question comes after line "
-                f"{self.lines - self.lines % self.query_every}"
-            )
-        if self.streams * self.lines > _MOST_LINES:
-            raise ValueError(f"{self.streams:,} streams of {self.lines:,} lines are more than {_MOST_LINES:,} lines together")
-        if self.highest < self.lowest:
-            raise ValueError(f"highest {self.highest} is below lowest {self.lowest}")
-        return self
+if TYPE_CHECKING:
+    from kvbench.harness.data.questions import QuizData, Script
 
 
-class StreamEval(Task):
+class StreamEval(AnsweringTask):
     """Accuracy of questions about a line some way back in an endless record."""
 
     options: ClassVar[type[Options]] = StreamEvalOptions
-    trace: ClassVar[str] = ".answers.jsonl"
+    axes: ClassVar[tuple[str, ...]] = ("distance",)
+    named_by: ClassVar[tuple[str, ...]] = ("distance",)
+    shown_options: ClassVar[tuple[str, ...] | None] = ("distance", "streams")
 
     @staticmethod
     def data(options: StreamEvalOptions, tokenizer: Tokenizer, directory: Path | None) -> QuizData:
         """Generated, the same for every policy and machine."""
+        from kvbench.harness.data.questions import quiz_data
+
         scripts = [script(options, stream) for stream in range(options.streams)]
         return quiz_data(scripts, f"generated, data seed {options.data_seed}", tokenizer())
 
@@ -76,16 +57,25 @@ class StreamEval(Task):
         return options.streams * 10 * options.lines / options.query_every
 
     @staticmethod
-    def run(options: StreamEvalOptions, job: Job) -> dict[str, Any]:
+    def run(options: StreamEvalOptions, job: Job) -> AnswerMetrics:
         """Read, ask, compare; the trace gets every answer."""
+        from kvbench.harness.tasks.common.answering import answered
+
         longest = max(int(q.line_tokens.max()) for q in job.data.quizzes)
         if job.config.capacity is not None and longest > job.config.capacity:
             raise MeasurementError(f"a record line takes {longest} tokens, and the cache holds {job.config.capacity}")
         return answered(job, options.context, said)
 
+    @classmethod
+    def body(cls, records: Sequence[Record]) -> list[str | Chart]:
+        """Accuracy by distance, and by whether the line was still in the cache."""
+        return page.body(records)
+
 
 def script(options: StreamEvalOptions, stream: int) -> Script:
     """The text of one stream. Its contents depend on data seed and stream alone."""
+    from kvbench.harness.data.questions import Script
+
     draw = random.Random(f"{options.data_seed}/{stream}")
     made, contents = Script(HEADER), []
     for number in range(1, options.lines + 1):

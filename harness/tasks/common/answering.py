@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,9 +12,10 @@ from torch import Tensor
 from kvbench.harness.data.questions import Question, Quiz, QuizData
 from kvbench.harness.engine.decoder import Decoder
 from kvbench.harness.records.aggregates import of_answers
+from kvbench.harness.records.metrics import AnswerMetrics
+from kvbench.harness.tasks.common.answers import Context
 from kvbench.harness.tasks.task import Job, MeasurementError
 
-Context = Literal["gold", "model", "none"]
 _LONGER = 4  # tokens that an answer may have beyond the longest right one
 
 
@@ -32,7 +32,7 @@ class Answer:
     reach: int | None  # tokens from the beginning of the evidence to the beginning of the answer
 
 
-def answered(job: Job, context: Context, said_by: Callable[[str], str]) -> dict[str, Any]:
+def answered(job: Job, context: Context, said_by: Callable[[str], str]) -> AnswerMetrics:
     """Read all streams of the job's data, each with a fresh cache, and answer every question greedily.
 
     Args:
@@ -41,8 +41,7 @@ def answered(job: Job, context: Context, said_by: Callable[[str], str]) -> dict[
         said_by: the answer that a completion gives, to be compared with the right one.
 
     Returns:
-        questions, right, accuracy; `reach`: mean tokens from the evidence to the answer; `in_cache`: questions and
-        right by how much of the evidence was in the cache; `outcomes`: "1" or "0" per question.
+        The figures, over all questions of all streams.
     """
     data: QuizData = job.data
     answers: list[Answer] = []
@@ -59,7 +58,8 @@ def answered(job: Job, context: Context, said_by: Callable[[str], str]) -> dict[
                 job.progress(done_now, f"accuracy {sum(a.right for a in answers) / len(answers):.1%}")
             done += len(quiz.ids) - quiz.prefix
             kv_bytes, state_bytes = max(kv_bytes, reader.read.kv_bytes), max(state_bytes, reader.read.state_bytes)
-    return {**of_answers([vars(a) for a in answers]), "kv_bytes": kv_bytes, "state_bytes": state_bytes}
+    figures = of_answers([vars(a) for a in answers])
+    return AnswerMetrics.from_json({**figures, "kv_bytes": kv_bytes, "state_bytes": state_bytes})
 
 
 class _Reader:

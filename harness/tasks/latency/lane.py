@@ -15,7 +15,8 @@ from kvbench.harness.engine.decoder import Decoder
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.model import Model
 from kvbench.harness.records.aggregates import of_steps, timing
-from kvbench.harness.tasks.latency_options import LatencyOptions
+from kvbench.harness.records.metrics import Metrics
+from kvbench.harness.tasks.latency.schema import LatencyMetrics, LatencyOptions
 from kvbench.harness.tasks.task import Job
 
 _WARM_UP = 3  # steps before each measurement
@@ -28,7 +29,7 @@ class Lane:
 
     def __init__(self, options: LatencyOptions, job: Job) -> None:
         self.options, self.job = options, job
-        self.result: dict[str, Any] | Exception = {}
+        self.result: Metrics | Exception = Metrics()
         self.rounds: list[list[float]] = []  # milliseconds of the steps of every turn since the last `advance`
         self.sittings: list[list[list[float]]] = []  # rounds at the end of the stream
         self.position = 0
@@ -138,7 +139,7 @@ class Lane:
         kv_bytes = self.read.kv_bytes
         if self.job.config.capacity is not None and kv_bytes != self.kv_bytes:
             flags.append(f"its K/V takes {kv_bytes} bytes and should take {self.kv_bytes}")
-        self.result = {
+        figures = {
             "step_ms": median, "error": error, "settled": self.settled, "sittings": len(self.sittings),
             **of_steps(steps, options.batch),
             "first_token_ms": first, "first_token_error": first_error, "position": self._curve[-1]["position"],
@@ -147,6 +148,7 @@ class Lane:
             "calibration_ms": [round(x, 5) for x in calibration_ms],
             "kv_bytes": kv_bytes, "state_bytes": self.read.state_bytes, "flags": flags,
         }  # fmt: skip
+        self.result = LatencyMetrics.from_json(figures)
         with self.job.trace.open("wb") as file:
             np.save(file, steps.astype("<f4"))
 

@@ -7,31 +7,30 @@ from collections.abc import Sequence
 
 from kvbench.harness.core.intervals import Interval
 from kvbench.harness.records import Record
+from kvbench.harness.records.metrics import Bucket, NllMetrics
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.charts.stream import over_the_stream
-from kvbench.harness.report.common_tokens import common_stride, described, on_common, scores_all
+from kvbench.harness.report.common_tokens import common_stride, described, on_common, scores_all, stride_of
 from kvbench.harness.report.machines import row_label
 from kvbench.harness.report.markdown import cache_bytes, count, label, md, status, table
 from kvbench.harness.report.pairing import paired, past_training, perplexity
-
-AXES: tuple[str, ...] = ()
+from kvbench.harness.tasks.perplexity.schema import FactCost, PerplexityMetrics, PerplexityOptions
 
 
 def headline(record: Record) -> str:
     """Of all tokens that the record scored."""
-    few = "" if scores_all(record) else f" (1 token in {record.cell['task']['stride']})"
-    return f"perplexity {record.metrics['perplexity']:.4g}{few}"
+    few, metrics = "" if scores_all(record) else f" (1 token in {stride_of(record)})", record.measured(NllMetrics)
+    return "" if metrics is None else f"perplexity {metrics.perplexity:.4g}{few}"
 
 
 def body(records: Sequence[Record]) -> list[str | Chart]:
     """What was asked, the table, the stream as a picture, and by position."""
-    data, task = records[0].data, records[0].cell["task"]
-    prefix, kind = len(data.get("prefix", [])), " newlines" if task.get("newlines") else ""
-    streams, stride = task.get("streams"), common_stride(records)
+    data, options = records[0].data, records[0].cell.task_options(PerplexityOptions)
+    prefix, kind, stride = len(data.prefix), " newlines" if options.newlines else "", common_stride(records)
     about = (
-        f"{md(task.get('name', ''))} on {md(data.get('source', '?'))}, {count(data.get('tokens'))} tokens"
+        f"{md(options.name)} on {md(data.source or '?')}, {count(data.tokens)} tokens"
         f"{f' after a prefix of {prefix}{kind}' if prefix else ''}"
-        f"{f', cut in {streams} streams' if streams else ''}."
+        f"{f', cut in {options.streams} streams' if options.streams else ''}."
     )
     about += f" Perplexity is over {described(records, stride)}; bits/byte are over all tokens." if stride > 1 else ""
     whole = [r for r in records if r.status == "ok" and scores_all(r)]
@@ -42,21 +41,22 @@ def body(records: Sequence[Record]) -> list[str | Chart]:
 
 
 def _table(records: Sequence[Record], stride: int) -> list[str]:
-    dense = next((r for r in records if r.cell["policy"] == "dense"), None)
-    recompute = {r.cell["capacity"]: r for r in records if r.cell["policy"] == "recompute_window"}
+    dense = next((r for r in records if r.cell.policy == "dense"), None)
+    recompute = {r.cell.capacity: r for r in records if r.cell.policy == "recompute_window"}
     head = ["policy", "capacity", "perplexity", *(["on all tokens"] if stride > 1 else []), "bits/byte", "Δ NLL to dense",
             "Δ NLL to recompute", "K/V", "tokens/s", "status"]  # fmt: skip
     rows = []
     for record in records:
-        metrics, whole = record.metrics, record.status == "ok" and scores_all(record)
+        metrics = record.measured(NllMetrics)
+        bits = metrics.bits_per_byte if metrics is not None and scores_all(record) else None
         rows.append([
-            row_label(record, records), count(record.cell["capacity"]),
+            row_label(record, records), count(record.cell.capacity),
             _perplexity(on_common(record, stride)),
-            *([_perplexity(record) if whole else ""] if stride > 1 else []),
-            f"{metrics['bits_per_byte']:.3f}" if whole and "bits_per_byte" in metrics else "",
-            _difference(record, dense), _difference(record, recompute.get(record.cell["capacity"])),
-            cache_bytes(metrics.get("kv_bytes")) if record.status == "ok" else "",
-            count(round(record.facts.get("tokens_per_second", 0))), status(record),
+            *([_perplexity(record) if scores_all(record) else ""] if stride > 1 else []),
+            "" if bits is None else f"{bits:.3f}",
+            _difference(record, dense), _difference(record, recompute.get(record.cell.capacity)),
+            "" if metrics is None else cache_bytes(metrics.kv_bytes),
+            count(round(record.facts.tokens_per_second or 0)), status(record),
         ])  # fmt: skip
     return table(head, rows, "lr" + "r" * (len(head) - 3) + "l")
 
@@ -96,23 +96,27 @@ def _undrawn(records: Sequence[Record], stride: int) -> list[str]:
 
 def _recompute(records: Sequence[Record]) -> str:
     """The policies that scored only some tokens."""
-    return md(" and ".join(dict.fromkeys(str(r.cell["policy"]) for r in records if r.status == "ok" and not scores_all(r))))
+    return md(" and ".join(dict.fromkeys(r.cell.policy for r in records if r.status == "ok" and not scores_all(r))))
 
 
 def _buckets(records: Sequence[Record], which: str = "") -> list[str]:
     """Perplexity by position in the stream; which: tokens, in words."""
-    having = [r for r in records if r.status == "ok" and r.metrics.get("buckets")]
+    having = [(r, m.buckets) for r in records if (m := r.measured(NllMetrics)) and m.buckets]
     if not having:
         return []
-    edges = sorted({(b["from"], b["to"]) for r in having for b in r.metrics["buckets"]})
+    edges = sorted({_edges(b) for _, buckets in having for b in buckets})
     rows = []
-    for record in having:
-        means = {(b["from"], b["to"]): math.exp(min(b["nll"], 700)) for b in record.metrics["buckets"]}
-        rows.append([label(record), count(record.cell["capacity"]), *(f"{means[e]:.4g}" if e in means else "" for e in edges)])
-    length = having[0].facts.get("training_length")
+    for record, buckets in having:
+        means = {_edges(b): math.exp(min(b.nll, 700)) for b in buckets}
+        rows.append([label(record), count(record.cell.capacity), *(f"{means[e]:.4g}" if e in means else "" for e in edges)])
+    length = having[0][0].facts.training_length
     about = f"Perplexity by position in the stream{which}" + (f" (training length {count(length)})" if length else "") + ":\n"
     head = ["policy", "capacity", *(f"{count(low)} to {count(high)}" for low, high in edges)]
     return [about, *table(head, rows, "lr" + "r" * len(edges))]
+
+
+def _edges(bucket: Bucket) -> tuple[int, int]:
+    return bucket.from_, bucket.to
 
 
 def _common_buckets(records: Sequence[Record], stride: int) -> list[str]:
@@ -124,18 +128,24 @@ def _common_buckets(records: Sequence[Record], stride: int) -> list[str]:
 
 def _facts(records: Sequence[Record]) -> list[str]:
     """What the facts of generated prose cost, by how far back they were told before."""
-    having = [r for r in records if r.status == "ok" and r.metrics.get("facts")]
+    having = [(r, m.facts) for r in records if (m := r.measured(PerplexityMetrics)) and m.facts]
     if not having:
         return []
-    spans = sorted({tuple(f["words_back"] or (0, 0)) for r in having for f in r.metrics["facts"]})
+    spans = sorted({_span(f) for _, facts in having for f in facts})
     rows = []
-    for record in having:
-        costs = {tuple(f["words_back"] or (0, 0)): f["nats"] for f in record.metrics["facts"]}
-        rows.append([label(record), count(record.cell["capacity"]), *(f"{costs[s]:.2f}" if s in costs else "" for s in spans)])
+    for record, facts in having:
+        costs = {_span(f): f.nats for f in facts}
+        rows.append([label(record), count(record.cell.capacity), *(f"{costs[s]:.2f}" if s in costs else "" for s in spans)])
     heads = ["told first" if high == 0 else f"{low:,} to {high:,}" for low, high in spans]
-    drawn = having[0].metrics["facts"][0]["drawn_nats"]
+    drawn = having[0][1][0].drawn_nats
     return [
         f"Nats for the words of a fact, by words since it was told before (told for the first time, it is drawn from "
         f"{round(math.exp(drawn))}: {drawn:.2f} nats; who remembers it pays nothing):\n",
         *table(["policy", "capacity", *heads], rows, "lr" + "r" * len(heads)),
     ]  # fmt: skip
+
+
+def _span(cost: FactCost) -> tuple[int, int]:
+    """Words back, from and to; (0, 0) for a fact told first."""
+    low, high = cost.words_back or (0, 0)
+    return low, high

@@ -1,8 +1,4 @@
-"""Memory: what a cache says it takes, what it is found to take, and the peak over a stream that should not show.
-
-On a CPU a cell runs in a process of its own, whose peak the system keeps (Linux: VmHWM, reset once the model is loaded);
-on CUDA the allocator's statistics tell. Whatever disagrees is flagged in the record.
-"""
+"""Reading a stream, and looking at the memory on the way."""
 
 from __future__ import annotations
 
@@ -11,17 +7,17 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
-from pydantic import Field
 
 from kvbench.harness.engine.decoder import CacheConfig, Decoder
 from kvbench.harness.engine.loop import decoder
 from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.rotary import Rotation
 from kvbench.harness.engine.slots import BUCKET
-from kvbench.harness.tasks.task import LONGEST, Job, Options, RandomTokens, Task, Tokenizer
+from kvbench.harness.tasks.memory.schema import MemoryMetrics, MemoryOptions
+from kvbench.harness.tasks.task import Job
 from kvbench.policies.window import Window
 
 _AGREE = 0.02  # of what is reported: how far what is found may be from it,
@@ -29,71 +25,34 @@ _AGREE_BYTES = 2**18  # or this much, for the small tensors that a step is put t
 _FLAT_BYTES = {"cpu": 2**23, "cuda": 2**20}  # by which the peak of a full cache may still rise
 
 
-class MemoryOptions(Options):
-    """Options of the memory task."""
-
-    name: Literal["memory"] = "memory"
-    tokens: int = Field(16384, ge=16, le=LONGEST, description="length of the stream")
-    points: int = Field(16, ge=4, le=10_000, description="equal parts of the stream after each of which memory is read")
-    batch: int = Field(1, ge=1, description="streams side by side")
-
-
-class Memory(Task):
-    """Bytes of the cache, as reported and as found, and the peak over the stream."""
-
-    options: ClassVar[type[Options]] = MemoryOptions
-    of_device: ClassVar[bool] = True
-    apart: ClassVar[bool] = True
-
-    @staticmethod
-    def data(options: MemoryOptions, tokenizer: Tokenizer, directory: Path | None) -> RandomTokens:
-        """Nothing is read but random tokens."""
-        return RandomTokens(options.tokens)
-
-    @staticmethod
-    def total(options: MemoryOptions) -> int:
-        """The stream."""
-        return options.tokens * options.batch
-
-    @classmethod
-    def streams(cls, options: MemoryOptions) -> int:
-        """A batch."""
-        return options.batch
-
-    @classmethod
-    def windows(cls, options: MemoryOptions) -> float:
-        """One a block."""
-        return options.batch * options.tokens / 256
-
-    @staticmethod
-    def run(options: MemoryOptions, job: Job) -> dict[str, Any]:
-        """Read the stream, and look at the memory on the way."""
-        _warm_up(job.model)
-        meter = _CudaMeter(job.model.device) if job.model.device.type == "cuda" else _ProcessMeter()
-        read = job.decoder(options.batch)
-        curve, found = [], 0
-        vocabulary = job.model.hf.config.get_text_config().vocab_size
-        drawn, position, part = torch.Generator().manual_seed(0), 0, options.tokens / options.points
-        for point in range(1, options.points + 1):
-            started, first, end = time.perf_counter(), position, round(point * part)
-            while position < end:
-                shape = (options.batch, min(job.block, end - position))
-                tokens = torch.randint(vocabulary, shape, generator=drawn).to(job.model.device)
-                read(tokens, keep=torch.tensor([shape[1] - 1], device=job.model.device))
-                position += shape[1]
-            meter.wait()
-            found = max(found, tensor_bytes(read))
-            curve.append({
-                "position": position, "peak_bytes": meter.peak(),
-                "token_ms": 1e3 * (time.perf_counter() - started) / (position - first),
-            })  # fmt: skip
-            job.progress(position, f"peak {curve[-1]['peak_bytes'] / 2**20:,.1f} MiB over weights")
-        return _figures(options, job, read, meter, found, curve)
+def measure(options: MemoryOptions, job: Job) -> MemoryMetrics:
+    """Read the stream, and look at the memory on the way."""
+    _warm_up(job.model)
+    meter = _CudaMeter(job.model.device) if job.model.device.type == "cuda" else _ProcessMeter()
+    read = job.decoder(options.batch)
+    curve, found = [], 0
+    vocabulary = job.model.hf.config.get_text_config().vocab_size
+    drawn, position, part = torch.Generator().manual_seed(0), 0, options.tokens / options.points
+    for point in range(1, options.points + 1):
+        started, first, end = time.perf_counter(), position, round(point * part)
+        while position < end:
+            shape = (options.batch, min(job.block, end - position))
+            tokens = torch.randint(vocabulary, shape, generator=drawn).to(job.model.device)
+            read(tokens, keep=torch.tensor([shape[1] - 1], device=job.model.device))
+            position += shape[1]
+        meter.wait()
+        found = max(found, tensor_bytes(read))
+        curve.append({
+            "position": position, "peak_bytes": meter.peak(),
+            "token_ms": 1e3 * (time.perf_counter() - started) / (position - first),
+        })  # fmt: skip
+        job.progress(position, f"peak {curve[-1]['peak_bytes'] / 2**20:,.1f} MiB over weights")
+    return _figures(options, job, read, meter, found, curve)
 
 
 def _figures(
     options: MemoryOptions, job: Job, read: Decoder, meter: _Meter, found: int, curve: list[dict[str, Any]]
-) -> dict[str, Any]:
+) -> MemoryMetrics:
     """All of it, and what is wrong with it."""
     capacity, reported = job.config.capacity, read.kv_bytes + read.state_bytes
     allocated = meter.allocated() if isinstance(meter, _CudaMeter) else found
@@ -109,11 +68,11 @@ def _figures(
         flags.append(f"its K/V takes {read.kv_bytes:,} bytes, and should take {expected:,}")
     if capacity is not None and growth > _FLAT_BYTES.get(job.model.device.type, 2**23):
         flags.append(f"its peak rose by {growth:,} bytes after the cache had filled")
-    return {
+    return MemoryMetrics.from_json({
         "peak_bytes": curve[-1]["peak_bytes"], "allocated_bytes": allocated, "kv_bytes": read.kv_bytes,
         "state_bytes": read.state_bytes, "expected_kv_bytes": expected, "growth_bytes": growth,
         "weight_bytes": _weights(job.model), "how": meter.how, "curve": curve, "flags": flags,
-    }  # fmt: skip
+    })  # fmt: skip
 
 
 def _warm_up(model: Model) -> None:

@@ -1,0 +1,60 @@
+"""Any task: its plain numbers, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvbench.harness.records import Record
+from kvbench.harness.records.rules import compared
+from kvbench.harness.report.chart import Chart
+from kvbench.harness.report.difference import Difference, judged
+from kvbench.harness.report.markdown import asked, count, label, md, number, status, table
+
+_BYTES = ("kv_bytes", "state_bytes")  # which are compared for every task
+
+
+def headline(record: Record, columns: Sequence[str] = ()) -> str:
+    """The first plain number."""
+    figures = _plain(record)
+    return next((f"{name} {number(figures[name])}" for name in columns or figures if name in figures), "")
+
+
+def body(records: Sequence[Record], columns: Sequence[str] = ()) -> list[str | Chart]:
+    """One row a record, one column a plain number."""
+    names = list(columns) or list(dict.fromkeys(name for r in records for name in _plain(r)))
+    rows = []
+    for record in records:
+        figures = _plain(record)
+        rows.append([
+            label(record), count(record.cell.capacity), *(number(figures.get(name)) for name in names), status(record),
+        ])  # fmt: skip
+    heads = [md(_title(records[0], name)) for name in names]
+    return [asked(records[0]), *table(["policy", "capacity", *heads, "status"], rows, "lr" + "r" * len(names) + "l")]
+
+
+def differences(a: Record, b: Record) -> list[Difference]:
+    """Of figures that say which way is better; of a task that is not installed, of all plain numbers."""
+    x, y = _plain(a), _plain(b)
+    marks = compared(type(b.metrics))
+    found = []
+    for name in (n for n in (marks or x) if n in x and n in y and n not in _BYTES):
+        change = y[name] - x[name]
+        if name in marks:
+            verdict = judged(change, change, marks[name].margin, marks[name].more_is_better)
+            found.append(Difference(name, x[name], y[name], change, change, change, verdict))
+        elif not change:
+            found.append(Difference(name, x[name], y[name], 0.0, 0.0, 0.0, "same"))
+        else:
+            found.append(Difference(name, x[name], y[name], change, None, None, "can't tell", "nothing says which way is better"))
+    return found
+
+
+def _plain(record: Record) -> dict[str, Any]:
+    return {k: v for k, v in record.metrics.as_json().items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+
+
+def _title(record: Record, name: str) -> str:
+    """What a column is called: the field's title, or its name."""
+    field = type(record.metrics).model_fields.get(name)
+    return (field.title if field is not None else None) or name

@@ -1,0 +1,85 @@
+"""The questions of a task of lm-eval, as requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.data.stream import fingerprint
+from kvbench.harness.lm_eval import catalogue
+from kvbench.harness.tasks.lm_eval.schema import LmEvalOptions
+
+
+@dataclass(frozen=True)
+class LmEvalData:
+    """A task's questions.
+
+    Attributes:
+        loaded: as lm-eval's `evaluate` takes it.
+        tokenizer: of the model.
+        source: where the questions came from, in words.
+        questions: how many.
+        lengths: tokens of every request.
+        ids_sha256: of the token ids of all requests.
+    """
+
+    loaded: dict[str, Any]
+    tokenizer: PreTrainedTokenizerBase
+    source: str
+    questions: int
+    lengths: tuple[int, ...]
+    ids_sha256: str
+
+    @property
+    def tokens(self) -> int:
+        """Of all requests."""
+        return sum(self.lengths)
+
+    def facts(self) -> dict[str, Any]:
+        """For the record."""
+        return {
+            "source": self.source, "ids_sha256": self.ids_sha256, "tokens": self.tokens, "questions": self.questions,
+            "requests": len(self.lengths), "longest_request": max(self.lengths), "lm_eval": version("lm-eval"),
+        }  # fmt: skip
+
+
+def requests(options: LmEvalOptions, tokenizer: PreTrainedTokenizerBase) -> LmEvalData:
+    """The task's questions, all requests built."""
+    metadata: dict[str, Any] = {} if options.max_seq_length is None else {"max_seq_lengths": (options.max_seq_length,)}
+    metadata |= {"tokenizer": tokenizer.name_or_path} if metadata else {}
+    include = [] if options.include is None else [options.include]
+    loaded = catalogue.task(options.tasks, options.num_fewshot, options.data_seed, include, metadata)
+    (task,) = loaded["tasks"].values()
+    task.set_fewshot_seed(seed=options.data_seed)
+    with catalogue.quiet():
+        task.build_all_requests(
+            limit=options.limit, rank=0, world_size=1, apply_chat_template=bool(options.chat_template),
+            chat_template=_template(tokenizer) if options.chat_template else None,
+            fewshot_as_multiturn=bool(options.chat_template),
+        )  # fmt: skip
+    asked = [tokenizer("".join(str(part) for part in i.args[:2] if isinstance(part, str)))["input_ids"] for i in task.instances]
+    if not asked:
+        raise UserError(f"{options.tasks}: lm-eval finds no questions in it")
+    questions = len({i.doc_id for i in task.instances})
+    ids = fingerprint(np.concatenate([np.array(x, np.int64) for x in asked]))
+    source = f"lm-eval, {options.tasks} version {task.VERSION}"
+    return LmEvalData(loaded, tokenizer, source, questions, tuple(len(x) for x in asked), ids)
+
+
+def _template(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """The tokenizer's chat template, as lm-eval applies one."""
+
+    def applied(history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        return str(
+            tokenizer.apply_chat_template(
+                history, tokenize=False, add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+        )  # fmt: skip
+
+    return applied

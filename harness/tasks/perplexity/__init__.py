@@ -1,0 +1,136 @@
+"""Perplexity of a long text, read as one stream with a cache that is never reset.
+
+Source: Xiao et al. 2023, arXiv:2309.17453, Section 4.1 (PG19, books concatenated, token by token).
+Differs: text is tokenised without special tokens and opened once by the tokenizer's own BOS (the release puts
+one before every book); a block of tokens passes one layer at a time, which gives the same numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from kvbench.harness.records import Record
+from kvbench.harness.records.aggregates import of_nll
+from kvbench.harness.records.metrics import Metrics, NllMetrics
+from kvbench.harness.report import compare
+from kvbench.harness.report.chart import Chart
+from kvbench.harness.report.difference import Difference, Traces
+from kvbench.harness.tasks.perplexity import page
+from kvbench.harness.tasks.perplexity.schema import PerplexityMetrics, PerplexityOptions
+from kvbench.harness.tasks.task import Job, Options, Task, Tokenizer
+
+if TYPE_CHECKING:
+    from kvbench.harness.data.stream import TokenStream
+
+_CHARACTERS = 8  # of prose made for a token, more than any tokenizer of ours puts into one
+
+
+class Perplexity(Task):
+    """NLL of every token given the stream before it, as far as the cache holds it."""
+
+    options: ClassVar[type[Options]] = PerplexityOptions
+    metrics: ClassVar[type[Metrics]] = PerplexityMetrics
+    trace: ClassVar[str | None] = ".nll.npy"
+    named_by: ClassVar[tuple[str, ...]] = ("data", "book")
+    shown_options: ClassVar[tuple[str, ...] | None] = ("data", "split", "tokens", "book", "streams")
+
+    @staticmethod
+    def data(options: PerplexityOptions, tokenizer: Tokenizer, directory: Path | None) -> TokenStream:
+        """The books of the split, one after the other, or generated prose, up to `tokens`."""
+        from kvbench.harness.data import pg19
+        from kvbench.harness.data.prose import Prose
+        from kvbench.harness.data.stream import Text, newline, stream
+
+        seed = options.data_seed or 0
+        if options.data == "prose":
+            prose = Text("prose", Prose(seed).text(_CHARACTERS * options.tokens))
+            source, books = f"prose generated from seed {seed}", iter([prose])
+        elif options.book is None:
+            source, books = pg19.books(options.split, directory)
+        else:
+            source, books = pg19.book(options.book, options.split, directory)
+        prefix = None if options.newlines is None else [newline(tokenizer())] * options.newlines
+        return stream(books, source, tokenizer(), options.tokens, prefix, short=options.book is not None)
+
+    @staticmethod
+    def total(options: PerplexityOptions) -> int:
+        """All of them are processed."""
+        return options.tokens
+
+    @classmethod
+    def streams(cls, options: PerplexityOptions) -> int:
+        """The parts of the text that are read side by side."""
+        return options.streams or 1
+
+    @classmethod
+    def windows(cls, options: PerplexityOptions) -> float:
+        """One a scored token."""
+        return options.tokens / options.stride
+
+    @staticmethod
+    def run(options: PerplexityOptions, job: Job) -> PerplexityMetrics:
+        """Score the stream; the trace gets one float32 NLL a token, NaN where none was scored."""
+        from kvbench.harness.tasks.perplexity.measure import measure
+
+        return measure(options, job)
+
+    @classmethod
+    def from_trace(cls, record: Record, trace: Path) -> Mapping[str, Any]:
+        """All but what needs the text: bytes and the costs of facts."""
+        nll, metrics = np.load(trace, mmap_mode="r"), record.measured(NllMetrics)
+        options = record.cell.task_options(PerplexityOptions)
+        assert metrics is not None
+        figures = of_nll(nll, len(record.data.prefix), [0], options.stride, cls.streams(options))
+        figures["texts"] = _split(nll[np.isfinite(nll)], metrics.texts.tokens)  # scored tokens of each: where they begin
+        if "on_stride" in figures:
+            own = record.metrics.as_json()["on_stride"]
+            figures["on_stride"] |= {"texts": own["texts"]}
+            if sum(own["texts"]["tokens"]) != sum(own["tokens"]):
+                raise ValueError("texts and runs on the stride differ in tokens")
+        return figures
+
+    @classmethod
+    def derived(cls, record: Record) -> Iterator[tuple[str, Any]]:
+        """Perplexity, and bits per byte where the bytes are known: older records lack them."""
+        metrics = record.measured(NllMetrics)
+        assert metrics is not None
+        yield "perplexity", math.exp(min(metrics.nll, 700.0))
+        if metrics.bytes is not None:
+            yield "bits_per_byte", metrics.nll * metrics.tokens / math.log(2) / max(1, metrics.bytes)
+
+    @classmethod
+    def cached_tokens(cls, record: Record) -> tuple[int, int] | None:
+        """All tokens of a stream but the last, after which nothing is asked, where the cache has no bound."""
+        if record.cell.capacity is not None:
+            return super().cached_tokens(record)
+        streams = cls.streams(record.cell.task_options(PerplexityOptions))
+        return streams, len(record.data.prefix) + record.data.tokens // streams - 1
+
+    @classmethod
+    def headline(cls, record: Record) -> str:
+        """Of all tokens that the record scored."""
+        return page.headline(record)
+
+    @classmethod
+    def body(cls, records: Sequence[Record]) -> list[str | Chart]:
+        """The whole stream, paired differences, and by position."""
+        return page.body(records)
+
+    @classmethod
+    def differences(cls, a: Record, b: Record, traces: Traces) -> list[Difference]:
+        """Paired, token by token."""
+        return compare.nll(a, b, traces)
+
+
+def _split(values: Any, counts: list[int]) -> dict[str, Any]:
+    """Sums of scored tokens, text by text."""
+    ends = np.cumsum(counts)
+    if not len(ends) or ends[-1] != len(values):
+        raise ValueError(f"{sum(counts)} scored tokens in the texts, {len(values)} in the trace")
+    sums = [float(part.sum(dtype=np.float64)) for part in np.split(values, ends[:-1])]
+    return {"nll_sum": [round(x, 5) for x in sums], "tokens": counts}
