@@ -54,7 +54,7 @@ def test_what_our_code_raises_on_its_own_is_told_by_its_innermost_line():
         plugins.task_class("no such task")
     caught.value.__traceback__ = caught.tb.tb_next  # without the test's own frame
     assert where(caught.value).startswith("plugins.py:")
-    assert where(caught.value).endswith(", in task_class")
+    assert where(caught.value).endswith(", in _find")
 
 
 def test_a_file_that_is_no_python_is_told_by_its_line(tmp_path):

@@ -212,12 +212,12 @@ def test_records_are_compared_question_by_question(records):
 def test_the_gate_holds_them_to_a_baseline(records):
     good = [r for r in records[0] if r.status == "ok"]
     assert gate.exit_code(gate.check((good, records[1]), (good, records[1]), {})) == 0
-    worse = json.loads(json.dumps([vars(r) for r in good]))
+    worse = json.loads(json.dumps([r.as_json() for r in good]))
     for r in worse:
         if r["cell"]["task"]["tasks"] == "kvbench_prose":
             r["metrics"]["scores"] = [s * 1.1 for s in r["metrics"]["scores"]]
             r["metrics"]["score"] *= 1.1
-    findings = gate.check((good, records[1]), ([type(good[0])(**r) for r in worse], records[1]), {})
+    findings = gate.check((good, records[1]), ([type(good[0]).from_json(r) for r in worse], records[1]), {})
     assert {f.check for f in findings if f.state == "regression"} == {"quality", "figures", "trace"}
 
 
