@@ -121,6 +121,14 @@ def test_texts_and_models_have_a_table_each():
     ]  # fmt: skip
 
 
+def test_two_machines_never_share_a_row():
+    """A copied folder of records has figures of quality that were measured elsewhere; they are finished, and skipped."""
+    here, there = answered("h2o", "11", facts={"device": "here"}), measured("h2o", 2.0, facts={"device": "there"})
+    tables = closing([here, there]).tables
+    assert [t.heading for t in tables] == ["s, m, 8 tokens cached, on here", "s, m, 8 tokens cached, on there"]
+    assert [t.lines[0][1] for t in tables] == ["100 %", "7.389"]
+
+
 def test_failures_and_flags_are_a_line_a_reason():
     error = {"kind": "ZeroDivisionError", "message": "division by zero", "where": "mine.py:17, in importance"}
     failed = [record("folder/mine.py:Mine", n, status="failed", error=error, metrics={}) for n in (8, 16)]

@@ -136,7 +136,7 @@ RUN = """
 import signal, sys
 from kvbench.harness.run import apart
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job would ignore
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell inherits "ignore"
 
 apart._CHILD = sys.argv[2] + apart._CHILD
 apart.measure(apart.CellRun.from_json(sys.argv[1]), lambda tokens, text: print(text, flush=True))

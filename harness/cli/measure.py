@@ -34,8 +34,11 @@ def run(
 ) -> None:
     """Measure the cells of SUITE: a file, the name of a suite that comes with the project, or the cell id of a record.
 
+    A run ends with a table of one row a policy. If stdout is piped, it gets one row a cell, tab-separated or as JSON, and the
+    table goes to stderr.
+
     \b
-    bench run suites/pg19.yaml
+    bench run quickstart
     bench run suites/pg19.yaml --model ./my-model --data ./books --set tokens=20000
     bench run 128d93c6 --fresh
     bench run smoke --policy sink_window --policy my_policy.py:MyPolicy --set capacity=64

@@ -14,6 +14,7 @@ from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics
 from kvbench.harness.report import sections
 from kvbench.harness.report.best import Contender, best_policies
 from kvbench.harness.report.common_tokens import common_stride, described, on_common
+from kvbench.harness.report.machines import by_machine
 from kvbench.harness.report.markdown import cache_bytes
 from kvbench.harness.report.pairing import question
 from kvbench.harness.report.rows import Row, rows
@@ -59,23 +60,27 @@ def closing(records: Sequence[Record]) -> Closing:
         records: of the run, those of cells that were finished before included.
     """
     groups = list(_comparable(records))
-    tasks = [group[0].cell.options for group in groups if _apart(group[0])]
+    tasks = [group[0].cell.options for _, group in groups if _apart(group[0])]
     keys = dict.fromkeys(key for task in tasks for key in task)
     options = [key for key in keys if len({repr(task.get(key)) for task in tasks}) > 1]
-    return Closing([_table(group, options) for group in groups], [*_failures(records), *_flags(records)])
+    return Closing([_table(group, options, machine) for machine, group in groups], [*_failures(records), *_flags(records)])
 
 
-def _comparable(records: Sequence[Record]) -> Iterable[list[Record]]:
-    """The records of each table: of one model; of one text, and questions asked one way, where the run has several."""
+def _comparable(records: Sequence[Record]) -> Iterable[tuple[str, list[Record]]]:
+    """The records of each table, after the name of the machine where the run has records of several.
+
+    A table has one model and one machine; also one text, and questions asked in one way, where the run has several.
+    """
     models: dict[str, list[Record]] = {}
     for record in records:
         models.setdefault(repr(record.cell.as_json()["model"]), []).append(record)
-    for group in models.values():
-        parts: dict[str, list[Record]] = {}
-        for record in group:
-            parts.setdefault(_apart(record), []).append(record)
-        texts = [part for part in parts if part]
-        yield from parts.values() if len(texts) > 1 else [group]
+    for of_model in models.values():
+        for machine, group in by_machine(of_model):
+            parts: dict[str, list[Record]] = {}
+            for record in group:
+                parts.setdefault(_apart(record), []).append(record)
+            texts = [part for part in parts if part]
+            yield from ((machine, part) for part in (parts.values() if len(texts) > 1 else [group]))
 
 
 def _apart(record: Record) -> str:
@@ -86,8 +91,14 @@ def _apart(record: Record) -> str:
     return " ".join(str(options[name]) for name in names if name in options)
 
 
-def _table(records: Sequence[Record], options: Sequence[str]) -> Table:
-    """The table of comparable records; options: of tasks, which tell it from the other tables."""
+def _table(records: Sequence[Record], options: Sequence[str], machine: str) -> Table:
+    """The table of comparable records.
+
+    Args:
+        records: to show.
+        options: of tasks, which tell it from the other tables.
+        machine: that measured them, where the run has records of several.
+    """
     found = sorted(rows(records), key=lambda row: row.cell.capacity or 0)
     scored = [row.perplexity for row in found if row.perplexity is not None and row.nll is not None]
     stride, asked = common_stride(scored), {task for row in found for task in _answered(row)}
@@ -111,7 +122,7 @@ def _table(records: Sequence[Record], options: Sequence[str]) -> Table:
     shown = {head: cells for head, cells in columns.items() if any(cells)}
     notes = [f"Perplexity is over {described(scored, stride)}."] if stride > 1 else []
     told = [key for key in options if len({repr(r.cell.options.get(key)) for r in records if _apart(r)}) == 1]
-    heading = _heading(records[0], capacities, told)
+    heading = visible(", ".join([_heading(records[0], capacities, told), *([f"on {machine}"] if machine else [])]))
     return Table(heading, list(shown), list(zip(*shown.values(), strict=True)), [*best_policies(contenders), *notes])
 
 
@@ -121,7 +132,7 @@ def _heading(record: Record, capacities: set[int], options: Sequence[str]) -> st
     parts = [f"{cell.suite}, {cell.model.id}"]
     parts += [f"{next(iter(capacities)):,} tokens cached"] if len(capacities) == 1 else []
     parts += [f"{option} {cell.options[option]}" for option in options if option in cell.options]
-    return visible(", ".join(parts))
+    return ", ".join(parts)
 
 
 def _names(found: Sequence[Row]) -> list[str]:

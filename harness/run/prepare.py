@@ -13,6 +13,7 @@ import torch
 from kvbench.harness.core import plugins
 from kvbench.harness.core.device import device_name, free_bytes
 from kvbench.harness.core.errors import UserError
+from kvbench.harness.core.sources import source_digest, task_digest
 from kvbench.harness.models.config import read_config
 from kvbench.harness.models.hub import model_directory, weights_digest
 from kvbench.harness.models.load import load_tokenizer
@@ -67,8 +68,8 @@ def prepare(cells: Sequence[Cell], device: torch.device, data: Path | None) -> l
         task: type[Task] = plugins.task_class(cell.task.name)
         if asked not in known:
             known[asked] = task.data(cell.task, lambda d=directory: load_tokenizer(d), data)  # type: ignore[misc]
-        weights, source = weights_digest(directory), plugins.source_digest(type(cell.policy))
-        task_source = {} if plugins.is_ours(task) else {"task_sha256": plugins.task_digest(task)}
+        weights, source = weights_digest(directory), source_digest(type(cell.policy))
+        task_source = {} if plugins.is_ours(task) else {"task_sha256": task_digest(task)}
         where = [device_name(device), torch.get_num_threads()] if task.of_device else []
         key = digest([cell.id, known[asked].ids_sha256, weights, source, NUMERICS_VERSION, *where, *task_source.values()])
         record = Record(CellSpec.from_json(cell.asked()), cell.id, key, "ok", data=_read_data(task, known[asked]))

@@ -1,0 +1,66 @@
+"""The source of a policy or a task, as a digest: part of a record's key, so that what was changed is measured again."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import sys
+from types import CodeType, FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvbench.policies import Policy
+
+
+def source_digest(policy: type[Policy]) -> str:
+    """sha256 of the source that decides what a policy keeps: its module, those it inherits from, and its statistics."""
+    from kvbench.policies import Policy
+
+    kinds = [c for c in policy.__mro__ if issubclass(c, Policy) and c is not Policy]
+    parts = []
+    for module in dict.fromkeys(c.__module__ for c in kinds):
+        text = _source(sys.modules[module])
+        parts += [_members(c) for c in kinds if c.__module__ == module] if text is None else [text]
+    parts += [_source(s) or _members(s) for s in policy.statistics]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def task_digest(task: type[Any]) -> str:
+    """sha256 of the source of a task that is not ours: its module, and those it inherits from that are not ours either."""
+    modules = dict.fromkeys(c.__module__ for c in task.__mro__ if not c.__module__.startswith("kvbench.") and c is not object)
+    return hashlib.sha256("\0".join(_source(sys.modules[m]) or repr(m) for m in modules).encode()).hexdigest()
+
+
+def _source(of: ModuleType | type) -> str | None:
+    """Its text, with `policies` for `kvbench.policies`: the digests of older records are of texts that said that.
+
+    None where there is no file, as in a notebook.
+    """
+    try:
+        return inspect.getsource(of).replace("kvbench.policies", "policies")
+    except (OSError, TypeError):
+        return None
+
+
+def _members(kind: type) -> str:
+    """What stands for the text of a class without a file: its own functions, as text or bytecode, and its plain values."""
+    lines = []
+    for name, value in sorted(vars(kind).items()):
+        function = inspect.unwrap(getattr(value, "__func__", value))
+        if inspect.isfunction(function) and not name.startswith("__"):
+            lines.append(f"{name}: {_function(function)}")
+        elif isinstance(value, (str, bool, int, float)) and not name.startswith("__"):
+            lines.append(f"{name} = {value!r}")
+    return "\n".join([kind.__name__, *lines])
+
+
+def _function(function: FunctionType) -> str:
+    try:
+        return inspect.getsource(function)  # a notebook's cells are known to Python by their functions
+    except (OSError, TypeError):
+        return _bytecode(function.__code__)
+
+
+def _bytecode(code: CodeType) -> str:
+    constants = [_bytecode(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
+    return f"{code.co_code.hex()} {code.co_names} {constants}"
