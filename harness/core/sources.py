@@ -1,4 +1,4 @@
-"""The source of a policy or a task, as a digest: part of a record's key, so that what was changed is measured again."""
+"""The source of a policy or a task, as a digest: part of a record's key, so that a cell is measured again when it changes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import sys
 from types import CodeType, FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvbench.policies import Policy
@@ -25,7 +25,7 @@ def source_digest(policy: type[Policy]) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def task_digest(task: type[Any]) -> str:
+def task_digest(task: type[object]) -> str:
     """sha256 of the source of a task that is not ours: its module, and those it inherits from that are not ours either."""
     modules = dict.fromkeys(c.__module__ for c in task.__mro__ if not c.__module__.startswith("kvbench.") and c is not object)
     return hashlib.sha256("\0".join(_source(sys.modules[m]) or repr(m) for m in modules).encode()).hexdigest()
