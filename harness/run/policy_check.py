@@ -1,4 +1,4 @@
-"""`bench policy check`: checks a policy against every rule of the interface, and says how fast it is read and why."""
+"""`bench policy check`: checks every rule of the interface on a policy, and shows how fast blocks are read under it and why."""
 
 from __future__ import annotations
 
