@@ -34,10 +34,10 @@ def show_closing(records: Sequence[Record], results: str, to_stdout: bool) -> No
 
     stream = sys.stdout if to_stdout else sys.stderr
     width = line_width() if stream.isatty() else 100
-    said = closing(records)
-    lines = [line for table in said.tables for line in _table(table, width)]
-    if said.troubles:
-        lines += ["", *(line for trouble in said.troubles for line in textwrap.wrap(trouble, width, subsequent_indent="  "))]
+    summary = closing(records)
+    lines = [line for table in summary.tables for line in _table(table, width)]
+    if summary.troubles:
+        lines += ["", *(line for trouble in summary.troubles for line in textwrap.wrap(trouble, width, subsequent_indent="  "))]
     option = "" if results == default_results() else f" --results {shlex.quote(results)}"
     folder, *pages = (link(Path(results) / name, stream.isatty()) for name in ("", "index.html", "README.md"))
     lines += ["", f"Records: {folder}", f"Pages: {' and '.join(pages)}; to write them: bench leaderboard{option}"]

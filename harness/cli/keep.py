@@ -49,7 +49,7 @@ def verify(folder: str) -> None:
         for problem in problems or []:
             click.echo(visible(f"{path}: {problem}"))
     if not correct + wrong + without_trace:
-        raise UserError(f"{folder}: no records there")
+        raise UserError(f"{folder}: no records there: run a suite first, or name another folder")
     click.echo(f"{correct} records are correct, {wrong} are not, {without_trace} can't be verified without their trace", err=True)
     if unverifiable:
         click.echo(
@@ -72,7 +72,7 @@ def export(out: str, results: str, everything: bool) -> None:
     for problem in problems:
         report_skipped(problem)
     if not records:
-        raise UserError(f"{results}: no records there")
+        raise UserError(f"{results}: no records there: run a suite first, or give another --results")
     exported = records if everything else newest(records)
     columns = write(exported, Path(out))
     click.echo(f"{len(exported)} records, {columns} columns -> {out}")

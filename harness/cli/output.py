@@ -34,7 +34,7 @@ class FilledText(click.ParamType[str]):
         """
         text = str(value)
         if not text.strip():
-            self.fail("is empty", param, ctx)
+            self.fail("it is empty", param, ctx)
         return text
 
 

@@ -69,21 +69,21 @@ def leaderboard(results: str, out: str | None, paper: str | None) -> None:
         _refuse_foreign_file(path, option)
         _refuse_foreign_charts(path, option)
     records, paths = _read(results)
-    made, broken = made_of(records, lambda part: _rendered(part, targets))
+    output, broken = made_of(records, lambda part: _rendered(part, targets))
     for record, error in broken:
         click.echo(
             f"bench: {visible(paths[id(record)])}: left out, because rendering it failed ({visible(repr(error))})", err=True
         )
     if len(broken) == len(records):
         raise UserError(f"{results}: no page written, because rendering failed for every record there")
-    shown = {folder: _drawings_shown(made.pages, folder) for folder in made.drawings}  # in the pages that are replaced
-    for folder, drawings in made.drawings.items():
+    shown = {folder: _drawings_shown(output.pages, folder) for folder in output.drawings}  # in the pages that are replaced
+    for folder, drawings in output.drawings.items():
         writable(folder)
         chart.write(drawings, folder / chart.FOLDER)
-    for page, text in made.pages.items():
+    for page, text in output.pages.items():
         _write(text, page, len(records) - len(broken))
-    for folder, drawings in made.drawings.items():
-        for file in shown[folder] - _drawings_shown(made.pages, folder):
+    for folder, drawings in output.drawings.items():
+        for file in shown[folder] - _drawings_shown(output.pages, folder):
             (folder / chart.FOLDER / file).unlink(missing_ok=True)
         pictures = len(drawings) // 2
         click.echo(f"{pictures} picture{'' if pictures == 1 else 's'} -> {folder / chart.FOLDER}")
@@ -161,7 +161,7 @@ def _read(results: str) -> tuple[list[Record], dict[int, Path]]:
             records.append(record)
             paths[id(record)] = path
     if not records:
-        raise UserError(f"{results}: no records there")
+        raise UserError(f"{results}: no records there: run a suite first, or give another --results")
     ahead = from_the_future(records, datetime.datetime.now(datetime.UTC))
     if ahead:
         click.echo(f"bench: {len(ahead)} records have a time in the future, e.g. {ahead[0].stem}: {ahead[0].finished}", err=True)
