@@ -22,7 +22,7 @@ import psutil
 
 from kvbench.harness.records import RecordStore
 from kvbench.harness.report.verify import problems
-from kvbench.harness.run.asked import Asked
+from kvbench.harness.run.request import RunRequest
 
 SUITE = """
 suite: fire
@@ -48,7 +48,7 @@ policies:
 MUST_NOT_BE = ("damaged", "lost", "failed", "without a trace", "left unfinished by the last run", "orphans")
 
 
-def run(asked: Asked, folder: Path) -> int:
+def run(request: RunRequest, folder: Path) -> int:
     """Fork a child that measures. -> its process id."""
     child = os.fork()
     if child:
@@ -56,7 +56,7 @@ def run(asked: Asked, folder: Path) -> int:
     code = 1
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        asked.measured(folder, asked.cells())
+        request.measure(folder, request.cells())
         code = 0
     finally:
         os._exit(code)
@@ -105,12 +105,12 @@ def fire(
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "fire.yaml"
         path.write_text(suite)
-        asked = Asked(str(path), threads=1, device="cpu")
-        cells, number = len(asked.cells()), 0
+        request = RunRequest(str(path), threads=1, device="cpu")
+        cells, number = len(request.cells()), 0
         store = RecordStore(Path(scratch) / "0")
         while seen["kills"] < kills:
             before = files_of(store) if store.folder.exists() else {}
-            child = run(asked, store.folder)
+            child = run(request, store.folder)
             time.sleep(draw.uniform(0.05, most))
             started = kill(child, draw.choice(signals))
             _, status = os.waitpid(child, 0)
@@ -126,7 +126,7 @@ def fire(
             if len(records) == cells:
                 number += 1
                 store = RecordStore(Path(scratch) / str(number))
-        child = run(asked, store.folder)
+        child = run(request, store.folder)
         _, status = os.waitpid(child, 0)
         seen["left unfinished by the last run"] += cells - len(store.read_all()[0]) + (status != 0)
     return seen
@@ -137,12 +137,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     bad = 0
     print("cells in the process of the run, kill -9:")
-    bad += told(fire(asked.kills, asked.seed))
+    bad += told(fire(arguments.kills, arguments.seed))
     print("cells with a process of their own, and cells measured side by side; kill -9, SIGTERM, Ctrl-C:")
-    bad += told(fire(asked.kills, asked.seed, 8.0, APART, (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)))
+    bad += told(fire(arguments.kills, arguments.seed, 8.0, APART, (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)))
     sys.exit(bad > 0)
 
 

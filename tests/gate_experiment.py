@@ -25,7 +25,7 @@ from typing import Any
 from injected import INJECTIONS, Injection
 from tampered import TAMPERED, Tampering, copied
 
-from kvbench.harness.cli.rerun import asked_again, with_those_beside
+from kvbench.harness.cli.rerun import request_from_baseline, with_groups
 from kvbench.harness.core.errors import RefusedModelError, UserError
 from kvbench.harness.records import RecordStore
 from kvbench.harness.report import baseline, gate
@@ -40,8 +40,8 @@ class Experiment:
     def __init__(self, folder: Path, out: Path, model: str | None, data: str | None) -> None:
         self.folder, self.out = folder, out
         self.about, self.records = baseline.load(folder)
-        self.asked = asked_again(self.about, folder, model, data)
-        self.cells = self.asked.cells()
+        self.request = request_from_baseline(self.about, folder, model, data)
+        self.cells = self.request.cells()
         self.done: list[Outcome] = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
 
     def unchanged(self, number: int) -> Outcome:
@@ -90,7 +90,7 @@ class Experiment:
 
             def measured(chosen: set[str]) -> tuple[list[Any], Path]:
                 target = Path(scratch) / f"{next(tries)}"
-                return self.asked.measured(target, with_those_beside(chosen, cells), fresh=True, walk=walk), target
+                return self.request.measure(target, with_groups(chosen, cells), fresh=True, walk=walk), target
 
             try:
                 now = measured(ids)
@@ -163,13 +163,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("gate-experiment.jsonl"), help="what was seen, a line of JSON each")
     parser.add_argument("--model", help="where the baseline's model is, if it was a local one")
     parser.add_argument("--data", help="directory of the text")
-    asked = parser.parse_args()
-    experiment = Experiment(asked.baseline, asked.out, asked.model, asked.data)
-    for _, do in planned(experiment, asked.runs, asked.only):
+    arguments = parser.parse_args()
+    experiment = Experiment(arguments.baseline, arguments.out, arguments.model, arguments.data)
+    for _, do in planned(experiment, arguments.runs, arguments.only):
         started = time.monotonic()
         outcome = do() | {"seconds": round(time.monotonic() - started)}
         experiment.done.append(outcome)
-        with asked.out.open("a") as file:
+        with arguments.out.open("a") as file:
             file.write(json.dumps(outcome, ensure_ascii=False) + "\n")
         print(line(outcome), flush=True)
     print(f"\n{table(experiment.done)}", flush=True)

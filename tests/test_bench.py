@@ -77,7 +77,7 @@ def test_a_second_run_skips_what_is_done_and_fresh_does_not(ran, model_dir, text
     folder, _ = ran
     args = ("run", "smoke", "--model", model_dir, "--data", text_dir, "--policy", "window")
     again = bench(*args, cwd=folder)
-    assert "finished before, skipped" in again.stderr
+    assert "finished before and skipped" in again.stderr
     assert "skipped" not in bench(*args, "--fresh", cwd=folder).stderr
     assert "skipped" not in bench(*args, "--set", "tokens=400", cwd=folder).stderr, "another question"
 

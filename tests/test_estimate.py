@@ -13,9 +13,9 @@ from kvbench.harness.core.errors import UserError
 from kvbench.harness.engine.model import adopt
 from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.shape import shape_of
-from kvbench.harness.run.asked import Asked
 from kvbench.harness.run.estimate import estimates
 from kvbench.harness.run.prepare import prepare
+from kvbench.harness.run.request import RunRequest
 from kvbench.harness.tasks.lm_eval import LmEval
 
 SUITE = """
@@ -43,11 +43,11 @@ def suite(tmp_path):
 @pytest.mark.filterwarnings("ignore")  # lm-eval and its packages have opinions of their own
 def test_what_is_estimated_is_what_is_measured(suite, tmp_path):
     """A record of lm_eval gives the bytes of one stream; all others give those of the whole cell."""
-    asked = Asked(str(suite), threads=1, device="cpu")
-    cells = asked.cells()
+    request = RunRequest(str(suite), threads=1, device="cpu")
+    cells = request.cells()
     assert {c.task.name for c in cells} == set(plugins.task_names()) - {"arc_stream"}, "which reads a data set"
     expected = {e.cell.id: e.kv_bytes for e in estimates(cells, "cpu")}
-    for record in asked.measured(tmp_path / "results", cells):
+    for record in request.measure(tmp_path / "results", cells):
         assert record.status == "ok", record.error
         task = record.cell.task
         streams = task.batch if task.name == "lm_eval" else 1
@@ -55,7 +55,7 @@ def test_what_is_estimated_is_what_is_measured(suite, tmp_path):
 
 
 def test_the_streams_of_a_cell_are_what_its_task_holds_side_by_side(suite):
-    cells = Asked(str(suite)).cells()
+    cells = RunRequest(str(suite)).cells()
     assert [plugins.task_class(c.task.name).streams(c.task) for c in cells] == [1, 3, 1, 3, 3, 4]
     assert LmEval.streams(LmEval.options(tasks="x")) == 16
 
@@ -102,7 +102,7 @@ def test_caches_that_can_not_fit_are_refused_before_anything_is_measured(tmp_pat
 
 
 def test_recomputed_windows_and_dense_are_not_refused(suite):
-    cells = Asked(str(suite), policies=("recompute_window", "dense"), settings=("capacity=30",)).cells()[:2]
+    cells = RunRequest(str(suite), policies=("recompute_window", "dense"), settings=("capacity=30",)).cells()[:2]
     assert [p.cell.name for p in prepare(cells, torch.device("cpu"), None)] == ["recompute_window", "dense"]
 
 
@@ -110,7 +110,7 @@ def test_a_local_directory_needs_no_weights_for_an_estimate(tmp_path, model_dir,
     folder = tmp_path / "shape"
     folder.mkdir()
     shutil.copy(model_dir / "config.json", folder)
-    (cell, *_) = Asked(str(suite), model=str(folder)).cells()
+    (cell, *_) = RunRequest(str(suite), model=str(folder)).cells()
     assert estimates([cell], "cpu")[0].kv_bytes == 33 * 256 * 2
     (folder / "config.json").write_text("{")
     with pytest.raises(UserError, match="config.json: not JSON"):

@@ -27,7 +27,7 @@ def test_a_crash_of_ours_has_its_own_code_and_its_traceback(monkeypatch, capsys)
     code, _, err = bench(capsys, "leaderboard", "--results", Path(__file__).parents[1] / "leaderboard/results", "--out", "-")
     assert code == 70
     assert "ZeroDivisionError: division by zero" in err
-    assert err.splitlines()[-1].startswith("bench: this is a bug of ours (kv-bench ")
+    assert err.splitlines()[-1].startswith("bench: this is a bug in KV Bench (kv-bench ")
 
 
 def test_debug_shows_where_a_mistake_was_noticed(capsys):

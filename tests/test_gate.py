@@ -14,7 +14,7 @@ from tampered import TAMPERED, copied
 from kvbench.harness.core.errors import Exit
 from kvbench.harness.records import RecordStore
 from kvbench.harness.report import bands, gate, gate_times
-from kvbench.harness.run.asked import Asked
+from kvbench.harness.run.request import RunRequest
 
 SUITE = """
 suite: gate
@@ -34,11 +34,11 @@ QUALITY, LATENCY = {"perplexity", "streameval"}, {"latency"}
 def suite(tmp_path_factory):
     path = tmp_path_factory.mktemp("suite") / "gate.yaml"
     path.write_text(SUITE)
-    return Asked(str(path), threads=1)
+    return RunRequest(str(path), threads=1)
 
 
 def measured(suite, folder, tasks):
-    return suite.measured(folder, [c for c in suite.cells() if c.task.name in tasks], fresh=True, walk=True)
+    return suite.measure(folder, [c for c in suite.cells() if c.task.name in tasks], fresh=True, walk=True)
 
 
 @pytest.fixture(scope="module")

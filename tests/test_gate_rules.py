@@ -15,7 +15,7 @@ from kvbench.harness.records.facts import Facts, Failure, Trace
 from kvbench.harness.records.rules import Elsewhere, Held, rules
 from kvbench.harness.report.gate_rules import figures, rule_of
 from kvbench.harness.report.gate_times import CHECKS
-from kvbench.harness.run.asked import Asked
+from kvbench.harness.run.request import RunRequest
 
 LEADERBOARD = Path(__file__).parents[1] / "leaderboard"
 SUITE = """
@@ -48,7 +48,7 @@ def fresh(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rules")
     path = folder / "rules.yaml"
     path.write_text(SUITE)
-    records = Asked(str(path), threads=1).measured(folder / "records", Asked(str(path)).cells(), fresh=True)
+    records = RunRequest(str(path), threads=1).measure(folder / "records", RunRequest(str(path)).cells(), fresh=True)
     assert {r.status for r in records} == {"ok"}
     return records
 

@@ -203,7 +203,7 @@ def test_the_suite_runs_without_model_data_or_network(ran):
 
 def test_cells_measured_side_by_side_are_finished_together_or_measured_again_together(ran):
     args = json.loads((ran / "args.json").read_text())
-    assert bench(*args, cwd=ran).stderr.count("5 cells were finished before, skipped") == 1
+    assert bench(*args, cwd=ran).stderr.count("5 cells were finished before and skipped") == 1
     next((ran / "results").rglob("*dense*.npy")).unlink()
     assert "skipped" not in bench(*args, cwd=ran).stderr
 

@@ -26,7 +26,7 @@ from kvbench.harness.report import gate
 from kvbench.harness.report.compare import differences
 from kvbench.harness.report.leaderboard import render
 from kvbench.harness.report.verify import problems
-from kvbench.harness.run.asked import Asked
+from kvbench.harness.run.request import RunRequest
 from kvbench.harness.tasks.lm_eval import LmEval, LmEvalOptions
 from kvbench.harness.tasks.lm_eval.measure import _sample
 from kvbench.harness.tasks.lm_eval.requests import _template
@@ -147,8 +147,8 @@ def records(tmp_path_factory):
     """Run the suite. -> its records, and their folder."""
     folder = tmp_path_factory.mktemp("lm")
     (folder / "lm.yaml").write_text(SUITE)
-    asked = Asked(str(folder / "lm.yaml"), threads=1)
-    return asked.measured(folder / "results", asked.cells()), folder / "results"
+    request = RunRequest(str(folder / "lm.yaml"), threads=1)
+    return request.measure(folder / "results", request.cells()), folder / "results"
 
 
 def of(records, **what):

@@ -206,7 +206,7 @@ def test_no_mutated_record_breaks_a_verb():
 @pytest.mark.parametrize("out", [".", "/"])
 def test_a_page_needs_a_name(out, results, capsys):
     code, _, err = bench(capsys, "leaderboard", "--results", results, "--out", out)
-    assert (code, err) == (2, f"bench: --out '{out}': names no file\n")
+    assert (code, err) == (2, f"bench: --out '{out}' is not the name of a file\n")
 
 
 @pytest.mark.parametrize("kind", ["file", "dangling link"])

@@ -27,7 +27,7 @@ def test_a_published_table_is_whole_and_names_suites_that_measure_it(path):
     assert table["source"]
     assert table["differs"].strip().endswith(".")
     cells = [c for name in paper._suites(table) for c in suite.load(ROOT / f"suites/{name}.yaml")[1]]
-    records = [cell_record({}, **{k: v for k, v in c.asked().items() if k != "model"}, model=c.model.id) for c in cells]
+    records = [cell_record({}, **{k: v for k, v in c.as_json().items() if k != "model"}, model=c.model.id) for c in cells]
     fixed = table["where"] | ({"model": table["model"]} if "model" in table else {})
     found = {
         id(hit)

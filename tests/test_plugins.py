@@ -62,7 +62,7 @@ def test_the_list_names_what_is_broken_and_lists_the_others(package, capsys):
     assert keeps["number"] == "number is not a kvbench.Policy"
     assert keeps["crashes"] == "can't be shown: ZeroDivisionError: division by zero (theirs.py:11, in bind)"
     assert keeps["bare"] == ""
-    assert keeps["theirs:Bare"] == "ignored: 'h2o' is a policy of ours; its package must name it otherwise"
+    assert keeps["theirs:Bare"] == "ignored: 'h2o' is a built-in policy; its package must choose another name"
     assert keeps["h2o"].startswith("Keep the `window` newest tokens")
     assert keeps["window"]
     assert len(keeps) == 8 + 6 + 1
@@ -75,7 +75,7 @@ def test_check_says_why_a_plug_in_can_not_be_used_and_which_is_ignored(package, 
     assert err.count("\n") == 1
     code, _, err = bench(capsys, "policy", "check", "h2o", "--capacity", 8)
     assert code == 0
-    assert err.startswith("bench: the plug-in theirs:Bare is ignored: 'h2o' is a policy of ours")
+    assert err.startswith("bench: the plug-in theirs:Bare is ignored: 'h2o' is a built-in policy")
 
 
 def test_a_name_that_two_packages_use_means_the_first(package):
@@ -107,7 +107,7 @@ SAYS_BAD = "bad.py: can't be imported: ZeroDivisionError: division by zero (bad.
         ("none.py", "from kvbench.policies.window import Window\n", "it defines no class that inherits"),
         ("typo.py:A", "x = = 1\n", "typo.py: can't be imported: SyntaxError: invalid syntax (typo.py:1)"),
         ("bad.py:A", "x = 1\ny = x / 0\n", SAYS_BAD),
-        ("no_such_package.policies:A", "", "no_such_package.policies: no such module here or installed"),
+        ("no_such_package.policies:A", "", "no_such_package.policies: no such module in the current directory or installed"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_users_file_is_said_in_one_line(tmp_path, monkeypatch, capsys, name, text, says):

@@ -73,7 +73,7 @@ def test_skipped_cells_and_an_interruption_are_told_in_a_line_each(clock):
     with pytest.raises(KeyboardInterrupt), view:
         raise KeyboardInterrupt
     assert screen.file.getvalue().splitlines() == [
-        "2 cells were finished before, skipped (--fresh measures them again)",
+        "2 cells were finished before and skipped (--fresh measures them again)",
         "2 of 5 cells are finished",
     ]
 
@@ -100,4 +100,4 @@ def test_elsewhere_a_line_is_written_now_and_then(clock):
         view.end("random 8", finished(status="failed", error={"kind": "MemoryError", "message": "no room"}), False)
     lines = screen.file.getvalue().splitlines()
     assert lines[1] == "[2/2] random 8: FAILED, MemoryError: no room"
-    assert lines[2] == "1 cell was finished before, skipped (--fresh measures it again)"
+    assert lines[2] == "1 cell was finished before and skipped (--fresh measures it again)"

@@ -126,7 +126,7 @@ class Mine(Policy):
 print(record.status, record.error.message)
 """
     printed = main_module(code, tmp_path)
-    assert printed.startswith("failed measured in another process, which can't import Mine: ")
+    assert printed.startswith("failed this task runs in another process, which can't import Mine: ")
 
 
 def test_everything_in_all_is_there():

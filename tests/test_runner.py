@@ -11,7 +11,7 @@ from conftest import bench
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.failure import failure, ran_out_of_memory
 from kvbench.harness.run import runner
-from kvbench.harness.run.asked import Asked
+from kvbench.harness.run.request import RunRequest
 
 SUITE = """
 suite: runner
@@ -41,17 +41,17 @@ class Bad(Policy):
 
 
 @pytest.fixture
-def asked(tmp_path):
+def run_request(tmp_path):
     path = tmp_path / "runner.yaml"
     path.write_text(SUITE)
-    return Asked(str(path), threads=1, device="cpu")
+    return RunRequest(str(path), threads=1, device="cpu")
 
 
-def test_only_the_work_of_the_task_is_timed_for_tokens_per_second(asked, tmp_path, monkeypatch):
+def test_only_the_work_of_the_task_is_timed_for_tokens_per_second(run_request, tmp_path, monkeypatch):
     """The time excludes loading and checking the model (slowed by a second here) and starting a subprocess."""
     plain = runner.load_model
     monkeypatch.setattr(runner, "load_model", lambda *args, **kwargs: (time.sleep(1), plain(*args, **kwargs))[1])
-    records = asked.measured(tmp_path / "results", asked.cells())
+    records = run_request.measure(tmp_path / "results", run_request.cells())
     for record in records:
         facts = record.facts
         assert 0 < facts.measured_seconds < facts.seconds - 1
@@ -59,11 +59,22 @@ def test_only_the_work_of_the_task_is_timed_for_tokens_per_second(asked, tmp_pat
     assert [r.cell.task.name for r in records] == ["perplexity", "memory"]
 
 
-def test_a_crash_in_a_policy_shows_its_line_and_the_record_keeps_the_traceback(tmp_path, capsys, asked, monkeypatch):
+def test_a_crash_in_a_policy_shows_its_line_and_the_record_keeps_the_traceback(tmp_path, capsys, run_request, monkeypatch):
     """This holds in this process and in a subprocess, and later cells still run."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.py").write_text(BAD)
-    arguments = ["run", asked.suite, "--policy", "bad.py:Bad", "--policy", "window", "--set", "capacity=8", "--results", "r"]
+    arguments = [
+        "run",
+        run_request.suite,
+        "--policy",
+        "bad.py:Bad",
+        "--policy",
+        "window",
+        "--set",
+        "capacity=8",
+        "--results",
+        "r",
+    ]
     for debug in ([], ["--debug"]):
         code, out, err = bench(capsys, *arguments, "--json", "--device", "cpu", "--threads", "1", "--fresh", *debug)
         assert code == 4

@@ -48,7 +48,7 @@ def test_a_task_can_be_for_some_of_the_policies(tmp_path):
     cells = load(tmp_path, GOOD.replace("{name: perplexity, tokens: 100}", tasks))
     assert [c.name for c in cells if c.task.name == "perplexity"] == ["dense"]
     assert len([c for c in cells if c.task.name == "memory"]) == 10
-    asked = [c.asked()["task"] for c in cells]
+    asked = [c.as_json()["task"] for c in cells]
     assert all("policies" not in task for task in asked), "what a cell asks does not depend on what others ask"
 
 
@@ -152,7 +152,7 @@ def test_settings_of_the_command_line(tmp_path):
 
 def test_policies_of_the_command_line_replace_the_suites(tmp_path):
     cells = load(tmp_path, policies=["h2o", "{name: h2o, window: 2}"])
-    assert [c.asked()["parameters"]["window"] for c in cells] == [4, 8, 2, 2]
+    assert [c.as_json()["parameters"]["window"] for c in cells] == [4, 8, 2, 2]
 
 
 @pytest.mark.parametrize(
@@ -177,8 +177,8 @@ def test_a_wrong_setting_is_told_as_one(tmp_path, setting, error):
 
 def test_a_local_models_place_is_not_part_of_the_cell(tmp_path, model_dir):
     first = load(tmp_path, model=str(model_dir))[0]
-    assert first.asked()["model"]["id"] == "tiny-llama"
-    assert str(model_dir.parent) not in str(first.asked())
+    assert first.as_json()["model"]["id"] == "tiny-llama"
+    assert str(model_dir.parent) not in str(first.as_json())
 
 
 @pytest.mark.parametrize("path", suites.shipped_suites(), ids=lambda p: p.stem)
@@ -224,14 +224,14 @@ def test_an_option_that_was_not_there_before_leaves_cell_ids_alone(tmp_path):
     file = tmp_path / "s.yaml"
     file.write_text("suite: s\nversion: 1\nmodel: {id: a/b}\ntask: {name: perplexity}\npolicies: [dense]\n")
     (cell,) = suites.load(file)[1]
-    assert set(cell.asked()["task"]) == {"name", "data", "split", "tokens", "stride"}
+    assert set(cell.as_json()["task"]) == {"name", "data", "split", "tokens", "stride"}
 
 
 @pytest.mark.parametrize("index", range(5))
 def test_the_cell_of_a_record_can_be_asked_for_again(tmp_path, index):
     cell = load(tmp_path)[index]
-    assert suites.again(CellSpec.from_json(json.loads(json.dumps(cell.asked())))).id == cell.id
-    elsewhere = suites.again(CellSpec.from_json(cell.asked()), model=str(tmp_path))
+    assert suites.cell_from_spec(CellSpec.from_json(json.loads(json.dumps(cell.as_json())))).id == cell.id
+    elsewhere = suites.cell_from_spec(CellSpec.from_json(cell.as_json()), model=str(tmp_path))
     assert elsewhere.model.id == str(tmp_path)
 
 
@@ -242,7 +242,7 @@ def test_the_cell_of_a_record_can_be_asked_for_again(tmp_path, index):
 )  # fmt: skip
 def test_what_can_not_be_asked_for_any_more_says_so(tmp_path, change, says):
     with pytest.raises(UserError, match=says):
-        suites.again(CellSpec.from_json(load(tmp_path)[1].asked() | change))
+        suites.cell_from_spec(CellSpec.from_json(load(tmp_path)[1].as_json() | change))
 
 
 BOUNDS = [

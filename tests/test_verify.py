@@ -23,7 +23,7 @@ from kvbench.harness.records.facts import Facts
 from kvbench.harness.report.export import rows, write
 from kvbench.harness.report.recomputed import kv_bytes
 from kvbench.harness.report.verify import problems, verify
-from kvbench.harness.run.asked import Asked
+from kvbench.harness.run.request import RunRequest
 
 TASK = {"name": "perplexity", "tokens": 5000, "stride": 4}
 
@@ -205,8 +205,8 @@ def test_what_a_run_leaves_holds_and_a_bad_answer_is_seen(tmp_path):
         "suite: s\nversion: 1\nmodel: {id: 'builtin:sink_1'}\ntask:\n  - {name: perplexity, data: prose, tokens: 300}\n"
         "  - {name: streameval, lines: 20, distance: 2}\npolicies: [dense, {name: h2o, capacity: 64}]\n"
     )
-    asked = Asked(str(tmp_path / "s.yaml"), threads=1)
-    asked.measured(tmp_path / "results", asked.cells())
+    request = RunRequest(str(tmp_path / "s.yaml"), threads=1)
+    request.measure(tmp_path / "results", request.cells())
     files = list(RecordStore(tmp_path / "results").files())
     assert len(files) == 4
     for path, made in files:
@@ -235,14 +235,16 @@ def test_from_the_command_line(tmp_path, capsys):
     edit(made, metrics={"kv_bytes": 640})
     file = store.write(made, tmp_path / "x.nll.npy")
     code, _, err = bench(capsys, "records", "verify", tmp_path / "results")
-    assert (code, "1 records hold, 0 don't, 0 have their trace elsewhere" in err) == (0, True)
-    assert err.splitlines()[-1] == "2 figures are not verifiable: bits_per_byte, kv_bytes"
+    assert (code, "1 records are correct, 0 are not, 0 can't be verified without their trace" in err) == (0, True)
+    assert err.splitlines()[-1] == "2 figures can only be checked by a new measurement: bits_per_byte, kv_bytes"
     moved = tmp_path / "results" / "flat"
     moved.mkdir()
     for part in [file, *file.parent.glob("*.npy")]:
         part.rename(moved / part.name)
     file = moved / file.name
-    assert "1 records hold" in bench(capsys, "records", "verify", tmp_path / "results")[2], "a trace lies beside its record"
+    assert "1 records are correct" in bench(capsys, "records", "verify", tmp_path / "results")[2], (
+        "a trace lies beside its record"
+    )
     file.with_name("broken.json").write_text("{")
     code, out, _ = bench(capsys, "records", "verify", tmp_path / "results")
     assert code == 1

@@ -1,4 +1,4 @@
-"""The command `bench`: a verb a job. Results on stdout, everything else on stderr; nothing heavy is imported early."""
+"""The command `bench`. Results go to stdout, everything else to stderr. Heavy modules are imported only when needed."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from kvbench.harness.core.errors import DISK_ERRNOS, Exit, UserError
 
 
 class _Bench(click.Group):
-    """All verbs. Where a pipe is closed, click itself would end with 1, which is an answer of some verbs."""
+    """All commands. When a pipe closes, click would exit with 1, which some commands use as an answer."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the verb."""
+        """Run the command."""
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
-            _end_unheard()
+            _exit_closed_pipe()
 
 
 @click.group(cls=_Bench, context_settings={"help_option_names": ["-h", "--help"]})
@@ -34,20 +34,20 @@ class _Bench(click.Group):
 @click.option("--debug", is_flag=True, help="Show a traceback with every error, and with every failed cell.")
 @click.option(
     "--task", "tasks", multiple=True, envvar="BENCH_TASKS", metavar="FILE.PY:CLASS",
-    help="Read records of a task of yours as it declares (or BENCH_TASKS, several with blanks between them).",
+    help="Load your own task, to read its records. Repeat for several, or list them in BENCH_TASKS, separated by spaces.",
 )  # fmt: skip
-def cli(debug: bool, tasks: tuple[str, ...]) -> None:  # noqa: ARG001 - sys.argv is looked at (`output.debugging`)
+def cli(debug: bool, tasks: tuple[str, ...]) -> None:  # noqa: ARG001 - `output.debugging` reads sys.argv
     """KV Bench: what an LLM loses, and gains, when part of its KV cache is thrown away.
 
     \b
-    bench run quickstart      measure every policy, one record a cell, in ./results
-    bench leaderboard         make the pages of ./results: index.html and README.md
+    bench run quickstart      measure every policy; results go to ./results
+    bench leaderboard         write the pages of ./results: index.html and README.md
     """
     for task in tasks:
         plugins.task_class(task)
 
 
-for _verb in (
+for _command in (
     measure.run,
     pages.leaderboard,
     lm_eval.lm_eval,
@@ -61,14 +61,14 @@ for _verb in (
     look.schema,
     look.doctor,
 ):
-    cli.add_command(_verb)
+    cli.add_command(_command)
 
 
 def _accept_debug(command: click.Command) -> None:
-    """`--debug` behind the verb is as good as before it (`output.debugging`)."""
+    """Accept `--debug` after a command, too."""
     if isinstance(command, click.Group):
-        for verb in command.commands.values():
-            _accept_debug(verb)
+        for subcommand in command.commands.values():
+            _accept_debug(subcommand)
     else:
         command.params.append(click.Option(["--debug"], is_flag=True, expose_value=False, hidden=True))
 
@@ -77,21 +77,21 @@ _accept_debug(cli)
 
 
 def main() -> None:
-    """The console script: what goes wrong becomes one line and an exit code (`Exit`); a crash of ours keeps its traceback."""
-    _open_what_is_closed()
+    """The console script. A user's mistake becomes one line and an exit code (`Exit`); a bug of ours keeps its traceback."""
+    _open_closed_streams()
     try:
-        code = _code()
-        sys.stdout.flush()  # so that a reader who has gone is noticed here and not at exit
+        code = _run()
+        sys.stdout.flush()  # notice a closed pipe here and not at exit
         sys.exit(code)
     except BrokenPipeError:
-        _end_unheard()
+        _exit_closed_pipe()
 
 
-def _code() -> int:
-    """Run the command line, and say what went wrong.
+def _run() -> int:
+    """Run the command line, report an error, and return the exit code.
 
     Raises:
-        BrokenPipeError: whoever read our output has gone.
+        BrokenPipeError: the reader of our output is gone.
     """
     try:
         result = cli.main(standalone_mode=False)
@@ -100,47 +100,47 @@ def _code() -> int:
         click.echo(error.ctx.get_help() if error.ctx else error.format_message(), err=True)
         return Exit.MISTAKE
     except click.ClickException as error:
-        return _mistake(error.format_message())
+        return _report_mistake(error.format_message())
     except UserError as error:
-        return _mistake(str(error))
+        return _report_mistake(str(error))
     except (KeyboardInterrupt, click.Abort):
-        click.echo("bench: stopped; finished cells are kept, run the same command again to go on", err=True)
+        click.echo("bench: stopped; finished cells are kept: run the same command again to go on", err=True)
         return Exit.STOPPED
     except BrokenPipeError:
         raise
     except Exception as error:
         if isinstance(error, OSError) and error.errno in DISK_ERRNOS:
-            return _mistake(f"{error.filename or 'a temporary file'}: {error.strerror}; finished cells are kept")
-        return _crashed()
+            return _report_mistake(f"{error.filename or 'a temporary file'}: {error.strerror}; finished cells are kept")
+        return _report_crash()
 
 
-def _open_what_is_closed() -> None:
-    """Give a process that was started with a closed stdout or stderr one that leads nowhere."""
+def _open_closed_streams() -> None:
+    """Open the null device as stdout or stderr if this process was started with that closed."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - for as long as the process lives
 
 
-def _end_unheard() -> NoReturn:
-    """Whoever read our output has gone. What is still to be written would fail at exit, and goes nowhere."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
+def _exit_closed_pipe() -> NoReturn:
+    """Exit because the reader of our output is gone. Buffered output goes to the null device, so that exit can't fail."""
+    null = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # one that is no file, as in tests
-            os.dup2(nowhere, stream.fileno())
+        with contextlib.suppress(OSError, ValueError):  # in tests, a stream may not be a file
+            os.dup2(null, stream.fileno())
     sys.exit(Exit.CLOSED_PIPE)
 
 
-def _mistake(message: str) -> int:
-    """One line; the traceback only if it was asked for."""
+def _report_mistake(message: str) -> int:
+    """Print one line, after the traceback with --debug."""
     if debugging():
         traceback.print_exc()
     click.echo(f"bench: {message}", err=True)
     return Exit.MISTAKE
 
 
-def _crashed() -> int:
-    """A bug of ours: everything that a report of it needs."""
+def _report_crash() -> int:
+    """Print everything that a bug report needs."""
     traceback.print_exc()
-    where = f"kv-bench {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}"
-    click.echo(f"bench: this is a bug of ours ({where}): please report the lines above; finished cells are kept", err=True)
+    versions = f"kv-bench {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}"
+    click.echo(f"bench: this is a bug in KV Bench ({versions}): please report the lines above; finished cells are kept", err=True)
     return Exit.CRASH

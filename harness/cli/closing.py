@@ -1,4 +1,4 @@
-"""The end of a run on the terminal: tables, sentences and paths, none wider than the terminal."""
+"""Prints the result of a run: tables, sentences and paths, none wider than the terminal."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from kvbench.harness.records import Record
     from kvbench.harness.report.closing import Table
 
-_GAP = 2  # blanks between columns
-_WIDEST = 120  # columns: longer lines are hard to read
-_NARROWEST = 40
+_GAP = 2  # spaces between columns
+_MAX_LINE_COLUMNS = 120  # longer lines are hard to read
+_MIN_LINE_COLUMNS = 40
 
 
 def show_closing(records: Sequence[Record], results: str, to_stdout: bool) -> None:
-    """Show what a run came to: on stdout, or on stderr where stdout is for a program.
+    """Print the result of a run: on stdout, or on stderr if a program reads stdout.
 
     Args:
         records: of the run.
@@ -34,35 +34,35 @@ def show_closing(records: Sequence[Record], results: str, to_stdout: bool) -> No
 
     stream = sys.stdout if to_stdout else sys.stderr
     width = line_width() if stream.isatty() else 100
-    said = closing(records)
-    lines = [line for table in said.tables for line in _table(table, width)]
-    if said.troubles:
-        lines += ["", *(line for trouble in said.troubles for line in textwrap.wrap(trouble, width, subsequent_indent="  "))]
+    summary = closing(records)
+    lines = [line for table in summary.tables for line in _table(table, width)]
+    if summary.troubles:
+        lines += ["", *(line for trouble in summary.troubles for line in textwrap.wrap(trouble, width, subsequent_indent="  "))]
     option = "" if results == default_results() else f" --results {shlex.quote(results)}"
     folder, *pages = (link(Path(results) / name, stream.isatty()) for name in ("", "index.html", "README.md"))
-    lines += ["", f"Records: {folder}", f"Pages: {' and '.join(pages)}; to make them: bench leaderboard{option}"]
+    lines += ["", f"Records: {folder}", f"Pages: {' and '.join(pages)}; to write them: bench leaderboard{option}"]
     click.echo("\n".join(lines), err=not to_stdout)
 
 
 def default_results() -> str:
-    """The folder of records where no option names another."""
+    """The folder of records if --results is not given."""
     from kvbench.harness.cli.output import RESULTS, RESULTS_VARIABLE
 
     return os.environ.get(RESULTS_VARIABLE) or RESULTS
 
 
 def line_width() -> int:
-    """Columns of the terminal that are used."""
-    return max(_NARROWEST, min(_WIDEST, shutil.get_terminal_size().columns))
+    """Columns of a line on this terminal."""
+    return max(_MIN_LINE_COLUMNS, min(_MAX_LINE_COLUMNS, shutil.get_terminal_size().columns))
 
 
 def link(path: Path, clickable: bool) -> str:
-    """A path that a terminal opens when it is clicked on (OSC 8); elsewhere the plain path."""
+    """The path; with `clickable`, as a link that a terminal opens (OSC 8)."""
     return f"\x1b]8;;{path.resolve().as_uri()}\x1b\\{path}\x1b]8;;\x1b\\" if clickable else str(path)
 
 
 def _table(table: Table, width: int) -> Iterator[str]:
-    """A table, its heading before it and its notes after it."""
+    """The lines of a table, with its heading and notes."""
     yield ""
     yield from textwrap.wrap(table.heading, width)
     yield ""
@@ -78,7 +78,7 @@ def _table(table: Table, width: int) -> Iterator[str]:
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    """A row: the policy and the status stand left, figures right."""
+    """A row. The policy and the status are aligned left, figures right."""
     first, *figures, last = (
         cell.rjust(size) if 0 < place < len(cells) - 1 else cell.ljust(size)
         for place, (cell, size) in enumerate(zip(cells, widths, strict=True))
@@ -87,7 +87,7 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _stacked(table: Table, width: int) -> Iterator[str]:
-    """A table that is too wide: each policy on a line of its own, its figures below it."""
+    """The rows of a table that is too wide: each policy on its own line, its figures below."""
     for cells in table.lines:
         yield _cut(cells[0], width)
         figures = ", ".join(f"{head} {cell}" for head, cell in zip(table.head[1:], cells[1:], strict=True) if cell)

@@ -1,4 +1,4 @@
-"""`bench doctor`: the facts about a machine that a bug report needs, on one screen."""
+"""`bench doctor`: the facts about a machine that a bug report needs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Line = tuple[str, str]
 
 
 def report(model: str | None = None, data: Path | None = None, quick: bool = False) -> Iterator[Line]:
-    """Name and value of each fact, as soon as it is known. A part that fails says so, and the others still run.
+    """Yield the name and value of each fact as soon as it is known. A failure becomes the value, and the others still run.
 
     Args:
-        model: a directory or hub id to look for, too.
-        data: a directory of text to read from, too.
-        quick: leave out what takes seconds: bandwidth, the hub, the model families.
+        model: a directory or hub id to look for, if any.
+        data: a directory of text to read from, if any.
+        quick: leave out facts that take seconds: speed, the hub, the model families.
     """
     parts: list[tuple[str, Callable[[], str]]] = [
         ("kv-bench", lambda: f"{__version__}, python {platform.python_version()}, {platform.system()} {platform.machine()}"),
@@ -37,7 +37,7 @@ def report(model: str | None = None, data: Path | None = None, quick: bool = Fal
     for name, value in parts:
         try:
             yield name, value()
-        except Exception as error:  # machines with faults are what this report is for
+        except Exception as error:  # faulty machines are what this report is for
             yield name, f"FAILED: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
@@ -56,8 +56,8 @@ def _device() -> str:
 
     from kvbench.harness.core.device import device_name, instructions
 
-    here = torch.device("cpu")
-    cpu = f"{device_name(here)}, {instructions(here)}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    cpu_device = torch.device("cpu")
+    cpu = f"{device_name(cpu_device)}, {instructions(cpu_device)}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return f"{cpu}; CUDA: {', '.join(gpus) or 'none'}"
 
@@ -78,7 +78,7 @@ def _compiler() -> str:
     from kvbench.harness.engine.kernels.compiler import why_not
     from kvbench.policies.h2o import H2O
 
-    return f"H2O's walk is not compiled: {reason}" if (reason := why_not(H2O().bind(8))) else "it builds kernels for this CPU"
+    return f"can't compile H2O's walk: {reason}" if (reason := why_not(H2O().bind(8))) else "builds kernels for this CPU"
 
 
 def _speed() -> str:
@@ -89,8 +89,8 @@ def _speed() -> str:
 
     device = device_of("auto")
     rates = {name: multiply_rate(device, dtype) for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16))}
-    multiplying = ", ".join(f"{rate / 1e12:.2f} TFLOP/s in {name}" for name, rate in rates.items())
-    return f"{device.type}: {bandwidth(device) / 1e9:.1f} GB/s, {multiplying}"
+    products = ", ".join(f"{rate / 1e12:.2f} TFLOP/s in {name}" for name, rate in rates.items())
+    return f"{device.type}: {bandwidth(device) / 1e9:.1f} GB/s, {products}"
 
 
 def _builtins() -> str:

@@ -1,4 +1,4 @@
-"""Verbs that compare records and judge them."""
+"""The commands `bench compare`, `check` and `baseline`."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvbench.harness.cli.output import FILLED, RESULTS, RESULTS_VARIABLE, debugging, print_rows, skipped, writable
-from kvbench.harness.cli.rerun import asked_again, kept, still_asked, with_those_beside
+from kvbench.harness.cli.output import FILLED, RESULTS, RESULTS_VARIABLE, debugging, print_rows, report_skipped, writable
+from kvbench.harness.cli.rerun import cells_of_baseline, portable, request_from_baseline, with_groups
 from kvbench.harness.cli.running import suite_options
 from kvbench.harness.core.errors import Exit, RefusedModelError, UserError
-from kvbench.harness.run.asked import Asked
+from kvbench.harness.run.request import RunRequest
 
 if TYPE_CHECKING:
     from kvbench.harness.records import Record
     from kvbench.harness.report.baseline_file import Baseline
     from kvbench.harness.report.gate import Finding, Measured
 
-
-_MANY = 4  # cells of which one row is enough
+_MIN_MERGED_ROWS = 4
 
 
 @click.command()
 @click.argument("a", type=FILLED)
 @click.argument("b", default=RESULTS, envvar=RESULTS_VARIABLE, type=FILLED)
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
-@click.option("--markdown", is_flag=True, help="Print as markdown, for a comment on a pull request.")
+@click.option("--markdown", is_flag=True, help="Print as Markdown, for a comment on a pull request.")
 def compare(a: str, b: str, as_json: bool, markdown: bool) -> None:
-    """Judge B against A, metric by metric: each a record's file, a folder of records, or a git revision.
+    """Judge the records B against A, metric by metric.
 
-    Paired token by token and question by question where both read the same. B is ./results, or BENCH_RESULTS, if not given.
+    A and B are each a record's file, a folder of records, or a git revision. B defaults to BENCH_RESULTS or ./results. Records
+    that read the same text are compared token by token, or question by question.
 
     \b
     bench compare leaderboard/results
@@ -47,32 +47,33 @@ def compare(a: str, b: str, as_json: bool, markdown: bool) -> None:
     from kvbench.harness.report import verdicts
     from kvbench.harness.report.sources import records_of
 
-    with records_of(a, skipped) as (first, folder_a), records_of(b, skipped) as (second, folder_b):
-        found = verdicts.of((first, folder_a), (second, folder_b))
-    if not found:
-        raise UserError(f"{a} and {b} have no cell in common: {len(first)} and {len(second)} records")
+    with records_of(a, report_skipped) as (first, folder_a), records_of(b, report_skipped) as (second, folder_b):
+        judged = verdicts.of((first, folder_a), (second, folder_b))
+    if not judged:
+        raise UserError(f"{a} ({len(first)} records) and {b} ({len(second)} records) have no cell in common")
     if as_json:
-        click.echo(json.dumps([x.as_json() for x in found], indent=1, ensure_ascii=False))
+        click.echo(json.dumps([x.as_json() for x in judged], indent=1, ensure_ascii=False))
     elif markdown:
-        click.echo(verdicts.markdown(found, a, b), nl=False)
+        click.echo(verdicts.markdown(judged, a, b), nl=False)
     else:
-        print_rows([x.cells() for x in found], False)
-        click.echo(verdicts.summary(found), err=True)
+        print_rows([x.cells() for x in judged], False)
+        click.echo(verdicts.summary(judged), err=True)
 
 
 @click.command()
-@click.option("--baseline", "folder", required=True, metavar="DIR", type=FILLED, help="What to hold the records to.")
+@click.option("--baseline", "folder", required=True, metavar="DIR", type=FILLED, help="Folder of the baseline.")
 @click.option(
-    "--results", metavar="DIR", type=FILLED, help="Judge the records of this folder; without it the baseline's suite is run."
+    "--results", metavar="DIR", type=FILLED, help="Check the records in this folder. Default: run the baseline's suite."
 )
-@click.option("--keep", metavar="DIR", type=FILLED, help="Folder for the records of the run; thrown away if not given.")
-@click.option("--model", metavar="DIR|HUB_ID", type=FILLED, help="Where the baseline's model is, if it was a local one.")
+@click.option("--keep", metavar="DIR", type=FILLED, help="Keep the records of the run in this folder.")
+@click.option("--model", metavar="DIR|HUB_ID", type=FILLED, help="Where the baseline's model is now, if it was local.")
 @click.option("--data", metavar="DIR", envvar="BENCH_DATA", type=FILLED, help="Directory of the text, if the suite needs one.")
 @click.option("--json", "as_json", is_flag=True, help="Print every finding as JSON.")
 def check(folder: str, results: str | None, keep: str | None, model: str | None, data: str | None, as_json: bool) -> None:
-    """The regression gate: exit 0 as good as the baseline, 1 a regression, 3 something could not be compared.
+    """Check records against a baseline: the regression gate.
 
-    Every figure of every record, every token's NLL, every answer, the bytes, and times beside what was measured with them.
+    It compares every figure of every record, every token's NLL, every answer and the bytes. Times are compared relative to
+    what was measured beside them. Exit code 0: as good as the baseline; 1: a regression; 3: something can't be compared.
 
     \b
     bench check --baseline leaderboard/baselines/quickstart
@@ -82,12 +83,12 @@ def check(folder: str, results: str | None, keep: str | None, model: str | None,
     from kvbench.harness.report import baseline, gate
     from kvbench.harness.report.sources import records_of
 
-    about, records = baseline.load(Path(folder))
+    reference, records = baseline.load(Path(folder))
     if results is not None:
-        with records_of(results, skipped) as (now, where):
-            findings = gate.check((records, Path(folder)), (now, where), about.bands)
+        with records_of(results, report_skipped) as (now, now_folder):
+            findings = gate.check((records, Path(folder)), (now, now_folder), reference.bands)
     else:
-        findings = _run(about, (records, Path(folder)), keep, model, data)
+        findings = _run(reference, (records, Path(folder)), keep, model, data)
     if as_json:
         click.echo(json.dumps([vars(f) for f in findings], indent=1, ensure_ascii=False))
     else:
@@ -99,42 +100,42 @@ def check(folder: str, results: str | None, keep: str | None, model: str | None,
 
 
 def _rows(findings: Sequence[Finding]) -> list[dict[str, Any]]:
-    """What is not as it was, a row each; what is said of many cells alike, such as another device, once."""
+    """A row per finding. A finding that many cells share, such as another device, gets one row."""
     alike: dict[tuple[str, str, str], list[str]] = {}
     for f in findings:
         alike.setdefault((f.state, f.check, f.says), []).append(f.cell)
     return [
         {"state": state, "check": check, "cell": cell, "says": says}
         for (state, check, says), cells in alike.items()
-        for cell in (cells if len(cells) < _MANY else [f"{len(cells)} cells"])
+        for cell in (cells if len(cells) < _MIN_MERGED_ROWS else [f"{len(cells)} cells"])
     ]
 
 
-def _run(about: Baseline, base: Measured, keep: str | None, model: str | None, data: str | None) -> list[Finding]:
-    """Measure the baseline's suite, and judge it; what looks slower or larger is measured again."""
+def _run(reference: Baseline, base: Measured, keep: str | None, model: str | None, data: str | None) -> list[Finding]:
+    """Measure the baseline's suite and judge it. Cells that look slower or larger are measured again."""
     from kvbench.harness.report import gate
 
-    asked = asked_again(about, base[1], model, data)
-    cells = still_asked(asked, *base)
+    request = request_from_baseline(reference, base[1], model, data)
+    cells = cells_of_baseline(request, *base)
     with TemporaryDirectory() as scratch:
         target = writable(Path(keep)) if keep else Path(scratch) / "records"
         try:
-            now = asked.measured(target, cells, fresh=True, tracebacks=debugging())
+            now = request.measure(target, cells, fresh=True, tracebacks=debugging())
         except RefusedModelError as error:
-            return gate.check(base, ([], target), about.bands, refused=str(error))
+            return gate.check(base, ([], target), reference.bands, refused=str(error))
         tries = itertools.count(1)
 
         def again(ids: Collection[str]) -> list[Record]:
-            click.echo(f"{len(ids)} cells looked slower or larger: measured again", err=True)
-            folder, chosen = Path(scratch) / f"again{next(tries)}", with_those_beside(ids, cells)
-            return asked.measured(folder, chosen, fresh=True, tracebacks=debugging())
+            click.echo(f"measuring {len(ids)} cells again, because they looked slower or larger", err=True)
+            folder, chosen = Path(scratch) / f"again{next(tries)}", with_groups(ids, cells)
+            return request.measure(folder, chosen, fresh=True, tracebacks=debugging())
 
-        return gate.looked_again(gate.check(base, (now, target), about.bands), base[0], about.bands, again)
+        return gate.looked_again(gate.check(base, (now, target), reference.bands), base[0], reference.bands, again)
 
 
 @click.group()
 def baseline() -> None:
-    """Make what `bench check` holds records to.
+    """Make the baselines of `bench check`.
 
     \b
     bench baseline update leaderboard/baselines/quickstart --suite quickstart --why "H2O's sums in float32"
@@ -143,15 +144,23 @@ def baseline() -> None:
 
 @baseline.command()
 @click.argument("folder", type=FILLED)
-@click.option("--suite", required=True, help="To measure: a file, or the name of a suite that comes with the project.")
+@click.option("--suite", required=True, help="Suite to measure: a file, or the name of one that comes with the project.")
 @suite_options
-@click.option("--runs", default=8, show_default=True, type=click.IntRange(1), help="Of the latency cells, to learn their noise.")
-@click.option("--why", required=True, help="What changed that a new baseline is right: kept in it.")
-@click.option("--who", help="Who says so; git's user.name if not given.")
+@click.option(
+    "--runs",
+    default=8,
+    show_default=True,
+    type=click.IntRange(1),
+    help="How often to measure the latency cells, to learn their noise.",
+)
+@click.option("--why", required=True, help="Why a new baseline is right; kept in it.")
+@click.option("--who", help="Who decided that; kept in it. Default: git's user.name.")
 def update(folder: str, suite: str, runs: int, why: str, who: str | None, **options: Any) -> None:
-    """Measure a suite and put its records in FOLDER, with the noise of its latency.
+    """Measure a suite, and make FOLDER a baseline.
 
-    FOLDER must be missing, empty, or hold a baseline and nothing else, which is replaced.
+    It contains the records and the noise of their latency.
+
+    FOLDER may be missing or empty. If it contains a baseline and nothing else, that is replaced.
     """
     from kvbench.harness.core import plugins
     from kvbench.harness.records.metrics import StepMetrics
@@ -159,30 +168,33 @@ def update(folder: str, suite: str, runs: int, why: str, who: str | None, **opti
     from kvbench.harness.report import baseline as baselines
     from kvbench.harness.report.baseline_file import Baseline
 
-    asked = Asked(suite, **options)
+    request = RunRequest(suite, **options)
     target = baselines.replaceable(Path(folder))
-    kept_suite, kept_options = kept(asked, target)
+    portable_suite, portable_options = portable(request, target)
     with TemporaryDirectory(dir=writable(target.parent), prefix=".update-") as scratch:
         records = Path(scratch) / "records"
-        cells = asked.cells()
-        first = asked.measured(records, cells, fresh=True, tracebacks=debugging())
+        cells = request.cells()
+        first = request.measure(records, cells, fresh=True, tracebacks=debugging())
         latency = [c for c in cells if issubclass(plugins.task_class(c.task.name).metrics, StepMetrics)]
-        more = range(1, runs) if latency else ()
-        repeated = [first, *(asked.measured(Path(scratch) / f"{n}", latency, fresh=True, tracebacks=debugging()) for n in more)]
-        learnt = bands.learnt(repeated)
-        about = Baseline(
-            suite=kept_suite, options=kept_options, who=who or _git_user(), why=why, bands=learnt,
+        repeats = range(1, runs) if latency else ()
+        all_runs = [
+            first,
+            *(request.measure(Path(scratch) / f"{n}", latency, fresh=True, tracebacks=debugging()) for n in repeats),
+        ]
+        learnt = bands.learnt(all_runs)
+        reference = Baseline(
+            suite=portable_suite, options=portable_options, who=who or _git_user(), why=why, bands=learnt,
             when=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         )  # fmt: skip
-        baselines.store(target, about, records)
+        baselines.store(target, reference, records)
     click.echo(f"{len(first)} records -> {folder}")
     others = {r.cell_id for r in first if not bands.is_dense(r)}
-    failed, wide = sum(r.status != "ok" for r in first), bands.too_noisy({k: v for k, v in learnt.items() if k in others})
+    failed, noisy = sum(r.status != "ok" for r in first), bands.too_noisy({k: v for k, v in learnt.items() if k in others})
     if failed:
-        click.echo(f"{failed} of them failed: the baseline holds nobody to these cells", err=True)
-    if wide:
+        click.echo(f"{failed} of them failed: bench check does not compare these cells", err=True)
+    if noisy:
         click.echo(
-            f"{len(wide)} of {len(others & set(learnt))} latency cells are too noisy here to notice a slowdown of 30 %", err=True
+            f"{len(noisy)} of {len(others & set(learnt))} latency cells are too noisy here to notice a slowdown of 30 %", err=True
         )
 
 
@@ -191,7 +203,7 @@ def _git_user() -> str:
     import subprocess
 
     try:
-        found = subprocess.run(["git", "config", "user.name"], capture_output=True, text=True, check=False).stdout.strip()
+        name = subprocess.run(["git", "config", "user.name"], capture_output=True, text=True, check=False).stdout.strip()
     except OSError:
-        found = ""
-    return found or getpass.getuser()
+        name = ""
+    return name or getpass.getuser()

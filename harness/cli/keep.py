@@ -1,4 +1,4 @@
-"""Verbs that look after records."""
+"""The command `bench records`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 import click
 
-from kvbench.harness.cli.output import FILLED, RESULTS, RESULTS_VARIABLE, results_option, skipped
+from kvbench.harness.cli.output import FILLED, RESULTS, RESULTS_VARIABLE, report_skipped, results_option
 from kvbench.harness.core.errors import Exit, UserError
 from kvbench.harness.core.visible import visible
 
 
 @click.group()
 def records() -> None:
-    """Look after records: verify them, take them elsewhere.
+    """Verify records, or export them to a table.
 
     \b
     bench records verify
@@ -26,31 +26,35 @@ def records() -> None:
 @records.command()
 @click.argument("folder", default=RESULTS, envvar=RESULTS_VARIABLE, type=FILLED)
 def verify(folder: str) -> None:
-    """Compute every figure of the records in FOLDER again, from its trace or the rest of the record, and say what does not hold.
+    """Recompute the figures of the records in FOLDER, and report those that differ.
 
-    FOLDER is ./results, or BENCH_RESULTS, if not given. Figures that follow from neither are named at the end: only a new
-    measurement can check them.
+    Each figure is computed from the record's trace or its other figures. Figures that follow from neither are listed at the
+    end: only a new measurement can check them. FOLDER defaults to BENCH_RESULTS or ./results.
     """
     from kvbench.harness.records import Problem, RecordStore
     from kvbench.harness.report.verify import verify as verdict_of
 
-    count = hold = elsewhere = 0
+    correct = wrong = without_trace = 0
     unverifiable: dict[str, None] = {}
-    for path, found in RecordStore(Path(folder)).files():
-        said = [found.reason] if isinstance(found, Problem) else None
-        if not isinstance(found, Problem):
-            verdict = verdict_of(found, path.parent)
-            said = verdict.problems
+    for path, record in RecordStore(Path(folder)).files():
+        if isinstance(record, Problem):
+            problems: list[str] | None = [record.reason]
+        else:
+            verdict = verdict_of(record, path.parent)
+            problems = verdict.problems
             unverifiable |= dict.fromkeys(verdict.unverifiable)
-        count, hold, elsewhere = count + 1, hold + (said == []), elsewhere + (said is None)
-        for problem in said or []:
+        without_trace += problems is None
+        correct += problems == []
+        wrong += bool(problems)
+        for problem in problems or []:
             click.echo(visible(f"{path}: {problem}"))
-    if not count:
-        raise UserError(f"{folder}: no records there")
-    wrong = count - hold - elsewhere
-    click.echo(f"{hold} records hold, {wrong} don't, {elsewhere} have their trace elsewhere", err=True)
+    if not correct + wrong + without_trace:
+        raise UserError(f"{folder}: no records there: run a suite first, or name another folder")
+    click.echo(f"{correct} records are correct, {wrong} are not, {without_trace} can't be verified without their trace", err=True)
     if unverifiable:
-        click.echo(f"{len(unverifiable)} figures are not verifiable: {visible(', '.join(unverifiable))}", err=True)
+        click.echo(
+            f"{len(unverifiable)} figures can only be checked by a new measurement: {visible(', '.join(unverifiable))}", err=True
+        )
     if wrong:
         sys.exit(Exit.NO)
 
@@ -58,17 +62,17 @@ def verify(folder: str) -> None:
 @records.command()
 @click.argument("out", type=FILLED)
 @results_option
-@click.option("--all", "everything", is_flag=True, help="Every record, not only the newest of each cell.")
+@click.option("--all", "everything", is_flag=True, help="Export every record, not only the newest of each cell.")
 def export(out: str, results: str, everything: bool) -> None:
-    """Write the records as one flat table: OUT ends in .parquet or .csv."""
+    """Write the records to OUT as one flat table. OUT ends in .parquet or .csv."""
     from kvbench.harness.records import RecordStore, newest
     from kvbench.harness.report.export import write
 
-    found, problems = RecordStore(Path(results)).read_all()
+    records, problems = RecordStore(Path(results)).read_all()
     for problem in problems:
-        skipped(problem)
-    if not found:
-        raise UserError(f"{results}: no records there")
-    shown = found if everything else newest(found)
-    columns = write(shown, Path(out))
-    click.echo(f"{len(shown)} records, {columns} columns -> {out}")
+        report_skipped(problem)
+    if not records:
+        raise UserError(f"{results}: no records there: run a suite first, or give another --results")
+    exported = records if everything else newest(records)
+    columns = write(exported, Path(out))
+    click.echo(f"{len(exported)} records, {columns} columns -> {out}")

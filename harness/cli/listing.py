@@ -17,7 +17,7 @@ _CAPACITY = 64
 def policies() -> list[dict[str, Any]]:
     """A row per policy: what it keeps, its parameters, scope and statistics, and how blocks are read.
 
-    Plug-ins that can't be used have a row, too, which says why.
+    The row of a plug-in that can't be used says why.
     """
     unusable = {"parameters": "", "scope": "", "statistics": "", "blocks": ""}
     rows = []

@@ -1,4 +1,4 @@
-"""The verb that hands everything to lm-eval's own command line, our model among its models."""
+"""`bench lm-eval`: lm-eval's own command line, with our model added."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ import click
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def lm_eval(context: click.Context, arguments: tuple[str, ...]) -> None:
-    """lm-eval's own command line with the model `kvbench`: any of its tasks under a policy, evicting as it goes.
+    """Run lm-eval under a policy.
 
-    What --model_args may say: pretrained, policy and its parameters, capacity, positions, limit, prompt (stream, once or
-    truncate), prompt_tokens, seed, dtype, revision, max_length. All else is lm-eval's: 'bench lm-eval run --help'.
+    This is lm-eval's own command line with the model `kvbench`, which evicts while it reads.
+
+    --model_args takes: pretrained, policy and its parameters, capacity, positions, limit, prompt (stream, once or truncate),
+    prompt_tokens, seed, dtype, revision, max_length. All other options are lm-eval's: see 'bench lm-eval run --help'.
 
     \b
     bench lm-eval --model_args pretrained=builtin:sink_2,policy=sink_window,sinks=4,capacity=64 --tasks kvbench_cloze
@@ -33,16 +35,16 @@ def lm_eval(context: click.Context, arguments: tuple[str, ...]) -> None:
     catalogue.register()
     from lm_eval.__main__ import cli_evaluate
 
-    given = list(arguments)
-    if given[0] not in ("run", "ls", "validate"):
-        given.insert(0, "run")
-    said = {argument.split("=", 1)[0] for argument in given}
-    if given[0] == "run" and not said & {"-h", "--help"}:
-        given += [] if said & {"--model", "-M", "--config", "-C"} else ["--model", "kvbench"]
-        given += [] if said & {"--batch_size", "-b", "--config", "-C"} else ["--batch_size", "16"]
-    if not said & {"--include_path", "-h", "--help"}:
-        given += ["--include_path", str(catalogue.GENERATED)]
-    sys.argv = ["bench lm-eval", *given]
+    command = list(arguments)
+    if command[0] not in ("run", "ls", "validate"):
+        command.insert(0, "run")
+    options = {argument.split("=", 1)[0] for argument in command}
+    if command[0] == "run" and not options & {"-h", "--help"}:
+        command += [] if options & {"--model", "-M", "--config", "-C"} else ["--model", "kvbench"]
+        command += [] if options & {"--batch_size", "-b", "--config", "-C"} else ["--batch_size", "16"]
+    if not options & {"--include_path", "-h", "--help"}:
+        command += ["--include_path", str(catalogue.GENERATED)]
+    sys.argv = ["bench lm-eval", *command]
     try:
         cli_evaluate()
     except Exception as error:

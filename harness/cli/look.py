@@ -1,4 +1,4 @@
-"""Verbs that show what there is, and check what a user brings."""
+"""The commands `bench list`, `policy`, `schema` and `doctor`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from kvbench.harness.cli.output import FILLED, print_rows
+from kvbench.harness.cli.output import FILLED, debugging, print_rows
 from kvbench.harness.core.errors import Exit
 
 
@@ -17,7 +17,7 @@ from kvbench.harness.core.errors import Exit
 @click.argument("what", type=click.Choice(["policies", "suites", "tasks", "models"]))
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
 def list_(what: str, as_json: bool) -> None:
-    """Show what there is. For models: tiny random models of many families, each put through the self-check.
+    """List policies, suites, tasks or model families. For each family, a tiny random model goes through the self-check.
 
     \b
     bench list policies
@@ -30,7 +30,7 @@ def list_(what: str, as_json: bool) -> None:
 
 @click.group()
 def policy() -> None:
-    """Work on policies.
+    """Check a policy.
 
     \b
     bench policy check my_policy.py:MyPolicy
@@ -39,13 +39,13 @@ def policy() -> None:
 
 @policy.command("check")
 @click.argument("name")
-@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="A parameter of the policy.")
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Set a parameter of the policy.")
 @click.option(
     "--capacity", "capacities", multiple=True, type=click.IntRange(1, 8192), metavar="TOKENS",
-    help="Try it at this capacity, up to 8192; 16, 17, 64 and 256 if none is given.",
+    help="Check at this capacity; repeatable. Default: 16, 17, 64 and 256.",
 )  # fmt: skip
 def check(name: str, settings: tuple[str, ...], capacities: tuple[int, ...]) -> None:
-    """Hold a policy to the interface's rules, say in words what is wrong, and how it will be read.
+    """Check every rule of the interface on a policy, and show how fast text is read under it and why.
 
     \b
     bench policy check h2o
@@ -56,19 +56,19 @@ def check(name: str, settings: tuple[str, ...], capacities: tuple[int, ...]) -> 
     from kvbench.harness.core.plugins import ignored_plugins
     from kvbench.harness.run.policy_check import check as checked
 
-    torch.set_num_threads(1)  # tiny models are faster so
+    torch.set_num_threads(1)  # faster for tiny models
     for plugin, reason in ignored_plugins(name).items():
         click.echo(f"bench: the plug-in {plugin} is {reason}", err=True)
-    found = checked(name, settings, capacities)
-    for finding in found.findings:
+    result = checked(name, settings, capacities)
+    for finding in result.findings:
         state = "-    " if finding.note else "ok   " if finding.ok else "WRONG"
-        told = finding.problem or finding.note
-        click.echo(f"{state} {finding.rule}{told and ': '}{told}")
-        if finding.error is not None and "--debug" in sys.argv:
+        detail = finding.problem or finding.note
+        click.echo(f"{state} {finding.rule}{detail and ': '}{detail}")
+        if finding.error is not None and debugging():
             traceback.print_exception(finding.error)
-    if found.reading:
-        click.echo(f"reads {found.reading}")
-    if not all(f.ok for f in found.findings):
+    if result.reading:
+        click.echo(f"reads {result.reading}")
+    if not all(f.ok for f in result.findings):
         sys.exit(Exit.NO)
 
 
@@ -85,23 +85,25 @@ def schema() -> None:
 
 
 @click.command()
-@click.option("--model", metavar="DIR|HUB_ID", type=FILLED, help="Look for this model too.")
+@click.option("--model", metavar="DIR|HUB_ID", type=FILLED, help="Also look for this model.")
 @click.option(
-    "--data", metavar="DIR", envvar="BENCH_DATA", type=FILLED, help="Look into this directory of text too (or BENCH_DATA)."
+    "--data", metavar="DIR", envvar="BENCH_DATA", type=FILLED, help="Also read from this directory of text (or BENCH_DATA)."
 )
-@click.option("--quick", is_flag=True, help="Leave out what takes seconds: speed, the hub, the families.")
+@click.option("--quick", is_flag=True, help="Leave out facts that take seconds: speed, the hub, the model families.")
 def doctor(model: str | None, data: str | None, quick: bool) -> None:
-    """Say what a bug report needs to say: versions, device, what can be reached, which model families work.
+    """Show the facts that a bug report needs.
 
-    
+    These are versions, device, what can be reached, and which model families work.
+
+    \b
     bench doctor
     bench doctor --model ./my-model --data ./books
     """
     from kvbench.harness.cli.doctor import report
 
     failed = False
-    for name, found in report(model, Path(data).expanduser() if data else None, quick):
-        click.echo(f"{name:<16} {found}")
-        failed |= found.startswith("FAILED")
+    for name, fact in report(model, Path(data).expanduser() if data else None, quick):
+        click.echo(f"{name:<16} {fact}")
+        failed |= fact.startswith("FAILED")
     if failed:
         sys.exit(Exit.NO)

@@ -1,4 +1,4 @@
-"""Verbs that measure and train."""
+"""The commands `bench run` and `bench pretrain`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvbench.harness.cli.closing import show_closing
 from kvbench.harness.cli.output import debugging, print_rows, results_option, writable
 from kvbench.harness.cli.running import suite_options
 from kvbench.harness.core.errors import Exit
-from kvbench.harness.run.asked import Asked
+from kvbench.harness.run.request import RunRequest
 
 
 @click.command()
@@ -22,20 +22,22 @@ from kvbench.harness.run.asked import Asked
 @click.option(
     "--block",
     type=click.IntRange(1),
-    help="Tokens that pass a layer at once; 1 = token by token. Chosen from memory if not given.",
+    help="Tokens that pass a layer at once; 1 = token by token. Default: chosen by method and free memory.",
 )
-@click.option("--walk", is_flag=True, help="Walk token by token inside the layers even where nothing is evicted.")
+@click.option("--walk", is_flag=True, help="Always read token by token inside the layers.")
 @results_option
 @click.option("--fresh", is_flag=True, help="Measure finished cells again.")
-@click.option("--dry-run", is_flag=True, help="List the cells with an estimate of time and memory, and stop.")
+@click.option("--dry-run", is_flag=True, help="List the cells with estimates of time and memory; measure nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print the records as JSON.")
 def run(
     suite: str, block: int | None, walk: bool, results: str, fresh: bool, dry_run: bool, as_json: bool, **options: Any
 ) -> None:
-    """Measure the cells of SUITE: a file, the name of a suite that comes with the project, or the cell id of a record.
+    """Measure the cells of a suite.
 
-    A run ends with a table of one row a policy. If stdout is piped, it gets one row a cell, tab-separated or as JSON, and the
-    table goes to stderr.
+    SUITE is a file, the name of a suite that comes with the project, or the cell id of a record.
+
+    Cells that have a record are skipped. A run ends with a table, one row per policy. If stdout is piped, it gets one row per
+    cell, tab-separated or as JSON, and the table goes to stderr.
 
     \b
     bench run quickstart
@@ -43,35 +45,39 @@ def run(
     bench run 128d93c6 --fresh
     bench run smoke --policy sink_window --policy my_policy.py:MyPolicy --set capacity=64
     """
-    asked = Asked(suite, **options)
-    cells = asked.cells(Path(results))
+    request = RunRequest(suite, **options)
+    cells = request.cells(Path(results))
     if dry_run:
         from kvbench.harness.run.estimate import estimates
 
-        print_rows([row.cells() for row in estimates(cells, asked.device)], as_json)
+        print_rows([row.cells() for row in estimates(cells, request.device)], as_json)
         return
-    records = asked.measured(writable(Path(results)), cells, fresh, block, walk, tracebacks=debugging())
-    for_a_person = sys.stdout.isatty() and not as_json
+    records = request.measure(writable(Path(results)), cells, fresh, block, walk, tracebacks=debugging())
+    on_terminal = sys.stdout.isatty() and not as_json
     if as_json:
         click.echo(json.dumps([r.as_json() for r in records], indent=1, ensure_ascii=False))
-    elif not for_a_person:
+    elif not on_terminal:
         from kvbench.harness.report.summary import rows
 
         print_rows(rows(records), False)
-    show_closing(records, results, for_a_person)
+    show_closing(records, results, on_terminal)
     if any(r.status == "failed" for r in records):
         sys.exit(Exit.FAILED_CELLS)
 
 
 @click.command()
 @click.argument("config")
-@click.option("--data", metavar="DIR", envvar="BENCH_DATA", help="Directory of PG-19 with a train split; the hub if not given.")
-@click.option("--out", metavar="DIR", help="Folder of checkpoints, log and model; pretrained/NAME if not given.")
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1.")
-@click.option("--threads", type=click.IntRange(1), help="CPU threads; torch's default when not given.")
-@click.option("--steps", type=click.IntRange(1), help="Stop after so many, with a checkpoint; the next call goes on.")
+@click.option(
+    "--data", metavar="DIR", envvar="BENCH_DATA", help="Directory of PG-19 with a train split (or BENCH_DATA). Default: the hub."
+)
+@click.option("--out", metavar="DIR", help="Folder for checkpoints, log and model. Default: pretrained/NAME.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:1.")
+@click.option("--threads", type=click.IntRange(1), help="CPU threads. Default: torch's.")
+@click.option("--steps", type=click.IntRange(1), help="Stop after this many steps, with a checkpoint; the next call goes on.")
 def pretrain(config: str, data: str | None, out: str | None, device: str, threads: int | None, steps: int | None) -> None:
-    """Pretrain a reference model: CONFIG is a file, or a name like sink_1. Called again, it goes on from its last checkpoint.
+    """Pretrain a reference model. CONFIG is a file, or a name like sink_1.
+
+    If a run was stopped, the same command goes on from its last checkpoint.
 
     \b
     bench pretrain vanilla --data path/to/pg19
@@ -93,4 +99,4 @@ def pretrain(config: str, data: str | None, out: str | None, device: str, thread
     if model.exists():
         click.echo(str(model))
     else:
-        click.echo(f"stopped early; 'bench pretrain {config}' goes on", err=True)
+        click.echo(f"stopped early: 'bench pretrain {config}' goes on from here", err=True)

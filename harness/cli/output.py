@@ -1,4 +1,4 @@
-"""What the verbs of `bench` share: the folder of results, rows for people and pipes, folders that can be written to."""
+"""Shared by the commands of `bench`: the option --results, tables for people and pipes, checks of output folders."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RESULTS_VARIABLE = "BENCH_RESULTS"
 
 
 class FilledText(click.ParamType[str]):
-    """Text with something in it: an empty shell variable must not silently mean the current folder, or the default."""
+    """Text that must not be empty, so that an empty shell variable doesn't silently mean the current folder or the default."""
 
     name = "text"
 
@@ -34,7 +34,7 @@ class FilledText(click.ParamType[str]):
         """
         text = str(value)
         if not text.strip():
-            self.fail("is empty", param, ctx)
+            self.fail("it is empty", param, ctx)
         return text
 
 
@@ -42,7 +42,7 @@ FILLED = FilledText()
 
 
 def results_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`--results`, of every verb that reads or writes the folder of records."""
+    """Add the option `--results`."""
     option = click.option(
         "--results", default=RESULTS, show_default=True, envvar=RESULTS_VARIABLE, type=FILLED, metavar="DIR",
         help=f"Folder of the records (or {RESULTS_VARIABLE}).",
@@ -51,33 +51,37 @@ def results_option(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def debugging() -> bool:
-    """Whether tracebacks were asked for, before the verb or after it."""
+    """Whether --debug is given, before or after the command's name."""
     return "--debug" in sys.argv
 
 
 def writable(folder: Path) -> Path:
-    """The folder, made if need be."""
+    """The folder, which is created if it is missing.
+
+    Raises:
+        UserError: it is not a folder, can't be created, or is read-only.
+    """
     if (folder.exists() or folder.is_symlink()) and not folder.is_dir():
         raise UserError(f"{folder}: not a folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"{folder}: can't be made ({error.strerror})") from error
+        raise UserError(f"{folder}: can't be created ({error.strerror})") from error
     try:
-        with tempfile.TemporaryFile(dir=folder):  # permissions don't tell: root has them all, even where nothing can be written
+        with tempfile.TemporaryFile(dir=folder):  # permissions are not enough: root has all, even on a read-only disk
             pass
     except OSError as error:
         raise UserError(f"{folder}: can't be written to ({error.strerror})") from error
     return folder
 
 
-def skipped(problem: Problem) -> None:
-    """Name a file that is no record."""
+def report_skipped(problem: Problem) -> None:
+    """Say that a file is skipped because it is not a record."""
     click.echo(f"bench: {visible(problem.path)}: skipped, {problem.reason}", err=True)
 
 
 def print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
-    """Rows as a table for people, as tab-separated lines for pipes, or as JSON."""
+    """Print rows as a table on a terminal, as tab-separated lines to a pipe, or as JSON."""
     if as_json:
         click.echo(json.dumps(rows, indent=1, ensure_ascii=False))
         return

@@ -1,4 +1,4 @@
-"""Verbs that make pages of records."""
+"""The command `bench leaderboard`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvbench.harness.cli.closing import link
-from kvbench.harness.cli.output import FILLED, results_option, skipped, writable
+from kvbench.harness.cli.output import FILLED, report_skipped, results_option, writable
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.files import atomic_write
 from kvbench.harness.core.visible import visible
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     from kvbench.harness.records import Record
 
 STDOUT = "-"
-_OURS = (  # what begins a page of ours; the title is that of pages written before they named their generator
+_PAGE_MARKS = (  # a page of ours begins with one of these; older pages have only the title
     "\nWritten by `bench leaderboard` from ",
     '<meta name="generator" content="KV Bench">',
     "<title>KV Bench leaderboard</title>",
 )
-_BEGINNING = 1000  # characters of a page that are looked at
+_BEGINNING_CHARACTERS = 1000  # of a page, in which to look for a mark
 
 
 @dataclass(frozen=True)
-class _Made:
+class _Pages:
     """Pages and drawings, ready to be written.
 
     Attributes:
-        pages: text by file name; `STDOUT` for none.
-        drawings: SVG by file name, by the folder of their page.
+        pages: text by path, or `STDOUT`.
+        drawings: SVG by file name, by the folder of the page.
     """
 
     pages: dict[str, str]
@@ -44,12 +44,17 @@ class _Made:
 
 @click.command()
 @results_option
-@click.option("--out", type=FILLED, help="The page; - for stdout; README.md in the folder of the records if not given.")
-@click.option("--paper", type=FILLED, help="The page of published figures beside ours; paper.md beside --out if not given.")
+@click.option(
+    "--out", type=FILLED, help="File of the leaderboard; - for stdout. Default: README.md in the folder of the records."
+)
+@click.option(
+    "--paper", type=FILLED, help="File of the page with published figures; - for stdout. Default: paper.md beside --out."
+)
 def leaderboard(results: str, out: str | None, paper: str | None) -> None:
-    """Render the leaderboard, and published figures beside ours, from the records.
+    """Write the pages of a folder of records.
 
-    Beside the page: `index.html`, the same to sort and filter, and `charts/`, its pictures.
+    These are the leaderboard, a page that compares the records with published figures, `index.html`, a leaderboard to sort and
+    filter, and `charts/`, the pictures.
 
     \b
     bench leaderboard
@@ -61,69 +66,69 @@ def leaderboard(results: str, out: str | None, paper: str | None) -> None:
 
     targets = _targets(str(Path(results) / "README.md") if out is None else out, paper)
     for option, path in targets.values():
-        _replaceable(path, option)
-        _room_for_charts(path, option)
+        _refuse_foreign_file(path, option)
+        _refuse_foreign_charts(path, option)
     records, paths = _read(results)
-    made, broken = made_of(records, lambda part: _rendered(part, targets))
+    output, broken = made_of(records, lambda part: _rendered(part, targets))
     for record, error in broken:
         click.echo(
-            f"bench: {visible(paths[id(record)])}: left out, no page can be made with it ({visible(repr(error))})", err=True
+            f"bench: {visible(paths[id(record)])}: left out, because rendering it failed ({visible(repr(error))})", err=True
         )
     if len(broken) == len(records):
-        raise UserError(f"{results}: no record there that a page can be made of")
-    shown = {folder: _named(made.pages, folder) for folder in made.drawings}  # by the pages that stand there until now
-    for folder, drawings in made.drawings.items():
+        raise UserError(f"{results}: no page written, because rendering failed for every record there")
+    shown = {folder: _drawings_shown(output.pages, folder) for folder in output.drawings}  # in the pages that are replaced
+    for folder, drawings in output.drawings.items():
         writable(folder)
         chart.write(drawings, folder / chart.FOLDER)
-    for page, text in made.pages.items():
+    for page, text in output.pages.items():
         _write(text, page, len(records) - len(broken))
-    for folder, drawings in made.drawings.items():
-        for file in shown[folder] - _named(made.pages, folder):
+    for folder, drawings in output.drawings.items():
+        for file in shown[folder] - _drawings_shown(output.pages, folder):
             (folder / chart.FOLDER / file).unlink(missing_ok=True)
         pictures = len(drawings) // 2
         click.echo(f"{pictures} picture{'' if pictures == 1 else 's'} -> {folder / chart.FOLDER}")
 
 
 def _targets(out: str, paper: str | None) -> dict[str, tuple[str, str]]:
-    """Where each page goes, after the option that says so: leaderboard, paper and site, as far as they are asked for.
+    """For each page to write (leaderboard, paper, site): the option that decides its file, and the file.
 
     Raises:
-        UserError: two of them go to one file, or --out names none.
+        UserError: two pages have the same file, or --out names no file.
     """
     if not Path(out).name:
-        raise UserError(f"--out '{out}': names no file")
+        raise UserError(f"--out '{out}' is not the name of a file")
     beside = {name: str(Path(out).with_name(name)) for name in ("paper.md", "index.html")} if out != STDOUT else {}
-    found = {} if paper == STDOUT else {"leaderboard": ("--out", out)}
+    targets = {} if paper == STDOUT else {"leaderboard": ("--out", out)}
     if paper is not None or beside:
-        found["paper"] = ("--paper", paper or beside["paper.md"])
-    if beside and "leaderboard" in found:
-        found["site"] = ("--out", beside["index.html"])
-    paths = [Path(path).absolute() for _, path in found.values() if path != STDOUT]
+        targets["paper"] = ("--paper", paper or beside["paper.md"])
+    if beside and "leaderboard" in targets:
+        targets["site"] = ("--out", beside["index.html"])
+    paths = [Path(path).absolute() for _, path in targets.values() if path != STDOUT]
     if len(set(paths)) < len(paths):
         raise UserError(f"{out}: two pages would be written to one file: give another --out or --paper")
-    return found
+    return targets
 
 
-def _replaceable(path: str, option: str) -> None:
-    """Whether a page may be written there.
+def _refuse_foreign_file(path: str, option: str) -> None:
+    """Refuse to overwrite a file that is not a page of ours.
 
     Raises:
-        UserError: something else stands there, which we would destroy.
+        UserError: there is one.
     """
-    where = Path(path)
-    if path == STDOUT or not (where.exists() or where.is_symlink()):
+    page = Path(path)
+    if path == STDOUT or not (page.exists() or page.is_symlink()):
         return
-    if not where.is_file():
+    if not page.is_file():
         raise UserError(f"{path}: not a file: give another {option}, or {option} - for stdout")
-    if where.stat().st_size and not any(mark in _beginning(where) for mark in _OURS):
-        raise UserError(f"{path}: not written by bench leaderboard, and not overwritten: give another {option}")
+    if page.stat().st_size and not any(mark in _beginning(page) for mark in _PAGE_MARKS):
+        raise UserError(f"{path}: exists and was not written by bench leaderboard: give another {option}")
 
 
-def _room_for_charts(path: str, option: str) -> None:
-    """Whether the folder of a page's drawings can stand beside it.
+def _refuse_foreign_charts(path: str, option: str) -> None:
+    """Refuse to replace a file that has the name of the charts' folder.
 
     Raises:
-        UserError: something else has its name.
+        UserError: there is one.
     """
     from kvbench.harness.report import chart
 
@@ -137,11 +142,11 @@ def _beginning(path: Path) -> str:
     if not path.is_file():
         return ""
     with path.open(encoding="utf-8", errors="replace") as file:
-        return file.read(_BEGINNING)
+        return file.read(_BEGINNING_CHARACTERS)
 
 
 def _read(results: str) -> tuple[list[Record], dict[int, Path]]:
-    """The records of a folder, and where each lies, by its identity; what is none is named.
+    """The records of a folder, and the path of each, by `id`. Reports other files as skipped.
 
     Raises:
         UserError: there are none.
@@ -149,47 +154,47 @@ def _read(results: str) -> tuple[list[Record], dict[int, Path]]:
     from kvbench.harness.records import Problem, RecordStore, from_the_future
 
     records, paths = [], {}
-    for path, found in RecordStore(Path(results)).files():
-        if isinstance(found, Problem):
-            skipped(found)
+    for path, record in RecordStore(Path(results)).files():
+        if isinstance(record, Problem):
+            report_skipped(record)
         else:
-            records.append(found)
-            paths[id(found)] = path
+            records.append(record)
+            paths[id(record)] = path
     if not records:
-        raise UserError(f"{results}: no records there")
+        raise UserError(f"{results}: no records there: run a suite first, or give another --results")
     ahead = from_the_future(records, datetime.datetime.now(datetime.UTC))
     if ahead:
-        click.echo(f"bench: {len(ahead)} records come from the future, {ahead[0].stem} from {ahead[0].finished}", err=True)
+        click.echo(f"bench: {len(ahead)} records have a time in the future, e.g. {ahead[0].stem}: {ahead[0].finished}", err=True)
     return records, paths
 
 
-def _rendered(records: Sequence[Record], targets: Mapping[str, tuple[str, str]]) -> _Made:
-    """All pages of the records, and their drawings."""
+def _rendered(records: Sequence[Record], targets: Mapping[str, tuple[str, str]]) -> _Pages:
+    """Render all pages and their drawings."""
     from kvbench.harness.report import chart, paper, site
     from kvbench.harness.report import leaderboard as board
 
     render = {"leaderboard": board.render, "paper": paper.render}
-    found = {name: render[name](records) for name in render if name in targets}
-    pages = {targets[name][1]: page.text for name, page in found.items()}
+    rendered = {name: render[name](records) for name in render if name in targets}
+    pages = {targets[name][1]: page.text for name, page in rendered.items()}
     if "site" in targets:
-        pages[targets["site"][1]] = site.render(records, found["leaderboard"].charts)
+        pages[targets["site"][1]] = site.render(records, rendered["leaderboard"].charts)
     drawings: dict[Path, dict[str, str]] = {}
-    for name, page in found.items():
+    for name, page in rendered.items():
         if targets[name][1] != STDOUT:
             drawings.setdefault(Path(targets[name][1]).parent, {}).update(chart.drawn(page.charts))
-    return _Made(pages, drawings)
+    return _Pages(pages, drawings)
 
 
-def _named(pages: Mapping[str, str], folder: Path) -> set[str]:
-    """The drawings that pages of ours in a folder show, as they stand there now."""
+def _drawings_shown(pages: Mapping[str, str], folder: Path) -> set[str]:
+    """The drawings that the existing pages in a folder show."""
     from kvbench.harness.report import chart
 
-    standing = (Path(page) for page in pages if page != STDOUT and Path(page).parent == folder and Path(page).is_file())
-    return {file for path in standing for file in chart.named(path.read_text(encoding="utf-8", errors="replace"))}
+    existing = (Path(page) for page in pages if page != STDOUT and Path(page).parent == folder and Path(page).is_file())
+    return {file for path in existing for file in chart.named(path.read_text(encoding="utf-8", errors="replace"))}
 
 
 def _write(text: str, page: str, records: int) -> None:
-    """Write a page, whole or not at all."""
+    """Write a page to its file or to stdout."""
     if page == STDOUT:
         click.echo(text, nl=False)
         return

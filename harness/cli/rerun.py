@@ -1,4 +1,4 @@
-"""What was asked of a suite, as a baseline keeps it: without a path of this machine, and back to what can be run."""
+"""Turns a run's request into the form that a baseline keeps, without paths of this machine, and back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.run.asked import Asked
+from kvbench.harness.run.request import RunRequest
 
 if TYPE_CHECKING:
     from kvbench.harness.records import Record
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from kvbench.harness.suite import Cell
 
 
-def kept(asked: Asked, folder: Path) -> tuple[str, MeasuredWith]:
+def portable(request: RunRequest, folder: Path) -> tuple[str, MeasuredWith]:
     """The suite and the options of a baseline.
 
     Args:
-        asked: on the command line.
+        request: from the command line.
         folder: of the baseline, resolved: the suite's file is named relative to it.
 
     Raises:
@@ -29,63 +29,69 @@ def kept(asked: Asked, folder: Path) -> tuple[str, MeasuredWith]:
     """
     from kvbench.harness.report.baseline_file import MeasuredWith
 
-    file = Path(asked.suite)
-    suite = Path(os.path.relpath(file.resolve(), folder)).as_posix() if file.is_file() else asked.suite
-    for given in (*asked.policies, *asked.settings):
-        if re.search(r"(^|[\s:=\[{'\"])[/~]", given):
-            raise UserError(f"{given}: a baseline keeps no path of this machine: give a path relative to the current directory")
-    path = None if asked.model is None else Path(asked.model).expanduser()
+    file = Path(request.suite)
+    suite = Path(os.path.relpath(file.resolve(), folder)).as_posix() if file.is_file() else request.suite
+    for option in (*request.policies, *request.settings):
+        if re.search(r"(^|[\s:=\[{'\"])[/~]", option):
+            raise UserError(f"{option}: a baseline must work on other machines: give a path relative to the current directory")
+    path = None if request.model is None else Path(request.model).expanduser()
     local = path.resolve().name if path is not None and path.is_dir() else None
     options = MeasuredWith(
-        model=None if local else asked.model, local_model=local, policies=list(asked.policies), settings=list(asked.settings),
-        device=None if asked.device == "auto" else asked.device, dtype=asked.dtype, threads=asked.threads,
+        model=None if local else request.model, local_model=local, policies=list(request.policies),
+        settings=list(request.settings), device=None if request.device == "auto" else request.device, dtype=request.dtype,
+        threads=request.threads,
     )  # type: ignore[arg-type]  # click has checked the dtype  # fmt: skip
     return suite, options
 
 
-def asked_again(about: Baseline, folder: Path, model: str | None, data: str | None) -> Asked:
-    """What a baseline's suite is run with.
+def request_from_baseline(baseline: Baseline, folder: Path, model: str | None, data: str | None) -> RunRequest:
+    """The request that measures a baseline's suite again.
 
     Args:
-        about: the baseline.
-        folder: of it.
-        model: where its local model is, or a hub model's mirror; None for the suite's own.
+        baseline: to measure again.
+        folder: of the baseline.
+        model: where its local model is, or a mirror of its hub model; the baseline's own model when None.
         data: directory of the text.
 
     Raises:
         UserError: its model was a local one, and `model` does not say where it is.
     """
-    options = about.options
+    options = baseline.options
     if options.local_model and model is None:
-        raise UserError(f"{folder}: measured with the local model '{options.local_model}': give its folder by --model")
-    suite = about.suite
+        raise UserError(f"{folder}: was measured with the local model '{options.local_model}': give its folder with --model")
+    suite = baseline.suite
     if suite.endswith((".yaml", ".yml")):
         suite = os.path.relpath(folder.resolve() / suite)
-    return Asked(
+    return RunRequest(
         suite, model or options.model, data, tuple(options.policies), tuple(options.settings), options.device or "auto",
         options.dtype, options.threads,
     )  # fmt: skip
 
 
-def still_asked(asked: Asked, records: Sequence[Record], folder: Path) -> list[Cell]:
-    """The cells of a baseline's suite, if any of the baseline's records is of one of them.
+def cells_of_baseline(request: RunRequest, records: Sequence[Record], folder: Path) -> list[Cell]:
+    """The cells that the request asks for.
+
+    Args:
+        request: from `request_from_baseline`.
+        records: of the baseline.
+        folder: of the baseline.
 
     Raises:
-        UserError: none is: another model, or another suite of that name.
+        UserError: the baseline has no record of any of them. The model differs, or the suite has changed.
     """
-    cells = asked.cells()
+    cells = request.cells()
     if not {c.id for c in cells} & {r.cell_id for r in records}:
-        then, now = {r.cell.model.id for r in records}, {c.asked()["model"]["id"] for c in cells}
+        recorded, current = {r.cell.model.id for r in records}, {c.as_json()["model"]["id"] for c in cells}
         raise UserError(
-            f"{folder}: the suite has none of its cells any more (its model is {', '.join(sorted(then))}; "
-            f"asked for is {', '.join(sorted(now))})"
+            f"{folder}: has no record of any cell of its suite: it was measured with the model {', '.join(sorted(recorded))}; "
+            f"this run uses {', '.join(sorted(current))}; if these agree, the suite has changed: update the baseline"
         )
     return cells
 
 
-def with_those_beside(ids: Collection[str], cells: Sequence[Cell]) -> list[Cell]:
-    """The cells of these ids, and those that are measured side by side with one of them."""
+def with_groups(ids: Collection[str], cells: Sequence[Cell]) -> list[Cell]:
+    """The cells with these ids, and those that are measured side by side with one of them."""
     from kvbench.harness.core import plugins
 
-    together = {(c.model, c.task, c.seed) for c in cells if c.id in ids and plugins.task_class(c.task.name).together}
-    return [c for c in cells if c.id in ids or (c.model, c.task, c.seed) in together]
+    groups = {(c.model, c.task, c.seed) for c in cells if c.id in ids and plugins.task_class(c.task.name).together}
+    return [c for c in cells if c.id in ids or (c.model, c.task, c.seed) in groups]

@@ -1,4 +1,4 @@
-"""Finding policies and tasks by name: ours are the files of their folders, a user's are a path or an entry point."""
+"""Finds policies and tasks by name: built-in modules, a user's files and modules, and entry points of installed plug-ins."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Kind:
-    """What is found by name: one class a module.
+    """Policies or tasks: one class per module.
 
     Attributes:
-        what: in words.
-        package: of ours; each of its modules is one.
-        others: modules of that package that are none.
+        noun: for messages.
+        package: each of its modules is a built-in one.
+        helpers: modules of that package that are not.
         group: of entry points.
         base: "module:Class" that each inherits from.
-        base_name: of that class for people.
+        base_name: of that class, for messages.
     """
 
-    what: str
+    noun: str
     package: str
-    others: frozenset[str]
+    helpers: frozenset[str]
     group: str
     base: str
     base_name: str
 
     def base_class(self) -> type[Any]:
-        """What each inherits from; imported by name, because tasks import this package."""
+        """The base class, imported by name because tasks import this package."""
         module, _, name = self.base.partition(":")
-        found: type[Any] = getattr(importlib.import_module(module), name)
-        return found
+        base: type[Any] = getattr(importlib.import_module(module), name)
+        return base
 
 
 _POLICY = _Kind(
@@ -63,16 +63,16 @@ _TASK = _Kind(
     "task", "kvbench.harness.tasks", frozenset({"task", "common"}), "bench.tasks", "kvbench.harness.tasks:Task",
     "kvbench.harness.tasks.Task",
 )  # fmt: skip
-_tasks_of_files: dict[str, type[Any]] = {}  # those that this process has loaded, by the name that records have for them
+_tasks_of_files: dict[str, type[Any]] = {}  # that this process has loaded, by their name in records
 
 
 def policy_names() -> list[str]:
-    """Ours and those of installed plug-ins, which come through the entry-point group `bench.policies`."""
+    """Names of the built-in policies and of those in the entry-point group `bench.policies`."""
     return _names(_POLICY)
 
 
 def task_names() -> list[str]:
-    """Ours and those of installed plug-ins, which come through the entry-point group `bench.tasks`."""
+    """Names of the built-in tasks and of those in the entry-point group `bench.tasks`."""
     return _names(_TASK)
 
 
@@ -87,19 +87,19 @@ def working_tasks() -> dict[str, type[Any]]:
 
 
 def ignored_plugins(name: str | None = None) -> dict[str, str]:
-    """What each ignored entry point of a policy stands for ("package.module:Class"), and why it is ignored: its name is taken.
+    """Entry points of policies whose name is taken: "package.module:Class" of each, and why it is ignored.
 
     Args:
         name: only those of this name.
     """
-    ours, taken, ignored = _modules(_POLICY), set[str](), {}
+    builtin, taken, ignored = _modules(_POLICY), set[str](), {}
     for entry in entry_points(group=_POLICY.group):
         if name not in (None, entry.name):
             continue
-        if entry.name in ours:
-            ignored[entry.value] = f"ignored: '{entry.name}' is a policy of ours; its package must name it otherwise"
+        if entry.name in builtin:
+            ignored[entry.value] = f"ignored: '{entry.name}' is a built-in policy; its package must choose another name"
         elif entry.name in taken:
-            ignored[entry.value] = f"ignored: another package has a policy '{entry.name}', too"
+            ignored[entry.value] = f"ignored: another package has a policy '{entry.name}' too"
         taken.add(entry.name)
     return ignored
 
@@ -110,7 +110,7 @@ def is_ours(plugin: type[Any]) -> bool:
 
 
 def name_of(policy: type[Policy]) -> str:
-    """The name by which `policy_class` finds a class again: ours by their names, others as `module:Class`.
+    """The name by which `policy_class` finds a class: a built-in one's own, `module:Class` for others.
 
     Raises:
         UserError: it was defined inside a function or a class.
@@ -123,7 +123,7 @@ def name_of(policy: type[Policy]) -> str:
 
 
 def policy_class(name: str) -> type[Policy]:
-    """The policy of a name, of `package.module:Class` or of `path/to/file.py:Class`.
+    """The policy with this name, or that of `package.module:Class` or `path/to/file.py:Class`.
 
     Raises:
         UserError: there is none, or it can't be imported.
@@ -132,21 +132,21 @@ def policy_class(name: str) -> type[Policy]:
 
 
 def task_class(name: str) -> type[Any]:
-    """The task of a name, of `package.module:Class` or of `path/to/file.py:Class`: a `Task` of `harness/tasks`.
+    """The task with this name, or that of `package.module:Class` or `path/to/file.py:Class`: a `Task` of `harness/tasks`.
 
     Raises:
         UserError: there is none, or it can't be imported.
     """
-    found = _find(_TASK, name)
+    task = _find(_TASK, name)
     if ":" in name:
-        _tasks_of_files[recorded_name(name)] = found
-    return found
+        _tasks_of_files[recorded_name(name)] = task
+    return task
 
 
 def known_task(name: str) -> type[Any] | None:
-    """The task of a record: ours, an installed plug-in's, or one of a file that this process was told to load.
+    """The task of a record: built-in, an installed plug-in's, or from a file that the user told this process to load.
 
-    No file is imported because a record names it.
+    A file is never imported just because a record names it.
     """
     return _tasks_of_files.get(name) if ":" in name else _installed_task(name, tuple(sys.path))
 
@@ -160,7 +160,7 @@ def _installed_task(name: str, path: tuple[str, ...]) -> type[Any] | None:  # no
 
 
 def recorded_name(name: str) -> str:
-    """What a policy or task is called in a record: a file without its folder, which is its user's business."""
+    """The name of a policy or task in a record, without the folder of its file, which stays private."""
     where, colon, attribute = name.rpartition(":")
     return f"{Path(where).name}{colon}{attribute}"
 
@@ -170,15 +170,15 @@ def _names(kind: _Kind) -> list[str]:
 
 
 def _working(kind: _Kind) -> dict[str, type[Any]]:
-    found = {}
+    classes = {}
     for name in _names(kind):
         with contextlib.suppress(UserError):
-            found[name] = _find(kind, name)
-    return found
+            classes[name] = _find(kind, name)
+    return classes
 
 
 def _find(kind: _Kind, name: str) -> type[Any]:
-    """The class of a name.
+    """The class with this name.
 
     Raises:
         UserError: there is none, or it can't be imported.
@@ -187,51 +187,51 @@ def _find(kind: _Kind, name: str) -> type[Any]:
     if ":" in name:
         where, _, attribute = name.rpartition(":")
         module = _user_module(where)
-        found = getattr(module, attribute, None)
-        if found is None:
+        plugin = getattr(module, attribute, None)
+        if plugin is None:
             raise UserError(f"{where} has no '{attribute}'; {_classes_in(module, where, kind)}")
     elif name.endswith(".py"):
         raise UserError(f"{name}: {_classes_in(_user_module(name), name, kind)}")
     elif name in _modules(kind):
-        found = _defined_in(importlib.import_module(f"{kind.package}.{name}"), base)
+        plugin = _defined_in(importlib.import_module(f"{kind.package}.{name}"), base)
     else:
         entries = [e for e in entry_points(group=kind.group) if e.name == name]
         if not entries:
-            raise UserError(f"unknown {kind.what} '{name}'{did_you_mean(name, _names(kind))}")
-        found = _plugin(entries[0])
-    if not (inspect.isclass(found) and issubclass(found, base)):
+            raise UserError(f"unknown {kind.noun} '{name}'{did_you_mean(name, _names(kind))}")
+        plugin = _load_entry_point(entries[0])
+    if not (inspect.isclass(plugin) and issubclass(plugin, base)):
         raise UserError(f"{name} is not a {kind.base_name}")
-    return found
+    return plugin
 
 
 def _modules(kind: _Kind) -> list[str]:
-    """A package's modules, found as files, so that adding one is all it takes."""
+    """The modules of the package. To add one, add a file."""
     spec = importlib.util.find_spec(kind.package)
     assert spec is not None
     assert spec.submodule_search_locations
-    return sorted(m.name for m in pkgutil.iter_modules(spec.submodule_search_locations) if m.name not in kind.others)
+    return sorted(m.name for m in pkgutil.iter_modules(spec.submodule_search_locations) if m.name not in kind.helpers)
 
 
 def _defined_in(module: ModuleType, kind: type[T]) -> type[T]:
     """The one class of a kind that a module defines itself."""
-    found = [x for x in vars(module).values() if inspect.isclass(x) and issubclass(x, kind) and x.__module__ == module.__name__]
-    assert len(found) == 1, f"{module.__name__} must define one {kind.__name__}, not {len(found)}"
-    return found[0]
+    classes = [x for x in vars(module).values() if inspect.isclass(x) and issubclass(x, kind) and x.__module__ == module.__name__]
+    assert len(classes) == 1, f"{module.__name__} must define one {kind.__name__}, not {len(classes)}"
+    return classes[0]
 
 
 def _classes_in(module: ModuleType, where: str, kind: _Kind) -> str:
-    """The policies or tasks that a user's module defines, as they are named on the command line."""
+    """The policies or tasks that a user's module defines, for an error message."""
     base = kind.base_class()
-    found = [x for x in vars(module).values() if inspect.isclass(x) and issubclass(x, base)]
-    names = [f"{where}:{x.__name__}" for x in found if x.__module__ == module.__name__]
+    classes = [x for x in vars(module).values() if inspect.isclass(x) and issubclass(x, base)]
+    names = [f"{where}:{x.__name__}" for x in classes if x.__module__ == module.__name__]
     return f"name the class, e.g. {', '.join(names)}" if names else f"it defines no class that inherits from {kind.base_name}"
 
 
-def _plugin(entry: EntryPoint) -> object:
-    """What an entry point stands for.
+def _load_entry_point(entry: EntryPoint) -> object:
+    """The object of an entry point.
 
     Raises:
-        UserError: it can't be imported, or its module does not have it.
+        UserError: its module can't be imported or doesn't define it.
     """
     try:
         return entry.load()
@@ -240,14 +240,14 @@ def _plugin(entry: EntryPoint) -> object:
 
 
 def _user_module(where: str) -> ModuleType:
-    """A user's module, by file or by dotted name.
+    """A user's module, given its file or dotted name.
 
     Raises:
         UserError: there is none, or it can't be imported.
     """
     try:
         if not where.endswith(".py"):
-            if str(Path.cwd()) not in sys.path:  # as `python -m` would find it; the console script does not
+            if str(Path.cwd()) not in sys.path:  # like `python -m`, unlike a console script
                 sys.path.append(str(Path.cwd()))
             return importlib.import_module(where)
         path = Path(where).expanduser().resolve()
@@ -270,5 +270,5 @@ def _user_module(where: str) -> ModuleType:
         raise
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and f"{where}.".startswith(f"{error.name}."):
-            raise UserError(f"{where}: no such module here or installed") from error
+            raise UserError(f"{where}: no such module in the current directory or installed") from error
         raise UserError(f"{where}: can't be imported: {described(error)}") from error

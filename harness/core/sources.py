@@ -1,4 +1,4 @@
-"""The source of a policy or a task, as a digest: part of a record's key, so that a cell is measured again when it changes."""
+"""Digests of the source of policies and tasks. They are part of a record's key: a changed policy is measured again."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ def source_digest(policy: type[Policy]) -> str:
 
 
 def task_digest(task: type[object]) -> str:
-    """sha256 of the source of a task that is not ours: its module, and those it inherits from that are not ours either."""
+    """sha256 of the source of a user's task: the modules of its class and base classes, except ours."""
     modules = dict.fromkeys(c.__module__ for c in task.__mro__ if not c.__module__.startswith("kvbench.") and c is not object)
     return hashlib.sha256("\0".join(_source(sys.modules[m]) or repr(m) for m in modules).encode()).hexdigest()
 
 
-def _source(of: ModuleType | type) -> str | None:
-    """Its text, with `policies` for `kvbench.policies`: the digests of older records are of texts that said that.
+def _source(code: ModuleType | type) -> str | None:
+    """The source text; None without a file, e.g. in a notebook.
 
-    None where there is no file, as in a notebook.
+    It says `policies` instead of `kvbench.policies`, the name of that package when older records were written.
     """
     try:
-        return inspect.getsource(of).replace("kvbench.policies", "policies")
+        return inspect.getsource(code).replace("kvbench.policies", "policies")
     except (OSError, TypeError):
         return None
 
 
 def _members(kind: type) -> str:
-    """What stands for the text of a class without a file: its own functions, as text or bytecode, and its plain values."""
+    """A substitute for the source of a class without a file: its functions, as text or bytecode, and its plain values."""
     lines = []
     for name, value in sorted(vars(kind).items()):
         function = inspect.unwrap(getattr(value, "__func__", value))
@@ -56,7 +56,7 @@ def _members(kind: type) -> str:
 
 def _function(function: FunctionType) -> str:
     try:
-        return inspect.getsource(function)  # a notebook's cells are known to Python by their functions
+        return inspect.getsource(function)  # in a notebook, only functions have a source
     except (OSError, TypeError):
         return _bytecode(function.__code__)
 

@@ -28,10 +28,10 @@ def cache_folder() -> Path | None:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder, and missing parents, that only this user can access.
+    """Create a folder, and missing parents, that only this user can access.
 
     Raises:
-        OSError: it can't be made.
+        OSError: it can't be created.
     """
     if not folder.parent.exists():
         make_private(folder.parent)

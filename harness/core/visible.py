@@ -1,4 +1,4 @@
-"""Makes foreign text safe to show: without characters that move the cursor, reverse the line or can't be seen."""
+"""Makes foreign text safe to print: removes characters that move the cursor, reverse the line or are invisible."""
 
 from __future__ import annotations
 

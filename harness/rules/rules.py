@@ -1,6 +1,6 @@
 """The rules of the policy interface that can be checked without a model, in milliseconds.
 
-A policy that breaks a rule would run and give wrong figures. So every policy that is not ours is checked before a run;
+A policy that breaks a rule would run and give wrong figures. So every user's policy is checked before a run;
 `bench policy check` checks it at several capacities.
 """
 
@@ -134,7 +134,7 @@ def broken_rules(policy: Policy, capacity: int | None, device: torch.device = CP
 
 
 def refuse_if_broken(name: str, policy: Policy, capacity: int | None, device: torch.device) -> None:
-    """Refuse a policy that is not ours and breaks a rule.
+    """Refuse a user's policy that breaks a rule.
 
     A policy that raises is let through: its cell fails, and the other cells still run.
 
@@ -151,7 +151,7 @@ def refuse_if_broken(name: str, policy: Policy, capacity: int | None, device: to
     first = next((f for f in findings if f.error is None), None)
     if first is not None:
         where, option = (name, "") if capacity is None else (f"{name} at capacity {capacity}", f" --capacity {capacity}")
-        raise UserError(f"{where} breaks a rule ({first.rule}): {first.problem}; 'bench policy check {name}{option}' tells more")
+        raise UserError(f"{where} breaks a rule ({first.rule}): {first.problem}; see 'bench policy check {name}{option}'")
 
 
 def _shape(on: Case) -> str:

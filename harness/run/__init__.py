@@ -1,1 +1,1 @@
-"""Running a suite's cells: preparing, measuring, estimating, reporting progress; and `bench policy check`."""
+"""Prepares, measures and estimates the cells of a suite and shows progress; checks policies."""

@@ -1,7 +1,7 @@
-"""One cell in a process of its own: what a process's peak memory says is then about that cell alone.
+"""Measures one cell in its own process, so that the process's peak memory is that of the cell.
 
-The request goes in as one line of JSON on stdin; progress, and at the end the figures, come back as lines of JSON. Stdin stays
-open for as long as the parent lives: where it ends, the child ends, so that no killed run leaves one behind.
+The parent sends a `CellRun` as one line of JSON on stdin. The child answers with lines of JSON: its progress and, at the end, the
+figures. Stdin stays open while the parent lives. When it closes, the child ends, so that a killed run leaves no process behind.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     from kvbench.policies import PositionMode
 
 _CHILD = "from kvbench.harness.run.apart import child; child()"
-_PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when its parent dies
+_PR_SET_PDEATHSIG = 1  # Linux's prctl: set the signal that this process gets when its parent dies
 
 
 @dataclass(frozen=True, kw_only=True)
 class CellRun:
-    """A cell, and all that a fresh process needs to measure it.
+    """Everything that a fresh process needs to measure a cell.
 
     Attributes:
         directory: of the model.
-        random: the model has no weights: they are drawn.
+        random: draw random weights instead of loading them.
         dtype: of weights and cache.
         rope_length: longest position, for RoPE types that depend on it; tokens.
         pickle: accept weights that are not safetensors.
@@ -49,7 +49,7 @@ class CellRun:
         limit: largest distance of positions clamped.
         seed: of the policy's randomness.
         block: tokens that pass a layer at once.
-        walk: token by token inside the layers.
+        walk: always read token by token inside the layers.
         threads: of the CPU.
         trace: file of per-token figures.
     """
@@ -78,7 +78,7 @@ class CellRun:
 
     @classmethod
     def from_json(cls, line: str) -> Self:
-        """Back from that line."""
+        """Parse that line."""
         value = json.loads(line)
         paths = {name: Path(value[name]) for name in ("directory", "data", "trace") if value[name] is not None}
         return cls(**(value | paths))
@@ -86,12 +86,12 @@ class CellRun:
 
 @dataclass(frozen=True)
 class CellResult:
-    """What came of it.
+    """The child's measurement.
 
     Attributes:
         metrics: the task's figures, as JSON.
-        model: facts of the model.
-        seconds: that the task's own work took.
+        model: facts about the model.
+        seconds: of the task's own work.
     """
 
     metrics: dict[str, Any]
@@ -104,22 +104,22 @@ def measure(cell: CellRun, progress: Callable[[int, str], None]) -> CellResult:
 
     Args:
         cell: to measure.
-        progress: is called with the tokens done and the figure so far, as in `Job`.
+        progress: called with the tokens done and the figure so far.
 
     Raises:
-        UserError: of the child's; its model can't be driven, say.
-        ApartError: the error it failed with.
-        MemoryError: it was killed, as the system does with a process that takes too much memory.
+        UserError: the child raised one; its model can't be driven exactly, for example.
+        ApartError: the child failed with another error.
+        MemoryError: the child was killed, as the system does with a process that takes too much memory.
     """
     with subprocess.Popen(
         [sys.executable, "-c", _CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        process_group=0,  # Ctrl-C reaches this process alone, which tells of it and ends the other
+        process_group=0,  # so that Ctrl-C reaches only this process, which ends the child
     ) as process:  # fmt: skip
         try:
             answer = _conversation(process, cell, progress)
             process.wait()
         finally:
-            process.kill()  # nothing where it has ended
+            process.kill()  # no effect if it has ended
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.close()  # type: ignore[union-attr]
     if "mistake" in answer:
@@ -129,48 +129,48 @@ def measure(cell: CellRun, progress: Callable[[int, str], None]) -> CellResult:
     if process.returncode < 0:
         raise MemoryError(f"its process was killed by signal {-process.returncode}")
     if "metrics" not in answer:
-        raise RuntimeError(f"its process ended with exit code {process.returncode} and said nothing")
+        raise RuntimeError(f"its process ended with exit code {process.returncode} and without an answer")
     return CellResult(answer["metrics"], answer["model"], answer["seconds"])
 
 
 def _conversation(process: subprocess.Popen[str], cell: CellRun, progress: Callable[[int, str], None]) -> dict[str, Any]:
-    """The request, and the child's last word: of a child that died before it said one, nothing."""
+    """Send the request and pass on progress. Returns the child's answer, which is empty if it died before it gave one."""
     assert process.stdin
     assert process.stdout
-    with contextlib.suppress(BrokenPipeError):  # a child that died at once is told of by its exit code
+    with contextlib.suppress(BrokenPipeError):  # a child that died at once is reported by its exit code
         process.stdin.write(cell.to_json() + "\n")
         process.stdin.flush()
     answer: dict[str, Any] = {}
     for line in process.stdout:
-        said = json.loads(line)
-        if "progress" in said:
-            progress(*said["progress"])
+        message = json.loads(line)
+        if "progress" in message:
+            progress(*message["progress"])
         else:
-            answer = said
+            answer = message
     return answer
 
 
 def child() -> None:
-    """The other side."""
+    """Run the child process: read a request, measure, answer."""
     line = sys.stdin.readline()
     if not line:  # the parent has gone already
         return
     _end_with_parent(sys.stdin)
-    out, sys.stdout = sys.stdout, sys.stderr  # whatever a library prints is no line of ours
+    out, sys.stdout = sys.stdout, sys.stderr  # what a library prints must not mix with the answer
     try:
-        answer = _answer(CellRun.from_json(line), out)
+        answer = _measure_here(CellRun.from_json(line), out)
     except UserError as error:
         answer = {"mistake": str(error), "refused": isinstance(error, RefusedModelError)}
-    except (Exception, SystemExit) as error:  # the parent tells of it
+    except (Exception, SystemExit) as error:  # the parent reports it
         answer = {"failure": failure(error)}
     with contextlib.suppress(BrokenPipeError):  # the parent has gone
-        _say(out, answer)
+        _send(out, answer)
     sys.stderr.flush()
     os._exit(0)  # an orderly exit would wait for the thread that reads stdin
 
 
 def _end_with_parent(stdin: IO[str]) -> None:
-    """End this process when its parent has ended: at once on Linux, elsewhere as soon as the closed pipe is seen."""
+    """End this process when its parent has ended: at once on Linux, elsewhere when the pipe closes."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -182,8 +182,7 @@ def _end_with_parent(stdin: IO[str]) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _answer(cell: CellRun, out: IO[str]) -> dict[str, Any]:
-    """The cell, measured."""
+def _measure_here(cell: CellRun, out: IO[str]) -> dict[str, Any]:
     import torch
 
     from kvbench.harness.core import plugins
@@ -201,13 +200,13 @@ def _answer(cell: CellRun, out: IO[str]) -> dict[str, Any]:
     model = load_model(cell.directory, cell.dtype, torch.device("cpu"), cell.rope_length, cell.pickle, random=cell.random)
     job = Job(
         model, config, data, cell.block, TOKEN_BY_TOKEN if cell.walk else EAGER, cell.trace,
-        lambda tokens, text: _say(out, {"progress": [tokens, text]}),
+        lambda tokens, text: _send(out, {"progress": [tokens, text]}),
     )  # fmt: skip
     started = time.perf_counter()
     metrics = task.run(options, job)
     return {"metrics": metrics.as_json(), "model": model.facts(), "seconds": time.perf_counter() - started}
 
 
-def _say(out: IO[str], value: dict[str, Any]) -> None:
+def _send(out: IO[str], value: dict[str, Any]) -> None:
     out.write(json.dumps(value) + "\n")
     out.flush()

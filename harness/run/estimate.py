@@ -1,4 +1,4 @@
-"""What a suite would take: rough, from shapes and two short measurements of this machine. Loads no weights."""
+"""Rough estimates of a suite's time and memory, from model shapes and two short measurements. Loads no weights."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from kvbench.harness.models.shape import ModelShape, shape_of
 from kvbench.harness.suite import Cell
 from kvbench.harness.suite.file import ModelSpec
 
-_WALK_OPS = 35  # small tensor operations that the walk does per token and layer
-_MODEL_OPS = 60  # and the model itself, per block and layer
+_WALK_OPS = 35  # small tensor operations of the walk, per token and layer
+_MODEL_OPS = 60  # small tensor operations of the model, per block and layer
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one cell: seconds, bytes of K/V and of weights. None where the model's config is out of reach."""
+    """Seconds, bytes of K/V and of weights of one cell; None if the model's config is not available."""
 
     cell: Cell
     seconds: float | None
@@ -34,7 +34,7 @@ class Estimate:
     weight_bytes: int | None
 
     def cells(self) -> dict[str, Any]:
-        """A row for people."""
+        """The row to print."""
         return {
             "cell": self.cell.id[:8], "policy": self.cell.name, "capacity": self.cell.capacity,
             "about": None if self.seconds is None else f"{self.seconds:,.0f} s",
@@ -43,7 +43,7 @@ class Estimate:
 
 
 def estimates(cells: Sequence[Cell], device_name: str) -> list[Estimate]:
-    """Of every cell, on this device."""
+    """An estimate for every cell on a device."""
     device = device_of(device_name)
     rates: dict[str, float] = {}
     overhead = best_seconds(lambda: torch.ones(4, device=device).add_(1), device, 300)
@@ -74,7 +74,7 @@ def _estimate(cell: Cell, shape: ModelShape, rate: float, overhead: float) -> Es
 
 
 def kv_bytes(cell: Cell, shape: ModelShape) -> int:
-    """Bytes of K and V that a cell holds at its largest, all its streams together."""
+    """The most bytes of K and V that a cell holds, over all its streams."""
     if not cell.policy.caches:
         return 0
     task = plugins.task_class(cell.task.name)
@@ -83,7 +83,7 @@ def kv_bytes(cell: Cell, shape: ModelShape) -> int:
 
 
 def _shape(spec: ModelSpec) -> ModelShape | None:
-    """From the config alone; None if neither directory, cache nor hub has it."""
+    """The shape from the model's config; None if neither directory, cache nor hub has it."""
     quiet()
     if is_random(spec.id) or spec.id.startswith(BUILTIN):
         return shape_of(read_config(model_directory(spec.id, None, False)))
@@ -92,5 +92,7 @@ def _shape(spec: ModelSpec) -> ModelShape | None:
     try:
         return shape_of(AutoConfig.from_pretrained(spec.id, revision=spec.revision, trust_remote_code=False))
     except (OSError, ValueError):
-        print(f"bench: {spec.id}: its config is out of reach, so there are no estimates", file=sys.stderr)
+        print(
+            f"bench: {spec.id}: no estimates: its config is neither in the local cache nor reachable on the hub", file=sys.stderr
+        )
         return None

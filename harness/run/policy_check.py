@@ -1,4 +1,4 @@
-"""`bench policy check`: checks a policy against every rule of the interface, and says how fast it is read and why."""
+"""`bench policy check`: checks every rule of the interface on a policy, and shows how fast blocks are read under it and why."""
 
 from __future__ import annotations
 
@@ -169,13 +169,13 @@ def _band(on: Case) -> str:
         return f"sinks {sinks} + window {window} are not the capacity {on.capacity}"
     read = CachedDecoder(_tiny(), _config(on), method=PLAIN_WALK)
     blocks = _tokens(on.capacity + _TOKENS_PAST_FULL, 1).split([on.capacity, *[1] * _TOKENS_PAST_FULL], 1)
-    for seen, block in enumerate(blocks, on.capacity):
+    for tokens, block in enumerate(blocks, on.capacity):
         read(block)
-        expected = [p for p in range(seen) if p < sinks or p >= seen - window]
+        expected = [p for p in range(tokens) if p < sinks or p >= tokens - window]
         kept = read.kept()[0][0][0]
         if kept != expected:
             extra, missing = sorted(set(kept) - set(expected)), sorted(set(expected) - set(kept))
-            return f"after {seen} tokens it keeps {extra} where its band says {missing}"
+            return f"after {tokens} tokens it keeps {extra} where its band says {missing}"
     return ""
 
 

@@ -1,10 +1,10 @@
-"""Everything that decides a cell's numbers, had before any cell is measured, so that a mistake is told at once."""
+"""Gathers everything that decides a cell's numbers before any cell is measured, so that mistakes are reported at once."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +37,17 @@ class Prepared:
     task: type[Task]
     data: Data
     directory: Path
-    record: Record  # still without figures and facts
-    facts: dict[str, Any] = field(default_factory=dict)  # of the record, gathered while the cell is measured
+    record: Record  # without figures and facts
+    facts: dict[str, Any]  # that are known before the cell is measured
 
     @property
     def streams(self) -> int:
-        """Streams that it holds side by side."""
+        """Streams that it reads side by side."""
         return self.task.streams(self.cell.task)
 
 
 def prepare(cells: Sequence[Cell], device: torch.device, data: Path | None) -> list[Prepared]:
-    """Tokens, weights and keys of all cells.
+    """Get the data, weights and record keys of all cells.
 
     Args:
         cells: to measure.
@@ -55,43 +55,44 @@ def prepare(cells: Sequence[Cell], device: torch.device, data: Path | None) -> l
         data: directory of the text; the task's own source when None.
 
     Raises:
-        UserError: a policy that is not ours breaks a rule; a model's files, its tokenizer or the data can't be had; or a
-            cache can't fit.
+        UserError: a user's policy breaks a rule; a model's files, its tokenizer or the data are not available; or a cache
+            doesn't fit.
     """
     _refuse_rule_breakers(cells, device)
     directories = {c.model: model_directory(c.model.id, c.model.revision, c.model.pickle) for c in cells}
     _check_caches(cells, directories, device)
-    known: dict[tuple[ModelSpec, str], Data] = {}
+    known_data: dict[tuple[ModelSpec, str], Data] = {}
     prepared = []
     for cell in cells:
-        directory, asked = directories[cell.model], (cell.model, digest(cell.task.model_dump()))
+        directory, data_key = directories[cell.model], (cell.model, digest(cell.task.model_dump()))
         task: type[Task] = plugins.task_class(cell.task.name)
-        if asked not in known:
-            known[asked] = task.data(cell.task, lambda d=directory: load_tokenizer(d), data)  # type: ignore[misc]
+        if data_key not in known_data:
+            known_data[data_key] = task.data(cell.task, lambda d=directory: load_tokenizer(d), data)  # type: ignore[misc]
+        tokens = known_data[data_key]
         weights, source = weights_digest(directory), source_digest(type(cell.policy))
         task_source = {} if plugins.is_ours(task) else {"task_sha256": task_digest(task)}
-        where = [device_name(device), torch.get_num_threads()] if task.of_device else []
-        key = digest([cell.id, known[asked].ids_sha256, weights, source, NUMERICS_VERSION, *where, *task_source.values()])
-        record = Record(CellSpec.from_json(cell.asked()), cell.id, key, "ok", data=_read_data(task, known[asked]))
+        machine = [device_name(device), torch.get_num_threads()] if task.of_device else []
+        key = digest([cell.id, tokens.ids_sha256, weights, source, NUMERICS_VERSION, *machine, *task_source.values()])
+        record = Record(CellSpec.from_json(cell.as_json()), cell.id, key, "ok", data=_data_facts(task, tokens))
         facts = {"weights_sha256": weights, "policy_sha256": source, **task_source}
-        prepared.append(Prepared(cell, task, known[asked], directory, record, facts))
+        prepared.append(Prepared(cell, task, tokens, directory, record, facts))
     return prepared
 
 
-def _read_data(task: type[Task], data: Data) -> DataFacts:
-    """What a record says of what was read.
+def _data_facts(task: type[Task], data: Data) -> DataFacts:
+    """The record's facts about the data.
 
     Raises:
-        UserError: the task says what a record can't hold.
+        UserError: the task gives facts that a record can't hold.
     """
     try:
         return task.data_facts.from_json(data.facts())
     except BadRecordError as error:
-        raise UserError(f"task {task.__name__}: what it says of its data can't be recorded ({error})") from error
+        raise UserError(f"task {task.__name__}: the facts about its data can't be recorded ({error})") from error
 
 
 def _check_caches(cells: Sequence[Cell], directories: dict[ModelSpec, Path], device: torch.device) -> None:
-    """Refuse bounded caches that would not fit even if there were no weights."""
+    """Refuse bounded caches that would not fit even without weights."""
     shapes = {spec: shape_of(read_config(directory)) for spec, directory in directories.items()}
     free = free_bytes(device)
     for cell in cells:
@@ -111,17 +112,17 @@ def refuse_if_too_large(cell: Cell, needed: int, free: int, device: torch.device
     streams = plugins.task_class(cell.task.name).streams(cell.task)
     side_by_side, instead = (f" for {streams:,} streams side by side", " or run fewer streams") if streams > 1 else ("", "")
     raise UserError(
-        f"{cell.label}: its K/V slots take {needed / 2**30:,.1f} GiB{side_by_side} and {free / 2**30:,.1f} GiB are free on "
+        f"{cell.label}: its K/V slots take {needed / 2**30:,.1f} GiB{side_by_side}, but only {free / 2**30:,.1f} GiB are free on "
         f"{device}: lower the capacity{instead}"
     )
 
 
 def _refuse_rule_breakers(cells: Sequence[Cell], device: torch.device) -> None:
-    """Refuse cells whose policy is not ours and breaks a rule, before anything is measured.
+    """Refuse a user's policy that breaks a rule.
 
     Raises:
-        UserError: the first of them.
+        UserError: names the first.
     """
-    asked = {(c.name, repr(dataclasses.asdict(c.policy)), c.capacity): c for c in cells}
-    for cell in asked.values():
+    distinct = {(c.name, repr(dataclasses.asdict(c.policy)), c.capacity): c for c in cells}
+    for cell in distinct.values():
         refuse_if_broken(cell.name, cell.policy, cell.capacity, device)

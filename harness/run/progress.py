@@ -1,4 +1,4 @@
-"""How a run is shown: one live display on a terminal, a line a cell when piped. On stderr; results go to stdout."""
+"""Shows the progress of a run on stderr: a live display on a terminal, one line per cell when piped."""
 
 from __future__ import annotations
 
@@ -18,47 +18,47 @@ from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Record
 from kvbench.harness.report.sections import headline
 
-_SECONDS_BETWEEN_LINES = 20.0  # of one cell, when piped
+_SECONDS_BETWEEN_LINES = 20.0  # about one cell, when piped
 
 
 class StderrConsole(Console):
-    """The console on stderr. Once nobody reads it any more, the run ends as if by SIGPIPE, and no cell counts as failed."""
+    """The console on stderr. If its reader goes away, the run ends as if by SIGPIPE, and no cell counts as failed."""
 
     def __init__(self) -> None:
         super().__init__(stderr=True)
 
     def on_broken_pipe(self) -> None:
-        """End the process; rich itself would end it with the exit code of a crash."""
+        """End the process. Rich would use the exit code of a crash."""
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
         raise SystemExit(Exit.CLOSED_PIPE)
 
 
-class Silence:
-    """A `runner.Watcher` that tells nobody."""
+class NoProgress:
+    """A `runner.Watcher` that shows nothing."""
 
     def begin(self, label: str, number: int, cells: int, total: int) -> None:
-        """Nothing."""
+        """Ignore it."""
 
     def advance(self, tokens: int, text: str) -> None:
-        """Nothing."""
+        """Ignore it."""
 
     def end(self, label: str, record: Record, skipped: bool) -> None:
-        """Nothing."""
+        """Ignore it."""
 
 
 class ProgressView:
-    """A `runner.Watcher` that tells a person."""
+    """A `runner.Watcher` that shows progress on a console."""
 
     def __init__(self, console: Console, tracebacks: bool = False) -> None:
-        """Show on this console.
+        """Watch a run.
 
         Args:
-            console: to show on.
-            tracebacks: of failed cells, too.
+            console: to show progress on.
+            tracebacks: show those of failed cells, too.
         """
         self._console, self._tracebacks = console, tracebacks
         self._live = _LiveDisplay(console) if console.is_terminal else None
-        self._head, self._total, self._started, self._said = "", 0, 0.0, 0.0
+        self._head, self._total, self._started, self._last_line = "", 0, 0.0, 0.0
         self._cells = self._done = self._skipped = self._failed = 0
 
     def __enter__(self) -> Self:
@@ -72,32 +72,32 @@ class ProgressView:
         if self._skipped:
             cells = f"{self._skipped} cells were" if self._skipped > 1 else "1 cell was"
             again = "them" if self._skipped > 1 else "it"
-            self._line(f"{cells} finished before, skipped (--fresh measures {again} again)")
+            self._line(f"{cells} finished before and skipped (--fresh measures {again} again)")
         if kind is not None and issubclass(kind, KeyboardInterrupt) and self._cells:
             self._line(f"{self._done} of {self._cells} cells are finished")
 
     def begin(self, label: str, number: int, cells: int, total: int) -> None:
-        """A cell, or several side by side, starts."""
+        """Show that a cell, or a group of cells side by side, starts."""
         self._head, self._total = f"[{number}/{cells}] {label}", total
         self._done, self._cells = number - 1, cells
-        self._started = self._said = time.monotonic()
+        self._started = self._last_line = time.monotonic()
         if self._live is not None:
             self._live.cell(label, self._done, cells, total)
 
     def advance(self, tokens: int, text: str) -> None:
-        """Part of it is done."""
+        """Show how much of it is done, and the figure so far."""
         now = time.monotonic()
         spent = now - self._started
         speed = f"{tokens / max(spent, 1e-9):,.0f} tokens/s, {text}" if self._total else text
         if self._live is not None:
             self._live.advance(tokens if self._total else 0, speed)
-        elif now - self._said > _SECONDS_BETWEEN_LINES:
-            self._said = now
+        elif now - self._last_line > _SECONDS_BETWEEN_LINES:
+            self._last_line = now
             left = f"{tokens:,} of {self._total:,} tokens, {speed}, {spent * (self._total - tokens) / max(tokens, 1):.0f} s left"
             self._line(f"{self._head}: {left if self._total else text}")
 
     def end(self, label: str, record: Record, skipped: bool) -> None:
-        """A cell has its record."""
+        """Show the result of a cell."""
         self._done += 1
         self._skipped += skipped
         self._failed += record.status == "failed"
@@ -114,10 +114,10 @@ class ProgressView:
 
 
 class _LiveDisplay:
-    """Two lines of a terminal: how many cells are done, and how far the one at hand is."""
+    """Two lines of a terminal: the number of finished cells, and the progress of the current cell."""
 
     def __init__(self, console: Console) -> None:
-        # Text that is too long is cut, so that each line stays one line.
+        # Long text is cut, so that it fits on one line.
         label = Column(ratio=1, no_wrap=True, overflow="ellipsis")
         speed = Column(ratio=1, no_wrap=True, overflow="ellipsis")
         self.progress = Progress(
@@ -129,32 +129,32 @@ class _LiveDisplay:
         self._one = self.progress.add_task("", total=None, speed="", visible=False)
 
     def start(self) -> None:
-        """Show it."""
+        """Show the display."""
         self.progress.start()
 
     def stop(self) -> None:
-        """Take it away."""
+        """Remove the display."""
         self.progress.stop()
 
     def cell(self, label: str, done: int, cells: int, total: int) -> None:
-        """A cell starts, of `total` tokens; 0 if unknown."""
+        """Show a new cell of `total` tokens; 0 if unknown."""
         self.progress.update(self._all, total=cells, completed=done)
         self.progress.remove_task(self._one)
         self._one = self.progress.add_task(escape(visible(label)), total=total or None, speed="")
 
     def advance(self, tokens: int, speed: str) -> None:
-        """The cell at hand is so far."""
+        """Show the progress of the current cell."""
         self.progress.update(self._one, completed=tokens, speed=escape(visible(speed)))
 
     def cells(self, done: int, failed: int) -> None:
-        """So many cells are done, some of them failed."""
+        """Show how many cells are done and how many of them failed."""
         total = self.progress.tasks[0].total
         counted = f"{done} of {total:.0f}" if total else f"{done}"
         self.progress.update(self._all, completed=done, speed=f"{counted}, {failed} failed" if failed else counted)
 
 
 def _outcome(record: Record) -> str:
-    """What came of a cell, in a line."""
+    """The result of a cell in one line."""
     if record.status == "failed" and record.error:
         place = f" ({record.error.where})" if record.error.where else ""
         return f"FAILED, {record.error.kind}: {record.error.message}{place}"

@@ -1,4 +1,4 @@
-"""The Python interface to `bench run`: the same cells, measured in the same way, their records as objects."""
+"""The Python interface to `bench run`: it measures the same cells in the same way and returns their records."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from kvbench.harness.core import plugins
 from kvbench.harness.core.errors import UserError, did_you_mean
 from kvbench.harness.report.frame import Records
-from kvbench.harness.run.asked import Asked
+from kvbench.harness.run.request import RunRequest
 from kvbench.harness.suite import Cell
 from kvbench.policies import Policy
 
@@ -39,7 +39,7 @@ def run(
 
     Args:
         suite: a YAML file, or the name of a suite that comes with the project.
-        model: a directory, a hub id, or `builtin:` and a name; the suite's if not given.
+        model: a directory, a hub id, or `builtin:NAME`; the suite's if not given.
         data: directory of the text, for suites that read files.
         results: folder of the records; cells that have one there are not measured again.
         policies: only these: names, `file.py:Class`, classes, instances, or mappings such as `{"name": "h2o", "window": 8}`.
@@ -47,31 +47,31 @@ def run(
         device: auto, cpu, cuda, cuda:1.
         dtype: of the weights and the cache: float32, bfloat16, float16.
         threads: CPU threads; torch's default if not given.
-        block: tokens that pass a layer at once; chosen from memory if not given.
-        walk: token by token inside the layers even where nothing is evicted.
+        block: tokens that pass a layer at once; chosen by method and free memory if not given.
+        walk: always read token by token inside the layers.
         fresh: measure finished cells again.
-        progress: show it: lines as cells are finished, and a bar on a terminal.
-        **settings: changes of the suite, as `bench run --set` makes them: `capacity=[64, 128]`, `tokens=4096`.
+        progress: show it on stderr: a line per finished cell, or a bar on a terminal.
+        **settings: changes to the suite, like `bench run --set`: `capacity=[64, 128]`, `tokens=4096`.
 
     Returns:
         One record per cell, those of earlier runs included, in the order of the cells.
 
     Raises:
-        UserError: a mistake in the suite or in what is asked for, named in one line.
+        UserError: the suite or an argument has a mistake; the message is one line.
     """
-    several = policies if isinstance(policies, Iterable) and not isinstance(policies, (str, Mapping)) else [policies]
-    asked = Asked(
+    entries = policies if isinstance(policies, Iterable) and not isinstance(policies, (str, Mapping)) else [policies]
+    request = RunRequest(
         str(suite), None if model is None else str(model), None if data is None else str(data),
-        tuple(_yaml(entry) for entry in several), tuple(f"{name}={json.dumps(value)}" for name, value in settings.items()),
+        tuple(_yaml(entry) for entry in entries), tuple(f"{name}={json.dumps(value)}" for name, value in settings.items()),
         device, dtype, threads,
     )  # fmt: skip
     folder = Path(results).expanduser()
-    cells = _of_tasks(asked.cells(folder), {tasks} if isinstance(tasks, str) else set(tasks))
-    return Records(asked.measured(folder, cells, fresh, block, walk, progress=progress))
+    cells = _of_tasks(request.cells(folder), {tasks} if isinstance(tasks, str) else set(tasks))
+    return Records(request.measure(folder, cells, fresh, block, walk, progress=progress))
 
 
 def _of_tasks(cells: list[Cell], names: set[str]) -> list[Cell]:
-    """The cells of these tasks; all of them where no names are given.
+    """The cells of these tasks; all cells if there are no names.
 
     Raises:
         UserError: the suite has no such task.

@@ -1,4 +1,4 @@
-"""From cells to records: what is done is skipped, what fails is a record too, and the rest go on."""
+"""Measures cells and writes their records. Skips finished cells; a failed cell gets a record too, and the others still run."""
 
 from __future__ import annotations
 
@@ -38,20 +38,22 @@ from kvbench.harness.suite import Cell, labels
 from kvbench.harness.suite.file import ModelSpec
 from kvbench.harness.tasks.task import Job, MeasurementError
 
-_BLOCK = 256  # tokens that pass a layer at once where they are walked plainly
-_WIDE_BLOCK = 2048  # and where they are not, at most
-_LOGITS = 1 / 16  # of the free memory that the logits of a block may take
+PLAIN_BLOCK_TOKENS = 256  # block size of the plain walk
+MAX_BLOCK_TOKENS = 2048  # of the faster methods
+LOGITS_SHARE_OF_FREE_MEMORY = 1 / 16
+
+_Result = Metrics | Exception | SystemExit
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How a suite is run; none of it decides the numbers beyond rounding.
+    """How to run a suite. Numbers depend on it by no more than rounding.
 
     Attributes:
         device: to run on.
         data: directory of the text; the task's own source when None.
-        block: T, tokens that pass a layer at once; chosen by what they pass through when None.
-        walk: token by token inside the layers, always.
+        block: T, tokens that pass a layer at once; chosen by method and free memory when None.
+        walk: always read token by token inside the layers.
         fresh: measure finished cells again.
     """
 
@@ -63,16 +65,16 @@ class RunOptions:
 
 
 class Watcher(Protocol):
-    """Is told how a run goes."""
+    """Receives the progress of a run."""
 
     def begin(self, label: str, number: int, cells: int, total: int) -> None:
-        """A cell, or several side by side, starts, of `total` tokens; 0 where tokens don't tell how far it is."""
+        """A cell, or a group of cells side by side, starts. It has `total` tokens; 0 if tokens don't measure its progress."""
 
     def advance(self, tokens: int, text: str) -> None:
-        """So many tokens of it are done, with this figure so far."""
+        """`tokens` of it are done; `text` is the figure so far."""
 
     def end(self, label: str, record: Record, skipped: bool) -> None:
-        """A cell has its record; `skipped`: it had it before."""
+        """A cell has its record; `skipped` if an earlier run wrote it."""
 
 
 def run(cells: Sequence[Cell], store: RecordStore, options: RunOptions, watcher: Watcher) -> list[Record]:
@@ -82,43 +84,38 @@ def run(cells: Sequence[Cell], store: RecordStore, options: RunOptions, watcher:
         One record per cell, those of earlier runs included, in the order of the cells.
 
     Raises:
-        UserError: a model's files, its tokenizer or the data can't be had: raised before anything is measured. Or a
-            model can't be driven, or a cache can't fit: raised before any cell of that model is measured.
+        UserError: a model's files, its tokenizer or the data are not available: raised before anything is measured. Or a
+            model can't be driven exactly, or a cache doesn't fit: raised before any cell of that model is measured.
     """
     prepared, names = prepare(cells, options.device, options.data), labels(cells)
     with ExitStack() as locks:
         for suite in sorted({cell.suite for cell in cells}):
             locks.enter_context(store.locked(suite))
-        return _run(cells, prepared, names, store, options, watcher)
-
-
-def _run(
-    cells: Sequence[Cell], prepared: Sequence[Prepared], names: dict[str, str], store: RecordStore, options: RunOptions,
-    watcher: Watcher,
-) -> list[Record]:  # fmt: skip
-    """As `run`, with the store to itself."""
-    loaded = _Loaded(options.device, prepared)
-    records: dict[str, Record] = {}
-    for group in _groups(prepared):
-        known = [None if options.fresh else store.finished(item.record) for item in group]
-        if all(known):
-            for item, record in zip(group, known, strict=True):
+        models = _LastModel(options.device, prepared)
+        records: dict[str, Record] = {}
+        for group in _groups(prepared):
+            finished = [None if options.fresh else store.finished(item.record) for item in group]
+            skip = all(finished)
+            if not skip:
+                label = names[group[0].cell.id] if len(group) == 1 else f"{len(group)} cells side by side"
+                total = 0 if group[0].task.together else group[0].data.tokens
+                _check_clock(group, store)
+                watcher.begin(label, len(records) + 1, len(cells), total)
+            for item, record in zip(group, finished if skip else _measure(group, models, store, options, watcher), strict=True):
                 assert record is not None
-                watcher.end(names[item.cell.id], record, skipped=True)
+                watcher.end(names[item.cell.id], record, skipped=skip)
                 records[item.cell.id] = record
-            continue
-        for item in group:
-            store.stamp(item.record, datetime.datetime.now(datetime.UTC))  # a wrong clock is told now, not when all is measured
-        label = names[group[0].cell.id] if len(group) == 1 else f"{len(group)} cells side by side"
-        watcher.begin(label, len(records) + 1, len(cells), 0 if group[0].task.together else group[0].data.tokens)
-        for item, record in zip(group, _measure(group, loaded, store, options, watcher), strict=True):
-            watcher.end(names[item.cell.id], record, skipped=False)
-            records[item.cell.id] = record
-    return [records[cell.id] for cell in cells]
+        return [records[cell.id] for cell in cells]
+
+
+def _check_clock(group: Sequence[Prepared], store: RecordStore) -> None:
+    """Report a wrong clock now, not after the measurement."""
+    for item in group:
+        store.stamp(item.record, datetime.datetime.now(datetime.UTC))
 
 
 def _groups(prepared: Sequence[Prepared]) -> list[list[Prepared]]:
-    """What is measured at once: a cell, or the cells of one model and task that are measured side by side."""
+    """Cells that are measured at once: one alone, or those of one model, task and seed if the task measures side by side."""
     groups: dict[str, list[Prepared]] = {}
     for item in prepared:
         cell = item.cell
@@ -127,25 +124,25 @@ def _groups(prepared: Sequence[Prepared]) -> list[list[Prepared]]:
     return list(groups.values())
 
 
-class _Loaded:
-    """The model at hand: one at a time."""
+class _LastModel:
+    """Holds one model: the one that was loaded last."""
 
     def __init__(self, device: torch.device, prepared: Sequence[Prepared]) -> None:
         self._device, self._prepared = device, prepared
         self._spec: ModelSpec | None = None
         self._model: Model | None = None
 
-    def of(self, item: Prepared) -> Model:
-        """The model of a cell, loaded if it is not the last one.
+    def load(self, item: Prepared) -> Model:
+        """The model of a cell.
 
         Raises:
-            UserError: it can't be driven, or one of its caches can't be allocated.
+            UserError: it can't be driven exactly, or one of its caches can't be allocated.
             MemoryError: it does not fit.
         """
         spec = item.cell.model
         if self._model is None or self._spec != spec:
             self._model = None
-            _release(self._device)
+            _release_memory(self._device)
             self._model = load_model(
                 item.directory, spec.dtype, self._device, spec.rope_length, spec.pickle, random=is_random(spec.id)
             )
@@ -163,91 +160,99 @@ def _check_capacities(items: Sequence[Prepared], model: Model) -> None:
             refuse_if_too_large(cell, model.kv_bytes(cell.capacity, item.streams), free, model.device)
 
 
+class _Attempt:
+    """A cell while it is measured.
+
+    Attributes:
+        item: the prepared cell.
+        trace: file that its trace is written to, before it is moved to its place.
+        facts: of its record.
+        result: its figures, or the error it failed with.
+    """
+
+    def __init__(self, item: Prepared, trace: Path) -> None:
+        self.item, self.trace = item, trace
+        self.facts: dict[str, Any] = dict(item.facts)
+        self.result: _Result = RuntimeError("not measured")
+
+
 def _measure(
-    group: Sequence[Prepared], loaded: _Loaded, store: RecordStore, options: RunOptions, watcher: Watcher
+    group: Sequence[Prepared], models: _LastModel, store: RecordStore, options: RunOptions, watcher: Watcher
 ) -> list[Record]:
-    """The cells of a group, measured and written down."""
-    traces = [_partial_trace(item, store) for item in group]
+    """Measure the cells of a group, and write their records."""
+    attempts = [_Attempt(item, _partial_trace(item, store)) for item in group]
     try:
-        return _measured(group, traces, loaded, store, options, watcher)
+        started = time.perf_counter()
+        task_seconds = _try_task(attempts, models, options, watcher)
+        seconds = time.perf_counter() - started
+        records = []
+        for attempt in attempts:
+            _check_result(attempt)
+            failed = isinstance(attempt.result, (Exception, SystemExit))
+            attempt.facts.update(_machine_facts(options, attempt.item, seconds, None if failed else task_seconds))
+            records.append(_write_record(attempt, store))
+        return records
     finally:
-        for trace in traces:  # what is whole has been moved
-            trace.unlink(missing_ok=True)
+        for attempt in attempts:  # the trace of a complete cell has been moved
+            attempt.trace.unlink(missing_ok=True)
 
 
-def _measured(
-    group: Sequence[Prepared], traces: Sequence[Path], loaded: _Loaded, store: RecordStore, options: RunOptions,
-    watcher: Watcher,
-) -> list[Record]:  # fmt: skip
-    """As `_measure`, with a file for each trace."""
-    started = time.perf_counter()
-    results: Sequence[Metrics | Exception | SystemExit]
-    worked: float | None = None
+def _try_task(attempts: Sequence[_Attempt], models: _LastModel, options: RunOptions, watcher: Watcher) -> float | None:
+    """Run the task. An error that is not the user's becomes the result of every cell.
+
+    Returns:
+        The seconds of the task's own work; None after an error.
+    """
+    folder = attempts[0].trace.parent
     try:
-        results, worked = _outcome(group, traces, loaded, options, watcher)
+        first = attempts[0].item
+        if first.task.apart and options.device.type == "cpu":
+            return _run_in_subprocess(attempts[0], options, watcher)
+        return _run_task(attempts, models.load(first), options, watcher)
     except UserError:
         raise
-    except OSError as error:
-        if error.errno not in DISK_ERRNOS:
-            results = [error] * len(group)
-        else:
-            raise UserError(f"{traces[0].parent}: can't be written to ({error.strerror}); finished cells are kept") from error
-    except (Exception, SystemExit) as error:  # whatever cells die of, the others go on
-        results = [error] * len(group)
+    except (Exception, SystemExit) as error:  # plug-ins may raise anything, and the other cells must still run
+        if isinstance(error, OSError) and error.errno in DISK_ERRNOS:
+            raise UserError(f"{folder}: can't be written to ({error.strerror}); finished cells are kept") from error
+        for attempt in attempts:
+            attempt.result = error
+        return None
     finally:
-        _release(options.device)
-    seconds = time.perf_counter() - started
-    records = []
-    for item, trace, result in zip(group, traces, results, strict=True):
-        result = _of_its_task(item, result)
-        item.facts.update(_facts(options, item, seconds, None if isinstance(result, (Exception, SystemExit)) else worked))
-        records.append(_written(item, trace, result, store))
-    return records
+        _release_memory(options.device)
 
 
-def _of_its_task(item: Prepared, result: Metrics | Exception | SystemExit) -> Metrics | Exception | SystemExit:
-    """Figures that are of the task's own model and agree with what was asked, or why they are not."""
-    if isinstance(result, (Exception, SystemExit)):
-        return result
-    try:
-        if not isinstance(result, item.task.metrics):
-            raise TypeError(f"{item.task.__name__}.run returned {type(result).__name__}, not {item.task.metrics.__name__}")
-        item.task.check_figures(item.cell.task, result)
-    except Exception as error:  # a task of a user's may return anything
-        return error
-    return result
+def _run_in_subprocess(attempt: _Attempt, options: RunOptions, watcher: Watcher) -> float:
+    """Measure one cell in its own process. Returns the seconds of the task's own work."""
+    method = "walk" if options.walk else "as the policy allows"
+    attempt.facts.update({"block": options.block or PLAIN_BLOCK_TOKENS, "method": method})
+    result = apart.measure(_cell_run(attempt, options), watcher.advance)
+    attempt.facts.update(result.model)
+    attempt.result = attempt.item.task.metrics.from_json(result.metrics)
+    return result.seconds
 
 
-def _outcome(
-    group: Sequence[Prepared], traces: Sequence[Path], loaded: _Loaded, options: RunOptions, watcher: Watcher
-) -> tuple[Sequence[Metrics | Exception | SystemExit], float]:
-    """What came of each cell, and the seconds that the task's own work took: without loading and checking the model."""
-    first = group[0]
-    if first.task.apart and options.device.type == "cpu":
-        method = "walk" if options.walk else "as the policy allows"
-        first.facts.update({"block": options.block or _BLOCK, "method": method})
-        result = apart.measure(_request(first, options, traces[0]), watcher.advance)
-        first.facts.update(result.model)
-        return [first.task.metrics.from_json(result.metrics)], result.seconds
-    model = loaded.of(first)
-    jobs: list[Job | Exception | SystemExit] = []
-    for item, trace in zip(group, traces, strict=True):
-        item.facts.update(model.facts())
+def _run_task(attempts: Sequence[_Attempt], model: Model, options: RunOptions, watcher: Watcher) -> float:
+    """Measure the cells of a group. Returns the seconds of the task's own work, without loading and checking the model."""
+    ready: list[tuple[_Attempt, Job]] = []
+    for attempt in attempts:
+        attempt.facts.update(model.facts())
         try:
-            jobs.append(_job(item, model, options, trace, watcher))
-        except (Exception, SystemExit) as error:  # a policy may crash as soon as it is tried
-            jobs.append(error)
-    ready = [job for job in jobs if isinstance(job, Job)]
+            ready.append((attempt, _job(attempt, model, options, watcher)))
+        except (Exception, SystemExit) as error:  # a user's policy may crash when its method is checked
+            attempt.result = error
+    first = attempts[0].item
     started = time.perf_counter()
-    done = iter(first.task.run_together(first.cell.task, ready) if ready else [])
+    results = first.task.run_together(first.cell.task, [job for _, job in ready]) if ready else []
     wait_for(options.device)
-    worked = time.perf_counter() - started
-    return [next(done) if isinstance(job, Job) else job for job in jobs], worked
+    seconds = time.perf_counter() - started
+    for (attempt, _), result in zip(ready, results, strict=True):
+        attempt.result = result
+    return seconds
 
 
 def _partial_trace(item: Prepared, store: RecordStore) -> Path:
-    """Where a cell's trace is written while it is measured."""
-    trace = store.trace_path(item.record, _suffix(item))
+    """A file for the cell's trace while it is measured."""
+    trace = store.trace_path(item.record, _trace_suffix(item))
     try:
         trace.parent.mkdir(parents=True, exist_ok=True)
         return new_partial(trace)
@@ -255,76 +260,100 @@ def _partial_trace(item: Prepared, store: RecordStore) -> Path:
         raise UserError(f"{trace.parent}: can't be written to ({error.strerror}); finished cells are kept") from error
 
 
-def _job(item: Prepared, model: Model, options: RunOptions, trace: Path, watcher: Watcher) -> Job:
-    """A cell as its task takes it; what is faster than the plain walk only where it was found to agree with it."""
-    cell = item.cell
+def _job(attempt: _Attempt, model: Model, options: RunOptions, watcher: Watcher) -> Job:
+    """The cell's job. It uses a faster method than the plain walk only if a check on this model found that both agree."""
+    item, cell, facts = attempt.item, attempt.item.cell, attempt.facts
     config = CacheConfig(cell.policy, cell.capacity, cell.positions, cell.limit, cell.seed)
     check = FastCheck(TOKEN_BY_TOKEN, "windows run afresh", "windows run afresh", 0.0)
     if cell.policy.caches:
         check = FastCheck(TOKEN_BY_TOKEN, "walk", "plain", 0.0) if options.walk else fast_method(model, config)
-        item.facts["differs_from_walk"] = round(check.differs, 4) if math.isfinite(check.differs) else None
-        item.facts.update({"refused": check.refused} if check.refused else {})
-        item.facts.update({"plain_because": check.plain_because} if check.plain_because else {})
-    wide = check.blocks in ("closed form", "compiled walk") and not item.task.of_device
-    counted = 1 if item.task.block_of_all else item.streams
-    block = options.block or (_block_that_fits(model, counted) if wide else _BLOCK)
-    item.facts.update({"block": block, "method": check.blocks, "step": check.step})
-    return Job(model, config, item.data, block, check.method, trace, watcher.advance)
+        facts["differs_from_walk"] = round(check.differs, 4) if math.isfinite(check.differs) else None
+        facts.update({"refused": check.refused} if check.refused else {})
+        facts.update({"plain_because": check.plain_because} if check.plain_because else {})
+    is_fast = check.blocks in ("closed form", "compiled walk") and not item.task.of_device
+    streams = 1 if item.task.block_of_all else item.streams
+    block = options.block or (_block_that_fits(model, streams) if is_fast else PLAIN_BLOCK_TOKENS)
+    facts.update({"block": block, "method": check.blocks, "step": check.step})
+    return Job(model, config, item.data, block, check.method, attempt.trace, watcher.advance)
 
 
 def _block_that_fits(model: Model, streams: int) -> int:
-    """Tokens that pass a layer at once where they are not walked plainly: many, if their logits are a small part of memory."""
+    """The block size of a faster method: the largest power of two whose logits take a small share of free memory."""
     vocabulary = model.hf.config.get_text_config().vocab_size
-    logits = streams * 3 * 4 * vocabulary  # bytes a token: float32, and two copies in the loss
-    fitting = int(_LOGITS * free_bytes(model.device) / logits)
-    return max(_BLOCK, min(_WIDE_BLOCK, 2 ** max(0, fitting.bit_length() - 1)))
+    bytes_per_token = streams * 3 * 4 * vocabulary  # float32 logits, and two copies in the loss
+    fitting = int(LOGITS_SHARE_OF_FREE_MEMORY * free_bytes(model.device) / bytes_per_token)
+    return max(PLAIN_BLOCK_TOKENS, min(MAX_BLOCK_TOKENS, 2 ** max(0, fitting.bit_length() - 1)))
 
 
-def _request(item: Prepared, options: RunOptions, trace: Path) -> apart.CellRun:
-    """A cell, to be measured in a process of its own.
+def _cell_run(attempt: _Attempt, options: RunOptions) -> apart.CellRun:
+    """The cell for a subprocess.
 
     Raises:
         MeasurementError: its policy is a class that another process can't import.
     """
-    cell, spec = item.cell, item.cell.model
+    item, cell, spec = attempt.item, attempt.item.cell, attempt.item.cell.model
     if type(cell.policy).__module__ == "__main__":
         name = type(cell.policy).__name__
         raise MeasurementError(
-            f"measured in another process, which can't import {name}: write it to a file, and give file.py:{name}"
+            f"this task runs in another process, which can't import {name}: write it to a file, and give file.py:{name}"
         )
     return apart.CellRun(
         directory=item.directory, random=is_random(spec.id), dtype=spec.dtype, rope_length=spec.rope_length, pickle=spec.pickle,
         task=cell.task.model_dump(exclude_none=True), data=options.data, policy=cell.name,
         parameters=dataclasses.asdict(cell.policy), capacity=cell.capacity, positions=cell.positions, limit=cell.limit,
-        seed=cell.seed, block=options.block or _BLOCK, walk=options.walk, threads=torch.get_num_threads(), trace=trace,
+        seed=cell.seed, block=options.block or PLAIN_BLOCK_TOKENS, walk=options.walk, threads=torch.get_num_threads(),
+        trace=attempt.trace,
     )  # fmt: skip
 
 
-def _written(item: Prepared, trace: Path, result: Metrics | Exception | SystemExit, store: RecordStore) -> Record:
-    """A record with what came out, in its place."""
+def _check_result(attempt: _Attempt) -> None:
+    """Turn figures that are not of the task's metrics class, or contradict its options, into an error."""
+    task, result = attempt.item.task, attempt.result
+    if isinstance(result, (Exception, SystemExit)):
+        return
+    try:
+        if not isinstance(result, task.metrics):
+            raise TypeError(f"{task.__name__}.run returned {type(result).__name__}, not {task.metrics.__name__}")
+        task.check_figures(attempt.item.cell.task, result)
+    except Exception as error:  # a user's task may return anything
+        attempt.result = error
+
+
+def _write_record(attempt: _Attempt, store: RecordStore) -> Record:
+    """Complete the cell's record, and write it with its trace."""
+    item, result = attempt.item, attempt.result
     if isinstance(result, (Exception, SystemExit)):
         outcome: dict[str, Any] = {"status": "failed", "error": Failure.from_json(failure(result))}
     else:
         outcome = {"metrics": result}
     finished = store.stamp(item.record, datetime.datetime.now(datetime.UTC))
-    record = dataclasses.replace(item.record, **outcome, facts=Facts.from_json(item.facts), finished=finished)
+    record = dataclasses.replace(item.record, **outcome, facts=Facts.from_json(attempt.facts), finished=finished)
+    has_trace = record.status == "ok" and attempt.trace.stat().st_size > 0
     try:
-        store.write(record, trace if record.status == "ok" and trace.stat().st_size else None, _suffix(item))
+        store.write(record, attempt.trace if has_trace else None, _trace_suffix(item))
     except OSError as error:
         raise UserError(f"{store.path(record)}: can't be written ({error.strerror}); finished cells are kept") from error
     return record
 
 
-def _suffix(item: Prepared) -> str:
-    """Of a cell's trace; a task that keeps none leaves the file empty."""
-    return item.task.trace or ".trace"
+def _trace_suffix(item: Prepared) -> str:
+    return item.task.trace or ".trace"  # a task without a trace leaves the file empty
 
 
-def _facts(options: RunOptions, item: Prepared, seconds: float, worked: float | None) -> dict[str, Any]:
-    """Where and how it was measured. `seconds` from beginning to end; `worked` of the task's own work, if it came to its end."""
+def _machine_facts(options: RunOptions, item: Prepared, seconds: float, task_seconds: float | None) -> dict[str, Any]:
+    """Where and how fast a cell was measured.
+
+    Args:
+        options: of the run.
+        item: the cell.
+        seconds: from beginning to end.
+        task_seconds: of the task's own work; None if it failed.
+    """
     packages = ("torch", "transformers", "numpy")
-    speed = {} if worked is None else {"measured_seconds": round(worked, 3)}
-    speed |= {} if worked is None or item.task.together else {"tokens_per_second": round(item.data.tokens / worked, 1)}
+    speed = {} if task_seconds is None else {"measured_seconds": round(task_seconds, 3)}
+    speed |= (
+        {} if task_seconds is None or item.task.together else {"tokens_per_second": round(item.data.tokens / task_seconds, 1)}
+    )
     return {
         "device": device_name(options.device),
         "instructions": instructions(options.device),
@@ -337,8 +366,7 @@ def _facts(options: RunOptions, item: Prepared, seconds: float, worked: float | 
     }  # fmt: skip
 
 
-def _release(device: torch.device) -> None:
-    """Give memory of the last cell back before the next."""
+def _release_memory(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

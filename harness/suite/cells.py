@@ -25,7 +25,7 @@ from kvbench.harness.suite.overrides import Overrides, apply
 from kvbench.harness.suite.text import Location, Source, items, spread, validated
 from kvbench.policies import Policy, PositionMode
 
-MOST_CELLS = 100_000
+MAX_CELLS = 100_000
 T = TypeVar("T")
 _FIELDS_OF_ENTRIES = ("capacity", "positions", "limit")  # given in a policy's entry, or once for the whole suite
 
@@ -38,18 +38,18 @@ class Cell:
     suite_version: int
     model: ModelSpec
     task: Any  # the task's options
-    name: str  # of the policy, as asked for
+    name: str  # of the policy, as the suite has it
     policy: Policy
     capacity: int | None
     positions: PositionMode
     limit: int | None
     seed: int
 
-    def asked(self) -> dict[str, Any]:
-        """For the record: everything that was asked, resolved."""
+    def as_json(self) -> dict[str, Any]:
+        """The cell as its record keeps it, with every default filled in."""
         bound = self.policy if self.capacity is None else self.policy.bind(self.capacity)
         return {
-            "suite": self.suite, "suite_version": self.suite_version, "model": self.model.asked(),
+            "suite": self.suite, "suite_version": self.suite_version, "model": self.model.as_json(),
             "task": self.task.model_dump(exclude_none=True) | {"name": plugins.recorded_name(self.task.name)},
             "policy": plugins.recorded_name(self.name),
             "parameters": dataclasses.asdict(bound), "capacity": self.capacity, "positions": self.positions,
@@ -58,12 +58,12 @@ class Cell:
 
     @property
     def id(self) -> str:
-        """Hash of what was asked."""
-        return digest(self.asked())
+        """Hash of `as_json`."""
+        return digest(self.as_json())
 
     @property
     def label(self) -> str:
-        """A short name to show."""
+        """A short name for people."""
         parts = [self.name, *(str(c) for c in [self.capacity] if c is not None)]
         parts += [self.positions] if self.positions != "cache" else []
         return " ".join([*parts, *([f"seed {self.seed}"] if self.seed else [])])
@@ -71,21 +71,21 @@ class Cell:
 
 def labels(cells: Sequence[Cell]) -> dict[str, str]:
     """Short names by cell id, extended by the models, parameters and task options that differ between these cells."""
-    asked = [cell.asked() for cell in cells]
+    specs = [cell.as_json() for cell in cells]
     tasks: dict[str, list[int]] = defaultdict(list)  # indices of the cells with each task
     rivals: dict[tuple[str, int | None], list[int]] = defaultdict(list)  # indices of the cells with each policy and capacity
     for place, cell in enumerate(cells):
         tasks[cell.task.name].append(place)
         rivals[cell.name, cell.capacity].append(place)
-    options = {name: _varying(asked[place]["task"] for place in group) for name, group in tasks.items()}
-    parameters = {key: _varying(asked[place]["parameters"] for place in group) for key, group in rivals.items()}
+    options = {name: _varying(specs[place]["task"] for place in group) for name, group in tasks.items()}
+    parameters = {key: _varying(specs[place]["parameters"] for place in group) for key, group in rivals.items()}
     several_models = len({cell.model.id for cell in cells}) > 1
     names = {}
-    for cell, said in zip(cells, asked, strict=True):
+    for cell, spec in zip(cells, specs, strict=True):
         parts = [*([cell.model.id] if several_models else []), *([cell.task.name] if len(tasks) > 1 else []), cell.label]
-        parts += [f"{n} {said['parameters'][n]}" for n in parameters[cell.name, cell.capacity]]
-        parts += [f"{n} {said['task'][n]}" for n in options[cell.task.name] if n in said["task"]]
-        names[digest(said)] = ", ".join(parts)
+        parts += [f"{n} {spec['parameters'][n]}" for n in parameters[cell.name, cell.capacity]]
+        parts += [f"{n} {spec['task'][n]}" for n in options[cell.task.name] if n in spec["task"]]
+        names[digest(spec)] = ", ".join(parts)
     return names
 
 
@@ -150,53 +150,59 @@ def load(path: Path, overrides: Overrides | None = None) -> tuple[SuiteFile, lis
 
 def _bounded(values: Iterable[T], path: Path) -> list[T]:
     """The values as a list, unless there are too many."""
-    bounded = list(itertools.islice(values, MOST_CELLS + 1))
-    if len(bounded) > MOST_CELLS:
-        raise UserError(f"{path}: more than {MOST_CELLS:,} cells, because its lists multiply; make them shorter")
+    bounded = list(itertools.islice(values, MAX_CELLS + 1))
+    if len(bounded) > MAX_CELLS:
+        raise UserError(f"{path}: more than {MAX_CELLS:,} cells, because its lists multiply; make them shorter")
     return bounded
 
 
-def again(asked: CellSpec, model: str | None = None) -> Cell:
-    """The cell of a record, to be measured again.
+def cell_from_spec(recorded: CellSpec, model: str | None = None) -> Cell:
+    """The cell of a record, to measure it again.
 
     Args:
-        asked: of the record.
-        model: where a model of a local directory is now.
+        recorded: the record's cell.
+        model: where a local model is now; the recorded model when None.
 
     Raises:
-        UserError: what was asked can't be asked any more, or the policy's file is not part of the record.
+        UserError: this version can't run the cell, or its policy or task is in a user's file, which records don't keep.
     """
-    if ":" in asked.policy:
-        raise UserError(f"the policy {asked.policy} is defined in a user file: give the suite and --policy instead")
-    if ":" in asked.task.name:
-        raise UserError(f"the task {asked.task.name} is defined in a user file: give the suite instead")
-    recorded = asked.as_json()
-    spec = recorded["model"] | ({"id": model} if model else {})
+    if ":" in recorded.policy:
+        raise UserError(f"the policy {recorded.policy} is defined in a user's file: run its suite with --policy instead")
+    if ":" in recorded.task.name:
+        raise UserError(f"the task {recorded.task.name} is defined in a user's file: run its suite instead")
+    spec = recorded.as_json()
+    model_spec = spec["model"] | ({"id": model} if model else {})
     try:
         cell = Cell(
-            asked.suite, asked.suite_version, ModelSpec.model_validate({k: v for k, v in spec.items() if v is not None}),
-            plugins.task_class(asked.task.name).options.model_validate(asked.options), asked.policy,
-            plugins.policy_class(asked.policy)(**asked.parameters), asked.capacity, _position_mode(asked.positions), asked.limit,
-            asked.seed,
-        )  # fmt: skip
-        same = cell.asked() | ({"model": recorded["model"]} if model else {}) == recorded
+            suite=recorded.suite,
+            suite_version=recorded.suite_version,
+            model=ModelSpec.model_validate({k: v for k, v in model_spec.items() if v is not None}),
+            task=plugins.task_class(recorded.task.name).options.model_validate(recorded.options),
+            name=recorded.policy,
+            policy=plugins.policy_class(recorded.policy)(**recorded.parameters),
+            capacity=recorded.capacity,
+            positions=_position_mode(recorded.positions),
+            limit=recorded.limit,
+            seed=recorded.seed,
+        )
+        same = cell.as_json() | ({"model": spec["model"]} if model else {}) == spec
     except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"what was asked can't be asked any more: {str(error).splitlines()[0]}") from None
+        raise UserError(f"this version can't run the recorded cell: {str(error).splitlines()[0]}") from None
     if not same:
-        raise UserError("what was asked means something else today")
+        raise UserError("the recorded cell means something else in this version: measure its suite instead")
     return cell
 
 
 def _position_mode(name: str) -> PositionMode:
-    """A mode by its name.
+    """The mode of that name.
 
     Raises:
         ValueError: there is none.
     """
     for mode in typing.get_args(PositionMode):
         if mode == name:
-            found: PositionMode = mode
-            return found
+            known: PositionMode = mode
+            return known
     raise ValueError(f"positions {name}")
 
 
@@ -295,7 +301,7 @@ def schema() -> dict[str, Any]:
     for options in (*tasks, *models):
         options["properties"] = {k: _or_list(v) for k, v in options["properties"].items()}
     for options in tasks:
-        about = "the policies that the task is for; all of the suite if not given"
+        about = "policies to run the task with; all of the suite's if not given"
         options["properties"]["policies"] = {"type": "array", "items": {"type": "string"}, "description": about}
     result = SuiteFile.model_json_schema()
     own = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string", "pattern": ":"}}}

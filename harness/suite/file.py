@@ -1,4 +1,4 @@
-"""The models of a suite file."""
+"""The fields of a suite file, as pydantic models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ModelSpec(BaseModel):
     rope_length: int | None = Field(None, ge=1, description="longest position, for RoPE types that depend on it; tokens")
     pickle: bool = Field(False, description="accept weights that are not safetensors")
 
-    def asked(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """The fields for a record, with the bare name of a local directory."""
         local = Path(self.id).expanduser()
         name = local.resolve().name if local.is_dir() else self.id

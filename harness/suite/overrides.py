@@ -37,7 +37,7 @@ def apply(source: Source, overrides: Overrides) -> None:
     for setting in overrides.settings:
         key, equals, text = setting.partition("=")
         if not equals or not key:
-            raise UserError(f"--set {setting}: expected key=value")
+            raise UserError(f"--set {setting}: expected KEY=VALUE")
         _set(source, key, _yaml_value(text, f"--set {setting}"), f"--set {setting}")
 
 

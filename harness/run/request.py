@@ -1,4 +1,4 @@
-"""A suite as it is asked for, on the command line or from Python: its cells, and their records."""
+"""What a run measures, as the command line or Python requests it: a suite and changes to it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ if TYPE_CHECKING:
     from kvbench.harness.records import Record
     from kvbench.harness.suite import Cell
 
-
-PUBLISHED = Path("leaderboard/results")  # of a checkout, so that every cell on its page can be measured again
+PUBLISHED = Path("leaderboard/results")  # in a checkout: any cell of the published page can be measured again
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A suite, and what is changed of it for a run."""
+class RunRequest:
+    """A suite, and the options that change it."""
 
     suite: str
     model: str | None = None
@@ -32,29 +31,28 @@ class Asked:
     threads: int | None = None
 
     def changes(self) -> dict[str, Any]:
-        """What is not as the suite has it, for a file."""
+        """The options that are set, as JSON."""
         plain = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
         return {k: v for k, v in plain.items() if k != "suite" and v and v != "auto"}
 
     def cells(self, results: Path | None = None) -> list[Cell]:
-        """The cells: of the suite, or the one of a record whose cell id begins like that.
+        """The cells of the suite. If `suite` is the beginning of a cell id, the cell of that record.
 
         Args:
-            results: folder of the records to find that cell in; the published ones are looked through after it.
+            results: folder to find that record in. The published records are searched next.
 
         Raises:
-            UserError: no such suite or record, or a mistake in it.
+            UserError: there is no such suite or record, or the suite has a mistake.
         """
         from kvbench.harness import suite as suites
         from kvbench.harness.suite.overrides import Overrides
 
         if results is not None and re.fullmatch("[0-9a-f]{8,64}", self.suite) and not Path(self.suite).exists():
-            return [self._again(results)]
+            return [self._recorded_cell(results)]
         overrides = Overrides(self.model, self.dtype, self.policies, self.settings)
         return suites.load(suites.find(self.suite), overrides)[1]
 
-    def _again(self, results: Path) -> Cell:
-        """The cell of a record."""
+    def _recorded_cell(self, results: Path) -> Cell:
         from kvbench.harness import suite as suites
         from kvbench.harness.models.hub import is_local_name
         from kvbench.harness.records import RecordStore
@@ -64,38 +62,38 @@ class Asked:
             if matches:
                 break
         else:
-            raise UserError(f"{self.suite}: no cell of the records in {results} begins like that")
+            raise UserError(f"{self.suite}: no record in {results} has a cell id that begins like this")
         if len(matches) > 1:
-            raise UserError(f"{self.suite}: {len(matches)} cells of the records in {folder} begin like that: give more of the id")
+            raise UserError(f"{self.suite}: {len(matches)} cell ids in {folder} begin like this: give more characters")
         if self.policies or self.settings or self.dtype:
-            raise UserError(
-                f"{self.suite}: a record's cell is measured as it was asked for; --policy, --set and --dtype change it"
-            )
-        cell = suites.again(next(iter(matches.values())).cell, self.model)
+            raise UserError(f"{self.suite}: a recorded cell is measured unchanged: leave out --policy, --set and --dtype")
+        cell = suites.cell_from_spec(next(iter(matches.values())).cell, self.model)
         if self.model is None and is_local_name(cell.model.id):
-            raise UserError(f"{self.suite}: its model {cell.model.id} was a local directory: give --model DIR, where it is now")
+            raise UserError(
+                f"{self.suite}: its model {cell.model.id} was a local directory: say where it is now with --model DIR"
+            )
         return cell
 
-    def measured(
+    def measure(
         self, results: Path, cells: Sequence[Cell], fresh: bool = False, block: int | None = None, walk: bool = False, *,
         progress: bool = True, tracebacks: bool = False,
     ) -> list[Record]:  # fmt: skip
-        """The records of cells, measured where there are none yet.
+        """Measure the cells that have no record yet. Returns the records of all.
 
         Args:
             results: folder of the records.
             cells: to measure.
             fresh: measure finished cells again.
-            block: tokens that pass a layer at once; chosen from memory when None.
-            walk: token by token inside the layers even where nothing is evicted.
-            progress: show on stderr how far it is.
+            block: tokens that pass a layer at once; chosen by method and free memory when None.
+            walk: always read token by token inside the layers.
+            progress: show it on stderr.
             tracebacks: show those of failed cells there, too.
         """
         import torch
 
         from kvbench.harness.models.load import device_of
         from kvbench.harness.records import RecordStore
-        from kvbench.harness.run.progress import ProgressView, Silence, StderrConsole
+        from kvbench.harness.run.progress import NoProgress, ProgressView, StderrConsole
         from kvbench.harness.run.runner import RunOptions, run
 
         if self.threads:
@@ -103,6 +101,6 @@ class Asked:
         directory = Path(self.data).expanduser() if self.data else None
         options = RunOptions(device_of(self.device), directory, block, walk, fresh)
         if not progress:
-            return run(cells, RecordStore(results), options, Silence())
+            return run(cells, RecordStore(results), options, NoProgress())
         with ProgressView(StderrConsole(), tracebacks) as view:
             return run(cells, RecordStore(results), options, view)
