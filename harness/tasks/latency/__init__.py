@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from kvbench.harness.records import Record
-from kvbench.harness.records.aggregates import of_steps, timing
+from kvbench.harness.records.aggregates import step_figures, timing
 from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.records.types import BadRecordError
 from kvbench.harness.report import compare
@@ -73,7 +73,7 @@ class Latency(Task):
     def from_trace(cls, record: Record, trace: Path) -> Mapping[str, Any]:
         """All that is told of the timed steps at the end of the stream."""
         steps, options = np.load(trace, mmap_mode="r").astype(np.float64), record.cell.task_options(LatencyOptions)
-        figures = of_steps(steps, options.batch) | {"step_ms": float(np.median(np.median(steps, 1)))}
+        figures = step_figures(steps, options.batch) | {"step_ms": float(np.median(np.median(steps, 1)))}
         metrics = record.measured(LatencyMetrics)
         if metrics is not None:
             figures["error"] = timing([list(rounds) for rounds in np.split(steps, metrics.sittings)])[1]

@@ -14,7 +14,7 @@ from kvbench.harness.core.device import Marks
 from kvbench.harness.engine.decoder import Decoder
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.model import Model
-from kvbench.harness.records.aggregates import of_steps, timing
+from kvbench.harness.records.aggregates import step_figures, timing
 from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.tasks.latency.schema import LatencyMetrics, LatencyOptions
 from kvbench.harness.tasks.task import Job
@@ -141,7 +141,7 @@ class Lane:
             flags.append(f"its K/V takes {kv_bytes} bytes and should take {self.kv_bytes}")
         figures = {
             "step_ms": median, "error": error, "settled": self.settled, "sittings": len(self.sittings),
-            **of_steps(steps, options.batch),
+            **step_figures(steps, options.batch),
             "first_token_ms": first, "first_token_error": first_error, "position": self._curve[-1]["position"],
             "curve": self._curve, "bookkeeping_share": self._bookkeeping(),
             "roofline": bounds, "over_roofline": median / bounds["ms"], "device": device, "together": together,

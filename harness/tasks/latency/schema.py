@@ -7,19 +7,19 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from kvbench.harness.records.metrics import StepMetrics
-from kvbench.harness.records.rules import EXACT, MACHINE, TIME, Held, NotHeld
+from kvbench.harness.records.rules import EXACT, MACHINE, TIME, Checked, Unchecked
 from kvbench.harness.records.types import Amount, Count, Duration, Number, Part, Positive
-from kvbench.harness.tasks.task import LONGEST, Options
+from kvbench.harness.tasks.task import MAX_TOKENS, Options
 
-_AS_MANY = NotHeld("as many as the time of a turn allowed")
-_IF_BOUNDED = Held(where="bounded")
+_AS_MANY = Unchecked("as many as the time of a turn allowed")
+_IF_BOUNDED = Checked(where="bounded")
 
 
 class LatencyOptions(Options):
     """Options of the latency task."""
 
     name: Literal["latency"] = "latency"
-    tokens: int = Field(4096, ge=2, le=LONGEST, description="length of the stream; its end is where the steady state is measured")
+    tokens: int = Field(4096, ge=2, le=MAX_TOKENS, description="length of the stream; its end is where the steady state is measured")
     prompt: int = Field(256, ge=1, description="tokens of the prompt whose answer's first token is waited for")
     batch: int = Field(1, ge=1, description="streams side by side")
     steps: int = Field(16, ge=1, description="decode steps of a cell in a row, at most, before it is the next cell's turn")
