@@ -55,8 +55,9 @@ class Lane:
     def kv_bytes(self) -> int:
         """Bytes that its K and V will take, from the shapes of the model's layers."""
         config = self.job.config
-        kept = 0 if not config.policy.caches else config.capacity or self.options.tokens
-        return self.job.model.kv_bytes(kept, self.options.batch) if config.policy.caches else 0
+        if not config.policy.caches:
+            return 0
+        return self.job.model.kv_bytes(config.capacity or self.options.tokens, self.options.batch)
 
     @contextmanager
     def guard(self) -> Iterator[None]:
