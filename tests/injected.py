@@ -191,13 +191,13 @@ def worse_last(share: float = 0.01) -> Iterator[None]:
 @contextmanager
 def wrong_mean(times: float = 0.8) -> Iterator[None]:
     """The mean NLL is multiplied by a factor wherever it is computed."""
-    plain = perplexity.of_nll
+    plain = perplexity.nll_figures
 
-    def of_nll(*args, **kwargs):
+    def nll_figures(*args, **kwargs):
         found = plain(*args, **kwargs)
         return found | {"nll": times * found["nll"]}
 
-    with patch.object(perplexity, "of_nll", of_nll), patch.object(measure, "of_nll", of_nll):
+    with patch.object(perplexity, "nll_figures", nll_figures), patch.object(measure, "nll_figures", nll_figures):
         yield
 
 

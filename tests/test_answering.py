@@ -179,7 +179,7 @@ def test_what_counts_as_said(completion, answer):
 
 @pytest.mark.parametrize(("completion", "answer"), [(" B\n", "B"), (" (C) the", "C"), ("\nB", ""), (" D. x", "D"), ("", "")])
 def test_what_counts_as_the_label_said(completion, answer):
-    assert arc_stream.said(completion) == answer
+    assert arc_stream.label_in(completion) == answer
 
 
 def test_a_line_longer_than_the_cache_is_a_failed_cell(tokenizer, tmp_path):

@@ -12,7 +12,7 @@ from factories import cell_record, edit, record
 from test_overview import table_of
 
 from kvbench.harness.records import Record
-from kvbench.harness.records.aggregates import of_nll, scored
+from kvbench.harness.records.aggregates import nll_figures, scored_mask
 from kvbench.harness.report import site, summary
 from kvbench.harness.report.charts.bytes import against_bytes
 from kvbench.harness.report.charts.stream import over_the_stream
@@ -22,7 +22,7 @@ from kvbench.harness.report.overview import overview
 from kvbench.harness.report.sections import headline
 
 STRIDE, TOKENS = 16, 20_000
-WANTED = scored(TOKENS + 1, 1, STRIDE)
+WANTED = scored_mask(TOKENS + 1, 1, STRIDE)
 NLL = np.random.default_rng(1).gamma(2, 1, TOKENS + 1).astype(np.float32)
 ROUNDED = 5e-6  # nats: sums of runs are kept to 5 decimals, a run has one token or more
 NLL[WANTED] += 1  # the tokens that recompute scores are harder
@@ -33,8 +33,8 @@ def read(policy: str, worse: float, streams: int = 1, stride: int = STRIDE) -> R
     nll = NLL + np.float32(worse)
     nll[0] = np.nan
     if policy.startswith("recompute"):
-        nll[~scored(len(nll), 1, stride, streams)] = np.nan
-    metrics = of_nll(nll, 1, [1, 9000], stride, streams) | {"bits_per_byte": 1.5}
+        nll[~scored_mask(len(nll), 1, stride, streams)] = np.nan
+    metrics = nll_figures(nll, 1, [1, 9000], stride, streams) | {"bits_per_byte": 1.5}
     metrics["kv_bytes"] = 0 if policy.startswith("recompute") else 640
     return cell_record(metrics, policy=policy, task={"name": "perplexity", "stride": stride})
 
@@ -96,7 +96,7 @@ def test_pictures_show_only_who_scored_every_token():
     (stream,) = over_the_stream(three())
     *_, lines = stream.spec["layer"]
     assert {v["policy"] for v in lines["data"]["values"]} == {"window", "h2o"}
-    assert "Not in the picture: recompute\\_window, which scored one token in 16." in render(three()).text
+    assert "Not in the chart: recompute\\_window, which scored one token in 16." in render(three()).text
     larger = read("window", -0.2)
     edit(larger, cell={"capacity": 16}, metrics={"kv_bytes": 1280})
     (bytes_,) = against_bytes([*three(), larger])

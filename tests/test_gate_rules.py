@@ -12,7 +12,7 @@ from kvbench.harness.core import plugins
 from kvbench.harness.records import RecordStore
 from kvbench.harness.records.cell import CellSpec
 from kvbench.harness.records.facts import Facts, Failure, Trace
-from kvbench.harness.records.rules import Elsewhere, Held, rules
+from kvbench.harness.records.rules import Checked, Elsewhere, rules
 from kvbench.harness.report.gate_rules import figures, rule_of
 from kvbench.harness.report.gate_times import CHECKS
 from kvbench.harness.run.request import RunRequest
@@ -83,7 +83,7 @@ def test_every_field_says_how_it_is_held_and_is_used(fresh):
             for name, rule in rules(model):
                 field = f"{part}.{name}"
                 assert rule is not None, f"{task.__name__}: {field}"
-                assert rule.check in checks if isinstance(rule, (Held, Elsewhere)) else len(rule.because) > 20
+                assert rule.check in checks if isinstance(rule, (Checked, Elsewhere)) else len(rule.because) > 20
                 used = any(re.fullmatch(field.replace(".", r"\.").replace("*", "[^.]+") + r"(\..*)?", s) for s in seen)
                 assert used or field in ("facts.refused", "facts.task_sha256"), f"no record of ours has {field}"
 
@@ -96,12 +96,12 @@ def test_every_field_of_a_record_is_described():
 
 
 def test_tolerances_mean_what_they_say():
-    assert Held().allows(3, 3)
-    assert not Held().allows(3, 4)
-    assert not Held().allows(3, "3")
-    assert not Held().allows(True, 1.5)
-    near = Held(absolute=0.1)
+    assert Checked().allows(3, 3)
+    assert not Checked().allows(3, 4)
+    assert not Checked().allows(3, "3")
+    assert not Checked().allows(True, 1.5)
+    near = Checked(absolute=0.1)
     assert near.allows(1.0, 1.09)
     assert not near.allows(1.0, 0.89), "better is other, too"
     assert not near.allows(1.0, float("nan"))
-    assert Held(absolute=0.1, relative=0.01).allows(100.0, 100.9)
+    assert Checked(absolute=0.1, relative=0.01).allows(100.0, 100.9)

@@ -89,14 +89,14 @@ def test_what_does_not_settle_is_flagged_with_its_spread(measured):
 @pytest.mark.parametrize(("settled_after", "sittings"), [(1, 2), (2, 2), (4, 4), (6, 6), (99, 6)])
 def test_sittings_go_on_until_settled(measured, monkeypatch, settled_after, sittings):
     """At least two, at most six here; in between until the cell says that it is settled."""
-    monkeypatch.setattr(Lane, "settled", property(lambda lane: len(lane.sittings) >= settled_after))
+    monkeypatch.setattr(Lane, "settled", property(lambda lane: len(lane.sitting_ms) >= settled_after))
     (found,) = measured([CacheConfig(Window(), 16)], SHORT.model_copy(update={"tokens": 40, "most_sittings": 6}))
     assert found["sittings"] == sittings
     assert found["settled"] == (settled_after <= 6)
 
 
 def test_every_cell_must_be_settled(measured, monkeypatch):
-    monkeypatch.setattr(Lane, "settled", property(lambda lane: len(lane.sittings) >= lane.job.config.capacity))
+    monkeypatch.setattr(Lane, "settled", property(lambda lane: len(lane.sitting_ms) >= lane.job.config.capacity))
     options = SHORT.model_copy(update={"tokens": 40, "most_sittings": 6})
     found = measured([CacheConfig(Window(), 3), CacheConfig(Window(), 5)], options)
     assert [x["sittings"] for x in found] == [5, 5]
@@ -197,7 +197,7 @@ def test_the_suite_runs_without_model_data_or_network(ran):
     assert {r.cell.model.id for r in records} == {"random:stories-260k"}
     assert len({r.metrics.together for r in records}) == 1
     page = bench("leaderboard", "--out", "-", cwd=ran).stdout
-    assert "speed-up on dense" in page
+    assert "speed-up over dense" in page
     assert page.count("× [") == 4 + 3, "on dense: all but dense; on recompute: all but it and dense"
 
 

@@ -115,8 +115,8 @@ def test_what_can_not_be_read_is_a_problem_and_no_wait(tmp_path: Path, kind: str
     make[kind]()
     found = read(path)
     assert isinstance(found, Problem)
-    expected = {"dangling": "not there", "huge": "larger than 64 MiB"} | dict.fromkeys(
-        ["pipe", "folder", "device"], "no regular file"
+    expected = {"dangling": "does not exist", "huge": "larger than 64 MiB"} | dict.fromkeys(
+        ["pipe", "folder", "device"], "not a regular file"
     )
     assert expected.get(kind, "not readable as JSON") in found.reason
     assert [p.path for p in RecordStore(tmp_path).read_all()[1]] == [path]

@@ -10,7 +10,7 @@ from factories import edit, record
 from kvbench.harness.data.stream import TokenStream
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.method import EAGER
-from kvbench.harness.records.aggregates import scored
+from kvbench.harness.records.aggregates import scored_mask
 from kvbench.harness.report.pairing import paired
 from kvbench.harness.tasks.perplexity import Perplexity, PerplexityOptions
 from kvbench.harness.tasks.task import Job
@@ -54,7 +54,7 @@ def test_recompute_scores_the_same_tokens_of_every_stream(tmp_path):
     text = text_of(200, 1)
     sparse, nll = measured(text, RecomputeWindow(), tmp_path, streams=4, stride=7)
     full, _ = measured(text, H2O(), tmp_path, streams=4, stride=7)
-    assert np.flatnonzero(np.isfinite(nll)).tolist() == np.flatnonzero(scored(201, 1, 7, 4)).tolist()
+    assert np.flatnonzero(np.isfinite(nll)).tolist() == np.flatnonzero(scored_mask(201, 1, 7, 4)).tolist()
     assert full["on_stride"]["tokens"] == sparse["blocks"]["tokens"]
 
 

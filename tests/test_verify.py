@@ -18,7 +18,7 @@ from factories import cell_record, changed, edit, record
 
 from kvbench.harness.records import Problem, RecordStore, read
 from kvbench.harness.records import record as records_module
-from kvbench.harness.records.aggregates import of_answers, of_nll, of_steps, timing
+from kvbench.harness.records.aggregates import answer_figures, nll_figures, step_figures, timing
 from kvbench.harness.records.facts import Facts
 from kvbench.harness.report.export import rows, write
 from kvbench.harness.report.recomputed import kv_bytes
@@ -37,7 +37,7 @@ def with_trace(folder, made, suffix, content):
 def of_tokens(folder):
     nll = np.random.default_rng(0).gamma(2, 1, 5001).astype(np.float32)
     nll[0] = np.nan
-    made = cell_record(of_nll(nll, 1, [1, 2000], 4) | {"bits_per_byte": 1.5}, task=TASK)
+    made = cell_record(nll_figures(nll, 1, [1, 2000], 4) | {"bits_per_byte": 1.5}, task=TASK)
     edit(made, data={"prefix": [0]})
     return with_trace(folder, made, ".nll.npy", nll)
 
@@ -45,13 +45,13 @@ def of_tokens(folder):
 def of_questions(folder):
     answers = [{"right": i % 3 == 0, "held": (1.0, 0.5, 0.0)[i % 3], "reach": 10 + i} for i in range(30)]
     text = "".join(json.dumps(a) + "\n" for a in answers)
-    return with_trace(folder, cell_record(of_answers(answers), task={"name": "streameval"}), ".answers.jsonl", text.encode())
+    return with_trace(folder, cell_record(answer_figures(answers), task={"name": "streameval"}), ".answers.jsonl", text.encode())
 
 
 def of_times(folder):
     steps = np.random.default_rng(0).gamma(9, 0.2, (12, 8))
     median, error = timing([list(steps)])
-    metrics = of_steps(steps, 2) | {"step_ms": median, "error": error, "settled": error <= 0.02, "sittings": 1}
+    metrics = step_figures(steps, 2) | {"step_ms": median, "error": error, "settled": error <= 0.02, "sittings": 1}
     return with_trace(folder, cell_record(metrics, task={"name": "latency", "batch": 2}), ".steps.npy", steps.astype("<f4"))
 
 
@@ -130,7 +130,7 @@ def quick(folder, seed):
     """A latency record with steps of less than a millisecond, made like the task does."""
     steps = np.random.default_rng(seed).gamma(9, 0.05, (24, 8))
     median, error = timing([list(rounds) for rounds in np.split(steps, 3)])
-    metrics = of_steps(steps, 1) | {"step_ms": median, "error": error, "settled": error <= 0.02, "sittings": 3}
+    metrics = step_figures(steps, 1) | {"step_ms": median, "error": error, "settled": error <= 0.02, "sittings": 3}
     metrics |= {"roofline": {"bytes": 10**6, "operations": 10, "ms": 0.1}, "over_roofline": median / 0.1}
     metrics |= {"device": {"bandwidth": 1e10, "multiply_rate": 1e9}, "kv_bytes": 640, "state_bytes": 64}
     task = {"name": "latency", "batch": 1, "precision": 0.02, "rounds": 8}
@@ -144,7 +144,7 @@ def test_steps_below_a_millisecond_hold_and_a_forged_one_does_not(tmp_path):
     for seed, one in enumerate(made):
         quick(tmp_path, seed)  # its trace
         assert problems(one, tmp_path) == []
-        again = of_steps(np.load(tmp_path / "x.steps.npy").astype(np.float64), 1)["rounds_ms"]
+        again = step_figures(np.load(tmp_path / "x.steps.npy").astype(np.float64), 1)["rounds_ms"]
         other_side += again != one.metrics.rounds_ms
         for name, at in (("rounds_ms", 5), ("step_ms", None), ("error", None), ("over_roofline", None)):
             was = getattr(one.metrics, name)
@@ -315,6 +315,6 @@ def test_an_older_version_is_read_and_a_newer_one_refused(tmp_path, monkeypatch)
     found = read(path)
     assert (found.version, found.key) == (2, "moved")
     monkeypatch.setitem(records_module.MIGRATIONS, 1, lambda value: value["nothing"])
-    assert "which nothing reads" in read(path).reason, "a migration that fails is a problem of the file"
+    assert "can't be migrated" in read(path).reason, "a migration that fails is a problem of the file"
     monkeypatch.setattr(records_module, "RECORD_VERSION", 0)
     assert "newer kv-bench" in read(path).reason

@@ -1,4 +1,4 @@
-"""Records: one file a cell, facts only, and the folder that holds them. Imports no torch."""
+"""Records: one JSON file per cell, and the folder that holds them. Imports no torch."""
 
 from kvbench.harness.records.record import (
     MIGRATIONS,

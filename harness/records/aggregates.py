@@ -1,4 +1,4 @@
-"""From a trace to a record's figures: of tokens, of answers, of timed steps. Imports no torch."""
+"""A record's figures, computed from its trace: tokens, answers, or timed steps. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,95 +13,96 @@ from numpy.typing import NDArray
 
 from kvbench.harness.core.intervals import median_interval
 
-_BLOCKS = 4096  # blocks whose sums the record keeps, at most
-_SMALLEST_BLOCK = 32  # tokens
-_FIRST_BUCKET = 256  # tokens; every further bucket of positions ends at the double
+_MAX_BLOCKS = 4096
+_MIN_BLOCK_TOKENS = 32
+_FIRST_BUCKET_TOKENS = 256  # each further bucket ends at twice the position
 
 
-def of_nll(nll: NDArray[np.float32], prefix: int, starts: Sequence[int], stride: int = 1, streams: int = 1) -> dict[str, Any]:
-    """Of per-token NLLs.
+def nll_figures(
+    nll: NDArray[np.float32], prefix: int, starts: Sequence[int], stride: int = 1, streams: int = 1
+) -> dict[str, Any]:
+    """Figures of per-token NLLs.
 
     Args:
         nll: nats per token, NaN where not scored. [N].
-        prefix: tokens that open the stream.
-        starts: index of every text's first token.
-        stride: tokens between those that recompute-window scores.
-        streams: that the text was cut in.
+        prefix: number of tokens that open the stream.
+        starts: index of each text's first token.
+        stride: recompute-window scores every `stride`-th token.
+        streams: number of streams that the text was cut into.
 
     Returns:
-        tokens, nll (mean, nats), perplexity; `buckets` of positions in a stream; `blocks`: sums over short runs of positions,
-        from which intervals and paired differences are computed; `on_stride`: the same on the tokens that every cell of
-        the task scored, if those are fewer, runs and texts; `texts`: sums per text; `stream_tokens`: of text in each of
-        several streams.
+        tokens, nll (mean, nats) and perplexity; `buckets` by position in a stream; `blocks`: sums over short runs of positions,
+        from which intervals and paired differences are computed; `texts`: sums per text; `on_stride`: `blocks` and `texts`
+        over every `stride`-th token, if `stride` exceeds 1; `stream_tokens`: tokens of text per stream, if there are several.
     """
-    values, done = np.asarray(nll), np.isfinite(nll)
-    mean = float(values[done].mean(dtype=np.float64))
-    size = max(_SMALLEST_BLOCK, 2 ** math.ceil(math.log2(len(values) / _BLOCKS)))
+    values, is_scored = np.asarray(nll), np.isfinite(nll)
+    mean = float(values[is_scored].mean(dtype=np.float64))
+    size = max(_MIN_BLOCK_TOKENS, 2 ** math.ceil(math.log2(len(values) / _MAX_BLOCKS)))
     texts, runs = np.array(starts), np.arange(0, len(values), size)
     result: dict[str, Any] = {
-        "tokens": int(done.sum()),
+        "tokens": int(is_scored.sum()),
         "nll": mean,
         "perplexity": math.exp(min(mean, 700.0)),
-        "buckets": _buckets(values, done, prefix, streams),
-        "blocks": _sums(values, done, runs) | {"size": size},
-        "texts": _sums(values, done, texts),
+        "buckets": _buckets(values, is_scored, prefix, streams),
+        "blocks": _sums(values, is_scored, runs) | {"size": size},
+        "texts": _sums(values, is_scored, texts),
     }
     if streams > 1:
         result["stream_tokens"] = (len(values) - prefix) // streams
     if stride > 1:
-        shared = done & scored(len(values), prefix, stride, streams)
+        shared = is_scored & scored_mask(len(values), prefix, stride, streams)
         result["on_stride"] = _sums(values, shared, runs) | {"size": size, "texts": _sums(values, shared, texts)}
     return result
 
 
-def of_answers(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of answers: questions, right, accuracy; by how much of the evidence was in the cache; mean tokens back to it; outcomes.
+def answer_figures(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Accuracy of answers, in all and by how much of the evidence was in the cache.
 
     Args:
-        answers: one a question, each with `right`, `held` (share of the evidence in the cache) and `reach` (tokens back to it).
+        answers: one per question, with `right`, `held` (share of the evidence in the cache) and `reach` (tokens back to it).
     """
     right = sum(a["right"] for a in answers)
-    asked: Counter[str] = Counter(_where(a["held"]) for a in answers)
-    hits: Counter[str] = Counter(_where(a["held"]) for a in answers if a["right"])
+    questions: Counter[str] = Counter(_evidence_in_cache(a["held"]) for a in answers)
+    right_answers: Counter[str] = Counter(_evidence_in_cache(a["held"]) for a in answers if a["right"])
     reaches = [a["reach"] for a in answers if a["reach"] is not None]
     return {
         "questions": len(answers),
         "right": right,
         "accuracy": right / len(answers),
-        "in_cache": {where: {"questions": asked[where], "right": hits[where]} for where in sorted(asked)},
+        "in_cache": {part: {"questions": questions[part], "right": right_answers[part]} for part in sorted(questions)},
         **({"reach": round(sum(reaches) / len(reaches), 1)} if reaches else {}),
         "outcomes": "".join("01"[a["right"]] for a in answers),
     }
 
 
-def of_samples(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of scored questions: how many, their mean score with its standard error, all scores; accuracy where each is right or wrong.
+def sample_figures(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Mean score of questions with its standard error, and all scores; accuracy if every score is 0 or 1.
 
     Args:
-        samples: one a question, each with `score`, and `weight` where questions weigh differently: the mean is then the sum of
-            scores over the sum of weights.
+        samples: one per question, each with `score`. If they have a `weight`, the mean is the sum of scores over the sum of
+            weights.
     """
     scores = np.array([s["score"] for s in samples], np.float64)
     weights = np.array([s.get("weight", 1) for s in samples], np.float64)
     mean, count = float(scores.sum() / weights.sum()), len(samples)
-    off = scores - mean * weights
-    error = math.sqrt(float(off @ off) * count / (count - 1)) / float(weights.sum()) if count > 1 else None
+    deviations = scores - mean * weights
+    error = math.sqrt(float(deviations @ deviations) * count / (count - 1)) / float(weights.sum()) if count > 1 else None
     result: dict[str, Any] = {"questions": count, "score": mean, "stderr": error, "scores": scores.tolist()}
     if any("weight" in s for s in samples):
         return result | {"weights": weights.tolist()}
     if set(scores.tolist()) <= {0.0, 1.0}:
         right = int(scores.sum())
         result |= {"right": right, "accuracy": right / count, "outcomes": "".join("01"[int(s)] for s in scores)}
-        del result["scores"]  # the outcomes say it
+        del result["scores"]  # outcomes hold the same
     return result
 
 
-def of_steps(steps: NDArray[np.float64], batch: int) -> dict[str, Any]:
-    """Of timed steps, in ms: percentiles, the medians of rounds and their spread, tokens per second.
+def step_figures(steps: NDArray[np.float64], batch: int) -> dict[str, Any]:
+    """Percentiles of timed steps, the median of each round, their spread, and tokens per second.
 
     Args:
-        steps: of every round. [rounds, steps of a round].
-        batch: streams side by side.
+        steps: milliseconds. [rounds, steps of a round].
+        batch: number of streams side by side.
     """
     medians = np.median(steps, 1)
     return {
@@ -116,12 +117,12 @@ def of_steps(steps: NDArray[np.float64], batch: int) -> dict[str, Any]:
 def timing(sittings: Sequence[Sequence[Sequence[float]]]) -> tuple[float, float]:
     """The median of the rounds' medians, and its relative error.
 
-    Steps of a round share what the machine was doing, so rounds count and not steps. Sittings differ by more than rounds
-    do: other memory, another minute. The error is half the 95 % interval of the median of rounds, or half that of
-    sittings (half their range below 6), whichever is larger.
+    Steps of one round are not independent, because the machine was doing the same meanwhile; so rounds are the sample. Sittings
+    differ more than rounds, because caches lie elsewhere in memory. The error is the larger of two: half the 95 % interval of
+    the rounds' median, and half that of the sittings' median (half their range if there are fewer than 6).
 
     Args:
-        sittings: times of the steps of every round of every sitting.
+        sittings: times of the steps, by sitting and round.
     """
     medians = [[float(np.median(r)) for r in rounds] for rounds in sittings]
     pooled = [m for sitting in medians for m in sitting]
@@ -132,40 +133,39 @@ def timing(sittings: Sequence[Sequence[Sequence[float]]]) -> tuple[float, float]
     return median, max(high - low, most - least) / 2 / median
 
 
-def _where(held: float | None) -> str:
-    """In words: whether the evidence was still in the cache."""
+def _evidence_in_cache(held: float | None) -> str:
     if held is None:
         return "no evidence"
     return {1.0: "whole", 0.0: "gone"}.get(held, "in part")
 
 
-def scored(length: int, prefix: int, every: int, streams: int = 1) -> NDArray[np.bool_]:
-    """Which tokens are scored: all but the prefix and the very first of a stream, or every so-manieth of them. [N] bool."""
-    part = (length - prefix) // streams
-    first = 1 if not prefix else 0  # of a stream's text
-    chosen = np.zeros(length, bool)
-    for start in range(prefix, prefix + part * streams, part):
-        chosen[start + first : start + part : every] = True
-    return chosen
+def scored_mask(length: int, prefix: int, stride: int, streams: int = 1) -> NDArray[np.bool_]:
+    """Which tokens are scored: every `stride`-th one, without the prefix and a stream's very first token. [N] bool."""
+    stream_length = (length - prefix) // streams
+    skipped = 0 if prefix else 1
+    mask = np.zeros(length, bool)
+    for start in range(prefix, prefix + stream_length * streams, stream_length):
+        mask[start + skipped : start + stream_length : stride] = True
+    return mask
 
 
-def _sums(values: NDArray[np.float32], done: NDArray[np.bool_], starts: NDArray[np.int64]) -> dict[str, Any]:
-    """NLL summed, and tokens counted, over the runs that begin at `starts`."""
-    sums = np.add.reduceat(np.where(done, values, np.float32(0)), starts, dtype=np.float64)
-    return {"nll_sum": [round(float(x), 5) for x in sums], "tokens": np.add.reduceat(done.astype(int), starts).tolist()}
+def _sums(values: NDArray[np.float32], is_scored: NDArray[np.bool_], starts: NDArray[np.int64]) -> dict[str, Any]:
+    """Sum of NLL and number of tokens of each run; runs begin at `starts`."""
+    sums = np.add.reduceat(np.where(is_scored, values, np.float32(0)), starts, dtype=np.float64)
+    return {"nll_sum": [round(float(x), 5) for x in sums], "tokens": np.add.reduceat(is_scored.astype(int), starts).tolist()}
 
 
-def _buckets(values: NDArray[np.float32], done: NDArray[np.bool_], prefix: int, streams: int) -> list[dict[str, Any]]:
-    """Mean NLL by position in the stream; each bucket twice as long as all before it."""
+def _buckets(values: NDArray[np.float32], is_scored: NDArray[np.bool_], prefix: int, streams: int) -> list[dict[str, Any]]:
+    """Mean NLL by position in the stream; each bucket ends at twice the position of the one before."""
     length = prefix + (len(values) - prefix) // streams
-    place = np.arange(len(values), dtype=np.int32)
-    place[prefix:] = prefix + (place[prefix:] - prefix) % (length - prefix)
-    edges = [0, _FIRST_BUCKET]
+    position = np.arange(len(values), dtype=np.int32)
+    position[prefix:] = prefix + (position[prefix:] - prefix) % (length - prefix)
+    edges = [0, _FIRST_BUCKET_TOKENS]
     while edges[-1] < length:
         edges.append(2 * edges[-1])
     rows = []
     for low, high in itertools.pairwise(edges):
-        part = done & (place >= low) & (place < high)
+        part = is_scored & (position >= low) & (position < high)
         if part.any():
             mean = float(values[part].mean(dtype=np.float64))
             rows.append({"from": low, "to": min(high, length), "tokens": int(part.sum()), "nll": mean})

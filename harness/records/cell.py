@@ -1,4 +1,4 @@
-"""What was asked of a cell: suite, model, task, policy. Its JSON is what a cell's id is the hash of. Imports no torch."""
+"""What a cell measures: suite, model, task, policy. The cell's id is the hash of this JSON. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OptionsT = TypeVar("OptionsT", bound="Options")
 
 
 class Options(BaseModel):
-    """Options of a task, as a suite gives them; unknown ones are errors."""
+    """Options of a task in a suite. An unknown option is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -24,7 +24,7 @@ class Options(BaseModel):
 
 @cache
 def recorded(options: type[Options]) -> type[Options]:
-    """The same options as records keep them: of their very types, and those that nobody knows any more are kept, too."""
+    """The same options, to read records: types are strict, and options that no longer exist are kept."""
 
     class Recorded(options):  # type: ignore[valid-type, misc]
         model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
@@ -40,63 +40,63 @@ class AnyOptions(Options):
 
 
 def options_class(task: str) -> type[Options]:
-    """What a task's options are; any, if it is not installed."""
-    kind = plugins.known_task(task)
-    options: type[Options] = AnyOptions if kind is None else kind.options
+    """The options class of a task; `AnyOptions` if the task is not installed."""
+    task_class = plugins.known_task(task)
+    options: type[Options] = AnyOptions if task_class is None else task_class.options
     return options
 
 
-class AskedModel(Part):
+class CellModel(Part):
     """A cell's model."""
 
     id: Name = Field(description="a hub id, or the name of a local directory")
     dtype: Name = Field(description="of weights and cache")
     revision: Name | None = Field(None, description="of a hub model: a commit")
-    rope_length: Positive | None = Field(None, description="longest position, for RoPE types that depend on it; tokens")
+    rope_length: Positive | None = Field(None, description="longest position in tokens, for RoPE types that depend on it")
 
 
 class CellSpec(Document):
-    """What was asked, resolved."""
+    """What a cell measures, with all defaults filled in."""
 
     suite: Name = Field(description="its name")
     suite_version: Whole = Field(description="raised when a change makes old records incomparable")
-    model: AskedModel = Field(description="which model")
+    model: CellModel = Field(description="the model")
     task: SkipValidation[Options] = Field(description="the task's name and its options")
-    policy: Name = Field(description="its name; of a user's, file.py:Class")
-    parameters: dict[str, Plain] = Field(description="of the policy, bound to the capacity")
-    capacity: Positive | None = Field(description="tokens a KV head keeps between steps; None: all")
+    policy: Name = Field(description="its name, or file.py:Class")
+    parameters: dict[str, Plain] = Field(description="the policy's, bound to the capacity")
+    capacity: Positive | None = Field(description="tokens per KV head kept between steps; None: all")
     positions: Name = Field(description="where RoPE puts a cached token")
-    limit: Positive | None = Field(description="largest distance of positions 'clamped'; tokens")
-    seed: Whole = Field(description="of the policy's randomness")
+    limit: Positive | None = Field(description="largest distance in tokens, for positions 'clamped'")
+    seed: Whole = Field(description="seed of the policy's random numbers")
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Check a mapping, and keep it; its task's options by the task, if that is installed.
+        """Validate a mapping; the task validates its options, if it is installed.
 
         Raises:
-            BadRecordError: the first mistake in it.
+            BadRecordError: with the first mistake.
         """
         task = value.get("task")
         if not isinstance(task, dict) or not isinstance(task.get("name"), str):
             raise BadRecordError(("task",), "a mapping with the task's name")
-        kind = recorded(options_class(task["name"]))
+        recorded_options = recorded(options_class(task["name"]))
         try:
-            options = kind.model_validate(task)
+            options = recorded_options.model_validate(task)
         except ValidationError as error:
             if any(mistake["loc"] for mistake in error.errors()):
                 raise BadRecordError.from_validation(error).inside("task") from None
-            options = kind.model_construct(**task)  # what options say together is checked when they are asked for
-        made = super().from_json({**value, "task": options})
-        made._json = dict(value)
-        return made
+            options = recorded_options.model_construct(**task)  # a run checks whether options contradict each other
+        spec = super().from_json({**value, "task": options})
+        spec._json = dict(value)
+        return spec
 
     @property
     def options(self) -> dict[str, Any]:
-        """The task's name and options as they were asked for, those that this program doesn't know included."""
+        """The task's name and options from the record's file, unknown options included."""
         task: dict[str, Any] = self.as_json()["task"]
         return task
 
-    def task_options(self, kind: type[OptionsT]) -> OptionsT:
-        """The task's options, by its own model."""
-        assert isinstance(self.task, kind), f"{self.task.name} has other options"
+    def task_options(self, options: type[OptionsT]) -> OptionsT:
+        """The task's options, typed by the task's own class."""
+        assert isinstance(self.task, options), f"{self.task.name} has other options"
         return self.task

@@ -1,4 +1,4 @@
-"""What a record tells besides its figures: what was read, how and where it was measured, why it failed. Imports no torch."""
+"""What a record holds besides figures: the data, how and where it was measured, why it failed. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,81 +6,79 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from kvbench.harness.records.rules import CODE, EXACT, MACHINE, TIME, Elsewhere, NotHeld, Rule
+from kvbench.harness.records.rules import CODE, EXACT, MACHINE, TIME, Elsewhere, Rule, Unchecked
 from kvbench.harness.records.types import Amount, Count, Document, FileName, Number, Part, Positive, Sha256, Whole
 
 
 class Data(Document):
-    """What was read."""
+    """The data that a cell read."""
 
-    other_fields: ClassVar[Rule] = EXACT  # whatever else a task says of its data
+    other_fields: ClassVar[Rule] = EXACT  # the rule for fields that a task adds
 
     source: Annotated[str, EXACT] = Field("", description="where the text came from, in words")
-    text_sha256: Annotated[str, EXACT] = Field("", description="of the text")
-    ids_sha256: Annotated[str, Elsewhere("data")] = Field("", description="of the token ids")
-    tokens: Annotated[Count, EXACT] = Field(0, description="that were read, the prefix not counted")
-    prefix: Annotated[list[Whole], EXACT] = Field(default_factory=list, description="token ids that open a stream")
-    texts: Annotated[list[str], EXACT] = Field(default_factory=list, description="titles")
+    text_sha256: Annotated[str, EXACT] = Field("", description="hash of the text")
+    ids_sha256: Annotated[str, Elsewhere("data")] = Field("", description="hash of the token ids")
+    tokens: Annotated[Count, EXACT] = Field(0, description="tokens read, without the prefix")
+    prefix: Annotated[list[Whole], EXACT] = Field(default_factory=list, description="token ids that open each stream")
+    texts: Annotated[list[str], EXACT] = Field(default_factory=list, description="titles of the texts")
 
 
 class KVShape(Part):
-    """Layers of a model that keep K and V of one shape."""
+    """Layers of a model whose K and V have the same shape."""
 
-    layers: Annotated[Count, EXACT] = Field(description="how many")
-    heads: Annotated[Count, EXACT] = Field(description="KV heads of each")
-    key_dim: Annotated[Count, EXACT] = Field(description="of a key")
-    value_dim: Annotated[Count, EXACT] = Field(description="of a value")
-    sliding_window: Annotated[Positive | None, EXACT] = Field(None, description="tokens; None: unbounded")
+    layers: Annotated[Count, EXACT] = Field(description="number of layers")
+    heads: Annotated[Count, EXACT] = Field(description="KV heads per layer")
+    key_dim: Annotated[Count, EXACT] = Field(description="dimension of a key")
+    value_dim: Annotated[Count, EXACT] = Field(description="dimension of a value")
+    sliding_window: Annotated[Positive | None, EXACT] = Field(None, description="in tokens; None: unbounded")
 
 
 class Facts(Document):
-    """What may differ without changing the numbers. Older records lack some of them."""
+    """What may differ without changing the figures. Older records lack some of these."""
 
-    weights_sha256: Annotated[str, Elsewhere("data")] = Field("", description="of the model's weights")
-    policy_sha256: Annotated[str, CODE] = Field("", description="of the source of the policy and its statistics")
-    task_sha256: Annotated[str, CODE] = Field("", description="of the source of a task that is not ours")
-    block: Annotated[Positive | None, NotHeld("what fits into memory; it changes rounding only")] = Field(
-        None, description="tokens that pass a layer at once"
+    weights_sha256: Annotated[str, Elsewhere("data")] = Field("", description="hash of the model's weights")
+    policy_sha256: Annotated[str, CODE] = Field("", description="hash of the source of the policy and its statistics")
+    task_sha256: Annotated[str, CODE] = Field("", description="hash of the source of a task outside this package")
+    block: Annotated[Positive | None, Unchecked("depends on free memory, and changes rounding only")] = Field(
+        None, description="tokens per block"
     )
     method: Annotated[str | None, Elsewhere("method")] = Field(None, description="how blocks were read")
-    step: Annotated[str | None, Elsewhere("method")] = Field(None, description="how steps of one token were made")
-    refused: Annotated[str | None, Elsewhere("method")] = Field(
-        None, description="why a faster way was not used though it applies"
+    step: Annotated[str | None, Elsewhere("method")] = Field(None, description="how single tokens were read")
+    refused: Annotated[str | None, Elsewhere("method")] = Field(None, description="why a faster method was rejected")
+    plain_because: Annotated[str | None, Elsewhere("method")] = Field(None, description="why no faster method applies")
+    differs_from_walk: Annotated[Amount | None, Unchecked("the check at load rejects a method beyond its bound")] = Field(
+        None, description="largest difference to the plain walk, as a share of the rounding tolerance"
     )
-    plain_because: Annotated[str | None, Elsewhere("method")] = Field(None, description="why no faster way applies")
-    differs_from_walk: Annotated[
-        Amount | None, NotHeld("the check at load has its own bound, and a method beyond it is refused")
-    ] = Field(None, description="largest difference of the method to the plain walk, as a share of what is rounding")
-    self_check: Annotated[Number | None, NotHeld("the check at load has its own bound, and a model beyond it is refused")] = (
-        Field(None, description="difference to the model's own forward pass, as a share of what is rounding")
+    self_check: Annotated[Number | None, Unchecked("the check at load rejects a model beyond its bound")] = Field(
+        None, description="difference to the model's own forward pass, as a share of the rounding tolerance"
     )
     model_type: Annotated[str | None, EXACT] = Field(None, description="the model's family")
-    training_length: Annotated[Positive | None, EXACT] = Field(None, description="longest stream it was trained on; tokens")
-    kv_shapes: Annotated[list[KVShape] | None, EXACT] = Field(None, description="of the model's layers")
-    device: Annotated[str, MACHINE] = Field("", description="its name")
-    instructions: Annotated[str, MACHINE] = Field("", description="the widest of the CPU, or the GPU's architecture")
-    threads: Annotated[Positive | None, MACHINE] = Field(None, description="of the CPU")
-    seconds: Annotated[Amount | None, TIME] = Field(None, description="from beginning to end")
-    measured_seconds: Annotated[Amount | None, Elsewhere("speed")] = Field(None, description="of the task's work alone")
+    training_length: Annotated[Positive | None, EXACT] = Field(None, description="longest sequence in training, in tokens")
+    kv_shapes: Annotated[list[KVShape] | None, EXACT] = Field(None, description="shapes of K and V, by layer")
+    device: Annotated[str, MACHINE] = Field("", description="name of the device")
+    instructions: Annotated[str, MACHINE] = Field("", description="widest SIMD level of the CPU, or architecture of the GPU")
+    threads: Annotated[Positive | None, MACHINE] = Field(None, description="CPU threads")
+    seconds: Annotated[Amount | None, TIME] = Field(None, description="seconds in total")
+    measured_seconds: Annotated[Amount | None, Elsewhere("speed")] = Field(None, description="seconds of the task's own work")
     tokens_per_second: Annotated[Amount | None, Elsewhere("speed")] = Field(None, description="over measured_seconds")
     calibration_ms: Annotated[Amount | None, Elsewhere("speed")] = Field(
-        None, description="a product and a copy of fixed sizes, timed after the cell"
+        None, description="milliseconds of a fixed matrix product and copy, timed after the cell"
     )
-    versions: Annotated[dict[str, str], CODE] = Field(default_factory=dict, description="of packages")
-    platform: Annotated[str, MACHINE] = Field("", description="system and processor")
+    versions: Annotated[dict[str, str], CODE] = Field(default_factory=dict, description="versions of packages")
+    platform: Annotated[str, MACHINE] = Field("", description="operating system and processor")
 
 
 class Failure(Document):
-    """What a cell failed with."""
+    """The error of a failed cell."""
 
     kind: str = Field(description="the error's type, or 'out of memory'")
     message: str = Field(description="its first line")
-    where: str = Field("", description="file, line and function: the user's own where there are any")
+    where: str = Field("", description="file, line and function, in the user's code if it is on the stack")
     traceback: list[str] = Field(default_factory=list, description="its last lines")
 
 
 class Trace(Document):
-    """The file beside a record, with its per-token, per-question or per-step figures."""
+    """The file beside a record with figures per token, question or step."""
 
-    file: FileName = Field(description="its name")
-    sha256: Sha256 = Field(description="of its content")
+    file: FileName = Field(description="name of the file")
+    sha256: Sha256 = Field(description="hash of its content")

@@ -1,6 +1,6 @@
-"""Kinds of figures: what pages, comparisons and the gate know by name. A task's own figures add to one of them. Imports no torch.
+"""Kinds of figures that pages, comparisons and the gate know. A task's metrics extend one of them. Imports no torch.
 
-Every field says how the gate holds it (`records/rules.py`).
+Every field says how the gate checks it (`records/rules.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvbench.harness.records.rules import (
     SUM,
     TIME,
     Elsewhere,
-    NotHeld,
+    Unchecked,
     near,
 )
 from kvbench.harness.records.types import (
@@ -44,31 +44,31 @@ class Metrics(Document):
     kv_bytes: Annotated[Count | None, BYTES] = Field(None, description="bytes of K and V held")
     state_bytes: Annotated[Count | None, BYTES] = Field(None, description="bytes of the policy's statistics")
     flags: Annotated[list[str], Elsewhere("flags")] = Field(
-        default_factory=list, description="what the task found wrong with its own figures"
+        default_factory=list, description="problems that the task found with its own figures"
     )
 
 
 class Sums(Part):
-    """NLL summed, and tokens counted, run by run."""
+    """Sum of NLL and number of tokens of each run."""
 
-    nll_sum: Annotated[list[Nats], near(RUN_NATS, SUM)] = Field(description="nats, summed over the tokens of each run")
+    nll_sum: Annotated[list[Nats], near(RUN_NATS, SUM)] = Field(description="nats, summed over each run")
     tokens: Annotated[list[Count], EXACT] = Field(description="scored tokens of each run")
 
     @model_validator(mode="after")
     def _fit(self) -> Self:
         if len(self.nll_sum) != len(self.tokens) or not sum(self.tokens):
-            raise ValueError("sums and tokens of one length, some token scored")
+            raise ValueError("nll_sum and tokens must have the same length and at least one scored token")
         return self
 
 
 class Blocks(Sums):
-    """Runs of `size` positions."""
+    """Sums over runs of `size` positions."""
 
-    size: Annotated[Positive, EXACT] = Field(description="positions of a run")
+    size: Annotated[Positive, EXACT] = Field(description="positions per run")
 
 
 class StrideBlocks(Blocks):
-    """The same on the tokens that all cells scored, with the sums of each text."""
+    """Sums over the tokens that every cell scored, by run and by text."""
 
     texts: Sums = Field(description="sums of each text")
 
@@ -77,114 +77,119 @@ class Bucket(Part):
     """Mean NLL between two positions."""
 
     from_: Annotated[Count, EXACT] = Field(alias="from", description="first position")
-    to: Annotated[Count, EXACT] = Field(description="first position after it")
+    to: Annotated[Count, EXACT] = Field(description="first position after the bucket")
     tokens: Annotated[Positive, EXACT] = Field(description="scored tokens")
     nll: Annotated[Nats, near(PART_NATS)] = Field(description="mean, nats")
 
 
 class NllMetrics(Metrics):
-    """Negative log-likelihood of a text, token by token: paired, ranked, and drawn over the stream."""
+    """Negative log-likelihood of a text. Pages rank it, compare it token by token, and draw it over the stream."""
 
     tokens: Annotated[Positive, EXACT] = Field(description="scored tokens")
     nll: Annotated[Nats, near(MEAN_NATS)] = Field(description="mean, nats")
     perplexity: Annotated[Amount, near(relative=SUM)] = Field(description="exponential of nll")
     buckets: Annotated[list[Bucket], EXACT] = Field(
-        default_factory=list, description="by position in the stream, each twice as long as all before it"
+        default_factory=list,
+        description="mean NLL by position in the stream; each bucket ends at twice the position of the one before",
     )
-    blocks: Blocks = Field(description="sums over short runs of positions: intervals and paired differences come from these")
+    blocks: Blocks = Field(description="sums over short runs of positions, for intervals and paired differences")
     texts: Sums = Field(description="sums of each text")
-    stream_tokens: Annotated[Positive | None, EXACT] = Field(None, description="tokens of text in each of several streams")
-    on_stride: StrideBlocks | None = Field(None, description="the same on the tokens that every cell of the task scored")
+    stream_tokens: Annotated[Positive | None, EXACT] = Field(None, description="tokens of text per stream, if there are several")
+    on_stride: StrideBlocks | None = Field(None, description="sums over the tokens that every cell of the task scored")
     bytes: Annotated[Count | None, EXACT] = Field(None, description="UTF-8 bytes of the scored text")
-    bits_per_byte: Annotated[Number | None, near(relative=SUM)] = Field(None, description="of the scored text")
+    bits_per_byte: Annotated[Number | None, near(relative=SUM)] = Field(None, description="bits per byte of the scored text")
 
 
 class EvidenceCounts(Part):
-    """Questions, and the right answers among them, by where their evidence was."""
+    """Questions whose evidence was in the cache to the same extent, and right answers among them."""
 
-    questions: Annotated[Positive, EXACT] = Field(description="asked")
-    right: Annotated[Count, ANSWERED] = Field(description="answered rightly")
+    questions: Annotated[Positive, EXACT] = Field(description="number of questions")
+    right: Annotated[Count, ANSWERED] = Field(description="right answers")
 
     @model_validator(mode="after")
     def _fit(self) -> Self:
         if self.right > self.questions:
-            raise ValueError("no more right answers than questions")
+            raise ValueError("more right answers than questions")
         return self
 
 
 class QuestionMetrics(Metrics):
-    """Questions, and whether each was answered rightly, where that is how they are scored."""
+    """Questions; right answers among them, if each answer is right or wrong."""
 
-    questions: Annotated[Positive, EXACT] = Field(description="asked")
-    right: Annotated[Count | None, ANSWERED] = Field(None, description="answered rightly")
+    questions: Annotated[Positive, EXACT] = Field(description="number of questions")
+    right: Annotated[Count | None, ANSWERED] = Field(None, description="right answers")
     accuracy: Annotated[Share | None, ANSWERED] = Field(None, description="share of right answers")
-    outcomes: Annotated[Outcomes | None, ANSWERED] = Field(None, description="a digit a question, 1 for a right answer")
+    outcomes: Annotated[Outcomes | None, ANSWERED] = Field(None, description="one digit per question, 1 for a right answer")
 
     @model_validator(mode="after")
-    def _whole(self) -> Self:
+    def _consistent(self) -> Self:
         if self.right is not None and self.right > self.questions:
-            raise ValueError("no more right answers than questions")
+            raise ValueError("more right answers than questions")
         if self.accuracy is not None and self.right is None:
-            raise ValueError("accuracy without right")
+            raise ValueError("accuracy is given, but not right")
         if self.outcomes is not None and len(self.outcomes) != self.questions:
-            raise ValueError("outcomes: one a question")
+            raise ValueError("outcomes must have one digit per question")
         return self
 
 
 class AnswerMetrics(QuestionMetrics):
-    """Answers read off the stream, by how much of their evidence was in the cache."""
+    """Answers during a stream, by how much of their evidence was in the cache."""
 
-    right: Annotated[Count, ANSWERED] = Field(description="answered rightly")
+    right: Annotated[Count, ANSWERED] = Field(description="right answers")
     accuracy: Annotated[Share, ANSWERED] = Field(description="share of right answers")
-    in_cache: Annotated[dict[str, EvidenceCounts], EXACT] = Field(description="by how much of the evidence was in the cache")
-    reach: Annotated[Amount | None, near()] = Field(None, description="mean tokens back to the evidence")
-    outcomes: Annotated[Outcomes, ANSWERED] = Field(description="a digit a question, 1 for a right answer")
+    in_cache: Annotated[dict[str, EvidenceCounts], EXACT] = Field(
+        description="counts by how much of the evidence was in the cache"
+    )
+    reach: Annotated[Amount | None, near()] = Field(None, description="mean distance to the evidence, in tokens")
+    outcomes: Annotated[Outcomes, ANSWERED] = Field(description="one digit per question, 1 for a right answer")
     kv_bytes: Annotated[Count, BYTES] = Field(description="bytes of K and V held")
     state_bytes: Annotated[Count, BYTES] = Field(description="bytes of the policy's statistics")
 
 
 class ScoreMetrics(QuestionMetrics):
-    """A score a question: right or wrong, a number, or a log-likelihood with its weight."""
+    """One score per question: right or wrong, a number, or a log-likelihood with a weight."""
 
-    metric: Annotated[str, EXACT] = Field(min_length=1, max_length=500, description="what counts as the score")
-    score: Annotated[Number, near(PART_NATS, SUM)] = Field(description="mean, weighted")
+    metric: Annotated[str, EXACT] = Field(min_length=1, max_length=500, description="name of the metric that is the score")
+    score: Annotated[Number, near(PART_NATS, SUM)] = Field(description="weighted mean")
     stderr: Annotated[Amount | None, near(PART_NATS, SUM)] = Field(None, description="standard error of the score")
-    scores: Annotated[list[Number] | None, near(RUN_NATS, SUM)] = Field(None, description="of every question, if not 0 or 1")
-    weights: Annotated[list[Duration] | None, EXACT] = Field(None, description="of every question, if they differ")
-    higher_is_better: Annotated[bool, EXACT] = Field(True, description="whether a larger score is the better one")
+    scores: Annotated[list[Number] | None, near(RUN_NATS, SUM)] = Field(
+        None, description="score of each question, unless all are 0 or 1"
+    )
+    weights: Annotated[list[Duration] | None, EXACT] = Field(None, description="weight of each question, if weights differ")
+    higher_is_better: Annotated[bool, EXACT] = Field(True, description="whether a larger score is better")
 
     @model_validator(mode="after")
-    def _one_a_question(self) -> Self:
+    def _same_length(self) -> Self:
         if self.scores is not None and len(self.scores) != self.questions:
-            raise ValueError("scores: one a question")
+            raise ValueError("scores must have one entry per question")
         if self.weights is not None and len(self.weights) != len(self.scores or []):
-            raise ValueError("weights: one a score")
+            raise ValueError("weights must have one entry per score")
         return self
 
 
 class StepMetrics(Metrics):
-    """Time of a decode step: a ratio to a yardstick that was timed in turn with it."""
+    """Time of a decode step. It is compared as a ratio to a reference timed in the same rounds."""
 
     step_ms: Annotated[Duration, Elsewhere("latency")] = Field(description="median of the rounds' medians")
     error: Annotated[Amount, TIME] = Field(description="half the relative 95 % interval of step_ms")
     rounds_ms: Annotated[list[Duration], Elsewhere("latency")] = Field(min_length=1, description="median of each round")
-    together: Annotated[str, NotHeld("a name that is new in every run")] = Field(
-        description="the same in all records that were timed in turn"
+    together: Annotated[str, Unchecked("an identifier that is new in every run")] = Field(
+        description="identifies the records that were timed in the same rounds"
     )
     calibration_ms: Annotated[list[Amount] | None, Elsewhere("latency")] = Field(
-        None, description="the calibration step, in every round: what dense's step is held to"
+        None, description="milliseconds of the calibration step in each round; the reference for dense"
     )
-    first_token_ms: Annotated[Amount, Elsewhere("prompt")] = Field(description="from the prompt to its answer's first token")
+    first_token_ms: Annotated[Amount, Elsewhere("prompt")] = Field(description="from the prompt to the answer's first token")
     kv_bytes: Annotated[Count, BYTES_IF_BOUNDED] = Field(description="bytes of K and V held")
     state_bytes: Annotated[Count, BYTES_IF_BOUNDED] = Field(description="bytes of the policy's statistics")
 
 
 class PeakMetrics(Metrics):
-    """Memory taken, as it was found and not as it was reported."""
+    """Memory in use as measured, not as the cache reports it."""
 
-    peak_bytes: Annotated[Whole, Elsewhere("memory")] = Field(description="the most, over what there was with the model loaded")
-    allocated_bytes: Annotated[Whole, Elsewhere("memory")] = Field(description="held at the end by the cache")
-    growth_bytes: Annotated[Whole, Elsewhere("memory")] = Field(description="rise of the peak after the cache had filled")
-    how: Annotated[str, NotHeld("what the system lets us read; peaks are compared where it is the same")] = Field(
-        description="what was read to find the peak"
+    peak_bytes: Annotated[Whole, Elsewhere("memory")] = Field(description="largest use, above that with the model loaded")
+    allocated_bytes: Annotated[Whole, Elsewhere("memory")] = Field(description="held by the cache at the end")
+    growth_bytes: Annotated[Whole, Elsewhere("memory")] = Field(description="rise of the peak after the cache was full")
+    how: Annotated[str, Unchecked("depends on the system; peaks are compared only if it is equal")] = Field(
+        description="how the peak was measured"
     )

@@ -1,4 +1,4 @@
-"""A record, and reading one from its file. Imports no torch."""
+"""A record, and how it is read from its file. Imports no torch."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ D = TypeVar("D", bound=Document)
 M = TypeVar("M", bound=Metrics)
 
 RECORD_VERSION = 1
-_LARGEST_FILE = 2**26  # bytes; a record of a million scores has a third of it
-AHEAD = datetime.timedelta(days=1)  # of this machine's clock: more is no accident of time zones
-MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}  # from a version to the next
+_MAX_FILE_BYTES = 2**26  # three times a record of a million scores
+MAX_CLOCK_SKEW = datetime.timedelta(days=1)  # more than time zones explain
+MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}  # by version: to the next version
 NUMERICS_VERSION = 1  # raised when numbers change for the same cell, weights and data (tests/test_golden.py)
 
 
@@ -42,21 +42,21 @@ def digest(value: object) -> str:
 
 @dataclass
 class Record:
-    """What was asked, what came out, and everything needed to believe it. One JSON file a cell.
+    """One measured cell: what was measured, the figures, and what is needed to check them. One JSON file per cell.
 
     Attributes:
-        cell: what was asked.
+        cell: what was measured.
         cell_id: hash of `cell`.
-        key: hash of what decided the numbers: cell id, token ids, weights, the policy's source, NUMERICS_VERSION.
+        key: hash of everything that determines the figures: cell id, token ids, weights, the policy's source, NUMERICS_VERSION.
         status: "ok", or "failed": then `error` says why and `metrics` may be empty.
-        error: what a failed cell failed with (harness/core/failure.py).
-        metrics: the task's figures, of the task's own model where it is installed and the cell went well.
+        error: of a failed cell (harness/core/failure.py).
+        metrics: the task's figures; of the task's own class if the cell went well and the task is installed.
         data: what was read.
-        facts: what may differ without changing the numbers.
-        finished: when, UTC, ISO 8601.
-        trace: the file of per-token figures beside the record; None if the task keeps none.
+        facts: what may differ without changing the figures.
+        finished: time in UTC, ISO 8601.
+        trace: the file beside the record with figures per token, question or step; None if the task keeps none.
         numerics: NUMERICS_VERSION of the code that measured.
-        version: of this format.
+        version: of the record format.
     """
 
     cell: CellSpec
@@ -74,59 +74,59 @@ class Record:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Check a record's JSON, part by part, each once.
+        """Validate a record's JSON.
 
         Raises:
-            BadRecordError: the first mistake in it.
+            BadRecordError: with the first mistake.
         """
         try:
-            whole = _Envelope.model_validate(value)
+            envelope = _Envelope.model_validate(value)
         except ValidationError as error:
             raise BadRecordError.from_validation(error) from None
         cell = _part(CellSpec, "cell", value)
         task = plugins.known_task(cell.task.name)
-        ok = task is not None and whole.status == "ok"
+        ok = task is not None and envelope.status == "ok"
         metrics: Metrics = _part(task.metrics if task and ok else Metrics, "metrics", value)
         if task and ok:
             task.check_figures(cell.task, metrics)
         return cls(
-            cell, whole.cell_id, whole.key, whole.status,
-            None if whole.error is None else _part(Failure, "error", value),
-            metrics, _part(task.data_facts if task else Data, "data", value), _part(Facts, "facts", value), whole.finished,
-            None if whole.trace is None else _part(Trace, "trace", value), whole.numerics, whole.version,
+            cell, envelope.cell_id, envelope.key, envelope.status,
+            None if envelope.error is None else _part(Failure, "error", value),
+            metrics, _part(task.data_facts if task else Data, "data", value), _part(Facts, "facts", value), envelope.finished,
+            None if envelope.trace is None else _part(Trace, "trace", value), envelope.numerics, envelope.version,
         )  # fmt: skip
 
     def as_json(self) -> dict[str, Any]:
-        """What its file holds."""
+        """The content of its file."""
         return {
             name: part.as_json() if isinstance(part, Document) else part
             for name, part in ((f.name, getattr(self, f.name)) for f in fields(self))
         }
 
-    def measured(self, kind: type[M]) -> M | None:
-        """Its figures, if the cell went well and they are of this kind."""
-        return self.metrics if self.status == "ok" and isinstance(self.metrics, kind) else None
+    def measured(self, metrics: type[M]) -> M | None:
+        """Its figures, if the cell went well and they are of this class."""
+        return self.metrics if self.status == "ok" and isinstance(self.metrics, metrics) else None
 
-    def measures(self, kind: type[Metrics]) -> bool:
-        """Whether its task's figures are of this kind, those of a failed cell included, which has none."""
+    def measures(self, metrics: type[Metrics]) -> bool:
+        """Whether its task yields figures of this class, even if the cell failed."""
         task = plugins.known_task(self.cell.task.name)
-        return isinstance(self.metrics, kind) or (task is not None and issubclass(task.metrics, kind))
+        return isinstance(self.metrics, metrics) or (task is not None and issubclass(task.metrics, metrics))
 
     @property
     def stem(self) -> str:
-        """File name without suffix: readable, and unique by cell id and key."""
+        """File name without suffix: readable, and unique for cell id and key."""
         cell = self.cell
         words = [cell.policy, *(f"c{c}" for c in [cell.capacity] if c is not None)]
         return "-".join([*(slug(w) for w in words), self.cell_id[:8], self.key[:8]])
 
 
-def _time(text: str) -> str:
+def _iso_time(text: str) -> str:
     datetime.datetime.fromisoformat(text)
     return text
 
 
 class _Envelope(BaseModel):
-    """A record's file, its parts not looked into."""
+    """The outer level of a record's file; its parts are validated later."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -138,90 +138,90 @@ class _Envelope(BaseModel):
     metrics: dict[str, Any]
     data: dict[str, Any]
     facts: dict[str, Any]
-    finished: Annotated[str, Field(max_length=40), AfterValidator(_time)]
+    finished: Annotated[str, Field(max_length=40), AfterValidator(_iso_time)]
     trace: dict[str, Any] | None
     numerics: Whole
     version: Whole
 
 
-def _part(kind: type[D], name: str, value: Mapping[str, Any]) -> D:
-    """One part of a record's JSON, checked."""
+def _part(document: type[D], name: str, value: Mapping[str, Any]) -> D:
     try:
-        return kind.from_json(value[name])
+        return document.from_json(value[name])
     except BadRecordError as error:
         raise error.inside(name) from None
 
 
 def slug(text: str) -> str:
-    """A name that is safe as a file name everywhere."""
+    """The text with all characters replaced that some file system forbids in a name."""
     return re.sub(r"[^A-Za-z0-9._]+", "_", text).strip("._") or "_"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A file among the records that is none, and why."""
+    """A file in the folder of records that can't be read as one, and the reason."""
 
     path: Path
     reason: str
 
 
 def read(path: Path) -> Record | Problem:
-    """One record, or what is wrong with the file. Whatever the file is, this raises nothing and waits for nothing."""
+    """Read a record from its file. Never raises and never blocks, whatever the file is."""
     try:
-        unfit = _unfit(path.stat())
-        if unfit is not None:
-            return Problem(path, unfit)
-        value = from_json(path.read_bytes(), allow_inf_nan=False)  # and a ValueError where it is nested too deeply
+        reason = _why_not_opened(path.stat())
+        if reason is not None:
+            return Problem(path, reason)
+        value = from_json(path.read_bytes(), allow_inf_nan=False)  # nesting that is too deep is a ValueError
     except FileNotFoundError:
-        return Problem(path, "not there")
+        return Problem(path, "does not exist")
     except (OSError, ValueError) as error:
         return Problem(path, f"not readable as JSON ({type(error).__name__})")
     if not isinstance(value, dict) or type(value.get("version")) is not int:
         return Problem(path, "not a record")
     if value["version"] > RECORD_VERSION:
         return Problem(
-            path, f"of record version {value['version']}; this program reads up to {RECORD_VERSION}: a newer kv-bench is needed"
+            path,
+            f"has record version {value['version']}, but this kv-bench reads up to {RECORD_VERSION}: install a newer one",
         )
     try:
         while value["version"] < RECORD_VERSION:
             value = MIGRATIONS[value["version"]](value) | {"version": value["version"] + 1}
-    except Exception:  # no way from there, or a migration stumbles over what it finds
-        return Problem(path, f"of record version {value['version']}, which nothing reads any more")
+    except Exception:  # there is no migration, or it fails on this file
+        return Problem(path, f"can't be migrated from record version {value['version']}")
     try:
         record = Record.from_json(value)
-    except Exception as error:  # a task that is not ours may stumble over what it finds
-        what = str(error) if isinstance(error, BadRecordError) else repr(error)
-        return Problem(path, f"not a whole record ({visible(what)})")
+    except Exception as error:  # a plugin's task may raise anything
+        message = str(error) if isinstance(error, BadRecordError) else repr(error)
+        return Problem(path, f"not a valid record ({visible(message)})")
     if digest(value["cell"]) != record.cell_id:
-        return Problem(path, "not a whole record (the cell was edited: cell_id is the hash of another)")
+        return Problem(path, "not a valid record (the cell was edited: its hash is not cell_id)")
     return record
 
 
-def _unfit(about: os.stat_result) -> str | None:
-    """Why a file is not even opened: of a pipe there would be no end."""
-    if not stat.S_ISREG(about.st_mode):
-        return "no regular file"
-    return f"larger than {_LARGEST_FILE >> 20} MiB" if about.st_size > _LARGEST_FILE else None
+def _why_not_opened(status: os.stat_result) -> str | None:
+    """Why a file is not opened; reading a pipe, for example, would block."""
+    if not stat.S_ISREG(status.st_mode):
+        return "not a regular file"
+    return f"larger than {_MAX_FILE_BYTES >> 20} MiB" if status.st_size > _MAX_FILE_BYTES else None
 
 
 def from_the_future(records: Iterable[Record], now: datetime.datetime) -> list[Record]:
-    """Those finished more than a day ahead of now: some clock was wrong, and they would hide every newer record."""
-    return [r for r in records if (then := moment(r.finished)) is not None and then > now + AHEAD]
+    """Records finished more than a day after `now`. Some clock was wrong, and they would hide newer records."""
+    return [r for r in records if (then := parse_time(r.finished)) is not None and then > now + MAX_CLOCK_SKEW]
 
 
-def moment(text: str) -> datetime.datetime | None:
-    """A time as records have it; None if it is none."""
+def parse_time(text: str) -> datetime.datetime | None:
+    """A record's time; UTC if it names no zone, and None if it is not a time."""
     try:
-        found = datetime.datetime.fromisoformat(text)
+        time = datetime.datetime.fromisoformat(text)
     except ValueError:
         return None
-    return found if found.tzinfo is not None else found.replace(tzinfo=datetime.UTC)
+    return time if time.tzinfo is not None else time.replace(tzinfo=datetime.UTC)
 
 
 def newest(records: list[Record]) -> list[Record]:
-    """The newest record of every cell id, in a stable order."""
-    first = datetime.datetime.min.replace(tzinfo=datetime.UTC)
-    best: dict[str, Record] = {}
-    for record in sorted(records, key=lambda r: (moment(r.finished) or first, r.key)):
-        best[record.cell_id] = record
-    return sorted(best.values(), key=lambda r: (r.cell.suite, r.cell.model.id, r.stem))
+    """The newest record of each cell, in a stable order."""
+    earliest = datetime.datetime.min.replace(tzinfo=datetime.UTC)
+    by_cell: dict[str, Record] = {}
+    for record in sorted(records, key=lambda r: (parse_time(r.finished) or earliest, r.key)):
+        by_cell[record.cell_id] = record
+    return sorted(by_cell.values(), key=lambda r: (r.cell.suite, r.cell.model.id, r.stem))

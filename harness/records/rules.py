@@ -1,4 +1,4 @@
-"""How the gate holds a figure: an annotation of its field in a record's model. A field without one is an error of the gate."""
+"""How the gate checks a figure: an annotation of the figure's field. A field without one fails the gate."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from pydantic import BaseModel
 
 Where = Literal["everywhere", "same machine", "bounded"]
 
-# Tolerances of figures that are computed the same way twice. On one machine nothing else than rounding may differ, and there
-# unchanged runs gave the same bits (docs/gate.md); this leaves room for blocks of another size.
-MEAN_NATS = 2e-5  # of a mean over all tokens
-PART_NATS = 1e-4  # of a mean over some of them
-RUN_NATS = 4e-3  # of a sum over a run of at least 32 tokens
-SUM = 2e-5  # relative, of long sums and of what is computed from means
+# Tolerances for two runs on one machine, where only rounding may differ. Unchanged runs gave the same bits (docs/gate.md); these
+# allow for another block size.
+MEAN_NATS = 2e-5  # for a mean over all tokens
+PART_NATS = 1e-4  # for a mean over some tokens
+RUN_NATS = 4e-3  # for a sum over a run of at least 32 tokens
+SUM = 2e-5  # relative, for long sums and figures computed from means
 
 
 @dataclass(frozen=True)
-class Held:
-    """A figure that must be as it was.
+class Checked:
+    """A figure that must equal the baseline's.
 
     Attributes:
-        check: what a difference is called.
-        absolute: by how much it may differ; 0 for equality.
-        relative: likewise, as a share of the baseline's.
-        where: "everywhere"; on the "same machine" (device, instructions, threads, torch) in float32, where sums are rounded
-            alike; or where the cache is "bounded", because a dense cache grows by as many steps as time allowed.
+        check: name of the check that reports a difference.
+        absolute: largest difference allowed; 0 for equality.
+        relative: the same as a share of the baseline's figure; the larger bound counts.
+        where: "everywhere"; on the "same machine" (device, instructions, threads, torch) in float32, where sums round alike; or
+            where the cache is "bounded", because the size of a dense cache depends on how many steps were timed.
     """
 
     check: str = "figures"
@@ -40,7 +40,7 @@ class Held:
     where: Where = "everywhere"
 
     def allows(self, base: Any, now: Any) -> bool:
-        """Whether the judged record may have `now` where the baseline has `base`."""
+        """Whether the new record may have `now` where the baseline has `base`."""
         numbers = all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in (base, now))
         if not numbers:
             return bool(base == now)
@@ -49,27 +49,27 @@ class Held:
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """A figure that another check judges.
+    """A figure that another check compares.
 
     Attributes:
-        check: which.
+        check: name of that check.
     """
 
     check: str
 
 
 @dataclass(frozen=True)
-class NotHeld:
-    """A figure that may be anything.
+class Unchecked:
+    """A figure that the gate does not check.
 
     Attributes:
-        because: why.
+        because: the reason.
     """
 
     because: str
 
 
-Rule = Held | Elsewhere | NotHeld
+Rule = Checked | Elsewhere | Unchecked
 
 
 @dataclass(frozen=True)
@@ -77,62 +77,62 @@ class Compared:
     """A figure that `bench compare` gives a verdict on.
 
     Attributes:
-        margin: the largest change that nobody would act on.
-        more_is_better: whether a larger figure is the better one.
+        margin: largest change that does not matter in practice.
+        more_is_better: whether a larger figure is better.
     """
 
     margin: float
     more_is_better: bool
 
 
-def near(absolute: float = 0.0, relative: float = 0.0) -> Held:
-    """Equal on the same machine, but for rounding."""
-    return Held(absolute=absolute, relative=relative, where="same machine")
+def near(absolute: float = 0.0, relative: float = 0.0) -> Checked:
+    """Equal on the same machine, up to rounding."""
+    return Checked(absolute=absolute, relative=relative, where="same machine")
 
 
-EXACT = Held()
-ANSWERED = Held(check="answers", where="same machine")
-BYTES = Held(check="bytes")
-BYTES_IF_BOUNDED = Held(check="bytes", where="bounded")
-MACHINE = NotHeld("a fact of the machine: where it differs, figures that depend on it are not compared")
-TIME = NotHeld("a time of one moment: the step at the end of the stream, as a ratio, decides")
-CODE = NotHeld("says that code changed; the figures say whether it matters")
+EXACT = Checked()
+ANSWERED = Checked(check="answers", where="same machine")
+BYTES = Checked(check="bytes")
+BYTES_IF_BOUNDED = Checked(check="bytes", where="bounded")
+MACHINE = Unchecked("a fact about the machine; figures that depend on it are compared only if it is equal")
+TIME = Unchecked("one absolute time; the gate compares ratios of steps at the end of the stream")
+CODE = Unchecked("shows that code changed; the figures show whether that matters")
 
 
 @cache
 def rule_in(model: type[BaseModel], path: tuple[str, ...]) -> Rule | None:
-    """The rule of a figure: its field's own, or that of the field it lies in.
+    """The rule of a figure's field, or of the innermost enclosing field that has one.
 
     Args:
-        model: of the part of the record.
-        path: to the figure, with the keys of the JSON and places in lists: ("buckets", "3", "nll").
+        model: class of the part of the record.
+        path: JSON keys and list indices that lead to the figure: ("buckets", "3", "nll").
     """
     field = next((f for name, f in model.model_fields.items() if path[0] in (name, f.alias)), None)
     if field is None:
         others: Rule | None = getattr(model, "other_fields", None)
         return others
-    own = next((m for m in field.metadata if isinstance(m, (Held, Elsewhere, NotHeld))), None)
+    own = next((m for m in field.metadata if isinstance(m, (Checked, Elsewhere, Unchecked))), None)
     return _inside(field.annotation, path[1:]) or own
 
 
 def _inside(annotation: Any, path: tuple[str, ...]) -> Rule | None:
-    """The rule that a model within an annotation has for what is left of the path."""
+    """The rule of a figure inside a field's annotation; `path` starts below the field."""
     if not path:
         return None
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return rule_in(annotation, path)
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
-        return next((found for part in inner if (found := _inside(part, path))), None)
+        return next((rule for part in inner if (rule := _inside(part, path))), None)
     if origin is typing.Annotated:
         return _inside(inner[0], path)
     return _inside(inner[-1], path[1:]) if origin in (list, dict) else None
 
 
 def rules(model: type[BaseModel]) -> Iterator[tuple[str, Rule | None]]:
-    """Every field of a model, and of the models in it, with its own rule: "curve.*.position"."""
+    """Path ("curve.*.position") and own rule of each field, those of nested models included."""
     for name, field in model.model_fields.items():
-        own = next((m for m in field.metadata if isinstance(m, (Held, Elsewhere, NotHeld))), None)
+        own = next((m for m in field.metadata if isinstance(m, (Checked, Elsewhere, Unchecked))), None)
         inner, stars = _model_in(field.annotation)
         yield from ((f"{field.alias or name}{stars}.{deeper}", rule) for deeper, rule in (rules(inner) if inner else ()))
         if inner is None or own is not None:
@@ -140,7 +140,7 @@ def rules(model: type[BaseModel]) -> Iterator[tuple[str, Rule | None]]:
 
 
 def _model_in(annotation: Any) -> tuple[type[BaseModel] | None, str]:
-    """The model that a field holds, one or many, and a star for every list or mapping around it."""
+    """The model inside an annotation, and ".*" for each list or mapping around it."""
     if isinstance(annotation, type):
         return (annotation, "") if issubclass(annotation, BaseModel) else (None, "")
     star = ".*" if typing.get_origin(annotation) in (list, dict) else ""

@@ -1,4 +1,4 @@
-"""The folder that holds records: one file a cell, written atomically. Imports no torch."""
+"""The folder of records: one file per cell, written atomically. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from pathlib import Path
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.files import atomic_write, put_in_place, remove_partials
 from kvbench.harness.records.facts import Trace
-from kvbench.harness.records.record import AHEAD, Problem, Record, moment, read, slug
+from kvbench.harness.records.record import MAX_CLOCK_SKEW, Problem, Record, parse_time, read, slug
 
-LOCK = ".running"  # in a suite's folder while a run measures into it
+LOCK = ".running"  # lock file in a suite's folder during a run
 
 
 class RecordStore:
     """The folder of records: `<suite>/<model>/<policy>-<capacity>-<cell id>-<key>.json`."""
 
     def __init__(self, folder: Path) -> None:
-        """Use a folder, which need not exist."""
+        """Use a folder, which need not exist yet."""
         self.folder = folder
 
     def path(self, record: Record) -> Path:
-        """Where a record belongs."""
+        """Where a record is stored."""
         cell = record.cell
         return self.folder / slug(cell.suite) / slug(cell.model.id) / f"{record.stem}.json"
 
     def trace_path(self, record: Record, suffix: str = ".nll.npy") -> Path:
-        """Where its per-token or per-question figures belong."""
+        """Where its trace is stored."""
         return self.path(record).with_suffix(suffix)
 
     @contextmanager
     def locked(self, suite: str) -> Iterator[None]:
-        """While one run measures a suite into this folder, no other does.
+        """Keep other runs from measuring the same suite into this folder.
 
         Raises:
-            UserError: another run does, or the folder can't be written to.
+            UserError: another run is measuring it, or the folder can't be written to.
         """
         from filelock import FileLock, Timeout
 
@@ -50,7 +50,7 @@ class RecordStore:
                 yield
         except Timeout:
             raise UserError(
-                f"another run measures suite {suite} into {self.folder}: wait for its end, or give --results another folder"
+                f"another run is measuring suite {suite} into {self.folder}: wait for it, or pass another folder to --results"
             ) from None
         except OSError as error:
             if error.filename is None or Path(error.filename) not in (lock, lock.parent):
@@ -58,33 +58,35 @@ class RecordStore:
             raise UserError(f"{lock.parent}: can't be written to ({error.strerror})") from error
 
     def stamp(self, record: Record, now: datetime.datetime) -> str:
-        """When a record was finished: now, but after every earlier record of its cell, whatever the clock does.
+        """The time to write into a finished record: now, or a second after the cell's latest record if that is later.
 
         Args:
-            record: that is about to be written.
+            record: about to be written.
             now: in UTC.
 
         Raises:
-            UserError: one of them is finished more than a day ahead of now.
+            UserError: another record of the cell lies more than a day in the future.
         """
         latest = now
         for path in self.path(record).parent.glob(f"*-{record.cell_id[:8]}-*.json"):
-            found = read(path)
-            if isinstance(found, Problem) or found.cell_id != record.cell_id:
+            other = read(path)
+            if isinstance(other, Problem) or other.cell_id != record.cell_id:
                 continue
-            then = moment(found.finished)
-            if then is not None and then > now + AHEAD:
-                raise UserError(f"{path}: finished {found.finished}, and it is {now:%Y-%m-%d %H:%M} UTC: is this clock right?")
+            then = parse_time(other.finished)
+            if then is not None and then > now + MAX_CLOCK_SKEW:
+                raise UserError(
+                    f"{path}: finished {other.finished}, but it is {now:%Y-%m-%d %H:%M} UTC now: is this machine's clock right?"
+                )
             latest = max(latest, then + datetime.timedelta(seconds=1)) if then is not None and then >= now else latest
         return latest.isoformat(timespec="seconds")
 
     def write(self, record: Record, trace: Path | None = None, suffix: str = ".nll.npy") -> Path:
-        """Put a record in place, atomically; its finished trace first, so that no record lacks one.
+        """Write a record atomically. Its trace comes first, so that no record lacks its trace.
 
         Args:
             record: to write.
-            trace: its finished trace, which is moved; None if there is none.
-            suffix: of the trace's name from then on.
+            trace: the finished trace, which is moved here; None if there is none.
+            suffix: of the trace's new name.
 
         Raises:
             OSError: the folder can't be written to.
@@ -101,24 +103,24 @@ class RecordStore:
         return path
 
     def finished(self, record: Record) -> Record | None:
-        """The record that already answers this one's cell with the same key, if its trace is still there."""
-        found = read(self.path(record))
-        if isinstance(found, Problem) or found.status != "ok" or (found.cell_id, found.key) != (record.cell_id, record.key):
+        """The stored record with the same cell and key, if it went well and its trace still exists."""
+        stored = read(self.path(record))
+        if isinstance(stored, Problem) or stored.status != "ok" or (stored.cell_id, stored.key) != (record.cell_id, record.key):
             return None
-        return found if found.trace is None or (self.path(found).parent / found.trace.file).exists() else None
+        return stored if stored.trace is None or (self.path(stored).parent / stored.trace.file).exists() else None
 
     def files(self) -> Iterator[tuple[Path, Record | Problem]]:
-        """Every file of the folder with the record in it, or with what is wrong with it, in the order of their paths.
+        """Every file of the folder with its record, or its problem, ordered by path.
 
         Raises:
-            UserError: it is not a folder.
+            UserError: the folder is a file.
         """
         if self.folder.exists() and not self.folder.is_dir():
-            raise UserError(f"{self.folder}: a file; give the folder of the records")
+            raise UserError(f"{self.folder} is a file; pass the folder that holds the records")
         for path in sorted(self.folder.rglob("*.json")):
             yield path, read(path)
 
     def read_all(self) -> tuple[list[Record], list[Problem]]:
-        """Every record, in the order of their paths, and every file that is none."""
-        found = [file for _, file in self.files()]
-        return [f for f in found if isinstance(f, Record)], [f for f in found if isinstance(f, Problem)]
+        """All records, and the problems of all other files, ordered by path."""
+        contents = [content for _, content in self.files()]
+        return [x for x in contents if isinstance(x, Record)], [x for x in contents if isinstance(x, Problem)]

@@ -11,7 +11,7 @@ from typing import Any
 from kvbench.harness.core import plugins
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics
-from kvbench.harness.records.rules import RUN_NATS, SUM, Held
+from kvbench.harness.records.rules import RUN_NATS, SUM, Checked
 from kvbench.harness.report.compare import largest_difference
 from kvbench.harness.report.gate_pair import Pair, Result, State
 from kvbench.harness.report.gate_rules import figures, rule_of
@@ -37,7 +37,7 @@ def table(pair: Pair) -> Iterator[Result]:
         rule = rule_of(pair.base, name)
         if rule is None:
             yield "figures", "could not compare", f"nothing says how {'.'.join(name)} is held"
-        elif isinstance(rule, Held) and _applies(rule, pair):
+        elif isinstance(rule, Checked) and _applies(rule, pair):
             count[rule.check] = count.get(rule.check, 0) + 1
             if name not in now or not rule.allows(value, now[name]):
                 wrong.setdefault(rule.check, []).append(f"{_short('.'.join(name))} {_told(value)} -> {_told(now.get(name))}")
@@ -48,7 +48,7 @@ def table(pair: Pair) -> Iterator[Result]:
             yield check, "ok", f"{held} as in the baseline"
 
 
-def _applies(rule: Held, pair: Pair) -> bool:
+def _applies(rule: Checked, pair: Pair) -> bool:
     if rule.where == "bounded":
         return pair.base.cell.capacity is not None
     return rule.where == "everywhere" or not pair.not_rounded_alike

@@ -21,7 +21,7 @@ class TaskReport:
 
     Attributes:
         options: what a suite may say.
-        metrics: its figures; each field says how the gate holds it (`records/rules.py`).
+        metrics: its figures; each field says how the gate checks it (`records/rules.py`).
         data_facts: what its records tell of what was read.
         trace: suffix of the file of per-token, per-question or per-step figures beside a record; None if it keeps none.
         columns: figures that its table shows; all plain numbers if empty.

@@ -1,13 +1,39 @@
-"""Tasks, one file or package each, and what the author of one imports. See "A task of your own" in CONTRIBUTING.md."""
+"""Tasks, one file or package each, and the names that a task imports ("A task of your own" in CONTRIBUTING.md)."""
 
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import AnswerMetrics, NllMetrics, PeakMetrics, ScoreMetrics, StepMetrics
-from kvbench.harness.records.rules import ANSWERED, BYTES, EXACT, TIME, Compared, NotHeld, near
+from kvbench.harness.records.rules import ANSWERED, BYTES, EXACT, TIME, Compared, Unchecked, near
 from kvbench.harness.records.types import Amount, Count, Duration, Nats, Number, Part, Positive, Share
 from kvbench.harness.tasks.task import Data, Job, MeasurementError, Metrics, Options, RandomTokens, Task, Tokenizer
 
 __all__ = [
-    "ANSWERED", "BYTES", "EXACT", "TIME", "Amount", "AnswerMetrics", "Compared", "Count", "Data", "Duration", "Job",
-    "MeasurementError", "Metrics", "Nats", "NllMetrics", "NotHeld", "Number", "Options", "Part", "PeakMetrics", "Positive",
-    "RandomTokens", "Record", "ScoreMetrics", "Share", "StepMetrics", "Task", "Tokenizer", "near",
+    "ANSWERED",
+    "BYTES",
+    "EXACT",
+    "TIME",
+    "Amount",
+    "AnswerMetrics",
+    "Compared",
+    "Count",
+    "Data",
+    "Duration",
+    "Job",
+    "MeasurementError",
+    "Metrics",
+    "Nats",
+    "NllMetrics",
+    "Number",
+    "Options",
+    "Part",
+    "PeakMetrics",
+    "Positive",
+    "RandomTokens",
+    "Record",
+    "ScoreMetrics",
+    "Share",
+    "StepMetrics",
+    "Task",
+    "Tokenizer",
+    "Unchecked",
+    "near",
 ]  # fmt: skip

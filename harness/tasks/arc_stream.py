@@ -1,7 +1,7 @@
-"""ARC as one endless stream: all questions and answers one after the other, exact match at every answer.
+"""ARC as one endless stream: all questions and answers in a row; each answer must match exactly.
 
 Source: Xiao et al. 2023, arXiv:2309.17453, Section 4.3, Table 5.
-Differs: the paper does not say how a question is put; ours lists the choices by label and asks for the label.
+Differs: the paper does not give its prompt. Ours lists the choices by label and asks for the label.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvbench.harness.records.metrics import AnswerMetrics
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.machines import row_label
 from kvbench.harness.report.markdown import asked, cache_bytes, count, table
-from kvbench.harness.tasks.common.answers import AnsweringTask, Context, cell
+from kvbench.harness.tasks.common.answers import AnsweringTask, Context, percent_or_status
 from kvbench.harness.tasks.task import Job, Options, Tokenizer
 
 if TYPE_CHECKING:
@@ -29,11 +29,14 @@ class ArcStreamOptions(Options):
     """Options of the ARC stream."""
 
     name: Literal["arc_stream"] = "arc_stream"
-    subset: Literal["ARC-Easy", "ARC-Challenge"] = Field("ARC-Easy", description="which questions")
-    split: Literal["train", "validation", "test"] = Field("test", description="of the data")
-    questions: int | None = Field(None, ge=1, description="only the first so many")
-    context: Context = Field("gold", description="what stays of a question: with the right answer, the model's, or nothing")
-    one_at_a_time: bool | None = Field(None, description="every question with a fresh cache, the yardstick without a stream")
+    subset: Literal["ARC-Easy", "ARC-Challenge"] = Field("ARC-Easy", description="set of questions")
+    split: Literal["train", "validation", "test"] = Field("test", description="split of the data")
+    questions: int | None = Field(None, ge=1, description="number of questions to ask, from the first; all if not given")
+    context: Context = Field(
+        "gold",
+        description="what a question leaves in the stream: the right answer (gold), the model's (model), or nothing (none)",
+    )
+    one_at_a_time: bool | None = Field(None, description="each question gets a fresh cache: the baseline without a stream")
 
 
 class ArcStream(AnsweringTask):
@@ -46,7 +49,7 @@ class ArcStream(AnsweringTask):
 
     @staticmethod
     def data(options: ArcStreamOptions, tokenizer: Tokenizer, directory: Path | None) -> QuizData:
-        """The questions of the split, in their order."""
+        """The questions of the split, in order."""
         from kvbench.harness.data import arc
         from kvbench.harness.data.questions import Script, quiz_data
 
@@ -62,29 +65,29 @@ class ArcStream(AnsweringTask):
 
     @staticmethod
     def total(options: ArcStreamOptions) -> int:
-        """About 60 tokens a question."""
+        """About 60 tokens per question."""
         return 60 * (options.questions or 2376)
 
     @classmethod
     def longest(cls, options: ArcStreamOptions) -> int:
-        """All questions, or one where each has a cache of its own."""
+        """All questions; one question if each gets a fresh cache."""
         return 60 if options.one_at_a_time else cls.total(options)
 
     @classmethod
     def windows(cls, options: ArcStreamOptions) -> float:
-        """About four tokens an answer."""
+        """About four tokens per answer."""
         return 4 * (options.questions or 2376)
 
     @staticmethod
     def run(options: ArcStreamOptions, job: Job) -> AnswerMetrics:
-        """Read, ask, compare; the trace gets every answer."""
-        from kvbench.harness.tasks.common.answering import answered
+        """Read the stream and answer its questions; the trace gets each answer."""
+        from kvbench.harness.tasks.common.answering import answer_questions
 
-        return answered(job, options.context, said)
+        return answer_questions(job, options.context, label_in)
 
     @classmethod
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:
-        """Policies down, Easy and Challenge across, percent right with a 95 % Wilson interval."""
+        """A row per policy, a column per subset: percent right with a 95 % Wilson interval."""
         subsets = sorted({_subset(r) for r in records}, reverse=True)
         rows: dict[tuple[str, str], dict[str, Record]] = {}
         for record in records:
@@ -93,8 +96,8 @@ class ArcStream(AnsweringTask):
         lines = []
         for name, row in rows.items():
             kv_bytes = next(iter(row.values())).metrics.kv_bytes
-            lines.append([*name, *(cell(row.get(s)) for s in subsets), cache_bytes(kv_bytes)])
-        head, about = ["policy", "capacity", *subsets, "K/V"], f"{asked(records[0])}Percent right, 95 % Wilson intervals:\n"
+            lines.append([*name, *(percent_or_status(row.get(s)) for s in subsets), cache_bytes(kv_bytes)])
+        head, about = ["policy", "capacity", *subsets, "K/V"], f"{asked(records[0])}Percent right with 95 % Wilson intervals:\n"
         return [about, *table(head, lines, "lr" + "r" * len(subsets) + "r")]
 
 
@@ -102,7 +105,7 @@ def _subset(record: Record) -> str:
     return record.cell.task_options(ArcStreamOptions).subset
 
 
-def said(completion: str) -> str:
-    """The label in a completion: its first word, without a full stop or brackets around it."""
-    first = re.match(r"\s*\(?(\w+)", completion.split("\n", 1)[0])
-    return first[1] if first else ""
+def label_in(completion: str) -> str:
+    """The label in a completion: the first word of its first line, without punctuation."""
+    word = re.match(r"\s*\(?(\w+)", completion.split("\n", 1)[0])
+    return word[1] if word else ""

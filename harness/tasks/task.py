@@ -1,4 +1,4 @@
-"""What a task is: options of a suite, and a measurement of one cell or of several side by side."""
+"""The interface of a task: options in a suite, and the measurement of one cell or of several side by side."""
 
 from __future__ import annotations
 
@@ -19,46 +19,44 @@ if TYPE_CHECKING:
     from kvbench.harness.engine.method import Method
     from kvbench.harness.engine.model import Model
 
-__all__ = ["LONGEST", "Data", "Job", "MeasurementError", "Metrics", "Options", "RandomTokens", "Task", "Tokenizer"]
+__all__ = ["MAX_TOKENS", "Data", "Job", "MeasurementError", "Metrics", "Options", "RandomTokens", "Task", "Tokenizer"]
 
-Tokenizer = Callable[[], "PreTrainedTokenizerBase"]  # loaded when called: not every task needs one
+Tokenizer = Callable[[], "PreTrainedTokenizerBase"]  # loads the tokenizer
 
-
-LONGEST = 10**9  # tokens that a task may be asked for: days of work
+MAX_TOKENS = 10**9  # a stream that takes days to read
 
 
 class Data(Protocol):
-    """What a task reads."""
+    """The data that a task reads."""
 
     @property
     def ids_sha256(self) -> str:
-        """Fingerprint of all token ids."""
+        """Hash of all token ids."""
 
     @property
     def tokens(self) -> int:
-        """How many will be read, for progress and speed; the prefix is not counted."""
+        """Number of tokens to read, without the prefix, for progress and speed."""
 
     def facts(self) -> dict[str, Any]:
-        """For the record: source, fingerprints, tokens, prefix."""
+        """The record's `data`: source, hashes, tokens, prefix."""
 
 
 @dataclass(frozen=True)
 class RandomTokens:
-    """Token ids drawn uniformly by the task itself, where what they say does not matter."""
+    """Token ids that the task draws uniformly, where the text does not matter."""
 
     tokens: int
     ids_sha256: str = "uniform random token ids"
 
     def facts(self) -> dict[str, Any]:
-        """What the record says of what was read."""
+        """The record's `data`."""
         return {"source": self.ids_sha256, "tokens": self.tokens}
 
 
-def _open(*what: Any, **how: Any) -> Decoder:
-    """A decoder (`engine/loop.py`)."""
+def _new_decoder(*args: Any, **kwargs: Any) -> Decoder:
     from kvbench.harness.engine.loop import decoder
 
-    return decoder(*what, **how)
+    return decoder(*args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -66,14 +64,14 @@ class Job:
     """One cell, ready to be measured.
 
     Attributes:
-        model: adopted and checked.
-        config: what the cache keeps.
-        data: what the task's `data` returned.
-        block: T, tokens that pass a layer at once.
-        method: shortcuts that decoders may take.
-        trace: file to write per-token or per-question figures to.
-        progress: called with (tokens done, the figure so far in words).
-        open: makes the decoder; replaced by tests.
+        model: passed the self-check.
+        config: policy and capacity of the cache.
+        data: returned by the task's `data`.
+        block: tokens per block.
+        method: faster methods that decoders may use.
+        trace: file to write figures per token, question or step to.
+        progress: called with (tokens done, the figure so far as text).
+        open: creates a decoder; tests replace it.
     """
 
     model: Model
@@ -83,27 +81,27 @@ class Job:
     method: Method
     trace: Path
     progress: Callable[[int, str], None]
-    open: Callable[..., Decoder] = field(default=_open)
+    open: Callable[..., Decoder] = field(default=_new_decoder)
 
     def decoder(self, streams: int = 1) -> Decoder:
-        """A fresh decoder for the cell."""
+        """A decoder with an empty cache."""
         return self.open(self.model, self.config, streams, self.method)
 
 
 class MeasurementError(RuntimeError):
-    """A cell that could not be measured to its end: it becomes a failed record."""
+    """The cell can't be measured; its record says that it failed."""
 
 
 class Task(TaskReport, ABC):
-    """A measurement, in one file: what it needs, how it is done (`run` or `run_together`), and what its records say.
+    """One kind of measurement: its data, how it runs (`run` or `run_together`), and how its records are shown.
 
-    A task's module imports torch, transformers and the engine inside of functions only: pages of records are made without them.
+    A task's module imports torch, transformers and the engine inside functions only, because pages are rendered without them.
 
     Attributes:
-        of_device: device and thread count are part of what is measured, and so of a record's key.
-        together: cells of one model and the same options are measured side by side, interleaved, and finish together.
-        apart: on a CPU every cell runs in a process of its own.
-        block_of_all: a job's `block` counts the tokens of all streams together, not those of each.
+        of_device: figures depend on the device and the number of threads, so both are part of a record's key.
+        together: cells with the same model and options are measured side by side, interleaved, and finish together.
+        apart: on a CPU, each cell runs in its own process.
+        block_of_all: a job's `block` counts the tokens of all streams together, not of each.
     """
 
     of_device: ClassVar[bool] = False
@@ -114,25 +112,25 @@ class Task(TaskReport, ABC):
     @staticmethod
     @abstractmethod
     def data(options: Any, tokenizer: Tokenizer, directory: Path | None) -> Data:
-        """What the cells of a model read.
+        """The data that all cells of a model read.
 
         Raises:
-            UserError: there is none.
+            UserError: the data is missing.
         """
 
     @staticmethod
     @abstractmethod
     def total(options: Any) -> int:
-        """Tokens to process, at most, for estimates before there is any data."""
+        """Upper bound of the tokens to process, for estimates before the data is loaded."""
 
     @classmethod
     def longest(cls, options: Any) -> int:
-        """Tokens of its longest stream, about, for estimates."""
+        """Approximate tokens of the longest stream, for estimates."""
         return cls.total(options) // cls.streams(options)
 
     @classmethod
     def windows(cls, options: Any) -> float:
-        """How many windows a policy that recomputes them runs, about, for estimates."""
+        """Approximate number of windows that `recompute_window` computes, for estimates."""
         return cls.total(options)
 
     @staticmethod
@@ -140,17 +138,17 @@ class Task(TaskReport, ABC):
         """Measure one cell.
 
         Raises:
-            MeasurementError: no honest number came out.
+            MeasurementError: the cell can't be measured.
         """
         raise NotImplementedError
 
     @classmethod
     def run_together(cls, options: Any, jobs: Sequence[Job]) -> list[Metrics | Exception]:
-        """Measure cells side by side: for each its figures, or the error it failed with."""
+        """Measure cells side by side. Returns figures or an error for each."""
         results: list[Metrics | Exception] = []
         for job in jobs:
             try:
                 results.append(cls.run(options, job))
-            except Exception as error:  # whatever goes wrong in a cell, the others go on
+            except Exception as error:  # the other cells go on
                 results.append(error)
         return results

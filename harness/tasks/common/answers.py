@@ -1,4 +1,4 @@
-"""What tasks with questions on the way say of their records."""
+"""How records of tasks with questions in a stream are read, checked and compared."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import Field
 
 from kvbench.harness.core.intervals import wilson
 from kvbench.harness.records import Record
-from kvbench.harness.records.aggregates import of_answers
+from kvbench.harness.records.aggregates import answer_figures
 from kvbench.harness.records.facts import Data
 from kvbench.harness.records.metrics import AnswerMetrics, Metrics, QuestionMetrics
 from kvbench.harness.records.rules import EXACT
@@ -25,15 +25,15 @@ Context = Literal["gold", "model", "none"]
 
 
 class QuizFacts(Data):
-    """Streams with questions in them."""
+    """Data of streams with questions."""
 
-    streams: Annotated[Count | None, EXACT] = Field(None, description="independent streams")
-    questions: Annotated[Count | None, EXACT] = Field(None, description="asked in all of them")
-    line_tokens: Annotated[Duration | None, EXACT] = Field(None, description="mean tokens of a line")
+    streams: Annotated[Count | None, EXACT] = Field(None, description="number of independent streams")
+    questions: Annotated[Count | None, EXACT] = Field(None, description="number of questions in all streams")
+    line_tokens: Annotated[Duration | None, EXACT] = Field(None, description="mean tokens per line")
 
 
 class AnsweringTask(Task):
-    """A task whose questions are answered on the way through a stream; the trace has a line of JSON for each."""
+    """A task that asks questions during a stream. The trace has one line of JSON per answer."""
 
     metrics: ClassVar[type[Metrics]] = AnswerMetrics
     data_facts: ClassVar[type[Data]] = QuizFacts
@@ -41,37 +41,37 @@ class AnsweringTask(Task):
 
     @classmethod
     def from_trace(cls, record: Record, trace: Path) -> Mapping[str, Any]:
-        """All of them; whether an answer is right is looked at again, too."""
-        lines = [json.loads(line) for line in trace.read_text(encoding="utf-8").splitlines()]
-        return of_answers([a | ({"right": a["said"] == a["gold"]} if {"said", "gold"} <= set(a) else {}) for a in lines])
+        """All figures; each answer is compared with the right one again."""
+        answers = [json.loads(line) for line in trace.read_text(encoding="utf-8").splitlines()]
+        return answer_figures([a | ({"right": a["said"] == a["gold"]} if {"said", "gold"} <= set(a) else {}) for a in answers])
 
     @classmethod
     def derived(cls, record: Record) -> Iterator[tuple[str, Any]]:
-        """The share of right answers, and their number by the outcomes."""
-        return of_outcomes(record)
+        """Share and number of right answers, from the outcomes."""
+        return right_answers(record)
 
     @classmethod
     def headline(cls, record: Record) -> str:
-        """Right answers, and of how many."""
+        """Accuracy, and the number of questions."""
         metrics = record.measured(AnswerMetrics)
         return "" if metrics is None else f"accuracy {metrics.accuracy:.1%} of {metrics.questions}"
 
     @classmethod
     def differences(cls, a: Record, b: Record, traces: Traces) -> list[Difference]:
-        """Of the share of right answers, question by question."""
+        """Accuracy, paired by question."""
         return compare.accuracy(a, b)
 
 
-def of_outcomes(record: Record) -> Iterator[tuple[str, Any]]:
-    """What follows from the outcomes of questions."""
+def right_answers(record: Record) -> Iterator[tuple[str, Any]]:
+    """Share and number of right answers, from the outcomes."""
     metrics = record.measured(QuestionMetrics)
     if metrics is not None and metrics.right is not None:
         yield "accuracy", metrics.right / metrics.questions
         yield "right", (metrics.outcomes or "").count("1")
 
 
-def cell(record: Record | None) -> str:
-    """Percent right with its interval; the status of a cell that failed."""
+def percent_or_status(record: Record | None) -> str:
+    """Percent right with its interval; the status if the cell failed."""
     if record is None:
         return ""
     metrics = record.measured(AnswerMetrics)

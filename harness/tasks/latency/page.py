@@ -1,4 +1,4 @@
-"""Latency: a step at the end of the stream, beside dense, beside recompute and beside what the memory allows."""
+"""The latency page: a step at the end of the stream, compared with dense, recompute and the roofline."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from kvbench.harness.tasks.latency.schema import LatencyMetrics, LatencyOptions
 
 
 def body(records: Sequence[Record]) -> list[str | Chart]:
-    """Machine by machine the steady state, a picture of it over the capacity, then the curve over the stream."""
+    """For each machine: the steady state, a chart of it over the capacity, and the curve over the stream."""
     task = records[0].cell.task_options(LatencyOptions)
     about = (
         f"One decode step, {task.batch} stream{'s' if task.batch > 1 else ''}, after {count(task.tokens)} tokens. "
-        "ms/token is the median with half its 95 % interval. Speed-ups are medians over rounds in which both were measured "
-        "in turn, with their interval: against dense with the whole stream in its cache, and against recomputing the same "
-        "capacity. Bookkeeping is what statistics, scoring and evicting take of a step. The roofline is the shortest time "
-        "the bytes (or operations) of a step can take on this device, both measured at the start. Slots: in use / attended.\n"
+        "ms/token is the median with half its 95 % interval. Speed-ups are medians over the rounds that timed both cells, "
+        "with their interval: over dense, which caches the whole stream, and over recomputing a window of the same capacity. "
+        "Bookkeeping is the share of a step spent on statistics, scoring and eviction. The roofline is the shortest time that "
+        "the bytes or operations of a step can take at this device's rates, measured at the start. Slots: in use / attended.\n"
     )
-    head = ["policy", "capacity", "ms/token", "p90", "p99", "tokens/s", "first token ms", "speed-up on dense", "on recompute",
+    head = ["policy", "capacity", "ms/token", "p90", "p99", "tokens/s", "first token ms", "speed-up over dense", "over recompute",
             "bookkeeping", "× roofline", "slots", "K/V", "state", "status"]  # fmt: skip
     lines: list[str | Chart] = [about]
     for machine, part in by_machine(records):
@@ -50,22 +50,24 @@ def _row(record: Record, records: Sequence[Record]) -> list[str]:
 
 
 def _curve(records: Sequence[Record]) -> list[str]:
-    """Milliseconds a token over the stream."""
-    having = [(r, m.curve) for r in records if (m := r.measured(LatencyMetrics))]
-    points = sorted({point.position for _, curve in having for point in curve})
+    """Milliseconds per token over the stream."""
+    curves = [(r, m.curve) for r in records if (m := r.measured(LatencyMetrics))]
+    points = sorted({point.position for _, curve in curves for point in curve})
     rows = []
-    for record, curve in having:
+    for record, curve in curves:
         steps = {point.position: point for point in curve}
         cells = (f"{steps[p].step_ms:.3g} ± {steps[p].error:.0%}" if p in steps else "" for p in points)
         rows.append([label(record), count(record.cell.capacity), *cells])
     head = ["policy", "capacity", *(f"after {p:,}" for p in points)]
     return (
-        ["ms/token over the stream, while caches fill and after:\n", *table(head, rows, "lr" + "r" * len(points))] if rows else []
+        ["ms/token over the stream, while caches fill and afterwards:\n", *table(head, rows, "lr" + "r" * len(points))]
+        if rows
+        else []
     )
 
 
 def _rates(records: Sequence[Record]) -> list[str]:
-    """What the device was found to do."""
+    """Rates measured on the device."""
     rates = [m.device for r in records if (m := r.measured(LatencyMetrics))]
-    seen = dict.fromkeys(f"{x.bandwidth / 1e9:,.1f} GB/s, {x.multiply_rate / 1e12:,.2f} TFLOP/s" for x in rates)
-    return [f"Measured at the start: {md('; '.join(seen))}.\n"] if seen else []
+    texts = dict.fromkeys(f"{x.bandwidth / 1e9:,.1f} GB/s, {x.multiply_rate / 1e12:,.2f} TFLOP/s" for x in rates)
+    return [f"Device rates, measured at the start: {md('; '.join(texts))}.\n"] if texts else []

@@ -1,7 +1,7 @@
-"""A task of lm-eval under a policy: its questions, prompts and scores, read by the decode loop, evicting as it goes.
+"""A task of lm-eval under a policy: lm-eval's questions, prompts and scores, with our decode loop.
 
 Source: the zero-shot tasks of Xiao et al. 2023, arXiv:2309.17453, Table 9, and LongBench in its Table 8, as lm-eval has them.
-Differs: lm-eval's prompts and scores are taken as they are, and are not the ones that the paper used (docs/tasks/lm_eval.md).
+Differs: lm-eval's prompts and scores differ from those in the paper (docs/tasks/lm_eval.md).
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvbench.harness.records import Record
-from kvbench.harness.records.aggregates import of_samples
+from kvbench.harness.records.aggregates import sample_figures
 from kvbench.harness.records.facts import Data
 from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.report import compare
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.difference import Difference, Traces
-from kvbench.harness.tasks.common.answers import of_outcomes
+from kvbench.harness.tasks.common.answers import right_answers
 from kvbench.harness.tasks.lm_eval import page
 from kvbench.harness.tasks.lm_eval.schema import LmEvalFacts, LmEvalMetrics, LmEvalOptions
 from kvbench.harness.tasks.task import Job, Options, Task, Tokenizer
@@ -41,69 +41,69 @@ class LmEval(Task):
 
     @staticmethod
     def data(options: LmEvalOptions, tokenizer: Tokenizer, directory: Path | None) -> LmEvalData:
-        """The task's questions, all requests built."""
+        """The task's questions as requests."""
         from kvbench.harness.tasks.lm_eval.requests import requests
 
         return requests(options, tokenizer())
 
     @staticmethod
     def total(options: LmEvalOptions) -> int:
-        """A guess: four answers of a hundred tokens to each of a thousand questions."""
+        """A guess: a thousand questions, four answers each, a hundred tokens per answer."""
         return 400 * (options.limit or 1000)
 
     @classmethod
     def streams(cls, options: LmEvalOptions) -> int:
-        """A batch of requests, at most."""
+        """The batch size."""
         return options.batch
 
     @classmethod
     def longest(cls, options: LmEvalOptions) -> int:
-        """A guess, where the task does not make prompts of a length."""
+        """A guess, unless an option sets the length of prompts."""
         return options.max_seq_length or options.prompt_tokens or 1000
 
     @staticmethod
     def run(options: LmEvalOptions, job: Job) -> LmEvalMetrics:
-        """Let lm-eval ask; the trace gets every question's score, with log-likelihoods or what was said."""
+        """Run the task; the trace gets each question's score and log-likelihoods or answer."""
         from kvbench.harness.tasks.lm_eval.measure import measure
 
         return measure(options, job)
 
     @classmethod
     def from_trace(cls, record: Record, trace: Path) -> Mapping[str, Any]:
-        """The scores, and what follows from them."""
-        return of_samples([json.loads(line) for line in trace.read_text(encoding="utf-8").splitlines()])
+        """All figures that follow from the scores."""
+        return sample_figures([json.loads(line) for line in trace.read_text(encoding="utf-8").splitlines()])
 
     @classmethod
     def derived(cls, record: Record) -> Iterator[tuple[str, Any]]:
-        """What follows from the outcomes; where they are there, they are the score."""
-        yield from of_outcomes(record)
+        """Right answers from the outcomes; if there are outcomes, accuracy is the score."""
+        yield from right_answers(record)
         metrics = record.measured(LmEvalMetrics)
         if metrics is not None and metrics.accuracy is not None:
             yield "score", metrics.accuracy
 
     @classmethod
     def cached_tokens(cls, record: Record) -> tuple[int, int] | None:
-        """Of one request; what stays of a prompt that is not streamed is another count."""
+        """One request's tokens; unknown unless prompts are streamed."""
         capacity = record.cell.capacity
         streamed = record.cell.task_options(LmEvalOptions).prompt == "stream"
         return (1, capacity) if streamed and capacity is not None else None
 
     @classmethod
     def headline(cls, record: Record) -> str:
-        """The score, and of how many questions."""
+        """The score, and the number of questions."""
         return page.headline(record)
 
     @classmethod
     def heading(cls, record: Record) -> str:
-        """With how prompts are read: what is query-aware is never in one table with what is not."""
+        """Includes how prompts are read: query-aware and query-blind scores never share a table."""
         return f"lm-eval, prompt {record.cell.task_options(LmEvalOptions).prompt}"
 
     @classmethod
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:
-        """Policies down, tasks across; then what each policy's scores lack to dense's, question by question."""
+        """A row per policy and a column per task: scores, then paired differences to dense."""
         return page.body(records)
 
     @classmethod
     def differences(cls, a: Record, b: Record, traces: Traces) -> list[Difference]:
-        """Of the scores, question by question."""
+        """Scores, paired by question."""
         return [*compare.accuracy(a, b), *compare.score(a, b)]

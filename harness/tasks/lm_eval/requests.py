@@ -20,12 +20,12 @@ class LmEvalData:
     """A task's questions.
 
     Attributes:
-        loaded: as lm-eval's `evaluate` takes it.
+        loaded: the argument of lm-eval's `evaluate`.
         tokenizer: of the model.
-        source: where the questions came from, in words.
-        questions: how many.
-        lengths: tokens of every request.
-        ids_sha256: of the token ids of all requests.
+        source: name and version of the task.
+        questions: number of questions.
+        lengths: tokens of each request.
+        ids_sha256: hash of the token ids of all requests.
     """
 
     loaded: dict[str, Any]
@@ -37,11 +37,11 @@ class LmEvalData:
 
     @property
     def tokens(self) -> int:
-        """Of all requests."""
+        """Tokens of all requests."""
         return sum(self.lengths)
 
     def facts(self) -> dict[str, Any]:
-        """For the record."""
+        """The record's `data`."""
         return {
             "source": self.source, "ids_sha256": self.ids_sha256, "tokens": self.tokens, "questions": self.questions,
             "requests": len(self.lengths), "longest_request": max(self.lengths), "lm_eval": version("lm-eval"),
@@ -49,7 +49,7 @@ class LmEvalData:
 
 
 def requests(options: LmEvalOptions, tokenizer: PreTrainedTokenizerBase) -> LmEvalData:
-    """The task's questions, all requests built."""
+    """Load a task and build its requests."""
     metadata: dict[str, Any] = {} if options.max_seq_length is None else {"max_seq_lengths": (options.max_seq_length,)}
     metadata |= {"tokenizer": tokenizer.name_or_path} if metadata else {}
     include = [] if options.include is None else [options.include]
@@ -62,19 +62,21 @@ def requests(options: LmEvalOptions, tokenizer: PreTrainedTokenizerBase) -> LmEv
             chat_template=_template(tokenizer) if options.chat_template else None,
             fewshot_as_multiturn=bool(options.chat_template),
         )  # fmt: skip
-    asked = [tokenizer("".join(str(part) for part in i.args[:2] if isinstance(part, str)))["input_ids"] for i in task.instances]
-    if not asked:
-        raise UserError(f"{options.tasks}: lm-eval finds no questions in it")
+    ids_of_requests = [
+        tokenizer("".join(str(part) for part in i.args[:2] if isinstance(part, str)))["input_ids"] for i in task.instances
+    ]
+    if not ids_of_requests:
+        raise UserError(f"lm-eval finds no questions in task {options.tasks}")
     questions = len({i.doc_id for i in task.instances})
-    ids = fingerprint(np.concatenate([np.array(x, np.int64) for x in asked]))
+    ids = fingerprint(np.concatenate([np.array(x, np.int64) for x in ids_of_requests]))
     source = f"lm-eval, {options.tasks} version {task.VERSION}"
-    return LmEvalData(loaded, tokenizer, source, questions, tuple(len(x) for x in asked), ids)
+    return LmEvalData(loaded, tokenizer, source, questions, tuple(len(x) for x in ids_of_requests), ids)
 
 
 def _template(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """The tokenizer's chat template, as lm-eval applies one."""
+    """The tokenizer's chat template with the signature that lm-eval calls."""
 
-    def applied(history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+    def apply(history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         return str(
             tokenizer.apply_chat_template(
                 history, tokenize=False, add_generation_prompt=add_generation_prompt,
@@ -82,4 +84,4 @@ def _template(tokenizer: PreTrainedTokenizerBase) -> Any:
             )
         )  # fmt: skip
 
-    return applied
+    return apply

@@ -1,7 +1,7 @@
-"""Memory: what a cache says it takes, what it is found to take, and the peak over a stream that should not show.
+"""Memory: bytes that a cache reports, bytes that it allocates, and the peak over a stream.
 
-On a CPU a cell runs in a process of its own, whose peak the system keeps (Linux: VmHWM, reset once the model is loaded);
-on CUDA the allocator's statistics tell. Whatever disagrees is flagged in the record.
+On a CPU a cell runs in its own process, and the operating system records the peak (Linux: VmHWM, reset once the model is
+loaded). On CUDA the allocator records it. The record flags bytes that disagree, and a peak that rises once the cache is full.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvbench.harness.tasks.task import Job, Options, RandomTokens, Task, Tokeniz
 
 
 class Memory(Task):
-    """Bytes of the cache, as reported and as found, and the peak over the stream."""
+    """Bytes that the cache reports and allocates, and the peak over the stream."""
 
     options: ClassVar[type[Options]] = MemoryOptions
     metrics: ClassVar[type[Metrics]] = MemoryMetrics
@@ -33,46 +33,46 @@ class Memory(Task):
 
     @staticmethod
     def data(options: MemoryOptions, tokenizer: Tokenizer, directory: Path | None) -> RandomTokens:
-        """Nothing is read but random tokens."""
+        """Random tokens."""
         return RandomTokens(options.tokens)
 
     @staticmethod
     def total(options: MemoryOptions) -> int:
-        """The stream."""
+        """The tokens of all streams."""
         return options.tokens * options.batch
 
     @classmethod
     def streams(cls, options: MemoryOptions) -> int:
-        """A batch."""
+        """The batch size."""
         return options.batch
 
     @classmethod
     def windows(cls, options: MemoryOptions) -> float:
-        """One a block."""
+        """One per block."""
         return options.batch * options.tokens / 256
 
     @staticmethod
     def run(options: MemoryOptions, job: Job) -> MemoryMetrics:
-        """Read the stream, and look at the memory on the way."""
+        """Read the stream, and measure memory at several points."""
         from kvbench.harness.tasks.memory.measure import measure
 
         return measure(options, job)
 
     @classmethod
     def derived(cls, record: Record) -> Iterator[tuple[str, Any]]:
-        """The peak and its growth, from the curve; the bytes of K and V."""
+        """The peak and its growth from the curve; expected bytes of K and V."""
         metrics, capacity = record.measured(MemoryMetrics), record.cell.capacity or 0
         assert metrics is not None
-        filled = next((point for point in metrics.curve if point.position > capacity), metrics.curve[-1])
+        full = next((point for point in metrics.curve if point.position > capacity), metrics.curve[-1])
         yield "peak_bytes", metrics.curve[-1].peak_bytes
-        yield "growth_bytes", metrics.curve[-1].peak_bytes - filled.peak_bytes
+        yield "growth_bytes", metrics.curve[-1].peak_bytes - full.peak_bytes
         expected = kv_bytes(record)
         if expected is not None:
             yield "expected_kv_bytes", expected
 
     @classmethod
     def cached_tokens(cls, record: Record) -> tuple[int, int] | None:
-        """The whole stream, where the cache has no bound."""
+        """The capacity, or the whole stream if the cache is unbounded."""
         options = record.cell.task_options(MemoryOptions)
         return super().cached_tokens(record) or (options.batch, options.tokens)
 
@@ -84,10 +84,10 @@ class Memory(Task):
 
     @classmethod
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:
-        """What is reported beside what was found, and the curve over the stream."""
+        """Reported and allocated bytes, and the curve over the stream."""
         return page.body(records)
 
     @classmethod
     def differences(cls, a: Record, b: Record, traces: Traces) -> list[Difference]:
-        """Peaks are for the gate, which knows what varies; the bytes of the cache are compared for every task."""
+        """None: only the gate compares peaks, and bytes of the cache are compared for every task."""
         return []

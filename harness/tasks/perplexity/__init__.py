@@ -1,8 +1,8 @@
 """Perplexity of a long text, read as one stream with a cache that is never reset.
 
 Source: Xiao et al. 2023, arXiv:2309.17453, Section 4.1 (PG19, books concatenated, token by token).
-Differs: text is tokenised without special tokens and opened once by the tokenizer's own BOS (the release puts
-one before every book); a block of tokens passes one layer at a time, which gives the same numbers.
+Differs: text is tokenised without special tokens and opened once by the tokenizer's own BOS (the release puts one before
+every book). A block of tokens passes one layer at a time, which gives the same numbers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from kvbench.harness.records import Record
-from kvbench.harness.records.aggregates import of_nll
+from kvbench.harness.records.aggregates import nll_figures
 from kvbench.harness.records.metrics import Metrics, NllMetrics
 from kvbench.harness.report import compare
 from kvbench.harness.report.chart import Chart
@@ -27,11 +27,11 @@ from kvbench.harness.tasks.task import Job, Options, Task, Tokenizer
 if TYPE_CHECKING:
     from kvbench.harness.data.stream import TokenStream
 
-_CHARACTERS = 8  # of prose made for a token, more than any tokenizer of ours puts into one
+_CHARACTERS_PER_TOKEN = 8  # generated; more than any of our tokenizers puts into a token
 
 
 class Perplexity(Task):
-    """NLL of every token given the stream before it, as far as the cache holds it."""
+    """NLL of each token, given what the cache holds of the stream before it."""
 
     options: ClassVar[type[Options]] = PerplexityOptions
     metrics: ClassVar[type[Metrics]] = PerplexityMetrics
@@ -41,14 +41,14 @@ class Perplexity(Task):
 
     @staticmethod
     def data(options: PerplexityOptions, tokenizer: Tokenizer, directory: Path | None) -> TokenStream:
-        """The books of the split, one after the other, or generated prose, up to `tokens`."""
+        """Books of the split or generated prose, up to `tokens`."""
         from kvbench.harness.data import pg19
         from kvbench.harness.data.prose import Prose
         from kvbench.harness.data.stream import Text, newline, stream
 
         seed = options.data_seed or 0
         if options.data == "prose":
-            prose = Text("prose", Prose(seed).text(_CHARACTERS * options.tokens))
+            prose = Text("prose", Prose(seed).text(_CHARACTERS_PER_TOKEN * options.tokens))
             source, books = f"prose generated from seed {seed}", iter([prose])
         elif options.book is None:
             source, books = pg19.books(options.split, directory)
@@ -59,44 +59,44 @@ class Perplexity(Task):
 
     @staticmethod
     def total(options: PerplexityOptions) -> int:
-        """All of them are processed."""
+        """All tokens."""
         return options.tokens
 
     @classmethod
     def streams(cls, options: PerplexityOptions) -> int:
-        """The parts of the text that are read side by side."""
+        """The number of streams that the text is cut into."""
         return options.streams or 1
 
     @classmethod
     def windows(cls, options: PerplexityOptions) -> float:
-        """One a scored token."""
+        """One per scored token."""
         return options.tokens / options.stride
 
     @staticmethod
     def run(options: PerplexityOptions, job: Job) -> PerplexityMetrics:
-        """Score the stream; the trace gets one float32 NLL a token, NaN where none was scored."""
+        """Score the stream; the trace gets one float32 NLL per token, NaN for tokens that are not scored."""
         from kvbench.harness.tasks.perplexity.measure import measure
 
         return measure(options, job)
 
     @classmethod
     def from_trace(cls, record: Record, trace: Path) -> Mapping[str, Any]:
-        """All but what needs the text: bytes and the costs of facts."""
+        """All figures but bytes and the costs of facts, which need the text."""
         nll, metrics = np.load(trace, mmap_mode="r"), record.measured(NllMetrics)
         options = record.cell.task_options(PerplexityOptions)
         assert metrics is not None
-        figures = of_nll(nll, len(record.data.prefix), [0], options.stride, cls.streams(options))
-        figures["texts"] = _split(nll[np.isfinite(nll)], metrics.texts.tokens)  # scored tokens of each: where they begin
+        figures = nll_figures(nll, len(record.data.prefix), [0], options.stride, cls.streams(options))
+        figures["texts"] = _text_sums(nll[np.isfinite(nll)], metrics.texts.tokens)
         if "on_stride" in figures:
-            own = record.metrics.as_json()["on_stride"]
-            figures["on_stride"] |= {"texts": own["texts"]}
-            if sum(own["texts"]["tokens"]) != sum(own["tokens"]):
-                raise ValueError("texts and runs on the stride differ in tokens")
+            on_stride = record.metrics.as_json()["on_stride"]
+            figures["on_stride"] |= {"texts": on_stride["texts"]}
+            if sum(on_stride["texts"]["tokens"]) != sum(on_stride["tokens"]):
+                raise ValueError("on_stride: texts and runs differ in their number of tokens")
         return figures
 
     @classmethod
     def derived(cls, record: Record) -> Iterator[tuple[str, Any]]:
-        """Perplexity, and bits per byte where the bytes are known: older records lack them."""
+        """Perplexity, and bits per byte; older records lack the bytes."""
         metrics = record.measured(NllMetrics)
         assert metrics is not None
         yield "perplexity", math.exp(min(metrics.nll, 700.0))
@@ -105,7 +105,7 @@ class Perplexity(Task):
 
     @classmethod
     def cached_tokens(cls, record: Record) -> tuple[int, int] | None:
-        """All tokens of a stream but the last, after which nothing is asked, where the cache has no bound."""
+        """The capacity; if the cache is unbounded, all tokens of a stream but the last, which is never read."""
         if record.cell.capacity is not None:
             return super().cached_tokens(record)
         streams = cls.streams(record.cell.task_options(PerplexityOptions))
@@ -113,24 +113,24 @@ class Perplexity(Task):
 
     @classmethod
     def headline(cls, record: Record) -> str:
-        """Of all tokens that the record scored."""
+        """Perplexity over all tokens that the record scored."""
         return page.headline(record)
 
     @classmethod
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:
-        """The whole stream, paired differences, and by position."""
+        """Perplexity, paired differences, charts, and tables by position."""
         return page.body(records)
 
     @classmethod
     def differences(cls, a: Record, b: Record, traces: Traces) -> list[Difference]:
-        """Paired, token by token."""
+        """NLL, paired by token."""
         return compare.nll(a, b, traces)
 
 
-def _split(values: Any, counts: list[int]) -> dict[str, Any]:
-    """Sums of scored tokens, text by text."""
+def _text_sums(values: Any, counts: list[int]) -> dict[str, Any]:
+    """NLL and number of scored tokens of each text."""
     ends = np.cumsum(counts)
     if not len(ends) or ends[-1] != len(values):
-        raise ValueError(f"{sum(counts)} scored tokens in the texts, {len(values)} in the trace")
+        raise ValueError(f"the texts have {sum(counts)} scored tokens, but the trace has {len(values)}")
     sums = [float(part.sum(dtype=np.float64)) for part in np.split(values, ends[:-1])]
     return {"nll_sum": [round(x, 5) for x in sums], "tokens": counts}

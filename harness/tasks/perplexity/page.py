@@ -1,4 +1,4 @@
-"""Perplexity: the whole stream, paired differences, and by position."""
+"""The perplexity page: the whole stream, paired differences, and perplexity by position."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from kvbench.harness.tasks.perplexity.schema import FactCost, PerplexityMetrics,
 
 
 def headline(record: Record) -> str:
-    """Of all tokens that the record scored."""
-    few, metrics = "" if scores_all(record) else f" (1 token in {stride_of(record)})", record.measured(NllMetrics)
-    return "" if metrics is None else f"perplexity {metrics.perplexity:.4g}{few}"
+    """Perplexity over all tokens that the record scored."""
+    sample, metrics = "" if scores_all(record) else f" (1 token in {stride_of(record)})", record.measured(NllMetrics)
+    return "" if metrics is None else f"perplexity {metrics.perplexity:.4g}{sample}"
 
 
 def body(records: Sequence[Record]) -> list[str | Chart]:
-    """What was asked, the table, the stream as a picture, and by position."""
+    """The text, the table, the chart over the stream, and tables by position."""
     data, options = records[0].data, records[0].cell.task_options(PerplexityOptions)
     prefix, kind, stride = len(data.prefix), " newlines" if options.newlines else "", common_stride(records)
     about = (
         f"{md(options.name)} on {md(data.source or '?')}, {count(data.tokens)} tokens"
         f"{f' after a prefix of {prefix}{kind}' if prefix else ''}"
-        f"{f', cut in {options.streams} streams' if options.streams else ''}."
+        f"{f', cut into {options.streams} streams' if options.streams else ''}."
     )
     about += f" Perplexity is over {described(records, stride)}; bits/byte are over all tokens." if stride > 1 else ""
-    whole = [r for r in records if r.status == "ok" and scores_all(r)]
+    complete = [r for r in records if r.status == "ok" and scores_all(r)]
     return [
-        about + "\n", *_table(records, stride), *over_the_stream(records), *_undrawn(records, stride),
-        *_buckets(whole), *_common_buckets(records, stride), *_facts(records),
+        about + "\n", *_table(records, stride), *over_the_stream(records), *_not_in_chart(records, stride),
+        *_buckets(complete), *_common_buckets(records, stride), *_facts(records),
     ]  # fmt: skip
 
 
@@ -89,28 +89,29 @@ def _signed(difference: Interval | None) -> str:
     return f"{difference.mean:+.4f} [{difference.low:+.4f}, {difference.high:+.4f}]"
 
 
-def _undrawn(records: Sequence[Record], stride: int) -> list[str]:
-    """Who is not in the picture."""
-    return [f"Not in the picture: {_recompute(records)}, which scored one token in {stride}.\n"] if stride > 1 else []
+def _not_in_chart(records: Sequence[Record], stride: int) -> list[str]:
+    return [f"Not in the chart: {_recompute(records)}, which scored one token in {stride}.\n"] if stride > 1 else []
 
 
 def _recompute(records: Sequence[Record]) -> str:
-    """The policies that scored only some tokens."""
+    """Names of the policies that scored only some tokens."""
     return md(" and ".join(dict.fromkeys(r.cell.policy for r in records if r.status == "ok" and not scores_all(r))))
 
 
-def _buckets(records: Sequence[Record], which: str = "") -> list[str]:
-    """Perplexity by position in the stream; which: tokens, in words."""
-    having = [(r, m.buckets) for r in records if (m := r.measured(NllMetrics)) and m.buckets]
-    if not having:
+def _buckets(records: Sequence[Record], which_tokens: str = "") -> list[str]:
+    """Perplexity by position in the stream."""
+    measured = [(r, m.buckets) for r in records if (m := r.measured(NllMetrics)) and m.buckets]
+    if not measured:
         return []
-    edges = sorted({_edges(b) for _, buckets in having for b in buckets})
+    edges = sorted({_edges(b) for _, buckets in measured for b in buckets})
     rows = []
-    for record, buckets in having:
+    for record, buckets in measured:
         means = {_edges(b): math.exp(min(b.nll, 700)) for b in buckets}
         rows.append([label(record), count(record.cell.capacity), *(f"{means[e]:.4g}" if e in means else "" for e in edges)])
-    length = having[0][0].facts.training_length
-    about = f"Perplexity by position in the stream{which}" + (f" (training length {count(length)})" if length else "") + ":\n"
+    length = measured[0][0].facts.training_length
+    about = (
+        f"Perplexity by position in the stream{which_tokens}" + (f" (training length {count(length)})" if length else "") + ":\n"
+    )
     head = ["policy", "capacity", *(f"{count(low)} to {count(high)}" for low, high in edges)]
     return [about, *table(head, rows, "lr" + "r" * len(edges))]
 
@@ -120,32 +121,32 @@ def _edges(bucket: Bucket) -> tuple[int, int]:
 
 
 def _common_buckets(records: Sequence[Record], stride: int) -> list[str]:
-    """The same on the tokens that every row scored, folded away; nothing where that is all."""
-    common = [seen for r in records if (seen := on_common(r, stride)) is not None] if stride > 1 else []
+    """The same over the tokens that every row scored, folded; nothing if every row scored all tokens."""
+    common = [shared for r in records if (shared := on_common(r, stride)) is not None] if stride > 1 else []
     lines = _buckets(common, f", over {described(records, stride)}")
     return [f"<details><summary>By position, with {_recompute(records)}</summary>\n", *lines, "</details>\n"] if lines else []
 
 
 def _facts(records: Sequence[Record]) -> list[str]:
-    """What the facts of generated prose cost, by how far back they were told before."""
-    having = [(r, m.facts) for r in records if (m := r.measured(PerplexityMetrics)) and m.facts]
-    if not having:
+    """NLL of facts in generated prose, by distance to their previous mention."""
+    measured = [(r, m.facts) for r in records if (m := r.measured(PerplexityMetrics)) and m.facts]
+    if not measured:
         return []
-    spans = sorted({_span(f) for _, facts in having for f in facts})
+    spans = sorted({_span(f) for _, facts in measured for f in facts})
     rows = []
-    for record, facts in having:
+    for record, facts in measured:
         costs = {_span(f): f.nats for f in facts}
         rows.append([label(record), count(record.cell.capacity), *(f"{costs[s]:.2f}" if s in costs else "" for s in spans)])
-    heads = ["told first" if high == 0 else f"{low:,} to {high:,}" for low, high in spans]
-    drawn = having[0][1][0].drawn_nats
+    heads = ["first mention" if high == 0 else f"{low:,} to {high:,}" for low, high in spans]
+    drawn = measured[0][1][0].drawn_nats
     return [
-        f"Nats for the words of a fact, by words since it was told before (told for the first time, it is drawn from "
-        f"{round(math.exp(drawn))}: {drawn:.2f} nats; who remembers it pays nothing):\n",
+        f"NLL of a fact in nats, by words since its previous mention. A new fact is one of "
+        f"{round(math.exp(drawn))}, so it costs {drawn:.2f} nats; a model that remembers it pays almost none:\n",
         *table(["policy", "capacity", *heads], rows, "lr" + "r" * len(heads)),
     ]  # fmt: skip
 
 
 def _span(cost: FactCost) -> tuple[int, int]:
-    """Words back, from and to; (0, 0) for a fact told first."""
+    """Words back, from and to; (0, 0) for a first mention."""
     low, high = cost.words_back or (0, 0)
     return low, high

@@ -1,8 +1,7 @@
 """StreamEval: an endless record of numbered lines, and questions about the line `distance` lines back.
 
-Source: Xiao et al. 2023, arXiv:2309.17453, Section 4.3, Figures 8 and 9, Table 7; the lines are in the manner of
-LongEval (Li et al. 2023). Its authors released neither data nor code. What they leave open is an option here, and
-docs/tasks/streameval.md says what we chose and why.
+Source: Xiao et al. 2023, arXiv:2309.17453, Section 4.3, Figures 8 and 9, Table 7. Lines follow LongEval (Li et al. 2023). The
+authors released neither data nor code; what the paper leaves open is an option here (docs/tasks/streameval.md).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class StreamEval(AnsweringTask):
-    """Accuracy of questions about a line some way back in an endless record."""
+    """Accuracy of answers about an earlier line of an endless record."""
 
     options: ClassVar[type[Options]] = StreamEvalOptions
     axes: ClassVar[tuple[str, ...]] = ("distance",)
@@ -35,7 +34,7 @@ class StreamEval(AnsweringTask):
 
     @staticmethod
     def data(options: StreamEvalOptions, tokenizer: Tokenizer, directory: Path | None) -> QuizData:
-        """Generated, the same for every policy and machine."""
+        """Generated text, the same for every policy and machine."""
         from kvbench.harness.data.questions import quiz_data
 
         scripts = [script(options, stream) for stream in range(options.streams)]
@@ -43,28 +42,28 @@ class StreamEval(AnsweringTask):
 
     @staticmethod
     def total(options: StreamEvalOptions) -> int:
-        """About 25 tokens a line."""
+        """About 25 tokens per line."""
         return options.streams * options.lines * 25
 
     @classmethod
     def longest(cls, options: StreamEvalOptions) -> int:
-        """One of the streams, which are read one after the other."""
+        """One stream, because streams are read one after the other."""
         return cls.total(options) // options.streams
 
     @classmethod
     def windows(cls, options: StreamEvalOptions) -> float:
-        """About ten tokens an answer."""
+        """About ten tokens per answer."""
         return options.streams * 10 * options.lines / options.query_every
 
     @staticmethod
     def run(options: StreamEvalOptions, job: Job) -> AnswerMetrics:
-        """Read, ask, compare; the trace gets every answer."""
-        from kvbench.harness.tasks.common.answering import answered
+        """Read the streams and answer their questions; the trace gets each answer."""
+        from kvbench.harness.tasks.common.answering import answer_questions
 
         longest = max(int(q.line_tokens.max()) for q in job.data.quizzes)
         if job.config.capacity is not None and longest > job.config.capacity:
-            raise MeasurementError(f"a record line takes {longest} tokens, and the cache holds {job.config.capacity}")
-        return answered(job, options.context, said)
+            raise MeasurementError(f"a record line takes {longest} tokens, but the cache holds {job.config.capacity}")
+        return answer_questions(job, options.context, said)
 
     @classmethod
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:
@@ -73,15 +72,15 @@ class StreamEval(AnsweringTask):
 
 
 def script(options: StreamEvalOptions, stream: int) -> Script:
-    """The text of one stream. Its contents depend on data seed and stream alone."""
+    """The text of one stream. The lines depend only on the data seed and the stream's number."""
     from kvbench.harness.data.questions import Script
 
     draw = random.Random(f"{options.data_seed}/{stream}")
-    made, contents = Script(HEADER), []
+    text, contents = Script(HEADER), []
     for number in range(1, options.lines + 1):
         contents.append(draw.randint(options.lowest, options.highest))
-        made.line(record_line(number, contents[-1]))
-        asked = number - options.distance  # index of the line asked for
-        if number % options.query_every == 0 and asked >= 0:
-            made.ask(question(1 + asked), str(contents[asked]), answer(contents[asked]), asked)
-    return made
+        text.line(record_line(number, contents[-1]))
+        target = number - options.distance
+        if number % options.query_every == 0 and target >= 0:
+            text.ask(question(1 + target), str(contents[target]), answer(contents[target]), target)
+    return text

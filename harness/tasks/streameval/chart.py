@@ -1,4 +1,4 @@
-"""StreamEval: how many questions are answered rightly, over how far back their line is."""
+"""The StreamEval chart: share of right answers over the distance of the line."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ from kvbench.harness.tasks.streameval.schema import StreamEvalOptions
 
 
 def distance(record: Record) -> int:
-    """Lines since what was asked for."""
+    """Lines between a question and the line that it asks about."""
     return record.cell.task_options(StreamEvalOptions).distance
 
 
 def line_tokens(record: Record) -> float | None:
-    """Mean tokens of a line."""
+    """Mean tokens per line."""
     return record.data.line_tokens if isinstance(record.data, QuizFacts) else None
 
 
 def over_distance(records: Sequence[Record]) -> list[chart.Chart]:
-    """A line a policy with its intervals, a panel a capacity; none where only one distance was asked for."""
-    having = [r for r in records if r.measured(AnswerMetrics)]
-    if len({distance(r) for r in having}) < 2:
+    """A panel per capacity with a line per policy; none if there is only one distance."""
+    measured = [r for r in records if r.measured(AnswerMetrics)]
+    if len({distance(r) for r in measured}) < 2:
         return []
-    return panels(having, "Answers right over the lines since what was asked for, of {model}, one line a policy", _panel)
+    return panels(
+        measured, "Share of right answers of {model} over how many lines back the answer is, one line per policy", _panel
+    )
 
 
 def _panel(records: Sequence[Record], capacity: int) -> dict[str, Any]:
@@ -50,7 +52,7 @@ def _panel(records: Sequence[Record], capacity: int) -> dict[str, Any]:
         )
     values.sort(key=lambda v: v["lines back"])
     line = line_tokens(records[0])
-    at = [{"at": round(capacity / line, 2), "what": "as far as the cache reaches"}] if line else []
+    reach = [{"at": round(capacity / line, 2), "what": "reach of the cache"}] if line else []
     back = {
         "field": "lines back", "type": "quantitative", "title": "lines back", "scale": {"type": "log", "base": 2},
         "axis": {"format": ",d", "values": sorted({v["lines back"] for v in values})},
@@ -59,7 +61,7 @@ def _panel(records: Sequence[Record], capacity: int) -> dict[str, Any]:
     errors = {"x": back, "y": {**right, "field": "low"}, "y2": {"field": "high"}, "color": policy()}
     return {
         "layer": [
-            *marks(at),
+            *marks(reach),
             {"data": {"values": values}, "mark": {"type": "rule", "strokeWidth": 1}, "encoding": errors},
             {
                 "data": {"values": values}, "mark": {"type": "line", "point": True, "strokeWidth": 2},

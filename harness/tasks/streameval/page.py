@@ -1,4 +1,4 @@
-"""StreamEval: accuracy by distance, and by whether the line was still in the cache."""
+"""The StreamEval page: accuracy by distance, and by how much of the line was in the cache."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from kvbench.harness.records.metrics import AnswerMetrics
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.machines import row_label
 from kvbench.harness.report.markdown import asked, cache_bytes, count, table
-from kvbench.harness.tasks.common.answers import cell, percent
+from kvbench.harness.tasks.common.answers import percent, percent_or_status
 from kvbench.harness.tasks.streameval.chart import distance, line_tokens, over_distance
 
 
 def body(records: Sequence[Record]) -> list[str | Chart]:
-    """Policies down, distances across, percent right with a 95 % Wilson interval; then by place of the evidence."""
+    """A row per policy, a column per distance: percent right with 95 % Wilson intervals; then by how much was in the cache."""
     distances = sorted({distance(r) for r in records})
     length = line_tokens(records[0])
     rows: dict[tuple[str, str], dict[int, Record]] = {}
@@ -22,14 +22,14 @@ def body(records: Sequence[Record]) -> list[str | Chart]:
         name = (row_label(record, records), count(record.cell.capacity))
         rows.setdefault(name, {})[distance(record)] = record
     head = ["policy", "capacity", *(f"{d} lines back" for d in distances)]
-    lines = [[*name, *(cell(row.get(d)) for d in distances)] for name, row in rows.items()]
-    about = f"{asked(records[0])}A line takes {length} tokens on average. Percent right, 95 % Wilson intervals:\n"
-    return [about, *table(head, lines, "lr" + "r" * len(distances)), *over_distance(records), *_by_place(records)]
+    lines = [[*name, *(percent_or_status(row.get(d)) for d in distances)] for name, row in rows.items()]
+    about = f"{asked(records[0])}A line takes {length} tokens on average. Percent right with 95 % Wilson intervals:\n"
+    return [about, *table(head, lines, "lr" + "r" * len(distances)), *over_distance(records), *_by_cache(records)]
 
 
-def _by_place(records: Sequence[Record]) -> list[str]:
-    """Accuracy by how much of the line was in the cache when the answer began, over all distances."""
-    places = ("whole", "in part", "gone")
+def _by_cache(records: Sequence[Record]) -> list[str]:
+    """Accuracy by how much of the line was in the cache when the answer began."""
+    parts = ("whole", "in part", "gone")
     rows: dict[tuple[str, str, str], dict[str, list[int]]] = {}
     for record in records:
         metrics = record.measured(AnswerMetrics)
@@ -37,11 +37,11 @@ def _by_place(records: Sequence[Record]) -> list[str]:
             continue
         name = (row_label(record, records), count(record.cell.capacity), cache_bytes(metrics.kv_bytes))
         row = rows.setdefault(name, {})
-        for place, counts in metrics.in_cache.items():
-            total = row.setdefault(place, [0, 0])
+        for part, counts in metrics.in_cache.items():
+            total = row.setdefault(part, [0, 0])
             total[0], total[1] = total[0] + counts.right, total[1] + counts.questions
     lines = [
-        [*name, *(f"{percent(*row[place])} of {row[place][1]:,}" if place in row else "" for place in places)]
+        [*name, *(f"{percent(*row[part])} of {row[part][1]:,}" if part in row else "" for part in parts)]
         for name, row in rows.items()
     ]
     head = ["policy", "capacity", "K/V", "whole line in the cache", "in part", "gone"]
