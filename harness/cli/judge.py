@@ -45,10 +45,10 @@ def compare(a: str, b: str, as_json: bool, markdown: bool) -> None:
     bench compare results/.../h2o-*.json results/.../sink_window-*.json
     """
     from kvbench.harness.report import verdicts
-    from kvbench.harness.report.sources import records_of
+    from kvbench.harness.report.sources import open_records
 
-    with records_of(a, skipped) as (first, folder_a), records_of(b, skipped) as (second, folder_b):
-        found = verdicts.of((first, folder_a), (second, folder_b))
+    with open_records(a, skipped) as (first, folder_a), open_records(b, skipped) as (second, folder_b):
+        found = verdicts.judge_all((first, folder_a), (second, folder_b))
     if not found:
         raise UserError(f"{a} and {b} have no cell in common: {len(first)} and {len(second)} records")
     if as_json:
@@ -80,11 +80,11 @@ def check(folder: str, results: str | None, keep: str | None, model: str | None,
     bench check --baseline baselines/mine --model ~/models/mine --data ~/books
     """
     from kvbench.harness.report import baseline, gate
-    from kvbench.harness.report.sources import records_of
+    from kvbench.harness.report.sources import open_records
 
     about, records = baseline.load(Path(folder))
     if results is not None:
-        with records_of(results, skipped) as (now, where):
+        with open_records(results, skipped) as (now, where):
             findings = gate.check((records, Path(folder)), (now, where), about.bands)
     else:
         findings = _run(about, (records, Path(folder)), keep, model, data)
@@ -129,7 +129,7 @@ def _run(about: Baseline, base: Measured, keep: str | None, model: str | None, d
             folder, chosen = Path(scratch) / f"again{next(tries)}", with_those_beside(ids, cells)
             return asked.measured(folder, chosen, fresh=True, tracebacks=debugging())
 
-        return gate.looked_again(gate.check(base, (now, target), about.bands), base[0], about.bands, again)
+        return gate.remeasure(gate.check(base, (now, target), about.bands), base[0], about.bands, again)
 
 
 @click.group()
@@ -169,7 +169,7 @@ def update(folder: str, suite: str, runs: int, why: str, who: str | None, **opti
         latency = [c for c in cells if issubclass(plugins.task_class(c.task.name).metrics, StepMetrics)]
         more = range(1, runs) if latency else ()
         repeated = [first, *(asked.measured(Path(scratch) / f"{n}", latency, fresh=True, tracebacks=debugging()) for n in more)]
-        learnt = bands.learnt(repeated)
+        learnt = bands.learn(repeated)
         about = Baseline(
             suite=kept_suite, options=kept_options, who=who or _git_user(), why=why, bands=learnt,
             when=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

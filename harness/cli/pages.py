@@ -57,14 +57,14 @@ def leaderboard(results: str, out: str | None, paper: str | None) -> None:
     bench leaderboard --out - --paper -
     """
     from kvbench.harness.report import chart
-    from kvbench.harness.report.fence import made_of
+    from kvbench.harness.report.fence import make_without_broken
 
     targets = _targets(str(Path(results) / "README.md") if out is None else out, paper)
     for option, path in targets.values():
         _replaceable(path, option)
         _room_for_charts(path, option)
     records, paths = _read(results)
-    made, broken = made_of(records, lambda part: _rendered(part, targets))
+    made, broken = make_without_broken(records, lambda part: _rendered(part, targets))
     for record, error in broken:
         click.echo(
             f"bench: {visible(paths[id(record)])}: left out, no page can be made with it ({visible(repr(error))})", err=True
@@ -176,7 +176,7 @@ def _rendered(records: Sequence[Record], targets: Mapping[str, tuple[str, str]])
     drawings: dict[Path, dict[str, str]] = {}
     for name, page in found.items():
         if targets[name][1] != STDOUT:
-            drawings.setdefault(Path(targets[name][1]).parent, {}).update(chart.drawn(page.charts))
+            drawings.setdefault(Path(targets[name][1]).parent, {}).update(chart.draw(page.charts))
     return _Made(pages, drawings)
 
 
@@ -185,7 +185,7 @@ def _named(pages: Mapping[str, str], folder: Path) -> set[str]:
     from kvbench.harness.report import chart
 
     standing = (Path(page) for page in pages if page != STDOUT and Path(page).parent == folder and Path(page).is_file())
-    return {file for path in standing for file in chart.named(path.read_text(encoding="utf-8", errors="replace"))}
+    return {file for path in standing for file in chart.drawing_files(path.read_text(encoding="utf-8", errors="replace"))}
 
 
 def _write(text: str, page: str, records: int) -> None:

@@ -77,7 +77,7 @@ def exit_code(findings: Sequence[Finding]) -> Exit:
     return next((code for code in (Exit.NO, Exit.NOT_COMPARABLE) if code in codes), Exit.OK if codes else Exit.NOT_COMPARABLE)
 
 
-def looked_again(
+def remeasure(
     findings: Sequence[Finding], base: Sequence[Record], bands: Mapping[str, Band],
     measure: Callable[[Collection[str]], Sequence[Record]],
 ) -> list[Finding]:  # fmt: skip

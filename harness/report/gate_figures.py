@@ -128,8 +128,8 @@ def method(pair: Pair) -> Iterator[Result]:
     base, now = pair.base.facts, pair.now.facts
     if base.method is None:
         return
-    if pair.moved:
-        yield "method", "not compared", pair.moved
+    if pair.setup_changes:
+        yield "method", "not compared", pair.setup_changes
         return
     refused = "" if base.refused is not None else now.refused or ""
     if refused.startswith(_TIMED):

@@ -13,7 +13,7 @@ import numpy as np
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import PeakMetrics, StepMetrics
 from kvbench.harness.report.bands import Band, is_dense, ratio
-from kvbench.harness.report.compare import moved
+from kvbench.harness.report.compare import setup_changes
 from kvbench.harness.report.gate_pair import Pair, Result
 from kvbench.harness.report.task import task_of
 
@@ -42,7 +42,7 @@ def timed(pair: Pair, bands: Mapping[str, Band]) -> Iterator[Result]:
 
 
 def _latency(pair: Pair, band: Band | None) -> Result:
-    elsewhere = moved(pair.base, pair.now)
+    elsewhere = setup_changes(pair.base, pair.now)
     if elsewhere:
         return "latency", "not compared", elsewhere
     if band is None:
@@ -57,7 +57,7 @@ def _latency(pair: Pair, band: Band | None) -> Result:
 
 def _prompt(pair: Pair) -> Iterator[Result]:
     """Of the time to the first token."""
-    if moved(pair.base, pair.now):
+    if setup_changes(pair.base, pair.now):
         return
     base, now = (_in_calibrations(r.measured(StepMetrics)) for r in (pair.base, pair.now))
     if base and now:
@@ -72,8 +72,8 @@ def _in_calibrations(metrics: StepMetrics | None) -> float | None:
 
 
 def _evaluation(pair: Pair) -> Result:
-    if pair.moved:
-        return "speed", "not compared", pair.moved
+    if pair.setup_changes:
+        return "speed", "not compared", pair.setup_changes
     speeds = [_tokens_a_calibration(pair.base, pair.base_run), _tokens_a_calibration(pair.now, pair.run)]
     if speeds[0] is None:
         return "speed", "not compared", "the baseline has no calibration of it"
@@ -84,7 +84,7 @@ def _evaluation(pair: Pair) -> Result:
 
 def _tokens_a_calibration(record: Record, run: Sequence[Record]) -> float | None:
     """Tokens read in the time of a calibration step: its median over the run, since a single one may be interrupted."""
-    beside = [r for r in run if not moved(r, record)] or [record]
+    beside = [r for r in run if not setup_changes(r, record)] or [record]
     speed = record.facts.tokens_per_second
     steps = [r.facts.calibration_ms for r in beside if r.facts.calibration_ms]
     return float(speed * np.median(steps) / 1e3) if speed and steps else None
@@ -96,8 +96,8 @@ def _slower(check: str, times: float, most: float) -> Result:
 
 
 def _memory(pair: Pair, base: PeakMetrics, now: PeakMetrics) -> Result:
-    if pair.moved or base.how != now.how:
-        return "memory", "not compared", pair.moved or "read in another way"
+    if pair.setup_changes or base.how != now.how:
+        return "memory", "not compared", pair.setup_changes or "read in another way"
     told = []
     for name, (times, more) in _BYTES.items():
         before, after = getattr(base, name), getattr(now, name)

@@ -69,8 +69,8 @@ def _group(group: Sequence[Record]) -> list[str | chart.Chart]:
     for machine, part in by_machine(group):
         shown: list[str | chart.Chart] = [*overview(part), *against_bytes(part, machine)]
         lines += [f"On {md(machine)}:\n", *shown] if machine and shown else shown
-    ordered = sorted(group, key=lambda r: (sections.shared(r), _order(r)))
-    for _, section in itertools.groupby(ordered, key=sections.shared):
+    ordered = sorted(group, key=lambda r: (sections.section_key(r), _order(r)))
+    for _, section in itertools.groupby(ordered, key=sections.section_key):
         lines += _section(list(section))
     return lines
 

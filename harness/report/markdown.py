@@ -20,7 +20,7 @@ def title(record: Record) -> str:
     return visible(f"{cell.policy} ({', '.join(extra)})" if extra else cell.policy)
 
 
-def told_apart(records: Sequence[Record]) -> list[str]:
+def short_titles(records: Sequence[Record]) -> list[str]:
     """Short titles: of each policy only what differs from its others of the same capacity."""
     titles = []
     for record in records:
@@ -48,7 +48,7 @@ def status(record: Record) -> str:
     return f"**flagged**: {md('; '.join(flags))}" if flags else "ok"
 
 
-def asked(record: Record) -> str:
+def task_line(record: Record) -> str:
     """The task with its options, and what it read."""
     options = ", ".join(f"{md(k)} {md(v)}" for k, v in record.cell.options.items() if k != "name")
     source = f" on {md(record.data.source)}" if record.data.source else ""

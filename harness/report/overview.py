@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvbench.harness.core.intervals import wilson
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import NllMetrics
-from kvbench.harness.report.common_tokens import common_stride, described, on_common, scores_all
+from kvbench.harness.report.common_tokens import common_stride, describe_tokens, on_common, scores_all
 from kvbench.harness.report.faults import faults
 from kvbench.harness.report.front import front
 from kvbench.harness.report.markdown import cache_bytes, count, md, table, title
@@ -55,7 +55,7 @@ def overview(records: Sequence[Record]) -> list[str]:
     lines = sorted((_Line(row, rank, star, _common(row, stride)) for row, rank, star in ranked), key=_place)
     columns = _columns(lines, stride)
     cells = [[column.text(line) for column in columns] for line in lines]
-    said = [f"Perplexity is over {described(scored, stride)}.\n"] if stride > 1 else []
+    said = [f"Perplexity is over {describe_tokens(scored, stride)}.\n"] if stride > 1 else []
     return [*said, *table([c.head for c in columns], cells, "".join(c.alignment for c in columns))]
 
 

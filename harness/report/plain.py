@@ -8,8 +8,8 @@ from typing import Any
 from kvbench.harness.records import Record
 from kvbench.harness.records.rules import compared
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.difference import Difference, judged
-from kvbench.harness.report.markdown import asked, count, label, md, number, status, table
+from kvbench.harness.report.difference import Difference, judge_interval
+from kvbench.harness.report.markdown import count, label, md, number, status, table, task_line
 
 _BYTES = ("kv_bytes", "state_bytes")  # which are compared for every task
 
@@ -30,7 +30,7 @@ def body(records: Sequence[Record], columns: Sequence[str] = ()) -> list[str | C
             label(record), count(record.cell.capacity), *(number(figures.get(name)) for name in names), status(record),
         ])  # fmt: skip
     heads = [md(_title(records[0], name)) for name in names]
-    return [asked(records[0]), *table(["policy", "capacity", *heads, "status"], rows, "lr" + "r" * len(names) + "l")]
+    return [task_line(records[0]), *table(["policy", "capacity", *heads, "status"], rows, "lr" + "r" * len(names) + "l")]
 
 
 def differences(a: Record, b: Record) -> list[Difference]:
@@ -41,7 +41,7 @@ def differences(a: Record, b: Record) -> list[Difference]:
     for name in (n for n in (marks or x) if n in x and n in y and n not in _BYTES):
         change = y[name] - x[name]
         if name in marks:
-            verdict = judged(change, change, marks[name].margin, marks[name].more_is_better)
+            verdict = judge_interval(change, change, marks[name].margin, marks[name].more_is_better)
             found.append(Difference(name, x[name], y[name], change, change, change, verdict))
         elif not change:
             found.append(Difference(name, x[name], y[name], 0.0, 0.0, 0.0, "same"))

@@ -31,7 +31,7 @@ class Figure:
     within: float = 0.0
 
 
-def of_record(record: Record) -> Iterator[Figure]:
+def figures_from_record(record: Record) -> Iterator[Figure]:
     """All that follows from the record alone."""
     metrics = record.metrics.as_json()
     for name, again in task_of(record).derived(record):

@@ -25,7 +25,7 @@ def body(records: Sequence[Record]) -> list[str | Chart]:
     return task_of(records[0]).body(records)
 
 
-def shared(record: Record) -> str:
+def section_key(record: Record) -> str:
     """What the records of one section have in common."""
     axes = task_of(record).axes
     if not axes:

@@ -19,7 +19,7 @@ IN_A_REVISION = "leaderboard/results"  # unless it says otherwise: REVISION:FOLD
 
 
 @contextmanager
-def records_of(source: str, tell: Callable[[Problem], None] = lambda _: None) -> Iterator[tuple[list[Record], Path]]:
+def open_records(source: str, tell: Callable[[Problem], None] = lambda _: None) -> Iterator[tuple[list[Record], Path]]:
     """The newest record of every cell of a source, and the folder that has them, while it is open.
 
     Args:
@@ -43,7 +43,7 @@ def records_of(source: str, tell: Callable[[Problem], None] = lambda _: None) ->
             yield _of_folder(Path(folder), source, tell), Path(folder)
 
 
-def trace(record: Record, folder: Path) -> Path | None:
+def find_trace(record: Record, folder: Path) -> Path | None:
     """The file of a record's per-token figures in a folder of records, if it has one and it is there."""
     if record.trace is None:
         return None

@@ -12,14 +12,14 @@ from kvbench.harness.records import Record
 from kvbench.harness.report.compare import differences, matched
 from kvbench.harness.report.difference import Difference, Traces, Verdict
 from kvbench.harness.report.markdown import md, table, title
-from kvbench.harness.report.sources import trace
+from kvbench.harness.report.sources import find_trace
 from kvbench.harness.report.task import task_of
 
 _ORDER: tuple[Verdict, ...] = ("worse", "can't tell", "better", "same")
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedMetric:
     """One metric of one pair of records."""
 
     a: Record
@@ -46,14 +46,18 @@ class Judged:
         return {"cell": self.cell, "cell_ids": [self.a.cell_id, self.b.cell_id], **vars(self.difference)}
 
 
-def of(a: tuple[Sequence[Record], Path], b: tuple[Sequence[Record], Path]) -> list[Judged]:
+def judge_all(a: tuple[Sequence[Record], Path], b: tuple[Sequence[Record], Path]) -> list[JudgedMetric]:
     """Every metric of every pair of the same cell, the worst first.
 
     Args:
         a: records that are there, and their folder.
         b: records that are judged, and theirs.
     """
-    found = [Judged(x, y, d) for x, y in matched(a[0], b[0]) for d in _differences(x, y, (trace(x, a[1]), trace(y, b[1])))]
+    found = [
+        JudgedMetric(x, y, d)
+        for x, y in matched(a[0], b[0])
+        for d in _differences(x, y, (find_trace(x, a[1]), find_trace(y, b[1])))
+    ]
     return sorted(found, key=lambda j: _ORDER.index(j.difference.verdict))
 
 
@@ -66,13 +70,13 @@ def _differences(a: Record, b: Record, traces: Traces) -> list[Difference]:
         return [Difference("record", None, None, None, None, None, "can't tell", why)]
 
 
-def summary(found: Sequence[Judged]) -> str:
+def summary(found: Sequence[JudgedMetric]) -> str:
     """How many of each."""
     counts = Counter(j.difference.verdict for j in found)
     return ", ".join(f"{counts[v]} {v}" for v in _ORDER if counts[v])
 
 
-def markdown(found: Sequence[Judged], a: str, b: str) -> str:
+def markdown(found: Sequence[JudgedMetric], a: str, b: str) -> str:
     """A comment: what changed in a table, what did not folded away."""
     head = ["cell", "metric", md(a), md(b), "change", "95 % interval", "verdict", "why"]
     rows = [[md(value) for value in j.cells().values()] for j in found]

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Record
-from kvbench.harness.report.recomputed import Figure, of_record
+from kvbench.harness.report.recomputed import Figure, figures_from_record
 from kvbench.harness.report.task import task_of
 
 _RELATIVE = 1e-6  # traces of times are float32 (6e-8); sums may be taken in another order
@@ -84,7 +84,7 @@ def _of_file(record: Record, path: Path | None) -> list[str]:
 
 
 def _follows(record: Record, _: Path | None) -> Iterator[Figure]:
-    return of_record(record)
+    return figures_from_record(record)
 
 
 def _measured(record: Record, path: Path | None) -> Iterator[Figure]:

@@ -41,7 +41,7 @@ def against_bytes(records: Sequence[Record], machine: str = "") -> list[chart.Ch
     where = f" on {machine}" if machine else ""
     alt = f"Perplexity of {{model}} against the bytes of its cache{where}, one colour a policy; ringed: the front."
     spec = {"width": 560, "height": 260, "data": {"values": values}, "layer": layers}
-    return [chart.of(records[0], "bytes", unique, alt, spec)]
+    return [chart.Chart.from_record(records[0], "bytes", unique, alt, spec)]
 
 
 def _value(row: Row, star: bool) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import StepMetrics
 from kvbench.harness.report import chart
 from kvbench.harness.report.charts.parts import log_axis, policy
-from kvbench.harness.report.markdown import told_apart
+from kvbench.harness.report.markdown import short_titles
 from kvbench.harness.report.pairing import question
 
 
@@ -23,7 +23,7 @@ def over_capacity(records: Sequence[Record], machine: str = "") -> list[chart.Ch
     bounded = [r for r, _ in having if r.cell.capacity is not None]
     if len({r.cell.capacity for r in bounded}) < 2:
         return []
-    names = dict(zip(map(id, bounded), told_apart(bounded), strict=True))
+    names = dict(zip(map(id, bounded), short_titles(bounded), strict=True))
     values = [
         {"policy": names[id(r)], "capacity": r.cell.capacity, "ms": float(f"{m.step_ms:.4g}")}
         for r, m in having
@@ -39,4 +39,4 @@ def over_capacity(records: Sequence[Record], machine: str = "") -> list[chart.Ch
     spec = {"width": 560, "height": 260, "layer": [line | {"encoding": place}, *levels]}
     where = f" on {machine}" if machine else ""
     alt = f"Milliseconds a token of {{model}} over the capacity{where}, one line a policy; dashed: dense."
-    return [chart.of(records[0], "latency", question(records[0]) + machine, alt, spec)]
+    return [chart.Chart.from_record(records[0], "latency", question(records[0]) + machine, alt, spec)]

@@ -33,7 +33,7 @@ def panels(records: Sequence[Record], alt: str, panel: Callable[[Sequence[Record
     if several:
         spec = _together("vconcat", [_together("hconcat", drawn[i : i + 2]) for i in range(0, len(drawn), 2)])
     alt = f"{alt}, capacity {', '.join(map(str, capacities))}."
-    return [chart.of(records[0], records[0].cell.task.name, question(records[0]), alt, spec)]
+    return [chart.Chart.from_record(records[0], records[0].cell.task.name, question(records[0]), alt, spec)]
 
 
 def _together(how: str, drawn: Sequence[dict[str, Any]]) -> dict[str, Any]:

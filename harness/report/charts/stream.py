@@ -13,7 +13,7 @@ from kvbench.harness.records.metrics import NllMetrics
 from kvbench.harness.report import chart
 from kvbench.harness.report.charts.parts import log_axis, marks, panels, policy
 from kvbench.harness.report.common_tokens import scores_all
-from kvbench.harness.report.markdown import told_apart
+from kvbench.harness.report.markdown import short_titles
 
 _FIRST = 64  # tokens of the first point
 _PER_DOUBLING = 2  # points
@@ -31,7 +31,7 @@ def over_the_stream(records: Sequence[Record]) -> list[chart.Chart]:
 
 def _panel(records: Sequence[Record], capacity: int) -> dict[str, Any]:
     values: list[dict[str, Any]] = [
-        point | {"policy": n} for r, n in zip(records, told_apart(records), strict=True) for point in _points(r)
+        point | {"policy": n} for r, n in zip(records, short_titles(records), strict=True) for point in _points(r)
     ]
     last = max(v["token"] for v in values)
     length = next((r.facts.training_length for r in records if r.facts.training_length), None)

@@ -71,7 +71,7 @@ def _finite(value: Any, scale: float = 1) -> float | None:
 
 def _embedded(data: dict[str, Any]) -> str:
     """JSON that no text in it can end: a page's parser sees no markup."""
-    text = json.dumps(chart.shown(data), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(chart.make_visible(data), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 

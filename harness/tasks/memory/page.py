@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvbench.harness.records import Record
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.markdown import asked, count, in_bytes, label, md, status, table
+from kvbench.harness.report.markdown import count, in_bytes, label, md, status, table, task_line
 from kvbench.harness.tasks.memory.schema import MemoryMetrics, Point
 
 _COLUMNS = 9  # points of the curve that are shown
@@ -17,7 +17,7 @@ def body(records: Sequence[Record]) -> list[str | Chart]:
     having = [(r, m) for r in records if (m := r.measured(MemoryMetrics))]
     how = "; ".join(dict.fromkeys(m.how for _, m in having))
     about = (
-        f"{asked(records[0])}K/V and state are what the cache reports, allocated is what was found; they must agree. "
+        f"{task_line(records[0])}K/V and state are what the cache reports, allocated is what was found; they must agree. "
         "The peak is over what there was with the model loaded, and contains the activations of a block. "
         f"Growth is how far the peak rose after the cache had filled. Measured with {md(how)}.\n"
     )
