@@ -97,7 +97,7 @@ class Experiment:
             except RefusedModelError as error:
                 return gate.check(base, ([], Path(scratch)), self.about.bands, refused=str(error))
             findings = gate.check(base, now, self.about.bands)
-            return gate.looked_again(findings, base[0], self.about.bands, lambda chosen: measured(set(chosen))[0])
+            return gate.remeasure(findings, base[0], self.about.bands, lambda chosen: measured(set(chosen))[0])
 
     def _band_of(self, policy: str) -> float:
         """The upper part of a policy's band, as a share of its ratio."""

@@ -181,7 +181,7 @@ def test_a_crash_half_way_leaves_the_old_baseline_or_the_new(folder, tmp_path, m
 def test_what_comes_into_the_folder_meanwhile_is_not_lost(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(baseline, "replaceable", lambda path: path.resolve())
     (folder / "note.txt").write_text("remember")
-    with pytest.raises(UserError, match=r"note\.txt was put there meanwhile"):
+    with pytest.raises(UserError, match=r"note\.txt was added during the update"):
         made(folder, tmp_path / "again")
     assert (folder / "note.txt").read_text() == "remember"
     assert [p.name for p in folder.parent.iterdir()] == ["mine"]
@@ -197,7 +197,7 @@ def test_a_baseline_that_was_changed_is_not_read(name, folder, capsys):
 
 def test_nor_one_with_a_record_more_or_of_the_time_before_hashes(folder, capsys):
     extra = RecordStore(folder).write(record("window", 9))
-    assert "does not list it" in bench(capsys, "check", "--baseline", folder)[2]
+    assert "does not list this record" in bench(capsys, "check", "--baseline", folder)[2]
     extra.unlink()
     text = yaml.safe_load((folder / FILE).read_text())
     del text["cells"]

@@ -58,10 +58,10 @@ def test_the_drawings_are_those_that_the_page_names(tmp_path):
     chart.write({}, folder)
     assert not folder.exists()
     page = render(drawn())
-    chart.write(chart.drawn(page.charts), folder)
+    chart.write(chart.draw(page.charts), folder)
     assert {p.name for p in folder.iterdir()} == {f"{page.charts[0].name}{t}.svg" for t in ("", "-dark")}
-    assert chart.named(page.text) == {p.name for p in folder.iterdir()}
-    assert chart.named('src="charts/../x.svg" srcset="other/x.svg" src="charts/Mine.svg"') == set()
+    assert chart.drawing_files(page.text) == {p.name for p in folder.iterdir()}
+    assert chart.drawing_files('src="charts/../x.svg" srcset="other/x.svg" src="charts/Mine.svg"') == set()
 
 
 def test_several_capacities_are_panels_and_one_record_is_no_chart():

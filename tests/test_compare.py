@@ -11,8 +11,8 @@ from conftest import bench
 from factories import cell_record, edit, record
 
 from kvbench.harness.records import RecordStore
-from kvbench.harness.report.compare import differences, judged, largest_difference, paired_shares, shares
-from kvbench.harness.report.verdicts import markdown, of
+from kvbench.harness.report.compare import differences, judge_interval, largest_difference, paired_shares, shares
+from kvbench.harness.report.verdicts import judge_all, markdown
 
 
 def shifted(nll: float, by: float):
@@ -31,9 +31,9 @@ def only(found, metric):
      (-0.1, 0.2, 0.01, "can't tell"), (0.005, 0.02, 0.01, "worse"), (None, None, 0.01, "can't tell")],
 )  # fmt: skip
 def test_verdicts_follow_the_interval_and_the_margin(low, high, margin, expected):
-    assert judged(low, high, margin) == expected
+    assert judge_interval(low, high, margin) == expected
     flipped = {"worse": "better", "better": "worse"}.get(expected, expected)
-    assert judged(low, high, margin, more_is_better=True) == flipped
+    assert judge_interval(low, high, margin, more_is_better=True) == flipped
 
 
 def test_a_difference_in_nll_is_paired_so_that_the_texts_noise_cancels():
@@ -44,7 +44,7 @@ def test_a_difference_in_nll_is_paired_so_that_the_texts_noise_cancels():
     assert found.verdict == "worse"
     assert only(differences(shifted(2.0, 0.005), shifted(2.0, 0.0)), "nll").verdict == "better"
     assert only(differences(shifted(2.0, 0.0), shifted(2.0, 0.0005)), "nll").verdict == "same"
-    assert only(differences(record(), record()), "nll").why == "to the last digit"
+    assert only(differences(record(), record()), "nll").why == "identical to the last digit"
 
 
 def test_two_records_of_dense_past_its_training_length_have_the_same_trend():
@@ -207,4 +207,4 @@ def test_mistakes_are_one_line(folders, capsys, monkeypatch, a, b, says):
 
 def test_of_pairs_only_the_same_cells(folders):
     a, b = ([record("h2o", 8), record("window", 8)], [record("window", 8), record("random", 8)])
-    assert {j.a.cell.policy for j in of((a, folders), (b, folders))} == {"window"}
+    assert {j.a.cell.policy for j in judge_all((a, folders), (b, folders))} == {"window"}

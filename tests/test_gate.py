@@ -212,16 +212,16 @@ def test_times_and_bytes_of_another_kind_are_no_crash():
     for base, name in ((memory(), "peak_bytes"), (latency_run(1.5)[0], "rounds_ms"), (latency_run(1.5)[0], "calibration_ms")):
         for wrong in (None, "x", [], [None], {}, ["x"] * 6):
             now = changed(base, metrics={name: wrong})
-            assert gate.exit_code(gate.check(([base], Path()), ([now], Path()), bands.learnt([[base]]))) != Exit.OK, (name, wrong)
+            assert gate.exit_code(gate.check(([base], Path()), ([now], Path()), bands.learn([[base]]))) != Exit.OK, (name, wrong)
 
 
 def test_everything_slower_is_red_by_the_calibration_step():
     base = latency_run(1.5)
     slow = [changed(r, metrics={"rounds_ms": [2 * ms for ms in r.metrics.rounds_ms]}) for r in base]
-    findings = [f for f in gate.check((base, Path()), (slow, Path()), bands.learnt([base] * 4)) if f.check == "latency"]
+    findings = [f for f in gate.check((base, Path()), (slow, Path()), bands.learn([base] * 4)) if f.check == "latency"]
     assert {f.cell.split(", ")[2].split()[0]: f.state for f in findings} == {"dense": "regression", "h2o": "ok"}
     busy = [changed(r, metrics={"calibration_ms": [1.0] * 6}) for r in slow]
-    assert {f.state for f in gate.check((base, Path()), (busy, Path()), bands.learnt([base] * 4)) if f.check == "latency"} == {
+    assert {f.state for f in gate.check((base, Path()), (busy, Path()), bands.learn([base] * 4)) if f.check == "latency"} == {
         "ok"
     }
 
@@ -286,19 +286,19 @@ def latency_run(ratio):
 
 def test_what_looks_slower_is_measured_again_and_two_of_three_decide():
     base, fast, slow = latency_run(1.5), latency_run(1.52), latency_run(2.0)
-    learnt = bands.learnt([base] * 4)
+    learnt = bands.learn([base] * 4)
     first = gate.check((base, Path()), (slow, Path()), learnt)
     assert gate.exit_code(first) == 1
     for runs, expected in (([slow], 1), ([fast, fast], 0), ([fast, slow], 1)):
         measured_again = iter(runs)
-        found = gate.looked_again(first, base, learnt, lambda cells, left=measured_again: next(left))
+        found = gate.remeasure(first, base, learnt, lambda cells, left=measured_again: next(left))
         assert gate.exit_code(found) == expected
         assert len(found) == len(first)
         assert next(measured_again, None) is None, "no more often than needed"
 
 
 def latency_states(runs, run):
-    findings = gate.check((runs[0], Path()), (run, Path()), bands.learnt(runs))
+    findings = gate.check((runs[0], Path()), (run, Path()), bands.learn(runs))
     return {f.cell.split(", ")[2].split()[0]: f.state for f in findings if f.check == "latency"}
 
 
@@ -311,7 +311,7 @@ def test_a_slowdown_of_30_percent_in_one_policy_is_red(latency_before, suite, tm
 
 @pytest.mark.alone
 def test_what_was_measured_three_times_lies_in_its_band(latency_before):
-    learnt = bands.learnt(latency_before)
+    learnt = bands.learn(latency_before)
     assert len(learnt) == 3, "of dense, too: its yardstick is the calibration step"
     assert all(b.low < b.ratio < b.high and b.runs == 3 for b in learnt.values())
     for run in latency_before:
@@ -325,17 +325,17 @@ def test_latency_of_elsewhere_is_not_compared(what):
         edit(r, facts={"threads": 2, "device": "one", "instructions": "AVX512"})
     for r in slow:
         edit(r, facts=base[0].facts.as_json() | what)
-    found = [f for f in gate.check((base, Path()), (slow, Path()), bands.learnt([base] * 4)) if f.check == "latency"]
+    found = [f for f in gate.check((base, Path()), (slow, Path()), bands.learn([base] * 4)) if f.check == "latency"]
     assert ([f.state for f in found], gate.exit_code(found)) == (["not compared"] * 2, 0)
     assert " -> " in found[0].says
 
 
 def test_a_band_is_as_wide_as_what_was_seen_and_never_narrow():
-    dense, narrow = bands.learnt([latency_run(1.5)] * 4).values()
+    dense, narrow = bands.learn([latency_run(1.5)] * 4).values()
     assert dense.high / dense.ratio == pytest.approx(np.exp(0.4), rel=1e-4), "its yardstick is another kind of work"
     assert narrow.ratio == 1.5
     assert narrow.high / narrow.ratio == pytest.approx(np.exp(0.1), rel=1e-4)
-    _, wide = bands.learnt([latency_run(x) for x in (1.4, 1.5, 1.6, 1.7)]).values()
+    _, wide = bands.learn([latency_run(x) for x in (1.4, 1.5, 1.6, 1.7)]).values()
     assert wide.high / wide.ratio == pytest.approx(np.exp(4 * np.std(np.log([1.4, 1.5, 1.6, 1.7]), ddof=1)), rel=1e-4)
     assert bands.too_noisy({"narrow": narrow, "wide": wide}) == ["wide"]
     dense = latency_run(2.0)[0]

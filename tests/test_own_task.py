@@ -106,7 +106,7 @@ def test_a_process_that_was_not_told_of_it_shows_and_compares_plain_numbers(ran,
     other = rewritten(record, hit_rate=0.0)
     assert {d.metric: d.verdict for d in differences(record, other)}["hit_rate"] == "can't tell"
     (said,) = {f.says for f in gate.check(([record], ran), ([other], ran), {}) if f.check == "figures"}
-    assert said == "the task hits.py:Hits is not installed here"
+    assert said == "the task hits.py:Hits is not installed: install it to compare"
 
 
 def test_no_file_is_imported_because_a_record_names_it(ran, monkeypatch):

@@ -18,7 +18,7 @@ from test_charts import drawn
 from kvbench.harness.records import RecordStore
 from kvbench.harness.report import leaderboard, paper, site
 from kvbench.harness.report.compare import largest_difference
-from kvbench.harness.report.fence import made_of
+from kvbench.harness.report.fence import make_without_broken
 
 ROOT = Path(__file__).parents[1]
 
@@ -155,7 +155,7 @@ def test_of_records_that_do_not_go_together_the_most_stay():
             raise TypeError("mixed")
         return [r.cell.policy for r in part]
 
-    made, broken = made_of(records, make)
+    made, broken = make_without_broken(records, make)
     assert made == [f"p{i}" for i in range(6)]
     assert [(r.cell.policy, str(error)) for r, error in broken] == [("odd", "mixed"), ("odd too", "mixed")]
 
@@ -165,7 +165,7 @@ def test_a_page_that_can_not_be_made_of_no_records_either_is_a_bug_of_ours():
         raise KeyError("ours")
 
     with pytest.raises(KeyError, match="ours"):
-        made_of([record()], make)
+        make_without_broken([record()], make)
 
 
 def test_a_trace_that_claims_to_be_huge_takes_no_memory(tmp_path):

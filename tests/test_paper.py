@@ -12,7 +12,7 @@ from factories import cell_record, edit
 from kvbench.harness import suite
 from kvbench.harness.core import plugins
 from kvbench.harness.report import paper
-from kvbench.harness.report.sections import headline, shared
+from kvbench.harness.report.sections import headline, section_key
 from kvbench.harness.report.summary import rows
 from kvbench.harness.report.task import TaskReport
 
@@ -108,7 +108,7 @@ def test_a_task_without_a_section_of_its_own_shows_its_plain_numbers():
 def test_distances_of_streameval_share_a_section_and_other_tasks_do_not():
     a, b = (cell_record({}, task={"name": "streameval", "distance": d, "lines": 100}, suite="streameval-cpu") for d in (2, 5))
     other = cell_record({}, task={"name": "streameval", "distance": 2, "lines": 200}, suite="streameval-cpu")
-    assert shared(a) == shared(b) != shared(other)
+    assert section_key(a) == section_key(b) != section_key(other)
 
 
 def test_a_summary_shows_what_differs_between_cells():

@@ -112,7 +112,7 @@ def test_a_task_that_keeps_a_trace_has_one_of_its_kind(tmp_path):
         made = of_tokens(tmp_path)
         (tmp_path / "x.nll.npy").unlink()
         (tmp_path / "x.nll.npy").mkdir() if kind == "folder" else os.mkfifo(tmp_path / "x.nll.npy")
-        assert "is no file" in problems(made, tmp_path)[0]
+        assert "is not a regular file" in problems(made, tmp_path)[0]
         (tmp_path / "x.nll.npy").rmdir() if kind == "folder" else (tmp_path / "x.nll.npy").unlink()
 
 

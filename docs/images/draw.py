@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.harness.records import Record, RecordStore
-from kvbench.harness.report.chart import Chart, drawn, write
+from kvbench.harness.report.chart import Chart, draw, write
 from kvbench.harness.report.charts.parts import policy as policy_colour
 from kvbench.harness.report.pairing import paired
 
@@ -57,7 +57,7 @@ def picture(rows: Sequence[dict[str, Any]]) -> Chart:
 
 def drawings(results: Path = RESULTS) -> dict[str, str]:
     """The picture for a light and a dark page, by file name."""
-    return drawn([picture(points([r for r in RecordStore(results / "budget").read_all()[0] if r.status == "ok"]))])
+    return draw([picture(points([r for r in RecordStore(results / "budget").read_all()[0] if r.status == "ok"]))])
 
 
 if __name__ == "__main__":

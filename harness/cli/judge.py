@@ -45,10 +45,10 @@ def compare(a: str, b: str, as_json: bool, markdown: bool) -> None:
     bench compare results/.../h2o-*.json results/.../sink_window-*.json
     """
     from kvbench.harness.report import verdicts
-    from kvbench.harness.report.sources import records_of
+    from kvbench.harness.report.sources import open_records
 
-    with records_of(a, report_skipped) as (first, folder_a), records_of(b, report_skipped) as (second, folder_b):
-        judged = verdicts.of((first, folder_a), (second, folder_b))
+    with open_records(a, report_skipped) as (first, folder_a), open_records(b, report_skipped) as (second, folder_b):
+        judged = verdicts.judge_all((first, folder_a), (second, folder_b))
     if not judged:
         raise UserError(f"{a} ({len(first)} records) and {b} ({len(second)} records) have no cell in common")
     if as_json:
@@ -81,11 +81,11 @@ def check(folder: str, results: str | None, keep: str | None, model: str | None,
     bench check --baseline baselines/mine --model ~/models/mine --data ~/books
     """
     from kvbench.harness.report import baseline, gate
-    from kvbench.harness.report.sources import records_of
+    from kvbench.harness.report.sources import open_records
 
     reference, records = baseline.load(Path(folder))
     if results is not None:
-        with records_of(results, report_skipped) as (now, now_folder):
+        with open_records(results, report_skipped) as (now, now_folder):
             findings = gate.check((records, Path(folder)), (now, now_folder), reference.bands)
     else:
         findings = _run(reference, (records, Path(folder)), keep, model, data)
@@ -130,7 +130,7 @@ def _run(reference: Baseline, base: Measured, keep: str | None, model: str | Non
             folder, chosen = Path(scratch) / f"again{next(tries)}", with_groups(ids, cells)
             return request.measure(folder, chosen, fresh=True, tracebacks=debugging())
 
-        return gate.looked_again(gate.check(base, (now, target), reference.bands), base[0], reference.bands, again)
+        return gate.remeasure(gate.check(base, (now, target), reference.bands), base[0], reference.bands, again)
 
 
 @click.group()
@@ -181,7 +181,7 @@ def update(folder: str, suite: str, runs: int, why: str, who: str | None, **opti
             first,
             *(request.measure(Path(scratch) / f"{n}", latency, fresh=True, tracebacks=debugging()) for n in repeats),
         ]
-        learnt = bands.learnt(all_runs)
+        learnt = bands.learn(all_runs)
         reference = Baseline(
             suite=portable_suite, options=portable_options, who=who or _git_user(), why=why, bands=learnt,
             when=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -62,14 +62,14 @@ def leaderboard(results: str, out: str | None, paper: str | None) -> None:
     bench leaderboard --out - --paper -
     """
     from kvbench.harness.report import chart
-    from kvbench.harness.report.fence import made_of
+    from kvbench.harness.report.fence import make_without_broken
 
     targets = _targets(str(Path(results) / "README.md") if out is None else out, paper)
     for option, path in targets.values():
         _refuse_foreign_file(path, option)
         _refuse_foreign_charts(path, option)
     records, paths = _read(results)
-    output, broken = made_of(records, lambda part: _rendered(part, targets))
+    output, broken = make_without_broken(records, lambda part: _rendered(part, targets))
     for record, error in broken:
         click.echo(
             f"bench: {visible(paths[id(record)])}: left out, because rendering it failed ({visible(repr(error))})", err=True
@@ -181,7 +181,7 @@ def _rendered(records: Sequence[Record], targets: Mapping[str, tuple[str, str]])
     drawings: dict[Path, dict[str, str]] = {}
     for name, page in rendered.items():
         if targets[name][1] != STDOUT:
-            drawings.setdefault(Path(targets[name][1]).parent, {}).update(chart.drawn(page.charts))
+            drawings.setdefault(Path(targets[name][1]).parent, {}).update(chart.draw(page.charts))
     return _Pages(pages, drawings)
 
 
@@ -190,7 +190,7 @@ def _drawings_shown(pages: Mapping[str, str], folder: Path) -> set[str]:
     from kvbench.harness.report import chart
 
     existing = (Path(page) for page in pages if page != STDOUT and Path(page).parent == folder and Path(page).is_file())
-    return {file for path in existing for file in chart.named(path.read_text(encoding="utf-8", errors="replace"))}
+    return {file for path in existing for file in chart.drawing_files(path.read_text(encoding="utf-8", errors="replace"))}
 
 
 def _write(text: str, page: str, records: int) -> None:

@@ -1,4 +1,7 @@
-"""How much the latency of a cell varies when nothing has changed: learnt from runs, as a ratio to what was measured in turn."""
+"""Noise bands: how much the latency of a cell varies while nothing changes.
+
+Latency is a ratio to a yardstick that was timed in the same rounds.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +15,22 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import StepMetrics
 
-_WIDTHS = 4  # standard deviations of the log ratio that a band has on either side
-_NARROWEST = 0.10  # a band is never narrower, in log ratio: machines have days
-_NARROWEST_OF_DENSE = 0.40  # nor dense's: its yardstick is another kind of work, and what it is held for is twice as long
-_ONE_RUN = 0.30  # the width that is assumed where a single run tells nothing of it
-_HIDES = 0.30  # a slowdown that may not hide in a band: told when a baseline is made
+# Half-widths of bands are in log ratio.
+_HALF_WIDTH_SDS = 4
+_MIN_HALF_WIDTH = 0.10  # a machine's speed varies from day to day
+_MIN_HALF_WIDTH_DENSE = 0.40  # its yardstick is another kind of work; a regression must still show at twice the time
+_HALF_WIDTH_OF_ONE_RUN = 0.30  # one run has no spread
+_DETECTABLE_SLOWDOWN = 0.30
 
 
 class Band(BaseModel):
-    """Where the ratio of a cell's step to its yardstick's lies while nothing has changed.
+    """Range of the ratio of a cell's step time to its yardstick's, while nothing changes.
 
     Attributes:
-        ratio: of the medians of the runs, the middle one.
+        ratio: median over the runs.
         low: lower end.
         high: upper end.
-        runs: that it was learnt from.
+        runs: number of runs it was learnt from.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -43,60 +47,61 @@ class Band(BaseModel):
         return self
 
 
-def learnt(runs: Sequence[Sequence[Record]]) -> dict[str, Band]:
+def learn(runs: Sequence[Sequence[Record]]) -> dict[str, Band]:
     """Bands by cell id, from runs between which nothing changed.
 
     Args:
-        runs: the latency records of each.
+        runs: the latency records of each run.
     """
-    seen: dict[str, list[float]] = {}
+    log_ratios: dict[str, list[float]] = {}
     dense = set()
     for records in runs:
         for record in records:
-            found = ratio(record, records)
-            if found is not None:
-                seen.setdefault(record.cell_id, []).append(math.log(found))
+            value = ratio(record, records)
+            if value is not None:
+                log_ratios.setdefault(record.cell_id, []).append(math.log(value))
                 dense |= {record.cell_id} if is_dense(record) else set()
-    return {cell: _band(logs, _NARROWEST_OF_DENSE if cell in dense else _NARROWEST) for cell, logs in seen.items()}
+    return {cell: _band(logs, _MIN_HALF_WIDTH_DENSE if cell in dense else _MIN_HALF_WIDTH) for cell, logs in log_ratios.items()}
 
 
-def _band(logs: Sequence[float], narrowest: float) -> Band:
-    middle = float(np.median(logs))
-    spread = max(narrowest, _WIDTHS * float(np.std(logs, ddof=1)) if len(logs) > 1 else _ONE_RUN)
-    low, at, high = (round(math.exp(x), 5) for x in (middle - spread, middle, middle + spread))
-    return Band(ratio=at, low=low, high=high, runs=len(logs))
+def _band(log_ratios: Sequence[float], min_half_width: float) -> Band:
+    median = float(np.median(log_ratios))
+    spread = _HALF_WIDTH_SDS * float(np.std(log_ratios, ddof=1)) if len(log_ratios) > 1 else _HALF_WIDTH_OF_ONE_RUN
+    half_width = max(min_half_width, spread)
+    low, middle, high = (round(math.exp(x), 5) for x in (median - half_width, median, median + half_width))
+    return Band(ratio=middle, low=low, high=high, runs=len(log_ratios))
 
 
 def too_noisy(bands: dict[str, Band]) -> list[str]:
-    """Cells, by id, in whose bands a slowdown of 30 % could hide."""
-    return [cell for cell, band in bands.items() if band.high / band.ratio > 1 + _HIDES]
+    """Ids of cells whose band is so wide that a slowdown of 30 % would pass."""
+    return [cell for cell, band in bands.items() if band.high / band.ratio > 1 + _DETECTABLE_SLOWDOWN]
 
 
 def ratio(record: Record, run: Sequence[Record]) -> float | None:
-    """How long a step takes beside its yardstick's, measured in turn: the median over the rounds.
+    """Step time as a ratio to the yardstick's in the same rounds: the median over rounds.
 
-    The yardstick of dense is the calibration step, of every other policy dense.
+    Dense is compared with the calibration step, every other policy with dense.
 
     Args:
-        record: of latency.
-        run: all records that were measured with it.
+        record: a latency record.
+        run: all records of its run.
 
     Returns:
-        None without such a yardstick.
+        None if the run has no yardstick.
     """
     ours = record.measured(StepMetrics)
     if ours is None:
         return None
     if is_dense(record):
-        beside = ours.calibration_ms
+        yardstick_ms = ours.calibration_ms
     else:
         others = (m for r in run if is_dense(r) and (m := r.measured(StepMetrics)))
-        beside = next((m.rounds_ms for m in others if m.together == ours.together), None)
-    if not beside or len(beside) != len(ours.rounds_ms):
+        yardstick_ms = next((m.rounds_ms for m in others if m.together == ours.together), None)
+    if not yardstick_ms or len(yardstick_ms) != len(ours.rounds_ms):
         return None
-    return float(np.median(np.array(ours.rounds_ms) / np.array(beside)))
+    return float(np.median(np.array(ours.rounds_ms) / np.array(yardstick_ms)))
 
 
 def is_dense(record: Record) -> bool:
-    """Whether a record is of the cache that keeps everything."""
+    """Whether its cache keeps everything."""
     return record.cell.policy == "dense"

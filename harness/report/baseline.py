@@ -1,4 +1,4 @@
-"""Baselines: folders of records that later runs are held to. Nothing but a baseline is ever replaced by one."""
+"""Baselines: folders of records that later runs are compared with. Writing one replaces nothing but a baseline."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from kvbench.harness.report.baseline_file import FILE, Baseline, CellFiles, Outd
 
 
 def load(folder: Path) -> tuple[Baseline, list[Record]]:
-    """A baseline and its records, every file held to its hash.
+    """Read a baseline and its records, and check the hash of every file.
 
     Raises:
-        UserError: it is none; or a record or trace is missing, changed, or not one of its own.
+        UserError: it is not a baseline, or a record or trace is missing, changed or not listed.
     """
-    _bring_back(folder)
+    _recover(folder)
     baseline = parse(folder / FILE)
-    records = [_own_record(folder, cell_id, files) for cell_id, files in baseline.cells.items()]
+    records = [_read_listed(folder, cell_id, files) for cell_id, files in baseline.cells.items()]
     listed = {folder / files.record for files in baseline.cells.values()}
     extra = sorted(set(folder.rglob("*.json")) - listed)
     if extra:
-        raise UserError(f"{extra[0]}: no record of the baseline: {FILE} does not list it")
+        raise UserError(f"{extra[0]}: {FILE} does not list this record: move it out of the baseline")
     return baseline, records
 
 
 def store(folder: Path, baseline: Baseline, records: Path) -> None:
-    """Put a baseline in the place of what is there: whatever happens, the old or the new one is there afterwards.
+    """Write a baseline to a folder. If writing fails or is killed, the old baseline survives.
 
     Args:
-        folder: of the baseline.
-        baseline: what it says; its `cells` are listed here.
-        records: folder of its records and traces on the same file system, which is moved.
+        folder: where to put it.
+        baseline: its description; `cells` is filled in here.
+        records: folder of its records and traces, on the same file system; it is moved.
 
     Raises:
-        UserError: something else than a baseline is there.
+        UserError: the folder holds something other than a baseline.
     """
     target = replaceable(folder)
     for lock in records.rglob(LOCK):
         lock.unlink()
-    baseline = baseline.model_copy(update={"cells": _listed(records)})
+    baseline = baseline.model_copy(update={"cells": _list_files(records)})
     with atomic_write(records / FILE) as file:
         file.write(text(baseline))
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -53,55 +53,52 @@ def store(folder: Path, baseline: Baseline, records: Path) -> None:
 
 
 def replaceable(folder: Path) -> Path:
-    """Where a baseline may be put: a folder that is missing, empty, or holds a baseline and nothing else.
-
-    Returns:
-        The folder, resolved.
+    """The resolved folder, if a baseline may be written there: it is missing, empty, or holds only a baseline.
 
     Raises:
-        UserError: something else is there.
+        UserError: it holds something else.
     """
     target = folder.resolve()
     if Path.cwd().is_relative_to(target):
-        raise UserError(f"{folder}: the current directory is in it, and a baseline replaces its folder: name another")
-    _bring_back(target)
+        raise UserError(f"{folder}: contains the current directory, and would be replaced: name another folder")
+    _recover(target)
     if not target.exists():
         return target
     if not target.is_dir():
-        raise UserError(f"{folder}: a file; a baseline is a folder: name a new or an empty one")
-    strangers = list(_strangers(target))
-    if strangers:
-        more = f" and {len(strangers) - 1} more" if len(strangers) > 1 else ""
+        raise UserError(f"{folder}: is a file; a baseline needs a folder: name a new or empty one")
+    foreign = list(_foreign_files(target))
+    if foreign:
+        more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
         raise UserError(
-            f"{folder}: holds {strangers[0]}{more}, which is no baseline's: name a new or an empty folder; nothing was touched"
+            f"{folder}: holds {foreign[0]}{more}, not part of a baseline: name a new or empty folder; nothing was changed"
         )
     return target
 
 
-def _own_record(folder: Path, cell_id: str, files: CellFiles) -> Record:
-    """A record that the baseline lists, if it and its trace are what was measured."""
+def _read_listed(folder: Path, cell_id: str, files: CellFiles) -> Record:
+    """Read a record that the baseline lists; it and its trace must match their hashes."""
     for name, expected in ((files.record, files.sha256), (files.trace, files.trace_sha256)):
         if name is None:
             continue
         path = folder / name
         if not path.is_file():
-            raise UserError(f"{path}: missing, though {FILE} lists it: restore it, or make the baseline anew")
+            raise UserError(f"{path}: missing, but listed in {FILE}: restore it, or make a new baseline")
         if _sha256(path) != expected:
             raise UserError(
-                f"{path}: not what was measured (another sha256 than in {FILE}): restore it, or make the baseline anew"
+                f"{path}: has changed since it was measured (sha256 differs from {FILE}): restore it, or make a new baseline"
             )
     record = read(folder / files.record)
     if isinstance(record, Problem):
-        raise UserError(f"{folder}: a baseline that can't be read ({record.path.name}: {record.reason})")
+        raise UserError(f"{folder}: the baseline can't be read ({record.path.name}: {record.reason})")
     if (record.cell_id, record.status) != (cell_id, files.status):
-        raise UserError(f"{folder / files.record}: of another cell or status than {FILE} says")
+        raise UserError(f"{folder / files.record}: its cell or status differs from {FILE}")
     if (record.trace.sha256 if record.trace else None) != files.trace_sha256:
-        raise UserError(f"{folder / files.record}: of another trace than {FILE} says")
+        raise UserError(f"{folder / files.record}: its trace differs from {FILE}")
     return record
 
 
-def _listed(folder: Path) -> dict[str, CellFiles]:
-    """The records of a folder and their traces, with their hashes."""
+def _list_files(folder: Path) -> dict[str, CellFiles]:
+    """All records and traces of a folder, with their hashes."""
     store = RecordStore(folder)
     records, problems = store.read_all()
     if problems or not records:
@@ -111,7 +108,7 @@ def _listed(folder: Path) -> dict[str, CellFiles]:
         path = store.path(record)
         trace = path.parent / Path(record.trace.file).name if record.trace else None
         if record.cell_id in listed or not path.exists() or (trace and not trace.exists()):
-            raise UserError(f"{path}: a second record of its cell, one in another place, or one without its trace")
+            raise UserError(f"{path}: a duplicate record of its cell, misplaced, or without its trace")
         listed[record.cell_id] = CellFiles(
             status=record.status, record=path.relative_to(folder).as_posix(), sha256=_sha256(path),
             trace=trace.relative_to(folder).as_posix() if trace else None, trace_sha256=_sha256(trace) if trace else None,
@@ -123,21 +120,21 @@ def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _strangers(folder: Path) -> Iterator[Path]:
-    """What a folder holds besides a baseline: everything, if it holds none."""
-    own = _own_files(folder)
+def _foreign_files(folder: Path) -> Iterator[Path]:
+    """What a folder holds besides a baseline: everything, if there is no baseline."""
+    expected = _baseline_files(folder)
     for root, folders, files in os.walk(folder):
         here = Path(root)
         links = [name for name in folders if (here / name).is_symlink()]
         for path in (here / name for name in [*files, *links]):
-            if path.is_symlink() or path not in own:
+            if path.is_symlink() or path not in expected:
                 yield path.relative_to(folder)
         if here != folder and not folders and not files:
             yield here.relative_to(folder)
 
 
-def _own_files(folder: Path) -> set[Path]:
-    """The files of the baseline in a folder, whether or not they are whole; none if there is no baseline."""
+def _baseline_files(folder: Path) -> set[Path]:
+    """The files that belong to the baseline in a folder, even if damaged; none if there is no baseline."""
     own = {folder / FILE, *folder.rglob(LOCK)}
     try:
         listed = parse(folder / FILE).cells.values()
@@ -150,14 +147,14 @@ def _own_files(folder: Path) -> set[Path]:
 
 
 def _exchange(target: Path, records: Path) -> None:
-    """Move the old baseline aside, the new one in its place, and only then delete the old one."""
+    """Move the old baseline aside, put the new one in its place, then delete the old one."""
     aside = target.with_name(f".{target.name}.{secrets.token_hex(8)}.old")
     if target.exists():
         target.rename(aside)
     try:
-        strangers = list(_strangers(aside)) if aside.exists() else []  # nobody can put anything in it any more
-        if strangers:
-            raise UserError(f"{target}: {strangers[0]} was put there meanwhile; the old baseline stays")
+        foreign = list(_foreign_files(aside)) if aside.exists() else []  # after the rename, nobody adds files
+        if foreign:
+            raise UserError(f"{target}: {foreign[0]} was added during the update; the old baseline is kept")
         records.rename(target)
     except BaseException:
         if aside.exists():
@@ -167,11 +164,11 @@ def _exchange(target: Path, records: Path) -> None:
         shutil.rmtree(aside)
 
 
-def _bring_back(folder: Path) -> None:
-    """Finish what a killed update left: the old baseline beside the place where none is."""
+def _recover(folder: Path) -> None:
+    """If a killed update moved the old baseline aside, move it back."""
     if folder.exists() or not folder.parent.is_dir():
         return
     for left in sorted(folder.parent.iterdir()):
-        if left.name.startswith(f".{folder.name}.") and left.suffix == ".old" and left.is_dir() and not any(_strangers(left)):
+        if left.name.startswith(f".{folder.name}.") and left.suffix == ".old" and left.is_dir() and not any(_foreign_files(left)):
             left.rename(folder)
             return

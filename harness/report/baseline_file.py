@@ -1,4 +1,4 @@
-"""What `baseline.yaml` says: how the baseline was measured, the hashes of its files, and the bands of its latency."""
+"""`baseline.yaml`: how a baseline was measured, the hashes of its files, and the noise bands of its latency."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _SHA256 = Field(pattern="^[0-9a-f]{64}$")
 
 
 class OutdatedBaselineError(UserError):
-    """A baseline of the time before hashes."""
+    """A baseline in the format from before hashes."""
 
 
 class MeasuredWith(BaseModel):
-    """Options of `bench run` that changed the suite. No path of the machine is among them.
+    """Options of `bench run` that changed the suite; none is an absolute path.
 
     Attributes:
-        model: a hub id, or one of those that come along.
-        local_model: name of a local model's folder: `bench check` is told by `--model` where it is.
-        policies: in place of the suite's.
+        model: hub id, or name of a built-in model.
+        local_model: folder name of a local model; `bench check --model` says where it is.
+        policies: replace the suite's.
         settings: key=value.
-        device: where it is not "auto".
+        device: unless "auto".
         dtype: of weights and cache.
         threads: of the CPU.
     """
@@ -46,14 +46,14 @@ class MeasuredWith(BaseModel):
 
 
 class CellFiles(BaseModel):
-    """The files of a cell, relative to the baseline's folder, and what they hash to.
+    """The files of a cell, relative to the baseline's folder, and their hashes.
 
     Attributes:
-        status: of the record; a failed cell is said to be one.
+        status: of the record.
         record: its file.
-        sha256: of it.
-        trace: its trace's file, if it has one.
-        trace_sha256: of it.
+        sha256: of the record's file.
+        trace: the trace's file, if there is one.
+        trace_sha256: of the trace's file.
     """
 
     model_config = _STRICT
@@ -72,23 +72,23 @@ class CellFiles(BaseModel):
         return value
 
     @model_validator(mode="after")
-    def _both(self) -> CellFiles:
+    def _trace_with_hash(self) -> CellFiles:
         if (self.trace is None) != (self.trace_sha256 is None):
             raise ValueError("a trace without its hash, or a hash without its trace")
         return self
 
 
 class Baseline(BaseModel):
-    """What a baseline says of itself; its records lie beside it.
+    """Description of a baseline, stored beside its records.
 
     Attributes:
-        suite: that it was measured with: a name, or a file relative to the baseline's folder.
-        options: that changed the suite.
-        who: made it.
+        suite: name of the measured suite, or its file relative to the baseline's folder.
+        options: overrides of the suite.
+        who: author of the baseline.
         when: ISO 8601, UTC.
-        why: in a sentence.
+        why: reason for making it, in a sentence.
         cells: its files, by cell id.
-        bands: of latency, by cell id.
+        bands: noise bands of latency, by cell id.
     """
 
     model_config = _STRICT
@@ -106,7 +106,8 @@ def parse(path: Path) -> Baseline:
     """Read `baseline.yaml`.
 
     Raises:
-        UserError: there is none, or it is not a baseline (`OutdatedBaselineError`: one without hashes).
+        UserError: the file is missing or not a baseline.
+        OutdatedBaselineError: it has no hashes.
     """
     try:
         value: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -115,7 +116,7 @@ def parse(path: Path) -> Baseline:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: not a baseline ({type(error).__name__})") from None
     if isinstance(value, dict) and {"suite", "why"} <= set(value) and "cells" not in value:
-        raise OutdatedBaselineError(f"{path}: lists no hashes of its records: make it anew with 'bench baseline update'")
+        raise OutdatedBaselineError(f"{path}: has no hashes of its records: make it again with 'bench baseline update'")
     try:
         return Baseline.model_validate(value)
     except ValidationError as error:
@@ -125,6 +126,6 @@ def parse(path: Path) -> Baseline:
 
 
 def text(baseline: Baseline) -> str:
-    """As `baseline.yaml` has it."""
+    """The content of `baseline.yaml`."""
     plain = baseline.model_dump(exclude_defaults=True) | {"options": baseline.options.model_dump(exclude_defaults=True)}
     return _HEAD + yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=120)

@@ -1,4 +1,4 @@
-"""Which policy of a run is best, and what it costs against dense, as far as intervals support it. Imports no torch."""
+"""Which policy of a run is best, and its price against dense, as far as intervals support it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvbench.harness.report.ranks import Pairs, nll_pairs, sign_test, surely_les
 from kvbench.harness.report.rows import Row
 from kvbench.harness.report.speed import round_ratios
 
-_NAMED = 6  # policies named one by one in a sentence
+_MAX_NAMES = 6  # in a sentence
 _TOO_SHORT = "the text is too short for an interval"
 
 
@@ -24,9 +24,9 @@ class Contender:
 
     Attributes:
         row: its records.
-        name: as the table has it.
-        nll: nats a token on the tokens that all rows scored; None without one.
-        wrong: share of wrong answers to the questions that all rows were asked; None without one.
+        name: in the table.
+        nll: nats per token, over the tokens that all rows scored; None if not measured.
+        wrong: share of wrong answers, over the questions that all rows answered; None if not measured.
     """
 
     row: Row
@@ -40,11 +40,11 @@ class _Measure:
     """What policies are judged by.
 
     Attributes:
-        name: in words.
-        value: the figure, less is better; None where there is none.
-        pairs: differences of every two rows that can be compared.
-        price: in words, what the first loses or gains against the second, which goes by the given name.
-        no_pairs: why no two can be compared.
+        name: for sentences.
+        value: the figure, less is better; None if not measured.
+        pairs: differences of all comparable pairs of rows.
+        price: `price(best, base, name)` says what `best` loses or gains against `base`, called `name`.
+        no_pairs: reason given when no two rows are comparable.
     """
 
     name: str
@@ -55,9 +55,9 @@ class _Measure:
 
 
 def best_policies(contenders: Sequence[Contender]) -> list[str]:
-    """For each capacity, which policy with a cache of that size is best, and what it loses and saves.
+    """For each capacity, a sentence on the best policy with a cache of that size: what it loses, what it saves.
 
-    Judged by perplexity; by right answers where there is no perplexity; nothing is said where there is neither.
+    Policies are judged by perplexity, or by right answers if no perplexity was measured.
 
     Args:
         contenders: all policies of a table, measured on one text.
@@ -67,41 +67,45 @@ def best_policies(contenders: Sequence[Contender]) -> list[str]:
         capacities = sorted({size for c in scored if c.row.kv_bytes and (size := c.row.cell.capacity) is not None})
         lines = [line for capacity in capacities if (line := _at_capacity(scored, capacity, measure))]
         if lines and measure is _NLL and any(_has_trend(c) for c in scored):
-            lines.append("Dense read past its training length: its perplexity is no yardstick.")
+            lines.append("Dense read past its training length, so its perplexity is not used as a yardstick.")
         if scored:
             return lines
     return []
 
 
 def _at_capacity(scored: Sequence[Contender], capacity: int, measure: _Measure) -> str:
-    """What can be said about the policies of one capacity; empty if nothing."""
+    """A sentence on the policies of one capacity; empty if there is nothing to say."""
     rivals = [c for c in scored if c.row.cell.capacity == capacity and c.row.kv_bytes]
     pairs = measure.pairs([c.row for c in rivals])
-    worse = {place for _, place in surely_less(pairs)}
-    leaders = sorted((c for place, c in enumerate(rivals) if place not in worse), key=lambda c: measure.value(c) or 0.0)
-    best, at, judged = leaders[0], f"At {capacity:,} tokens", f"of {len(rivals)} policies by {measure.name}"
+    beaten = {index for _, index in surely_less(pairs)}
+    leaders = sorted((c for index, c in enumerate(rivals) if index not in beaten), key=lambda c: measure.value(c) or 0.0)
+    best, at, field = leaders[0], f"At {capacity:,} tokens", f"of {len(rivals)} policies by {measure.name}"
     price = _price(best, scored, capacity, measure)
     if len(rivals) == 1:
         return f"{at}, {best.name} {price}." if price else ""
     if not pairs:
-        return f"{at}, it can't be told which is the best {judged}: {measure.no_pairs}."
+        return f"{at}, the best {field} can't be determined: {measure.no_pairs}."
     if len(leaders) == 1:
-        return f"{at}, {best.name} is surely the best {judged}{f': it {price}' if price else ''}."
-    told = f"Of these, {best.name} {price}." if price else ""
+        return f"{at}, {best.name} is surely the best {field}{f': it {price}' if price else ''}."
+    about_best = f"Of these, {best.name} {price}." if price else ""
     if len(leaders) == len(rivals):
-        return f"{at}, it can't be told which is the best {judged}. {told}".strip()
-    return f"{at}, the best {judged} is {_either(leaders)}; which one can't be told. {told}".strip()
+        return f"{at}, none is surely the best {field}. {about_best}".strip()
+    return (
+        f"{at}, the best {field} is {_either(leaders)}; the differences between them are within the noise. {about_best}".strip()
+    )
 
 
 def _either(leaders: Sequence[Contender]) -> str:
-    names = [c.name for c in leaders[:_NAMED]]
+    names = [c.name for c in leaders[:_MAX_NAMES]]
     return (
-        f"{', '.join(names[:-1])} or {names[-1]}" if len(leaders) <= _NAMED else f"one of {len(leaders)}, {names[0]} among them"
+        f"{', '.join(names[:-1])} or {names[-1]}"
+        if len(leaders) <= _MAX_NAMES
+        else f"one of {len(leaders)}, {names[0]} among them"
     )
 
 
 def _price(best: Contender, scored: Sequence[Contender], capacity: int, measure: _Measure) -> str:
-    """What the best loses and saves against dense; what it loses against recomputing its window, where dense can't tell."""
+    """What the best loses and saves against dense; its loss is against recomputing its window if dense is no yardstick."""
     dense = next((c for c in scored if c.row.cell.policy == "dense"), None)
     recompute = next((c for c in scored if (c.row.cell.policy, c.row.cell.capacity) == ("recompute_window", capacity)), None)
     parts = []
@@ -118,7 +122,7 @@ def _has_trend(contender: Contender) -> bool:
 
 
 def _savings(best: Row, dense: Row) -> list[str]:
-    """Of K and V, and of a step's time where the two were timed in turn and surely differ."""
+    """What it saves in K/V, and in step time if both were timed in the same rounds and surely differ."""
     saved = []
     if best.kv_bytes and dense.kv_bytes and best.kv_bytes < dense.kv_bytes:
         times = dense.kv_bytes / best.kv_bytes
@@ -127,7 +131,7 @@ def _savings(best: Row, dense: Row) -> list[str]:
     if ratios:
         low, high = median_interval(ratios)
         if high < 1 or low > 1:
-            saved.append(f"takes {statistics.median(ratios):.3g} of dense's time a step [{low:.3g}, {high:.3g}]")
+            saved.append(f"takes {statistics.median(ratios):.3g} of dense's time per step [{low:.3g}, {high:.3g}]")
     return saved
 
 
@@ -138,10 +142,12 @@ def _nll_price(best: Row, base: Row, name: str) -> str:
     if interval.low is None or interval.high is None:
         return f"can't be compared with {name} ({_TOO_SHORT})"
     if interval.low <= 0 <= interval.high:
-        return f"can't be told from {name} ({interval.mean:+.2g} nats a token [{interval.low:+.2g}, {interval.high:+.2g}])"
+        return (
+            f"doesn't surely differ from {name} ({interval.mean:+.2g} nats per token [{interval.low:+.2g}, {interval.high:+.2g}])"
+        )
     low, high = sorted((abs(interval.low), abs(interval.high)))
     change = "loses" if interval.mean > 0 else "gains"
-    return f"{change} {abs(interval.mean):.2g} nats a token [{low:.2g}, {high:.2g}] against {name}"
+    return f"{change} {abs(interval.mean):.2g} nats per token [{low:.2g}, {high:.2g}] against {name}"
 
 
 def _answer_price(best: Row, base: Row, name: str) -> str:
@@ -151,13 +157,13 @@ def _answer_price(best: Row, base: Row, name: str) -> str:
     low, high = (100 * x for x in paired_shares(*shared))
     change = 100 * (shared[1].count("1") - shared[0].count("1")) / len(shared[0])
     if low <= 0 <= high:
-        return f"can't be told from {name} ({change:+.1f} points of right answers [{low:+.1f}, {high:+.1f}])"
+        return f"doesn't surely differ from {name} ({change:+.1f} points of right answers [{low:+.1f}, {high:+.1f}])"
     smaller, larger = sorted((abs(low), abs(high)))
     return f"gets {abs(change):.1f} points {'more' if change > 0 else 'fewer'} right [{smaller:.1f}, {larger:.1f}] than {name}"
 
 
 def _outcomes(row: Row) -> dict[str, str]:
-    """A digit a question, by task and text."""
+    """Outcomes by task and text: one digit per question."""
     return {
         repr([r.cell.options, r.data.ids_sha256]): metrics.outcomes
         for r in row.records
@@ -166,7 +172,7 @@ def _outcomes(row: Row) -> dict[str, str]:
 
 
 def _shared_outcomes(a: Row, b: Row) -> tuple[str, str] | None:
-    """Outcomes of both, question by question; None unless they answered the same questions."""
+    """Outcomes of both rows in the same order; None unless they answered the same questions."""
     ours, theirs = _outcomes(a), _outcomes(b)
     if not ours or {k: len(v) for k, v in ours.items()} != {k: len(v) for k, v in theirs.items()}:
         return None

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from kvbench.harness.core.files import atomic_write
 from kvbench.harness.core.visible import visible
@@ -17,8 +17,8 @@ from kvbench.harness.records import Record
 
 FOLDER = "charts"  # beside the page
 VEGA_LITE = "6.4"
-_FONT = "Liberation Sans, Arial, Helvetica, sans-serif"  # the first comes with the library that draws, and decides the layout
-# Okabe and Ito's colours, told apart by those who see fewer; darkened or lightened for the page they stand on.
+_FONT = "Liberation Sans, Arial, Helvetica, sans-serif"  # the first is bundled with vl-convert, which uses it for the layout
+# Okabe and Ito's colour-blind-safe palette, darkened or lightened for the page's background.
 _INKS = {
     "light": (
         "#24292f",
@@ -36,14 +36,14 @@ COLOURS = len(_INKS["light"][2])
 
 @dataclass(frozen=True)
 class Chart:
-    """A picture of a page.
+    """A chart of a page.
 
     Attributes:
-        name: of its file, without suffix.
-        alt: what it shows, for those who don't see it.
+        name: file name, without suffix.
+        alt: description for readers who can't see it.
         spec: Vega-Lite, without theme.
-        suite: whose records it shows; empty where it shows none.
-        model: likewise.
+        suite: of its records; empty if it shows none.
+        model: of its records; empty if it shows none.
     """
 
     name: str
@@ -52,8 +52,22 @@ class Chart:
     suite: str = ""
     model: str = ""
 
+    @classmethod
+    def from_record(cls, record: Record, kind: str, unique: str, alt: str, spec: dict[str, Any]) -> Self:
+        """A chart of the records of one suite and model.
+
+        Args:
+            record: any of the records.
+            kind: of chart; part of the file name.
+            unique: distinguishes charts of that kind, suite and model.
+            alt: what it shows; `{model}` is replaced by the model's id.
+            spec: Vega-Lite, without theme.
+        """
+        suite, model = record.cell.suite, record.cell.model.id
+        return cls(file_name(f"{suite} {kind} {model}", unique), alt.replace("{model}", model), make_visible(spec), suite, model)
+
     def markdown(self) -> str:
-        """The picture in a page, light or dark as its reader has it."""
+        """A `<picture>` with a light and a dark drawing."""
         alt = " ".join(visible(self.alt).split()).replace('"', "'").replace("<", "&lt;").replace(">", "&gt;")
         return (
             f'<picture><source media="(prefers-color-scheme: dark)" srcset="{FOLDER}/{self.name}-dark.svg">'
@@ -61,83 +75,69 @@ class Chart:
         )
 
     def svg(self, theme: str) -> str:
-        """Drawn. theme: light or dark. The same text for the same specification."""
+        """Draw it. theme: light or dark. The same specification always gives the same text."""
         return _svg(json.dumps({**self.spec, "config": config(theme)}))
 
 
 @dataclass(frozen=True)
 class Page:
-    """Markdown, and the charts that it shows."""
+    """Markdown, and the charts in it."""
 
     text: str
     charts: list[Chart]
 
 
-def of(record: Record, kind: str, unique: str, alt: str, spec: dict[str, Any]) -> Chart:
-    """A chart of the records of one suite and model.
-
-    Args:
-        record: one of them.
-        kind: of chart, for its file's name.
-        unique: tells it from others of that kind, suite and model.
-        alt: what it shows; `{model}` stands for the model.
-        spec: Vega-Lite, without theme.
-    """
-    suite, model = record.cell.suite, record.cell.model.id
-    return Chart(name(f"{suite} {kind} {model}", unique), alt.replace("{model}", model), shown(spec), suite, model)
-
-
-def shown(value: Any) -> Any:
-    """The same JSON, in whose texts nothing is invisible."""
+def make_visible(value: Any) -> Any:
+    """The same JSON, with invisible characters in its strings escaped."""
     if isinstance(value, dict):
-        return {key: shown(part) for key, part in value.items()}
+        return {key: make_visible(part) for key, part in value.items()}
     if isinstance(value, list):
-        return [shown(part) for part in value]
+        return [make_visible(part) for part in value]
     return visible(value) if isinstance(value, str) else value
 
 
-def name(what: str, unique: str) -> str:
-    """A file name that can be read, and is another one for another thing."""
-    slug = re.sub(r"[^a-z0-9]+", "-", what.lower()).strip("-")[:48].rstrip("-")
+def file_name(description: str, unique: str) -> str:
+    """A readable, unique file name."""
+    slug = re.sub(r"[^a-z0-9]+", "-", description.lower()).strip("-")[:48].rstrip("-")
     return f"{slug}-{hashlib.sha256(unique.encode()).hexdigest()[:6]}"
 
 
 @lru_cache(maxsize=256)
 def _svg(spec: str) -> str:
-    """The drawing of a specification, kept: pages are tried again without a record that breaks them."""
+    """Cached, because pages are rendered again when a broken record has to be left out."""
     import vl_convert
 
     return str(vl_convert.vegalite_to_svg(spec, vl_version=VEGA_LITE))
 
 
 def page(lines: Iterable[str | Chart]) -> Page:
-    """A page from its lines and the charts between them."""
+    """Join lines and charts to a page."""
     parts = list(lines)
     return Page("\n".join(x.markdown() if isinstance(x, Chart) else x for x in parts), [x for x in parts if isinstance(x, Chart)])
 
 
-def drawn(charts: Iterable[Chart]) -> dict[str, str]:
-    """Their drawings, for a light and a dark page, by file name."""
+def draw(charts: Iterable[Chart]) -> dict[str, str]:
+    """Light and dark SVGs of the charts, by file name."""
     themes = (("light", ""), ("dark", "-dark"))
     return {f"{chart.name}{end}.svg": chart.svg(theme) for chart in charts for theme, end in themes}
 
 
-def named(page: str) -> set[str]:
-    """File names of the drawings that a page shows."""
+def drawing_files(page: str) -> set[str]:
+    """File names of the drawings in a page."""
     return set(re.findall(rf'(?:src|srcset)="{FOLDER}/([a-z0-9-]+\.svg)"', page))
 
 
 def write(drawings: Mapping[str, str], folder: Path) -> None:
-    """Put drawings into a folder, each whole or not at all."""
+    """Write drawings to a folder, each atomically."""
     if drawings:
         folder.mkdir(parents=True, exist_ok=True)
     for file, svg in drawings.items():
-        with atomic_write(folder / file) as opened:
-            opened.write(svg)
+        with atomic_write(folder / file) as output:
+            output.write(svg)
 
 
 def config(theme: str) -> dict[str, Any]:
-    """Colours and type of a theme: light or dark."""
+    """Vega-Lite configuration of a theme: light or dark."""
     text, line, colours = _INKS[theme]
     return {
         "background": None, "font": _FONT, "view": {"stroke": None},

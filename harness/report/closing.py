@@ -1,4 +1,4 @@
-"""What a run says at its end: a row a policy, which is best and what that costs, and what went wrong. Imports no torch."""
+"""The summary at the end of a run: a row per policy, which is best and at what price, and what went wrong. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from kvbench.harness.records.facts import Failure
 from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics
 from kvbench.harness.report import sections
 from kvbench.harness.report.best import Contender, best_policies
-from kvbench.harness.report.common_tokens import common_stride, described, on_common
+from kvbench.harness.report.common_tokens import common_stride, describe_tokens, on_common
 from kvbench.harness.report.machines import by_machine
 from kvbench.harness.report.markdown import cache_bytes
 from kvbench.harness.report.pairing import question
 from kvbench.harness.report.rows import Row, rows
 from kvbench.harness.report.task import task_of
 
-_NAMED = 3  # policies named in a line, before "and 4 more"
+_MAX_NAMES = 3  # in a line, before "and 4 more"
 
 
 @dataclass(frozen=True)
 class Table:
-    """Policies that may be compared with each other.
+    """Policies that can be compared with each other.
 
     Attributes:
-        heading: what they have in common; empty where the run has one table.
+        heading: what the rows have in common.
         head: names of the columns; the first is the policy.
-        lines: a policy each, as text.
-        notes: which policy is best and at what price, and what the columns leave open.
+        lines: one row per policy, as text.
+        notes: sentences on which policy is best and at what price, and on what the columns mean.
     """
 
     heading: str
@@ -42,11 +42,11 @@ class Table:
 
 @dataclass(frozen=True)
 class Closing:
-    """The end of a run, for a person.
+    """The summary at the end of a run.
 
     Attributes:
-        tables: one for most runs; several where the run has several models or texts.
-        troubles: what failed or was flagged, and why; one line each.
+        tables: one for most runs; more if the run has several models or texts.
+        troubles: a line for each failure or flag, with the reason.
     """
 
     tables: Sequence[Table]
@@ -54,37 +54,37 @@ class Closing:
 
 
 def closing(records: Sequence[Record]) -> Closing:
-    """The end of a run.
+    """Summarize a run.
 
     Args:
-        records: of the run, those of cells that were finished before included.
+        records: of the run, including those of cells that were already finished.
     """
     groups = list(_comparable(records))
-    tasks = [group[0].cell.options for _, group in groups if _apart(group[0])]
+    tasks = [group[0].cell.options for _, group in groups if _text_or_prompt(group[0])]
     keys = dict.fromkeys(key for task in tasks for key in task)
     options = [key for key in keys if len({repr(task.get(key)) for task in tasks}) > 1]
     return Closing([_table(group, options, machine) for machine, group in groups], [*_failures(records), *_flags(records)])
 
 
 def _comparable(records: Sequence[Record]) -> Iterable[tuple[str, list[Record]]]:
-    """The records of each table, after the name of the machine where the run has records of several.
+    """(machine, records) of each table; the machine's name is empty if the run has only one.
 
-    A table has one model and one machine; also one text, and questions asked in one way, where the run has several.
+    A table has one model and one machine. It is split further if the run has several texts or ways to prompt.
     """
     models: dict[str, list[Record]] = {}
     for record in records:
         models.setdefault(repr(record.cell.as_json()["model"]), []).append(record)
-    for of_model in models.values():
-        for machine, group in by_machine(of_model):
+    for same_model in models.values():
+        for machine, group in by_machine(same_model):
             parts: dict[str, list[Record]] = {}
             for record in group:
-                parts.setdefault(_apart(record), []).append(record)
+                parts.setdefault(_text_or_prompt(record), []).append(record)
             texts = [part for part in parts if part]
             yield from ((machine, part) for part in (parts.values() if len(texts) > 1 else [group]))
 
 
-def _apart(record: Record) -> str:
-    """What must not share a column with another of its kind: texts, and ways to prompt. Empty where anything may."""
+def _text_or_prompt(record: Record) -> str:
+    """Its text or way to prompt: records that differ in it never share a column. Empty if the task has neither."""
     if record.measures(NllMetrics):
         return question(record)
     options, names = record.cell.options, task_of(record).never_pooled_over
@@ -96,38 +96,38 @@ def _table(records: Sequence[Record], options: Sequence[str], machine: str) -> T
 
     Args:
         records: to show.
-        options: of tasks, which tell it from the other tables.
-        machine: that measured them, where the run has records of several.
+        options: task options that differ between the tables of the run.
+        machine: name for the heading; empty if the run has only one machine.
     """
-    found = sorted(rows(records), key=lambda row: row.cell.capacity or 0)
-    scored = [row.perplexity for row in found if row.perplexity is not None and row.nll is not None]
-    stride, asked = common_stride(scored), {task for row in found for task in _answered(row)}
+    policies = sorted(rows(records), key=lambda row: row.cell.capacity or 0)
+    scored = [row.perplexity for row in policies if row.perplexity is not None and row.nll is not None]
+    stride, questions = common_stride(scored), {task for row in policies for task in _answered(row)}
     contenders = [
-        Contender(row, name, _nll(row, stride), _wrong(row) if set(_answered(row)) == asked else None)
-        for row, name in zip(found, _names(found), strict=True)
+        Contender(row, name, _nll(row, stride), _wrong(row) if set(_answered(row)) == questions else None)
+        for row, name in zip(policies, _names(policies), strict=True)
     ]
-    capacities = {row.cell.capacity for row in found if row.cell.capacity is not None}
+    capacities = {row.cell.capacity for row in policies if row.cell.capacity is not None}
     columns = {
         "policy": [c.name for c in contenders],
-        "capacity": ["all" if row.cell.capacity is None else f"{row.cell.capacity:,}" for row in found],
+        "capacity": ["all" if row.cell.capacity is None else f"{row.cell.capacity:,}" for row in policies],
         "perplexity": ["" if c.nll is None else f"{math.exp(min(c.nll, 700)):.4g}" for c in contenders],
         "right": ["" if c.wrong is None else f"{100 * (1 - c.wrong):.0f} %" for c in contenders],
-        "result": [_other(row) for row in found],
-        "K/V": [cache_bytes(row.kv_bytes) for row in found],
-        "ms/step": ["" if row.step_ms is None else f"{row.step_ms:.3g}" for row in found],
-        "status": [_status(row.records) for row in found],
+        "result": [_other_figure(row) for row in policies],
+        "K/V": [cache_bytes(row.kv_bytes) for row in policies],
+        "ms/step": ["" if row.step_ms is None else f"{row.step_ms:.3g}" for row in policies],
+        "status": [_status(row.records) for row in policies],
     }
     if len(capacities) < 2:
         del columns["capacity"]
     shown = {head: cells for head, cells in columns.items() if any(cells)}
-    notes = [f"Perplexity is over {described(scored, stride)}."] if stride > 1 else []
-    told = [key for key in options if len({repr(r.cell.options.get(key)) for r in records if _apart(r)}) == 1]
-    heading = visible(", ".join([_heading(records[0], capacities, told), *([f"on {machine}"] if machine else [])]))
+    notes = [f"Perplexity is over {describe_tokens(scored, stride)}."] if stride > 1 else []
+    in_heading = [key for key in options if len({repr(r.cell.options.get(key)) for r in records if _text_or_prompt(r)}) == 1]
+    heading = visible(", ".join([_heading(records[0], capacities, in_heading), *([f"on {machine}"] if machine else [])]))
     return Table(heading, list(shown), list(zip(*shown.values(), strict=True)), [*best_policies(contenders), *notes])
 
 
 def _heading(record: Record, capacities: set[int], options: Sequence[str]) -> str:
-    """Suite, model, capacity, and what tells the table from the others of the run."""
+    """Suite, model, capacity, and the options that distinguish the table from the others of the run."""
     cell = record.cell
     parts = [f"{cell.suite}, {cell.model.id}"]
     parts += [f"{next(iter(capacities)):,} tokens cached"] if len(capacities) == 1 else []
@@ -135,16 +135,16 @@ def _heading(record: Record, capacities: set[int], options: Sequence[str]) -> st
     return ", ".join(parts)
 
 
-def _names(found: Sequence[Row]) -> list[str]:
-    """Of each policy as little as tells it from the others of its capacity."""
+def _names(policies: Sequence[Row]) -> list[str]:
+    """The shortest names that distinguish policies of the same capacity."""
     names = []
-    for row in found:
-        rivals = [r for r in found if (r.cell.policy, r.cell.capacity) == (row.cell.policy, row.cell.capacity)]
-        told: list[dict[str, object]] = [_settings(r) for r in rivals]
-        kept = [key for key in told[0] if len({repr(t.get(key)) for t in told}) > 1]
-        for key in reversed(kept):  # a window that follows from the sinks says nothing
+    for row in policies:
+        rivals = [r for r in policies if (r.cell.policy, r.cell.capacity) == (row.cell.policy, row.cell.capacity)]
+        alternatives: list[dict[str, object]] = [_settings(r) for r in rivals]
+        kept = [key for key in alternatives[0] if len({repr(a.get(key)) for a in alternatives}) > 1]
+        for key in reversed(kept):  # drop what follows from the rest, such as a window from the sinks
             others = [k for k in kept if k != key]
-            if len({repr([t.get(k) for k in others]) for t in told}) == len(told):
+            if len({repr([a.get(k) for k in others]) for a in alternatives}) == len(alternatives):
                 kept = others
         settings = _settings(row)
         extra = ", ".join(f"{key} {settings[key]}" for key in kept if settings.get(key) is not None)
@@ -153,19 +153,19 @@ def _names(found: Sequence[Row]) -> list[str]:
 
 
 def _settings(row: Row) -> dict[str, object]:
-    """What may tell two rows of one policy and capacity apart."""
+    """Everything in which two rows of one policy and capacity can differ."""
     cell = row.cell
     return {**cell.parameters, "positions": cell.positions, "limit": cell.limit, "seed": cell.seed}
 
 
 def _short(name: str) -> str:
-    """The name of a policy, without the folder of its file."""
+    """The policy's name without the folder of its file."""
     path, colon, rest = name.partition(":")
     return f"{Path(path).name}{colon}{rest}"
 
 
 def _nll(row: Row, stride: int) -> float | None:
-    """On the tokens that all rows scored."""
+    """NLL over the tokens that all rows scored."""
     record = on_common(row.perplexity, stride) if row.perplexity is not None and row.nll is not None else None
     metrics = None if record is None else record.measured(NllMetrics)
     return None if metrics is None else metrics.nll
@@ -180,8 +180,8 @@ def _wrong(row: Row) -> float | None:
     return None if row.answers is None else 1 - row.answers[0] / row.answers[1]
 
 
-def _other(row: Row) -> str:
-    """The figure of a task that has no column of its own, where the row has no other figure."""
+def _other_figure(row: Row) -> str:
+    """The figure of a task without its own column, if the row has no other figure."""
     if row.nll is not None or row.answers is not None or row.step_ms is not None:
         return ""
     figures = [figure for record in row.records if (figure := sections.headline(record))]
@@ -189,22 +189,22 @@ def _other(row: Row) -> str:
 
 
 def _status(records: Sequence[Record]) -> str:
-    """Whether a policy's cells went well; of how many cells which did not."""
+    """ok, flagged or failed, and how many of the cells failed."""
     failed = sum(record.status != "ok" for record in records)
     if failed:
         return "failed" if failed == len(records) else f"{failed} of {len(records)} failed"
-    return "flagged" if any(map(_flags_of, records)) else "ok"
+    return "flagged" if any(record.metrics.flags for record in records) else "ok"
 
 
 def _failures(records: Sequence[Record]) -> list[str]:
-    """A line for each policy and reason."""
+    """A line per policy and reason."""
     reasons: dict[tuple[str, str], list[Record]] = {}
     for record in records:
         if record.status != "ok":
             error = record.error or Failure(kind="", message="")
             place = f" ({error.where})" if error.where else ""
-            what = ": ".join(part for part in (error.kind, error.message) if part) or "no reason given"
-            reasons.setdefault((_short(record.cell.policy), what + place), []).append(record)
+            reason = ": ".join(part for part in (error.kind, error.message) if part) or "no reason given"
+            reasons.setdefault((_short(record.cell.policy), reason + place), []).append(record)
     lines = []
     for (policy, reason), failed in reasons.items():
         cells = f"{len(failed)} cells" if len(failed) > 1 else _task(failed[0])
@@ -213,22 +213,18 @@ def _failures(records: Sequence[Record]) -> list[str]:
 
 
 def _flags(records: Sequence[Record]) -> list[str]:
-    """A line for each task and kind of flag; flags of one kind begin with the same words before a colon or a digit."""
+    """A line per task and kind of flag; flags are of one kind if they agree up to the first colon or digit."""
     kinds: dict[tuple[str, str], list[tuple[Record, str]]] = {}
     for record in records:
-        for flag in _flags_of(record):
+        for flag in record.metrics.flags:
             kind = flag.split(":")[0].rstrip("0123456789,. ")
             kinds.setdefault((_task(record), kind), []).append((record, flag))
     lines = []
     for (task, _), flagged in kinds.items():
         names = list(dict.fromkeys(_short(record.cell.policy) for record, _ in flagged))
-        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        lines.append(visible(f"flagged, {task} of {', '.join(names[:_NAMED])}{more}: {flagged[0][1]}"))
+        more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+        lines.append(visible(f"flagged, {task} of {', '.join(names[:_MAX_NAMES])}{more}: {flagged[0][1]}"))
     return lines
-
-
-def _flags_of(record: Record) -> list[str]:
-    return record.metrics.flags
 
 
 def _task(record: Record) -> str:

@@ -1,7 +1,7 @@
-"""Which tokens a column of perplexities is over: the same in every row.
+"""The tokens that every perplexity of a column is over.
 
-A policy that recomputes its window may score only every `stride`-th token. The others score all tokens, and keep their
-sums over every `stride`-th beside them (`on_stride`), so that both can stand in one column.
+A policy that recomputes its window may score only every `stride`-th token. The others score all tokens and also record
+their sums over every `stride`-th (`on_stride`), so that one column can compare both.
 """
 
 from __future__ import annotations
@@ -24,20 +24,17 @@ def scores_all(record: Record) -> bool:
 
 
 def stride_of(record: Record) -> int:
-    """Distance between the tokens that a policy which recomputes its window scores."""
+    """Distance between the tokens that are scored when the window is recomputed."""
     return int(record.cell.options.get("stride", 1))
 
 
 def common_stride(records: Sequence[Record]) -> int:
-    """Distance between the tokens that all of these records scored: 1 where each scored every token."""
+    """Distance between the tokens that all records scored; 1 if each scored every token."""
     return next((stride_of(r) for r in records if r.status == "ok" and not scores_all(r)), 1)
 
 
 def on_common(record: Record, stride: int) -> Record | None:
-    """The record as if it had scored only every `stride`-th token; itself where `stride` is 1.
-
-    None where it failed, or kept no sums over these tokens.
-    """
+    """The record as if it had scored only every `stride`-th token; None if it failed or has no sums over them."""
     if record.status != "ok":
         return None
     if stride == 1:
@@ -58,15 +55,15 @@ def on_common(record: Record, stride: int) -> Record | None:
 
 
 def common_perplexity(record: Record, records: Sequence[Record]) -> float | None:
-    """On the tokens that all of these scored that answer the record's question; None where it has none."""
+    """Perplexity over the tokens scored by all records of the same question; None if not measured."""
     rivals = [r for r in records if question(r) == question(record)]
-    seen = on_common(record, common_stride(rivals))
-    metrics = None if seen is None else seen.measured(NllMetrics)
+    common = on_common(record, common_stride(rivals))
+    metrics = None if common is None else common.measured(NllMetrics)
     return None if metrics is None else metrics.perplexity
 
 
-def described(records: Sequence[Record], stride: int) -> str:
-    """In words, which tokens every row is over."""
+def describe_tokens(records: Sequence[Record], stride: int) -> str:
+    """In words, the tokens that every row is over."""
     scored = next((m.on_stride for r in records if (m := r.measured(NllMetrics)) and not scores_all(r)), None)
     if scored is None:
         return "all tokens"
@@ -74,7 +71,7 @@ def described(records: Sequence[Record], stride: int) -> str:
 
 
 def _buckets(metrics: NllMetrics, shared: StrideBlocks) -> list[Bucket]:
-    """Mean NLL by position, each bucket twice as long as all before it; none for several streams, whose runs don't line up."""
+    """Mean NLL by position, bucket ends doubling; none for several streams, whose blocks span different positions."""
     if metrics.stream_tokens is not None or not metrics.buckets:
         return []
     size, end = shared.size, metrics.buckets[-1].to

@@ -1,6 +1,6 @@
-"""Two records beside each other: differences with intervals, and a verdict a metric.
+"""Compares two records: differences with intervals, and a verdict per metric.
 
-Paired wherever both kept the same tokens or questions: the noise of the text cancels, and what is left is the policy's.
+Differences are paired wherever both records have the same tokens or questions, so that the noise of the text cancels.
 """
 
 from __future__ import annotations
@@ -13,37 +13,38 @@ import numpy as np
 from kvbench.harness.core.intervals import MIN_BLOCKS, clustered, median_interval, wilson
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics, ScoreMetrics, StepMetrics
-from kvbench.harness.report.difference import Difference, Traces, Verdict, judged
+from kvbench.harness.report.difference import Difference, Traces, Verdict, judge_interval
 from kvbench.harness.report.pairing import paired
 from kvbench.harness.report.task import task_of
 
-# Differences that nobody would act on: an interval inside them is "same".
+# Differences too small to matter: an interval inside them is "same".
 MARGINS = {"nll": 0.001, "accuracy": 0.01, "score": 0.01, "step_ms": 0.03}
 
 
 def differences(a: Record, b: Record, traces: Traces = (None, None)) -> list[Difference]:
-    """Everything that both have.
+    """Compare every metric that both records have.
 
     Args:
-        a: the record that is there.
-        b: the record that is judged.
-        traces: files of their per-token figures, where they are at hand.
+        a: reference.
+        b: the record to judge.
+        traces: files of their per-token figures, where available.
     """
     if a.status != "ok" or b.status != "ok":
         verdict: Verdict = "same" if a.status == b.status else "worse" if a.status == "ok" else "better"
         kinds = ["ok" if r.status == "ok" else r.error.kind if r.error else r.status for r in (a, b)]
         return [Difference("status", None, None, None, None, None, verdict, " -> ".join(kinds))]
-    held = [*_bytes("kv_bytes", a.metrics.kv_bytes, b.metrics.kv_bytes)]
-    held += _bytes("state_bytes", a.metrics.state_bytes, b.metrics.state_bytes)
-    return [*task_of(b).differences(a, b, traces), *held]
+    sizes = _bytes("kv_bytes", a.metrics.kv_bytes, b.metrics.kv_bytes)
+    sizes += _bytes("state_bytes", a.metrics.state_bytes, b.metrics.state_bytes)
+    return [*task_of(b).differences(a, b, traces), *sizes]
 
 
 def largest_difference(traces: Traces) -> float | None:
-    """The largest difference in NLL of a token that both scored, in nats; None without both traces of one length."""
+    """Largest difference in a token's NLL, in nats; None without two traces of the same length."""
     files = [path for path in traces if path is not None and path.exists()]
     if len(files) < 2:
         return None
-    x, y = (np.load(path, mmap_mode="r").astype(np.float64) for path in files)  # mapped: no room for more than there is
+    # Memory-mapped, so that a wrong length in the header allocates nothing.
+    x, y = (np.load(path, mmap_mode="r").astype(np.float64) for path in files)
     if x.shape != y.shape:
         return None
     off = np.abs(x - y)
@@ -51,36 +52,34 @@ def largest_difference(traces: Traces) -> float | None:
     return float("inf") if np.isnan(off).any() else float(off.max(initial=0.0))
 
 
-def moved(a: Record, b: Record, *packages: str) -> str:
-    """In words, what of device, threads, instructions and these packages' versions is another; empty where nothing is."""
-    names = ("device", "threads", "instructions")  # older records have not all of them
+def setup_changes(a: Record, b: Record, *packages: str) -> str:
+    """In words, which of device, threads, instructions and package versions differ; empty if none."""
+    names = ("device", "threads", "instructions")  # older records lack some
     pairs = [(n, getattr(a.facts, n), getattr(b.facts, n)) for n in names]
     pairs += [(n, a.facts.versions.get(n), b.facts.versions.get(n)) for n in packages]
     return ", ".join(f"{n} {x} -> {y}" for n, x, y in pairs if x and y and x != y)
 
 
 def nll(a: Record, b: Record, traces: Traces = (None, None)) -> list[Difference]:
-    """Of a text read token by token, paired on the tokens that both scored."""
+    """NLL of a text, paired on the tokens that both scored."""
     ours, theirs = a.measured(NllMetrics), b.measured(NllMetrics)
     if ours is None or theirs is None:
         return []
     x, y = ours.nll, theirs.nll
     if ours == theirs:
-        return [Difference("nll", x, y, 0.0, 0.0, 0.0, "same", "to the last digit")]
+        return [Difference("nll", x, y, 0.0, 0.0, 0.0, "same", "identical to the last digit")]
     difference = paired(b, a, trend=a.cell_id == b.cell_id)
     if difference is None:
-        return [
-            Difference("nll", x, y, None, None, None, "can't tell", "not the same tokens, or a trend past the training length")
-        ]
+        return [Difference("nll", x, y, None, None, None, "can't tell", "different tokens, or a trend past the training length")]
     why = "" if difference.low is not None else "the text is too short for an interval"
     largest = largest_difference(traces) if a.cell_id == b.cell_id else None
-    why += f"{'; ' if why else ''}largest of a token {largest:.2g}" if largest is not None else ""
-    verdict = judged(difference.low, difference.high, MARGINS["nll"])
+    why += f"{'; ' if why else ''}largest difference of a token {largest:.2g}" if largest is not None else ""
+    verdict = judge_interval(difference.low, difference.high, MARGINS["nll"])
     return [Difference("nll", x, y, difference.mean, difference.low, difference.high, verdict, why)]
 
 
 def accuracy(a: Record, b: Record) -> list[Difference]:
-    """Of questions answered rightly or wrongly, paired question by question."""
+    """Share of right answers, paired question by question."""
     ours, theirs = a.measured(QuestionMetrics), b.measured(QuestionMetrics)
     if ours is None or theirs is None or ours.accuracy is None or theirs.accuracy is None:
         return []
@@ -93,44 +92,44 @@ def accuracy(a: Record, b: Record) -> list[Difference]:
         why = "question by question"
     else:
         low, high = shares((ours.right or 0, ours.questions), (theirs.right or 0, theirs.questions))
-        why = "not the same questions"
-    return [Difference("accuracy", x, y, y - x, low, high, judged(low, high, MARGINS["accuracy"], True), why)]
+        why = "different questions"
+    return [Difference("accuracy", x, y, y - x, low, high, judge_interval(low, high, MARGINS["accuracy"], True), why)]
 
 
 def score(a: Record, b: Record) -> list[Difference]:
-    """Of questions whose score is no plain yes or no, paired question by question."""
+    """Scores of questions that are not just right or wrong, paired question by question."""
     ours, theirs = a.measured(ScoreMetrics), b.measured(ScoreMetrics)
     if ours is None or theirs is None or ours.scores is None or theirs.scores is None:
         return []
     x, y = ours.score, theirs.score
     if a.data.ids_sha256 != b.data.ids_sha256 or ours.metric != theirs.metric:
-        return [Difference("score", x, y, y - x, None, None, "can't tell", "not the same questions")]
+        return [Difference("score", x, y, y - x, None, None, "can't tell", "different questions")]
     if a.cell_id == b.cell_id and ours.scores == theirs.scores:
         return [Difference("score", x, y, 0.0, 0.0, 0.0, "same", "the same score for every question")]
     off = np.array(theirs.scores) - np.array(ours.scores)
     if len(off) < MIN_BLOCKS:
         return [Difference("score", x, y, y - x, None, None, "can't tell", f"{len(off)} questions are too few")]
     mean = clustered(off, np.ones(len(off)) if theirs.weights is None else np.array(theirs.weights))
-    verdict = judged(mean.low, mean.high, MARGINS["score"], theirs.higher_is_better)
+    verdict = judge_interval(mean.low, mean.high, MARGINS["score"], theirs.higher_is_better)
     return [Difference("score", x, y, y - x, mean.low, mean.high, verdict, "question by question")]
 
 
 def paired_shares(a: str, b: str) -> tuple[float, float]:
-    """Interval of the difference of two shares over the same questions, b's less a's.
+    """95 % interval of the difference of two shares of right answers to the same questions, b's minus a's.
 
     Args:
-        a: outcomes, a "1" for every right answer.
-        b: the other's, of the same length.
+        a: outcomes, one "0" or "1" per question; "1" is right.
+        b: likewise.
 
-    Source: Newcombe 1998, Statistics in Medicine 17, 2635-2650, method 10: Wilson's intervals of each, and their correlation.
+    Source: Newcombe 1998, Statistics in Medicine 17, 2635-2650, method 10: Wilson intervals combined with their correlation.
     """
     n, pairs = len(a), list(zip(a, b, strict=True))
     both, only_a, only_b, none = (pairs.count(kind) for kind in (("1", "1"), ("1", "0"), ("0", "1"), ("0", "0")))
     x, y = (both + only_a) / n, (both + only_b) / n
     (low_a, high_a), (low_b, high_b) = wilson(both + only_a, n), wilson(both + only_b, n)
     scale = math.sqrt((both + only_a) * (only_b + none) * (both + only_b) * (only_a + none))
-    tied = both * none - only_a * only_b
-    phi = (max(tied - n / 2, 0) if tied > 0 else tied) / scale if scale else 0.0
+    covariance = both * none - only_a * only_b
+    phi = (max(covariance - n / 2, 0) if covariance > 0 else covariance) / scale if scale else 0.0
 
     def width(down: float, up: float) -> float:
         return math.sqrt(max(down * down - 2 * phi * down * up + up * up, 0.0))
@@ -139,7 +138,7 @@ def paired_shares(a: str, b: str) -> tuple[float, float]:
 
 
 def shares(a: tuple[int, int], b: tuple[int, int]) -> tuple[float, float]:
-    """Interval of the difference of two independent shares, (right, questions) each.
+    """95 % interval of the difference of two independent shares, each given as (right, questions).
 
     Source: Newcombe 1998, Statistics in Medicine 17, method 10.
     """
@@ -149,23 +148,23 @@ def shares(a: tuple[int, int], b: tuple[int, int]) -> tuple[float, float]:
 
 
 def step_time(a: Record, b: Record) -> list[Difference]:
-    """Of a decode step, round by round where the two were timed in turn."""
+    """Time of a decode step, compared round by round if both were timed in the same rounds."""
     ours, theirs = a.measured(StepMetrics), b.measured(StepMetrics)
     if ours is None or theirs is None:
         return []
     x, y = ours.step_ms, theirs.step_ms
-    elsewhere = moved(a, b)
+    elsewhere = setup_changes(a, b)
     if elsewhere:
         return [Difference("step_ms", x, y, y / x - 1, None, None, "can't tell", elsewhere)]
-    if ours.together == theirs.together:  # one run: rounds were measured in turn
+    if ours.together == theirs.together:
         low, high = median_interval([j / i - 1 for i, j in zip(ours.rounds_ms, theirs.rounds_ms, strict=False)])
         why = "round by round"
     else:
         (low_a, high_a), (low_b, high_b) = median_interval(ours.rounds_ms), median_interval(theirs.rounds_ms)
-        low, high, why = low_b / high_a - 1, high_b / low_a - 1, "two runs: what changes from run to run is not in the interval"
+        low, high, why = low_b / high_a - 1, high_b / low_a - 1, "two runs: the interval leaves out variation between runs"
     if not (math.isfinite(low) and math.isfinite(high)):
         return [Difference("step_ms", x, y, y / x - 1, None, None, "can't tell", "too few rounds")]
-    return [Difference("step_ms", x, y, y / x - 1, low, high, judged(low, high, MARGINS["step_ms"]), why)]
+    return [Difference("step_ms", x, y, y / x - 1, low, high, judge_interval(low, high, MARGINS["step_ms"]), why)]
 
 
 def _bytes(name: str, a: int | None, b: int | None) -> list[Difference]:
@@ -176,7 +175,7 @@ def _bytes(name: str, a: int | None, b: int | None) -> list[Difference]:
 
 
 def matched(a: Sequence[Record], b: Sequence[Record]) -> list[tuple[Record, Record]]:
-    """Records of the same cell; or, where each side has but one, those two. Empty where nothing fits."""
+    """Pairs of records of the same cell; if each side has a single record, those two."""
     if len(a) == len(b) == 1:
         return [(a[0], b[0])]
     others = {r.cell_id: r for r in b}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 Verdict = Literal["better", "worse", "same", "can't tell"]
-Traces = tuple[Path | None, Path | None]  # the files of two records' per-token figures, where they are at hand
+Traces = tuple[Path | None, Path | None]  # files of two records' per-token figures, where available
 
 
 @dataclass(frozen=True)
@@ -15,14 +15,14 @@ class Difference:
     """One metric of two records.
 
     Attributes:
-        metric: what is compared.
-        a: the first record's figure; None where it has none.
+        metric: name.
+        a: the first record's figure; None if it has none.
         b: the second's.
-        change: of b against a: a difference, for `step_ms` a ratio less 1; None where there is none.
-        low: lower end of its 95 % interval; None where none can be given.
+        change: b - a; for `step_ms`, b / a - 1; None if unknown.
+        low: lower end of the 95 % interval of `change`; None without an interval.
         high: upper end.
         verdict: on b.
-        why: of a verdict that the figures alone don't explain.
+        why: explains the verdict where the figures alone don't.
     """
 
     metric: str
@@ -35,8 +35,8 @@ class Difference:
     why: str = ""
 
 
-def judged(low: float | None, high: float | None, margin: float, more_is_better: bool = False) -> Verdict:
-    """Whether an interval of a change is for better or worse, too small to matter, or too wide to tell."""
+def judge_interval(low: float | None, high: float | None, margin: float, more_is_better: bool = False) -> Verdict:
+    """The verdict on a change with this interval; "same" if it lies within the margin."""
     if low is None or high is None:
         return "can't tell"
     if -margin <= low and high <= margin:

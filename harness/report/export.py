@@ -1,4 +1,4 @@
-"""Records as one flat table, for pandas and spreadsheets: a row a record, a column a plain figure. Imports no torch."""
+"""Records as one flat table for pandas and spreadsheets: a row per record, a column per plain figure. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ FORMATS = (".parquet", ".csv")
 
 
 def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """A row a record: `model.id`, `task.tokens`, `parameters.sinks`, `metrics.nll`, `facts.device` and so on.
+    """One row per record: `model.id`, `task.tokens`, `parameters.sinks`, `metrics.nll`, `facts.device` and so on.
 
     Lists (buckets, blocks, rounds) are left out: they are in the records.
     """
-    made = []
+    table = []
     for record in records:
         own = {
             "cell_id": record.cell_id, "key": record.key, "status": record.status, "finished": record.finished,
@@ -28,21 +28,21 @@ def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
         row: dict[str, Any] = dict(own)
         for name, part in (("", record.cell), ("metrics.", record.metrics), ("data.", record.data), ("facts.", record.facts)):
             row |= _flat(name, part.as_json())
-        made.append(row | own)  # whatever a cell calls its options
-    return made
+        table.append(row | own)  # an option of the same name must not hide these
+    return table
 
 
 def write(records: Sequence[Record], path: Path) -> int:
-    """Write the table: parquet or CSV by the name's end. Returns the number of columns.
+    """Write the table as Parquet or CSV, by the file's suffix. Returns the number of columns.
 
     Raises:
-        UserError: another end, or it can't be written.
+        UserError: the suffix is another, or the file can't be written.
     """
     import pyarrow as pa
     from pyarrow import csv, parquet
 
     if path.suffix not in FORMATS:
-        raise UserError(f"{path}: can be written as {' or '.join(FORMATS)}")
+        raise UserError(f"{path}: a table is written as {' or '.join(FORMATS)}: change the suffix")
     flat = rows(records)
     if path.suffix == ".csv":
         flat = [{_defused(name): _defused(value) for name, value in row.items()} for row in flat]
@@ -57,9 +57,9 @@ def write(records: Sequence[Record], path: Path) -> int:
 
 
 def _defused(value: Any) -> Any:
-    """Text that no spreadsheet takes for a formula, and in which nothing is invisible; numbers as they are.
+    """Text that a spreadsheet won't run as a formula, invisible characters escaped; numbers unchanged.
 
-    Source: OWASP, CSV Injection: a leading = + - @, tab or carriage return gets an apostrophe before it.
+    Source: OWASP, CSV Injection: put an apostrophe before a leading = + - @, tab or carriage return.
     """
     if not isinstance(value, str):
         return value
@@ -67,17 +67,17 @@ def _defused(value: Any) -> Any:
 
 
 def _flat(prefix: str, part: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in part.items():
         if isinstance(value, dict):
-            found |= _flat(f"{prefix}{name}.", value)
+            flat |= _flat(f"{prefix}{name}.", value)
         elif not isinstance(value, list):
-            found[f"{prefix}{name}"] = value
-    return found
+            flat[f"{prefix}{name}"] = value
+    return flat
 
 
 def _column(values: list[Any]) -> list[Any]:
-    """Of one type: numbers where all are, text otherwise."""
+    """Values of one type: numbers if all are numbers, else text."""
     kinds = {type(v) for v in values if v is not None}
     if len(kinds) <= 1:
         return values

@@ -1,4 +1,4 @@
-"""A page is made of what it can be made of: a record that no page can be made with is left out, and named."""
+"""Renders a page even if some records break it: those are left out and reported."""
 
 from __future__ import annotations
 
@@ -7,25 +7,30 @@ from typing import TypeVar
 
 from kvbench.harness.records import Record
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
-def made_of(records: Sequence[Record], make: Callable[[list[Record]], Made]) -> tuple[Made, list[tuple[Record, Exception]]]:
-    """What is made of records, and those that it was made without, each with what it raised.
+def make_without_broken(
+    records: Sequence[Record], make: Callable[[list[Record]], Result]
+) -> tuple[Result, list[tuple[Record, Exception]]]:
+    """Call `make` with as many of the records as it accepts.
 
     Args:
-        records: to make it of.
-        make: makes it, from any part of the records; what it raises is taken to be their fault.
+        records: to pass to `make`.
+        make: accepts any subset of the records; an exception counts against the subset.
+
+    Returns:
+        The result, and the records left out, each with its exception.
 
     Raises:
-        Exception: of `make`, where it fails without any record.
+        Exception: `make` fails even without records.
     """
 
     def error(part: list[Record]) -> Exception | None:
         try:
             make(part)
-        except Exception as found:  # whatever it is, the other records deserve their page
-            return found
+        except Exception as raised:  # whatever it is, the other records get their page
+            return raised
         return None
 
     try:
@@ -36,15 +41,15 @@ def made_of(records: Sequence[Record], make: Callable[[list[Record]], Made]) -> 
     def works(part: list[Record]) -> bool:
         return error(part) is None
 
-    found = _sound(list(records), works)
-    found = _joined(found, _without(records, found), works)  # what only a record that is left out now had stood against
-    broken = _without(records, found)
+    kept = _sound(list(records), works)
+    kept = _extended(kept, _without(records, kept), works)  # some failed only together with a record now left out
+    broken = _without(records, kept)
     sound = _without(records, broken)
     return make(sound), [(r, reason) for r in broken if (reason := error([*sound, r])) is not None]
 
 
 def _sound(records: list[Record], works: Callable[[list[Record]], bool]) -> list[Record]:
-    """As many of the records as work together; the halves are looked at apart, so that a bad record is found in few trials."""
+    """As many records as work together. Halves are searched separately, to find a bad record in few trials."""
     if works(records):
         return records
     if len(records) == 1:
@@ -53,17 +58,18 @@ def _sound(records: list[Record], works: Callable[[list[Record]], bool]) -> list
     first, second = _sound(records[:middle], works), _sound(records[middle:], works)
     if works(first + second):
         return first + second
-    return max(_joined(first, second, works), _joined(second, first, works), key=len)  # one bad record costs no good ones
+    # Keep the larger set: a bad record costs no good ones.
+    return max(_extended(first, second, works), _extended(second, first, works), key=len)
 
 
 def _without(records: Sequence[Record], others: Sequence[Record]) -> list[Record]:
-    """Those that are not among the others."""
+    """The records that are not among `others`."""
     known = {id(r) for r in others}
     return [r for r in records if id(r) not in known]
 
 
-def _joined(to: list[Record], others: list[Record], works: Callable[[list[Record]], bool]) -> list[Record]:
-    """`to`, and of the others each that works with what is there."""
+def _extended(kept: list[Record], others: list[Record], works: Callable[[list[Record]], bool]) -> list[Record]:
+    """Add each of the others that works with those kept so far."""
     for record in others:
-        to = [*to, record] if works([*to, record]) else to
-    return to
+        kept = [*kept, record] if works([*kept, record]) else kept
+    return kept

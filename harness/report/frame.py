@@ -1,4 +1,4 @@
-"""Records in Python: a list of them, and the same as a pandas frame. Imports no torch."""
+"""Records in Python, as a list or a pandas data frame. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Records(list[Record]):
     """A list of records.
 
     Attributes:
-        problems: files of the folder that could not be read as records, each with the reason.
+        problems: files that could not be read as records, each with the reason.
     """
 
     def __init__(self, records: Iterable[Record] = (), problems: Iterable[Problem] = ()) -> None:
@@ -25,7 +25,7 @@ class Records(list[Record]):
         self.problems = list(problems)
 
     def to_frame(self) -> DataFrame:
-        """One row a record: `policy`, `capacity`, `model.id`, `task.name`, `parameters.sinks`, `metrics.nll`, `facts.seconds`...
+        """One row per record: `policy`, `capacity`, `model.id`, `task.name`, `parameters.sinks`, `metrics.nll`, `facts.seconds`.
 
         Lists (buckets, blocks, rounds) are left out: they are in the records.
         """
@@ -34,7 +34,7 @@ class Records(list[Record]):
         return DataFrame.from_records(rows(self))
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the table that `bench run` prints."""
+        """For notebooks: the table that `bench run` prints."""
         from pandas import DataFrame
 
         from kvbench.harness.report import summary
@@ -43,14 +43,14 @@ class Records(list[Record]):
 
 
 def load_records(folder: str | Path, *, all_versions: bool = False) -> Records:
-    """The records of a folder.
+    """Read the records of a folder.
 
     Args:
-        folder: of the records, as `bench run --results` names it.
-        all_versions: every record, not only the newest of each cell.
+        folder: the folder given to `bench run --results`.
+        all_versions: include older records of a cell, not only the newest.
 
     Raises:
-        UserError: it is a file, not a folder.
+        UserError: `folder` is a file.
     """
     records, problems = RecordStore(Path(folder).expanduser()).read_all()
     return Records(records if all_versions else newest(records), problems)

@@ -1,4 +1,4 @@
-"""The gate: whether records are as good as a baseline's. Pass, regression, or not comparable."""
+"""The regression gate: are records as good as the baseline's? Pass, regression, or not comparable."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvbench.harness.report.verdicts import cell_name
 CODES: dict[State, Exit] = {"regression": Exit.NO, "could not compare": Exit.NOT_COMPARABLE}
 _ORDER: tuple[State, ...] = ("regression", "could not compare", "not compared", "ok")
 _QUALITY = {name: MARGINS[name] for name in ("nll", "accuracy", "score")}
-Measured = tuple[Sequence[Record], Path]  # records, and the folder that holds them and their traces
+Measured = tuple[Sequence[Record], Path]  # records, and the folder of their files and traces
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Finding:
     """One check of one cell.
 
     Attributes:
-        cell: in words.
-        cell_id: of it.
+        cell: description of the cell.
+        cell_id: its id.
         check: status, data, method, trace, exactness, figures, answers, bytes, flags, quality, latency, prompt, speed or memory.
-        state: "could not compare" is a failure of the gate, "not compared" is none: nothing was asked that could be answered.
-        says: the figures.
+        state: "could not compare" fails the gate; "not compared" doesn't, because the check does not apply on this machine.
+        says: the figures, or the reason.
     """
 
     cell: str
@@ -43,24 +43,24 @@ class Finding:
 
 
 def check(base: Measured, now: Measured, bands: Mapping[str, Band], refused: str = "") -> list[Finding]:
-    """Every check of every cell of the baseline, regressions first.
+    """Run every check on every cell of the baseline; regressions first.
 
     Args:
         base: the baseline's records and their folder.
-        now: the records that are judged, and theirs.
-        bands: of the baseline's latency ratios, by cell id.
-        refused: why no further cell could be measured: a model that was fine then is refused now.
+        now: the records to judge and their folder.
+        bands: the baseline's latency bands, by cell id.
+        refused: why the model is now refused, so that nothing was measured; empty if it is not.
     """
     ours = {r.cell_id: r for r in now[0]}
     findings = []
     for record in base[0]:
         other = ours.get(record.cell_id)
         if other is not None:
-            results = _readable(Pair(record, other, (base[1], now[1]), now[0], base[0]), bands)
+            results = _all_checks(Pair(record, other, (base[1], now[1]), now[0], base[0]), bands)
         elif refused:
             results = iter([("status", "regression", f"the model is refused: {refused}")])
         else:
-            results = iter([("status", "could not compare", "there is no record of it")])
+            results = iter([("status", "could not compare", "this cell has no record: measure it")])
         name = cell_name(record, other or record)
         findings += [Finding(name, record.cell_id, *result) for result in results]
     return in_order(findings)
@@ -72,56 +72,56 @@ def in_order(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def exit_code(findings: Sequence[Finding]) -> Exit:
-    """OK: as good as the baseline; NO: a regression; NOT_COMPARABLE: something, or everything, could not be compared."""
+    """NO for a regression, NOT_COMPARABLE if any check or all cells could not be compared, else OK."""
     codes = {CODES.get(f.state, Exit.OK) for f in findings}
     return next((code for code in (Exit.NO, Exit.NOT_COMPARABLE) if code in codes), Exit.OK if codes else Exit.NOT_COMPARABLE)
 
 
-def looked_again(
+def remeasure(
     findings: Sequence[Finding], base: Sequence[Record], bands: Mapping[str, Band],
     measure: Callable[[Collection[str]], Sequence[Record]],
 ) -> list[Finding]:  # fmt: skip
-    """What looked slower or larger, measured again until two of three agree.
+    """Measure again what looked slower or larger, until two of three measurements agree.
 
     Args:
         findings: of the first run.
         base: the baseline's records.
-        bands: of its latency ratios.
-        measure: the cells of these ids, and whatever must be measured beside them, measured anew.
+        bands: its latency bands.
+        measure: measures the cells of these ids again, with the cells they are compared with.
     """
-    looks = {(f.cell_id, f.check): [f] for f in findings if f.check in gate_times.CHECKS and f.state == "regression"}
-    while unsure := {of for of, seen in looks.items() if _majority(seen) is None}:
-        again = measure({cell_id for cell_id, _ in unsure})
-        judged = {(f.cell_id, f.check): f for f in _timed(base, again, bands)}
-        for of in unsure:
-            lost = replace(looks[of][0], state="could not compare", says="it failed when measured again")
-            looks[of].append(judged.get(of, lost))
-    decided = {of: _majority(seen) for of, seen in looks.items()}
+    repeats = {(f.cell_id, f.check): [f] for f in findings if f.check in gate_times.CHECKS and f.state == "regression"}
+    while undecided := {key for key, measured in repeats.items() if _majority(measured) is None}:
+        records = measure({cell_id for cell_id, _ in undecided})
+        latest = {(f.cell_id, f.check): f for f in _check_times(base, records, bands)}
+        for key in undecided:
+            failed = replace(repeats[key][0], state="could not compare", says="the cell failed when measured again")
+            repeats[key].append(latest.get(key, failed))
+    decided = {key: _majority(measured) for key, measured in repeats.items()}
     return in_order([decided.get((f.cell_id, f.check)) or f for f in findings])
 
 
-def _majority(looks: Sequence[Finding]) -> Finding | None:
-    """What two of three measurements say, or the last of three; None if there must be another one."""
-    for finding in reversed(looks):
-        if [f.state for f in looks].count(finding.state) >= 2:
+def _majority(repeats: Sequence[Finding]) -> Finding | None:
+    """A finding that two measurements agree on, or the last of three; None if another measurement is needed."""
+    for finding in reversed(repeats):
+        if [f.state for f in repeats].count(finding.state) >= 2:
             return finding
-    return looks[-1] if len(looks) >= 3 else None
+    return repeats[-1] if len(repeats) >= 3 else None
 
 
-def _timed(base: Sequence[Record], run: Sequence[Record], bands: Mapping[str, Band]) -> Iterator[Finding]:
-    """The checks of time and memory alone, of what was measured and went well."""
+def _check_times(base: Sequence[Record], run: Sequence[Record], bands: Mapping[str, Band]) -> Iterator[Finding]:
+    """Only the checks of time and memory, on the cells that were measured without failure."""
     ours = {r.cell_id: r for r in run if r.status == "ok"}
     for record in (r for r in base if r.cell_id in ours):
         for result in gate_times.timed(Pair(record, ours[record.cell_id], (Path(), Path()), run, base), bands):
             yield Finding(cell_name(record, record), record.cell_id, *result)
 
 
-def _readable(pair: Pair, bands: Mapping[str, Band]) -> Iterator[Result]:
-    """All checks of a cell, as far as its figures are of the kinds that they should be."""
+def _all_checks(pair: Pair, bands: Mapping[str, Band]) -> Iterator[Result]:
+    """All checks of a cell, up to the first figure of a wrong type."""
     try:
         yield from _cell(pair, bands)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        yield "figures", "could not compare", f"a figure of another kind than it should be ({type(error).__name__}: {error})"
+        yield "figures", "could not compare", f"a figure has the wrong type ({type(error).__name__}: {error})"
 
 
 def _cell(pair: Pair, bands: Mapping[str, Band]) -> Iterator[Result]:
@@ -129,20 +129,20 @@ def _cell(pair: Pair, bands: Mapping[str, Band]) -> Iterator[Result]:
     if failed is not None:
         yield failed
         return
-    other = gate_figures.other_question(pair)
-    if other:
-        yield "data", "could not compare", other
+    difference = gate_figures.different_data(pair)
+    if difference:
+        yield "data", "could not compare", difference
         return
-    for judge in (
+    for run_check in (
         gate_figures.method, gate_figures.consistent, gate_figures.exactness, gate_figures.table, gate_figures.answers,
         gate_figures.flags, _quality,
     ):  # fmt: skip
-        yield from judge(pair)
+        yield from run_check(pair)
     yield from gate_times.timed(pair, bands)
 
 
 def _quality(pair: Pair) -> Iterator[Result]:
-    """The paired mean, with its interval: what decides wherever rounding differs."""
+    """Paired mean differences with their intervals; they decide wherever rounding differs."""
     marks = {name: mark.margin for name, mark in compared(type(pair.now.metrics)).items()}
     for difference in differences(pair.base, pair.now):
         margin = _QUALITY.get(difference.metric) or marks.get(difference.metric)
@@ -150,15 +150,15 @@ def _quality(pair: Pair) -> Iterator[Result]:
             continue
         state: State = "regression" if difference.verdict == "worse" else "ok"
         if difference.low is None:
-            off = _worse(difference, pair.now)  # without an interval the margin alone decides: rounding is no regression
-            state = "could not compare" if off is None else "regression" if off > margin else "ok"
+            loss = _loss(difference, pair.now)  # without an interval, the margin allows for rounding
+            state = "could not compare" if loss is None else "regression" if loss > margin else "ok"
         interval = f" [{difference.low:+.4g}, {difference.high:+.4g}]" if difference.low is not None else ""
         change = "" if difference.change is None else f"{difference.change:+.4g}{interval}"
         yield "quality", state, f"{difference.metric} {difference.a:.5g} -> {difference.b:.5g}: {change} {difference.why}".strip()
 
 
-def _worse(difference: Difference, record: Record) -> float | None:
-    """By how much, in the metric's own unit; negative if better."""
+def _loss(difference: Difference, record: Record) -> float | None:
+    """How much worse, in the metric's unit; negative if better."""
     scores = record.measured(ScoreMetrics)
     if difference.change is None or difference.metric == "nll" or (scores is not None and not scores.higher_is_better):
         return difference.change

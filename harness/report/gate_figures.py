@@ -1,4 +1,4 @@
-"""The gate's checks of figures: all that a record has by the table of rules, and its trace token by token, answer by answer."""
+"""The gate's checks of figures: every figure by its rule, and traces token by token and answer by answer."""
 
 from __future__ import annotations
 
@@ -17,70 +17,72 @@ from kvbench.harness.report.gate_pair import Pair, Result, State
 from kvbench.harness.report.gate_rules import figures, rule_of
 from kvbench.harness.report.verify import problems
 
-LARGEST_NATS = 1e-3  # that one token may differ by, in float32 on the same machine
-_FEW = 3  # differences that are told one by one
-_ASKED = ("stream", "question", "gold", "target", "weight")  # of an answer: what does not depend on the model
-_PLAIN = ("walk", "plain", "eager")  # the slow ways, in `method` and `step`
-_BUSY = "unsettled"  # begins a flag that says the machine was busy
-_TIMED = "a step takes"  # begins a refusal that was a matter of a moment's time
+MAX_TOKEN_NATS = 1e-3  # difference of one token's NLL, in float32 on the same machine
+_MAX_SHOWN = 3  # differences in one finding
+_MODEL_INDEPENDENT = ("stream", "question", "gold", "target", "weight")  # fields of an answer
+_SLOW_METHODS = ("walk", "plain", "eager")  # in `method` and `step`
+_BUSY_FLAG_PREFIX = "unsettled"
+_TIMING_REFUSAL_PREFIX = "a step takes"  # such a refusal depends on how busy the machine was
 
 
 def table(pair: Pair) -> Iterator[Result]:
-    """Every figure by its rule: a finding a check, with what is not as it was."""
+    """Compare every figure by its rule; a finding per check, with the figures that changed."""
     if not plugins.known_task(pair.base.cell.task.name):
-        yield "figures", "could not compare", f"the task {pair.base.cell.task.name} is not installed here"
+        yield "figures", "could not compare", f"the task {pair.base.cell.task.name} is not installed: install it to compare"
         return
     now = dict(figures(pair.now))
-    wrong: dict[str, list[str]] = {}
+    changed: dict[str, list[str]] = {}
     count: dict[str, int] = {}
     for name, value in figures(pair.base):
         rule = rule_of(pair.base, name)
         if rule is None:
-            yield "figures", "could not compare", f"nothing says how {'.'.join(name)} is held"
+            yield "figures", "could not compare", f"{'.'.join(name)} has no rule: its task must say how the gate compares it"
         elif isinstance(rule, Checked) and _applies(rule, pair):
             count[rule.check] = count.get(rule.check, 0) + 1
             if name not in now or not rule.allows(value, now[name]):
-                wrong.setdefault(rule.check, []).append(f"{_short('.'.join(name))} {_told(value)} -> {_told(now.get(name))}")
-    for check, held in count.items():
-        if check in wrong:
-            yield check, "regression", _some(wrong[check])
+                label = ".".join(name).removeprefix("metrics.")
+                changed.setdefault(rule.check, []).append(f"{label} {_short(value)} -> {_short(now.get(name))}")
+    for check, compared in count.items():
+        if check in changed:
+            yield check, "regression", _first(changed[check])
         else:
-            yield check, "ok", f"{held} as in the baseline"
+            yield check, "ok", f"{compared} as in the baseline"
 
 
 def _applies(rule: Checked, pair: Pair) -> bool:
     if rule.where == "bounded":
         return pair.base.cell.capacity is not None
-    return rule.where == "everywhere" or not pair.not_rounded_alike
+    return rule.where == "everywhere" or not pair.rounding_differs
 
 
 def consistent(pair: Pair) -> Iterator[Result]:
-    """Whether both records say what their traces say, computed by the code of now."""
-    for whose, record, path in zip(("the baseline's", "this"), (pair.base, pair.now), pair.traces, strict=True):
+    """Whether the figures of both records follow from their traces, computed by the current code."""
+    for whose, record, path in zip(("the baseline's", "the new"), (pair.base, pair.now), pair.traces, strict=True):
         if record.trace is None:
-            if whose == "this" and pair.base.trace is not None:
-                yield "trace", "could not compare", "this record has no trace, the baseline's has one"
+            if record is pair.now and pair.base.trace is not None:
+                yield "trace", "could not compare", "the new record has no trace, the baseline's has one"
             continue
-        found = None if path is None else problems(record, path.parent)
-        if found is None:
+        inconsistencies = None if path is None else problems(record, path.parent)
+        if inconsistencies is None:
             yield "trace", "could not compare", f"{whose} record's trace {record.trace.file} is missing"
         else:
-            yield "trace", "regression" if found else "ok", f"{whose} record: {_some(found)}" if found else "says the same"
+            agrees = f"{whose} record agrees with its trace"
+            yield "trace", "regression" if inconsistencies else "ok", _first(inconsistencies, f"{whose} record: ") or agrees
 
 
 def exactness(pair: Pair) -> Iterator[Result]:
-    """Of per-token NLLs. Where rounding differs, attention may choose other tokens: there the paired mean decides."""
+    """Compare every token's NLL. Where rounding differs, attention may choose other tokens, so the paired mean decides."""
     if pair.base.measured(NllMetrics) is None:
         return
     largest = _largest(pair)
     if largest is None:
-        yield "exactness", "could not compare", "a trace is missing, unreadable, or of another length"
+        yield "exactness", "could not compare", "a trace is missing, unreadable or of another length"
         return
-    says = f"largest difference of a token {largest:.3g} nats, at most {LARGEST_NATS:g}"
-    if largest <= LARGEST_NATS:
+    says = f"the largest difference of a token is {largest:.3g} nats, {MAX_TOKEN_NATS:g} is allowed"
+    if largest <= MAX_TOKEN_NATS:
         yield "exactness", "ok", says
     else:
-        why = pair.not_rounded_alike
+        why = pair.rounding_differs
         yield "exactness", "not compared" if why else "regression", f"{says}{why and '; ' + why}"
 
 
@@ -92,103 +94,100 @@ def _largest(pair: Pair) -> float | None:
 
 
 def answers(pair: Pair) -> Iterator[Result]:
-    """Question by question: what was asked is the same everywhere, what was answered on the same machine."""
+    """Compare question by question: questions must be equal on all machines, answers on the same machine."""
     if pair.base.measured(QuestionMetrics) is None:
         return
     try:
         base, now = (_lines(path) for path in pair.traces)
     except (OSError, ValueError):
-        yield "answers", "could not compare", "a trace is not readable"
+        yield "answers", "could not compare", "a trace can't be read"
         return
     if base is None or now is None or len(base) != len(now):
-        yield "answers", "could not compare", "a trace is missing, or of other questions"
+        yield "answers", "could not compare", "a trace is missing, or has other questions"
         return
-    keys = _ASKED if pair.not_rounded_alike else None
-    wrong = [
-        f"question {number}: {key} {_told(a.get(key))} -> {_told(b.get(key))}"
+    keys = _MODEL_INDEPENDENT if pair.rounding_differs else None
+    changed = [
+        f"question {number}: {key} {_short(a.get(key))} -> {_short(b.get(key))}"
         for number, (a, b) in enumerate(zip(base, now, strict=True))
         for key in (keys or a)
-        if not _alike(a.get(key), b.get(key))
+        if not _equal(a.get(key), b.get(key))
     ]
-    state: State = "regression" if wrong else "ok"
-    yield "answers", state, _some(wrong) if wrong else f"{len(base)} questions and their answers as in the baseline"
+    state: State = "regression" if changed else "ok"
+    yield "answers", state, _first(changed) or f"{len(base)} questions and their answers as in the baseline"
 
 
 def _lines(path: Path | None) -> list[dict[str, Any]] | None:
     if path is None or not path.exists():
         return None
-    found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    if not all(isinstance(line, dict) for line in found):
-        raise ValueError("a line is no answer")
-    return found
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    if not all(isinstance(line, dict) for line in lines):
+        raise ValueError("a line is not an answer")
+    return lines
 
 
 def method(pair: Pair) -> Iterator[Result]:
-    """Whether tokens are still read the fast way: the walk gives the same numbers, and takes its time."""
+    """Whether tokens are still read by a fast method; the plain walk gives the same numbers, but slowly."""
     base, now = pair.base.facts, pair.now.facts
     if base.method is None:
         return
-    if pair.moved:
-        yield "method", "not compared", pair.moved
+    if pair.setup_changes:
+        yield "method", "not compared", pair.setup_changes
         return
     refused = "" if base.refused is not None else now.refused or ""
-    if refused.startswith(_TIMED):
+    if refused.startswith(_TIMING_REFUSAL_PREFIX):
         yield "method", "not compared", refused
         return
-    ways = {"method": (base.method, now.method), "step": (base.step, now.step)}
-    slower = [f"{k} {a} -> {b}" for k, (a, b) in ways.items() if a not in (*_PLAIN, None) and b in _PLAIN]
+    methods = {"method": (base.method, now.method), "step": (base.step, now.step)}
+    slower = [f"{k} {a} -> {b}" for k, (a, b) in methods.items() if a not in (*_SLOW_METHODS, None) and b in _SLOW_METHODS]
     if refused or slower:
-        told = "; ".join(part for part in (", ".join(slower), refused) if part)
-        yield "method", "regression", f"falls back to the plain walk: {told}" if slower else f"a fast way is refused: {refused}"
+        reason = "; ".join(part for part in (", ".join(slower), refused) if part)
+        yield "method", "regression", f"{'falls back to the plain walk' if slower else 'a fast method is refused'}: {reason}"
     else:
-        yield "method", "ok", ", ".join(way for way in (now.method, now.step) if way is not None)
+        yield "method", "ok", ", ".join(name for name in (now.method, now.step) if name is not None)
 
 
 def flags(pair: Pair) -> Iterator[Result]:
-    """What a task found wrong with its own figures, and did not find then."""
+    """Flags of the task that the baseline did not have."""
     if "flags" not in pair.base.metrics.as_json():
         return
-    before, new = ([f for f in r.metrics.flags if not f.startswith(_BUSY)] for r in (pair.base, pair.now))
+    before, new = ([f for f in r.metrics.flags if not f.startswith(_BUSY_FLAG_PREFIX)] for r in (pair.base, pair.now))
     if new and not before:
-        yield "flags", "regression", _some(new)
+        yield "flags", "regression", _first(new)
     else:
-        yield "flags", "ok", _some(new) if new else "none"
+        yield "flags", "ok", _first(new) or "none"
 
 
-def other_question(pair: Pair) -> str:
-    """In words, why the two can't be compared: another text, other weights; empty where they can."""
-    texts = ("text: token ids", pair.base.data.ids_sha256, pair.now.data.ids_sha256)
+def different_data(pair: Pair) -> str:
+    """In words, how text or weights differ, so that figures can't be compared; empty if they don't."""
+    texts = ("text (token ids)", pair.base.data.ids_sha256, pair.now.data.ids_sha256)
     for what, base, now in (texts, ("weights", pair.base.facts.weights_sha256, pair.now.facts.weights_sha256)):
         if base != now and base:
-            return f"another {what} {base[:8]} -> {now[:8]}"
+            return f"different {what}: {base[:8]} -> {now[:8]}"
     return ""
 
 
-def _alike(a: Any, b: Any) -> bool:
-    """Equal, log-likelihoods but for rounding."""
+def _equal(a: Any, b: Any) -> bool:
+    """Equal, up to rounding of log-likelihoods."""
     if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(map(_alike, a, b))
+        return len(a) == len(b) and all(map(_equal, a, b))
     if isinstance(a, float) and isinstance(b, float):
         return math.isclose(a, b, rel_tol=SUM, abs_tol=RUN_NATS)
     return bool(a == b)
 
 
-def _some(items: list[str]) -> str:
-    more = f"; and {len(items) - _FEW} more" if len(items) > _FEW else ""
-    return "; ".join(items[:_FEW]) + more
+def _first(items: list[str], prefix: str = "") -> str:
+    """The first few items; empty if there are none."""
+    more = f"; and {len(items) - _MAX_SHOWN} more" if len(items) > _MAX_SHOWN else ""
+    return prefix + "; ".join(items[:_MAX_SHOWN]) + more if items else ""
 
 
-def _short(name: str) -> str:
-    return name.removeprefix("metrics.")
-
-
-def _told(value: Any) -> str:
+def _short(value: Any) -> str:
     text = f"{value:.7g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def status(base: Record, now: Record) -> Result | None:
-    """Of a cell that failed, then or now; None of two that went well."""
+    """Compare the status of a cell that failed then or now; None if neither failed."""
     if base.status == "ok" and now.status == "ok":
         return None
     kinds = ["ok" if r.status == "ok" else r.error.kind if r.error else "failed" for r in (base, now)]

@@ -1,4 +1,4 @@
-"""A record of the baseline beside the record that is judged, and what may be asked of the two."""
+"""A record of the baseline, paired with the record to judge."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Literal
 
 from kvbench.harness.records import Record
-from kvbench.harness.report.compare import moved
-from kvbench.harness.report.sources import trace
+from kvbench.harness.report.compare import setup_changes
+from kvbench.harness.report.sources import find_trace
 
 State = Literal["ok", "regression", "could not compare", "not compared"]
-Result = tuple[str, State, str]  # of a check: its name, the state, the figures
+Result = tuple[str, State, str]  # (check, state, figures)
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class Pair:
 
     Attributes:
         base: the baseline's record.
-        now: the record that is judged.
-        folders: that hold the two and their traces.
-        run: all records that `now` was measured with.
-        base_run: all that `base` was measured with.
+        now: the record to judge.
+        folders: of the two records and their traces.
+        run: all records of the run that measured `now`.
+        base_run: all records of the baseline.
     """
 
     base: Record
@@ -35,17 +35,17 @@ class Pair:
     base_run: Sequence[Record] = ()
 
     @cached_property
-    def moved(self) -> str:
-        """In words, what of device, threads, instructions and torch is another; empty on the same machine."""
-        return moved(self.base, self.now, "torch")
+    def setup_changes(self) -> str:
+        """In words, which of device, threads, instructions and torch differ; empty on the same machine."""
+        return setup_changes(self.base, self.now, "torch")
 
     @cached_property
-    def not_rounded_alike(self) -> str:
-        """Why figures may differ by more than float32's rounding; empty where they may not."""
-        return self.moved or ("" if self.base.cell.model.dtype == "float32" else "not float32")
+    def rounding_differs(self) -> str:
+        """Why figures may differ by more than rounding in float32; empty if they may not."""
+        return self.setup_changes or ("" if self.base.cell.model.dtype == "float32" else "not float32")
 
     @cached_property
     def traces(self) -> tuple[Path | None, Path | None]:
-        """The files of per-token or per-question figures; the baseline's where only a trace of the same hash is missing."""
-        base, now = trace(self.base, self.folders[0]), trace(self.now, self.folders[1])
+        """Files of per-token or per-question figures. The baseline's stands in for a missing one of the same hash."""
+        base, now = find_trace(self.base, self.folders[0]), find_trace(self.now, self.folders[1])
         return base, base if now is None and self.base.trace == self.now.trace else now

@@ -1,4 +1,4 @@
-"""The figures of a record, and the rule that the gate holds each to: its field's, in the models of the record's parts."""
+"""The figures of a record, and the rule by which the gate compares each; a rule is declared on the figure's field."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def figures(record: Record) -> Iterator[tuple[Name, Any]]:
 
 
 def rule_of(record: Record, name: Name) -> Rule | None:
-    """What a figure is held to; None if nothing says it."""
+    """The rule of a figure; None if its field declares none."""
     part, *path = name
     model: type[Document] = type(getattr(record, part))
     return rule_in(model, tuple(path)) if path else None

@@ -1,7 +1,7 @@
-"""The gate's checks of what a busy machine can spoil: steps, speed of evaluation, peaks of memory.
+"""The gate's checks of what a busy machine can disturb: step times, speed of evaluation, peak memory.
 
-None is compared as it stands: a step is a ratio to dense's, dense's and all other times to the calibration step of the same run.
-What looks worse is measured again, and the majority of three decides.
+Times are compared as ratios: a policy's step to dense's, dense's step and all other times to the calibration step of the same
+run. What looks worse is measured again, and the majority of three decides.
 """
 
 from __future__ import annotations
@@ -13,24 +13,20 @@ import numpy as np
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import PeakMetrics, StepMetrics
 from kvbench.harness.report.bands import Band, is_dense, ratio
-from kvbench.harness.report.compare import moved
+from kvbench.harness.report.compare import setup_changes
 from kvbench.harness.report.gate_pair import Pair, Result
 from kvbench.harness.report.task import task_of
 
 CHECKS = ("latency", "prompt", "speed", "memory")
-SLOWEST = (
-    4.0  # times as long as in the baseline an evaluation may take, in calibration steps: beside other work, short ones took 2.9
-)
-SLOWEST_PROMPT = 3.0  # and a prompt, which is short
-_BYTES = {
-    "peak_bytes": (1.5, 2**20),
-    "growth_bytes": (1.5, 2**20),
-    "allocated_bytes": (1.02, 2**16),
-}  # times, and more: pages vary
+# Largest allowed ratios of a time to the baseline's, both in calibration steps.
+MAX_EVALUATION_SLOWDOWN = 4.0  # short evaluations reached 2.9 on a busy machine
+MAX_PROMPT_SLOWDOWN = 3.0
+# Allowed bytes: (factor on the baseline's, bytes added to that for varying pages).
+_BYTES_ALLOWANCE = {"peak_bytes": (1.5, 2**20), "growth_bytes": (1.5, 2**20), "allocated_bytes": (1.02, 2**16)}
 
 
 def timed(pair: Pair, bands: Mapping[str, Band]) -> Iterator[Result]:
-    """All of them that a cell has figures for."""
+    """The checks that apply to the figures of a cell."""
     if pair.base.measured(StepMetrics):
         yield _latency(pair, bands.get(pair.base.cell_id))
         yield from _prompt(pair)
@@ -42,26 +38,26 @@ def timed(pair: Pair, bands: Mapping[str, Band]) -> Iterator[Result]:
 
 
 def _latency(pair: Pair, band: Band | None) -> Result:
-    elsewhere = moved(pair.base, pair.now)
+    elsewhere = setup_changes(pair.base, pair.now)
     if elsewhere:
         return "latency", "not compared", elsewhere
     if band is None:
-        return "latency", "not compared", "the baseline knows no noise of it"
-    found = ratio(pair.now, pair.run)
-    if found is None:
-        return "latency", "could not compare", "no yardstick was measured beside it"
+        return "latency", "not compared", "the baseline has no noise band of this cell"
+    measured = ratio(pair.now, pair.run)
+    if measured is None:
+        return "latency", "could not compare", "its run has no yardstick (dense, or a calibration step)"
     yardstick = "the calibration step" if is_dense(pair.base) else "dense's step"
-    says = f"{found:.3g} of {yardstick}; {band.ratio:.3g} in the baseline, [{band.low:.3g}, {band.high:.3g}] in {band.runs} runs"
-    return "latency", "ok" if found <= band.high else "regression", says
+    says = f"{measured:.3g} of {yardstick}; baseline {band.ratio:.3g} [{band.low:.3g}, {band.high:.3g}] over {band.runs} runs"
+    return "latency", "ok" if measured <= band.high else "regression", says
 
 
 def _prompt(pair: Pair) -> Iterator[Result]:
-    """Of the time to the first token."""
-    if moved(pair.base, pair.now):
+    """Compare the time to the first token."""
+    if setup_changes(pair.base, pair.now):
         return
     base, now = (_in_calibrations(r.measured(StepMetrics)) for r in (pair.base, pair.now))
     if base and now:
-        yield _slower("prompt", now / base, SLOWEST_PROMPT)
+        yield _slower("prompt", now / base, MAX_PROMPT_SLOWDOWN)
 
 
 def _in_calibrations(metrics: StepMetrics | None) -> float | None:
@@ -72,36 +68,36 @@ def _in_calibrations(metrics: StepMetrics | None) -> float | None:
 
 
 def _evaluation(pair: Pair) -> Result:
-    if pair.moved:
-        return "speed", "not compared", pair.moved
-    speeds = [_tokens_a_calibration(pair.base, pair.base_run), _tokens_a_calibration(pair.now, pair.run)]
+    if pair.setup_changes:
+        return "speed", "not compared", pair.setup_changes
+    speeds = [_tokens_per_calibration(pair.base, pair.base_run), _tokens_per_calibration(pair.now, pair.run)]
     if speeds[0] is None:
-        return "speed", "not compared", "the baseline has no calibration of it"
+        return "speed", "not compared", "the baseline has no calibrated speed of this cell"
     if speeds[1] is None:
-        return "speed", "could not compare", "it has no speed, or no calibration"
-    return _slower("speed", speeds[0] / speeds[1], SLOWEST)
+        return "speed", "could not compare", "the new record has no speed or no calibration"
+    return _slower("speed", speeds[0] / speeds[1], MAX_EVALUATION_SLOWDOWN)
 
 
-def _tokens_a_calibration(record: Record, run: Sequence[Record]) -> float | None:
-    """Tokens read in the time of a calibration step: its median over the run, since a single one may be interrupted."""
-    beside = [r for r in run if not moved(r, record)] or [record]
+def _tokens_per_calibration(record: Record, run: Sequence[Record]) -> float | None:
+    """Tokens read in the time of a calibration step, whose median over the run is robust to interruptions."""
+    comparable = [r for r in run if not setup_changes(r, record)] or [record]
     speed = record.facts.tokens_per_second
-    steps = [r.facts.calibration_ms for r in beside if r.facts.calibration_ms]
+    steps = [r.facts.calibration_ms for r in comparable if r.facts.calibration_ms]
     return float(speed * np.median(steps) / 1e3) if speed and steps else None
 
 
-def _slower(check: str, times: float, most: float) -> Result:
-    says = f"takes {times:.2f} times as many calibration steps as in the baseline, at most {most:g}"
-    return check, "ok" if times <= most else "regression", says
+def _slower(check: str, slowdown: float, allowed: float) -> Result:
+    says = f"takes {slowdown:.2f} times as many calibration steps as in the baseline, {allowed:g} is allowed"
+    return check, "ok" if slowdown <= allowed else "regression", says
 
 
 def _memory(pair: Pair, base: PeakMetrics, now: PeakMetrics) -> Result:
-    if pair.moved or base.how != now.how:
-        return "memory", "not compared", pair.moved or "read in another way"
-    told = []
-    for name, (times, more) in _BYTES.items():
+    if pair.setup_changes or base.how != now.how:
+        return "memory", "not compared", pair.setup_changes or f"measured in different ways: {base.how} -> {now.how}"
+    exceeded = []
+    for name, (factor, extra) in _BYTES_ALLOWANCE.items():
         before, after = getattr(base, name), getattr(now, name)
-        most = times * before + more
-        if not after <= most:
-            told.append(f"{name} {before:,} -> {after:,}, at most {most:,.0f}")
-    return "memory", "regression" if told else "ok", "; ".join(told) or f"peak {base.peak_bytes:,} -> {now.peak_bytes:,}"
+        allowed = factor * before + extra
+        if not after <= allowed:
+            exceeded.append(f"{name} {before:,} -> {after:,}, {allowed:,.0f} is allowed")
+    return "memory", "regression" if exceeded else "ok", "; ".join(exceeded) or f"peak {base.peak_bytes:,} -> {now.peak_bytes:,}"

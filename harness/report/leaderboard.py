@@ -1,4 +1,4 @@
-"""The leaderboard: a pure function of records, the same bytes for the same records."""
+"""The leaderboard page: a pure function of records."""
 
 from __future__ import annotations
 
@@ -17,66 +17,66 @@ from kvbench.harness.report.overview import overview
 
 _INTRODUCTION = """# Leaderboard
 
-Written by `bench leaderboard` from records; don't edit. It also writes `index.html`, the same on one page to sort and filter,
-and [figures from papers beside ours](paper.md).
+`bench leaderboard` writes this page from records; don't edit it. It also writes `index.html`, the same tables to sort and
+filter, and [published figures beside ours](paper.md).
 How to read it:
 
-- **capacity** is the number of tokens a KV head keeps between steps; a step attends to those and itself.
-- **cell**: one policy at one capacity with one task; a record is a measured cell.
-- **perplexity** is over the same tokens in every row of a table: all of the stream, or, where a policy that recomputes its
-  window for every token scored only one in so many, those; then **on all tokens** and bits/byte are over all, and empty
-  for that policy. In brackets a 95 % interval *for this text*
-  (Student's t over {blocks} blocks; "too short" if a block would have fewer than {shortest} tokens or than twice the capacity).
-- **Δ NLL** is the paired mean difference in nats per token, on the tokens both scored after the larger of the two
-  caches had filled; below 0 is better. The yardstick recompute is the one of the same capacity. "trend": beyond
-  the model's training length dense gets worse and worse, so only the table by position compares with it.
-- **surely** better: the paired Δ NLL is significant after Holm's correction for the number of pairs, so that equal policies
-  are told apart in at most 5 % of tables; or it follows from two such. Δ NLL is over more tokens than a column of perplexities
-  with recompute in it, and may tell apart what that column shows as equal, or in another order.
-- **rank**: the best to the worst place that a policy can have among those of the same capacity, from those surely better
-  and surely worse than it. Rivals it can't be compared with ("too short", "trend") may be either. "–": comparable with none.
-- **front**: ★ for a cache that earns its bytes and its time. It has none where another with no more bytes is neither surely
-  worse in NLL nor surely slower (steps timed in turn; sign test over rounds, Holm's correction), and has fewer bytes, or is
-  surely better, or surely faster. "–": the NLL can't be compared with that of any cache of no more bytes.
-- **K/V** "–": a recompute policy keeps no cache, and is not on the front of caches.
-- **cliff**: from that token on, more than twice the perplexity of the best bounded cache.
-- **repeat**: `bench run` with that id measures the row's (first) cell again, as in `bench run 128d93c6 --fresh`; with `--data`
-  where it reads books, and `--model` where its model is a local directory.
-- **tokens/s** in a table of quality is the speed of that evaluation, whole blocks at a time. It is not decode latency.
+- **capacity**: the tokens that a KV head keeps between steps. A step attends to those and to itself.
+- **cell**: one policy at one capacity with one task. A record is a measured cell.
+- **perplexity**: over the same tokens in every row of a table. These are all tokens, unless a policy that recomputes its
+  window scored only every n-th; then **on all tokens** and bits/byte are over all tokens, and empty for that policy. In
+  brackets: a 95 % interval *for this text* (Student's t over {blocks} blocks). "too short": a block would have fewer than
+  {shortest} tokens, or fewer than twice the capacity.
+- **Δ NLL**: the paired mean difference in nats per token, on the tokens that both scored after the larger of the two
+  caches had filled. Below 0 is better. The recompute policy it refers to has the same capacity. "trend": dense gets ever
+  worse beyond the model's training length, so only the table by position compares with it.
+- **surely** better: the paired Δ NLL is significant after Holm's correction for the number of pairs, or follows from two
+  such differences. Equal policies are called different in at most 5 % of tables. Δ NLL is over more tokens than a column
+  of perplexities that includes recompute, so it may separate or reorder policies that look equal there.
+- **rank**: the best to the worst place that a policy can have among those of its capacity, given which are surely better
+  and surely worse. Rivals that it can't be compared with ("too short", "trend") may be either. "–": comparable with none.
+- **front**: ★ if no other cache beats it. A cache beats another if it has no more bytes, is neither surely worse in NLL nor
+  surely slower, and has fewer bytes or is surely better or surely faster. (Steps are timed in the same rounds; sign test
+  over rounds, Holm's correction.) "–": its NLL is comparable with that of no cache of at most its bytes.
+- **K/V** "–": a recompute policy keeps no cache, so it is not on the front.
+- **cliff**: from that token on, the perplexity is more than twice that of the best bounded cache.
+- **repeat**: `bench run` with that id measures the row's first cell again, for example `bench run 128d93c6 --fresh`. Add
+  `--data` if it reads books, and `--model` if its model is a local directory.
+- **tokens/s** in a table of quality: the speed of that evaluation, a block of tokens at a time. It is not decode latency.
 """
 
 
 def render(records: Iterable[Record]) -> chart.Page:
-    """The page, in markdown, and its charts."""
-    found = groups(records)
-    lines: list[str | chart.Chart] = [_INTRODUCTION.format(blocks=MIN_BLOCKS, shortest=MIN_BLOCK_TOKENS), *_contents(found)]
-    if not found:
+    """The page in Markdown, with its charts."""
+    parts = groups(records)
+    lines: list[str | chart.Chart] = [_INTRODUCTION.format(blocks=MIN_BLOCKS, shortest=MIN_BLOCK_TOKENS), *_contents(parts)]
+    if not parts:
         lines.append("No records yet: `bench run suites/pg19.yaml`.\n")
-    for group in found:
+    for group in parts:
         lines += _group(group)
     return chart.page(lines)
 
 
 def groups(records: Iterable[Record]) -> list[list[Record]]:
-    """The newest record of every cell, those of one suite and model together."""
+    """The newest record of every cell, grouped by suite and model."""
     shown = sorted(newest(list(records)), key=lambda r: (_suite(r), _order(r)))
     return [list(group) for _, group in itertools.groupby(shown, key=_suite)]
 
 
 def _group(group: Sequence[Record]) -> list[str | chart.Chart]:
-    """One suite on one model."""
+    """The part of one suite and model."""
     lines: list[str | chart.Chart] = [f"## {_heading(group[0])}\n"]
     for machine, part in by_machine(group):
-        shown: list[str | chart.Chart] = [*overview(part), *against_bytes(part, machine)]
-        lines += [f"On {md(machine)}:\n", *shown] if machine and shown else shown
-    ordered = sorted(group, key=lambda r: (sections.shared(r), _order(r)))
-    for _, section in itertools.groupby(ordered, key=sections.shared):
+        summary: list[str | chart.Chart] = [*overview(part), *against_bytes(part, machine)]
+        lines += [f"On {md(machine)}:\n", *summary] if machine and summary else summary
+    ordered = sorted(group, key=lambda r: (sections.section_key(r), _order(r)))
+    for _, section in itertools.groupby(ordered, key=sections.section_key):
         lines += _section(list(section))
     return lines
 
 
 def _suite(record: Record) -> str:
-    """What the records of one part of the page have in common: suite and model."""
+    """Groups records by suite and model."""
     cell = record.cell.as_json()
     return repr([cell["suite"], cell["suite_version"], cell["model"]])
 
@@ -87,45 +87,44 @@ def _heading(record: Record) -> str:
 
 
 def _contents(groups: Sequence[Sequence[Record]]) -> list[str]:
-    """Links to the parts of the page, as GitHub makes them of headings."""
+    """Links to the parts, with the anchors that GitHub gives to headings."""
     names = [_heading(group[0]) for group in groups]
     anchors = ["".join(c for c in html.unescape(n).lower() if c.isalnum() or c in " -_").replace(" ", "-") for n in names]
     return [*(f"- [{n}](#{a}): {len(g)} cells" for n, a, g in zip(names, anchors, groups, strict=True)), ""] if groups else []
 
 
 def _order(record: Record) -> tuple[Any, ...]:
-    """Dense first, then by capacity, recompute before the policies."""
+    """Sort key: dense first, then by capacity, recompute before other policies."""
     cell = record.cell
     first = {"dense": 0, "recompute_window": 1, "recompute_sink_window": 1}.get(cell.policy, 2)
     return (cell.capacity or 0, first, cell.policy, repr(cell.parameters), cell.positions, cell.seed, record.key)
 
 
 def _section(records: Sequence[Record]) -> list[str | chart.Chart]:
-    """One task of one suite on one model."""
     return [f"### {md(sections.heading(records[0]))}\n", *sections.body(records), *_provenance(records)]
 
 
 def _provenance(records: Sequence[Record]) -> list[str]:
-    """Where the numbers come from; what differs between the records is listed."""
+    """Machine, versions, hashes and dates of the records; where they differ, all values."""
     facts = [r.facts for r in records]
     data = [r.data for r in records]
 
-    def all_of(values: Iterable[Any]) -> str:
+    def distinct(values: Iterable[Any]) -> str:
         return md("; ".join(sorted({str(v) for v in values if v is not None})))
 
     dates = sorted(r.finished[:10] for r in records)
-    texts = all_of("; ".join(d.texts) or None for d in data)
+    texts = distinct("; ".join(d.texts) or None for d in data)
     lines = [
-        f"device: {all_of(f.device or None for f in facts)}, threads {all_of(f.threads for f in facts)}, "
-        f"block {all_of(f.block for f in facts)} tokens",
-        "versions: " + all_of(", ".join(f"{k} {v}" for k, v in f.versions.items()) for f in facts),
+        f"device: {distinct(f.device or None for f in facts)}, threads {distinct(f.threads for f in facts)}, "
+        f"block {distinct(f.block for f in facts)} tokens",
+        "versions: " + distinct(", ".join(f"{k} {v}" for k, v in f.versions.items()) for f in facts),
         "sha256: "
         + ", ".join(
             f"{name} {digests}"
             for name, digests in (
-                ("weights", all_of(f.weights_sha256[:12] or None for f in facts)),
-                ("text", all_of(d.text_sha256[:12] or None for d in data)),
-                ("token ids", all_of(d.ids_sha256[:12] or None for d in data)),
+                ("weights", distinct(f.weights_sha256[:12] or None for f in facts)),
+                ("text", distinct(d.text_sha256[:12] or None for d in data)),
+                ("token ids", distinct(d.ids_sha256[:12] or None for d in data)),
             )
             if digests
         ),

@@ -1,4 +1,4 @@
-"""Where records were measured: what two machines measured never stands in one row."""
+"""The machines that measured records. Figures of two machines never share a row."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from kvbench.harness.report.markdown import md, title
 
 
 def device(record: Record) -> str:
-    """What it was measured on; empty if the record doesn't say."""
+    """The device that measured the record; empty if unknown."""
     return record.facts.device
 
 
 def on_device(record: Record, among: Sequence[Record]) -> str:
-    """To tell rows apart: " on X" with the device's name where these records were measured on several, else nothing."""
+    """Text " on <device>" if these records were measured on several devices, else empty."""
     return f" on {device(record) or 'an unknown device'}" if len({device(r) for r in among}) > 1 else ""
 
 
 def row_label(record: Record, among: Sequence[Record]) -> str:
-    """The policy as text of a page, with its device where that tells rows apart."""
+    """Escaped title of the policy, with the device if these records have several."""
     return md(title(record) + on_device(record, among))
 
 
 def by_machine(records: Sequence[Record]) -> list[tuple[str, list[Record]]]:
-    """Every machine's name with the records it measured, sorted by name.
+    """(name, records) of every machine, sorted by name; the name is empty if there is only one.
 
-    A machine is a device; where steps were timed on one device in several ways (instructions, threads), each way is a
-    machine, and shares the figures of quality, which these don't decide. Of one machine the name is empty.
+    A machine is a device. If steps were timed on a device with several set-ups (instructions, threads), each set-up is a
+    machine; all of them share the figures of quality, which don't depend on the set-up.
     """
-    found = []
+    machines = []
     for name in sorted({device(r) for r in records}):
         here = [r for r in records if device(r) == name]
         setups = sorted({_setup(r) for r in here if _timed(r)})
         for setup in setups or [""]:
-            what = f"{name or 'an unknown device'}{f', {setup}' if len(setups) > 1 else ''}"
-            found.append((what, [r for r in here if not _timed(r) or _setup(r) == setup]))
-    return found if len(found) > 1 else [("", list(records))]
+            label = f"{name or 'an unknown device'}{f', {setup}' if len(setups) > 1 else ''}"
+            machines.append((label, [r for r in here if not _timed(r) or _setup(r) == setup]))
+    return machines if len(machines) > 1 else [("", list(records))]
 
 
 def _timed(record: Record) -> bool:
@@ -45,6 +45,6 @@ def _timed(record: Record) -> bool:
 
 
 def _setup(record: Record) -> str:
-    """What else decides the time of a step."""
+    """What else the time of a step depends on."""
     threads, instructions = record.facts.threads, record.facts.instructions
     return ", ".join([*([f"threads {threads}"] if threads else []), *([instructions] if instructions else [])])

@@ -1,4 +1,4 @@
-"""Markdown: tables, numbers and names as the pages write them. Whatever comes from a record is escaped."""
+"""Markdown of the pages: tables, numbers and names. Text from records is escaped."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvbench.harness.records import Record
 
 
 def title(record: Record) -> str:
-    """The policy with what distinguishes it: parameters, positions and seed where they are not the plain ones."""
+    """The policy with its parameters, and positions, limit and seed unless default."""
     cell = record.cell
     extra = [f"{k} {v}" for k, v in cell.parameters.items() if v is not None]
     extra += [f"positions {cell.positions}"] if cell.positions != "cache" else []
@@ -20,8 +20,8 @@ def title(record: Record) -> str:
     return visible(f"{cell.policy} ({', '.join(extra)})" if extra else cell.policy)
 
 
-def told_apart(records: Sequence[Record]) -> list[str]:
-    """Short titles: of each policy only what differs from its others of the same capacity."""
+def short_titles(records: Sequence[Record]) -> list[str]:
+    """Titles with only the settings in which records of one policy and capacity differ."""
     titles = []
     for record in records:
         cell = record.cell
@@ -36,45 +36,45 @@ def told_apart(records: Sequence[Record]) -> list[str]:
 
 
 def label(record: Record) -> str:
-    """The title as text of a page."""
+    """The escaped title."""
     return md(title(record))
 
 
 def status(record: Record) -> str:
-    """Whether it went well; what it died of, or what is doubtful about it."""
+    """ok, the kind of failure, or the flags."""
     if record.status != "ok":
         return f"**failed**: {md(record.error.kind if record.error else '?')}"
     flags = record.metrics.flags
     return f"**flagged**: {md('; '.join(flags))}" if flags else "ok"
 
 
-def asked(record: Record) -> str:
-    """The task with its options, and what it read."""
+def task_line(record: Record) -> str:
+    """A sentence with the task, its options and its data."""
     options = ", ".join(f"{md(k)} {md(v)}" for k, v in record.cell.options.items() if k != "name")
     source = f" on {md(record.data.source)}" if record.data.source else ""
     return f"{md(record.cell.task.name)}{source}{f' ({options})' if options else ''}.\n"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], alignment: str) -> list[str]:
-    """A table; alignment: one letter a column, l, c or r."""
+    """A table. alignment: one letter per column: l, c or r."""
     rule = [{"r": "---:", "c": ":---:"}.get(a, "---") for a in alignment]
     return [*(f"| {' | '.join(row)} |" for row in (head, rule, *rows)), ""]
 
 
 def number(value: Any) -> str:
-    """A number in four digits, large integers in full."""
+    """A float with four digits, an integer with thousands separators; empty for anything else."""
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:.4g}" if isinstance(value, float) else ""
 
 
 def count(value: Any) -> str:
-    """An integer with its thousands apart."""
+    """An integer with thousands separators; empty for None."""
     return f"{value:,}" if isinstance(value, int) else "" if value is None else md(str(value))
 
 
 def in_bytes(value: Any) -> str:
-    """Bytes in binary units, three digits."""
+    """Bytes in binary units, with three digits."""
     if not isinstance(value, int):
         return ""
     size, units = float(value), iter(("B", "KiB", "MiB", "GiB", "TiB"))
@@ -85,11 +85,11 @@ def in_bytes(value: Any) -> str:
 
 
 def cache_bytes(value: Any) -> str:
-    """Bytes of a cache; a dash for what keeps none, which is not a small cache."""
+    """Bytes of a cache; a dash for a policy that keeps no cache."""
     return "–" if value == 0 else in_bytes(value)
 
 
 def md(text: object) -> str:
-    """Text of a record as text of a page: nothing in it can be markup, end a table cell or hide."""
+    """Escape text of a record: it can't become markup, end a table cell or be invisible."""
     flat = " ".join(visible(text).split())
     return re.sub(r"([\\`*_{}\[\]<>|#&~!])", lambda m: f"&#{ord(m[1])};" if m[1] in "<>|&`[]" else f"\\{m[1]}", flat)

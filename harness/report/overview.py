@@ -1,4 +1,4 @@
-"""What a reader chooses by: quality, bytes and latency of every policy of a suite side by side."""
+"""The overview table: quality, bytes and latency of every policy of a suite side by side."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvbench.harness.core.intervals import wilson
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import NllMetrics
-from kvbench.harness.report.common_tokens import common_stride, described, on_common, scores_all
+from kvbench.harness.report.common_tokens import common_stride, describe_tokens, on_common, scores_all
 from kvbench.harness.report.faults import faults
 from kvbench.harness.report.front import front
 from kvbench.harness.report.markdown import cache_bytes, count, md, table, title
@@ -19,77 +19,77 @@ from kvbench.harness.report.rows import Row, rows
 from kvbench.harness.report.speed import speed_up
 from kvbench.harness.report.task import task_of
 
-UNKNOWN = "–"
+_UNKNOWN = "–"
 
 
 @dataclass(frozen=True)
 class _Line:
-    """A row with what others make of it.
+    """A row, compared with the others.
 
     Attributes:
-        row: the policy.
-        rank: among those of its capacity, best and worst; None where it can't be told.
-        star: whether it is on the front; None where it can't be told.
-        common: its perplexity on the tokens that every row scored; None without one.
+        row: the policy's records.
+        rank: best and worst possible rank among policies of its capacity; None if unknown.
+        on_front: None if unknown.
+        perplexity: over the tokens that every row scored; None if not measured.
     """
 
     row: Row
     rank: tuple[int, int] | None
-    star: bool | None
-    common: float | None
+    on_front: bool | None
+    perplexity: float | None
 
 
 def overview(records: Sequence[Record]) -> list[str]:
-    """The table, with the front and ranks; nothing where there is nothing to choose from, or several texts to choose by.
+    """The table with the front and ranks; empty if there are fewer than two policies, several texts, or no quality.
 
     Args:
         records: of one suite and model, measured on one machine.
     """
-    found = rows(_poolable(records))
-    texts = {question(r) for row in found for r in row.records if r.measured(NllMetrics)}
-    if len(found) < 2 or len(texts) > 1 or not any(r.perplexity is not None or r.answers for r in found):
+    policies = rows(_poolable(records))
+    texts = {question(r) for row in policies for r in row.records if r.measured(NllMetrics)}
+    if len(policies) < 2 or len(texts) > 1 or not any(r.perplexity is not None or r.answers for r in policies):
         return []
-    scored = [r.perplexity for r in found if r.perplexity is not None and r.nll is not None]
+    scored = [r.perplexity for r in policies if r.perplexity is not None and r.nll is not None]
     stride = common_stride(scored)
-    ranked = zip(found, ranks(found), front(found), strict=True)
-    lines = sorted((_Line(row, rank, star, _common(row, stride)) for row, rank, star in ranked), key=_place)
+    ranked = zip(policies, ranks(policies), front(policies), strict=True)
+    lines = sorted((_Line(row, rank, on_front, _common_perplexity(row, stride)) for row, rank, on_front in ranked), key=_order)
     columns = _columns(lines, stride)
     cells = [[column.text(line) for column in columns] for line in lines]
-    said = [f"Perplexity is over {described(scored, stride)}.\n"] if stride > 1 else []
-    return [*said, *table([c.head for c in columns], cells, "".join(c.alignment for c in columns))]
+    note = [f"Perplexity is over {describe_tokens(scored, stride)}.\n"] if stride > 1 else []
+    return [*note, *table([c.head for c in columns], cells, "".join(c.alignment for c in columns))]
 
 
 def _poolable(records: Sequence[Record]) -> list[Record]:
-    """Without tasks whose right answers must not be added up: query-aware and query-blind ones, say."""
-    apart: dict[str, set[str]] = {}
+    """Leave out tasks whose right answers must not be added up, such as query-aware and query-blind ones."""
+    variants: dict[str, set[str]] = {}
     for record in records:
         options = record.cell.options
         key = repr([options.get(name) for name in task_of(record).never_pooled_over])
-        apart.setdefault(record.cell.task.name, set()).add(key)
-    return [r for r in records if len(apart[r.cell.task.name]) == 1]
+        variants.setdefault(record.cell.task.name, set()).add(key)
+    return [r for r in records if len(variants[r.cell.task.name]) == 1]
 
 
-def ranks(found: Sequence[Row]) -> list[tuple[int, int] | None]:
-    """Of each the best and worst rank in NLL that it may have among those of its capacity; None where it can't be told."""
-    result: list[tuple[int, int] | None] = [None] * len(found)
-    for capacity in {r.cell.capacity for r in found}:
-        places = [i for i, r in enumerate(found) if r.cell.capacity == capacity and r.nll is not None]
-        intervals = rank_intervals(len(places), nll_pairs([found[i].perplexity for i in places]))
-        for i, rank in zip(places, intervals, strict=True):
+def ranks(policies: Sequence[Row]) -> list[tuple[int, int] | None]:
+    """(best, worst) possible rank in NLL of each policy among those of its capacity; None if unknown."""
+    result: list[tuple[int, int] | None] = [None] * len(policies)
+    for capacity in {r.cell.capacity for r in policies}:
+        rivals = [i for i, r in enumerate(policies) if r.cell.capacity == capacity and r.nll is not None]
+        intervals = rank_intervals(len(rivals), nll_pairs([policies[i].perplexity for i in rivals]))
+        for i, rank in zip(rivals, intervals, strict=True):
             result[i] = rank
     return result
 
 
-def _common(row: Row, stride: int) -> float | None:
+def _common_perplexity(row: Row, stride: int) -> float | None:
     record = on_common(row.perplexity, stride) if row.perplexity is not None and row.nll is not None else None
     metrics = None if record is None else record.measured(NllMetrics)
     return None if metrics is None else math.exp(min(metrics.nll, 700))
 
 
-def _place(line: _Line) -> tuple[float, ...]:
-    """By capacity, dense first; there by the best rank, then by perplexity; what has none comes last."""
+def _order(line: _Line) -> tuple[float, ...]:
+    """Sort key: by capacity, dense first; then by best rank and perplexity, missing ones last."""
     best = math.inf if line.rank is None else line.rank[0]
-    return line.row.cell.capacity or 0, best, math.inf if line.common is None else line.common
+    return line.row.cell.capacity or 0, best, math.inf if line.perplexity is None else line.perplexity
 
 
 @dataclass(frozen=True)
@@ -101,15 +101,15 @@ class _Column:
 
 
 def _columns(lines: Sequence[_Line], stride: int) -> list[_Column]:
-    """Those that have something to show."""
+    """The columns that are not empty."""
     others = [line.row for line in lines]
     dense = [r.latency for r in others if r.cell.policy == "dense" and r.latency is not None]
     columns = [
         _Column("policy", "l", lambda x: md(title(x.row.perplexity or x.row.records[0]))),
         _Column("capacity", "r", lambda x: count(x.row.cell.capacity)),
-        _Column("front", "c", _star, any(line.star for line in lines)),
+        _Column("front", "c", _star, any(line.on_front for line in lines)),
         _Column("rank", "r", lambda x: _rank(x.rank), any(line.rank for line in lines)),
-        _Column("perplexity", "r", lambda x: "" if x.common is None else f"{x.common:.4g}"),
+        _Column("perplexity", "r", lambda x: "" if x.perplexity is None else f"{x.perplexity:.4g}"),
         _Column("on all tokens", "r", lambda x: _on_all(x.row), stride > 1),
         _Column("right answers", "r", lambda x: _share(x.row.answers), any(r.answers for r in others)),
         _Column("K/V", "r", lambda x: cache_bytes(x.row.kv_bytes)),
@@ -124,18 +124,18 @@ def _columns(lines: Sequence[_Line], stride: int) -> list[_Column]:
 
 
 def _star(line: _Line) -> str:
-    asked = line.row.nll is not None and line.row.kv_bytes
-    return {True: "★", False: "", None: UNKNOWN if asked else ""}[line.star]
+    eligible = line.row.nll is not None and line.row.kv_bytes
+    return {True: "★", False: "", None: _UNKNOWN if eligible else ""}[line.on_front]
 
 
 def _rank(rank: tuple[int, int] | None) -> str:
     if rank is None:
-        return UNKNOWN
+        return _UNKNOWN
     return str(rank[0]) if rank[0] == rank[1] else f"{rank[0]}–{rank[1]}"
 
 
 def _on_all(row: Row) -> str:
-    """Perplexity over all tokens; empty where not all were scored."""
+    """Perplexity over all tokens; empty if some were not scored."""
     if row.nll is None or row.perplexity is None or not scores_all(row.perplexity):
         return ""
     return f"{math.exp(min(row.nll, 700)):.4g}"

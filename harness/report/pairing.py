@@ -1,4 +1,4 @@
-"""Which records may be compared, and what their difference is."""
+"""Which records can be compared, and their paired difference."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from kvbench.harness.records.metrics import NllMetrics, StrideBlocks, Sums
 
 
 def question(record: Record) -> str:
-    """What the record's cell shares with those it may be compared with: suite, model, task and text."""
+    """Suite, model, task and text; records that agree in them are comparable."""
     cell = record.cell.as_json()
     parts = [cell["suite"], cell["suite_version"], cell["model"], cell["task"], record.data.ids_sha256]
     return repr(parts)
 
 
 def past_training(record: Record) -> bool:
-    """Whether a cache without bound has read further than the model was trained for: then its NLL has a trend."""
+    """Whether an unbounded cache was read past the model's training length, so that its NLL has a trend."""
     length = record.facts.training_length
     return record.cell.capacity is None and length is not None and record.data.tokens > length
 
 
 def perplexity(record: Record) -> Interval | None:
-    """Mean NLL of the whole stream with its interval; None where the record has none."""
+    """Mean NLL of the whole stream with its interval; None if not measured."""
     metrics = record.measured(NllMetrics)
     if metrics is None:
         return None
@@ -37,14 +37,14 @@ def perplexity(record: Record) -> Interval | None:
 
 
 def paired(record: Record, base: Record, trend: bool = False) -> Interval | None:
-    """Mean difference in NLL to `base` in nats per token, on the tokens both scored after the larger cache filled.
+    """Mean NLL of `record` minus that of `base` in nats per token, on tokens that both scored after the larger cache filled.
 
-    None where they can't be paired, or where one of them has a trend (then only buckets can be compared).
+    None if they can't be paired, or if one has a trend (then only buckets can be compared).
 
     Args:
-        record: whose difference it is.
-        base: what it is the difference to.
-        trend: both have the same trend, so that it cancels: two records of one cell.
+        record: minuend.
+        base: subtrahend.
+        trend: both have the same trend, which cancels: they are records of one cell.
     """
     if record is base or question(record) != question(base):
         return None
@@ -68,23 +68,23 @@ def paired(record: Record, base: Record, trend: bool = False) -> Interval | None
 
 
 def _after_filling(runs: int, size: int, capacity: int, stream_tokens: int | None, prefix: int) -> NDArray[np.bool_]:
-    """Which runs of `size` positions lie wholly where a cache of this capacity is full, in each stream. [runs] bool."""
+    """Which runs of `size` positions lie entirely after the cache has filled, in each stream. [runs] bool."""
     starts = np.arange(runs) * size
     if stream_tokens is None:
         return starts >= capacity + 1
-    place = (starts - prefix) % stream_tokens
-    return (place >= capacity + 1) & (place + size <= stream_tokens)
+    position = (starts - prefix) % stream_tokens
+    return (position >= capacity + 1) & (position + size <= stream_tokens)
 
 
 def _on_shared_tokens(a: NllMetrics, b: NllMetrics) -> tuple[StrideBlocks | None, StrideBlocks | None]:
-    """Block sums over tokens that both scored: all, or every stride-th."""
+    """Block sums over the tokens that both scored: all, or every `stride`-th."""
     if a.blocks.tokens == b.blocks.tokens:
         return on_all_tokens(a), on_all_tokens(b)
     return a.on_stride, b.on_stride
 
 
 def on_all_tokens(metrics: NllMetrics) -> StrideBlocks:
-    """Block sums over all tokens, with those of the texts."""
+    """Block sums over all tokens, with the sums of each text."""
     blocks = metrics.blocks
     return StrideBlocks.model_construct(nll_sum=blocks.nll_sum, tokens=blocks.tokens, size=blocks.size, texts=metrics.texts)
 

@@ -1,7 +1,6 @@
-"""Figures from papers beside ours: published tables with the same cells of ours, where there are records.
+"""Published tables beside our records of the same cells.
 
-Published figures are facts with their source, one YAML file a table in `published/`; what of ours is the same cell is said
-there by what a record must have.
+Each YAML file in `published/` has one table with its source, and for each row and column the values that our record must have.
 """
 
 from __future__ import annotations
@@ -20,52 +19,51 @@ from kvbench.harness.report.markdown import md, table
 _FOLDER = Path(__file__).parent / "published"
 _INTRODUCTION = """# Papers beside ours
 
-Written by `bench leaderboard` from records and from published figures; don't edit. Each cell is
-*published* → **ours** (difference in percent of the published figure). A published figure is quoted as its authors', measured
-on their set-up; what differs in ours is said below each table. "not measured": there is no record of that cell yet.
+`bench leaderboard` writes this page from records and published figures; don't edit it. Each cell is
+*published* → **ours** (difference in percent of the published figure). The authors measured published figures on their own
+set-up; the text below each table says how ours differs. "not measured": there is no record of that cell yet.
 """
 
 
 def render(records: Iterable[Record]) -> chart.Page:
-    """The page, in markdown, and its charts."""
-    shown = newest(list(records))
+    """The page in Markdown, with its charts."""
+    current = newest(list(records))
     lines: list[str | chart.Chart] = [_INTRODUCTION]
     for path in sorted(_FOLDER.glob("*.yaml")):
-        lines += _section(yaml.safe_load(path.read_text(encoding="utf-8")), shown)
+        lines += _section(yaml.safe_load(path.read_text(encoding="utf-8")), current)
     return chart.page(lines)
 
 
 def _section(published: dict[str, Any], records: Sequence[Record]) -> list[str | chart.Chart]:
-    """One table."""
     columns, rows = published["columns"], published["rows"]
     fixed = published["where"] | ({"model": published["model"]} if "model" in published else {})
-    found = [[_find(records, fixed | row["match"] | column.get("match", {})) for column in columns] for row in rows]
-    values = [[_value(record, published) for record in line] for line in found]
+    matches = [[_find(records, fixed | row["match"] | column.get("match", {})) for column in columns] for row in rows]
+    values = [[_value(record, published) for record in line] for line in matches]
     base = [c["label"] for c in columns].index(published["relative_to"]) if "relative_to" in published else None
     lines = []
-    for row, line, line_of in zip(rows, values, found, strict=True):
-        of = None if base is None else (row["paper"][base], line[base])
-        lines.append([row["label"], *(_cell(p, v, r, of) for p, v, r in zip(row["paper"], line, line_of, strict=True))])
+    for row, ours, cells in zip(rows, values, matches, strict=True):
+        yardsticks = None if base is None else (row["paper"][base], ours[base])
+        lines.append([row["label"], *(_cell(p, v, r, yardsticks) for p, v, r in zip(row["paper"], ours, cells, strict=True))])
     for ratio in published.get("ratios", []):
         a, b = ratio["of"]
-        theirs = [_ratio(x, y) for x, y in zip(rows[a]["paper"], rows[b]["paper"], strict=True)]
-        ours = [_ratio(x, y) for x, y in zip(values[a], values[b], strict=True)]
-        lines.append([f"*{ratio['label']}*", *(_cell(p, v, None) for p, v in zip(theirs, ours, strict=True))])
+        published_ratios = [_ratio(x, y) for x, y in zip(rows[a]["paper"], rows[b]["paper"], strict=True)]
+        our_ratios = [_ratio(x, y) for x, y in zip(values[a], values[b], strict=True)]
+        lines.append([f"*{ratio['label']}*", *(_cell(p, v, None) for p, v in zip(published_ratios, our_ratios, strict=True))])
     head = ["", *(column["label"] for column in columns)]
     about = f"{published['what']}. Source: {published['source']}. Suite: {', '.join(f'`{s}`' for s in _suites(published))}.\n"
     return [
         f"## {published['title']}\n", about, *table(head, lines, "l" + "r" * len(columns)),
-        f"What differs: {published['differs']}\n", *_devices(found), *_charts(published), *_others(published, columns, records),
+        f"What differs: {published['differs']}\n", *_devices(matches), *_charts(published), *_others(published, columns, records),
     ]  # fmt: skip
 
 
 def _suites(published: dict[str, Any]) -> list[str]:
-    """The suites that measure the same cells."""
+    """Suites that measure the cells of the table."""
     return list(published.get("suites") or [published["where"]["suite"]])
 
 
 def _flat(record: Record) -> dict[str, Any]:
-    """What was asked, by the names that a suite uses."""
+    """Options of the record's cell, by the names that a suite uses."""
     cell = record.cell
     return {
         **cell.options, **cell.parameters, "suite": cell.suite, "model": cell.model.id, "policy": cell.policy,
@@ -74,11 +72,11 @@ def _flat(record: Record) -> dict[str, Any]:
 
 
 def _find(records: Sequence[Record], wanted: dict[str, Any]) -> Record | None:
-    """The record that has all of it, in-cache positions and the first seed unless it says otherwise."""
+    """The first record with these values; positions default to "cache", the seed to 0."""
     wanted = {"positions": "cache", "seed": 0} | wanted
     for record in records:
-        have = _flat(record)
-        if all(have.get(name) == value for name, value in wanted.items()):
+        options = _flat(record)
+        if all(options.get(name) == value for name, value in wanted.items()):
             return record
     return None
 
@@ -96,7 +94,7 @@ def _ratio(a: Any, b: Any) -> float | None:
 
 
 def _cell(paper: Any, ours: float | None, record: Record | None, base: tuple[Any, float | None] | None = None) -> str:
-    """Published → ours, and the difference; where only rows compare: both as multiples of their row's base."""
+    """Published → ours with their difference or, given the row's base, both as multiples of that."""
     theirs = "" if paper is None else f"*{_quoted(paper)}{_multiple(paper, base and base[0])}*"
     if ours is None:
         if record is not None:
@@ -108,18 +106,18 @@ def _cell(paper: Any, ours: float | None, record: Record | None, base: tuple[Any
     return f"{theirs} → **{_number(ours)}**{difference}"
 
 
-def _multiple(value: Any, of: Any) -> str:
-    ratio = _ratio(value, of)
+def _multiple(value: Any, base: Any) -> str:
+    ratio = _ratio(value, base)
     return "" if ratio is None else f" ({ratio:,.3f}x)" if ratio < 10 else f" ({ratio:,.0f}x)"
 
 
 def _charts(published: dict[str, Any]) -> list[chart.Chart]:
-    """The picture under a table: of how our models were trained."""
+    """Training curves of our models, if the table asks for them."""
     return curves(training_logs()) if published.get("chart") == "training" else []
 
 
 def _quoted(value: Any) -> str:
-    """A published figure as it was printed: whole, or with two decimals."""
+    """A published figure: integers in full, others with two decimals."""
     return f"{value:,.2f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
 
 
@@ -127,28 +125,27 @@ def _number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def _devices(found: Sequence[Sequence[Record | None]]) -> list[str]:
-    """Where ours were measured."""
-    seen = sorted({r.facts.device for line in found for r in line if r is not None})
-    return [f"Ours: {md('; '.join(seen))}.\n"] if seen else []
+def _devices(matches: Sequence[Sequence[Record | None]]) -> list[str]:
+    devices = sorted({r.facts.device for line in matches for r in line if r is not None})
+    return [f"Ours: {md('; '.join(devices))}.\n"] if devices else []
 
 
 def _others(published: dict[str, Any], columns: Sequence[dict[str, Any]], records: Sequence[Record]) -> list[str]:
-    """The same suite on models that the paper does not have."""
+    """Our records of the same suites on models that the paper doesn't have."""
     known = {published.get("model"), published["where"].get("model"), *(r["match"].get("model") for r in published["rows"])}
     known |= {c.get("match", {}).get("model") for c in columns}
     rows = []
     for record in records:
         if record.cell.suite in _suites(published) and record.cell.model.id not in known:
             value = _value(record, published)
-            asked = {
+            settings = {
                 k: v for k, v in _flat(record).items() if k not in ("suite", "model", "name", "policy", "seed") and v is not None
             }
-            options = ", ".join(f"{k} {v}" for k, v in asked.items() if v != "cache")
+            options = ", ".join(f"{k} {v}" for k, v in settings.items() if v != "cache")
             figure = "failed" if value is None else _number(value)
             rows.append([md(record.cell.model.id), md(record.cell.policy), md(options), figure])
     if not rows:
         return []
-    head = ["model", "policy", "asked", md(published["metric"])]
-    about = "The same suite on other models, which no published figure is for:\n"
+    head = ["model", "policy", "options", md(published["metric"])]
+    about = "The same suite on models without a published figure:\n"
     return ["<details><summary>Ours on other models</summary>\n", about, *table(head, rows, "lllr"), "</details>\n"]

@@ -1,4 +1,4 @@
-"""Any task: its plain numbers, side by side."""
+"""Defaults for any task: its plain numbers side by side."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 from kvbench.harness.records import Record
 from kvbench.harness.records.rules import compared
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.difference import Difference, judged
-from kvbench.harness.report.markdown import asked, count, label, md, number, status, table
+from kvbench.harness.report.difference import Difference, judge_interval
+from kvbench.harness.report.markdown import count, label, md, number, status, table, task_line
 
-_BYTES = ("kv_bytes", "state_bytes")  # which are compared for every task
+_COMPARED_FOR_EVERY_TASK = ("kv_bytes", "state_bytes")
 
 
 def headline(record: Record, columns: Sequence[str] = ()) -> str:
@@ -21,7 +21,7 @@ def headline(record: Record, columns: Sequence[str] = ()) -> str:
 
 
 def body(records: Sequence[Record], columns: Sequence[str] = ()) -> list[str | Chart]:
-    """One row a record, one column a plain number."""
+    """One row per record, one column per plain number."""
     names = list(columns) or list(dict.fromkeys(name for r in records for name in _plain(r)))
     rows = []
     for record in records:
@@ -30,24 +30,26 @@ def body(records: Sequence[Record], columns: Sequence[str] = ()) -> list[str | C
             label(record), count(record.cell.capacity), *(number(figures.get(name)) for name in names), status(record),
         ])  # fmt: skip
     heads = [md(_title(records[0], name)) for name in names]
-    return [asked(records[0]), *table(["policy", "capacity", *heads, "status"], rows, "lr" + "r" * len(names) + "l")]
+    return [task_line(records[0]), *table(["policy", "capacity", *heads, "status"], rows, "lr" + "r" * len(names) + "l")]
 
 
 def differences(a: Record, b: Record) -> list[Difference]:
-    """Of figures that say which way is better; of a task that is not installed, of all plain numbers."""
+    """Compare the figures that declare which way is better; if none does, all plain numbers."""
     x, y = _plain(a), _plain(b)
     marks = compared(type(b.metrics))
-    found = []
-    for name in (n for n in (marks or x) if n in x and n in y and n not in _BYTES):
+    result = []
+    for name in (n for n in (marks or x) if n in x and n in y and n not in _COMPARED_FOR_EVERY_TASK):
         change = y[name] - x[name]
         if name in marks:
-            verdict = judged(change, change, marks[name].margin, marks[name].more_is_better)
-            found.append(Difference(name, x[name], y[name], change, change, change, verdict))
+            verdict = judge_interval(change, change, marks[name].margin, marks[name].more_is_better)
+            result.append(Difference(name, x[name], y[name], change, change, change, verdict))
         elif not change:
-            found.append(Difference(name, x[name], y[name], 0.0, 0.0, 0.0, "same"))
+            result.append(Difference(name, x[name], y[name], 0.0, 0.0, 0.0, "same"))
         else:
-            found.append(Difference(name, x[name], y[name], change, None, None, "can't tell", "nothing says which way is better"))
-    return found
+            result.append(
+                Difference(name, x[name], y[name], change, None, None, "can't tell", "its task doesn't say which way is better")
+            )
+    return result
 
 
 def _plain(record: Record) -> dict[str, Any]:
@@ -55,6 +57,6 @@ def _plain(record: Record) -> dict[str, Any]:
 
 
 def _title(record: Record, name: str) -> str:
-    """What a column is called: the field's title, or its name."""
+    """Heading of a column: the field's title, or its name."""
     field = type(record.metrics).model_fields.get(name)
     return (field.title if field is not None else None) or name

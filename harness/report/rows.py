@@ -1,4 +1,4 @@
-"""One policy at one capacity with all its records of a suite and model."""
+"""Rows of tables: one policy at one capacity."""
 
 from __future__ import annotations
 
@@ -19,54 +19,54 @@ class Row:
 
     @cached_property
     def perplexity(self) -> Record | None:
-        """The record of its first text."""
+        """Its first record with NLLs."""
         return next((r for r in self.records if r.measures(NllMetrics)), None)
 
     @cached_property
     def latency(self) -> Record | None:
-        """The record of its step."""
+        """Its first record with step times."""
         return next((r for r in self.records if r.measures(StepMetrics)), None)
 
     @property
     def cell(self) -> CellSpec:
-        """What was asked, but for the task."""
+        """The cell of its first record; all records agree in it except for the task."""
         return self.records[0].cell
 
     @property
     def nll(self) -> float | None:
-        """Nats a token of the first text, over all tokens it scored; None where that failed or was not asked."""
+        """Nats per token, over all tokens scored; None if it failed or was not measured."""
         metrics = self.perplexity.measured(NllMetrics) if self.perplexity is not None else None
         return None if metrics is None else metrics.nll
 
     @property
     def answers(self) -> tuple[int, int] | None:
-        """Right answers, and of how many, over all tasks with questions."""
-        asked = [m for r in self.records if (m := r.measured(QuestionMetrics)) and m.right is not None]
-        return (sum(m.right or 0 for m in asked), sum(m.questions for m in asked)) if asked else None
+        """(right answers, questions), over all tasks with questions."""
+        scored = [m for r in self.records if (m := r.measured(QuestionMetrics)) and m.right is not None]
+        return (sum(m.right or 0 for m in scored), sum(m.questions for m in scored)) if scored else None
 
     @property
     def kv_bytes(self) -> int | None:
-        """Of K and V where quality was measured, or wherever it was. 0 for what keeps no cache."""
+        """Bytes of K and V, preferably from the perplexity record; 0 if it keeps no cache."""
         first = [self.perplexity] if self.perplexity is not None else []
-        held = (r.metrics.kv_bytes for r in [*first, *self.records] if r.status == "ok")
-        return next((size for size in held if size is not None), None)
+        sizes = (r.metrics.kv_bytes for r in [*first, *self.records] if r.status == "ok")
+        return next((size for size in sizes if size is not None), None)
 
     @property
     def step_ms(self) -> float | None:
-        """Of a decode step."""
+        """Time of a decode step."""
         metrics = self.latency.measured(StepMetrics) if self.latency is not None else None
         return None if metrics is None else metrics.step_ms
 
 
 def rows(records: Sequence[Record]) -> list[Row]:
-    """One a policy and capacity, in the order of the records.
+    """One row per policy and capacity, in the order of the records.
 
     Args:
         records: of one suite and model, measured on one machine.
     """
-    found: dict[str, list[Record]] = {}
+    groups: dict[str, list[Record]] = {}
     for record in records:
         cell = record.cell
-        asked = [cell.policy, cell.parameters, cell.capacity, cell.positions, cell.limit, cell.seed]
-        found.setdefault(repr(asked), []).append(record)
-    return [Row(group) for group in found.values()]
+        key = [cell.policy, cell.parameters, cell.capacity, cell.positions, cell.limit, cell.seed]
+        groups.setdefault(repr(key), []).append(record)
+    return [Row(group) for group in groups.values()]

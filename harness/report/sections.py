@@ -1,4 +1,4 @@
-"""How records of a task are shown: as the task declares (`report/task.py`)."""
+"""Sections of a page, as the task declares them (`report/task.py`)."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from kvbench.harness.report.task import task_of
 
 
 def headline(record: Record) -> str:
-    """The figure of a finished cell, in words."""
+    """The main figure of a finished cell, in words; empty if it failed."""
     return task_of(record).headline(record) if record.status == "ok" else ""
 
 
 def heading(record: Record) -> str:
-    """What a section is called."""
+    """The heading of a section."""
     return task_of(record).heading(record)
 
 
 def body(records: Sequence[Record]) -> list[str | Chart]:
-    """Lines of a section, and its charts."""
+    """Lines and charts of a section."""
     return task_of(records[0]).body(records)
 
 
-def shared(record: Record) -> str:
-    """What the records of one section have in common."""
+def section_key(record: Record) -> str:
+    """Groups records into sections: all that they share except the task's axes."""
     axes = task_of(record).axes
     if not axes:
         return question(record)

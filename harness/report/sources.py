@@ -1,4 +1,4 @@
-"""Where records are taken from: a file, a folder, or a revision of a git repository."""
+"""Sources of records: a file, a folder, or a git revision."""
 
 from __future__ import annotations
 
@@ -15,66 +15,66 @@ from typing import Any
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.records import Problem, Record, RecordStore, newest, read
 
-IN_A_REVISION = "leaderboard/results"  # unless it says otherwise: REVISION:FOLDER
+_DEFAULT_FOLDER = "leaderboard/results"  # of a revision
 
 
 @contextmanager
-def records_of(source: str, tell: Callable[[Problem], None] = lambda _: None) -> Iterator[tuple[list[Record], Path]]:
-    """The newest record of every cell of a source, and the folder that has them, while it is open.
+def open_records(source: str, on_problem: Callable[[Problem], None] = lambda _: None) -> Iterator[tuple[list[Record], Path]]:
+    """The newest record of every cell of a source, and the folder that holds them while the context is open.
 
     Args:
-        source: a record's file, a folder of records, or a git revision, alone or with a folder: `HEAD~3:leaderboard/results`.
-        tell: is called with every file of a folder that is no record.
+        source: a record's file, a folder, or a git revision with an optional folder: `HEAD~3:leaderboard/results`.
+        on_problem: called with every file that can't be read as a record.
 
     Raises:
         UserError: there are no records.
     """
     path = Path(source).expanduser()
     if path.is_file():
-        found = read(path)
-        if isinstance(found, Problem):
-            raise UserError(f"{source}: {found.reason}")
-        yield [found], path.parent
+        record = read(path)
+        if isinstance(record, Problem):
+            raise UserError(f"{source}: {record.reason}")
+        yield [record], path.parent
     elif path.is_dir():
-        yield _of_folder(path, source, tell), path
+        yield _read_folder(path, source, on_problem), path
     else:
         with TemporaryDirectory() as folder:
             _unpack(source, Path(folder))
-            yield _of_folder(Path(folder), source, tell), Path(folder)
+            yield _read_folder(Path(folder), source, on_problem), Path(folder)
 
 
-def trace(record: Record, folder: Path) -> Path | None:
-    """The file of a record's per-token figures in a folder of records, if it has one and it is there."""
+def find_trace(record: Record, folder: Path) -> Path | None:
+    """The file of a record's per-token figures in a folder; None if missing."""
     if record.trace is None:
         return None
-    found = folder.rglob(glob.escape(Path(record.trace.file).name))
-    return next(iter(sorted(path for path in found if path.is_file())), None)
+    matches = folder.rglob(glob.escape(Path(record.trace.file).name))
+    return next(iter(sorted(path for path in matches if path.is_file())), None)
 
 
-def _of_folder(folder: Path, source: str, tell: Callable[[Problem], None]) -> list[Record]:
+def _read_folder(folder: Path, source: str, on_problem: Callable[[Problem], None]) -> list[Record]:
     records, problems = RecordStore(folder).read_all()
     for problem in problems:
-        tell(problem)
+        on_problem(problem)
     if not records:
-        raise UserError(f"{source}: no records there")
+        raise UserError(f"{source}: contains no records")
     return newest(records)
 
 
 def _unpack(source: str, folder: Path) -> None:
-    """The records of a revision, into a folder.
+    """Unpack the records of a revision into a folder.
 
     Raises:
-        UserError: it is none, or has no such folder.
+        UserError: there is no such revision, or it has no such folder.
     """
     revision, _, inside = source.partition(":")
-    command = ["git", "archive", "--format=tar", revision, "--", inside or IN_A_REVISION]
+    command = ["git", "archive", "--format=tar", revision, "--", inside or _DEFAULT_FOLDER]
     try:
-        done = subprocess.run(command, capture_output=True, check=False)
+        process = subprocess.run(command, capture_output=True, check=False)
     except OSError:
-        raise UserError(f"{source}: neither a file nor a folder, and git is not there to look for a revision") from None
-    if revision.startswith("-") or done.returncode:
-        reason = done.stderr.decode(errors="replace").strip().splitlines()
-        raise UserError(f"{source}: neither a file, a folder nor a git revision{f' ({reason[-1]})' if reason else ''}")
-    with tarfile.open(fileobj=io.BytesIO(done.stdout)) as packed:
-        safely: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Python before 3.11.4 has none
-        packed.extractall(folder, **safely)
+        raise UserError(f"{source}: not a file or folder, and git is not installed to look for a revision") from None
+    if revision.startswith("-") or process.returncode:
+        reason = process.stderr.decode(errors="replace").strip().splitlines()
+        raise UserError(f"{source}: not a file, folder or git revision{f' ({reason[-1]})' if reason else ''}")
+    with tarfile.open(fileobj=io.BytesIO(process.stdout)) as packed:
+        safety: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Python before 3.11.4 has none
+        packed.extractall(folder, **safety)

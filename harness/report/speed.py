@@ -1,4 +1,4 @@
-"""How many times as fast: ratios of steps that were timed in turn."""
+"""Speed-ups: ratios of step times from the same rounds."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from kvbench.harness.records.metrics import StepMetrics
 
 
 def speed_up(record: Record, bases: Sequence[Record]) -> str:
-    """How many times as fast as the yardstick that was measured side by side with it; empty if none was."""
-    ratios = next((found for base in bases if (found := round_ratios(base, record)) is not None), None)
+    """Speed-up over the base that was timed in the same rounds, with its interval; empty if there is none."""
+    ratios = next((r for base in bases if (r := round_ratios(base, record)) is not None), None)
     if ratios is None:
         return ""
     low, high = median_interval(ratios)
@@ -21,7 +21,7 @@ def speed_up(record: Record, bases: Sequence[Record]) -> str:
 
 
 def round_ratios(a: Record, b: Record) -> list[float] | None:
-    """A's time of a step over b's, round by round; None if the two were not timed in turn."""
+    """Step time of a over that of b, round by round; None if they were not timed in the same rounds."""
     x, y = a.measured(StepMetrics), b.measured(StepMetrics)
     if a is b or x is None or y is None or x.together != y.together:
         return None

@@ -1,4 +1,4 @@
-"""A run in one table on the terminal."""
+"""All records of a run in one table."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kvbench.harness.report.sections import headline
 
 
 def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """One row a record, for people and pipes; what differs between records is shown: models, tasks, options, parameters."""
+    """One row per record. Models, tasks, options and parameters are shown where records differ in them."""
     models = {r.cell.model.id for r in records}
-    tasks = _apart(records, "task", lambda r: r.cell.task.name)
-    policies = _apart(records, "parameters", lambda r: r.cell.policy)
+    tasks = _distinct_names(records, "task", lambda r: r.cell.task.name)
+    policies = _distinct_names(records, "parameters", lambda r: r.cell.policy)
     return [
         {
             **({"model": r.cell.model.id} if len(models) > 1 else {}),
@@ -33,13 +33,13 @@ def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def _on_common(record: Record, records: Sequence[Record]) -> Record:
-    """The record on the tokens that all scored that answer its question, so that a column compares like with like."""
+    """The record over the tokens that all records of its question scored, so that a column is comparable."""
     rivals = [r for r in records if question(r) == question(record)]
     return on_common(record, common_stride(rivals)) or record
 
 
-def _apart(records: Sequence[Record], part: str, name: Callable[[Record], str]) -> list[str]:
-    """The name of each record's task or policy, with the options that tell it from others of that name and capacity."""
+def _distinct_names(records: Sequence[Record], part: str, name: Callable[[Record], str]) -> list[str]:
+    """Names of tasks or policies, with the options in which those of one name and capacity differ."""
     texts = []
     for record in records:
         rivals = [r for r in records if name(r) == name(record)]

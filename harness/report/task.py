@@ -1,4 +1,4 @@
-"""What a task declares about its records: their figures, how they are computed again, and what pages and comparisons show."""
+"""What a task declares about its records: figures, how to recompute them, and what pages and comparisons show."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from kvbench.harness.report.difference import Difference, Traces
 
 
 class TaskReport:
-    """The part of a task that needs no model. Everything has a default that shows and compares plain numbers.
+    """The part of a task that needs no model. The defaults show and compare plain numbers.
 
     Attributes:
-        options: what a suite may say.
-        metrics: its figures; each field says how the gate checks it (`records/rules.py`).
-        data_facts: what its records tell of what was read.
-        trace: suffix of the file of per-token, per-question or per-step figures beside a record; None if it keeps none.
-        columns: figures that its table shows; all plain numbers if empty.
+        options: that a suite may set.
+        metrics: its figures; each field declares how the gate compares it (`records/rules.py`).
+        data_facts: facts that its records keep about what was read.
+        trace: suffix of its file of per-token, per-question or per-step figures; None if it writes none.
+        columns: figures in its table; all plain numbers if empty.
         axes: options that vary within one section of the page.
-        named_by: options that name its cells in one line of `bench compare`.
-        shown_options: options that the sortable page shows; all if None.
-        never_pooled_over: options over which right answers are not added up.
-        speed_counts: the gate compares how long its evaluation takes.
+        named_by: options that `bench compare` adds to the names of its cells.
+        shown_options: options on the sortable page; all if None.
+        never_pooled_over: options whose values keep right answers apart: they are not added up.
+        speed_counts: the gate compares the speed of its evaluation.
     """
 
     options: ClassVar[type[Options]]
@@ -45,59 +45,59 @@ class TaskReport:
 
     @classmethod
     def check_figures(cls, options: Any, metrics: Any) -> None:
-        """Whether figures agree with what was asked.
+        """Check figures against the options.
 
         Raises:
-            BadRecordError: they don't.
+            BadRecordError: they disagree.
         """
 
     @classmethod
     def from_trace(cls, record: Record, trace: Path) -> Mapping[str, Any]:
-        """Figures by their names, computed again from the file beside the record. What it raises is the file's fault."""
+        """Recompute figures from the trace, by name. An exception counts as a fault of the file."""
         return {}
 
     @classmethod
     def derived(cls, record: Record) -> Iterator[tuple[str, Any]]:
-        """Figures, with dots in their names, that follow from others of the record."""
+        """(dotted name, value) of figures that follow from others of the record."""
         return iter(())
 
     @classmethod
     def streams(cls, options: Any) -> int:
-        """Streams whose caches a cell holds side by side. Everything that counts K/V bytes asks here."""
+        """Number of streams whose caches a cell holds at once. Every count of K/V bytes uses it."""
         return 1
 
     @classmethod
     def cached_tokens(cls, record: Record) -> tuple[int, int] | None:
-        """(streams, tokens of each) that its cache holds at most, the free slot not counted; None where that can't be known."""
+        """(streams, tokens per stream) that its cache holds at most, without the free slot; None if unknown."""
         capacity = record.cell.capacity
         return None if capacity is None else (cls.streams(record.cell.task), capacity)
 
     @classmethod
     def headline(cls, record: Record) -> str:
-        """The figure of a finished cell, in words."""
+        """The main figure of a finished cell, in words."""
         return plain.headline(record, cls.columns)
 
     @classmethod
     def heading(cls, record: Record) -> str:
-        """What a section of the page is called."""
+        """The heading of a section of the page."""
         return record.cell.task.name
 
     @classmethod
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:
-        """The lines of a section, and its charts."""
+        """Lines and charts of a section."""
         return plain.body(records, cls.columns)
 
     @classmethod
     def differences(cls, a: Record, b: Record, traces: Traces) -> list[Difference]:
-        """Its figures in two records that went well, each with a verdict on the second."""
+        """Compare two successful records; each difference has a verdict on the second."""
         return plain.differences(a, b)
 
 
 class UnknownTask(TaskReport):
-    """A task that is not installed: its plain numbers are shown and compared."""
+    """Stands in for a task that is not installed."""
 
 
 def task_of(record: Record) -> type[TaskReport]:
-    """The task of a record, found by its name."""
-    found: type[TaskReport] | None = plugins.known_task(record.cell.task.name)
-    return UnknownTask if found is None else found
+    """The task of a record, by its name."""
+    task: type[TaskReport] | None = plugins.known_task(record.cell.task.name)
+    return UnknownTask if task is None else task

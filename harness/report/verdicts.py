@@ -1,4 +1,4 @@
-"""Verdicts on many pairs of records: rows for people, pipes and pull requests."""
+"""Verdicts on many pairs of records, as table rows, JSON and Markdown."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kvbench.harness.records import Record
 from kvbench.harness.report.compare import differences, matched
 from kvbench.harness.report.difference import Difference, Traces, Verdict
 from kvbench.harness.report.markdown import md, table, title
-from kvbench.harness.report.sources import trace
+from kvbench.harness.report.sources import find_trace
 from kvbench.harness.report.task import task_of
 
 _ORDER: tuple[Verdict, ...] = ("worse", "can't tell", "better", "same")
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedMetric:
     """One metric of one pair of records."""
 
     a: Record
@@ -28,11 +28,11 @@ class Judged:
 
     @property
     def cell(self) -> str:
-        """Which cell, in words."""
+        """Description of the cell."""
         return cell_name(self.a, self.b)
 
     def cells(self) -> dict[str, Any]:
-        """A row of a table."""
+        """The row of the table."""
         d = self.difference
         interval = "" if d.low is None or d.high is None else f"[{_signed(d.low, d)}, {_signed(d.high, d)}]"
         change = "" if d.change is None else _signed(d.change, d)
@@ -42,51 +42,52 @@ class Judged:
         }  # fmt: skip
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, unrounded."""
+        """All figures, unrounded."""
         return {"cell": self.cell, "cell_ids": [self.a.cell_id, self.b.cell_id], **vars(self.difference)}
 
 
-def of(a: tuple[Sequence[Record], Path], b: tuple[Sequence[Record], Path]) -> list[Judged]:
-    """Every metric of every pair of the same cell, the worst first.
+def judge_all(a: tuple[Sequence[Record], Path], b: tuple[Sequence[Record], Path]) -> list[JudgedMetric]:
+    """Compare every metric of every pair of the same cell; worst first.
 
     Args:
-        a: records that are there, and their folder.
-        b: records that are judged, and theirs.
+        a: reference records and their folder.
+        b: records to judge and their folder.
     """
-    found = [Judged(x, y, d) for x, y in matched(a[0], b[0]) for d in _differences(x, y, (trace(x, a[1]), trace(y, b[1])))]
-    return sorted(found, key=lambda j: _ORDER.index(j.difference.verdict))
+    pairs = [(x, y, (find_trace(x, a[1]), find_trace(y, b[1]))) for x, y in matched(a[0], b[0])]
+    judged = [JudgedMetric(x, y, difference) for x, y, traces in pairs for difference in _differences(x, y, traces)]
+    return sorted(judged, key=lambda j: _ORDER.index(j.difference.verdict))
 
 
 def _differences(a: Record, b: Record, traces: Traces) -> list[Difference]:
-    """What two records differ in; that they can't be compared, where their figures or traces make no sense."""
+    """Differences of two records; if their figures or traces are invalid, one that says so."""
     try:
         return differences(a, b, traces)
-    except Exception as error:  # whatever is wrong with them, the other pairs are judged
+    except Exception as error:  # whatever is wrong with them, the other pairs are compared
         why = f"can't be compared ({type(error).__name__}: {error})"
         return [Difference("record", None, None, None, None, None, "can't tell", why)]
 
 
-def summary(found: Sequence[Judged]) -> str:
-    """How many of each."""
-    counts = Counter(j.difference.verdict for j in found)
+def summary(judged: Sequence[JudgedMetric]) -> str:
+    """Number of each verdict."""
+    counts = Counter(j.difference.verdict for j in judged)
     return ", ".join(f"{counts[v]} {v}" for v in _ORDER if counts[v])
 
 
-def markdown(found: Sequence[Judged], a: str, b: str) -> str:
-    """A comment: what changed in a table, what did not folded away."""
+def markdown(judged: Sequence[JudgedMetric], a: str, b: str) -> str:
+    """A comment for a pull request: a table of changes, with unchanged metrics folded."""
     head = ["cell", "metric", md(a), md(b), "change", "95 % interval", "verdict", "why"]
-    rows = [[md(value) for value in j.cells().values()] for j in found]
-    changed = [r for r, j in zip(rows, found, strict=True) if j.difference.verdict != "same"]
-    alike = [r for r, j in zip(rows, found, strict=True) if j.difference.verdict == "same"]
-    lines = [f"### {md(b)} against {md(a)}: {summary(found)}\n"]
+    rows = [[md(value) for value in j.cells().values()] for j in judged]
+    changed = [r for r, j in zip(rows, judged, strict=True) if j.difference.verdict != "same"]
+    unchanged = [r for r, j in zip(rows, judged, strict=True) if j.difference.verdict == "same"]
+    lines = [f"### {md(b)} against {md(a)}: {summary(judged)}\n"]
     lines += table(head, changed, "llrrrrll") if changed else ["Nothing changed that matters.\n"]
-    if alike:
-        lines += [f"<details><summary>{len(alike)} the same</summary>\n", *table(head, alike, "llrrrrll"), "</details>\n"]
+    if unchanged:
+        lines += [f"<details><summary>{len(unchanged)} the same</summary>\n", *table(head, unchanged, "llrrrrll"), "</details>\n"]
     return "\n".join(lines)
 
 
 def cell_name(a: Record, b: Record) -> str:
-    """Which cell, or which two, in words."""
+    """Description of a cell, or of the two that are compared."""
     where, which = zip(*(_named(r) for r in (a, b)), strict=True)
     return f"{' -> '.join(dict.fromkeys(where))}, {' -> '.join(dict.fromkeys(which))}"
 

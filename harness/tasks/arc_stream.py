@@ -17,7 +17,7 @@ from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import AnswerMetrics
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.machines import row_label
-from kvbench.harness.report.markdown import asked, cache_bytes, count, table
+from kvbench.harness.report.markdown import cache_bytes, count, table, task_line
 from kvbench.harness.tasks.common.answers import AnsweringTask, Context, percent_or_status
 from kvbench.harness.tasks.task import Job, Options, Tokenizer
 
@@ -97,7 +97,10 @@ class ArcStream(AnsweringTask):
         for name, row in rows.items():
             kv_bytes = next(iter(row.values())).metrics.kv_bytes
             lines.append([*name, *(percent_or_status(row.get(s)) for s in subsets), cache_bytes(kv_bytes)])
-        head, about = ["policy", "capacity", *subsets, "K/V"], f"{asked(records[0])}Percent right with 95 % Wilson intervals:\n"
+        head, about = (
+            ["policy", "capacity", *subsets, "K/V"],
+            f"{task_line(records[0])}Percent right with 95 % Wilson intervals:\n",
+        )
         return [about, *table(head, lines, "lr" + "r" * len(subsets) + "r")]
 
 

@@ -1,1 +1,1 @@
-"""What the charts show: one module a chart, from records to a specification."""
+"""Charts, one module each: from records to a Vega-Lite specification."""

@@ -1,4 +1,4 @@
-"""Quality against bytes: what a policy pays for its perplexity."""
+"""Perplexity against the bytes of the cache."""
 
 from __future__ import annotations
 
@@ -15,40 +15,42 @@ from kvbench.harness.report.rows import Row, rows
 
 
 def against_bytes(records: Sequence[Record], machine: str = "") -> list[chart.Chart]:
-    """Perplexity over K/V bytes, a colour a policy, the front ringed; none where all bounded caches have the same.
+    """Perplexity against K/V bytes, a colour per policy, the front ringed; no chart if all bounded caches are equally large.
 
-    All caches score every token; what keeps none, and may score fewer, is not in the picture.
+    Every point is over all tokens. Policies without a cache, which may score fewer tokens, are left out.
 
     Args:
         records: of one suite and model, measured on one machine.
-        machine: its name, where the page has several.
+        machine: its name, if the page has several.
     """
-    found = rows(records)
+    policies = rows(records)
     values = [
-        _value(row, star is True) for row, star in zip(found, front(found), strict=True) if row.nll is not None and row.kv_bytes
+        _value(row, on_front is True)
+        for row, on_front in zip(policies, front(policies), strict=True)
+        if row.nll is not None and row.kv_bytes
     ]
     if len({v["kib"] for v in values if v["capacity"] is not None}) < 2:
         return []
     cell = records[0].cell.as_json()
-    place = {"x": log_axis("kib", "K/V, KiB", padding=16), "y": log_axis("perplexity", "perplexity on all tokens", padding=16)}
-    place |= {"color": policy(), "tooltip": {"field": "what"}}
+    encoding = {"x": log_axis("kib", "K/V, KiB", padding=16), "y": log_axis("perplexity", "perplexity on all tokens", padding=16)}
+    encoding |= {"color": policy(), "tooltip": {"field": "what"}}
     ring = {"type": "point", "size": 190, "strokeWidth": 1.2, "filled": False}
     layers = [
-        {"mark": {"type": "point", "filled": True, "size": 70, "opacity": 0.9}, "encoding": place},
-        {"transform": [{"filter": "datum.front"}], "mark": ring, "encoding": place},
+        {"mark": {"type": "point", "filled": True, "size": 70, "opacity": 0.9}, "encoding": encoding},
+        {"transform": [{"filter": "datum.front"}], "mark": ring, "encoding": encoding},
     ]
     unique = repr([*(cell[k] for k in ("suite", "suite_version", "model")), *([machine] if machine else [])])
     where = f" on {machine}" if machine else ""
-    alt = f"Perplexity of {{model}} against the bytes of its cache{where}, one colour a policy; ringed: the front."
+    alt = f"Perplexity of {{model}} against the bytes of its cache{where}, one colour per policy; the front is ringed."
     spec = {"width": 560, "height": 260, "data": {"values": values}, "layer": layers}
-    return [chart.of(records[0], "bytes", unique, alt, spec)]
+    return [chart.Chart.from_record(records[0], "bytes", unique, alt, spec)]
 
 
-def _value(row: Row, star: bool) -> dict[str, Any]:
+def _value(row: Row, on_front: bool) -> dict[str, Any]:
     capacity = row.cell.capacity
     where = "" if capacity is None else f" at {capacity}"
     return {
         "policy": row.cell.policy, "capacity": capacity, "what": f"{title(row.records[0])}{where}",
         "kib": round((row.kv_bytes or 0) / 1024, 2), "perplexity": float(f"{math.exp(min(row.nll or 0.0, 700)):.5g}"),
-        "front": star,
+        "front": on_front,
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Latency against capacity: what a larger cache costs a step, beside dense and beside running the window afresh."""
+"""Latency against capacity, beside dense and recomputing the window."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import StepMetrics
 from kvbench.harness.report import chart
 from kvbench.harness.report.charts.parts import log_axis, policy
-from kvbench.harness.report.markdown import told_apart
+from kvbench.harness.report.markdown import short_titles
 from kvbench.harness.report.pairing import question
 
 
 def over_capacity(records: Sequence[Record], machine: str = "") -> list[chart.Chart]:
-    """Milliseconds a token over the capacity, a line a policy, dense as a level; none with fewer than two capacities.
+    """Milliseconds per token over the capacity, a line per policy, dense dashed; no chart with fewer than two capacities.
 
     Args:
         records: of one section, measured on one machine.
-        machine: its name, where the section has several.
+        machine: its name, if the section has several.
     """
-    having = [(r, m) for r in records if (m := r.measured(StepMetrics))]
-    bounded = [r for r, _ in having if r.cell.capacity is not None]
+    timed = [(r, m) for r in records if (m := r.measured(StepMetrics))]
+    bounded = [r for r, _ in timed if r.cell.capacity is not None]
     if len({r.cell.capacity for r in bounded}) < 2:
         return []
-    names = dict(zip(map(id, bounded), told_apart(bounded), strict=True))
+    names = dict(zip(map(id, bounded), short_titles(bounded), strict=True))
     values = [
         {"policy": names[id(r)], "capacity": r.cell.capacity, "ms": float(f"{m.step_ms:.4g}")}
-        for r, m in having
+        for r, m in timed
         if r.cell.capacity is not None
     ]
-    whole = [{"policy": r.cell.policy, "ms": float(f"{m.step_ms:.4g}")} for r, m in having if r.cell.capacity is None]
+    unbounded = [{"policy": r.cell.policy, "ms": float(f"{m.step_ms:.4g}")} for r, m in timed if r.cell.capacity is None]
     capacities = sorted({c for r in bounded if (c := r.cell.capacity) is not None})
-    y = log_axis("ms", "ms a token", padding=12)
-    place = {"x": log_axis("capacity", "capacity, tokens", base=2, padding=16, values=capacities), "y": y, "color": policy()}
-    level = {"mark": {"type": "rule", "strokeDash": [6, 3], "strokeWidth": 2}, "data": {"values": whole}}
+    y = log_axis("ms", "ms per token", padding=12)
+    encoding = {"x": log_axis("capacity", "capacity, tokens", base=2, padding=16, values=capacities), "y": y, "color": policy()}
+    level = {"mark": {"type": "rule", "strokeDash": [6, 3], "strokeWidth": 2}, "data": {"values": unbounded}}
     line = {"mark": {"type": "line", "point": True, "strokeWidth": 2}, "data": {"values": values}}
-    levels = [level | {"encoding": {"y": y, "color": policy()}}] if whole else []
-    spec = {"width": 560, "height": 260, "layer": [line | {"encoding": place}, *levels]}
+    levels = [level | {"encoding": {"y": y, "color": policy()}}] if unbounded else []
+    spec = {"width": 560, "height": 260, "layer": [line | {"encoding": encoding}, *levels]}
     where = f" on {machine}" if machine else ""
-    alt = f"Milliseconds a token of {{model}} over the capacity{where}, one line a policy; dashed: dense."
-    return [chart.of(records[0], "latency", question(records[0]) + machine, alt, spec)]
+    alt = f"Milliseconds per token of {{model}} over the capacity{where}, one line per policy; dense is dashed."
+    return [chart.Chart.from_record(records[0], "latency", question(records[0]) + machine, alt, spec)]

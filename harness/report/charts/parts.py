@@ -1,4 +1,4 @@
-"""What charts have in common: a panel a capacity, a colour a policy, marks at a place of the x axis."""
+"""Common parts of charts: a panel per capacity, a colour per policy, marks on the x axis."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ _SHARED = {"resolve": {"scale": {"color": "shared", "strokeDash": "shared"}}}
 
 
 def panels(records: Sequence[Record], alt: str, panel: Callable[[Sequence[Record], int], dict[str, Any]]) -> list[chart.Chart]:
-    """A chart with a panel for every capacity, each with the policies that have none; no chart without a bounded cache.
+    """A chart with a panel per capacity, each including the unbounded policies; no chart without a bounded cache.
 
     Args:
         records: of one section.
-        alt: what the picture shows; `{model}` stands for the model.
-        panel: the specification of a panel, but for its size, from its records and its capacity.
+        alt: what the chart shows; `{model}` is replaced by the model's id.
+        panel: makes the specification of a panel, without its size, from its records and capacity.
     """
     capacities = sorted({c for r in records if (c := r.cell.capacity) is not None})
     if not capacities:
         return []
     several = len(capacities) > 1
     size = {"width": 380 if several else 560, "height": 280}
-    drawn = [
+    specs = [
         ({"title": f"capacity {c:,}"} if several else {}) | size | panel([r for r in records if r.cell.capacity in (None, c)], c)
         for c in capacities
     ]
-    spec = drawn[0]
+    spec = specs[0]
     if several:
-        spec = _together("vconcat", [_together("hconcat", drawn[i : i + 2]) for i in range(0, len(drawn), 2)])
+        spec = _together("vconcat", [_together("hconcat", specs[i : i + 2]) for i in range(0, len(specs), 2)])
     alt = f"{alt}, capacity {', '.join(map(str, capacities))}."
-    return [chart.of(records[0], records[0].cell.task.name, question(records[0]), alt, spec)]
+    return [chart.Chart.from_record(records[0], records[0].cell.task.name, question(records[0]), alt, spec)]
 
 
-def _together(how: str, drawn: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    return {how: list(drawn)} | _SHARED
+def _together(how: str, specs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {how: list(specs)} | _SHARED
 
 
 def policy(dashed: bool = False) -> dict[str, Any]:
-    """The channel that tells policies apart: by colour, and by dashes where colours come round again."""
+    """The channel that distinguishes policies: by colour, or by dashes, which change when colours repeat."""
     dashes = [dash for dash in ([1, 0], [6, 2], [2, 2]) for _ in range(chart.COLOURS)]
     channel = {"field": "policy", "type": "nominal", "sort": None, "title": "policy"}
     return channel | ({"scale": {"range": dashes}} if dashed else {})
@@ -53,24 +53,28 @@ def log_axis(
     """A channel on a logarithmic axis.
 
     Args:
-        field: of the data.
+        field: of the values.
         title: of the axis, with its unit.
         base: of the logarithm.
         padding: pixels between the data and the frame.
-        values: where the axis is marked; as the library chooses when None.
+        values: ticks; chosen by Vega-Lite when None.
     """
     axis = {"format": ",~g", "tickCount": 6} if values is None else {"format": ",d", "values": list(values)}
     scale = {"type": "log", "base": base, "nice": False, "padding": padding}
     return {"field": field, "type": "quantitative", "title": title, "scale": scale, "axis": axis}
 
 
-def marks(at: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Dashed lines across the panel, with words: layers of {"at": place, "what": words}."""
-    if not at:
+def marks(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Layers of labelled, dashed vertical lines.
+
+    Args:
+        lines: {"at": x, "what": label} of each.
+    """
+    if not lines:
         return []
-    place, data = {"field": "at", "type": "quantitative"}, {"values": list(at)}
+    x, data = {"field": "at", "type": "quantitative"}, {"values": list(lines)}
     words = {"type": "text", "align": "right", "baseline": "bottom", "angle": 270, "dy": -3, "y": 4}
     return [
-        {"data": data, "mark": {"type": "rule", "strokeDash": [3, 3], "opacity": 0.7}, "encoding": {"x": place}},
-        {"data": data, "mark": words, "encoding": {"x": place, "text": {"field": "what"}}},
+        {"data": data, "mark": {"type": "rule", "strokeDash": [3, 3], "opacity": 0.7}, "encoding": {"x": x}},
+        {"data": data, "mark": words, "encoding": {"x": x, "text": {"field": "what"}}},
     ]

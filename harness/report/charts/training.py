@@ -1,4 +1,4 @@
-"""Pretraining with and without sinks: the loss, and how much attention the first token gets (Fig. 15 of StreamingLLM)."""
+"""Pretraining with and without sinks: loss and attention to the first token (StreamingLLM, Fig. 15)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _BUILTIN = Path(__file__).parents[2] / "models/builtin"
 
 
 def training_logs() -> list[Path]:
-    """The built-in models that carry a log of their training."""
+    """Folders of the built-in models with a training log."""
     return sorted(p.parent for p in _BUILTIN.glob("*/training.jsonl"))
 
 
 def curves(models: Sequence[Path]) -> list[chart.Chart]:
-    """Loss over tokens beside attention to the first token over tokens, a line a model; none without logs.
+    """Loss and attention to the first token over tokens seen, a line per model; no chart without logs.
 
     Args:
-        models: directories, each with the `training.jsonl` that `bench pretrain` leaves.
+        models: folders, each with the `training.jsonl` that `bench pretrain` writes.
     """
     logs = {m.name: [json.loads(x) for x in (m / "training.jsonl").read_text(encoding="utf-8").splitlines()] for m in models}
     if not logs:
@@ -33,7 +33,7 @@ def curves(models: Sequence[Path]) -> list[chart.Chart]:
             f"Training loss, and attention to the first token, over tokens seen, of {', '.join(logs)}.",
             {
                 "hconcat": [
-                    _panel(loss, list(logs), "loss", "loss, nats a token", {"type": "linear", "zero": False, "nice": False}),
+                    _panel(loss, list(logs), "loss", "loss, nats per token", {"type": "linear", "zero": False, "nice": False}),
                     _panel(attention, list(logs), "attention", "attention to the first token", {"type": "linear", "zero": True}),
                 ]
             },
@@ -42,7 +42,7 @@ def curves(models: Sequence[Path]) -> list[chart.Chart]:
 
 
 def _losses(logs: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Without the first steep drop, which would flatten everything after it."""
+    """Leaves out the first steep drop, which would flatten the rest."""
     return [
         {"model": name, "tokens": row["tokens"] / 1e6, "loss": round(row["loss"], 4)}
         for name, rows in logs.items()

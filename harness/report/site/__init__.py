@@ -1,7 +1,7 @@
-"""The leaderboard as one page that needs nothing else: a table to sort, filter and link to, and the charts, interactive.
+"""The leaderboard as one self-contained page: a table to sort, filter and link to, and interactive charts.
 
-`page.html` is the frame, `page.css` and `page.js` go into it, and so does the library that draws (Vega, out of its own package).
-What comes from records goes in as JSON and is put on the page as text, never as markup.
+`page.html` embeds `page.css`, `page.js` and Vega, which draws the charts. Data from records is embedded as JSON and shown as
+text, never as markup.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from kvbench.harness.report.markdown import title
 from kvbench.harness.report.task import task_of
 
 _HERE = Path(__file__).parent
-_LIBRARY = "window.vegaEmbed = vegaEmbed;"  # all that the page needs of it
+_VEGA_EXPORT = "window.vegaEmbed = vegaEmbed;"
 
 
 def render(records: Iterable[Record], charts: Sequence[chart.Chart]) -> str:
-    """The page, in HTML; the same bytes for the same records.
+    """The page in HTML; the same records always give the same bytes.
 
     Args:
-        records: of the table; of each cell the newest is shown.
-        charts: of the markdown page of the same records.
+        records: to show; only the newest of each cell appears.
+        charts: of the Markdown page of the same records.
     """
     data = {
         "rows": [_row(r, group) for group in leaderboard.groups(records) for r in group],
@@ -39,17 +39,19 @@ def render(records: Iterable[Record], charts: Sequence[chart.Chart]) -> str:
     }
     frame, css, js = ((_HERE / f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css", "js"))
     parts = {"css": css, "data": _embedded(data), "library": _library(), "js": js}
-    return re.sub(r"/\*(css|data|library|js)\*/", lambda mark: parts[mark[1]], frame)  # at once: parts may hold marks too
+    return re.sub(
+        r"/\*(css|data|library|js)\*/", lambda mark: parts[mark[1]], frame
+    )  # in one pass, because parts may contain marks
 
 
 def _row(record: Record, group: Sequence[Record]) -> dict[str, Any]:
-    """What the table shows of a record, its perplexity on the tokens that all scored; null where it has none."""
+    """The row of a record. Perplexity is over the tokens that all scored; missing figures are null."""
     cell, metrics = record.cell, record.metrics
     options, shown = cell.options, task_of(record).shown_options
-    told = [f"{k} {options[k]}" for k in (options if shown is None else shown) if k in options and k != "name"]
+    task_options = [f"{k} {options[k]}" for k in (options if shown is None else shown) if k in options and k != "name"]
     answers, steps = record.measured(QuestionMetrics), record.measured(StepMetrics)
     return {
-        "suite": cell.suite, "model": cell.model.id, "task": " ".join([cell.task.name, *told]), "policy": title(record),
+        "suite": cell.suite, "model": cell.model.id, "task": " ".join([cell.task.name, *task_options]), "policy": title(record),
         "capacity": cell.capacity, "perplexity": _finite(common_perplexity(record, group)),
         "right": _finite(answers.accuracy if answers else None, 100), "ms": _finite(steps.step_ms if steps else None),
         "kib": _finite(metrics.kv_bytes or None, 1 / 1024) if record.status == "ok" else None,
@@ -70,8 +72,8 @@ def _finite(value: Any, scale: float = 1) -> float | None:
 
 
 def _embedded(data: dict[str, Any]) -> str:
-    """JSON that no text in it can end: a page's parser sees no markup."""
-    text = json.dumps(chart.shown(data), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    """JSON in which no text can end the script element."""
+    text = json.dumps(chart.make_visible(data), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
@@ -79,4 +81,4 @@ def _embedded(data: dict[str, Any]) -> str:
 def _library() -> str:
     import vl_convert
 
-    return str(vl_convert.javascript_bundle(_LIBRARY, vl_version=chart.VEGA_LITE)).replace("</script", "<\\/script")
+    return str(vl_convert.javascript_bundle(_VEGA_EXPORT, vl_version=chart.VEGA_LITE)).replace("</script", "<\\/script")

@@ -8,7 +8,7 @@ const selects = ["suite", "model", "status"];
 const byId = (id) => document.getElementById(id);
 const form = byId("filters"), body = document.querySelector("#cells tbody");
 
-// What is shown is in the address, so that it can be sent to someone: #suite=pg19&q=h2o&sort=-perplexity
+// The address holds filters and order, so that a view can be shared: #suite=pg19&q=h2o&sort=-perplexity
 const state = () => Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
 function go(changes) {
   const next = Object.entries({ ...state(), ...changes }).filter(([, value]) => value);
@@ -19,10 +19,10 @@ function go(changes) {
 const digits = (value, count) =>
   value === null ? "" : count ? Number(value.toPrecision(count)).toLocaleString("en") : value.toLocaleString("en");
 function element(name, text, className) {
-  const made = document.createElement(name);
-  if (text !== undefined) made.textContent = text;
-  if (className) made.className = className;
-  return made;
+  const node = document.createElement(name);
+  if (text !== undefined) node.textContent = text;
+  if (className) node.className = className;
+  return node;
 }
 
 for (const [key, label, count] of columns) {
@@ -67,32 +67,32 @@ const lines = rows.map((row) => {
 function compare(key, down) {
   return (a, b) => {
     const x = a.row[key], y = b.row[key];
-    if (x === null || y === null) return (x === null) - (y === null); // what was not measured comes last either way
+    if (x === null || y === null) return (x === null) - (y === null); // missing figures come last in either order
     const order = typeof x === "number" ? x - y : String(x).localeCompare(String(y), "en", { numeric: true });
     return down ? -order : order;
   };
 }
 
 function show() {
-  const { q = "", sort = "", ...wanted } = state();
+  const { q = "", sort = "", ...chosen } = state();
   const words = q.toLowerCase().split(/\s+/).filter(Boolean);
   const key = sort.replace(/^-/, "");
-  let found = lines.filter(({ row, text }) =>
-    words.every((word) => text.includes(word)) && selects.every((name) => !wanted[name] || row[name] === wanted[name]));
-  if (columns.some(([name]) => name === key)) found = [...found].sort(compare(key, sort.startsWith("-")));
-  body.replaceChildren(...found.map(({ line }) => line));
-  byId("count").textContent = `${found.length} of ${rows.length} cells`;
+  let matches = lines.filter(({ row, text }) =>
+    words.every((word) => text.includes(word)) && selects.every((name) => !chosen[name] || row[name] === chosen[name]));
+  if (columns.some(([name]) => name === key)) matches = [...matches].sort(compare(key, sort.startsWith("-")));
+  body.replaceChildren(...matches.map(({ line }) => line));
+  byId("count").textContent = `${matches.length} of ${rows.length} cells`;
   if (byId("q").value !== q) byId("q").value = q;
-  for (const name of selects) byId(name).value = wanted[name] ?? "";
+  for (const name of selects) byId(name).value = chosen[name] ?? "";
   for (const head of document.querySelectorAll("#cells th")) {
     if (head.dataset.key === key) head.setAttribute("aria-sort", sort.startsWith("-") ? "descending" : "ascending");
     else head.removeAttribute("aria-sort");
   }
-  const kept = new Set(found.map(({ row }) => row.suite + "\n" + row.model));
-  for (const figure of figures) figure.section.hidden = !kept.has(figure.key);
+  const visible = new Set(matches.map(({ row }) => row.suite + "\n" + row.model));
+  for (const figure of figures) figure.section.hidden = !visible.has(figure.key);
 }
 
-// A chart is drawn when it comes into view.
+// Draw a chart when it scrolls into view.
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const sections = new Map();
 const figures = charts.map(({ suite, model, alt, spec }) => {
@@ -113,13 +113,13 @@ const draw = ({ place, spec, alt }) =>
   vegaEmbed(place, { ...spec, description: alt }, {
     actions: false, renderer: "svg", config: { ...themes[dark.matches ? "dark" : "light"], mark: { tooltip: true } },
   });
-const seen = new IntersectionObserver((entries) => {
+const observer = new IntersectionObserver((entries) => {
   for (const { isIntersecting, target } of entries) {
     if (!isIntersecting) continue;
-    seen.unobserve(target);
+    observer.unobserve(target);
     draw(figures.find((figure) => figure.place === target));
   }
 }, { rootMargin: "200px" });
-for (const figure of figures) seen.observe(figure.place);
+for (const figure of figures) observer.observe(figure.place);
 dark.addEventListener("change", () => figures.filter(({ place }) => place.firstChild).forEach(draw));
 show();

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvbench.harness.records import Record
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.markdown import asked, count, in_bytes, label, md, status, table
+from kvbench.harness.report.markdown import count, in_bytes, label, md, status, table, task_line
 from kvbench.harness.tasks.memory.schema import MemoryMetrics, Point
 
 _SHOWN_POINTS = 9
@@ -17,7 +17,7 @@ def body(records: Sequence[Record]) -> list[str | Chart]:
     measured = [(r, m) for r in records if (m := r.measured(MemoryMetrics))]
     how = "; ".join(dict.fromkeys(m.how for _, m in measured))
     about = (
-        f"{asked(records[0])}K/V and state are the bytes that the cache reports; allocated is measured, and must agree. "
+        f"{task_line(records[0])}K/V and state are the bytes that the cache reports; allocated is measured, and must agree. "
         "The peak is above the level with the model loaded, and includes the activations of a block. "
         f"Growth is the rise of the peak after the cache was full. Measured with {md(how)}.\n"
     )

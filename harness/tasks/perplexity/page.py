@@ -10,7 +10,7 @@ from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import Bucket, NllMetrics
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.charts.stream import over_the_stream
-from kvbench.harness.report.common_tokens import common_stride, described, on_common, scores_all, stride_of
+from kvbench.harness.report.common_tokens import common_stride, describe_tokens, on_common, scores_all, stride_of
 from kvbench.harness.report.machines import row_label
 from kvbench.harness.report.markdown import cache_bytes, count, label, md, status, table
 from kvbench.harness.report.pairing import paired, past_training, perplexity
@@ -32,7 +32,7 @@ def body(records: Sequence[Record]) -> list[str | Chart]:
         f"{f' after a prefix of {prefix}{kind}' if prefix else ''}"
         f"{f', cut into {options.streams} streams' if options.streams else ''}."
     )
-    about += f" Perplexity is over {described(records, stride)}; bits/byte are over all tokens." if stride > 1 else ""
+    about += f" Perplexity is over {describe_tokens(records, stride)}; bits/byte are over all tokens." if stride > 1 else ""
     complete = [r for r in records if r.status == "ok" and scores_all(r)]
     return [
         about + "\n", *_table(records, stride), *over_the_stream(records), *_not_in_chart(records, stride),
@@ -123,7 +123,7 @@ def _edges(bucket: Bucket) -> tuple[int, int]:
 def _common_buckets(records: Sequence[Record], stride: int) -> list[str]:
     """The same over the tokens that every row scored, folded; nothing if every row scored all tokens."""
     common = [shared for r in records if (shared := on_common(r, stride)) is not None] if stride > 1 else []
-    lines = _buckets(common, f", over {described(records, stride)}")
+    lines = _buckets(common, f", over {describe_tokens(records, stride)}")
     return [f"<details><summary>By position, with {_recompute(records)}</summary>\n", *lines, "</details>\n"] if lines else []
 
 

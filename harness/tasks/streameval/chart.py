@@ -11,7 +11,7 @@ from kvbench.harness.records.metrics import AnswerMetrics
 from kvbench.harness.report import chart
 from kvbench.harness.report.charts.parts import marks, panels, policy
 from kvbench.harness.report.machines import on_device
-from kvbench.harness.report.markdown import told_apart
+from kvbench.harness.report.markdown import short_titles
 from kvbench.harness.tasks.common.answers import QuizFacts
 from kvbench.harness.tasks.streameval.schema import StreamEvalOptions
 
@@ -38,7 +38,7 @@ def over_distance(records: Sequence[Record]) -> list[chart.Chart]:
 
 def _panel(records: Sequence[Record], capacity: int) -> dict[str, Any]:
     values: list[dict[str, Any]] = []
-    for name, record in zip(told_apart(records), records, strict=True):
+    for name, record in zip(short_titles(records), records, strict=True):
         metrics = record.measured(AnswerMetrics)
         assert metrics is not None
         low, high = wilson(metrics.right, metrics.questions)

@@ -8,7 +8,7 @@ from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import AnswerMetrics
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.machines import row_label
-from kvbench.harness.report.markdown import asked, cache_bytes, count, table
+from kvbench.harness.report.markdown import cache_bytes, count, table, task_line
 from kvbench.harness.tasks.common.answers import percent, percent_or_status
 from kvbench.harness.tasks.streameval.chart import distance, line_tokens, over_distance
 
@@ -23,7 +23,7 @@ def body(records: Sequence[Record]) -> list[str | Chart]:
         rows.setdefault(name, {})[distance(record)] = record
     head = ["policy", "capacity", *(f"{d} lines back" for d in distances)]
     lines = [[*name, *(percent_or_status(row.get(d)) for d in distances)] for name, row in rows.items()]
-    about = f"{asked(records[0])}A line takes {length} tokens on average. Percent right with 95 % Wilson intervals:\n"
+    about = f"{task_line(records[0])}A line takes {length} tokens on average. Percent right with 95 % Wilson intervals:\n"
     return [about, *table(head, lines, "lr" + "r" * len(distances)), *over_distance(records), *_by_cache(records)]
 
 
