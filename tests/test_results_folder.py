@@ -90,7 +90,7 @@ def test_a_row_of_the_published_page_can_be_measured_again(ran, asked):
     assert done.returncode == 0, done.stderr
     assert [r.cell_id[:8] for r in RecordStore(ran / "results").read_all()[0]] == [cell]
     assert {p: p.read_bytes() for p in published.rglob("*.json")} == before
-    assert "no cell of the records in results begins" in bench("run", "0" * 8, cwd=ran).stderr
+    assert "no record in results has a cell id that begins" in bench("run", "0" * 8, cwd=ran).stderr
 
 
 def test_piped_output_is_a_row_a_cell_and_the_closing_is_on_stderr(tmp_path, asked):

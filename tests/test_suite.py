@@ -159,7 +159,7 @@ def test_policies_of_the_command_line_replace_the_suites(tmp_path):
     ("setting", "error"),
     [
         ("tokns=3", "--set tokns=3: unknown key 'tokns', did you mean 'tokens'?"),
-        ("tokens", "--set tokens: expected key=value"),
+        ("tokens", "--set tokens: expected KEY=VALUE"),
         ("capacity=[1", "--set capacity=[1: '[1' is not YAML"),
         ("capacity=1", "--set capacity=1: sink_window: capacity 1 can't hold sinks 1"),
         ("capacity=0", "--set capacity=0: capacity: Input should be greater than or equal to 1, not 0"),
@@ -237,8 +237,9 @@ def test_the_cell_of_a_record_can_be_asked_for_again(tmp_path, index):
 
 @pytest.mark.parametrize(
     ("change", "says"),
-    [({"policy": "mine.py:Mine"}, "give the suite"), ({"policy": "gone"}, "any more"), ({"parameters": {"speed": 3}}, "any more"),
-     ({"task": {"name": "perplexity", "colour": 1}}, "any more"), ({"task": {"name": "perplexity"}}, "something else")],
+    [({"policy": "mine.py:Mine"}, "run its suite"), ({"policy": "gone"}, "this version can't run"),
+     ({"parameters": {"speed": 3}}, "this version can't run"), ({"task": {"name": "perplexity", "colour": 1}}, "can't run"),
+     ({"task": {"name": "perplexity"}}, "something else")],
 )  # fmt: skip
 def test_what_can_not_be_asked_for_any_more_says_so(tmp_path, change, says):
     with pytest.raises(UserError, match=says):
