@@ -228,7 +228,7 @@ def test_query_aware_and_query_blind_are_never_in_one_table(records):
     assert "query-blind" in parts[-1]
     assert "query-aware" not in parts[-1]
     assert "± " in parts[-1]
-    assert "question by question" in parts[-1]
+    assert "paired by question" in parts[-1]
 
 
 def test_a_task_for_some_policies_is_measured_for_those(records):
@@ -309,7 +309,7 @@ def test_a_questions_score_is_a_number_or_a_log_likelihood_with_its_weight(metri
 
 
 def test_a_metric_that_is_no_number_is_refused():
-    with pytest.raises(MeasurementError, match="name another"):
+    with pytest.raises(MeasurementError, match="choose another"):
         _sample({"f1": {"a": 1}, "doc_id": 0, "target": "", "resps": []}, "f1")
 
 

@@ -225,4 +225,4 @@ def test_results_that_are_a_file_are_named_as_one(results, capsys):
     file = next(results.rglob("*.json"))
     for verb in (("leaderboard", "--results", file), ("records", "verify", file)):
         code, _, err = bench(capsys, *verb)
-        assert (code, err) == (2, f"bench: {file}: a file; give the folder of the records\n")
+        assert (code, err) == (2, f"bench: {file} is a file; pass the folder that holds the records\n")

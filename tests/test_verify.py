@@ -317,4 +317,4 @@ def test_an_older_version_is_read_and_a_newer_one_refused(tmp_path, monkeypatch)
     monkeypatch.setitem(records_module.MIGRATIONS, 1, lambda value: value["nothing"])
     assert "can't be migrated" in read(path).reason, "a migration that fails is a problem of the file"
     monkeypatch.setattr(records_module, "RECORD_VERSION", 0)
-    assert "newer kv-bench" in read(path).reason
+    assert "install a newer one" in read(path).reason
