@@ -191,7 +191,7 @@ def test_a_git_revision_is_a_source(folders, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "says"), [("gone", "after", "neither"), ("--", "after", ""), ("after", "empty", "no records"),
+    ("a", "b", "says"), [("gone", "after", "not a file, folder"), ("--", "after", ""), ("after", "empty", "no records"),
      ("before", "other", "no cell in common")],
 )  # fmt: skip
 def test_mistakes_are_one_line(folders, capsys, monkeypatch, a, b, says):

@@ -227,7 +227,7 @@ def test_a_trace_that_fits_nothing_is_a_problem_and_no_crash(tmp_path):
     made = with_trace(tmp_path, of_tokens(tmp_path), ".nll.npy", np.zeros(7, np.float32))
     assert problems(made, tmp_path)
     made = with_trace(tmp_path, of_questions(tmp_path), ".answers.jsonl", b"{}\n")
-    assert "can't be computed" in problems(made, tmp_path)[0]
+    assert "can't be recomputed" in problems(made, tmp_path)[0]
 
 
 def test_from_the_command_line(tmp_path, capsys):

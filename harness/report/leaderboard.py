@@ -17,7 +17,7 @@ from kvbench.harness.report.overview import overview
 
 _INTRODUCTION = """# Leaderboard
 
-`bench leaderboard` writes this page from records; don't edit it. It also writes `index.html`, the same tables to sort and
+Written by `bench leaderboard` from records; don't edit it. The command also writes `index.html`, the same tables to sort and
 filter, and [published figures beside ours](paper.md).
 How to read it:
 

@@ -19,7 +19,7 @@ from kvbench.harness.report.markdown import md, table
 _FOLDER = Path(__file__).parent / "published"
 _INTRODUCTION = """# Papers beside ours
 
-`bench leaderboard` writes this page from records and published figures; don't edit it. Each cell is
+Written by `bench leaderboard` from records and published figures; don't edit this page. Each cell is
 *published* → **ours** (difference in percent of the published figure). The authors measured published figures on their own
 set-up; the text below each table says how ours differs. "not measured": there is no record of that cell yet.
 """
