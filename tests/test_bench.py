@@ -287,7 +287,7 @@ def test_the_cell_of_a_record_whose_model_was_a_directory_asks_for_it(ran, model
     alone = bench(*wanted, cwd=folder)
     assert alone.returncode == 2
     assert alone.stderr == (
-        f"bench: {record.cell_id[:8]}: its model tiny-llama was a local directory: give --model DIR, where it is now\n"
+        f"bench: {record.cell_id[:8]}: its model tiny-llama was a local directory: say where it is now with --model DIR\n"
     )
     assert bench(*wanted, "--model", model_dir, cwd=folder).returncode == 0
 

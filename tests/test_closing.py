@@ -89,7 +89,7 @@ def test_without_intervals_nothing_is_claimed():
 def test_dense_past_its_training_length_is_no_yardstick():
     dense = measured("dense", 3.0, None, facts={"training_length": 512})
     assert sentences(dense, measured("recompute_window", 1.9), measured("h2o", 2.0)) == [
-        "At N tokens, hNo loses N nats per token [N, N] against recomputing its window and keeps N/N of dense's K/V.",
+        "At N tokens, hNo loses N nats per token [N, N] against recompute_window and keeps N/N of dense's K/V.",
         "Dense read past its training length, so its perplexity is not used as a yardstick.",
     ]
     assert sentences(dense, measured("h2o", 2.0))[0] == "At N tokens, hNo keeps N/N of dense's K/V."

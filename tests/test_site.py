@@ -164,7 +164,7 @@ def test_it_is_used_by_keyboard_and_on_a_phone(tmp_path):
 @needs_browser
 @pytest.mark.alone
 def test_two_thousand_records_open_in_under_two_seconds(tmp_path):
-    records = [record(f"policy{i % 7}", 8 + i, 2.0, suite=None) for i in range(20)]
+    records = [record(f"policy{i % 7}", 8 + i, 2.0) for i in range(20)]
     records = [r for n in range(100) for r in renamed(records, n)]
     assert len({r.cell_id for r in records}) == 2000
     said = asked(records, tmp_path, 'said.rows = all("#cells tbody tr").length;', real_time=True)

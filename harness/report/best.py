@@ -105,14 +105,15 @@ def _either(leaders: Sequence[Contender]) -> str:
 
 
 def _price(best: Contender, scored: Sequence[Contender], capacity: int, measure: _Measure) -> str:
-    """What the best loses and saves against dense; its loss is against recomputing its window if dense is no yardstick."""
+    """What the best loses and saves against dense; its loss is against the best recomputed window if dense is no yardstick."""
     dense = next((c for c in scored if c.row.cell.policy == "dense"), None)
-    recompute = next((c for c in scored if (c.row.cell.policy, c.row.cell.capacity) == ("recompute_window", capacity)), None)
+    recomputed = [c for c in scored if c.row.cell.capacity == capacity and not c.row.kv_bytes]
+    recompute = min(recomputed, key=lambda c: measure.value(c) or 0.0, default=None)
     parts = []
     if dense is not None and not (measure is _NLL and _has_trend(dense)):
         parts = [measure.price(best.row, dense.row, "dense")]
     elif recompute is not None:
-        parts = [measure.price(best.row, recompute.row, "recomputing its window")]
+        parts = [measure.price(best.row, recompute.row, recompute.name)]
     parts += _savings(best.row, dense.row) if dense is not None else []
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}" if parts else ""
 
