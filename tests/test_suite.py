@@ -274,8 +274,8 @@ def test_prose_of_as_many_tokens_as_can_be_made_is_not_refused(tmp_path):
 def test_labels_take_time_in_proportion_to_the_cells(tmp_path, monkeypatch):
     """Counts instead of timing: each cell's fields and hash are computed once."""
     cells = load(tmp_path, GOOD.replace("version: 1\n", f"version: 1\nseed: {list(range(400))}\n"))
-    asked, counted = suites.Cell.asked, []
-    monkeypatch.setattr(suites.Cell, "asked", lambda cell: (counted.append(cell), asked(cell))[1])
+    as_json, counted = suites.Cell.as_json, []
+    monkeypatch.setattr(suites.Cell, "as_json", lambda cell: (counted.append(cell), as_json(cell))[1])
     seen = []
     varying = cells_module._varying
     monkeypatch.setattr(cells_module, "_varying", lambda given: varying(seen.append(one) or one for one in given))
