@@ -40,7 +40,7 @@ class ClosedForm:
     """Blocks of the layers of one `Slots`, where `band` says what is kept."""
 
     def __init__(self, slots: Slots, mode: PositionMode, limit: int, rope_length: int, band: tuple[int, int]) -> None:
-        """See `closed_form`; `band`: (sinks, window), whose sum is the capacity."""
+        """Serve layers whose cache is `band`: (sinks, window), which sum to the capacity. Other arguments as in `closed_form`."""
         assert slots.capacity is not None
         self._rotation, self._capacity = slots.shape.rotation, slots.capacity
         self._mode, self._limit, self._rope_length = mode, limit, rope_length

@@ -124,7 +124,7 @@ class CachedDecoder:
 
     @torch.inference_mode()
     def __call__(self, tokens: Tensor, valid: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
-        """See `Decoder`."""
+        """Read a block. [B, T] int64 -> logits [B, T or K, V]; `valid` and `keep` are those of `Decoder`."""
         count = tokens.shape[1]
         if valid is not None:
             self._seen = None
@@ -184,19 +184,19 @@ class CachedDecoder:
 
     @torch.inference_mode()
     def reserve(self, tokens: int) -> None:
-        """See `Decoder`."""
+        """Make room for this many more tokens now, so that no step has to."""
         for walk in self.walks:
             walk.slots.grow(self._max_seen + tokens)
 
     def held(self, positions: Sequence[int]) -> float:
-        """See `Decoder`."""
+        """Share of (layer, KV head, token) still held, of these positions of the first stream. Syncs with the host."""
         asked = torch.tensor(positions, device=self.model.device)
         held = [walk.slots.held(asked).flatten() for walk in self.walks]
         return float(torch.cat(held).float().mean())
 
     @property
     def slots(self) -> tuple[float, float]:
-        """See `Decoder`."""
+        """Slots in use, and slots that a decode step attends over; means over layers, per KV head."""
         parts = [(len(w.slots.layers), *w.slots.usage(self._max_seen)) for w in self.walks]
         layers = sum(n for n, _, _ in parts)
         return sum(n * used for n, used, _ in parts) / layers, sum(n * attended for n, _, attended in parts) / layers
