@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbench.harness.engine import banded, fastcheck
+from kvbench.harness.engine import walk as walk_module
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.kernels import compiler, cpu
 from kvbench.harness.engine.kernels.tracing import NotTraceableError, traced
@@ -69,6 +70,18 @@ def test_the_closed_form_is_the_walk_in_odd_families(family, capacity):
     ours, theirs = in_blocks(closed, tokens, 23), in_blocks(walked, tokens, 23)
     torch.testing.assert_close(nll(ours, tokens), nll(theirs, tokens), atol=close, rtol=0)
     assert closed.kept() == walked.kept()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("policy", [H2O(), Dense()], ids=str)
+def test_layers_of_a_large_cache_compute_their_own_rope(monkeypatch, policy, mode):
+    """A step of a small cache computes RoPE for all layers at once."""
+    model, tokens = model_of("llama"), tokens_of(40, 3)
+    config = CacheConfig(policy, 12 if policy.evicts else None, mode, 9)
+    at_once = in_blocks(CachedDecoder(model, config, 3), tokens, 1)
+    monkeypatch.setattr(walk_module, "_MAX_BATCHED_ROPE_ELEMENTS", 0)
+    by_layer = in_blocks(CachedDecoder(model, config, 3), tokens, 1)
+    torch.testing.assert_close(by_layer, at_once, atol=0, rtol=0)
 
 
 def test_the_closed_form_is_exact_in_float64():

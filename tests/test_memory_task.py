@@ -167,9 +167,9 @@ def test_its_process_ends_with_the_run_that_is_killed(before, number):
     assert said.count("Traceback") == (number == signal.SIGINT), "of this process, which catches nothing; never of the other"
 
 
-def test_a_process_that_says_nothing_is_told_by_its_exit_code(monkeypatch, tmp_path):
+def test_a_process_that_gives_no_answer_is_reported_by_its_exit_code(monkeypatch, tmp_path):
     monkeypatch.setattr(apart, "_CHILD", "import sys; sys.exit(7)")
-    with pytest.raises(RuntimeError, match="exit code 7 and said nothing"):
+    with pytest.raises(RuntimeError, match="exit code 7 and without an answer"):
         apart.measure(request(), lambda tokens, text: None)
 
 

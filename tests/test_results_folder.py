@@ -101,13 +101,13 @@ def test_piped_output_is_a_row_a_cell_and_the_closing_is_on_stderr(tmp_path, ask
     assert re.search(r"^\[1/2\] dense: perplexity", first.stderr, re.M)
     assert re.search(r"^window +\S+ +16.5 KiB  ok$", first.stderr, re.M)
     assert first.stderr.endswith(
-        "Records: results\nPages: results/index.html and results/README.md; to write them: bench leaderboard\n"
+        "Records: results\nPages: results/index.html and results/README.md, written by: bench leaderboard\n"
     )
     again = bench(*asked, cwd=tmp_path)
     assert again.stdout == first.stdout
     assert again.stderr.splitlines()[0] == "2 cells were finished before and skipped (--fresh measures them again)"
     elsewhere = bench(*asked, "--results", "my results", cwd=tmp_path).stderr
-    assert elsewhere.endswith("; to write them: bench leaderboard --results 'my results'\n")
+    assert elsewhere.endswith(", written by: bench leaderboard --results 'my results'\n")
 
 
 def on_terminal(command, cwd: Path) -> tuple[int, str]:

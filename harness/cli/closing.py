@@ -40,7 +40,7 @@ def show_closing(records: Sequence[Record], results: str, to_stdout: bool) -> No
         lines += ["", *(line for trouble in summary.troubles for line in textwrap.wrap(trouble, width, subsequent_indent="  "))]
     option = "" if results == default_results() else f" --results {shlex.quote(results)}"
     folder, *pages = (link(Path(results) / name, stream.isatty()) for name in ("", "index.html", "README.md"))
-    lines += ["", f"Records: {folder}", f"Pages: {' and '.join(pages)}; to write them: bench leaderboard{option}"]
+    lines += ["", f"Records: {folder}", f"Pages: {' and '.join(pages)}, written by: bench leaderboard{option}"]
     click.echo("\n".join(lines), err=not to_stdout)
 
 

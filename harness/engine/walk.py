@@ -317,7 +317,7 @@ class Walk:
         Args:
             rows: of one layer, or of all.
             rotation: of these layers.
-            steps: of the token that attends, in as many rows. [R] int64.
+            steps: of the token that attends. [R] int64; of one layer, its rows are the first, as they are alike in every layer.
 
         Returns:
             [R, S, P] complex.
@@ -327,7 +327,7 @@ class Walk:
         elif self._mode == "stream":
             at = rows.position.clamp(min=0)
         else:  # the query stands at `limit`, which bounds every distance
-            at = self._limit - (steps[:, None] - rows.position).clamp(0, self._limit)
+            at = self._limit - (steps[: len(rows.rank), None] - rows.position).clamp(0, self._limit)
         return rotation.factors(at, rows.keys.dtype, self._rope_length)
 
     def _fill(self, plan: Fill, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
