@@ -79,6 +79,12 @@ def test_a_cell_that_fails_or_does_not_fit_leaves_the_others_alone(measured):
     assert fine["step_ms"] > 0
 
 
+def test_cells_that_all_are_too_large_fail_one_by_one(measured, monkeypatch):
+    monkeypatch.setattr(measure, "free_bytes", lambda device: 0)
+    results = measured([CacheConfig(Window(), 8), CacheConfig(H2O(), 8)])
+    assert [type(result) for result in results] == [MemoryError, MemoryError]
+
+
 def test_what_does_not_settle_is_flagged_with_its_spread(measured):
     (found,) = measured([CacheConfig(Window(), 16)], SHORT.model_copy(update={"precision": 1e-9}))
     assert not found["settled"]

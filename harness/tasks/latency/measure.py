@@ -45,7 +45,7 @@ def _groups_that_fit(lanes: Sequence[Lane]) -> list[list[Lane]]:
             used = 0
         groups[-1].append(lane)
         used += lane.kv_bytes
-    return groups
+    return [group for group in groups if group]  # none if no lane fits
 
 
 def _measure(options: LatencyOptions, lanes: Sequence[Lane]) -> list[float]:
