@@ -85,8 +85,10 @@ def fingerprint(ids: NDArray[np.integer[Any]]) -> str:
 class _DiskArray:
     """A growing array of 32-bit integers in a temporary file, because a stream may be too long for memory."""
 
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - __exit__ closes it
+
     def __enter__(self) -> Self:
-        self._file = tempfile.TemporaryFile()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -121,6 +121,12 @@ class Rows:
         self.rank[:, count:] = self._slots.empty_rank
         self.free.copy_(self._row_base + count)
 
+    def put_states(self, state: Tensor, initial: float) -> None:
+        """Set the statistic of the tokens that `put` put there, and of all other slots to its initial value. [N, n]."""
+        for x in self.states.values():
+            flat = x.flatten(0, 1)
+            flat[:, : state.shape[1]], flat[:, state.shape[1] :] = state, initial
+
     def release(self, valid: Tensor | None, full: bool, ragged: bool) -> None:
         """Find the slot for the next token: an unused one, or that of the token worth least.
 

@@ -175,15 +175,20 @@ def pretrain(
     checkpoints = sorted(out.glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1]))
     trainer.train(resume_from_checkpoint=str(checkpoints[-1]) if checkpoints else None)
     if trainer.state.global_step >= config.steps:
-        model: Any = getattr(trainer.model, "_orig_mod", trainer.model)  # type: ignore[arg-type]
-        model.half().save_pretrained(out / "model")  # float16 halves the size
         wrapped.save_pretrained(out / "model")
-        about = {"device": device_name(device), "threads": torch.get_num_threads(), "torch": torch.__version__}
-        about["transformers"] = version("transformers")
-        parameters = sum(p.numel() for p in model.parameters())
-        (out / "model" / curve.NAME).write_text(curve.curve(out / "log.jsonl"), encoding="utf-8")
-        (out / "model" / "README.md").write_text(card(config, out / "log.jsonl", parameters, about), encoding="utf-8")
+        _save_model(config, trainer.model, out, device)
     return out / "model"
+
+
+def _save_model(config: PretrainConfig, trained: Any, out: Path, device: torch.device) -> None:
+    """Write weights, training curve and model card."""
+    model = getattr(trained, "_orig_mod", trained)  # of torch.compile
+    model.half().save_pretrained(out / "model")  # float16 halves the size
+    about = {"device": device_name(device), "threads": torch.get_num_threads(), "torch": torch.__version__}
+    about["transformers"] = version("transformers")
+    parameters = sum(p.numel() for p in model.parameters())
+    (out / "model" / curve.NAME).write_text(curve.curve(out / "log.jsonl"), encoding="utf-8")
+    (out / "model" / "README.md").write_text(card(config, out / "log.jsonl", parameters, about), encoding="utf-8")
 
 
 class _StopAfter(TrainerCallback):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import from_json
 
 from kvbench.harness.core import plugins
@@ -21,7 +21,7 @@ from kvbench.harness.core.visible import visible
 from kvbench.harness.records.cell import CellSpec
 from kvbench.harness.records.facts import Data, Facts, Failure, Trace
 from kvbench.harness.records.metrics import Metrics
-from kvbench.harness.records.types import BadRecordError, Document, Sha256, Whole
+from kvbench.harness.records.types import BadRecordError, Document, Sha256, Whole, validate
 
 Status = Literal["ok", "failed"]
 D = TypeVar("D", bound=Document)
@@ -79,10 +79,7 @@ class Record:
         Raises:
             BadRecordError: with the first mistake.
         """
-        try:
-            envelope = _Envelope.model_validate(value)
-        except ValidationError as error:
-            raise BadRecordError.from_validation(error) from None
+        envelope = validate(_Envelope, value)
         cell = _part(CellSpec, "cell", value)
         task = plugins.known_task(cell.task.name)
         ok = task is not None and envelope.status == "ok"

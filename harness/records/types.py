@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
+M = TypeVar("M", bound=BaseModel)
 _LARGEST = 2**63 - 1
 
 Whole = Annotated[int, Field(ge=-_LARGEST, le=_LARGEST)]
@@ -75,6 +76,18 @@ class Part(BaseModel):
     __pydantic_extra__: dict[str, Plain]
 
 
+def validate(model: type[M], value: Mapping[str, Any]) -> M:
+    """A pydantic model of a mapping.
+
+    Raises:
+        BadRecordError: with the first mistake.
+    """
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise BadRecordError.from_validation(error) from None
+
+
 class Document(Part):
     """A part of a record that writes back exactly the JSON it was read from: unknown keys, their order, 1 and not 1.0."""
 
@@ -87,10 +100,7 @@ class Document(Part):
         Raises:
             BadRecordError: with the first mistake.
         """
-        try:
-            document = cls.model_validate(value)
-        except ValidationError as error:
-            raise BadRecordError.from_validation(error) from None
+        document = validate(cls, value)
         document._json = dict(value)
         return document
 

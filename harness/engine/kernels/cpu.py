@@ -224,9 +224,7 @@ class WalkKernel:
         all_values = torch.cat([held.values, values.flatten(0, 1)], 1)
         survivors = torch.searchsorted(all_positions, position[:, :kept].contiguous())[..., None]
         rows.put(all_keys.take_along_dim(survivors, 1), all_values.take_along_dim(survivors, 1), position[:, :kept])
-        for x in rows.states.values():
-            flat = x.flatten(0, 1)
-            flat[:, :kept], flat[:, kept:] = state[:, :kept], initial
+        rows.put_states(state[:, :kept], initial)
         return out.to(values.dtype).view(tokens, streams, heads, group, dims).permute(1, 2, 3, 0, 4)
 
     def _by_pair(self, keys: Tensor, positions: Tensor) -> Tensor:
