@@ -116,7 +116,7 @@ def _columns(lines: Sequence[_Line], stride: int) -> list[_Column]:
         _Column(
             "ms/token", "r", lambda x: "" if x.row.step_ms is None else f"{x.row.step_ms:.3g}", any(r.step_ms for r in others)
         ),
-        _Column("speed-up on dense", "r", lambda x: _speed_up(x.row, dense), any(r.step_ms for r in others)),
+        _Column("speed-up over dense", "r", lambda x: _speed_up(x.row, dense), any(r.step_ms for r in others)),
         _Column("", "l", lambda x: md("; ".join(faults(x.row, others)))),
         _Column("repeat", "l", lambda x: f"`{x.row.records[0].cell_id[:8]}`"),
     ]
