@@ -17,16 +17,17 @@ import torch
 import transformers
 from hypothesis import settings
 
-from kvbench.harness.engine.model import Model, adopt
-from kvbench.harness.models.families import tiny_model
+DEVICE = torch.device(os.environ.get("BENCH_TEST_DEVICE", "cpu"))  # `make gpu` runs the equalities on CUDA
+if DEVICE.type == "cpu":
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels for CUDA run in Triton's interpreter; read when it is imported
+
+from kvbench.harness.engine.model import Model, adopt  # noqa: E402
+from kvbench.harness.models.families import tiny_model  # noqa: E402
 
 SHARED = Path(__file__).parents[2] / "shared"
 FAMILIES = ["llama", "qwen3", "gpt_neox"]
-DEVICE = torch.device(os.environ.get("BENCH_TEST_DEVICE", "cpu"))  # `make gpu` runs the equalities on CUDA
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-if DEVICE.type == "cpu":
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels for CUDA run in Triton's interpreter
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 torch.set_num_threads(1)  # faster for tiny models
