@@ -16,26 +16,28 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvbench.harness.engine.kernels import triton_kernels as kernels
-from kvbench.harness.engine.kernels.cuda import _policy_module, _sizes
+from kvbench.harness.engine.kernels.cuda import _policy_module
+from kvbench.harness.engine.kernels.cuda_attention import WARPS, sizes
 from kvbench.harness.engine.kernels.tracing import TRITON, traced
 from kvbench.harness.engine.slots import LayerShape
 from kvbench.policies.h2o import H2O
 from kvbench.policies.random import Random
 
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SHAPES = {"llama-2-7b": LayerShape(32, 1, 128, 128, None, None), "llama-3-8b": LayerShape(8, 4, 128, 128, None, None)}
-POINTERS = {"rank", "position", "free", "order", "layers", "step"}  # of int64
+POINTERS = {"rank", "position", "free", "order", "layers", "clock"}  # of int64
 WIDE = {"seed"}  # int64
 FLOATS = {"scaling", "initial"}
 NUMBERS = {
-    "first", "slots", "attended", "part", "limit", "capacity", "seen", "tokens", "window", "layer", "heads", "rows_of_layer",
-    "full",
+    "first", "slots", "attended", "part", "parts", "limit", "capacity", "tokens", "window", "heads", "rows_of_layer", "full",
 }  # fmt: skip
-FLOAT32 = {"low", "high", "most", "total", "scores", "mass", "state", "parted"}
+FLOAT32 = {"cosine", "sine", "far_cosine", "far_sine", "most", "total", "scores", "mass", "state", "parted"}
 
 
 def signature(kernel: Any, constants: dict[str, Any], dtype: str) -> dict[str, str]:
@@ -52,6 +54,8 @@ def signature(kernel: Any, constants: dict[str, Any], dtype: str) -> dict[str, s
             types[name] = "fp32"
         elif name in POINTERS:
             types[name] = "*i64"
+        elif name == "words":
+            types[name] = "*i64" if dtype == "fp32" else "*i32"
         elif name in FLOAT32 or (name == "out" and kernel is kernels.attend):
             types[name] = "*fp32"
         else:
@@ -78,22 +82,21 @@ def main() -> int:
     """Compile all kernels."""
     target = GPUTarget("cuda", int(sys.argv[1]) if len(sys.argv) > 1 else 90, 32)
     failed = 0
-    for (name, shape), dtype, policy in itertools.product(SHAPES.items(), ("bf16", "fp32"), (H2O(), Random())):
-        sizes, own = _sizes(shape), _policy_module(*traced(policy.bind(64), TRITON))
+    for (name, shape), dtype, policy in itertools.product(SHAPES.items(), DTYPES, (H2O(), Random())):
+        constant, own = sizes(shape, DTYPES[dtype]), _policy_module(*traced(policy.bind(64), TRITON))
         asked = bool(policy.statistics)
-        turning = {"MODE": 1, "LEVEL": 0}
         wanted = {
-            "attend": sizes | turning | {"ASKED": asked},
-            "join": {k: sizes[k] for k in ("G", "E", "WIDE")} | {"PARTS": 17, "POWER": 32, "BLOCK": 1024, "ASKED": asked},
-            "release": {"update": own.update, "importance": own.importance, "G": shape.group, "GROUP": sizes["GROUP"],
-                        "BLOCK": 1024, "STATE": asked},
-            "walk": sizes | turning | {"update": own.update, "importance": own.importance, "STATE": asked},
+            "attend": constant | {"MODE": 1, "LEVEL": 0, "ASKED": asked, "PLACE": True, "STATE": asked},
+            "join": {k: constant[k] for k in ("G", "E", "WIDE")} | {"CHUNK": 16, "BLOCK": 1024, "ASKED": asked, "PLACE": True},
+            "release": {"update": own.update, "importance": own.importance, "G": shape.group, "BLOCK": 1024, "STATE": asked,
+                        "PLACE": True},
         }  # fmt: skip
         for kernel_name, constants in wanted.items():
             kernel = getattr(kernels, kernel_name)
             try:
                 source = ASTSource(kernel, signature(kernel, constants, dtype), constexprs=constants)
-                made = triton.compile(source, target=target)
+                warps = WARPS[DTYPES[dtype]] if kernel_name == "attend" else 4
+                made = triton.compile(source, target=target, options={"num_warps": warps})
             except Exception as error:  # go on with the others
                 failed += 1
                 print(f"{name} {dtype} {type(policy).__name__} {kernel_name}: {type(error).__name__}: {str(error)[:1500]}")

@@ -28,7 +28,7 @@ from kvbench.harness.core.plugins import policy_class, policy_names
 from kvbench.harness.engine import banded
 from kvbench.harness.engine.captured import StepGraphs
 from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.kernels import choose, cuda
+from kvbench.harness.engine.kernels import choose, cuda, cuda_attention
 from kvbench.harness.engine.loop import CachedDecoder, decoder
 from kvbench.harness.engine.method import EAGER, KERNELS, TOKEN_BY_TOKEN
 from kvbench.harness.engine.model import Model, adopt
@@ -222,12 +222,12 @@ def test_the_code_around_the_kernels_in_triton(monkeypatch, policy, mode):
             launched.add(self.name)
             assert {x.device for x in args if isinstance(x, torch.Tensor)} == {META}
 
-    kernels = SimpleNamespace(**{name: Kernel(name) for name in ("attend", "join", "release", "walk")})
+    kernels = SimpleNamespace(**{name: Kernel(name) for name in ("attend", "join", "release")})
     monkeypatch.setitem(choose._MODULES, "meta", cuda)
-    monkeypatch.setattr(cuda, "_kernels", lambda: kernels)
+    monkeypatch.setattr(cuda_attention, "kernels", lambda: kernels)
     config = config_of(policy, mode)
     read_in(decoder(meta_model("llama"), config, 2, KERNELS), [5, 1, 20, 1, 1])
-    assert launched == {"attend", "join", *({"release", "walk"} if config.policy.evicts else ())}
+    assert launched == {"attend", "join", *({"release"} if config.policy.evicts else ())}
 
 
 @pytest.mark.parametrize(

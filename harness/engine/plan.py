@@ -112,7 +112,7 @@ class CompiledWalk:
 
     Attributes:
         kernel: that walks.
-        query_factors: None without RoPE.
+        query_factors: None without RoPE, and where the kernel rotates.
         attended: slots it looks at.
         seen: tokens before the block.
         ordered: the slots hold their tokens oldest first.

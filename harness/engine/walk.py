@@ -119,7 +119,7 @@ class Walk:
         if isinstance(plan, Step) and plan.kernel is not None:
             rows, mass = self.slots.rows(plan.attended, layer), plan.mass_of_layer[self.slots.layers.index(layer)]
             return plan.kernel(self.slots, rows, query, keys, values, terms.scaling, mass)
-        if self.rotation is not None:
+        if self.rotation is not None and not (isinstance(plan, CompiledWalk) and plan.kernel.rotates):
             query, keys = self.rotation.pair(query), self.rotation.pair(keys)
         if isinstance(plan, Step):
             return self._step(plan, layer, query, keys, values, terms)
@@ -132,8 +132,10 @@ class Walk:
                 held = rows.oldest_first(min(plan.seen, self.slots.capacity or 0), plan.ordered)
                 out = plan.form(rows, query, keys, values, terms, held, plan.seen)
             case CompiledWalk():
-                rows, query = self.slots.rows(plan.attended, layer), _rotated_and_scaled(query, plan.query_factors, terms)
-                out = plan.kernel(self.slots, rows, layer, query, keys, values, plan.ordered, plan.seen)
+                if not plan.kernel.rotates:
+                    query = _rotated_and_scaled(query, plan.query_factors, terms)
+                rows = self.slots.rows(plan.attended, layer)
+                out = plan.kernel(self.slots, rows, layer, query, keys, values, terms.scaling, plan.ordered, plan.seen)
             case PlainWalk():
                 out = self._walk(plan, layer, query, keys, values, terms)
         return out.flatten(1, 2)
@@ -176,10 +178,11 @@ class Walk:
             return Closed(self._closed_form, block.seen, self._ordered)
         attended = self.slots.attended(block.end)
         rows = self.slots.rows(attended, self.slots.layers[0])  # places are the same in every layer
-        ranks, query_factors = self._placed(block, rows)
         compiled = self._method.walk_kernel and block.tokens >= _MIN_COMPILED_TOKENS and block.seen is not None
-        if compiled and self._kernels.walk is not None:
-            return CompiledWalk(self._kernels.walk, query_factors, attended, block.seen or 0, self._ordered)
+        kernel = self._kernels.walk if compiled else None
+        ranks, query_factors = self._placed(block, rows, with_queries=kernel is None or not kernel.rotates)
+        if kernel is not None:
+            return CompiledWalk(kernel, query_factors, attended, block.seen or 0, self._ordered)
         return PlainWalk(self._places(block, rows, ranks), query_factors, attended)
 
     def _plan_of_one(self, block: Block) -> Step:

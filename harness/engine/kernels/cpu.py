@@ -143,6 +143,7 @@ class WalkKernel:
     """The compiled walk of one policy over the layers of one `Slots`."""
 
     leaves_ordered = True  # afterwards, the slots hold their tokens oldest first
+    rotates = False  # queries are rotated and scaled before, and paired dims lie side by side
 
     def __init__(self, slots: Slots, mode: PositionMode, limit: int, kernel: Any) -> None:
         self._kernel, self._rotation = kernel, slots.shape.rotation
@@ -173,17 +174,20 @@ class WalkKernel:
         return built_of(slots.policy, "walk.c", "walk") if fits else Built()
 
     def __call__(
-        self, slots: Slots, rows: Rows, layer: int, query: Tensor, keys: Tensor, values: Tensor, ordered: bool, seen: int
-    ) -> Tensor:
+        self, slots: Slots, rows: Rows, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float,
+        ordered: bool, seen: int,
+    ) -> Tensor:  # fmt: skip
         """Walk a block of streams of equal length.
 
         Args:
             slots: of the layer.
             rows: of the layer.
             layer: its index in the model.
-            query: rotated and scaled. [B, H, G, T, D].
-            keys: unrotated. [B, H, T, D].
+            query: rotated and scaled, paired dims side by side; or if the kernel `rotates`,
+                as the model made it. [B, H, G, T, D].
+            keys: unrotated, in the same order of dims. [B, H, T, D].
             values: [B, H, T, Dv].
+            scaling: of the scores, if the kernel `rotates`.
             ordered: the slots hold their tokens oldest first.
             seen: tokens before the block.
 

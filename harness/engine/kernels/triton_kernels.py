@@ -1,16 +1,20 @@
-"""The kernels for CUDA, in Triton: a decode step's attention, the bookkeeping after it, and the walk of a block.
+"""The kernels for CUDA, in Triton: a token's attention in two kernels, and the bookkeeping after it in a third.
 
-They compute the same as their counterparts in C (`step.c`, `release.c`, `walk.c`), directly on the slots: in no order, with
-unrotated keys that are rotated when they are read. A decode step is split over slots, so that a few streams fill the chip, and
-its parts are joined afterwards. A walk has one program per stream and KV head. Sums and weights are float32.
+They compute the same as their counterparts in C (`step.c`, `release.c`), directly on the slots: in no order, with unrotated keys
+that are rotated when they are read. `attend` splits a row over programs, so that a few rows fill the chip, and `join` joins its
+parts. A block is walked by the same three kernels, token after token inside a layer: no program ever waits for another one, and
+what one kernel writes is read by the next.
 
-Axis letters: B streams, H KV heads, N = B * H rows, G query heads of a KV head, T tokens, S slots, P pairs of dims, D key dim,
-E value dim.
+Sums, softmax weights and statistics are float32. Products are tensor-core products in the dtype of the cache, of rotated queries
+and keys rounded to it, as in plain PyTorch.
+
+Axis letters: B streams, H KV heads, N = B * H, R rows of all layers, G query heads of a KV head, M queries of a program,
+T tokens, S slots, P pairs of dims, D key dim, E value dim.
 """
 
 # Triton parses the source of its functions: it allows no type annotations but tl.constexpr. Constants are in capitals.
 # mypy: ignore-errors
-# ruff: noqa: ANN001, ANN201, ANN202, N803
+# ruff: noqa: ANN001, ANN201, N803, RET505, SIM102, SIM300
 
 from __future__ import annotations
 
@@ -29,141 +33,217 @@ def uniform(position, head, layer, seed):
 
 
 @triton.jit
-def rotated(
-    re, im, rank, position, step, low, high, limit, MODE: tl.constexpr, LEVEL: tl.constexpr, D: tl.constexpr, P: tl.constexpr
-):  # fmt: skip
-    """Rotate vectors by RoPE. re, im: [M, P]; rank, position: [M].
+def factors(at, cosine, sine, far_cosine, far_sine, LEVEL: tl.constexpr, D: tl.constexpr, P: tl.constexpr):
+    """RoPE's cosine and sine of some angles. at: [M] int32 -> twice [M, P].
 
-    MODE: 0 no RoPE, 1 by rank, 2 by position, 3 by distance up to `limit`. LEVEL: rows of a table and the stride of `high`;
-    if it is 0, `high` is not used.
+    LEVEL: rows of the tables `cosine` and `sine`, and the stride of the rows of `far_cosine` and `far_sine`; 0 if the first two
+    reach every angle.
     """
+    pair = tl.arange(0, P)[None, :]
+    known = pair < D // 2
+    row = at
+    if LEVEL > 0:
+        row = at % LEVEL
+    place = row[:, None] * (D // 2) + pair
+    if D == 2 * P:
+        c, s = tl.load(cosine + place), tl.load(sine + place)
+    else:
+        c, s = tl.load(cosine + place, mask=known, other=1.0), tl.load(sine + place, mask=known, other=0.0)
+    if LEVEL > 0:
+        place = (at // LEVEL)[:, None] * (D // 2) + pair
+        far_c, far_s = tl.load(far_cosine + place, mask=known, other=1.0), tl.load(far_sine + place, mask=known, other=0.0)
+        c, s = c * far_c - s * far_s, c * far_s + s * far_c
+    return c, s
+
+
+@triton.jit
+def unpacked(words, LIKE: tl.constexpr):
+    """The two numbers that lie side by side in an integer of twice their width, as float32. LIKE: their dtype."""
+    if LIKE == tl.float32:
+        return words.to(tl.int32).to(tl.float32, bitcast=True), (words >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    elif LIKE == tl.bfloat16:
+        return (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
+    else:
+        low, high = words.to(tl.int16), (words >> 16).to(tl.int16)
+        return low.to(LIKE, bitcast=True).to(tl.float32), high.to(LIKE, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def place_token(
+    rank, position, state, clock, row, at, here, capacity, initial, PLACE: tl.constexpr, STATE: tl.constexpr,
+):  # fmt: skip
+    """The new token's step, its rank, and how many tokens of its block came before it; if PLACE, it is entered in slot `at` here.
+
+    here: this program enters it.
+    """
+    t = 0
+    if PLACE:
+        now = tl.load(clock)
+        t = (now - tl.load(clock + 1)).to(tl.int32)
+        newest = tl.minimum(now, capacity)
+        if here:
+            tl.store(rank + row + at, newest)
+            tl.store(position + row + at, now)
+            if STATE:
+                tl.store(state + row + at, initial)
+    else:
+        now, newest = tl.load(position + row + at), tl.load(rank + row + at)
+    return now, newest, t
+
+
+@triton.jit
+def load_query(
+    query, key, order, keys, g, n, t, slot, here, angle, scaling, cosine, sine, far_cosine, far_sine, tokens,
+    MODE: tl.constexpr, LEVEL: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """A token's queries g, rotated by `angle` and scaled: [M, P] twice, dtype of the keys; and their scores for its key: [M].
+
+    The key is written to `slot` if `here`.
+    """
+    pair = tl.arange(0, P)
+    one, other = 2 * pair < D, 2 * pair + 1 < D
+    d_re, d_im = tl.load(order + 2 * pair, mask=one, other=0), tl.load(order + 2 * pair + 1, mask=other, other=0)
+    asks, is_query = query + ((tl.cast(n, tl.int64) * G + g[:, None]) * tokens + t) * D, (g < G)[:, None]
+    re = tl.load(asks + d_re[None, :], mask=is_query & one[None, :], other=0.0).to(tl.float32) * scaling
+    im = tl.load(asks + d_im[None, :], mask=is_query & other[None, :], other=0.0).to(tl.float32) * scaling
+    token = key + (tl.cast(n, tl.int64) * tokens + t) * D
+    k_re, k_im = tl.load(token + d_re, mask=one, other=0.0), tl.load(token + d_im, mask=other, other=0.0)
+    if here:
+        tl.store(keys + slot * D + 2 * pair, k_re, mask=one)
+        tl.store(keys + slot * D + 2 * pair + 1, k_im, mask=other)
+    own = tl.sum(re * k_re.to(tl.float32)[None, :] + im * k_im.to(tl.float32)[None, :], 1)  # rotating both changes nothing
     if MODE > 0:
-        at = rank
-        if MODE == 2:
-            at = position
-        elif MODE == 3:
-            at = limit - tl.minimum(tl.maximum(step - position, 0), limit)
-        pair = tl.arange(0, P)[None, :]
-        known = pair < D // 2
-        row = at
-        if LEVEL > 0:
-            row = at % LEVEL
-        place = row[:, None] * (D // 2) * 2 + pair * 2
-        c = tl.load(low + place, mask=known, other=1.0)
-        s = tl.load(low + place + 1, mask=known, other=0.0)
-        if LEVEL > 0:
-            place = (at // LEVEL)[:, None] * (D // 2) * 2 + pair * 2
-            c_far = tl.load(high + place, mask=known, other=1.0)
-            s_far = tl.load(high + place + 1, mask=known, other=0.0)
-            c, s = c * c_far - s * s_far, c * s_far + s * c_far
+        same = tl.zeros((1,), tl.int32) + angle.to(tl.int32)
+        c, s = factors(same, cosine, sine, far_cosine, far_sine, LEVEL, D, P)
         re, im = re * c - im * s, re * s + im * c
-    return re, im
+    return re.to(keys.dtype.element_ty), im.to(keys.dtype.element_ty), own
 
 
 @triton.jit
-def _pairs(base, row, seen, D: tl.constexpr, P: tl.constexpr, M: tl.constexpr):
-    """Load the vectors of some rows as pairs: re, im [M, P] float32."""
-    d = tl.arange(0, 2 * P)[None, :]
-    x = tl.load(base + row[:, None] * D + d, mask=seen[:, None] & (d < D), other=0.0)
-    return tl.split(tl.reshape(x.to(tl.float32), (M, P, 2)))
-
-
-@triton.jit
-def _take_in(
-    s, at, new_re, new_im, new_value, q_re, q_im, keys, values, rank, position, row, slots, attended, now, low, high, limit, most,
-    sums, weighted, NEW: tl.constexpr, MODE: tl.constexpr, LEVEL: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
-    E: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+def score_slots(
+    q_re, q_im, words, position, near, ranks, slots, now, limit, cosine, sine, far_cosine, far_sine, MODE: tl.constexpr,
+    LEVEL: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Add a block of slots to an online softmax. -> scores [GROUP, BLOCK], and the running `most`, `sums` and `weighted`.
+    """Scores of some slots of a row, [M, BLOCK] float32. near, ranks: the slots and their ranks, [BLOCK]."""
+    pair = tl.arange(0, P)[None, :]
+    if D == 2 * P:
+        re, im = unpacked(tl.load(words + near[:, None] * P + pair), q_re.dtype)
+    else:
+        re, im = unpacked(tl.load(words + near[:, None] * (D // 2) + pair, mask=pair < D // 2, other=0), q_re.dtype)
+    if MODE > 0:
+        angle = tl.minimum(ranks, slots - 1)
+        if MODE == 2:
+            angle = tl.maximum(tl.load(position + near), 0).to(tl.int32)
+        elif MODE == 3:
+            angle = limit - tl.minimum(tl.maximum(now - tl.load(position + near), 0), limit).to(tl.int32)
+        c, s = factors(angle, cosine, sine, far_cosine, far_sine, LEVEL, D, P)
+        re, im = re * c - im * s, re * s + im * c
+    score = tl.dot(q_re, tl.trans(re.to(q_re.dtype)), input_precision="ieee")
+    return tl.dot(q_im, tl.trans(im.to(q_im.dtype)), score, input_precision="ieee")
 
-    s: [BLOCK]. q_re, q_im: [GROUP, P], rotated and scaled. most, sums: [GROUP]. weighted: [GROUP, WIDE]. If NEW, slot `at`
-    holds new_re, new_im [P] and new_value [WIDE], which may not be visible in memory yet.
-    """
-    e = tl.arange(0, WIDE)
-    ranks = tl.load(rank + row + s, mask=s < attended, other=slots)
-    positions = tl.load(position + row + s, mask=s < attended, other=0)
-    held = ranks < slots
-    re, im = _pairs(keys, row + s, held, D, P, BLOCK)
-    v = tl.load(values + (row + s)[:, None] * E + e[None, :], mask=held[:, None] & (e < E)[None, :], other=0.0).to(tl.float32)
-    if NEW:
-        new = (s == at)[:, None]
-        re, im, v = tl.where(new, new_re[None, :], re), tl.where(new, new_im[None, :], im), tl.where(new, new_value[None, :], v)
-    ranks, positions = tl.where(held, ranks, 0), tl.where(held, positions, 0)
-    re, im = rotated(re, im, ranks, positions, now, low, high, limit, MODE, LEVEL, D, P)
-    score = tl.sum(q_re[:, None, :] * re[None, :, :] + q_im[:, None, :] * im[None, :, :], 2)
-    score = tl.where(held[None, :], score, float("-inf"))
-    higher = tl.maximum(most, tl.max(score, 1))
-    base = tl.where(higher == float("-inf"), 0.0, higher)
-    weight, kept = tl.exp(score - base[:, None]), tl.exp(most - base)
-    weighted = weighted * kept[:, None] + tl.sum(weight[:, :, None] * v[None, :, :], 1)
-    return score, higher, sums * kept + tl.sum(weight, 1), weighted
+
+@triton.jit
+def add_to_softmax(highest, sums, weighted, score, x):
+    """An online softmax that has taken in some more slots. highest, sums: [M]; weighted: [M, WIDE]; score: [M, BLOCK]."""
+    higher = tl.maximum(highest, tl.max(score, 1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)  # if no slot has held a token so far
+    weight, kept = tl.exp(score - base[:, None]), tl.exp(highest - base)
+    weighted = tl.dot(weight.to(x.dtype), x, weighted * kept[:, None], input_precision="ieee")
+    return higher, sums * kept + tl.sum(weight, 1), weighted
 
 
 @triton.jit
 def attend(
-    query, key, value, order, keys, values, rank, position, free, low, high, out, most, total, scores, first, slots, attended,
-    part, limit, scaling, MODE: tl.constexpr, LEVEL: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
-    P: tl.constexpr, E: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, ASKED: tl.constexpr,
+    query, key, value, order, keys, words, values, rank, position, state, free, clock, cosine, sine, far_cosine, far_sine, out,
+    most, total, scores, first, slots, attended, part, limit, capacity, tokens, scaling, initial, MODE: tl.constexpr,
+    LEVEL: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, P: tl.constexpr, E: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK: tl.constexpr, ASKED: tl.constexpr, PLACE: tl.constexpr, STATE: tl.constexpr,
 ):  # fmt: skip
     """A part of the slots of a row: one token's scores, their maximum and sum of exponentials, and the values so weighted.
 
-    query: [N, G, D], key: [N, D], in the model's order, unrotated; value: [N, E]; order: [D]. keys: [N, slots, D]; values:
-    [N, slots, E]; rank, position: [N, slots]; free: [N], the new token's slot, counted from `first`. out: [N, parts, G, E]; most,
-    total: [N, parts, G]; scores: [N, G, attended], if ASKED. Grid: (N, parts).
+    query: [N, G, T, D], key: [N, T, D], in the model's order, unrotated; value: [N, T, E]; order: [D]. keys: [N, slots, D];
+    words: the same, a pair of dims in an integer; values: [N, slots, E]; rank, position: [N, slots]; free: [N], the new token's
+    slot, counted from `first`. out: [N, parts, G, E]; most, total: [N, parts, G]; scores: [N, G, attended], if ASKED. clock: the
+    token's step and that of its block's first token, if PLACE, which enters its rank, position and state (if STATE); otherwise
+    T = 1, and they are entered already. MODE: 0 no RoPE, 1 by rank, 2 by position, 3 by distance up to `limit`. Grid: (N, parts,
+    chunks of M queries).
     """
-    n, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row = n * slots
+    n, split, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, g, e = tl.cast(n, tl.int64) * slots, chunk * M + tl.arange(0, M), tl.arange(0, WIDE)
     at = tl.load(free + n) - first - row
-    now = tl.load(position + row + at)
-    g, pair, e = tl.arange(0, GROUP), tl.arange(0, P), tl.arange(0, WIDE)
-    one, other = 2 * pair < D, 2 * pair + 1 < D
-    d_re, d_im = tl.load(order + 2 * pair, mask=one, other=0), tl.load(order + 2 * pair + 1, mask=other, other=0)
-    asks, is_query = query + (n * G + g[:, None]) * D, (g < G)[:, None]
-    q_re = tl.load(asks + d_re[None, :], mask=is_query & one[None, :], other=0.0).to(tl.float32) * scaling
-    q_im = tl.load(asks + d_im[None, :], mask=is_query & other[None, :], other=0.0).to(tl.float32) * scaling
-    same = tl.zeros((GROUP,), tl.int64)
-    q_re, q_im = rotated(q_re, q_im, same + tl.load(rank + row + at), same + now, now, low, high, limit, MODE, LEVEL, D, P)
-    k_re, k_im = tl.load(key + n * D + d_re, mask=one, other=0.0), tl.load(key + n * D + d_im, mask=other, other=0.0)
-    v = tl.load(value + n * E + e, mask=e < E, other=0.0)
-    if (at >= split * part) & (at < (split + 1) * part):
-        tl.store(keys + (row + at) * D + 2 * pair, k_re, mask=one)
-        tl.store(keys + (row + at) * D + 2 * pair + 1, k_im, mask=other)
+    owner = (at >= split * part) & (at < (split + 1) * part)
+    here = owner & (chunk == 0)
+    now, newest, t = place_token(rank, position, state, clock, row, at, here, capacity, initial, PLACE, STATE)
+    angle = newest
+    if MODE == 2:
+        angle = now
+    elif MODE == 3:
+        angle = tl.cast(limit, tl.int64)
+    q_re, q_im, own = load_query(
+        query, key, order, keys, g, n, t, row + at, here, angle, scaling, cosine, sine, far_cosine, far_sine, tokens, MODE, LEVEL,
+        G, D, P,
+    )  # fmt: skip
+    v = tl.load(value + (tl.cast(n, tl.int64) * tokens + t) * E + e, mask=e < E, other=0.0)
+    if here:
         tl.store(values + (row + at) * E + e, v, mask=e < E)
-    k_re, k_im, v = k_re.to(tl.float32), k_im.to(tl.float32), v.to(tl.float32)
-    highest = tl.full((GROUP,), float("-inf"), tl.float32)
-    sums, weighted = tl.zeros((GROUP,), tl.float32), tl.zeros((GROUP, WIDE), tl.float32)
+    # Another program may be writing the new token's slot: the owner adds it to the softmax, from the arguments.
+    highest = tl.where(owner, own, float("-inf"))
+    sums = tl.where(owner, 1.0, 0.0) + tl.zeros((M,), tl.float32)
+    weighted = tl.where(owner, v.to(tl.float32), 0.0)[None, :] + tl.zeros((M, WIDE), tl.float32)
+    scores += tl.cast(n, tl.int64) * G * attended
     for begin in range(split * part, tl.minimum((split + 1) * part, attended), BLOCK):
         s = begin + tl.arange(0, BLOCK)
-        score, highest, sums, weighted = _take_in(
-            s, at, k_re, k_im, v, q_re, q_im, keys, values, rank, position, row, slots, attended, now, low, high, limit, highest,
-            sums, weighted, True, MODE, LEVEL, D, P, E, WIDE, BLOCK,
+        near = tl.minimum(s, attended - 1)
+        ranks = tl.load(rank + row + near).to(tl.int32)
+        score = score_slots(
+            q_re, q_im, words + row * (D // 2), position + row, near, ranks, slots, now, limit, cosine, sine, far_cosine,
+            far_sine, MODE, LEVEL, D, P,
         )  # fmt: skip
+        held = (ranks < slots) & (s < attended) & (s != at)
+        score = tl.where(held[None, :], score, float("-inf"))
+        x = tl.load(values + row * E + near[:, None] * E + e[None, :], mask=(e < E)[None, :], other=0.0)
+        highest, sums, weighted = add_to_softmax(highest, sums, weighted, score, x)
         if ASKED:
-            cells = scores + (n * G + g[:, None]) * attended + s[None, :]
-            tl.store(cells, score, mask=is_query & (s < attended)[None, :])
-    place = (n * tl.num_programs(1) + split) * G + g
+            seen = (g < G)[:, None] & (s < attended)[None, :] & (s != at)[None, :]
+            tl.store(scores + g[:, None] * attended + s[None, :], score, mask=seen)
+    if ASKED:
+        if owner:
+            tl.store(scores + g * attended + at, own, mask=g < G)
+    place = (tl.cast(n, tl.int64) * tl.num_programs(1) + split) * G + g
     tl.store(most + place, highest, mask=g < G)
     tl.store(total + place, sums, mask=g < G)
-    tl.store(out + place[:, None] * E + e[None, :], weighted, mask=is_query & (e < E)[None, :])
+    tl.store(out + place[:, None] * E + e[None, :], weighted, mask=(g < G)[:, None] & (e < E)[None, :])
 
 
 @triton.jit
 def join(
-    parted, most, total, scores, out, attended, PARTS: tl.constexpr, POWER: tl.constexpr, G: tl.constexpr, E: tl.constexpr,
-    WIDE: tl.constexpr, BLOCK: tl.constexpr, ASKED: tl.constexpr,
+    parted, most, total, scores, out, clock, attended, parts, tokens, G: tl.constexpr, E: tl.constexpr, WIDE: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, ASKED: tl.constexpr, PLACE: tl.constexpr,
 ):  # fmt: skip
-    """Join the parts of `attend`: write out [N * G, E] and turn scores into softmax weights. Grid: (N * G, 1 or blocks)."""
+    """Join the parts of `attend`, CHUNK at a time: write out [N, G, T, E] and turn scores into softmax weights.
+
+    The other arguments are those of `attend`. Grid: (N * G, 1 or blocks of slots).
+    """
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    n, g = row // G, row % G
-    i, e = tl.arange(0, POWER), tl.arange(0, WIDE)
-    place = (n * PARTS + i) * G + g
-    highs = tl.load(most + place, mask=i < PARTS, other=float("-inf"))
-    high = tl.max(highs, 0)
-    share = tl.exp(highs - high)
-    sums = tl.sum(share * tl.load(total + place, mask=i < PARTS, other=0.0), 0)
+    i, e = tl.arange(0, CHUNK), tl.arange(0, WIDE)
+    first = (row // G) * parts * G + row % G
+    high = tl.full((), float("-inf"), tl.float32)
+    for begin in range(0, parts, CHUNK):
+        high = tl.maximum(high, tl.max(tl.load(most + first + (begin + i) * G, mask=begin + i < parts, other=float("-inf")), 0))
+    sums = tl.full((), 0.0, tl.float32)
+    weighted = tl.zeros((WIDE,), tl.float32)
+    for begin in range(0, parts, CHUNK):
+        there, place = begin + i < parts, first + (begin + i) * G
+        share = tl.exp(tl.load(most + place, mask=there, other=float("-inf")) - high)
+        sums += tl.sum(share * tl.load(total + place, mask=there, other=0.0), 0)
+        if block == 0:
+            x = tl.load(parted + place[:, None] * E + e[None, :], mask=there[:, None] & (e < E)[None, :], other=0.0)
+            weighted += tl.sum(share[:, None] * x, 0)
     if block == 0:
-        x = tl.load(parted + place[:, None] * E + e[None, :], mask=(i < PARTS)[:, None] & (e < E)[None, :], other=0.0)
-        tl.store(out + row * E + e, (tl.sum(share[:, None] * x, 0) / sums).to(out.dtype.element_ty), mask=e < E)
+        t = 0
+        if PLACE:
+            t = tl.load(clock) - tl.load(clock + 1)
+        tl.store(out + (row * tokens + t) * E + e, (weighted / sums).to(out.dtype.element_ty), mask=e < E)
     if ASKED:
         s = block * BLOCK + tl.arange(0, BLOCK)
         score = tl.load(scores + row * attended + s, mask=s < attended, other=float("-inf"))
@@ -171,115 +251,58 @@ def join(
 
 
 @triton.jit
-def settle(
-    mass, state, rank, position, at, mass_row, row, slots, attended, full, step, layer, head, seed, window, most, sums,
-    update: tl.constexpr, importance: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
-    STATE: tl.constexpr, SCORES: tl.constexpr,
+def release(
+    mass, state, rank, position, free, layers, clock, first, slots, attended, rows_of_layer, heads, full, window, seed,
+    update: tl.constexpr, importance: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr, STATE: tl.constexpr,
+    PLACE: tl.constexpr,
 ):  # fmt: skip
-    """The bookkeeping of a row after a token: update its statistic and choose the slot for the next token. -> that slot.
+    """The bookkeeping after a token (`release.c`): update the statistic and choose the slot of the next one. Grid: (R,).
 
-    mass: softmax weights [.., G, attended], or if SCORES, scores with maximum `most` and sum of exponentials `sums`.
+    mass: softmax weights [R, G, attended]; rank, position, state: [R, slots]; free: [R], counted from `first`; layers: [L], of
+    `rows_of_layer` rows each. If PLACE, the clock of `attend` is moved on.
+
+    Every thread has slots of its own, and barriers keep what is read apart from what is written.
     """
-    g = tl.arange(0, GROUP)
-    least = tl.full((), float("inf"), tl.float32)
-    worst = tl.full((), 2**62, tl.int64)
-    victim = tl.full((), 0, tl.int64)
+    r = tl.program_id(0).to(tl.int64)
+    row, head = r * slots, r % heads
+    at = tl.load(free + r) - first - row
+    step = tl.load(position + row + at)
+    layer = tl.load(layers + r // rows_of_layer)
+    least = tl.full((BLOCK,), float("inf"), tl.float32)
+    worst = tl.full((BLOCK,), 2**62, tl.int64)
+    where = tl.zeros((BLOCK,), tl.int32)
     for begin in range(0, attended, BLOCK):
         s = begin + tl.arange(0, BLOCK)
         there = s < attended
-        ranks = tl.load(rank + row + s, mask=there, other=slots)
+        ranks = tl.load(rank + row + s, mask=there, other=slots).to(tl.int64)
         positions = tl.load(position + row + s, mask=there, other=0)
         states = tl.zeros((BLOCK,), tl.float32)
         if STATE:
             states = tl.load(state + row + s, mask=there, other=0.0)
-            cells = mass + (mass_row * G + g[:, None]) * attended + s[None, :]
-            weights = tl.load(cells, mask=(g[:, None] < G) & there[None, :], other=float("-inf") if SCORES else 0.0)
-            if SCORES:
-                weights = tl.exp(weights - most[:, None]) / sums[:, None]
-                weights = tl.where(g[:, None] < G, weights, 0.0)
-            states = update(states, tl.sum(weights, 0), ranks, positions, step, layer, head, seed)
+            weights = tl.zeros((BLOCK,), tl.float32)
+            for g in range(G):
+                weights += tl.load(mass + (r * G + g) * attended + s, mask=there, other=0.0)
+            states = update(states, weights, ranks, positions, step, layer, head, seed)
+            tl.debug_barrier()
             tl.store(state + row + s, states, mask=there)
         worth = importance(states, ranks, positions, step, layer, head, seed)
         worth = tl.where((window > 0) & (step - positions >= window - 1), float("-inf"), worth)
-        worth = tl.where(there, worth, float("inf"))
-        lowest = tl.min(worth, 0)
-        oldest = tl.min(tl.where(there & (worth == lowest), ranks, 2**62), 0)
-        slot = tl.min(tl.where(there & (worth == lowest) & (ranks == oldest), s, 2**30), 0).to(tl.int64)
-        better = (lowest < least) | ((lowest == least) & (oldest < worst))
-        least, worst, victim = tl.where(better, lowest, least), tl.where(better, oldest, worst), tl.where(better, slot, victim)
+        better = there & ((worth < least) | ((worth == least) & (ranks < worst)))
+        least, worst, where = tl.where(better, worth, least), tl.where(better, ranks, worst), tl.where(better, s, where)
+    slot = at + 1
     if full:
+        lowest = least == tl.min(least, 0)
+        oldest = tl.min(tl.where(lowest, worst, 2**62), 0)
+        victim = tl.min(tl.where(lowest & (worst == oldest), where, 2**30), 0)
         for begin in range(0, attended, BLOCK):
             s = begin + tl.arange(0, BLOCK)
             ranks = tl.load(rank + row + s, mask=s < attended, other=0)
-            ranks = tl.where(s == victim, slots, ranks - (ranks > worst).to(tl.int64))
+            ranks = tl.where(s == victim, slots, ranks - (ranks > oldest).to(ranks.dtype))
+            tl.debug_barrier()
             tl.store(rank + row + s, ranks, mask=s < attended)
-    return tl.where(full, victim, at + 1)
-
-
-@triton.jit
-def release(
-    mass, state, rank, position, layers, step, free, rows_of_layer, heads, slots, attended, full, window, seed,
-    update: tl.constexpr, importance: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
-    STATE: tl.constexpr,
-):  # fmt: skip
-    """The bookkeeping after a token (`release.c`), one program per row. Grid: (R,)."""
-    r = tl.program_id(0).to(tl.int64)
-    row = r * slots
-    nothing = tl.zeros((GROUP,), tl.float32)
-    at = settle(
-        mass, state, rank, position, tl.load(free + r) - row, r, row, slots, attended, full != 0, tl.load(step + r),
-        tl.load(layers + r // rows_of_layer), r % heads, seed, window, nothing, nothing, update, importance, G, GROUP, BLOCK,
-        STATE, False,
-    )  # fmt: skip
-    tl.store(free + r, row + at)
-
-
-@triton.jit
-def walk(
-    query, key, value, keys, values, rank, position, state, free, low, high, scores, out, first, slots, attended, capacity, seen,
-    tokens, limit, window, layer, heads, seed, initial, update: tl.constexpr, importance: tl.constexpr, MODE: tl.constexpr,
-    LEVEL: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, P: tl.constexpr, E: tl.constexpr,
-    WIDE: tl.constexpr, BLOCK: tl.constexpr, STATE: tl.constexpr,
-):  # fmt: skip
-    """Walk a block through one layer (`walk.c`). Grid: (N,).
-
-    query: rotated and scaled, interleaved pairs [N, G, T, D]. key: [N, T, D]. value: [N, T, E]. scores: scratch
-    [N, G, attended]. out: [N, G, T, E]. The other arguments are those of `attend`.
-    """
-    n = tl.program_id(0).to(tl.int64)
-    row, head = n * slots, n % heads
-    at = tl.load(free + n) - first - row
-    g, e, d, pair = tl.arange(0, GROUP), tl.arange(0, WIDE), tl.arange(0, 2 * P), tl.arange(0, P)
-    for t in range(tokens):
-        step = tl.cast(seen + t, tl.int64)
-        tl.store(keys + (row + at) * D + d, tl.load(key + (n * tokens + t) * D + d, mask=d < D, other=0.0), mask=d < D)
-        tl.store(values + (row + at) * E + e, tl.load(value + (n * tokens + t) * E + e, mask=e < E, other=0.0), mask=e < E)
-        tl.store(rank + row + at, tl.minimum(step, capacity))
-        tl.store(position + row + at, step)
-        if STATE:
-            tl.store(state + row + at, initial)
-        tl.debug_barrier()
-        asks = query + ((n * G + g[:, None]) * tokens + t) * D + 2 * pair[None, :]
-        q_re = tl.load(asks, mask=(g[:, None] < G) & (2 * pair < D)[None, :], other=0.0).to(tl.float32)
-        q_im = tl.load(asks + 1, mask=(g[:, None] < G) & (2 * pair + 1 < D)[None, :], other=0.0).to(tl.float32)
-        most = tl.full((GROUP,), float("-inf"), tl.float32)
-        sums = tl.zeros((GROUP,), tl.float32)
-        weighted = tl.zeros((GROUP, WIDE), tl.float32)
-        for begin in range(0, attended, BLOCK):
-            s = begin + tl.arange(0, BLOCK)
-            score, most, sums, weighted = _take_in(
-                s, at, q_re, q_im, weighted, q_re, q_im, keys, values, rank, position, row, slots, attended, step, low, high,
-                limit, most, sums, weighted, False, MODE, LEVEL, D, P, E, WIDE, BLOCK,
-            )  # fmt: skip
-            if STATE:
-                cells = scores + (n * G + g[:, None]) * attended + s[None, :]
-                tl.store(cells, score, mask=(g < G)[:, None] & (s < attended)[None, :])
-        answers = out + ((n * G + g[:, None]) * tokens + t) * E + e[None, :]
-        tl.store(answers, (weighted / sums[:, None]).to(out.dtype.element_ty), mask=(g[:, None] < G) & (e < E)[None, :])
-        tl.debug_barrier()
-        at = settle(
-            scores, state, rank, position, at, n, row, slots, attended, step >= capacity, step, layer, head, seed, window, most,
-            sums, update, importance, G, GROUP, BLOCK, STATE, True,
-        )  # fmt: skip
-        tl.debug_barrier()
-    tl.store(free + n, first + row + at)
+        slot = victim.to(tl.int64)
+    tl.debug_barrier()
+    tl.store(free + r, first + row + slot)
+    if PLACE:
+        if r == 0:
+            tl.store(clock, step + 1)

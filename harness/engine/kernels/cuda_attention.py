@@ -1,0 +1,158 @@
+"""A token's attention on CUDA: launches the kernels `attend` and `join` of `triton_kernels.py` for the layers of one `Slots`.
+
+Axis letters: B streams, H KV heads, N = B * H, G query heads of a KV head, T tokens, S slots, D key dim, E value dim.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from functools import lru_cache, partial
+from math import ceil
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from kvbench.harness.engine.rotary import LONGEST_STREAM, Rotation
+from kvbench.harness.engine.rows import Rows
+from kvbench.harness.engine.slots import LayerShape, Slots
+from kvbench.policies import PositionMode
+
+WARPS = {torch.bfloat16: 4, torch.float16: 4, torch.float32: 8}  # of a program of `attend`: fewer would spill registers
+BOOKKEEPING_BLOCK = 1024  # slots
+_MAX_TILE_BYTES = 2**14  # of the keys or values that a program reads at once; more would spill registers
+_PROGRAMS_TO_FILL_CHIP = 264  # two for each multiprocessor of an H100: as many as their registers let run at once
+_PROGRAM_QUERIES = 16  # of a program: the smallest tensor-core product
+_SMALLEST_SIDE = 16  # of a tensor-core product
+_JOINED_PARTS = 16  # at once
+_TABLE_ROWS = 2**15  # angles; further ones need a second table
+_MODES: dict[PositionMode, int] = {"cache": 1, "stream": 2, "clamped": 3}
+
+
+@lru_cache
+def kernels() -> Any:
+    """The module with the kernels; None without Triton."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from kvbench.harness.engine.kernels import triton_kernels
+
+    return triton_kernels
+
+
+class _Rope(NamedTuple):
+    """RoPE for the kernels: the mode, the order of dims and the tables."""
+
+    mode: int
+    level: int  # rows of a table if two are needed; 0 if one is enough
+    order: Tensor
+    tables: tuple[Tensor, ...]  # cosine and sine of every angle, and of every `level`-th. [rows, D / 2] float32 each
+
+    @classmethod
+    def from_slots(cls, slots: Slots, mode: PositionMode, longest: int | None) -> Self:
+        """RoPE of some layers."""
+        rotation, device = slots.shape.rotation, slots.tensors.keys.device
+        if rotation is None:
+            return cls(0, 0, torch.arange(slots.shape.key_dim, device=device), (slots.tensors.keys,) * 4)
+        near, far = (_cosine_and_sine(rotation, stride) for stride in (1, _TABLE_ROWS))
+        level = 0 if (longest or slots.num_slots + 1) <= _TABLE_ROWS else _TABLE_ROWS
+        return cls(_MODES[mode], level, rotation.order, near + far)
+
+
+@lru_cache(maxsize=32)
+def _cosine_and_sine(rotation: Rotation, stride: int) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of the angles at 0, stride, 2 * stride, ... [rows, D / 2] float32, on the model's device."""
+    rows = _TABLE_ROWS if stride == 1 else -(-LONGEST_STREAM // stride)
+    angles = torch.arange(rows, dtype=torch.float64)[:, None] * stride * rotation.frequencies.cpu()
+    return angles.cos().float().to(rotation.order.device), angles.sin().float().to(rotation.order.device)
+
+
+def sizes(shape: LayerShape, dtype: torch.dtype) -> dict[str, int]:
+    """Constants of the kernels; the sides of their products are powers of two. dtype: of the cache."""
+    pairs, wide = (max(_SMALLEST_SIDE, next_power(x)) for x in (shape.key_dim // 2, shape.value_dim))
+    block = min(64, max(_SMALLEST_SIDE, _MAX_TILE_BYTES // (max(2 * pairs, wide) * dtype.itemsize)))
+    return {
+        "G": shape.group, "M": _PROGRAM_QUERIES, "D": shape.key_dim, "P": pairs, "E": shape.value_dim, "WIDE": wide,
+        "BLOCK": block,
+    }  # fmt: skip
+
+
+def next_power(x: int) -> int:
+    """The smallest power of two that is at least `x`."""
+    return 1 << (x - 1).bit_length()
+
+
+class Attention:
+    """`attend` and `join` for the layers of one `Slots`."""
+
+    def __init__(self, slots: Slots, mode: PositionMode, limit: int, longest: int | None) -> None:
+        self._mode, self._limit, self._longest = mode, limit, longest
+        self._sizes = sizes(slots.shape, slots.tensors.keys.dtype)
+        self._rope, self._slots = _Rope.from_slots(slots, mode, longest), slots.num_slots
+
+    def parts(self, size: int, attended: int) -> tuple[int, int]:
+        """(parts a row is split into, slots of each). size: rows."""
+        block = self._sizes["BLOCK"]
+        wanted = max(1, _PROGRAMS_TO_FILL_CHIP // (size * ceil(self._sizes["G"] / _PROGRAM_QUERIES)))
+        part = ceil(ceil(attended / wanted) / block) * block
+        return ceil(attended / part), part
+
+    def launcher(
+        self, slots: Slots, rows: Rows, query: Tensor, key: Tensor, value: Tensor, scaling: float, mass: Tensor | None,
+        out: Tensor, clock: Tensor | None = None,
+    ) -> Callable[[], None]:  # fmt: skip
+        """Both kernels, ready to be launched for one token of each row.
+
+        Args:
+            slots: of the layer.
+            rows: of the layer.
+            query: unrotated, in the model's order of dims. [N, G, T, D].
+            key: the same. [N, T, D].
+            value: [N, T, E].
+            scaling: of the scores.
+            mass: written: the softmax weights; None if they are not needed. [N, G, S].
+            out: written: the token's output. [N, G, T, E].
+            clock: the token's step and that of the first of the T; the token is then entered in its slot here. None: T is 1, and
+                it has been entered. [2] int64.
+        """
+        if slots.num_slots != self._slots:  # it has grown, perhaps past what one table holds
+            self._rope, self._slots = _Rope.from_slots(slots, self._mode, self._longest), slots.num_slots
+        (size, attended), rope, group, tokens = rows.rank.shape, self._rope, slots.shape.group, query.shape[2]
+        parts, part = self.parts(size, attended)
+        parted = query.new_empty(size, parts, group, slots.shape.value_dim, dtype=torch.float32)
+        most, total = (query.new_empty(size, parts, group, dtype=torch.float32) for _ in range(2))
+        scores, state = most if mass is None else mass, state_of(rows)
+        words = rows.keys.view({2: torch.int32, 4: torch.int64}[rows.keys.dtype.itemsize])
+        attending = (
+            query, key, value, rope.order, rows.keys, words, rows.values, rows.rank, rows.position,
+            rows.free if state is None else state, rows.free, rows.free if clock is None else clock, *rope.tables, parted, most,
+            total, scores, rows.base, slots.num_slots, attended, part, self._limit, slots.capacity or 0, tokens, scaling,
+            _initial(slots),
+        )  # fmt: skip
+        joining = (parted, most, total, scores, out, rows.free if clock is None else clock, attended, parts, tokens)
+        chunks, blocks = ceil(group / _PROGRAM_QUERIES), 1 if mass is None else ceil(attended / BOOKKEEPING_BLOCK)
+        asked = {"ASKED": mass is not None, "PLACE": clock is not None}
+        attend = partial(
+            kernels().attend[(size, parts, chunks)], *attending, MODE=rope.mode, LEVEL=rope.level, STATE=state is not None,
+            num_warps=WARPS[rows.keys.dtype], **asked, **self._sizes,
+        )  # fmt: skip
+        join = partial(
+            kernels().join[(size * group, blocks)], *joining, G=group, E=self._sizes["E"], WIDE=self._sizes["WIDE"],
+            CHUNK=_JOINED_PARTS, BLOCK=BOOKKEEPING_BLOCK, **asked,
+        )  # fmt: skip
+
+        def launch() -> None:
+            attend()
+            join()
+
+        return launch
+
+
+def state_of(rows: Rows) -> Tensor | None:
+    """The policy's statistic; None if it has none. [R, S]."""
+    return next((x.flatten(0, 1) for x in rows.states.values()), None)
+
+
+def _initial(slots: Slots) -> float:
+    """The statistic of a token that is just written."""
+    return float(next((s.initial for s in slots.tensors.states), 0.0))
