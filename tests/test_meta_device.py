@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kvbench.harness.core.plugins import policy_class, policy_names
-from kvbench.harness.engine import banded
+from kvbench.harness.engine import flex
 from kvbench.harness.engine.captured import StepGraphs
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.kernels import choose, cuda
@@ -188,12 +188,12 @@ def test_the_code_around_flex_attention(monkeypatch, mode):
     """Checks its mask, its arguments and the merge with the sinks. FlexAttention itself refuses `meta`."""
     calls = []
 
-    def flex(query, keys, values, block_mask, scale, enable_gqa):
+    def attend(query, keys, values, block_mask, scale, enable_gqa):
         calls.append({x.device for x in (query, keys, values, *block_mask.as_tuple()) if isinstance(x, torch.Tensor)})
         return query.new_empty(*query.shape[:3], values.shape[-1]), query.new_empty(query.shape[:3], dtype=torch.float32)
 
-    monkeypatch.setattr(banded, "_FLEX_DEVICES", {"meta"})
-    monkeypatch.setattr(banded, "_compiled_flex", lambda kind: flex)
+    monkeypatch.setattr(flex, "_DEVICES", {"meta"})
+    monkeypatch.setattr(flex, "_compiled", lambda kind: attend)
     read = decoder(meta_model("llama"), replace(config_of(SinkWindow(4), mode, 70), limit=90), 2)
     sizes = [60, 128, 1, 128, 1]
     for size in sizes:
