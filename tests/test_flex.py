@@ -1,4 +1,4 @@
-"""What CUDA's blocks are made of besides kernels of our own: FlexAttention, on a CPU."""
+"""What CUDA's blocks are made of besides kernels of our own: FlexAttention and the merge with the sinks, on a CPU."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 
 from kvbench.harness.engine import banded, flex
 from kvbench.harness.engine.attention import Terms
+from kvbench.harness.engine.banded import Sinks
 
 TERMS = Terms(0.25)
 
@@ -77,3 +78,22 @@ def test_heads_that_inductor_refuses_are_not_given_to_it(monkeypatch, dim, suppo
     monkeypatch.setattr(flex, "_DEVICES", {"cpu"})
     query = torch.empty(1, 1, 1, 128, dim)
     assert flex.can_be_flex(query, query[:, :, 0], TERMS) == supported
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scores_of_sinks_are_not_rounded_to_16_bits(dtype):
+    """With scores of about 20, rounding them to bfloat16 changes a sink's share by some 5 %."""
+    tokens, scaling = 300, 0.3
+    toward = torch.nn.functional.normalize(drawn(64), dim=0)
+    query = (8 * toward + drawn(1, 2, 2, tokens, 64, seed=3) / 8).to(dtype)
+    keys = (20 / (8 * scaling) * toward + drawn(1, 2, 3, 64, seed=4) / 8).to(dtype)
+    values, near = drawn(1, 2, 3, 64, dtype=dtype, seed=1), drawn(1, 2, 2, tokens, 64, dtype=dtype, seed=2)
+    outside = torch.arange(3) < torch.arange(-2, tokens - 2)[:, None]
+    far = (query.double() @ keys.double()[:, :, None].mT * scaling).masked_fill(~outside, -torch.inf)
+    log_sum = far[..., 2].clamp(min=15).float()
+    assert 15 < far[..., 10:, :].mean() < 25
+    share = torch.cat([log_sum.double()[..., None], far], -1).softmax(-1)
+    expected = share[..., :1] * near.double() + share[..., 1:] @ values.double()[:, :, None]
+    out = banded._merged(near, log_sum, Sinks(query, keys, values), outside, Terms(scaling))
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-3)

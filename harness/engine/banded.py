@@ -127,11 +127,35 @@ def _fused(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, terms: Ter
 
 
 def _merged(near: Tensor, log_sum: Tensor, sinks: Sinks, outside: Tensor, terms: Terms) -> Tensor:
-    """Merge the window's attention with the sinks' into one softmax. near: [B, H, G, T, Dv]; log_sum: [B, H, G, T]."""
+    """Merge the window's attention with the sinks' into one softmax, in float32 or wider.
+
+    Args:
+        near: [B, H, G, T, Dv].
+        log_sum: [B, H, G, T], float32 or wider.
+        sinks: the first tokens.
+        outside: sinks before a query's window. [T, E] bool.
+        terms: of this layer's attention.
+
+    Returns:
+        [B, H, G, T, Dv].
+    """
+    if near.dtype.itemsize >= 4:
+        return _joined(near, log_sum, sinks, outside, terms)
+    wide = Sinks(sinks.query, sinks.keys.float(), sinks.values.float())
+    parts = zip(
+        near.split(_MAX_CHUNK, 3), log_sum.split(_MAX_CHUNK, 3), sinks.query.split(_MAX_CHUNK, 3), outside.split(_MAX_CHUNK),
+        strict=True,
+    )  # fmt: skip
+    joined = [_joined(x.float(), y, wide._replace(query=q.float()), seen, terms).to(near.dtype) for x, y, q, seen in parts]
+    return torch.cat(joined, 3)
+
+
+def _joined(near: Tensor, log_sum: Tensor, sinks: Sinks, outside: Tensor, terms: Terms) -> Tensor:
+    """`_merged` in one dtype."""
     keys, values = sinks.keys[:, :, None].mT * terms.scaling, sinks.values[:, :, None]
-    far = (sinks.query @ keys).to(log_sum.dtype).masked_fill(~outside, -torch.inf)
+    far = (sinks.query @ keys).masked_fill(~outside, -torch.inf)
     share = torch.cat([log_sum[..., None], far], -1).softmax(-1)  # of the whole window, then of every sink
-    return share[..., :1].to(near.dtype) * near + share[..., 1:].to(values.dtype) @ values
+    return share[..., :1] * near + share[..., 1:] @ values
 
 
 def _outside(sinks: Sinks, tokens: int, start: int) -> Tensor:
