@@ -18,8 +18,16 @@ from torch import Tensor
 
 from kvbench.harness.engine.attention import Terms, weights
 from kvbench.harness.engine.flex import can_be_flex, flex
+from kvbench.harness.engine.kernels import rope
 
 _MIN_CHUNK, _MAX_CHUNK = 64, 128  # queries at once: the window's size, within these bounds
+
+
+class Rope(NamedTuple):
+    """RoPE that a kernel still has to apply to a query."""
+
+    factors: Tensor | None  # [T, P] complex; None without RoPE
+    halves: int  # how its dims are paired, as in `rope.rotate_into`
 
 
 class Sinks(NamedTuple):
@@ -28,6 +36,7 @@ class Sinks(NamedTuple):
     query: Tensor  # the block's queries, rotated for the distance to the sinks. [B, H, G, T, D]
     keys: Tensor  # rotated. [B, H, E, D]
     values: Tensor  # [B, H, E, Dv]
+    rope: Rope | None = None  # of `query`, if that is as the model made it
 
 
 def banded(
@@ -54,6 +63,8 @@ def banded(
         near, log_sum = flex(query, keys, values, padding, window, terms)
         if sinks is None:
             return near
+        if sinks.rope is not None:
+            return rope.merge(near, log_sum, sinks.query, *sinks.rope, sinks.keys, sinks.values, start, terms.scaling)
         return _merged(near, log_sum, sinks, _outside(sinks, tokens, start), terms)
     outside = None if sinks is None else _outside(sinks, tokens, start)
     rows = min(max(_MIN_CHUNK, window), _MAX_CHUNK)
@@ -132,7 +143,7 @@ def _merged(near: Tensor, log_sum: Tensor, sinks: Sinks, outside: Tensor, terms:
     Args:
         near: [B, H, G, T, Dv].
         log_sum: [B, H, G, T], float32 or wider.
-        sinks: the first tokens.
+        sinks: without `rope`.
         outside: sinks before a query's window. [T, E] bool.
         terms: of this layer's attention.
 

@@ -119,7 +119,7 @@ class Walk:
         if isinstance(plan, Step) and plan.kernel is not None:
             rows, mass = self.slots.rows(plan.attended, layer), plan.mass_of_layer[self.slots.layers.index(layer)]
             return plan.kernel(self.slots, rows, query, keys, values, terms.scaling, mass)
-        if self.rotation is not None:
+        if self.rotation is not None and not isinstance(plan, Closed):  # the closed form pairs dims while it rotates
             query, keys = self.rotation.pair(query), self.rotation.pair(keys)
         if isinstance(plan, Step):
             return self._step(plan, layer, query, keys, values, terms)
