@@ -9,7 +9,7 @@ from factories import MODES, Odd, needs_compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.harness.engine import banded, fastcheck
+from kvbench.harness.engine import banded, fastcheck, flex
 from kvbench.harness.engine import walk as walk_module
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.kernels import compiler, cpu
@@ -193,7 +193,7 @@ def test_the_decode_step_by_kernels_with_streams_of_unequal_length(policy):
 @pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
 def test_the_closed_form_by_flex_attention_is_the_walk(monkeypatch, family, mode):
     """The path of CUDA, with FlexAttention uncompiled."""
-    monkeypatch.setattr(banded, "_FLEX_DEVICES", {DEVICE.type})
+    monkeypatch.setattr(flex, "_DEVICES", {DEVICE.type})
     model, tokens = model_of(family), tokens_of(300, 2)
     config = CacheConfig(SinkWindow(3), 70, mode, 90)
     closed, walked = CachedDecoder(model, config, 2), CachedDecoder(model, config, 2, TOKEN_BY_TOKEN)

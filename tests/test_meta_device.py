@@ -25,10 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kvbench.harness.core.plugins import policy_class, policy_names
-from kvbench.harness.engine import banded
+from kvbench.harness.engine import flex
 from kvbench.harness.engine.captured import StepGraphs
 from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.kernels import choose, cuda, cuda_attention
+from kvbench.harness.engine.kernels import choose, cuda, cuda_attention, rope
 from kvbench.harness.engine.loop import CachedDecoder, decoder
 from kvbench.harness.engine.method import EAGER, KERNELS, TOKEN_BY_TOKEN
 from kvbench.harness.engine.model import Model, adopt
@@ -183,24 +183,46 @@ def test_captured_steps(policy):
     assert read.graphs.replayed > CAPACITY
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_the_code_around_flex_attention(monkeypatch, mode):
-    """Checks its mask, its arguments and the merge with the sinks. FlexAttention itself refuses `meta`."""
-    calls = []
+class Launched:
+    """Stands in for a Triton kernel: checks its arguments and notes that it ran."""
 
-    def flex(query, keys, values, block_mask, scale, enable_gqa):
+    def __init__(self, name: str, launched: set[str]) -> None:
+        self.name, self.launched = name, launched
+
+    def __getitem__(self, grid):
+        assert all(isinstance(n, int) and n > 0 for n in grid)
+        return self
+
+    def __call__(self, *args, **constants):
+        self.launched.add(self.name)
+        assert {x.device for x in args if isinstance(x, torch.Tensor)} == {META}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kernels", [False, True], ids=["plain", "kernels"])
+def test_the_code_around_flex_attention(monkeypatch, mode, kernels):
+    """Checks its mask, its arguments and the merge with the sinks. FlexAttention itself refuses `meta`."""
+    calls, launched = [], set()
+
+    def attend(query, keys, values, block_mask, scale, enable_gqa):
+        assert keys.shape == values.shape
+        assert keys.shape[2] % flex.TILE == 0
         calls.append({x.device for x in (query, keys, values, *block_mask.as_tuple()) if isinstance(x, torch.Tensor)})
         return query.new_empty(*query.shape[:3], values.shape[-1]), query.new_empty(query.shape[:3], dtype=torch.float32)
 
-    monkeypatch.setattr(banded, "_FLEX_DEVICES", {"meta"})
-    monkeypatch.setattr(banded, "_compiled_flex", lambda kind: flex)
+    monkeypatch.setattr(flex, "_DEVICES", {"meta"})
+    monkeypatch.setattr(flex, "_compiled", lambda kind: attend)
+    if kernels:
+        monkeypatch.setattr(rope, "_DEVICES", {"meta"})
+        monkeypatch.setattr(rope, "_kernels", lambda: SimpleNamespace(**{x: Launched(x, launched) for x in ("rotate", "merge")}))
     read = decoder(meta_model("llama"), replace(config_of(SinkWindow(4), mode, 70), limit=90), 2)
     sizes = [60, 128, 1, 128, 1]
     for size in sizes:
-        with OnlyDevice():
+        with nothing_of_the_host():
             assert read(tokens_of(size)).shape == (2, size, VOCABULARY)
     flexed = 1 if mode == "clamped" else 2  # while sinks reach the limit one by one, a block is walked
     assert calls == [{META}] * flexed * len(meta_model("llama").layers)
+    assert launched == ({"rotate", "merge"} if kernels else set())
 
 
 @needs_triton
@@ -208,21 +230,8 @@ def test_the_code_around_flex_attention(monkeypatch, mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_the_code_around_the_kernels_in_triton(monkeypatch, policy, mode):
     """Checks the arguments of steps and walks. No kernel runs."""
-    launched = set()
-
-    class Kernel:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def __getitem__(self, grid):
-            assert all(isinstance(n, int) and n > 0 for n in grid)
-            return self
-
-        def __call__(self, *args, **constants):
-            launched.add(self.name)
-            assert {x.device for x in args if isinstance(x, torch.Tensor)} == {META}
-
-    kernels = SimpleNamespace(**{name: Kernel(name) for name in ("attend", "join", "release")})
+    launched: set[str] = set()
+    kernels = SimpleNamespace(**{name: Launched(name, launched) for name in ("attend", "join", "release")})
     monkeypatch.setitem(choose._MODULES, "meta", cuda)
     monkeypatch.setattr(cuda_attention, "kernels", lambda: kernels)
     config = config_of(policy, mode)

@@ -13,6 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 _MAX_SCORES = 2**24  # held in memory at once by `causal`
 _FUSED_QUERIES = 256  # at once, where the kernel holds no scores
+_CUDA = {"cuda"}
+_FLASH_DTYPES, _FLASH_MAX_DIM = (torch.bfloat16, torch.float16), 256  # of PyTorch's FlashAttention
 
 
 class Terms(NamedTuple):
@@ -60,12 +62,15 @@ def causal(query: Tensor, keys: Tensor, values: Tensor, terms: Terms, padding: T
     Returns:
         [B, H, G, T, Dv], dtype of the query.
     """
-    tokens, length = query.shape[3], keys.shape[2]
-    kernel_has_mask = tokens == length and padding is None and terms == Terms(terms.scaling)
-    if kernel_has_mask:
-        flat = query.flatten(1, 2)
+    tokens, length, group = query.shape[3], keys.shape[2], query.shape[2]
+    plain = padding is None and terms == Terms(terms.scaling)
+    if group > 1 and _needs_equal_heads(query, values, terms, plain):
+        keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+        return causal(query.flatten(1, 2)[:, :, None], keys, values, terms, padding).view(*query.shape[:4], -1)
+    if plain and (tokens == length or query.device.type in _CUDA):
+        flat, mask = query.flatten(1, 2), None if tokens == length else _lower_right(tokens, length)
         out = scaled_dot_product_attention(
-            flat, keys, values, is_causal=True, scale=terms.scaling, enable_gqa=flat.shape[1] > keys.shape[1]
+            flat, keys, values, mask, is_causal=mask is None, scale=terms.scaling, enable_gqa=flat.shape[1] > keys.shape[1]
         )
         return out.view(*query.shape[:4], values.shape[3])
     rows = max(1, _MAX_SCORES // (query.shape[:3].numel() * length))
@@ -76,6 +81,24 @@ def causal(query: Tensor, keys: Tensor, values: Tensor, terms: Terms, padding: T
         for t in range(0, tokens, rows)
     ]
     return torch.cat(chunks, 3)
+
+
+def _lower_right(tokens: int, length: int) -> Tensor:
+    """The causal mask of the last T of L tokens, as a name for it that FlashAttention understands."""
+    from torch.nn.attention.bias import causal_lower_right  # imports PyTorch's compiler, which takes a second
+
+    return causal_lower_right(tokens, length)
+
+
+def _needs_equal_heads(query: Tensor, values: Tensor, terms: Terms, plain: bool) -> bool:
+    """Whether a fused kernel takes this on CUDA only if there are as many KV heads as query heads.
+
+    FlashAttention takes groups of query heads, but only 16-bit types and no mask but the causal one; the memory-efficient kernel
+    takes masks and float32, but no groups (up to PyTorch 2.13; `sdp_utils.cpp`); cuDNN may be off. Where none of them takes a
+    call, PyTorch computes all scores.
+    """
+    flash = plain and query.dtype in _FLASH_DTYPES and query.shape[4] == values.shape[3] <= _FLASH_MAX_DIM
+    return query.device.type in _CUDA and terms.softcap is None and terms.sink_logits is None and not flash
 
 
 def _causal_chunk(query: Tensor, keys: Tensor, values: Tensor, first: int, terms: Terms, padding: Tensor | None) -> Tensor:

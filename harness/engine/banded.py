@@ -3,25 +3,31 @@
 This is the closed form of the walk, for policies whose kept tokens are known in advance. A key in the window is at its true
 distance from the query, and a sink is where the position mode puts it. So the queries are rotated twice, and the two parts of
 the softmax are merged by their log-sum-exp. The score matrix of a whole block is never in memory: on CPUs PyTorch's fused
-kernel takes some queries at a time; on CUDA FlexAttention takes the whole block and skips masked tiles.
+kernel takes some queries at a time; on CUDA FlexAttention takes the whole block and skips masked tiles (`flex.py`).
 
 Axis letters: B streams, H KV heads, G query heads of a KV head, T tokens of the block, L keys, E sinks, D head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvbench.harness.engine.attention import Terms, weights
+from kvbench.harness.engine.flex import can_be_flex, flex
+from kvbench.harness.engine.kernels import rope
 
-_FLEX_DEVICES = {"cuda"}
-_FLEX_TILE = 128  # queries and keys
 _MIN_CHUNK, _MAX_CHUNK = 64, 128  # queries at once: the window's size, within these bounds
+
+
+class Rope(NamedTuple):
+    """RoPE that a kernel still has to apply to a query."""
+
+    factors: Tensor | None  # [T, P] complex; None without RoPE
+    halves: int  # how its dims are paired, as in `rope.rotate_into`
 
 
 class Sinks(NamedTuple):
@@ -30,9 +36,12 @@ class Sinks(NamedTuple):
     query: Tensor  # the block's queries, rotated for the distance to the sinks. [B, H, G, T, D]
     keys: Tensor  # rotated. [B, H, E, D]
     values: Tensor  # [B, H, E, Dv]
+    rope: Rope | None = None  # of `query`, if that is as the model made it
 
 
-def banded(query: Tensor, keys: Tensor, values: Tensor, window: int, sinks: Sinks | None, terms: Terms, first: int) -> Tensor:
+def banded(
+    query: Tensor, keys: Tensor, values: Tensor, window: int, sinks: Sinks | None, terms: Terms, first: int, padding: int = 0
+) -> Tensor:
     """Attention of each query to itself, to the `window` tokens before it, and to the sinks before those.
 
     Args:
@@ -43,18 +52,21 @@ def banded(query: Tensor, keys: Tensor, values: Tensor, window: int, sinks: Sink
         sinks: the tokens at positions 0, 1, ...; None if there are none.
         terms: of this layer's attention. Its sliding window is ignored.
         first: position of the first key.
+        padding: keys at the end that stand for no token; 0 unless FlexAttention takes them.
 
     Returns:
         [B, H, G, T, Dv], dtype of the query.
     """
-    tokens, before = query.shape[3], keys.shape[2] - query.shape[3]
-    outside = None  # sinks before a query's window
-    if sinks is not None:
-        window_start = torch.arange(first + before, first + before + tokens, device=query.device)[:, None] - window
-        outside = torch.arange(sinks.keys.shape[2], device=query.device) < window_start
-    if _can_be_flex(query, values, terms):
-        near, log_sum = _flex(query, keys, values, _block_mask(tokens, before, window, query.device), terms)
-        return near if sinks is None or outside is None else _merged(near, log_sum, sinks, outside, terms)
+    tokens, before = query.shape[3], keys.shape[2] - padding - query.shape[3]
+    start = first + before - window  # of the first query's window
+    if can_be_flex(query, values, terms):
+        near, log_sum = flex(query, keys, values, padding, window, terms)
+        if sinks is None:
+            return near
+        if sinks.rope is not None:
+            return rope.merge(near, log_sum, sinks.query, *sinks.rope, sinks.keys, sinks.values, start, terms.scaling)
+        return _merged(near, log_sum, sinks, _outside(sinks, tokens, start), terms)
+    outside = None if sinks is None else _outside(sinks, tokens, start)
     rows = min(max(_MIN_CHUNK, window), _MAX_CHUNK)
     fused = _can_be_fused(query, values, terms)
     out, log_sums = [], []
@@ -125,50 +137,39 @@ def _fused(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, terms: Ter
     return out.unflatten(2, shape), log_sum.unflatten(2, shape)
 
 
-def _can_be_flex(query: Tensor, values: Tensor, terms: Terms) -> bool:
-    """Whether FlexAttention supports this: on CUDA, whole tiles, equal key and value dims."""
-    plain = terms.softcap is None and terms.sink_logits is None and query.shape[-1] == values.shape[-1]
-    whole_tiles = query.shape[3] % _FLEX_TILE == 0
-    return plain and query.device.type in _FLEX_DEVICES and whole_tiles and query.dtype != torch.float64
-
-
-@lru_cache
-def _compiled_flex(kind: str) -> Callable[..., Any]:
-    """FlexAttention that also returns the log-sum-exp, compiled for a kind of device."""
-    from torch.nn.attention import flex_attention as module
-
-    request = getattr(module, "AuxRequest", None)  # PyTorch 2.9 and later
-    options: dict[str, Any] = {"return_lse": True} if request is None else {"return_aux": request(lse=True)}
-    flex = module.flex_attention if kind == "cpu" else torch.compile(module.flex_attention, dynamic=False)
-    return partial(flex, **options)
-
-
-@lru_cache(maxsize=16)
-def _block_mask(tokens: int, before: int, window: int, device: torch.device) -> Any:
-    """`_band` as a FlexAttention block mask."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
-        age = before + query - key
-        return (age >= 0) & (age <= window)
-
-    return create_block_mask(seen, None, None, tokens, before + tokens, device=device)
-
-
-def _flex(query: Tensor, keys: Tensor, values: Tensor, mask: Any, terms: Terms) -> tuple[Tensor, Tensor]:
-    """The window's attention from FlexAttention. -> [B, H, G, T, Dv] and its log-sum-exp [B, H, G, T]."""
-    shape = query.shape
-    out, extra = _compiled_flex(query.device.type)(
-        query.flatten(1, 2), keys.contiguous(), values.contiguous(), block_mask=mask, scale=terms.scaling,
-        enable_gqa=shape[2] > 1,
-    )  # fmt: skip
-    log_sum: Tensor = getattr(extra, "lse", extra)
-    return out.view(*shape[:4], values.shape[-1]), log_sum.view(shape[:4])
-
-
 def _merged(near: Tensor, log_sum: Tensor, sinks: Sinks, outside: Tensor, terms: Terms) -> Tensor:
-    """Merge the window's attention with the sinks' into one softmax. near: [B, H, G, T, Dv]; log_sum: [B, H, G, T]."""
+    """Merge the window's attention with the sinks' into one softmax, in float32 or wider.
+
+    Args:
+        near: [B, H, G, T, Dv].
+        log_sum: [B, H, G, T], float32 or wider.
+        sinks: without `rope`.
+        outside: sinks before a query's window. [T, E] bool.
+        terms: of this layer's attention.
+
+    Returns:
+        [B, H, G, T, Dv].
+    """
+    if near.dtype.itemsize >= 4:
+        return _joined(near, log_sum, sinks, outside, terms)
+    wide = Sinks(sinks.query, sinks.keys.float(), sinks.values.float())
+    parts = zip(
+        near.split(_MAX_CHUNK, 3), log_sum.split(_MAX_CHUNK, 3), sinks.query.split(_MAX_CHUNK, 3), outside.split(_MAX_CHUNK),
+        strict=True,
+    )  # fmt: skip
+    joined = [_joined(x.float(), y, wide._replace(query=q.float()), seen, terms).to(near.dtype) for x, y, q, seen in parts]
+    return torch.cat(joined, 3)
+
+
+def _joined(near: Tensor, log_sum: Tensor, sinks: Sinks, outside: Tensor, terms: Terms) -> Tensor:
+    """`_merged` in one dtype."""
     keys, values = sinks.keys[:, :, None].mT * terms.scaling, sinks.values[:, :, None]
-    far = (sinks.query @ keys).to(log_sum.dtype).masked_fill(~outside, -torch.inf)
+    far = (sinks.query @ keys).masked_fill(~outside, -torch.inf)
     share = torch.cat([log_sum[..., None], far], -1).softmax(-1)  # of the whole window, then of every sink
-    return share[..., :1].to(near.dtype) * near + share[..., 1:].to(values.dtype) @ values
+    return share[..., :1] * near + share[..., 1:] @ values
+
+
+def _outside(sinks: Sinks, tokens: int, start: int) -> Tensor:
+    """Sinks that queries see apart from their windows, the first of which begins at `start`. [T, E] bool."""
+    windows = torch.arange(start, start + tokens, device=sinks.keys.device)
+    return torch.arange(sinks.keys.shape[2], device=sinks.keys.device) < windows[:, None]

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from kvbench.harness.engine.attention import Terms
-from kvbench.harness.engine.banded import Sinks, banded
+from kvbench.harness.engine.banded import Rope, Sinks, banded
+from kvbench.harness.engine.flex import can_be_flex, whole_tiles
+from kvbench.harness.engine.kernels import rope
 from kvbench.harness.engine.rotary import Rotation, rotate
 from kvbench.harness.engine.rows import Held, Rows
 from kvbench.harness.engine.slots import Slots
@@ -58,8 +60,8 @@ class ClosedForm:
 
         Args:
             rows: of the layer, all slots.
-            query: unrotated, unscaled. [B, H, G, T, D].
-            keys: unrotated. [B, H, T, D].
+            query: unrotated, unscaled, dims in the model's order. [B, H, G, T, D].
+            keys: unrotated, dims in the model's order. [B, H, T, D].
             values: [B, H, T, Dv].
             terms: of this layer's attention.
             held: before the block.
@@ -68,45 +70,135 @@ class ClosedForm:
         Returns:
             [B, H, G, T, Dv].
         """
-        sinks, window, streams, tokens = self._sinks, self._window, query.shape[0], keys.shape[2]
+        by_kernel = can_be_flex(query, values, terms) and rope.serves(query)
+        compute = self._by_kernel if by_kernel else self._plainly
+        return compute(rows, query, keys, values, terms._replace(sliding_window=None), held, seen)
+
+    def _plainly(self, rows: Rows, query: Tensor, keys: Tensor, values: Tensor, terms: Terms, held: Held, seen: int) -> Tensor:
+        """`__call__` in plain PyTorch."""
+        if self._rotation is not None:
+            query, keys = self._rotation.pair(query), self._rotation.pair(keys)
+        sinks, streams, tokens = self._sinks, query.shape[0], keys.shape[2]
         used = seen + tokens
         all_keys = torch.cat([held.keys.unflatten(0, (streams, -1)), keys], 2)
         all_values = torch.cat([held.values.unflatten(0, (streams, -1)), values], 2)
-        gap = seen > self._capacity  # between the sinks and the window
-        first = seen - window if gap else max(0, seen - window)
-        near = slice(sinks if gap else first, None)
+        skipped, first = self._near(seen)
         first_tokens = None
-        if sinks and used - 1 > window:
+        if self._sees_sinks(used):
             first_tokens = Sinks(query, all_keys[:, :, :sinks], all_values[:, :, :sinks])
-        near_query, near_keys = query, all_keys[:, :, near]
+        near_query, near_keys = query, all_keys[:, :, skipped:]
         if self._rotation is not None:
             at = torch.arange(near_keys.shape[2], device=keys.device)
             factors = self._rotation.factors(at, keys.dtype, near_keys.shape[2])
             near_query, near_keys = rotate(query, factors[-tokens:]), rotate(near_keys, factors)
             if first_tokens is not None:
-                first_tokens = self._placed(first_tokens, seen, self._rotation)
-        terms = terms._replace(sliding_window=None)
-        out = banded(near_query, near_keys, all_values[:, :, near], window, first_tokens, terms, first)
+                query_factors, key_factors = self._far_factors(sinks, tokens, seen, self._rotation, keys)
+                first_tokens = Sinks(rotate(query, query_factors), rotate(first_tokens.keys, key_factors), first_tokens.values)
+        out = banded(near_query, near_keys, all_values[:, :, skipped:], self._window, first_tokens, terms, first)
         self._keep(rows, all_keys.flatten(0, 1), all_values.flatten(0, 1), used)
         return out
 
-    def _placed(self, sinks: Sinks, seen: int, rotation: Rotation) -> Sinks:
-        """The first tokens and the block's queries, rotated to where the position mode puts them."""
-        count, tokens, dtype = sinks.keys.shape[2], sinks.query.shape[3], sinks.keys.dtype
-        at = torch.arange(seen, seen + tokens, device=sinks.keys.device)
-        key_at = torch.arange(count, device=sinks.keys.device)
+    def _by_kernel(self, rows: Rows, query: Tensor, keys: Tensor, values: Tensor, terms: Terms, held: Held, seen: int) -> Tensor:
+        """`__call__` on CUDA: what FlexAttention reads and the slots keep is written once, from where it is."""
+        (query, halves), (keys, _) = rope.pairing(self._rotation, query), rope.pairing(self._rotation, keys)
+        (streams, heads, tokens, dim), (skipped, first) = keys.shape, self._near(seen)
+        old_keys, old_values = held.keys.unflatten(0, (streams, -1)), held.values.unflatten(0, (streams, -1))
+        before = old_keys.shape[2] - skipped
+        length = before + tokens
+        at = torch.arange(length, device=keys.device)
+        factors = None if self._rotation is None else self._rotation.factors(at, keys.dtype, length)
+        old, new = (None, None) if factors is None else (factors[:before], factors[before:])
+        near_query = query.new_empty(query.shape)
+        near_keys, near_values = (keys.new_empty(streams, heads, whole_tiles(length), dim) for _ in range(2))
+        rope.rotate_into(near_query.flatten(1, 2), query.flatten(1, 2), new, halves)
+        rope.rotate_into(near_keys[:, :, :before], old_keys[:, :, skipped:], old)
+        rope.rotate_into(near_keys[:, :, before:length], keys, new, halves)
+        near_values[:, :, :before], near_values[:, :, before:length] = old_values[:, :, skipped:], values
+        near_keys[:, :, length:], near_values[:, :, length:] = 0, 0
+        sinks = None
+        if self._sees_sinks(seen + tokens):
+            sinks = self._unrotated_sinks(query, keys, values, old_keys, old_values, seen, halves)
+        padding = near_keys.shape[2] - length
+        out = banded(near_query, near_keys, near_values, self._window, sinks, terms, first, padding)
+        self._keep_from(rows, held, keys, values, seen + tokens, halves)
+        return out
+
+    def _near(self, seen: int) -> tuple[int, int]:
+        """The first token that the block's first query sees in its window: its index among those held, and its position."""
+        if seen > self._capacity:  # there is a gap between the sinks and the window
+            return self._sinks, seen - self._window
+        first = max(0, seen - self._window)
+        return first, first
+
+    def _sees_sinks(self, used: int) -> bool:
+        """Whether a query of the block that ends after `used` tokens sees sinks apart from its window."""
+        return self._sinks > 0 and used - 1 > self._window
+
+    def _unrotated_sinks(
+        self, query: Tensor, keys: Tensor, values: Tensor, old_keys: Tensor, old_values: Tensor, seen: int, halves: int
+    ) -> Sinks:
+        """The first tokens, rotated, for queries that are not. keys, values: of the block; old: held before."""
+        count, tokens = self._sinks, keys.shape[2]
+        missing = max(0, count - old_keys.shape[2])
+        first_keys = keys.new_empty(*keys.shape[:2], count, keys.shape[3])
+        query_factors, old, new = None, None, None
+        if self._rotation is not None:
+            query_factors, factors = self._far_factors(count, tokens, seen, self._rotation, keys)
+            old, new = factors[: count - missing], factors[count - missing :]
+        rope.rotate_into(first_keys[:, :, : count - missing], old_keys[:, :, :count], old)
+        rope.rotate_into(first_keys[:, :, count - missing :], keys[:, :, :missing], new, halves)
+        first_values = torch.cat([old_values[:, :, :count], values[:, :, :missing]], 2)
+        return Sinks(query, first_keys, first_values, Rope(query_factors, halves))
+
+    def _far_factors(self, count: int, tokens: int, seen: int, rotation: Rotation, like: Tensor) -> tuple[Tensor, Tensor]:
+        """RoPE of the block's queries and of the first `count` tokens, where the position mode puts them. [T, P], [E, P]."""
+        at, key_at = torch.arange(seen, seen + tokens, device=like.device), torch.arange(count, device=like.device)
         if self._mode == "cache":
             at = at.clamp(max=self._capacity)
         elif self._mode == "clamped" and seen >= self._limit:
             at, key_at = torch.full_like(at, self._limit), torch.zeros_like(key_at)
-        query_factors, key_factors = (rotation.factors(x, dtype, self._rope_length) for x in (at, key_at))
-        return Sinks(rotate(sinks.query, query_factors), rotate(sinks.keys, key_factors), sinks.values)
+        query_factors, key_factors = (rotation.factors(x, like.dtype, self._rope_length) for x in (at, key_at))
+        return query_factors, key_factors
+
+    def _kept(self, used: int) -> tuple[int, int]:
+        """After `used` tokens: how many of the first tokens are kept, and how many of the newest."""
+        return (0, used) if used <= self._capacity else (self._capacity - self._window, self._window)
+
+    def _positions(self, used: int, rows: Rows) -> Tensor:
+        """Of the tokens kept, oldest first. [N, n]."""
+        (head, tail), device = self._kept(used), rows.keys.device
+        kept = torch.cat([torch.arange(head, device=device), torch.arange(used - tail, used, device=device)])
+        return kept.expand(len(rows.keys), -1)
 
     def _keep(self, rows: Rows, keys: Tensor, values: Tensor, used: int) -> None:
         """What is held once the block is over. keys, values: all held and new. [N, L, D]."""
-        kept = min(used, self._capacity)
-        tail = kept if used <= self._capacity else self._window
-        parts = [slice(0, kept - tail), slice(keys.shape[1] - tail, keys.shape[1])]
-        first, last = torch.arange(kept - tail, device=keys.device), torch.arange(used - tail, used, device=keys.device)
-        position = torch.cat([first, last]).expand(len(keys), -1)
-        rows.put(torch.cat([keys[:, p] for p in parts], 1), torch.cat([values[:, p] for p in parts], 1), position)
+        head, tail = self._kept(used)
+        parts = [slice(0, head), slice(keys.shape[1] - tail, keys.shape[1])]
+        keys, values = (torch.cat([x[:, p] for p in parts], 1) for x in (keys, values))
+        rows.put(keys, values, self._positions(used, rows))
+
+    def _keep_from(self, rows: Rows, held: Held, keys: Tensor, values: Tensor, used: int, halves: int) -> None:
+        """`_keep` from where the tokens are, without joining them first.
+
+        Args:
+            rows: of the layer.
+            held: before the block; perhaps views of the slots.
+            keys: of the block, unrotated. [B, H, T, D].
+            values: of the block. [B, H, T, D].
+            used: tokens of each stream up to the end of the block.
+            halves: how dims of the keys are paired, as in `rope.rotate_into`.
+        """
+        (head, tail), (streams, _, tokens, _) = self._kept(used), keys.shape
+        count, stays = held.keys.shape[1], max(0, tail - tokens)  # stays: the newest of those held that are kept
+        old_head = min(head, count)
+        old = [torch.cat([x[:, :old_head], x[:, count - stays :]], 1) for x in (held.keys, held.values)]  # may be the slots
+        for x, from_held in zip((rows.keys, rows.values), old, strict=True):
+            x[:, :old_head], x[:, head : head + stays] = from_held[:, :old_head], from_held[:, old_head:]
+        slots = [x.unflatten(0, (streams, -1)) for x in (rows.keys, rows.values)]
+        for at, source in (
+            (slice(old_head, head), slice(0, head - old_head)),
+            (slice(head + stays, head + tail), slice(tokens - (tail - stays), tokens)),
+        ):
+            rope.rotate_into(slots[0][:, :, at], keys[:, :, source], None, halves)
+            slots[1][:, :, at] = values[:, :, source]
+        rows.hold(self._positions(used, rows))

@@ -116,7 +116,13 @@ class Rows:
     def put(self, keys: Tensor, values: Tensor, position: Tensor) -> None:
         """Hold these tokens and no others, oldest first in the first slots. [N, n, D], [N, n, Dv], [N, n] int64."""
         count = position.shape[1]
-        self.keys[:, :count], self.values[:, :count], self.position[:, :count] = keys, values, position
+        self.keys[:, :count], self.values[:, :count] = keys, values
+        self.hold(position)
+
+    def hold(self, position: Tensor) -> None:
+        """Enter in the account that the first slots hold the tokens at these positions, oldest first. [N, n] int64."""
+        count = position.shape[1]
+        self.position[:, :count] = position
         self.rank[:, :count] = torch.arange(count, device=position.device)
         self.rank[:, count:] = self._slots.empty_rank
         self.free.copy_(self._row_base + count)

@@ -119,7 +119,8 @@ class Walk:
         if isinstance(plan, Step) and plan.kernel is not None:
             rows, mass = self.slots.rows(plan.attended, layer), plan.mass_of_layer[self.slots.layers.index(layer)]
             return plan.kernel(self.slots, rows, query, keys, values, terms.scaling, mass)
-        if self.rotation is not None and not (isinstance(plan, CompiledWalk) and plan.kernel.rotates):
+        paired_later = isinstance(plan, Closed) or (isinstance(plan, CompiledWalk) and plan.kernel.rotates)
+        if self.rotation is not None and not paired_later:
             query, keys = self.rotation.pair(query), self.rotation.pair(keys)
         if isinstance(plan, Step):
             return self._step(plan, layer, query, keys, values, terms)

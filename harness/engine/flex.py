@@ -1,0 +1,115 @@
+"""A block's window by FlexAttention, which reads whole tiles of keys and skips those that no query sees.
+
+FlexAttention is compiled once for each shape of its arguments. So the keys are padded to whole tiles, and what differs from block
+to block within a shape (how many keys come before the block, how wide the window is) reaches the mask as tensors. Padded keys
+come after every query, so the mask excludes them like any token of the future.
+
+Axis letters: B streams, H KV heads, G query heads of a KV head, T tokens of the block, L keys, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvbench.harness.engine.attention import Terms
+
+_DEVICES = {"cuda"}
+_MIN_DIM, _MAX_DIM = 16, 256  # of a head: inductor refuses fewer, and has no configuration for more
+_MAX_SHAPES = 1024  # compiled in one process
+TILE = 128  # queries and keys
+
+
+def can_be_flex(query: Tensor, values: Tensor, terms: Terms) -> bool:
+    """Whether FlexAttention supports this: on CUDA, whole tiles of queries, equal key and value dims, 16 to 256 of them."""
+    tokens, dim = query.shape[3:]
+    plain = terms.softcap is None and terms.sink_logits is None and query.dtype != torch.float64
+    fits = dim == values.shape[-1] and _MIN_DIM <= dim <= _MAX_DIM and tokens % TILE == 0
+    return plain and fits and query.device.type in _DEVICES
+
+
+def whole_tiles(keys: int) -> int:
+    """The smallest multiple of a tile that is at least `keys`."""
+    return -(-keys // TILE) * TILE
+
+
+def flex(query: Tensor, keys: Tensor, values: Tensor, padding: int, window: int, terms: Terms) -> tuple[Tensor, Tensor]:
+    """The attention of each query to itself and to the `window` tokens before it.
+
+    Args:
+        query: rotated. [B, H, G, T, D].
+        keys: rotated; those of the block's tokens are the last but `padding`. [B, H, L, D].
+        values: finite, also those of the padding. [B, H, L, D].
+        padding: keys at the end that stand for no token.
+        window: tokens before a query that it sees.
+        terms: of this layer's attention.
+
+    Returns:
+        [B, H, G, T, D], and its log-sum-exp [B, H, G, T] float32.
+
+    Raises:
+        torch._dynamo.exc.FailOnRecompileLimitHit: FlexAttention was compiled for too many shapes, after which PyTorch would
+            run it uncompiled, with all scores in memory.
+    """
+    shape, length = query.shape, keys.shape[2]
+    before = length - padding - shape[3]
+    if length % TILE:
+        keys, values = (pad(x, (0, 0, 0, whole_tiles(length) - length)) for x in (keys, values))
+    mask = _block_mask(shape[3], keys.shape[2], before, window, query.device)
+    with torch._dynamo.config.patch(recompile_limit=_MAX_SHAPES, accumulated_recompile_limit=_MAX_SHAPES):
+        out, extra = _compiled(query.device.type)(
+            query.flatten(1, 2).contiguous(), keys.contiguous(), values.contiguous(), block_mask=mask, scale=terms.scaling,
+            enable_gqa=shape[2] > 1,
+        )  # fmt: skip
+    log_sum: Tensor = getattr(extra, "lse", extra)
+    return out.view(shape), log_sum.view(shape[:4])
+
+
+@lru_cache
+def _compiled(kind: str) -> Callable[..., Any]:
+    """FlexAttention that also returns the log-sum-exp, compiled for a kind of device."""
+    from torch.nn.attention import flex_attention as module
+
+    request = getattr(module, "AuxRequest", None)  # PyTorch 2.9 and later
+    options: dict[str, Any] = {"return_lse": True} if request is None else {"return_aux": request(lse=True)}
+    # With `fullgraph` PyTorch raises where it would otherwise go on uncompiled.
+    made = module.flex_attention if kind == "cpu" else torch.compile(module.flex_attention, dynamic=False, fullgraph=True)
+    return partial(made, **options)
+
+
+@lru_cache(maxsize=16)
+def _block_mask(tokens: int, length: int, before: int, window: int, device: torch.device) -> Any:
+    """The band as a FlexAttention block mask: which tiles of keys a tile of queries needs, from the ages at their corners.
+
+    Args:
+        tokens: T, whole tiles.
+        length: of the padded keys, whole tiles.
+        before: keys before the block.
+        window: tokens before a query that it sees.
+        device: of the mask.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    first, reach = (torch.full((), x, dtype=torch.int32, device=device) for x in (before, window))
+
+    def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
+        age = first + query - key
+        return (age >= 0) & (age <= reach)
+
+    queries = torch.arange(0, tokens, TILE, device=device)[:, None]
+    keys = torch.arange(0, length, TILE, device=device)
+    lowest, highest = before + queries - keys - (TILE - 1), before + queries - keys + (TILE - 1)  # ages in a tile
+    whole = (lowest >= 0) & (highest <= window)
+    part = (highest >= 0) & (lowest <= window) & ~whole
+    return BlockMask.from_kv_blocks(*_listed(part), *_listed(whole), BLOCK_SIZE=TILE, mask_mod=seen)
+
+
+def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """Tiles that are needed, as their number [1, 1, rows] and their indices, first in each row [1, 1, rows, columns]. int32."""
+    order = tiles.int().argsort(dim=-1, descending=True, stable=True)
+    return tiles.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]
