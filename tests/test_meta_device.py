@@ -178,7 +178,7 @@ def test_a_cache_that_grows_past_a_table_of_angles(mode):
 def test_captured_steps(policy):
     """Checks the host's work between replays of CUDA graphs. A plain call stands in for the graph."""
     read = CachedDecoder(meta_model("llama"), config_of(policy), 2)
-    read.graphs = StepGraphs(lambda step, tokens: step)
+    read.graphs = StepGraphs(lambda step, tokens: step, after=1)
     read_in(read, [1] * (CAPACITY + 4))
     assert read.graphs.replayed > CAPACITY
 
