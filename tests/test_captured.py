@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -178,7 +177,7 @@ class FakeCuda:
                 cuda.calls.append(("wait", other))
 
         class CUDAGraph:
-            def capture_begin(self, pool=None, capture_error_mode="global"):
+            def capture_begin(self, pool=None):
                 cuda.calls.append(("begin", pool))
 
             def capture_end(self):
@@ -188,15 +187,17 @@ class FakeCuda:
             def replay(self):
                 cuda.calls.append("replay")
 
-        self.Stream, self.CUDAGraph = Stream, CUDAGraph
+        class Entered:
+            def __init__(self, stream):
+                self.stream, self.before = stream, None
 
-    @contextmanager
-    def stream(self, stream):
-        before, self.current = self.current, stream
-        try:
-            yield
-        finally:
-            self.current = before
+            def __enter__(self):
+                self.before, cuda.current = cuda.current, self.stream
+
+            def __exit__(self, *error):
+                cuda.current = self.before
+
+        self.Stream, self.CUDAGraph, self.stream = Stream, CUDAGraph, Entered
 
     def current_stream(self, device=None):
         return self.Stream() if isinstance(self.current, str) else self.current
