@@ -132,6 +132,8 @@ def test_a_silent_fall_back_to_the_plain_walk_is_red(before, tmp_path):
     )
     for changes, state in (
         ({"refused": "a step takes 2 ms, and 1 ms plainly"}, "not compared"),
+        ({"refused": "a block takes 9 ms, and 8 ms plainly; a step takes 2 ms, and 1 ms plainly"}, "not compared"),
+        ({"refused": "compiled walk: it died; a step takes 2 ms, and 1 ms plainly"}, "regression"),
         ({"device": "x"}, "not compared"),
     ):
         now = [changed(r, facts=changes) for r in before[0]]

@@ -224,6 +224,11 @@ class CachedDecoder:
         return float(torch.cat(held).float().mean())
 
     @property
+    def streams(self) -> int:
+        """B."""
+        return len(self._step)
+
+    @property
     def slots(self) -> tuple[float, float]:
         """Slots in use, and slots that a decode step attends over; means over layers, per KV head."""
         parts = [(len(w.slots.layers), *w.slots.usage(self._max_seen)) for w in self.walks]

@@ -266,7 +266,7 @@ def _job(attempt: _Attempt, model: Model, options: RunOptions, watcher: Watcher)
     config = CacheConfig(cell.policy, cell.capacity, cell.positions, cell.limit, cell.seed)
     check = FastCheck(TOKEN_BY_TOKEN, "windows run afresh", "windows run afresh", 0.0)
     if cell.policy.caches:
-        check = FastCheck(TOKEN_BY_TOKEN, "walk", "plain", 0.0) if options.walk else fast_method(model, config)
+        check = FastCheck(TOKEN_BY_TOKEN, "walk", "plain", 0.0) if options.walk else fast_method(model, config, item.streams)
         facts["differs_from_walk"] = round(check.differs, 4) if math.isfinite(check.differs) else None
         facts.update({"refused": check.refused} if check.refused else {})
         facts.update({"plain_because": check.plain_because} if check.plain_because else {})
