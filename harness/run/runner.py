@@ -19,7 +19,7 @@ import torch
 
 from kvbench import __version__
 from kvbench.harness.core.calibration import calibration_ms
-from kvbench.harness.core.device import device_name, free_bytes, instructions, wait_for
+from kvbench.harness.core.device import allows_tf32, device_name, free_bytes, instructions, wait_for
 from kvbench.harness.core.errors import DISK_ERRNOS, UserError
 from kvbench.harness.core.failure import failure
 from kvbench.harness.core.files import new_partial
@@ -350,6 +350,7 @@ def _machine_facts(options: RunOptions, item: Prepared, seconds: float, task_sec
         task_seconds: of the task's own work; None if it failed.
     """
     packages = ("torch", "transformers", "numpy")
+    tf32 = allows_tf32(options.device)
     speed = {} if task_seconds is None else {"measured_seconds": round(task_seconds, 3)}
     speed |= (
         {} if task_seconds is None or item.task.together else {"tokens_per_second": round(item.data.tokens / task_seconds, 1)}
@@ -357,6 +358,7 @@ def _machine_facts(options: RunOptions, item: Prepared, seconds: float, task_sec
     return {
         "device": device_name(options.device),
         "instructions": instructions(options.device),
+        **({} if tf32 is None else {"tf32": tf32}),
         "threads": torch.get_num_threads(),
         "seconds": round(seconds, 3),
         "calibration_ms": calibration_ms(options.device),
