@@ -20,6 +20,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from factories import needs_triton
+from test_models import REFUSED
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -35,6 +36,7 @@ from kvbench.harness.engine.model import Model, adopt
 from kvbench.harness.engine.once import read_once
 from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.slots import BUCKET, LayerShape, Slots
+from kvbench.harness.models.families import FAMILIES as FAMILY_SIZES
 from kvbench.harness.models.families import tiny_model
 from kvbench.policies import Policy
 from kvbench.policies.dense import Dense
@@ -141,6 +143,16 @@ def test_families(family, policy):
         read_in(read, [5, 1, 20, 1, 1], ragged)
         expected = {Dense: 2 * model.kv_bytes(BUCKET - 1), RecomputeSinkWindow: 0}  # a growing cache grows by whole buckets
         assert read.kv_bytes == expected.get(type(policy), model.kv_bytes(CAPACITY, 2))
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILY_SIZES if name not in {*REFUSED, "phimoe"}])
+def test_steps_of_every_family_can_be_captured(family):
+    """Filling, and evicting, for every family that passes the self-check."""
+    try:
+        model = meta_model(family)
+    except KeyError:
+        pytest.skip(f"the installed transformers has no {family}")
+    read_in(CachedDecoder(model, config_of("h2o", capacity=2), 2), [1, 1, 1])
 
 
 def test_a_family_whose_own_code_leaves_the_device():

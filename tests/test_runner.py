@@ -190,7 +190,7 @@ def test_cells_after_a_failed_capture_are_measured_in_a_new_process(tmp_path, mo
 
 
 def test_cells_side_by_side_are_measured_in_one_new_process(tmp_path, monkeypatch, capsys):
-    """Latency, whose cells are one group; here without the process. A cell that crashes there has its error in its record, and the other its figures."""
+    """Latency, whose cells are one group, without the process. A cell that crashes has its error in its record."""
     groups = []
 
     def in_child(cells, told):
