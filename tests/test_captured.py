@@ -14,7 +14,10 @@ from kvbench.harness.engine import captured
 from kvbench.harness.engine.captured import CAPTURE_AFTER, PROCESS, CudaGraph, StepGraphs, dry_run
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
-from kvbench.harness.engine.method import FASTEST, PLAIN_WALK
+from kvbench.harness.engine.method import EAGER, FASTEST, PLAIN_WALK
+from kvbench.harness.tasks.latency.lane import Lane
+from kvbench.harness.tasks.latency.schema import LatencyOptions
+from kvbench.harness.tasks.task import Job
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
 from kvbench.policies.sink_window import SinkWindow
@@ -324,6 +327,26 @@ def test_what_waits_in_the_dry_run_is_never_captured(monkeypatch, why):
     eager = ["step", "step", "dry run", "step"]
     assert calls == [*eager, *(["step"] * 3 if why else ["capture", "step", "step", "step"])]
     assert (graphs.refused, graphs.replayed, PROCESS.failed) == (why, 0 if why else 3, "")
+
+
+@on_cpu
+def test_latency_captures_its_steps_before_it_times_them(tmp_path):
+    """However few steps warm up, and after each part of the stream that is read in blocks."""
+
+    def opened(model, config, streams, method):
+        read = CachedDecoder(model, config, streams, method)
+        read.graphs = StepGraphs(Recorded)
+        return read
+
+    options = LatencyOptions(tokens=600, prompt=16, steps=4)
+    job = Job(model_of("llama"), CacheConfig(Dense()), None, 64, EAGER, tmp_path / "t", lambda tokens, text: None, opened)
+    lane = Lane(options, job)
+    lane.read_prompt()
+    for position in (40, 300, 600):
+        lane.advance(position)
+        warm_up = lane.read.graphs.replayed
+        lane.time_round()
+        assert lane.read.graphs.replayed - warm_up == len(lane.round_ms[0]) > 0
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device: captured steps")
