@@ -21,6 +21,7 @@ DEVICE = torch.device(os.environ.get("BENCH_TEST_DEVICE", "cpu"))  # `make gpu` 
 if DEVICE.type == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels for CUDA run in Triton's interpreter; read when it is imported
 
+from kvbench.harness.core.device import use_full_float32  # noqa: E402
 from kvbench.harness.engine.model import Model, adopt  # noqa: E402
 from kvbench.harness.models.families import tiny_model  # noqa: E402
 
@@ -31,6 +32,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 torch.set_num_threads(1)  # faster for tiny models
+use_full_float32(DEVICE)
 settings.register_profile("default", deadline=None, derandomize=True)
 settings.load_profile("default")
 

@@ -70,6 +70,8 @@ class Lane:
     def read_prompt(self) -> None:
         """Read a prompt with a fresh cache, and time the first token of the answer."""
         self.read = self.job.decoder(self.options.batch)
+        if isinstance(self.read, CachedDecoder) and self.read.graphs is not None:
+            self.read.graphs = self.read.graphs.fresh(after=1)  # captured while warming up
         tokens = self._random(self.options.prompt)
         marks = Marks(self.job.model.device)
         marks.mark()
