@@ -21,6 +21,7 @@ from kvbench.harness.engine.loop import decoder
 from kvbench.harness.engine.method import EAGER
 from kvbench.harness.records import RecordStore
 from kvbench.harness.records.metrics import Metrics
+from kvbench.harness.run.request import RunRequest
 from kvbench.harness.tasks.latency import Latency, LatencyOptions, measure
 from kvbench.harness.tasks.latency.lane import Lane, roofline, timing
 from kvbench.harness.tasks.task import Job, RandomTokens
@@ -43,7 +44,8 @@ def measured(tmp_path, monkeypatch):
             Job(model_of("llama"), config, RandomTokens(1), 64, EAGER, tmp_path / f"{i}.npy", lambda tokens, text: None, **rest)
             for i, config in enumerate(configs)
         ]
-        return [x.as_json() if isinstance(x, Metrics) else x for x in Latency.run_together(options, jobs)]
+        results = dict(Latency.run_together(options, jobs))
+        return [results[i].as_json() if isinstance(results[i], Metrics) else results[i] for i in range(len(jobs))]
 
     return figures
 
@@ -226,3 +228,36 @@ def test_times_over_the_stream_are_kept_per_point(ran):
         points = [c.position for c in record.metrics.curve]
         assert all(a < b for a, b in pairwise(points))
         assert points[-1] == 64
+
+
+def test_a_run_that_is_killed_keeps_the_records_of_finished_groups(tmp_path, monkeypatch):
+    """Two cells whose caches don't fit side by side; the run is killed in the second group."""
+    (tmp_path / "two.yaml").write_text("""
+suite: two
+version: 1
+model: {id: "random:stories-260k"}
+task: {name: latency, tokens: 40, prompt: 16, rounds: 6, sittings: 2, most_sittings: 2, steps: 1}
+policies: [{name: window, capacity: [8, 16]}]
+""")
+    measured_groups = []
+
+    def killed_in_the_second_group(options, lanes):
+        measured_groups.append([lane.job.config.capacity for lane in lanes])
+        if len(measured_groups) == 2:
+            raise KeyboardInterrupt
+        return measure_group(options, lanes)
+
+    measure_group = measure._measure
+    monkeypatch.setattr(measure, "_groups_that_fit", lambda lanes: [[lane] for lane in lanes])
+    request, store = RunRequest(str(tmp_path / "two.yaml"), threads=1, device="cpu"), RecordStore(tmp_path / "results")
+    with monkeypatch.context() as killing:
+        killing.setattr(measure, "_measure", killed_in_the_second_group)
+        with pytest.raises(KeyboardInterrupt):
+            request.measure(tmp_path / "results", request.cells())
+    assert measured_groups == [[8], [16]]
+    records, problems = store.read_all()
+    assert [(r.cell.capacity, r.status) for r in records] == [(8, "ok")]
+    assert not problems
+    assert store.trace_path(records[0], Latency.trace).exists()
+    complete = request.measure(tmp_path / "results", request.cells())
+    assert [(r.cell.capacity, r.status) for r in complete] == [(8, "ok"), (16, "ok")]

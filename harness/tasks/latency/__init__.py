@@ -57,8 +57,8 @@ class Latency(Task):
         return options.batch * options.rounds * options.steps * (options.sittings + 5)
 
     @classmethod
-    def run_together(cls, options: LatencyOptions, jobs: Sequence[Job]) -> list[Metrics | Exception]:
-        """Measure all cells interleaved, in groups whose caches fit into memory."""
+    def run_together(cls, options: LatencyOptions, jobs: Sequence[Job]) -> Iterator[tuple[int, Metrics | Exception]]:
+        """Measure all cells interleaved, in groups whose caches fit into memory. Yields a group's results when it is finished."""
         from kvbench.harness.tasks.latency.measure import measure
 
         return measure(options, jobs)
