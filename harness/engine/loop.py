@@ -22,6 +22,7 @@ from kvbench.harness.engine.decoder import CacheConfig, Decoder
 from kvbench.harness.engine.method import EAGER, Method
 from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.plan import Block
+from kvbench.harness.engine.random_fill import fill_randomly
 from kvbench.harness.engine.recompute import RecomputeDecoder
 from kvbench.harness.engine.rotary import LONGEST_STREAM
 from kvbench.harness.engine.slots import Slots
@@ -145,6 +146,28 @@ class CachedDecoder:
         """Note that `count` tokens of every stream have been read, whose K and V were put into the slots."""
         self._step += count
         self._seen = self._max_seen = count
+
+    @torch.inference_mode()
+    def fill_randomly(self, tokens: int, seed: int = 0) -> None:
+        """Put an empty decoder into the state after `tokens` tokens, with random K, V and statistics.
+
+        Args:
+            tokens: of each stream.
+            seed: decoders of one shape that are filled with the same seed hold the same numbers.
+
+        Raises:
+            ValueError: the decoder has read tokens already, or the stream would be too long.
+        """
+        if self._seen != 0:
+            raise ValueError("only a decoder that has read nothing can be filled")
+        if tokens > LONGEST_STREAM:
+            raise ValueError(f"a stream of more than {LONGEST_STREAM} tokens")
+        device = self.model.device
+        generator = torch.Generator(device if device.type == "cuda" else "cpu").manual_seed(seed)
+        for walk in self.walks:
+            walk.slots.grow(tokens)
+            fill_randomly(walk.slots, tokens, generator)
+        self.mark_prefilled(tokens)
 
     def _run_eager(self, tokens: Tensor, valid: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
         """Read a block without a CUDA graph."""

@@ -1,0 +1,41 @@
+"""Fills slots with random K and V, so that a full cache can be timed and checked without reading thousands of tokens.
+
+Axis letters: N rows of one layer (streams x KV heads), S slots, n tokens held, D key dim, Dv value dim.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvbench.harness.engine.slots import Slots
+
+
+def fill_randomly(slots: Slots, tokens: int, generator: torch.Generator) -> None:
+    """Put slots into the state after `tokens` tokens: K and V normal, statistics uniform in 0..1 above their initial value.
+
+    The policy's band is held if it names one, else the newest tokens, oldest first.
+
+    Args:
+        slots: empty, with room for the tokens.
+        tokens: read so far.
+        generator: of the random numbers, on the slots' device.
+    """
+    count = tokens if slots.capacity is None else min(tokens, slots.capacity)
+    device = slots.tensors.keys.device
+    position = torch.arange(count, device=device)
+    position = torch.where(position < _sinks(slots), position, position + tokens - count)
+    for layer in slots.layers:
+        rows = slots.rows(slots.num_slots, layer)
+        keys, values = (x[:, :count].normal_(generator=generator) for x in (rows.keys, rows.values))
+        rows.put(keys, values, position.expand(len(keys), -1))
+        for state in rows.states.values():
+            held = state.flatten(0, 1)[:, :count]
+            held += torch.rand(held.shape, generator=generator, device=device, dtype=held.dtype)
+
+
+def _sinks(slots: Slots) -> int:
+    """Tokens at the start of the stream that the policy never evicts."""
+    if slots.capacity is None or slots.shape.sliding_window is not None:
+        return 0
+    band = slots.policy.band(slots.capacity)
+    return 0 if band is None else band[0]
