@@ -48,6 +48,7 @@ CHECKS = [
 SINK_WINDOW, H2O, RECOMPUTE = ["--policy", "{name: sink_window, sinks: 4}"], ["--policy", "h2o"], ["--policy", "recompute_window"]
 SHORT = ["tokens=4352", "rounds=6", "sittings=2", "most_sittings=3"]
 SMALL = ["id=random:stories-260k", "tokens=300", "capacity=[64]"]  # for a rehearsal
+SMALL_LATENCY = [*SMALL, "most_sittings=2", "steps=2"]
 STATE = "gpu-run.state"  # in JSON; a folder of records holds no other .json than records
 
 
@@ -62,7 +63,7 @@ def all_stages(arguments: argparse.Namespace) -> list[Stage]:
         return [*run, *(["--threads", "1"] if small else []), *asked, *rest]
 
     def latency(model: str, capacity: str, *policies: str) -> list[str]:
-        return bench("latency", [f"id=random:{model}", *SHORT, f"capacity={capacity}", *(SMALL if small else [])], *policies)
+        return bench("latency", [f"id=random:{model}", *SHORT, f"capacity={capacity}", *(SMALL_LATENCY if small else [])], *policies)
 
     def checks(files: list[str], rehearsed: str) -> list[str]:
         run = [sys.executable, "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider", *files]
