@@ -46,51 +46,66 @@ CHECKS = [
     "tests/test_sabotage.py",
 ]  # fmt: skip
 SINK_WINDOW, H2O, RECOMPUTE = ["--policy", "{name: sink_window, sinks: 4}"], ["--policy", "h2o"], ["--policy", "recompute_window"]
+FIGURE_10 = "[256, 512, 1024, 2048, 4096]"  # capacities
+ONE_COMPILER = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # a worker of pytest would else start sixteen
 SHORT = ["tokens=4352", "rounds=6", "sittings=2", "most_sittings=3"]
 SMALL = ["id=random:stories-260k", "tokens=300", "capacity=[64]"]  # for a rehearsal
 SMALL_LATENCY = [*SMALL, "most_sittings=2", "steps=2"]
 STATE = "gpu-run.state"  # in JSON; a folder of records holds no other .json than records
 
 
+class Commands:
+    """The commands of the stages, or of their rehearsal."""
+
+    def __init__(self, results: str, small: bool) -> None:
+        self._results, self._small = results, small
+
+    def bench(self, suite: str, settings: list[str], *rest: str) -> list[str]:
+        """A suite, with settings that make it short."""
+        asked = [x for setting in settings for x in ("--set", setting)]
+        device = ["--device", "cpu", "--threads", "1"] if self._small else ["--device", "cuda"]
+        return [sys.executable, "-m", "kvbench", "run", suite, *device, "--results", self._results, *asked, *rest]
+
+    def latency(self, model: str, capacity: str, *policies: str) -> list[str]:
+        """Decode steps of a published shape."""
+        settings = [f"id=random:{model}", *SHORT, f"capacity={capacity}"]
+        return self.bench("latency", settings + SMALL_LATENCY if self._small else settings, *policies)
+
+    def memory(self) -> list[str]:
+        """The memory suite; every cell of its rehearsal starts a process, so there is one policy."""
+        settings = ["tokens=2048", "capacity=[1024]"]
+        return self.bench("memory", settings + SMALL, *H2O) if self._small else self.bench("memory", settings)
+
+    def checks(self, files: list[str], rehearsed: str) -> list[str]:
+        """Test files; of a rehearsal the tests with a word in their name."""
+        workers = ["-n", "8"] if importlib.util.find_spec("xdist") and not self._small else []
+        chosen = ["-k", rehearsed] if self._small else []
+        return [sys.executable, "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider", *files, *workers, *chosen]
+
+    def speed(self, row: str) -> list[str]:
+        """A row of speed.py."""
+        out = str(Path(self._results) / "speed.jsonl")
+        return [sys.executable, "tests/gpu/speed.py", "--row", row, "--out", out, *(["--rehearse"] if self._small else [])]
+
+
 def all_stages(arguments: argparse.Namespace) -> list[Stage]:
     """Every stage with its cap in seconds and its command, the shortest cap first."""
-    small = arguments.rehearse
-    device = "cpu" if small else "cuda"
-
-    def bench(suite: str, settings: list[str], *rest: str) -> list[str]:
-        asked = [x for setting in settings for x in ("--set", setting)]
-        run = [sys.executable, "-m", "kvbench", "run", suite, "--device", device, "--results", arguments.results]
-        return [*run, *(["--threads", "1"] if small else []), *asked, *rest]
-
-    def latency(model: str, capacity: str, *policies: str) -> list[str]:
-        return bench("latency", [f"id=random:{model}", *SHORT, f"capacity={capacity}", *(SMALL_LATENCY if small else [])], *policies)
-
-    def checks(files: list[str], rehearsed: str) -> list[str]:
-        run = [sys.executable, "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider", *files]
-        workers = ["-n", "8"] if importlib.util.find_spec("xdist") and not small else []
-        return [*run, *workers, *(["-k", rehearsed] if small else [])]
-
-    def speed(row: str) -> list[str]:
-        out = str(Path(arguments.results) / "speed.jsonl")
-        return [sys.executable, "tests/gpu/speed.py", "--row", row, "--out", out, *(["--rehearse"] if small else [])]
-
-    one_compiler = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # beside eight workers of pytest
-    memory = bench("memory", ["tokens=2048", "capacity=[1024]", *(SMALL if small else [])], *(H2O if small else []))
+    run = Commands(arguments.results, arguments.rehearse)
     result = [
-        Stage("equalities, kernels", 70, checks(KERNEL_CHECKS, "captured"), one_compiler),
-        Stage("decode step, 7B, sink+window", 80, latency("llama-2-7b", "[4096]", *SINK_WINDOW)),
-        Stage("scoring, 7B, sink+window", 80, speed("sink_window")),
-        Stage("latency, GQA, dense and H2O", 90, latency("llama-3-8b", "[1024]")),
-        Stage("memory", 100, memory),
-        Stage("equalities, the rest", 110, checks(CHECKS, "fork"), one_compiler),
-        Stage("scoring, 8B, H2O", 120, speed("h2o")),
-        Stage("latency, Figure 10, 7B", 130, latency("llama-2-7b", "[256, 512, 1024, 2048, 4096]", *RECOMPUTE, *SINK_WINDOW)),
-        Stage("decode step, 7B, H2O", 140, latency("llama-2-7b", "[4096]", *H2O)),
-        Stage("latency, Figure 10, 13B", 160, latency("llama-2-13b", "[256, 512, 1024, 2048, 4096]", *RECOMPUTE, *SINK_WINDOW)),
+        Stage("equalities, kernels", 70, run.checks(KERNEL_CHECKS, "exact_in_float64"), ONE_COMPILER),
+        Stage("decode step, 7B, sink+window", 80, run.latency("llama-2-7b", "[4096]", *SINK_WINDOW)),
+        Stage("scoring, 7B, sink+window", 80, run.speed("sink_window")),
+        Stage("latency, GQA, all policies", 90, run.latency("llama-3-8b", "[1024]")),
+        Stage("memory", 100, run.memory()),
+        Stage("equalities, the rest", 110, run.checks(CHECKS, "fork"), ONE_COMPILER),
+        Stage("scoring, 8B, H2O", 120, run.speed("h2o")),
+        Stage("latency, Figure 10, 7B", 130, run.latency("llama-2-7b", FIGURE_10, *RECOMPUTE, *SINK_WINDOW)),
+        Stage("decode step, 7B, H2O", 140, run.latency("llama-2-7b", "[4096]", *H2O)),
+        Stage("latency, Figure 10, 13B", 160, run.latency("llama-2-13b", FIGURE_10, *RECOMPUTE, *SINK_WINDOW)),
     ]
     if arguments.model and arguments.data:
         text = ["--model", arguments.model, "--data", arguments.data]
-        result.insert(0, Stage("perplexity", 70, bench("pg19", ["tokens=4096", "capacity=[256]"], *text)))
+        result.insert(0, Stage("perplexity", 70, run.bench("pg19", ["tokens=4096", "capacity=[256]"], *text)))
     return result
 
 

@@ -29,7 +29,7 @@ class Stage:
     name: str
     cap: float
     command: list[str]
-    variables: Mapping[str, str] = field(default_factory=dict)
+    variables: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
