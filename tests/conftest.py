@@ -17,6 +17,7 @@ import torch
 import transformers
 from hypothesis import settings
 
+from kvbench.harness.core.device import use_full_float32
 from kvbench.harness.engine.model import Model, adopt
 from kvbench.harness.models.families import tiny_model
 
@@ -30,6 +31,7 @@ if DEVICE.type == "cpu":
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 torch.set_num_threads(1)  # faster for tiny models
+use_full_float32(DEVICE)
 settings.register_profile("default", deadline=None, derandomize=True)
 settings.load_profile("default")
 

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conftest import model_of, tokens_of
+from factories import needs_compiler
 
+from kvbench.harness.engine import fastcheck
+from kvbench.harness.engine.captured import StepGraphs
+from kvbench.harness.engine.closed_form import ClosedForm
 from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.fastcheck import fast_method
+from kvbench.harness.engine.kernels.cpu import StepKernel, WalkKernel
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import EAGER, FASTEST, PLAIN_WALK
+from kvbench.harness.engine.rows import Rows
+from kvbench.harness.engine.walk import Walk
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
 from kvbench.policies.random import Random
@@ -74,3 +84,187 @@ def test_only_an_empty_decoder_can_be_filled():
     read = filled(CacheConfig(H2O(), 20), 50)
     with pytest.raises(ValueError, match="has read nothing"):
         read.fill_randomly(50)
+
+
+class Graph:
+    """Stands in for a CUDA graph: replays the step."""
+
+    def __init__(self, step, tokens):
+        self.step = step
+
+    def __call__(self, tokens):
+        return self.step(tokens)
+
+
+class OnCuda(CachedDecoder):
+    """A decoder that captures its steps, as one on CUDA does, and counts the tokens that any of them reads."""
+
+    read_tokens = 0
+
+    def __init__(self, model, config, streams=1, method=EAGER, prompt_length=None):
+        super().__init__(model, config, streams, method, prompt_length)
+        self.graphs = StepGraphs(Graph) if method.captured else None
+
+    def __call__(self, tokens, valid=None, keep=None):
+        OnCuda.read_tokens += tokens.numel()
+        return super().__call__(tokens, valid, keep)
+
+
+@pytest.fixture
+def as_on_cuda(monkeypatch):
+    """The check as it is on CUDA."""
+    monkeypatch.setattr(fastcheck, "_TIMED_DEVICES", {"cpu"}, raising=False)
+    monkeypatch.setattr(fastcheck, "CachedDecoder", OnCuda)
+    monkeypatch.setattr(OnCuda, "read_tokens", 0)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that goes on only where a test says what takes how long: a function makes a method cost seconds."""
+    now = [0.0]
+    monkeypatch.setattr(fastcheck, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def cost(kind: type, name: str, seconds: float) -> None:
+        plain = getattr(kind, name)
+
+        def slow(self, *args, **kwargs):
+            now[0] += seconds
+            return plain(self, *args, **kwargs)
+
+        monkeypatch.setattr(kind, name, slow)
+
+    return cost
+
+
+def dies(*args, **kwargs):
+    raise RuntimeError("out of resource: shared memory")
+
+
+def kernels(config: CacheConfig):
+    return CachedDecoder(model_of("llama"), config, method=FASTEST).walks[0]._kernels
+
+
+@needs_compiler
+@pytest.mark.parametrize("config", [CacheConfig(H2O(), 8), CacheConfig(SinkWindow(4), 8), CacheConfig(Dense())], ids=str)
+def test_a_step_kernel_that_dies_leaves_blocks_fast(monkeypatch, config):
+    model = model_of("llama")
+    whole = fast_method(model, config)
+    assert (whole.refused, whole.step) == ("", "compiled")
+    monkeypatch.setattr(type(kernels(config).step), "__call__", dies)
+    found = fast_method(model, config)
+    assert (found.blocks, found.step) == (whole.blocks, "plain")
+    assert found.method.walk_kernel
+    assert (found.method.step_kernel, found.method.captured) == (False, False)
+    assert found.refused == "step kernels: RuntimeError: out of resource: shared memory"
+
+
+@needs_compiler
+def test_a_walk_kernel_that_dies_leaves_steps_fast(monkeypatch):
+    config = CacheConfig(H2O(), 8)
+    monkeypatch.setattr(type(kernels(config).walk), "__call__", dies)
+    found = fast_method(model_of("llama"), config)
+    assert (found.blocks, found.step) == ("walk", "compiled")
+    assert (found.method.walk_kernel, found.method.step_kernel) == (False, True)
+    assert found.refused == "compiled walk: RuntimeError: out of resource: shared memory"
+    read = CachedDecoder(model_of("llama"), config, method=found.method)
+    read(tokens_of(30))  # would die by the kernel
+    assert read(tokens_of(1)).isfinite().all()
+
+
+@needs_compiler
+def test_a_closed_form_that_refuses_leaves_the_compiled_walk_and_steps(monkeypatch):
+    """As FlexAttention refuses heads below 16 dims."""
+    config = CacheConfig(SinkWindow(4), 8)
+
+    def refuses(*args):
+        raise NotImplementedError("NYI: embedding dimension of the query, key, and value must be at least 16")
+
+    monkeypatch.setattr(ClosedForm, "__call__", refuses)
+    found = fast_method(model_of("llama"), config)
+    assert (found.blocks, found.step, found.differs) == ("compiled walk", "compiled", torch.inf)
+    assert found.refused.startswith("closed form: NotImplementedError: NYI: embedding dimension")
+
+
+@needs_compiler
+def test_both_faults_are_told(monkeypatch):
+    config = CacheConfig(H2O(), 8)
+    monkeypatch.setattr(type(kernels(config).step), "__call__", dies)
+    monkeypatch.setattr(type(kernels(config).walk), "__call__", dies)
+    found = fast_method(model_of("llama"), config)
+    assert (found.method, found.blocks, found.step) == (PLAIN_WALK, "walk", "plain")
+    told = "RuntimeError: out of resource: shared memory"
+    assert found.refused == f"compiled walk: {told}; step kernels: {told}"
+
+
+@needs_compiler
+def test_methods_that_fail_only_together_are_not_used(monkeypatch):
+    monkeypatch.setattr(
+        fastcheck,
+        "_difference",
+        lambda model, sizes, fast, other: 2.0 if fast.walks[0].is_compiled and fast.walks[0].steps_by_kernel else 0.5,
+    )
+    found = fast_method(model_of("llama"), CacheConfig(H2O(), 8))
+    assert found == fastcheck.FastCheck(PLAIN_WALK, "walk", "plain", 2.0, "its logits differ from the plain walk's")
+
+
+@needs_compiler
+def test_captured_steps_are_left_where_the_step_kernel_dies(monkeypatch, clock, as_on_cuda):
+    config = CacheConfig(H2O(), 8)
+    monkeypatch.setattr(type(kernels(config).step), "__call__", dies)
+    found = fast_method(model_of("llama"), config)
+    assert found.method.captured
+    assert not found.method.step_kernel
+    assert (found.blocks, found.step) == ("compiled walk", "captured")
+    told = "RuntimeError: out of resource: shared memory"
+    assert found.refused == f"captured kernels: {told}; step kernels: {told}"
+
+
+@needs_compiler
+@pytest.mark.parametrize("streams", [1, 3])
+@pytest.mark.parametrize(
+    ("policy", "kind"), [(H2O(), WalkKernel), (SinkWindow(4), ClosedForm)], ids=["compiled walk", "closed form"]
+)
+@pytest.mark.parametrize("seconds", [0.1, 100])
+def test_a_block_method_is_used_only_where_it_measures_faster(clock, as_on_cuda, policy, kind, seconds, streams):
+    """Times are those of the fast method, and of the plain walk: 0.5 seconds a token and layer."""
+    clock(kind, "__call__", seconds)
+    clock(Rows, "release", 0.5)
+    name = "compiled walk" if kind is WalkKernel else "closed form"
+    found = fast_method(model_of("llama"), CacheConfig(policy, 8), *([streams] if streams > 1 else []))
+    if seconds < 1:
+        assert (found.blocks, found.refused) == (name, "")
+    else:
+        assert found.blocks == ("walk" if kind is WalkKernel else "compiled walk")
+        assert found.refused == "a block takes 2e+05 ms, and 6.4e+04 ms plainly"
+
+
+@needs_compiler
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_captured_step_is_used_only_where_it_measures_faster(clock, as_on_cuda, slow):
+    """Here by its kernel, so that the captured plain step is used instead."""
+    clock(StepKernel, "__call__", 2.0 if slow else 0.1)
+    clock(Walk, "_step", 0.5)
+    found = fast_method(model_of("llama"), CacheConfig(H2O(), 8))
+    assert (found.blocks, found.step) == ("compiled walk", "captured")
+    assert found.method.step_kernel == (not slow)
+    assert found.refused == ("a step takes 4e+03 ms, and 1e+03 ms plainly" if slow else "")
+
+
+def test_the_cells_streams_are_read_where_they_fit(monkeypatch, as_on_cuda):
+    model, config = model_of("llama"), CacheConfig(H2O(), 8)
+    asked = []
+    monkeypatch.setattr(fastcheck, "_difference", lambda model, sizes, fast, plain: asked.append(fast.streams) or 0.0)
+    fast_method(model, config, 5)
+    monkeypatch.setattr(fastcheck, "free_bytes", lambda device: 4 * 3 * model.kv_bytes(8))
+    fast_method(model, config, 5)
+    monkeypatch.setattr(fastcheck, "free_bytes", lambda device: 0)
+    fast_method(model, config, 5)
+    assert (asked[0], asked[-2], asked[-1]) == (5, 3, 1)
+
+
+@needs_compiler
+def test_a_large_cache_is_filled_and_not_read(as_on_cuda):
+    found = fast_method(model_of("llama"), CacheConfig(H2O(), 2000))
+    assert found.method == FASTEST
+    assert found.blocks == "compiled walk"
+    assert 0 < OnCuda.read_tokens < 1500  # of two decoders, timed blocks and steps included

@@ -132,6 +132,8 @@ def test_a_silent_fall_back_to_the_plain_walk_is_red(before, tmp_path):
     )
     for changes, state in (
         ({"refused": "a step takes 2 ms, and 1 ms plainly"}, "not compared"),
+        ({"refused": "a block takes 9 ms, and 8 ms plainly; a step takes 2 ms, and 1 ms plainly"}, "not compared"),
+        ({"refused": "compiled walk: it died; a step takes 2 ms, and 1 ms plainly"}, "regression"),
         ({"device": "x"}, "not compared"),
     ):
         now = [changed(r, facts=changes) for r in before[0]]
@@ -318,11 +320,11 @@ def test_what_was_measured_three_times_lies_in_its_band(latency_before):
         assert set(latency_states(latency_before, run).values()) == {"ok"}
 
 
-@pytest.mark.parametrize("what", [{"threads": 7}, {"device": "another"}, {"instructions": "AVX2"}])
+@pytest.mark.parametrize("what", [{"threads": 7}, {"device": "another"}, {"instructions": "AVX2"}, {"tf32": True}])
 def test_latency_of_elsewhere_is_not_compared(what):
     base, slow = latency_run(1.5), latency_run(3.0)
     for r in base:
-        edit(r, facts={"threads": 2, "device": "one", "instructions": "AVX512"})
+        edit(r, facts={"threads": 2, "device": "one", "instructions": "AVX512", "tf32": False})
     for r in slow:
         edit(r, facts=base[0].facts.as_json() | what)
     found = [f for f in gate.check((base, Path()), (slow, Path()), bands.learn([base] * 4)) if f.check == "latency"]

@@ -10,16 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import DEVICE, model_of, nll, tokens_of
-from factories import Odd, needs_compiler, needs_triton
+from factories import Odd, needs_triton
 
-from kvbench.harness.engine import fastcheck
-from kvbench.harness.engine.captured import StepGraphs
 from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.fastcheck import fast_method
 from kvbench.harness.engine.kernels import choose, cuda
 from kvbench.harness.engine.kernels.tracing import TRITON, traced
 from kvbench.harness.engine.loop import CachedDecoder
-from kvbench.harness.engine.method import FASTEST, KERNELS, PLAIN_WALK
+from kvbench.harness.engine.method import KERNELS, PLAIN_WALK
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
 from kvbench.policies.random import Random
@@ -98,99 +95,3 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_there():
 
 def test_what_is_traced_reads_like_triton():
     assert traced(H2O(3).bind(8), TRITON) == ('tl.where(((step - position) < 3), float("inf"), state)', "(state + mass)")
-
-
-class Recorded:
-    """Stands in for a CUDA graph: replays the step and nothing else that the host would do."""
-
-    made = 0
-
-    def __init__(self, step, tokens):
-        type(self).made += 1
-        self.step = step
-
-    def __call__(self, tokens):
-        return self.step(tokens)
-
-
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="a stand-in where there is no CUDA")
-@pytest.mark.parametrize(
-    "config", [CacheConfig(H2O(), 9), CacheConfig(SinkWindow(2), 9, "stream"), CacheConfig(Dense())], ids=str
-)
-def test_captured_steps_follow_the_host(config, monkeypatch):
-    """Covers filling, eviction, blocks between steps, and growth: one capture per state, the same logits."""
-    monkeypatch.setattr(Recorded, "made", 0)
-    model, tokens = model_of("llama"), tokens_of(600)
-    plain, captured = CachedDecoder(model, config), CachedDecoder(model, config)
-    captured.graphs = StepGraphs(Recorded)
-    sizes = [1] * 14 + [30] + [1] * 8 + [220] + [1] * 8
-    at = 0
-    for size in sizes:
-        block = tokens[:, at : at + size]
-        torch.testing.assert_close(captured(block), plain(block))
-        at += size
-    assert captured.kept() == plain.kept()
-    # Each state runs eagerly once: filling and full, or the first 256 slots and the next, grown.
-    assert Recorded.made == 2
-    assert captured.graphs.replayed == sizes.count(1) - 2
-    fork = captured.fork([0])
-    assert fork.graphs is not captured.graphs
-    torch.testing.assert_close(fork(tokens[:, :1]), plain(tokens[:, :1]))
-
-
-def test_a_model_that_can_not_be_captured_runs_eagerly_and_says_so():
-    def refuse(step, tokens):
-        raise RuntimeError("operation not permitted when stream is capturing\nmore")
-
-    model, tokens = model_of("llama"), tokens_of(20)
-    plain, captured = CachedDecoder(model, CacheConfig(H2O(), 6)), CachedDecoder(model, CacheConfig(H2O(), 6))
-    captured.graphs = StepGraphs(refuse)
-    for token in tokens.split(1, 1):
-        torch.testing.assert_close(captured(token), plain(token))
-    assert captured.graphs.refused == "operation not permitted when stream is capturing"
-    assert captured.graphs.replayed == 0
-
-
-@needs_compiler
-def test_what_a_kernel_dies_of_is_told_and_the_plain_walk_used(monkeypatch):
-    model, config = model_of("llama"), CacheConfig(H2O(), 8)
-    whole = fast_method(model, config)
-
-    def fails(*args, **kwargs):
-        raise RuntimeError("out of resource: shared memory")
-
-    monkeypatch.setattr(type(CachedDecoder(model, config, method=FASTEST).walks[0]._kernels.step), "__call__", fails)
-    found = fast_method(model, config)
-    assert whole.refused == ""
-    assert (found.blocks, found.step) == ("walk", "plain")
-    assert found.refused == "RuntimeError: out of resource: shared memory"
-
-
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="a stand-in where there is no CUDA")
-@pytest.mark.parametrize(("ours", "step"), [(0.001, "captured"), (0.003, "plain")])
-def test_a_captured_step_is_used_only_where_it_measures_faster(monkeypatch, ours, step):
-    monkeypatch.setattr(fastcheck, "_step_seconds", lambda *of: (ours, 0.002))
-    made = fastcheck.CachedDecoder
-
-    def with_graphs(*args, method):
-        read = made(*args, method=method)
-        read.graphs = StepGraphs(Recorded) if method.captured else None
-        return read
-
-    monkeypatch.setattr(fastcheck, "CachedDecoder", with_graphs)
-    found = fast_method(model_of("llama"), CacheConfig(H2O(), 8))
-    assert found.step == step
-    assert ("ms plainly" in found.refused) == (step == "plain")
-
-
-@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device: captured steps")
-@pytest.mark.parametrize("config", [CacheConfig(H2O(), 9), CacheConfig(SinkWindow(2), 9), CacheConfig(Dense())], ids=str)
-def test_captured_on_cuda(config):
-    model, tokens = model_of("llama"), tokens_of(400)
-    fast, plain = CachedDecoder(model, config, method=FASTEST), CachedDecoder(model, config, method=PLAIN_WALK)
-    for size in [1] * 14 + [30] + [1] * 8 + [220] + [1] * 8:
-        block, tokens = tokens[:, :size], tokens[:, size:]
-        torch.testing.assert_close(fast(block), plain(block), atol=2e-4, rtol=0)
-    assert fast.graphs.refused == ""
-    assert fast.graphs.replayed > 20
-    assert fast.kept() == plain.kept()

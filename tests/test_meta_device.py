@@ -20,6 +20,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from factories import needs_triton
+from test_models import REFUSED
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -35,6 +36,7 @@ from kvbench.harness.engine.model import Model, adopt
 from kvbench.harness.engine.once import read_once
 from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.slots import BUCKET, LayerShape, Slots
+from kvbench.harness.models.families import FAMILIES as FAMILY_SIZES
 from kvbench.harness.models.families import tiny_model
 from kvbench.policies import Policy
 from kvbench.policies.dense import Dense
@@ -143,6 +145,16 @@ def test_families(family, policy):
         assert read.kv_bytes == expected.get(type(policy), model.kv_bytes(CAPACITY, 2))
 
 
+@pytest.mark.parametrize("family", [name for name in FAMILY_SIZES if name not in {*REFUSED, "phimoe"}])
+def test_steps_of_every_family_can_be_captured(family):
+    """Filling, and evicting, for every family that passes the self-check."""
+    try:
+        model = meta_model(family)
+    except KeyError:
+        pytest.skip(f"the installed transformers has no {family}")
+    read_in(CachedDecoder(model, config_of("h2o", capacity=2), 2), [1, 1, 1])
+
+
 def test_a_family_whose_own_code_leaves_the_device():
     """transformers' phimoe computes RoPE frequencies on the CPU in every step. Its steps run but can't be captured."""
     read = decoder(meta_model("phimoe"), config_of("h2o"), 2)
@@ -178,7 +190,7 @@ def test_a_cache_that_grows_past_a_table_of_angles(mode):
 def test_captured_steps(policy):
     """Checks the host's work between replays of CUDA graphs. A plain call stands in for the graph."""
     read = CachedDecoder(meta_model("llama"), config_of(policy), 2)
-    read.graphs = StepGraphs(lambda step, tokens: step)
+    read.graphs = StepGraphs(lambda step, tokens: step, after=1)
     read_in(read, [1] * (CAPACITY + 4))
     assert read.graphs.replayed > CAPACITY
 

@@ -10,7 +10,8 @@ from conftest import bench
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.failure import failure, ran_out_of_memory
-from kvbench.harness.run import runner
+from kvbench.harness.run import apart, runner
+from kvbench.harness.run.in_child import measure_group
 from kvbench.harness.run.request import RunRequest
 
 SUITE = """
@@ -147,3 +148,71 @@ def test_what_ran_out_of_memory_is_called_so():
         assert ran_out_of_memory(error)
         assert failure(error)["kind"] == "out of memory"
     assert not ran_out_of_memory(UserError("x"))
+
+
+TWO_CELLS = """
+suite: two
+version: 1
+model: {id: "builtin:sink_1"}
+task:
+  - {name: perplexity, data: prose, tokens: 90}
+policies:
+  - {name: window, capacity: 8}
+  - {name: h2o, capacity: 8}
+"""
+
+
+def test_cells_after_a_failed_capture_are_measured_in_a_new_process(tmp_path, monkeypatch):
+    """With the same figures and methods. The capture fails while the first cell is measured."""
+    (tmp_path / "two.yaml").write_text(TWO_CELLS)
+    request = RunRequest(str(tmp_path / "two.yaml"), threads=1, device="cpu")
+    expected = request.measure(tmp_path / "expected", request.cells(), progress=False)
+    groups, here = [], []
+    new_process, run_task = apart.measure_group, runner._run_task
+
+    def fails(attempts, *rest):
+        here.append(len(attempts))
+        seconds = run_task(attempts, *rest)
+        monkeypatch.setattr(runner.PROCESS, "failed", "the capture was invalidated")
+        return seconds
+
+    monkeypatch.setattr(runner, "_run_task", fails)
+    monkeypatch.setattr(apart, "measure_group", lambda cells, told: groups.append(cells) or new_process(cells, told))
+    records = request.measure(tmp_path / "results", request.cells(), progress=False)
+    assert (len(here), len(groups)) == (1, 1)
+    for record, other in zip(records, expected, strict=True):
+        assert record.status == "ok"
+        assert record.metrics == other.metrics
+        facts, others = record.facts.as_json(), other.facts.as_json()
+        assert facts.keys() == others.keys()
+        for name in ("method", "step", "block", "self_check", "differs_from_walk", "kv_shapes", "weights_sha256"):
+            assert facts.get(name) == others.get(name), name
+
+
+def test_cells_side_by_side_are_measured_in_one_new_process(tmp_path, monkeypatch, capsys):
+    """Latency, whose cells are one group, without the process. A cell that crashes has its error in its record."""
+    groups = []
+
+    def in_child(cells, told):
+        groups.append([apart.CellRun.from_json(cell.to_json()) for cell in cells])
+        return apart.GroupResult(**json.loads(json.dumps(measure_group(groups[-1], told))))
+
+    monkeypatch.setattr(runner.PROCESS, "failed", "the capture was invalidated")
+    monkeypatch.setattr(apart, "measure_group", in_child)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.py").write_text(BAD)
+    (tmp_path / "s.yaml").write_text("""
+suite: s
+version: 1
+model: {id: "random:stories-260k"}
+task: {name: latency, tokens: 40, prompt: 16, rounds: 6, sittings: 2, most_sittings: 2, steps: 1}
+capacity: 8
+policies: [bad.py:Bad, window]
+""")
+    code, out, _ = bench(capsys, "run", "s.yaml", "--json", "--device", "cpu", "--threads", "1", "--results", "r")
+    assert code == 4
+    records = json.loads(out)
+    assert [len(cells) for cells in groups] == [2]
+    assert [r["status"] for r in records] == ["failed", "ok"]
+    assert records[0]["error"]["where"] == "bad.py:15, in _divided"
+    assert records[1]["facts"]["step"] in ("compiled", "plain")

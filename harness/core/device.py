@@ -33,6 +33,20 @@ def instructions(device: torch.device) -> str:
     return torch.backends.cpu.get_cpu_capability()
 
 
+def use_full_float32(device: torch.device) -> None:
+    """Have a GPU multiply float32 in float32. Some images allow TF32 by environment, whose products have 10 bits of mantissa."""
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.allow_tf32 = False
+
+
+def allows_tf32(device: torch.device) -> bool | None:
+    """Whether a GPU may multiply float32 in TF32; None on a CPU, which has no TF32."""
+    if device.type != "cuda":
+        return None
+    return bool(torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32)
+
+
 def free_bytes(device: torch.device) -> int:
     """Free memory of a device, in bytes."""
     if device.type == "cuda":

@@ -79,7 +79,7 @@ class CachedDecoder:
         model: that it drives.
         config: what it keeps.
         walks: one for the layers of each shape.
-        graphs: the captured steps; None where steps aren't captured.
+        graphs: captures steps; None where steps aren't captured.
         around_bookkeeping: entered around the bookkeeping at the end of every eager block, so that it can be timed.
     """
 
@@ -183,10 +183,16 @@ class CachedDecoder:
         self._step += count if valid is None else valid.sum(1, keepdim=True)
         return logits
 
+    def _run_independent(self, tokens: Tensor) -> Tensor:
+        """Read a token by a step that computes all that it reads: a failed capture has made tensors and computed nothing."""
+        for walk in self.walks:
+            walk.forget_placement()
+        return self._run_eager(tokens)
+
     def _run_captured(self, tokens: Tensor, graphs: StepGraphs, seen: int) -> Tensor:
         """Read a token by a captured step where there is one."""
         key = tuple(walk.graph_key(seen) for walk in self.walks)
-        logits, replayed = graphs(key, [dict(walk.slots.windows) for walk in self.walks], self._run_eager, tokens)
+        logits, replayed = graphs(key, [dict(walk.slots.windows) for walk in self.walks], self._run_independent, tokens)
         for walk in self.walks if replayed else []:
             walk.note_replay(seen)
         return logits
@@ -218,6 +224,11 @@ class CachedDecoder:
         return float(torch.cat(held).float().mean())
 
     @property
+    def streams(self) -> int:
+        """B."""
+        return len(self._step)
+
+    @property
     def slots(self) -> tuple[float, float]:
         """Slots in use, and slots that a decode step attends over; means over layers, per KV head."""
         parts = [(len(w.slots.layers), *w.slots.usage(self._max_seen)) for w in self.walks]
@@ -231,5 +242,5 @@ class CachedDecoder:
         other = copy(self)
         other.walks = [walk.fork(index) for walk in self.walks]
         other._step = self._step[index]
-        other.graphs = StepGraphs() if self.graphs is not None else None
+        other.graphs = None if self.graphs is None else self.graphs.fresh()
         return other

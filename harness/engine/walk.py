@@ -154,8 +154,11 @@ class Walk:
     def graph_key(self, seen: int) -> tuple[int, int, bool]:
         """Identifies the CUDA graph for the step after `seen` tokens: all that the host decides about it."""
         full = self.slots.capacity is not None and seen >= self.slots.capacity
-        self._steady = None  # a captured step must make all that it reads
         return self.slots.version, self.slots.attended(seen + 1), full
+
+    def forget_placement(self) -> None:
+        """Make the next step compute all that it reads, as a captured one must."""
+        self._steady = None
 
     def note_replay(self, seen: int) -> None:
         """Note what an eager step after `seen` tokens would have noted."""

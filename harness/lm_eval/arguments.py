@@ -105,5 +105,5 @@ def reader_of(model: Model, config: CacheConfig, prompt: Prompt, prompt_tokens: 
     Raises:
         ValueError: the arguments contradict each other.
     """
-    method = fast_method(model, config).method if config.policy.caches else EAGER
+    method = fast_method(model, config, batch).method if config.policy.caches else EAGER
     return Reader(model, config, prompt, prompt_tokens, batch, _BLOCK, method)

@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from kvbench.harness.core.device import free_bytes
+from kvbench.harness.core.device import free_bytes, use_full_float32
 from kvbench.harness.core.errors import RefusedModelError, UserError
 from kvbench.harness.engine import interface
 from kvbench.harness.engine.model import Model, UnsupportedModelError, adopt
@@ -82,6 +82,8 @@ def load_model(
 ) -> Model:
     """Load a model, adopt it for the decode loop, and check it against its own forward pass.
 
+    TF32 is turned off, because float32 on a GPU would fail that check.
+
     Args:
         directory: of the model's files; with `random`, its config file.
         dtype: of the weights and the cache.
@@ -95,6 +97,7 @@ def load_model(
             finite, or it can't be driven exactly.
         MemoryError: random weights don't fit.
     """
+    use_full_float32(device)
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # `read_weights` reports missing tensors, in one line
     name = directory.stem if random else directory.name

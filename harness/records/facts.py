@@ -57,6 +57,7 @@ class Facts(Document):
     kv_shapes: Annotated[list[KVShape] | None, EXACT] = Field(None, description="shapes of K and V, by layer")
     device: Annotated[str, MACHINE] = Field("", description="name of the device")
     instructions: Annotated[str, MACHINE] = Field("", description="widest SIMD level of the CPU, or architecture of the GPU")
+    tf32: Annotated[bool | None, MACHINE] = Field(None, description="whether the GPU may multiply float32 in TF32; None on a CPU")
     threads: Annotated[Positive | None, MACHINE] = Field(None, description="CPU threads")
     seconds: Annotated[Amount | None, TIME] = Field(None, description="seconds in total")
     measured_seconds: Annotated[Amount | None, Elsewhere("speed")] = Field(None, description="seconds of the task's own work")

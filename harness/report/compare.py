@@ -53,11 +53,11 @@ def largest_difference(traces: Traces) -> float | None:
 
 
 def setup_changes(a: Record, b: Record, *packages: str) -> str:
-    """In words, which of device, threads, instructions and package versions differ; empty if none."""
-    names = ("device", "threads", "instructions")  # older records lack some
+    """In words, which of device, threads, instructions, TF32 and package versions differ; empty if none."""
+    names = ("device", "threads", "instructions", "tf32")  # older records lack some
     pairs = [(n, getattr(a.facts, n), getattr(b.facts, n)) for n in names]
     pairs += [(n, a.facts.versions.get(n), b.facts.versions.get(n)) for n in packages]
-    return ", ".join(f"{n} {x} -> {y}" for n, x, y in pairs if x and y and x != y)
+    return ", ".join(f"{n} {x} -> {y}" for n, x, y in pairs if x not in (None, "") and y not in (None, "") and x != y)
 
 
 def nll(a: Record, b: Record, traces: Traces = (None, None)) -> list[Difference]:

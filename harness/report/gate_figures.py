@@ -22,7 +22,7 @@ _MAX_SHOWN = 3  # differences in one finding
 _MODEL_INDEPENDENT = ("stream", "question", "gold", "target", "weight")  # fields of an answer
 _SLOW_METHODS = ("walk", "plain", "eager")  # in `method` and `step`
 _BUSY_FLAG_PREFIX = "unsettled"
-_TIMING_REFUSAL_PREFIX = "a step takes"  # such a refusal depends on how busy the machine was
+_TIMING_REFUSALS = ("a step takes", "a block takes")  # such a refusal depends on how busy the machine was
 
 
 def table(pair: Pair) -> Iterator[Result]:
@@ -134,7 +134,7 @@ def method(pair: Pair) -> Iterator[Result]:
         yield "method", "not compared", pair.setup_changes
         return
     refused = "" if base.refused is not None else now.refused or ""
-    if refused.startswith(_TIMING_REFUSAL_PREFIX):
+    if all(reason.startswith(_TIMING_REFUSALS) for reason in refused.split("; ")):
         yield "method", "not compared", refused
         return
     methods = {"method": (base.method, now.method), "step": (base.step, now.step)}

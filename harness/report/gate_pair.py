@@ -36,7 +36,7 @@ class Pair:
 
     @cached_property
     def setup_changes(self) -> str:
-        """In words, which of device, threads, instructions and torch differ; empty on the same machine."""
+        """In words, which of device, threads, instructions, TF32 and torch differ; empty on the same machine."""
         return setup_changes(self.base, self.now, "torch")
 
     @cached_property

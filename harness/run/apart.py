@@ -1,7 +1,11 @@
-"""Measures one cell in its own process, so that the process's peak memory is that of the cell.
+"""Measures cells in a process of their own.
 
-The parent sends a `CellRun` as one line of JSON on stdin. The child answers with lines of JSON: its progress and, at the end, the
-figures. Stdin stays open while the parent lives. When it closes, the child ends, so that a killed run leaves no process behind.
+On a CPU, a task may ask for it for each cell, so that the process's peak memory is that of the cell. After a failed capture of a
+CUDA graph, the groups of cells that follow are measured so, because the capture may have harmed the run's own process.
+
+The parent sends a `CellRun`, or a list of them, as one line of JSON on stdin. The child answers with lines of JSON: its progress
+and, at the end, the figures. Stdin stays open while the parent lives. When it closes, the child ends, so that a killed run leaves
+no process behind.
 """
 
 from __future__ import annotations
@@ -14,8 +18,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Self
@@ -48,9 +51,10 @@ class CellRun:
         positions: where RoPE puts a cached token.
         limit: largest distance of positions clamped.
         seed: of the policy's randomness.
-        block: tokens that pass a layer at once.
+        block: tokens that pass a layer at once; chosen by method and free memory when None.
         walk: always read token by token inside the layers.
         threads: of the CPU.
+        device: to measure on.
         trace: file of per-token figures.
     """
 
@@ -67,10 +71,11 @@ class CellRun:
     positions: PositionMode
     limit: int | None
     seed: int
-    block: int
+    block: int | None
     walk: bool
     threads: int
     trace: Path
+    device: str = "cpu"
 
     def to_json(self) -> str:
         """One line."""
@@ -79,7 +84,11 @@ class CellRun:
     @classmethod
     def from_json(cls, line: str) -> Self:
         """Parse that line."""
-        value = json.loads(line)
+        return cls.from_value(json.loads(line))
+
+    @classmethod
+    def from_value(cls, value: dict[str, Any]) -> Self:
+        """The request, from what that line holds."""
         paths = {name: Path(value[name]) for name in ("directory", "data", "trace") if value[name] is not None}
         return cls(**(value | paths))
 
@@ -99,12 +108,51 @@ class CellResult:
     seconds: float
 
 
+@dataclass(frozen=True)
+class GroupResult:
+    """The child's measurement of a group.
+
+    Attributes:
+        cells: for each, facts of its record, and its `metrics` as JSON or its `failure`.
+        model: facts about the model.
+        seconds: of the task's own work.
+    """
+
+    cells: list[dict[str, Any]]
+    model: dict[str, Any]
+    seconds: float
+
+
 def measure(cell: CellRun, progress: Callable[[int, str], None]) -> CellResult:
-    """Run a cell in a fresh process, which does not outlive this one, nor this call.
+    """Run a cell in a fresh process, token by token or as its policy allows in plain PyTorch.
 
     Args:
         cell: to measure.
         progress: called with the tokens done and the figure so far.
+
+    Raises:
+        UserError, ApartError, MemoryError: as `_answer` does.
+    """
+    answer = _answer(cell.to_json(), progress)
+    return CellResult(answer["metrics"], answer["model"], answer["seconds"])
+
+
+def measure_group(cells: Sequence[CellRun], progress: Callable[[int, str], None]) -> GroupResult:
+    """Run the cells of a group side by side in a fresh process, by the fastest methods, as the run's own process would.
+
+    Args:
+        cells: of one model and task.
+        progress: called with the tokens done and the figure so far.
+
+    Raises:
+        UserError, ApartError, MemoryError: as `_answer` does.
+    """
+    answer = _answer(f"[{', '.join(cell.to_json() for cell in cells)}]", progress)
+    return GroupResult(answer["cells"], answer["model"], answer["seconds"])
+
+
+def _answer(request: str, progress: Callable[[int, str], None]) -> dict[str, Any]:
+    """The answer of a fresh process to a request. The process does not outlive this one, nor this call.
 
     Raises:
         UserError: the child raised one; its model can't be driven exactly, for example.
@@ -116,7 +164,7 @@ def measure(cell: CellRun, progress: Callable[[int, str], None]) -> CellResult:
         process_group=0,  # so that Ctrl-C reaches only this process, which ends the child
     ) as process:  # fmt: skip
         try:
-            answer = _conversation(process, cell, progress)
+            answer = _conversation(process, request, progress)
             process.wait()
         finally:
             process.kill()  # no effect if it has ended
@@ -128,17 +176,17 @@ def measure(cell: CellRun, progress: Callable[[int, str], None]) -> CellResult:
         raise ApartError(answer["failure"])
     if process.returncode < 0:
         raise MemoryError(f"its process was killed by signal {-process.returncode}")
-    if "metrics" not in answer:
+    if not answer:
         raise RuntimeError(f"its process ended with exit code {process.returncode} and without an answer")
-    return CellResult(answer["metrics"], answer["model"], answer["seconds"])
+    return answer
 
 
-def _conversation(process: subprocess.Popen[str], cell: CellRun, progress: Callable[[int, str], None]) -> dict[str, Any]:
+def _conversation(process: subprocess.Popen[str], request: str, progress: Callable[[int, str], None]) -> dict[str, Any]:
     """Send the request and pass on progress. Returns the child's answer, which is empty if it died before it gave one."""
     assert process.stdin
     assert process.stdout
     with contextlib.suppress(BrokenPipeError):  # a child that died at once is reported by its exit code
-        process.stdin.write(cell.to_json() + "\n")
+        process.stdin.write(request + "\n")
         process.stdin.flush()
     answer: dict[str, Any] = {}
     for line in process.stdout:
@@ -158,7 +206,7 @@ def child() -> None:
     _end_with_parent(sys.stdin)
     out, sys.stdout = sys.stdout, sys.stderr  # what a library prints must not mix with the answer
     try:
-        answer = _measure_here(CellRun.from_json(line), out)
+        answer = _measure_here(json.loads(line), out)
     except UserError as error:
         answer = {"mistake": str(error), "refused": isinstance(error, RefusedModelError)}
     except (Exception, SystemExit) as error:  # the parent reports it
@@ -182,29 +230,15 @@ def _end_with_parent(stdin: IO[str]) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _measure_here(cell: CellRun, out: IO[str]) -> dict[str, Any]:
-    import torch
+def _measure_here(request: Any, out: IO[str]) -> dict[str, Any]:
+    from kvbench.harness.run import in_child
 
-    from kvbench.harness.core import plugins
-    from kvbench.harness.engine.decoder import CacheConfig
-    from kvbench.harness.engine.method import EAGER, TOKEN_BY_TOKEN
-    from kvbench.harness.models.load import load_model, load_tokenizer
-    from kvbench.harness.tasks.task import Job, Task
+    def progress(tokens: int, text: str) -> None:
+        _send(out, {"progress": [tokens, text]})
 
-    torch.set_num_threads(cell.threads)
-    task: type[Task] = plugins.task_class(cell.task["name"])
-    options = task.options(**cell.task)
-    policy = plugins.policy_class(cell.policy)(**cell.parameters)
-    config = CacheConfig(policy, cell.capacity, cell.positions, cell.limit, cell.seed)
-    data = task.data(options, lambda: load_tokenizer(cell.directory), cell.data)
-    model = load_model(cell.directory, cell.dtype, torch.device("cpu"), cell.rope_length, cell.pickle, random=cell.random)
-    job = Job(
-        model, config, data, cell.block, TOKEN_BY_TOKEN if cell.walk else EAGER, cell.trace,
-        lambda tokens, text: _send(out, {"progress": [tokens, text]}),
-    )  # fmt: skip
-    started = time.perf_counter()
-    metrics = task.run(options, job)
-    return {"metrics": metrics.as_json(), "model": model.facts(), "seconds": time.perf_counter() - started}
+    if isinstance(request, list):
+        return in_child.measure_group([CellRun.from_value(value) for value in request], progress)
+    return in_child.measure_cell(CellRun.from_value(request), progress)
 
 
 def _send(out: IO[str], value: dict[str, Any]) -> None:

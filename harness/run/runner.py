@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import gc
-import math
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -19,13 +18,12 @@ import torch
 
 from kvbench import __version__
 from kvbench.harness.core.calibration import calibration_ms
-from kvbench.harness.core.device import device_name, free_bytes, instructions, wait_for
+from kvbench.harness.core.device import allows_tf32, device_name, free_bytes, instructions, wait_for
 from kvbench.harness.core.errors import DISK_ERRNOS, UserError
-from kvbench.harness.core.failure import failure
+from kvbench.harness.core.failure import ApartError, failure
 from kvbench.harness.core.files import new_partial
+from kvbench.harness.engine.captured import PROCESS
 from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.fastcheck import FastCheck, fast_method
-from kvbench.harness.engine.method import TOKEN_BY_TOKEN
 from kvbench.harness.engine.model import Model
 from kvbench.harness.models.hub import is_random
 from kvbench.harness.models.load import load_model
@@ -33,14 +31,11 @@ from kvbench.harness.records import Record, RecordStore, digest
 from kvbench.harness.records.facts import Facts, Failure
 from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.run import apart
+from kvbench.harness.run.choose_reading import PLAIN_BLOCK_TOKENS, choose_reading
 from kvbench.harness.run.prepare import Prepared, prepare, refuse_if_too_large
 from kvbench.harness.suite import Cell, labels
 from kvbench.harness.suite.file import ModelSpec
 from kvbench.harness.tasks.task import Job, MeasurementError
-
-PLAIN_BLOCK_TOKENS = 256  # block size of the plain walk
-MAX_BLOCK_TOKENS = 2048  # of the faster methods
-LOGITS_SHARE_OF_FREE_MEMORY = 1 / 16
 
 _Result = Metrics | Exception | SystemExit
 _Finish = Callable[["_Attempt", float | None], None]  # writes a cell's record; the seconds of the task's own work so far
@@ -151,6 +146,11 @@ class _LastModel:
             _check_capacities([p for p in self._prepared if p.cell.model == spec and not p.task.of_device], self._model)
         return self._model
 
+    def drop(self) -> None:
+        """Free the model's memory."""
+        self._model = None
+        _release_memory(self._device)
+
 
 def _check_capacities(items: Sequence[Prepared], model: Model) -> None:
     """Refuse caches that can't be allocated beside the weights, before anything is measured with this model."""
@@ -217,6 +217,9 @@ def _try_task(
         first = attempts[0].item
         if first.task.apart and options.device.type == "cpu":
             return _run_in_subprocess(attempts[0], options, watcher)
+        if PROCESS.failed:
+            models.drop()
+            return _run_in_new_process(attempts, options, watcher)
         return _run_task(attempts, models.load(first), options, watcher, finish)
     except UserError:
         raise
@@ -232,11 +235,21 @@ def _try_task(
 
 def _run_in_subprocess(attempt: _Attempt, options: RunOptions, watcher: Watcher) -> float:
     """Measure one cell in its own process. Returns the seconds of the task's own work."""
-    method = "walk" if options.walk else "as the policy allows"
-    attempt.facts.update({"block": options.block or PLAIN_BLOCK_TOKENS, "method": method})
-    result = apart.measure(_cell_run(attempt, options), watcher.advance)
+    method, block = "walk" if options.walk else "as the policy allows", options.block or PLAIN_BLOCK_TOKENS
+    attempt.facts.update({"block": block, "method": method})
+    result = apart.measure(_cell_run(attempt, options, block), watcher.advance)
     attempt.facts.update(result.model)
     attempt.result = attempt.item.task.metrics.from_json(result.metrics)
+    return result.seconds
+
+
+def _run_in_new_process(attempts: Sequence[_Attempt], options: RunOptions, watcher: Watcher) -> float:
+    """Measure the cells of a group in a new process, because a capture has failed in this one. Returns the task's seconds."""
+    task = attempts[0].item.task
+    result = apart.measure_group([_cell_run(attempt, options, options.block) for attempt in attempts], watcher.advance)
+    for attempt, cell in zip(attempts, result.cells, strict=True):
+        attempt.facts.update(result.model | cell["facts"])
+        attempt.result = ApartError(cell["failure"]) if "failure" in cell else task.metrics.from_json(cell["metrics"])
     return result.seconds
 
 
@@ -274,32 +287,16 @@ def _partial_trace(item: Prepared, store: RecordStore) -> Path:
 
 
 def _job(attempt: _Attempt, model: Model, options: RunOptions, watcher: Watcher) -> Job:
-    """The cell's job. It uses a faster method than the plain walk only if a check on this model found that both agree."""
-    item, cell, facts = attempt.item, attempt.item.cell, attempt.facts
+    """The cell's job."""
+    item, cell = attempt.item, attempt.item.cell
     config = CacheConfig(cell.policy, cell.capacity, cell.positions, cell.limit, cell.seed)
-    check = FastCheck(TOKEN_BY_TOKEN, "windows run afresh", "windows run afresh", 0.0)
-    if cell.policy.caches:
-        check = FastCheck(TOKEN_BY_TOKEN, "walk", "plain", 0.0) if options.walk else fast_method(model, config)
-        facts["differs_from_walk"] = round(check.differs, 4) if math.isfinite(check.differs) else None
-        facts.update({"refused": check.refused} if check.refused else {})
-        facts.update({"plain_because": check.plain_because} if check.plain_because else {})
-    is_fast = check.blocks in ("closed form", "compiled walk") and not item.task.of_device
-    streams = 1 if item.task.block_of_all else item.streams
-    block = options.block or (_block_that_fits(model, streams) if is_fast else PLAIN_BLOCK_TOKENS)
-    facts.update({"block": block, "method": check.blocks, "step": check.step})
-    return Job(model, config, item.data, block, check.method, attempt.trace, watcher.advance)
+    method, block, facts = choose_reading(model, config, item.task, cell.task, options.block, options.walk)
+    attempt.facts.update(facts)
+    return Job(model, config, item.data, block, method, attempt.trace, watcher.advance)
 
 
-def _block_that_fits(model: Model, streams: int) -> int:
-    """The block size of a faster method: the largest power of two whose logits take a small share of free memory."""
-    vocabulary = model.hf.config.get_text_config().vocab_size
-    bytes_per_token = streams * 3 * 4 * vocabulary  # float32 logits, and two copies in the loss
-    fitting = int(LOGITS_SHARE_OF_FREE_MEMORY * free_bytes(model.device) / bytes_per_token)
-    return max(PLAIN_BLOCK_TOKENS, min(MAX_BLOCK_TOKENS, 2 ** max(0, fitting.bit_length() - 1)))
-
-
-def _cell_run(attempt: _Attempt, options: RunOptions) -> apart.CellRun:
-    """The cell for a subprocess.
+def _cell_run(attempt: _Attempt, options: RunOptions, block: int | None) -> apart.CellRun:
+    """The cell for a subprocess. block: tokens that pass a layer at once; chosen there when None.
 
     Raises:
         MeasurementError: its policy is a class that another process can't import.
@@ -314,7 +311,7 @@ def _cell_run(attempt: _Attempt, options: RunOptions) -> apart.CellRun:
         directory=item.directory, random=is_random(spec.id), dtype=spec.dtype, rope_length=spec.rope_length, pickle=spec.pickle,
         task=cell.task.model_dump(exclude_none=True), data=options.data, policy=cell.name,
         parameters=dataclasses.asdict(cell.policy), capacity=cell.capacity, positions=cell.positions, limit=cell.limit,
-        seed=cell.seed, block=options.block or PLAIN_BLOCK_TOKENS, walk=options.walk, threads=torch.get_num_threads(),
+        seed=cell.seed, device=str(options.device), block=block, walk=options.walk, threads=torch.get_num_threads(),
         trace=attempt.trace,
     )  # fmt: skip
 
@@ -363,6 +360,7 @@ def _machine_facts(options: RunOptions, item: Prepared, seconds: float, task_sec
         task_seconds: of the task's own work; None if it failed.
     """
     packages = ("torch", "transformers", "numpy")
+    tf32 = allows_tf32(options.device)
     speed = {} if task_seconds is None else {"measured_seconds": round(task_seconds, 3)}
     speed |= (
         {} if task_seconds is None or item.task.together else {"tokens_per_second": round(item.data.tokens / task_seconds, 1)}
@@ -370,6 +368,7 @@ def _machine_facts(options: RunOptions, item: Prepared, seconds: float, task_sec
     return {
         "device": device_name(options.device),
         "instructions": instructions(options.device),
+        **({} if tf32 is None else {"tf32": tf32}),
         "threads": torch.get_num_threads(),
         "seconds": round(seconds, 3),
         "calibration_ms": calibration_ms(options.device),

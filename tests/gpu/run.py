@@ -40,7 +40,9 @@ ROOT = Path(__file__).parents[2]
 NEEDED = ("pydantic", "click", "rich", "yaml", "pytest")  # a machine with torch and transformers may lack these
 SOURCES = ("kvbench", "policies", "harness", "suites", "tests")
 SOURCE_SUFFIXES = (".py", ".c", ".cpp", ".h", ".cu", ".yaml", ".json")
-KERNEL_CHECKS = ["tests/test_kernels_for_cuda.py", "tests/test_fast_paths.py"]
+KERNEL_CHECKS = [
+    "tests/test_kernels_for_cuda.py", "tests/test_fast_paths.py", "tests/test_captured.py", "tests/test_fastcheck.py",
+]  # fmt: skip
 CHECKS = [
     "tests/test_exactness.py", "tests/test_models.py", "tests/test_answering.py", "tests/test_once.py", "tests/test_reading.py",
     "tests/test_sabotage.py",

@@ -62,7 +62,7 @@ def operations(model: Model, capacity: int) -> float:
 
 def measured(row: Row, model: Model, device: torch.device) -> dict[str, Any]:
     """Time one row."""
-    check = fast_method(model, row.config)
+    check = fast_method(model, row.config, row.streams)
     read = CachedDecoder(model, row.config, row.streams, check.method)
     vocabulary = model.hf.config.vocab_size
     capacity = row.config.capacity or 0

@@ -68,9 +68,16 @@ class Lane:
         except Exception as error:
             self.error, self.read = error, None
 
+    def _new_decoder(self) -> Decoder:
+        """A decoder with an empty cache, whose second step is captured: while warming up."""
+        read = self.job.decoder(self.options.batch)
+        if isinstance(read, CachedDecoder) and read.graphs is not None:
+            read.graphs = read.graphs.fresh(after=1)
+        return read
+
     def read_prompt(self) -> None:
         """Read a prompt with a fresh cache, and time the first token of the answer."""
-        self.read = self.job.decoder(self.options.batch)
+        self.read = self._new_decoder()
         tokens = self._random(self.options.prompt)
         marks = Marks(self.job.model.device)
         marks.mark()
@@ -96,7 +103,7 @@ class Lane:
     def _fill(self, position: int) -> None:
         """Replace the cache by one of random K and V, as if the stream had been read up to a position."""
         self.read = None  # frees the old cache and its graphs first
-        read = self.job.decoder(self.options.batch)
+        read = self._new_decoder()
         assert isinstance(read, CachedDecoder)
         read.fill_randomly(position)
         self.read, self.tokens = read, self._random(1)

@@ -1,0 +1,67 @@
+"""Chooses how a cell's tokens are read: by which method, and how many at once."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from kvbench.harness.core.device import free_bytes
+from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.fastcheck import FastCheck, fast_method
+from kvbench.harness.engine.method import TOKEN_BY_TOKEN, Method
+from kvbench.harness.engine.model import Model
+from kvbench.harness.tasks.task import Task
+
+PLAIN_BLOCK_TOKENS = 256  # block size of the plain walk
+MAX_BLOCK_TOKENS = 2048  # of the faster methods
+LOGITS_SHARE_OF_FREE_MEMORY = 1 / 16
+
+
+class Reading(NamedTuple):
+    """How a cell is read.
+
+    Attributes:
+        method: the shortcuts that may be used.
+        block: tokens that pass a layer at once.
+        facts: of the record.
+    """
+
+    method: Method
+    block: int
+    facts: dict[str, Any]
+
+
+def choose_reading(
+    model: Model, config: CacheConfig, task: type[Task], options: Any, block: int | None, walk: bool
+) -> Reading:  # fmt: skip
+    """The reading of a cell: faster than the plain walk only if a check on this model found that both agree.
+
+    Args:
+        model: of the cell.
+        config: of its cache.
+        task: that reads.
+        options: of the task.
+        block: tokens that pass a layer at once; chosen by method and free memory when None.
+        walk: always read token by token inside the layers.
+    """
+    facts: dict[str, Any] = {}
+    check = FastCheck(TOKEN_BY_TOKEN, "windows run afresh", "windows run afresh", 0.0)
+    if config.policy.caches:
+        by_walk = FastCheck(TOKEN_BY_TOKEN, "walk", "plain", 0.0)
+        check = by_walk if walk else fast_method(model, config, task.streams(options))
+        facts["differs_from_walk"] = round(check.differs, 4) if math.isfinite(check.differs) else None
+        facts.update({"refused": check.refused} if check.refused else {})
+        facts.update({"plain_because": check.plain_because} if check.plain_because else {})
+    is_fast = check.blocks in ("closed form", "compiled walk") and not task.of_device
+    streams = 1 if task.block_of_all else task.streams(options)
+    block = block or (_block_that_fits(model, streams) if is_fast else PLAIN_BLOCK_TOKENS)
+    facts.update({"block": block, "method": check.blocks, "step": check.step})
+    return Reading(check.method, block, facts)
+
+
+def _block_that_fits(model: Model, streams: int) -> int:
+    """The block size of a faster method: the largest power of two whose logits take a small share of free memory."""
+    vocabulary = model.hf.config.get_text_config().vocab_size
+    bytes_per_token = streams * 3 * 4 * vocabulary  # float32 logits, and two copies in the loss
+    fitting = int(LOGITS_SHARE_OF_FREE_MEMORY * free_bytes(model.device) / bytes_per_token)
+    return max(PLAIN_BLOCK_TOKENS, min(MAX_BLOCK_TOKENS, 2 ** max(0, fitting.bit_length() - 1)))

@@ -1,0 +1,363 @@
+"""Captured decode steps, on a CPU: stand-ins take the place of CUDA graphs and of the device's stream."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+
+import pytest
+import torch
+from conftest import DEVICE, model_of, tokens_of
+
+from kvbench.harness.engine import captured
+from kvbench.harness.engine.captured import CAPTURE_AFTER, PROCESS, CudaGraph, StepGraphs, dry_run
+from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.loop import CachedDecoder
+from kvbench.harness.engine.method import EAGER, FASTEST, PLAIN_WALK
+from kvbench.harness.tasks.latency.lane import Lane
+from kvbench.harness.tasks.latency.schema import LatencyOptions
+from kvbench.harness.tasks.task import Job
+from kvbench.policies.dense import Dense
+from kvbench.policies.h2o import H2O
+from kvbench.policies.sink_window import SinkWindow
+
+on_cpu = pytest.mark.skipif(DEVICE.type != "cpu", reason="a stand-in where there is no CUDA")
+
+
+@pytest.fixture(autouse=True)
+def unharmed(monkeypatch):
+    """A process in which no capture has failed."""
+    monkeypatch.setattr(PROCESS, "failed", "")
+
+
+class Recorded:
+    """Stands in for a CUDA graph: replays the step and nothing else that the host would do."""
+
+    made = 0
+
+    def __init__(self, step, tokens):
+        type(self).made += 1
+        self.step = step
+
+    def __call__(self, tokens):
+        return self.step(tokens)
+
+
+def decoders(config: CacheConfig, graphs: StepGraphs) -> tuple[CachedDecoder, CachedDecoder]:
+    """A plain decoder, and one whose steps are captured."""
+    plain, read = CachedDecoder(model_of("llama"), config), CachedDecoder(model_of("llama"), config)
+    read.graphs = graphs
+    return plain, read
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    "config", [CacheConfig(H2O(), 9), CacheConfig(SinkWindow(2), 9, "stream"), CacheConfig(Dense())], ids=str
+)
+def test_captured_steps_follow_the_host(config, monkeypatch):
+    """Covers filling, eviction, blocks between steps, and growth: one capture per state, the same logits."""
+    monkeypatch.setattr(Recorded, "made", 0)
+    plain, read = decoders(config, StepGraphs(Recorded, after=1))
+    tokens = tokens_of(600)
+    sizes = [1] * 14 + [30] + [1] * 8 + [220] + [1] * 8
+    at = 0
+    for size in sizes:
+        block = tokens[:, at : at + size]
+        torch.testing.assert_close(read(block), plain(block))
+        at += size
+    assert read.kept() == plain.kept()
+    # Each state runs eagerly once: filling and full, or the first 256 slots and the next, grown.
+    assert Recorded.made == 2
+    assert read.graphs.replayed == sizes.count(1) - 2
+    fork = read.fork([0])
+    assert fork.graphs is not read.graphs
+    torch.testing.assert_close(fork(tokens[:, :1]), plain(tokens[:, :1]))
+
+
+@on_cpu
+def test_graphs_do_not_keep_outgrown_caches_alive():
+    """Of all K that dense has had in 1,300 steps, only the present one is alive."""
+    _, read = decoders(CacheConfig(Dense()), StepGraphs(Recorded, after=1))
+    keys = {}
+    for token in tokens_of(1300).split(1, 1):
+        read(token)
+        slots = read.walks[0].slots
+        keys[slots.version] = weakref.ref(slots.tensors.keys)
+    gc.collect()
+    assert len(keys) == 6
+    assert [version for version, alive in keys.items() if alive() is not None] == [max(keys)]
+
+
+@on_cpu
+def test_short_answers_are_not_captured_and_long_ones_are(monkeypatch):
+    """Neither the answer itself nor those of its forks, which count anew."""
+    monkeypatch.setattr(Recorded, "made", 0)
+    plain, read = decoders(CacheConfig(H2O(), 9), StepGraphs(Recorded))
+    read(tokens_of(12))
+    plain(tokens_of(12))
+    for _ in range(3):
+        fork = read.fork([0])
+        for token in tokens_of(10).split(1, 1):
+            fork(token)
+    assert Recorded.made == 0
+    for step, token in enumerate(tokens_of(CAPTURE_AFTER + 4).split(1, 1)):
+        torch.testing.assert_close(read(token), plain(token))
+        assert Recorded.made == (step >= CAPTURE_AFTER)
+    assert read.graphs.replayed == 4
+
+
+def test_a_model_that_can_not_be_captured_runs_eagerly_and_says_so():
+    def refuse(step, tokens):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    plain, read = decoders(CacheConfig(H2O(), 6), StepGraphs(refuse, after=1))
+    for token in tokens_of(20).split(1, 1):
+        torch.testing.assert_close(read(token), plain(token))
+    assert read.graphs.refused == "operation not permitted when stream is capturing"
+    assert read.graphs.replayed == 0
+
+
+@on_cpu
+def test_a_step_after_a_failed_capture_reads_nothing_that_the_capture_made():
+    """The stand-in runs the step, as a capture does on the host, and then undoes all that it would not have computed."""
+    plain, read = decoders(CacheConfig(H2O(), 6), StepGraphs(lambda step, tokens: fail(step, tokens), after=1))
+    walk = read.walks[0]
+
+    def fail(step, tokens):
+        tensors = walk.slots.tensors
+        kept = [tensors.keys, tensors.values, tensors.rank, tensors.position, tensors.free, read._step, *tensors.states.values()]
+        before = [x.clone() for x in kept]
+        step(tokens)
+        for x, old in zip(kept, before, strict=True):
+            x.copy_(old)
+        for x in walk._steady.ranks if walk._steady is not None else ():
+            x.fill_(0)
+        raise RuntimeError("the capture was invalidated")
+
+    for block in tokens_of(20).split([8, *[1] * 12], 1):
+        torch.testing.assert_close(read(block), plain(block))
+    assert read.kept() == plain.kept()
+
+
+def test_after_a_failed_capture_the_process_captures_no_more():
+    """A decoder with a graph goes on replaying it, and others say why they have none."""
+
+    def refuse(step, tokens):
+        raise RuntimeError("out of memory")
+
+    config = CacheConfig(H2O(), 6)
+    plain, early = decoders(config, StepGraphs(Recorded, after=1))
+    _, fails = decoders(config, StepGraphs(refuse, after=1))
+    _, late = decoders(config, StepGraphs(Recorded, after=1))
+    tokens = tokens_of(20).split(1, 1)
+    for read in (plain, early, fails):
+        read(torch.cat(tokens[:8], 1))
+    for token in tokens[8:12]:
+        torch.testing.assert_close(early(token), plain(token))
+        fails(token)
+    assert PROCESS.failed == "out of memory"
+    for token in tokens[12:]:
+        torch.testing.assert_close(early(token), plain(token))
+        late(token)
+    assert early.graphs.replayed == 11
+    assert late.graphs.replayed == 0
+    assert late.graphs.refused == "an earlier capture failed: out of memory"
+
+
+class FakeCuda:
+    """Stands in for `torch.cuda`: a current stream, the mode of waits, and graphs that record and may fail."""
+
+    def __init__(self, fails_at: str = "") -> None:
+        self.current, self.mode, self.fails_at, self.calls = "the caller's stream", 0, fails_at, []
+        cuda = self
+
+        class Stream:
+            def __init__(self, device=None):
+                self.device = device
+
+            def wait_stream(self, other):
+                cuda.calls.append(("wait", other))
+
+        class CUDAGraph:
+            def capture_begin(self, pool=None):
+                cuda.calls.append(("begin", pool))
+
+            def capture_end(self):
+                if cuda.fails_at == "end" and cuda.calls.count(("begin", "pool")) > 1:
+                    raise RuntimeError("operation failed due to a previous error during capture")
+
+            def replay(self):
+                cuda.calls.append("replay")
+
+        class Entered:
+            def __init__(self, stream):
+                self.stream, self.before = stream, None
+
+            def __enter__(self):
+                self.before, cuda.current = cuda.current, self.stream
+
+            def __exit__(self, *error):
+                cuda.current = self.before
+
+        self.Stream, self.CUDAGraph, self.stream = Stream, CUDAGraph, Entered
+
+    def current_stream(self, device=None):
+        return self.Stream() if isinstance(self.current, str) else self.current
+
+    def set_stream(self, stream):
+        self.current = stream
+
+    def graph_pool_handle(self):
+        return "pool"
+
+    def synchronize(self, device=None):
+        pass
+
+    def empty_cache(self):
+        pass
+
+    def is_current_stream_capturing(self):
+        return False
+
+    def get_sync_debug_mode(self):
+        return self.mode
+
+    def set_sync_debug_mode(self, mode):
+        self.mode = mode
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch):
+    def install(fails_at: str = "") -> FakeCuda:
+        cuda = FakeCuda(fails_at)
+        captured._stream.cache_clear()
+        captured._pool.cache_clear()
+        for name in (
+            "Stream",
+            "CUDAGraph",
+            "stream",
+            "current_stream",
+            "graph_pool_handle",
+            "synchronize",
+            "empty_cache",
+            "get_sync_debug_mode",
+            "set_sync_debug_mode",
+            "set_stream",
+            "is_current_stream_capturing",
+        ):
+            monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+        return cuda
+
+    yield install
+    captured._stream.cache_clear()
+    captured._pool.cache_clear()
+
+
+@on_cpu
+@pytest.mark.parametrize("fails_at", ["end", "step"])
+def test_the_stream_is_restored_after_a_failed_capture(fake_cuda, fails_at):
+    cuda = fake_cuda(fails_at)
+
+    def step(tokens):
+        assert not isinstance(cuda.current, str), "a capture has a stream of its own"
+        if fails_at == "step":
+            raise RuntimeError("a layer waits")
+        return tokens
+
+    with pytest.raises(RuntimeError, match="a layer waits" if fails_at == "step" else "previous error"):
+        CudaGraph(step, torch.zeros(1, 1))
+    assert cuda.current == "the caller's stream"
+
+
+@on_cpu
+def test_graphs_share_a_pool_that_outlives_each_of_them(fake_cuda):
+    cuda = fake_cuda()
+    for _ in range(2):
+        graph = CudaGraph(lambda tokens: tokens, torch.zeros(1, 1))
+        assert graph(torch.ones(1, 1)).tolist() == [[1.0]]
+    assert cuda.calls == [*[("begin", "pool")] * 2, "replay", ("begin", "pool"), "replay"]
+    assert captured._pool(torch.device("cpu")).keeper is not None
+
+
+@on_cpu
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_dry_run_is_a_step_that_tells_whether_it_waits(fake_cuda, waits):
+    """Its logits are those of the step, the mode is that of before, and each stream waits for the other."""
+    cuda = fake_cuda()
+    seen = []
+
+    def step(tokens):
+        seen.append((cuda.current is not None and not isinstance(cuda.current, str), cuda.mode))
+        if waits:
+            warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+        return tokens + 1
+
+    logits, why = dry_run(step, torch.zeros(1, 1))
+    assert logits.tolist() == [[1.0]]
+    assert why == ("a step called a synchronizing CUDA operation" if waits else "")
+    assert seen == [(True, "warn")]
+    assert (cuda.mode, cuda.current) == (0, "the caller's stream")
+    assert [call for call, _ in cuda.calls] == ["wait", "wait"]
+
+
+@on_cpu
+def test_an_error_in_a_dry_run_is_that_of_the_step(fake_cuda):
+    cuda = fake_cuda()
+    with pytest.raises(ZeroDivisionError):
+        dry_run(lambda tokens: 1 // 0, torch.zeros(1, 1))
+    assert (cuda.mode, cuda.current) == (0, "the caller's stream")
+
+
+class OnCuda:
+    """Tokens that say they are on CUDA."""
+
+    device = torch.device("cuda")
+
+
+@pytest.mark.parametrize("why", ["", "a step waits"])
+def test_what_waits_in_the_dry_run_is_never_captured(monkeypatch, why):
+    calls = []
+    monkeypatch.setattr(captured, "dry_run", lambda step, tokens: calls.append("dry run") or (step(tokens), why))
+    graphs = StepGraphs(lambda step, tokens: calls.append("capture") or step, after=3)
+    for _ in range(6):
+        graphs("key", None, lambda tokens: calls.append("step"), OnCuda())
+    assert calls.count("step") == 6
+    eager = ["step", "step", "dry run", "step"]
+    assert calls == [*eager, *(["step"] * 3 if why else ["capture", "step", "step", "step"])]
+    assert (graphs.refused, graphs.replayed, PROCESS.failed) == (why, 0 if why else 3, "")
+
+
+@on_cpu
+def test_latency_captures_its_steps_before_it_times_them(tmp_path):
+    """However few steps warm up, and after each part of the stream that is read in blocks."""
+
+    def opened(model, config, streams, method):
+        read = CachedDecoder(model, config, streams, method)
+        read.graphs = StepGraphs(Recorded)
+        return read
+
+    options = LatencyOptions(tokens=600, prompt=16, steps=4)
+    job = Job(model_of("llama"), CacheConfig(Dense()), None, 64, EAGER, tmp_path / "t", lambda tokens, text: None, opened)
+    lane = Lane(options, job)
+    lane.read_prompt()
+    for position in (40, 300, 600):
+        lane.advance(position)
+        warm_up = lane.read.graphs.replayed
+        lane.time_round()
+        assert lane.read.graphs.replayed - warm_up == len(lane.round_ms[0]) > 0
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device: captured steps")
+@pytest.mark.parametrize("config", [CacheConfig(H2O(), 9), CacheConfig(SinkWindow(2), 9), CacheConfig(Dense())], ids=str)
+def test_captured_on_cuda(config):
+    model, tokens = model_of("llama"), tokens_of(400)
+    fast, plain = CachedDecoder(model, config, method=FASTEST), CachedDecoder(model, config, method=PLAIN_WALK)
+    fast.graphs = StepGraphs(after=1)
+    for size in [1] * 14 + [30] + [1] * 8 + [220] + [1] * 8:
+        block, tokens = tokens[:, :size], tokens[:, size:]
+        torch.testing.assert_close(fast(block), plain(block), atol=2e-4, rtol=0)
+    assert fast.graphs.refused == ""
+    assert fast.graphs.replayed > 20
+    assert fast.kept() == plain.kept()
