@@ -39,7 +39,7 @@ microbench: .venv/ready  ## the inner pieces; perplexity beside frozen loops, a 
 		$(BIN)/python tests/benchmarks/decode_speed.py --shape $$shape --threads $$threads || exit 1; done; done
 	$(if $(MODEL),$(BIN)/python tests/benchmarks/decode_speed.py --model '$(MODEL)' --capacity 128 --threads 1)
 
-gpu:  ## all that needs a GPU, in under ten minutes, with the Python that has CUDA's torch: make gpu [GPU_PYTHON=python3]
+gpu:  ## all that needs a GPU, in calls of under ten minutes that go on where the last stopped: make gpu [GPU_PYTHON=python3]
 	$(GPU_PYTHON) tests/gpu/run.py --results '$(RESULTS)' $(if $(MODEL),--model '$(MODEL)') $(if $(DATA),--data '$(DATA)') $(ARGS)
 
 GPU_PYTHON_VERSION ?= 3.12

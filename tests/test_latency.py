@@ -17,11 +17,12 @@ from conftest import model_of
 from kvbench.harness.core.device import Marks
 from kvbench.harness.core.intervals import median_interval
 from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.loop import decoder
+from kvbench.harness.engine.loop import CachedDecoder, decoder
 from kvbench.harness.engine.method import EAGER
 from kvbench.harness.records import RecordStore
 from kvbench.harness.records.metrics import Metrics
-from kvbench.harness.tasks.latency import Latency, LatencyOptions, measure
+from kvbench.harness.run.request import RunRequest
+from kvbench.harness.tasks.latency import Latency, LatencyOptions, lane, measure
 from kvbench.harness.tasks.latency.lane import Lane, roofline, timing
 from kvbench.harness.tasks.task import Job, RandomTokens
 from kvbench.policies.dense import Dense
@@ -43,7 +44,8 @@ def measured(tmp_path, monkeypatch):
             Job(model_of("llama"), config, RandomTokens(1), 64, EAGER, tmp_path / f"{i}.npy", lambda tokens, text: None, **rest)
             for i, config in enumerate(configs)
         ]
-        return [x.as_json() if isinstance(x, Metrics) else x for x in Latency.run_together(options, jobs)]
+        results = dict(Latency.run_together(options, jobs))
+        return [results[i].as_json() if isinstance(results[i], Metrics) else results[i] for i in range(len(jobs))]
 
     return figures
 
@@ -226,3 +228,89 @@ def test_times_over_the_stream_are_kept_per_point(ran):
         points = [c.position for c in record.metrics.curve]
         assert all(a < b for a, b in pairwise(points))
         assert points[-1] == 64
+
+
+def test_a_run_that_is_killed_keeps_the_records_of_finished_groups(tmp_path, monkeypatch):
+    """Two cells whose caches don't fit side by side; the run is killed in the second group."""
+    (tmp_path / "two.yaml").write_text("""
+suite: two
+version: 1
+model: {id: "random:stories-260k"}
+task: {name: latency, tokens: 40, prompt: 16, rounds: 6, sittings: 2, most_sittings: 2, steps: 1}
+policies: [{name: window, capacity: [8, 16]}]
+""")
+    measured_groups = []
+
+    def killed_in_the_second_group(options, lanes):
+        measured_groups.append([lane.job.config.capacity for lane in lanes])
+        if len(measured_groups) == 2:
+            raise KeyboardInterrupt
+        return measure_group(options, lanes)
+
+    measure_group = measure._measure
+    monkeypatch.setattr(measure, "_groups_that_fit", lambda lanes: [[lane] for lane in lanes])
+    request, store = RunRequest(str(tmp_path / "two.yaml"), threads=1, device="cpu"), RecordStore(tmp_path / "results")
+    with monkeypatch.context() as killing:
+        killing.setattr(measure, "_measure", killed_in_the_second_group)
+        with pytest.raises(KeyboardInterrupt):
+            request.measure(tmp_path / "results", request.cells())
+    assert measured_groups == [[8], [16]]
+    records, problems = store.read_all()
+    assert [(r.cell.capacity, r.status) for r in records] == [(8, "ok")]
+    assert not problems
+    assert store.trace_path(records[0], Latency.trace).exists()
+    complete = request.measure(tmp_path / "results", request.cells())
+    assert [(r.cell.capacity, r.status) for r in complete] == [(8, "ok"), (16, "ok")]
+
+
+@pytest.mark.parametrize("filled", [True, False])
+def test_on_a_gpu_random_keys_stand_for_the_stream_and_on_a_cpu_it_is_read(measured, monkeypatch, filled):
+    """Either way steps are timed at the same positions, with the same slots in use, and the figures are the same in kind."""
+    read_tokens = []
+    plain = CachedDecoder.__call__
+    monkeypatch.setattr(
+        CachedDecoder, "__call__", lambda self, x, *a, **k: (read_tokens.append(x.shape[1]), plain(self, x, *a, **k))[1]
+    )
+    if filled:
+        monkeypatch.setattr(lane, "can_be_filled", lambda read: isinstance(read, CachedDecoder), raising=False)
+    dense, window, h2o = measured([CacheConfig(Dense()), CacheConfig(Window(), 16), CacheConfig(H2O(), 32)])
+    prompts = 3 * (7 + 1)  # cells; the first sitting and the second
+    blocks = [count for count in read_tokens if count > 1]
+    if filled:
+        assert blocks == [20] * prompts
+    else:
+        assert sum(blocks) > 20 * prompts + 3 * (300 - 20)
+    for found in (dense, window, h2o):
+        assert [c["position"] for c in found["curve"]] == [256, 300]
+        assert found["steps"] == 2 * 6 * 2
+    assert [x["curve"][-1]["used_slots"] for x in (window, h2o)] == [17, 33]
+    assert dense["curve"][-1]["used_slots"] > 300
+    assert dense["curve"][-1]["attended_slots"] == 512
+    assert window["kv_bytes"] == model_of("llama").kv_bytes(16)
+    assert 0 < h2o["bookkeeping_share"] < 1
+
+
+def test_only_a_cache_on_a_gpu_is_filled():
+    read = decoder(model_of("llama"), CacheConfig(Window(), 16))
+    assert not lane.can_be_filled(read)
+    read.model = SimpleNamespace(device=torch.device("cuda"))
+    assert lane.can_be_filled(read)
+    assert not lane.can_be_filled(decoder(model_of("llama"), CacheConfig(RecomputeWindow(), 16)))
+
+
+@pytest.mark.parametrize(("captured_after", "refused", "steps"), [(1, "", 3), (16, "", 18), (99, "", 48), (99, "a sync", 3)])
+def test_a_step_is_captured_before_it_is_timed(tmp_path, captured_after, refused, steps):
+    """Else the capture would be in a round. Where nothing is captured, three steps warm up."""
+    job = Job(model_of("llama"), CacheConfig(Window(), 8), RandomTokens(1), 64, EAGER, tmp_path / "x.npy", lambda n, text: None)
+    timed = Lane(SHORT, job)
+    timed.read_prompt()
+    timed.read.graphs = graphs = SimpleNamespace(refused=refused, replayed=5)
+    made = []
+
+    def step():
+        made.append(1)
+        graphs.replayed += len(made) > captured_after
+
+    timed.step = step
+    timed.advance(20)
+    assert len(made) == steps

@@ -76,9 +76,8 @@ def measure_group(cells: Sequence[CellRun], progress: Callable[[int, str], None]
         except (Exception, SystemExit) as error:  # a user's policy may crash when its method is checked
             answer["failure"] = failure(error)
     started = time.perf_counter()
-    results = task.run_together(opened.options, [job for _, job in jobs]) if jobs else []
+    for number, result in task.run_together(opened.options, [job for _, job in jobs]) if jobs else ():
+        jobs[number][0].update({"failure": failure(result)} if isinstance(result, Exception) else {"metrics": result.as_json()})
     wait_for(model.device)
     seconds = time.perf_counter() - started
-    for (answer, _), result in zip(jobs, results, strict=True):
-        answer |= {"failure": failure(result)} if isinstance(result, Exception) else {"metrics": result.as_json()}
     return {"cells": answers, "model": model.facts(), "seconds": seconds}

@@ -7,7 +7,7 @@ import datetime
 import gc
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -38,6 +38,7 @@ from kvbench.harness.suite.file import ModelSpec
 from kvbench.harness.tasks.task import Job, MeasurementError
 
 _Result = Metrics | Exception | SystemExit
+_Finish = Callable[["_Attempt", float | None], None]  # writes a cell's record; the seconds of the task's own work so far
 
 
 @dataclass(frozen=True)
@@ -168,10 +169,12 @@ class _Attempt:
         trace: file that its trace is written to, before it is moved to its place.
         facts: of its record.
         result: its figures, or the error it failed with.
+        record: its record, once that is written.
     """
 
     def __init__(self, item: Prepared, trace: Path) -> None:
         self.item, self.trace = item, trace
+        self.record: Record | None = None
         self.facts: dict[str, Any] = dict(item.facts)
         self.result: _Result = RuntimeError("not measured")
 
@@ -181,24 +184,30 @@ def _measure(
 ) -> list[Record]:
     """Measure the cells of a group, and write their records."""
     attempts = [_Attempt(item, _partial_trace(item, store)) for item in group]
-    try:
-        started = time.perf_counter()
-        task_seconds = _try_task(attempts, models, options, watcher)
+    started = time.perf_counter()
+
+    def finish(attempt: _Attempt, task_seconds: float | None) -> None:
+        _check_result(attempt)
+        failed = isinstance(attempt.result, (Exception, SystemExit))
         seconds = time.perf_counter() - started
-        records = []
+        attempt.facts.update(_machine_facts(options, attempt.item, seconds, None if failed else task_seconds))
+        attempt.record = _write_record(attempt, store)
+
+    try:
+        task_seconds = _try_task(attempts, models, options, watcher, finish)
         for attempt in attempts:
-            _check_result(attempt)
-            failed = isinstance(attempt.result, (Exception, SystemExit))
-            attempt.facts.update(_machine_facts(options, attempt.item, seconds, None if failed else task_seconds))
-            records.append(_write_record(attempt, store))
-        return records
+            if attempt.record is None:
+                finish(attempt, task_seconds)
+        return [attempt.record for attempt in attempts if attempt.record is not None]
     finally:
         for attempt in attempts:  # the trace of a complete cell has been moved
             attempt.trace.unlink(missing_ok=True)
 
 
-def _try_task(attempts: Sequence[_Attempt], models: _LastModel, options: RunOptions, watcher: Watcher) -> float | None:
-    """Run the task. An error that is not the user's becomes the result of every cell.
+def _try_task(
+    attempts: Sequence[_Attempt], models: _LastModel, options: RunOptions, watcher: Watcher, finish: _Finish
+) -> float | None:
+    """Run the task. An error that is not the user's becomes the result of every cell that has no record yet.
 
     Returns:
         The seconds of the task's own work; None after an error.
@@ -211,14 +220,14 @@ def _try_task(attempts: Sequence[_Attempt], models: _LastModel, options: RunOpti
         if PROCESS.failed:
             models.drop()
             return _run_in_new_process(attempts, options, watcher)
-        return _run_task(attempts, models.load(first), options, watcher)
+        return _run_task(attempts, models.load(first), options, watcher, finish)
     except UserError:
         raise
     except (Exception, SystemExit) as error:  # plug-ins may raise anything, and the other cells must still run
         if isinstance(error, OSError) and error.errno in DISK_ERRNOS:
             raise UserError(f"{folder}: can't be written to ({error.strerror}); finished cells are kept") from error
         for attempt in attempts:
-            attempt.result = error
+            attempt.result = error if attempt.record is None else attempt.result
         return None
     finally:
         _release_memory(options.device)
@@ -244,8 +253,12 @@ def _run_in_new_process(attempts: Sequence[_Attempt], options: RunOptions, watch
     return result.seconds
 
 
-def _run_task(attempts: Sequence[_Attempt], model: Model, options: RunOptions, watcher: Watcher) -> float:
-    """Measure the cells of a group. Returns the seconds of the task's own work, without loading and checking the model."""
+def _run_task(attempts: Sequence[_Attempt], model: Model, options: RunOptions, watcher: Watcher, finish: _Finish) -> float:
+    """Measure the cells of a group, and finish each as soon as it has a result.
+
+    Returns:
+        The seconds of the task's own work, without loading and checking the model.
+    """
     ready: list[tuple[_Attempt, Job]] = []
     for attempt in attempts:
         attempt.facts.update(model.facts())
@@ -255,12 +268,12 @@ def _run_task(attempts: Sequence[_Attempt], model: Model, options: RunOptions, w
             attempt.result = error
     first = attempts[0].item
     started = time.perf_counter()
-    results = first.task.run_together(first.cell.task, [job for _, job in ready]) if ready else []
-    wait_for(options.device)
-    seconds = time.perf_counter() - started
-    for (attempt, _), result in zip(ready, results, strict=True):
+    for number, result in first.task.run_together(first.cell.task, [job for _, job in ready]) if ready else ():
+        wait_for(options.device)
+        attempt = ready[number][0]
         attempt.result = result
-    return seconds
+        finish(attempt, time.perf_counter() - started)
+    return time.perf_counter() - started
 
 
 def _partial_trace(item: Prepared, store: RecordStore) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -143,12 +143,16 @@ class Task(TaskReport, ABC):
         raise NotImplementedError
 
     @classmethod
-    def run_together(cls, options: Any, jobs: Sequence[Job]) -> list[Metrics | Exception]:
-        """Measure cells side by side. Returns figures or an error for each."""
-        results: list[Metrics | Exception] = []
-        for job in jobs:
+    def run_together(cls, options: Any, jobs: Sequence[Job]) -> Iterator[tuple[int, Metrics | Exception]]:
+        """Measure cells side by side.
+
+        Yields:
+            The index of a job, and its figures or its error, as soon as they are known: the record is written then, so that
+            a run that is interrupted later keeps it.
+        """
+        for number, job in enumerate(jobs):
             try:
-                results.append(cls.run(options, job))
+                result: Metrics | Exception = cls.run(options, job)
             except Exception as error:  # the other cells go on
-                results.append(error)
-        return results
+                result = error
+            yield number, result

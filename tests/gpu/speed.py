@@ -1,9 +1,10 @@
 """How fast the closed form and the compiled walk score text on a GPU, compared with what the chip can do.
 
-    python tests/gpu/speed.py [--rehearse]
+    python tests/gpu/speed.py [--row sink_window] [--out speed.jsonl] [--rehearse]
 
-Random weights of published shapes, random tokens, full caches. The device times every block. Prints a line of JSON per row:
-tokens per second, and the bound computed from rates measured on the same device.
+Random weights of published shapes, random tokens, full caches: random K and V fill them. The device times every block. Prints
+a line of JSON per row as soon as it is measured: tokens per second, and the bound computed from rates measured on the same
+device. `--out` appends it to a file, too.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import statistics
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from torch.nn.functional import cross_entropy
 from kvbench.harness.core.device import Marks, bandwidth, device_name, multiply_rate
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fastcheck import fast_method
-from kvbench.harness.engine.loop import decoder
+from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.model import Model
 from kvbench.harness.models.hub import model_directory
 from kvbench.harness.models.load import load_model
@@ -41,14 +43,14 @@ class Row:
     blocks: int = 8  # timed
 
 
-ROWS = [
-    Row("perplexity, sink+window 4+2044", "llama-2-7b", CacheConfig(SinkWindow(4), 2048), 1, 2048),
-    Row("perplexity, H2O 1024+1024", "llama-3-8b", CacheConfig(H2O(1024), 2048), 8, 256, 4),
-]
-SMALL = [
-    Row("perplexity, sink+window", "stories-260k", CacheConfig(SinkWindow(4), 64), 1, 128, 3),
-    Row("perplexity, H2O", "stories-260k", CacheConfig(H2O(32), 64), 2, 32, 3),
-]
+ROWS = {
+    "sink_window": Row("perplexity, sink+window 4+2044", "llama-2-7b", CacheConfig(SinkWindow(4), 2048), 1, 2048),
+    "h2o": Row("perplexity, H2O 1024+1024", "llama-3-8b", CacheConfig(H2O(1024), 2048), 8, 256, 4),
+}
+SMALL = {
+    "sink_window": Row("perplexity, sink+window", "stories-260k", CacheConfig(SinkWindow(4), 64), 1, 128, 3),
+    "h2o": Row("perplexity, H2O", "stories-260k", CacheConfig(H2O(32), 64), 2, 32, 3),
+}
 
 
 def operations(model: Model, capacity: int) -> float:
@@ -60,19 +62,18 @@ def operations(model: Model, capacity: int) -> float:
 
 def measured(row: Row, model: Model, device: torch.device) -> dict[str, Any]:
     """Time one row."""
-    check = fast_method(model, row.config)
-    read = decoder(model, row.config, row.streams, check.method)
+    check = fast_method(model, row.config, row.streams)
+    read = CachedDecoder(model, row.config, row.streams, check.method)
     vocabulary = model.hf.config.vocab_size
     capacity = row.config.capacity or 0
-    filling = -(-capacity // row.block) + 1  # blocks, the last of which is the first with a full cache
+    read.fill_randomly(capacity + 1)
     draw = torch.Generator().manual_seed(0)
     marks = Marks(device)
-    for block in range(filling + row.blocks):
+    for _ in range(1 + row.blocks):  # the first one warms up
         tokens = torch.randint(vocabulary, (row.streams, row.block + 1), generator=draw).to(device)
         logits = read(tokens[:, :-1])
         loss = cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
-        if block >= filling - 1:
-            marks.mark()
+        marks.mark()
     milliseconds = statistics.median(marks.milliseconds())
     rate, memory = multiply_rate(device, model.dtype), bandwidth(device)
     count = row.streams * row.block
@@ -89,19 +90,27 @@ def measured(row: Row, model: Model, device: torch.device) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Time all rows. -> 1 if a row was not read with its method."""
+    """Time the rows. -> 1 if a row was not read with its method."""
     parser = argparse.ArgumentParser()
+    parser.add_argument("--row", choices=list(ROWS), help="only this one")
+    parser.add_argument("--out", type=Path, help="file to append the lines to")
     parser.add_argument("--rehearse", action="store_true", help="small, on the CPU")
-    small = parser.parse_args().rehearse
-    device = torch.device("cpu" if small else "cuda")
+    arguments = parser.parse_args()
+    rows = SMALL if arguments.rehearse else ROWS
+    device = torch.device("cpu" if arguments.rehearse else "cuda")
     wrong = 0
-    for row in SMALL if small else ROWS:
+    for row in rows.values() if arguments.row is None else [rows[arguments.row]]:
         directory = model_directory(f"random:{row.shape}", None, False)
-        model = load_model(directory, "float32" if small else "bfloat16", device, random=True)
+        model = load_model(directory, "float32" if arguments.rehearse else "bfloat16", device, random=True)
         with torch.inference_mode():
             result = measured(row, model, device)
         wrong += result["method"] == "walk"
-        print(json.dumps({k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in result.items()}), flush=True)
+        line = json.dumps({k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in result.items()})
+        print(line, flush=True)
+        if arguments.out is not None:
+            arguments.out.parent.mkdir(parents=True, exist_ok=True)
+            with arguments.out.open("a") as file:
+                file.write(f"{line}\n")
         del model
     return min(wrong, 1)
 

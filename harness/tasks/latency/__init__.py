@@ -2,7 +2,8 @@
 
 Source: the figure of Xiao et al. 2023, arXiv:2309.17453, Figure 10 (per-token decoding latency by cache size).
 Differs: cells are measured side by side, interleaved round by round, until each is known to a stated precision. The text is
-random, then the model's own greedy continuation, because latency does not depend on it.
+random, then the model's own greedy continuation, because latency does not depend on it. On a GPU the prompt is read, but the
+stream between it and a timed point is not: random K and V stand for it in the cache. On a CPU it is read.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class Latency(Task):
         return options.batch * options.rounds * options.steps * (options.sittings + 5)
 
     @classmethod
-    def run_together(cls, options: LatencyOptions, jobs: Sequence[Job]) -> list[Metrics | Exception]:
-        """Measure all cells interleaved, in groups whose caches fit into memory."""
+    def run_together(cls, options: LatencyOptions, jobs: Sequence[Job]) -> Iterator[tuple[int, Metrics | Exception]]:
+        """Measure all cells interleaved, in groups whose caches fit into memory. Yields a group's results when it is finished."""
         from kvbench.harness.tasks.latency.measure import measure
 
         return measure(options, jobs)

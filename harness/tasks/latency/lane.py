@@ -20,6 +20,7 @@ from kvbench.harness.tasks.latency.schema import LatencyMetrics, LatencyOptions
 from kvbench.harness.tasks.task import Job
 
 _WARM_UP_STEPS = 3
+_MOST_WARM_UP_STEPS = 48  # where steps are captured: until one is
 _MAX_ROUND_MS = 100.0  # of one cell's part in a round, which is at least one step
 _BOOKKEEPING_STEPS = 16
 
@@ -67,11 +68,16 @@ class Lane:
         except Exception as error:
             self.error, self.read = error, None
 
+    def _new_decoder(self) -> Decoder:
+        """A decoder with an empty cache, whose second step is captured: while warming up."""
+        read = self.job.decoder(self.options.batch)
+        if isinstance(read, CachedDecoder) and read.graphs is not None:
+            read.graphs = read.graphs.fresh(after=1)
+        return read
+
     def read_prompt(self) -> None:
         """Read a prompt with a fresh cache, and time the first token of the answer."""
-        self.read = self.job.decoder(self.options.batch)
-        if isinstance(self.read, CachedDecoder) and self.read.graphs is not None:
-            self.read.graphs = self.read.graphs.fresh(after=1)  # captured while warming up
+        self.read = self._new_decoder()
         tokens = self._random(self.options.prompt)
         marks = Marks(self.job.model.device)
         marks.mark()
@@ -81,21 +87,42 @@ class Lane:
         self.position = self.options.prompt
 
     def advance(self, position: int) -> None:
-        """Read on to a position in the stream, and warm up there."""
+        """Go on to a position in the stream, and warm up there. The tokens up to it are read, or stood for by random K and V."""
         missing = position - self.position
         if missing > 0:
-            self._read_tokens(self._random(missing))
+            if can_be_filled(self.read):
+                self._fill(position)
+            else:
+                self._read_tokens(self._random(missing))
             self.position = position
-        assert self.read
-        self.read.reserve(_WARM_UP_STEPS + self.options.rounds * self.options.steps + _BOOKKEEPING_STEPS)
-        marks = Marks(self.job.model.device)
-        for _ in range(_WARM_UP_STEPS):
-            marks.mark()
-            self.step()
-        marks.mark()
+        warm_up_ms = self._warm_up()
         if not self.sitting_ms:
-            self._steps_per_round = max(1, min(self.options.steps, int(_MAX_ROUND_MS / marks.milliseconds()[-1])))
+            self._steps_per_round = max(1, min(self.options.steps, int(_MAX_ROUND_MS / warm_up_ms)))
         self.round_ms = []
+
+    def _fill(self, position: int) -> None:
+        """Replace the cache by one of random K and V, as if the stream had been read up to a position."""
+        self.read = None  # frees the old cache and its graphs first
+        read = self._new_decoder()
+        assert isinstance(read, CachedDecoder)
+        read.fill_randomly(position)
+        self.read, self.tokens = read, self._random(1)
+
+    def _warm_up(self) -> float:
+        """Decode a few steps, on a GPU until one is captured or can't be. Returns the milliseconds of the last."""
+        assert self.read
+        graphs = self.read.graphs if isinstance(self.read, CachedDecoder) else None
+        most = _WARM_UP_STEPS if graphs is None else _MOST_WARM_UP_STEPS
+        self.read.reserve(most + self.options.rounds * self.options.steps + _BOOKKEEPING_STEPS)
+        replayed = graphs.replayed if graphs is not None else 0
+        marks = Marks(self.job.model.device)
+        marks.mark()
+        for step in range(most):
+            self.step()
+            marks.mark()
+            if step + 1 >= _WARM_UP_STEPS and (graphs is None or graphs.refused or graphs.replayed > replayed + 1):
+                break
+        return marks.milliseconds()[-1]
 
     def time_round(self) -> None:
         """Time the steps of one round."""
@@ -192,6 +219,11 @@ class Lane:
         for block in tokens.split(self.job.block, 1):
             logits = self.read(block, keep=torch.tensor([block.shape[1] - 1], device=block.device))
         self.tokens = logits[:, -1:].argmax(-1)
+
+
+def can_be_filled(read: Decoder | None) -> bool:
+    """Whether random K and V may stand for tokens that were read: on a GPU, where reading takes minutes."""
+    return isinstance(read, CachedDecoder) and read.model.device.type == "cuda"
 
 
 def roofline(model: Model, read: Decoder, batch: int, device: dict[str, float]) -> dict[str, float]:

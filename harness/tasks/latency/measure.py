@@ -18,17 +18,24 @@ _PROMPTS = 7  # prompts read to time the first token; the first one warms up
 _MAX_SHARE_OF_FREE_MEMORY = 0.7  # for the caches of cells measured side by side
 
 
-def measure(options: LatencyOptions, jobs: Sequence[Job]) -> list[Metrics | Exception]:
-    """Measure all cells interleaved, in groups whose caches fit into memory."""
+def measure(options: LatencyOptions, jobs: Sequence[Job]) -> Iterator[tuple[int, Metrics | Exception]]:
+    """Measure all cells interleaved, in groups whose caches fit into memory.
+
+    Yields:
+        The index of a job, and its figures or its error: first those that don't fit, then each group when it is finished.
+    """
     model = jobs[0].model
     device = {"bandwidth": bandwidth(model.device), "multiply_rate": multiply_rate(model.device, model.dtype)}
     lanes = [Lane(options, job) for job in jobs]
-    for number, group in enumerate(_groups_that_fit(lanes)):
+    groups = _groups_that_fit(lanes)
+    yield from [(number, lane.error) for number, lane in enumerate(lanes) if lane.error is not None]
+    for number, group in enumerate(groups):
         together = f"{time.time_ns():x}-{number}"
         calibration_ms = _measure(options, group)
         for lane in group:
             lane.finish(device, together, calibration_ms)
-    return [lane.result if lane.error is None else lane.error for lane in lanes]
+        for lane in group:
+            yield lanes.index(lane), lane.result if lane.error is None else lane.error
 
 
 def _groups_that_fit(lanes: Sequence[Lane]) -> list[list[Lane]]:
