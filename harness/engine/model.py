@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from kvbench.harness.engine import interface
 from kvbench.harness.engine.attention import Terms
+from kvbench.harness.engine.fused import fused_logits
 from kvbench.harness.engine.rotary import Rotation, find_rotation
 from kvbench.harness.engine.slots import LayerShape
 from kvbench.harness.engine.unrotated import STAND_INS, RotaryFunctions, is_same, rotary_functions
@@ -46,7 +47,8 @@ class Model:
     layers: list[LayerShape] = field(default_factory=list)
     training_length: int | None = None
     check: float | None = None
-    idle_rotary: RotaryFunctions = RotaryFunctions()
+    idle_rotary: RotaryFunctions = field(default_factory=RotaryFunctions)
+    _fused: bool = field(default=False, repr=False)
 
     @property
     def device(self) -> torch.device:
@@ -89,16 +91,29 @@ class Model:
             [B, T or kept tokens, V], the model's dtype.
         """
         with self.idle_rotary.skipped():
+            if self._fused and tokens.shape[1] == 1 and isinstance(keep, int):
+                with interface.answered_by(backend):
+                    return fused_logits(self.hf, tokens)
             return _forward(self.hf, tokens, torch.zeros_like(tokens), backend, keep)
+
+    @contextmanager
+    def fused_steps(self) -> Iterator[None]:
+        """Read single tokens in as few kernels as a compiler can make of the model, with the same logits but for rounding.
+
+        The first token for a number of streams compiles, and raises FusedStepError if the model can't be compiled; nothing has
+        been read then. For warming up and capturing a CUDA graph: outside of one, the host's work would take longer.
+        """
+        self._fused = True
+        try:
+            yield
+        finally:
+            self._fused = False
 
 
 def _forward(hf: PreTrainedModel, tokens: Tensor, positions: Tensor, backend: interface.Backend, keep: Tensor | int) -> Tensor:
     """The model's forward pass, with attention computed by `backend`."""
-    token = interface.BACKEND.set(backend)
-    try:
+    with interface.answered_by(backend):
         out = hf(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=keep)
-    finally:
-        interface.BACKEND.reset(token)
     logits: Tensor = out.logits
     return logits
 
@@ -185,8 +200,7 @@ def _idle_rotary(model: Model, at_zero: Observed) -> RotaryFunctions:
                 without = _observe(model, 0)
         except (LookupError, ValueError):  # they don't take queries and keys, or don't return them
             break
-        pairs = [(own, without[layer][i]) for layer, seen in at_zero.items() for i, own in enumerate(seen[:2])]
-        if all(is_same(own, other) for own, other in pairs):
+        if all(is_same(seen[0], without[i][0]) and is_same(seen[1], without[i][1]) for i, seen in at_zero.items()):
             return functions
     return RotaryFunctions()
 

@@ -59,7 +59,8 @@ class RotaryFunctions:
 def rotary_functions(model: nn.Module) -> tuple[tuple[ModuleType, str, Callable[..., Any]], ...]:
     """All functions in the files of a model's layers that rotate, going by their names."""
     files = dict.fromkeys(sys.modules[type(layer).__module__] for layer in model.modules())
-    return tuple((f, name, value) for f in files for name, value in vars(f).items() if _ROTARY.fullmatch(name) and callable(value))
+    named = ((file, name, value) for file in files for name, value in vars(file).items() if _ROTARY.fullmatch(name))
+    return tuple((file, name, value) for file, name, value in named if callable(value))
 
 
 def is_same(a: Tensor, b: Tensor) -> bool:
