@@ -28,7 +28,7 @@ def fused_logits(hf: PreTrainedModel, tokens: Tensor) -> Tensor:
     The first call for a model and a number of streams compiles.
 
     Raises:
-        FusedStepError: the model can't be compiled as a whole. No attention was computed.
+        FusedStepError: the model can't be compiled as a whole.
     """
     from torch._dynamo import config, exc
     from torch._inductor import config as inductor
@@ -39,10 +39,12 @@ def fused_logits(hf: PreTrainedModel, tokens: Tensor) -> Tensor:
         warnings.catch_warnings(action="ignore"),  # advice from the compiler
     ):
         try:
-            return _compiled()(hf, tokens)
-        except (exc.TorchDynamoException, exc.FailOnRecompileLimitHit) as error:
-            reason = next(line for line in str(error).splitlines() if line.strip())
-            raise FusedStepError(f"its step can't be compiled: {reason}") from error
+            return _compiled()(hf, tokens.clone(memory_format=torch.contiguous_format))  # other strides compile again
+        except exc.FailOnRecompileLimitHit as error:
+            raise FusedStepError(f"its step is not compiled: {_MOST_COMPILATIONS} of other models or streams were") from error
+        except exc.TorchDynamoException as error:
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            raise FusedStepError(f"its step can't be compiled: {' '.join(lines[:2])}") from error
 
 
 def _logits(hf: PreTrainedModel, tokens: Tensor) -> Tensor:

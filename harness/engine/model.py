@@ -97,14 +97,22 @@ class Model:
             return _forward(self.hf, tokens, torch.zeros_like(tokens), backend, keep)
 
     @contextmanager
-    def fused_steps(self) -> Iterator[None]:
+    def fused_steps(self, streams: int) -> Iterator[None]:
         """Read single tokens in as few kernels as a compiler can make of the model, with the same logits but for rounding.
 
-        The first token for a number of streams compiles, and raises FusedStepError if the model can't be compiled; nothing has
-        been read then. For warming up and capturing a CUDA graph: outside of one, the host's work would take longer.
+        For warming up and capturing a CUDA graph: outside of one, the work of the host would take longer than these kernels.
+
+        Args:
+            streams: B of the steps. The first time for a number of streams compiles, which takes seconds a layer.
+
+        Raises:
+            FusedStepError: on entry, if the model can't be compiled.
         """
+        tokens = torch.zeros(streams, 1, dtype=torch.int64, device=self.device)
         self._fused = True
         try:
+            with torch.inference_mode():
+                self(tokens, _Probe())
             yield
         finally:
             self._fused = False
