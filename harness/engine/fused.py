@@ -10,11 +10,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+_BACKEND = "inductor"
 _MOST_COMPILATIONS = 64  # of models and numbers of streams in one process, after which a step is refused
 
 
@@ -39,7 +41,7 @@ def fused_logits(hf: PreTrainedModel, tokens: Tensor) -> Tensor:
         warnings.catch_warnings(action="ignore"),  # advice from the compiler
     ):
         try:
-            return _compiled()(hf, tokens.clone(memory_format=torch.contiguous_format))  # other strides compile again
+            return _compiled(_BACKEND)(hf, tokens.clone(memory_format=torch.contiguous_format))  # other strides compile again
         except exc.FailOnRecompileLimitHit as error:
             raise FusedStepError(f"its step is not compiled: {_MOST_COMPILATIONS} of other models or streams were") from error
         except exc.TorchDynamoException as error:
@@ -53,6 +55,6 @@ def _logits(hf: PreTrainedModel, tokens: Tensor) -> Tensor:
 
 
 @cache
-def _compiled() -> Callable[[PreTrainedModel, Tensor], Tensor]:
+def _compiled(backend: str | Callable[..., Any]) -> Callable[[PreTrainedModel, Tensor], Tensor]:
     """`_logits`, to be compiled by its first call; whole or not at all."""
-    return torch.compile(_logits, fullgraph=True, dynamic=False)
+    return torch.compile(_logits, backend=backend, fullgraph=True, dynamic=False)
