@@ -87,7 +87,7 @@ def eager_kernels(model: Model) -> int:
     return operations.count.total()
 
 
-def compiled_kernels(model: Model) -> Counter[str]:
+def compiled_kernels(model: Model, streams: int = 1) -> Counter[str]:
     """The launches of a compiled step, by name; attention as `attend` and `join`."""
     sources: list[str] = []
 
@@ -96,7 +96,7 @@ def compiled_kernels(model: Model) -> Counter[str]:
         return graph
 
     with model.idle_rotary.skipped(), torch.no_grad():
-        fused._compiled(backend)(model.hf, torch.zeros(1, 1, dtype=torch.int64, device="meta"))
+        fused._compiled(backend)(model.hf, torch.zeros(streams, 1, dtype=torch.int64, device="meta"))
     torch._dynamo.reset()
     (source,) = sources
     calls = source[source.index("def call(") :]
