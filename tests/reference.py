@@ -56,6 +56,13 @@ def by_number(number: Callable[[int, int, int], float]) -> Chooser:
     )
 
 
+def family_rotation(model: Model) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The family's own function that rotates. Looked up before a forward pass, which may leave it out."""
+    layer = model.hf.base_model.layers[0]
+    attention = layer.attention if hasattr(layer, "attention") else layer.self_attn
+    return sys.modules[type(attention).__module__].apply_rotary_pos_emb
+
+
 @dataclass
 class ListBackend:
     """Reads one stream token by token, with attention over lists that grow and shrink."""
@@ -69,6 +76,9 @@ class ListBackend:
     kept: list[list[list[list[int]]]] = field(default_factory=list)  # per step, layer, head
     step: int = 0
     first_eviction: int = 0  # first step that evicts
+
+    def __post_init__(self) -> None:
+        self.rotate = family_rotation(self.model)
 
     def run(self, tokens: Tensor) -> Tensor:
         """Logits of a stream. [1, T] -> [1, T, V]."""
@@ -111,11 +121,8 @@ class ListBackend:
 
     def _rotated(self, x: Tensor, places: Tensor) -> Tensor:
         """Rotate with the family's own functions. [N, D] at [N] positions."""
-        core = self.model.hf.base_model
-        cos, sin = core.rotary_emb(x[None], places[None])
-        attention = core.layers[0].attention if hasattr(core.layers[0], "attention") else core.layers[0].self_attn
-        rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb
-        return rotate(x[None, None], x[None, None], cos, sin)[0][0, 0]
+        cos, sin = self.model.hf.base_model.rotary_emb(x[None], places[None])
+        return self.rotate(x[None, None], x[None, None], cos, sin)[0][0, 0]
 
 
 @dataclass
@@ -124,6 +131,9 @@ class MaskBackend:
 
     model: Model
     kept: list[list[list[list[int]]]]  # held after each step, per layer and head
+
+    def __post_init__(self) -> None:
+        self.rotate = family_rotation(self.model)
 
     def run(self, tokens: Tensor) -> Tensor:
         with torch.inference_mode():
@@ -136,10 +146,8 @@ class MaskBackend:
             for head in range(keys.shape[1]):
                 before = self.kept[t - 1][layer][head] if t else []
                 seen[head, t, [*before, t]] = True
-        core = self.model.hf.base_model
-        cos, sin = core.rotary_emb(keys, torch.arange(length, device=keys.device)[None])
-        attention = core.layers[0].attention if hasattr(core.layers[0], "attention") else core.layers[0].self_attn
-        q, k = sys.modules[type(attention).__module__].apply_rotary_pos_emb(query, keys, cos, sin)
+        cos, sin = self.model.hf.base_model.rotary_emb(keys, torch.arange(length, device=keys.device)[None])
+        q, k = self.rotate(query, keys, cos, sin)
         k, v, seen = (x.repeat_interleave(group, -3) for x in (k, values, seen))
         scores = (q @ k.mT * terms.scaling).masked_fill(~seen, -torch.inf)
         return scores.softmax(-1) @ v

@@ -7,9 +7,12 @@ model families don't pass keyword arguments on to their attention.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
@@ -40,11 +43,44 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """The attention function registered with transformers."""
     terms = Terms(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
-    layer: Any = module.layer_idx
     if s_aux is None and getattr(module.config, "zero_sink", False):  # softmax off by one is a sink logit of 0
         terms = terms._replace(sink_logits=query.new_zeros(query.shape[1]))
-    return BACKEND.get().attend(layer, query, key, value, terms).transpose(1, 2).contiguous(), None
+    layer: Any = module.layer_idx
+    attend = _opaque if torch.compiler.is_compiling() else _attend
+    return attend(query, key, value, layer, *terms), None
+
+
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, layer: int, scaling: float, sliding_window: int | None, softcap: float | None,
+    sink_logits: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Attention of one layer, by the backend of the current forward pass. [B, Q, T, D] and so on -> [B, T, Q, Dv]."""
+    terms = Terms(scaling, sliding_window, softcap, sink_logits)
+    return BACKEND.get().attend(layer, query, keys, values, terms).transpose(1, 2).contiguous()
+
+
+def _empty_answer(query: Tensor, keys: Tensor, values: Tensor, *_: Any) -> Tensor:
+    """A tensor like what `_attend` returns, for the compiler."""
+    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], values.shape[-1])
+
+
+@contextmanager
+def answered_by(backend: Backend) -> Iterator[None]:
+    """Let a backend compute the attention of forward passes."""
+    token = BACKEND.set(backend)
+    try:
+        yield
+    finally:
+        BACKEND.reset(token)
 
 
 BACKEND: ContextVar[Backend] = ContextVar("backend")  # of the current forward pass
 AttentionInterface.register(NAME, _attention)
+# The same as an operation that a compiler doesn't look into. What the backend writes to its cache is no business of the graph:
+# the order of layers follows from what they return.
+_opaque = torch.library.custom_op(
+    "kv_bench::attend", _attend, mutates_args=(),
+    schema="(Tensor query, Tensor keys, Tensor values, int layer, float scaling, int? sliding_window, float? softcap, "
+    "Tensor? sink_logits) -> Tensor",
+)  # fmt: skip
+_opaque.register_fake(_empty_answer)

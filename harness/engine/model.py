@@ -17,8 +17,10 @@ from transformers import PreTrainedModel
 
 from kvbench.harness.engine import interface
 from kvbench.harness.engine.attention import Terms
+from kvbench.harness.engine.fused import fused_logits
 from kvbench.harness.engine.rotary import Rotation, find_rotation
 from kvbench.harness.engine.slots import LayerShape
+from kvbench.harness.engine.unrotated import STAND_INS, RotaryFunctions, is_same, rotary_functions
 from kvbench.harness.engine.zero_sink import ZERO_SINK
 
 _PROBE_POSITIONS = (1, 5, 191)
@@ -38,12 +40,15 @@ class Model:
         layers: the shape of each layer's attention, for its cache.
         training_length: longest position seen in training, in tokens; None if the config does not say.
         check: result of the self-check, in units of rounding error; None if it did not run.
+        idle_rotary: its functions that rotate queries and keys, if they leave them unchanged at position 0; else none.
     """
 
     hf: PreTrainedModel
     layers: list[LayerShape] = field(default_factory=list)
     training_length: int | None = None
     check: float | None = None
+    idle_rotary: RotaryFunctions = field(default_factory=RotaryFunctions)
+    _fused: bool = field(default=False, repr=False)
 
     @property
     def device(self) -> torch.device:
@@ -85,25 +90,50 @@ class Model:
         Returns:
             [B, T or kept tokens, V], the model's dtype.
         """
-        return _forward(self.hf, tokens, torch.zeros_like(tokens), backend, keep)
+        with self.idle_rotary.skipped():
+            if self._fused and tokens.shape[1] == 1 and isinstance(keep, int):
+                with interface.answered_by(backend):
+                    return fused_logits(self.hf, tokens)
+            return _forward(self.hf, tokens, torch.zeros_like(tokens), backend, keep)
+
+    @contextmanager
+    def fused_steps(self, streams: int) -> Iterator[None]:
+        """Read single tokens in as few kernels as a compiler can make of the model, with the same logits but for rounding.
+
+        For warming up and capturing a CUDA graph: outside of one, the work of the host would take longer than these kernels.
+
+        Args:
+            streams: B of the steps. The first time for a number of streams compiles, which takes seconds a layer.
+
+        Raises:
+            FusedStepError: on entry, if the model can't be compiled.
+        """
+        tokens = torch.zeros(streams, 1, dtype=torch.int64, device=self.device)
+        self._fused = True
+        try:
+            with torch.inference_mode():
+                self(tokens, _Probe())
+            yield
+        finally:
+            self._fused = False
 
 
 def _forward(hf: PreTrainedModel, tokens: Tensor, positions: Tensor, backend: interface.Backend, keep: Tensor | int) -> Tensor:
     """The model's forward pass, with attention computed by `backend`."""
-    token = interface.BACKEND.set(backend)
-    try:
+    with interface.answered_by(backend):
         out = hf(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=keep)
-    finally:
-        interface.BACKEND.reset(token)
     logits: Tensor = out.logits
     return logits
+
+
+Observed = dict[int, tuple[Tensor, Tensor, int, Terms]]  # q, k, value dims and terms of each layer
 
 
 class _Probe:
     """Records every layer's q, k and terms. Its output is 0, so that no layer depends on another's attention."""
 
     def __init__(self) -> None:
-        self.seen: dict[int, tuple[Tensor, Tensor, int, Terms]] = {}
+        self.seen: Observed = {}
 
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
         if layer in self.seen:
@@ -149,6 +179,7 @@ def _layer_shapes(model: Model, rope_length: int | None) -> list[LayerShape]:
     at_zero = _observe(model, 0)
     if sorted(at_zero) != list(range(len(at_zero))) or not at_zero:
         raise LookupError("its attention does not go through transformers' AttentionInterface in every layer")
+    model.idle_rotary = _idle_rotary(model, at_zero)
     samples = {p: _observe(model, p) for p in _PROBE_POSITIONS}
     tables = [b for name, b in model.hf.named_buffers() if name.endswith("inv_freq") and "original" not in name]
     shapes = []
@@ -167,11 +198,26 @@ def _layer_shapes(model: Model, rope_length: int | None) -> list[LayerShape]:
     return shapes
 
 
+def _idle_rotary(model: Model, at_zero: Observed) -> RotaryFunctions:
+    """The model's rotary functions, if all queries and keys at position 0 are the same without them."""
+    places = rotary_functions(model.hf)
+    for stand_in in STAND_INS if places else ():
+        functions = RotaryFunctions(places, stand_in)
+        try:
+            with functions.skipped():
+                without = _observe(model, 0)
+        except (LookupError, ValueError):  # they don't take queries and keys, or don't return them
+            break
+        if all(is_same(seen[0], without[i][0]) and is_same(seen[1], without[i][1]) for i, seen in at_zero.items()):
+            return functions
+    return RotaryFunctions()
+
+
 def _same(a: Rotation, b: Rotation) -> bool:
     return torch.equal(a.frequencies, b.frequencies) and torch.equal(a.order, b.order)
 
 
-def _observe(model: Model, position: int) -> dict[int, tuple[Tensor, Tensor, int, Terms]]:
+def _observe(model: Model, position: int) -> Observed:
     """Q and k of every layer, for a few tokens all at one position."""
     count = min(8, model.hf.config.get_text_config().vocab_size)
     tokens = torch.arange(count, device=model.device)[None]

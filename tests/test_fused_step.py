@@ -1,0 +1,169 @@
+"""Few kernels in a decode step: RoPE left out where it is the identity, and the step compiled. Logits stay what they are."""
+
+from __future__ import annotations
+
+import sys
+
+import counts_step
+import pytest
+import torch
+from conftest import DEVICE, model_of, tokens_of
+
+from kvbench.harness.engine import fused
+from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.fused import FusedStepError
+from kvbench.harness.engine.loop import decoder
+from kvbench.harness.engine.method import EAGER
+from kvbench.harness.engine.model import Model, UnsupportedModelError, adopt, own_attention
+from kvbench.harness.engine.unrotated import RotaryFunctions, contiguous, unchanged
+from kvbench.harness.models.families import FAMILIES, tiny_model
+from kvbench.policies.dense import Dense
+from kvbench.policies.h2o import H2O
+from kvbench.policies.recompute_window import RecomputeWindow
+
+ROTATE_AT_ZERO = {"deepseek_v3", "gpt_oss"}  # one permutes dims, the other scales (YaRN)
+COPIES = {"glm", "glm4", "glm4_moe", "gpt_neox", "minimax_m2", "nemotron", "phi3"}  # partial RoPE makes a layout of its own
+KERNELS = {"llama": (39, 29, 12), "gpt_neox": (26, 16, 10)}  # a layer: eager, without RoPE, compiled
+on_cpu = pytest.mark.skipif(DEVICE.type != "cpu", reason="pretends that there is a GPU, or compiles for CPUs")
+
+
+def logits_of(model: Model, tokens: torch.Tensor) -> torch.Tensor:
+    """A block and steps, past the first evictions."""
+    out = []
+    for policy, capacity in ((Dense(), None), (H2O(), 12), (RecomputeWindow(), 12)):
+        read = decoder(model, CacheConfig(policy, capacity), len(tokens), EAGER)
+        out += [read(block) for block in (tokens[:, :20], tokens[:, 20:21], tokens[:, 21:22], tokens[:, 22:])]
+    return torch.cat(out, 1)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [*((f, torch.float32) for f in FAMILIES), *((f, torch.bfloat16) for f in ("llama", "cohere", "gemma2", "phi3", "qwen3_moe"))],
+    ids=str,
+)
+def test_leaving_out_rope_changes_no_bit(family, dtype):
+    try:
+        model = adopt(tiny_model(family).to(DEVICE, dtype))
+    except (KeyError, UnsupportedModelError) as error:
+        pytest.skip(str(error))
+    functions = model.idle_rotary
+    assert bool(functions.places) == (family not in ROTATE_AT_ZERO)
+    assert functions.stand_in == (contiguous if family in COPIES else unchanged)
+    without = logits_of(model, tokens_of(30, 2))
+    model.idle_rotary = RotaryFunctions()
+    assert torch.equal(without, logits_of(model, tokens_of(30, 2)))
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_rope_is_left_out_of_our_forward_pass_alone(family):
+    """Not of the model's own, nor of probes at other positions; and it is back after an error."""
+    model = adopt(tiny_model(family))
+    file, name, function = model.idle_rotary.places[0]
+    assert file is sys.modules[type(model.hf).__module__]
+
+    class Fails:
+        def attend(self, *_):
+            assert getattr(file, name) in (unchanged, contiguous)
+            raise RuntimeError("attention")
+
+    with pytest.raises(RuntimeError, match="attention"):
+        model(tokens_of(1), Fails())
+    assert getattr(file, name) is function
+    with own_attention(model.hf):
+        places = [model.hf(input_ids=tokens_of(9), position_ids=torch.arange(9)[None] * k).logits for k in (0, 1)]
+    assert not torch.equal(*places)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda q, k, *_: (q, k * 1.0000002),
+        lambda q, k, *_: (q.flip(-1), k),
+        lambda q, k, *_: (q.mT.contiguous().mT, k),  # the same numbers in another layout
+    ],
+    ids=["one rounding", "permuted dims", "layout"],
+)
+def test_a_model_whose_rotation_does_something_at_position_0_keeps_it(monkeypatch, wrong):
+    hf = tiny_model("llama")
+    assert adopt(hf).idle_rotary.places
+    monkeypatch.setattr(sys.modules[type(hf).__module__], "apply_rotary_pos_emb", wrong)
+    functions = RotaryFunctions()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("kvbench.harness.engine.model.find_rotation", lambda *_: None)
+        functions = adopt(hf).idle_rotary
+    assert not functions.places
+
+
+@on_cpu
+@pytest.mark.parametrize("family", KERNELS)
+def test_kernels_of_a_layer(family):
+    """The issue's target for Llama is 12, at the size of Llama-3-8B."""
+    overrides = counts_step.LLAMA_8B if family == "llama" else {}
+    eager, without, compiled = KERNELS[family]
+    assert counts_step.per_layer(family, **overrides) == {"eager": eager, "without RoPE": without}
+    launched = counts_step.compiled_per_layer(family, **overrides)
+    assert launched.total() == 2 * compiled, launched
+
+
+@pytest.fixture
+def compiled_by(monkeypatch, tmp_path):
+    """Lets a backend of the compiler make the fused steps of a test."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    compiled = []
+
+    def counting(backend):
+        from torch._dynamo.backends.registry import lookup_backend
+
+        def compile_graph(graph, inputs):
+            compiled.append(graph)
+            return lookup_backend(backend)(graph, inputs)
+
+        monkeypatch.setattr(fused, "_BACKEND", compile_graph)
+        return compiled
+
+    yield counting
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("family", "backend"),
+    [("llama", "inductor"), *((family, "aot_eager") for family in ("qwen3", "gemma3_text", "gpt_neox", "qwen3_moe"))],
+)
+def test_compiled_steps_give_the_logits_of_eager_ones(family, backend, compiled_by):
+    """One compilation serves all steps, and only single tokens are compiled."""
+    model, compiled, tokens = model_of(family), compiled_by(backend), tokens_of(20, 2)
+    expected = in_steps(model, tokens)
+    with model.fused_steps(2):
+        torch.testing.assert_close(in_steps(model, tokens), expected, atol=1e-4, rtol=0)
+    assert len(compiled) == 1
+    assert torch.equal(in_steps(model, tokens), expected)
+
+
+def in_steps(model: Model, tokens: torch.Tensor) -> torch.Tensor:
+    """Logits of a block of 8 tokens, then of single tokens, with evictions."""
+    read = decoder(model, CacheConfig(H2O(), 10), len(tokens), EAGER)
+    return torch.cat([read(block) for block in (tokens[:, :8], *tokens[:, 8:].split(1, 1))], 1)
+
+
+def test_a_model_that_cannot_be_compiled_is_refused_on_entry(monkeypatch, compiled_by):
+    model, compiled = adopt(tiny_model("llama")), compiled_by("eager")
+    mlp = model.hf.base_model.layers[1].mlp
+    own = type(mlp).forward
+    monkeypatch.setattr(mlp, "forward", lambda x: own(mlp, x) if x.sum().item() < torch.inf else x, raising=False)
+    expected = in_steps(model, tokens_of(12))
+    with pytest.raises(FusedStepError, match="can't be compiled: .*data-dependent"), model.fused_steps(1):
+        pytest.fail("entered")
+    assert not compiled
+    assert torch.equal(in_steps(model, tokens_of(12)), expected)
+
+
+def test_each_number_of_streams_is_compiled_once_up_to_a_limit(monkeypatch, compiled_by):
+    """Beyond it a step is refused, while the compiler by itself would run the model's own code."""
+    monkeypatch.setattr(fused, "_MOST_COMPILATIONS", 2)
+    model, compiled = model_of("llama"), compiled_by("eager")
+    for streams in (1, 3, 1, 3):
+        with model.fused_steps(streams):
+            in_steps(model, tokens_of(10, streams))
+    assert len(compiled) == 2
+    with pytest.raises(FusedStepError, match="2 of other models or streams were"), model.fused_steps(2):
+        pytest.fail("entered")
