@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
 from conftest import model_of, tokens_of
 from factories import needs_compiler
 
-from kvbench.harness.engine import fastcheck
+from kvbench.harness.core.plugins import task_class
+from kvbench.harness.engine import fastcheck, fused
 from kvbench.harness.engine.captured import StepGraphs
 from kvbench.harness.engine.closed_form import ClosedForm
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fastcheck import fast_method
+from kvbench.harness.engine.fused import FusedStepError
 from kvbench.harness.engine.kernels.cpu import StepKernel, WalkKernel
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import EAGER, FASTEST, PLAIN_WALK
+from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.walk import Walk
+from kvbench.harness.run import choose_reading
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
 from kvbench.policies.random import Random
@@ -89,8 +94,11 @@ def test_only_an_empty_decoder_can_be_filled():
 class Graph:
     """Stands in for a CUDA graph: replays the step."""
 
+    of_compiled_code: ClassVar[list[bool]] = []
+
     def __init__(self, step, tokens):
         self.step = step
+        Graph.of_compiled_code.append(model_of("llama")._fused)
 
     def __call__(self, tokens):
         return self.step(tokens)
@@ -116,6 +124,8 @@ def as_on_cuda(monkeypatch):
     monkeypatch.setattr(fastcheck, "_TIMED_DEVICES", {"cpu"}, raising=False)
     monkeypatch.setattr(fastcheck, "CachedDecoder", OnCuda)
     monkeypatch.setattr(OnCuda, "read_tokens", 0)
+    monkeypatch.setattr(Graph, "of_compiled_code", [])
+    monkeypatch.setattr(fused, "_BACKEND", "eager")
 
 
 @pytest.fixture
@@ -268,3 +278,40 @@ def test_a_large_cache_is_filled_and_not_read(clock, as_on_cuda):
     assert found.method == FASTEST
     assert found.blocks == "compiled walk"
     assert 0 < OnCuda.read_tokens < 1500  # of two decoders, timed blocks and steps included
+
+
+@needs_compiler
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_captured_step_is_of_compiled_code_where_that_is_asked_for(clock, as_on_cuda, asked):
+    found = fast_method(model_of("llama"), CacheConfig(H2O(), 8), fused=asked)
+    assert (found.step, found.method.fused, found.refused) == ("fused" if asked else "captured", asked, "")
+    assert set(Graph.of_compiled_code) == {asked}
+    assert not model_of("llama")._fused
+
+
+@needs_compiler
+def test_a_step_that_can_not_be_compiled_is_captured_as_it_is(monkeypatch, clock, as_on_cuda):
+    def refuses(self, streams):
+        raise FusedStepError("its step can't be compiled: a graph break")
+
+    monkeypatch.setattr(Model, "fused_steps", refuses)
+    found = fast_method(model_of("llama"), CacheConfig(H2O(), 8), fused=True)
+    assert (found.blocks, found.step) == ("compiled walk", "captured")
+    assert found.method.captured
+    assert not found.method.fused
+    assert found.refused == "fused steps: FusedStepError: its step can't be compiled: a graph break"
+
+
+@pytest.mark.parametrize(("name", "expected"), [("latency", True), ("perplexity", False), ("streameval", False)])
+def test_only_times_of_steps_are_worth_compiling_them(monkeypatch, name, expected):
+    asked = []
+
+    def check(model, config, streams, compiled):
+        asked.append(compiled)
+        return fastcheck.FastCheck(PLAIN_WALK, "walk", "plain", 0.0)
+
+    monkeypatch.setattr(choose_reading, "fast_method", check)
+    task = task_class(name)
+    monkeypatch.setattr(task, "streams", lambda options: 1)
+    choose_reading.choose_reading(model_of("llama"), CacheConfig(H2O(), 8), task, None, None, False)
+    assert asked == [expected]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ CAPTURE_AFTER = 16  # steps with one key; a capture costs 50 to 100 ms, so a sho
 _WAIT_MESSAGE = "called a synchronizing CUDA operation"  # PyTorch's warning
 
 Step = Callable[[Tensor], Tensor]
+Around = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass
@@ -157,7 +158,14 @@ class StepGraphs:
         """Graphs for another decoder, none captured yet. after: as in `__init__`; the same as here when None."""
         return StepGraphs(self._capture, self._after if after is None else after)
 
-    def __call__(self, key: Hashable, alive: Any, step: Step, tokens: Tensor) -> tuple[Tensor, bool]:
+    def __call__(
+        self,
+        key: Hashable,
+        alive: Any,
+        step: Step,
+        tokens: Tensor,
+        around: Around = nullcontext,
+    ) -> tuple[Tensor, bool]:
         """One step.
 
         Args:
@@ -165,6 +173,7 @@ class StepGraphs:
             alive: objects that the graph reads from, kept alive with it.
             step: the eager step.
             tokens: [B, 1].
+            around: entered around the dry run and the capture, so that the captured step may be other code than the eager one.
 
         Returns:
             Logits [B, 1, V], and whether they come from a replay: then `step` was not called.
@@ -173,23 +182,25 @@ class StepGraphs:
             self._key, self._steps, self._graph = key, 0, None
         self._steps += 1
         if self._graph is None and self._steps > self._after:
-            self._graph = self._captured(alive, step, tokens)
+            self._graph = self._captured(alive, step, tokens, around)
         if self._graph is not None:
             self.replayed += 1
             return self._graph[0](tokens), True
         if self._steps == self._after and not self.refused and tokens.device.type == "cuda":
-            logits, self.refused = dry_run(step, tokens)
+            with around():
+                logits, self.refused = dry_run(step, tokens)
             return logits, False
         return step(tokens), False
 
-    def _captured(self, alive: Any, step: Step, tokens: Tensor) -> tuple[Step, Any] | None:
+    def _captured(self, alive: Any, step: Step, tokens: Tensor, around: Around) -> tuple[Step, Any] | None:
         """The step's graph and what it reads from; None if it can't be captured."""
         if PROCESS.failed and not self.refused:
             self.refused = f"an earlier capture failed: {PROCESS.failed}"
         if self.refused:
             return None
-        try:
-            return self._capture(step, tokens), alive
-        except Exception as error:  # the device was waited for, memory asked of it, or whatever a policy does
-            self.refused = PROCESS.failed = (str(error) or type(error).__name__).splitlines()[0]
-            return None
+        with around():
+            try:
+                return self._capture(step, tokens), alive
+            except Exception as error:  # the device was waited for, memory asked of it, or whatever a policy does
+                self.refused = PROCESS.failed = (str(error) or type(error).__name__).splitlines()[0]
+                return None

@@ -41,7 +41,8 @@ class FastCheck(NamedTuple):
     Attributes:
         method: the shortcuts that agree with the plain walk.
         blocks: what they come to for blocks: "closed form", "compiled walk" or "walk".
-        step: and for single tokens: "captured" (a CUDA graph), "compiled" (kernels) or "plain".
+        step: and for single tokens: "fused" (a CUDA graph of compiled code), "captured" (a CUDA graph), "compiled" (kernels) or
+            "plain".
         differs: largest difference from the plain walk's logits, in units of rounding, of all methods tried.
         refused: why faster methods were not used that should have been, joined by "; "; empty if none was.
         plain_because: why blocks have nothing faster than the plain walk; empty if they have.
@@ -73,7 +74,7 @@ class _Trial(NamedTuple):
     eager_because: str = ""
 
 
-def fast_method(model: Model, config: CacheConfig, streams: int = 1) -> FastCheck:
+def fast_method(model: Model, config: CacheConfig, streams: int = 1, fused: bool = False) -> FastCheck:
     """The fastest way of reading that agrees with the plain walk.
 
     Both read random tokens: enough to fill the cache, 256 more in blocks, and 8 one by one. The last logits of each block are
@@ -86,19 +87,21 @@ def fast_method(model: Model, config: CacheConfig, streams: int = 1) -> FastChec
         model: of the cell.
         config: of the cell; a policy that keeps a cache.
         streams: of the cell, for times on CUDA; elsewhere one stream is read.
+        fused: also try captured steps whose code is compiled as a whole, which takes up to a minute.
     """
     fast = CachedDecoder(model, config, method=FASTEST)
     blocks, by_kernel = _blocks_by(fast), any(w.steps_by_kernel for w in fast.walks)
     lost = next((w.lost for w in fast.walks if w.lost), "")
     because = next((w.plain_because for w in fast.walks if w.plain_because), "")
     is_fast = by_kernel or fast.graphs is not None or any(w.has_closed_form or w.is_compiled for w in fast.walks)
-    step_ladder = _step_ladder(by_kernel, fast.graphs is not None)
+    fastest = replace(FASTEST, fused=fused and fast.graphs is not None)
+    step_ladder = _step_ladder(by_kernel, fast.graphs is not None, fastest.fused)
     del fast
     if not is_fast:
         return FastCheck(PLAIN_WALK, blocks, "plain", 0.0, lost, because)
     check = _Check(model, config, streams)
-    whole = check.trial(FASTEST)
-    block_method, block_reasons = FASTEST, list[str]()
+    whole = check.trial(fastest)
+    block_method, block_reasons = fastest, list[str]()
     if config.policy.evicts and (whole.refused or whole.slow_blocks):
         block_method, _, block_reasons = check.choose(_block_ladder(model, config), whole, lambda t: t.slow_blocks)
         blocks = _blocks_by(CachedDecoder(model, config, method=block_method))
@@ -106,8 +109,9 @@ def fast_method(model: Model, config: CacheConfig, streams: int = 1) -> FastChec
     if whole.refused and not block_reasons and not step_reasons:  # they fail only together
         plainly = "walk" if config.policy.evicts else blocks
         return FastCheck(PLAIN_WALK, plainly, "plain", check.worst, whole.refused, because)
-    method = replace(block_method, step_kernel=step_method.step_kernel, captured=step_method.captured)
-    step = "captured" if steps.captured else "compiled" if method.step_kernel else "plain"
+    is_fused = steps.captured and step_method.fused
+    method = replace(block_method, step_kernel=step_method.step_kernel, captured=step_method.captured, fused=is_fused)
+    step = "fused" if is_fused else "captured" if steps.captured else "compiled" if method.step_kernel else "plain"
     reasons = dict.fromkeys([*block_reasons, *step_reasons, steps.eager_because or lost])
     return FastCheck(method, blocks, step, check.worst, "; ".join(filter(None, reasons)), because)
 
@@ -125,7 +129,7 @@ def _block_ladder(model: Model, config: CacheConfig) -> list[tuple[str, Method]]
     return [(name, method) for name, method in ladder if _blocks_by(CachedDecoder(model, config, method=method)) == name]
 
 
-def _step_ladder(by_kernel: bool, captured: bool) -> list[tuple[str, Method]]:
+def _step_ladder(by_kernel: bool, captured: bool, fused: bool) -> list[tuple[str, Method]]:
     """Methods that are fast for single tokens alone, the best first."""
     ladder = [
         ("captured kernels", replace(PLAIN_WALK, step_kernel=True, captured=True)),
@@ -134,7 +138,8 @@ def _step_ladder(by_kernel: bool, captured: bool) -> list[tuple[str, Method]]:
     ]
     if not captured:  # on a CPU the flag means nothing
         return [("step kernels", ladder[0][1])] if by_kernel else []
-    return [rung for rung in ladder if by_kernel or not rung[1].step_kernel]
+    usable = [rung for rung in ladder if by_kernel or not rung[1].step_kernel]
+    return [("fused steps", replace(usable[0][1], fused=True)), *usable] if fused else usable
 
 
 class _Check:
@@ -159,8 +164,8 @@ class _Check:
         """The first method that agrees with the plain walk and is not slower; else the plain walk.
 
         Args:
-            ladder: methods with their names. If no trial of `FASTEST` failed, it stands for the first of them.
-            whole: the trial of `FASTEST`.
+            ladder: methods with their names. If the trial of the fastest did not fail, it stands for the first of them.
+            whole: the trial of the fastest method.
             slow: why a trial's blocks, or steps, are too slow.
 
         Returns:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
+from functools import partial
 from typing import Self
 
 import torch
@@ -120,6 +121,7 @@ class CachedDecoder:
         self._step = torch.zeros(streams, 1, dtype=torch.int64, device=model.device)  # tokens read, per stream
         self._seen: int | None = 0  # the same, as far as the host knows: None once streams differ
         self._max_seen = 0  # bounds it for every stream
+        self._fused = method.fused
         self.graphs = StepGraphs() if method.captured and model.device.type == "cuda" else None
         self.around_bookkeeping: Callable[[], AbstractContextManager[None]] = nullcontext
 
@@ -192,7 +194,9 @@ class CachedDecoder:
     def _run_captured(self, tokens: Tensor, graphs: StepGraphs, seen: int) -> Tensor:
         """Read a token by a captured step where there is one."""
         key = tuple(walk.graph_key(seen) for walk in self.walks)
-        logits, replayed = graphs(key, [dict(walk.slots.windows) for walk in self.walks], self._run_independent, tokens)
+        alive = [dict(walk.slots.windows) for walk in self.walks]
+        around = partial(self.model.fused_steps, self.streams) if self._fused else nullcontext
+        logits, replayed = graphs(key, alive, self._run_independent, tokens, around)
         for walk in self.walks if replayed else []:
             walk.note_replay(seen)
         return logits

@@ -17,6 +17,7 @@ class Method:
         walk_kernel: walk a block by a compiled kernel.
         step_kernel: take a single token in by compiled kernels.
         captured: replay single tokens as CUDA graphs.
+        fused: capture them from code that is compiled as a whole, a minute's work for a model and number of streams.
     """
 
     fill: bool = True
@@ -24,6 +25,7 @@ class Method:
     walk_kernel: bool = False
     step_kernel: bool = False
     captured: bool = False
+    fused: bool = False
 
 
 TOKEN_BY_TOKEN = Method(fill=False, closed_form=False)  # the definition, with no shortcut

@@ -48,7 +48,7 @@ def choose_reading(
     check = FastCheck(TOKEN_BY_TOKEN, "windows run afresh", "windows run afresh", 0.0)
     if config.policy.caches:
         by_walk = FastCheck(TOKEN_BY_TOKEN, "walk", "plain", 0.0)
-        check = by_walk if walk else fast_method(model, config, task.streams(options))
+        check = by_walk if walk else fast_method(model, config, task.streams(options), task.times_steps)
         facts["differs_from_walk"] = round(check.differs, 4) if math.isfinite(check.differs) else None
         facts.update({"refused": check.refused} if check.refused else {})
         facts.update({"plain_because": check.plain_because} if check.plain_because else {})

@@ -99,12 +99,14 @@ class Task(TaskReport, ABC):
 
     Attributes:
         of_device: figures depend on the device and the number of threads, so both are part of a record's key.
+        times_steps: figures are times of single tokens, so it pays to compile the step of a model.
         together: cells with the same model and options are measured side by side, interleaved, and finish together.
         apart: on a CPU, each cell runs in its own process.
         block_of_all: a job's `block` counts the tokens of all streams together, not of each.
     """
 
     of_device: ClassVar[bool] = False
+    times_steps: ClassVar[bool] = False
     together: ClassVar[bool] = False
     apart: ClassVar[bool] = False
     block_of_all: ClassVar[bool] = False

@@ -35,6 +35,7 @@ class Latency(Task):
     shown_options: ClassVar[tuple[str, ...] | None] = ("tokens", "batch", "prompt")
     speed_counts: ClassVar[bool] = False
     of_device: ClassVar[bool] = True
+    times_steps: ClassVar[bool] = True
     together: ClassVar[bool] = True
 
     @staticmethod
