@@ -41,7 +41,7 @@ SCORING_BLOCK = 2048
 FAST_CHECK_BLOCK = 128
 ODD_PROMPT = 77
 OVERWRITES = ("copy_", "fill_", "zero_")  # what they write they don't read
-PRODUCTS = ("bmm", "mm", "baddbmm")
+PRODUCTS = ("bmm", "mm", "baddbmm", "linear", "addmm")
 ALLOCATIONS = ("_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty")
 GATHERS = ("index_select", "index", "gather", "embedding")  # read no more than they write
 

@@ -19,6 +19,7 @@ from unittest import mock
 
 import torch
 import transformers
+from counts_flex import BytesMoved
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -31,6 +32,7 @@ from kvbench.harness.engine.unrotated import RotaryFunctions
 from kvbench.harness.models.families import FAMILIES, tiny_model
 
 LLAMA_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+LLAMA_7B = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 32}
 ATTENTION = 2  # kernels: attend and join
 VIEWS = {
     "_unsafe_view", "alias", "as_strided", "detach", "empty", "expand", "new_empty", "permute", "reshape", "select", "slice",
@@ -166,6 +168,17 @@ def compiled_per_layer(family: str, **overrides) -> Counter[str]:
     """Kernels that two more layers add to a compiled step, by name."""
     shallow, deep = (compiled_kernels(model_of(family, layers, **overrides)) for layers in (2, 4))
     return deep - shallow
+
+
+def bytes_of_a_layer(tokens: int, rope: bool, **overrides) -> int:
+    """Bytes that a layer of Llama's own code moves for a block beside products and attention; with RoPE, or without."""
+    totals = []
+    for layers in (2, 4):
+        model = model_of("llama", layers, **overrides)
+        with torch.inference_mode(), BytesMoved() as moved:
+            (Model(model.hf) if rope else model)(torch.zeros(1, tokens, dtype=torch.int64, device="meta"), Unanswered())
+        totals.append(moved.total)
+    return (totals[1] - totals[0]) // 2
 
 
 def main() -> None:
