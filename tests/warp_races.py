@@ -53,23 +53,22 @@ class _Line:
     body: tuple[tuple[_Line, ...], ...] = ()  # its regions
 
 
-def races(ttgir: str, aliases: Mapping[str, str] | None = None, masked: frozenset[str] = frozenset()) -> list[str]:
+def races(ttgir: str, aliases: Mapping[str, str] | None = None) -> list[str]:
     """Loads and stores of one array with no barrier between them.
 
     Args:
         ttgir: a kernel.
         aliases: arguments that are views of other arguments.
-        masked: arrays of which the kernel throws away what it loads from a place that it stores to.
 
     Raises:
         ValueError: There is an operation on pointers, or a region, that this reader doesn't know.
     """
-    return _Reader(ttgir, aliases or {}, masked).races()
+    return _Reader(ttgir, aliases or {}).races()
 
 
 def repeated_loads(ttgir: str) -> list[str]:
     """Loads and stores of tensors of which several threads hold an element."""
-    reader = _Reader(ttgir, {}, frozenset())
+    reader = _Reader(ttgir, {})
     reader.races()
     return [x.text for x in reader.accesses if x.repeated]
 
@@ -77,11 +76,11 @@ def repeated_loads(ttgir: str) -> list[str]:
 class _Reader:
     """Walks through a kernel in program order."""
 
-    def __init__(self, ttgir: str, aliases: Mapping[str, str], masked: frozenset[str]) -> None:
+    def __init__(self, ttgir: str, aliases: Mapping[str, str]) -> None:
         lines = [re.sub(r"\s+loc\(.*\)$", "", x).strip() for x in ttgir.splitlines()]
         self._layouts = dict(re.findall(r"^(#\w+) = (.*)$", "\n".join(lines), re.MULTILINE))
         self._lines = _nested([x for x in lines if x and not x.startswith(("#", "^", "//"))])
-        self._aliases, self._masked = aliases, masked
+        self._aliases = aliases
         self._values: dict[str, _Value] = {}
         self._found: dict[str, None] = {}
         self._names: dict[str, str] = {}  # short ones of expressions, which would double with each use
@@ -138,9 +137,8 @@ class _Reader:
                      repeated, own)  # fmt: skip
         self.accesses[new] = None
         for old in pending:
-            excused = old.stores and new.array in self._masked
             apart = new.own and old.own == new.own
-            if old.array == new.array and old.stores != new.stores and not excused and not apart:
+            if old.array == new.array and old.stores != new.stores and not apart:
                 self._found[f"no barrier between '{old.text}' and '{new.text}' ({new.array})"] = None
         return pending | {new}
 
