@@ -16,7 +16,14 @@ from dataclasses import dataclass
 
 _BARRIERS = ("gpu.barrier", "ttg.barrier all")  # as Triton up to 3.6 and later ones print `tl.debug_barrier`
 _LOADS = {"tt.load", "ttg.async_copy_global_to_local"}
-_FORWARDS = {"tt.addptr", "tt.splat", "tt.broadcast", "tt.expand_dims", "ttg.convert_layout", "tt.bitcast"}  # a pointer to an array
+_FORWARDS = {
+    "tt.addptr",
+    "tt.splat",
+    "tt.broadcast",
+    "tt.expand_dims",
+    "ttg.convert_layout",
+    "tt.bitcast",
+}  # a pointer to an array
 _REGIONS = {"module", "tt.func", "scf.for", "scf.if", "tt.reduce"}
 _OPERATION = re.compile(r"(?:(%[^=]+?) = )?\"?([a-z_]+(?:\.[a-z_.0-9]+)?)\"?(.*)")
 
@@ -30,7 +37,20 @@ class Access:
     text: str
     waits: bool  # is over at the next barrier: a copy to shared memory may not be
     repeated: bool  # an element belongs to several threads
-    own: str  # the same for two accesses only if a place is always touched by the same thread; empty if that is not known
+    place: str = ""  # a vector of distinct places, one a thread, that a loop moves on by its own size; empty if that is not known
+    layout: str = ""  # which thread has which element
+    loops: tuple[tuple[int, str, int], ...] = ()  # the loops around it: (which, counter, iteration)
+
+    def never_meets(self, other: Access) -> bool:
+        """No place is touched by one thread here and by another one there."""
+        if not self.place or self.place != other.place:
+            return False
+        if self.layout == other.layout:
+            return True
+        *outer, last = self.loops or ((0, "", 0),)
+        *others, other_last = other.loops or ((0, "", 0),)
+        moved = outer == others and last[:2] == other_last[:2] and last[2] != other_last[2]
+        return moved and self.place.endswith(f" {last[1]}")
 
 
 @dataclass(frozen=True)
@@ -66,11 +86,16 @@ def races(ttgir: str, aliases: Mapping[str, str] | None = None) -> list[str]:
     return _Reader(ttgir, aliases or {}).races()
 
 
-def repeated_loads(ttgir: str) -> list[str]:
+def repeated(ttgir: str) -> list[str]:
     """Loads and stores of tensors of which several threads hold an element."""
     reader = _Reader(ttgir, {})
     reader.races()
-    return [x.text for x in reader.accesses if x.repeated]
+    return list({x.text: None for x in reader.accesses if x.repeated})
+
+
+def barriers(ttgir: str) -> int:
+    """How many barriers there are."""
+    return sum(line.strip().startswith(_BARRIERS) for line in ttgir.splitlines())
 
 
 class _Reader:
@@ -84,7 +109,7 @@ class _Reader:
         self._values: dict[str, _Value] = {}
         self._found: dict[str, None] = {}
         self._names: dict[str, str] = {}  # short ones of expressions, which would double with each use
-        self._depth = 0
+        self._loops: tuple[tuple[int, str, int], ...] = ()
         self.accesses: dict[Access, None] = {}
 
     def races(self) -> list[str]:
@@ -115,15 +140,17 @@ class _Reader:
         """Read a loop's body twice, so that the end of an iteration meets the beginning of the next."""
         counter, low, step = re.match(r" (%\w+) = (%\w+) to %\w+ step (%\w+)", line.rest).groups()  # type: ignore[union-attr]
         low, step = self._value(low), self._value(step)
-        self._depth += 1
         for name, start in re.findall(r"(%\w+) = (%[\w#]+)", line.rest.partition("iter_args")[2]):
             if self._value(start).array:
                 raise ValueError(f"can't follow a pointer through a loop: {line.text}")
             self._values[name] = _Value(f"carried {name} {id(line)}", varies=True)
-        for _ in range(2):
-            self._values[counter] = _Value(f"for({low.key},{step.key})", varies=True, operation="for", operands=(low, step))
+        key = f"counter({low.key},{step.key},{len(self._loops)})"
+        self._values[counter] = _Value(key, varies=True, operation="for", operands=(low, step))
+        outer = self._loops
+        for iteration in range(2):
+            self._loops = (*outer, (id(line), key, iteration))
             pending |= self._walk(line.body[0], pending)
-        self._depth -= 1
+        self._loops = outer
         return pending
 
     def _touch(self, line: _Line, pending: frozenset[Access]) -> frozenset[Access]:
@@ -132,13 +159,14 @@ class _Reader:
             raise ValueError(f"can't tell the array: {line.text}")
         kind = re.search(r"tensor<([\dx]+)x!tt\.ptr<\w+>, (#.+?)>(?:$| ->|,)", line.rest.rpartition(" : ")[2])
         repeated = bool(kind) and not self._one_thread_each(*kind.groups())  # type: ignore[union-attr]
-        own = f"{pointer.key} {kind[2]}" if kind and not repeated and _is_own(pointer, kind[1]) else ""
-        new = Access(pointer.array, line.operation == "tt.store", line.text, line.operation != "ttg.async_copy_global_to_local",
-                     repeated, own)  # fmt: skip
+        place, layout = (_vector(pointer, kind[1]), kind[2]) if kind and not repeated else ("", "")
+        new = Access(
+            pointer.array, line.operation == "tt.store", line.text, line.operation != "ttg.async_copy_global_to_local", repeated,
+            place, layout, self._loops,
+        )  # fmt: skip
         self.accesses[new] = None
         for old in pending:
-            apart = new.own and old.own == new.own
-            if old.array == new.array and old.stores != new.stores and not apart:
+            if old.array == new.array and old.stores != new.stores and not new.never_meets(old):
                 self._found[f"no barrier between '{old.text}' and '{new.text}' ({new.array})"] = None
         return pending | {new}
 
@@ -162,7 +190,7 @@ class _Reader:
         if not line.results:
             return
         opaque = line.body or line.operation in _LOADS or not line.operation.startswith(("arith.", "tt.", "ttg.convert"))
-        varies = any(x.varies for x in of) or bool(opaque and self._depth)
+        varies = any(x.varies for x in of) or bool(opaque and self._loops)
         plain = re.sub(r"%[\w#]+", "", line.rest)
         for name in re.findall(r"%\w+", line.results):
             if opaque:
@@ -172,7 +200,8 @@ class _Reader:
             else:
                 key = f"{line.operation}({','.join(x.key for x in of)}){plain}"
                 short = self._names.setdefault(key, f"v{len(self._names)}")
-                self._values[name] = _Value(short, array, varies, line.operation, of)
+                shifted = line.operation == "tt.make_range" and "start = 0 " not in line.rest
+                self._values[name] = _Value(short, array, varies, "" if shifted else line.operation, of)
 
     def _value(self, name: str) -> _Value:
         """A value that an earlier line defines, or a number that is an argument."""
@@ -182,18 +211,21 @@ class _Reader:
         return self._values.get(name) or _Value(name)
 
 
-def _is_own(pointer: _Value, size: str) -> bool:
-    """A pointer to each element `base + s` of a vector, where `s` is a range that a loop moves on by its own size, or not at all."""
+def _vector(pointer: _Value, size: str) -> str:
+    """Names the vector of places `base + start + s`: `s` is a range, and `start` a loop's counter of that step, or fixed."""
     if pointer.operation != "tt.addptr" or "x" in size:
-        return False
+        return ""
     base, index = pointer.operands
-    if base.varies or index.operation != "arith.addi" or {x.operation for x in index.operands} != {"tt.splat", "tt.make_range"}:
-        return False
+    if base.varies or base.operation != "tt.splat" or index.operation != "arith.addi":
+        return ""
+    if {x.operation for x in index.operands} != {"tt.splat", "tt.make_range"}:
+        return ""
     start = next(x for x in index.operands if x.operation == "tt.splat").operands[0]
     if start.operation == "for":
         low, step = start.operands
-        return not low.varies and step.key.startswith(f"constant {size} :")
-    return not start.varies
+        moves = not low.varies and step.key.startswith(f"constant {size} :")
+        return f"{base.operands[0].key} {start.key}" if moves else ""
+    return "" if start.varies else f"{base.operands[0].key} {start.key}"
 
 
 def _nested(lines: list[str]) -> tuple[_Line, ...]:
@@ -209,5 +241,6 @@ def _nested(lines: list[str]) -> tuple[_Line, ...]:
         while text.endswith("{"):
             bodies.append(_nested(lines))
             text = lines.pop(0)  # the line that closes the region, and perhaps opens another one
-        whole.append(_Line(results or "", operation, rest, f"{(results or '') and results + ' = '}{operation}{rest}", tuple(bodies)))
+        shown = f"{results} = {operation}{rest}" if results else f"{operation}{rest}"
+        whole.append(_Line(results or "", operation, rest, shown, tuple(bodies)))
     return tuple(whole)
