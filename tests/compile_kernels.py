@@ -1,108 +1,243 @@
-"""Compile every Triton kernel for a kind of GPU that need not be present: its source is valid and it fits the chip.
+"""Compile every Triton kernel for a kind of GPU that need not be present, and hold what can be told from its code.
 
     python tests/compile_kernels.py [compute capability, 90 by default]
 
-Prints the registers and spills of each kernel. Exits with 1 if one does not compile.
+Arguments are specialised as Triton's launcher would: on 1, and on multiples of 16. Held, or the exit code is 1: nothing is
+spilt to memory; a slot of a row takes no more warp instructions than a limit; and no warp can overtake another one between
+loading and storing the same place.
 """
 
 from __future__ import annotations
 
-import itertools
-import os
-import re
-import subprocess
 import sys
-import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
+from compiled_code import Resources, dumped, instructions, loops, resources
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from warp_races import barriers, races, repeated
 
 from kvbench.harness.engine.kernels import triton_kernels as kernels
 from kvbench.harness.engine.kernels.cuda import _policy_module
-from kvbench.harness.engine.kernels.cuda_attention import WARPS, sizes
+from kvbench.harness.engine.kernels.cuda_attention import _JOINED_PARTS, BOOKKEEPING_BLOCK, WARPS, sizes
 from kvbench.harness.engine.kernels.tracing import TRITON, traced
 from kvbench.harness.engine.slots import LayerShape
 from kvbench.policies.h2o import H2O
 from kvbench.policies.random import Random
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-SHAPES = {"llama-2-7b": LayerShape(32, 1, 128, 128, None, None), "llama-3-8b": LayerShape(8, 4, 128, 128, None, None)}
-POINTERS = {"rank", "position", "free", "order", "layers", "clock"}  # of int64
-WIDE = {"seed"}  # int64
-FLOATS = {"scaling", "initial"}
-NUMBERS = {
-    "first", "slots", "attended", "part", "parts", "limit", "capacity", "tokens", "window", "heads", "rows_of_layer", "full",
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SHAPES = {
+    name: LayerShape(*shape, None, None)
+    for name, shape in {
+        "llama-2-7b": (32, 1, 128, 128), "llama-3-8b": (8, 4, 128, 128), "llama-3-70b": (8, 8, 128, 128),
+        "gemma-2b": (1, 8, 256, 256), "falcon-7b": (1, 71, 64, 64), "qwen2-1.5b": (2, 6, 128, 128), "phi-2": (32, 1, 80, 80),
+        "deepseek": (128, 1, 192, 128), "stories260k": (4, 2, 8, 8),
+    }.items()
 }  # fmt: skip
+ALL = ("attend", "join", "release")
+SLOTS = 4097  # of a row, with a capacity of 4096
+HELD = ("llama-2-7b", "llama-3-8b")  # shapes whose instructions are held
+ATTEND_LIMIT, WALK_LIMIT = 60, 130  # warp instructions a slot and row in bf16
+TWO_TABLES_LIMIT = 66  # of `attend` if it also joins two angles: Triton 3.6 needs six more than 3.9
+ALIASES = {"words": "keys"}  # `words` is a view
+INT64 = {"rank", "position", "free", "order", "layers", "clock"}  # arrays
 FLOAT32 = {"cosine", "sine", "far_cosine", "far_sine", "most", "total", "scores", "mass", "state", "parted"}
+ITEM_BYTES = {"*i64": 8, "*i32": 4, "*fp32": 4, "*bf16": 2, "*fp16": 2}
+LAYER = 3  # its rows begin inside the tensors of all layers
 
 
-def signature(kernel: Any, constants: dict[str, Any], dtype: str) -> dict[str, str]:
-    """The types of a kernel's arguments."""
-    types = {}
-    for name in kernel.arg_names:
-        if name in constants:
-            types[name] = "constexpr"
-        elif name in NUMBERS:
-            types[name] = "i32"
-        elif name in WIDE:
-            types[name] = "i64"
-        elif name in FLOATS:
-            types[name] = "fp32"
-        elif name in POINTERS:
-            types[name] = "*i64"
-        elif name == "words":
-            types[name] = "*i64" if dtype == "fp32" else "*i32"
-        elif name in FLOAT32 or (name == "out" and kernel is kernels.attend):
-            types[name] = "*fp32"
-        else:
-            types[name] = f"*{dtype}"
-    return types
+@dataclass(frozen=True)
+class Case:
+    """A way to launch the kernels.
+
+    Attributes:
+        place: for a token inside a block, which `attend` enters in its slot; else for a step.
+        mode, level: of RoPE, as `attend` takes them.
+        attended: slots.
+        names: kernels that are compiled.
+        counted: kernels whose instructions are counted, which takes time.
+    """
+
+    model: str
+    dtype: str
+    policy: Any
+    place: bool
+    mode: int
+    level: int = 0
+    attended: int = SLOTS
+    names: tuple[str, ...] = ALL
+    counted: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        way = "walk" if self.place else "step"
+        what = f"{self.model} {self.dtype} {type(self.policy).__name__} {way}, mode {self.mode}"
+        return what + ", two tables" * bool(self.level) + f", {self.attended} slots" * (self.attended != SLOTS)
+
+    @property
+    def shape(self) -> LayerShape:
+        """Of the layer."""
+        return SHAPES[self.model]
+
+    def numbers(self) -> dict[str, int]:
+        """The whole numbers that the launchers pass."""
+        streams = 8 if self.place else 1
+        rows, slots = streams * self.shape.heads, max(self.attended, SLOTS)
+        return {
+            "first": LAYER * rows * slots, "slots": slots, "attended": self.attended, "part": 1088,
+            "parts": 4 if self.place else 1, "limit": 4095, "capacity": slots - 1, "tokens": 512 if self.place else 1,
+            "window": 0, "heads": self.shape.heads, "rows_of_layer": rows, "full": int(self.attended == slots),
+            "seed": 2**40 + 5,
+        }  # fmt: skip
+
+    def constants(self, name: str) -> dict[str, Any]:
+        """The constants that the launchers pass."""
+        asked, constant = bool(self.policy.statistics), sizes(self.shape, DTYPES[self.dtype])
+        flags = {"PLACE": self.place, "STATE": asked}
+        if name == "attend":
+            return constant | flags | {"MODE": self.mode, "LEVEL": self.level, "ASKED": asked}
+        if name == "join":
+            of_join = {"CHUNK": _JOINED_PARTS, "BLOCK": BOOKKEEPING_BLOCK, "ASKED": asked, "PLACE": self.place}
+            return {k: constant[k] for k in ("G", "E", "WIDE")} | of_join
+        own = _policy_module(*traced(self.policy.bind(64), TRITON))
+        block = 128 if self.attended <= 128 else BOOKKEEPING_BLOCK
+        return {"update": own.update, "importance": own.importance, "G": self.shape.group if asked else 1, "BLOCK": block} | flags
+
+    def type_of(self, argument: str, name: str) -> str:
+        """An argument's type in Triton's words."""
+        if argument in self.numbers():
+            return "i64" if argument == "seed" else "i32"
+        if argument in ("scaling", "initial"):
+            return "fp32"
+        unused = not self.policy.statistics and argument in ("state", "mass")  # `free` stands in
+        if argument in INT64 or unused:
+            return "*i64"
+        if argument == "words":
+            return "*i64" if self.dtype == "fp32" else "*i32"
+        return "*fp32" if argument in FLOAT32 or (argument == "out" and name == "attend") else f"*{self.dtype}"
+
+    def divisible(self, argument: str, kind: str) -> bool:
+        """A number, or the address of an array, is a multiple of 16."""
+        numbers = self.numbers()
+        if argument in numbers:
+            return numbers[argument] % 16 == 0
+        rows = LAYER * numbers["rows_of_layer"]
+        per_row = {"rank": numbers["slots"], "position": numbers["slots"], "state": numbers["slots"], "free": 1}.get(argument, 0)
+        return kind in ITEM_BYTES and rows * per_row * ITEM_BYTES[kind] % 16 == 0
 
 
-def usage(ptx: str) -> str:
-    """A kernel's registers and spills, as the assembler reports them."""
-    target = re.search(r"^\.target (\S+?)(?:,|$)", ptx, re.MULTILINE)
-    assert target
-    assemblers = sorted((Path(triton.__file__).parent / "backends/nvidia/bin").glob("ptxas*"))  # the newest supports this PTX
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        command = ["-v", f"--gpu-name={target[1]}", file.name, "-o", os.devnull]
-        told = [subprocess.run([str(a), *command], capture_output=True, text=True) for a in assemblers]
-    said = next((x.stderr for x in told if x.returncode == 0), "")
-    registers, spills = re.search(r"Used (\d+) registers", said), re.search(r"(\d+) bytes spill stores", said)
-    return f"{registers[1]} registers a thread, {spills[1]} bytes spilt" if registers and spills else "compiled"
+def cases() -> Iterator[Case]:
+    """Every shape in both dtypes, with and without a statistic; every mode of RoPE with one table and two."""
+    for model in SHAPES:
+        held = model in HELD
+        yield Case(model, "bf16", H2O(), True, 1, counted=ALL if held else ("attend",))
+        yield Case(model, "bf16", Random(), False, 2, 2**15, names=ALL[:2] if held else ("attend",), counted=("attend",) * held)
+        yield Case(model, "fp32", H2O(), True, 3, names=("attend",))
+    for model in HELD:
+        yield Case(model, "bf16", H2O(), True, 1, 2**15, names=("attend",), counted=("attend",))
+    yield Case("llama-2-7b", "fp32", Random(), False, 3, 2**15)
+    yield Case("llama-3-8b", "fp16", H2O(), False, 1)
+    yield Case("llama-3-8b", "bf16", Random(), True, 0)
+    yield Case("gemma-2b", "bf16", H2O(), False, 0, attended=100)
+    yield Case("llama-3-8b", "bf16", H2O(), False, 1, attended=128, names=("release",))
+    yield Case("llama-2-7b", "bf16", H2O(), True, 1, attended=4352)  # a multiple of 16: accesses are wider
+
+
+@dataclass(frozen=True)
+class Made:
+    """A compiled kernel."""
+
+    case: Case
+    name: str
+    code: Any
+    warps: int
+
+    def faults(self, used: Resources) -> Iterator[str]:
+        """What is wrong with it."""
+        text, ptx = self.code.asm["ttgir"], self.code.asm["ptx"]
+        yield from (f"race: {x}" for x in races(text, ALIASES))
+        if self.name == "release":
+            yield from (f"several threads touch one element: {x}" for x in repeated(text))
+        if ptx.count("bar.sync") < barriers(text):
+            yield "the compiler dropped a barrier"
+        if used.spilled:
+            yield f"spills {used.spilled} bytes"
+
+    def count(self, code: list[tuple[int, str]]) -> float:
+        """Warp instructions a slot and row: in its loops, or in all of `join`, for each query head. code: its instructions."""
+        constants, found = self.case.constants(self.name), loops(code)
+        assert found or self.name == "join"
+        assert self.name != "release" or not any(x.nested for x in found)
+        passes = {"attend": -(-self.case.shape.group // constants.get("M", 1)), "join": self.case.shape.group, "release": 1}
+        length = len(code) if self.name == "join" else sum(x.instructions for x in found)
+        return length * self.warps / constants["BLOCK"] * passes[self.name]
+
+    @property
+    def limit(self) -> int | None:
+        """The most instructions that it may take."""
+        limit = TWO_TABLES_LIMIT if self.case.level else ATTEND_LIMIT
+        return limit if self.name == "attend" and self.case.model in HELD else None
+
+
+def compiled(case: Case, name: str, target: GPUTarget) -> Made:
+    """Compile a kernel with its arguments specialised as the launcher would."""
+    kernel, constants, numbers = getattr(kernels, name), case.constants(name), case.numbers()
+    constants |= {x: 1 for x in kernel.arg_names if numbers.get(x) == 1}
+    signature = {x: "constexpr" if x in constants else case.type_of(x, name) for x in kernel.arg_names}
+    wide = [i for i, (x, kind) in enumerate(signature.items()) if x not in constants and case.divisible(x, kind)]
+    source = ASTSource(kernel, signature, constexprs=constants, attrs={(i,): [["tt.divisibility", 16]] for i in wide})
+    warps = WARPS[DTYPES[case.dtype]] if name == "attend" else 4
+    return Made(case, name, triton.compile(source, target=target, options={"num_warps": warps}), warps)
+
+
+def told(title: str, *columns: Any) -> str:
+    """A row of the table."""
+    return (f"{title:<66}" + "".join(f"{'' if x is None else x:>10}" for x in columns)).rstrip()
+
+
+def examine(case: Case, target: GPUTarget, tools: Path, known: set[str]) -> Iterator[tuple[str, list[str]]]:
+    """Compile a case's kernels, but those in `known`. -> rows of the table, each with its faults."""
+    counts = {}
+    for name in case.names:
+        made = compiled(case, name, target)
+        if made.code.hash in known:
+            continue
+        known.add(made.code.hash)
+        used = resources(dumped(tools, made.code.asm["cubin"], "-res-usage"))
+        columns: list[Any] = [used.registers, used.spilled, made.code.metadata.shared]
+        faults = list(made.faults(used))
+        if name in case.counted:
+            code = instructions(dumped(tools, made.code.asm["cubin"], "-sass"))
+            counts[name] = count = made.count(code)
+            columns += [sum(getattr(x, what) for x in loops(code)) for what in ("barriers", "shuffles")]
+            columns += [f"{count:.1f}", made.limit]
+            faults += [f"{count:.1f} instructions a slot"] * bool(made.limit and count > made.limit)
+        yield told(f"{case}: {name}", *columns), [f"{case}: {name}: {x}" for x in faults]
+    if tuple(counts) == ALL:
+        count, limit = sum(counts.values()), WALK_LIMIT if case.model == HELD[1] else None
+        row = told(f"{case}: a token", *[None] * 5, f"{count:.1f}", limit)
+        yield row, [f"{case}: {count:.1f} instructions a slot"] * bool(limit and count > limit)
 
 
 def main() -> int:
     """Compile all kernels."""
+    triton.knobs.compilation.disable_line_info = True  # it takes time
     target = GPUTarget("cuda", int(sys.argv[1]) if len(sys.argv) > 1 else 90, 32)
-    failed = 0
-    for (name, shape), dtype, policy in itertools.product(SHAPES.items(), DTYPES, (H2O(), Random())):
-        constant, own = sizes(shape, DTYPES[dtype]), _policy_module(*traced(policy.bind(64), TRITON))
-        asked = bool(policy.statistics)
-        wanted = {
-            "attend": constant | {"MODE": 1, "LEVEL": 0, "ASKED": asked, "PLACE": True, "STATE": asked},
-            "join": {k: constant[k] for k in ("G", "E", "WIDE")} | {"CHUNK": 16, "BLOCK": 1024, "ASKED": asked, "PLACE": True},
-            "release": {"update": own.update, "importance": own.importance, "G": shape.group, "BLOCK": 1024, "STATE": asked,
-                        "PLACE": True},
-        }  # fmt: skip
-        for kernel_name, constants in wanted.items():
-            kernel = getattr(kernels, kernel_name)
-            try:
-                source = ASTSource(kernel, signature(kernel, constants, dtype), constexprs=constants)
-                warps = WARPS[DTYPES[dtype]] if kernel_name == "attend" else 4
-                made = triton.compile(source, target=target, options={"num_warps": warps})
-            except Exception as error:  # go on with the others
-                failed += 1
-                print(f"{name} {dtype} {type(policy).__name__} {kernel_name}: {type(error).__name__}: {str(error)[:1500]}")
-                continue
-            print(f"{name} {dtype} {type(policy).__name__} {kernel_name}: {usage(made.asm['ptx'])}")
-    return min(failed, 1)
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    print(told("kernel", "registers", "spilt, B", "shared, B", "barriers", "shuffles", "a slot", "limit"))
+    known: set[str] = set()
+    faults = []
+    for case in cases():
+        for row, found in examine(case, target, tools, known):
+            print(row, flush=True)
+            faults += found
+    print(f"{len(known)} kernels by Triton {triton.__version__} for compute capability {target.arch}, {len(faults)} faults")
+    print(*faults, sep="\n", end="\n" * bool(faults))
+    return int(bool(faults))
 
 
 if __name__ == "__main__":

@@ -180,13 +180,15 @@ def attend(
     elif MODE == 3:
         angle = tl.cast(limit, tl.int64)
     q_re, q_im, own = load_query(
-        query, key, order, keys, g, n, t, row + at, here, angle, scaling, cosine, sine, far_cosine, far_sine, tokens, MODE, LEVEL,
+        query, key, order, keys, g, n, t, row + at, owner, angle, scaling, cosine, sine, far_cosine, far_sine, tokens, MODE, LEVEL,
         G, D, P,
     )  # fmt: skip
     v = tl.load(value + (tl.cast(n, tl.int64) * tokens + t) * E + e, mask=e < E, other=0.0)
-    if here:
+    if owner:
         tl.store(values + (row + at) * E + e, v, mask=e < E)
-    # Another program may be writing the new token's slot: the owner adds it to the softmax, from the arguments.
+    tl.debug_barrier()
+    # All chunks write the new token's K and V, so none of them multiplies what the slot held before. But another chunk may still
+    # be writing its rank: the owners leave the slot out, and add the token to the softmax from the arguments.
     highest = tl.where(owner, own, float("-inf"))
     sums = tl.where(owner, 1.0, 0.0) + tl.zeros((M,), tl.float32)
     weighted = tl.where(owner, v.to(tl.float32), 0.0)[None, :] + tl.zeros((M, WIDE), tl.float32)
