@@ -70,25 +70,30 @@ def unpacked(words, LIKE: tl.constexpr):
 
 @triton.jit
 def place_token(
-    rank, position, state, clock, row, at, here, capacity, initial, PLACE: tl.constexpr, STATE: tl.constexpr,
+    rank, position, state, clock, row, at, here, capacity, limit, initial, MODE: tl.constexpr, PLACE: tl.constexpr,
+    STATE: tl.constexpr,
 ):  # fmt: skip
-    """The new token's step, its rank, and how many tokens of its block came before it; if PLACE, it is entered in slot `at` here.
+    """The new token's step, the angle of its query, and how many tokens of its block came before it.
 
-    here: this program enters it.
+    If PLACE, it is entered in slot `at`, by one program: `here`.
     """
     t = 0
     if PLACE:
         now = tl.load(clock)
         t = (now - tl.load(clock + 1)).to(tl.int32)
-        newest = tl.minimum(now, capacity)
+        angle = tl.minimum(now, capacity)
         if here:
-            tl.store(rank + row + at, newest)
+            tl.store(rank + row + at, angle)
             tl.store(position + row + at, now)
             if STATE:
                 tl.store(state + row + at, initial)
     else:
-        now, newest = tl.load(position + row + at), tl.load(rank + row + at)
-    return now, newest, t
+        now, angle = tl.load(position + row + at), tl.load(rank + row + at)
+    if MODE == 2:
+        angle = now
+    elif MODE == 3:
+        angle = tl.cast(limit, tl.int64)
+    return now, angle, t
 
 
 @triton.jit
@@ -172,16 +177,12 @@ def attend(
     row, g, e = tl.cast(n, tl.int64) * slots, chunk * M + tl.arange(0, M), tl.arange(0, WIDE)
     at = tl.load(free + n) - first - row
     owner = (at >= split * part) & (at < (split + 1) * part)
-    here = owner & (chunk == 0)
-    now, newest, t = place_token(rank, position, state, clock, row, at, here, capacity, initial, PLACE, STATE)
-    angle = newest
-    if MODE == 2:
-        angle = now
-    elif MODE == 3:
-        angle = tl.cast(limit, tl.int64)
+    now, angle, t = place_token(
+        rank, position, state, clock, row, at, owner & (chunk == 0), capacity, limit, initial, MODE, PLACE, STATE
+    )  # fmt: skip
     q_re, q_im, own = load_query(
-        query, key, order, keys, g, n, t, row + at, owner, angle, scaling, cosine, sine, far_cosine, far_sine, tokens, MODE, LEVEL,
-        G, D, P,
+        query, key, order, keys, g, n, t, row + at, owner, angle, scaling, cosine, sine, far_cosine, far_sine, tokens, MODE,
+        LEVEL, G, D, P,
     )  # fmt: skip
     v = tl.load(value + (tl.cast(n, tl.int64) * tokens + t) * E + e, mask=e < E, other=0.0)
     if owner:
