@@ -175,7 +175,7 @@ def slots_of(case: Case, dtype: torch.dtype, window: int | None = None, seed: in
         for state in tensors.states.values():
             state[r, taken] = torch.randperm(held, generator=generator).to(DEVICE, state.dtype) / 2
             state[r, free] = 1e9
-        tensors.keys[r, free], tensors.values[r, free] = float("nan"), 1e4
+        tensors.keys[r, free], tensors.values[r, free] = float("nan"), float("nan")
         tensors.rank[r, free], tensors.position[r, free] = 1, seen // 2
     return slots
 
