@@ -180,8 +180,8 @@ def attend(
     elif MODE == 3:
         angle = tl.cast(limit, tl.int64)
     q_re, q_im, own = load_query(
-        query, key, order, keys, g, n, t, row + at, owner, angle, scaling, cosine, sine, far_cosine, far_sine, tokens, MODE, LEVEL,
-        G, D, P,
+        query, key, order, keys, g, n, t, row + at, owner, angle, scaling, cosine, sine, far_cosine, far_sine, tokens, MODE,
+        LEVEL, G, D, P,
     )  # fmt: skip
     v = tl.load(value + (tl.cast(n, tl.int64) * tokens + t) * E + e, mask=e < E, other=0.0)
     if owner:
