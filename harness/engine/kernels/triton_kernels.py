@@ -188,10 +188,8 @@ def attend(
     if owner:
         tl.store(values + (row + at) * E + e, v, mask=e < E)
     tl.debug_barrier()
-    # All chunks write the new token's K and V, so none of them multiplies what the slot held before. But another chunk may still
-    # be writing its rank: the owners leave the slot out, and add the token to the softmax from the arguments.
-    highest = tl.where(owner, own, float("-inf"))
-    sums = tl.where(owner, 1.0, 0.0) + tl.zeros((M,), tl.float32)
+    # No chunk reads the K and V that the slot held, but its rank may still change: owners add the token from the arguments.
+    highest, sums = tl.where(owner, own, float("-inf")), tl.where(owner, 1.0, 0.0) + tl.zeros((M,), tl.float32)
     weighted = tl.where(owner, v.to(tl.float32), 0.0)[None, :] + tl.zeros((M, WIDE), tl.float32)
     scores += tl.cast(n, tl.int64) * G * attended
     for begin in range(split * part, tl.minimum((split + 1) * part, attended), BLOCK):
