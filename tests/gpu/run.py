@@ -94,7 +94,7 @@ class Commands:
 def all_stages(arguments: argparse.Namespace) -> list[Stage]:
     """Every stage with its cap in seconds and its command, the shortest cap first.
 
-    Compiling a model's step takes some 40 seconds of the first latency stage of a shape; later ones find it in the compiler's cache.
+    Compiling a model's step takes some 40 seconds of the first latency stage of a shape; later ones find it in a cache.
     """
     run = Commands(arguments.results, arguments.rehearse)
     result = [
