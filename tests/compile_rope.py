@@ -1,19 +1,24 @@
-"""Compile the kernels of `triton_rotate.py` for an H100 that need not be there, and print their registers and spills.
+"""Compile the kernels of `triton_rotate.py` for an H100 that need not be there, and hold what can be told from their code.
 
     python tests/compile_rope.py
 
-`compile_kernels.py` does the same for the kernels of steps and walks.
+`compile_kernels.py` does the same for the kernels of steps and walks. Exits with 1 if registers are spilt to memory, or if one
+warp can overtake another between loading and storing the same place.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import triton
+from compiled_code import dumped, resources
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from warp_races import races
 
 from kvbench.harness.engine.kernels import rope, triton_rotate
 
@@ -51,10 +56,9 @@ def wanted() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, str]]]:
         yield f"{name} {dtype} {kernel}", made, constants, types
 
 
-def main() -> None:
+def main() -> int:
     """Compile them all."""
-    from compile_kernels import usage
-
+    tools, faults = Path(triton.__file__).parent / "backends/nvidia/bin", 0
     for name, kernel, constants, types in wanted():
         aligned = {
             (i,): [["tt.divisibility", 16]]
@@ -63,8 +67,12 @@ def main() -> None:
         }
         source = ASTSource(kernel, types, constexprs=constants, attrs=aligned)
         made = triton.compile(source, target=GPUTarget("cuda", 90, 32))
-        print(f"{name}: {usage(made.asm['ptx'])}")
+        used = resources(dumped(tools, made.asm["cubin"], "-res-usage"))
+        found = list(races(made.asm["ttgir"], {"out": "near"}))  # they may be the same tensor
+        print(f"{name}: {used.registers} registers a thread, {used.spilled} bytes spilt", *found, sep=", ")
+        faults += bool(used.spilled or found)
+    return int(faults > 0)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

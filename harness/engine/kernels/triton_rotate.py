@@ -100,4 +100,5 @@ def merge(
         kept, weight = tl.exp(most - highest), tl.exp(score - highest)
         weighted = weighted * kept[:, None] + weight[:, None] * value[None, :]
         total, most = total * kept + weight, highest
+    tl.debug_barrier()  # `near` may be `out`
     tl.store(out + cells, (weighted / total[:, None]).to(out.dtype.element_ty), mask=known)
