@@ -277,7 +277,7 @@ class _Wrong:
 
     def __init__(self, right) -> None:
         self._right = right
-        self.leaves_ordered = right.leaves_ordered
+        self.leaves_ordered, self.rotates = right.leaves_ordered, right.rotates
 
     def __call__(self, *args):
         return 1.5 * self._right(*args)
