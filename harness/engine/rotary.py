@@ -36,6 +36,7 @@ class Rotation:
     order: Tensor
     halves: int | None = None
     _tables: dict[tuple[torch.dtype, int], Tensor] = field(default_factory=dict, repr=False)
+    _split_tables: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
 
     def pair(self, x: Tensor) -> Tensor:
         """The same vectors with paired dims side by side. [..., D] -> [..., D]."""
@@ -70,6 +71,14 @@ class Rotation:
         """The factors at 0, 1, ..., those at 0, M, 2 * M, ... where one level of M is not enough, and M. [M, P]."""
         return self._table(dtype, 1), None if longest <= _LEVEL else self._table(dtype, _LEVEL), _LEVEL
 
+    def cosine_and_sine(self, rows: int, stride: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the angles at positions 0, stride, 2 * stride, ... [rows, P] float32, on the device of `order`."""
+        if (rows, stride) not in self._split_tables:
+            angles = self._angles(rows, stride)
+            cosine, sine = (x.float().to(self.order.device) for x in (angles.cos(), angles.sin()))
+            self._split_tables[rows, stride] = cosine, sine
+        return self._split_tables[rows, stride]
+
     def prepare(self, dtype: torch.dtype) -> None:
         """Compute the tables now: they are made on the host, and no decode step should wait for that."""
         for stride in (1, _LEVEL):
@@ -79,9 +88,13 @@ class Rotation:
         """The factors at positions 0, stride, 2 * stride, ... [_LEVEL, P]."""
         wide = torch.complex128 if dtype == torch.float64 else torch.complex64
         if (wide, stride) not in self._tables:
-            angles = torch.arange(_LEVEL, dtype=torch.float64)[:, None] * stride * self.frequencies.cpu()
+            angles = self._angles(_LEVEL, stride)
             self._tables[wide, stride] = torch.polar(torch.ones_like(angles), angles).to(wide).to(self.order.device)
         return self._tables[wide, stride]
+
+    def _angles(self, rows: int, stride: int) -> Tensor:
+        """Angles at positions 0, stride, 2 * stride, ... [rows, P] float64, on the CPU."""
+        return torch.arange(rows, dtype=torch.float64)[:, None] * stride * self.frequencies.cpu()
 
 
 def rotate(x: Tensor, factors: Tensor) -> Tensor:

@@ -225,9 +225,8 @@ class WalkKernel:
         )  # fmt: skip
         if kept < 0:
             raise MemoryError("no scratch memory for the compiled walk")
-        all_values = torch.cat([held.values, values.flatten(0, 1)], 1)
-        survivors = torch.searchsorted(all_positions, position[:, :kept].contiguous())[..., None]
-        rows.put(all_keys.take_along_dim(survivors, 1), all_values.take_along_dim(survivors, 1), position[:, :kept])
+        all_values, position = torch.cat([held.values, values.flatten(0, 1)], 1), position[:, :kept].contiguous()
+        _put_survivors(rows, all_keys, all_values, all_positions, position)
         rows.put_states(state[:, :kept], initial)
         return out.to(values.dtype).view(tokens, streams, heads, group, dims).permute(1, 2, 3, 0, 4)
 
@@ -237,6 +236,12 @@ class WalkKernel:
         if self._in_stream and self._rotation is not None:
             keys = rotate(keys, self._rotation.factors(positions, torch.float32, LONGEST_STREAM))
         return keys.unflatten(-1, (-1, 2))
+
+
+def _put_survivors(rows: Rows, keys: Tensor, values: Tensor, candidates: Tensor, position: Tensor) -> None:
+    """Hold the tokens at some positions, among candidates. [N, L, D], [N, L, E], [N, L] int64, [N, n] int64."""
+    at = torch.searchsorted(candidates, position)[..., None]
+    rows.put(keys.take_along_dim(at, 1), values.take_along_dim(at, 1), position)
 
 
 def lost(slots: Slots, mode: PositionMode, limit: int) -> str:

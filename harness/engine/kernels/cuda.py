@@ -144,11 +144,8 @@ class ReleaseKernel:
         arrays = (rows.free if mass is None else mass, rows.free if state is None else state, rows.rank, rows.position, rows.free)
         attended = rows.rank.shape[1]
         block = min(BOOKKEEPING_BLOCK, max(_THREADS, next_power(attended)))  # at least a slot a thread
-        kernel, window, seed = (
-            cuda_attention.kernels().release[(len(rows.rank),)],
-            slots.shape.sliding_window or 0,
-            mixed_seed(slots.seed),
-        )
+        kernel = cuda_attention.kernels().release[(len(rows.rank),)]
+        window, seed = slots.shape.sliding_window or 0, mixed_seed(slots.seed)
 
         def launch(full: bool) -> None:
             kernel(
@@ -164,7 +161,7 @@ class WalkKernel:
     """The walk of one policy over the layers of one `Slots`: a step's kernels for every token of a block, inside one layer."""
 
     leaves_ordered = False  # tokens stay in their slots
-    rotates = True
+    rotates = True  # takes queries and keys as the model made them
 
     def __init__(self, attention: Attention, release: ReleaseKernel) -> None:
         self._attention, self._release = attention, release

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from kvbench.harness.engine.rotary import LONGEST_STREAM, Rotation
+from kvbench.harness.engine.rotary import LONGEST_STREAM
 from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.slots import LayerShape, Slots
 from kvbench.policies import PositionMode
@@ -54,17 +54,10 @@ class _Rope(NamedTuple):
         rotation, device = slots.shape.rotation, slots.tensors.keys.device
         if rotation is None:
             return cls(0, 0, torch.arange(slots.shape.key_dim, device=device), (slots.tensors.keys,) * 4)
-        near, far = (_cosine_and_sine(rotation, stride) for stride in (1, _TABLE_ROWS))
+        near = rotation.cosine_and_sine(_TABLE_ROWS, 1)
+        far = rotation.cosine_and_sine(-(-LONGEST_STREAM // _TABLE_ROWS), _TABLE_ROWS)
         level = 0 if (longest or slots.num_slots + 1) <= _TABLE_ROWS else _TABLE_ROWS
         return cls(_MODES[mode], level, rotation.order, near + far)
-
-
-@lru_cache(maxsize=32)
-def _cosine_and_sine(rotation: Rotation, stride: int) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the angles at 0, stride, 2 * stride, ... [rows, D / 2] float32, on the model's device."""
-    rows = _TABLE_ROWS if stride == 1 else -(-LONGEST_STREAM // stride)
-    angles = torch.arange(rows, dtype=torch.float64)[:, None] * stride * rotation.frequencies.cpu()
-    return angles.cos().float().to(rotation.order.device), angles.sin().float().to(rotation.order.device)
 
 
 def sizes(shape: LayerShape, dtype: torch.dtype) -> dict[str, int]:
