@@ -9,6 +9,7 @@ loading and storing the same place.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -225,8 +226,10 @@ def examine(case: Case, target: GPUTarget, tools: Path, known: set[str]) -> Iter
 
 def main() -> int:
     """Compile all kernels."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("capability", type=int, nargs="?", default=90, help="of the GPU, times ten")
+    target = GPUTarget("cuda", parser.parse_args().capability, 32)
     triton.knobs.compilation.disable_line_info = True  # it takes time
-    target = GPUTarget("cuda", int(sys.argv[1]) if len(sys.argv) > 1 else 90, 32)
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     print(told("kernel", "registers", "spilt, B", "shared, B", "barriers", "shuffles", "a slot", "limit"))
     known: set[str] = set()

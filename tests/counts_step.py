@@ -9,8 +9,8 @@ family is compiled, which takes minutes.
 
 from __future__ import annotations
 
+import argparse
 import re
-import sys
 import warnings
 from collections import Counter
 from contextlib import ExitStack, contextmanager
@@ -184,7 +184,9 @@ def bytes_of_a_layer(tokens: int, rope: bool, **overrides) -> int:
 def main() -> None:
     """Print all counts."""
     transformers.utils.logging.set_verbosity_error()
-    compile_all = "--all" in sys.argv
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all", action="store_true", help="compile every family")
+    compile_all = parser.parse_args().all
     print("kernels a layer of a decode step, attention (2) included")
     print(f"{'family':<18}{'eager':>8}{'without RoPE':>14}{'compiled':>10}")
     for family in ["llama", *(f for f in FAMILIES if f != "llama")]:

@@ -7,6 +7,7 @@ Takes two or three minutes. "Before" was counted at commit 605c920 by the same r
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Iterator
@@ -76,6 +77,7 @@ def counts() -> Iterator[Count]:
 
 def main() -> int:
     """Print the table."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
     exceeded = 0

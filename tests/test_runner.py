@@ -93,18 +93,21 @@ def test_a_crash_in_a_policy_shows_its_line_and_the_record_keeps_the_traceback(t
         assert err.count('File "bad.py", line 15') == (2 if debug else 0)
 
 
-def test_latency_goes_on_with_the_cells_whose_policy_does_not_crash(tmp_path, capsys, monkeypatch):
-    """Cells that are measured together are first tried separately."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "bad.py").write_text(BAD)
-    (tmp_path / "s.yaml").write_text("""
+BAD_BESIDE_GOOD = """
 suite: s
 version: 1
 model: {id: "random:stories-260k"}
 task: {name: latency, tokens: 40, prompt: 16, rounds: 6, sittings: 2, most_sittings: 2, steps: 1}
 capacity: 8
 policies: [bad.py:Bad, window]
-""")
+"""
+
+
+def test_latency_goes_on_with_the_cells_whose_policy_does_not_crash(tmp_path, capsys, monkeypatch):
+    """Cells that are measured together are first tried separately."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.py").write_text(BAD)
+    (tmp_path / "s.yaml").write_text(BAD_BESIDE_GOOD)
     code, out, _ = bench(capsys, "run", "s.yaml", "--json", "--device", "cpu", "--threads", "1", "--results", "r")
     assert code == 4
     assert [(r["cell"]["policy"], r["status"]) for r in json.loads(out)] == [("bad.py:Bad", "failed"), ("window", "ok")]
@@ -201,14 +204,7 @@ def test_cells_side_by_side_are_measured_in_one_new_process(tmp_path, monkeypatc
     monkeypatch.setattr(apart, "measure_group", in_child)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.py").write_text(BAD)
-    (tmp_path / "s.yaml").write_text("""
-suite: s
-version: 1
-model: {id: "random:stories-260k"}
-task: {name: latency, tokens: 40, prompt: 16, rounds: 6, sittings: 2, most_sittings: 2, steps: 1}
-capacity: 8
-policies: [bad.py:Bad, window]
-""")
+    (tmp_path / "s.yaml").write_text(BAD_BESIDE_GOOD)
     code, out, _ = bench(capsys, "run", "s.yaml", "--json", "--device", "cpu", "--threads", "1", "--results", "r")
     assert code == 4
     records = json.loads(out)
