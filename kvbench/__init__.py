@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 __all__ = [
-    "AttentionSum", "CacheView", "Policy", "PositionMode", "Record", "Records", "Scope", "Statistic", "UserError",
-    "load_records", "run",
+    "Attention", "AttentionSum", "CacheView", "Composed", "HeadSizes", "KeyNorm", "Policy", "PositionMode", "RecentAttention",
+    "Record", "Records", "Scope", "Seen", "Statistic", "TokenId", "UserError", "ValueNorm", "Written", "load_records", "run",
 ]  # fmt: skip
 
 if not (Path(__file__).parent / "policies").is_dir():  # an archive, or a checkout on Windows, without its symbolic links
@@ -19,7 +19,23 @@ if TYPE_CHECKING:
     from kvbench.harness.records import Record
     from kvbench.harness.report.frame import Records, load_records
     from kvbench.harness.run.python import run
-    from kvbench.policies import AttentionSum, CacheView, Policy, PositionMode, Scope, Statistic
+    from kvbench.policies import (
+        Attention,
+        AttentionSum,
+        CacheView,
+        Composed,
+        HeadSizes,
+        KeyNorm,
+        Policy,
+        PositionMode,
+        RecentAttention,
+        Scope,
+        Seen,
+        Statistic,
+        TokenId,
+        ValueNorm,
+        Written,
+    )
 else:
     _MODULES = {
         "UserError": "kvbench.harness.core.errors", "Record": "kvbench.harness.records",

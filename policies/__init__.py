@@ -3,7 +3,12 @@
 if __name__ != "kvbench.policies":
     raise ImportError("policies is kvbench.policies")
 
-from kvbench.policies.policy import CacheView, Policy, PositionMode, Scope, Statistic
-from kvbench.policies.statistics import AttentionSum
+from kvbench.policies.policy import Composed, Policy, PositionMode, Scope
+from kvbench.policies.statistic import Attention, HeadSizes, Seen, Statistic, Written
+from kvbench.policies.statistics import AttentionSum, KeyNorm, RecentAttention, TokenId, ValueNorm
+from kvbench.policies.view import CacheView
 
-__all__ = ["AttentionSum", "CacheView", "Policy", "PositionMode", "Scope", "Statistic"]
+__all__ = [
+    "Attention", "AttentionSum", "CacheView", "Composed", "HeadSizes", "KeyNorm", "Policy", "PositionMode", "RecentAttention",
+    "Scope", "Seen", "Statistic", "TokenId", "ValueNorm", "Written",
+]  # fmt: skip

@@ -9,7 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvbench.policies.policy import CacheView, Policy
+from kvbench.policies.policy import Policy
+from kvbench.policies.view import CacheView
 
 
 @dataclass(frozen=True)

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import inf
-from typing import ClassVar, Self
+from typing import Self
 
 from torch import Tensor
 
-from kvbench.policies.policy import CacheView, Policy
-from kvbench.policies.statistics import AttentionSum, Statistic
+from kvbench.policies.policy import Policy
+from kvbench.policies.statistics import AttentionSum
+from kvbench.policies.view import CacheView
 
 
 @dataclass(frozen=True)
 class H2O(Policy):
     """Keep the `window` newest tokens and, of the older ones, those with the most attention so far."""
 
-    statistics: ClassVar[tuple[type[Statistic], ...]] = (AttentionSum,)
+    statistics = (AttentionSum(),)
 
     window: int | None = None  # tokens; half the capacity when None
 
@@ -34,4 +35,4 @@ class H2O(Policy):
     def importance(self, view: CacheView) -> Tensor:
         """Attention received since the token was cached; tokens in the window are never evicted. [B, H, S] float32."""
         assert self.window is not None, "bind first"
-        return view.state(AttentionSum).masked_fill(view.age < self.window, inf)
+        return view.state(AttentionSum()).masked_fill(view.age < self.window, inf)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvbench.policies.policy import CacheView, Policy
+from kvbench.policies.policy import Policy
+from kvbench.policies.view import CacheView
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from typing import Self
 
 from torch import Tensor
 
-from kvbench.policies.policy import CacheView, Policy
+from kvbench.policies.policy import Policy
+from kvbench.policies.view import CacheView
 
 
 @dataclass(frozen=True)

@@ -1,24 +1,86 @@
-"""Running statistics of cached tokens that policies can declare.
+"""Statistics that policies can declare.
 
-Axis letters: B streams, H KV heads, G query heads of a KV head, S slots.
+Axis letters: B streams, H KV heads, G query heads of a KV head, S slots, D key dim.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
 from torch import Tensor
 
-from kvbench.policies.policy import CacheView, Statistic
+from kvbench.policies.statistic import Attention, HeadSizes, Seen, Statistic, Written
+from kvbench.policies.view import CacheView
 
-__all__ = ["AttentionSum", "Statistic"]
+__all__ = ["AttentionSum", "KeyNorm", "RecentAttention", "Statistic", "TokenId", "ValueNorm"]
 
 
+@dataclass(frozen=True)
 class AttentionSum(Statistic):
     """Attention a token has received since it was cached: softmax weights summed over steps and the query group.
 
     Source: Zhang et al. 2023, arXiv:2306.14048, Algorithm 1 (the accumulated score).
     """
 
-    @staticmethod
-    def update(state: Tensor, attention: Tensor, view: CacheView) -> Tensor:
+    def update(self, state: Tensor, attention: Attention, view: CacheView) -> Tensor:
         """Add the group's attention at this step. [B, H, S] float32."""
-        return state + attention.sum(2)
+        return state + attention.weights.sum(2)
+
+
+@dataclass(frozen=True)
+class RecentAttention(Statistic):
+    """Attention from each of the `window` newest queries, this step's included, summed over the query group: [B, H, S, window].
+
+    The query of step t is at index `t % window`. Queries from before the token was cached give 0.
+    """
+
+    window: int  # steps
+
+    @property
+    def last(self) -> int:
+        """The window."""
+        return self.window
+
+    def shape(self, sizes: HeadSizes) -> tuple[int, ...]:
+        """One number per query of the window."""
+        return (self.window,)
+
+    def update(self, state: Tensor, attention: Attention, view: CacheView) -> Tensor:
+        """Put this step's attention in the place of the oldest. [B, H, S, window] float32."""
+        at = torch.arange(self.window, device=state.device) == (view.step % self.window)[..., None]
+        return torch.where(at, attention.weights.sum(2)[..., None], state)
+
+
+@dataclass(frozen=True)
+class KeyNorm(Statistic):
+    """The L2 norm of a token's key. RoPE does not change it."""
+
+    sees: ClassVar[tuple[Seen, ...]] = ()
+
+    def written(self, token: Written) -> Tensor:
+        """[*n] float32."""
+        return token.keys.float().norm(dim=-1)
+
+
+@dataclass(frozen=True)
+class ValueNorm(Statistic):
+    """The L2 norm of a token's value."""
+
+    sees: ClassVar[tuple[Seen, ...]] = ()
+
+    def written(self, token: Written) -> Tensor:
+        """[*n] float32."""
+        return token.values.float().norm(dim=-1)
+
+
+@dataclass(frozen=True)
+class TokenId(Statistic):
+    """The token's id, exact up to 2^24, as `CacheView.tokens` reads it."""
+
+    sees: ClassVar[tuple[Seen, ...]] = ()
+
+    def written(self, token: Written) -> Tensor:
+        """[*n] float32."""
+        return token.ids.expand(token.keys.shape[:-1]).float()

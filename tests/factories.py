@@ -176,7 +176,8 @@ def drawn():
 def uniform_number(layer: int, head: int, position: int, seed: int) -> float:
     """`CacheView.uniform` for one token."""
     at = torch.full((1, head + 1, 1), position)
-    view = CacheView(at, at, at, at, at, {}, torch.tensor([[[layer]]]), 2, seed)
+    heads = torch.arange(head + 1)[:, None]
+    view = CacheView(at, at, at, at, at, {}, torch.tensor([[[layer]]]), heads, at, 2, seed)
     return float(view.uniform()[0, head, 0])
 
 
@@ -197,14 +198,13 @@ class Odd(Policy):
     class Decayed(Statistic):
         initial: ClassVar[float] = 0.25
 
-        @staticmethod
-        def update(state, attention, view):
-            return state * 0.9 + attention.sum(2) * 2
+        def update(self, state, attention, view):
+            return state * 0.9 + attention.weights.sum(2) * 2
 
-    statistics = (Decayed,)
+    statistics = (Decayed(),)
     half: float = 0.5
 
     def importance(self, view: CacheView):
         recent = (view.age <= 2) | (view.position < 1)
-        worth = view.state(self.Decayed) - self.half * view.uniform() + view.rank.float() * 1e-3
+        worth = view.state(self.Decayed()) - self.half * view.uniform() + view.rank.float() * 1e-3
         return torch.where(recent, torch.full_like(worth, inf), worth.clamp(min=-1.0, max=7.5))

@@ -124,7 +124,7 @@ def _layers(view) -> set[int]:
 @contextmanager
 def group_not_summed() -> Iterator[None]:
     """H2O counts only the first query head of a group."""
-    with patch.object(AttentionSum, "update", staticmethod(lambda state, attention, view: state + attention[:, :, 0])):
+    with patch.object(AttentionSum, "update", lambda self, state, attention, view: state + attention.weights[:, :, 0]):
         yield
 
 

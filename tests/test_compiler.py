@@ -274,10 +274,10 @@ def test_a_lost_step_is_said_even_where_blocks_have_a_closed_form(tmp_path, monk
 
 class Tova(Policy):
     scope = "layer"
-    statistics = (AttentionSum,)
+    statistics = (AttentionSum(),)
 
     def importance(self, view):
-        return view.state(AttentionSum).mean(1, keepdim=True).expand(view.rank.shape)
+        return view.state(AttentionSum()).mean(1, keepdim=True).expand(view.rank.shape)
 
 
 def test_what_has_no_kernel_by_its_nature_is_no_fall_back_and_says_why():

@@ -381,18 +381,17 @@ class Fading(Statistic):
 
     initial = 0.25
 
-    @staticmethod
-    def update(state, attention, view):
-        return state * 0.5 + attention.sum(2)
+    def update(self, state, attention, view):
+        return state * 0.5 + attention.weights.sum(2)
 
 
 class Faded(H2O):
     """Evicts the token that faded most."""
 
-    statistics = (Fading,)
+    statistics = (Fading(),)
 
     def importance(self, view: CacheView) -> torch.Tensor:
-        return view.state(Fading)
+        return view.state(Fading())
 
 
 @pytest.mark.parametrize("size", [1, 6])
@@ -406,5 +405,5 @@ def test_a_statistic_begins_anew_with_every_token_also_in_a_slot_never_used(size
         slots = read.walks[0].slots
         position, rank = slots.tensors.position, slots.tensors.rank
         newest = (position == position.amax(-1, keepdim=True)) & (rank < slots.empty_rank)
-        seen.append(float(slots.tensors.states[Fading][newest].min()))
+        seen.append(float(slots.tensors.states[Fading()][newest].min()))
     assert min(seen) >= 0.125, "its initial value, halved once, and attention on top"

@@ -249,7 +249,7 @@ def test_what_can_not_be_traced_is_walked_plainly_and_says_why(policy, why):
 def test_what_is_traced_reads_like_the_policy():
     assert traced(H2O(3).bind(8)) == ("(((step - position) < 3LL) ? INFINITY : state)", "(state + mass)")
     assert traced(Random().bind(8))[0] == "uniform(position, head, layer, seed)"
-    assert AttentionSum in H2O.statistics
+    assert AttentionSum() in H2O.statistics
 
 
 def test_without_a_compiler_the_plain_code_is_used(monkeypatch, tmp_path):

@@ -70,22 +70,21 @@ class Nan(Policy):
 
 
 class InPlace(Statistic):
-    @staticmethod
-    def update(state, attention, view):
-        return state.add_(attention.sum(2))
+    def update(self, state, attention, view):
+        return state.add_(attention.weights.sum(2))
 
 
 class Careless(Policy):
-    statistics: ClassVar = (InPlace,)
+    statistics: ClassVar = (InPlace(),)
 
     def importance(self, view):
-        return view.state(InPlace)
+        return view.state(InPlace())
 
 
 @dataclass(frozen=True)
 class Undeclared(Policy):
     def importance(self, view):
-        return view.state(AttentionSum)
+        return view.state(AttentionSum())
 
 
 @pytest.mark.parametrize(
@@ -142,10 +141,10 @@ class Greedy(Policy):
 
 class Tova(Policy):
     scope: ClassVar = "layer"
-    statistics: ClassVar = (AttentionSum,)
+    statistics: ClassVar = (AttentionSum(),)
 
     def importance(self, view):
-        return view.state(AttentionSum).mean(1, keepdim=True).expand(view.rank.shape)
+        return view.state(AttentionSum()).mean(1, keepdim=True).expand(view.rank.shape)
 
 
 class CrashesWhenBound(Policy):

@@ -99,7 +99,7 @@ from kvbench.harness.core.sources import source_digest
 class Mine(Policy):
     def importance(self, view):
         return {0}
-print(source_digest(Mine))
+print(source_digest(Mine()))
 """
 
 

@@ -70,7 +70,7 @@ def test_ranks_not_closed_up_after_eviction(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_scores_not_accumulated(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(AttentionSum, "update", staticmethod(lambda state, attention, view: attention.sum(2)))
+    monkeypatch.setattr(AttentionSum, "update", lambda self, state, attention, view: attention.weights.sum(2))
     assert not agrees()
 
 

@@ -32,14 +32,23 @@ def policies() -> list[dict[str, Any]]:
 
 
 def _policy(name: str, policy: type[Policy]) -> dict[str, Any]:
+    usual = _with_defaults(policy)
     return {
         "policy": name,
         "keeps": next(iter((policy.__doc__ or "").strip().splitlines()), ""),
         "parameters": ", ".join(f"{f.name}={f.default}" for f in dataclasses.fields(policy)),
-        "scope": policy.scope,
-        "statistics": ", ".join(s.__name__ for s in policy.statistics),
+        "scope": usual.scope if usual else "",
+        "statistics": ", ".join(type(s).__name__ for s in usual.statistics) if usual else "",
         "blocks": _blocks(policy),
     }
+
+
+def _with_defaults(policy: type[Policy]) -> Policy | None:
+    """The policy with every parameter at its default; None if one has none."""
+    try:
+        return policy()
+    except TypeError:
+        return None
 
 
 def _blocks(policy_class: type[Policy]) -> str:

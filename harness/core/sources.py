@@ -12,16 +12,16 @@ if TYPE_CHECKING:
     from kvbench.policies import Policy
 
 
-def source_digest(policy: type[Policy]) -> str:
+def source_digest(policy: Policy) -> str:
     """sha256 of the source that decides what a policy keeps: its module, those it inherits from, and its statistics."""
     from kvbench.policies import Policy
 
-    kinds = [c for c in policy.__mro__ if issubclass(c, Policy) and c is not Policy]
+    kinds = [c for c in type(policy).__mro__ if issubclass(c, Policy) and c is not Policy]
     parts = []
     for module in dict.fromkeys(c.__module__ for c in kinds):
         text = _source(sys.modules[module])
         parts += [_members(c) for c in kinds if c.__module__ == module] if text is None else [text]
-    parts += [_source(s) or _members(s) for s in policy.statistics]
+    parts += [_source(type(s)) or _members(type(s)) for s in policy.statistics]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from kvbench.policies import CacheView, Policy
+from kvbench.policies import Attention, CacheView, Policy
 
 if TYPE_CHECKING:
     from kvbench.harness.engine.slots import Slots
@@ -69,7 +69,11 @@ class Rows:
         self._stream_of_row = self._stream_of_block.repeat_interleave(heads)  # [R]
         rank, position, keys, values = (x.unflatten(0, (-1, heads)) for x in (self.rank, self.position, self.keys, self.values))
         layer = of_layer[:, None, None]  # stands in for the step until the first token
-        self.view = CacheView(rank, position, layer, keys, values, self.states, layer, slots.num_layers, slots.seed)
+        head = torch.arange(heads, device=self.rank.device)[:, None]
+        no_prompt = torch.zeros_like(layer)
+        self.view = CacheView(
+            rank, position, layer, keys, values, self.states, layer, head, no_prompt, slots.num_layers, slots.seed
+        )
 
     def each_head(self, x: Tensor) -> tuple[Tensor, ...]:
         """[B, T] -> T times [R]."""
@@ -99,7 +103,8 @@ class Rows:
     def update(self, mass: Tensor, valid: Tensor | None) -> None:
         """Update the statistics with the attention of one step. mass: [R, G, S]; valid: [L * B, 1, 1]."""
         for statistic, state in self.states.items():
-            new = statistic.update(state, mass.view(*state.shape[:2], -1, state.shape[2]), self.view)
+            attention = Attention(weights=mass.view(*state.shape[:2], -1, state.shape[2]))
+            new = statistic.update(state, attention, self.view)
             if valid is not None:
                 new = torch.where(valid.view(-1, *[1] * (state.dim() - 1)), new, state)
             state.copy_(new)

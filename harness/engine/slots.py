@@ -18,7 +18,7 @@ from torch import Tensor
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.rotary import Rotation
 from kvbench.harness.engine.rows import Rows
-from kvbench.policies import Statistic
+from kvbench.policies import HeadSizes, Statistic
 
 BUCKET = 256  # slots; a cache that is not full attends over the next multiple of it
 
@@ -45,6 +45,11 @@ class LayerShape:
     sliding_window: int | None
     plain: bool = True
 
+    @property
+    def sizes(self) -> HeadSizes:
+        """Of one KV head."""
+        return HeadSizes(self.group, self.key_dim, self.value_dim)
+
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of one token's K and V in this layer."""
         return self.heads * (self.key_dim + self.value_dim) * dtype.itemsize
@@ -60,7 +65,7 @@ class SlotTensors:
     """The tensors of `Slots`, and flat views that steps write through. Replaced as a whole when the slots grow."""
 
     def __init__(
-        self, keys: Tensor, values: Tensor, rank: Tensor, position: Tensor, states: dict[type[Statistic], Tensor], offset: Tensor
+        self, keys: Tensor, values: Tensor, rank: Tensor, position: Tensor, states: dict[Statistic, Tensor], offset: Tensor
     ) -> None:
         """Wrap tensors.
 
@@ -154,8 +159,8 @@ class Slots:
             rank=torch.full((rows, slots), slots, device=device),
             position=torch.full((rows, slots), -1, device=device),
             states={
-                s: torch.full((rows, slots, *s.shape), s.initial, device=device, dtype=self.wide)
-                for s in config.policy.statistics
+                s: torch.full((rows, slots, *s.shape(shape.sizes)), s.initial, device=device, dtype=self.wide)
+                for s in self.policy.statistics
             },
             offset=torch.zeros(rows, dtype=torch.int64, device=device),
         )

@@ -15,7 +15,17 @@ from torch import Tensor
 
 from kvbench.harness.core import plugins
 from kvbench.harness.core.errors import UserError, described
-from kvbench.harness.rules.views import LARGEST, attention, cache_over_steps, later, mapped, mixed, random_view, updated
+from kvbench.harness.rules.views import (
+    LARGEST,
+    attention,
+    cache_over_steps,
+    first_state,
+    later,
+    mapped,
+    mixed,
+    random_view,
+    updated,
+)
 from kvbench.policies import Policy
 
 CPU = torch.device("cpu")
@@ -157,8 +167,8 @@ def refuse_if_broken(name: str, policy: Policy, capacity: int | None, device: to
 def _shape(on: Case) -> str:
     view = random_view(on.policy, on.capacity, on.device)
     for statistic, state in view.states.items():
-        if state.shape[:3] != view.rank.shape or state.shape[3:] != statistic.shape:
-            return f"the state of {statistic.__name__} became {list(state.shape)}"
+        if state.shape != first_state(statistic, view).shape:
+            return f"the state of {type(statistic).__name__} became {list(state.shape)}"
     out, expected = on.policy.importance(copy.deepcopy(view)), f"{list(view.rank.shape)} torch.float32 on {on.device}"
     if not isinstance(out, Tensor):
         return f"it returned {type(out).__name__}, expected a tensor {expected}"
@@ -169,16 +179,17 @@ def _shape(on: Case) -> str:
 
 def _pure(on: Case) -> str:
     view = random_view(on.policy, on.capacity, on.device)
-    before, mass = copy.deepcopy(view), attention(view, torch.Generator().manual_seed(0))
-    mass_before = mass.clone()
+    before, step = copy.deepcopy(view), attention(view, torch.Generator().manual_seed(0))
+    step_before = copy.deepcopy(step)
     on.policy.importance(view)
-    updated(view, mass)
+    updated(view, step)
     for name in ("rank", "position", "step", "keys", "values", "layer"):
         if not torch.equal(getattr(view, name), getattr(before, name)):
             return f"view.{name} was changed in place"
     if any(not torch.equal(x, before.states[s]) for s, x in view.states.items()):
         return "a state was changed in place"
-    return "" if torch.equal(mass, mass_before) else "attention was changed in place"
+    same = all(torch.equal(x, vars(step_before)[name]) for name, x in vars(step).items())
+    return "" if same else "attention was changed in place"
 
 
 def _deterministic(on: Case) -> str:

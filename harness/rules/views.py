@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from kvbench.policies import CacheView, Policy, Statistic
+from kvbench.policies import Attention, CacheView, HeadSizes, Policy, Statistic, Written
 
 LARGEST = 2**17  # tokens
 _STREAMS, _HEADS, _GROUP = 2, 3, 2
@@ -54,25 +54,44 @@ def _view(policy: Policy, kept: Tensor, newest: int, device: torch.device, draw:
     dim = _DIM_OF_LARGE if slots > _LARGE_SLOTS else _DIM
     keys, values = (torch.randn(_STREAMS, _HEADS, slots, dim, generator=draw).to(device) for _ in range(2))
     rank, position = (x.view(_STREAMS, _HEADS, slots).to(device) for x in (rank, position))
-    states: dict[type[Statistic], Tensor] = {
-        s: torch.full((*rank.shape, *s.shape), s.initial, device=device) for s in policy.statistics
-    }
     step = torch.full((_STREAMS, 1, 1), newest, device=device)
-    view = CacheView(rank, position, step, keys, values, states, torch.tensor([[[1]], [[3]]], device=device), 4, 7)
+    layer, head = torch.tensor([[[1]], [[3]]], device=device), torch.arange(_HEADS, device=device)[:, None]
+    view = CacheView(rank, position, step, keys, values, {}, layer, head, torch.zeros_like(step), 4, 7)
+    view.states = {s: first_state(s, view) for s in policy.statistics}
     for _ in range(3):
         view.states = updated(view, attention(view, draw))
     return view
 
 
-def attention(view: CacheView, draw: torch.Generator) -> Tensor:
-    """Random softmax weights of one step. [B, H, G, S] float32."""
-    streams, heads, slots = view.rank.shape
-    return torch.rand(streams, heads, _GROUP, slots, generator=draw).softmax(-1).to(view.rank.device)
+def first_state(statistic: Statistic, view: CacheView) -> Tensor:
+    """A statistic of the tokens in a view before any attention. [B, H, S, *k] float32, or [B, H, *k] float64."""
+    dim, written = view.keys.shape[-1], statistic.written(_written(view))
+    shape = statistic.shape(HeadSizes(_GROUP, dim, dim))
+    if statistic.per == "slot":
+        state = torch.full((*view.rank.shape, *shape), statistic.initial, device=view.rank.device)
+        return state if written is None else state.copy_(written)
+    state = torch.full((*view.rank.shape[:2], *shape), statistic.initial, device=view.rank.device, dtype=torch.float64)
+    return state if written is None else state + written.double().sum(2)
 
 
-def updated(view: CacheView, mass: Tensor) -> dict[type[Statistic], Tensor]:
-    """The view's statistics after a step. mass: [B, H, G, S]."""
-    return {s: s.update(x, mass, view) for s, x in view.states.items()}
+def _written(view: CacheView) -> Written:
+    """The tokens of a view, as they were when they were written."""
+    heads, dim = view.keys.shape[1], view.keys.shape[-1]
+    output = torch.linspace(-1, 1, dim, device=view.keys.device).expand(heads, _GROUP, 4, dim)
+    return Written(view.keys, view.values, view.position, view.position % 64, view.rotate, output)
+
+
+def attention(view: CacheView, draw: torch.Generator) -> Attention:
+    """A step with random queries."""
+    group = (*view.rank.shape[:2], _GROUP)
+    logits = torch.rand(*group, view.rank.shape[2], generator=draw).to(view.rank.device)
+    queries, outputs = (torch.randn(*group, x.shape[-1], generator=draw).to(view.keys) for x in (view.keys, view.values))
+    return Attention(weights=logits.softmax(-1), logits=logits, queries=queries, outputs=outputs)
+
+
+def updated(view: CacheView, step: Attention) -> dict[Statistic, Tensor]:
+    """The view's statistics after a step."""
+    return {s: s.update(x, step, view) if s.sees else x for s, x in view.states.items()}
 
 
 def cache_over_steps(policy: Policy, capacity: int, steps: int, device: torch.device) -> Iterator[CacheView]:
@@ -99,11 +118,16 @@ def _replaced(view: CacheView, victim: Tensor, capacity: int, draw: torch.Genera
     new, freed = copy.copy(view), torch.zeros_like(view.rank, dtype=torch.bool).scatter(-1, victim, True)
     younger = view.rank > view.rank.take_along_dim(victim, -1)
     new.rank = (view.rank - younger.long()).masked_fill(freed, capacity)
-    new.step = view.step + 1
+    new.step, new.states = view.step + 1, {}
     new.position = torch.where(freed, new.step, view.position)
     token = torch.randn(2, *view.keys.shape[:2], 1, view.keys.shape[-1], generator=draw).to(view.keys)
     new.keys, new.values = (torch.where(freed[..., None], x, old) for x, old in zip(token, (view.keys, view.values), strict=True))
-    new.states = {s: torch.where(freed.view(*freed.shape, *[1] * (x.dim() - 3)), s.initial, x) for s, x in view.states.items()}
+    for statistic, state in view.states.items():
+        if statistic.per == "slot":
+            first = first_state(statistic, new)
+            new.states[statistic] = torch.where(freed.view(*freed.shape, *[1] * (state.dim() - 3)), first, state)
+        else:
+            new.states[statistic] = state + first_state(statistic, new) - first_state(statistic, view)
     return new
 
 
@@ -112,17 +136,21 @@ def mapped(view: CacheView, change: Callable[[Tensor], Tensor]) -> CacheView:
     new = copy.copy(view)
     for name in ("rank", "position", "keys", "values"):
         setattr(new, name, change(getattr(view, name)))
-    new.states = {s: change(x) for s, x in view.states.items()}
+    new.states = {s: change(x) if s.per == "slot" else x for s, x in view.states.items()}
     return new
 
 
 def mixed(view: CacheView, other: CacheView, keep: tuple[slice, ...]) -> CacheView:
     """`other`, with the part `keep` of every tensor taken from `view`."""
-    sources: Iterator[Tensor] = iter([view.rank, view.position, view.keys, view.values, *view.states.values()])
 
-    def change(x: Tensor) -> Tensor:
-        out, source = x.clone(), next(sources)
-        out[keep] = source[keep]
+    def part(mine: Tensor, theirs: Tensor) -> Tensor:
+        out = theirs.clone()
+        out[keep] = mine[keep]
         return out
 
-    return mapped(other, change)
+    new = copy.copy(other)
+    for name in ("rank", "position", "keys", "values"):
+        setattr(new, name, part(getattr(view, name), getattr(other, name)))
+    of_whole_heads = len(keep) < 3
+    new.states = {s: part(view.states[s], x) if s.per == "slot" or of_whole_heads else x for s, x in other.states.items()}
+    return new

@@ -69,7 +69,7 @@ def prepare(cells: Sequence[Cell], device: torch.device, data: Path | None) -> l
         if data_key not in known_data:
             known_data[data_key] = task.data(cell.task, lambda d=directory: load_tokenizer(d), data)  # type: ignore[misc]
         tokens = known_data[data_key]
-        weights, source = weights_digest(directory), source_digest(type(cell.policy))
+        weights, source = weights_digest(directory), source_digest(cell.policy)
         task_source = {} if plugins.is_ours(task) else {"task_sha256": task_digest(task)}
         machine = [device_name(device), torch.get_num_threads()] if task.of_device else []
         key = digest([cell.id, tokens.ids_sha256, weights, source, NUMERICS_VERSION, *machine, *task_source.values()])

@@ -17,7 +17,7 @@ from kvbench.harness.engine.rotary import LONGEST_STREAM, rotate
 from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.slots import Slots
 from kvbench.policies import PositionMode
-from kvbench.policies.policy import mixed_seed
+from kvbench.policies.view import mixed_seed
 
 _MODES: dict[PositionMode, int] = {"cache": 0, "stream": 1, "clamped": 2}
 _MAX_SINGLE_THREAD_PRODUCTS = 2**17  # of a layer's scores; below this one thread is faster than several

@@ -25,7 +25,7 @@ from kvbench.harness.engine.kernels.tracing import TRITON, NotTraceableError, tr
 from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.slots import Slots
 from kvbench.policies import Policy, PositionMode
-from kvbench.policies.policy import mixed_seed
+from kvbench.policies.view import mixed_seed
 
 _NO_TRITON = "Triton is not installed"
 _THREADS = 128  # of a program of `release`

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kvbench.policies import CacheView, Policy, Statistic
+from kvbench.policies import CacheView, HeadSizes, Policy, Statistic
 
 
 class NotTraceableError(TypeError):
@@ -123,7 +123,7 @@ for _name in _INFIX:
         setattr(Traced, f"__r{_plain}__", _reflected(_name))
 
 
-class _Attention:
+class _Weights:
     """Stands in for softmax weights [B, H, G, S]. It supports only the sum over query heads."""
 
     def sum(self, dim: int) -> Traced:
@@ -136,14 +136,23 @@ class _Attention:
         raise NotTraceableError(f"'{name}' of attention")
 
 
+class _Attention:
+    """Stands in for what a token's attention did. It supports only softmax weights."""
+
+    weights = _Weights()
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotTraceableError(f"{name} of attention")
+
+
 class _View(CacheView):
     """Stands in for the view of a cache."""
 
-    def __init__(self, states: dict[type[Statistic], Any]) -> None:
-        tensors: Any = [Traced(name) for name in ("rank", "position", "step", "layer")]
-        rank, position, step, layer = tensors
+    def __init__(self, states: dict[Statistic, Any]) -> None:
+        tensors: Any = [Traced(name) for name in ("rank", "position", "step", "layer", "head")]
+        rank, position, step, layer, head = tensors
         refused: Any = _Refused()
-        super().__init__(rank, position, step, refused, refused, states, layer)
+        super().__init__(rank, position, step, refused, refused, states, layer, head, refused)
 
     @property
     def valid(self) -> Any:
@@ -158,6 +167,12 @@ class _Refused:
         raise NotTraceableError("keys or values")
 
 
+def _is_plain(statistic: Statistic) -> bool:
+    """Whether a statistic is one number per slot that starts from a constant and sees only softmax weights."""
+    overridden = type(statistic).written is not Statistic.written or statistic.per != "slot"
+    return not statistic.shape(HeadSizes(1, 1, 1)) and not overridden and statistic.sees == ("weights",)
+
+
 def traced(policy: Policy, dialect: Dialect = C) -> tuple[str, str]:
     """Source of a bound policy's importance and of its statistic's new state ("state" if it has none), for one slot.
 
@@ -169,9 +184,9 @@ def traced(policy: Policy, dialect: Dialect = C) -> tuple[str, str]:
     """
     if policy.scope != "slot":
         raise NotTraceableError(f"scope '{policy.scope}'")
-    if len(policy.statistics) > 1 or any(s.shape for s in policy.statistics):
+    if len(policy.statistics) > 1 or not all(_is_plain(s) for s in policy.statistics):
         raise NotTraceableError("more than one statistic, or one with several numbers per slot")
-    states: dict[type[Statistic], Any] = {s: Traced("state") for s in policy.statistics}
+    states: dict[Statistic, Any] = {s: Traced("state") for s in policy.statistics}
     view, attention = _View(states), _Attention()
     try:
         importance = policy.importance(view)
