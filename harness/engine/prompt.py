@@ -35,7 +35,7 @@ class Whole:
             rows.view.step = torch.full_like(rows.view.layer, length - 1)
 
     def kept(self, policy: Policy, capacity: int | None, table: Table | None) -> list[Tensor]:
-        """The slots whose tokens stay: of each head as many as its budget says, those worth most.
+        """The slots whose tokens stay: of each head as many as its budget says, those worth most. Asked once.
 
         Args:
             policy: bound to the capacity.
@@ -52,12 +52,12 @@ class Whole:
         if asked is not None:
             asked = self._checked(asked, None if policy.outcome else capacity)
         floor = policy.pool_floor(capacity) if asked is None and table is None and capacity is not None else None
-        return [
-            self._kept_of_layer(
-                layer, capacity, None if asked is None else asked[:, layer], None if table is None else table[layer], floor
-            )
-            for layer in range(len(self.rows))
-        ]
+        kept = []
+        for layer, rows in enumerate(self.rows):
+            of_layer, of_table = None if asked is None else asked[:, layer], None if table is None else table[layer]
+            kept.append(self._kept_of_layer(layer, capacity, of_layer, of_table, floor))
+            rows.forget((rows.rank < rows.rank.shape[1]) & ~kept[-1])
+        return kept
 
     def _kept_of_layer(
         self, layer: int, capacity: int | None, asked: Tensor | None, of_table: Sequence[int] | None, floor: int | None

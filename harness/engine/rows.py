@@ -287,10 +287,10 @@ class Rows:
             victims = of_layers(
                 by_layer[0], by_layer[1], excess.masked_fill(excess < heads * slots.every, 0), by_layer[2], budget.floor
             ).flatten(0, 1)  # fmt: skip
-        self._forget(victims)
+        self.forget(victims)
         self.rank.copy_(ranks_without(victims, self.rank, slots.empty_rank))
 
-    def _forget(self, victims: Tensor) -> None:
+    def forget(self, victims: Tensor) -> None:
         """Take evicted tokens out of sums over what a head holds. victims: [R, S] bool, before their slots are given away."""
         sums = [s for s in self.states if s.per == "head" and writes(s)]
         if not sums:
@@ -317,7 +317,7 @@ class Rows:
         lowest = importance.amin(-1, keepdim=True)
         worst, victim = rank.masked_fill(importance > lowest, empty + 1).min(-1, keepdim=True)
         if any(s.per == "head" and writes(s) for s in self.states):
-            self._forget(torch.zeros_like(rank, dtype=torch.bool).scatter_(-1, victim, worst >= 0))
+            self.forget(torch.zeros_like(rank, dtype=torch.bool).scatter_(-1, victim, worst >= 0))
         torch.add(victim[:, 0], self._row_base, out=self.free)
         if ragged:
             worst = worst.masked_fill(worst < 0, empty)
