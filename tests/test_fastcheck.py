@@ -109,8 +109,8 @@ class OnCuda(CachedDecoder):
 
     read_tokens = 0
 
-    def __init__(self, model, config, streams=1, method=EAGER, prompt_length=None):
-        super().__init__(model, config, streams, method, prompt_length)
+    def __init__(self, model, config, streams=1, method=EAGER):
+        super().__init__(model, config, streams, method)
         self.graphs = StepGraphs(Graph) if method.captured else None
 
     def __call__(self, tokens, valid=None, keep=None):

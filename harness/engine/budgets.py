@@ -76,19 +76,22 @@ class Layout:
             made.append(self._slots(shape, parts, policy, Cadence.from_start(room), Budget(room)))
         return made
 
-    def after_prompt(self, length: int, counts: Sequence[Tensor], table: Table | None) -> list[Slots]:
-        """Slots for what is kept of a prompt. Heads of a layer that keep different numbers, by what it says, share padded ones.
+    def after_prompt(self, length: int, counts: Sequence[Sequence[int]] | Sequence[Tensor], table: Table | None) -> list[Slots]:
+        """Slots for what is kept of a prompt. Where a prompt decides, heads of a layer that keep different numbers are padded.
 
         Args:
             length: tokens of the prompt.
-            counts: tokens that each head keeps, [B, H] int64, one a layer. Read on the host.
+            counts: tokens that each head keeps, one a layer: [H], or [B, H] int64, which the host then waits for.
             table: budgets known beforehand.
         """
-        held = [x.tolist() for x in counts]
-        if table is None and any(count != streams[0][0] for streams in held for stream in streams for count in stream):
-            return [self._uneven(length, layer, count) for layer, count in enumerate(counts)]
         capacity, made = self._config.capacity, []
-        keys = self._grouped(lambda layer, head: (held[layer][0][head], table[layer][head] if table else capacity))
+        held: list[Sequence[int]] = []
+        for of_layer in counts:
+            streams = of_layer.tolist() if isinstance(of_layer, Tensor) else [of_layer]
+            if isinstance(of_layer, Tensor) and len({count for stream in streams for count in stream}) > 1:
+                return [self._uneven(length, layer, count) for layer, count in enumerate(counts) if isinstance(count, Tensor)]
+            held.append(streams[0])
+        keys = self._grouped(lambda layer, head: (held[layer][head], table[layer][head] if table else capacity))
         for (shape, (count, budget)), parts in keys.items():
             kept = shape.kept(budget)
             cadence, limits = self._afterwards(shape, kept, length, count)

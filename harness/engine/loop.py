@@ -208,13 +208,16 @@ class CachedDecoder:
         table = static_table(self.model, config, length)
         bound = config.policy if config.capacity is None else config.policy.bind(config.capacity)
         kept = whole.kept(bound, config.capacity, table)
-        counts = [stays.sum(-1).view(self.streams, -1) for stays in kept]
+        known = whole.counts(bound, config.capacity, table)
+        counts = [stays.sum(-1).view(self.streams, -1) for stays in kept] if known is None else known
         self._hold(self._layout.after_prompt(length, counts, table))
         for walk in self.walks:
-            walk.slots.begin_prompt(length)
-            for part in walk.slots.parts:
-                into = walk.slots.rows(walk.slots.num_slots, part.layer)
-                move(whole.rows[part.layer], kept[part.layer], into, self.streams, part.heads)
+            slots = walk.slots
+            slots.begin_prompt(length)
+            for part in slots.parts:
+                longest = int(kept[part.layer].sum(-1).max()) if slots.uneven else slots.cadence.held(length)
+                into = slots.rows(slots.num_slots, part.layer)
+                move(whole.rows[part.layer], kept[part.layer], into, self.streams, part.heads, longest)
         if self.graphs is not None:
             self.graphs = self.graphs.fresh()
 

@@ -34,6 +34,24 @@ class Whole:
         for rows in self.rows:
             rows.view.step = torch.full_like(rows.view.layer, length - 1)
 
+    def counts(self, policy: Policy, capacity: int | None, table: Table | None) -> list[list[int]] | None:
+        """Tokens that each head keeps, [L][H], if the host knows it without looking; None if the prompt decides.
+
+        Args:
+            policy: bound to the capacity.
+            capacity: tokens per head, on average; None if the policy's budgets are an outcome.
+            table: known beforehand; None if there is none.
+        """
+        if type(policy).prompt_budgets is not Policy.prompt_budgets or (capacity is not None and policy.pool_floor(capacity)):
+            return None
+        counts = []
+        for layer, slots in enumerate(self._slots):
+            budgets = [capacity] * slots.shape.heads if table is None else table[layer]
+            counts.append(
+                [min(self.length, slots.shape.kept(self.length) or 0, slots.shape.kept(n) or self.length) for n in budgets]
+            )
+        return counts
+
     def kept(self, policy: Policy, capacity: int | None, table: Table | None) -> list[Tensor]:
         """The slots whose tokens stay: of each head as many as its budget says, those worth most. Asked once.
 
@@ -90,7 +108,7 @@ class Whole:
         return asked.to(torch.int64)
 
 
-def move(source: Rows, kept: Tensor, into: Rows, streams: int, heads: Sequence[int] | None) -> None:
+def move(source: Rows, kept: Tensor, into: Rows, streams: int, heads: Sequence[int] | None, longest: int) -> None:
     """Copy the tokens that stay, oldest first.
 
     Args:
@@ -99,6 +117,7 @@ def move(source: Rows, kept: Tensor, into: Rows, streams: int, heads: Sequence[i
         into: empty rows of the same layer, of some of its heads.
         streams: B.
         heads: which ones; all when None.
+        longest: the largest number of tokens that one of them keeps.
     """
 
     def chosen(x: Tensor) -> Tensor:
@@ -106,7 +125,6 @@ def move(source: Rows, kept: Tensor, into: Rows, streams: int, heads: Sequence[i
 
     stays, rank = chosen(kept), chosen(source.rank)
     counts = stays.sum(-1)
-    longest = int(counts.max())
     order = rank.masked_fill(~stays, rank.shape[1] + 1).argsort(-1)[:, :longest]
     keys, values = (chosen(x).take_along_dim(order[..., None], 1) for x in (source.keys, source.values))
     into.put(keys, values, chosen(source.position).take_along_dim(order, 1))
