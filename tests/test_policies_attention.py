@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from functools import cache
 
 import attention_rules as rules
@@ -79,11 +80,10 @@ def whole_pasts(family: str, seed: int, prompt: int):
 @every_case
 def test_after_a_prompt_it_keeps_what_the_rule_keeps(case, family, seed):
     policy, rule = CASES[case]
-    pasts = whole_pasts(family, seed, LENGTH)
-    for capacity in (11, 17, 30):
-        views = prompt_views(model_of(family), stream(seed), policy.bind(capacity), SEED) if capacity == 11 else views
-        for view, of_layer in zip(views, pasts, strict=True):
-            assert kept(policy.bind(capacity), view, capacity) == [best(past, rule, capacity) for past in of_layer]
+    views = prompt_views(model_of(family), stream(seed), policy.bind(30), SEED)
+    for view, pasts in zip(views, whole_pasts(family, seed, LENGTH), strict=True):
+        for capacity in (11, 17, 30):
+            assert kept(policy.bind(capacity), view, capacity) == [best(past, rule, capacity) for past in pasts]
 
 
 @pytest.mark.parametrize(("family", "seed", "layer", "capacity"), [("llama", 0, 0, 11), ("qwen3", 1, 1, 20)])
@@ -143,10 +143,8 @@ def test_of_a_prompt_only_the_last_steps_matter_to_a_statistic_that_says_so(case
         statistics = tuple(late(s) for s in policy.statistics)
 
     parts = prompt_views(model_of("llama"), stream(0), Shown())[0].states
-    before = torch.arange(LENGTH)
-    for (statistic, state), part in zip(whole.items(), parts.values(), strict=True):
-        seen = before < LENGTH - (statistic.last or 0) if type(statistic).__name__ == "RecentLogits" else before >= 0
-        torch.testing.assert_close(part[:, :, seen], state[:, :, seen], atol=0, rtol=0)
+    for state, part in zip(whole.values(), parts.values(), strict=True):
+        torch.testing.assert_close(part, state, atol=0, rtol=0)
 
 
 def test_heads_of_a_layer_keep_the_same_tokens_with_tova_and_chunkkv():
@@ -187,9 +185,8 @@ def test_a_prompt_longer_than_the_cache_is_sampled():
     ],
 )  # fmt: skip
 def test_what_a_capacity_can_not_hold_is_refused(policy, capacity, word):
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError, match=re.escape(word)):
         policy.bind(capacity)
-    assert word in str(refused.value)
 
 
 def test_the_defaults_of_a_variant_are_those_of_its_code():
