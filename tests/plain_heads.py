@@ -9,10 +9,11 @@ import math
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from conftest import DEVICE, model_of
-from prompt_views import Seen, dense_pass, output_of, prompt_views
+from prompt_views import Seen, dense_pass, kept, output_of, prompt_views
 from torch import Tensor
 
 from kvbench.policies import CacheView, Policy, Written
@@ -20,7 +21,7 @@ from kvbench.policies import CacheView, Policy, Written
 Vector = list[float]
 
 
-@dataclass
+@dataclass(eq=False)
 class Head:
     """One KV head of one layer over a prompt. Pairs of dims that RoPE rotates together are neighbours."""
 
@@ -30,6 +31,7 @@ class Head:
     frequencies: Vector  # of each pair of dims, in radians per position
     output: list[list[Vector]]  # of each query head, a row for each number of the layer's output
 
+    @cache  # noqa: B019 - the heads of a few prompts
     def rotated_key(self, position: int) -> Vector:
         return rotated(self.keys[position], position, self.frequencies)
 
@@ -53,6 +55,10 @@ def dot(x: Vector, y: Vector) -> float:
 
 def norm(x: Vector) -> float:
     return math.sqrt(dot(x, x))
+
+
+def transposed(rows: list[Vector]) -> list[Vector]:
+    return [list(column) for column in zip(*rows, strict=True)]
 
 
 def mean(x: Vector) -> float:
@@ -88,7 +94,7 @@ def best(scores: Vector, held: list[int], budget: int) -> list[int]:
     return sorted(held[i] for i in order[max(0, len(held) - budget) :])
 
 
-@dataclass
+@dataclass(eq=False)
 class Case:
     """A prompt, read by a tiny model: as policies see it, and as lists."""
 
@@ -102,10 +108,39 @@ class Case:
     def expected(self, score: Score, budget: int) -> list[list[list[list[int]]]]:
         """What each layer, stream and head keeps of the prompt."""
         held = list(range(self.tokens.shape[1]))
-        return [[[best(score(head, held), held, budget) for head in heads] for heads in layer] for layer in self.heads]
+        return [[[best(worth, held, budget) for worth in heads] for heads in layer] for layer in self.scores(score)]
+
+    @cache  # noqa: B019 - a test asks for several budgets
+    def scores(self, score: Score) -> list[list[list[Vector]]]:
+        """Of all tokens of the prompt, by layer, stream and head."""
+        held = list(range(self.tokens.shape[1]))
+        return [[[score(head, held) for head in heads] for heads in layer] for layer in self.heads]
 
 
-def case(length: int, seed: int, family: str = "llama") -> Case:
+def keeps(policy: Policy, prompt: Case, score: Score, budgets: list[int]) -> None:
+    """Check what a policy keeps of a prompt, and of a shuffled cache after one, two and five more evictions."""
+    views = prompt.views(policy)
+    for budget in budgets:
+        bound = policy.bind(budget)
+        assert [kept(bound, view, budget) for view in views] == prompt.expected(score, budget), budget
+    for layer, view in enumerate(views):
+        later, held = shuffled(view, bound, seed=layer)
+        keeps_later(bound, later, held, prompt.heads[layer], score)
+
+
+def keeps_later(policy: Policy, view: CacheView, held: list[list[list[int]]], heads: list[list[Head]], score: Score) -> None:
+    """Check which tokens of a view with slots in any order are the first to go."""
+    scores = [[score(*one) for one in zip(*of_stream, strict=True)] for of_stream in zip(heads, held, strict=True)]
+    for fewer in (1, 2, 5):
+        expected = [
+            [best(worth, at, len(at) - fewer) for worth, at in zip(*of_stream, strict=True)]
+            for of_stream in zip(scores, held, strict=True)
+        ]
+        assert kept_of(policy, view, fewer) == expected, fewer
+
+
+@cache
+def read(length: int, seed: int, family: str = "llama") -> Case:
     """Two streams of random tokens, none twice in a stream: their scores would tie but for rounding."""
     draw = torch.Generator().manual_seed(seed)
     tokens = torch.stack([1 + torch.randperm(95, generator=draw)[:length] for _ in range(2)]).to(DEVICE)

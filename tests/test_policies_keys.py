@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from functools import cache
 
 import pytest
 import torch
-from plain_heads import Head, Vector, best, case, dot, kept_of, mean, norm, shuffled, softmax
-from prompt_views import kept
+from plain_heads import Head, Vector, dot, keeps, mean, norm, read, softmax, transposed
 
 from kvbench.policies.cur import CUR
 from kvbench.policies.keydiff import KeyDiff
@@ -17,23 +15,6 @@ from kvbench.policies.lagkv import LagKV
 from kvbench.policies.leverage import Leverage, gaussian_sketch
 
 SEEDS = pytest.mark.parametrize("seed", [0, 1, 2])
-read = cache(case)  # a prompt is read once
-
-
-def keeps(policy, prompt, score, budgets):
-    """What a policy keeps of a prompt, and of a shuffled cache after one, two and five more evictions, is what the score says."""
-    views = prompt.views(policy)
-    for budget in budgets:
-        bound = policy.bind(budget)
-        assert [kept(bound, view, budget) for view in views] == prompt.expected(score, budget), budget
-    for layer, view in enumerate(views):
-        later, held = shuffled(view, bound, seed=layer)
-        for fewer in (1, 2, 5):
-            expected = [
-                [best(score(head, at), at, len(at) - fewer) for head, at in zip(*of_stream, strict=True)]
-                for of_stream in zip(prompt.heads[layer], held, strict=True)
-            ]
-            assert kept_of(bound, later, fewer) == expected, (layer, fewer)
 
 
 def protecting(score, sinks=0, window=0):
@@ -60,7 +41,7 @@ def unlike_the_mean(rotate):
     def score(head: Head, held: list[int]) -> Vector:
         keys = [head.rotated_key(p) if rotate else head.keys[p] for p in held]
         units = [[x / norm(k) for x in k] for k in keys]
-        anchor = [mean(list(column)) for column in zip(*units, strict=True)]
+        anchor = [mean(column) for column in transposed(units)]
         return [-dot(k, anchor) / (norm(k) * norm(anchor)) for k in keys]
 
     return score
@@ -77,7 +58,7 @@ def lagged(sinks, lag, rotate=True):
     """The first tokens (2); ranks in each partition that has another after it (0 to 1); the others (1)."""
 
     def spread(rows: list[Vector], following: list[Vector]) -> Vector:
-        columns = list(zip(*following, strict=True))
+        columns = transposed(following)
         low, high = [min(c) for c in columns], [max(c) for c in columns]
         out = []
         for row in rows:
@@ -169,11 +150,11 @@ def standing_out(sketches):
 
     def score(head: Head, held: list[int]) -> Vector:
         keys = [head.keys[p] for p in held]
-        middle = [mean(list(column)) for column in zip(*keys, strict=True)]
-        columns = list(zip(*sketches[id(head)], strict=True))
-        x = [[dot([a - m for a, m in zip(k, middle, strict=True)], list(c)) for c in columns] for k in keys]
-        gram = [[dot(list(a), list(b)) + 0.01 * (i == j) for j, b in enumerate(zip(*x, strict=True))]
-                for i, a in enumerate(zip(*x, strict=True))]  # fmt: skip
+        middle = [mean(column) for column in transposed(keys)]
+        columns = transposed(sketches[head])
+        x = [[dot([a - m for a, m in zip(k, middle, strict=True)], c) for c in columns] for k in keys]
+        dims = transposed(x)
+        gram = [[dot(a, b) + 0.01 * (a is b) for b in dims] for a in dims]
         return [dot(row, solved(gram, row)) for row in x]
 
     return score
@@ -186,7 +167,7 @@ def test_leverage_keeps_the_keys_that_few_others_resemble(seed, dims):
     sketches = {}
     for layer, view in enumerate(prompt.views(policy)):
         numbers = gaussian_sketch(view, view.keys.shape[-1], dims).tolist()
-        sketches |= {id(head): numbers[b][h] for b, heads in enumerate(prompt.heads[layer]) for h, head in enumerate(heads)}
+        sketches |= {head: numbers[b][h] for b, heads in enumerate(prompt.heads[layer]) for h, head in enumerate(heads)}
     keeps(policy, prompt, standing_out(sketches), [8, 17, 30])
 
 
