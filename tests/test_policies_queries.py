@@ -117,6 +117,8 @@ def test_criticalkv_never_evicts_what_its_score_never_evicts():
     policy = CriticalKV(H2O(window=12), first=3).bind(16)
     for view in read(41, 0).views(policy):
         assert all(set(range(29, 41)) <= set(head) for heads in kept(policy, view, 16) for head in heads)
+        view.states[OutputNorm()] = torch.zeros_like(view.states[OutputNorm()])  # infinity times nothing is not a number
+        assert (policy.importance(view)[..., 29:] == math.inf).all()
 
 
 def test_criticalkv_answers_for_the_policy_inside():
