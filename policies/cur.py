@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal, Self
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
 from kvbench.policies.policy import Policy
-from kvbench.policies.statistic import Statistic
 from kvbench.policies.statistics import KeyNorm, ValueNorm
 from kvbench.policies.view import CacheView
 
@@ -42,15 +42,19 @@ class CUR(Policy):
 
     def importance(self, view: CacheView) -> Tensor:
         """The combined share, as a part of the head's total; the sinks are never evicted. [B, H, S] float32."""
-        key, value = self._share(view, KeyNorm()), self._share(view, ValueNorm())
+        key, value = self._shares(view).unbind(-1)
         shares = {"product": key * value, "mean": (key + value) / 2, "key": key, "value": value}[self.combine]
         total = shares.sum(-1, keepdim=True).clamp(min=1e-30)
         return (shares / total).masked_fill(view.position < self.sinks, inf)
 
-    def _share(self, view: CacheView, norm: Statistic) -> Tensor:
-        """A token's part of the squared norms of its neighbourhood: `local` tokens in order of rank. [B, H, S] float32."""
-        squares = view.by_rank(view.state(norm).square().masked_fill(~view.valid, 0))
-        slots = squares.shape[-1]
-        squares = functional.pad(squares, (0, -slots % self.local)).unflatten(-1, (-1, self.local))
-        shares = squares / squares.sum(-1, keepdim=True).clamp(min=1e-30)
-        return view.by_slot(shares.flatten(-2)[..., :slots])
+    def _shares(self, view: CacheView) -> Tensor:
+        """The part of a token's key and value in the squared norms of its neighbourhood. [B, H, S, 2] float32.
+
+        A neighbourhood is `local` tokens in order of rank.
+        """
+        norms = torch.stack([view.state(KeyNorm()), view.state(ValueNorm())], -1)
+        squares = view.by_rank(norms.square().masked_fill(~view.valid[..., None], 0))
+        slots = squares.shape[2]
+        squares = functional.pad(squares, (0, 0, 0, -slots % self.local)).unflatten(2, (-1, self.local))
+        shares = squares / squares.sum(3, keepdim=True).clamp(min=1e-30)
+        return view.by_slot(shares.flatten(2, 3)[:, :, :slots])

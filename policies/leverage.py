@@ -41,9 +41,9 @@ class Leverage(Policy):
         keys = view.keys.double().masked_fill(~held, 0)
         centred = (keys - keys.sum(2, keepdim=True) / view.count[..., None]).masked_fill(~held, 0)
         x = centred @ gaussian_sketch(view, keys.shape[-1], self.sketch)
-        gram = x.mT @ x + self.regularisation * torch.eye(self.sketch, dtype=x.dtype, device=x.device)
-        factor, _ = torch.linalg.cholesky_ex(gram)
-        return torch.linalg.solve_triangular(factor, x.mT, upper=False).square().sum(-2).float()
+        one = torch.eye(self.sketch, dtype=x.dtype, device=x.device)
+        factor, _ = torch.linalg.cholesky_ex(x.mT @ x + self.regularisation * one)
+        return (x @ torch.linalg.solve_triangular(factor, one, upper=False).mT).square().sum(-1).float()
 
 
 def gaussian_sketch(view: CacheView, rows: int, columns: int) -> Tensor:
