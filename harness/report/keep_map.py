@@ -202,8 +202,8 @@ def specification(kept: Map, title: str) -> dict[str, Any]:
     width = _band_width(_columns(kept))
     said = f"A band of {width} positions has the shade of the one that most KV heads hold." if width > 1 else ""
     return {
-        "title": {"text": title, "subtitle": said, "subtitleColor": _GREY}, "spacing": _SPACING_PIXELS, "data": {"values": list(_bars(kept))}, "facet": facet | {"title": None},
-        "columns": min(4, layers), "spec": panel,
+        "title": {"text": title, "subtitle": said, "subtitleColor": _GREY}, "data": {"values": list(_bars(kept))},
+        "facet": facet | {"title": None}, "columns": min(4, layers), "spacing": _SPACING_PIXELS, "spec": panel,
     }  # fmt: skip
 
 

@@ -19,10 +19,8 @@ from torch import Tensor
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.files import atomic_write, new_partial, put_in_place
-from kvbench.harness.engine.decoder import CacheConfig, Decoder
+from kvbench.harness.engine.decoder import Decoder
 from kvbench.harness.engine.loop import CachedDecoder
-from kvbench.harness.engine.method import Method
-from kvbench.harness.engine.model import Model
 from kvbench.harness.records import Record, RecordStore
 from kvbench.harness.records.facts import Facts
 from kvbench.harness.report.keep_map import SUFFIX, Map, arrow, evictions, replayable_capacities
@@ -88,10 +86,13 @@ class KeepMap:
 
     def recorded(self, job: Job) -> Job:
         """The job with a decoder that writes this map."""
-        return dataclasses.replace(job, open=self._open)
 
-    def _open(self, model: Model, config: CacheConfig, streams: int, method: Method) -> Decoder:
-        return RecordingDecoder(CachedDecoder(model, config, streams, method), self)
+        def opened(*args: Any) -> Decoder:
+            decoder = job.open(*args)
+            assert isinstance(decoder, CachedDecoder), "the policy keeps a cache"
+            return RecordingDecoder(decoder, self)
+
+        return dataclasses.replace(job, open=opened)
 
     def cuts(self, first: int, stop: int) -> list[int]:
         """The steps of a block after which something is to be noted. The block holds the steps from `first` to `stop` - 1."""
