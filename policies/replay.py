@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -51,7 +51,7 @@ class Replay(Policy):
         return in_map.masked_fill(view.position >= steps, steps)
 
 
-@lru_cache(maxsize=4)
+@cache  # for as long as the process lives: a captured CUDA graph reads it
 def _evicted(file: str, sha256: str, device: torch.device) -> Tensor:
     """The step after which each token is evicted. Moved to the device once. [layers, heads, positions] float32."""
     content = _content(file)
