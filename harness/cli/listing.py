@@ -36,7 +36,10 @@ def _policy(name: str, policy: type[Policy]) -> dict[str, Any]:
     return {
         "policy": name,
         "keeps": next(iter((policy.__doc__ or "").strip().splitlines()), ""),
-        "parameters": ", ".join(f"{f.name}={f.default}" for f in dataclasses.fields(policy)),
+        "parameters": ", ".join(
+            f"{f.name} (needed)" if f.default is dataclasses.MISSING else f"{f.name}={f.default}"
+            for f in dataclasses.fields(policy)
+        ),
         "scope": usual.scope if usual else "",
         "statistics": ", ".join(type(s).__name__ for s in usual.statistics) if usual else "",
         "blocks": _blocks(policy),

@@ -32,6 +32,8 @@ from kvbench.harness.records.facts import Facts, Failure
 from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.run import apart
 from kvbench.harness.run.choose_reading import PLAIN_BLOCK_TOKENS, choose_reading
+from kvbench.harness.run.keep_map import KeepMap, open_map, refuse_unmappable, settle_map, steps_wanted
+from kvbench.harness.run.keep_steps import KeepSteps
 from kvbench.harness.run.prepare import Prepared, prepare, refuse_if_too_large
 from kvbench.harness.suite import Cell, labels
 from kvbench.harness.suite.file import ModelSpec
@@ -51,6 +53,7 @@ class RunOptions:
         block: T, tokens that pass a layer at once; chosen by method and free memory when None.
         walk: always read token by token inside the layers.
         fresh: measure finished cells again.
+        keep: write keep maps of these steps, and measure finished cells that have none again; no maps when None.
     """
 
     device: torch.device
@@ -58,6 +61,7 @@ class RunOptions:
     block: int | None = None
     walk: bool = False
     fresh: bool = False
+    keep: KeepSteps | None = None
 
 
 class Watcher(Protocol):
@@ -84,13 +88,17 @@ def run(cells: Sequence[Cell], store: RecordStore, options: RunOptions, watcher:
             model can't be driven exactly, or a cache doesn't fit: raised before any cell of that model is measured.
     """
     prepared, names = prepare(cells, options.device, options.data), labels(cells)
+    if options.keep is not None:
+        refuse_unmappable(prepared, options.keep)
     with ExitStack() as locks:
         for suite in sorted({cell.suite for cell in cells}):
             locks.enter_context(store.locked(suite))
         models = _LastModel(options.device, prepared)
         records: dict[str, Record] = {}
         for group in _groups(prepared):
-            finished = [None if options.fresh else store.finished(item.record) for item in group]
+            finished = [
+                None if options.fresh else store.finished(item.record, steps_wanted(item, options.keep)) for item in group
+            ]
             skip = all(finished)
             if not skip:
                 label = names[group[0].cell.id] if len(group) == 1 else f"{len(group)} cells side by side"
@@ -167,13 +175,14 @@ class _Attempt:
     Attributes:
         item: the prepared cell.
         trace: file that its trace is written to, before it is moved to its place.
+        keep_map: None if none was asked for, or the task has none.
         facts: of its record.
         result: its figures, or the error it failed with.
         record: its record, once that is written.
     """
 
-    def __init__(self, item: Prepared, trace: Path) -> None:
-        self.item, self.trace = item, trace
+    def __init__(self, item: Prepared, trace: Path, keep_map: KeepMap | None) -> None:
+        self.item, self.trace, self.keep_map = item, trace, keep_map
         self.record: Record | None = None
         self.facts: dict[str, Any] = dict(item.facts)
         self.result: _Result = RuntimeError("not measured")
@@ -183,7 +192,7 @@ def _measure(
     group: Sequence[Prepared], models: _LastModel, store: RecordStore, options: RunOptions, watcher: Watcher
 ) -> list[Record]:
     """Measure the cells of a group, and write their records."""
-    attempts = [_Attempt(item, _partial_trace(item, store)) for item in group]
+    attempts = [_Attempt(item, _partial_trace(item, store), open_map(item, store, options.keep)) for item in group]
     started = time.perf_counter()
 
     def finish(attempt: _Attempt, task_seconds: float | None) -> None:
@@ -202,6 +211,8 @@ def _measure(
     finally:
         for attempt in attempts:  # the trace of a complete cell has been moved
             attempt.trace.unlink(missing_ok=True)
+            if attempt.keep_map is not None:
+                attempt.keep_map.discard()
 
 
 def _try_task(
@@ -292,15 +303,18 @@ def _job(attempt: _Attempt, model: Model, options: RunOptions, watcher: Watcher)
     config = CacheConfig(cell.policy, cell.capacity, cell.positions, cell.limit, cell.seed)
     method, block, facts = choose_reading(model, config, item.task, cell.task, options.block, options.walk)
     attempt.facts.update(facts)
-    return Job(model, config, item.data, block, method, attempt.trace, watcher.advance)
+    job = Job(model, config, item.data, block, method, attempt.trace, watcher.advance)
+    return job if attempt.keep_map is None else attempt.keep_map.recorded(job)
 
 
 def _cell_run(attempt: _Attempt, options: RunOptions, block: int | None) -> apart.CellRun:
     """The cell for a subprocess. block: tokens that pass a layer at once; chosen there when None.
 
     Raises:
-        MeasurementError: its policy is a class that another process can't import.
+        MeasurementError: its policy is a class that another process can't import, or a keep map is asked for.
     """
+    if attempt.keep_map is not None:
+        raise MeasurementError("its keep map can't be written by another process: run it again, alone")
     item, cell, spec = attempt.item, attempt.item.cell, attempt.item.cell.model
     if type(cell.policy).__module__ == "__main__":
         name = type(cell.policy).__name__
@@ -330,7 +344,7 @@ def _check_result(attempt: _Attempt) -> None:
 
 
 def _write_record(attempt: _Attempt, store: RecordStore) -> Record:
-    """Complete the cell's record, and write it with its trace."""
+    """Complete the cell's record, and write it with its trace and its keep map."""
     item, result = attempt.item, attempt.result
     if isinstance(result, (Exception, SystemExit)):
         outcome: dict[str, Any] = {"status": "failed", "error": Failure.from_json(failure(result))}
@@ -340,6 +354,7 @@ def _write_record(attempt: _Attempt, store: RecordStore) -> Record:
     record = dataclasses.replace(item.record, **outcome, facts=Facts.from_json(attempt.facts), finished=finished)
     has_trace = record.status == "ok" and attempt.trace.stat().st_size > 0
     try:
+        settle_map(attempt.keep_map, record, store)
         store.write(record, attempt.trace if has_trace else None, _trace_suffix(item))
     except OSError as error:
         raise UserError(f"{store.path(record)}: can't be written ({error.strerror}); finished cells are kept") from error

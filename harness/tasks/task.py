@@ -135,6 +135,14 @@ class Task(TaskReport, ABC):
         """Approximate number of windows that `recompute_window` computes, for estimates."""
         return cls.total(options)
 
+    @classmethod
+    def tokens_read(cls, options: Any, data: Any) -> int | None:
+        """Tokens that one decoder reads of every stream, side by side; None for a task that reads in another way.
+
+        Keep maps (`--trace kept`) need it: they are written by wrapping that decoder.
+        """
+        return None
+
     @staticmethod
     def run(options: Any, job: Job) -> Metrics:
         """Measure one cell.

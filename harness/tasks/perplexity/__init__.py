@@ -68,6 +68,11 @@ class Perplexity(Task):
         return options.streams or 1
 
     @classmethod
+    def tokens_read(cls, options: PerplexityOptions, data: TokenStream) -> int:
+        """All of a stream but its last token, which no token follows."""
+        return data.prefix + data.tokens // cls.streams(options) - 1
+
+    @classmethod
     def windows(cls, options: PerplexityOptions) -> float:
         """One per scored token."""
         return options.tokens / options.stride
