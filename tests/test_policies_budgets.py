@@ -13,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prompt_views import Seen, dense_pass, kept, prompt_views
 
+from kvbench.harness.core.errors import UserError
 from kvbench.harness.engine.model import Model, adopt
 from kvbench.harness.models.families import tiny_model
+from kvbench.harness.run import policy_check
 from kvbench.policies import CacheView, Composed, Policy
 from kvbench.policies.adakv import AdaKV
 from kvbench.policies.cake import Cake
@@ -530,6 +532,14 @@ def test_fastgen_takes_lists_as_a_file_has_them():
 
 
 # What holds for all
+
+
+@pytest.mark.parametrize("name", ["headkv", "duo_attention"])
+def test_policies_with_a_table_pass_the_checks_and_ask_for_it(name, table):
+    settings = [f"file={table({'importance': IMPORTANCE})}"]
+    assert [f for f in policy_check.run_checks(name, settings, [16, 17]) if not f.ok] == []
+    with pytest.raises(UserError, match=f"{name} needs the parameter 'file': --set file="):
+        policy_check.run_checks(name)
 
 
 def test_policies_that_hold_another_delegate_to_it(table):
