@@ -29,7 +29,7 @@ _NEVER_ZERO = 1e-10  # keeps the logarithm finite
 
 @dataclass(frozen=True)
 class RecentByQueryHead(Statistic):
-    """Attention from each of the `window` newest queries, by query head: [B, H, S, window, G].
+    """Attention from each of the `window` newest queries, by query head: [B, H, S, G, window].
 
     The query of step t is at index `t % window`. Queries from before the token was cached give 0.
     """
@@ -42,13 +42,13 @@ class RecentByQueryHead(Statistic):
         return self.window
 
     def shape(self, sizes: HeadSizes) -> tuple[int, ...]:
-        """One number per query of the window and query head of the group."""
-        return self.window, sizes.group
+        """One number per query head of the group and query of the window."""
+        return sizes.group, self.window
 
     def update(self, state: Tensor, attention: Attention, view: CacheView) -> Tensor:
-        """Put this step's attention in the place of the oldest. [B, H, S, window, G] float32."""
-        at = torch.arange(self.window, device=state.device) == (view.step % self.window)[..., None]  # [B, 1, 1, window]
-        return torch.where(at[..., None], attention.weights.transpose(2, 3)[..., None, :], state)
+        """Put this step's attention in the place of the oldest. [B, H, S, G, window] float32."""
+        at = torch.arange(self.window, device=state.device) == (view.step % self.window)[..., None, None]
+        return torch.where(at, attention.weights.transpose(2, 3)[..., None], state)
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ class Cake(Policy):
     def importance(self, view: CacheView) -> Tensor:
         """Mean + gamma * variance over the window's queries, averaged over neighbours. [B, H, S] float32."""
         assert self.window is not None, "bind first"
-        weights = self._older(view)
-        score = (weights.mean(3) + self.gamma * weights.var(3)).mean(-1)
+        variance, mean = torch.var_mean(view.state(RecentByQueryHead(self.window)), -1)
+        score = (mean + self.gamma * variance).mean(-1).masked_fill(~self._older(view), 0)
         pooled = avg_pool1d(view.by_rank(score), self.kernel, 1, self.kernel // 2)
         return view.by_slot(pooled).masked_fill(view.age < self.window, inf)
 
@@ -97,14 +97,15 @@ class Cake(Policy):
         return (by_layer + self.window)[..., None].expand(-1, -1, heads)
 
     def _older(self, view: CacheView) -> Tensor:
-        """Attention to tokens that are older than the window; 0 elsewhere. [B, H, S, window, G]."""
+        """Tokens that are older than the window. [B, H, S] bool."""
         assert self.window is not None, "bind first"
-        older = view.valid & (view.age >= self.window)
-        return view.state(RecentByQueryHead(self.window)).masked_fill(~older[..., None, None], 0)
+        return view.valid & (view.age >= self.window)
 
     def _preference(self, view: CacheView) -> Tensor:
         """How much a layer wants to keep. [B] float64."""
-        weights = self._older(view).double()
+        assert self.window is not None, "bind first"
+        older = self._older(view)[..., None, None]
+        weights = view.state(RecentByQueryHead(self.window)).masked_fill(~older, 0).double()
         entropy = -(weights * (weights + _NEVER_ZERO).log()).flatten(1).sum(-1)
-        variance = weights.var(3).flatten(1).sum(-1)
+        variance = weights.var(-1).flatten(1).sum(-1)
         return entropy.clamp(min=0) ** (1 / self.tau1) * variance ** (1 / self.tau2)
