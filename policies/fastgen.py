@@ -84,11 +84,11 @@ class FastGen(Policy):
         return chosen & view.valid
 
     def _heavy_hitters(self, view: CacheView, received: Tensor, others: Tensor) -> Tensor:
-        """The most attended tokens that are not kept anyway. [B, H, S] bool."""
+        """The most attended tokens of those that are not kept anyway, and of these if there are too few. [B, H, S] bool."""
         oldest_first = view.by_rank(received.masked_fill(others | ~view.valid, -1))
         place = view.by_slot(oldest_first.argsort(dim=-1, stable=True).argsort(-1))  # 0: the least attended
         count = (self.heavy_hitters * view.count.double()).ceil()
-        return (place >= place.shape[-1] - count) & ~others & view.valid
+        return place >= place.shape[-1] - count
 
 
 def _tokens(share: float, length: Tensor) -> Tensor:
