@@ -77,6 +77,9 @@ def _instance(name: str, policy: type[Policy], settings: Sequence[str]) -> Polic
     if unknown:
         key = sorted(unknown)[0]
         raise UserError(f"{name} has no parameter '{key}'{did_you_mean(key, known)}")
+    missing = [key for key, field in known.items() if field.is_required() and key not in parameters]
+    if missing:
+        raise UserError(f"{name} needs the parameter '{missing[0]}': --set {missing[0]}=...")
     try:
         return policy(**parameters)
     except (Exception, SystemExit) as error:
