@@ -20,7 +20,7 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-from kvbench.policies.h2o import H2O
+from kvbench.policies.snapkv import SnapKV
 from kvbench.policies.policy import Composed, Policy
 from kvbench.policies.shares import integer_shares, window_of
 from kvbench.policies.view import CacheView
@@ -30,7 +30,7 @@ from kvbench.policies.view import CacheView
 class AdaKV(Composed):
     """Tokens are worth what `score` says, compared over all heads of a layer."""
 
-    score: Policy = field(default=H2O())
+    score: Policy = field(default=SnapKV())
     alpha: float = 0.2  # share of the capacity that every head is sure of
     variant: Literal["paper", "kvpress"] = "paper"
 

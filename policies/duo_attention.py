@@ -15,7 +15,7 @@ from typing import Self
 
 import torch
 
-from kvbench.policies.h2o import H2O
+from kvbench.policies.snapkv import SnapKV
 from kvbench.policies.policy import Composed, Policy
 from kvbench.policies.shares import integer_shares
 from kvbench.policies.sink_window import SinkWindow
@@ -26,7 +26,7 @@ from kvbench.policies.tables import read_importance
 class DuoAttention(Composed):
     """Streaming heads keep the first `sinks` and the `recent` newest tokens, retrieval heads what `score` says."""
 
-    score: Policy = field(default=H2O())
+    score: Policy = field(default=SnapKV())
     file: str = field(kw_only=True)  # JSON with {"importance": [[...], ...]}, high for retrieval heads
     sparsity: float = 0.5  # share of all heads that stream
     sinks: int = 64  # tokens

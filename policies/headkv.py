@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from kvbench.policies.h2o import H2O
+from kvbench.policies.snapkv import SnapKV
 from kvbench.policies.policy import Composed, Policy
 from kvbench.policies.shares import integer_shares, window_of
 from kvbench.policies.tables import read_importance
@@ -23,7 +23,7 @@ from kvbench.policies.tables import read_importance
 class HeadKV(Composed):
     """Tokens are worth what `score` says; how many a head keeps depends on its importance in a table."""
 
-    score: Policy = field(default=H2O())
+    score: Policy = field(default=SnapKV())
     file: str = field(kw_only=True)  # JSON with {"importance": [[...], ...]}, a number for every head of every layer
     beta: float = 1.01  # heads share 1 / beta of the capacity by importance, apart from the window; the rest is the same for all
     temperature: float = 1.0  # exponent of the importances

@@ -17,7 +17,7 @@ from typing import Literal, Self
 
 import torch
 
-from kvbench.policies.h2o import H2O
+from kvbench.policies.snapkv import SnapKV
 from kvbench.policies.policy import Composed, Policy
 from kvbench.policies.shares import integer_shares, window_of
 
@@ -26,7 +26,7 @@ from kvbench.policies.shares import integer_shares, window_of
 class PyramidKV(Composed):
     """Tokens are worth what `score` says; how many are kept falls from layer to layer."""
 
-    score: Policy = field(default=H2O())
+    score: Policy = field(default=SnapKV())
     beta: float = 20  # the highest layer's share is 1 / beta of the mean, apart from the window
     window: int | None = None  # tokens that every layer keeps apart from its share; the window of `score` when None
     variant: Literal["paper", "official", "kvpress"] = "paper"

@@ -20,7 +20,9 @@ def instances(folder: Path) -> dict[str, Policy]:
         folder: to write the files to.
     """
     table = folder / "heads.json"
-    table.write_text(json.dumps({"importance": [[0.1 * (3 * layer + head + 1) for head in range(HEADS)] for layer in range(LAYERS)]}))
+    table.write_text(
+        json.dumps({"importance": [[0.1 * (3 * layer + head + 1) for head in range(HEADS)] for layer in range(LAYERS)]})
+    )
     replay = folder / "map.pt"
     torch.save(torch.arange(200).expand(LAYERS, HEADS, -1).contiguous().int(), replay)
     needed = {"replay": {"file": str(replay)}, "headkv": {"file": str(table)}, "duo_attention": {"file": str(table)}}
