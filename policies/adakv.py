@@ -20,9 +20,9 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-from kvbench.policies.snapkv import SnapKV
 from kvbench.policies.policy import Composed, Policy
 from kvbench.policies.shares import integer_shares, window_of
+from kvbench.policies.snapkv import SnapKV
 from kvbench.policies.view import CacheView
 
 

@@ -15,10 +15,10 @@ from typing import Self
 
 import torch
 
-from kvbench.policies.snapkv import SnapKV
 from kvbench.policies.policy import Composed, Policy
 from kvbench.policies.shares import integer_shares
 from kvbench.policies.sink_window import SinkWindow
+from kvbench.policies.snapkv import SnapKV
 from kvbench.policies.tables import read_importance
 
 

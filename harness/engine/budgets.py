@@ -16,7 +16,7 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.rows import writes
 from kvbench.harness.engine.slots import BUCKET, Budget, LayerShape, Part, Slots
-from kvbench.policies import Policy
+from kvbench.policies import Policy, Statistic
 
 Table = Sequence[Sequence[int]]  # tokens that each head keeps. [L][H]
 Key = TypeVar("Key", bound=Hashable)
@@ -56,7 +56,7 @@ class Layout:
     def __init__(self, model: Model, config: CacheConfig, streams: int) -> None:
         """model: whose layers they are for; config: of the cache; streams: B."""
         self._model, self._config, self._streams = model, config, streams
-        bound = self._bound(config.capacity)
+        bound = self.bound(config.capacity)
         self._needs_output = any(writes(s) for s in bound.statistics)
 
     def for_stream(self, table: Table | None) -> list[Slots]:
@@ -65,15 +65,17 @@ class Layout:
         for (shape, budget), parts in self._grouped(lambda layer, head: table[layer][head] if table else config.capacity).items():
             kept = shape.kept(budget)
             cadence = Cadence.from_start(kept, config.every if config.policy.evicts else 1)
-            made.append(self._slots(shape, parts, self._bound(kept), cadence, self._limits(shape, kept)))
+            made.append(self._slots(shape, parts, self.bound(kept), cadence, self._limits(shape, kept)))
         return made
 
-    def for_prompt(self, length: int) -> list[Slots]:
-        """Slots that hold a whole prompt, and what the policy wants to know about it."""
+    def for_prompt(self, length: int, table: Table | None) -> list[Slots]:
+        """Slots that hold a whole prompt, and what the policy wants to know about it at any head's budget."""
         made = []
         for (shape, _), parts in self._grouped(lambda *_: None).items():
-            room, policy = shape.kept(length), self._bound(shape.kept(self._config.capacity))
-            made.append(self._slots(shape, parts, policy, Cadence.from_start(room), Budget(room)))
+            room, kept = shape.kept(length), shape.kept(self._config.capacity)
+            budgets = {kept, *(shape.kept(n) for part in parts for n in (table[part.layer] if table else ()))}
+            statistics = dict.fromkeys(s for n in sorted(budgets, key=str) for s in self.bound(n).statistics)
+            made.append(self._slots(shape, parts, self.bound(kept), Cadence.from_start(room), Budget(room), tuple(statistics)))
         return made
 
     def after_prompt(self, length: int, counts: Sequence[Sequence[int]] | Sequence[Tensor], table: Table | None) -> list[Slots]:
@@ -95,7 +97,7 @@ class Layout:
         for (shape, (count, budget)), parts in keys.items():
             kept = shape.kept(budget)
             cadence, limits = self._afterwards(shape, kept, length, count)
-            made.append(self._slots(shape, parts, self._bound(kept), cadence, limits))
+            made.append(self._slots(shape, parts, self.bound(kept), cadence, limits))
         return made
 
     def _uneven(self, length: int, layer: int, counts: Tensor) -> Slots:
@@ -106,7 +108,7 @@ class Layout:
         if limits.floor is None:
             slots = limits.slots or most + self._config.every
             limits = replace(limits, of_rows=counts.reshape(-1, 1), slots=slots)
-        return self._slots(shape, [self._part(layer, None)], self._bound(kept), cadence, limits)
+        return self._slots(shape, [self._part(layer, None)], self.bound(kept), cadence, limits)
 
     def _afterwards(self, shape: LayerShape, kept: int | None, length: int, held: int) -> tuple[Cadence, Budget]:
         """Cadence and limits after a prompt of which a head holds `held` tokens."""
@@ -116,14 +118,15 @@ class Layout:
 
     def _limits(self, shape: LayerShape, kept: int | None) -> Budget:
         """Of slots that evict as tokens come in. If heads compete, one of them may hold what all others leave."""
-        floor = None if kept is None else self._bound(kept).pool_floor(kept)
+        floor = None if kept is None else self.bound(kept).pool_floor(kept)
         if floor is None or kept is None or shape.heads == 1:
             return Budget(kept)
         if not 1 <= floor <= kept:
             raise ValueError(f"a floor of {floor} tokens a head, where {kept} are kept on average")
         return Budget(kept, floor, slots=shape.heads * kept - (shape.heads - 1) * floor + self._config.every)
 
-    def _bound(self, kept: int | None) -> Policy:
+    def bound(self, kept: int | None) -> Policy:
+        """The policy for heads that keep this many tokens."""
         policy = self._config.policy
         return policy if kept is None or self._config.capacity is None else policy.bind(kept)
 
@@ -143,9 +146,14 @@ class Layout:
         output = self._model.output_of(layer) if self._needs_output else None
         return Part(layer, heads, output if output is None or heads is None else output[list(heads)])
 
-    def _slots(self, shape: LayerShape, parts: Sequence[Part], policy: Policy, cadence: Cadence, budget: Budget) -> Slots:
+    def _slots(
+        self, shape: LayerShape, parts: Sequence[Part], policy: Policy, cadence: Cadence, budget: Budget,
+        statistics: Sequence[Statistic] | None = None,
+    ) -> Slots:  # fmt: skip
         model, config = self._model, self._config
+        if statistics is None:
+            statistics = () if cadence.capacity is None else policy.statistics
         return Slots(
-            shape, parts=parts, policy=policy, cadence=cadence, budget=budget, num_layers=len(model.layers),
-            streams=self._streams, seed=config.seed, device=model.device, dtype=model.dtype,
+            shape, parts=parts, policy=policy, statistics=statistics, cadence=cadence, budget=budget,
+            num_layers=len(model.layers), streams=self._streams, seed=config.seed, device=model.device, dtype=model.dtype,
         )  # fmt: skip

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvbench.harness.engine.attention import Terms
-from kvbench.harness.engine.budgets import Layout, static_table
+from kvbench.harness.engine.budgets import Layout, Table, static_table
 from kvbench.harness.engine.captured import StepGraphs
 from kvbench.harness.engine.decoder import CacheConfig, Decoder
 from kvbench.harness.engine.method import EAGER, Method
@@ -180,10 +180,10 @@ class CachedDecoder:
             raise ValueError("a prompt must come first")
         length = tokens.shape[1]
         if self.config.evict != "prompt" and not (once and self.config.policy.evicts):
-            for walk in self.walks:
-                walk.slots.begin_prompt(length)
+            self.begin_prompt(length)
             return self._read_blocks(tokens, block)
-        self._hold(self._layout.for_prompt(length))
+        table = static_table(self.model, self.config, length)
+        self._hold(self._layout.for_prompt(length, table))
         statistics = {s for walk in self.walks for s in walk.slots.tensors.states if s.sees}
         last = max((length if s.last is None else s.last for s in statistics), default=0)
         quiet = max(0, length - last)
@@ -192,9 +192,14 @@ class CachedDecoder:
         logits = self._read_blocks(tokens[:, :quiet], block) if quiet else None
         if quiet < length:
             logits = self._read_blocks(tokens[:, quiet:], block)
-        self._cut(length)
+        self._cut(length, table)
         assert logits is not None
         return logits
+
+    def begin_prompt(self, tokens: int) -> None:
+        """Note that the next `tokens` tokens of every stream are its prompt, which is read like any others."""
+        for walk in self.walks:
+            walk.slots.begin_prompt(tokens)
 
     def _read_blocks(self, tokens: Tensor, block: int) -> Tensor:
         """Read tokens in blocks. -> logits after the last one, [B, V]."""
@@ -202,13 +207,10 @@ class CachedDecoder:
             logits = self(part, keep=torch.full((1,), part.shape[1] - 1, device=tokens.device))
         return logits[:, -1]
 
-    def _cut(self, length: int) -> None:
+    def _cut(self, length: int, table: Table | None) -> None:
         """Keep what the policy wants of a prompt that is held whole."""
-        config, whole = self.config, Whole([walk.slots for walk in self.walks], length)
-        table = static_table(self.model, config, length)
-        bound = config.policy if config.capacity is None else config.policy.bind(config.capacity)
-        kept = whole.kept(bound, config.capacity, table)
-        known = whole.counts(bound, config.capacity, table)
+        whole = Whole([walk.slots for walk in self.walks], length, self._layout.bound)
+        kept, known = whole.cut(self.config.capacity, table)
         counts = [stays.sum(-1).view(self.streams, -1) for stays in kept] if known is None else known
         self._hold(self._layout.after_prompt(length, counts, table))
         for walk in self.walks:

@@ -5,7 +5,7 @@ Axis letters: B streams, L layers, H KV heads, N = B * H rows of a layer, S slot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -25,47 +25,29 @@ class Whole:
         rows: of every layer, with the view of its last token.
     """
 
-    def __init__(self, slots: Sequence[Slots], length: int) -> None:
-        """slots: of all layers, with whole layers in each."""
-        self.length = length
+    def __init__(self, slots: Sequence[Slots], length: int, bound: Callable[[int | None], Policy]) -> None:
+        """slots: of all layers, with whole layers in each; length: of the prompt; bound: the policy for a budget."""
+        self.length, self._bound = length, bound
         of_layer = {layer: group for group in slots for layer in group.layers}
         self._slots = [of_layer[layer] for layer in sorted(of_layer)]
         self.rows = [group.rows(group.num_slots, layer) for layer, group in sorted(of_layer.items())]
         for rows in self.rows:
             rows.view.step = torch.full_like(rows.view.layer, length - 1)
 
-    def counts(self, policy: Policy, capacity: int | None, table: Table | None) -> list[list[int]] | None:
-        """Tokens that each head keeps, [L][H], if the host knows it without looking; None if the prompt decides.
+    def cut(self, capacity: int | None, table: Table | None) -> tuple[list[Tensor], list[list[int]] | None]:
+        """The tokens that stay: of each head as many as its budget says, those worth most. Asked once.
 
         Args:
-            policy: bound to the capacity.
-            capacity: tokens per head, on average; None if the policy's budgets are an outcome.
-            table: known beforehand; None if there is none.
-        """
-        if type(policy).prompt_budgets is not Policy.prompt_budgets or (capacity is not None and policy.pool_floor(capacity)):
-            return None
-        counts = []
-        for layer, slots in enumerate(self._slots):
-            budgets = [capacity] * slots.shape.heads if table is None else table[layer]
-            counts.append(
-                [min(self.length, slots.shape.kept(self.length) or 0, slots.shape.kept(n) or self.length) for n in budgets]
-            )
-        return counts
-
-    def kept(self, policy: Policy, capacity: int | None, table: Table | None) -> list[Tensor]:
-        """The slots whose tokens stay: of each head as many as its budget says, those worth most. Asked once.
-
-        Args:
-            policy: bound to the capacity.
             capacity: tokens per head, on average; None if the policy's budgets are an outcome.
             table: budgets known beforehand; None if there are none.
 
         Returns:
-            [N, S] bool, one a layer.
+            Their slots, [N, S] bool, one a layer; and how many each head keeps, [L][H], None if the prompt decides that.
 
         Raises:
             ValueError: the policy's budgets have another shape, or don't add up.
         """
+        policy = self._bound(capacity)
         asked = policy.prompt_budgets([rows.view for rows in self.rows], capacity)
         if asked is not None:
             asked = self._checked(asked, None if policy.outcome else capacity)
@@ -75,21 +57,35 @@ class Whole:
             of_layer, of_table = None if asked is None else asked[:, layer], None if table is None else table[layer]
             kept.append(self._kept_of_layer(layer, capacity, of_layer, of_table, floor))
             rows.forget((rows.rank < rows.rank.shape[1]) & ~kept[-1])
-        return kept
+        return kept, self._known_counts(capacity, table) if asked is None and floor is None else None
+
+    def _known_counts(self, capacity: int | None, table: Table | None) -> list[list[int]]:
+        """Tokens that each head keeps where budgets are known beforehand. [L][H]."""
+        counts = []
+        for layer, slots in enumerate(self._slots):
+            budgets = [capacity] * slots.shape.heads if table is None else table[layer]
+            kept = [slots.shape.kept(n) for n in budgets]
+            held = slots.shape.kept(self.length) or 0
+            counts.append([held if n is None else min(held, n) for n in kept])
+        return counts
 
     def _kept_of_layer(
         self, layer: int, capacity: int | None, asked: Tensor | None, of_table: Sequence[int] | None, floor: int | None
     ) -> Tensor:
         """The slots of one layer whose tokens stay. [N, S] bool."""
         slots, rows = self._slots[layer], self.rows[layer]
-        held, kept = rows.rank < slots.empty_rank, slots.shape.kept(capacity)
-        importance = effective_importance(slots.policy, rows.view, slots.shape.sliding_window).masked_fill(~held, torch.inf)
+        held, kept, sliding = rows.rank < slots.empty_rank, slots.shape.kept(capacity), slots.shape.sliding_window
+        importance = effective_importance(slots.policy, rows.view, sliding).unflatten(0, (slots.streams, -1))
         count = held.sum(-1).view(slots.streams, -1)  # [B, H]
         budget = count if kept is None else torch.full_like(count, kept)
         if asked is not None:
             budget = asked
         elif of_table is not None:
             budget = torch.tensor(list(of_table), device=count.device).expand_as(count)
+            for number in set(of_table):  # heads are judged by the policy that knows their budget
+                judged = effective_importance(self._bound(slots.shape.kept(number)), rows.view, sliding).view(importance.shape)
+                importance = torch.where((budget == number)[..., None], judged, importance)
+        importance = importance.flatten(0, 1).masked_fill(~held, torch.inf)
         excess = (count - budget).clamp(min=0)
         if floor is None:
             return held & ~of_heads(importance, rows.rank, excess.view(-1, 1))

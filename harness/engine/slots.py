@@ -164,6 +164,7 @@ class Slots:
         *,
         parts: Sequence[Part],
         policy: Policy,
+        statistics: Sequence[Statistic],
         cadence: Cadence,
         budget: Budget,
         num_layers: int,
@@ -178,7 +179,8 @@ class Slots:
             shape: of each layer.
             parts: which heads of which layers, as many of each.
             policy: bound to the tokens these layers keep.
-            cadence: when tokens are evicted; where nothing ever is, no statistic is kept.
+            statistics: to keep.
+            cadence: when tokens are evicted.
             budget: what rows may hold.
             num_layers: of the whole model.
             streams: B.
@@ -195,7 +197,6 @@ class Slots:
         self.prompt = torch.zeros(streams, dtype=torch.int64, device=device)
         self.wide = torch.promote_types(dtype, torch.float32)
         rows, slots = len(parts) * streams * shape.heads, budget.slots or cadence.most or BUCKET
-        statistics = () if cadence.capacity is None else policy.statistics
         self.tensors = SlotTensors(
             keys=torch.zeros(rows, slots, shape.key_dim, device=device, dtype=dtype),
             values=torch.zeros(rows, slots, shape.value_dim, device=device, dtype=dtype),

@@ -156,6 +156,19 @@ class RecordingDecoder:
         self._seen += count
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
+    def read_prompt(self, tokens: Tensor, block: int, once: bool = False) -> Tensor:
+        """Read the prompt; see `Decoder`. What is kept within a prompt that is cut at its end is not known before."""
+        if once or self._decoder.config.evict == "prompt":
+            logits = self._decoder.read_prompt(tokens, block, once)
+            self._seen = tokens.shape[1]
+            for step in self._map.cuts(0, self._seen):
+                self._map.add(step, self._decoder.kept() if step == self._seen - 1 else [])
+            return logits
+        self._decoder.begin_prompt(tokens.shape[1])
+        for part in tokens.split(block, 1):
+            logits = self(part, keep=torch.full((1,), part.shape[1] - 1, device=tokens.device))
+        return logits[:, -1]
+
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` more tokens now."""
         self._decoder.reserve(tokens)
@@ -177,6 +190,11 @@ class RecordingDecoder:
     def kv_bytes(self) -> int:
         """Bytes of K and V held between steps."""
         return self._decoder.kv_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of K and V of the tokens held."""
+        return self._decoder.held_bytes
 
     @property
     def state_bytes(self) -> int:
