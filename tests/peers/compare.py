@@ -89,7 +89,12 @@ class Found:
         rounded = {k: round(getattr(self, k), 5) for k in ("theirs_nll", "ours_nll")}
         counts = {k: getattr(self, k) for k in ("kept", "differ", "ties", "by_engine", "by_them")}
         at = {"prompt": self.cell.prompt.name, "capacity": self.cell.capacity if self.cell.row.takes_capacity else None}
-        return at | counts | rounded
+        return at | counts | rounded | {"agrees": self.agrees}
+
+    @property
+    def agrees(self) -> bool | None:
+        """Whether every token's NLL is the same; None where other positions are kept, so that it can't be."""
+        return None if self.differ or self.ties else self.apart <= NLL_TOLERANCE
 
 
 def difference(theirs: np.ndarray, ours: np.ndarray, scores: np.ndarray | None, pool: str) -> tuple[int, int]:
@@ -173,7 +178,7 @@ def wrong(found: Found) -> str | None:
     at = f"{cell.row.key}: {cell.model}, {cell.prompt.name}, capacity {cell.capacity}"
     if found.differ > cell.row.may_differ * found.kept:
         return f"{at}: {found.differ} of {found.kept} kept positions differ"
-    if not found.differ and not found.ties and found.apart > NLL_TOLERANCE:
+    if found.agrees is False:
         return f"{at}: the same positions, but a token's NLL is {found.apart:.4f} nats apart"
     return None
 

@@ -29,7 +29,7 @@ longer is.
   within {tie} of their size, so that two orders of the same sums may rank them either way; they are counted apart. The same token
   twice in a prompt has the same key in the first layer, and scores can underflow to 0.
 - **NLL** is ours minus theirs, in nats a token, the mean over prompts and budgets. Where no position differs and none ties, every
-  single token's NLL agrees to 0.001.
+  token's NLL must agree to 0.001; bold: it does not, which is a fault.
 """
 
 NOT_COMPARED = """\
@@ -121,7 +121,8 @@ def cost(cells: list[Facts]) -> str:
     if not cells:
         return ""
     mean = sum(cell["ours_nll"] - cell["theirs_nll"] for cell in cells) / len(cells)
-    return "0" if abs(mean) < 0.0005 else f"{mean:+.3f}"
+    text = "0" if abs(mean) < 0.0005 else f"{mean:+.3f}"
+    return f"**{text}**" if any(cell["agrees"] is False for cell in cells) else text
 
 
 def unread(rows: list[Facts]) -> str:
