@@ -72,7 +72,7 @@ def test_the_environment_has_the_version_that_the_page_names():
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_plain_rule_keeps_what_its_scores_rank_highest(layers, rule):
-    """Every head of every layer keeps distinct positions, the newest where there is a window, and none worth less than a lost one."""
+    """Every head keeps distinct positions, the newest where there is a window, and none that is worth less than a lost one."""
     arguments = {k: SMALL.get(k, v) for k, v in RULES[rule].items()}
     found = getattr(references, rule)(layers, 16, **arguments)
     assert len(found) == len(layers)

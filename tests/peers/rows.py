@@ -194,7 +194,8 @@ ROWS: tuple[Row, ...] = (
     Row(
         "SnapKV a KV head", {"rule": "snapkv", "window": 32, "kernel": 7, "pool": "max"},
         {"name": "snapkv", "window": 32, "kernel": 7, "variant": "official"}, KVCF,
-        "window 32, maximum pooling over 7; one selection a KV head, weights averaged over the query group before pooling", min_capacity=33,
+        "window 32, maximum pooling over 7; one selection a KV head, weights averaged over the query group before pooling",
+        min_capacity=33,
     ),
     Row(
         "SnapKV of KVCache-Factory", {"rule": "snapkv", "window": 8, "kernel": 7, "pool": "max"},
