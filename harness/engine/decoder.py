@@ -1,17 +1,19 @@
 """The configuration and the interface of a decoder.
 
-Axis letters: B streams, T tokens, V vocabulary, H KV heads.
+Axis letters: B streams, N tokens of a prompt, T tokens, V vocabulary, H KV heads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
 from kvbench.policies import Policy, PositionMode
+
+Evict = int | Literal["prompt"]
 
 
 @dataclass(frozen=True)
@@ -20,10 +22,12 @@ class CacheConfig:
 
     Attributes:
         policy: not yet bound to the capacity.
-        capacity: tokens per KV head kept between steps; None for a policy that never evicts.
+        capacity: tokens per KV head kept between steps; None for a policy that never evicts or whose budgets are an outcome.
         positions: where RoPE puts a cached token.
         limit: largest distance in position mode `clamped`, in tokens; the model's training length when None.
         seed: of the policy's random numbers.
+        evict: tokens evicted at once. 1: after every token. b: the cache grows to capacity + b, then b go. "prompt": what is too
+            much goes once, after the prompt, and then the cache grows.
     """
 
     policy: Policy
@@ -31,11 +35,16 @@ class CacheConfig:
     positions: PositionMode = "cache"
     limit: int | None = None
     seed: int = 0
+    evict: Evict = 1
 
     def __post_init__(self) -> None:
-        if (self.capacity is None) == self.policy.evicts:
-            name = type(self.policy).__name__
-            raise ValueError(f"{name} needs a capacity" if self.policy.evicts else f"{name} takes no capacity")
+        name, takes_capacity = type(self.policy).__name__, self.policy.evicts and not self.policy.outcome
+        if (self.capacity is None) == takes_capacity:
+            raise ValueError(f"{name} needs a capacity" if takes_capacity else f"{name} takes no capacity")
+        if self.evict != "prompt" and self.evict < 1:
+            raise ValueError(f"evict {self.evict} is below 1")
+        if self.policy.outcome and self.evict != "prompt":
+            raise ValueError(f"{name}'s budgets follow from the prompt, so it evicts only there: evict 'prompt'")
 
 
 class Decoder(Protocol):
@@ -54,6 +63,18 @@ class Decoder(Protocol):
             Logits for the token after each. [B, T or K, V], the model's dtype.
         """
 
+    def read_prompt(self, tokens: Tensor, block: int, once: bool = False) -> Tensor:
+        """Read the prompt of every stream. The decoder must have read nothing before.
+
+        Args:
+            tokens: prompts of one length. [B, N] int64.
+            block: tokens of each stream that pass a layer at once.
+            once: read it under full attention, then evict once. Always so if `evict` is "prompt".
+
+        Returns:
+            Logits after its last token. [B, V], the model's dtype.
+        """
+
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` more tokens now, so that no step has to allocate."""
 
@@ -69,7 +90,11 @@ class Decoder(Protocol):
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of K and V held between steps."""
+        """Bytes that are allocated for K and V between steps."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of K and V of the tokens that are held now. Syncs with the host."""
 
     @property
     def state_bytes(self) -> int:
