@@ -6,7 +6,6 @@ are those of `hf`; only the code that runs the model is ours.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from kvbench.harness.core.errors import UserError
+from kvbench.harness.core.parameters import parameters_of
 from kvbench.harness.data.stream import newline
 from kvbench.harness.lm_eval.arguments import Arguments
 from kvbench.harness.lm_eval.reading import Reader
@@ -107,8 +107,8 @@ class KVBench(HFLM):  # type: ignore[misc]
         """The policy and how prompts are read, for lm-eval's results."""
         config = self.reader.config
         return {
-            "policy": type(config.policy).__name__, "parameters": dataclasses.asdict(config.policy), "capacity": config.capacity,
-            "positions": config.positions, "prompt": self.reader.prompt, "requests": self.requests,
+            "policy": type(config.policy).__name__, "parameters": parameters_of(config.policy), "capacity": config.capacity,
+            "evict": config.evict, "positions": config.positions, "prompt": self.reader.prompt, "requests": self.requests,
             "over_capacity": self.over_capacity, "truncated": self.truncated,
         }  # fmt: skip
 
@@ -131,10 +131,10 @@ class KVBench(HFLM):  # type: ignore[misc]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihoods of whole texts. Under a policy that evicts, each text is one stream."""
-        if self.reader.prompt != "stream":
-            raise UserError(
-                f"prompt '{self.reader.prompt}': this task scores whole texts, which have no prompt; use prompt 'stream'"
-            )
+        if self.reader.reads_whole_prompts or self.reader.prompt != "stream":
+            way = "evict" if self.reader.config.evict == "prompt" else "prompt"
+            value, instead = ("prompt", "step") if way == "evict" else (self.reader.prompt, "stream")
+            raise UserError(f"{way} '{value}': this task scores whole texts, which have no prompt; use {way} '{instead}'")
         scores: list[float] = super().loglikelihood_rolling(requests, disable_tqdm or self._on_progress is not None)
         return scores
 

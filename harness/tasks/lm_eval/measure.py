@@ -53,7 +53,7 @@ def measure(options: LmEvalOptions, job: Job) -> LmEvalMetrics:
     return LmEvalMetrics.from_json({
         **sample_figures(samples), "metric": metric, "higher_is_better": higher, "lm_eval": results,
         "over_capacity": model.over_capacity, "truncated": model.truncated, "requests": model.requests,
-        "kv_bytes": reader.kv_bytes, "state_bytes": reader.state_bytes,
+        "kv_bytes": reader.kv_bytes, "kv_held_bytes": reader.held_bytes, "state_bytes": reader.state_bytes,
     })  # fmt: skip
 
 

@@ -19,6 +19,7 @@ _PROMPTS = {
     "whole prompt until then; K/V counts what remains.",
     "truncate": "Of a prompt that is too long, the model reads the first and the last tokens, half each.",
 }
+_EVICT_PROMPT = " Rows with evict prompt read it in full, evict once, having seen the question, and evict no more."
 
 
 def headline(record: Record) -> str:
@@ -39,6 +40,7 @@ def body(records: Sequence[Record]) -> list[str | Chart]:
         for policy, row in rows.items()
     ]
     about = _PROMPTS[records[0].cell.task_options(LmEvalOptions).prompt]
+    about += _EVICT_PROMPT if any(r.cell.evict == "prompt" for r in records) else ""
     intro = (
         f"lm-eval's tasks. {about} Scores are percentages with their standard errors; for whole texts, perplexities. "
         "Over capacity: share of requests longer than the capacity; only these can differ from dense.\n"

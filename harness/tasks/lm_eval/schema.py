@@ -45,7 +45,7 @@ class LmEvalMetrics(ScoreMetrics):
     over_capacity: Annotated[Count, EXACT] = Field(description="requests longer than the capacity")
     truncated: Annotated[Count, EXACT] = Field(0, description="requests cut to the model's maximum length")
     requests: Annotated[Count, EXACT] = Field(description="number of requests")
-    kv_bytes: Annotated[Count, BYTES] = Field(description="largest number of bytes of K and V per request")
+    kv_bytes: Annotated[Count, BYTES] = Field(description="largest number of bytes allocated for K and V per request")
     state_bytes: Annotated[Count, BYTES] = Field(description="bytes of the policy's statistics")
 
 
