@@ -1,6 +1,6 @@
 """The configuration and the interface of a decoder.
 
-Axis letters: B streams, N tokens of a prompt, T tokens, V vocabulary, H KV heads.
+Axis letters: B streams, T tokens, V vocabulary, H KV heads.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvbench.policies import Policy, PositionMode
 
-Evict = int | Literal["prompt"]
+Evict = int | Literal["prompt"]  # tokens that go at once, or: what a prompt leaves over, at its end
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,12 @@ class CacheConfig:
 
     Attributes:
         policy: not yet bound to the capacity.
-        capacity: tokens per KV head kept between steps; None for a policy that never evicts or whose budgets are an outcome.
+        capacity: tokens per KV head kept between steps; None for a policy that never evicts.
         positions: where RoPE puts a cached token.
         limit: largest distance in position mode `clamped`, in tokens; the model's training length when None.
         seed: of the policy's random numbers.
-        evict: tokens evicted at once. 1: after every token. b: the cache grows to capacity + b, then b go. "prompt": what is too
-            much goes once, after the prompt, and then the cache grows.
+        evict: 1: after every token. b: the cache grows to capacity + b tokens, then b go at once. "prompt": once, after the
+            prompt, which is read under full attention; then the cache grows.
     """
 
     policy: Policy
@@ -42,9 +42,16 @@ class CacheConfig:
         if (self.capacity is None) == takes_capacity:
             raise ValueError(f"{name} needs a capacity" if takes_capacity else f"{name} takes no capacity")
         if self.evict != "prompt" and self.evict < 1:
-            raise ValueError(f"evict {self.evict} is below 1")
+            raise ValueError(f"evict every {self.evict} tokens, expected 1 or more")
+        if not self.policy.caches and self.evict != 1:
+            raise ValueError(f"{name} keeps no cache, so there is nothing to evict: leave `evict` out")
         if self.policy.outcome and self.evict != "prompt":
-            raise ValueError(f"{name}'s budgets follow from the prompt, so it evicts only there: evict 'prompt'")
+            raise ValueError(f"{name} decides at a prompt's end how much it keeps: it needs evict: prompt")
+
+    @property
+    def every(self) -> int:
+        """Tokens that go at once."""
+        return 1 if self.evict == "prompt" else self.evict
 
 
 class Decoder(Protocol):
@@ -64,15 +71,16 @@ class Decoder(Protocol):
         """
 
     def read_prompt(self, tokens: Tensor, block: int, once: bool = False) -> Tensor:
-        """Read the prompt of every stream. The decoder must have read nothing before.
+        """Read the prompt of every stream, before anything else.
 
         Args:
             tokens: prompts of one length. [B, N] int64.
             block: tokens of each stream that pass a layer at once.
-            once: read it under full attention, then evict once. Always so if `evict` is "prompt".
+            once: read it under full attention and then evict once, and from then on as the configuration says. It is always
+                read so if the configuration says that prompts alone are cut.
 
         Returns:
-            Logits after its last token. [B, V], the model's dtype.
+            Logits after the last token. [B, V].
         """
 
     def reserve(self, tokens: int) -> None:
@@ -90,11 +98,11 @@ class Decoder(Protocol):
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes that are allocated for K and V between steps."""
+        """Bytes of K and V held between steps."""
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of K and V of the tokens that are held now. Syncs with the host."""
+        """Bytes of K and V of the tokens held; the others are slots that are free. Syncs with the host."""
 
     @property
     def state_bytes(self) -> int:

@@ -20,6 +20,7 @@ Dv value dim, P pairs of dims.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import copy
 from typing import NamedTuple
 
@@ -30,21 +31,22 @@ from kvbench.harness.engine.attention import Terms, causal, weights
 from kvbench.harness.engine.closed_form import closed_form
 from kvbench.harness.engine.kernels.choose import Kernels, kernels_for
 from kvbench.harness.engine.method import EAGER, Method
-from kvbench.harness.engine.plan import Block, Closed, CompiledWalk, Fill, Places, PlainWalk, Plan, QueryFactors, Step
+from kvbench.harness.engine.plan import Block, Closed, CompiledWalk, Fill, Places, PlainWalk, Plan, QueryFactors, Runs, Step
 from kvbench.harness.engine.rotary import LONGEST_STREAM, Rotation, rotate
-from kvbench.harness.engine.rows import Rows
+from kvbench.harness.engine.rows import Rows, writes
+from kvbench.harness.engine.runs import Run, logits_of, read_run
 from kvbench.harness.engine.slots import Slots
-from kvbench.policies import PositionMode
+from kvbench.policies import PositionMode, Seen
 
 _MIN_COMPILED_TOKENS = 4  # shorter blocks don't repay the kernel's copies
 _MAX_BATCHED_ROPE_ELEMENTS = 2**20  # of the keys of all layers; above this, each layer computes its own RoPE
 
 
-class _Placement(NamedTuple):
-    """Ranks of a block's tokens, in the rows it is walked in, and the RoPE of its queries."""
+class _Steady(NamedTuple):
+    """Where a step's token goes in a full cache."""
 
-    ranks: tuple[Tensor, ...]  # T times [R] int64
-    query_factors: QueryFactors | None
+    rank: Tensor  # [R] int64
+    factors: list[QueryFactors | None]  # RoPE of its queries, by layer
 
 
 class Walk:
@@ -68,7 +70,8 @@ class Walk:
         compiled = method.walk_kernel or method.step_kernel
         self._kernels = kernels_for(slots, positions, limit, self._max_position) if compiled else Kernels()
         self._ordered = True  # the slots hold their tokens oldest first
-        self._steady: _Placement | None = None  # of the step before, where that of the next one is the same
+        self._steady: _Steady | None = None  # of the step before, where those of the next one are the same
+        self._writes = any(writes(s) for s in slots.tensors.states)
 
     @property
     def has_closed_form(self) -> bool:
@@ -117,8 +120,13 @@ class Walk:
             [B, H * G, T, Dv].
         """
         if isinstance(plan, Step) and plan.kernel is not None:
-            rows, mass = self.slots.rows(plan.attended, layer), plan.mass_of_layer[self.slots.layers.index(layer)]
-            return plan.kernel(self.slots, rows, query, keys, values, terms.scaling, mass)
+            rows, seen = self.slots.rows(plan.attended, layer), plan.seen_of_layer[self.slots.layers.index(layer)]
+            free = rows.free.clone() if self._writes else rows.free
+            out = plan.kernel(self.slots, rows, query, keys, values, terms.scaling, seen.get("weights"))
+            if self._writes:
+                keys = keys if self.rotation is None else self.rotation.pair(keys)
+                self._note_written(rows, plan.places, 0, free, keys.flatten(0, 1), values.flatten(0, 1))
+            return out
         paired_later = isinstance(plan, Closed) or (isinstance(plan, CompiledWalk) and plan.kernel.rotates)
         if self.rotation is not None and not paired_later:
             query, keys = self.rotation.pair(query), self.rotation.pair(keys)
@@ -137,13 +145,15 @@ class Walk:
                     query = _rotated_and_scaled(query, plan.query_factors, terms)
                 rows = self.slots.rows(plan.attended, layer)
                 out = plan.kernel(self.slots, rows, layer, query, keys, values, terms.scaling, plan.ordered, plan.seen)
+            case Runs():
+                out = self._read_runs(plan, layer, query, keys, values, terms)
             case PlainWalk():
                 out = self._walk(plan, layer, query, keys, values, terms)
         return out.flatten(1, 2)
 
     def end(self, plan: Plan, block: Block) -> None:
         """After the last layer: note the order of the slots, and do the bookkeeping of a step for all layers at once."""
-        evicted = self.slots.capacity is not None and (block.end is None or block.end > self.slots.capacity)
+        evicted = not self._still_filling(block.end)
         match plan:
             case Closed():
                 self._ordered = True
@@ -156,8 +166,8 @@ class Walk:
 
     def graph_key(self, seen: int) -> tuple[int, int, bool]:
         """Identifies the CUDA graph for the step after `seen` tokens: all that the host decides about it."""
-        full = self.slots.capacity is not None and seen >= self.slots.capacity
-        return self.slots.version, self.slots.attended(seen + 1), full
+        slots = self.slots
+        return slots.version, slots.attended(slots.used(seen + 1)), slots.cadence.evicts(seen + 1)
 
     def forget_placement(self) -> None:
         """Make the next step compute all that it reads, as a captured one must."""
@@ -166,7 +176,7 @@ class Walk:
     def note_replay(self, seen: int) -> None:
         """Note what an eager step after `seen` tokens would have noted."""
         self._steady = None
-        self._ordered = self._ordered and (self.slots.capacity is None or seen < self.slots.capacity)
+        self._ordered = self._ordered and self._still_filling(seen + 1)
 
     def fork(self, streams: Tensor) -> Walk:
         """A walk over copies of these streams. streams: [B'] int64."""
@@ -174,119 +184,216 @@ class Walk:
         other.slots, other._steady = self.slots.fork(streams), None
         return other
 
+    def _still_filling(self, seen: int | None) -> bool:
+        """Whether no token has been evicted after `seen` tokens; None: the host does not know."""
+        return self.slots.capacity is None or (seen is not None and seen <= self.slots.capacity)
+
     def _plan_of_many(self, block: Block) -> Plan:
         """How a block of several tokens is read."""
+        slots, seen = self.slots, block.seen
         if self._can_fill(block):
-            return Fill(block.seen or 0)
-        if block.seen is not None and self._closed_form is not None and self._closed_form.takes(block.tokens, block.seen):
-            return Closed(self._closed_form, block.seen, self._ordered)
-        attended = self.slots.attended(block.end)
-        rows = self.slots.rows(attended, self.slots.layers[0])  # places are the same in every layer
-        compiled = self._method.walk_kernel and block.tokens >= _MIN_COMPILED_TOKENS and block.seen is not None
+            return Fill(seen or 0, block.ids)
+        if seen is not None and self._closed_form is not None and self._closed_form.takes(block.tokens, seen):
+            return Closed(self._closed_form, seen, self._ordered)
+        attended = slots.attended(None if block.end is None else slots.used(block.end))
+        rows = slots.rows(attended, slots.layers[0])  # places are the same in every layer
+        compiled = self._method.walk_kernel and block.tokens >= _MIN_COMPILED_TOKENS and seen is not None
         kernel = self._kernels.walk if compiled else None
-        ranks, query_factors = self._placed(block, rows, with_queries=kernel is None or not kernel.rotates)
         if kernel is not None:
-            return CompiledWalk(kernel, query_factors, attended, block.seen or 0, self._ordered)
-        return PlainWalk(self._places(block, rows, ranks), query_factors, attended)
+            factors = None if kernel.rotates else self._query_factors(self._ranks(block), block)
+            return CompiledWalk(kernel, factors, attended, seen or 0, self._ordered)
+        places = self._places(block, rows)
+        lengths = self._runs(block)
+        if lengths is not None and seen is not None:
+            updates = bool(slots.sees) and seen + block.tokens > slots.quiet
+            return Runs(lengths, slots.cadence.evicts(seen + block.tokens), places, attended, updates)
+        return PlainWalk(places, attended)
+
+    def _runs(self, block: Block) -> list[int] | None:
+        """The runs that a block may be read in; None if it has to be walked token by token."""
+        if block.seen is None or not self._method.fill or (self._mode == "clamped" and (block.end or 0) > self._limit):
+            return None
+        lengths = self.slots.cadence.runs(block.seen, block.tokens)
+        return lengths if len(lengths) == 1 or self.slots.every > 1 else None
 
     def _plan_of_one(self, block: Block) -> Step:
         """How a single token is read; its rank and position are entered here, for all layers at once."""
-        slots, kernel = self.slots, self._kernels.step if self._method.step_kernel else None
-        attended = slots.attended(block.end)
+        slots = self.slots
+        kernel = self._kernels.step if self._method.step_kernel and slots.sees <= {"weights"} else None
+        attended = slots.attended(None if block.end is None else slots.used(block.end))
         rows = slots.rows(attended)
-        placement = None if block.seen is None else self._steady
-        placement = placement or self._placed(block, rows, with_queries=kernel is None)
-        places = self._places(block, rows, placement.ranks)
-        # Once the cache is full, the rank of the newest token stays the same, and so does the place of its query.
-        self._steady = placement if self._mode != "stream" and places.evicts(0) else None
-        rows.place(places.ranks[0], places.steps[0], places.now[0])
-        layers = len(slots.layers)
-        nothing = [None] * layers
-        mass = (
-            rows.rank.new_empty(len(rows.rank), slots.shape.group, attended, dtype=slots.wide) if slots.tensors.states else None
-        )
-        mass_of_layer = nothing if mass is None else mass.unflatten(0, (layers, -1)).unbind(0)
+        places = self._places(block, rows)
+        rank = rows.count() if places.ranks[0] is None else places.ranks[0]
+        if slots.uneven and block.valid is not None:
+            rank = rank.masked_fill(~rows.of_streams(block.valid)[:, 0], slots.empty_rank)
+        rows.place(rank, places.steps[0], places.now[0])
+        layers, size = len(slots.layers), (len(rows.rank), slots.shape.group)
+        last = {"weights": attended, "logits": attended, "queries": slots.shape.key_dim, "outputs": slots.shape.value_dim}
+        wide, narrow = slots.wide, slots.tensors.keys.dtype
+        seen: dict[Seen, Tensor] = {
+            name: rows.keys.new_empty(*size, last[name], dtype=wide if last[name] == attended else narrow) for name in slots.sees
+        }
+        by_layer = {name: x.unflatten(0, (layers, -1)).unbind(0) for name, x in seen.items()}
+        seen_of_layer = [{name: parts[at] for name, parts in by_layer.items()} for at in range(layers)]
         if kernel is not None:
-            return Step(places, rows, attended, mass, mass_of_layer, kernel, None)
-        used = nothing if places.evicts(0) else rows.used().unflatten(0, (layers, -1)).unbind(0)
+            return Step(places, rows, attended, seen, seen_of_layer, kernel)
+        nothing = [None] * layers
+        used = nothing if places.evicts[0] and slots.evicts_each_step else rows.used().unflatten(0, (layers, -1)).unbind(0)
         key_factors = nothing
         if self.rotation is not None and rows.keys.numel() <= _MAX_BATCHED_ROPE_ELEMENTS:
             key_factors = self._key_factors(rows, self.rotation, places.steps[0]).unflatten(0, (layers, -1)).unbind(0)
-        return Step(places, rows, attended, mass, mass_of_layer, None, placement.query_factors, used, key_factors)
+        return Step(places, rows, attended, seen, seen_of_layer, None, self._step_factors(block, rank), used, key_factors)
+
+    def _step_factors(self, block: Block, rank: Tensor) -> list[QueryFactors | None]:
+        """RoPE of a step's queries, by layer. rank: of the token in all rows, [R] int64."""
+        slots, layers = self.slots, len(self.slots.layers)
+        if self.rotation is None:
+            return [None] * layers
+        if self._steady is not None and block.seen is not None:
+            return self._steady.factors
+        rows = slots.rows(slots.num_slots, slots.layers[0])
+        if slots.uneven and self._mode == "cache":
+            at = rank.clamp(max=slots.num_slots).view(layers, -1)
+            return [self._factors(x[:, None]) for x in at]
+        ranks = self._ranks(block)
+        factors = self._factors(rows.of_streams(self._query_places(ranks, block)))
+        # Once the cache is full, the rank of the newest token stays the same, and so does the place of its query.
+        if self._mode != "stream" and slots.evicts_each_step and block.end is not None and slots.cadence.evicts(block.end):
+            self._steady = _Steady(rank, [factors] * layers)
+        return [factors] * layers
 
     def _can_fill(self, block: Block) -> bool:
-        """Whether nothing that the block's tokens do depends on the walk: no eviction, no statistics, true distances."""
-        if block.end is None or self.slots.tensors.states or not self._method.fill:
-            return False
-        capacity = self.slots.capacity
-        return (capacity is None or block.end <= capacity) and (self._mode != "clamped" or block.end <= self._limit)
-
-    def _placed(self, block: Block, rows: Rows, with_queries: bool = True) -> _Placement:
-        """Ranks of the new tokens, and where RoPE puts their queries."""
+        """Whether nothing that the block's tokens do depends on the walk: no eviction, no updates, true distances."""
         slots = self.slots
-        ranks = block.steps if slots.capacity is None else block.steps.clamp(max=slots.capacity)
-        query_factors = None
-        if self.rotation is not None and with_queries:
-            at = block.steps if self._mode == "stream" else ranks
-            at = torch.full_like(at, self._limit) if self._mode == "clamped" else at
-            factors = self.rotation.factors(at, slots.tensors.keys.dtype, self._rope_length)
-            query_factors = QueryFactors(factors[:, None] if block.tokens == 1 else factors[:, None, None])
-        if block.valid is not None:  # an invalid token is written, but to a slot that stays empty
-            ranks = ranks.masked_fill(~block.valid, slots.empty_rank)
-        return _Placement(rows.each_head(ranks), query_factors)
+        if block.end is None or not self._method.fill or slots.cadence.dropped or (slots.sees and block.end > slots.quiet):
+            return False
+        return (slots.capacity is None or block.end <= slots.capacity) and (self._mode != "clamped" or block.end <= self._limit)
 
-    def _places(self, block: Block, rows: Rows, ranks: tuple[Tensor, ...]) -> Places:
+    def _ranks(self, block: Block) -> Tensor:
+        """Ranks of the new tokens, in heads that all hold as many. [B, T] int64."""
+        return self.slots.cadence.held_of(block.steps)
+
+    def _query_places(self, ranks: Tensor, block: Block) -> Tensor:
+        """Where RoPE puts the block's queries. [B, T] int64."""
+        return {"cache": ranks, "stream": block.steps, "clamped": torch.full_like(ranks, self._limit)}[self._mode]
+
+    def _factors(self, at: Tensor) -> QueryFactors:
+        """RoPE at these places. [...] int64 -> [..., P]."""
+        assert self.rotation is not None
+        return QueryFactors(self.rotation.factors(at, self.slots.tensors.keys.dtype, self._rope_length))
+
+    def _query_factors(self, ranks: Tensor, block: Block) -> QueryFactors | None:
+        """RoPE of a block's queries; None without RoPE. [B, 1, 1, T, P]."""
+        return None if self.rotation is None else self._factors(self._query_places(ranks, block)[:, None, None])
+
+    def _places(self, block: Block, rows: Rows) -> Places:
         """Where the tokens go in these rows."""
-        capacity, seen = self.slots.capacity, block.seen
+        slots, seen, steady = self.slots, block.seen, self._steady
+        ranks: Sequence[Tensor | None] = [None] * block.tokens
+        if steady is not None and seen is not None and block.tokens == 1:
+            ranks = [steady.rank]
+        elif not slots.uneven:
+            even = self._ranks(block)
+            if block.valid is not None:  # an invalid token is written, but to a slot that stays empty
+                even = even.masked_fill(~block.valid, slots.empty_rank)
+            ranks = rows.each_head(even)
         return Places(
             ranks=ranks,
             steps=rows.each_head(block.steps),
             now=rows.each_stream(block.steps),
             valid=[None] * block.tokens if block.valid is None else rows.each_stream(block.valid),
-            room=None if capacity is None or seen is None else capacity - seen,
+            evicts=[seen is not None and slots.cadence.evicts(seen + t + 1) for t in range(block.tokens)],
             ragged=seen is None,
+            ids=rows.each_head(block.ids) if self._writes else (),
         )
+
+    def _read_runs(self, plan: Runs, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
+        """Runs without evictions, one after the other. -> [B, H, G, T, Dv]."""
+        rows, places = self.slots.rows(plan.attended, layer), plan.places
+        steps = torch.stack(list(places.steps), 1)
+        ids = torch.stack(list(places.ids), 1) if places.ids else steps
+        by_head, out, first = query.shape[:2], [], 0
+        query, keys, values = query.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1)
+        for number, length in enumerate(plan.lengths):
+            at = slice(first, first + length)
+            run = Run(query[..., at, :], keys[:, at], values[:, at], steps[:, at], ids[:, at])
+            due = number < len(plan.lengths) - 1 or plan.evicts_at_end
+            out.append(read_run(rows, run, first, places, terms, self._mode, self.rotation, plan.updates, due))
+            first += length
+        return torch.cat(out, 2).unflatten(0, by_head)
 
     def _walk(self, plan: PlainWalk, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
         """The definition, token by token inside one layer. -> [B, H, G, T, Dv]."""
         streams, heads = query.shape[:2]
         places, rows = plan.places, self.slots.rows(plan.attended, layer)
-        query = _rotated_and_scaled(query, plan.query_factors, terms)
         parts = [x.movedim(-2, 0).flatten(1, 2).contiguous().unbind(0) for x in (query, keys, values)]
         out = values.new_empty(values.shape[2], *parts[0][0].shape[:2], values.shape[3])  # one tensor: many small ones are slow
         for t, (q, k, v) in enumerate(zip(*parts, strict=True)):
-            rows.place(places.ranks[t], places.steps[t], places.now[t])
+            rank, step, valid = places.ranks[t], places.steps[t], places.valid[t]
+            if rank is None:
+                rank = rows.count()
+                if valid is not None:
+                    rank = rank.masked_fill(~valid.expand(-1, heads, 1).flatten(), self.slots.empty_rank)
+            rows.place(rank, step, places.now[t])
             rows.write(k, v)
-            used = None if places.evicts(t) else rows.used()
-            _, mass = self._attend_one(rows, q, terms, used, self._key_factors_of(rows, places.steps[t]), out[t])
-            rows.update(mass, places.valid[t])
-            rows.release(places.valid[t], places.evicts(t), places.ragged)
+            if self._writes:
+                self._note_written(rows, places, t, rows.free, k[:, None], v[:, None])
+            full = places.evicts[t] and self.slots.evicts_each_step
+            seen = self._attend_one(
+                rows,
+                q,
+                terms,
+                None if full else rows.used(),
+                self._key_factors_of(rows, step),
+                self._own_factors(rank, step),
+                out[t],
+            )
+            if seen:
+                rows.update(seen, valid)
+            rows.release(valid, places.evicts[t], places.ragged)
         return out.unflatten(1, (streams, heads)).movedim(0, 3)
+
+    def _own_factors(self, rank: Tensor, step: Tensor) -> QueryFactors | None:
+        """RoPE of one token's queries; None without RoPE. rank, step: [N] int64 -> [N, 1, P]."""
+        if self.rotation is None:
+            return None
+        limit = torch.full_like(rank, self._limit)
+        return self._factors(
+            {"cache": rank.clamp(max=self.slots.num_slots), "stream": step, "clamped": limit}[self._mode][:, None]
+        )
+
+    def _note_written(self, rows: Rows, places: Places, t: int, free: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Tell statistics of a token that was written. free: [N] int64; keys, values: [N, 1, D]."""
+        size, valid = len(rows.rank), places.valid[t]
+        counted = None if valid is None else valid[: size // rows.heads].expand(-1, rows.heads, 1).flatten()[:, None]
+        rows.note_written(free[:, None], keys, values, places.steps[t][:size, None], places.ids[t][:size, None], counted)
 
     def _step(self, plan: Step, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
         """One token in one layer, in plain PyTorch. [B, H * G, 1, D], [B, H, 1, D], [B, H, 1, Dv] -> [B, H * G, 1, Dv]."""
         at, rows = self.slots.layers.index(layer), self.slots.rows(plan.attended, layer)
         streams, size, group = query.shape[0], len(rows.keys), self.slots.shape.group
-        query = _rotated_and_scaled(query, plan.query_factors, terms).reshape(size, group, -1)
-        rows.write(keys.reshape(size, -1), values.reshape(size, -1))
+        query, keys, values = query.reshape(size, group, -1), keys.reshape(size, -1), values.reshape(size, -1)
+        rows.write(keys, values)
+        if self._writes:
+            self._note_written(rows, plan.places, 0, rows.free, keys[:, None], values[:, None])
         factors = plan.key_factors[at]
         if factors is None:
             factors = self._key_factors_of(rows, plan.places.steps[0])
-        out, mass = self._attend_one(rows, query, terms, plan.used[at], factors)
-        asked = plan.mass_of_layer[at]
-        if asked is not None:
-            asked.copy_(mass)
+        out = values.new_empty(size, group, values.shape[-1])
+        seen = self._attend_one(rows, query, terms, plan.used[at], factors, plan.query_factors[at], out)
+        for name, x in plan.seen_of_layer[at].items():
+            x.copy_(seen[name])
         return out.view(streams, -1, 1, self.slots.shape.value_dim)
 
     def _finish(self, plan: Step) -> None:
         """Update the statistics with a step's attention, and find the slots of the next token."""
         places, kernel = plan.places, self._kernels.release if self._method.step_kernel else None
         if kernel is not None and places.valid[0] is None and not places.ragged:
-            kernel(self.slots, plan.rows, plan.mass, places.steps[0], places.evicts(0))
+            kernel(self.slots, plan.rows, plan.seen.get("weights"), places.steps[0], places.evicts[0])
             return
-        if plan.mass is not None:
-            plan.rows.update(plan.mass, places.valid[0])
-        plan.rows.release(places.valid[0], places.evicts(0), places.ragged)
+        if plan.seen:
+            plan.rows.update(plan.seen, places.valid[0])
+        plan.rows.release(places.valid[0], places.evicts[0], places.ragged)
 
     def _attend_one(
         self,
@@ -295,24 +402,32 @@ class Walk:
         terms: Terms,
         used: Tensor | None,
         key_factors: Tensor | None,
-        into: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        query_factors: QueryFactors | None,
+        into: Tensor,
+    ) -> dict[Seen, Tensor]:
         """One query a row over all that is held.
 
         Args:
             rows: of the layer.
-            query: rotated and scaled. [N, G, D].
+            query: unrotated. [N, G, D].
             terms: of this layer's attention.
             used: slots that hold a token; all when None. [N, 1, S] bool.
             key_factors: RoPE of the cached keys; None without RoPE. [N, S, P].
-            into: where to put the output; a new tensor when None. [N, G, Dv].
+            query_factors: RoPE of the query; None without RoPE. [N, 1, P].
+            into: where to put the output. [N, G, Dv].
 
         Returns:
-            The output [N, G, Dv] and the softmax weights [N, G, S].
+            What statistics read. [N, G, ...] each.
         """
         keys = rows.keys if key_factors is None else rotate(rows.keys, key_factors)
-        mass = weights(torch.bmm(query, keys.transpose(1, 2)), terms, self.slots.shape.heads, used)
-        return torch.bmm(mass.to(rows.values.dtype), rows.values, out=into), mass
+        scores = torch.bmm(_rotated_and_scaled(query, query_factors, terms), keys.transpose(1, 2))
+        mass = weights(scores, terms, self.slots.shape.heads, used)
+        torch.bmm(mass.to(rows.values.dtype), rows.values, out=into)
+        seen: dict[Seen, Tensor] = {"weights": mass, "queries": query, "outputs": into}
+        if "logits" in rows.asked:
+            logits = logits_of(scores, terms)
+            seen["logits"] = logits if used is None else logits.masked_fill(~used, -torch.inf)
+        return {name: seen[name] for name in rows.asked}
 
     def _key_factors_of(self, rows: Rows, steps: Tensor) -> Tensor | None:
         """RoPE of the cached keys of one layer; None without RoPE. [N, S, P]."""
@@ -343,6 +458,9 @@ class Walk:
         rows = self.slots.rows(self.slots.num_slots, layer)
         rows.keys[:, first:end], rows.values[:, first:end] = keys.flatten(0, 1), values.flatten(0, 1)
         rows.rank[:, first:end] = rows.position[:, first:end] = torch.arange(first, end, device=keys.device)
+        if self._writes:
+            free, steps = rows.free[:, None] + torch.arange(end - first, device=keys.device), rows.position[:, first:end]
+            rows.note_written(free, keys.flatten(0, 1), values.flatten(0, 1), steps, rows.of_streams(plan.ids))
         rows.free += keys.shape[2]
         all_keys, all_values = (x[:, :end].unflatten(0, (streams, -1)) for x in (rows.keys, rows.values))
         if self.rotation is not None:
