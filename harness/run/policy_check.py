@@ -79,10 +79,10 @@ def _instance(name: str, policy: type[Policy], settings: Sequence[str]) -> Polic
         key = sorted(unknown)[0]
         raise UserError(f"{name} has no parameter '{key}'{did_you_mean(key, known)}")
     for key in held & parameters.keys():
-        inside, *others = policies_from(parameters[key], Settings(f"--set {key}"), ())
-        if others:
-            raise UserError(f"--set {key}: {1 + len(others)} policies; check one at a time")
-        parameters[key] = inside
+        inside = list(policies_from(parameters[key], Settings(f"--set {key}"), ()))
+        if len(inside) != 1:
+            raise UserError(f"--set {key}: {len(inside)} policies; check one at a time")
+        (parameters[key],) = inside
     try:
         return policy(**parameters)
     except (Exception, SystemExit) as error:
