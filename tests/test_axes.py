@@ -25,7 +25,7 @@ from kvbench.harness.report.markdown import short_titles, title
 from kvbench.harness.report.rows import rows
 from kvbench.harness.run.policy_check import run_checks
 from kvbench.harness.suite.overrides import Overrides
-from kvbench.policies import Composed, Policy
+from kvbench.policies import Composed
 from kvbench.policies.h2o import H2O
 from kvbench.policies.sink_window import SinkWindow
 
@@ -128,8 +128,8 @@ def test_one_token_at_a_time_is_the_cell_that_it_was(tmp_path, same):
 
 
 @pytest.mark.parametrize("suite", ["quickstart", "zeroshot_builtin", "pg19", "million"])
-def test_published_records_are_still_the_cells_that_they_were(suite, board=Path(__file__).parents[1] / "leaderboard/results"):
-    files = sorted((board / suite).rglob("*.json"))
+def test_published_records_are_still_the_cells_that_they_were(suite):
+    files = sorted((Path(__file__).parents[1] / "leaderboard/results" / suite).rglob("*.json"))
     values = [json.loads(path.read_text()) for path in files]
     assert values
     for value in values:
@@ -167,7 +167,8 @@ BAD = [
     ("h2o", {"task": ", prompt: 0"}, "mine.yaml:4: prompt: Input should be greater than or equal to 1, not 0"),
     ("h2o", {"task": ", evict: [every]"}, "mine.yaml:4: evict: expected step, prompt or {every: TOKENS}, not ['every']"),
     ("h2o", {"capacity": "capacity: {share: 0}"}, "mine.yaml:5: capacity: share is a part of the prompt, above 0 and at most 1"),
-    ("h2o", {"capacity": "capacity: {share: 1.5}"}, "mine.yaml:5: capacity: share is a part of the prompt, above 0 and at most 1"),
+    ("h2o", {"capacity": "capacity: {share: 1.5}"},
+     "mine.yaml:5: capacity: share is a part of the prompt, above 0 and at most 1"),
     ("h2o", {"capacity": "capacity: {share: 0.01}"},
      "mine.yaml:5: capacity: 0.01 of a prompt of 40 tokens is less than one token"),
     ("h2o", {"capacity": "capacity: {share: 0.5}", "task": ""},
@@ -175,7 +176,8 @@ BAD = [
     ("{name: h2o, window: 30}", {"capacity": "capacity: {share: 0.5}"},
      "mine.yaml:5: h2o: capacity 20 can't hold window 30 + at least 1 heavy hitter"),
     ("h2o", {"capacity": "capacity: {bytes: 1XiB}"}, "mine.yaml:5: capacity: bytes is a size such as 65536, 64KiB or 1.5MiB"),
-    ("h2o", {"capacity": "capacity: {bytes: 3}"}, "mine.yaml:5: capacity: 3 bytes, but the smallest cache of builtin:sink_2 takes"),
+    ("h2o", {"capacity": "capacity: {bytes: 3}"},
+     "mine.yaml:5: capacity: 3 bytes, but the smallest cache of builtin:sink_2 takes"),
     ("h2o", {"capacity": "capacity: {tokens: 3}"},
      "mine.yaml:5: capacity: expected tokens, {share: OF_PROMPT} or {bytes: SIZE}, not {'tokens': 3}"),
     ("h2o", {"capacity": "capacity: many"}, "mine.yaml:5: capacity: Input should be a valid integer, {share: OF_PROMPT}"),
@@ -412,3 +414,28 @@ def test_pages_tell_moments_and_policies_inside_apart():
     ]  # fmt: skip
     assert len(rows(made)) == 3
     assert _settings(rows(made)[1])["evict"] == "every 64"
+
+
+def test_the_list_shows_policies_inside_and_how_each_is_read(monkeypatch, mine):
+    from kvbench.harness.cli import listing
+    from kvbench.harness.core import plugins
+
+    @dataclass(frozen=True)
+    class Wide(SinkWindow):
+        def bind(self, capacity):
+            if capacity < 100:
+                raise ValueError("too small")
+            return super().bind(capacity)
+
+    user = {name: plugins.policy_class(f"{mine}:{name}") for name in ("Holds", "Picky", "Outcome")}
+    kinds = {"h2o": H2O, "wide": Wide, **user}
+    monkeypatch.setattr(plugins, "policy_names", lambda: list(kinds))
+    monkeypatch.setattr(plugins, "policy_class", kinds.__getitem__)
+    found = {row["policy"]: (row["parameters"], row["blocks"]) for row in listing.policies()}
+    compiled = found["h2o"][1]
+    assert compiled == "compiled walk" or compiled.startswith("walk (")
+    assert found == {
+        "h2o": ("window=None", compiled), "wide": ("sinks=4, window=None", "closed form"),
+        "Holds": ("score (needed), floor=0.2", "depends on its parameters"), "Picky": ("score=h2o", compiled),
+        "Outcome": ("window=None", "closed form, cut after the prompt"),
+    }  # fmt: skip
