@@ -132,6 +132,30 @@ def test_after_a_prompt_that_is_cut_at_its_end_the_cache_grows(policy, batch):
         assert found.logprob == pytest.approx(sum(float(logits[t, tokens[0, t + 1]]) for t in places), abs=1e-3)
 
 
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_question_after_the_cut_is_not_seen_by_the_policy(policy, batch):
+    """The prompt is cut before the question, which is read from then on, token by token, like an answer."""
+    model, draw = model_of("llama"), random.Random(8)
+    asked = [([draw.randrange(96) for _ in range(n)], [draw.randrange(96) for _ in range(4)]) for n in (30, 33, 30, 24)]
+    cuts = [21, 21, 28, 21]
+    reader = Reader(model, CacheConfig(policy, CAPACITY, "stream", evict="prompt"), batch=batch, block=24)
+    found = reader.loglikelihoods(asked, prompts=cuts)
+    said = reader.generate([context for context, _ in asked], 5, lambda ids: False, cuts=cuts)
+    for (context, continuation), cut, one, answer in zip(asked, cuts, found, said, strict=True):
+        totals = []
+        for after in (continuation, answer):
+            tokens = torch.tensor([[*context, *after]], device=DEVICE)
+            kept = kept_of_a_cut_prompt(policy, context[:cut], [*context[cut:], *after])
+            logits = MaskBackend(model, [*kept, kept[-1]]).run(tokens)[0].double().log_softmax(-1)
+            places = range(len(context) - 1, len(context) + len(after) - 1)
+            totals.append(sum(float(logits[t, tokens[0, t + 1]]) for t in places))
+        assert one.logprob == pytest.approx(totals[0], abs=1e-3)
+        assert answer == [int(logits[t].argmax()) for t in places], "each token is the likeliest"
+    seen = reader.loglikelihoods(asked)
+    assert max(abs(a.logprob - b.logprob) for a, b in zip(found, seen, strict=True)) > 1e-2
+
+
 @pytest.mark.parametrize("policy", [H2O(), SinkWindow(sinks=2)], ids=str)
 def test_answers_after_a_cut_prompt_do_not_depend_on_the_batch(policy):
     config, prompts = CacheConfig(policy, CAPACITY, evict="prompt"), [context for context, _ in requests(6, 7)]

@@ -43,6 +43,7 @@ class _Group:
     """Requests that differ only in their last token. It is never read, so one stream serves them all."""
 
     context: list[int]
+    prompt: int  # tokens of the context that are its prompt
     continuation: list[int]  # without the last token
     last_tokens: dict[int, int] = field(default_factory=dict)  # by the request's number
 
@@ -159,12 +160,16 @@ class Reader:
         """Whether prompts are read in full before anything is evicted: then those of a batch have one length."""
         return self.prompt == "once" or self.config.evict == "prompt"
 
-    def loglikelihoods(self, requests: Sequence[Request], done: Callable[[int], Any] = _ignore_progress) -> list[Scored]:
+    def loglikelihoods(
+        self, requests: Sequence[Request], done: Callable[[int], Any] = _ignore_progress, prompts: Sequence[int] | None = None
+    ) -> list[Scored]:  # fmt: skip
         """Score the continuation of every request.
 
         Args:
             requests: a continuation has at least one token.
             done: called with the number of requests just done.
+            prompts: how many tokens of each context are its prompt; the question after it is read when the prompt has been cut.
+                All when None.
 
         Raises:
             ArithmeticError: a log-probability is not finite.
@@ -172,18 +177,19 @@ class Reader:
         groups: dict[tuple[tuple[int, ...], ...], _Group] = {}
         for number, (context, continuation) in enumerate(requests):
             first, rest = tuple(self.shortened(context)), tuple(continuation)
-            group = groups.setdefault((first, rest[:-1]), _Group([*first], [*rest[:-1]]))
+            prompt = len(first) if prompts is None else prompts[number]
+            group = groups.setdefault((first, rest[:-1]), _Group([*first], prompt, [*rest[:-1]]))
             group.last_tokens[number] = rest[-1]
-        order = sorted(groups.values(), key=lambda group: (len(group.context), group.context, group.continuation))
+        order = sorted(groups.values(), key=lambda group: (group.prompt, len(group.context), group.context, group.continuation))
         scores: dict[int, Scored] = {}
-        for batch in self._batches(order, lambda group: len(group.context), 0 if self.reads_whole_prompts else None):
+        for batch in self._batches(order, lambda group: group.prompt, 0 if self.reads_whole_prompts else None):
             scores |= self._scored(batch)
             done(sum(len(group.last_tokens) for group in batch))
         return [scores[number] for number in range(len(requests))]
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, ended: Callable[[list[int]], bool],
-        done: Callable[[int], Any] = _ignore_progress,
+        done: Callable[[int], Any] = _ignore_progress, cuts: Sequence[int] | None = None,
     ) -> list[list[int]]:  # fmt: skip
         """Generate greedily after every prompt.
 
@@ -192,16 +198,19 @@ class Reader:
             max_tokens: per answer.
             ended: whether an answer is complete.
             done: called with the number of prompts just done.
+            cuts: how many tokens of each are the prompt that is cut; the question after it is read then. All when None.
 
         Returns:
             Token ids of each answer, including the one that completed it.
         """
         shortened = [list(self.shortened(prompt)) for prompt in prompts]
-        order = sorted(range(len(shortened)), key=lambda i: (len(shortened[i]), shortened[i]))
+        lengths = [len(x) for x in shortened] if cuts is None or not self.reads_whole_prompts else cuts
+        order = sorted(range(len(shortened)), key=lambda i: (lengths[i], len(shortened[i]), shortened[i]))
         answers: dict[int, list[int]] = {}
         max_difference = 0 if self.reads_whole_prompts else _MAX_LENGTH_DIFFERENCE
-        for batch in self._batches(order, lambda i: len(shortened[i]), max_difference):
-            answers |= dict(zip(batch, self._answers([shortened[i] for i in batch], max_tokens, ended), strict=True))
+        for batch in self._batches(order, lambda i: lengths[i], max_difference):
+            said = self._answers([shortened[i] for i in batch], lengths[batch[0]], max_tokens, ended)
+            answers |= dict(zip(batch, said, strict=True))
             done(len(batch))
         return [answers[i] for i in range(len(shortened))]
 
@@ -231,7 +240,7 @@ class Reader:
         """Score a batch. Streams with the same start are forked from one that has read it."""
         contexts = [group.context for group in batch]
         logits: Tensor | None = None
-        shared = min(len(context) for context in contexts) - (not self.reads_whole_prompts)  # tokens before the first scored one
+        shared = batch[0].prompt if self.reads_whole_prompts else min(map(len, contexts)) - 1  # tokens before a scored one
         rows = _numbered(tuple(context[:shared]) for context in contexts)
         opening = [contexts[rows.index(row)][:shared] for row in range(max(rows) + 1)]
         if self.reads_whole_prompts:
@@ -271,10 +280,12 @@ class Reader:
 
     @torch.inference_mode()
     def _answers(
-        self, prompts: Sequence[list[int]], max_tokens: int, ended: Callable[[list[int]], bool]
+        self, prompts: Sequence[list[int]], shared: int, max_tokens: int, ended: Callable[[list[int]], bool]
     ) -> list[list[int]]:  # fmt: skip
-        """Answer a batch of prompts. All streams step together: longer prompts are still being read while others answer."""
-        shared = min(len(prompt) for prompt in prompts)
+        """Answer a batch of prompts, whose first `shared` tokens are read in blocks.
+
+        Then all streams step together: longer prompts are still being read while others answer.
+        """
         opening = [prompt[:shared] for prompt in prompts]
         if self.reads_whole_prompts:
             decoder, logits = self._read_whole(opening)

@@ -36,8 +36,8 @@ class LmEval(Task):
     data_facts: ClassVar[type[Data]] = LmEvalFacts
     trace: ClassVar[str | None] = ".samples.jsonl"
     axes: ClassVar[tuple[str, ...]] = ("tasks", "metric", "limit", "num_fewshot", "max_seq_length")
-    shown_options: ClassVar[tuple[str, ...] | None] = ("batch", "tasks", "prompt")
-    never_pooled_over: ClassVar[tuple[str, ...]] = ("prompt",)  # query-aware and query-blind scores don't mix
+    shown_options: ClassVar[tuple[str, ...] | None] = ("batch", "tasks", "prompt", "question")
+    never_pooled_over: ClassVar[tuple[str, ...]] = ("prompt", "question")  # query-aware and query-blind scores don't mix
     block_of_all: ClassVar[bool] = True
 
     @staticmethod
@@ -114,7 +114,8 @@ class LmEval(Task):
     @classmethod
     def heading(cls, record: Record) -> str:
         """Includes how prompts are read: query-aware and query-blind scores never share a table."""
-        return f"lm-eval, prompt {record.cell.task_options(LmEvalOptions).prompt}"
+        options = record.cell.task_options(LmEvalOptions)
+        return f"lm-eval, prompt {options.prompt}{', question unseen' if options.question else ''}"
 
     @classmethod
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:
