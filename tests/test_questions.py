@@ -39,8 +39,8 @@ def test_longbenchs_questions_begin_where_the_context_ends(file):
 RULER = {
     "niah_single_1": "A special magic number is hidden within the following text.\nText. What is the special magic number?\n"
     "More text.|\nWhat is the special magic number for x mentioned in the provided text? The special magic number for x is",
-    "niah_multivalue": "Some special magic numbers are hidden.\nText.|\nWhat are all the special magic numbers for x mentioned in "
-    "the provided text? The special magic numbers for x mentioned in the provided text are",
+    "niah_multivalue": "Some special magic numbers are hidden.\nText.|\nWhat are all the special magic numbers for x mentioned "
+    "in the provided text? The special magic numbers for x mentioned in the provided text are",
     "ruler_vt": "Memorize.\n\nVAR X = 1\nQuestion: Find all variables of an example. Answer: X\n\nVAR A = 2|\nQuestion: Find all "
     "variables that are assigned the value 2 in the text above.",
     "ruler_qa_squad": "Answer the question.\n\nDocument 1:\nText.\n\nAnswer the question.\n|\nQuestion: Who?",
