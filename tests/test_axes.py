@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 import yaml
 from factories import edit, record
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvbench.harness import suite as suites
@@ -201,6 +201,7 @@ def test_a_share_of_the_prompt_is_the_cell_of_as_many_tokens(tmp_path):
 
 
 @given(st.integers(1, 100_000), st.integers(1, 1000))
+@example(100, 290)
 def test_a_share_is_rounded_down_exactly(prompt, thousandths):
     """Not by float: 0.29 x 100 is 28.999999999999996."""
     from kvbench.harness.suite.budget import _of_prompt
