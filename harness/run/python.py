@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from kvbench.harness.core import plugins
 from kvbench.harness.core.errors import UserError, did_you_mean
+from kvbench.harness.core.parameters import parameters_of
 from kvbench.harness.report.frame import Records
 from kvbench.harness.run.keep_steps import KeepSteps
 from kvbench.harness.run.request import RunRequest
@@ -89,5 +89,5 @@ def _of_tasks(cells: list[Cell], names: set[str]) -> list[Cell]:
 def _yaml(entry: PolicyEntry) -> str:
     """A policy as an entry of a suite. JSON is YAML."""
     if isinstance(entry, Policy):
-        return json.dumps({"name": plugins.name_of(type(entry)), **dataclasses.asdict(entry)})
+        return json.dumps({"name": plugins.name_of(type(entry)), **parameters_of(entry)})
     return json.dumps(plugins.name_of(entry) if isinstance(entry, type) else entry)

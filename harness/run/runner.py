@@ -22,6 +22,7 @@ from kvbench.harness.core.device import allows_tf32, device_name, free_bytes, in
 from kvbench.harness.core.errors import DISK_ERRNOS, UserError
 from kvbench.harness.core.failure import ApartError, failure
 from kvbench.harness.core.files import new_partial
+from kvbench.harness.core.parameters import parameters_of
 from kvbench.harness.engine.captured import PROCESS
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.model import Model
@@ -165,8 +166,8 @@ def _check_capacities(items: Sequence[Prepared], model: Model) -> None:
     free = free_bytes(model.device)
     for item in items:
         cell = item.cell
-        if cell.capacity is not None and cell.policy.caches:
-            refuse_if_too_large(cell, model.kv_bytes(cell.capacity, item.streams), free, model.device)
+        if cell.most_kept is not None and cell.policy.caches:
+            refuse_if_too_large(cell, model.kv_bytes(cell.most_kept, item.streams), free, model.device)
 
 
 class _Attempt:
@@ -300,7 +301,7 @@ def _partial_trace(item: Prepared, store: RecordStore) -> Path:
 def _job(attempt: _Attempt, model: Model, options: RunOptions, watcher: Watcher) -> Job:
     """The cell's job."""
     item, cell = attempt.item, attempt.item.cell
-    config = CacheConfig(cell.policy, cell.capacity, cell.positions, cell.limit, cell.seed)
+    config = CacheConfig(cell.policy, cell.capacity, cell.positions, cell.limit, cell.seed, cell.evict)
     method, block, facts = choose_reading(model, config, item.task, cell.task, options.block, options.walk)
     attempt.facts.update(facts)
     job = Job(model, config, item.data, block, method, attempt.trace, watcher.advance)
@@ -324,9 +325,9 @@ def _cell_run(attempt: _Attempt, options: RunOptions, block: int | None) -> apar
     return apart.CellRun(
         directory=item.directory, random=is_random(spec.id), dtype=spec.dtype, rope_length=spec.rope_length, pickle=spec.pickle,
         task=cell.task.model_dump(exclude_none=True), data=options.data, policy=cell.name,
-        parameters=dataclasses.asdict(cell.policy), capacity=cell.capacity, positions=cell.positions, limit=cell.limit,
-        seed=cell.seed, device=str(options.device), block=block, walk=options.walk, threads=torch.get_num_threads(),
-        trace=attempt.trace,
+        parameters=parameters_of(cell.policy), capacity=cell.capacity, positions=cell.positions, limit=cell.limit,
+        seed=cell.seed, evict=cell.evict, device=str(options.device), block=block, walk=options.walk,
+        threads=torch.get_num_threads(), trace=attempt.trace,
     )  # fmt: skip
 
 
