@@ -43,6 +43,13 @@ class QueryMoments(Statistic):
         x = torch.cat([torch.ones_like(queries[..., :1]), queries], -1) * (view.step >= self.first)[..., None]
         return state + x[..., :, None] * x[..., None, :]
 
+    def update_run(self, state: Tensor, attention: Attention, view: CacheView) -> Tensor:
+        """Add these steps' queries."""
+        queries = attention.queries.double()  # [B, H, G, T, D]
+        steps = view.step[..., None, None] - torch.arange(queries.shape[3] - 1, -1, -1, device=queries.device)[:, None]
+        x = torch.cat([torch.ones_like(queries[..., :1]), queries], -1) * (steps >= self.first)
+        return state + x.mT @ x
+
 
 @dataclass(frozen=True)
 class ExpectedAttention(Policy):

@@ -44,6 +44,14 @@ class PromptQueries(Statistic):
         counts = (view.prompt == 0) | (view.step < view.prompt)
         return state + torch.cat([pairs, length, torch.ones_like(length)], -1) * counts[..., None, None]
 
+    def update_run(self, state: Tensor, attention: Attention, view: CacheView) -> Tensor:
+        """Add these steps' queries."""
+        pairs = attention.queries.double().unflatten(-1, (-1, 2))  # [B, H, G, T, P, 2]
+        length = pairs.norm(dim=-1, keepdim=True)
+        steps = view.step[..., None] - torch.arange(pairs.shape[3] - 1, -1, -1, device=pairs.device)  # [B, 1, 1, T]
+        counts = (view.prompt == 0)[..., None] | (steps < view.prompt[..., None])
+        return state + (torch.cat([pairs, length, torch.ones_like(length)], -1) * counts[..., None, None]).sum(3)
+
 
 @dataclass(frozen=True)
 class TriAttention(Policy):

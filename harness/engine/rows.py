@@ -211,6 +211,19 @@ class Rows:
                 new = torch.where(valid.view(-1, *[1] * (state.dim() - 1)), new, state)
             state.copy_(new)
 
+    @property
+    def update_in_runs(self) -> bool:
+        """Whether every statistic that sees attention can take several steps at once."""
+        return all(takes_runs(s) for s in self.states if s.sees)
+
+    def update_together(self, seen: Mapping[Seen, Tensor]) -> None:
+        """Update the statistics with the attention of several steps. seen: [R, G, T, ...] each."""
+        heads = self._slots.shape.heads
+        attention = Attention(**{name: x.unflatten(0, (-1, heads)) for name, x in seen.items()})
+        for statistic, state in self.states.items():
+            if statistic.sees:
+                state.copy_(statistic.update_run(state, attention, self.view))
+
     def oldest_first(self, count: int, ordered: bool) -> Held:
         """The `count` tokens that are held, by rank; `ordered`: the slots are in that order already."""
         states = [x.flatten(0, 1) for s, x in self.states.items() if s.per == "slot"]
@@ -328,6 +341,15 @@ class Rows:
 def writes(statistic: Statistic) -> bool:
     """Whether a statistic computes something when a token is written."""
     return type(statistic).written is not Statistic.written
+
+
+def takes_runs(statistic: Statistic) -> bool:
+    """Whether a statistic can take several steps at once. A class that overrides `update` alone can't."""
+
+    def origin(name: str) -> int:
+        return next(at for at, kind in enumerate(type(statistic).__mro__) if name in vars(kind))
+
+    return type(statistic).update_run is not Statistic.update_run and origin("update_run") <= origin("update")
 
 
 def _like(x: Tensor, other: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from kvbench.harness.engine.method import EAGER, Method
 from kvbench.harness.engine.plan import Block, Closed, CompiledWalk, Fill, Places, PlainWalk, Plan, QueryFactors, Runs, Step
 from kvbench.harness.engine.rotary import LONGEST_STREAM, Rotation, rotate
 from kvbench.harness.engine.rows import Rows, writes
-from kvbench.harness.engine.runs import Run, logits_of, read_run
+from kvbench.harness.engine.runs import Run, RunReader, logits_of
 from kvbench.harness.engine.slots import Slots
 from kvbench.policies import PositionMode, Seen
 
@@ -312,13 +312,14 @@ class Walk:
         rows, places = self.slots.rows(plan.attended, layer), plan.places
         steps = torch.stack(list(places.steps), 1)
         ids = torch.stack(list(places.ids), 1) if places.ids else steps
+        read = RunReader(rows, terms, self._mode, self.rotation, plan.updates)
         by_head, out, first = query.shape[:2], [], 0
         query, keys, values = query.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1)
         for number, length in enumerate(plan.lengths):
             at = slice(first, first + length)
             run = Run(query[..., at, :], keys[:, at], values[:, at], steps[:, at], ids[:, at])
             due = number < len(plan.lengths) - 1 or plan.evicts_at_end
-            out.append(read_run(rows, run, first, places, terms, self._mode, self.rotation, plan.updates, due))
+            out.append(read(run, places.now[first : first + length], due))
             first += length
         return torch.cat(out, 2).unflatten(0, by_head)
 
