@@ -33,14 +33,26 @@ def policy_from(name: str, parameters: Mapping[str, Any]) -> Policy:
         ValueError, TypeError: it has no such parameters, or refuses their values.
     """
     kind = plugins.policy_class(name)
-    held = policy_fields(kind)
-    return kind(**{k: _inside(v) if k in held and v is not None else v for k, v in parameters.items()})
+    held, sequences = policy_fields(kind), tuple_fields(kind)
+
+    def value(key: str, given: Any) -> Any:
+        if key in sequences:
+            return tuple(given)
+        return _inside(given) if key in held and given is not None else given
+
+    return kind(**{key: value(key, given) for key, given in parameters.items()})
 
 
 def policy_fields(kind: type[Policy]) -> frozenset[str]:
     """Names of the parameters that are policies."""
     hints = typing.get_type_hints(kind)
     return frozenset(f.name for f in dataclasses.fields(kind) if _is_policy(hints[f.name]))
+
+
+def tuple_fields(kind: type[Policy]) -> frozenset[str]:
+    """Names of the parameters that are sequences: lists in a file."""
+    hints = typing.get_type_hints(kind)
+    return frozenset(f.name for f in dataclasses.fields(kind) if typing.get_origin(hints[f.name]) is tuple)
 
 
 def policies_inside(policy: Policy) -> Iterator[Policy]:
@@ -75,7 +87,7 @@ def _as_json(value: Any, recorded: bool) -> Any:
         return {"name": plugins.recorded_name(name) if recorded else name} | parameters_of(value, recorded)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
-    return copy.deepcopy(value)
+    return list(value) if isinstance(value, tuple) else copy.deepcopy(value)
 
 
 def _is_left_out(policy: Policy, field: dataclasses.Field[Any]) -> bool:

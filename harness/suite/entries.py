@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from kvbench.harness.core import plugins
 from kvbench.harness.core.errors import UserError, described
-from kvbench.harness.core.parameters import policy_fields
+from kvbench.harness.core.parameters import policy_fields, tuple_fields
 from kvbench.harness.suite.axes import Budget, Evict, OneCapacity, OneEvict, multiplied
 from kvbench.harness.suite.file import SuiteFile
 from kvbench.harness.suite.text import Location, Source, spread, validated
@@ -77,7 +77,7 @@ def entries(suite: SuiteFile, index: int, source: Source) -> Iterator[Entry]:
     for key in fixed.keys() - given.keys():
         source.inherit((*at, key), (key,))
     for one in _spread(kind, fixed, source, at):
-        chosen = dict(validated(schema, one, source, at))
+        chosen = _values(validated(schema, one, source, at))
         budget, evict, positions, limit = (chosen.pop(k, None) for k in _AXES)
         if "capacity" in schema.model_fields and budget is None:
             raise source.error(at, f"{name} needs a capacity")
@@ -123,7 +123,7 @@ def policies_from(value: Any, source: Source, at: Location) -> Iterator[Policy]:
             raise source.error(place, f"{name} {why}, so no policy can hold it")
         schema = parameter_schema(name, kind)
         for one in _spread(kind, given, source, place):
-            yield _made(name, kind, dict(validated(schema, one, source, place)), source, place, place)
+            yield _made(name, kind, _values(validated(schema, one, source, place)), source, place, place)
 
 
 def _named(entry: Any, source: Source, at: Location) -> tuple[str, type[Policy], dict[str, Any]]:
@@ -149,7 +149,14 @@ def _spread(kind: type[Policy], given: dict[str, Any], source: Source, at: Locat
     held = policy_fields(kind)
     made = {k: list(policies_from(v, source, (*at, k))) for k, v in given.items() if k in held and v is not None}
     axes = {k: multiplied(v) for k, v in given.items() if k in ("capacity", "evict")}
-    yield from spread(given | axes | made)
+    sequences = {k: _tuples(v) for k, v in given.items() if k in tuple_fields(kind) and isinstance(v, list)}
+    yield from spread(given | axes | made | sequences)
+
+
+def _tuples(value: list[Any]) -> list[tuple[Any, ...]]:
+    """The values of a parameter that is a sequence itself: a list is one, a list of lists several."""
+    several = bool(value) and all(isinstance(item, list) for item in value)
+    return [tuple(item) for item in value] if several else [tuple(value)]
 
 
 def _made(
@@ -161,6 +168,11 @@ def _made(
         raise source.error(blamed, f"{name}: {error}") from None
     except Exception as error:  # a user's policy may raise anything
         raise source.error(at, f"{name}: {described(error)}") from error
+
+
+def _values(fields: BaseModel) -> dict[str, Any]:
+    """The fields by name. `dict(fields)` would call a parameter that is named `keys`."""
+    return {name: getattr(fields, name) for name in type(fields).model_fields}
 
 
 def _only_prompt(value: Any) -> Evict:
