@@ -445,7 +445,8 @@ def test_the_list_shows_policies_inside_and_how_each_is_read(monkeypatch, mine):
 def test_a_parameter_that_is_a_sequence_takes_a_list_and_a_list_of_lists_several(tmp_path):
     suite = (
         "suite: s\nversion: 1\ndescription: d\nmodel: {id: 'builtin:sink_2'}\ntask: {name: perplexity, data: prose, tokens: 64}\n"
-        "capacity: 8\npolicies:\n  - {name: longformer, global_tokens: [0, 3]}\n  - {name: longformer, global_tokens: [[0], [1, 2]]}\n"
+        "capacity: 8\npolicies:\n"
+        "  - {name: longformer, global_tokens: [0, 3]}\n  - {name: longformer, global_tokens: [[0], [1, 2]]}\n"
     )
     path = tmp_path / "s.yaml"
     path.write_text(suite)

@@ -19,6 +19,7 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import FASTEST, PLAIN_WALK, Method
 from kvbench.harness.engine.model import Model
+from kvbench.policies.dense import Dense
 
 _EVICTING_TOKENS = 256  # read after the cache is full
 _EVICTING_TOKENS_16_BITS = 32
@@ -40,7 +41,7 @@ class FastCheck(NamedTuple):
 
     Attributes:
         method: the shortcuts that agree with the plain walk.
-        blocks: what they come to for blocks: "closed form", "compiled walk" or "walk".
+        blocks: what they come to for blocks: "closed form", "compiled walk", "walk"; "full attention" where prompts are cut once.
         step: and for single tokens: "fused" (a CUDA graph of compiled code), "captured" (a CUDA graph), "compiled" (kernels) or
             "plain".
         differs: largest difference from the plain walk's logits, in units of rounding, of all methods tried.
@@ -89,6 +90,8 @@ def fast_method(model: Model, config: CacheConfig, streams: int = 1, fused: bool
         streams: of the cell, for times on CUDA; elsewhere one stream is read.
         fused: also try captured steps whose code is compiled as a whole, which takes up to a minute.
     """
+    if config.evict == "prompt":
+        return _of_prompt(model, config, streams, fused)
     fast = CachedDecoder(model, config, method=FASTEST)
     blocks, by_kernel = _blocks_by(fast), any(w.steps_by_kernel for w in fast.walks)
     lost = next((w.lost for w in fast.walks if w.lost), "")
@@ -114,6 +117,13 @@ def fast_method(model: Model, config: CacheConfig, streams: int = 1, fused: bool
     step = "fused" if is_fused else "captured" if steps.captured else "compiled" if method.step_kernel else "plain"
     reasons = dict.fromkeys([*block_reasons, *step_reasons, steps.eager_because or lost])
     return FastCheck(method, blocks, step, check.worst, "; ".join(filter(None, reasons)), because)
+
+
+def _of_prompt(model: Model, config: CacheConfig, streams: int, fused: bool) -> FastCheck:
+    """The fastest way where a prompt is cut once: it is read under full attention, and so is what follows, in a cache that grows."""
+    growing = CacheConfig(Dense(), None, config.positions, config.limit, config.seed)
+    found = fast_method(model, growing, streams, fused)
+    return found._replace(method=replace(found.method, walk_kernel=False), blocks="full attention")
 
 
 def _blocks_by(read: CachedDecoder) -> str:

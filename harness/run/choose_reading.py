@@ -52,7 +52,7 @@ def choose_reading(
         facts["differs_from_walk"] = round(check.differs, 4) if math.isfinite(check.differs) else None
         facts.update({"refused": check.refused} if check.refused else {})
         facts.update({"plain_because": check.plain_because} if check.plain_because else {})
-    is_fast = check.blocks in ("closed form", "compiled walk") and not task.of_device
+    is_fast = check.blocks in ("closed form", "compiled walk", "full attention") and not task.of_device
     streams = 1 if task.block_of_all else task.streams(options)
     block = block or (_block_that_fits(model, streams) if is_fast else PLAIN_BLOCK_TOKENS)
     facts.update({"block": block, "method": check.blocks, "step": check.step})
