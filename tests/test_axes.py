@@ -438,7 +438,7 @@ def test_the_list_shows_policies_inside_and_how_each_is_read(monkeypatch, mine):
     assert found == {
         "h2o": ("window=None", compiled), "wide": ("sinks=4, window=None", "closed form"),
         "Holds": ("score (needed), floor=0.2", "depends on its parameters"), "Picky": ("score=h2o", compiled),
-        "Outcome": ("window=None", "closed form, cut after the prompt"),
+        "Outcome": ("window=None", "full attention, cut after the prompt"),
     }  # fmt: skip
 
 

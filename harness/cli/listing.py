@@ -69,7 +69,7 @@ def _blocks(policy_class: type[Policy]) -> str:
     if usual is None:
         return "depends on its parameters"
     if usual.outcome:
-        return "closed form, cut after the prompt"
+        return "full attention, cut after the prompt"
     for capacity in _CAPACITIES:
         try:
             policy = usual.bind(capacity)

@@ -120,7 +120,7 @@ def fast_method(model: Model, config: CacheConfig, streams: int = 1, fused: bool
 
 
 def _of_prompt(model: Model, config: CacheConfig, streams: int, fused: bool) -> FastCheck:
-    """The fastest way where a prompt is cut once: it is read under full attention, and so is what follows, in a cache that grows."""
+    """The fastest way where prompts are cut once: they are read under full attention, and what follows in a cache that grows."""
     growing = CacheConfig(Dense(), None, config.positions, config.limit, config.seed)
     found = fast_method(model, growing, streams, fused)
     return found._replace(method=replace(found.method, walk_kernel=False), blocks="full attention")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import Any, NamedTuple
 
-from kvbench.harness.core.device import free_bytes
+import torch
+
+from kvbench.harness.core.device import free_bytes, wait_for
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fastcheck import FastCheck, fast_method
+from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import TOKEN_BY_TOKEN, Method
 from kvbench.harness.engine.model import Model
 from kvbench.harness.tasks.task import Task
@@ -15,6 +19,7 @@ from kvbench.harness.tasks.task import Task
 PLAIN_BLOCK_TOKENS = 256  # block size of the plain walk
 MAX_BLOCK_TOKENS = 2048  # of the faster methods
 LOGITS_SHARE_OF_FREE_MEMORY = 1 / 16
+_TIMED_TOKENS = 8
 
 
 class Reading(NamedTuple):
@@ -24,11 +29,13 @@ class Reading(NamedTuple):
         method: the shortcuts that may be used.
         block: tokens that pass a layer at once.
         facts: of the record.
+        slow: why blocks are read by the plain walk, and how fast; empty if they are not, or were to be.
     """
 
     method: Method
     block: int
     facts: dict[str, Any]
+    slow: str = ""
 
 
 def choose_reading(
@@ -56,7 +63,26 @@ def choose_reading(
     streams = 1 if task.block_of_all else task.streams(options)
     block = block or (_block_that_fits(model, streams) if is_fast else PLAIN_BLOCK_TOKENS)
     facts.update({"block": block, "method": check.blocks, "step": check.step})
-    return Reading(check.method, block, facts)
+    slow = ""
+    if check.blocks == "walk" and not walk and not task.of_device:
+        speed = _walk_speed(model, config, check.method, streams)
+        slow = f"plain walk, about {speed:,.0f} tokens/s ({check.refused or check.plain_because})"
+    return Reading(check.method, block, facts, slow)
+
+
+def _walk_speed(model: Model, config: CacheConfig, method: Method, streams: int) -> float:
+    """Tokens per second of all streams, with a full cache."""
+    read = CachedDecoder(model, config, streams, method)
+    read.fill_randomly(config.capacity or 0)
+    tokens = torch.zeros(streams, _TIMED_TOKENS, dtype=torch.int64, device=model.device)
+    seconds = []
+    for _ in range(2):  # the first one warms up
+        wait_for(model.device)
+        start = time.perf_counter()
+        read(tokens)
+        wait_for(model.device)
+        seconds.append(time.perf_counter() - start)
+    return tokens.numel() / min(seconds)
 
 
 def _block_that_fits(model: Model, streams: int) -> int:

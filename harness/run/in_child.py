@@ -72,7 +72,7 @@ def measure_group(cells: Sequence[CellRun], progress: Callable[[int, str], None]
     for cell, answer in zip(cells, answers, strict=True):
         try:
             config = _config(cell)
-            method, block, answer["facts"] = choose_reading(model, config, task, opened.options, cell.block, cell.walk)
+            method, block, answer["facts"], _ = choose_reading(model, config, task, opened.options, cell.block, cell.walk)
             jobs.append((answer, Job(model, config, opened.data, block, method, cell.trace, progress)))
         except (Exception, SystemExit) as error:  # a user's policy may crash when its method is checked
             answer["failure"] = failure(error)

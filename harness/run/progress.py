@@ -34,7 +34,7 @@ class StderrConsole(Console):
 
 
 class NoProgress:
-    """A `runner.Watcher` that shows nothing."""
+    """A `Watcher` that shows nothing."""
 
     def begin(self, label: str, number: int, cells: int, total: int) -> None:
         """Ignore it."""
@@ -42,12 +42,15 @@ class NoProgress:
     def advance(self, tokens: int, text: str) -> None:
         """Ignore it."""
 
+    def note(self, label: str, text: str) -> None:
+        """Ignore it."""
+
     def end(self, label: str, record: Record, skipped: bool) -> None:
         """Ignore it."""
 
 
 class ProgressView:
-    """A `runner.Watcher` that shows progress on a console."""
+    """A `Watcher` that shows progress on a console."""
 
     def __init__(self, console: Console, tracebacks: bool = False) -> None:
         """Watch a run.
@@ -60,6 +63,7 @@ class ProgressView:
         self._live = _LiveDisplay(console) if console.is_terminal else None
         self._head, self._total, self._started, self._last_line = "", 0, 0.0, 0.0
         self._cells = self._done = self._skipped = self._failed = 0
+        self._noted = set[str]()  # labels of policies about which something was said
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -95,6 +99,12 @@ class ProgressView:
             self._last_line = now
             left = f"{tokens:,} of {self._total:,} tokens, {speed}, {spent * (self._total - tokens) / max(tokens, 1):.0f} s left"
             self._line(f"{self._head}: {left if self._total else text}")
+
+    def note(self, label: str, text: str) -> None:
+        """Say something about a policy, once a run."""
+        if text and label not in self._noted:
+            self._noted.add(label)
+            self._line(f"{label}: {text}")
 
     def end(self, label: str, record: Record, skipped: bool) -> None:
         """Show the result of a cell."""

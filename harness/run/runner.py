@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -36,6 +36,7 @@ from kvbench.harness.run.choose_reading import PLAIN_BLOCK_TOKENS, choose_readin
 from kvbench.harness.run.keep_map import KeepMap, open_map, refuse_unmappable, settle_map, steps_wanted
 from kvbench.harness.run.keep_steps import KeepSteps
 from kvbench.harness.run.prepare import Prepared, prepare, refuse_if_too_large
+from kvbench.harness.run.watcher import Watcher
 from kvbench.harness.suite import Cell, labels
 from kvbench.harness.suite.file import ModelSpec
 from kvbench.harness.tasks.task import Job, MeasurementError
@@ -63,19 +64,6 @@ class RunOptions:
     walk: bool = False
     fresh: bool = False
     keep: KeepSteps | None = None
-
-
-class Watcher(Protocol):
-    """Receives the progress of a run."""
-
-    def begin(self, label: str, number: int, cells: int, total: int) -> None:
-        """A cell, or a group of cells side by side, starts. It has `total` tokens; 0 if tokens don't measure its progress."""
-
-    def advance(self, tokens: int, text: str) -> None:
-        """`tokens` of it are done; `text` is the figure so far."""
-
-    def end(self, label: str, record: Record, skipped: bool) -> None:
-        """A cell has its record; `skipped` if an earlier run wrote it."""
 
 
 def run(cells: Sequence[Cell], store: RecordStore, options: RunOptions, watcher: Watcher) -> list[Record]:
@@ -302,7 +290,8 @@ def _job(attempt: _Attempt, model: Model, options: RunOptions, watcher: Watcher)
     """The cell's job."""
     item, cell = attempt.item, attempt.item.cell
     config = CacheConfig(cell.policy, cell.capacity, cell.positions, cell.limit, cell.seed, cell.evict)
-    method, block, facts = choose_reading(model, config, item.task, cell.task, options.block, options.walk)
+    method, block, facts, slow = choose_reading(model, config, item.task, cell.task, options.block, options.walk)
+    watcher.note(cell.label, slow)
     attempt.facts.update(facts)
     job = Job(model, config, item.data, block, method, attempt.trace, watcher.advance)
     return job if attempt.keep_map is None else attempt.keep_map.recorded(job)
