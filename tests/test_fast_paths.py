@@ -247,8 +247,11 @@ def test_what_can_not_be_traced_is_walked_plainly_and_says_why(policy, why):
 
 
 def test_what_is_traced_reads_like_the_policy():
-    assert traced(H2O(3).bind(8)) == ("(((step - position) < 3LL) ? INFINITY : state)", "(state + mass)")
-    assert traced(Random().bind(8))[0] == "uniform(position, head, layer, seed)"
+    importance, updates, widths, reads = traced(H2O(3).bind(8))
+    assert importance == "(((step - position) < 3LL) ? INFINITY : state.of[0LL])"
+    assert (updates, widths) == (("(state.of[0LL] + mass)",), (1,))
+    assert reads == {"state", "mass", "step", "position"}
+    assert traced(Random().bind(8))[:2] == ("uniform(position, head, layer, seed)", ())
     assert AttentionSum() in H2O.statistics
 
 

@@ -166,6 +166,7 @@ class Slots:
         )
         self.windows: dict[tuple[int, int | None], Rows] = {}
         self.version = 0
+        self.every = 1
 
     @property
     def num_slots(self) -> int:

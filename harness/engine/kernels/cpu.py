@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from kvbench.harness.engine.kernels.compiler import Built, built, built_of, why_untraced
+from kvbench.harness.engine.kernels.states import Written, first_values, heads_of, numbers_of, prompts_of
+from kvbench.harness.engine.kernels.tracing import traced
 from kvbench.harness.engine.rotary import LONGEST_STREAM, rotate
 from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.slots import Slots
@@ -100,8 +102,8 @@ class StepKernel:
 class ReleaseKernel:
     """The bookkeeping after a token, for all layers of one `Slots` at once."""
 
-    def __init__(self, kernel: Any) -> None:
-        self._kernel = kernel
+    def __init__(self, kernel: Any, reads: frozenset[str]) -> None:
+        self._kernel, self._reads = kernel, reads
 
     @classmethod
     def from_slots(cls, slots: Slots) -> Self | None:
@@ -109,9 +111,9 @@ class ReleaseKernel:
         kernel = cls.built(slots).function
         if kernel is None:
             return None
-        kernel.restype = None
-        kernel.argtypes = [*[ctypes.c_void_p] * 7, *[ctypes.c_int64] * 9]
-        return cls(kernel)
+        kernel.restype = ctypes.c_int64
+        kernel.argtypes = [*[ctypes.c_void_p] * 9, *[ctypes.c_int64] * 11]
+        return cls(kernel, traced(slots.policy).reads)
 
     @staticmethod
     def built(slots: Slots) -> Built:
@@ -124,19 +126,29 @@ class ReleaseKernel:
         """Update the statistics and choose the next token's slot.
 
         Args:
-            slots: of the layers.
+            slots: of the layers. First values of the token's statistics are already in its slot.
             rows: of all layers.
-            mass: softmax weights, if the policy keeps a statistic. [R, G, S].
+            mass: softmax weights, if a statistic sees them. [R, G, S].
             step: of the token. [R] int64.
-            full: every stream evicts a token; if False, none does.
+            full: every stream holds `capacity + every` tokens and evicts `every` of them; if False, none does.
+
+        Raises:
+            MemoryError: there is no scratch memory.
         """
-        state = next(iter(slots.tensors.states.values()), None)
-        arrays = (mass, state, slots.tensors.rank, slots.tensors.position, slots.layer_index, step, slots.tensors.free)
-        self._kernel(
-            *(None if x is None else x.data_ptr() for x in arrays), len(slots.tensors.rank), slots.streams * slots.shape.heads,
-            slots.shape.heads, slots.shape.group, slots.num_slots, rows.rank.shape[1], int(full),
-            slots.shape.sliding_window or 0, mixed_seed(slots.seed),
+        tensors = slots.tensors
+        numbers = [x.data_ptr() + i * x.itemsize for x in tensors.states.values() for i in range(x.stride(1))]
+        states = (ctypes.c_void_p * len(numbers))(*numbers)
+        head = heads_of(rows) if "head" in self._reads else None
+        prompt = prompts_of(rows) if "prompt" in self._reads else None
+        arrays = (tensors.rank, tensors.position, slots.layer_index, head, prompt, step, tensors.free)
+        failed = self._kernel(
+            None if mass is None else mass.data_ptr(), states, *(None if x is None else x.data_ptr() for x in arrays),
+            len(tensors.rank), slots.streams * slots.shape.heads, slots.shape.heads, slots.shape.group, slots.num_slots,
+            rows.rank.shape[1], slots.every if full else 0, slots.every, slots.shape.sliding_window or 0, slots.num_layers,
+            mixed_seed(slots.seed),
         )  # fmt: skip
+        if failed:
+            raise MemoryError("no scratch memory for the bookkeeping of a decode step")
 
 
 class WalkKernel:
@@ -162,7 +174,7 @@ class WalkKernel:
         if kernel is None:
             return None
         kernel.restype = ctypes.c_int64
-        kernel.argtypes = [*[ctypes.c_void_p] * 10, *[ctypes.c_int64] * 10, ctypes.c_float, *[ctypes.c_int64] * 6]
+        kernel.argtypes = [*[ctypes.c_void_p] * 13, *[ctypes.c_int64] * 19]
         return cls(slots, mode, limit, kernel)
 
     @staticmethod
@@ -171,11 +183,12 @@ class WalkKernel:
         fits = slots.capacity is not None and slots.shape.plain and slots.shape.key_dim % 2 == 0
         fits = fits and slots.tensors.keys.dtype.itemsize <= 4 and not why_untraced(slots.policy)
         fits = fits and (mode != "clamped" or slots.shape.rotation is None or limit < _MAX_TABLE_ANGLES)
+        fits = fits and (slots.every == 1 or slots.shape.sliding_window is None)  # a token may outlive the window
         return built_of(slots.policy, "walk.c", "walk") if fits else Built()
 
     def __call__(
         self, slots: Slots, rows: Rows, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float,
-        ordered: bool, seen: int,
+        ordered: bool, seen: int, written: Written | None = None,
     ) -> Tensor:  # fmt: skip
         """Walk a block of streams of equal length.
 
@@ -190,6 +203,7 @@ class WalkKernel:
             scaling: of the scores, if the kernel `rotates`.
             ordered: the slots hold their tokens oldest first.
             seen: tokens before the block.
+            written: the first values of statistics that compute them. [B, H, T, *k] each.
 
         Returns:
             [B, H, G, T, Dv], dtype of the values.
@@ -198,36 +212,38 @@ class WalkKernel:
             MemoryError: there is no scratch memory.
         """
         streams, heads, group, tokens, _ = query.shape
-        places, capacity = slots.num_slots, slots.capacity or 0
-        held = rows.oldest_first(min(seen, capacity), ordered)
-        count, size, pairs, dims = held.keys.shape[1], streams * heads, query.shape[-1] // 2, values.shape[-1]
+        places, size, pairs, dims = slots.num_slots, streams * heads, query.shape[-1] // 2, values.shape[-1]
+        count, kept = held_after(slots, seen), held_after(slots, seen + tokens)
+        order = None if ordered else rows.rank.argsort(-1)[:, :count]
+        held_keys, held_values, held_position = (_oldest(x, order, count) for x in (rows.keys, rows.values, rows.position))
         steps = torch.arange(seen, seen + tokens).expand(size, -1)
-        all_keys, all_positions = torch.cat([held.keys, keys.flatten(0, 1)], 1), torch.cat([held.position, steps], 1)
+        all_keys, all_positions = torch.cat([held_keys, keys.flatten(0, 1)], 1), torch.cat([held_position, steps], 1)
         by_pair = self._by_pair(all_keys, all_positions)
         key_store, value_store = torch.empty(size, 2, pairs, places), torch.empty(size, dims, places)
         key_store[..., :count] = by_pair[:, :count].permute(0, 3, 2, 1)
-        value_store[..., :count] = held.values.mT
-        position, state = torch.zeros(size, places, dtype=torch.int64), torch.zeros(size, places)
-        position[:, :count] = held.position
-        if held.states:
-            state[:, :count] = held.states[0]
-        initial = next((s.initial for s in slots.tensors.states), 0.0)
+        value_store[..., :count] = held_values.mT
+        position, numbers = torch.zeros(size, places, dtype=torch.int64), numbers_of(rows)
+        position[:, :count] = held_position
+        state, first = torch.zeros(size, len(numbers), places), first_values(rows, written, tokens)
+        for i, number in enumerate(numbers):
+            state[:, i, :count] = _oldest(number, order, count)
         out = torch.empty(tokens, size, group, dims)
         arrays = [
             query.reshape(size, group, tokens, pairs, 2).permute(0, 2, 4, 3, 1).float().contiguous(),
             by_pair[:, count:].permute(0, 1, 3, 2).contiguous(), values.reshape(size, tokens, dims).float().contiguous(),
-            key_store, value_store, position, state, self._cosine, self._sine, out,
+            key_store, value_store, position, state, first, heads_of(rows), prompts_of(rows), self._cosine, self._sine, out,
         ]  # fmt: skip
-        kept = self._kernel(
-            *(x.data_ptr() for x in arrays), size, group, tokens, pairs, places, dims, count, seen, capacity,
-            slots.shape.sliding_window or 0, initial, layer, heads, mixed_seed(slots.seed), self._rotated_by, self._angles,
-            torch.get_num_threads(),
+        failed = self._kernel(
+            *(x.data_ptr() for x in arrays), first.stride(0), first.stride(1), size, group, tokens, pairs, places, dims, count,
+            seen, (slots.capacity or 0) + slots.every, slots.every, slots.shape.sliding_window or 0, layer, slots.num_layers,
+            heads, mixed_seed(slots.seed), self._rotated_by, self._angles, torch.get_num_threads(),
         )  # fmt: skip
-        if kept < 0:
+        if failed:
             raise MemoryError("no scratch memory for the compiled walk")
-        all_values, position = torch.cat([held.values, values.flatten(0, 1)], 1), position[:, :kept].contiguous()
+        all_values, position = torch.cat([held_values, values.flatten(0, 1)], 1), position[:, :kept].contiguous()
         _put_survivors(rows, all_keys, all_values, all_positions, position)
-        rows.put_states(state[:, :kept], initial)
+        for i, number in enumerate(numbers):
+            number[:, :kept] = state[:, i, :kept]
         return out.to(values.dtype).view(tokens, streams, heads, group, dims).permute(1, 2, 3, 0, 4)
 
     def _by_pair(self, keys: Tensor, positions: Tensor) -> Tensor:
@@ -236,6 +252,17 @@ class WalkKernel:
         if self._in_stream and self._rotation is not None:
             keys = rotate(keys, self._rotation.factors(positions, torch.float32, LONGEST_STREAM))
         return keys.unflatten(-1, (-1, 2))
+
+
+def held_after(slots: Slots, seen: int) -> int:
+    """Tokens held after `seen` tokens of a stream: evictions bring them back to the capacity."""
+    capacity = slots.capacity or 0
+    return seen if seen < capacity + slots.every else capacity + (seen - capacity) % slots.every
+
+
+def _oldest(x: Tensor, order: Tensor | None, count: int) -> Tensor:
+    """The `count` oldest tokens' values, oldest first. order: of their slots; None if they are ordered. [N, S, ...]."""
+    return x[:, :count] if order is None else x.take_along_dim(order.view(*order.shape, *[1] * (x.dim() - 2)), 1)
 
 
 def _put_survivors(rows: Rows, keys: Tensor, values: Tensor, candidates: Tensor, position: Tensor) -> None:
