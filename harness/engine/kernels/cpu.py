@@ -118,7 +118,7 @@ class ReleaseKernel:
     @staticmethod
     def built(slots: Slots) -> Built:
         """The C function. Without float32 statistics and a traceable policy there is neither it nor a reason."""
-        if slots.capacity is None or slots.wide != torch.float32 or why_untraced(slots.policy):
+        if slots.capacity is None or slots.wide != torch.float32 or why_untraced(slots.policy) or why_not_every(slots):
             return Built()
         return built_of(slots.policy, "release.c", "release")
 
@@ -183,7 +183,7 @@ class WalkKernel:
         fits = slots.capacity is not None and slots.shape.plain and slots.shape.key_dim % 2 == 0
         fits = fits and slots.tensors.keys.dtype.itemsize <= 4 and not why_untraced(slots.policy)
         fits = fits and (mode != "clamped" or slots.shape.rotation is None or limit < _MAX_TABLE_ANGLES)
-        fits = fits and (slots.every == 1 or slots.shape.sliding_window is None)  # a token may outlive the window
+        fits = fits and not why_not_every(slots)
         return built_of(slots.policy, "walk.c", "walk") if fits else Built()
 
     def __call__(
@@ -269,6 +269,12 @@ def _put_survivors(rows: Rows, keys: Tensor, values: Tensor, candidates: Tensor,
     """Hold the tokens at some positions, among candidates. [N, L, D], [N, L, E], [N, L] int64, [N, n] int64."""
     at = torch.searchsorted(candidates, position)[..., None]
     rows.put(keys.take_along_dim(at, 1), values.take_along_dim(at, 1), position)
+
+
+def why_not_every(slots: Slots) -> str:
+    """Why layers whose tokens are evicted several at once have no kernel; empty if they have one, or evict one at a time."""
+    outlives = slots.every > 1 and slots.shape.sliding_window is not None  # a token would be held when no query may see it
+    return f"no kernel evicts {slots.every} tokens at once from a layer with a sliding window" if outlives else ""
 
 
 def lost(slots: Slots, mode: PositionMode, limit: int) -> str:

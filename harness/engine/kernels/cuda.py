@@ -41,7 +41,7 @@ from kvbench.harness.engine.kernels.triton_kernels import floor_quotient, floor_
 
 @triton.jit
 def importance(state, rank, position, step, layer, head, count, prompt, group, num_layers, seed):
-    return tl.cast(IMPORTANCE, tl.float32) + tl.zeros(rank.shape, tl.float32)
+    return tl.broadcast_to(tl.cast(IMPORTANCE, tl.float32), rank.shape)
 
 
 @triton.jit
@@ -53,7 +53,7 @@ def updated(state, mass, most, rank, position, step, layer, head, count, prompt,
 @lru_cache
 def _policy_module(formulas: Formulas) -> Any:
     """A module with a policy's expressions as Triton functions. It is a file, because Triton reads their source."""
-    updates = "".join(f"tl.cast({x}, tl.float32) + tl.zeros(rank.shape, tl.float32), " for x in formulas.updates)
+    updates = "".join(f"tl.broadcast_to(tl.cast({x}, tl.float32), rank.shape), " for x in formulas.updates)
     source = _POLICY.replace("IMPORTANCE", formulas.importance).replace("UPDATES", updates)
     name = f"policy_{hashlib.sha256(source.encode()).hexdigest()[:16]}"
     path = private_folder("kernels") / f"{name}.py"
@@ -79,6 +79,11 @@ def why_untraced(policy: Policy) -> str:
     except NotTraceableError as error:
         return f"{error} can't be compiled"
     return ""
+
+
+def why_not_every(slots: Slots) -> str:
+    """Why layers whose tokens are evicted several at once have no kernel; empty if they have one, or evict one at a time."""
+    return "" if slots.every == 1 else f"no kernel for CUDA evicts {slots.every} tokens at once"
 
 
 def lost(slots: Slots, mode: PositionMode, limit: int) -> str:  # noqa: ARG001

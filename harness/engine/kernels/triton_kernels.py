@@ -267,11 +267,11 @@ def join(
 
 
 @triton.jit
-def loaded(states, place, there, WIDTHS: tl.constexpr):
-    """The numbers of some slots, a block each. states: one array a number, [R, slots] with a stride of its statistic's width."""
+def loaded(states, row, s, there, WIDTHS: tl.constexpr):
+    """The numbers of some slots of a row that begins at slot `row` of all, a block each. states: those of `release`."""
     numbers = ()
     for i in tl.static_range(len(WIDTHS)):
-        numbers = numbers + (tl.load(states[i] + place * WIDTHS[i], mask=there, other=0.0),)
+        numbers = numbers + (tl.load(states[i] + row * WIDTHS[i] + s * WIDTHS[i], mask=there, other=0.0),)
     return numbers
 
 
@@ -295,7 +295,8 @@ def release(
 ):  # fmt: skip
     """The bookkeeping after a token (`release.c`): update the statistics and choose the slot of the next one. Grid: (R,).
 
-    mass: softmax weights [R, G, attended], if ASKED; rank, position: [R, slots]; states: those of `loaded`; free: [R], counted
+    mass: softmax weights [R, G, attended], if ASKED; rank, position: [R, slots]; states: one array a number, [R, slots] with
+    a stride of its statistic's width (WIDTHS); free: [R], counted
     from `first`; layers: [L], of `rows_of_layer` rows each; head_indices: [R], if HEAD; prompts: [R / heads], if PROMPT. MOST:
     the maximum over query heads is asked for. If PLACE, the clock of `attend` is moved on.
 
@@ -319,13 +320,13 @@ def release(
         there = s < attended
         ranks = tl.load(rank + row + s, mask=there, other=slots).to(tl.int64)
         positions = tl.load(position + row + s, mask=there, other=0)
-        numbers = loaded(states, row + s, there, WIDTHS)
+        numbers = loaded(states, row, s, there, WIDTHS)
         if ASKED:
             total, most = received(mass, r, s, there, attended, G, BLOCK, MOST)
             numbers = updated(numbers, total, most, ranks, positions, step, layer, head, count, prompt, G, num_layers, seed)
             tl.debug_barrier()
             for i in tl.static_range(len(WIDTHS)):
-                tl.store(states[i] + (row + s) * WIDTHS[i], numbers[i], mask=there)
+                tl.store(states[i] + row * WIDTHS[i] + s * WIDTHS[i], numbers[i], mask=there)
         worth = importance(numbers, ranks, positions, step, layer, head, count, prompt, G, num_layers, seed)
         worth = tl.where((window > 0) & (step - positions >= window - 1), float("-inf"), worth)
         better = there & ((worth < least) | ((worth == least) & (ranks < worst)))
