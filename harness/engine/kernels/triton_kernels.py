@@ -14,7 +14,7 @@ T tokens, S slots, P pairs of dims, D key dim, E value dim.
 
 # Triton parses the source of its functions: it allows no type annotations but tl.constexpr. Constants are in capitals.
 # mypy: ignore-errors
-# ruff: noqa: ANN001, ANN201, N803, RET505, SIM102, SIM300
+# ruff: noqa: ANN001, ANN201, N803, RET505, RUF005, SIM102, SIM300
 
 from __future__ import annotations
 
@@ -184,8 +184,8 @@ def attend(
     slot, counted from `first`. out: [N, parts, G, E]; most, total: [N, parts, G]; scores: [N, G, attended], if ASKED. clock: the
     token's step and that of its block's first token, if PLACE, which enters its rank, its position and the numbers of the
     statistics; otherwise T = 1, and they are entered already. states: one array a number, [N, slots] with a stride of its
-    statistic's width (WIDTHS); written: their first values, [N, T, numbers] with strides of their own. MODE: 0 no RoPE, 1 by rank,
-    2 by position, 3 by distance up to `limit`. Grid: (N, parts, chunks of M queries).
+    statistic's width (WIDTHS); written: their first values, [N, T, numbers] with strides of their own. MODE: 0 no RoPE, 1 by
+    rank, 2 by position, 3 by distance up to `limit`. Grid: (N, parts, chunks of M queries).
     """
     n, split, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, g, e = tl.cast(n, tl.int64) * slots, chunk * M + tl.arange(0, M), tl.arange(0, WIDE)
