@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvbench.harness.engine import banded, fastcheck, flex
 from kvbench.harness.engine import walk as walk_module
 from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.kernels import compiler, cpu
+from kvbench.harness.engine.kernels import compiler, cpu_walk
 from kvbench.harness.engine.kernels.tracing import NotTraceableError, traced
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import FASTEST, KERNELS, PLAIN_WALK, TOKEN_BY_TOKEN
@@ -285,7 +285,7 @@ def test_the_check_refuses_a_compiled_walk_that_differs(monkeypatch):
     assert fastcheck.fast_method(model, config).blocks == "compiled walk"
     kernel = compiler.built_of(Random().bind(20), "walk.c", "walk")
     real = compiler.built_of
-    monkeypatch.setattr(cpu, "built_of", lambda *asked: kernel if asked[2] == "walk" else real(*asked))
+    monkeypatch.setattr(cpu_walk, "built_of", lambda *asked: kernel if asked[2] == "walk" else real(*asked))
     assert fastcheck.fast_method(model, config).blocks == "walk"
 
 

@@ -137,7 +137,7 @@ class Norms(Policy):
     statistics = (KeyNorm(), ValueNorm())
 
     def importance(self, view: CacheView):
-        return view.state(ValueNorm()) / view.state(KeyNorm())
+        return view.state(ValueNorm()) / (view.state(KeyNorm()) + 1e-3)  # an empty slot is 0, and no NaN
 
 
 class Mixed(Policy):
