@@ -255,9 +255,9 @@ def test_a_layer_with_a_sliding_window_is_walked_plainly_if_several_are_evicted_
         assert found.plain_because == "no kernel evicts 3 tokens at once from a layer with a sliding window"
 
 
-def refused(importance, *statistics: Statistic) -> Policy:
+def made(importance, *statistics: Statistic) -> Policy:
     """A policy of scope slot."""
-    return type("Refused", (Policy,), {"statistics": statistics, "importance": lambda self, view: importance(view)})()
+    return type("Made", (Policy,), {"statistics": statistics, "importance": lambda self, view: importance(view)})()
 
 
 class PerHead(Statistic):
@@ -284,21 +284,21 @@ class Many(Statistic):
 
 
 REFUSED = {
-    "PerHead, a statistic per head,": refused(lambda view: view.rank.float(), PerHead()),
-    "Logits, which sees logits,": refused(lambda view: view.rank.float(), Logits()),
-    "ByQuery, whose shape is not a few numbers per slot,": refused(lambda view: view.rank.float(), ByQuery()),
-    "statistics of 9 numbers per slot, more than 8,": refused(lambda view: view.rank.float(), AttentionSum(), Many()),
-    "'square' of attention": refused(lambda view: view.rank.float(), Squared()),
-    "rotated keys": refused(lambda view: view.rotated_keys.norm(dim=-1)),
-    "which compares slots": refused(lambda view: view.by_rank(view.age.float())),
-    "an operation that compares slots, heads or streams": refused(lambda view: view.rank.float() - view.rank.float().mean(-1)),
-    "a branch that depends on a tensor": refused(lambda view: view.age.float() if view.layer > 1 else -view.age.float()),
-    "'seed' of a view": refused(lambda view: view.rank * view.seed),
-    "several numbers per slot where one is expected": refused(lambda view: view.state(Many()), Many()),
-    "tensors with and without a last axis in one operation": refused(lambda view: view.state(Many()) * view.rank, Many()),
-    "'(x + y)' of bool tensors": refused(lambda view: ((view.rank > 1) + (view.age > 1)).float()),
-    "a power of 3": refused(lambda view: view.rank**3),
-    "an expression of more than 1000 operations": refused(lambda view: doubled(view.rank, 10)),
+    "PerHead, a statistic per head,": made(lambda view: view.rank.float(), PerHead()),
+    "Logits, which sees logits,": made(lambda view: view.rank.float(), Logits()),
+    "ByQuery, whose shape is not a few numbers per slot,": made(lambda view: view.rank.float(), ByQuery()),
+    "statistics of 9 numbers per slot, more than 8,": made(lambda view: view.rank.float(), AttentionSum(), Many()),
+    "'square' of attention": made(lambda view: view.rank.float(), Squared()),
+    "rotated keys": made(lambda view: view.rotated_keys.norm(dim=-1)),
+    "which compares slots": made(lambda view: view.by_rank(view.age.float())),
+    "an operation that compares slots, heads or streams": made(lambda view: view.rank.float() - view.rank.float().mean(-1)),
+    "a branch that depends on a tensor": made(lambda view: view.age.float() if view.layer > 1 else -view.age.float()),
+    "'seed' of a view": made(lambda view: view.rank * view.seed),
+    "several numbers per slot where one is expected": made(lambda view: view.state(Many()), Many()),
+    "tensors with and without a last axis in one operation": made(lambda view: view.state(Many()) * view.rank, Many()),
+    "'(x + y)' of bool tensors": made(lambda view: ((view.rank > 1) + (view.age > 1)).float()),
+    "a power of 3": made(lambda view: view.rank**3),
+    "an expression of more than 1000 operations": made(lambda view: doubled(view.rank, 10)),
 }
 
 
@@ -331,9 +331,15 @@ def test_what_is_no_elementwise_rule_is_refused_and_says_why(why):
     ],
 )
 def test_dtypes_and_operators_mean_what_they_mean_in_pytorch(rule):
-    """By the tokens that each keeps, in C and in Triton."""
+    """A statistic takes their values, in C and in Triton."""
+
+    class Value(Statistic):
+        def update(self, state, attention, view):
+            return rule(view).float()
+
+    policy = made(lambda view: view.state(policy.statistics[0]), Value())
     for module, sizes in ((cpu, [4, 9, 1, 1]), (cuda, [4, 4, 1])):
-        check_layer(Layer(refused(lambda view: rule(view).float()), 5, 1, "stream", 0), module, sizes)
+        check_layer(Layer(policy, 5, 1, "stream", 0), module, sizes)
 
 
 def test_first_values_that_are_constants_take_no_memory():
