@@ -86,7 +86,7 @@ class Layer(NamedTuple):
         slots._replace(slots.tensors.extended(self.capacity + self.every))
         for layer in (None, 2):
             view = slots.rows(slots.num_slots, layer).view
-            view.head = torch.tensor([[3], [5]], device=DEVICE)
+            view.head = torch.tensor([[3], [5]], device=DEVICE)[: self.heads]
             view.prompt = torch.tensor([4, 9], device=DEVICE)[:, None, None]
         return slots
 
@@ -209,13 +209,14 @@ POLICIES = [*PLAIN, *WRITTEN, H2O(), Random(), SinkWindow(1)]
     every=st.integers(1, 9),
     mode=st.sampled_from(MODES),
     sizes=st.lists(st.sampled_from([1, 1, 2, 5, 13]), min_size=1, max_size=8),
+    heads=st.integers(1, 2),
     group=st.integers(1, 3),
     seed=st.integers(0, 99),
 )
-def test_a_layer_in_c_is_the_plain_reference(policy, capacity, every, mode, sizes, group, seed):
+def test_a_layer_in_c_is_the_plain_reference(policy, capacity, every, mode, sizes, heads, group, seed):
     """With statistics of any kind, first values, some of a layer's heads, a prompt, and evictions of several at once."""
     policy = H2O(1) if isinstance(policy, H2O) else SinkWindow(1, capacity - 1) if isinstance(policy, SinkWindow) else policy
-    check_layer(Layer(policy, capacity, every, mode, 0, group=group, seed=seed), cpu, [*sizes, 1])
+    check_layer(Layer(policy, capacity, every, mode, 0, heads, group, seed=seed), cpu, [*sizes, 1])
 
 
 @needs_triton
@@ -323,7 +324,11 @@ def test_what_is_no_elementwise_rule_is_refused_and_says_why(why):
         lambda view: (1 - view.rank) * 0.5 + 7 / (view.age + 1) + 2**0.5 - (-view.rank).abs(),
         lambda view: view.position.clamp(min=0).pow(0.5) + torch.sqrt(view.age) - torch.exp(-view.age) * torch.log(view.rank + 2),
         lambda view: torch.where(view.rank > 2, torch.where(~(view.age < 2), 3, view.rank), 1.5),
-        lambda view: torch.full_like(view.rank, 3) + torch.zeros_like(view.age) - torch.ones_like(view.age) * view.rank,
+        lambda view: (
+            torch.full_like(view.rank, 3)
+            + torch.zeros_like(view.age, dtype=torch.float32)
+            - torch.ones_like(view.age) * view.rank
+        ),
         lambda view: torch.minimum(view.rank, view.age * 0.7) + torch.maximum(view.rank, view.age).clamp(2, 6.5),
         lambda view: (torch.tensor([0.5, 2.0, -1.0]) * view.rank[..., None]).amax(-1) + (1 + view.age)[..., None].sum(-1),
         lambda view: (view.rank & 3) | (view.age ^ 1) + (view.valid & (view.rank > 3)).float().long(),

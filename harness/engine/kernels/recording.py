@@ -212,8 +212,9 @@ def _each(build: Build, *operands: Any) -> Traced:
 def _like(value: Any) -> Callable[..., Traced]:
     """`torch.full_like` and its relatives. value: None if it is an argument."""
 
-    def build(x: Traced, fill_value: Any = value) -> Traced:
-        return Traced([expressions.number(fill_value).to(e.kind) for e in x.elements], x.has_axis)
+    def build(x: Traced, fill_value: Any = value, dtype: Any = None) -> Traced:
+        like = Traced([expressions.number(fill_value).to(e.kind) for e in x.elements], x.has_axis)
+        return like if dtype is None else like.to(dtype)
 
     return build
 

@@ -54,9 +54,9 @@ def sees_weights(rows: Rows) -> bool:
 def heads_of(rows: Rows) -> Tensor:
     """The index in the model's layer of each row's KV head. [R] int64."""
     blocks, heads = rows.view.rank.shape[:2]
-    return rows.view.head.expand(blocks, heads, 1).reshape(-1)
+    return rows.view.head.expand(blocks, heads, 1).flatten().contiguous()
 
 
 def prompts_of(rows: Rows) -> Tensor:
     """Tokens of the prompt of each stream, layer by layer. [L * B] int64."""
-    return rows.view.prompt.expand(rows.view.rank.shape[0], 1, 1).reshape(-1)
+    return rows.view.prompt.expand(rows.view.rank.shape[0], 1, 1).flatten().contiguous()
