@@ -8,7 +8,7 @@ RESULTS ?= $(or $(BENCH_RESULTS),results)
 GPU_PYTHON ?= $(if $(wildcard .venv/ready),.venv/bin/python,python3)
 BIN = .venv/bin
 
-.PHONY: bench leaderboard test check docs picture microbench gpu gpu-wheels clean
+.PHONY: bench leaderboard test check docs picture microbench peers gpu gpu-wheels clean
 
 bench: .venv/ready  ## all policies on a built-in model, or: make bench SUITE=suites/pg19.yaml MODEL=dir-or-hub-id DATA=dir RESULTS=dir
 	@code=0; $(BIN)/bench run $(SUITE) $(if $(MODEL),--model '$(MODEL)') $(if $(DATA),--data '$(DATA)') --results '$(RESULTS)' $(ARGS) \
@@ -39,6 +39,14 @@ microbench: .venv/ready  ## the inner pieces; perplexity beside frozen loops, a 
 		$(BIN)/python tests/benchmarks/decode_speed.py --shape $$shape --threads $$threads || exit 1; done; done
 	$(if $(MODEL),$(BIN)/python tests/benchmarks/decode_speed.py --model '$(MODEL)' --capacity 128 --threads 1)
 
+peers: .venv/ready .cache/peers/ready  ## our policies beside other people's code: docs/peers.md; red if a row differs that must not
+	PYTHONPATH=tests:. OMP_NUM_THREADS=1 $(BIN)/python -m peers.compare --kvpress-python .cache/peers/bin/python
+
+.cache/peers/ready: tests/peers/requirements.txt  # kvpress wants an older transformers, so it has an environment of its own
+	$(PYTHON) -m venv .cache/peers
+	.cache/peers/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	touch $@
+
 gpu:  ## all that needs a GPU, in calls of under ten minutes that go on where the last stopped: make gpu [GPU_PYTHON=python3]
 	$(GPU_PYTHON) tests/gpu/run.py --results '$(RESULTS)' $(if $(MODEL),--model '$(MODEL)') $(if $(DATA),--data '$(DATA)') $(ARGS)
 
@@ -55,7 +63,7 @@ gpu-wheels: .venv/ready  ## what a GPU machine without network may lack, to be b
 	touch $@
 
 clean:
-	rm -rf .venv site
+	rm -rf .venv .cache site
 
 .PHONY: docs picture
 

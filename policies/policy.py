@@ -26,6 +26,9 @@ class Policy(ABC):
     A policy is a frozen dataclass whose fields are its parameters. It is a pure function of its view: it never sees the
     model, never moves K or V, keeps no state and never syncs with the host. It must say how important each token is; the
     other questions have answers that change nothing and cost nothing.
+
+    A parameter added later, `field(default=..., metadata={"added": True})`, is not in records while it has its default, so that
+    old records still match.
     """
 
     evicts: ClassVar[bool] = True  # False: keeps every token and takes no capacity

@@ -1,9 +1,16 @@
-"""Random: the control. A policy that does no better gains nothing from choosing its tokens."""
+"""Random: the control. A policy that does no better gains nothing from choosing its tokens.
+
+Source: `keep_prompt` is Random Attention, arXiv:2609.03430: keep the prompt, evict the rest uniformly.
+Differs: a prompt that exceeds the capacity is sampled, too.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
+from typing import Self
 
+import torch
 from torch import Tensor
 
 from kvbench.policies.policy import Policy
@@ -18,6 +25,21 @@ class Random(Policy):
     is equally likely to be in the cache.
     """
 
+    keep_prompt: bool = False  # evict from the prompt only when nothing else is left
+    sinks: int = 0  # first tokens of the stream that are never evicted
+    window: int = 0  # newest tokens that are never evicted
+
+    def bind(self, capacity: int) -> Self:
+        """Check that sinks and window fit."""
+        if self.sinks < 0 or self.window < 0 or self.sinks + self.window > capacity:
+            raise ValueError(f"capacity {capacity} can't hold sinks {self.sinks} + window {self.window}")
+        return super().bind(capacity)
+
     def importance(self, view: CacheView) -> Tensor:
-        """The token's random number. [B, H, S] float32."""
-        return view.uniform()
+        """The token's random number, less 1 if it comes after a prompt to be kept. [B, H, S] float32."""
+        importance = view.uniform()
+        if self.keep_prompt:  # subtracting 1 is exact, adding it would not be
+            importance = torch.where(view.position < view.prompt, importance, importance - 1)
+        if self.sinks:
+            importance = importance.masked_fill(view.position < self.sinks, inf)
+        return importance.masked_fill(view.age < self.window, inf) if self.window else importance

@@ -118,3 +118,14 @@ class Statistic:
             view: the cache, with the new token in it.
         """
         return state
+
+    def update_run(self, state: Tensor, attention: Attention, view: CacheView) -> Tensor:
+        """Optional, for speed: the state after T steps at once, during which nothing was evicted. Equal to T updates.
+
+        Args:
+            state: before the steps; of a token that came during them, its first value.
+            attention: of the steps, with an axis T after G: weights and logits [B, H, G, T, S], queries [B, H, G, T, D], outputs
+                [B, H, G, T, Dv]. A token that came later has weight 0.
+            view: the cache after the last of them; it may hold tokens that come later still.
+        """
+        raise NotImplementedError

@@ -28,6 +28,10 @@ class AttentionSum(Statistic):
         """Add the group's attention at this step. [B, H, S] float32."""
         return state + attention.weights.sum(2)
 
+    def update_run(self, state: Tensor, attention: Attention, view: CacheView) -> Tensor:
+        """Add the group's attention at these steps. [B, H, S] float32."""
+        return state + attention.weights.sum((2, 3))
+
 
 @dataclass(frozen=True)
 class RecentAttention(Statistic):
@@ -51,6 +55,12 @@ class RecentAttention(Statistic):
         """Put this step's attention in the place of the oldest. [B, H, S, window] float32."""
         at = torch.arange(self.window, device=state.device) == (view.step % self.window)[..., None]
         return torch.where(at, attention.weights.sum(2)[..., None], state)
+
+    def update_run(self, state: Tensor, attention: Attention, view: CacheView) -> Tensor:
+        """Put the newest of these steps' attention in the place of the oldest. [B, H, S, window] float32."""
+        weights = attention.weights[..., -self.window :, :].sum(2).transpose(-1, -2)  # [B, H, S, steps]
+        steps = view.step[..., None] - torch.arange(weights.shape[-1] - 1, -1, -1, device=state.device)
+        return state.scatter(-1, (steps % self.window).expand_as(weights), weights)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import shutil
 import typing
@@ -39,6 +40,14 @@ needs_compiler = pytest.mark.skipif(
     DEVICE.type != "cpu" or shutil.which("cc") is None, reason="compiled walks are for CPUs and need a C compiler"
 )
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+
+def default_policies() -> list[str]:
+    """Names of the policies that need no parameter, such as a file."""
+    return [
+        name for name in plugins.policy_names()
+        if not any(f.default is f.default_factory for f in dataclasses.fields(plugins.policy_class(name)))  # both missing
+    ]  # fmt: skip
 
 
 PARTS: dict[str, type[Document]] = {

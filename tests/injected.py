@@ -19,11 +19,11 @@ import torch
 from kvbench.harness.data import questions
 from kvbench.harness.data.prose import Prose
 from kvbench.harness.engine import closed_form, walk
+from kvbench.harness.engine.budgets import Layout
 from kvbench.harness.engine.loop import BlockInLayers, CachedDecoder
+from kvbench.harness.engine.placement import Placement
 from kvbench.harness.engine.recompute import RecomputeDecoder
 from kvbench.harness.engine.rotary import Rotation
-from kvbench.harness.engine.slots import Slots
-from kvbench.harness.engine.walk import Walk
 from kvbench.harness.run import apart
 from kvbench.harness.tasks import perplexity
 from kvbench.harness.tasks.perplexity import measure
@@ -80,26 +80,26 @@ def slowdown(share: float = 0.3, only: type | None = H2O, single: bool = True, b
 @contextmanager
 def wrong_rank() -> Iterator[None]:
     """Keys of a full cache are rotated by their neighbour's rank. Not under dense: the self-check would refuse the model."""
-    plain = Walk._key_factors
+    plain = Placement.of_keys
 
-    def factors(self, rows, rotation, steps):
-        right = plain(self, rows, rotation, steps)
-        return right if self.slots.capacity is None else right.roll(1, -2)
+    def factors(self, rows, steps):
+        right = plain(self, rows, steps)
+        return right if right is None or self._slots.capacity is None else right.roll(1, -2)
 
-    with patch.object(Walk, "_key_factors", factors):
+    with patch.object(Placement, "of_keys", factors):
         yield
 
 
 @contextmanager
 def other_capacity(more: int = 1) -> Iterator[None]:
     """A bounded cache has extra slots."""
-    plain = Slots.__init__
+    plain = Layout.__init__
 
-    def other(self, shape, *, config, **rest):
+    def other(self, model, config, streams):
         asked = config if config.capacity is None else replace(config, capacity=config.capacity + more)
-        plain(self, shape, config=asked, **rest)
+        plain(self, model, asked, streams)
 
-    with patch.object(Slots, "__init__", other):
+    with patch.object(Layout, "__init__", other):
         yield
 
 

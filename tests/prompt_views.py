@@ -8,6 +8,7 @@ Axis letters: B streams, H KV heads, G query heads of a KV head, N tokens of the
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ class Seen:
     logits: Tensor  # -inf for later keys. [B, H, G, N, N]
     outputs: Tensor  # [B, H, G, N, Dv]
 
-    @property
+    @cached_property
     def weights(self) -> Tensor:
         """[B, H, G, N, N]."""
         return self.logits.softmax(-1)

@@ -45,7 +45,7 @@ class Oracle:
     tokenizer: object
     capacity: int
     seen: list[int]
-    kv_bytes = state_bytes = 0
+    kv_bytes = held_bytes = state_bytes = 0
 
     def __call__(self, tokens, valid=None, keep=None):
         self.seen += tokens[0].tolist()

@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "engine": "core policies",
     "models": "core engine policies",
     "data": "core models",
-    "suite": "core policies records",
+    "suite": "core models policies records",
     "report": "core records",
     "lm_eval": "core data engine models policies rules",
     "tasks": "core data engine lm_eval models policies records report",

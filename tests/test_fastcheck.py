@@ -21,8 +21,8 @@ from kvbench.harness.engine.kernels.cpu import StepKernel, WalkKernel
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import EAGER, FASTEST, PLAIN_WALK
 from kvbench.harness.engine.model import Model
+from kvbench.harness.engine.plain import Plain
 from kvbench.harness.engine.rows import Rows
-from kvbench.harness.engine.walk import Walk
 from kvbench.harness.run import choose_reading
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
@@ -109,8 +109,8 @@ class OnCuda(CachedDecoder):
 
     read_tokens = 0
 
-    def __init__(self, model, config, streams=1, method=EAGER, prompt_length=None):
-        super().__init__(model, config, streams, method, prompt_length)
+    def __init__(self, model, config, streams=1, method=EAGER):
+        super().__init__(model, config, streams, method)
         self.graphs = StepGraphs(Graph) if method.captured else None
 
     def __call__(self, tokens, valid=None, keep=None):
@@ -253,7 +253,7 @@ def test_a_block_method_is_used_only_where_it_measures_faster(clock, as_on_cuda,
 def test_a_captured_step_is_used_only_where_it_measures_faster(clock, as_on_cuda, slow):
     """Here by its kernel, so that the captured plain step is used instead."""
     clock(StepKernel, "__call__", 2.0 if slow else 0.1)
-    clock(Walk, "_step", 0.5)
+    clock(Plain, "step", 0.5)
     found = fast_method(model_of("llama"), CacheConfig(H2O(), 8))
     assert (found.blocks, found.step) == ("compiled walk", "captured")
     assert found.method.step_kernel == (not slow)

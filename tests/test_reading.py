@@ -110,6 +110,73 @@ def test_a_prompt_longer_than_the_cache_is_scored_as_if_what_was_evicted_were_ma
     assert abs(found.logprob - dense.logprob) > 1e-2
 
 
+def kept_of_a_cut_prompt(policy, context, continuation):
+    """What every step holds if the prompt is cut at its end and nothing goes from then on. Per step, layer and head."""
+    lists = ListBackend(model_of("llama"), chooser(policy, CAPACITY, 0), CAPACITY, "stream", first_eviction=len(context) - 1)
+    lists.run(torch.tensor([context], device=DEVICE))
+    cut = lists.kept[-1]
+    since = [list(range(len(context), len(context) + n)) for n in range(1, len(continuation))]
+    return [*lists.kept, *([[[*held, *later] for held in layer] for layer in cut] for later in since)]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("batch", [1, 4])
+def test_after_a_prompt_that_is_cut_at_its_end_the_cache_grows(policy, batch):
+    model, asked = model_of("llama"), requests(4, 6)
+    reader = Reader(model, CacheConfig(policy, CAPACITY, "stream", evict="prompt"), batch=batch, block=24)
+    for (context, continuation), found in zip(asked, reader.loglikelihoods(asked), strict=True):
+        tokens = torch.tensor([[*context, *continuation]], device=DEVICE)
+        kept = kept_of_a_cut_prompt(policy, context, continuation)
+        logits = MaskBackend(model, [*kept, kept[-1]]).run(tokens)[0].double().log_softmax(-1)
+        places = range(len(context) - 1, len(context) + len(continuation) - 1)
+        assert found.logprob == pytest.approx(sum(float(logits[t, tokens[0, t + 1]]) for t in places), abs=1e-3)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_question_after_the_cut_is_not_seen_by_the_policy(policy, batch):
+    """The prompt is cut before the question, which is read from then on, token by token, like an answer."""
+    model, draw = model_of("llama"), random.Random(8)
+    asked = [([draw.randrange(96) for _ in range(n)], [draw.randrange(96) for _ in range(4)]) for n in (30, 33, 30, 24)]
+    cuts = [21, 21, 28, 21]
+    reader = Reader(model, CacheConfig(policy, CAPACITY, "stream", evict="prompt"), batch=batch, block=24)
+    found = reader.loglikelihoods(asked, prompts=cuts)
+    said = reader.generate([context for context, _ in asked], 5, lambda ids: False, cuts=cuts)
+    for (context, continuation), cut, one, answer in zip(asked, cuts, found, said, strict=True):
+        totals = []
+        for after in (continuation, answer):
+            tokens = torch.tensor([[*context, *after]], device=DEVICE)
+            kept = kept_of_a_cut_prompt(policy, context[:cut], [*context[cut:], *after])
+            logits = MaskBackend(model, [*kept, kept[-1]]).run(tokens)[0].double().log_softmax(-1)
+            places = range(len(context) - 1, len(context) + len(after) - 1)
+            totals.append(sum(float(logits[t, tokens[0, t + 1]]) for t in places))
+        assert one.logprob == pytest.approx(totals[0], abs=1e-3)
+        assert answer == [int(logits[t].argmax()) for t in places], "each token is the likeliest"
+    seen = reader.loglikelihoods(asked)
+    assert max(abs(a.logprob - b.logprob) for a, b in zip(found, seen, strict=True)) > 1e-2
+
+
+@pytest.mark.parametrize("policy", [H2O(), SinkWindow(sinks=2)], ids=str)
+def test_answers_after_a_cut_prompt_do_not_depend_on_the_batch(policy):
+    config, prompts = CacheConfig(policy, CAPACITY, evict="prompt"), [context for context, _ in requests(6, 7)]
+    one, many = (Reader(model_of("llama"), config, batch=batch) for batch in (1, 8))
+    said = one.generate(prompts, 12, lambda ids: False)
+    assert said == many.generate(prompts, 12, lambda ids: False)
+    assert said != Reader(model_of("llama"), CacheConfig(policy, CAPACITY)).generate(prompts, 12, lambda ids: False)
+    per_token = model_of("llama").kv_bytes(0)
+    assert one.held_bytes == (max(min(len(p), CAPACITY) for p in prompts) + 11) * per_token <= one.kv_bytes
+
+
+@pytest.mark.parametrize("prompt", ["stream", "once"])
+def test_bytes_held_are_those_of_the_tokens_that_are_kept(prompt):
+    reader = Reader(model_of("llama"), CacheConfig(H2O(), CAPACITY), prompt)
+    reader.loglikelihoods(requests())
+    assert (reader.held_bytes, reader.kv_bytes) == (
+        model_of("llama").kv_bytes(CAPACITY - 1),
+        model_of("llama").kv_bytes(CAPACITY),
+    )
+
+
 def test_truncate_reads_first_and_last_tokens_and_no_others():
     asked = requests(5, 4)
     cut = [(c if len(c) <= 7 else [*c[:3], *c[-4:]], a) for c, a in asked]
@@ -123,7 +190,9 @@ def test_truncate_reads_first_and_last_tokens_and_no_others():
 @pytest.mark.parametrize(
     ("config", "prompt", "longest", "says"),
     [(CacheConfig(Dense()), "truncate", None, "prompt_tokens"), (CacheConfig(H2O(), 8), "stream", 5, "truncate"),
-     (CacheConfig(RecomputeWindow(), 8), "once", None, "no cache"), (CacheConfig(Dense()), "truncate", 1, "at least 2")],
+     (CacheConfig(RecomputeWindow(), 8), "once", None, "no cache"), (CacheConfig(Dense()), "truncate", 1, "at least 2"),
+     (CacheConfig(H2O(), 8, evict="prompt"), "once", None, "prompt can't be 'once'"),
+     (CacheConfig(H2O(), 8, evict="prompt"), "truncate", None, "prompt can't be 'truncate'")],
 )  # fmt: skip
 def test_what_does_not_go_together_is_refused(config, prompt, longest, says):
     with pytest.raises(ValueError, match=says):

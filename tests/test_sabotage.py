@@ -9,9 +9,9 @@ from reference import ListBackend, after_sinks, lightest
 
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
+from kvbench.harness.engine.placement import Placement
 from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.slots import SlotTensors
-from kvbench.harness.engine.walk import Walk
 from kvbench.policies import AttentionSum
 from kvbench.policies.h2o import H2O
 from kvbench.policies.sink_window import SinkWindow
@@ -39,8 +39,8 @@ def test_unbroken_they_agree(policy):
 
 
 def test_positions_off_by_one_for_keys(monkeypatch: pytest.MonkeyPatch):
-    plain = Walk._key_factors
-    monkeypatch.setattr(Walk, "_key_factors", lambda self, *given: plain(self, *given).roll(1, -2))
+    plain = Placement.of_keys
+    monkeypatch.setattr(Placement, "of_keys", lambda self, *given: plain(self, *given).roll(1, -2))
     assert not agrees()
 
 

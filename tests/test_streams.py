@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from conftest import model_of
-from factories import edit, record
+from factories import chooser, edit, record
+from reference import ListBackend
 
 from kvbench.harness.data.stream import TokenStream
 from kvbench.harness.engine.decoder import CacheConfig
@@ -14,6 +16,7 @@ from kvbench.harness.records.aggregates import scored_mask
 from kvbench.harness.report.pairing import paired
 from kvbench.harness.tasks.perplexity import Perplexity, PerplexityOptions
 from kvbench.harness.tasks.task import Job
+from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
 from kvbench.policies.recompute_window import RecomputeWindow
 from kvbench.policies.sink_window import SinkWindow
@@ -24,10 +27,11 @@ def text_of(length: int, prefix: int) -> TokenStream:
     return TokenStream(ids, prefix, np.ones(len(ids), np.int64), (("a", prefix),), "random", "0")
 
 
-def measured(text: TokenStream, policy, tmp_path, streams=None, stride=1):
+def measured(text: TokenStream, policy, tmp_path, streams=None, stride=1, prompt=None, evict=1, block=20):
     trace = tmp_path / f"{len(text.ids)}-{streams}.npy"
-    options = PerplexityOptions(tokens=text.tokens, streams=streams, stride=stride)
-    job = Job(model_of("llama"), CacheConfig(policy, 12), text, 20, EAGER, trace, lambda *a: None)
+    options = PerplexityOptions(tokens=text.tokens, streams=streams, stride=stride, prompt=prompt)
+    config = CacheConfig(policy, 12 if policy.evicts else None, evict=evict)
+    job = Job(model_of("llama"), config, text, block, EAGER, trace, lambda *a: None)
     return Perplexity.run(options, job).as_json(), np.load(trace)
 
 
@@ -73,3 +77,80 @@ def test_pairs_leave_out_where_caches_fill_in_every_stream(tmp_path):
     assert size == 32
     expected = [(a["blocks"]["nll_sum"][s // size] - b["blocks"]["nll_sum"][s // size]) for s in starts]
     assert found.mean == pytest.approx(sum(expected) / (size * len(starts)), abs=1e-6)
+
+
+CADENCES = [
+    (H2O(), 1),
+    (H2O(), 5),
+    (H2O(), "prompt"),
+    (SinkWindow(2), 1),
+    (SinkWindow(2), "prompt"),
+    (Dense(), 1),
+    (RecomputeWindow(), 1),
+]
+
+
+@pytest.mark.parametrize("prefix", [0, 2])
+@pytest.mark.parametrize(("policy", "evict"), CADENCES, ids=str)
+def test_all_moments_of_eviction_score_what_follows_the_prompt_and_nothing_else(policy, evict, prefix, tmp_path):
+    text = text_of(200, prefix)  # 66 per stream
+    metrics, nll = measured(text, policy, tmp_path, streams=3, prompt=30, evict=evict)
+    place = (np.arange(len(nll)) - prefix) % 66
+    expected = (np.arange(len(nll)) >= prefix) & (np.arange(len(nll)) < prefix + 198) & (place >= 30)
+    assert np.isfinite(nll).tolist() == expected.tolist()
+    assert metrics["tokens"] == 3 * 36
+    assert measured(text, policy, tmp_path, streams=3, prompt=30, evict=evict, block=7)[0]["nll"] == pytest.approx(
+        metrics["nll"], abs=1e-4
+    )
+
+
+@pytest.mark.parametrize("prompt", [1, 31, 198, 199])
+@pytest.mark.parametrize("policy", [H2O(), SinkWindow(2), Dense(), RecomputeWindow()], ids=lambda p: type(p).__name__)
+def test_a_prompt_changes_no_nll_where_every_step_evicts(policy, prompt, tmp_path):
+    text = text_of(200, 1)
+    _, whole = measured(text, policy, tmp_path)
+    metrics, nll = measured(text, policy, tmp_path, prompt=prompt)
+    np.testing.assert_allclose(nll[1 + prompt :], whole[1 + prompt :], atol=1e-4)
+    assert metrics["tokens"] == 200 - prompt
+
+
+def test_a_prompt_cut_at_its_end_is_scored_as_if_what_went_were_masked(tmp_path):
+    """The first token after the prompt is scored under full attention; the others see what was kept, and all that came since."""
+    text, model = text_of(60, 1), model_of("llama")
+    _, nll = measured(text, H2O(), tmp_path, prompt=40, evict="prompt")
+    tokens = torch.from_numpy(text.ids)[None]
+    lists = ListBackend(model, chooser(H2O(), 12, 0), 12, "cache", first_eviction=40)
+    lists.run(tokens[:, :41])
+    for held in lists.held.values():
+        assert len(held) == 12
+    lists.capacity = 1000
+    theirs = torch.cat([lists.model(tokens[:, t : t + 1], at(lists, t)) for t in range(41, 60)], 1).double().log_softmax(-1)
+    expected = [-float(theirs[0, t - 41, tokens[0, t + 1]]) for t in range(41, 60)]
+    np.testing.assert_allclose(nll[42:], expected, atol=1e-3)
+    _, dense = measured(text, Dense(), tmp_path)
+    np.testing.assert_allclose(nll[41], dense[41], atol=1e-4)
+    assert np.abs(nll[42:] - dense[42:]).max() > 1e-2
+
+
+def at(lists: ListBackend, step: int) -> ListBackend:
+    lists.step = step
+    return lists
+
+
+def test_strides_begin_after_the_prompt(tmp_path):
+    text = text_of(200, 1)
+    sparse, nll = measured(text, RecomputeWindow(), tmp_path, streams=4, stride=7, prompt=20)
+    full, _ = measured(text, H2O(), tmp_path, streams=4, stride=7, prompt=20)
+    assert np.flatnonzero(np.isfinite(nll)).tolist() == [1 + 50 * b + t for b in range(4) for t in range(20, 50, 7)]
+    assert full["on_stride"]["tokens"] == sparse["blocks"]["tokens"]
+
+
+def test_bytes_held_are_those_of_the_tokens_and_bytes_allocated_those_of_the_slots(tmp_path):
+    text, per_token = text_of(200, 1), model_of("llama").kv_bytes(0)
+    for policy, evict, held, slots in [(H2O(), 1, 12, 13), (H2O(), 5, 12 + (200 - 12) % 5, 17), (RecomputeWindow(), 1, 0, 0)]:
+        metrics, _ = measured(text, policy, tmp_path, evict=evict)
+        assert (metrics["kv_held_bytes"], metrics["kv_bytes"]) == (held * per_token, slots * per_token), (policy, evict)
+    grown, _ = measured(text, H2O(), tmp_path, evict="prompt", prompt=40)
+    assert grown["kv_held_bytes"] == (12 + 200 - 41) * per_token <= grown["kv_bytes"]
+    dense, _ = measured(text, Dense(), tmp_path)
+    assert dense["kv_held_bytes"] == 200 * per_token < dense["kv_bytes"] == 256 * per_token

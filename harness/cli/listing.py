@@ -11,7 +11,7 @@ from kvbench.harness.core.errors import UserError, described
 from kvbench.harness.engine.kernels.compiler import why_not
 from kvbench.policies import Policy
 
-_CAPACITY = 64
+_CAPACITIES = (64, 1024, 16384)  # tokens; the first that a policy can serve shows how it is read
 
 
 def policies() -> list[dict[str, Any]]:
@@ -36,11 +36,19 @@ def _policy(name: str, policy: type[Policy]) -> dict[str, Any]:
     return {
         "policy": name,
         "keeps": next(iter((policy.__doc__ or "").strip().splitlines()), ""),
-        "parameters": ", ".join(f"{f.name}={f.default}" for f in dataclasses.fields(policy)),
+        "parameters": ", ".join(map(_parameter, dataclasses.fields(policy))),
         "scope": usual.scope if usual else "",
         "statistics": ", ".join(type(s).__name__ for s in usual.statistics) if usual else "",
         "blocks": _blocks(policy),
     }
+
+
+def _parameter(field: dataclasses.Field[Any]) -> str:
+    """A parameter with its default."""
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    if default is dataclasses.MISSING:
+        return f"{field.name} (needed)"
+    return f"{field.name}={plugins.name_of(type(default)) if isinstance(default, Policy) else default}"
 
 
 def _with_defaults(policy: type[Policy]) -> Policy | None:
@@ -52,19 +60,26 @@ def _with_defaults(policy: type[Policy]) -> Policy | None:
 
 
 def _blocks(policy_class: type[Policy]) -> str:
-    """How blocks of tokens are read under a policy, on a CPU."""
+    """How blocks of tokens are read under a policy with its defaults, on a CPU."""
     if not policy_class.caches:
         return "windows run afresh"
     if not policy_class.evicts:
         return "closed form"
-    try:
-        policy = policy_class().bind(_CAPACITY)
-    except (TypeError, ValueError):  # a policy that needs parameters
+    usual = _with_defaults(policy_class)
+    if usual is None:
         return "depends on its parameters"
-    if policy.band(_CAPACITY) is not None:
-        return "closed form"
-    reason = why_not(policy)
-    return f"walk ({reason})" if reason else "compiled walk"
+    if usual.outcome:
+        return "closed form, cut after the prompt"
+    for capacity in _CAPACITIES:
+        try:
+            policy = usual.bind(capacity)
+        except ValueError:
+            continue
+        if policy.band(capacity) is not None:
+            return "closed form"
+        reason = why_not(policy)
+        return f"walk ({reason})" if reason else "compiled walk"
+    return "depends on its parameters"
 
 
 def tasks() -> list[dict[str, Any]]:

@@ -10,9 +10,10 @@ from typing import Any
 import click
 
 from kvbench.harness.cli.closing import show_closing
-from kvbench.harness.cli.output import debugging, print_rows, results_option, writable
+from kvbench.harness.cli.output import FILLED, debugging, print_rows, results_option, writable
 from kvbench.harness.cli.running import suite_options
 from kvbench.harness.core.errors import Exit
+from kvbench.harness.run.keep_steps import KeepSteps
 from kvbench.harness.run.request import RunRequest
 
 
@@ -25,13 +26,20 @@ from kvbench.harness.run.request import RunRequest
     help="Tokens that pass a layer at once; 1 = token by token. Default: chosen by method and free memory.",
 )
 @click.option("--walk", is_flag=True, help="Always read token by token inside the layers.")
+@click.option(
+    "--trace",
+    metavar="kept[=STEPS]",
+    type=FILLED,
+    help="Also write which positions are kept: at 16 steps and the last, at kept=128,256,end, or at each: kept=all.",
+)
 @results_option
 @click.option("--fresh", is_flag=True, help="Measure finished cells again.")
 @click.option("--dry-run", is_flag=True, help="List the cells with estimates of time and memory; measure nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print the records as JSON.")
 def run(
-    suite: str, block: int | None, walk: bool, results: str, fresh: bool, dry_run: bool, as_json: bool, **options: Any
-) -> None:
+    suite: str, block: int | None, walk: bool, trace: str | None, results: str, fresh: bool, dry_run: bool, as_json: bool,
+    **options: Any,
+) -> None:  # fmt: skip
     """Measure the cells of a suite.
 
     SUITE is a file, the name of a suite that comes with the project, or the cell id of a record.
@@ -43,16 +51,18 @@ def run(
     bench run quickstart
     bench run suites/pg19.yaml --model ./my-model --data ./books --set tokens=20000
     bench run 128d93c6 --fresh
+    bench run quickstart --trace kept=128,256,end
     bench run smoke --policy sink_window --policy my_policy.py:MyPolicy --set capacity=64
     """
     request = RunRequest(suite, **options)
+    keep = None if trace is None else KeepSteps.from_option(trace)
     cells = request.cells(Path(results))
     if dry_run:
         from kvbench.harness.run.estimate import estimates
 
         print_rows([row.cells() for row in estimates(cells, request.device)], as_json)
         return
-    records = request.measure(writable(Path(results)), cells, fresh, block, walk, tracebacks=debugging())
+    records = request.measure(writable(Path(results)), cells, fresh, block, walk, tracebacks=debugging(), keep=keep)
     on_terminal = sys.stdout.isatty() and not as_json
     if as_json:
         click.echo(json.dumps([r.as_json() for r in records], indent=1, ensure_ascii=False))

@@ -54,7 +54,7 @@ class _Kind:
 _POLICY = _Kind(
     "policy",
     "kvbench.policies",
-    frozenset({"policy", "statistic", "statistics", "view"}),
+    frozenset({"policy", "shares", "statistic", "statistics", "tables", "view"}),
     "bench.policies",
     "kvbench.policies:Policy",
     "kvbench.Policy",
@@ -63,6 +63,7 @@ _TASK = _Kind(
     "task", "kvbench.harness.tasks", frozenset({"task", "common"}), "bench.tasks", "kvbench.harness.tasks:Task",
     "kvbench.harness.tasks.Task",
 )  # fmt: skip
+_PREFIX_OF_FILES = "bench_user_"  # of the names of modules loaded from a user's files
 _tasks_of_files: dict[str, type[Any]] = {}  # that this process has loaded, by their name in records
 
 
@@ -110,7 +111,9 @@ def is_ours(plugin: type[Any]) -> bool:
 
 
 def name_of(policy: type[Policy]) -> str:
-    """The name by which `policy_class` finds a class: a built-in one's own, `module:Class` for others.
+    """The name by which `policy_class` finds a class.
+
+    It is a built-in policy's own name, the name of a plug-in's entry point, `path/to/file.py:Class`, or `module:Class`.
 
     Raises:
         UserError: it was defined inside a function or a class.
@@ -119,7 +122,11 @@ def name_of(policy: type[Policy]) -> str:
         return policy.__module__.rpartition(".")[2]
     if "." in policy.__qualname__:
         raise UserError(f"{policy.__qualname__}: define the policy at the top of its file or notebook, so that it can be found")
-    return f"{policy.__module__}:{policy.__name__}"
+    module = policy.__module__
+    if module.startswith(_PREFIX_OF_FILES):
+        return f"{sys.modules[module].__file__}:{policy.__name__}"
+    full = f"{module}:{policy.__name__}"
+    return next((e.name for e in entry_points(group=_POLICY.group) if e.value == full and e.name not in _modules(_POLICY)), full)
 
 
 def policy_class(name: str) -> type[Policy]:
@@ -253,7 +260,7 @@ def _user_module(where: str) -> ModuleType:
         path = Path(where).expanduser().resolve()
         if not path.exists():
             raise UserError(f"{where}: no such file")
-        name = f"bench_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+        name = f"{_PREFIX_OF_FILES}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
         if name not in sys.modules:
             spec = importlib.util.spec_from_file_location(name, path)
             assert spec is not None

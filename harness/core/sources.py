@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 def source_digest(policy: Policy) -> str:
-    """sha256 of the source that decides what a policy keeps: its module, those it inherits from, and its statistics."""
+    """sha256 of the source that decides what a policy keeps: its modules, its statistics, and the policies inside it."""
+    from kvbench.harness.core.parameters import policies_inside
     from kvbench.policies import Policy
 
     kinds = [c for c in type(policy).__mro__ if issubclass(c, Policy) and c is not Policy]
@@ -22,6 +23,7 @@ def source_digest(policy: Policy) -> str:
         text = _source(sys.modules[module])
         parts += [_members(c) for c in kinds if c.__module__ == module] if text is None else [text]
     parts += [_source(type(s)) or _members(type(s)) for s in policy.statistics]
+    parts += [source_digest(inside) for inside in policies_inside(policy)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 

@@ -27,7 +27,7 @@ def closed_form(slots: Slots, mode: PositionMode, limit: int, rope_length: int) 
         limit: the largest distance of mode `clamped`, in tokens.
         rope_length: bounds the positions that RoPE is asked for.
     """
-    if slots.capacity is None or slots.tensors.states:
+    if slots.capacity is None or slots.tensors.states or not slots.evicts_each_step:
         return None
     if slots.shape.sliding_window is None:
         band = slots.policy.band(slots.capacity)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
 from kvbench.policies import Policy, PositionMode
+
+Evict = int | Literal["prompt"]  # tokens that go at once, or: what a prompt leaves over, at its end
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,8 @@ class CacheConfig:
         positions: where RoPE puts a cached token.
         limit: largest distance in position mode `clamped`, in tokens; the model's training length when None.
         seed: of the policy's random numbers.
+        evict: 1: after every token. b: the cache grows to capacity + b tokens, then b go at once. "prompt": once, after the
+            prompt, which is read under full attention; then the cache grows.
     """
 
     policy: Policy
@@ -31,11 +35,23 @@ class CacheConfig:
     positions: PositionMode = "cache"
     limit: int | None = None
     seed: int = 0
+    evict: Evict = 1
 
     def __post_init__(self) -> None:
-        if (self.capacity is None) == self.policy.evicts:
-            name = type(self.policy).__name__
-            raise ValueError(f"{name} needs a capacity" if self.policy.evicts else f"{name} takes no capacity")
+        name, takes_capacity = type(self.policy).__name__, self.policy.evicts and not self.policy.outcome
+        if (self.capacity is None) == takes_capacity:
+            raise ValueError(f"{name} needs a capacity" if takes_capacity else f"{name} takes no capacity")
+        if self.evict != "prompt" and self.evict < 1:
+            raise ValueError(f"evict every {self.evict} tokens, expected 1 or more")
+        if not self.policy.caches and self.evict != 1:
+            raise ValueError(f"{name} keeps no cache, so there is nothing to evict: leave `evict` out")
+        if self.policy.outcome and self.evict != "prompt":
+            raise ValueError(f"{name} decides at a prompt's end how much it keeps: it needs evict: prompt")
+
+    @property
+    def every(self) -> int:
+        """Tokens that go at once."""
+        return 1 if self.evict == "prompt" else self.evict
 
 
 class Decoder(Protocol):
@@ -54,6 +70,19 @@ class Decoder(Protocol):
             Logits for the token after each. [B, T or K, V], the model's dtype.
         """
 
+    def read_prompt(self, tokens: Tensor, block: int, once: bool = False) -> Tensor:
+        """Read the prompt of every stream, before anything else.
+
+        Args:
+            tokens: prompts of one length. [B, N] int64.
+            block: tokens of each stream that pass a layer at once.
+            once: read it under full attention and then evict once, and from then on as the configuration says. It is always
+                read so if the configuration says that prompts alone are cut.
+
+        Returns:
+            Logits after the last token. [B, V].
+        """
+
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` more tokens now, so that no step has to allocate."""
 
@@ -70,6 +99,10 @@ class Decoder(Protocol):
     @property
     def kv_bytes(self) -> int:
         """Bytes of K and V held between steps."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of K and V of the tokens held; the others are slots that are free. Syncs with the host."""
 
     @property
     def state_bytes(self) -> int:

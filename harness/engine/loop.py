@@ -12,17 +12,19 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from functools import partial
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from kvbench.harness.engine.attention import Terms
+from kvbench.harness.engine.budgets import Layout, Table, static_table
 from kvbench.harness.engine.captured import StepGraphs
 from kvbench.harness.engine.decoder import CacheConfig, Decoder
 from kvbench.harness.engine.method import EAGER, Method
 from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.plan import Block
+from kvbench.harness.engine.prompt import Whole, move
 from kvbench.harness.engine.random_fill import fill_randomly
 from kvbench.harness.engine.recompute import RecomputeDecoder
 from kvbench.harness.engine.rotary import LONGEST_STREAM
@@ -47,25 +49,44 @@ def decoder(model: Model, config: CacheConfig, streams: int = 1, method: Method 
     return CachedDecoder(model, config, streams, method)
 
 
-class BlockInLayers:
-    """A block on its way through the model: answers the attention of every layer by the plan of its walk."""
+class Share(NamedTuple):
+    """The heads of one layer that one walk answers."""
 
-    def __init__(self, walks: Sequence[Walk], walk_of_layer: Sequence[int], block: Block) -> None:
+    walk: int  # its index
+    heads: Tensor | None  # KV heads; all when None. [h] int64
+    queries: Tensor | None  # their query heads. [h * G] int64
+
+
+class BlockInLayers:
+    """A block on its way through the model: answers the attention of every layer by the plans of its walks."""
+
+    def __init__(self, walks: Sequence[Walk], shares: Sequence[Sequence[Share]], block: Block) -> None:
         """Plan the block.
 
         Args:
             walks: of the decoder.
-            walk_of_layer: index of the walk that answers each layer.
+            shares: the walks that answer each layer.
             block: to read.
         """
         self.walks, self.block = walks, block
-        self._walk_of_layer = walk_of_layer
+        self._shares = shares
         self._plans = [walk.begin(block) for walk in walks]
 
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
         """Answer one layer's attention from its cache."""
-        at = self._walk_of_layer[layer]
-        return self.walks[at].attend(self._plans[at], layer, query, keys, values, terms)
+        shares = self._shares[layer]
+        if len(shares) == 1:
+            at = shares[0].walk
+            return self.walks[at].attend(self._plans[at], layer, query, keys, values, terms)
+        out = values.new_empty(*query.shape[:3], values.shape[-1])
+        for at, heads, queries in shares:
+            assert heads is not None
+            assert queries is not None
+            sinks = terms.sink_logits
+            of_heads = terms if sinks is None else terms._replace(sink_logits=sinks[queries])
+            parts = query[:, queries], keys[:, heads], values[:, heads]
+            out[:, queries] = self.walks[at].attend(self._plans[at], layer, *parts, of_heads)
+        return out
 
     def end(self) -> None:
         """After the last layer."""
@@ -79,14 +100,12 @@ class CachedDecoder:
     Attributes:
         model: that it drives.
         config: what it keeps.
-        walks: one for the layers of each shape.
+        walks: one for the heads that share tensors; none before the prompt if that decides what is kept.
         graphs: captures steps; None where steps aren't captured.
         around_bookkeeping: entered around the bookkeeping at the end of every eager block, so that it can be timed.
     """
 
-    def __init__(
-        self, model: Model, config: CacheConfig, streams: int = 1, method: Method = EAGER, prompt_length: int | None = None
-    ) -> None:
+    def __init__(self, model: Model, config: CacheConfig, streams: int = 1, method: Method = EAGER) -> None:
         """Allocate the slots.
 
         Args:
@@ -94,41 +113,45 @@ class CachedDecoder:
             config: what to keep; a policy that keeps a cache.
             streams: B.
             method: shortcuts that it may take.
-            prompt_length: hold this many tokens before anything is evicted, in place of the capacity.
 
         Raises:
             ValueError: the policy can't serve this capacity, or mode `clamped` has no limit.
         """
-        limit = config.limit if config.limit is not None else model.training_length
-        if config.positions == "clamped" and limit is None:
+        self._limit = config.limit if config.limit is not None else model.training_length
+        if config.positions == "clamped" and self._limit is None:
             raise ValueError("positions 'clamped' need a limit: the model's config states no training length")
-        self.model, self.config = model, config
-        self.walks: list[Walk] = []
-        shapes = list(dict.fromkeys(model.layers))
-        for shape in shapes:
-            slots = Slots(
-                shape,
-                layers=[index for index, other in enumerate(model.layers) if other == shape],
-                config=config,
-                num_layers=len(model.layers),
-                streams=streams,
-                device=model.device,
-                dtype=model.dtype,
-                prompt_length=prompt_length,
-            )
-            self.walks.append(Walk(slots, config.positions, limit or 0, method))
-        self._walk_of_layer = [shapes.index(shape) for shape in model.layers]
+        self.model, self.config, self._method = model, config, method
+        self._layout = Layout(model, config, streams)
         self._step = torch.zeros(streams, 1, dtype=torch.int64, device=model.device)  # tokens read, per stream
         self._seen: int | None = 0  # the same, as far as the host knows: None once streams differ
         self._max_seen = 0  # bounds it for every stream
         self._fused = method.fused
         self.graphs = StepGraphs() if method.captured and model.device.type == "cuda" else None
         self.around_bookkeeping: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.walks: list[Walk] = []
+        self._shares: list[list[Share]] = []
+        if config.evict != "prompt":
+            self._hold(self._layout.for_stream(static_table(model, config, None)))
+
+    def _hold(self, slots: Sequence[Slots]) -> None:
+        """Drive these slots from now on."""
+        self.walks = [Walk(group, self.config.positions, self._limit or 0, self._method) for group in slots]
+        self._shares = [[] for _ in self.model.layers]
+        for at, group in enumerate(slots):
+            for part in group.parts:
+                heads = None if part.heads is None else torch.tensor(part.heads, device=self.model.device)
+                queries = None
+                if heads is not None:
+                    within = torch.arange(group.shape.group, device=heads.device)
+                    queries = (heads[:, None] * group.shape.group + within).flatten()
+                self._shares[part.layer].append(Share(at, heads, queries))
 
     @torch.inference_mode()
     def __call__(self, tokens: Tensor, valid: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
         """Read a block. [B, T] int64 -> logits [B, T or K, V]; `valid` and `keep` are those of `Decoder`."""
         count = tokens.shape[1]
+        if not self.walks:
+            raise ValueError("evict: prompt, but the stream has no prompt: nothing says when to evict")
         if valid is not None:
             self._seen = None
         self._max_seen += count
@@ -144,8 +167,68 @@ class CachedDecoder:
             self._seen += count
         return logits
 
-    def mark_prefilled(self, count: int) -> None:
-        """Note that `count` tokens of every stream have been read, whose K and V were put into the slots."""
+    @torch.inference_mode()
+    def read_prompt(self, tokens: Tensor, block: int, once: bool = False) -> Tensor:
+        """Read the prompt of every stream, before anything else. [B, N] int64 -> logits after the last token, [B, V].
+
+        The arguments are those of `Decoder`.
+
+        Raises:
+            ValueError: something was read before, or the policy's budgets don't add up.
+        """
+        if self._seen != 0:
+            raise ValueError("a prompt must come first")
+        length = tokens.shape[1]
+        if self.config.evict != "prompt" and not (once and self.config.policy.evicts):
+            self.begin_prompt(length)
+            return self._read_blocks(tokens, block)
+        table = static_table(self.model, self.config, length)
+        self._hold(self._layout.for_prompt(length, table))
+        statistics = {s for walk in self.walks for s in walk.slots.tensors.states if s.sees}
+        last = max((length if s.last is None else s.last for s in statistics), default=0)
+        quiet = max(0, length - last)
+        for walk in self.walks:
+            walk.slots.begin_prompt(length, quiet)
+        logits = self._read_blocks(tokens[:, :quiet], block) if quiet else None
+        if quiet < length:
+            logits = self._read_blocks(tokens[:, quiet:], block)
+        self._cut(length, table)
+        assert logits is not None
+        return logits
+
+    def begin_prompt(self, tokens: int) -> None:
+        """Note that the next `tokens` tokens of every stream are its prompt, which is read like any others."""
+        for walk in self.walks:
+            walk.slots.begin_prompt(tokens)
+
+    def _read_blocks(self, tokens: Tensor, block: int) -> Tensor:
+        """Read tokens in blocks. -> logits after the last one, [B, V]."""
+        for part in tokens.split(block, 1):
+            logits = self(part, keep=torch.full((1,), part.shape[1] - 1, device=tokens.device))
+        return logits[:, -1]
+
+    def _cut(self, length: int, table: Table | None) -> None:
+        """Keep what the policy wants of a prompt that is held whole."""
+        whole = Whole([walk.slots for walk in self.walks], length, self._layout.bound)
+        kept, known = whole.cut(self.config.capacity, table)
+        counts = [stays.sum(-1).view(self.streams, -1) for stays in kept] if known is None else known
+        self._hold(self._layout.after_prompt(length, counts, table))
+        for walk in self.walks:
+            slots = walk.slots
+            slots.begin_prompt(length)
+            for part in slots.parts:
+                longest = int(kept[part.layer].sum(-1).max()) if slots.uneven else slots.cadence.held(length)
+                into = slots.rows(slots.num_slots, part.layer)
+                move(whole.rows[part.layer], kept[part.layer], into, self.streams, part.heads, longest)
+        if self.graphs is not None:
+            self.graphs = self.graphs.fresh()
+
+    def _mark_filled(self, count: int) -> None:
+        """Note that `count` tokens of every stream have been read, of which the slots hold what they can."""
+        for walk in self.walks:
+            slots = walk.slots
+            held = count if slots.capacity is None else min(count, slots.capacity)
+            slots.cadence = slots.cadence.after(count, held)
         self._step += count
         self._seen = self._max_seen = count
 
@@ -169,7 +252,7 @@ class CachedDecoder:
         for walk in self.walks:
             walk.slots.grow(tokens)
             fill_randomly(walk.slots, tokens, generator)
-        self.mark_prefilled(tokens)
+        self._mark_filled(tokens)
 
     def _run_eager(self, tokens: Tensor, valid: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
         """Read a block without a CUDA graph."""
@@ -178,7 +261,7 @@ class CachedDecoder:
             steps = self._step.clone()
         else:
             steps = self._step + (torch.arange(count, device=tokens.device) if valid is None else valid.cumsum(1) - valid.long())
-        block = BlockInLayers(self.walks, self._walk_of_layer, Block(steps, valid, self._seen))
+        block = BlockInLayers(self.walks, self._shares, Block(steps, valid, self._seen, tokens))
         logits = self.model(tokens, block, 0 if keep is None else keep)
         with self.around_bookkeeping():
             block.end()
@@ -207,13 +290,27 @@ class CachedDecoder:
         return sum(walk.slots.kv_bytes for walk in self.walks)
 
     @property
+    def held_bytes(self) -> int:
+        """Bytes of K and V of the tokens held, in all layers. Syncs with the host."""
+        return sum(walk.slots.held_bytes for walk in self.walks)
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of ranks, positions and statistics of all layers."""
         return sum(walk.slots.state_bytes for walk in self.walks)
 
     def kept(self) -> list[list[list[list[int]]]]:
         """Positions held, oldest first, per layer, stream and KV head. Syncs with the host."""
-        return [self.walks[at].slots.kept(layer) for layer, at in enumerate(self._walk_of_layer)]
+        layers = []
+        for layer, shares in enumerate(self._shares):
+            heads: list[list[list[int]]] = [[[] for _ in range(self.model.layers[layer].heads)] for _ in range(self.streams)]
+            for share in shares:
+                places = range(len(heads[0])) if share.heads is None else share.heads.tolist()
+                for stream, kept in enumerate(self.walks[share.walk].slots.kept(layer)):
+                    for head, positions in zip(places, kept, strict=True):
+                        heads[stream][head] = positions
+            layers.append(heads)
+        return layers
 
     @torch.inference_mode()
     def reserve(self, tokens: int) -> None:
@@ -234,10 +331,10 @@ class CachedDecoder:
 
     @property
     def slots(self) -> tuple[float, float]:
-        """Slots in use, and slots that a decode step attends over; means over layers, per KV head."""
-        parts = [(len(w.slots.layers), *w.slots.usage(self._max_seen)) for w in self.walks]
-        layers = sum(n for n, _, _ in parts)
-        return sum(n * used for n, used, _ in parts) / layers, sum(n * attended for n, _, attended in parts) / layers
+        """Slots in use, and slots that a decode step attends over; means over KV heads of all layers."""
+        parts = [(len(w.slots.layers) * w.slots.shape.heads, *w.slots.usage(self._max_seen)) for w in self.walks]
+        heads = sum(n for n, _, _ in parts) or 1
+        return sum(n * used for n, used, _ in parts) / heads, sum(n * attended for n, _, attended in parts) / heads
 
     @torch.inference_mode()
     def fork(self, streams: Sequence[int]) -> Self:

@@ -49,6 +49,7 @@ class Model:
     check: float | None = None
     idle_rotary: RotaryFunctions = field(default_factory=RotaryFunctions)
     _fused: bool = field(default=False, repr=False)
+    _outputs: dict[int, Tensor] | None = field(default=None, repr=False)
 
     @property
     def device(self) -> torch.device:
@@ -63,6 +64,13 @@ class Model:
     def kv_bytes(self, capacity: int, streams: int = 1) -> int:
         """Bytes of a cache's K/V slots: `capacity + 1` slots per layer and KV head, fewer under a sliding window."""
         return streams * sum(s.kv_bytes_per_token(self.dtype) * ((s.kept(capacity) or 0) + 1) for s in self.layers)
+
+    def output_of(self, layer: int) -> Tensor | None:
+        """The matrix that a layer's attention output goes through, by KV head; None if there is none. [H, G, E, Dv]."""
+        if self._outputs is None:
+            self._outputs = output_projections(self)
+        weight, shape = self._outputs.get(layer), self.layers[layer]
+        return None if weight is None else weight.unflatten(1, (shape.heads, shape.group, -1)).permute(1, 2, 0, 3)
 
     def facts(self) -> dict[str, Any]:
         """Facts about the model, for the record."""
@@ -140,6 +148,40 @@ class _Probe:
             raise LookupError("two of its attention modules share one layer index")
         self.seen[layer] = (query, keys, values.shape[-1], terms)
         return query.new_zeros(*query.shape[:-1], values.shape[-1])
+
+
+class _ProbeOutputs(_Probe):
+    """Records which matrix each layer's attention output is multiplied by next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights: dict[int, Tensor] = {}
+        self._waiting: tuple[int, int] | None = None  # layer, width of its output
+
+    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
+        self._waiting = layer, query.shape[1] * values.shape[-1]
+        return super().attend(layer, query, keys, values, terms)
+
+    def before(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        """A hook of linear modules, called with their input."""
+        if self._waiting is not None and args and args[0].shape[-1] == self._waiting[1]:
+            self.weights[self._waiting[0]] = module.get_parameter("weight")
+        self._waiting = None
+
+
+def output_projections(model: Model) -> dict[int, Tensor]:
+    """The weight of the first linear module after each layer's attention, if it takes the attention's output. [E, H * G * Dv]."""
+    probe = _ProbeOutputs()
+    linear = [m for m in model.hf.modules() if isinstance(m, torch.nn.Linear)]
+    hooks = [m.register_forward_pre_hook(probe.before) for m in linear]
+    tokens = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    try:
+        with torch.inference_mode():
+            _forward(model.hf, tokens, torch.zeros_like(tokens), probe, 1)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return probe.weights
 
 
 def adopt(hf: PreTrainedModel, rope_length: int | None = None) -> Model:

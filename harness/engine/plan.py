@@ -6,7 +6,7 @@ dims.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from kvbench.harness.engine.closed_form import ClosedForm
 from kvbench.harness.engine.kernels.choose import StepKernel, WalkKernel
 from kvbench.harness.engine.rows import Rows
+from kvbench.policies import Seen
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,13 @@ class Block:
         steps: each token's index in its stream. [B, T] int64.
         valid: tokens that count; all when None. [B, T] bool.
         seen: tokens of each stream before the block; None when streams differ in length.
+        ids: of the tokens. [B, T] int64.
     """
 
     steps: Tensor
     valid: Tensor | None
     seen: int | None
+    ids: Tensor
 
     @property
     def tokens(self) -> int:
@@ -46,7 +49,7 @@ class QueryFactors:
     """RoPE of a block's queries.
 
     Attributes:
-        factors: unit complex numbers. [B, 1, 1, T, P], or [B, 1, 1, P] for a step.
+        factors: unit complex numbers. [B, 1, 1, T, P], or [N, 1, P] for a step.
     """
 
     factors: Tensor
@@ -64,31 +67,35 @@ class Places:
     """Where a block's tokens go, in every row of the slots it is walked in: one entry a token.
 
     Attributes:
-        ranks: rank of the token, or that of an empty slot if it does not count. [R] int64 each.
+        ranks: rank of the token, or that of an empty slot if it does not count; None where only the device knows. [R] int64 each.
         steps: its index in its stream. [R] int64 each.
         now: the same for a policy's view. [L * B, 1, 1] int64 each.
         valid: whether it counts; None if all do. [L * B, 1, 1] bool each.
-        room: tokens of the block that find an unused slot to follow them; None if the host can't know, or all do.
+        evicts: whether, as far as the host knows, every stream must evict after it.
         ragged: streams differ in length, so only the device knows which of them are full.
+        ids: of the token. [R] int64 each.
     """
 
-    ranks: Sequence[Tensor]
+    ranks: Sequence[Tensor | None]
     steps: Sequence[Tensor]
     now: Sequence[Tensor]
     valid: Sequence[Tensor | None]
-    room: int | None
+    evicts: Sequence[bool]
     ragged: bool
-
-    def evicts(self, t: int) -> bool:
-        """Whether, as far as the host knows, every stream must evict after token t."""
-        return self.room is not None and t >= self.room
+    ids: Sequence[Tensor]
 
 
 @dataclass(frozen=True)
 class Fill:
-    """Nothing is evicted before the block ends: causal attention in one go, rank = position = slot."""
+    """Nothing is evicted before the block ends: causal attention in one go, rank = position = slot.
+
+    Attributes:
+        seen: tokens before the block.
+        ids: of its tokens. [B, T] int64.
+    """
 
     seen: int
+    ids: Tensor
 
 
 @dataclass(frozen=True)
@@ -126,17 +133,34 @@ class CompiledWalk:
 
 
 @dataclass(frozen=True)
+class Runs:
+    """The block is read in runs of tokens during which nothing is evicted: each is one attention call.
+
+    Attributes:
+        lengths: of the runs. Tokens are evicted after each but perhaps the last.
+        evicts_at_end: tokens are evicted after the last one, too.
+        places: of its tokens, for the rows of one layer.
+        attended: slots a token looks at.
+        updates: statistics see the attention of each token.
+    """
+
+    lengths: Sequence[int]
+    evicts_at_end: bool
+    places: Places
+    attended: int
+    updates: bool
+
+
+@dataclass(frozen=True)
 class PlainWalk:
     """The definition: the block is walked token by token inside each layer.
 
     Attributes:
         places: of its tokens, for the rows of one layer.
-        query_factors: None without RoPE.
         attended: slots a token looks at.
     """
 
     places: Places
-    query_factors: QueryFactors | None
     attended: int
 
 
@@ -148,10 +172,10 @@ class Step:
         places: of the token, for the rows of all layers.
         rows: of all layers.
         attended: slots it looks at.
-        mass: softmax weights of all layers, if the policy keeps a statistic. [R, G, S].
-        mass_of_layer: the same, by layer. [N, G, S] each.
+        seen: what statistics read of attention, of all layers. [R, G, ...] each.
+        seen_of_layer: the same, by layer. [N, G, ...] each.
         kernel: that takes the token in; None: plain PyTorch, which needs what follows.
-        query_factors: None without RoPE.
+        query_factors: RoPE of the queries, by layer; None without RoPE. [N, 1, P] each.
         used: slots that hold a token, by layer; None if all do. [N, 1, S] bool each.
         key_factors: RoPE of the cached keys, by layer; None where each layer computes its own. [N, S, P] each.
     """
@@ -159,12 +183,12 @@ class Step:
     places: Places
     rows: Rows
     attended: int
-    mass: Tensor | None
-    mass_of_layer: Sequence[Tensor | None]
+    seen: Mapping[Seen, Tensor]
+    seen_of_layer: Sequence[Mapping[Seen, Tensor]]
     kernel: StepKernel | None
-    query_factors: QueryFactors | None
+    query_factors: Sequence[QueryFactors | None] = ()
     used: Sequence[Tensor | None] = ()
     key_factors: Sequence[Tensor | None] = ()
 
 
-Plan = Fill | Closed | CompiledWalk | PlainWalk | Step
+Plan = Fill | Closed | CompiledWalk | Runs | PlainWalk | Step

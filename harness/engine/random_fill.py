@@ -28,7 +28,9 @@ def fill_randomly(slots: Slots, tokens: int, generator: torch.Generator) -> None
         rows = slots.rows(slots.num_slots, layer)
         keys, values = (x[:, :count].normal_(generator=generator) for x in (rows.keys, rows.values))
         rows.put(keys, values, position.expand(len(keys), -1))
-        for state in rows.states.values():
+        for statistic, state in rows.states.items():
+            if statistic.per == "head":
+                continue
             held = state.flatten(0, 1)[:, :count]
             held += torch.rand(held.shape, generator=generator, device=device, dtype=held.dtype)
 

@@ -132,6 +132,12 @@ class RecomputeDecoder:
             out.append(self.model(chosen.flatten(0, 1), _Windows(self.model, self.length), 1).view(len(text), len(starts), -1))
         return torch.cat(out, 1)
 
+    def read_prompt(self, tokens: Tensor, block: int, once: bool = False) -> Tensor:
+        """Read prompts in blocks; only the last windows are run. [B, N] int64 -> logits after the last token, [B, V]."""
+        for part in tokens.split(block, 1):
+            logits = self(part, keep=torch.full((1,), part.shape[1] - 1, device=tokens.device))
+        return logits[:, -1]
+
     def reserve(self, tokens: int) -> None:
         """Does nothing: there is no cache to grow."""
 
@@ -156,6 +162,11 @@ class RecomputeDecoder:
 
     @property
     def kv_bytes(self) -> int:
+        """0: no K or V is held between steps."""
+        return 0
+
+    @property
+    def held_bytes(self) -> int:
         """0: no K or V is held between steps."""
         return 0
 

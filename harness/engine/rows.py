@@ -6,12 +6,16 @@ D key dim, Dv value dim, n tokens held, k extra axes of a statistic.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvbench.policies import Attention, CacheView, Policy
+from kvbench.harness.engine.rotary import LONGEST_STREAM, rotate
+from kvbench.harness.engine.victims import of_heads, of_layers, ranks_without
+from kvbench.policies import Attention, CacheView, Policy, Seen, Statistic, Written
 
 if TYPE_CHECKING:
     from kvbench.harness.engine.slots import Slots
@@ -62,18 +66,29 @@ class Rows:
         self.rank, self.position = tensors.rank[part, :attended], tensors.position[part, :attended]
         self.free, self._row_base = tensors.free[part], tensors.row_base[part]
         self.base = part.start * slots.num_slots  # flat index of these rows' first slot
-        self.states = {s: x[part, :attended].unflatten(0, (-1, heads)) for s, x in tensors.states.items()}
+        self._row_states = {s: x[part] for s, x in tensors.states.items()}  # [R, S, *k] or [R, *k]
+        self._budgets = None if slots.budget.of_rows is None else slots.budget.of_rows[part]
+        shown = {s: x[:, :attended] if s.per == "slot" else x for s, x in self._row_states.items()}
+        self.states = {s: x.unflatten(0, (-1, heads)) for s, x in shown.items()}
+        self._output = slots.parts[layers.start].output  # of one layer only
         of_layer = slots.layer_index[layers].repeat_interleave(slots.streams)
         streams = torch.arange(slots.streams, device=self.rank.device)
         self._stream_of_block = streams.repeat(layers.stop - layers.start)  # [L * B]
         self._stream_of_row = self._stream_of_block.repeat_interleave(heads)  # [R]
         rank, position, keys, values = (x.unflatten(0, (-1, heads)) for x in (self.rank, self.position, self.keys, self.values))
         layer = of_layer[:, None, None]  # stands in for the step until the first token
-        head = torch.arange(heads, device=self.rank.device)[:, None]
-        no_prompt = torch.zeros_like(layer)
+        head = slots.head_index[layers].repeat_interleave(slots.streams, 0)[..., None]
+        prompt = slots.prompt[self._stream_of_block][:, None, None]
         self.view = CacheView(
-            rank, position, layer, keys, values, self.states, layer, head, no_prompt, slots.num_layers, slots.seed
+            rank, position, layer, keys, values, self.states, layer, head, prompt, slots.num_layers, slots.seed, self._rotated
         )
+
+    def _rotated(self, x: Tensor, position: Tensor) -> Tensor:
+        """`CacheView.rotate`."""
+        rotation = self._slots.shape.rotation
+        if rotation is None:
+            return x
+        return rotate(x.contiguous(), rotation.factors(position.expand(x.shape[:-1]), x.dtype, LONGEST_STREAM))
 
     def each_head(self, x: Tensor) -> tuple[Tensor, ...]:
         """[B, T] -> T times [R]."""
@@ -83,6 +98,24 @@ class Rows:
         """[B, T] -> T times [L * B, 1, 1]."""
         return x.T.index_select(1, self._stream_of_block)[..., None, None].unbind(0)
 
+    def of_streams(self, x: Tensor) -> Tensor:
+        """[B, T] -> [R, T]."""
+        return x.index_select(0, self._stream_of_row)
+
+    @property
+    def asked(self) -> frozenset[Seen]:
+        """What statistics read of attention."""
+        return self._slots.sees
+
+    @property
+    def heads(self) -> int:
+        """H."""
+        return self._slots.shape.heads
+
+    def count(self) -> Tensor:
+        """Tokens that each row holds. [R] int64."""
+        return (self.rank < self._slots.empty_rank).sum(-1)
+
     def place(self, rank: Tensor, step: Tensor, now: Tensor) -> None:
         """Enter the new token in the account of the free slot. rank, step: [R] int64; now: [L * B, 1, 1] int64."""
         self._tensors.flat_rank.index_copy_(0, self.free, rank)
@@ -91,32 +124,115 @@ class Rows:
             state.index_fill_(0, self.free, statistic.initial)
         self.view.step = now
 
+    def empty_slots(self, count: int) -> Tensor:
+        """Flat indices of the first empty slots of each row. [R, count] int64."""
+        occupied = (self.rank < self._slots.empty_rank).to(torch.uint8)
+        return occupied.argsort(dim=-1, stable=True)[:, :count] + self._row_base[:, None]
+
+    def enter(self, free: Tensor, keys: Tensor, values: Tensor, ranks: Tensor, steps: Tensor) -> None:
+        """Put a run of tokens into free slots. [R, T], [R, T, D], [R, T, Dv], [R, T], [R, T]."""
+        tensors, at = self._tensors, free.flatten()
+        tensors.flat_keys.index_copy_(0, at, keys.flatten(0, 1))
+        tensors.flat_values.index_copy_(0, at, values.flatten(0, 1))
+        tensors.flat_rank.index_copy_(0, at, ranks.flatten())
+        tensors.flat_position.index_copy_(0, at, steps.flatten())
+        for statistic, state in tensors.flat_states.items():
+            state.index_fill_(0, at, statistic.initial)
+
+    def leave(self, free: Tensor) -> None:
+        """Make slots empty again. [R, T] int64."""
+        self._tensors.flat_rank.index_fill_(0, free.flatten(), self._slots.empty_rank)
+
+    def seen_by(self, ranks: Tensor, steps: Tensor) -> Tensor:
+        """Which slots the tokens of a run see. ranks, steps: of the tokens, [R, T] int64 -> [R, T, S] bool."""
+        sees, window = self.rank[:, None] <= ranks[..., None], self._slots.shape.sliding_window
+        return sees if window is None else sees & (steps[..., None] - self.position[:, None] < window)
+
+    def end_run(self, free: Tensor, due: bool) -> None:
+        """After a run: evict what is due, and find the slot for the next token. free: the run's slots, [R, T] int64."""
+        if due:
+            self.release(None, due=True, ragged=False)
+        elif self._slots.capacity is None:
+            torch.add(free[:, -1], 1, out=self.free)
+        else:
+            self.find_free()
+
     def write(self, key: Tensor, value: Tensor) -> None:
         """Put the new token's K and V into the free slot. [R, D], [R, Dv]."""
         self._tensors.flat_keys.index_copy_(0, self.free, key)
         self._tensors.flat_values.index_copy_(0, self.free, value)
 
-    def used(self) -> Tensor:
-        """Slots that hold a token. [R, 1, S] bool."""
-        return (self.rank < self._slots.empty_rank)[:, None]
+    def note_written(
+        self, free: Tensor, key: Tensor, value: Tensor, step: Tensor, ids: Tensor, valid: Tensor | None = None
+    ) -> None:
+        """Set what statistics compute of tokens when they are written, in the rows of one layer.
 
-    def update(self, mass: Tensor, valid: Tensor | None) -> None:
-        """Update the statistics with the attention of one step. mass: [R, G, S]; valid: [L * B, 1, 1]."""
+        Args:
+            free: flat indices of the tokens' slots. [N, T] int64.
+            key: unrotated, paired. [N, T, D].
+            value: [N, T, Dv].
+            step: [N, T] int64.
+            ids: of the tokens. [N, T] int64.
+            valid: tokens that count; all when None. [N, T] bool.
+        """
+        if not any(writes(s) for s in self.states):
+            return
+        heads = self._slots.shape.heads
+        keys, values, steps, tokens = (x.unflatten(0, (-1, heads)) for x in (key, value, step, ids))
+        token = Written(keys, values, steps, tokens, self._rotated, self._output)
+        for statistic in self.states:
+            first = statistic.written(token)
+            if first is None:
+                continue
+            first = first.flatten(0, 1)  # [N, T, *k]
+            if statistic.per == "slot":
+                state = self._tensors.flat_states[statistic]
+                state.index_copy_(0, free.flatten(), first.flatten(0, 1).to(state.dtype))
+            else:
+                added = first.double() if valid is None else first.double() * _like(valid, first)
+                self._row_states[statistic] += added.sum(1)
+
+    def used(self) -> Tensor:
+        """Slots that hold a token that a query may see now. [R, 1, S] bool."""
+        held, window = self.rank < self._slots.empty_rank, self._slots.shape.sliding_window
+        if window is not None and not self._slots.evicts_each_step:
+            held = held & (self.view.age.flatten(0, 1) < window)
+        return held[:, None]
+
+    def update(self, seen: Mapping[Seen, Tensor], valid: Tensor | None) -> None:
+        """Update the statistics with the attention of one step. seen: [R, G, ...] each; valid: [L * B, 1, 1]."""
+        heads = self._slots.shape.heads
+        attention = Attention(**{name: x.unflatten(0, (-1, heads)) for name, x in seen.items()})
         for statistic, state in self.states.items():
-            attention = Attention(weights=mass.view(*state.shape[:2], -1, state.shape[2]))
+            if not statistic.sees:
+                continue
             new = statistic.update(state, attention, self.view)
             if valid is not None:
                 new = torch.where(valid.view(-1, *[1] * (state.dim() - 1)), new, state)
             state.copy_(new)
 
+    @property
+    def update_in_runs(self) -> bool:
+        """Whether every statistic that sees attention can take several steps at once."""
+        return all(takes_runs(s) for s in self.states if s.sees)
+
+    def update_together(self, seen: Mapping[Seen, Tensor]) -> None:
+        """Update the statistics with the attention of several steps. seen: [R, G, T, ...] each."""
+        heads = self._slots.shape.heads
+        attention = Attention(**{name: x.unflatten(0, (-1, heads)) for name, x in seen.items()})
+        for statistic, state in self.states.items():
+            if statistic.sees:
+                state.copy_(statistic.update_run(state, attention, self.view))
+
     def oldest_first(self, count: int, ordered: bool) -> Held:
         """The `count` tokens that are held, by rank; `ordered`: the slots are in that order already."""
-        states = [x.flatten(0, 1) for x in self.states.values()]
+        states = [x.flatten(0, 1) for s, x in self.states.items() if s.per == "slot"]
         if ordered:
             return Held(self.keys[:, :count], self.values[:, :count], self.position[:, :count], [x[:, :count] for x in states])
         order = self.rank.argsort(-1)[:, :count]
         keys, values = (x.take_along_dim(order[..., None], 1) for x in (self.keys, self.values))
-        return Held(keys, values, self.position.take_along_dim(order, 1), [x.take_along_dim(order, 1) for x in states])
+        states = [x.take_along_dim(_like(order, x), 1) for x in states]
+        return Held(keys, values, self.position.take_along_dim(order, 1), states)
 
     def put(self, keys: Tensor, values: Tensor, position: Tensor) -> None:
         """Hold these tokens and no others, oldest first in the first slots. [N, n, D], [N, n, Dv], [N, n] int64."""
@@ -132,24 +248,74 @@ class Rows:
         self.rank[:, count:] = self._slots.empty_rank
         self.free.copy_(self._row_base + count)
 
+    def shorten(self, counts: Tensor) -> None:
+        """After `put` or `hold`: keep only the first `counts` tokens of each row. [N] int64."""
+        self.rank.masked_fill_(self.rank >= counts[:, None], self._slots.empty_rank)
+        self.free.copy_(self._row_base + counts)
+
     def put_states(self, state: Tensor, initial: float) -> None:
         """Set the statistic of the tokens that `put` put there, and of all other slots to its initial value. [N, n]."""
         for x in self.states.values():
             flat = x.flatten(0, 1)
             flat[:, : state.shape[1]], flat[:, state.shape[1] :] = state, initial
 
-    def release(self, valid: Tensor | None, full: bool, ragged: bool) -> None:
-        """Find the slot for the next token: an unused one, or that of the token worth least.
+    def release(self, valid: Tensor | None, due: bool, ragged: bool) -> None:
+        """Evict what is due, and find the slot for the next token.
 
         Args:
             valid: streams in which the token counted; all when None. [L * B, 1, 1] bool.
-            full: no stream has an unused slot.
-            ragged: the host does not know which streams have one.
+            due: tokens are evicted now, as far as the host knows.
+            ragged: the host does not know for which streams that is so.
         """
-        if self._slots.capacity is not None and (full or ragged):
-            self._evict(ragged)
+        slots = self._slots
+        if slots.capacity is None:
+            self.free += 1 if valid is None else valid.expand(-1, slots.shape.heads, 1).flatten()
+        elif slots.evicts_each_step:
+            if due or ragged:
+                self._evict(ragged)
+            else:
+                self.free += 1 if valid is None else valid.expand(-1, slots.shape.heads, 1).flatten()
         else:
-            self.free += 1 if valid is None else valid.expand(-1, self._slots.shape.heads, 1).flatten()
+            if due or ragged:
+                self.evict_several()
+            self.find_free()
+
+    def find_free(self) -> None:
+        """Let the next token take the first empty slot of each row."""
+        empty = (self.rank == self._slots.empty_rank).to(torch.uint8)
+        torch.add(empty.argmax(-1), self._row_base, out=self.free)
+
+    def evict_several(self) -> None:
+        """Cut every row, or every layer whose heads compete, back to its budget if `every` tokens more are held."""
+        slots, budget, heads = self._slots, self._slots.budget, self._slots.shape.heads
+        held = self.rank < slots.empty_rank
+        importance = effective_importance(slots.policy, self.view, slots.shape.sliding_window).masked_fill(~held, inf)
+        count = held.sum(-1, keepdim=True)
+        if budget.floor is None:
+            excess = count - ((slots.capacity or 0) if self._budgets is None else self._budgets)
+            victims = of_heads(importance, self.rank, excess.masked_fill(excess < slots.every, 0))
+        else:
+            by_layer = [x.unflatten(0, (-1, heads)) for x in (importance, self.rank, count)]
+            excess = by_layer[2].sum(1) - heads * (slots.capacity or 0)
+            victims = of_layers(
+                by_layer[0], by_layer[1], excess.masked_fill(excess < heads * slots.every, 0), by_layer[2], budget.floor
+            ).flatten(0, 1)  # fmt: skip
+        self.forget(victims)
+        self.rank.copy_(ranks_without(victims, self.rank, slots.empty_rank))
+
+    def forget(self, victims: Tensor) -> None:
+        """Take evicted tokens out of sums over what a head holds. victims: [R, S] bool, before their slots are given away."""
+        sums = [s for s in self.states if s.per == "head" and writes(s)]
+        if not sums:
+            return
+        view, heads = self.view, self._slots.shape.heads
+        position = view.position.clamp(min=0)
+        token = Written(view.keys, view.values, position, torch.zeros_like(position), self._rotated, self._output)
+        for statistic in sums:
+            lost = statistic.written(token)
+            if lost is not None:
+                lost = lost.double() * _like(victims.unflatten(0, (-1, heads)), lost)
+                self._row_states[statistic] -= lost.sum(2).flatten(0, 1)
 
     def _evict(self, ragged: bool) -> None:
         """Free the slot of the lowest (importance, rank), lexicographically.
@@ -163,8 +329,29 @@ class Rows:
             rank = rank.masked_fill(rank == empty, -1)
         lowest = importance.amin(-1, keepdim=True)
         worst, victim = rank.masked_fill(importance > lowest, empty + 1).min(-1, keepdim=True)
+        if any(s.per == "head" and writes(s) for s in self.states):
+            self.forget(torch.zeros_like(rank, dtype=torch.bool).scatter_(-1, victim, worst >= 0))
         torch.add(victim[:, 0], self._row_base, out=self.free)
         if ragged:
             worst = worst.masked_fill(worst < 0, empty)
         self.rank.sub_((self.rank > worst).long())
         self._tensors.flat_rank.index_fill_(0, self.free, empty)
+
+
+def writes(statistic: Statistic) -> bool:
+    """Whether a statistic computes something when a token is written."""
+    return type(statistic).written is not Statistic.written
+
+
+def takes_runs(statistic: Statistic) -> bool:
+    """Whether a statistic can take several steps at once. A class that overrides `update` alone can't."""
+
+    def origin(name: str) -> int:
+        return next(at for at, kind in enumerate(type(statistic).__mro__) if name in vars(kind))
+
+    return type(statistic).update_run is not Statistic.update_run and origin("update_run") <= origin("update")
+
+
+def _like(x: Tensor, other: Tensor) -> Tensor:
+    """`x` with axes of size 1 at its end, to as many as `other` has."""
+    return x.view(*x.shape, *[1] * (other.dim() - x.dim()))

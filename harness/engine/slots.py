@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.cadence import Cadence
 from kvbench.harness.engine.rotary import Rotation
 from kvbench.harness.engine.rows import Rows
-from kvbench.policies import HeadSizes, Statistic
+from kvbench.policies import HeadSizes, Policy, Seen, Statistic
 
 BUCKET = 256  # slots; a cache that is not full attends over the next multiple of it
 
@@ -61,6 +61,38 @@ class LayerShape:
         return self.sliding_window - 1 if capacity is None else min(capacity, self.sliding_window - 1)
 
 
+@dataclass(frozen=True)
+class Budget:
+    """What the heads of some layers may hold.
+
+    Attributes:
+        capacity: tokens per head held after an eviction, on average; None if all are.
+        floor: the least a head holds, if all heads of a layer compete; None if each head has a budget of its own.
+        of_rows: the budget of each row, if rows differ. [R, 1] int64.
+        slots: of each row; None for as many as the capacity needs.
+    """
+
+    capacity: int | None
+    floor: int | None = None
+    of_rows: Tensor | None = None
+    slots: int | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """Heads of one layer that live in the same `Slots`.
+
+    Attributes:
+        layer: index in the model.
+        heads: their indices in the layer; all when None.
+        output: of the layer, as `Written.output` has it. [H, G, E, Dv].
+    """
+
+    layer: int
+    heads: tuple[int, ...] | None = None
+    output: Tensor | None = None
+
+
 class SlotTensors:
     """The tensors of `Slots`, and flat views that steps write through. Replaced as a whole when the slots grow."""
 
@@ -74,7 +106,7 @@ class SlotTensors:
             values: [R, S, Dv].
             rank: S in an empty slot. [R, S] int64.
             position: -1 in a slot never used. [R, S] int64.
-            states: one tensor a statistic. [R, S, *k].
+            states: one tensor a statistic. [R, S, *k], or [R, *k] for one that is kept per head.
             offset: the free slot of each row, which the next token takes. [R] int64.
         """
         rows, slots = rank.shape
@@ -83,7 +115,7 @@ class SlotTensors:
         self.free = self.row_base + offset  # flat index of each row's free slot. [R]
         self.flat_keys, self.flat_values = keys.flatten(0, 1), values.flatten(0, 1)
         self.flat_rank, self.flat_position = rank.flatten(), position.flatten()
-        self.flat_states = {s: x.flatten(0, 1) for s, x in states.items()}
+        self.flat_states = {s: x.flatten(0, 1) for s, x in states.items() if s.per == "slot"}
 
     def extended(self, slots: int) -> SlotTensors:
         """The same with more slots, the new ones empty."""
@@ -92,7 +124,7 @@ class SlotTensors:
         def extend(x: Tensor, fill: float) -> Tensor:
             return torch.cat([x, x.new_full((x.shape[0], slots - x.shape[1], *x.shape[2:]), fill)], 1)
 
-        states = {s: extend(x, s.initial) for s, x in self.states.items()}
+        states = {s: extend(x, s.initial) if s.per == "slot" else x for s, x in self.states.items()}
         keys, values = extend(self.keys, 0), extend(self.values, 0)
         return SlotTensors(keys, values, extend(self.rank, slots), extend(self.position, -1), states, self.free - self.row_base)
 
@@ -104,18 +136,23 @@ class SlotTensors:
 
 
 class Slots:
-    """The slots of layers of one shape, and what their policy keeps about them.
+    """The slots of layers, or parts of layers, of one shape, and what their policy keeps about them.
 
     Attributes:
-        shape: of each layer.
+        shape: of each layer; its heads are those that live here.
+        parts: which heads of which layers.
         layers: their indices in the model.
         num_layers: of the whole model.
         policy: bound to the tokens these layers keep.
-        capacity: tokens held between steps; None if all.
+        cadence: when tokens are evicted.
+        budget: what rows may hold.
         streams: B.
         seed: of the policy's randomness.
         wide: dtype of statistics and softmax weights.
         layer_index: the indices of the layers. [L] int64.
+        head_index: the heads' indices in their layers. [L, H] int64.
+        prompt: tokens of each stream's prompt, 0 if it has none. [B] int64.
+        quiet: statistics that see attention don't look at the first `quiet` tokens.
         tensors: K, V, ranks, positions and statistics.
         windows: the `Rows` made so far, by (slots attended, layer).
         version: number of times the tensors were replaced.
@@ -125,48 +162,95 @@ class Slots:
         self,
         shape: LayerShape,
         *,
-        layers: Sequence[int],
-        config: CacheConfig,
+        parts: Sequence[Part],
+        policy: Policy,
+        statistics: Sequence[Statistic],
+        cadence: Cadence,
+        budget: Budget,
         num_layers: int,
         streams: int,
+        seed: int,
         device: torch.device,
         dtype: torch.dtype,
-        prompt_length: int | None = None,
     ) -> None:
         """Allocate.
 
         Args:
             shape: of each layer.
-            layers: their indices in the model.
-            config: policy, capacity and seed. A sliding-window layer keeps no more than its window in any case.
+            parts: which heads of which layers, as many of each.
+            policy: bound to the tokens these layers keep.
+            statistics: to keep.
+            cadence: when tokens are evicted.
+            budget: what rows may hold.
             num_layers: of the whole model.
             streams: B.
+            seed: of the policy's randomness.
             device: of the slots.
             dtype: of K and V.
-            prompt_length: hold this many tokens before anything is evicted, in place of the capacity.
         """
-        policy_capacity = shape.kept(config.capacity)
-        self.policy = config.policy if policy_capacity is None else config.policy.bind(policy_capacity)
-        self.capacity = policy_capacity if prompt_length is None else shape.kept(prompt_length)
-        self.shape, self.layers, self.num_layers = shape, list(layers), num_layers
-        self.streams, self.seed = streams, config.seed
+        self.policy, self.cadence, self.budget, self.parts = policy, cadence, budget, list(parts)
+        self.shape, self.layers, self.num_layers = shape, [part.layer for part in parts], num_layers
+        self.streams, self.seed, self.quiet = streams, seed, 0
         self.layer_index = torch.tensor(self.layers, device=device)
+        heads = [list(part.heads or range(shape.heads)) for part in parts]
+        self.head_index = torch.tensor(heads, device=device)
+        self.prompt = torch.zeros(streams, dtype=torch.int64, device=device)
         self.wide = torch.promote_types(dtype, torch.float32)
-        rows, slots = len(layers) * streams * shape.heads, BUCKET if self.capacity is None else self.capacity + 1
+        rows, slots = len(parts) * streams * shape.heads, budget.slots or cadence.most or BUCKET
         self.tensors = SlotTensors(
             keys=torch.zeros(rows, slots, shape.key_dim, device=device, dtype=dtype),
             values=torch.zeros(rows, slots, shape.value_dim, device=device, dtype=dtype),
             rank=torch.full((rows, slots), slots, device=device),
             position=torch.full((rows, slots), -1, device=device),
-            states={
-                s: torch.full((rows, slots, *s.shape(shape.sizes)), s.initial, device=device, dtype=self.wide)
-                for s in self.policy.statistics
-            },
+            states={s: self._first_state(s, rows, slots, device) for s in statistics},
             offset=torch.zeros(rows, dtype=torch.int64, device=device),
         )
         self.windows: dict[tuple[int, int | None], Rows] = {}
         self.version = 0
         self.every = 1
+
+    def _first_state(self, statistic: Statistic, rows: int, slots: int, device: torch.device) -> Tensor:
+        """A statistic of empty slots."""
+        per_slot = statistic.per == "slot"
+        size = (rows, slots) if per_slot else (rows,)
+        dtype = self.wide if per_slot else torch.float64
+        return torch.full((*size, *statistic.shape(self.shape.sizes)), statistic.initial, device=device, dtype=dtype)
+
+    @property
+    def capacity(self) -> int | None:
+        """Tokens held between steps, on average over heads; None if all."""
+        return self.cadence.capacity
+
+    @property
+    def every(self) -> int:
+        """Tokens that are evicted at once."""
+        return self.cadence.every
+
+    @property
+    def uneven(self) -> bool:
+        """Whether heads hold different numbers of tokens, so that only the device knows how many."""
+        return self.budget.floor is not None or self.budget.of_rows is not None
+
+    @property
+    def evicts_each_step(self) -> bool:
+        """Whether every row evicts one token after each step, once it is full."""
+        return self.capacity is not None and self.every == 1 and not self.uneven
+
+    @property
+    def has_all_heads(self) -> bool:
+        """Whether whole layers live here."""
+        return all(part.heads is None for part in self.parts)
+
+    @property
+    def sees(self) -> frozenset[Seen]:
+        """What statistics read of attention."""
+        return frozenset(name for s in self.tensors.states for name in s.sees)
+
+    def begin_prompt(self, tokens: int, quiet: int = 0) -> None:
+        """Note that streams open with a prompt of this length. quiet: see the attribute."""
+        self.prompt = torch.full_like(self.prompt, tokens)
+        self.quiet, self.windows = quiet, {}
+        self.version += 1
 
     @property
     def num_slots(self) -> int:
@@ -204,8 +288,20 @@ class Slots:
 
     def usage(self, seen: int) -> tuple[int, int]:
         """(slots in use, slots attended) after `seen` tokens."""
-        used = seen if self.capacity is None else min(seen, self.capacity + 1)
+        used = self.used(seen)
         return used, self.attended(used)
+
+    def used(self, seen: int) -> int:
+        """The largest number of slots in use after `seen` tokens: those of the tokens held before, and that of the last one."""
+        if self.cadence.most is None:
+            return self.cadence.held(seen)
+        return self.num_slots if self.uneven else min(seen, self.cadence.most)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of K and V of the tokens held. Syncs with the host."""
+        held = int((self.tensors.rank < self.empty_rank).sum())
+        return held * self.shape.kv_bytes_per_token(self.tensors.keys.dtype) // self.shape.heads
 
     def held(self, positions: Tensor) -> Tensor:
         """Which tokens of the first stream are held. positions: [K] int64 -> [L, H, K] bool."""
@@ -214,10 +310,10 @@ class Slots:
         occupied = self.tensors.rank.view(by_stream)[:, 0] < self.empty_rank
         return torch.stack([((position == p) & occupied).any(-1) for p in positions], -1)
 
-    def grow(self, used: int) -> None:
-        """Make room for `used` tokens, in whole buckets. A bounded cache has its room from the start."""
-        if self.capacity is None and used > self.num_slots:
-            self._replace(self.tensors.extended(-(-used // BUCKET) * BUCKET))
+    def grow(self, seen: int) -> None:
+        """Make room for `seen` tokens of a stream, in whole buckets. A bounded cache has its room from the start."""
+        if self.capacity is None and self.cadence.held(seen) > self.num_slots:
+            self._replace(self.tensors.extended(-(-self.cadence.held(seen) // BUCKET) * BUCKET))
 
     def kept(self, layer: int) -> list[list[list[int]]]:
         """Positions held, oldest first, per stream and KV head. Syncs with the host."""
@@ -237,7 +333,9 @@ class Slots:
             return by_stream[:, streams].flatten(0, 2)
 
         other = copy(self)
-        other.streams = len(streams)
+        other.streams, other.prompt = len(streams), self.prompt[streams]
+        if self.budget.of_rows is not None:
+            other.budget = replace(self.budget, of_rows=select(self.budget.of_rows))
         other._replace(self.tensors.mapped(select))
         return other
 

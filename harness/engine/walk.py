@@ -1,8 +1,8 @@
 """The walk: a block of tokens through the cache of every layer.
 
-What happens to a token. `Walk.begin` looks at a block once and returns its plan. The model then calls `attend` in every layer,
-which follows the plan, and `end` is called after the last layer. By the definition (`PlainWalk`), a layer takes the tokens of its
-block one after the other:
+What happens to a token. `Walk.begin` looks at a block once and returns its plan (`planner.py`). The model then calls `attend` in
+every layer, which follows the plan, and `end` is called after the last layer. By the definition (`PlainWalk`, in `plain.py`), a
+layer takes the tokens of its block one after the other:
 
 1. the token's rank and position are entered for the free slot, and its unrotated key and its value are written there;
 2. its query attends to all tokens held, itself included, whose keys are rotated to where the position mode puts them;
@@ -12,7 +12,7 @@ block one after the other:
 What a layer keeps depends on that layer's attention alone, so a whole block can pass one layer before it enters the next. The
 other plans compute the same faster. `Step`, for a block of one token, does 3 and 4 for all layers at once, in `end`. `Fill`
 attends in one go while nothing has to be evicted. `Closed` computes banded attention where it is known beforehand what is kept.
-`CompiledWalk` leaves the loop over tokens to a kernel.
+`Runs` attends in one go from one eviction to the next. `CompiledWalk` leaves the loop over tokens to a kernel.
 
 Axis letters: L layers, B streams, H KV heads, N = B * H, R = L * N, G query heads of a KV head, S slots, T tokens, D key dim,
 Dv value dim, P pairs of dims.
@@ -20,37 +20,30 @@ Dv value dim, P pairs of dims.
 
 from __future__ import annotations
 
-from copy import copy
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from kvbench.harness.engine.attention import Terms, causal, weights
+from kvbench.harness.engine.attention import Terms, causal
 from kvbench.harness.engine.closed_form import closed_form
 from kvbench.harness.engine.kernels.choose import Kernels, kernels_for
 from kvbench.harness.engine.method import EAGER, Method
-from kvbench.harness.engine.plan import Block, Closed, CompiledWalk, Fill, Places, PlainWalk, Plan, QueryFactors, Step
-from kvbench.harness.engine.rotary import LONGEST_STREAM, Rotation, rotate
-from kvbench.harness.engine.rows import Rows
+from kvbench.harness.engine.placement import Placement
+from kvbench.harness.engine.plain import Plain, rotated_and_scaled
+from kvbench.harness.engine.plan import Block, Closed, CompiledWalk, Fill, PlainWalk, Plan, Runs, Step
+from kvbench.harness.engine.planner import Planner
+from kvbench.harness.engine.rotary import rotate
+from kvbench.harness.engine.rows import writes
+from kvbench.harness.engine.runs import Run, RunReader
 from kvbench.harness.engine.slots import Slots
 from kvbench.policies import PositionMode
-
-_MIN_COMPILED_TOKENS = 4  # shorter blocks don't repay the kernel's copies
-_MAX_BATCHED_ROPE_ELEMENTS = 2**20  # of the keys of all layers; above this, each layer computes its own RoPE
-
-
-class _Placement(NamedTuple):
-    """Ranks of a block's tokens, in the rows it is walked in, and the RoPE of its queries."""
-
-    ranks: tuple[Tensor, ...]  # T times [R] int64
-    query_factors: QueryFactors | None
 
 
 class Walk:
     """Drives blocks through the layers of one `Slots`."""
 
-    def __init__(self, slots: Slots, positions: PositionMode, limit: int, method: Method = EAGER) -> None:
+    def __init__(
+        self, slots: Slots, positions: PositionMode, limit: int, method: Method = EAGER, like: Walk | None = None
+    ) -> None:
         """Set up for a decoder's life.
 
         Args:
@@ -58,27 +51,31 @@ class Walk:
             positions: where RoPE puts a cached token.
             limit: the largest distance of mode `clamped`, in tokens.
             method: shortcuts that may be taken.
+            like: a walk over other streams of such slots, whose kernels serve these too.
         """
-        self.slots, self.rotation = slots, slots.shape.rotation
-        if self.rotation is not None:
-            self.rotation.prepare(slots.tensors.keys.dtype)
-        self._mode, self._limit, self._method = positions, limit, method
-        self._max_position = {"stream": LONGEST_STREAM, "clamped": limit + 1}.get(positions)  # the number of slots when None
-        self._closed_form = closed_form(slots, positions, limit, self._rope_length) if method.closed_form else None
-        compiled = method.walk_kernel or method.step_kernel
-        self._kernels = kernels_for(slots, positions, limit, self._max_position) if compiled else Kernels()
-        self._ordered = True  # the slots hold their tokens oldest first
-        self._steady: _Placement | None = None  # of the step before, where that of the next one is the same
+        self.slots, self.rotation, self._method = slots, slots.shape.rotation, method
+        self._placement = Placement(slots, positions, limit)
+        self._form, self._kernels = None, Kernels()
+        if like is not None:
+            self._form, self._kernels = like._form, like._kernels
+        else:
+            if method.closed_form:
+                self._form = closed_form(slots, positions, limit, self._placement.length)
+            if method.walk_kernel or method.step_kernel:
+                self._kernels = kernels_for(slots, positions, limit, self._placement.max_position)
+        self._planner = Planner(slots, self._placement, self._form, self._kernels, method)
+        self._plain = Plain(slots, self._placement)
+        self._writes = any(writes(s) for s in slots.tensors.states)
 
     @property
     def has_closed_form(self) -> bool:
         """Whether blocks may be computed without walking them."""
-        return self._closed_form is not None
+        return self._form is not None
 
     @property
     def is_compiled(self) -> bool:
         """Whether blocks are walked by a compiled loop."""
-        return self._method.walk_kernel and self._kernels.walk is not None and self._closed_form is None
+        return self._method.walk_kernel and self._kernels.walk is not None and self._form is None
 
     @property
     def steps_by_kernel(self) -> bool:
@@ -97,10 +94,7 @@ class Walk:
 
     def begin(self, block: Block) -> Plan:
         """Before the first layer: decide how the block is read, and compute what its layers share."""
-        plan = self._plan_of_many(block) if block.tokens > 1 else self._plan_of_one(block)
-        if not isinstance(plan, Step):
-            self._steady = None
-        return plan
+        return self._planner(block)
 
     def attend(self, plan: Plan, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
         """Take a block into one layer, each token seeing what is kept when it comes.
@@ -117,13 +111,18 @@ class Walk:
             [B, H * G, T, Dv].
         """
         if isinstance(plan, Step) and plan.kernel is not None:
-            rows, mass = self.slots.rows(plan.attended, layer), plan.mass_of_layer[self.slots.layers.index(layer)]
-            return plan.kernel(self.slots, rows, query, keys, values, terms.scaling, mass)
+            rows, seen = self.slots.rows(plan.attended, layer), plan.seen_of_layer[self.slots.layers.index(layer)]
+            free = rows.free.clone() if self._writes else rows.free
+            out = plan.kernel(self.slots, rows, query, keys, values, terms.scaling, seen.get("weights"))
+            if self._writes:
+                keys = keys if self.rotation is None else self.rotation.pair(keys)
+                self._plain.note_written(rows, plan.places, 0, free, keys.flatten(0, 1), values.flatten(0, 1))
+            return out
         paired_later = isinstance(plan, Closed) or (isinstance(plan, CompiledWalk) and plan.kernel.rotates)
         if self.rotation is not None and not paired_later:
             query, keys = self.rotation.pair(query), self.rotation.pair(keys)
         if isinstance(plan, Step):
-            return self._step(plan, layer, query, keys, values, terms)
+            return self._plain.step(plan, layer, query, keys, values, terms)
         query = query.unflatten(1, (self.slots.shape.heads, self.slots.shape.group))
         match plan:
             case Fill():
@@ -134,208 +133,40 @@ class Walk:
                 out = plan.form(rows, query, keys, values, terms, held, plan.seen)
             case CompiledWalk():
                 if not plan.kernel.rotates:
-                    query = _rotated_and_scaled(query, plan.query_factors, terms)
+                    query = rotated_and_scaled(query, plan.query_factors, terms)
                 rows = self.slots.rows(plan.attended, layer)
                 out = plan.kernel(self.slots, rows, layer, query, keys, values, terms.scaling, plan.ordered, plan.seen)
+            case Runs():
+                out = self._read_runs(plan, layer, query, keys, values, terms)
             case PlainWalk():
-                out = self._walk(plan, layer, query, keys, values, terms)
+                out = self._plain.walk(plan, layer, query, keys, values, terms)
         return out.flatten(1, 2)
 
     def end(self, plan: Plan, block: Block) -> None:
         """After the last layer: note the order of the slots, and do the bookkeeping of a step for all layers at once."""
-        evicted = self.slots.capacity is not None and (block.end is None or block.end > self.slots.capacity)
-        match plan:
-            case Closed():
-                self._ordered = True
-            case CompiledWalk():
-                self._ordered = plan.kernel.leaves_ordered or (self._ordered and not evicted)
-            case _:
-                self._ordered = self._ordered and not evicted
+        self._planner.note_end(plan, block)
         if isinstance(plan, Step):
             self._finish(plan)
 
     def graph_key(self, seen: int) -> tuple[int, int, bool]:
         """Identifies the CUDA graph for the step after `seen` tokens: all that the host decides about it."""
-        full = self.slots.capacity is not None and seen >= self.slots.capacity
-        return self.slots.version, self.slots.attended(seen + 1), full
+        slots = self.slots
+        return slots.version, slots.attended(slots.used(seen + 1)), slots.cadence.evicts(seen + 1)
 
     def forget_placement(self) -> None:
         """Make the next step compute all that it reads, as a captured one must."""
-        self._steady = None
+        self._planner.steady = None
 
     def note_replay(self, seen: int) -> None:
         """Note what an eager step after `seen` tokens would have noted."""
-        self._steady = None
-        self._ordered = self._ordered and (self.slots.capacity is None or seen < self.slots.capacity)
+        self._planner.steady = None
+        self._planner.ordered = self._planner.ordered and self._planner.still_filling(seen + 1)
 
     def fork(self, streams: Tensor) -> Walk:
         """A walk over copies of these streams. streams: [B'] int64."""
-        other = copy(self)
-        other.slots, other._steady = self.slots.fork(streams), None
+        other = Walk(self.slots.fork(streams), self._placement.mode, self._placement.limit, self._method, like=self)
+        other._planner.ordered = self._planner.ordered
         return other
-
-    def _plan_of_many(self, block: Block) -> Plan:
-        """How a block of several tokens is read."""
-        if self._can_fill(block):
-            return Fill(block.seen or 0)
-        if block.seen is not None and self._closed_form is not None and self._closed_form.takes(block.tokens, block.seen):
-            return Closed(self._closed_form, block.seen, self._ordered)
-        attended = self.slots.attended(block.end)
-        rows = self.slots.rows(attended, self.slots.layers[0])  # places are the same in every layer
-        compiled = self._method.walk_kernel and block.tokens >= _MIN_COMPILED_TOKENS and block.seen is not None
-        kernel = self._kernels.walk if compiled else None
-        ranks, query_factors = self._placed(block, rows, with_queries=kernel is None or not kernel.rotates)
-        if kernel is not None:
-            return CompiledWalk(kernel, query_factors, attended, block.seen or 0, self._ordered)
-        return PlainWalk(self._places(block, rows, ranks), query_factors, attended)
-
-    def _plan_of_one(self, block: Block) -> Step:
-        """How a single token is read; its rank and position are entered here, for all layers at once."""
-        slots, kernel = self.slots, self._kernels.step if self._method.step_kernel else None
-        attended = slots.attended(block.end)
-        rows = slots.rows(attended)
-        placement = None if block.seen is None else self._steady
-        placement = placement or self._placed(block, rows, with_queries=kernel is None)
-        places = self._places(block, rows, placement.ranks)
-        # Once the cache is full, the rank of the newest token stays the same, and so does the place of its query.
-        self._steady = placement if self._mode != "stream" and places.evicts(0) else None
-        rows.place(places.ranks[0], places.steps[0], places.now[0])
-        layers = len(slots.layers)
-        nothing = [None] * layers
-        mass = (
-            rows.rank.new_empty(len(rows.rank), slots.shape.group, attended, dtype=slots.wide) if slots.tensors.states else None
-        )
-        mass_of_layer = nothing if mass is None else mass.unflatten(0, (layers, -1)).unbind(0)
-        if kernel is not None:
-            return Step(places, rows, attended, mass, mass_of_layer, kernel, None)
-        used = nothing if places.evicts(0) else rows.used().unflatten(0, (layers, -1)).unbind(0)
-        key_factors = nothing
-        if self.rotation is not None and rows.keys.numel() <= _MAX_BATCHED_ROPE_ELEMENTS:
-            key_factors = self._key_factors(rows, self.rotation, places.steps[0]).unflatten(0, (layers, -1)).unbind(0)
-        return Step(places, rows, attended, mass, mass_of_layer, None, placement.query_factors, used, key_factors)
-
-    def _can_fill(self, block: Block) -> bool:
-        """Whether nothing that the block's tokens do depends on the walk: no eviction, no statistics, true distances."""
-        if block.end is None or self.slots.tensors.states or not self._method.fill:
-            return False
-        capacity = self.slots.capacity
-        return (capacity is None or block.end <= capacity) and (self._mode != "clamped" or block.end <= self._limit)
-
-    def _placed(self, block: Block, rows: Rows, with_queries: bool = True) -> _Placement:
-        """Ranks of the new tokens, and where RoPE puts their queries."""
-        slots = self.slots
-        ranks = block.steps if slots.capacity is None else block.steps.clamp(max=slots.capacity)
-        query_factors = None
-        if self.rotation is not None and with_queries:
-            at = block.steps if self._mode == "stream" else ranks
-            at = torch.full_like(at, self._limit) if self._mode == "clamped" else at
-            factors = self.rotation.factors(at, slots.tensors.keys.dtype, self._rope_length)
-            query_factors = QueryFactors(factors[:, None] if block.tokens == 1 else factors[:, None, None])
-        if block.valid is not None:  # an invalid token is written, but to a slot that stays empty
-            ranks = ranks.masked_fill(~block.valid, slots.empty_rank)
-        return _Placement(rows.each_head(ranks), query_factors)
-
-    def _places(self, block: Block, rows: Rows, ranks: tuple[Tensor, ...]) -> Places:
-        """Where the tokens go in these rows."""
-        capacity, seen = self.slots.capacity, block.seen
-        return Places(
-            ranks=ranks,
-            steps=rows.each_head(block.steps),
-            now=rows.each_stream(block.steps),
-            valid=[None] * block.tokens if block.valid is None else rows.each_stream(block.valid),
-            room=None if capacity is None or seen is None else capacity - seen,
-            ragged=seen is None,
-        )
-
-    def _walk(self, plan: PlainWalk, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
-        """The definition, token by token inside one layer. -> [B, H, G, T, Dv]."""
-        streams, heads = query.shape[:2]
-        places, rows = plan.places, self.slots.rows(plan.attended, layer)
-        query = _rotated_and_scaled(query, plan.query_factors, terms)
-        parts = [x.movedim(-2, 0).flatten(1, 2).contiguous().unbind(0) for x in (query, keys, values)]
-        out = values.new_empty(values.shape[2], *parts[0][0].shape[:2], values.shape[3])  # one tensor: many small ones are slow
-        for t, (q, k, v) in enumerate(zip(*parts, strict=True)):
-            rows.place(places.ranks[t], places.steps[t], places.now[t])
-            rows.write(k, v)
-            used = None if places.evicts(t) else rows.used()
-            _, mass = self._attend_one(rows, q, terms, used, self._key_factors_of(rows, places.steps[t]), out[t])
-            rows.update(mass, places.valid[t])
-            rows.release(places.valid[t], places.evicts(t), places.ragged)
-        return out.unflatten(1, (streams, heads)).movedim(0, 3)
-
-    def _step(self, plan: Step, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
-        """One token in one layer, in plain PyTorch. [B, H * G, 1, D], [B, H, 1, D], [B, H, 1, Dv] -> [B, H * G, 1, Dv]."""
-        at, rows = self.slots.layers.index(layer), self.slots.rows(plan.attended, layer)
-        streams, size, group = query.shape[0], len(rows.keys), self.slots.shape.group
-        query = _rotated_and_scaled(query, plan.query_factors, terms).reshape(size, group, -1)
-        rows.write(keys.reshape(size, -1), values.reshape(size, -1))
-        factors = plan.key_factors[at]
-        if factors is None:
-            factors = self._key_factors_of(rows, plan.places.steps[0])
-        out, mass = self._attend_one(rows, query, terms, plan.used[at], factors)
-        asked = plan.mass_of_layer[at]
-        if asked is not None:
-            asked.copy_(mass)
-        return out.view(streams, -1, 1, self.slots.shape.value_dim)
-
-    def _finish(self, plan: Step) -> None:
-        """Update the statistics with a step's attention, and find the slots of the next token."""
-        places, kernel = plan.places, self._kernels.release if self._method.step_kernel else None
-        if kernel is not None and places.valid[0] is None and not places.ragged:
-            kernel(self.slots, plan.rows, plan.mass, places.steps[0], places.evicts(0))
-            return
-        if plan.mass is not None:
-            plan.rows.update(plan.mass, places.valid[0])
-        plan.rows.release(places.valid[0], places.evicts(0), places.ragged)
-
-    def _attend_one(
-        self,
-        rows: Rows,
-        query: Tensor,
-        terms: Terms,
-        used: Tensor | None,
-        key_factors: Tensor | None,
-        into: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """One query a row over all that is held.
-
-        Args:
-            rows: of the layer.
-            query: rotated and scaled. [N, G, D].
-            terms: of this layer's attention.
-            used: slots that hold a token; all when None. [N, 1, S] bool.
-            key_factors: RoPE of the cached keys; None without RoPE. [N, S, P].
-            into: where to put the output; a new tensor when None. [N, G, Dv].
-
-        Returns:
-            The output [N, G, Dv] and the softmax weights [N, G, S].
-        """
-        keys = rows.keys if key_factors is None else rotate(rows.keys, key_factors)
-        mass = weights(torch.bmm(query, keys.transpose(1, 2)), terms, self.slots.shape.heads, used)
-        return torch.bmm(mass.to(rows.values.dtype), rows.values, out=into), mass
-
-    def _key_factors_of(self, rows: Rows, steps: Tensor) -> Tensor | None:
-        """RoPE of the cached keys of one layer; None without RoPE. [N, S, P]."""
-        return None if self.rotation is None else self._key_factors(rows, self.rotation, steps)
-
-    def _key_factors(self, rows: Rows, rotation: Rotation, steps: Tensor) -> Tensor:
-        """RoPE of the cached keys, by position mode.
-
-        Args:
-            rows: of one layer, or of all.
-            rotation: of these layers.
-            steps: of the token that attends. [R] int64; of one layer, its rows are the first, as they are alike in every layer.
-
-        Returns:
-            [R, S, P] complex.
-        """
-        if self._mode == "cache":
-            at = rows.rank
-        elif self._mode == "stream":
-            at = rows.position.clamp(min=0)
-        else:  # the query stands at `limit`, which bounds every distance
-            at = self._limit - (steps[: len(rows.rank), None] - rows.position).clamp(0, self._limit)
-        return rotation.factors(at, rows.keys.dtype, self._rope_length)
 
     def _fill(self, plan: Fill, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
         """A block that all fits: causal attention in one go. -> [B, H, G, T, Dv]."""
@@ -343,6 +174,9 @@ class Walk:
         rows = self.slots.rows(self.slots.num_slots, layer)
         rows.keys[:, first:end], rows.values[:, first:end] = keys.flatten(0, 1), values.flatten(0, 1)
         rows.rank[:, first:end] = rows.position[:, first:end] = torch.arange(first, end, device=keys.device)
+        if self._writes:
+            free, steps = rows.free[:, None] + torch.arange(end - first, device=keys.device), rows.position[:, first:end]
+            rows.note_written(free, keys.flatten(0, 1), values.flatten(0, 1), steps, rows.of_streams(plan.ids))
         rows.free += keys.shape[2]
         all_keys, all_values = (x[:, :end].unflatten(0, (streams, -1)) for x in (rows.keys, rows.values))
         if self.rotation is not None:
@@ -350,12 +184,28 @@ class Walk:
             all_keys, query = rotate(all_keys, factors), rotate(query, factors[first:])
         return causal(query, all_keys, all_values, terms)
 
-    @property
-    def _rope_length(self) -> int:
-        """Bounds the positions that RoPE is asked for."""
-        return self._max_position or self.slots.num_slots + 1
+    def _read_runs(self, plan: Runs, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
+        """Runs without evictions, one after the other. -> [B, H, G, T, Dv]."""
+        rows, places = self.slots.rows(plan.attended, layer), plan.places
+        steps = torch.stack(list(places.steps), 1)
+        ids = torch.stack(list(places.ids), 1) if places.ids else steps
+        read = RunReader(rows, terms, self._placement.mode, self.rotation, plan.updates)
+        by_head, out, first = query.shape[:2], [], 0
+        query, keys, values = query.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1)
+        for number, length in enumerate(plan.lengths):
+            at = slice(first, first + length)
+            run = Run(query[..., at, :], keys[:, at], values[:, at], steps[:, at], ids[:, at])
+            due = number < len(plan.lengths) - 1 or plan.evicts_at_end
+            out.append(read(run, places.now[first : first + length], due))
+            first += length
+        return torch.cat(out, 2).unflatten(0, by_head)
 
-
-def _rotated_and_scaled(query: Tensor, factors: QueryFactors | None, terms: Terms) -> Tensor:
-    """Queries as scores take them. [..., T, D]."""
-    return query * terms.scaling if factors is None else rotate(query, factors.scaled(terms.scaling))
+    def _finish(self, plan: Step) -> None:
+        """Update the statistics with a step's attention, and find the slots of the next token."""
+        places, kernel = plan.places, self._kernels.release if self._method.step_kernel else None
+        if kernel is not None and places.valid[0] is None and not places.ragged:
+            kernel(self.slots, plan.rows, plan.seen.get("weights"), places.steps[0], places.evicts[0])
+            return
+        if plan.seen:
+            plan.rows.update(plan.seen, places.valid[0])
+        plan.rows.release(places.valid[0], places.evicts[0], places.ragged)

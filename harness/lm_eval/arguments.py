@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from kvbench.harness.core import plugins
 from kvbench.harness.core.errors import UserError
+from kvbench.harness.core.parameters import policy_from
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fastcheck import fast_method
 from kvbench.harness.engine.method import EAGER
@@ -34,6 +35,9 @@ class Arguments(BaseModel):
     capacity: int | None = Field(None, ge=1, description="tokens per KV head kept between steps")
     positions: PositionMode = Field("cache", description="where RoPE puts a cached token")
     limit: int | None = Field(None, ge=1, description="largest distance with positions=clamped; tokens")
+    evict: Literal["step", "prompt"] | Annotated[int, Field(ge=1)] = Field(
+        "step", description="when tokens are evicted: step, prompt (once after it), or how many at once"
+    )
     prompt: Prompt = Field("stream", description="how a prompt longer than the cache is read: stream, once or truncate")
     prompt_tokens: int | None = Field(None, ge=2, description="tokens that truncate keeps; the capacity if not given")
     seed: int = Field(0, description="of the policy's random numbers")
@@ -90,10 +94,11 @@ class Arguments(BaseModel):
                 known = ", ".join(names) or "it has none"
                 raise UserError(f"{name}: not an argument of kvbench, nor a parameter of {self.policy} ({known})")
         try:
-            config = CacheConfig(policy_class(**parameters), self.capacity, self.positions, self.limit, self.seed)
+            policy, evict = policy_from(self.policy, parameters), 1 if self.evict == "step" else self.evict
+            config = CacheConfig(policy, self.capacity, self.positions, self.limit, self.seed, evict)
             if self.capacity is not None:
                 config.policy.bind(self.capacity)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             raise UserError(str(error)) from None
         refuse_if_broken(self.policy, config.policy, config.capacity, device_of(self.device))
         return config

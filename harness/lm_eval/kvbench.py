@@ -6,7 +6,6 @@ are those of `hf`; only the code that runs the model is ours.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -21,11 +20,14 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from kvbench.harness.core.errors import UserError
+from kvbench.harness.core.parameters import parameters_of
 from kvbench.harness.data.stream import newline
 from kvbench.harness.lm_eval.arguments import Arguments
+from kvbench.harness.lm_eval.question import common_length
 from kvbench.harness.lm_eval.reading import Reader
 
 _GREEDY_SETTINGS = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0}
+_MAX_JOINED_TOKENS = 8  # at the end of a text, that may become others when something follows
 _IGNORED_BY_GREEDY = {"temperature", "top_p", "top_k", "until"}
 
 
@@ -41,6 +43,7 @@ class KVBench(HFLM):  # type: ignore[misc]
         prefix_token_id: int | None = None,
         chat_template_args: dict[str, Any] | None = None,
         on_progress: Callable[[int], None] | None = None,
+        question_start: Callable[[Instance], int] | None = None,
     ) -> None:
         """Wrap a reader.
 
@@ -53,8 +56,11 @@ class KVBench(HFLM):  # type: ignore[misc]
             prefix_token_id: same as in lm-eval's `hf`.
             chat_template_args: same as in lm-eval's `hf`.
             on_progress: called with the number of requests just done, instead of a progress bar.
+            question_start: index of the first character of a request's question, which is read after the prompt before it has
+                been cut; None if the question is part of the prompt.
         """
-        self.reader, self._on_progress = reader, on_progress
+        self.reader, self._on_progress, self._question_start = reader, on_progress, question_start
+        self._before_question: dict[str, str] = {}  # by prompt: its text before the question
         log = logging.getLogger("lm_eval.models.huggingface")
         level = log.level
         log.setLevel(logging.ERROR)  # it warns when it gets a model instead of a name
@@ -107,13 +113,14 @@ class KVBench(HFLM):  # type: ignore[misc]
         """The policy and how prompts are read, for lm-eval's results."""
         config = self.reader.config
         return {
-            "policy": type(config.policy).__name__, "parameters": dataclasses.asdict(config.policy), "capacity": config.capacity,
-            "positions": config.positions, "prompt": self.reader.prompt, "requests": self.requests,
+            "policy": type(config.policy).__name__, "parameters": parameters_of(config.policy), "capacity": config.capacity,
+            "evict": config.evict, "positions": config.positions, "prompt": self.reader.prompt, "requests": self.requests,
             "over_capacity": self.over_capacity, "truncated": self.truncated,
         }  # fmt: skip
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Log-likelihood of each continuation in nats, and whether greedy decoding would produce it."""
+        self._find_questions(requests)
         scores: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm or self._on_progress is not None)
         return scores
 
@@ -122,8 +129,15 @@ class KVBench(HFLM):  # type: ignore[misc]
     ) -> list[tuple[float, bool]]:
         """The scores of requests as token ids."""
         fitting = [self._fitting(context, continuation) for _, context, continuation in requests]
+        cuts = [
+            self._cut(self.tok_encode(self._before_question[texts[0]]), context, len(context) - len(kept))
+            if self._question_start
+            else len(kept)
+            for (texts, context, _), (kept, _) in zip(requests, fitting, strict=True)
+        ]
         with self._progress(len(fitting), "loglikelihoods", disable_tqdm or override_bs is not None) as bar:
-            scores = [(s.logprob, s.greedy) for s in self.reader.loglikelihoods(fitting, self._on_progress or bar.update)]
+            done = self._on_progress or bar.update
+            scores = [(s.logprob, s.greedy) for s in self.reader.loglikelihoods(fitting, done, cuts)]
         for (request, _, _), score in zip(requests, scores, strict=True):
             if request is not None:
                 self.cache_hook.add_partial("loglikelihood", request, score)
@@ -131,15 +145,16 @@ class KVBench(HFLM):  # type: ignore[misc]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihoods of whole texts. Under a policy that evicts, each text is one stream."""
-        if self.reader.prompt != "stream":
-            raise UserError(
-                f"prompt '{self.reader.prompt}': this task scores whole texts, which have no prompt; use prompt 'stream'"
-            )
+        if self.reader.reads_whole_prompts or self.reader.prompt != "stream":
+            way = "evict" if self.reader.config.evict == "prompt" else "prompt"
+            value, instead = ("prompt", "step") if way == "evict" else (self.reader.prompt, "stream")
+            raise UserError(f"{way} '{value}': this task scores whole texts, which have no prompt; use {way} '{instead}'")
         scores: list[float] = super().loglikelihood_rolling(requests, disable_tqdm or self._on_progress is not None)
         return scores
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Generate answers greedily."""
+        self._find_questions(requests)
         answers: dict[int, str] = {}
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
@@ -176,8 +191,12 @@ class KVBench(HFLM):  # type: ignore[misc]
 
         prompts = [self._prompt(context, room) for context in contexts]
         self._count(len(prompt) + max_tokens - 1 for prompt in prompts)
-        texts = []
-        for answer in self.reader.generate(prompts, max_tokens, ended, self._on_progress or bar.update):
+        cuts, texts = None, []
+        if self._question_start is not None:
+            whole = [self._ids(text) for text in contexts]
+            before = [self._ids(self._before_question[text]) for text in contexts]
+            cuts = [self._cut(b, ids, max(0, len(ids) - room)) for b, ids in zip(before, whole, strict=True)]
+        for answer in self.reader.generate(prompts, max_tokens, ended, self._on_progress or bar.update, cuts):
             length = next((place for place, token in enumerate(answer) if token in end_tokens), len(answer))
             texts.append(postprocess_generated_text(self.tok_decode(answer[:length]), stops, None))
         return texts
@@ -189,9 +208,34 @@ class KVBench(HFLM):  # type: ignore[misc]
 
     def _prompt(self, context: str, room: int) -> list[int]:
         """The last `room` tokens of a prompt."""
-        ids = list(self.reader.shortened(self.tok_batch_encode([context], truncation=self.truncation)[0][0].tolist()))
+        ids = list(self.reader.shortened(self._ids(context)))
         self.truncated += len(ids) > room
         return ids[-room:] if len(ids) > room else ids
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self.tok_batch_encode([text], truncation=self.truncation)[0][0].tolist()
+        return ids
+
+    def _find_questions(self, requests: Sequence[Instance]) -> None:
+        """Note where the question begins in the prompt of every request."""
+        if self._question_start is not None:
+            self._before_question |= {r.args[0]: r.args[0][: self._question_start(r)] for r in requests}
+
+    def _cut(self, before: Sequence[int], prompt: Sequence[int], dropped: int) -> int:
+        """Tokens of a prompt before its question.
+
+        Args:
+            before: the text before the question, as tokens.
+            prompt: the whole of it.
+            dropped: tokens that were cut off at its start.
+
+        Raises:
+            UserError: the text before the question is no longer the same tokens when the question follows.
+        """
+        length = min(common_length(before, prompt), len(prompt) - 1)
+        if length < len(before) - _MAX_JOINED_TOKENS:
+            raise UserError("question unseen: this tokenizer gives a text other tokens when a question follows it")
+        return max(1, length - dropped)
 
     def _fitting(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
         """A request, truncated like in lm-eval's `hf`: the last `max_length` tokens that are read, plus the unread last one."""

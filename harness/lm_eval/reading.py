@@ -17,11 +17,9 @@ import torch
 from torch import Tensor
 
 from kvbench.harness.engine.decoder import CacheConfig, Decoder
-from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.loop import decoder as open_decoder
 from kvbench.harness.engine.method import EAGER, Method
 from kvbench.harness.engine.model import Model
-from kvbench.harness.engine.once import read_once
 
 Prompt = Literal["stream", "once", "truncate"]
 Request = tuple[Sequence[int], Sequence[int]]  # token ids of a context, at least one, and of its continuation
@@ -45,6 +43,7 @@ class _Group:
     """Requests that differ only in their last token. It is never read, so one stream serves them all."""
 
     context: list[int]
+    prompt: int  # tokens of the context that are its prompt
     continuation: list[int]  # without the last token
     last_tokens: dict[int, int] = field(default_factory=dict)  # by the request's number
 
@@ -120,13 +119,14 @@ class Reader:
     Attributes:
         model: to drive.
         config: which tokens the cache keeps.
-        prompt: how to read a prompt longer than the cache. `stream`: token by token, with eviction; `once`: the whole prompt
-            under full attention, then one eviction; `truncate`: only its first and last tokens.
+        prompt: how to read a prompt longer than the cache. `stream`: as `config.evict` says; `once`: the whole prompt under full
+            attention, then one eviction, then as `config.evict` says; `truncate`: only its first and last tokens.
         longest: tokens of a prompt that `truncate` keeps; the capacity when None.
         batch: requests run together.
         block: tokens per forward pass, all streams together.
         method: shortcuts that decoders may take.
-        kv_bytes: largest size of a stream's K and V so far.
+        kv_bytes: largest size so far that is allocated for a stream's K and V.
+        held_bytes: largest size so far of the K and V that a stream holds.
         state_bytes: largest size of a stream's other state so far.
     """
 
@@ -138,6 +138,7 @@ class Reader:
     block: int = 2048
     method: Method = EAGER
     kv_bytes: int = 0
+    held_bytes: int = 0
     state_bytes: int = 0
 
     def __post_init__(self) -> None:
@@ -151,13 +152,24 @@ class Reader:
             raise ValueError(f"prompt_tokens is for prompt 'truncate', not '{self.prompt}'")
         if self.prompt == "once" and not self.config.policy.caches:
             raise ValueError(f"{type(self.config.policy).__name__} keeps no cache, so prompt 'once' has nothing to evict")
+        if self.config.evict == "prompt" and self.prompt != "stream":
+            raise ValueError(f"evict 'prompt' reads the whole prompt and evicts at its end, so prompt can't be '{self.prompt}'")
 
-    def loglikelihoods(self, requests: Sequence[Request], done: Callable[[int], Any] = _ignore_progress) -> list[Scored]:
+    @property
+    def reads_whole_prompts(self) -> bool:
+        """Whether prompts are read in full before anything is evicted: then those of a batch have one length."""
+        return self.prompt == "once" or self.config.evict == "prompt"
+
+    def loglikelihoods(
+        self, requests: Sequence[Request], done: Callable[[int], Any] = _ignore_progress, prompts: Sequence[int] | None = None
+    ) -> list[Scored]:  # fmt: skip
         """Score the continuation of every request.
 
         Args:
             requests: a continuation has at least one token.
             done: called with the number of requests just done.
+            prompts: how many tokens of each context are its prompt; the question after it is read when the prompt has been cut.
+                All when None.
 
         Raises:
             ArithmeticError: a log-probability is not finite.
@@ -165,18 +177,19 @@ class Reader:
         groups: dict[tuple[tuple[int, ...], ...], _Group] = {}
         for number, (context, continuation) in enumerate(requests):
             first, rest = tuple(self.shortened(context)), tuple(continuation)
-            group = groups.setdefault((first, rest[:-1]), _Group([*first], [*rest[:-1]]))
+            prompt = len(first) if prompts is None else prompts[number]
+            group = groups.setdefault((first, rest[:-1]), _Group([*first], prompt, [*rest[:-1]]))
             group.last_tokens[number] = rest[-1]
-        order = sorted(groups.values(), key=lambda group: (len(group.context), group.context, group.continuation))
+        order = sorted(groups.values(), key=lambda group: (group.prompt, len(group.context), group.context, group.continuation))
         scores: dict[int, Scored] = {}
-        for batch in self._batches(order, lambda group: len(group.context), 0 if self.prompt == "once" else None):
+        for batch in self._batches(order, lambda group: group.prompt, 0 if self.reads_whole_prompts else None):
             scores |= self._scored(batch)
             done(sum(len(group.last_tokens) for group in batch))
         return [scores[number] for number in range(len(requests))]
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, ended: Callable[[list[int]], bool],
-        done: Callable[[int], Any] = _ignore_progress,
+        done: Callable[[int], Any] = _ignore_progress, cuts: Sequence[int] | None = None,
     ) -> list[list[int]]:  # fmt: skip
         """Generate greedily after every prompt.
 
@@ -185,16 +198,19 @@ class Reader:
             max_tokens: per answer.
             ended: whether an answer is complete.
             done: called with the number of prompts just done.
+            cuts: how many tokens of each are the prompt that is cut; the question after it is read then. All when None.
 
         Returns:
             Token ids of each answer, including the one that completed it.
         """
         shortened = [list(self.shortened(prompt)) for prompt in prompts]
-        order = sorted(range(len(shortened)), key=lambda i: (len(shortened[i]), shortened[i]))
+        lengths = [len(x) for x in shortened] if cuts is None or not self.reads_whole_prompts else cuts
+        order = sorted(range(len(shortened)), key=lambda i: (lengths[i], len(shortened[i]), shortened[i]))
         answers: dict[int, list[int]] = {}
-        max_difference = 0 if self.prompt == "once" else _MAX_LENGTH_DIFFERENCE
-        for batch in self._batches(order, lambda i: len(shortened[i]), max_difference):
-            answers |= dict(zip(batch, self._answers([shortened[i] for i in batch], max_tokens, ended), strict=True))
+        max_difference = 0 if self.reads_whole_prompts else _MAX_LENGTH_DIFFERENCE
+        for batch in self._batches(order, lambda i: lengths[i], max_difference):
+            said = self._answers([shortened[i] for i in batch], lengths[batch[0]], max_tokens, ended)
+            answers |= dict(zip(batch, said, strict=True))
             done(len(batch))
         return [answers[i] for i in range(len(shortened))]
 
@@ -224,12 +240,11 @@ class Reader:
         """Score a batch. Streams with the same start are forked from one that has read it."""
         contexts = [group.context for group in batch]
         logits: Tensor | None = None
-        decoder: Decoder
-        shared = min(len(context) for context in contexts) - (self.prompt != "once")  # tokens before the first scored one
+        shared = batch[0].prompt if self.reads_whole_prompts else min(map(len, contexts)) - 1  # tokens before a scored one
         rows = _numbered(tuple(context[:shared]) for context in contexts)
         opening = [contexts[rows.index(row)][:shared] for row in range(max(rows) + 1)]
-        if self.prompt == "once":
-            decoder, logits = self._once(opening)
+        if self.reads_whole_prompts:
+            decoder, logits = self._read_whole(opening)
             decoder, logits = decoder.fork(rows), logits[rows]
         elif len(opening) == len(batch) or not shared:  # nothing in common
             shared, decoder = 0, self._open(len(batch))
@@ -265,14 +280,15 @@ class Reader:
 
     @torch.inference_mode()
     def _answers(
-        self, prompts: Sequence[list[int]], max_tokens: int, ended: Callable[[list[int]], bool]
+        self, prompts: Sequence[list[int]], shared: int, max_tokens: int, ended: Callable[[list[int]], bool]
     ) -> list[list[int]]:  # fmt: skip
-        """Answer a batch of prompts. All streams step together: longer prompts are still being read while others answer."""
-        shared = min(len(prompt) for prompt in prompts)
+        """Answer a batch of prompts, whose first `shared` tokens are read in blocks.
+
+        Then all streams step together: longer prompts are still being read while others answer.
+        """
         opening = [prompt[:shared] for prompt in prompts]
-        decoder: Decoder
-        if self.prompt == "once":
-            decoder, logits = self._once(opening)
+        if self.reads_whole_prompts:
+            decoder, logits = self._read_whole(opening)
         else:
             decoder = self._open(len(prompts))
             logits = self._prefill(decoder, opening)
@@ -300,9 +316,10 @@ class Reader:
     def _open(self, streams: int) -> Decoder:
         return open_decoder(self.model, self.config, streams, self.method)
 
-    def _once(self, prompts: Sequence[Sequence[int]]) -> tuple[CachedDecoder, Tensor]:
-        tokens = torch.tensor(prompts, device=self.model.device)
-        return read_once(self.model, self.config, tokens, self._width(len(prompts)), self.method)
+    def _read_whole(self, prompts: Sequence[Sequence[int]]) -> tuple[Decoder, Tensor]:
+        """Read prompts of equal length in full, then evict. -> the decoder, and the logits after the last token. [B, V]."""
+        decoder, tokens = self._open(len(prompts)), torch.tensor(prompts, device=self.model.device)
+        return decoder, decoder.read_prompt(tokens, self._width(len(prompts)), once=self.prompt == "once")
 
     def _prefill(self, decoder: Decoder, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Read prompts of equal length. -> logits after the last token. [B, V]."""
@@ -317,6 +334,7 @@ class Reader:
 
     def _note_bytes(self, decoder: Decoder, streams: int) -> None:
         self.kv_bytes = max(self.kv_bytes, decoder.kv_bytes // streams)
+        self.held_bytes = max(self.held_bytes, decoder.held_bytes // streams)
         self.state_bytes = max(self.state_bytes, decoder.state_bytes // streams)
 
 

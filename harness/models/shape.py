@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from transformers import AutoConfig
+
+from kvbench.harness.models.config import read_config
+from kvbench.harness.models.hub import BUILTIN, is_random, model_directory, quiet
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,21 @@ class ModelShape:
         slots = sum(capacity + 1 if window is None else min(capacity + 1, window) for window in self.windows)
         return 2 * streams * self.heads * self.head_dim * itemsize * slots
 
+    def capacity_within(self, size: int, itemsize: int, spare: int = 1) -> int:
+        """The largest capacity whose K/V slots for one stream take at most `size` bytes; 0 if there is none.
+
+        Args:
+            size: bytes.
+            itemsize: bytes per number.
+            spare: slots beyond the capacity.
+        """
+        low, high = 0, size // (2 * self.heads * self.head_dim * itemsize) + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            fits = self.kv_bytes(middle + spare - 1, 1, itemsize) <= size
+            low, high = (middle, high) if fits else (low, middle)
+        return low
+
 
 def shape_of(config: Any) -> ModelShape | None:
     """The shape in a transformers config; None if the model is not a decoder with attention."""
@@ -50,6 +71,23 @@ def shape_of(config: Any) -> ModelShape | None:
         layer = hidden * (2 * head_dim * (queries + heads) + 3 * inner)
         return ModelShape(heads, head_dim, layers * layer + text.vocab_size * hidden, _windows(text, layers))
     except (AttributeError, TypeError, ZeroDivisionError):
+        return None
+
+
+def readable_shape(model: str, revision: str | None) -> ModelShape | None:
+    """The shape of a model from its config, without its weights; None if neither a directory, the cache nor the hub has it.
+
+    Raises:
+        UserError: there is a config, but it can't be read.
+    """
+    quiet()
+    if is_random(model) or model.startswith(BUILTIN):
+        return shape_of(read_config(model_directory(model, None, False)))
+    if (directory := Path(model).expanduser()).exists():
+        return shape_of(read_config(directory))
+    try:
+        return shape_of(AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=False))
+    except (OSError, ValueError):
         return None
 
 

@@ -19,7 +19,7 @@ _FIRST_BUCKET_TOKENS = 256  # each further bucket ends at twice the position
 
 
 def nll_figures(
-    nll: NDArray[np.float32], prefix: int, starts: Sequence[int], stride: int = 1, streams: int = 1
+    nll: NDArray[np.float32], prefix: int, starts: Sequence[int], stride: int = 1, streams: int = 1, prompt: int = 0
 ) -> dict[str, Any]:
     """Figures of per-token NLLs.
 
@@ -29,6 +29,7 @@ def nll_figures(
         starts: index of each text's first token.
         stride: recompute-window scores every `stride`-th token.
         streams: number of streams that the text was cut into.
+        prompt: first tokens of each stream that are not scored.
 
     Returns:
         tokens, nll (mean, nats) and perplexity; `buckets` by position in a stream; `blocks`: sums over short runs of positions,
@@ -50,7 +51,7 @@ def nll_figures(
     if streams > 1:
         result["stream_tokens"] = (len(values) - prefix) // streams
     if stride > 1:
-        shared = is_scored & scored_mask(len(values), prefix, stride, streams)
+        shared = is_scored & scored_mask(len(values), prefix, stride, streams, prompt)
         result["on_stride"] = _sums(values, shared, runs) | {"size": size, "texts": _sums(values, shared, texts)}
     return result
 
@@ -139,10 +140,10 @@ def _evidence_in_cache(held: float | None) -> str:
     return {1.0: "whole", 0.0: "gone"}.get(held, "in part")
 
 
-def scored_mask(length: int, prefix: int, stride: int, streams: int = 1) -> NDArray[np.bool_]:
-    """Which tokens are scored: every `stride`-th one, without the prefix and a stream's very first token. [N] bool."""
+def scored_mask(length: int, prefix: int, stride: int, streams: int = 1, prompt: int = 0) -> NDArray[np.bool_]:
+    """Which tokens are scored: every `stride`-th one, without prefix, prompt and a stream's very first token. [N] bool."""
     stream_length = (length - prefix) // streams
-    skipped = 0 if prefix else 1
+    skipped = prompt or (0 if prefix else 1)
     mask = np.zeros(length, bool)
     for start in range(prefix, prefix + stream_length * streams, stream_length):
         mask[start + skipped : start + stream_length : stride] = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, SkipValidation, ValidationError
 
@@ -55,6 +55,14 @@ class CellModel(Part):
     rope_length: Positive | None = Field(None, description="longest position in tokens, for RoPE types that depend on it")
 
 
+class Every(Part):
+    """Several tokens evicted at once."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    every: Positive = Field(description="tokens")
+
+
 class CellSpec(Document):
     """What a cell measures, with all defaults filled in."""
 
@@ -63,11 +71,16 @@ class CellSpec(Document):
     model: CellModel = Field(description="the model")
     task: SkipValidation[Options] = Field(description="the task's name and its options")
     policy: Name = Field(description="its name, or file.py:Class")
-    parameters: dict[str, Plain] = Field(description="the policy's, bound to the capacity")
-    capacity: Positive | None = Field(description="tokens per KV head kept between steps; None: all")
+    parameters: dict[str, Plain] = Field(
+        description="the policy's, bound to the capacity; a policy that it holds is a mapping with its name and parameters"
+    )
+    capacity: Positive | None = Field(description="tokens per KV head kept between steps; None: all, or an outcome of the prompt")
     positions: Name = Field(description="where RoPE puts a cached token")
     limit: Positive | None = Field(description="largest distance in tokens, for positions 'clamped'")
     seed: Whole = Field(description="seed of the policy's random numbers")
+    evict: Literal["step", "prompt"] | Every = Field(
+        "step", description="when tokens are evicted: after every step, several at once, or once after the prompt"
+    )
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
@@ -96,7 +109,41 @@ class CellSpec(Document):
         task: dict[str, Any] = self.as_json()["task"]
         return task
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The policy's parameters, and those of the policies inside as "score.window"."""
+        return flat(self.parameters)
+
+    @property
+    def evict_json(self) -> str | dict[str, int]:
+        """When tokens are evicted, as a suite writes it."""
+        return self.evict if isinstance(self.evict, str) else {"every": self.evict.every}
+
+    @property
+    def evicts(self) -> str:
+        """When tokens are evicted, in words."""
+        return self.evict if isinstance(self.evict, str) else f"every {self.evict.every}"
+
+    @property
+    def most_kept(self) -> int | None:
+        """The most tokens that a KV head keeps between steps, on average; None if nothing bounds them."""
+        if self.capacity is None or self.evict == "prompt":
+            return None
+        return self.capacity + (self.evict.every - 1 if isinstance(self.evict, Every) else 0)
+
     def task_options(self, options: type[OptionsT]) -> OptionsT:
         """The task's options, typed by the task's own class."""
         assert isinstance(self.task, options), f"{self.task.name} has other options"
         return self.task
+
+
+def flat(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """A policy's parameters by name; a policy inside is its name, and its parameters follow: "score", "score.window"."""
+    result: dict[str, Any] = {}
+    for key, value in parameters.items():
+        if isinstance(value, Mapping) and "name" in value:
+            inside = flat({k: v for k, v in value.items() if k != "name"})
+            result |= {key: value["name"]} | {f"{key}.{k}": v for k, v in inside.items()}
+        else:
+            result[key] = value
+    return result

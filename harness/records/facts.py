@@ -9,6 +9,8 @@ from pydantic import Field
 from kvbench.harness.records.rules import CODE, EXACT, MACHINE, TIME, Elsewhere, Rule, Unchecked
 from kvbench.harness.records.types import Amount, Count, Document, FileName, Number, Part, Positive, Sha256, Whole
 
+_DRAWN = Unchecked("says what a run was asked to write, and changes rounding only")
+
 
 class Data(Document):
     """The data that a cell read."""
@@ -31,6 +33,14 @@ class KVShape(Part):
     key_dim: Annotated[Count, EXACT] = Field(description="dimension of a key")
     value_dim: Annotated[Count, EXACT] = Field(description="dimension of a value")
     sliding_window: Annotated[Positive | None, EXACT] = Field(None, description="in tokens; None: unbounded")
+
+
+class KeepMap(Part):
+    """The file beside a record with the positions that every layer and KV head keeps at some steps (`--trace kept`)."""
+
+    file: Annotated[FileName, _DRAWN] = Field(description="name of the file")
+    sha256: Annotated[Sha256, _DRAWN] = Field(description="hash of its content")
+    steps: Annotated[str, _DRAWN] = Field(description="the steps that were asked for; empty: spread over the stream")
 
 
 class Facts(Document):
@@ -65,6 +75,7 @@ class Facts(Document):
     calibration_ms: Annotated[Amount | None, Elsewhere("speed")] = Field(
         None, description="milliseconds of a fixed matrix product and copy, timed after the cell"
     )
+    keep_map: Annotated[KeepMap | None, _DRAWN] = Field(None, description="the keep map, if one was asked for")
     versions: Annotated[dict[str, str], CODE] = Field(default_factory=dict, description="versions of packages")
     platform: Annotated[str, MACHINE] = Field("", description="operating system and processor")
 

@@ -41,7 +41,10 @@ from kvbench.harness.records.types import (
 class Metrics(Document):
     """Figures of any task."""
 
-    kv_bytes: Annotated[Count | None, BYTES] = Field(None, description="bytes of K and V held")
+    kv_bytes: Annotated[Count | None, BYTES] = Field(None, description="bytes allocated for K and V")
+    kv_held_bytes: Annotated[Count | None, BYTES] = Field(
+        None, description="bytes of K and V of the tokens held at the end; None in older records"
+    )
     state_bytes: Annotated[Count | None, BYTES] = Field(None, description="bytes of the policy's statistics")
     flags: Annotated[list[str], Elsewhere("flags")] = Field(
         default_factory=list, description="problems that the task found with its own figures"
@@ -142,7 +145,7 @@ class AnswerMetrics(QuestionMetrics):
     )
     reach: Annotated[Amount | None, near()] = Field(None, description="mean distance to the evidence, in tokens")
     outcomes: Annotated[Outcomes, ANSWERED] = Field(description="one digit per question, 1 for a right answer")
-    kv_bytes: Annotated[Count, BYTES] = Field(description="bytes of K and V held")
+    kv_bytes: Annotated[Count, BYTES] = Field(description="bytes allocated for K and V")
     state_bytes: Annotated[Count, BYTES] = Field(description="bytes of the policy's statistics")
 
 

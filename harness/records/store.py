@@ -102,12 +102,22 @@ class RecordStore:
             file.write("\n")
         return path
 
-    def finished(self, record: Record) -> Record | None:
-        """The stored record with the same cell and key, if it went well and its trace still exists."""
+    def finished(self, record: Record, keep_map: str | None = None) -> Record | None:
+        """The stored record with the same cell and key, if it went well and its files still exist.
+
+        Args:
+            record: of the cell.
+            keep_map: it must have a keep map of these steps, too; it need not when None.
+        """
         stored = read(self.path(record))
         if isinstance(stored, Problem) or stored.status != "ok" or (stored.cell_id, stored.key) != (record.cell_id, record.key):
             return None
-        return stored if stored.trace is None or (self.path(stored).parent / stored.trace.file).exists() else None
+        named = [] if stored.trace is None else [stored.trace.file]
+        if keep_map is not None:
+            if stored.facts.keep_map is None or stored.facts.keep_map.steps != keep_map:
+                return None
+            named.append(stored.facts.keep_map.file)
+        return stored if all((self.path(stored).parent / name).exists() for name in named) else None
 
     def files(self) -> Iterator[tuple[Path, Record | Problem]]:
         """Every file of the folder with its record, or its problem, ordered by path.

@@ -155,7 +155,7 @@ def _names(policies: Sequence[Row]) -> list[str]:
 def _settings(row: Row) -> dict[str, object]:
     """Everything in which two rows of one policy and capacity can differ."""
     cell = row.cell
-    return {**cell.parameters, "positions": cell.positions, "limit": cell.limit, "seed": cell.seed}
+    return {**cell.settings, "evict": cell.evicts, "positions": cell.positions, "limit": cell.limit, "seed": cell.seed}
 
 
 def _short(name: str) -> str:

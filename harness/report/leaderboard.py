@@ -97,7 +97,7 @@ def _order(record: Record) -> tuple[Any, ...]:
     """Sort key: dense first, then by capacity, recompute before other policies."""
     cell = record.cell
     first = {"dense": 0, "recompute_window": 1, "recompute_sink_window": 1}.get(cell.policy, 2)
-    return (cell.capacity or 0, first, cell.policy, repr(cell.parameters), cell.positions, cell.seed, record.key)
+    return (cell.capacity or 0, first, cell.policy, repr(cell.parameters), cell.evicts, cell.positions, cell.seed, record.key)
 
 
 def _section(records: Sequence[Record]) -> list[str | chart.Chart]:

@@ -11,9 +11,10 @@ from kvbench.harness.records import Record
 
 
 def title(record: Record) -> str:
-    """The policy with its parameters, and positions, limit and seed unless default."""
+    """The policy with its parameters, and evict, positions, limit and seed unless default."""
     cell = record.cell
-    extra = [f"{k} {v}" for k, v in cell.parameters.items() if v is not None]
+    extra = [f"{k} {v}" for k, v in cell.settings.items() if v is not None]
+    extra += [f"evict {cell.evicts}"] if cell.evicts != "step" else []
     extra += [f"positions {cell.positions}"] if cell.positions != "cache" else []
     extra += [f"limit {cell.limit}"] if cell.limit is not None else []
     extra += [f"seed {cell.seed}"] if cell.seed else []
@@ -26,10 +27,11 @@ def short_titles(records: Sequence[Record]) -> list[str]:
     for record in records:
         cell = record.cell
         rivals = [r.cell for r in records if (r.cell.policy, r.cell.capacity) == (cell.policy, cell.capacity)]
-        extra = [f"{k} {v}" for k, v in cell.parameters.items() if len({repr(c.parameters.get(k)) for c in rivals}) > 1]
-        for name in ("positions", "limit", "seed"):
-            value = getattr(cell, name)
-            if value is not None and len({repr(getattr(c, name)) for c in rivals}) > 1:
+        extra = [f"{k} {v}" for k, v in cell.settings.items() if len({repr(c.settings.get(k)) for c in rivals}) > 1]
+        axes = {"evict": "evicts", "positions": "positions", "limit": "limit", "seed": "seed"}
+        for name, attribute in axes.items():
+            value = getattr(cell, attribute)
+            if value is not None and len({repr(getattr(c, attribute)) for c in rivals}) > 1:
                 extra.append(f"{name} {value}")
         titles.append(visible(f"{cell.policy} ({', '.join(extra)})" if extra else cell.policy))
     return titles

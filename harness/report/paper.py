@@ -65,15 +65,16 @@ def _suites(published: dict[str, Any]) -> list[str]:
 def _flat(record: Record) -> dict[str, Any]:
     """Options of the record's cell, by the names that a suite uses."""
     cell = record.cell
+    evict = {} if cell.evicts == "step" else {"evict": cell.evicts}
     return {
-        **cell.options, **cell.parameters, "suite": cell.suite, "model": cell.model.id, "policy": cell.policy,
+        **cell.options, **cell.settings, "suite": cell.suite, "model": cell.model.id, "policy": cell.policy,
         "capacity": cell.capacity, "positions": cell.positions, "seed": cell.seed,
-    }  # fmt: skip
+    } | evict  # fmt: skip
 
 
 def _find(records: Sequence[Record], wanted: dict[str, Any]) -> Record | None:
-    """The first record with these values; positions default to "cache", the seed to 0."""
-    wanted = {"positions": "cache", "seed": 0} | wanted
+    """The first record with these values; evict defaults to every step, positions to "cache", the seed to 0."""
+    wanted = {"evict": None, "positions": "cache", "seed": 0} | wanted
     for record in records:
         options = _flat(record)
         if all(options.get(name) == value for name, value in wanted.items()):

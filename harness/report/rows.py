@@ -67,6 +67,6 @@ def rows(records: Sequence[Record]) -> list[Row]:
     groups: dict[str, list[Record]] = {}
     for record in records:
         cell = record.cell
-        key = [cell.policy, cell.parameters, cell.capacity, cell.positions, cell.limit, cell.seed]
+        key = [cell.policy, cell.parameters, cell.capacity, cell.positions, cell.limit, cell.seed, cell.evicts]
         groups.setdefault(repr(key), []).append(record)
     return [Row(group) for group in groups.values()]

@@ -69,8 +69,8 @@ class TaskReport:
     @classmethod
     def cached_tokens(cls, record: Record) -> tuple[int, int] | None:
         """(streams, tokens per stream) that its cache holds at most, without the free slot; None if unknown."""
-        capacity = record.cell.capacity
-        return None if capacity is None else (cls.streams(record.cell.task), capacity)
+        tokens = record.cell.most_kept
+        return None if tokens is None else (cls.streams(record.cell.task), tokens)
 
     @classmethod
     def headline(cls, record: Record) -> str:

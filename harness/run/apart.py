@@ -27,6 +27,7 @@ from kvbench.harness.core.errors import RefusedModelError, UserError
 from kvbench.harness.core.failure import ApartError, failure
 
 if TYPE_CHECKING:
+    from kvbench.harness.engine.decoder import Evict
     from kvbench.policies import PositionMode
 
 _CHILD = "from kvbench.harness.run.apart import child; child()"
@@ -51,6 +52,7 @@ class CellRun:
         positions: where RoPE puts a cached token.
         limit: largest distance of positions clamped.
         seed: of the policy's randomness.
+        evict: tokens evicted at once, or "prompt".
         block: tokens that pass a layer at once; chosen by method and free memory when None.
         walk: always read token by token inside the layers.
         threads: of the CPU.
@@ -71,6 +73,7 @@ class CellRun:
     positions: PositionMode
     limit: int | None
     seed: int
+    evict: Evict
     block: int | None
     walk: bool
     threads: int

@@ -5,18 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from kvbench.harness.core import plugins
 from kvbench.harness.core.device import best_seconds, multiply_rate
-from kvbench.harness.models.config import read_config
-from kvbench.harness.models.hub import BUILTIN, is_random, model_directory, quiet
 from kvbench.harness.models.load import DTYPES, device_of
-from kvbench.harness.models.shape import ModelShape, shape_of
+from kvbench.harness.models.shape import ModelShape, readable_shape
 from kvbench.harness.suite import Cell
 from kvbench.harness.suite.file import ModelSpec
 
@@ -78,21 +74,15 @@ def kv_bytes(cell: Cell, shape: ModelShape) -> int:
     if not cell.policy.caches:
         return 0
     task = plugins.task_class(cell.task.name)
-    kept = cell.capacity or task.longest(cell.task)
+    kept = cell.most_kept or task.longest(cell.task)
     return shape.kv_bytes(kept, task.streams(cell.task), DTYPES[cell.model.dtype].itemsize)
 
 
 def _shape(spec: ModelSpec) -> ModelShape | None:
     """The shape from the model's config; None if neither directory, cache nor hub has it."""
-    quiet()
-    if is_random(spec.id) or spec.id.startswith(BUILTIN):
-        return shape_of(read_config(model_directory(spec.id, None, False)))
-    if (directory := Path(spec.id).expanduser()).exists():
-        return shape_of(read_config(directory))
-    try:
-        return shape_of(AutoConfig.from_pretrained(spec.id, revision=spec.revision, trust_remote_code=False))
-    except (OSError, ValueError):
+    shape = readable_shape(spec.id, spec.revision)
+    if shape is None:
         print(
             f"bench: {spec.id}: no estimates: its config is neither in the local cache nor reachable on the hub", file=sys.stderr
         )
-        return None
+    return shape

@@ -11,6 +11,7 @@ import torch
 from kvbench.harness.core import plugins
 from kvbench.harness.core.device import wait_for
 from kvbench.harness.core.failure import failure
+from kvbench.harness.core.parameters import policy_from
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.method import EAGER, TOKEN_BY_TOKEN
 from kvbench.harness.models.load import load_model, load_tokenizer
@@ -39,8 +40,8 @@ class _Opened:
 
 
 def _config(cell: CellRun) -> CacheConfig:
-    policy = plugins.policy_class(cell.policy)(**cell.parameters)
-    return CacheConfig(policy, cell.capacity, cell.positions, cell.limit, cell.seed)
+    policy = policy_from(cell.policy, cell.parameters)
+    return CacheConfig(policy, cell.capacity, cell.positions, cell.limit, cell.seed, cell.evict)
 
 
 def measure_cell(cell: CellRun, progress: Callable[[int, str], None]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvbench.harness.core import plugins
 from kvbench.harness.core.errors import UserError, described, did_you_mean
+from kvbench.harness.core.parameters import policy_fields
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fastcheck import fast_method
 from kvbench.harness.engine.loop import CachedDecoder, decoder
@@ -20,7 +21,7 @@ from kvbench.harness.engine.model import Model, adopt
 from kvbench.harness.engine.recompute import RecomputeDecoder
 from kvbench.harness.models.families import tiny_model
 from kvbench.harness.rules.rules import FOUNDATIONS, OTHERS, Case, Finding, Rule, case, cheap_findings, tried
-from kvbench.harness.suite import entry_schema
+from kvbench.harness.suite import Settings, parameter_schema, policies_from
 from kvbench.policies import Policy
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
@@ -70,13 +71,21 @@ def _instance(name: str, policy: type[Policy], settings: Sequence[str]) -> Polic
         key, _, text = setting.partition("=")
         parameters[key] = yaml.safe_load(text)
     try:
-        known = entry_schema(name, policy).model_fields
+        known, held = parameter_schema(name, policy).model_fields, policy_fields(policy)
     except Exception as error:  # e.g. an annotation that can't be evaluated
         raise UserError(f"{name}: its parameters can't be read: {described(error)}") from error
     unknown = set(parameters) - set(known)
     if unknown:
         key = sorted(unknown)[0]
         raise UserError(f"{name} has no parameter '{key}'{did_you_mean(key, known)}")
+    missing = [key for key, field in known.items() if field.is_required() and key not in parameters]
+    if missing:
+        raise UserError(f"{name} needs the parameter '{missing[0]}': --set {missing[0]}=...")
+    for key in held & parameters.keys():
+        inside = list(policies_from(parameters[key], Settings(f"--set {key}"), ()))
+        if len(inside) != 1:
+            raise UserError(f"--set {key}: {len(inside)} policies; check one at a time")
+        (parameters[key],) = inside
     try:
         return policy(**parameters)
     except (Exception, SystemExit) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,7 +96,7 @@ def _check_caches(cells: Sequence[Cell], directories: dict[ModelSpec, Path], dev
     free = free_bytes(device)
     for cell in cells:
         shape = shapes[cell.model]
-        if shape is not None and cell.capacity is not None:
+        if shape is not None and cell.most_kept is not None:
             refuse_if_too_large(cell, kv_bytes(cell, shape), free, device)
 
 
@@ -123,6 +122,6 @@ def _refuse_rule_breakers(cells: Sequence[Cell], device: torch.device) -> None:
     Raises:
         UserError: names the first.
     """
-    distinct = {(c.name, repr(dataclasses.asdict(c.policy)), c.capacity): c for c in cells}
+    distinct = {(c.name, repr(c.policy), c.capacity): c for c in cells}
     for cell in distinct.values():
         refuse_if_broken(cell.name, cell.policy, cell.capacity, device)

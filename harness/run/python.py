@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -10,7 +9,9 @@ from typing import Any
 
 from kvbench.harness.core import plugins
 from kvbench.harness.core.errors import UserError, did_you_mean
+from kvbench.harness.core.parameters import parameters_of
 from kvbench.harness.report.frame import Records
+from kvbench.harness.run.keep_steps import KeepSteps
 from kvbench.harness.run.request import RunRequest
 from kvbench.harness.suite import Cell
 from kvbench.policies import Policy
@@ -32,6 +33,7 @@ def run(
     block: int | None = None,
     walk: bool = False,
     fresh: bool = False,
+    trace: str | None = None,
     progress: bool = True,
     **settings: Any,
 ) -> Records:
@@ -50,6 +52,7 @@ def run(
         block: tokens that pass a layer at once; chosen by method and free memory if not given.
         walk: always read token by token inside the layers.
         fresh: measure finished cells again.
+        trace: `kept`, `kept=all` or `kept=128,256,end`: also write which positions are kept at these steps.
         progress: show it on stderr: a line per finished cell, or a bar on a terminal.
         **settings: changes to the suite, like `bench run --set`: `capacity=[64, 128]`, `tokens=4096`.
 
@@ -66,8 +69,9 @@ def run(
         device, dtype, threads,
     )  # fmt: skip
     folder = Path(results).expanduser()
+    keep = None if trace is None else KeepSteps.from_option(trace)
     cells = _of_tasks(request.cells(folder), {tasks} if isinstance(tasks, str) else set(tasks))
-    return Records(request.measure(folder, cells, fresh, block, walk, progress=progress))
+    return Records(request.measure(folder, cells, fresh, block, walk, progress=progress, keep=keep))
 
 
 def _of_tasks(cells: list[Cell], names: set[str]) -> list[Cell]:
@@ -85,5 +89,5 @@ def _of_tasks(cells: list[Cell], names: set[str]) -> list[Cell]:
 def _yaml(entry: PolicyEntry) -> str:
     """A policy as an entry of a suite. JSON is YAML."""
     if isinstance(entry, Policy):
-        return json.dumps({"name": plugins.name_of(type(entry)), **dataclasses.asdict(entry)})
+        return json.dumps({"name": plugins.name_of(type(entry)), **parameters_of(entry)})
     return json.dumps(plugins.name_of(entry) if isinstance(entry, type) else entry)

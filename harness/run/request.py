@@ -12,6 +12,7 @@ from kvbench.harness.core.errors import UserError
 
 if TYPE_CHECKING:
     from kvbench.harness.records import Record
+    from kvbench.harness.run.keep_steps import KeepSteps
     from kvbench.harness.suite import Cell
 
 PUBLISHED = Path("leaderboard/results")  # in a checkout: any cell of the published page can be measured again
@@ -76,7 +77,7 @@ class RunRequest:
 
     def measure(
         self, results: Path, cells: Sequence[Cell], fresh: bool = False, block: int | None = None, walk: bool = False, *,
-        progress: bool = True, tracebacks: bool = False,
+        progress: bool = True, tracebacks: bool = False, keep: KeepSteps | None = None,
     ) -> list[Record]:  # fmt: skip
         """Measure the cells that have no record yet. Returns the records of all.
 
@@ -88,6 +89,7 @@ class RunRequest:
             walk: always read token by token inside the layers.
             progress: show it on stderr.
             tracebacks: show those of failed cells there, too.
+            keep: write keep maps of these steps; none when None.
         """
         import torch
 
@@ -99,7 +101,7 @@ class RunRequest:
         if self.threads:
             torch.set_num_threads(self.threads)
         directory = Path(self.data).expanduser() if self.data else None
-        options = RunOptions(device_of(self.device), directory, block, walk, fresh)
+        options = RunOptions(device_of(self.device), directory, block, walk, fresh, keep)
         if not progress:
             return run(cells, RecordStore(results), options, NoProgress())
         with ProgressView(StderrConsole(), tracebacks) as view:

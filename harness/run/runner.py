@@ -22,6 +22,7 @@ from kvbench.harness.core.device import allows_tf32, device_name, free_bytes, in
 from kvbench.harness.core.errors import DISK_ERRNOS, UserError
 from kvbench.harness.core.failure import ApartError, failure
 from kvbench.harness.core.files import new_partial
+from kvbench.harness.core.parameters import parameters_of
 from kvbench.harness.engine.captured import PROCESS
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.model import Model
@@ -32,6 +33,8 @@ from kvbench.harness.records.facts import Facts, Failure
 from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.run import apart
 from kvbench.harness.run.choose_reading import PLAIN_BLOCK_TOKENS, choose_reading
+from kvbench.harness.run.keep_map import KeepMap, open_map, refuse_unmappable, settle_map, steps_wanted
+from kvbench.harness.run.keep_steps import KeepSteps
 from kvbench.harness.run.prepare import Prepared, prepare, refuse_if_too_large
 from kvbench.harness.suite import Cell, labels
 from kvbench.harness.suite.file import ModelSpec
@@ -51,6 +54,7 @@ class RunOptions:
         block: T, tokens that pass a layer at once; chosen by method and free memory when None.
         walk: always read token by token inside the layers.
         fresh: measure finished cells again.
+        keep: write keep maps of these steps, and measure finished cells that have none again; no maps when None.
     """
 
     device: torch.device
@@ -58,6 +62,7 @@ class RunOptions:
     block: int | None = None
     walk: bool = False
     fresh: bool = False
+    keep: KeepSteps | None = None
 
 
 class Watcher(Protocol):
@@ -84,13 +89,17 @@ def run(cells: Sequence[Cell], store: RecordStore, options: RunOptions, watcher:
             model can't be driven exactly, or a cache doesn't fit: raised before any cell of that model is measured.
     """
     prepared, names = prepare(cells, options.device, options.data), labels(cells)
+    if options.keep is not None:
+        refuse_unmappable(prepared, options.keep)
     with ExitStack() as locks:
         for suite in sorted({cell.suite for cell in cells}):
             locks.enter_context(store.locked(suite))
         models = _LastModel(options.device, prepared)
         records: dict[str, Record] = {}
         for group in _groups(prepared):
-            finished = [None if options.fresh else store.finished(item.record) for item in group]
+            finished = [
+                None if options.fresh else store.finished(item.record, steps_wanted(item, options.keep)) for item in group
+            ]
             skip = all(finished)
             if not skip:
                 label = names[group[0].cell.id] if len(group) == 1 else f"{len(group)} cells side by side"
@@ -157,8 +166,8 @@ def _check_capacities(items: Sequence[Prepared], model: Model) -> None:
     free = free_bytes(model.device)
     for item in items:
         cell = item.cell
-        if cell.capacity is not None and cell.policy.caches:
-            refuse_if_too_large(cell, model.kv_bytes(cell.capacity, item.streams), free, model.device)
+        if cell.most_kept is not None and cell.policy.caches:
+            refuse_if_too_large(cell, model.kv_bytes(cell.most_kept, item.streams), free, model.device)
 
 
 class _Attempt:
@@ -167,13 +176,14 @@ class _Attempt:
     Attributes:
         item: the prepared cell.
         trace: file that its trace is written to, before it is moved to its place.
+        keep_map: None if none was asked for, or the task has none.
         facts: of its record.
         result: its figures, or the error it failed with.
         record: its record, once that is written.
     """
 
-    def __init__(self, item: Prepared, trace: Path) -> None:
-        self.item, self.trace = item, trace
+    def __init__(self, item: Prepared, trace: Path, keep_map: KeepMap | None) -> None:
+        self.item, self.trace, self.keep_map = item, trace, keep_map
         self.record: Record | None = None
         self.facts: dict[str, Any] = dict(item.facts)
         self.result: _Result = RuntimeError("not measured")
@@ -183,7 +193,7 @@ def _measure(
     group: Sequence[Prepared], models: _LastModel, store: RecordStore, options: RunOptions, watcher: Watcher
 ) -> list[Record]:
     """Measure the cells of a group, and write their records."""
-    attempts = [_Attempt(item, _partial_trace(item, store)) for item in group]
+    attempts = [_Attempt(item, _partial_trace(item, store), open_map(item, store, options.keep)) for item in group]
     started = time.perf_counter()
 
     def finish(attempt: _Attempt, task_seconds: float | None) -> None:
@@ -202,6 +212,8 @@ def _measure(
     finally:
         for attempt in attempts:  # the trace of a complete cell has been moved
             attempt.trace.unlink(missing_ok=True)
+            if attempt.keep_map is not None:
+                attempt.keep_map.discard()
 
 
 def _try_task(
@@ -289,18 +301,21 @@ def _partial_trace(item: Prepared, store: RecordStore) -> Path:
 def _job(attempt: _Attempt, model: Model, options: RunOptions, watcher: Watcher) -> Job:
     """The cell's job."""
     item, cell = attempt.item, attempt.item.cell
-    config = CacheConfig(cell.policy, cell.capacity, cell.positions, cell.limit, cell.seed)
+    config = CacheConfig(cell.policy, cell.capacity, cell.positions, cell.limit, cell.seed, cell.evict)
     method, block, facts = choose_reading(model, config, item.task, cell.task, options.block, options.walk)
     attempt.facts.update(facts)
-    return Job(model, config, item.data, block, method, attempt.trace, watcher.advance)
+    job = Job(model, config, item.data, block, method, attempt.trace, watcher.advance)
+    return job if attempt.keep_map is None else attempt.keep_map.recorded(job)
 
 
 def _cell_run(attempt: _Attempt, options: RunOptions, block: int | None) -> apart.CellRun:
     """The cell for a subprocess. block: tokens that pass a layer at once; chosen there when None.
 
     Raises:
-        MeasurementError: its policy is a class that another process can't import.
+        MeasurementError: its policy is a class that another process can't import, or a keep map is asked for.
     """
+    if attempt.keep_map is not None:
+        raise MeasurementError("its keep map can't be written by another process: run it again, alone")
     item, cell, spec = attempt.item, attempt.item.cell, attempt.item.cell.model
     if type(cell.policy).__module__ == "__main__":
         name = type(cell.policy).__name__
@@ -310,9 +325,9 @@ def _cell_run(attempt: _Attempt, options: RunOptions, block: int | None) -> apar
     return apart.CellRun(
         directory=item.directory, random=is_random(spec.id), dtype=spec.dtype, rope_length=spec.rope_length, pickle=spec.pickle,
         task=cell.task.model_dump(exclude_none=True), data=options.data, policy=cell.name,
-        parameters=dataclasses.asdict(cell.policy), capacity=cell.capacity, positions=cell.positions, limit=cell.limit,
-        seed=cell.seed, device=str(options.device), block=block, walk=options.walk, threads=torch.get_num_threads(),
-        trace=attempt.trace,
+        parameters=parameters_of(cell.policy), capacity=cell.capacity, positions=cell.positions, limit=cell.limit,
+        seed=cell.seed, evict=cell.evict, device=str(options.device), block=block, walk=options.walk,
+        threads=torch.get_num_threads(), trace=attempt.trace,
     )  # fmt: skip
 
 
@@ -330,7 +345,7 @@ def _check_result(attempt: _Attempt) -> None:
 
 
 def _write_record(attempt: _Attempt, store: RecordStore) -> Record:
-    """Complete the cell's record, and write it with its trace."""
+    """Complete the cell's record, and write it with its trace and its keep map."""
     item, result = attempt.item, attempt.result
     if isinstance(result, (Exception, SystemExit)):
         outcome: dict[str, Any] = {"status": "failed", "error": Failure.from_json(failure(result))}
@@ -340,6 +355,7 @@ def _write_record(attempt: _Attempt, store: RecordStore) -> Record:
     record = dataclasses.replace(item.record, **outcome, facts=Facts.from_json(attempt.facts), finished=finished)
     has_trace = record.status == "ok" and attempt.trace.stat().st_size > 0
     try:
+        settle_map(attempt.keep_map, record, store)
         store.write(record, attempt.trace if has_trace else None, _trace_suffix(item))
     except OSError as error:
         raise UserError(f"{store.path(record)}: can't be written ({error.strerror}); finished cells are kept") from error

@@ -1,25 +1,28 @@
 """Loads suites: checks the YAML, reports mistakes with their line, and multiplies out its lists into cells.
 
-A list of capacities, seeds, models or values of any policy parameter gives one cell per item.
+A list of capacities, moments of eviction, seeds, models or values of any policy parameter gives one cell per item.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import typing
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel
 
 from kvbench.harness.core import plugins
-from kvbench.harness.core.errors import UserError, described, did_you_mean
+from kvbench.harness.core.errors import UserError, did_you_mean
+from kvbench.harness.core.parameters import names_inside, parameters_of, policy_from
 from kvbench.harness.records import digest
-from kvbench.harness.records.cell import CellSpec
+from kvbench.harness.records.cell import CellSpec, flat
+from kvbench.harness.suite.axes import Evict, evict_as_json, evict_from, evict_words, multiplied
+from kvbench.harness.suite.budget import capacity_of
+from kvbench.harness.suite.entries import Entry, entries
 from kvbench.harness.suite.file import ModelSpec, SuiteFile
 from kvbench.harness.suite.overrides import Overrides, apply
 from kvbench.harness.suite.text import Location, Source, items, spread, validated
@@ -27,12 +30,11 @@ from kvbench.policies import Policy, PositionMode
 
 MAX_CELLS = 100_000
 T = TypeVar("T")
-_FIELDS_OF_ENTRIES = ("capacity", "positions", "limit")  # given in a policy's entry, or once for the whole suite
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One (model, policy, capacity, task, seed): the unit of work, of resuming and of records."""
+    """One (model, policy, capacity, evict, task, seed): the unit of work, of resuming and of records."""
 
     suite: str
     suite_version: int
@@ -44,17 +46,19 @@ class Cell:
     positions: PositionMode
     limit: int | None
     seed: int
+    evict: Evict = 1  # tokens at once, or "prompt"
 
     def as_json(self) -> dict[str, Any]:
-        """The cell as its record keeps it, with every default filled in."""
+        """The cell as its record keeps it, with every default filled in but those of axes and parameters added since."""
         bound = self.policy if self.capacity is None else self.policy.bind(self.capacity)
+        added = {} if self.evict == 1 else {"evict": evict_as_json(self.evict)}
         return {
             "suite": self.suite, "suite_version": self.suite_version, "model": self.model.as_json(),
             "task": self.task.model_dump(exclude_none=True) | {"name": plugins.recorded_name(self.task.name)},
             "policy": plugins.recorded_name(self.name),
-            "parameters": dataclasses.asdict(bound), "capacity": self.capacity, "positions": self.positions,
+            "parameters": parameters_of(bound, recorded=True), "capacity": self.capacity, "positions": self.positions,
             "limit": self.limit, "seed": self.seed,
-        }  # fmt: skip
+        } | added  # fmt: skip
 
     @property
     def id(self) -> str:
@@ -64,9 +68,14 @@ class Cell:
     @property
     def label(self) -> str:
         """A short name for people."""
-        parts = [self.name, *(str(c) for c in [self.capacity] if c is not None)]
+        parts = [self.name, *(str(c) for c in [self.capacity] if c is not None), *evict_words(self.evict)]
         parts += [self.positions] if self.positions != "cache" else []
         return " ".join([*parts, *([f"seed {self.seed}"] if self.seed else [])])
+
+    @property
+    def most_kept(self) -> int | None:
+        """The most tokens that a KV head keeps between steps, on average; None if nothing bounds them."""
+        return None if self.capacity is None or self.evict == "prompt" else self.capacity + self.evict - 1
 
 
 def labels(cells: Sequence[Cell]) -> dict[str, str]:
@@ -78,12 +87,13 @@ def labels(cells: Sequence[Cell]) -> dict[str, str]:
         tasks[cell.task.name].append(place)
         rivals[cell.name, cell.capacity].append(place)
     options = {name: _varying(specs[place]["task"] for place in group) for name, group in tasks.items()}
-    parameters = {key: _varying(specs[place]["parameters"] for place in group) for key, group in rivals.items()}
+    shown = [flat(spec["parameters"]) for spec in specs]
+    parameters = {key: _varying(shown[place] for place in group) for key, group in rivals.items()}
     several_models = len({cell.model.id for cell in cells}) > 1
     names = {}
-    for cell, spec in zip(cells, specs, strict=True):
+    for cell, spec, values in zip(cells, specs, shown, strict=True):
         parts = [*([cell.model.id] if several_models else []), *([cell.task.name] if len(tasks) > 1 else []), cell.label]
-        parts += [f"{n} {spec['parameters'][n]}" for n in parameters[cell.name, cell.capacity]]
+        parts += [f"{n} {values[n]}" for n in parameters[cell.name, cell.capacity] if n in values]
         parts += [f"{n} {spec['task'][n]}" for n in options[cell.task.name] if n in spec["task"]]
         names[digest(spec)] = ", ".join(parts)
     return names
@@ -131,14 +141,14 @@ def load(path: Path, overrides: Overrides | None = None) -> tuple[SuiteFile, lis
     models = _bounded(
         (validated(ModelSpec, m, source, ("model", *i)) for i, given in items(suite.model) for m in spread(given)), path
     )
-    tasks = _bounded((pair for i, given in items(suite.task) for pair in _tasks(given, source, ("task", *i))), path)
-    entries = _bounded((cell for i in range(len(suite.policies)) for cell in _entry(suite, i, source)), path)
+    tasks = _bounded((one for i, given in items(suite.task) for one in _tasks(given, source, ("task", *i))), path)
+    chosen = _bounded((entry for i in range(len(suite.policies)) for entry in entries(suite, i, source)), path)
     seeds = suite.seed if isinstance(suite.seed, list) else [suite.seed]
     cells = _bounded(
         (
-            Cell(suite.suite, suite.version, model, task, *entry, seed)
-            for model, (task, only), entry, seed in itertools.product(models, tasks, entries, seeds)
-            if only is None or entry[0] in only
+            _cell(suite, model, task, entry, seed, source)
+            for model, task, entry, seed in itertools.product(models, tasks, chosen, seeds)
+            if task.is_for(entry)
         ),
         path,
     )
@@ -166,8 +176,9 @@ def cell_from_spec(recorded: CellSpec, model: str | None = None) -> Cell:
     Raises:
         UserError: this version can't run the cell, or its policy or task is in a user's file, which records don't keep.
     """
-    if ":" in recorded.policy:
-        raise UserError(f"the policy {recorded.policy} is defined in a user's file: run its suite with --policy instead")
+    for name in (recorded.policy, *names_inside(recorded.parameters)):
+        if ":" in name:
+            raise UserError(f"the policy {name} is defined in a user's file: run its suite with --policy instead")
     if ":" in recorded.task.name:
         raise UserError(f"the task {recorded.task.name} is defined in a user's file: run its suite instead")
     spec = recorded.as_json()
@@ -179,11 +190,12 @@ def cell_from_spec(recorded: CellSpec, model: str | None = None) -> Cell:
             model=ModelSpec.model_validate({k: v for k, v in model_spec.items() if v is not None}),
             task=plugins.task_class(recorded.task.name).options.model_validate(recorded.options),
             name=recorded.policy,
-            policy=plugins.policy_class(recorded.policy)(**recorded.parameters),
+            policy=policy_from(recorded.policy, recorded.parameters),
             capacity=recorded.capacity,
             positions=_position_mode(recorded.positions),
             limit=recorded.limit,
             seed=recorded.seed,
+            evict=evict_from(recorded.evict_json),
         )
         same = cell.as_json() | ({"model": spec["model"]} if model else {}) == spec
     except (ValueError, TypeError, KeyError) as error:
@@ -206,8 +218,24 @@ def _position_mode(name: str) -> PositionMode:
     raise ValueError(f"positions {name}")
 
 
-def _tasks(given: dict[str, Any], source: Source, at: Location) -> Iterator[tuple[BaseModel, list[str] | None]]:
-    """The tasks of an entry, its lists multiplied out, each with the names of its policies (None: all)."""
+class _TaskEntry(NamedTuple):
+    """A task, and what it is for."""
+
+    task: type[Any]  # a `Task`
+    options: BaseModel
+    policies: list[str] | None  # names; None: all
+    evicts: list[Evict] | None  # None: all
+
+    def is_for(self, entry: Entry) -> bool:
+        """Whether an entry of the suite's policies is measured in this task."""
+        moves = entry.policy.evicts and entry.policy.caches
+        return (self.policies is None or entry.name in self.policies) and (
+            self.evicts is None or not moves or entry.evict in self.evicts
+        )
+
+
+def _tasks(given: dict[str, Any], source: Source, at: Location) -> Iterator[_TaskEntry]:
+    """The tasks of an entry, its lists multiplied out."""
     only = given.get("policies")
     if only is not None and not (isinstance(only, list) and all(isinstance(name, str) for name in only)):
         raise source.error((*at, "policies"), "a list of the names of policies")
@@ -216,103 +244,46 @@ def _tasks(given: dict[str, Any], source: Source, at: Location) -> Iterator[tupl
             plugins.policy_class(name)
         except UserError as error:
             raise source.error((*at, "policies"), str(error)) from None
-    for one in spread({k: v for k, v in given.items() if k != "policies"}):
-        yield _task(one, source, at), only
+    try:
+        evicts = [evict_from(value) for value in multiplied(given["evict"])] if "evict" in given else None
+    except ValueError as error:
+        raise source.error((*at, "evict"), f"evict: {error}, not {repr(given['evict'])[:60]}") from None
+    for one in spread({k: v for k, v in given.items() if k not in ("policies", "evict")}):
+        yield _TaskEntry(*_task(one, source, at), only, evicts)
 
 
-def _task(value: dict[str, Any], source: Source, at: Location) -> BaseModel:
+def _cell(suite: SuiteFile, model: ModelSpec, given: _TaskEntry, entry: Entry, seed: int, source: Source) -> Cell:
+    return Cell(
+        suite.suite, suite.version, model, given.options, entry.name, entry.policy, _capacity(model, given, entry, source),
+        entry.positions, entry.limit, seed, entry.evict,
+    )  # fmt: skip
+
+
+def _capacity(model: ModelSpec, given: _TaskEntry, entry: Entry, source: Source) -> int | None:
+    """The capacity of a cell, in tokens.
+
+    Raises:
+        UserError: it can't be known, the policy can't serve it, or the task can't be measured with this moment of eviction.
+    """
+    refused = given.task.why_not(given.options, entry.evict)
+    if refused:
+        raise source.error((*entry.at, "evict"), f"evict: {refused}")
+    if entry.budget is None or isinstance(entry.budget, int):
+        return entry.budget
+    try:
+        capacity = capacity_of(entry.budget, model, given.task.prompt_tokens(given.options), entry.evict)
+    except ValueError as error:
+        raise source.error((*entry.at, "capacity"), f"capacity: {error}") from None
+    entry.refuse_if_unfit(capacity, source)
+    return capacity
+
+
+def _task(value: dict[str, Any], source: Source, at: Location) -> tuple[type[Any], BaseModel]:
     name = value.get("name")
     if not isinstance(name, str):
         raise source.error(at, "the task's 'name' is missing")
     try:
-        options = plugins.task_class(name).options
+        task = plugins.task_class(name)
     except UserError as error:
         raise source.error((*at, "name"), str(error)) from None
-    return validated(options, value, source, at)
-
-
-Entry = tuple[str, Policy, int | None, PositionMode, int | None]
-
-
-def _entry(suite: SuiteFile, index: int, source: Source) -> Iterator[Entry]:
-    """The cells of one policy's entry, its lists multiplied out: name, policy, capacity, positions, limit."""
-    at: Location = ("policies", index)
-    entry = suite.policies[index]
-    given = {"name": entry} if isinstance(entry, str) else dict(entry)
-    name = given.pop("name", None)
-    if not isinstance(name, str):
-        raise source.error(at, "the policy's 'name' is missing")
-    try:
-        policy = plugins.policy_class(name)
-    except UserError as error:
-        raise source.error((*at, "name"), str(error)) from None
-    schema = entry_schema(name, policy)
-    defaults = {"capacity": suite.capacity, "positions": suite.positions, "limit": suite.limit}
-    fixed = {k: v for k, v in defaults.items() if k in schema.model_fields and v is not None} | given
-    for key in fixed.keys() - given.keys():
-        source.inherit((*at, key), (key,))
-    for one in spread(fixed):
-        chosen = validated(schema, one, source, at).model_dump()
-        capacity, positions, limit = (chosen.pop(k, None) for k in _FIELDS_OF_ENTRIES)
-        if policy.evicts and capacity is None:
-            raise source.error(at, f"{name} needs a capacity")
-        limit = limit if positions == "clamped" else None
-        try:
-            instance = policy(**chosen)
-            if capacity is not None:
-                instance.bind(capacity)
-        except ValueError as error:
-            overridden = [key for key in one if source.is_overridden((*at, key))]
-            place = at if overridden or "capacity" in given or suite.capacity is None else ()
-            raise source.error((*place, *(overridden or ["capacity"])[:1]), f"{name}: {error}") from None
-        except Exception as error:  # a user's policy may raise anything
-            raise source.error(at, f"{name}: {described(error)}") from error
-        yield name, instance, capacity, positions or "cache", limit
-
-
-def entry_schema(name: str, policy: type[Policy]) -> type[BaseModel]:
-    """The fields of this policy's entry in a suite: its parameters and, if they apply to it, capacity and positions."""
-    hints = typing.get_type_hints(policy)
-    parameters: dict[str, Any] = {
-        f.name: (hints[f.name], ... if f.default is dataclasses.MISSING else f.default) for f in dataclasses.fields(policy)
-    }
-    if policy.evicts:
-        parameters["capacity"] = (int | None, Field(None, ge=1))
-    if policy.caches:
-        parameters["positions"] = (PositionMode, "cache")
-        parameters["limit"] = (int | None, Field(None, ge=1))
-    safe = "".join(c if c.isalnum() else "_" for c in name)
-    return create_model(f"{safe}_entry", __config__=ConfigDict(extra="forbid", strict=True), **parameters)
-
-
-def schema() -> dict[str, Any]:
-    """JSON schema of suite files for editors, with the available policies and tasks and their options."""
-    entries: list[dict[str, Any]] = []
-    policies = plugins.working_policies()
-    for name, kind in policies.items():
-        fields = entry_schema(name, kind).model_json_schema()["properties"]
-        listed = {k: _or_list(v) for k, v in fields.items()}
-        entries.append({
-            "type": "object", "required": ["name"], "additionalProperties": False,
-            "properties": {"name": {"const": name}} | listed,
-        })  # fmt: skip
-    tasks = [task.options.model_json_schema() for task in plugins.working_tasks().values()]
-    models = [ModelSpec.model_json_schema()]
-    for options in (*tasks, *models):
-        options["properties"] = {k: _or_list(v) for k, v in options["properties"].items()}
-    for options in tasks:
-        about = "policies to run the task with; all of the suite's if not given"
-        options["properties"]["policies"] = {"type": "array", "items": {"type": "string"}, "description": about}
-    result = SuiteFile.model_json_schema()
-    own = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string", "pattern": ":"}}}
-    names: dict[str, Any] = {"anyOf": [{"enum": list(policies)}, {"type": "string", "pattern": ":"}]}
-    result["properties"]["policies"]["items"] = {"anyOf": [names, *entries, own]}
-    for key, kinds in (("task", tasks), ("model", models)):
-        one = {"anyOf": [*kinds, own] if key == "task" else kinds}
-        result["properties"][key] = {"anyOf": [one, {"type": "array", "items": one}]}
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "KV Bench suite"} | result
-
-
-def _or_list(one: dict[str, Any]) -> dict[str, Any]:
-    """A schema that accepts a value or a list of them."""
-    return {"anyOf": [one, {"type": "array", "items": one}]}
+    return task, validated(task.options, value, source, at)

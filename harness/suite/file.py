@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from kvbench.harness.suite.axes import Capacities, Evicts
 from kvbench.policies import PositionMode
 
 
@@ -38,7 +39,12 @@ class SuiteFile(BaseModel):
     description: str = ""
     model: dict[str, Any] | list[dict[str, Any]]
     task: dict[str, Any] | list[dict[str, Any]]
-    capacity: int | list[int] | None = Field(None, description="tokens per KV head kept between steps, for every policy")
+    capacity: Capacities = Field(
+        None, description="tokens per KV head kept between steps, for every policy; or {share: of the prompt}, or {bytes: SIZE}"
+    )
+    evict: Evicts = Field(
+        "step", description="when tokens are evicted: after every step, {every: TOKENS} at once, or once after the prompt"
+    )
     positions: PositionMode | list[PositionMode] = Field("cache", description="where RoPE puts a cached token")
     limit: int | None = Field(None, ge=1, description="largest distance of positions 'clamped'; tokens")
     seed: int | list[int] = 0

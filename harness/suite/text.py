@@ -85,6 +85,15 @@ class Source:
         self.places = {k: v for k, v in self.places.items() if k[: len(at)] != at} | {at: place}
 
 
+class Settings(Source):
+    """Values from the command line that belong to no suite. Each has the option as its place."""
+
+    def __init__(self, option: str) -> None:
+        self.path = Path(option)
+        self.places = {(): option}
+        self.data = {}
+
+
 def validated(kind: type[M], value: Any, source: Source, at: Location) -> M:
     """Validate a part of the data against a model.
 

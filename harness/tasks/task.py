@@ -15,7 +15,7 @@ from kvbench.harness.report.task import TaskReport
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from kvbench.harness.engine.decoder import CacheConfig, Decoder
+    from kvbench.harness.engine.decoder import CacheConfig, Decoder, Evict
     from kvbench.harness.engine.method import Method
     from kvbench.harness.engine.model import Model
 
@@ -134,6 +134,31 @@ class Task(TaskReport, ABC):
     def windows(cls, options: Any) -> float:
         """Approximate number of windows that `recompute_window` computes, for estimates."""
         return cls.total(options)
+
+    @classmethod
+    def tokens_read(cls, options: Any, data: Any) -> int | None:
+        """Tokens that one decoder reads of every stream, side by side; None for a task that reads in another way.
+
+        Keep maps (`--trace kept`) need it: they are written by wrapping that decoder.
+        """
+        return None
+
+    @classmethod
+    def has_prompt(cls, options: Any) -> bool:
+        """Whether its streams begin with a prompt, so that `evict: prompt` means something."""
+        return False
+
+    @classmethod
+    def prompt_tokens(cls, options: Any) -> int | None:
+        """Length of its prompts, if that is one number known beforehand: capacities may be a share of it."""
+        return None
+
+    @classmethod
+    def why_not(cls, options: Any, evict: Evict) -> str:
+        """Why it can't be measured with this moment of eviction; empty if it can."""
+        if evict == "prompt" and not cls.has_prompt(options):
+            return f"prompt waits for the end of a prompt, but task {options.name} has none"
+        return ""
 
     @staticmethod
     def run(options: Any, job: Job) -> Metrics:

@@ -42,7 +42,7 @@ def answer_questions(job: Job, context: Context, parse: Callable[[str], str]) ->
     """
     data: QuizData = job.data
     answers: list[Answer] = []
-    kv_bytes = state_bytes = tokens_before = 0
+    sizes, tokens_before = {"kv_bytes": 0, "kv_held_bytes": 0, "state_bytes": 0}, 0
     with job.trace.open("w", encoding="utf-8") as trace:
         for number, quiz in enumerate(data.quizzes):
             reader = _Reader(job, quiz, context)
@@ -54,9 +54,11 @@ def answer_questions(job: Job, context: Context, parse: Callable[[str], str]) ->
                 tokens_done = tokens_before + question.answer_end - quiz.prefix
                 job.progress(tokens_done, f"accuracy {sum(a.right for a in answers) / len(answers):.1%}")
             tokens_before += len(quiz.ids) - quiz.prefix
-            kv_bytes, state_bytes = max(kv_bytes, reader.read.kv_bytes), max(state_bytes, reader.read.state_bytes)
+            read = reader.read
+            now = {"kv_bytes": read.kv_bytes, "kv_held_bytes": read.held_bytes, "state_bytes": read.state_bytes}
+            sizes = {name: max(size, now[name]) for name, size in sizes.items()}
     figures = answer_figures([vars(a) for a in answers])
-    return AnswerMetrics.from_json({**figures, "kv_bytes": kv_bytes, "state_bytes": state_bytes})
+    return AnswerMetrics.from_json({**figures, **sizes})
 
 
 class _Reader:

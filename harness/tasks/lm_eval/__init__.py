@@ -24,6 +24,7 @@ from kvbench.harness.tasks.lm_eval.schema import LmEvalFacts, LmEvalMetrics, LmE
 from kvbench.harness.tasks.task import Job, Options, Task, Tokenizer
 
 if TYPE_CHECKING:
+    from kvbench.harness.engine.decoder import Evict
     from kvbench.harness.tasks.lm_eval.requests import LmEvalData
 
 
@@ -35,8 +36,8 @@ class LmEval(Task):
     data_facts: ClassVar[type[Data]] = LmEvalFacts
     trace: ClassVar[str | None] = ".samples.jsonl"
     axes: ClassVar[tuple[str, ...]] = ("tasks", "metric", "limit", "num_fewshot", "max_seq_length")
-    shown_options: ClassVar[tuple[str, ...] | None] = ("batch", "tasks", "prompt")
-    never_pooled_over: ClassVar[tuple[str, ...]] = ("prompt",)  # query-aware and query-blind scores don't mix
+    shown_options: ClassVar[tuple[str, ...] | None] = ("batch", "tasks", "prompt", "question")
+    never_pooled_over: ClassVar[tuple[str, ...]] = ("prompt", "question")  # query-aware and query-blind scores don't mix
     block_of_all: ClassVar[bool] = True
 
     @staticmethod
@@ -61,6 +62,23 @@ class LmEval(Task):
         """A guess, unless an option sets the length of prompts."""
         return options.max_seq_length or options.prompt_tokens or 1000
 
+    @classmethod
+    def has_prompt(cls, options: LmEvalOptions) -> bool:
+        """Every request begins with one. A task that scores whole texts is only found when it runs."""
+        return True
+
+    @classmethod
+    def prompt_tokens(cls, options: LmEvalOptions) -> int | None:
+        """The length that tasks make their prompts for (RULER)."""
+        return options.max_seq_length
+
+    @classmethod
+    def why_not(cls, options: LmEvalOptions, evict: Evict) -> str:
+        """Eviction after the prompt is a way of its own to read it."""
+        if evict == "prompt" and options.prompt != "stream":
+            return f"prompt reads the whole prompt and evicts at its end, so this task can't have prompt: {options.prompt}"
+        return super().why_not(options, evict)
+
     @staticmethod
     def run(options: LmEvalOptions, job: Job) -> LmEvalMetrics:
         """Run the task; the trace gets each question's score and log-likelihoods or answer."""
@@ -84,9 +102,9 @@ class LmEval(Task):
     @classmethod
     def cached_tokens(cls, record: Record) -> tuple[int, int] | None:
         """One request's tokens; unknown unless prompts are streamed."""
-        capacity = record.cell.capacity
+        tokens = record.cell.most_kept
         streamed = record.cell.task_options(LmEvalOptions).prompt == "stream"
-        return (1, capacity) if streamed and capacity is not None else None
+        return (1, tokens) if streamed and tokens is not None else None
 
     @classmethod
     def headline(cls, record: Record) -> str:
@@ -96,7 +114,8 @@ class LmEval(Task):
     @classmethod
     def heading(cls, record: Record) -> str:
         """Includes how prompts are read: query-aware and query-blind scores never share a table."""
-        return f"lm-eval, prompt {record.cell.task_options(LmEvalOptions).prompt}"
+        options = record.cell.task_options(LmEvalOptions)
+        return f"lm-eval, prompt {options.prompt}{', question unseen' if options.question else ''}"
 
     @classmethod
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from kvbench.harness.lm_eval import catalogue
 from kvbench.harness.lm_eval.kvbench import KVBench
 from kvbench.harness.lm_eval.reading import Reader
 from kvbench.harness.records.aggregates import sample_figures
-from kvbench.harness.tasks.lm_eval.requests import LmEvalData
+from kvbench.harness.tasks.lm_eval.requests import LmEvalData, start_of
 from kvbench.harness.tasks.lm_eval.schema import LmEvalMetrics, LmEvalOptions
 from kvbench.harness.tasks.task import Job, MeasurementError
 
@@ -32,7 +33,8 @@ def measure(options: LmEvalOptions, job: Job) -> LmEvalMetrics:
         done += requests
         job.progress(min(data.tokens, round(done * mean_tokens)), f"{done} of {len(data.lengths)} requests")
 
-    model = KVBench(reader, data.tokenizer, on_progress=report_progress)
+    start = partial(start_of, options=options) if options.question == "unseen" else None
+    model = KVBench(reader, data.tokenizer, on_progress=report_progress, question_start=start)
     ((name, task),) = data.loaded["tasks"].items()
     task.set_fewshot_seed(seed=options.data_seed)
     with catalogue.quiet():
@@ -53,7 +55,7 @@ def measure(options: LmEvalOptions, job: Job) -> LmEvalMetrics:
     return LmEvalMetrics.from_json({
         **sample_figures(samples), "metric": metric, "higher_is_better": higher, "lm_eval": results,
         "over_capacity": model.over_capacity, "truncated": model.truncated, "requests": model.requests,
-        "kv_bytes": reader.kv_bytes, "state_bytes": reader.state_bytes,
+        "kv_bytes": reader.kv_bytes, "kv_held_bytes": reader.held_bytes, "state_bytes": reader.state_bytes,
     })  # fmt: skip
 
 

@@ -19,6 +19,8 @@ _PROMPTS = {
     "whole prompt until then; K/V counts what remains.",
     "truncate": "Of a prompt that is too long, the model reads the first and the last tokens, half each.",
 }
+_UNSEEN = "Where a prompt is cut at its end, it ends before the question, which is read afterwards: the policy has not seen it."
+_EVICT_PROMPT = " Rows with evict prompt read it in full, evict once, at its end, and evict no more."
 
 
 def headline(record: Record) -> str:
@@ -38,7 +40,9 @@ def body(records: Sequence[Record]) -> list[str | Chart]:
         [*policy, *(_score(row.get(n)) for n in names), _over_capacity(row.values()), _bytes(row.values())]
         for policy, row in rows.items()
     ]
-    about = _PROMPTS[records[0].cell.task_options(LmEvalOptions).prompt]
+    options = records[0].cell.task_options(LmEvalOptions)
+    about = _UNSEEN if options.question else _PROMPTS[options.prompt]
+    about += _EVICT_PROMPT if any(r.cell.evict == "prompt" for r in records) else ""
     intro = (
         f"lm-eval's tasks. {about} Scores are percentages with their standard errors; for whole texts, perplexities. "
         "Over capacity: share of requests longer than the capacity; only these can differ from dense.\n"

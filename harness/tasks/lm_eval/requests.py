@@ -7,11 +7,13 @@ from importlib.metadata import version
 from typing import Any
 
 import numpy as np
+from lm_eval.api.instance import Instance
 from transformers import PreTrainedTokenizerBase
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.data.stream import fingerprint
 from kvbench.harness.lm_eval import catalogue
+from kvbench.harness.lm_eval.question import question_start
 from kvbench.harness.tasks.lm_eval.schema import LmEvalOptions
 
 
@@ -62,6 +64,9 @@ def requests(options: LmEvalOptions, tokenizer: PreTrainedTokenizerBase) -> LmEv
             chat_template=_template(tokenizer) if options.chat_template else None,
             fewshot_as_multiturn=bool(options.chat_template),
         )  # fmt: skip
+    if options.question == "unseen":
+        for instance in task.instances:
+            start_of(instance, options)
     ids_of_requests = [
         tokenizer("".join(str(part) for part in i.args[:2] if isinstance(part, str)))["input_ids"] for i in task.instances
     ]
@@ -71,6 +76,18 @@ def requests(options: LmEvalOptions, tokenizer: PreTrainedTokenizerBase) -> LmEv
     ids = fingerprint(np.concatenate([np.array(x, np.int64) for x in ids_of_requests]))
     source = f"lm-eval, {options.tasks} version {task.VERSION}"
     return LmEvalData(loaded, tokenizer, source, questions, tuple(len(x) for x in ids_of_requests), ids)
+
+
+def start_of(instance: Instance, options: LmEvalOptions) -> int:
+    """The index of the first character of a request's question.
+
+    Raises:
+        UserError: it is not found.
+    """
+    try:
+        return question_start(instance.args[0], options.tasks, instance.doc, options.question_from)
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 def _template(tokenizer: PreTrainedTokenizerBase) -> Any:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from kvbench.harness.records.facts import Data
 from kvbench.harness.records.metrics import ScoreMetrics
@@ -27,6 +28,13 @@ class LmEvalOptions(Options):
         "evicting once), truncate (only its first and last tokens)",
     )
     prompt_tokens: int | None = Field(None, ge=2, description="tokens of a prompt that truncate keeps; the capacity if not given")
+    question: Literal["seen", "unseen"] | None = Field(
+        None,
+        description="whether a prompt that is cut at its end has the question in it (seen, the default) or ends before it",
+    )
+    question_from: str | None = Field(
+        None, description="regular expression that the question begins with; known for RULER, LongBench and our tasks"
+    )
     metric: str | None = Field(None, description="metric that is the score; the task's first metric if not given")
     chat_template: bool | None = Field(None, description="put prompts into the tokenizer's chat template")
     max_seq_length: int | None = Field(
@@ -34,6 +42,23 @@ class LmEvalOptions(Options):
     )
     include: str | None = Field(None, description="folder with more tasks in lm-eval's format")
     batch: int = Field(16, ge=1, description="number of requests side by side")
+
+    @field_validator("question")
+    @classmethod
+    def _seen_is_the_default(cls, value: str | None) -> str | None:
+        return None if value == "seen" else value  # the cell is the one that it was before there was a choice
+
+    @model_validator(mode="after")
+    def _question_is_found(self) -> Self:
+        if self.question == "unseen" and self.prompt == "truncate":
+            raise ValueError("question unseen needs the whole prompt before it, so prompt can't be truncate")
+        if self.question_from is not None and self.question is None:
+            raise ValueError("question_from is for question unseen")
+        try:
+            re.compile(self.question_from or "")
+        except re.error as error:
+            raise ValueError(f"question_from is no regular expression ({error})") from None
+        return self
 
 
 class LmEvalMetrics(ScoreMetrics):
@@ -45,7 +70,7 @@ class LmEvalMetrics(ScoreMetrics):
     over_capacity: Annotated[Count, EXACT] = Field(description="requests longer than the capacity")
     truncated: Annotated[Count, EXACT] = Field(0, description="requests cut to the model's maximum length")
     requests: Annotated[Count, EXACT] = Field(description="number of requests")
-    kv_bytes: Annotated[Count, BYTES] = Field(description="largest number of bytes of K and V per request")
+    kv_bytes: Annotated[Count, BYTES] = Field(description="largest number of bytes allocated for K and V per request")
     state_bytes: Annotated[Count, BYTES] = Field(description="bytes of the policy's statistics")
 
 

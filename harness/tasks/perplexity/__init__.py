@@ -26,6 +26,7 @@ from kvbench.harness.tasks.task import Job, Options, Task, Tokenizer
 
 if TYPE_CHECKING:
     from kvbench.harness.data.stream import TokenStream
+    from kvbench.harness.engine.decoder import Evict
 
 _CHARACTERS_PER_TOKEN = 8  # generated; more than any of our tokenizers puts into a token
 
@@ -37,7 +38,7 @@ class Perplexity(Task):
     metrics: ClassVar[type[Metrics]] = PerplexityMetrics
     trace: ClassVar[str | None] = ".nll.npy"
     named_by: ClassVar[tuple[str, ...]] = ("data", "book")
-    shown_options: ClassVar[tuple[str, ...] | None] = ("data", "split", "tokens", "book", "streams")
+    shown_options: ClassVar[tuple[str, ...] | None] = ("data", "split", "tokens", "book", "streams", "prompt")
 
     @staticmethod
     def data(options: PerplexityOptions, tokenizer: Tokenizer, directory: Path | None) -> TokenStream:
@@ -68,9 +69,30 @@ class Perplexity(Task):
         return options.streams or 1
 
     @classmethod
+    def tokens_read(cls, options: PerplexityOptions, data: TokenStream) -> int:
+        """All of a stream but its last token, which no token follows."""
+        return data.prefix + data.tokens // cls.streams(options) - 1
+
+    @classmethod
+    def has_prompt(cls, options: PerplexityOptions) -> bool:
+        """Whether the first tokens of each stream are its prompt."""
+        return options.prompt is not None
+
+    @classmethod
+    def prompt_tokens(cls, options: PerplexityOptions) -> int | None:
+        """The tokens of each stream that are its prompt, without the prefix."""
+        return options.prompt
+
+    @classmethod
+    def why_not(cls, options: PerplexityOptions, evict: Evict) -> str:
+        """Eviction after a prompt needs the option `prompt`."""
+        refused = super().why_not(options, evict)
+        return f"{refused}: give it prompt: TOKENS" if refused else ""
+
+    @classmethod
     def windows(cls, options: PerplexityOptions) -> float:
         """One per scored token."""
-        return options.tokens / options.stride
+        return (options.tokens - cls.streams(options) * (options.prompt or 0)) / options.stride
 
     @staticmethod
     def run(options: PerplexityOptions, job: Job) -> PerplexityMetrics:
@@ -85,7 +107,7 @@ class Perplexity(Task):
         nll, metrics = np.load(trace, mmap_mode="r"), record.measured(NllMetrics)
         options = record.cell.task_options(PerplexityOptions)
         assert metrics is not None
-        figures = nll_figures(nll, len(record.data.prefix), [0], options.stride, cls.streams(options))
+        figures = nll_figures(nll, len(record.data.prefix), [0], options.stride, cls.streams(options), options.prompt or 0)
         figures["texts"] = _text_sums(nll[np.isfinite(nll)], metrics.texts.tokens)
         if "on_stride" in figures:
             on_stride = record.metrics.as_json()["on_stride"]
@@ -105,8 +127,8 @@ class Perplexity(Task):
 
     @classmethod
     def cached_tokens(cls, record: Record) -> tuple[int, int] | None:
-        """The capacity; if the cache is unbounded, all tokens of a stream but the last, which is never read."""
-        if record.cell.capacity is not None:
+        """Those between steps; if the cache is unbounded, all tokens of a stream but the last, which is never read."""
+        if record.cell.capacity is not None or record.cell.evict == "prompt":
             return super().cached_tokens(record)
         streams = cls.streams(record.cell.task_options(PerplexityOptions))
         return streams, len(record.data.prefix) + record.data.tokens // streams - 1

@@ -29,6 +29,9 @@ class PerplexityOptions(Options):
     streams: int | None = Field(
         None, ge=1, description="cut the text into this many streams of equal length, read side by side, each after the prefix"
     )
+    prompt: int | None = Field(
+        None, ge=1, description="first tokens of each stream that are its prompt: read first, not scored; none if not given"
+    )
     stride: int = Field(
         1,
         ge=1,
@@ -41,6 +44,13 @@ class PerplexityOptions(Options):
             raise ValueError(
                 f"tokens {self.tokens:,} is more than the {_MAX_PROSE_TOKENS:,} tokens of prose that can be generated"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _goes_on_after_the_prompt(self) -> Self:
+        length = self.tokens // (self.streams or 1)
+        if self.prompt is not None and self.prompt >= length:
+            raise ValueError(f"prompt {self.prompt:,} leaves nothing to score in a stream of {length:,} tokens")
         return self
 
 
@@ -62,4 +72,4 @@ class PerplexityMetrics(NllMetrics):
 
     bits_per_byte: Annotated[Number, near(relative=SUM)] = Field(description="bits per byte of the scored text")
     facts: Annotated[list[FactCost], EXACT] = Field(default_factory=list, description="NLL of facts in generated prose")
-    kv_bytes: Annotated[Count, BYTES] = Field(description="bytes of K and V held")
+    kv_bytes: Annotated[Count, BYTES] = Field(description="bytes allocated for K and V")

@@ -1,0 +1,88 @@
+"""The command `bench show`."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kvbench.harness.cli.output import FILLED, results_option
+from kvbench.harness.core.errors import UserError
+
+if TYPE_CHECKING:
+    from kvbench.harness.records import Record
+
+
+@click.group()
+def show() -> None:
+    """Draw what a record holds.
+
+    \b
+    bench show kept 128d93c6
+    """
+
+
+@show.command()
+@click.argument("record", type=FILLED)
+@results_option
+@click.option("--out", type=FILLED, help="File of the picture, .png or .svg. Default: .kept.png beside the record.")
+@click.option("--stream", type=click.IntRange(0), default=0, show_default=True, help="Draw this stream of several.")
+@click.option("--json", "as_json", is_flag=True, help="Print the map as JSON, and draw nothing.")
+@click.option("--replay", type=FILLED, metavar="FILE", help="Write the table that the policy replay reads, and draw nothing.")
+def kept(record: str, results: str, out: str | None, stream: int, as_json: bool, replay: str | None) -> None:
+    """Draw the positions that every layer keeps.
+
+    RECORD is a record's file, or the beginning of a cell id. It must have been measured with --trace kept. The picture has a
+    panel per layer. Each column is a step, and the shade says which share of the KV heads holds a position. The path of the
+    picture goes to stdout.
+
+    \b
+    bench run quickstart --policy h2o --trace kept
+    bench show kept 128d93c6
+    bench show kept 128d93c6 --out h2o.svg
+    bench run quickstart --policy h2o --trace kept=all --fresh
+    bench show kept 128d93c6 --replay h2o.pt
+    """
+    from kvbench.harness.report import keep_map
+
+    given, folder = _found(record, Path(results))
+    path = keep_map.map_file(given, folder)
+    if as_json:
+        click.echo(json.dumps(keep_map.rows(path)))
+        return
+    whole = keep_map.Map.read(path)
+    if replay is not None:
+        from kvbench.harness.run.keep_map import write_replay
+
+        write_replay(given, whole, Path(replay))
+        click.echo(replay)
+        return
+    cell = given.cell
+    size = "" if cell.capacity is None else f" at capacity {cell.capacity:,}"
+    target = folder / f"{given.stem}.kept.png" if out is None else Path(out)
+    keep_map.draw(whole.of_stream(stream), f"What {cell.policy}{size} keeps: {cell.model.id}, {cell.suite}", target)
+    click.echo(str(target))
+
+
+def _found(name: str, results: Path) -> tuple[Record, Path]:
+    """The record with this file or cell id, and the folder of its file. Of several records of a cell, the newest.
+
+    Raises:
+        UserError: there is none, or several cells have ids that begin like this.
+    """
+    from kvbench.harness.records import Problem, RecordStore, newest, read
+
+    if not re.fullmatch("[0-9a-f]{8,64}", name) or Path(name).exists():
+        record = read(Path(name))
+        if isinstance(record, Problem):
+            raise UserError(f"{name}: {record.reason}")
+        return record, Path(name).parent
+    store = RecordStore(results)
+    matches = newest([r for r in store.read_all()[0] if r.cell_id.startswith(name)])
+    if len(matches) != 1:
+        count = "no record has a cell id that begins" if not matches else f"{len(matches)} cell ids begin"
+        raise UserError(f"{name}: in {results}, {count} like this")
+    return matches[0], store.path(matches[0]).parent

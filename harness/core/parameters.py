@@ -1,0 +1,83 @@
+"""The parameters of a policy as JSON, and the policy of such JSON. A policy that another one holds is a mapping with its name."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kvbench.harness.core import plugins
+from kvbench.policies import Policy
+
+
+def parameters_of(policy: Policy, recorded: bool = False) -> dict[str, Any]:
+    """The parameters by name, without those marked `metadata={"added": True}` that have their default.
+
+    Args:
+        policy: whose parameters.
+        recorded: name the policies inside without the folders of their files, as records do.
+    """
+    fields = dataclasses.fields(policy)
+    return {f.name: _as_json(getattr(policy, f.name), recorded) for f in fields if not _is_left_out(policy, f)}
+
+
+def policy_from(name: str, parameters: Mapping[str, Any]) -> Policy:
+    """The policy with this name and these parameters, in the form of `parameters_of`.
+
+    Raises:
+        UserError: there is no policy of this name, or of one inside.
+        ValueError, TypeError: it has no such parameters, or refuses their values.
+    """
+    kind = plugins.policy_class(name)
+    held = policy_fields(kind)
+    return kind(**{k: _inside(v) if k in held and v is not None else v for k, v in parameters.items()})
+
+
+def policy_fields(kind: type[Policy]) -> frozenset[str]:
+    """Names of the parameters that are policies."""
+    hints = typing.get_type_hints(kind)
+    return frozenset(f.name for f in dataclasses.fields(kind) if _is_policy(hints[f.name]))
+
+
+def policies_inside(policy: Policy) -> Iterator[Policy]:
+    """The policies that its parameters are."""
+    values = (getattr(policy, f.name) for f in dataclasses.fields(policy))
+    return (value for value in values if isinstance(value, Policy))
+
+
+def names_inside(parameters: Mapping[str, Any]) -> Iterator[str]:
+    """Names of the policies in parameters of the form of `parameters_of`, at any depth."""
+    for value in parameters.values():
+        if isinstance(value, Mapping):
+            if isinstance(value.get("name"), str):
+                yield value["name"]
+            yield from names_inside(value)
+
+
+def _is_policy(hint: Any) -> bool:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return any(_is_policy(part) for part in typing.get_args(hint))
+    return inspect.isclass(hint) and issubclass(hint, Policy)
+
+
+def _inside(value: Any) -> Policy:
+    given = {"name": value} if isinstance(value, str) else value
+    return policy_from(given["name"], {k: v for k, v in given.items() if k != "name"})
+
+
+def _as_json(value: Any, recorded: bool) -> Any:
+    if isinstance(value, Policy):
+        name = plugins.name_of(type(value))
+        return {"name": plugins.recorded_name(name) if recorded else name} | parameters_of(value, recorded)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return copy.deepcopy(value)
+
+
+def _is_left_out(policy: Policy, field: dataclasses.Field[Any]) -> bool:
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return bool(field.metadata.get("added")) and getattr(policy, field.name) == default

@@ -1,0 +1,159 @@
+"""Which heads share tensors: those of one shape that may hold as many tokens.
+
+Axis letters: B streams, L layers, H KV heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from torch import Tensor
+
+from kvbench.harness.engine.cadence import Cadence
+from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.model import Model
+from kvbench.harness.engine.rows import writes
+from kvbench.harness.engine.slots import BUCKET, Budget, LayerShape, Part, Slots
+from kvbench.policies import Policy, Statistic
+
+Table = Sequence[Sequence[int]]  # tokens that each head keeps. [L][H]
+Key = TypeVar("Key", bound=Hashable)
+
+
+def static_table(model: Model, config: CacheConfig, prompt: int | None) -> Table | None:
+    """The policy's budgets, if they are known beforehand and differ between heads.
+
+    Args:
+        model: whose layers they are for.
+        config: of the cache.
+        prompt: tokens of the prompt, if eviction waits for its end.
+
+    Raises:
+        ValueError: the table has another shape than the model, or its budgets don't add up.
+    """
+    if config.capacity is None:
+        return None
+    heads = [shape.heads for shape in model.layers]
+    table = config.policy.bind(config.capacity).budgets(config.capacity, len(heads), max(heads), prompt)
+    if table is None:
+        return None
+    if [len(row) for row in table] != heads:
+        given = [len(row) for row in table]
+        raise ValueError(f"its table of budgets is for layers with {given} KV heads, and those of the model have {heads}")
+    total, wanted = sum(map(sum, table)), sum(heads) * config.capacity
+    if total != wanted:
+        raise ValueError(f"its budgets add up to {total} tokens, and {sum(heads)} heads of {config.capacity} make {wanted}")
+    if min(map(min, table)) < 1:
+        raise ValueError("one of its budgets is below 1 token")
+    return None if len({budget for row in table for budget in row}) == 1 else table
+
+
+class Layout:
+    """Makes the slots of a decoder's layers."""
+
+    def __init__(self, model: Model, config: CacheConfig, streams: int) -> None:
+        """model: whose layers they are for; config: of the cache; streams: B."""
+        self._model, self._config, self._streams = model, config, streams
+        bound = self.bound(config.capacity)
+        self._needs_output = any(writes(s) for s in bound.statistics)
+
+    def for_stream(self, table: Table | None) -> list[Slots]:
+        """Slots that evict while tokens come in."""
+        config, made = self._config, []
+        for (shape, budget), parts in self._grouped(lambda layer, head: table[layer][head] if table else config.capacity).items():
+            kept = shape.kept(budget)
+            cadence = Cadence.from_start(kept, config.every if config.policy.evicts else 1)
+            made.append(self._slots(shape, parts, self.bound(kept), cadence, self._limits(shape, kept)))
+        return made
+
+    def for_prompt(self, length: int, table: Table | None) -> list[Slots]:
+        """Slots that hold a whole prompt, and what the policy wants to know about it at any head's budget."""
+        made = []
+        for (shape, _), parts in self._grouped(lambda *_: None).items():
+            room, kept = shape.kept(length), shape.kept(self._config.capacity)
+            budgets = {kept, *(shape.kept(n) for part in parts for n in (table[part.layer] if table else ()))}
+            statistics = dict.fromkeys(s for n in sorted(budgets, key=str) for s in self.bound(n).statistics)
+            made.append(self._slots(shape, parts, self.bound(kept), Cadence.from_start(room), Budget(room), tuple(statistics)))
+        return made
+
+    def after_prompt(self, length: int, counts: Sequence[Sequence[int]] | Sequence[Tensor], table: Table | None) -> list[Slots]:
+        """Slots for what is kept of a prompt. Where a prompt decides, heads of a layer that keep different numbers are padded.
+
+        Args:
+            length: tokens of the prompt.
+            counts: tokens that each head keeps, one a layer: [H], or [B, H] int64, which the host then waits for.
+            table: budgets known beforehand.
+        """
+        capacity, made = self._config.capacity, []
+        held: list[Sequence[int]] = []
+        for of_layer in counts:
+            streams = of_layer.tolist() if isinstance(of_layer, Tensor) else [of_layer]
+            if isinstance(of_layer, Tensor) and len({count for stream in streams for count in stream}) > 1:
+                return [self._uneven(length, layer, count) for layer, count in enumerate(counts) if isinstance(count, Tensor)]
+            held.append(streams[0])
+        keys = self._grouped(lambda layer, head: (held[layer][head], table[layer][head] if table else capacity))
+        for (shape, (count, budget)), parts in keys.items():
+            kept = shape.kept(budget)
+            cadence, limits = self._afterwards(shape, kept, length, count)
+            made.append(self._slots(shape, parts, self.bound(kept), cadence, limits))
+        return made
+
+    def _uneven(self, length: int, layer: int, counts: Tensor) -> Slots:
+        """Slots of one layer whose heads hold different numbers of tokens. counts: [B, H] int64."""
+        shape, most = self._model.layers[layer], int(counts.max())
+        kept = shape.kept(self._config.capacity)
+        cadence, limits = self._afterwards(shape, kept, length, most)
+        if limits.floor is None:
+            slots = limits.slots or most + self._config.every
+            limits = replace(limits, of_rows=counts.reshape(-1, 1), slots=slots)
+        return self._slots(shape, [self._part(layer, None)], self.bound(kept), cadence, limits)
+
+    def _afterwards(self, shape: LayerShape, kept: int | None, length: int, held: int) -> tuple[Cadence, Budget]:
+        """Cadence and limits after a prompt of which a head holds `held` tokens."""
+        if self._config.evict == "prompt":
+            return Cadence.from_start(None).after(length, held), Budget(None, slots=-(-(held + 1) // BUCKET) * BUCKET)
+        return Cadence.from_start(kept, self._config.every).after(length, held), self._limits(shape, kept)
+
+    def _limits(self, shape: LayerShape, kept: int | None) -> Budget:
+        """Of slots that evict as tokens come in. If heads compete, one of them may hold what all others leave."""
+        floor = None if kept is None else self.bound(kept).pool_floor(kept)
+        if floor is None or kept is None or shape.heads == 1:
+            return Budget(kept)
+        if not 1 <= floor <= kept:
+            raise ValueError(f"a floor of {floor} tokens a head, where {kept} are kept on average")
+        return Budget(kept, floor, slots=shape.heads * kept - (shape.heads - 1) * floor + self._config.every)
+
+    def bound(self, kept: int | None) -> Policy:
+        """The policy for heads that keep this many tokens."""
+        policy = self._config.policy
+        return policy if kept is None or self._config.capacity is None else policy.bind(kept)
+
+    def _grouped(self, key: Callable[[int, int], Key]) -> dict[tuple[LayerShape, Key], list[Part]]:
+        """Heads by shape and key. key: of a layer and a head."""
+        groups: dict[tuple[LayerShape, Key], list[Part]] = {}
+        for layer, shape in enumerate(self._model.layers):
+            alike: dict[Key, list[int]] = {}
+            for head in range(shape.heads):
+                alike.setdefault(key(layer, head), []).append(head)
+            for name, heads in alike.items():
+                part = self._part(layer, None if len(alike) == 1 else tuple(heads))
+                groups.setdefault((replace(shape, heads=len(heads)), name), []).append(part)
+        return groups
+
+    def _part(self, layer: int, heads: tuple[int, ...] | None) -> Part:
+        output = self._model.output_of(layer) if self._needs_output else None
+        return Part(layer, heads, output if output is None or heads is None else output[list(heads)])
+
+    def _slots(
+        self, shape: LayerShape, parts: Sequence[Part], policy: Policy, cadence: Cadence, budget: Budget,
+        statistics: Sequence[Statistic] | None = None,
+    ) -> Slots:  # fmt: skip
+        model, config = self._model, self._config
+        if statistics is None:
+            statistics = () if cadence.capacity is None else policy.statistics
+        return Slots(
+            shape, parts=parts, policy=policy, statistics=statistics, cadence=cadence, budget=budget,
+            num_layers=len(model.layers), streams=self._streams, seed=config.seed, device=model.device, dtype=model.dtype,
+        )  # fmt: skip

@@ -1,0 +1,133 @@
+"""The end of a prompt that was read under full attention: each head keeps its budget of what is worth most, at once.
+
+Axis letters: B streams, L layers, H KV heads, N = B * H rows of a layer, S slots, n tokens kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from kvbench.harness.engine.budgets import Table
+from kvbench.harness.engine.rows import Rows, effective_importance
+from kvbench.harness.engine.slots import Slots
+from kvbench.harness.engine.victims import of_heads, of_layers
+from kvbench.policies import Policy
+
+
+class Whole:
+    """A prompt in the slots of all layers.
+
+    Attributes:
+        length: tokens of the prompt.
+        rows: of every layer, with the view of its last token.
+    """
+
+    def __init__(self, slots: Sequence[Slots], length: int, bound: Callable[[int | None], Policy]) -> None:
+        """slots: of all layers, with whole layers in each; length: of the prompt; bound: the policy for a budget."""
+        self.length, self._bound = length, bound
+        of_layer = {layer: group for group in slots for layer in group.layers}
+        self._slots = [of_layer[layer] for layer in sorted(of_layer)]
+        self.rows = [group.rows(group.num_slots, layer) for layer, group in sorted(of_layer.items())]
+        for rows in self.rows:
+            rows.view.step = torch.full_like(rows.view.layer, length - 1)
+
+    def cut(self, capacity: int | None, table: Table | None) -> tuple[list[Tensor], list[list[int]] | None]:
+        """The tokens that stay: of each head as many as its budget says, those worth most. Asked once.
+
+        Args:
+            capacity: tokens per head, on average; None if the policy's budgets are an outcome.
+            table: budgets known beforehand; None if there are none.
+
+        Returns:
+            Their slots, [N, S] bool, one a layer; and how many each head keeps, [L][H], None if the prompt decides that.
+
+        Raises:
+            ValueError: the policy's budgets have another shape, or don't add up.
+        """
+        policy = self._bound(capacity)
+        asked = policy.prompt_budgets([rows.view for rows in self.rows], capacity)
+        if asked is not None:
+            asked = self._checked(asked, None if policy.outcome else capacity)
+        floor = policy.pool_floor(capacity) if asked is None and table is None and capacity is not None else None
+        kept = []
+        for layer, rows in enumerate(self.rows):
+            of_layer, of_table = None if asked is None else asked[:, layer], None if table is None else table[layer]
+            kept.append(self._kept_of_layer(layer, capacity, of_layer, of_table, floor))
+            rows.forget((rows.rank < rows.rank.shape[1]) & ~kept[-1])
+        return kept, self._known_counts(capacity, table) if asked is None and floor is None else None
+
+    def _known_counts(self, capacity: int | None, table: Table | None) -> list[list[int]]:
+        """Tokens that each head keeps where budgets are known beforehand. [L][H]."""
+        counts = []
+        for layer, slots in enumerate(self._slots):
+            budgets = [capacity] * slots.shape.heads if table is None else table[layer]
+            kept = [slots.shape.kept(n) for n in budgets]
+            held = slots.shape.kept(self.length) or 0
+            counts.append([held if n is None else min(held, n) for n in kept])
+        return counts
+
+    def _kept_of_layer(
+        self, layer: int, capacity: int | None, asked: Tensor | None, of_table: Sequence[int] | None, floor: int | None
+    ) -> Tensor:
+        """The slots of one layer whose tokens stay. [N, S] bool."""
+        slots, rows = self._slots[layer], self.rows[layer]
+        held, kept, sliding = rows.rank < slots.empty_rank, slots.shape.kept(capacity), slots.shape.sliding_window
+        importance = effective_importance(slots.policy, rows.view, sliding).unflatten(0, (slots.streams, -1))
+        count = held.sum(-1).view(slots.streams, -1)  # [B, H]
+        budget = count if kept is None else torch.full_like(count, kept)
+        if asked is not None:
+            budget = asked
+        elif of_table is not None:
+            budget = torch.tensor(list(of_table), device=count.device).expand_as(count)
+            for number in set(of_table):  # heads are judged by the policy that knows their budget
+                judged = effective_importance(self._bound(slots.shape.kept(number)), rows.view, sliding).view(importance.shape)
+                importance = torch.where((budget == number)[..., None], judged, importance)
+        importance = importance.flatten(0, 1).masked_fill(~held, torch.inf)
+        excess = (count - budget).clamp(min=0)
+        if floor is None:
+            return held & ~of_heads(importance, rows.rank, excess.view(-1, 1))
+        worth, rank = (x.unflatten(0, (slots.streams, -1)) for x in (importance, rows.rank))
+        return held & ~of_layers(worth, rank, excess.sum(1, keepdim=True), count[..., None], floor).flatten(0, 1)
+
+    def _checked(self, asked: Tensor, capacity: int | None) -> Tensor:
+        """Budgets for the prompt, if they are possible. [B, L, H] int64."""
+        streams, heads = self._slots[0].streams, self._slots[0].shape.heads
+        if asked.shape != (streams, len(self.rows), heads):
+            raise ValueError(f"budgets of shape {list(asked.shape)}, expected {[streams, len(self.rows), heads]}")
+        if capacity is not None:
+            total, wanted = asked.sum((1, 2)), len(self.rows) * heads * min(capacity, self.length)
+            if bool((total != wanted).any()):
+                raise ValueError(f"budgets add up to {total.tolist()[0]} tokens, not to {wanted}")
+        return asked.to(torch.int64)
+
+
+def move(source: Rows, kept: Tensor, into: Rows, streams: int, heads: Sequence[int] | None, longest: int) -> None:
+    """Copy the tokens that stay, oldest first.
+
+    Args:
+        source: of a whole layer.
+        kept: slots whose tokens stay. [N, S] bool.
+        into: empty rows of the same layer, of some of its heads.
+        streams: B.
+        heads: which ones; all when None.
+        longest: the largest number of tokens that one of them keeps.
+    """
+
+    def chosen(x: Tensor) -> Tensor:
+        return x if heads is None else x.unflatten(0, (streams, -1))[:, list(heads)].flatten(0, 1)
+
+    stays, rank = chosen(kept), chosen(source.rank)
+    counts = stays.sum(-1)
+    order = rank.masked_fill(~stays, rank.shape[1] + 1).argsort(-1)[:, :longest]
+    keys, values = (chosen(x).take_along_dim(order[..., None], 1) for x in (source.keys, source.values))
+    into.put(keys, values, chosen(source.position).take_along_dim(order, 1))
+    into.shorten(counts)
+    for statistic, state in into.states.items():
+        old = chosen(source.states[statistic].flatten(0, 1))
+        if statistic.per == "slot":
+            state.flatten(0, 1)[:, :longest] = old.take_along_dim(order.view(*order.shape, *[1] * (old.dim() - 2)), 1)
+        else:
+            state.flatten(0, 1).copy_(old)

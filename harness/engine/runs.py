@@ -1,0 +1,156 @@
+"""Runs: tokens during which nothing is evicted, read through one layer in one attention call.
+
+The numbers are those of the walk. Ranks say who sees whom: a token sees all that are held before it, and itself.
+
+Axis letters: B streams, H KV heads, N = B * H rows, G query heads of a KV head, T tokens of the run, S slots, D key dim,
+Dv value dim, P pairs of dims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvbench.harness.engine.attention import Terms, weights
+from kvbench.harness.engine.rotary import LONGEST_STREAM, Rotation, rotate
+from kvbench.harness.engine.rows import Rows
+from kvbench.policies import PositionMode, Seen
+
+_MAX_SCORES = 2**24  # held in memory at once
+
+
+class Run(NamedTuple):
+    """A run in the rows of one layer."""
+
+    query: Tensor  # unrotated, unscaled, paired. [N, G, T, D]
+    keys: Tensor  # unrotated, paired. [N, T, D]
+    values: Tensor  # [N, T, Dv]
+    steps: Tensor  # [N, T] int64
+    ids: Tensor  # [N, T] int64
+
+
+class RunReader:
+    """Takes runs into one layer."""
+
+    def __init__(self, rows: Rows, terms: Terms, mode: PositionMode, rotation: Rotation | None, updates: bool) -> None:
+        """Set up for the runs of a block.
+
+        Args:
+            rows: of the layer.
+            terms: of this layer's attention.
+            mode: where RoPE puts a cached token; `clamped` only as long as nothing is farther away than the limit.
+            rotation: of the layer.
+            updates: statistics see the attention of each token.
+        """
+        self._rows, self._terms, self._mode, self._rotation = rows, terms, mode, rotation
+        self._asked = rows.asked if updates else frozenset[Seen]()
+        self._explicit = bool(self._asked - {"queries"}) or terms.softcap is not None or terms.sink_logits is not None
+
+    def __call__(self, run: Run, now: Sequence[Tensor], due: bool) -> Tensor:
+        """Take a run in.
+
+        Args:
+            run: for which there is room.
+            now: the steps of its tokens, for a policy's view. [B, 1, 1] int64 each.
+            due: tokens are evicted after it.
+
+        Returns:
+            [N, G, T, Dv].
+        """
+        rows, (size, tokens) = self._rows, run.steps.shape
+        ranks = rows.count()[:, None] + torch.arange(tokens, device=run.steps.device)
+        free = rows.empty_slots(tokens)
+        rows.enter(free, run.keys, run.values, ranks, run.steps)
+        query, keys = self._rotated(run, ranks)
+        one_by_one = bool(self._asked) and not rows.update_in_runs
+        out = []
+        at_once = max(1, _MAX_SCORES // (size * query.shape[1] * keys.shape[1]))
+        sees = [rows.seen_by(r, s) for r, s in zip(ranks.split(at_once, 1), run.steps.split(at_once, 1), strict=True)]
+        if one_by_one:
+            rows.leave(free)
+        else:
+            rows.view.step = now[-1]
+            rows.note_written(free, run.keys, run.values, run.steps, run.ids)
+        for number, mask in enumerate(sees):
+            part = slice(number * at_once, number * at_once + mask.shape[1])
+            answer, seen = self._attend(query[:, :, part], keys, mask)
+            out.append(answer)
+            if self._asked:
+                seen["queries"] = run.query[:, :, part]
+                if one_by_one:
+                    self._update_one_by_one(run, part, free, ranks, seen, now)
+                else:
+                    rows.view.step = now[part.stop - 1]
+                    rows.update_together({name: seen[name] for name in self._asked})
+        rows.end_run(free, due)
+        return torch.cat(out, 2)
+
+    def _rotated(self, run: Run, ranks: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries, scaled if all scores are computed, and keys, once the run is among them. [N, G, T, D], [N, S, D]."""
+        rows, rotation, dtype = self._rows, self._rotation, run.keys.dtype
+        scaling = self._terms.scaling if self._explicit else 1  # rounded once, together with the rotation
+        if rotation is None:
+            return run.query if scaling == 1 else run.query * scaling, rows.keys
+        of_keys, own = (rows.rank, ranks) if self._mode == "cache" else (rows.position.clamp(min=0), run.steps)
+        keys = rotate(rows.keys, rotation.factors(of_keys, dtype, LONGEST_STREAM))
+        return rotate(run.query, rotation.factors(own, dtype, LONGEST_STREAM)[:, None] * scaling), keys
+
+    def _attend(self, query: Tensor, keys: Tensor, sees: Tensor) -> tuple[Tensor, dict[Seen, Tensor]]:
+        """Attention of some queries, [N, G, T, D], to what they see, [N, T, S]. -> [N, G, T, Dv], and what was asked for."""
+        values, terms = self._rows.values, self._terms
+        if self._explicit:
+            return _attend(query, keys, values, sees, terms, self._rows.heads, self._asked)
+        one_head = keys[:, None], values[:, None], sees[:, None]
+        return scaled_dot_product_attention(query, *one_head, scale=terms.scaling, enable_gqa=query.shape[1] > 1), {}
+
+    def _update_one_by_one(
+        self, run: Run, part: slice, free: Tensor, ranks: Tensor, seen: dict[Seen, Tensor], now: Sequence[Tensor]
+    ) -> None:
+        """Enter some tokens one after the other, and let statistics see the attention of each."""
+        rows = self._rows
+        for t in range(part.start, part.stop):
+            at = slice(t, t + 1)
+            rows.free.copy_(free[:, t])
+            rows.place(ranks[:, t], run.steps[:, t], now[t])
+            rows.note_written(free[:, at], run.keys[:, at], run.values[:, at], run.steps[:, at], run.ids[:, at])
+            rows.update({name: seen[name][:, :, t - part.start] for name in self._asked}, None)
+
+
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, sees: Tensor, terms: Terms, heads: int, asked: frozenset[Seen]
+) -> tuple[Tensor, dict[Seen, Tensor]]:
+    """Attention of some queries, with all its scores.
+
+    Args:
+        query: rotated and scaled. [N, G, T, D].
+        keys: rotated. [N, S, D].
+        values: [N, S, Dv].
+        sees: [N, T, S] bool.
+        terms: of this layer's attention.
+        heads: H.
+        asked: what statistics read.
+
+    Returns:
+        The output [N, G, T, Dv], and weights, logits [N, G, T, S] and outputs as asked.
+    """
+    group, tokens = query.shape[1:3]
+    flat, mask = query.flatten(1, 2), sees.repeat(1, group, 1)  # [N, G * T, ...]
+    scores = torch.bmm(flat, keys.mT)
+    if terms.sink_logits is not None:  # one logit per row
+        terms = terms._replace(sink_logits=terms.sink_logits.repeat_interleave(tokens))
+    mass = weights(scores, terms, heads, mask)
+    out = torch.bmm(mass.to(values.dtype), values).unflatten(1, (group, tokens))
+    seen: dict[Seen, Tensor] = {"weights": mass.unflatten(1, (group, tokens)), "outputs": out}
+    if "logits" in asked:
+        seen["logits"] = logits_of(scores, terms).masked_fill(~mask, -torch.inf).unflatten(1, (group, tokens))
+    return out, seen
+
+
+def logits_of(scores: Tensor, terms: Terms) -> Tensor:
+    """Scores as the softmax takes them. Any shape; float32 or wider."""
+    scores = scores.float() if scores.dtype.itemsize < 4 else scores
+    return scores if terms.softcap is None else torch.tanh(scores / terms.softcap) * terms.softcap

@@ -1,0 +1,257 @@
+"""Keep maps of records: reads the file beside a record, draws it, and works out when each token was evicted. Imports no torch.
+
+Axis letters: L layers, H KV heads, C columns (steps) of the picture, N positions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.core.files import atomic_write
+from kvbench.harness.records import Record
+from kvbench.harness.report import chart
+
+SUFFIX = ".kept.parquet"  # of the file beside the record
+PICTURES = (".png", ".svg")
+_MAX_COLUMNS, _MAX_BANDS = 64, 128  # of a panel; of a longer stream, fewer steps are drawn, and bands of positions
+_PANEL_PIXELS, _SPACING_PIXELS = 230, 36
+_GREY = "#57606a"
+_STEP_LABELS = {"labelOverlap": True, "labelAngle": 0, "labelExpr": "format(datum.value, ',')"}
+_SHADES = ["#e6eaee", "#9ecae1", "#0072b2", "#08306b"]  # from no KV head to all
+
+
+def arrow() -> tuple[Any, Any]:
+    """The modules pyarrow and pyarrow.parquet.
+
+    Raises:
+        UserError: pyarrow is not installed.
+    """
+    try:
+        import pyarrow as pa
+        from pyarrow import parquet
+    except ImportError:
+        raise UserError("keep maps are parquet files: install pyarrow, with 'pip install pyarrow'") from None
+    return pa, parquet
+
+
+@dataclass(frozen=True)
+class Map:
+    """A keep map: which positions were held after which step, one entry a position.
+
+    Attributes:
+        stream: [n] integers.
+        step: index of the token that had been processed last. [n] integers.
+        layer: [n] integers.
+        head: KV head. [n] integers.
+        position: [n] integers.
+    """
+
+    stream: NDArray[np.int64]
+    step: NDArray[np.int64]
+    layer: NDArray[np.int64]
+    head: NDArray[np.int64]
+    position: NDArray[np.int64]
+
+    @classmethod
+    def read(cls, path: Path) -> Map:
+        """Read the file.
+
+        Raises:
+            UserError: it is not a keep map.
+        """
+        _, parquet = arrow()
+        try:
+            table = parquet.read_table(path).combine_chunks()
+            positions = table["positions"].combine_chunks()
+            counts = np.diff(positions.offsets.to_numpy())
+            columns = [np.repeat(table[name].to_numpy(), counts) for name in ("stream", "step", "layer", "head")]
+            arrays = [x.astype(np.int64) for x in (*columns, positions.flatten().to_numpy())]
+        except Exception as error:  # pyarrow names no type for what a damaged file may raise
+            raise UserError(f"{path}: not a keep map ({type(error).__name__})") from None
+        return cls(*arrays)
+
+    def of_stream(self, stream: int) -> Map:
+        """The part of one stream.
+
+        Raises:
+            UserError: there is none.
+        """
+        part = self.stream == stream
+        if not part.any():
+            raise UserError(f"the keep map has no stream {stream}: its last one is {int(self.stream.max(initial=-1))}")
+        return Map(*(x[part] for x in (self.stream, self.step, self.layer, self.head, self.position)))
+
+
+def map_file(record: Record, folder: Path) -> Path:
+    """The file of a record's keep map.
+
+    Args:
+        record: of the cell.
+        folder: that holds the record's file.
+
+    Raises:
+        UserError: the record has none, or the file is missing or has changed.
+    """
+    fact = record.facts.keep_map
+    if fact is None:
+        raise UserError(f"{record.stem}: has no keep map: measure it again with 'bench run {record.cell_id[:8]} --trace kept'")
+    path = folder / Path(fact.file).name
+    if not path.is_file():
+        raise UserError(f"{path}: the keep map that {record.stem} names is missing")
+    with path.open("rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != fact.sha256:
+            raise UserError(f"{path}: has changed since it was measured: its sha256 differs")
+    return path
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    """The table: {"stream", "step", "layer", "head", "positions"}, by step, layer, stream and head."""
+    _, parquet = arrow()
+    table: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
+    return table
+
+
+def evictions(kept: Map) -> NDArray[np.int32]:
+    """The step after which each token was evicted; the number of steps if it never was. [L, H, N].
+
+    Args:
+        kept: of one stream, with every step.
+
+    Raises:
+        UserError: a step is missing, or the layers have different numbers of KV heads.
+    """
+    steps = int(kept.step.max()) + 1
+    if len(np.unique(kept.step)) != steps:
+        raise UserError("only a map of every step can be replayed: measure it with --trace kept=all")
+    layers, heads = int(kept.layer.max()) + 1, int(kept.head.max()) + 1
+    if len(np.unique(kept.layer * heads + kept.head)) != layers * heads:
+        raise UserError("only a model with the same number of KV heads in every layer can be replayed")
+    last = np.tile(np.arange(steps) - 1, (layers, heads, 1))  # held for the last time; a token may go at its own step
+    np.maximum.at(last, (kept.layer, kept.head, kept.position), kept.step)
+    return (last + 1).astype(np.int32)
+
+
+def replayable_capacities(record: Record, evicted: NDArray[np.int32]) -> list[int]:
+    """The capacities that the record's layers were bound to: the cell's, and that of layers with a sliding window.
+
+    Args:
+        record: of the cell.
+        evicted: `evictions` of its map. [L, H, N].
+
+    Raises:
+        UserError: KV heads kept different numbers of tokens.
+    """
+    steps = evicted.shape[2]
+    capacity = record.cell.capacity or steps
+    windows = {s.sliding_window - 1 for s in record.facts.kv_shapes or () if s.sliding_window}
+    capacities = {capacity} | {min(capacity, w) for w in windows}
+    kept = (evicted == steps).sum(-1)  # at the end. [L, H]
+    alike = bool((kept == kept[:, :1]).all())
+    if not alike or (len(np.unique(kept)) > 1 and not set(kept.flat) <= {min(c, steps) for c in capacities}):
+        raise UserError("the KV heads of this map keep different numbers of tokens, and replay gives each the capacity")
+    return sorted(capacities)
+
+
+def draw(kept: Map, title: str, path: Path) -> None:
+    """Draw a map of one stream as .png or .svg.
+
+    Raises:
+        UserError: the suffix is another, or the file can't be written.
+    """
+    if path.suffix not in PICTURES:
+        raise UserError(f"{path}: a picture is written as {' or '.join(PICTURES)}: change the suffix")
+    import vl_convert
+
+    spec = {**specification(kept, title), "config": chart.config("light") | {"background": "white"}}
+    if path.suffix == ".svg":
+        picture = vl_convert.vegalite_to_svg(spec, vl_version=chart.VEGA_LITE).encode()
+    else:
+        picture = vl_convert.vegalite_to_png(spec, vl_version=chart.VEGA_LITE, scale=2)
+    try:
+        with atomic_write(path, "wb") as file:
+            file.write(picture)
+    except OSError as error:
+        raise UserError(f"{path}: can't be written ({error.strerror or error})") from None
+
+
+def specification(kept: Map, title: str) -> dict[str, Any]:
+    """Vega-Lite: a panel a layer; position against step, shaded by the share of KV heads that hold the position."""
+    layers = int(kept.layer.max()) + 1
+    step = {"field": "step", "type": "ordinal", "title": "after step", "axis": _STEP_LABELS}
+    share = {
+        "field": "share", "type": "quantitative", "title": "share of KV heads",
+        "scale": {"domain": [0, 1], "range": _SHADES, "interpolate": "rgb"}, "legend": {"format": ".0%"},
+    }  # fmt: skip
+    panel = {
+        "width": _PANEL_PIXELS, "height": _PANEL_PIXELS, "mark": {"type": "rect"},
+        "encoding": {
+            "x": step, "y": {"field": "low", "type": "quantitative", "title": "position", "scale": {"nice": False}},
+            "y2": {"field": "high"}, "color": share,
+        },
+    }  # fmt: skip
+    facet = {"field": "layer", "type": "ordinal", "header": {"titleFontSize": 0, "labelExpr": "'layer ' + datum.value"}}
+    width = _band_width(_columns(kept))
+    said = f"A band of {width} positions has the shade of the one that most KV heads hold." if width > 1 else ""
+    return {
+        "title": {"text": title, "subtitle": said, "subtitleColor": _GREY}, "data": {"values": list(_bars(kept))},
+        "facet": facet | {"title": None}, "columns": min(4, layers), "spacing": _SPACING_PIXELS, "spec": panel,
+    }  # fmt: skip
+
+
+def _bars(kept: Map) -> Iterator[dict[str, Any]]:
+    """The bars of all panels: what has been read, then bands of positions that are held, neighbours of one shade joined."""
+    columns = _columns(kept)
+    width = _band_width(columns)
+    shares = _shares(kept, columns, width)
+    for layer, of_layer in enumerate(shares):
+        for step, of_step in zip(columns.tolist(), of_layer, strict=True):
+            place = {"layer": layer, "step": step}
+            yield place | {"low": 0, "high": step + 1, "share": 0}
+            for share, bands in itertools.groupby(range(len(of_step)), key=lambda b, s=of_step: round(float(s[b]), 3)):  # type: ignore[misc]
+                if share:
+                    band = list(bands)
+                    yield place | {"low": band[0] * width, "high": min((band[-1] + 1) * width, step + 1), "share": share}
+
+
+def _band_width(columns: NDArray[np.int64]) -> int:
+    """Positions that share a band of the picture."""
+    return -(-(int(columns[-1]) + 1) // _MAX_BANDS)
+
+
+def _columns(kept: Map) -> NDArray[np.int64]:
+    """The steps that are drawn, the last one included. [C]."""
+    steps = np.unique(kept.step)
+    if len(steps) <= _MAX_COLUMNS:
+        return steps
+    return steps[np.ceil(len(steps) * np.arange(1, _MAX_COLUMNS + 1) / _MAX_COLUMNS).astype(int) - 1]
+
+
+def _shares(kept: Map, columns: NDArray[np.int64], width: int) -> NDArray[np.float64]:
+    """Share of the KV heads that hold a position, the largest of a band, so that one token among many is seen.
+
+    Args:
+        kept: of one stream.
+        columns: steps. [C].
+        width: positions of a band.
+
+    Returns:
+        [L, C, bands].
+    """
+    layers, bands = int(kept.layer.max()) + 1, -(-(int(columns[-1]) + 1) // width)
+    positions = bands * width
+    largest = np.empty((layers, len(columns), bands))
+    for column, step in enumerate(columns):
+        at = kept.step == step
+        held = np.bincount(kept.layer[at] * positions + kept.position[at], minlength=layers * positions)
+        largest[:, column] = held.reshape(layers, bands, width).max(-1)
+    heads = np.array([len(np.unique(kept.head[kept.layer == layer])) for layer in range(layers)])
+    return largest / heads[:, None, None]

@@ -1,0 +1,255 @@
+"""Keep maps: notes which positions every layer and KV head keeps, at chosen steps, and turns a map into a table to replay.
+
+The task's decoder is wrapped. The wrapper splits blocks at the chosen steps, which changes numbers by no more than rounding, and
+waits for the device only there.
+
+Axis letters: B streams, T tokens, V vocabulary, K tokens whose logits are returned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.core.files import atomic_write, new_partial, put_in_place
+from kvbench.harness.engine.decoder import Decoder
+from kvbench.harness.engine.loop import CachedDecoder
+from kvbench.harness.records import Record, RecordStore
+from kvbench.harness.records.facts import Facts
+from kvbench.harness.report.keep_map import SUFFIX, Map, arrow, evictions, replayable_capacities
+from kvbench.harness.run.keep_steps import KeepSteps
+from kvbench.harness.run.prepare import Prepared
+from kvbench.harness.tasks.task import Job
+
+_POSITIONS_PER_ROW_GROUP = 2**20
+
+
+def mapped_steps(item: Prepared, steps: KeepSteps) -> list[int] | None:
+    """The steps of a cell's keep map; None if it has none: the policy keeps no cache, or the task reads no plain streams.
+
+    Raises:
+        UserError: its streams have no such step.
+    """
+    tokens = item.task.tokens_read(item.cell.task, item.data)
+    return None if tokens is None or not item.cell.policy.caches else steps.of(tokens)
+
+
+def steps_wanted(item: Prepared, asked: KeepSteps | None) -> str | None:
+    """The steps that a finished record's keep map must be of; None if the record needs no map."""
+    return None if asked is None or mapped_steps(item, asked) is None else asked.text
+
+
+def refuse_unmappable(prepared: Sequence[Prepared], steps: KeepSteps) -> None:
+    """Refuse `--trace kept` before anything is measured.
+
+    Raises:
+        UserError: no cell can have a keep map, a chosen step lies beyond a stream, or pyarrow is missing.
+    """
+    arrow()
+    if all(mapped_steps(item, steps) is None for item in prepared):
+        names = ", ".join(dict.fromkeys(item.cell.task.name for item in prepared))
+        raise UserError(f"--trace kept: only perplexity under policies with a cache has a keep map, and this runs {names}")
+
+
+class KeepMap:
+    """A keep map while it is written: a parquet file with a row per stream, chosen step, layer and KV head."""
+
+    def __init__(self, path: Path, asked: KeepSteps, steps: Sequence[int]) -> None:
+        """Begin the file.
+
+        Args:
+            path: to write to.
+            asked: the option that chose the steps.
+            steps: after which to note what is kept.
+        """
+        pa, parquet = arrow()
+        self._path, self._asked = path, asked
+        self._schema = pa.schema([
+            ("stream", pa.int32()), ("step", pa.int32()), ("layer", pa.int16()), ("head", pa.int16()),
+            ("positions", pa.list_(pa.int32())),
+        ])  # fmt: skip
+        self._writer = parquet.ParquetWriter(
+            path, self._schema, compression="zstd", use_dictionary=["stream", "step", "layer", "head"],
+            column_encoding={"positions.list.element": "DELTA_BINARY_PACKED"},
+        )  # fmt: skip
+        self._table: Any = pa.table
+        self._rows: list[tuple[int, int, int, int, list[int]]] = []
+        self._positions = 0  # in these rows
+        self._left = set(steps)  # steps that have not been noted
+
+    def recorded(self, job: Job) -> Job:
+        """The job with a decoder that writes this map."""
+
+        def opened(*args: Any) -> Decoder:
+            decoder = job.open(*args)
+            assert isinstance(decoder, CachedDecoder), "the policy keeps a cache"
+            return RecordingDecoder(decoder, self)
+
+        return dataclasses.replace(job, open=opened)
+
+    def cuts(self, first: int, stop: int) -> list[int]:
+        """The steps of a block after which something is to be noted. The block holds the steps from `first` to `stop` - 1."""
+        return sorted(step for step in self._left if first <= step < stop)
+
+    def add(self, step: int, kept: Sequence[Sequence[Sequence[list[int]]]]) -> None:
+        """Note the positions kept after a step, per layer, stream and KV head."""
+        self._left.remove(step)
+        for layer, of_layer in enumerate(kept):
+            for stream, of_stream in enumerate(of_layer):
+                for head, positions in enumerate(of_stream):
+                    self._rows.append((stream, step, layer, head, positions))
+                    self._positions += len(positions)
+        if self._positions >= _POSITIONS_PER_ROW_GROUP:
+            self._flush()
+
+    def put_in_place(self, path: Path) -> dict[str, str]:
+        """Complete the file, and move it to its place. Returns the record's fact about it.
+
+        Raises:
+            OSError: it can't be written.
+        """
+        assert not self._left, "a step was never reached"
+        self._flush()
+        self._writer.close()
+        with self._path.open("rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        put_in_place(self._path, path)
+        return {"file": path.name, "sha256": sha256, "steps": self._asked.text}
+
+    def discard(self) -> None:
+        """Remove the file, unless it is in its place."""
+        self._writer.close()
+        self._path.unlink(missing_ok=True)
+
+    def _flush(self) -> None:
+        columns = zip(*self._rows, strict=True) if self._rows else [()] * len(self._schema)
+        self._writer.write_table(self._table([list(c) for c in columns], schema=self._schema))
+        self._rows, self._positions = [], 0
+
+
+class RecordingDecoder:
+    """A decoder of streams of equal length that notes what it keeps after chosen steps. Its forks note nothing."""
+
+    def __init__(self, decoder: CachedDecoder, keep_map: KeepMap) -> None:
+        self._decoder, self._map = decoder, keep_map
+        self._seen = 0  # tokens of each stream
+
+    def __call__(self, tokens: Tensor, valid: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
+        """Read a block; see `Decoder`. `keep` must be in ascending order. [B, T] int64 -> [B, T or K, V]."""
+        if valid is not None:
+            raise ValueError("a keep map needs streams of equal length")
+        first, count = self._seen, tokens.shape[1]
+        cuts = [step + 1 - first for step in self._map.cuts(first, first + count)]
+        parts = []
+        for start, stop in _parts(cuts, count):
+            part = keep if keep is None or stop - start == count else keep[(keep >= start) & (keep < stop)] - start
+            parts.append(self._decoder(tokens[:, start:stop], keep=part))
+            if stop in cuts:
+                self._map.add(first + stop - 1, self._decoder.kept())
+        self._seen += count
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    def read_prompt(self, tokens: Tensor, block: int, once: bool = False) -> Tensor:
+        """Read the prompt; see `Decoder`. What is kept within a prompt that is cut at its end is not known before."""
+        if once or self._decoder.config.evict == "prompt":
+            logits = self._decoder.read_prompt(tokens, block, once)
+            self._seen = tokens.shape[1]
+            for step in self._map.cuts(0, self._seen):
+                self._map.add(step, self._decoder.kept() if step == self._seen - 1 else [])
+            return logits
+        self._decoder.begin_prompt(tokens.shape[1])
+        for part in tokens.split(block, 1):
+            logits = self(part, keep=torch.full((1,), part.shape[1] - 1, device=tokens.device))
+        return logits[:, -1]
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for `tokens` more tokens now."""
+        self._decoder.reserve(tokens)
+
+    def fork(self, streams: Sequence[int]) -> Decoder:
+        """A decoder whose streams are copies of these; it notes nothing."""
+        return self._decoder.fork(streams)
+
+    def held(self, positions: Sequence[int]) -> float:
+        """Share of these tokens of the first stream that are held."""
+        return self._decoder.held(positions)
+
+    @property
+    def slots(self) -> tuple[float, float]:
+        """(slots in use, slots a decode step attends over), per KV head, averaged over layers."""
+        return self._decoder.slots
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of K and V held between steps."""
+        return self._decoder.kv_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of K and V of the tokens held."""
+        return self._decoder.held_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of everything else held between steps."""
+        return self._decoder.state_bytes
+
+
+def _parts(cuts: Sequence[int], count: int) -> Iterator[tuple[int, int]]:
+    """The parts of a block of `count` tokens that is cut at these places."""
+    ends = [*cuts] if cuts and cuts[-1] == count else [*cuts, count]
+    return zip([0, *ends], ends, strict=False)
+
+
+def open_map(item: Prepared, store: RecordStore, asked: KeepSteps | None) -> KeepMap | None:
+    """The keep map of a cell that is about to be measured; None if none is asked for, or it can have none.
+
+    Raises:
+        OSError: the folder of its record can't be written to.
+    """
+    steps = None if asked is None else mapped_steps(item, asked)
+    if asked is None or steps is None:
+        return None
+    return KeepMap(new_partial(store.trace_path(item.record, SUFFIX)), asked, steps)
+
+
+def settle_map(keep_map: KeepMap | None, record: Record, store: RecordStore) -> None:
+    """Put the keep map of a measured cell in its place, and name it in the record. The map of an earlier record goes.
+
+    Raises:
+        OSError: the folder can't be written to.
+    """
+    path = store.trace_path(record, SUFFIX)
+    if keep_map is None or record.status != "ok":
+        path.unlink(missing_ok=True)
+    else:
+        record.facts = Facts.from_json({**record.facts.as_json(), "keep_map": keep_map.put_in_place(path)})
+
+
+def write_replay(record: Record, kept: Map, path: Path) -> None:
+    """Write the table of evictions that the policy `replay` reads.
+
+    Args:
+        record: of the cell.
+        kept: its keep map.
+        path: of the table.
+
+    Raises:
+        UserError: the map can't be replayed, or the file can't be written.
+    """
+    if kept.stream.any():
+        raise UserError("only a map of one stream can be replayed: measure it with --set streams=1")
+    evicted = evictions(kept)
+    table = {"evicted": torch.from_numpy(evicted), "capacities": replayable_capacities(record, evicted)}
+    try:
+        with atomic_write(path, "wb") as file:
+            torch.save(table, file)
+    except OSError as error:
+        raise UserError(f"{path}: can't be written ({error.strerror or error})") from None

@@ -1,0 +1,122 @@
+"""The axes of a cell that have several notations in a suite: `capacity`, and `evict`, when tokens are evicted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import PlainValidator, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from kvbench.harness.suite.text import spread
+
+Evict = int | Literal["prompt"]  # 1: after every token; b: b tokens at once; "prompt": once, after the prompt
+Budget = int | dict[str, Any]  # tokens, {"share": of the prompt}, or {"bytes": of K and V of one stream}
+_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "kB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def multiplied(value: Any) -> list[Any]:
+    """The values of an axis: the items of a list, and lists inside a mapping multiplied out."""
+    items = value if isinstance(value, list) else [value]
+    return [one for item in items for one in (spread(item) if isinstance(item, dict) else [item])]
+
+
+def evict_from(value: Any) -> Evict:
+    """When tokens are evicted, from a suite's notation: `step`, `prompt` or `{every: TOKENS}`.
+
+    Raises:
+        PydanticCustomError: it is none of them.
+    """
+    if value == "prompt":
+        return "prompt"
+    if value == "step":
+        return 1
+    if not isinstance(value, dict) or list(value) != ["every"]:
+        raise PydanticCustomError("evict", "expected step, prompt or {every: TOKENS}")
+    if not _is_whole(value["every"]):
+        raise PydanticCustomError("evict", "every is a number of tokens, at least 1")
+    return int(value["every"])
+
+
+def evict_as_json(evict: Evict) -> str | dict[str, int]:
+    """When tokens are evicted, as a suite and a record write it."""
+    if evict == "prompt":
+        return "prompt"
+    return "step" if evict == 1 else {"every": evict}
+
+
+def budget_from(value: Any) -> Budget | None:
+    """A capacity from a suite's notation: tokens, `{share: 0.25}` or `{bytes: 1MiB}`. The bytes become an integer.
+
+    Raises:
+        PydanticCustomError: it is none of them.
+    """
+    if value is None or _is_whole(value):
+        return None if value is None else int(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        raise PydanticCustomError("capacity", "Input should be greater than or equal to 1")
+    if not isinstance(value, dict):
+        raise PydanticCustomError("capacity", "Input should be a valid integer, {share: OF_PROMPT} or {bytes: SIZE}")
+    if list(value) == ["share"]:
+        share = value["share"]
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+            raise PydanticCustomError("capacity", "share is a part of the prompt, above 0 and at most 1")
+        return {"share": share}
+    if list(value) != ["bytes"]:
+        raise PydanticCustomError("capacity", "expected tokens, {share: OF_PROMPT} or {bytes: SIZE}")
+    return {"bytes": _bytes(value["bytes"])}
+
+
+def _bytes(value: Any) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", str(value)) if not isinstance(value, (bool, float)) else None
+    if match is None or match[2] not in _UNITS or int(float(match[1]) * _UNITS[match[2]]) < 1:
+        raise PydanticCustomError("capacity", "bytes is a size such as 65536, 64KiB or 1.5MiB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _checked(check: Callable[[Any], object]) -> Callable[[Any], Any]:
+    """A validator of every value of an axis, which leaves the axis as it is."""
+
+    def validate(value: Any) -> Any:
+        for one in multiplied(value):
+            check(one)
+        return value
+
+    return validate
+
+
+def _notations(one: list[dict[str, Any]]) -> WithJsonSchema:
+    return WithJsonSchema({"anyOf": [*one, {"type": "array", "items": {"anyOf": one}}]})
+
+
+def _mapping(key: str, value: dict[str, Any]) -> dict[str, Any]:
+    several = {"anyOf": [value, {"type": "array", "items": value}]}
+    return {"type": "object", "required": [key], "additionalProperties": False, "properties": {key: several}}
+
+
+_TOKENS = {"type": "integer", "minimum": 1}
+_CAPACITY = [
+    _TOKENS,
+    _mapping("share", {"type": "number", "exclusiveMinimum": 0, "maximum": 1}),
+    _mapping("bytes", {"anyOf": [_TOKENS, {"type": "string"}]}),
+    {"type": "null"},
+]
+_EVICT = [{"enum": ["step", "prompt"]}, _mapping("every", _TOKENS)]
+
+OneEvict = Annotated[Any, PlainValidator(evict_from), WithJsonSchema({"anyOf": _EVICT})]
+OneCapacity = Annotated[Any, PlainValidator(budget_from), WithJsonSchema({"anyOf": _CAPACITY})]
+Evicts = Annotated[Any, PlainValidator(_checked(evict_from)), _notations(_EVICT)]
+Capacities = Annotated[Any, PlainValidator(_checked(budget_from)), _notations(_CAPACITY)]
+
+
+def evict_words(evict: Evict) -> Iterator[str]:
+    """What a label says about when tokens are evicted; nothing after every step."""
+    if evict == "prompt":
+        yield "prompt"
+    elif evict != 1:
+        yield f"every {evict}"

@@ -1,0 +1,201 @@
+"""The entries of a suite's policies: their parameters, the policies inside them, and their axes."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, create_model
+from pydantic_core import PydanticCustomError
+
+from kvbench.harness.core import plugins
+from kvbench.harness.core.errors import UserError, described
+from kvbench.harness.core.parameters import policy_fields
+from kvbench.harness.suite.axes import Budget, Evict, OneCapacity, OneEvict, multiplied
+from kvbench.harness.suite.file import SuiteFile
+from kvbench.harness.suite.text import Location, Source, spread, validated
+from kvbench.policies import Policy, PositionMode
+
+_AXES = ("capacity", "evict", "positions", "limit")  # given in a policy's entry, or once for the whole suite
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One policy with its axes, before it meets a model and a task.
+
+    Attributes:
+        name: of the policy, as the suite has it.
+        policy: not yet bound to a capacity.
+        budget: its capacity, as the suite has it; None if it takes none.
+        evict: when tokens are evicted.
+        positions: where RoPE puts a cached token.
+        limit: largest distance of positions `clamped`.
+        at: place of the entry in the suite.
+        blamed: place to name if the policy can't serve the capacity.
+    """
+
+    name: str
+    policy: Policy
+    budget: Budget | None
+    evict: Evict
+    positions: PositionMode
+    limit: int | None
+    at: Location
+    blamed: Location
+
+    def refuse_if_unfit(self, capacity: int | None, source: Source) -> None:
+        """Check that the policy can serve a capacity.
+
+        Raises:
+            UserError: it can't, or a user's policy fails.
+        """
+        try:
+            if capacity is not None:
+                self.policy.bind(capacity)
+        except ValueError as error:
+            raise source.error(self.blamed, f"{self.name}: {error}") from None
+        except Exception as error:  # a user's policy may raise anything
+            raise source.error(self.at, f"{self.name}: {described(error)}") from error
+
+
+def entries(suite: SuiteFile, index: int, source: Source) -> Iterator[Entry]:
+    """The entries that one of the suite's policies stands for, its lists multiplied out.
+
+    Raises:
+        UserError: describes the first mistake, with its line.
+    """
+    at: Location = ("policies", index)
+    name, kind, given = _named(suite.policies[index], source, at)
+    schema = entry_schema(name, kind)
+    defaults = {"capacity": suite.capacity, "evict": suite.evict, "positions": suite.positions, "limit": suite.limit}
+    if kind.outcome:
+        defaults["evict"] = "prompt"
+    fixed = {k: v for k, v in defaults.items() if k in schema.model_fields and v is not None} | given
+    for key in fixed.keys() - given.keys():
+        source.inherit((*at, key), (key,))
+    for one in _spread(kind, fixed, source, at):
+        chosen = dict(validated(schema, one, source, at))
+        budget, evict, positions, limit = (chosen.pop(k, None) for k in _AXES)
+        if "capacity" in schema.model_fields and budget is None:
+            raise source.error(at, f"{name} needs a capacity")
+        overridden = [key for key in one if source.is_overridden((*at, key))]
+        place = at if overridden or "capacity" in given or suite.capacity is None else ()
+        blamed = (*place, *(overridden or ["capacity"])[:1])
+        policy = _made(name, kind, chosen, source, at, blamed)
+        limit = limit if positions == "clamped" else None
+        entry = Entry(name, policy, budget, evict or 1, positions or "cache", limit, at, blamed)
+        entry.refuse_if_unfit(budget if isinstance(budget, int) else None, source)
+        yield entry
+
+
+def entry_schema(name: str, policy: type[Policy]) -> type[BaseModel]:
+    """The fields of this policy's entry in a suite: its parameters and the axes that apply to it."""
+    axes: dict[str, Any] = {}
+    if policy.evicts and not policy.outcome:
+        axes["capacity"] = (OneCapacity, None)
+    if policy.evicts and policy.caches:
+        axes["evict"] = (_OnlyPrompt if policy.outcome else OneEvict, 1)
+    if policy.caches:
+        axes["positions"] = (PositionMode, "cache")
+        axes["limit"] = (int | None, Field(None, ge=1))
+    return _model(f"{name}_entry", _parameter_fields(policy) | axes)
+
+
+def parameter_schema(name: str, policy: type[Policy]) -> type[BaseModel]:
+    """The fields of this policy inside another one: its parameters."""
+    return _model(f"{name}_inside", _parameter_fields(policy))
+
+
+def policies_from(value: Any, source: Source, at: Location) -> Iterator[Policy]:
+    """The policies that a parameter stands for: a name, or a mapping with a name and parameters, its lists multiplied out.
+
+    Raises:
+        UserError: describes the first mistake, with its line.
+    """
+    listed = isinstance(value, list)
+    for place, item in [((*at, i), v) for i, v in enumerate(value)] if listed else [(at, value)]:
+        name, kind, given = _named(item, source, place)
+        if not kind.evicts or not kind.caches or kind.outcome:
+            why = "keeps no cache" if not kind.caches else "never evicts" if not kind.evicts else "takes no capacity"
+            raise source.error(place, f"{name} {why}, so no policy can hold it")
+        schema = parameter_schema(name, kind)
+        for one in _spread(kind, given, source, place):
+            yield _made(name, kind, dict(validated(schema, one, source, place)), source, place, place)
+
+
+def _named(entry: Any, source: Source, at: Location) -> tuple[str, type[Policy], dict[str, Any]]:
+    """Name and class of the policy of an entry, and everything else that the entry says.
+
+    Raises:
+        UserError: it has no name, or there is no such policy.
+    """
+    if not isinstance(entry, (str, dict)):
+        raise source.error(at, f"expected a policy's name or a mapping with its name, not {repr(entry)[:60]}")
+    given = {"name": entry} if isinstance(entry, str) else dict(entry)
+    name = given.pop("name", None)
+    if not isinstance(name, str):
+        raise source.error(at, "the policy's 'name' is missing")
+    try:
+        return name, plugins.policy_class(name), given
+    except UserError as error:
+        raise source.error((*at, "name"), str(error)) from None
+
+
+def _spread(kind: type[Policy], given: dict[str, Any], source: Source, at: Location) -> Iterator[dict[str, Any]]:
+    """Multiply out the lists of an entry, those inside its axes and the policies it holds included."""
+    held = policy_fields(kind)
+    made = {k: list(policies_from(v, source, (*at, k))) for k, v in given.items() if k in held and v is not None}
+    axes = {k: multiplied(v) for k, v in given.items() if k in ("capacity", "evict")}
+    yield from spread(given | axes | made)
+
+
+def _made(
+    name: str, kind: type[Policy], parameters: dict[str, Any], source: Source, at: Location, blamed: Location
+) -> Policy:  # fmt: skip
+    try:
+        return kind(**parameters)
+    except ValueError as error:
+        raise source.error(blamed, f"{name}: {error}") from None
+    except Exception as error:  # a user's policy may raise anything
+        raise source.error(at, f"{name}: {described(error)}") from error
+
+
+def _only_prompt(value: Any) -> Evict:
+    if value != "prompt":
+        raise PydanticCustomError("evict", "its budgets follow from the prompt, so expected prompt")
+    return "prompt"
+
+
+def _policy(value: Any) -> Any:
+    if not isinstance(value, Policy):
+        raise PydanticCustomError("policy", "expected a policy's name or a mapping with its name")
+    return value
+
+
+_OnlyPrompt = Annotated[Any, PlainValidator(_only_prompt), WithJsonSchema({"const": "prompt"})]
+_Held = Annotated[Any, PlainValidator(_policy), WithJsonSchema({"type": ["string", "object"]})]
+
+
+def _parameter_fields(policy: type[Policy]) -> dict[str, Any]:
+    """The parameters as fields of a pydantic model."""
+    hints = typing.get_type_hints(policy)
+    for name in policy_fields(policy):
+        hints[name] = _Held | None if type(None) in typing.get_args(hints[name]) else _Held
+    return {f.name: (hints[f.name], _default(f)) for f in dataclasses.fields(policy)}
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    """A parameter's default. That of a policy is made on demand, because it has no JSON."""
+    if field.default_factory is not dataclasses.MISSING:
+        return Field(default_factory=field.default_factory)
+    if isinstance(field.default, Policy):
+        return Field(default_factory=lambda: field.default)
+    return ... if field.default is dataclasses.MISSING else field.default
+
+
+def _model(name: str, fields: dict[str, Any]) -> type[BaseModel]:
+    safe = "".join(c if c.isalnum() else "_" for c in name)
+    return create_model(safe, __config__=ConfigDict(extra="forbid", strict=True), **fields)

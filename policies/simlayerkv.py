@@ -1,0 +1,65 @@
+"""SimLayerKV: layers that attend almost only to sinks and recent tokens keep just those; the other layers keep everything.
+
+Source: Zhang et al. 2024, arXiv:2410.13846, Section 4. The rule was read in sail-sg/SimLayerKV 1fb6bda,
+LongBench/SimLayerKV_attention_llama.py and SimLayerKV_llama.py, and NVIDIA/kvpress 8bb29b9, kvpress/presses/simlayerkv_press.py.
+Differs: the official code looks at the first generated token, and cuts after it; this looks at the last `queries` of the prompt.
+    `kvpress`: attention to these queries' own tokens does not count as recent, the `recent` tokens before them are looked at, and
+    `queries` fewer than `recent` are kept. Where kvpress averages over a batch, every stream is judged by itself. Attention is a
+    share of what cached tokens received, which differs from the codes' share of 1 only with learned or zero sinks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Literal, Self
+
+import torch
+from torch import Tensor
+
+from kvbench.policies.policy import Policy
+from kvbench.policies.statistics import RecentAttention
+from kvbench.policies.view import CacheView
+
+
+@dataclass(frozen=True)
+class SimLayerKV(Policy):
+    """Lazy layers keep the first `sinks` tokens and the `recent` newest. How much is kept follows from the prompt."""
+
+    outcome = True
+
+    sinks: int = 4  # tokens
+    recent: int = 1024  # tokens
+    threshold: float = 0.9  # share of attention from which a layer is lazy; published: Llama 3 0.9, Llama 2 0.65, Mistral 0.8
+    queries: int = 1  # last tokens of the prompt whose attention is looked at
+    variant: Literal["paper", "kvpress"] = "paper"
+
+    @property
+    def statistics(self) -> tuple[RecentAttention]:
+        """Attention of the last queries."""
+        return (RecentAttention(self.queries),)
+
+    def bind(self, capacity: int) -> Self:
+        """Check that the sinks leave room for one token."""
+        if not 0 <= self.sinks < capacity or not 0 < self.queries <= self.recent:
+            raise ValueError(f"capacity {capacity} can't hold sinks {self.sinks}; queries must be 1 to recent")
+        return self
+
+    def importance(self, view: CacheView) -> Tensor:
+        """Newer tokens are more important; the sinks are never evicted. [B, H, S] float32."""
+        return view.position.float().masked_fill(view.position < self.sinks, inf)
+
+    def prompt_budgets(self, views: Sequence[CacheView], capacity: int | None) -> Tensor:
+        """Sinks and recent tokens in lazy layers, the whole prompt in the others. [B, L, H] int64."""
+        return torch.stack([self._of_layer(view) for view in views], 1)
+
+    def _of_layer(self, view: CacheView) -> Tensor:
+        """[B, H] int64."""
+        left_out = self.queries if self.variant == "kvpress" else 0  # newest tokens
+        received = view.state(RecentAttention(self.queries)).sum(-1).masked_fill(~view.valid, 0)
+        recent = (view.age >= left_out) & (view.age < left_out + self.recent)
+        share = (received * ((view.position < self.sinks) | recent)).flatten(1).sum(-1) / received.flatten(1).sum(-1)
+        count = view.count.squeeze(-1)
+        lazy = (share > self.threshold)[:, None] & (count > self.sinks + self.recent + left_out)
+        return torch.where(lazy, self.sinks + self.recent - left_out, count)

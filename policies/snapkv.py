@@ -1,0 +1,89 @@
+"""SnapKV: the tokens that a window of the newest queries attends to, pooled so that neighbours are kept together.
+
+Source: Li et al. 2024, arXiv:2404.14469, Section 4 and Listing 1; the authors' code FasterDecoding/SnapKV e216ddc,
+snapkv/monkeypatch/snapkv_utils.py. Their LongBench settings (experiments/LongBench/config) are the defaults of `paper` and
+`official`; their class without settings has kernel 5 and averages.
+Differs: a KV head's scores are the sum over its query group, before pooling. The authors keep a selection for every query head;
+kvpress averages after pooling, which ranks alike, since its pooling is an average (NVIDIA/kvpress 8bb29b9,
+presses/snapkv_press.py). Between steps the same rule is applied again; the authors apply it once, after the prompt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Literal, Self
+
+import torch
+from torch import Tensor
+from torch.nn.functional import avg_pool1d, max_pool1d
+
+from kvbench.policies.policy import Policy
+from kvbench.policies.statistic import Attention, HeadSizes
+from kvbench.policies.statistics import RecentAttention
+from kvbench.policies.view import CacheView
+
+Pool = Literal["avg", "max"]
+_DEFAULTS: dict[str, tuple[int, int, Pool]] = {
+    "paper": (32, 7, "max"), "official": (32, 7, "max"), "kvpress": (64, 5, "avg"),
+}  # window, kernel, pool  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RecentGroupAttention(RecentAttention):
+    """`RecentAttention` of every query head apart: [B, H, S, window, G]."""
+
+    def shape(self, sizes: HeadSizes) -> tuple[int, ...]:
+        """One number per query of the window and query head."""
+        return self.window, sizes.group
+
+    def update(self, state: Tensor, attention: Attention, view: CacheView) -> Tensor:
+        """Put this step's attention in the place of the oldest. [B, H, S, window, G] float32."""
+        at = torch.arange(self.window, device=state.device) == (view.step % self.window)[..., None]
+        return torch.where(at[..., None], attention.weights.transpose(2, 3)[..., None, :], state)
+
+
+@dataclass(frozen=True)
+class SnapKV(Policy):
+    """Keep the `window` newest tokens and, of the older ones, those whose neighbourhood the window's queries attend to most."""
+
+    scope = "head"
+
+    variant: Literal["paper", "official", "kvpress"] = "paper"  # sets the defaults of the next three
+    window: int | None = None  # tokens; 32 (kvpress: 64) when None, but at most half the capacity
+    kernel: int | None = None  # tokens, odd; 7 (kvpress: 5) when None
+    pool: Pool | None = None  # max (kvpress: avg) when None
+    group: Literal["sum", "max"] = "sum"  # over the query heads of a KV head
+
+    @property
+    def statistics(self) -> tuple[RecentAttention]:
+        """The attention of the window's queries."""
+        window = self.window or _DEFAULTS[self.variant][0]
+        return (RecentAttention(window) if self.group == "sum" else RecentGroupAttention(window),)
+
+    def bind(self, capacity: int) -> Self:
+        """Resolve the window, kernel and pooling. The older tokens get the remaining capacity, at least one token."""
+        window, kernel, pool = _DEFAULTS[self.variant]
+        window = max(1, min(window, capacity // 2)) if self.window is None else self.window
+        kernel = kernel if self.kernel is None else self.kernel
+        if not 1 <= window < capacity:
+            raise ValueError(f"capacity {capacity} can't hold window {window} + at least 1 older token; the window is at least 1")
+        if kernel < 1 or kernel % 2 == 0:
+            raise ValueError(f"kernel {kernel} is not a positive odd number")
+        return replace(self, window=window, kernel=kernel, pool=self.pool or pool)
+
+    def importance(self, view: CacheView) -> Tensor:
+        """Pooled attention from the window's queries; tokens in the window are never evicted. [B, H, S] float32."""
+        assert self.window is not None, "bind first"
+        assert self.kernel is not None, "bind first"
+        assert self.pool is not None, "bind first"
+        received = view.state(self.statistics[0]).sum(3)
+        received = received if self.group == "sum" else received.amax(-1)
+        in_window = view.age < self.window
+        older = view.by_rank(received.masked_fill(in_window | ~view.valid, 0))
+        return view.by_slot(pooled(older, self.kernel, self.pool)).masked_fill(in_window, inf)
+
+
+def pooled(x: Tensor, kernel: int, pool: Pool) -> Tensor:
+    """The average or maximum of `kernel` neighbours, with zeros beyond both ends. [B, H, S] >= 0 -> the same."""
+    return (avg_pool1d if pool == "avg" else max_pool1d)(x, kernel, 1, kernel // 2)

@@ -1,0 +1,442 @@
+"""When tokens are evicted, policies inside policies, and budgets: what a suite may say, and the messages for mistakes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+from factories import edit, record
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kvbench.harness import suite as suites
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.core.parameters import parameters_of, policy_from
+from kvbench.harness.core.sources import source_digest
+from kvbench.harness.models.shape import readable_shape
+from kvbench.harness.records.cell import CellSpec
+from kvbench.harness.report.closing import _settings
+from kvbench.harness.report.markdown import short_titles, title
+from kvbench.harness.report.rows import rows
+from kvbench.harness.run.policy_check import run_checks
+from kvbench.harness.suite.overrides import Overrides
+from kvbench.policies import Composed
+from kvbench.policies.h2o import H2O
+from kvbench.policies.sink_window import SinkWindow
+
+MODEL = "builtin:sink_2"
+GOOD = f"""suite: mine
+version: 1
+model: {{id: "{MODEL}"}}
+task: {{name: perplexity, tokens: 100, prompt: 40}}
+capacity: [8, 16]
+policies:
+  - dense
+  - {{name: h2o, window: 2}}
+"""
+
+MINE = '''
+from dataclasses import dataclass, field, replace
+from kvbench.policies import Composed, Policy
+from kvbench.policies.h2o import H2O
+
+@dataclass(frozen=True)
+class Holds(Composed):
+    """Does what the policy inside does."""
+
+    floor: float = 0.2
+
+@dataclass(frozen=True)
+class Picky(Composed):
+    """Holds H2O unless told otherwise, and no policy with a window."""
+
+    score: Policy = H2O(window=3)
+
+    def bind(self, capacity):
+        if getattr(self.score, "window", None) is None:
+            raise ValueError("the policy inside needs a window")
+        return super().bind(capacity)
+
+@dataclass(frozen=True)
+class Outcome(H2O):
+    outcome = True
+'''
+
+
+@dataclass(frozen=True)
+class Later(SinkWindow):
+    """A policy that has got parameters since."""
+
+    floor: float = field(default=0.5, metadata={"added": True})
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch) -> str:
+    """A user's file of policies, to be named relative to the current directory."""
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    return "mine.py"
+
+
+def load(tmp_path: Path, text: str = GOOD, **overrides):
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    return suites.load(file, Overrides(**overrides))[1]
+
+
+def with_policy(entry: str, **changes: str) -> str:
+    text = GOOD.replace("  - {name: h2o, window: 2}", f"  - {entry}")
+    for before, after in changes.items():
+        text = text.replace({"capacity": "capacity: [8, 16]", "task": ", prompt: 40"}[before], after)
+    return text
+
+
+def error_of(tmp_path: Path, text: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load(tmp_path, text)
+    assert "\n" not in str(caught.value)
+    return str(caught.value).removeprefix(f"{tmp_path}/")
+
+
+def test_moments_of_eviction_multiply_like_capacities(tmp_path):
+    text = GOOD.replace("policies:", "evict: [step, prompt, {every: [4, 64]}]\npolicies:")
+    cells = load(tmp_path, text)
+    assert [(c.capacity, c.evict) for c in cells if c.name == "dense"] == [(None, 1)], "it has nothing to evict"
+    assert {(c.capacity, c.evict) for c in cells if c.name == "h2o"} == {(c, e) for c in (8, 16) for e in (1, "prompt", 4, 64)}
+    assert len({c.id for c in cells}) == len(cells) == 9
+    assert {c.label for c in cells} >= {"h2o 8", "h2o 8 prompt", "h2o 16 every 64"}
+
+
+def test_an_entry_has_moments_of_its_own(tmp_path):
+    cells = load(tmp_path, with_policy("{name: h2o, evict: [prompt, {every: 3}]}"))
+    assert {c.evict for c in cells if c.name == "h2o"} == {"prompt", 3}
+    assert [c.evict for c in load(tmp_path, settings=["evict={every: 5}"])] == [1, 5, 5]
+
+
+@pytest.mark.parametrize("same", ["step", "{every: 1}", "[step, {every: 1}]"])
+def test_one_token_at_a_time_is_the_cell_that_it_was(tmp_path, same):
+    """Ids of cells that were measured before there was a choice stay."""
+    plain = load(tmp_path)
+    assert "evict" not in plain[-1].as_json()
+    cells = load(tmp_path, with_policy(f"{{name: h2o, window: 2, evict: {same}}}"))
+    assert [c.id for c in cells] == [c.id for c in plain]
+
+
+@pytest.mark.parametrize("suite", ["quickstart", "zeroshot_builtin", "pg19", "million"])
+def test_published_records_are_still_the_cells_that_they_were(suite):
+    files = sorted((Path(__file__).parents[1] / "leaderboard/results" / suite).rglob("*.json"))
+    values = [json.loads(path.read_text()) for path in files]
+    assert values
+    for value in values:
+        spec = CellSpec.from_json(value["cell"])
+        assert (spec.evict, spec.evicts, spec.as_json()) == ("step", "step", value["cell"])
+        if value["cell"]["model"]["id"].startswith("builtin:"):
+            assert suites.cell_from_spec(spec).id == value["cell_id"]
+
+
+@pytest.mark.parametrize("evict", ["prompt", "{every: 64}"])
+def test_a_cell_with_its_moment_is_read_back(tmp_path, evict):
+    cell = load(tmp_path, with_policy(f"{{name: h2o, evict: {evict}}}"))[-1]
+    spec = CellSpec.from_json(json.loads(json.dumps(cell.as_json())))
+    again = suites.cell_from_spec(spec)
+    assert (again.id, again.evict) == (cell.id, cell.evict)
+    assert spec.evict_json == cell.as_json()["evict"] == yaml.safe_load(evict)
+    assert spec.most_kept == cell.most_kept == (None if evict == "prompt" else 16 + 63)
+
+
+BAD = [
+    ("{name: h2o, evict: {every: 0}}", {}, "mine.yaml:8: evict: every is a number of tokens, at least 1, not {'every': 0}"),
+    ("{name: h2o, evict: {every: -3}}", {}, "mine.yaml:8: evict: every is a number of tokens, at least 1, not {'every': -3}"),
+    ("{name: h2o, evict: {every: 1.5}}", {}, "mine.yaml:8: evict: every is a number of tokens, at least 1, not {'every': 1.5}"),
+    ("{name: h2o, evict: propmt}", {}, "mine.yaml:8: evict: expected step, prompt or {every: TOKENS}, not 'propmt'"),
+    ("{name: h2o, evict: 4}", {}, "mine.yaml:8: evict: expected step, prompt or {every: TOKENS}, not 4"),
+    ("{name: h2o, evict: {evry: 4}}", {}, "mine.yaml:8: evict: expected step, prompt or {every: TOKENS}, not {'evry': 4}"),
+    ("{name: dense, evict: prompt}", {}, "mine.yaml:8: unknown key 'evict'; there are limit, positions"),
+    ("{name: recompute_window, evict: {every: 2}}", {}, "mine.yaml:8: unknown key 'evict'; there are capacity"),
+    ("{name: h2o, evict: prompt}", {"task": ""},
+     "mine.yaml:8: evict: prompt waits for the end of a prompt, but task perplexity has none: give it prompt: TOKENS"),
+    ("h2o", {"task": "", "capacity": "capacity: 8\nevict: prompt"},
+     "mine.yaml:6: evict: prompt waits for the end of a prompt, but task perplexity has none: give it prompt: TOKENS"),
+    ("h2o", {"task": ", prompt: 100"}, "mine.yaml:4: prompt 100 leaves nothing to score in a stream of 100 tokens"),
+    ("h2o", {"task": ", prompt: 25, streams: 4"}, "mine.yaml:4: prompt 25 leaves nothing to score in a stream of 25 tokens"),
+    ("h2o", {"task": ", prompt: 0"}, "mine.yaml:4: prompt: Input should be greater than or equal to 1, not 0"),
+    ("h2o", {"task": ", evict: [every]"}, "mine.yaml:4: evict: expected step, prompt or {every: TOKENS}, not ['every']"),
+    ("h2o", {"capacity": "capacity: {share: 0}"}, "mine.yaml:5: capacity: share is a part of the prompt, above 0 and at most 1"),
+    ("h2o", {"capacity": "capacity: {share: 1.5}"},
+     "mine.yaml:5: capacity: share is a part of the prompt, above 0 and at most 1"),
+    ("h2o", {"capacity": "capacity: {share: 0.01}"},
+     "mine.yaml:5: capacity: 0.01 of a prompt of 40 tokens is less than one token"),
+    ("h2o", {"capacity": "capacity: {share: 0.5}", "task": ""},
+     "mine.yaml:5: capacity: a share of the prompt, but this task has no prompts of one known length; give tokens"),
+    ("{name: h2o, window: 30}", {"capacity": "capacity: {share: 0.5}"},
+     "mine.yaml:5: h2o: capacity 20 can't hold window 30 + at least 1 heavy hitter"),
+    ("h2o", {"capacity": "capacity: {bytes: 1XiB}"}, "mine.yaml:5: capacity: bytes is a size such as 65536, 64KiB or 1.5MiB"),
+    ("h2o", {"capacity": "capacity: {bytes: 3}"},
+     "mine.yaml:5: capacity: 3 bytes, but the smallest cache of builtin:sink_2 takes"),
+    ("h2o", {"capacity": "capacity: {tokens: 3}"},
+     "mine.yaml:5: capacity: expected tokens, {share: OF_PROMPT} or {bytes: SIZE}, not {'tokens': 3}"),
+    ("h2o", {"capacity": "capacity: many"}, "mine.yaml:5: capacity: Input should be a valid integer, {share: OF_PROMPT}"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("entry", "changes", "said"), BAD)
+def test_a_mistake_in_an_axis_is_one_line_with_its_place(tmp_path, entry, changes, said):
+    assert error_of(tmp_path, with_policy(entry, **changes)).startswith(said)
+
+
+def test_bytes_of_a_model_out_of_reach_are_refused(tmp_path):
+    text = GOOD.replace(MODEL, "nobody/nothing").replace("[8, 16]", "{bytes: 1MiB}")
+    said = "mine.yaml:5: capacity: the config of nobody/nothing can't be read, so the bytes of a token are unknown; give tokens"
+    assert error_of(tmp_path, text) == said
+
+
+def test_a_share_of_the_prompt_is_the_cell_of_as_many_tokens(tmp_path):
+    shares = load(tmp_path, GOOD.replace("[8, 16]", "{share: [0.2, 0.4]}"))
+    assert [c.id for c in shares] == [c.id for c in load(tmp_path)]
+
+
+@given(st.integers(1, 100_000), st.integers(1, 1000))
+@example(100, 290)
+def test_a_share_is_rounded_down_exactly(prompt, thousandths):
+    """Not by float: 0.29 x 100 is 28.999999999999996."""
+    from kvbench.harness.suite.budget import _of_prompt
+
+    expected = int(Fraction(thousandths, 1000) * prompt)
+    if expected:
+        assert _of_prompt(thousandths / 1000, prompt) == expected
+    else:
+        with pytest.raises(ValueError, match="less than one token"):
+            _of_prompt(thousandths / 1000, prompt)
+
+
+@pytest.mark.parametrize(("evict", "spare"), [("step", 1), ("prompt", 1), ("{every: 7}", 7)])
+@pytest.mark.parametrize("size", ["64KiB", "65536", "0.1MiB"])
+def test_bytes_are_as_many_slots_as_fit(tmp_path, evict, spare, size):
+    """The slots of one stream: the tokens kept, and those that come before as many go."""
+    entry = f"{{name: h2o, window: 1, capacity: {{bytes: {size}}}, evict: {evict}}}"
+    (cell,) = (c for c in load(tmp_path, with_policy(entry)) if c.name == "h2o")
+    shape, size_in_bytes = readable_shape(MODEL, None), {"64KiB": 65536, "65536": 65536, "0.1MiB": 104857}[size]
+    assert shape.kv_bytes(cell.capacity + spare - 1, 1, 4) <= size_in_bytes < shape.kv_bytes(cell.capacity + spare, 1, 4)
+
+
+def test_bytes_buy_twice_the_tokens_in_half_the_precision(tmp_path):
+    text = GOOD.replace("[8, 16]", "{bytes: 64KiB}")
+    full, half = (load(tmp_path, text, dtype=dtype)[-1].capacity for dtype in ("float32", "bfloat16"))
+    assert half + 1 == 2 * (full + 1)
+
+
+def test_a_task_can_be_for_some_moments_of_eviction(tmp_path):
+    tasks = "\n  - {name: perplexity, tokens: 100, prompt: 40}\n  - {name: memory, tokens: 64, evict: step}"
+    text = GOOD.replace("{name: perplexity, tokens: 100, prompt: 40}", tasks).replace(
+        "policies:", "evict: [step, prompt]\npolicies:"
+    )
+    cells = load(tmp_path, text)
+    assert {(c.task.name, c.evict) for c in cells} == {("perplexity", 1), ("perplexity", "prompt"), ("memory", 1)}
+    assert {c.name for c in cells if c.task.name == "memory"} == {"dense", "h2o"}
+    assert all("evict" not in c.as_json()["task"] for c in cells), "what a cell asks does not depend on what others ask"
+
+
+def test_a_policy_whose_budgets_are_an_outcome_takes_no_capacity_and_waits_for_the_prompt(tmp_path, mine):
+    cells = load(tmp_path, with_policy(f"{{name: '{mine}:Outcome', window: 2}}"))
+    assert [(c.capacity, c.evict) for c in cells if c.name != "dense"] == [(None, "prompt")]
+    name = f"name: '{mine}:Outcome'"
+    assert error_of(tmp_path, with_policy(f"{{{name}, capacity: 8}}")).startswith("mine.yaml:8: unknown key 'capacity'")
+    said = error_of(tmp_path, with_policy(f"{{{name}, evict: step}}"))
+    assert said == "mine.yaml:8: evict: its budgets follow from the prompt, so expected prompt, not 'step'"
+    said = error_of(tmp_path, with_policy(f"{{{name}}}", task=""))
+    assert said.startswith("mine.yaml:8: evict: prompt waits for the end of a prompt, but task perplexity has none")
+
+
+# Policies inside policies
+
+
+def test_a_policy_inside_has_its_own_parameters_whose_lists_multiply(tmp_path, mine):
+    inside = "[h2o, {name: h2o, window: [2, 3]}, {name: sink_window, sinks: 1}]"
+    cells = load(tmp_path, with_policy(f"{{name: '{mine}:Holds', score: {inside}, floor: [0.1, 0.3]}}", capacity="capacity: 8"))
+    found = [c.as_json()["parameters"] for c in cells if c.name != "dense"]
+    scores = [{"name": "h2o", "window": w} for w in (4, 2, 3)] + [{"name": "sink_window", "sinks": 1, "window": 7}]
+    assert sorted(found, key=str) == sorted(({"score": s, "floor": f} for s in scores for f in (0.1, 0.3)), key=str)
+    assert len({c.id for c in cells}) == 9
+    names = suites.labels(cells).values()
+    assert f"{mine}:Holds 8, score h2o, score.window 3, floor 0.1" in names
+    assert len(set(names)) == 9
+
+
+def test_policies_go_into_policies_at_any_depth(tmp_path, mine):
+    deep = f"{{name: '{mine}:Holds', score: {{name: '{mine}:Holds', score: {{name: h2o, window: [2, 3]}}}}}}"
+    cells = [c for c in load(tmp_path, with_policy(deep, capacity="capacity: 8")) if c.name != "dense"]
+    assert [c.policy.score.score for c in cells] == [H2O(window=2), H2O(window=3)]
+    assert [c.as_json()["parameters"]["score"]["score"]["window"] for c in cells] == [2, 3]
+    assert cells[0].as_json()["parameters"]["score"]["name"] == "mine.py:Holds", "without the folder, which stays private"
+
+
+def test_a_policy_inside_may_be_left_to_its_default(tmp_path, mine):
+    cell = load(tmp_path, with_policy(f"'{mine}:Picky'"))[-1]
+    assert cell.as_json()["parameters"] == {"score": {"name": "h2o", "window": 3}}
+    cell = load(tmp_path, policies=[f"{{name: '{mine}:Picky', score: {{name: h2o, window: 5}}}}"])[0]
+    assert cell.policy.score == H2O(window=5)
+    cell = load(tmp_path, with_policy(f"'{mine}:Picky'"), settings=["score={name: h2o, window: 6}"])[-1]
+    assert cell.policy.score == H2O(window=6)
+
+
+INSIDE = [
+    ("score: {name: h2o, windo: 2}", "mine.yaml:8: unknown key 'windo', did you mean 'window'?"),
+    ("score: {name: h2o, window: many}", "mine.yaml:8: window: Input should be a valid integer, not 'many'"),
+    ("score: {name: h2o, capacity: 2}", "mine.yaml:8: unknown key 'capacity'; there are window"),
+    ("score: h20", "mine.yaml:8: unknown policy 'h20', did you mean 'h2o'?"),
+    ("score: {window: 3}", "mine.yaml:8: the policy's 'name' is missing"),
+    ("score: 3", "mine.yaml:8: expected a policy's name or a mapping with its name, not 3"),
+    ("score: null", "mine.yaml:8: score: expected a policy's name or a mapping with its name, not None"),
+    ("score: [h2o, 3]", "mine.yaml:8: expected a policy's name or a mapping with its name, not 3"),
+    ("floor: 1.0", "mine.yaml:8: 'score' is missing"),
+    ("score: dense", "mine.yaml:8: dense never evicts, so no policy can hold it"),
+    ("score: recompute_window", "mine.yaml:8: recompute_window keeps no cache, so no policy can hold it"),
+    ("score: {name: 'mine.py:Outcome', window: 2}", "mine.yaml:8: mine.py:Outcome takes no capacity, so no policy can hold it"),
+    ("score: {name: h2o, window: 30}", "mine.yaml:5: mine.py:Holds: capacity 8 can't hold window 30 + at least 1 heavy hitter"),
+]
+
+
+@pytest.mark.parametrize(("inside", "said"), INSIDE)
+def test_a_mistake_inside_is_one_line_with_its_place(tmp_path, mine, inside, said):
+    assert error_of(tmp_path, with_policy(f"{{name: '{mine}:Holds', {inside}}}")) == said
+
+
+def test_a_mistake_inside_names_its_own_line(tmp_path, mine):
+    entry = f"name: '{mine}:Holds'\n    score:\n      - h2o\n      - name: h2o\n        windo: 2"
+    assert error_of(tmp_path, with_policy(entry)) == "mine.yaml:12: unknown key 'windo', did you mean 'window'?"
+    picky = f"name: '{mine}:Picky'\n    score:\n      name: h2o"
+    assert error_of(tmp_path, with_policy(picky)) == "mine.yaml:5: mine.py:Picky: the policy inside needs a window"
+
+
+def test_the_command_line_names_the_option_of_a_mistake_inside(tmp_path, mine):
+    text = with_policy(f"'{mine}:Picky'")
+    with pytest.raises(UserError) as caught:
+        load(tmp_path, text, settings=["score={name: h2o, windo: 6}"])
+    assert str(caught.value) == "--set score={name: h2o, windo: 6}: unknown key 'windo', did you mean 'window'?"
+    with pytest.raises(UserError) as caught:
+        load(tmp_path, policies=[f"{{name: '{mine}:Picky', score: h20}}"])
+    assert str(caught.value) == "--policy: unknown policy 'h20', did you mean 'h2o'?"
+
+
+@dataclass(frozen=True)
+class Around(Composed):
+    """Any policy in a policy."""
+
+
+def test_parameters_of_policies_are_read_back():
+    for policy in (H2O(window=3), SinkWindow(), Later()):
+        kept = parameters_of(policy)
+        assert type(policy)(**kept) == policy
+    nested = parameters_of(Around(SinkWindow(sinks=3)))
+    assert nested == {"score": {"name": "sink_window", "sinks": 3, "window": None}}
+    name = f"{__name__}:Around"
+    assert policy_from(name, json.loads(json.dumps(nested))) == Around(SinkWindow(sinks=3))
+    assert policy_from(name, {"score": "h2o"}) == Around(H2O())
+    assert policy_from(name, parameters_of(Around(Around(H2O(window=2))))) == Around(Around(H2O(window=2)))
+
+
+def test_a_recorded_cell_with_a_policy_inside_is_measured_again_unless_a_file_defines_it(tmp_path, mine, monkeypatch):
+    from kvbench.harness.core import plugins
+
+    found = plugins.policy_class
+    monkeypatch.setattr(plugins, "policy_class", lambda name: Around if name == "around" else found(name))
+    cell = replace(load(tmp_path)[-1], name="around", policy=Around(H2O(window=2)), evict="prompt")
+    spec = CellSpec.from_json(json.loads(json.dumps(cell.as_json())))
+    assert suites.cell_from_spec(spec).policy == Around(H2O(window=2)).bind(16)
+    assert suites.cell_from_spec(spec).id == cell.id
+    inside = found(f"{mine}:Holds")(H2O())
+    spec = CellSpec.from_json(replace(cell, policy=Around(inside)).as_json())
+    with pytest.raises(UserError, match="the policy mine.py:Holds is defined in a user's file"):
+        suites.cell_from_spec(spec)
+
+
+def test_a_parameter_added_since_is_left_out_while_it_has_its_default():
+    assert parameters_of(Later()) == {"sinks": 4, "window": None}
+    assert parameters_of(Later(floor=0.25)) == {"sinks": 4, "window": None, "floor": 0.25}
+    assert parameters_of(Around(Later()), recorded=True)["score"].keys() == {"name", "sinks", "window"}
+
+
+def test_the_source_of_the_policy_inside_is_part_of_the_digest():
+    assert len({source_digest(Around(p)) for p in (H2O(), SinkWindow(), Around(H2O()))}) == 3
+    assert source_digest(Around(H2O(window=1))) == source_digest(Around(H2O(window=2)))
+
+
+def test_policies_inside_are_checked_by_name_and_by_mapping(mine):
+    name = f"{mine}:Holds"
+    for score in ("h2o", "{name: h2o, window: 3}"):
+        assert all(f.ok for f in run_checks(name, [f"score={score}"], [16]))
+    for setting, said in [
+        ("score={name: h2o, windo: 3}", "--set score: unknown key 'windo', did you mean 'window'?"),
+        ("score=h20", "--set score: unknown policy 'h20', did you mean 'h2o'?"),
+        ("score=dense", "--set score: dense never evicts, so no policy can hold it"),
+        ("score=[h2o, window]", "--set score: 2 policies; check one at a time"),
+        ("score=[]", "--set score: 0 policies; check one at a time"),
+        ("scor=h2o", f"{name} has no parameter 'scor', did you mean 'score'?"),
+    ]:
+        with pytest.raises(UserError) as caught:
+            run_checks(name, [setting], [16])
+        assert str(caught.value) == said
+
+
+def test_the_schema_for_editors_knows_axes_and_policies_inside(monkeypatch):
+    from kvbench.harness.core import plugins
+
+    monkeypatch.setattr(plugins, "working_policies", lambda: {"h2o": H2O, "sink_window": SinkWindow, "around": Around})
+    schema, suite = suites.schema(), yaml.safe_load(GOOD)
+    entries = [
+        {"name": "around", "score": "h2o"}, {"name": "around", "score": {"name": "h2o", "window": [2, 3]}, "evict": "prompt"},
+        {"name": "around", "score": [{"name": "around", "score": "h2o"}, "sink_window"], "capacity": {"share": [0.1, 0.2]}},
+        {"name": "h2o", "evict": ["step", {"every": [4, 8]}], "capacity": [8, {"bytes": "1MiB"}]},
+    ]  # fmt: skip
+    jsonschema.validate(suite | {"policies": entries, "evict": ["prompt", {"every": 2}], "capacity": {"share": 0.5}}, schema)
+    for wrong in (
+        {"policies": [{"name": "around", "score": {"name": "h2o", "windo": 2}}]}, {"policies": [{"name": "around", "score": 3}]},
+        {"evict": {"every": 0}}, {"evict": "propmt"}, {"capacity": {"share": 2}}, {"policies": [{"name": "h2o", "evict": 3}]},
+    ):  # fmt: skip
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(suite | wrong, schema)
+
+
+def test_pages_tell_moments_and_policies_inside_apart():
+    nested = {"score": {"name": "snapkv", "window": 32}, "floor": 0.2}
+    made = [
+        edit(record("adakv", 8), cell={"parameters": nested, "evict": evict}) for evict in ("prompt", {"every": 64})
+    ] + [edit(record("adakv", 8), cell={"parameters": nested | {"score": {"name": "knorm"}}})]  # fmt: skip
+    assert title(made[0]) == "adakv (score snapkv, score.window 32, floor 0.2, evict prompt)"
+    assert title(made[2]) == "adakv (score knorm, floor 0.2)"
+    assert short_titles(made) == [
+        "adakv (score snapkv, score.window 32, evict prompt)", "adakv (score snapkv, score.window 32, evict every 64)",
+        "adakv (score knorm, evict step)",
+    ]  # fmt: skip
+    assert len(rows(made)) == 3
+    assert _settings(rows(made)[1])["evict"] == "every 64"
+
+
+def test_the_list_shows_policies_inside_and_how_each_is_read(monkeypatch, mine):
+    from kvbench.harness.cli import listing
+    from kvbench.harness.core import plugins
+
+    @dataclass(frozen=True)
+    class Wide(SinkWindow):
+        def bind(self, capacity):
+            if capacity < 100:
+                raise ValueError("too small")
+            return super().bind(capacity)
+
+    user = {name: plugins.policy_class(f"{mine}:{name}") for name in ("Holds", "Picky", "Outcome")}
+    kinds = {"h2o": H2O, "wide": Wide, **user}
+    monkeypatch.setattr(plugins, "policy_names", lambda: list(kinds))
+    monkeypatch.setattr(plugins, "policy_class", kinds.__getitem__)
+    found = {row["policy"]: (row["parameters"], row["blocks"]) for row in listing.policies()}
+    compiled = found["h2o"][1]
+    assert compiled == "compiled walk" or compiled.startswith("walk (")
+    assert found == {
+        "h2o": ("window=None", compiled), "wide": ("sinks=4, window=None", "closed form"),
+        "Holds": ("score (needed), floor=0.2", "depends on its parameters"), "Picky": ("score=h2o", compiled),
+        "Outcome": ("window=None", "closed form, cut after the prompt"),
+    }  # fmt: skip
