@@ -207,7 +207,6 @@ class Slots:
         )
         self.windows: dict[tuple[int, int | None], Rows] = {}
         self.version = 0
-        self.every = 1
 
     def _first_state(self, statistic: Statistic, rows: int, slots: int, device: torch.device) -> Tensor:
         """A statistic of empty slots."""

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from kvbench.harness.engine.kernels.compiler import Built, built, built_of, why_untraced
-from kvbench.harness.engine.kernels.cpu_walk import WalkKernel, why_not_every
-from kvbench.harness.engine.kernels.states import heads_of, prompts_of
+from kvbench.harness.engine.kernels.cpu_walk import WalkKernel
+from kvbench.harness.engine.kernels.states import heads_of, may_outlive_window, prompts_of, why_unserved
 from kvbench.harness.engine.kernels.tracing import traced
 from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.slots import Slots
 from kvbench.policies import PositionMode
 from kvbench.policies.view import mixed_seed
 
-__all__ = ["ReleaseKernel", "StepKernel", "WalkKernel", "lost", "why_not_every", "why_untraced"]
+__all__ = ["ReleaseKernel", "StepKernel", "WalkKernel", "lost", "why_unserved", "why_untraced"]
 
 _MODES: dict[PositionMode, int] = {"cache": 0, "stream": 1, "clamped": 2}
 _MAX_SINGLE_THREAD_PRODUCTS = 2**17  # of a layer's scores; below this one thread is faster than several
@@ -55,7 +55,7 @@ class StepKernel:
     def built(slots: Slots) -> Built:
         """The C function. Layers that it does not support (not float32, not a plain softmax) get neither it nor a reason."""
         shape = slots.shape
-        if not shape.plain or slots.tensors.keys.dtype != torch.float32:
+        if not shape.plain or slots.tensors.keys.dtype != torch.float32 or may_outlive_window(slots):
             return Built()
         sizes = (("GROUP", str(shape.group)), ("KEY_DIM", str(shape.key_dim)), ("VALUE_DIM", str(shape.value_dim)))
         return built("step.c", "step", sizes)
@@ -119,7 +119,7 @@ class ReleaseKernel:
     @staticmethod
     def built(slots: Slots) -> Built:
         """The C function. Without float32 statistics and a traceable policy there is neither it nor a reason."""
-        if slots.capacity is None or slots.wide != torch.float32 or why_untraced(slots.policy) or why_not_every(slots):
+        if slots.capacity is None or slots.wide != torch.float32 or why_untraced(slots.policy) or why_unserved(slots):
             return Built()
         return built_of(slots.policy, "release.c", "release")
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvbench.harness.engine.kernels.compiler import Built, built_of, why_untraced
-from kvbench.harness.engine.kernels.states import Written, first_values, heads_of, numbers_of, prompts_of
+from kvbench.harness.engine.kernels.states import Written, first_values, heads_of, numbers_of, prompts_of, why_unserved
 from kvbench.harness.engine.rotary import LONGEST_STREAM, rotate
 from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.slots import Slots
@@ -102,7 +102,7 @@ class WalkKernel:
         fits = slots.capacity is not None and slots.shape.plain and slots.shape.key_dim % 2 == 0
         fits = fits and slots.tensors.keys.dtype.itemsize <= 4 and not why_untraced(slots.policy)
         fits = fits and (mode != "clamped" or slots.shape.rotation is None or limit < _MAX_TABLE_ANGLES)
-        fits = fits and not why_not_every(slots)
+        fits = fits and not why_unserved(slots)
         return built_of(slots.policy, "walk.c", "walk") if fits else Built()
 
     def __call__(
@@ -122,7 +122,7 @@ class WalkKernel:
             scaling: of the scores, if the kernel `rotates`.
             ordered: the slots hold their tokens oldest first.
             seen: tokens before the block.
-            written: the first values of statistics that compute them. [B, H, T, *k] each.
+            written: the first values of statistics that compute them. [N, T, *k] each.
 
         Returns:
             [B, H, G, T, Dv], dtype of the values.
@@ -132,7 +132,7 @@ class WalkKernel:
         """
         streams, heads, group, tokens, _ = query.shape
         size, dims, pairs = streams * heads, values.shape[-1], query.shape[-1] // 2
-        count, kept = held_after(slots, seen), held_after(slots, seen + tokens)
+        count, kept = slots.cadence.held(seen), slots.cadence.held(seen + tokens)
         candidates = _Candidates.gather(rows, keys, values, count, seen, ordered)
         by_pair = self._by_pair(candidates.keys, candidates.position)
         stores = _Stores.fill(by_pair, candidates, count, slots.num_slots)
@@ -144,7 +144,7 @@ class WalkKernel:
         )  # fmt: skip
         failed = self._kernel(
             *(x.data_ptr() for x in arrays), first.stride(0), first.stride(1), size, group, tokens, pairs, slots.num_slots, dims,
-            count, seen, (slots.capacity or 0) + slots.every, slots.every, slots.shape.sliding_window or 0, layer,
+            count, seen, slots.cadence.most or 0, slots.every, slots.shape.sliding_window or 0, layer,
             slots.num_layers, heads, mixed_seed(slots.seed), self._rotated_by, self._angles, torch.get_num_threads(),
         )  # fmt: skip
         if failed:
@@ -162,18 +162,6 @@ class WalkKernel:
         return keys.unflatten(-1, (-1, 2))
 
 
-def held_after(slots: Slots, seen: int) -> int:
-    """Tokens held after `seen` tokens of a stream: evictions bring them back to the capacity."""
-    capacity = slots.capacity or 0
-    return seen if seen < capacity + slots.every else capacity + (seen - capacity) % slots.every
-
-
 def _oldest(x: Tensor, order: Tensor | None, count: int) -> Tensor:
     """The `count` oldest tokens' values, oldest first. order: of their slots; None if they are ordered. [N, S, ...]."""
     return x[:, :count] if order is None else x.take_along_dim(order.view(*order.shape, *[1] * (x.dim() - 2)), 1)
-
-
-def why_not_every(slots: Slots) -> str:
-    """Why layers whose tokens are evicted several at once have no kernel; empty if they have one, or evict one at a time."""
-    outlives = slots.every > 1 and slots.shape.sliding_window is not None  # a token would be held when no query may see it
-    return f"no kernel evicts {slots.every} tokens at once from a layer with a sliding window" if outlives else ""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvbench.harness.core.files import atomic_write
 from kvbench.harness.core.user_cache import private_folder
-from kvbench.harness.engine.kernels import cuda_attention
+from kvbench.harness.engine.kernels import cuda_attention, states
 from kvbench.harness.engine.kernels.cuda_attention import BOOKKEEPING_BLOCK, Attention, arrays_of, next_power
 from kvbench.harness.engine.kernels.states import Written, first_values, heads_of, prompts_of, sees_weights, widths_of
 from kvbench.harness.engine.kernels.tracing import TRITON, Formulas, NotTraceableError, traced
@@ -81,9 +81,10 @@ def why_untraced(policy: Policy) -> str:
     return ""
 
 
-def why_not_every(slots: Slots) -> str:
-    """Why layers whose tokens are evicted several at once have no kernel; empty if they have one, or evict one at a time."""
-    return "" if slots.every == 1 else f"no kernel for CUDA evicts {slots.every} tokens at once"
+def why_unserved(slots: Slots) -> str:
+    """Why no kernel takes the bookkeeping of these slots, whatever their policy; empty if one may."""
+    several = f"no kernel for CUDA evicts {slots.every} tokens at once" if slots.every > 1 else ""
+    return several or states.why_unserved(slots)
 
 
 def lost(slots: Slots, mode: PositionMode, limit: int) -> str:  # noqa: ARG001
@@ -93,7 +94,7 @@ def lost(slots: Slots, mode: PositionMode, limit: int) -> str:  # noqa: ARG001
 
 def _serves(slots: Slots) -> bool:
     plain = slots.shape.plain and slots.wide == torch.float32 and slots.shape.key_dim % 2 == 0
-    return plain and cuda_attention.kernels() is not None
+    return plain and not states.may_outlive_window(slots) and cuda_attention.kernels() is not None
 
 
 class StepKernel:
@@ -128,7 +129,9 @@ class ReleaseKernel:
     @classmethod
     def from_slots(cls, slots: Slots) -> Self | None:
         """The kernel for a policy that can be traced and evicts a token at a time; None for others."""
-        fits = slots.capacity is not None and slots.wide == torch.float32 and slots.every == 1 and not why_not(slots.policy)
+        fits = (
+            slots.capacity is not None and slots.wide == torch.float32 and not why_unserved(slots) and not why_not(slots.policy)
+        )
         return cls(traced(slots.policy, TRITON)) if fits else None
 
     def __call__(self, slots: Slots, rows: Rows, mass: Tensor | None, step: Tensor, full: bool) -> None:
@@ -200,5 +203,5 @@ class WalkKernel:
         release = self._release.launcher(slots, rows, mass, slots.layer_index[at : at + 1], clock)
         for step in range(seen, seen + tokens):
             attend()
-            release(step >= (slots.capacity or 0))
+            release(slots.cadence.evicts(step + 1))
         return out.view(streams, heads, group, tokens, -1)

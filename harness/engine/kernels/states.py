@@ -12,9 +12,26 @@ import torch
 from torch import Tensor
 
 from kvbench.harness.engine.rows import Rows
+from kvbench.harness.engine.slots import Slots
 from kvbench.policies import Statistic
 
-Written = Mapping[Statistic, Tensor]  # first values of a block's tokens, for statistics that compute them. [B, H, T, *k]
+Written = Mapping[Statistic, Tensor]  # first values of a block's tokens, for statistics that compute them. [N, T, *k]
+
+
+def may_outlive_window(slots: Slots) -> bool:
+    """Whether a token may be held when a sliding window hides it: kernels don't look at ages."""
+    return slots.shape.sliding_window is not None and not slots.evicts_each_step
+
+
+def why_unserved(slots: Slots) -> str:
+    """Why no kernel takes the bookkeeping of these slots, whatever their policy; empty if one may."""
+    if slots.uneven:
+        return "heads that hold different numbers of tokens have no kernel"
+    if may_outlive_window(slots):
+        return f"no kernel evicts {slots.every} tokens at once from a layer with a sliding window"
+    if list(slots.tensors.states) != list(dict.fromkeys(slots.policy.statistics)):
+        return "no kernel keeps the statistics of several budgets"
+    return ""
 
 
 def numbers_of(rows: Rows) -> list[Tensor]:
