@@ -26,8 +26,9 @@ from warp_races import barriers, races, repeated
 from kvbench.harness.engine.kernels import triton_kernels as kernels
 from kvbench.harness.engine.kernels.cuda import _policy_module
 from kvbench.harness.engine.kernels.cuda_attention import _JOINED_PARTS, BOOKKEEPING_BLOCK, WARPS, sizes
-from kvbench.harness.engine.kernels.tracing import TRITON, traced
+from kvbench.harness.engine.kernels.tracing import TRITON, Formulas, traced
 from kvbench.harness.engine.slots import LayerShape
+from kvbench.policies import AttentionSum, KeyNorm, Policy, RecentAttention
 from kvbench.policies.h2o import H2O
 from kvbench.policies.random import Random
 
@@ -46,10 +47,23 @@ HELD = ("llama-2-7b", "llama-3-8b")  # shapes whose instructions are held
 ATTEND_LIMIT, WALK_LIMIT = 60, 130  # warp instructions a slot and row in bf16
 TWO_TABLES_LIMIT = 66  # of `attend` if it also joins two angles: Triton 3.6 needs six more than 3.9
 ALIASES = {"words": "keys"}  # `words` is a view
-INT64 = {"rank", "position", "free", "order", "layers", "clock"}  # arrays
-FLOAT32 = {"cosine", "sine", "far_cosine", "far_sine", "most", "total", "scores", "mass", "state", "parted"}
+INT64 = {"rank", "position", "free", "order", "layers", "clock", "head_indices", "prompts"}  # arrays
+FLOAT32 = {"cosine", "sine", "far_cosine", "far_sine", "most", "total", "scores", "mass", "written", "parted"}
 ITEM_BYTES = {"*i64": 8, "*i32": 4, "*fp32": 4, "*bf16": 2, "*fp16": 2}
 LAYER = 3  # its rows begin inside the tensors of all layers
+
+
+@dataclass(frozen=True)
+class Wide(Policy):
+    """Several statistics, one of several numbers per slot, and everything that a view tells."""
+
+    statistics = (RecentAttention(3), KeyNorm(), AttentionSum())
+
+    def importance(self, view: Any) -> Any:
+        """Attention over age and norm."""
+        recent, norm, total = (view.state(s) for s in self.statistics)
+        worth = (recent.amax(-1) + total / (view.age + 1).sqrt()) / norm + view.uniform() * view.head
+        return worth.masked_fill((view.position < view.prompt) | (view.rank * 2 > view.count), torch.inf)
 
 
 @dataclass(frozen=True)
@@ -84,6 +98,16 @@ class Case:
         """Of the layer."""
         return SHAPES[self.model]
 
+    @property
+    def formulas(self) -> Formulas:
+        """Of the policy."""
+        return traced(self.policy.bind(64), TRITON)
+
+    @property
+    def asked(self) -> bool:
+        """A statistic sees softmax weights."""
+        return any(s.sees for s in self.policy.statistics)
+
     def numbers(self) -> dict[str, int]:
         """The whole numbers that the launchers pass."""
         streams = 8 if self.place else 1
@@ -92,29 +116,34 @@ class Case:
             "first": LAYER * rows * slots, "slots": slots, "attended": self.attended, "part": 1088,
             "parts": 4 if self.place else 1, "limit": 4095, "capacity": slots - 1, "tokens": 512 if self.place else 1,
             "window": 0, "heads": self.shape.heads, "rows_of_layer": rows, "full": int(self.attended == slots),
-            "seed": 2**40 + 5,
+            "seed": 2**40 + 5, "num_layers": 32, "written_row": 0, "written_token": 0,
         }  # fmt: skip
 
     def constants(self, name: str) -> dict[str, Any]:
         """The constants that the launchers pass."""
-        asked, constant = bool(self.policy.statistics), sizes(self.shape, DTYPES[self.dtype])
-        flags = {"PLACE": self.place, "STATE": asked}
+        asked, constant = self.asked, sizes(self.shape, DTYPES[self.dtype])
+        flags = {"PLACE": self.place, "ASKED": asked}
         if name == "attend":
-            return constant | flags | {"MODE": self.mode, "LEVEL": self.level, "ASKED": asked}
+            widths = self.formulas.widths if self.place else ()
+            return constant | flags | {"MODE": self.mode, "LEVEL": self.level, "WIDTHS": widths}
         if name == "join":
             of_join = {"CHUNK": _JOINED_PARTS, "BLOCK": BOOKKEEPING_BLOCK, "ASKED": asked, "PLACE": self.place}
             return {k: constant[k] for k in ("G", "E", "WIDE")} | of_join
-        own = _policy_module(*traced(self.policy.bind(64), TRITON))
+        own, reads = _policy_module(self.formulas), self.formulas.reads
         block = 128 if self.attended <= 128 else BOOKKEEPING_BLOCK
-        return {"update": own.update, "importance": own.importance, "G": self.shape.group if asked else 1, "BLOCK": block} | flags
+        read = {"MOST": "most" in reads, "HEAD": "head" in reads, "PROMPT": "prompt" in reads}
+        sized = {"G": self.shape.group if asked else 1, "BLOCK": block, "WIDTHS": self.formulas.widths}
+        return {"updated": own.updated, "importance": own.importance} | sized | read | flags
 
-    def type_of(self, argument: str, name: str) -> str:
+    def type_of(self, argument: str, name: str) -> Any:
         """An argument's type in Triton's words."""
         if argument in self.numbers():
             return "i64" if argument == "seed" else "i32"
-        if argument in ("scaling", "initial"):
+        if argument == "scaling":
             return "fp32"
-        unused = not self.policy.statistics and argument in ("state", "mass")  # `free` stands in
+        if argument == "states":
+            return ("*fp32",) * len(self.formulas.widths) or ("*i64",)
+        unused = (argument == "mass" and not self.asked) or (argument == "written" and not self.place)  # `free` stands in
         if argument in INT64 or unused:
             return "*i64"
         if argument == "words":
@@ -127,7 +156,7 @@ class Case:
         if argument in numbers:
             return numbers[argument] % 16 == 0
         rows = LAYER * numbers["rows_of_layer"]
-        per_row = {"rank": numbers["slots"], "position": numbers["slots"], "state": numbers["slots"], "free": 1}.get(argument, 0)
+        per_row = {"rank": numbers["slots"], "position": numbers["slots"], "states": numbers["slots"], "free": 1}.get(argument, 0)
         return kind in ITEM_BYTES and rows * per_row * ITEM_BYTES[kind] % 16 == 0
 
 
@@ -145,6 +174,7 @@ def cases() -> Iterator[Case]:
     yield Case("llama-3-8b", "bf16", Random(), True, 0)
     yield Case("gemma-2b", "bf16", H2O(), False, 0, attended=100)
     yield Case("llama-3-8b", "bf16", H2O(), False, 1, attended=128, names=("release",))
+    yield Case("llama-3-8b", "bf16", Wide(), True, 1, counted=("release",))
     yield Case("llama-2-7b", "bf16", H2O(), True, 1, attended=4352)  # a multiple of 16: accesses are wider
 
 
@@ -184,13 +214,22 @@ class Made:
         return limit if self.name == "attend" and self.case.model in HELD else None
 
 
+def arguments(signature: dict[str, Any]) -> Iterator[tuple[tuple[int, ...], str, str]]:
+    """The place, name and type of every argument, and of every member of a tuple."""
+    for i, (name, kind) in enumerate(signature.items()):
+        if isinstance(kind, tuple):
+            yield from (((i, j), name, member) for j, member in enumerate(kind))
+        else:
+            yield (i,), name, kind
+
+
 def compiled(case: Case, name: str, target: GPUTarget) -> Made:
     """Compile a kernel with its arguments specialised as the launcher would."""
     kernel, constants, numbers = getattr(kernels, name), case.constants(name), case.numbers()
     constants |= {x: 1 for x in kernel.arg_names if numbers.get(x) == 1}
     signature = {x: "constexpr" if x in constants else case.type_of(x, name) for x in kernel.arg_names}
-    wide = [i for i, (x, kind) in enumerate(signature.items()) if x not in constants and case.divisible(x, kind)]
-    source = ASTSource(kernel, signature, constexprs=constants, attrs={(i,): [["tt.divisibility", 16]] for i in wide})
+    wide = [path for path, x, kind in arguments(signature) if x not in constants and case.divisible(x, kind)]
+    source = ASTSource(kernel, signature, constexprs=constants, attrs={path: [["tt.divisibility", 16]] for path in wide})
     warps = WARPS[DTYPES[case.dtype]] if name == "attend" else 4
     return Made(case, name, triton.compile(source, target=target, options={"num_warps": warps}), warps)
 

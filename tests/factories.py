@@ -17,6 +17,10 @@ from conftest import DEVICE
 from reference import after_sinks, by_number, lightest, oldest
 
 from kvbench.harness.core import plugins
+from kvbench.harness.engine import slots as slots_module
+from kvbench.harness.engine.cadence import Cadence
+from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.slots import Budget, LayerShape, Slots
 from kvbench.harness.records import Record, digest
 from kvbench.harness.records.cell import CellSpec
 from kvbench.harness.records.facts import Data, Facts, Failure, Trace
@@ -48,6 +52,21 @@ def default_policies() -> list[str]:
         name for name in plugins.policy_names()
         if not any(f.default is f.default_factory for f in dataclasses.fields(plugins.policy_class(name)))  # both missing
     ]  # fmt: skip
+
+
+def slots_for(
+    shape: LayerShape, config: CacheConfig, layers: list[int], num_layers: int, streams: int = 1,
+    dtype: torch.dtype = torch.float32, device: torch.device = DEVICE, heads: tuple[int, ...] | None = None,
+) -> Slots:  # fmt: skip
+    """Empty slots of layers of one shape, without a model. heads: which of each layer's live here; all when None."""
+    kept = shape.kept(config.capacity)
+    policy = config.policy if kept is None else config.policy.bind(kept)
+    parts = [slots_module.Part(layer, heads) for layer in layers]
+    statistics = () if kept is None else policy.statistics
+    return Slots(
+        shape, parts=parts, policy=policy, statistics=statistics, cadence=Cadence.from_start(kept, config.every),
+        budget=Budget(kept), num_layers=num_layers, streams=streams, seed=config.seed, device=device, dtype=dtype,
+    )  # fmt: skip
 
 
 PARTS: dict[str, type[Document]] = {

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvbench.harness.engine import banded, fastcheck, flex
 from kvbench.harness.engine import walk as walk_module
 from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.kernels import compiler, cpu
+from kvbench.harness.engine.kernels import compiler, cpu_walk
 from kvbench.harness.engine.kernels.tracing import NotTraceableError, traced
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import FASTEST, KERNELS, PLAIN_WALK, TOKEN_BY_TOKEN
@@ -247,8 +247,11 @@ def test_what_can_not_be_traced_is_walked_plainly_and_says_why(policy, why):
 
 
 def test_what_is_traced_reads_like_the_policy():
-    assert traced(H2O(3).bind(8)) == ("(((step - position) < 3LL) ? INFINITY : state)", "(state + mass)")
-    assert traced(Random().bind(8))[0] == "uniform(position, head, layer, seed)"
+    importance, updates, widths, reads = traced(H2O(3).bind(8))
+    assert importance == "(((step - position) < 3LL) ? INFINITY : state.of[0LL])"
+    assert (updates, widths) == (("(state.of[0LL] + mass)",), (1,))
+    assert reads == {"state", "mass", "step", "position"}
+    assert traced(Random().bind(8))[:2] == ("uniform(position, head, layer, seed)", ())
     assert AttentionSum() in H2O.statistics
 
 
@@ -282,7 +285,7 @@ def test_the_check_refuses_a_compiled_walk_that_differs(monkeypatch):
     assert fastcheck.fast_method(model, config).blocks == "compiled walk"
     kernel = compiler.built_of(Random().bind(20), "walk.c", "walk")
     real = compiler.built_of
-    monkeypatch.setattr(cpu, "built_of", lambda *asked: kernel if asked[2] == "walk" else real(*asked))
+    monkeypatch.setattr(cpu_walk, "built_of", lambda *asked: kernel if asked[2] == "walk" else real(*asked))
     assert fastcheck.fast_method(model, config).blocks == "walk"
 
 

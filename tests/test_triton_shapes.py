@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import DEVICE
-from factories import Odd, needs_triton
+from factories import Odd, needs_triton, slots_for
 from torch import Tensor
 
 from kvbench.harness.engine import walk as walks
@@ -159,7 +159,7 @@ def slots_of(case: Case, dtype: torch.dtype, window: int | None = None, seed: in
     shape = LayerShape(heads, case.group, *case.dims, rotation_of(case), window)
     config = CacheConfig(Dense() if capacity is None else case.policy, capacity, seed=2**40 + 5)
     indices = list(range(1, 2 * layers, 2))
-    slots = Slots(shape, layers=indices, config=config, num_layers=4, streams=streams, device=DEVICE, dtype=dtype)
+    slots = slots_for(shape, config, indices, 4, streams, dtype)
     tensors, generator = slots.tensors, torch.Generator().manual_seed(seed)
     tensors.keys.copy_(torch.randn(tensors.keys.shape, generator=generator).to(case.dtype))
     tensors.values.copy_(torch.randn(tensors.values.shape, generator=generator).to(case.dtype))
@@ -397,9 +397,7 @@ def test_bookkeeping_is_the_plain_one(of):
 def test_parts_cover_the_slots_once(group, capacity):
     """No part is empty, and there are no more programs than fill the chip unless rows alone are more."""
     layers = LayerShape(1, group, 8, 8, None, None)
-    slots = Slots(
-        layers, layers=[0], config=CacheConfig(Random(), capacity), num_layers=1, streams=1, device=DEVICE, dtype=torch.float16
-    )  # fmt: skip
+    slots = slots_for(layers, CacheConfig(Random(), capacity), [0], 1, dtype=torch.float16)
     attention, chunks = cuda_attention.Attention(slots, "cache", LIMIT, None), ceil(group / 16)
     for size, attended in itertools.product([1, 3, 8, 64, 263, 264, 1000], {1, min(256, capacity + 1), capacity + 1}):
         parts, part = attention.parts(size, attended)

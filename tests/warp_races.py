@@ -130,7 +130,7 @@ class _Reader:
                 after = [self._walk(body, pending) for body in line.body]
                 pending = frozenset().union(*after, *([pending] if len(after) == 1 else []))
             elif line.operation in ("module", "tt.func"):
-                for name in re.findall(r"(%\w+): !tt\.ptr", line.rest):
+                for name in re.findall(r"(%[\w.]+): !tt\.ptr", line.rest):
                     self._values[name] = _Value(name, array=self._aliases.get(name[1:], name[1:]))
                 pending = self._walk(line.body[0], pending)
             self._define(line)
@@ -140,7 +140,7 @@ class _Reader:
         """Read a loop's body twice, so that the end of an iteration meets the beginning of the next."""
         counter, low, step = re.match(r" (%\w+) = (%\w+) to %\w+ step (%\w+)", line.rest).groups()  # type: ignore[union-attr]
         low, step = self._value(low), self._value(step)
-        for name, start in re.findall(r"(%\w+) = (%[\w#]+)", line.rest.partition("iter_args")[2]):
+        for name, start in re.findall(r"(%\w+) = (%[\w#.]+)", line.rest.partition("iter_args")[2]):
             if self._value(start).array:
                 raise ValueError(f"can't follow a pointer through a loop: {line.text}")
             self._values[name] = _Value(f"carried {name} {id(line)}", varies=True)
@@ -154,7 +154,7 @@ class _Reader:
         return pending
 
     def _touch(self, line: _Line, pending: frozenset[Access]) -> frozenset[Access]:
-        pointer = self._value(re.search(r"%[\w#]+", line.rest)[0])  # type: ignore[index]
+        pointer = self._value(re.search(r"%[\w#.]+", line.rest)[0])  # type: ignore[index]
         if not pointer.array:
             raise ValueError(f"can't tell the array: {line.text}")
         kind = re.search(r"tensor<([\dx]+)x!tt\.ptr<\w+>, (#.+?)>(?:$| ->|,)", line.rest.rpartition(" : ")[2])
@@ -181,7 +181,7 @@ class _Reader:
 
     def _define(self, line: _Line) -> None:
         """Keep what is known of an operation's result."""
-        of = tuple(self._value(x) for x in re.findall(r"%[\w#]+", line.rest)) if not line.body else ()
+        of = tuple(self._value(x) for x in re.findall(r"%[\w#.]+", line.rest)) if not line.body else ()
         array = next((x.array for x in of if x.array), "")
         if array and line.operation not in _FORWARDS | _LOADS | {"tt.store"}:
             raise ValueError(f"an unknown operation on pointers: {line.text}")
@@ -191,7 +191,7 @@ class _Reader:
             return
         opaque = line.body or line.operation in _LOADS or not line.operation.startswith(("arith.", "tt.", "ttg.convert"))
         varies = any(x.varies for x in of) or bool(opaque and self._loops)
-        plain = re.sub(r"%[\w#]+", "", line.rest)
+        plain = re.sub(r"%[\w#.]+", "", line.rest)
         for name in re.findall(r"%\w+", line.results):
             if opaque:
                 self._values[name] = _Value(f"{name} {id(line)}", varies=varies)
@@ -212,10 +212,16 @@ class _Reader:
 
 
 def _vector(pointer: _Value, size: str) -> str:
-    """Names the vector of places `base + start + s`: `s` is a range, and `start` a loop's counter of that step, or fixed."""
+    """Names the vector of places `base + start + s`: `s` is a range, and `start` a loop's counter of that step, or fixed.
+
+    `start + s` may be multiplied by a constant.
+    """
     if pointer.operation != "tt.addptr" or "x" in size:
         return ""
     base, index = pointer.operands
+    factor = next((x for x in index.operands if x.key.startswith("constant ")), None)
+    if index.operation == "arith.muli" and factor is not None:
+        index = next(x for x in index.operands if x is not factor)
     if base.varies or base.operation != "tt.splat" or index.operation != "arith.addi":
         return ""
     if {x.operation for x in index.operands} != {"tt.splat", "tt.make_range"}:

@@ -123,6 +123,7 @@ class CompiledWalk:
         attended: slots it looks at.
         seen: tokens before the block.
         ordered: the slots hold their tokens oldest first.
+        block: that is walked.
     """
 
     kernel: WalkKernel
@@ -130,6 +131,7 @@ class CompiledWalk:
     attended: int
     seen: int
     ordered: bool
+    block: Block
 
 
 @dataclass(frozen=True)

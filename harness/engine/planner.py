@@ -89,7 +89,7 @@ class Planner:
         kernel = self._kernels.walk if compiled else None
         if kernel is not None:
             factors = None if kernel.rotates else self._placement.of_block(self._ranks(block), block.steps)
-            return CompiledWalk(kernel, factors, attended, seen or 0, self.ordered)
+            return CompiledWalk(kernel, factors, attended, seen or 0, self.ordered, block)
         places = self._places(block, rows)
         lengths = self._runs(block)
         if lengths is not None and seen is not None:

@@ -175,22 +175,30 @@ class Rows:
             ids: of the tokens. [N, T] int64.
             valid: tokens that count; all when None. [N, T] bool.
         """
-        if not any(writes(s) for s in self.states):
-            return
-        heads = self._slots.shape.heads
-        keys, values, steps, tokens = (x.unflatten(0, (-1, heads)) for x in (key, value, step, ids))
-        token = Written(keys, values, steps, tokens, self._rotated, self._output)
-        for statistic in self.states:
-            first = statistic.written(token)
-            if first is None:
-                continue
-            first = first.flatten(0, 1)  # [N, T, *k]
+        for statistic, first in self.written(key, value, step, ids).items():
             if statistic.per == "slot":
                 state = self._tensors.flat_states[statistic]
                 state.index_copy_(0, free.flatten(), first.flatten(0, 1).to(state.dtype))
             else:
                 added = first.double() if valid is None else first.double() * _like(valid, first)
                 self._row_states[statistic] += added.sum(1)
+
+    def written(self, key: Tensor, value: Tensor, step: Tensor, ids: Tensor) -> dict[Statistic, Tensor]:
+        """What statistics compute of tokens when they are written, in the rows of one layer. [N, T, *k] each.
+
+        Args:
+            key: unrotated, paired. [N, T, D].
+            value: [N, T, Dv].
+            step: [N, T] int64.
+            ids: of the tokens. [N, T] int64.
+        """
+        if not any(writes(s) for s in self.states):
+            return {}
+        heads = self._slots.shape.heads
+        keys, values, steps, tokens = (x.unflatten(0, (-1, heads)) for x in (key, value, step, ids))
+        token = Written(keys, values, steps, tokens, self._rotated, self._output)
+        made = {s: s.written(token) for s in self.states}
+        return {s: x.flatten(0, 1) for s, x in made.items() if x is not None}
 
     def used(self) -> Tensor:
         """Slots that hold a token that a query may see now. [R, 1, S] bool."""

@@ -35,7 +35,7 @@ from kvbench.harness.engine.rotary import rotate
 from kvbench.harness.engine.rows import writes
 from kvbench.harness.engine.runs import Run, RunReader
 from kvbench.harness.engine.slots import Slots
-from kvbench.policies import PositionMode
+from kvbench.policies import PositionMode, Statistic
 
 
 class Walk:
@@ -134,13 +134,23 @@ class Walk:
             case CompiledWalk():
                 if not plan.kernel.rotates:
                     query = rotated_and_scaled(query, plan.query_factors, terms)
-                rows = self.slots.rows(plan.attended, layer)
-                out = plan.kernel(self.slots, rows, layer, query, keys, values, terms.scaling, plan.ordered, plan.seen)
+                rows, written = self.slots.rows(plan.attended, layer), self._written(plan, layer, keys, values)
+                out = plan.kernel(self.slots, rows, layer, query, keys, values, terms.scaling, plan.ordered, plan.seen, written)
             case Runs():
                 out = self._read_runs(plan, layer, query, keys, values, terms)
             case PlainWalk():
                 out = self._plain.walk(plan, layer, query, keys, values, terms)
         return out.flatten(1, 2)
+
+    def _written(self, plan: CompiledWalk, layer: int, keys: Tensor, values: Tensor) -> dict[Statistic, Tensor]:
+        """What statistics compute of a block's tokens before a kernel walks it. [N, T, *k] each."""
+        if not self._writes:
+            return {}
+        if plan.kernel.rotates and self.rotation is not None:
+            keys = self.rotation.pair(keys)
+        rows = self.slots.rows(plan.attended, layer)
+        steps, ids = rows.of_streams(plan.block.steps), rows.of_streams(plan.block.ids)
+        return rows.written(keys.flatten(0, 1), values.flatten(0, 1), steps, ids)
 
     def end(self, plan: Plan, block: Block) -> None:
         """After the last layer: note the order of the slots, and do the bookkeeping of a step for all layers at once."""

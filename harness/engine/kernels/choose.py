@@ -42,6 +42,7 @@ def kernels_for(slots: Slots, mode: PositionMode, limit: int, longest: int | Non
     walk, lost = module.WalkKernel.from_slots(slots, mode, limit, longest), module.lost(slots, mode, limit)
     because = ""
     if walk is None and not lost:
-        because = module.why_untraced(slots.policy) or "no kernel walks blocks of such layers in this dtype"
+        because = module.why_untraced(slots.policy) or module.why_unserved(slots)
+        because = because or "no kernel walks blocks of such layers in this dtype"
     step = module.StepKernel.from_slots(slots, mode, limit, longest)
     return Kernels(step, module.ReleaseKernel.from_slots(slots), walk, lost, because)

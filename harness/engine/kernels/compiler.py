@@ -73,8 +73,15 @@ def built_of(policy: Policy, template: str, name: str) -> Built:
     Raises:
         NotTraceableError: the policy has no such expressions.
     """
-    importance, update = traced(policy)
-    return built(template, name, (("(IMPORTANCE)", f"({importance})"), ("(UPDATE)", f"({update})")))
+    formulas = traced(policy)
+    parts = {
+        "NUMBERS": str(len(formulas.updates)),
+        "MOST_READ": str(int("most" in formulas.reads)),
+        "WIDTHS": ", ".join(map(str, formulas.widths)) or "0",
+        "IMPORTANCE": formulas.importance,
+        "UPDATES": ", ".join(formulas.updates) or "0",
+    }
+    return built(template, name, tuple((f"{part}_OF_POLICY", text) for part, text in parts.items()))
 
 
 def why_untraced(policy: Policy) -> str:

@@ -1,7 +1,7 @@
-"""The CPU kernels, `step.c`, `release.c` and `walk.c`, with the interface that the walk calls.
+"""The CPU kernels of a step, `step.c` and `release.c`, with the interface that the walk calls; and those of a block.
 
-Axis letters: B streams, H KV heads, N = B * H, R rows of all layers, G query heads of a KV head, T tokens, n tokens held,
-S slots attended, L keys, D key dim, E value dim, P = D / 2 pairs.
+Axis letters: B streams, H KV heads, N = B * H, R rows of all layers, G query heads of a KV head, S slots attended, D key dim,
+E value dim.
 """
 
 from __future__ import annotations
@@ -13,15 +13,18 @@ import torch
 from torch import Tensor
 
 from kvbench.harness.engine.kernels.compiler import Built, built, built_of, why_untraced
-from kvbench.harness.engine.rotary import LONGEST_STREAM, rotate
+from kvbench.harness.engine.kernels.cpu_walk import WalkKernel
+from kvbench.harness.engine.kernels.states import heads_of, may_outlive_window, prompts_of, why_unserved
+from kvbench.harness.engine.kernels.tracing import traced
 from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.slots import Slots
 from kvbench.policies import PositionMode
 from kvbench.policies.view import mixed_seed
 
+__all__ = ["ReleaseKernel", "StepKernel", "WalkKernel", "lost", "why_unserved", "why_untraced"]
+
 _MODES: dict[PositionMode, int] = {"cache": 0, "stream": 1, "clamped": 2}
 _MAX_SINGLE_THREAD_PRODUCTS = 2**17  # of a layer's scores; below this one thread is faster than several
-_MAX_TABLE_ANGLES = 2**18
 
 
 class StepKernel:
@@ -52,7 +55,7 @@ class StepKernel:
     def built(slots: Slots) -> Built:
         """The C function. Layers that it does not support (not float32, not a plain softmax) get neither it nor a reason."""
         shape = slots.shape
-        if not shape.plain or slots.tensors.keys.dtype != torch.float32:
+        if not shape.plain or slots.tensors.keys.dtype != torch.float32 or may_outlive_window(slots):
             return Built()
         sizes = (("GROUP", str(shape.group)), ("KEY_DIM", str(shape.key_dim)), ("VALUE_DIM", str(shape.value_dim)))
         return built("step.c", "step", sizes)
@@ -100,8 +103,8 @@ class StepKernel:
 class ReleaseKernel:
     """The bookkeeping after a token, for all layers of one `Slots` at once."""
 
-    def __init__(self, kernel: Any) -> None:
-        self._kernel = kernel
+    def __init__(self, kernel: Any, reads: frozenset[str]) -> None:
+        self._kernel, self._reads = kernel, reads
 
     @classmethod
     def from_slots(cls, slots: Slots) -> Self | None:
@@ -109,14 +112,14 @@ class ReleaseKernel:
         kernel = cls.built(slots).function
         if kernel is None:
             return None
-        kernel.restype = None
-        kernel.argtypes = [*[ctypes.c_void_p] * 7, *[ctypes.c_int64] * 9]
-        return cls(kernel)
+        kernel.restype = ctypes.c_int64
+        kernel.argtypes = [*[ctypes.c_void_p] * 9, *[ctypes.c_int64] * 11]
+        return cls(kernel, traced(slots.policy).reads)
 
     @staticmethod
     def built(slots: Slots) -> Built:
         """The C function. Without float32 statistics and a traceable policy there is neither it nor a reason."""
-        if slots.capacity is None or slots.wide != torch.float32 or why_untraced(slots.policy):
+        if slots.capacity is None or slots.wide != torch.float32 or why_untraced(slots.policy) or why_unserved(slots):
             return Built()
         return built_of(slots.policy, "release.c", "release")
 
@@ -124,124 +127,29 @@ class ReleaseKernel:
         """Update the statistics and choose the next token's slot.
 
         Args:
-            slots: of the layers.
+            slots: of the layers. First values of the token's statistics are already in its slot.
             rows: of all layers.
-            mass: softmax weights, if the policy keeps a statistic. [R, G, S].
+            mass: softmax weights, if a statistic sees them. [R, G, S].
             step: of the token. [R] int64.
-            full: every stream evicts a token; if False, none does.
-        """
-        state = next(iter(slots.tensors.states.values()), None)
-        arrays = (mass, state, slots.tensors.rank, slots.tensors.position, slots.layer_index, step, slots.tensors.free)
-        self._kernel(
-            *(None if x is None else x.data_ptr() for x in arrays), len(slots.tensors.rank), slots.streams * slots.shape.heads,
-            slots.shape.heads, slots.shape.group, slots.num_slots, rows.rank.shape[1], int(full),
-            slots.shape.sliding_window or 0, mixed_seed(slots.seed),
-        )  # fmt: skip
-
-
-class WalkKernel:
-    """The compiled walk of one policy over the layers of one `Slots`."""
-
-    leaves_ordered = True  # afterwards, the slots hold their tokens oldest first
-    rotates = False  # queries are rotated and scaled before, and paired dims lie side by side
-
-    def __init__(self, slots: Slots, mode: PositionMode, limit: int, kernel: Any) -> None:
-        self._kernel, self._rotation = kernel, slots.shape.rotation
-        self._in_stream = mode == "stream" and self._rotation is not None  # keys are rotated only once
-        self._rotated_by, self._angles = 0, 0
-        table = torch.ones(0, slots.shape.key_dim // 2, dtype=torch.complex64)
-        if self._rotation is not None and not self._in_stream:
-            self._rotated_by, self._angles = (1, slots.num_slots) if mode == "cache" else (2, limit + 1)
-            table = self._rotation.factors(torch.arange(self._angles), torch.float32, self._angles + 1)
-        self._cosine, self._sine = table.real.T.contiguous(), table.imag.T.contiguous()  # of every angle. [P, angles]
-
-    @classmethod
-    def from_slots(cls, slots: Slots, mode: PositionMode, limit: int, longest: int | None) -> Self | None:
-        """The kernel for some layers; None if there is none."""
-        kernel = cls.built(slots, mode, limit).function
-        if kernel is None:
-            return None
-        kernel.restype = ctypes.c_int64
-        kernel.argtypes = [*[ctypes.c_void_p] * 10, *[ctypes.c_int64] * 10, ctypes.c_float, *[ctypes.c_int64] * 6]
-        return cls(slots, mode, limit, kernel)
-
-    @staticmethod
-    def built(slots: Slots, mode: PositionMode, limit: int) -> Built:
-        """The C function. Layers that it does not support and policies that can't be traced get neither it nor a reason."""
-        fits = slots.capacity is not None and slots.shape.plain and slots.shape.key_dim % 2 == 0
-        fits = fits and slots.tensors.keys.dtype.itemsize <= 4 and not why_untraced(slots.policy)
-        fits = fits and (mode != "clamped" or slots.shape.rotation is None or limit < _MAX_TABLE_ANGLES)
-        return built_of(slots.policy, "walk.c", "walk") if fits else Built()
-
-    def __call__(
-        self, slots: Slots, rows: Rows, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float,
-        ordered: bool, seen: int,
-    ) -> Tensor:  # fmt: skip
-        """Walk a block of streams of equal length.
-
-        Args:
-            slots: of the layer.
-            rows: of the layer.
-            layer: its index in the model.
-            query: rotated and scaled, paired dims side by side; or if the kernel `rotates`,
-                as the model made it. [B, H, G, T, D].
-            keys: unrotated, in the same order of dims. [B, H, T, D].
-            values: [B, H, T, Dv].
-            scaling: of the scores, if the kernel `rotates`.
-            ordered: the slots hold their tokens oldest first.
-            seen: tokens before the block.
-
-        Returns:
-            [B, H, G, T, Dv], dtype of the values.
+            full: every stream holds `capacity + every` tokens and evicts `every` of them; if False, none does.
 
         Raises:
             MemoryError: there is no scratch memory.
         """
-        streams, heads, group, tokens, _ = query.shape
-        places, capacity = slots.num_slots, slots.capacity or 0
-        held = rows.oldest_first(min(seen, capacity), ordered)
-        count, size, pairs, dims = held.keys.shape[1], streams * heads, query.shape[-1] // 2, values.shape[-1]
-        steps = torch.arange(seen, seen + tokens).expand(size, -1)
-        all_keys, all_positions = torch.cat([held.keys, keys.flatten(0, 1)], 1), torch.cat([held.position, steps], 1)
-        by_pair = self._by_pair(all_keys, all_positions)
-        key_store, value_store = torch.empty(size, 2, pairs, places), torch.empty(size, dims, places)
-        key_store[..., :count] = by_pair[:, :count].permute(0, 3, 2, 1)
-        value_store[..., :count] = held.values.mT
-        position, state = torch.zeros(size, places, dtype=torch.int64), torch.zeros(size, places)
-        position[:, :count] = held.position
-        if held.states:
-            state[:, :count] = held.states[0]
-        initial = next((s.initial for s in slots.tensors.states), 0.0)
-        out = torch.empty(tokens, size, group, dims)
-        arrays = [
-            query.reshape(size, group, tokens, pairs, 2).permute(0, 2, 4, 3, 1).float().contiguous(),
-            by_pair[:, count:].permute(0, 1, 3, 2).contiguous(), values.reshape(size, tokens, dims).float().contiguous(),
-            key_store, value_store, position, state, self._cosine, self._sine, out,
-        ]  # fmt: skip
-        kept = self._kernel(
-            *(x.data_ptr() for x in arrays), size, group, tokens, pairs, places, dims, count, seen, capacity,
-            slots.shape.sliding_window or 0, initial, layer, heads, mixed_seed(slots.seed), self._rotated_by, self._angles,
-            torch.get_num_threads(),
+        tensors = slots.tensors
+        numbers = [x.data_ptr() + i * x.itemsize for x in tensors.states.values() for i in range(x.stride(1))]
+        states = (ctypes.c_void_p * len(numbers))(*numbers)
+        head = heads_of(rows) if "head" in self._reads else None
+        prompt = prompts_of(rows) if "prompt" in self._reads else None
+        arrays = (tensors.rank, tensors.position, slots.layer_index, head, prompt, step, tensors.free)
+        failed = self._kernel(
+            None if mass is None else mass.data_ptr(), states, *(None if x is None else x.data_ptr() for x in arrays),
+            len(tensors.rank), slots.streams * slots.shape.heads, slots.shape.heads, slots.shape.group, slots.num_slots,
+            rows.rank.shape[1], slots.every if full else 0, slots.every, slots.shape.sliding_window or 0, slots.num_layers,
+            mixed_seed(slots.seed),
         )  # fmt: skip
-        if kept < 0:
-            raise MemoryError("no scratch memory for the compiled walk")
-        all_values, position = torch.cat([held.values, values.flatten(0, 1)], 1), position[:, :kept].contiguous()
-        _put_survivors(rows, all_keys, all_values, all_positions, position)
-        rows.put_states(state[:, :kept], initial)
-        return out.to(values.dtype).view(tokens, streams, heads, group, dims).permute(1, 2, 3, 0, 4)
-
-    def _by_pair(self, keys: Tensor, positions: Tensor) -> Tensor:
-        """Keys in the kernel's layout, rotated in mode `stream`. [N, L, D] -> [N, L, P, 2] float32."""
-        keys = keys.float()
-        if self._in_stream and self._rotation is not None:
-            keys = rotate(keys, self._rotation.factors(positions, torch.float32, LONGEST_STREAM))
-        return keys.unflatten(-1, (-1, 2))
-
-
-def _put_survivors(rows: Rows, keys: Tensor, values: Tensor, candidates: Tensor, position: Tensor) -> None:
-    """Hold the tokens at some positions, among candidates. [N, L, D], [N, L, E], [N, L] int64, [N, n] int64."""
-    at = torch.searchsorted(candidates, position)[..., None]
-    rows.put(keys.take_along_dim(at, 1), values.take_along_dim(at, 1), position)
+        if failed:
+            raise MemoryError("no scratch memory for the bookkeeping of a decode step")
 
 
 def lost(slots: Slots, mode: PositionMode, limit: int) -> str:

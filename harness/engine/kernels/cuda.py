@@ -19,9 +19,10 @@ from torch import Tensor
 
 from kvbench.harness.core.files import atomic_write
 from kvbench.harness.core.user_cache import private_folder
-from kvbench.harness.engine.kernels import cuda_attention
-from kvbench.harness.engine.kernels.cuda_attention import BOOKKEEPING_BLOCK, Attention, next_power, state_of
-from kvbench.harness.engine.kernels.tracing import TRITON, NotTraceableError, traced
+from kvbench.harness.engine.kernels import cuda_attention, states
+from kvbench.harness.engine.kernels.cuda_attention import BOOKKEEPING_BLOCK, Attention, arrays_of, next_power
+from kvbench.harness.engine.kernels.states import Written, first_values, heads_of, prompts_of, sees_weights, widths_of
+from kvbench.harness.engine.kernels.tracing import TRITON, Formulas, NotTraceableError, traced
 from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.slots import Slots
 from kvbench.policies import Policy, PositionMode
@@ -30,29 +31,30 @@ from kvbench.policies.view import mixed_seed
 _NO_TRITON = "Triton is not installed"
 _THREADS = 128  # of a program of `release`
 
-_POLICY = '''"""Made by kv-bench from a policy's `importance` and its statistic's `update`."""
+_POLICY = '''"""Made by kv-bench from a policy's `importance` and its statistics' `update`."""
 
 import triton
 import triton.language as tl
 
-from kvbench.harness.engine.kernels.triton_kernels import uniform
+from kvbench.harness.engine.kernels.triton_kernels import floor_quotient, floor_remainder, uniform
 
 
 @triton.jit
-def importance(state, rank, position, step, layer, head, seed):
-    return tl.cast(IMPORTANCE, tl.float32) + tl.zeros_like(state)
+def importance(state, rank, position, step, layer, head, count, prompt, group, num_layers, seed):
+    return tl.broadcast_to(tl.cast(IMPORTANCE, tl.float32), rank.shape)
 
 
 @triton.jit
-def update(state, mass, rank, position, step, layer, head, seed):
-    return tl.cast(UPDATE, tl.float32) + tl.zeros_like(state)
+def updated(state, mass, most, rank, position, step, layer, head, count, prompt, group, num_layers, seed):
+    return (UPDATES)
 '''
 
 
 @lru_cache
-def _policy_module(importance: str, update: str) -> Any:
+def _policy_module(formulas: Formulas) -> Any:
     """A module with a policy's expressions as Triton functions. It is a file, because Triton reads their source."""
-    source = _POLICY.replace("IMPORTANCE", importance).replace("UPDATE", update)
+    updates = "".join(f"tl.broadcast_to(tl.cast({x}, tl.float32), rank.shape), " for x in formulas.updates)
+    source = _POLICY.replace("IMPORTANCE", formulas.importance).replace("UPDATES", updates)
     name = f"policy_{hashlib.sha256(source.encode()).hexdigest()[:16]}"
     path = private_folder("kernels") / f"{name}.py"
     with atomic_write(path) as file:
@@ -79,6 +81,12 @@ def why_untraced(policy: Policy) -> str:
     return ""
 
 
+def why_unserved(slots: Slots) -> str:
+    """Why no kernel takes the bookkeeping of these slots, whatever their policy; empty if one may."""
+    several = f"no kernel for CUDA evicts {slots.every} tokens at once" if slots.every > 1 else ""
+    return several or states.why_unserved(slots)
+
+
 def lost(slots: Slots, mode: PositionMode, limit: int) -> str:  # noqa: ARG001
     """Why kernels that support these layers can't be used; empty if they can."""
     return "" if cuda_attention.kernels() or not slots.shape.plain or slots.wide != torch.float32 else _NO_TRITON
@@ -86,7 +94,7 @@ def lost(slots: Slots, mode: PositionMode, limit: int) -> str:  # noqa: ARG001
 
 def _serves(slots: Slots) -> bool:
     plain = slots.shape.plain and slots.wide == torch.float32 and slots.shape.key_dim % 2 == 0
-    return plain and cuda_attention.kernels() is not None
+    return plain and not states.may_outlive_window(slots) and cuda_attention.kernels() is not None
 
 
 class StepKernel:
@@ -115,14 +123,16 @@ class StepKernel:
 class ReleaseKernel:
     """The bookkeeping after a token, for all layers of one `Slots` at once, or for one."""
 
-    def __init__(self, policy: Any) -> None:
-        self._policy = policy
+    def __init__(self, formulas: Formulas) -> None:
+        self._policy, self._reads = _policy_module(formulas), formulas.reads
 
     @classmethod
     def from_slots(cls, slots: Slots) -> Self | None:
-        """The kernel for a policy that can be traced; None for others."""
-        fits = slots.capacity is not None and slots.wide == torch.float32 and not why_not(slots.policy)
-        return cls(_policy_module(*traced(slots.policy, TRITON))) if fits else None
+        """The kernel for a policy that can be traced and evicts a token at a time; None for others."""
+        fits = (
+            slots.capacity is not None and slots.wide == torch.float32 and not why_unserved(slots) and not why_not(slots.policy)
+        )
+        return cls(traced(slots.policy, TRITON)) if fits else None
 
     def __call__(self, slots: Slots, rows: Rows, mass: Tensor | None, step: Tensor, full: bool) -> None:
         """Update the statistics and choose the next token's slot. The arguments are those of the CPU kernel."""
@@ -136,22 +146,26 @@ class ReleaseKernel:
         Args:
             slots: of the layers.
             rows: of these layers.
-            mass: softmax weights, if the policy keeps a statistic. [R, G, S].
+            mass: softmax weights, if a statistic sees them. [R, G, S].
             layers: their indices in the model. [L] int64.
             clock: to be moved on, as `Attention` reads it; None if there is none. [2] int64.
         """
-        state, heads = state_of(rows), slots.shape.heads
-        arrays = (rows.free if mass is None else mass, rows.free if state is None else state, rows.rank, rows.position, rows.free)
-        attended = rows.rank.shape[1]
+        heads, attended, reads, unused = slots.shape.heads, rows.rank.shape[1], self._reads, rows.free
         block = min(BOOKKEEPING_BLOCK, max(_THREADS, next_power(attended)))  # at least a slot a thread
         kernel = cuda_attention.kernels().release[(len(rows.rank),)]
+        arrays = (
+            unused if mass is None else mass, arrays_of(rows), rows.rank, rows.position, rows.free, layers,
+            heads_of(rows) if "head" in reads else unused, prompts_of(rows) if "prompt" in reads else unused,
+            unused if clock is None else clock,
+        )  # fmt: skip
+        asked = {"ASKED": mass is not None, "MOST": "most" in reads, "HEAD": "head" in reads, "PROMPT": "prompt" in reads}
         window, seed = slots.shape.sliding_window or 0, mixed_seed(slots.seed)
 
         def launch(full: bool) -> None:
             kernel(
-                *arrays, layers, rows.free if clock is None else clock, rows.base, slots.num_slots, attended,
-                slots.streams * heads, heads, int(full), window, seed, self._policy.update, self._policy.importance,
-                G=slots.shape.group, BLOCK=block, STATE=state is not None, PLACE=clock is not None,
+                *arrays, rows.base, slots.num_slots, attended, slots.streams * heads, heads, int(full), window, slots.num_layers,
+                seed, self._policy.updated, self._policy.importance, G=slots.shape.group, BLOCK=block, WIDTHS=widths_of(rows),
+                PLACE=clock is not None, **asked,
             )  # fmt: skip
 
         return launch
@@ -174,20 +188,20 @@ class WalkKernel:
 
     def __call__(
         self, slots: Slots, rows: Rows, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float,
-        ordered: bool, seen: int,
+        ordered: bool, seen: int, written: Written | None = None,
     ) -> Tensor:  # fmt: skip
         """Walk a block of streams of equal length. Arguments and result are those of the CPU kernel."""
         streams, heads, group, tokens, _ = query.shape
         size, attended = rows.rank.shape
         at = slots.layers.index(layer)
-        mass = query.new_empty(size, group, attended, dtype=torch.float32) if slots.tensors.states else None
+        mass = query.new_empty(size, group, attended, dtype=torch.float32) if sees_weights(rows) else None
         out = values.new_empty(size, group, tokens, values.shape[-1])
         clock = torch.full((2,), seen, dtype=torch.int64, device=query.device)
         q, k, v = (x.contiguous() for x in (query, keys, values))
         flat = (q.view(size, group, tokens, -1), k.view(size, tokens, -1), v.view(size, tokens, -1))
-        attend = self._attention.launcher(slots, rows, *flat, scaling, mass, out, clock)
+        attend = self._attention.launcher(slots, rows, *flat, scaling, mass, out, clock, first_values(rows, written, tokens))
         release = self._release.launcher(slots, rows, mass, slots.layer_index[at : at + 1], clock)
         for step in range(seen, seen + tokens):
             attend()
-            release(step >= (slots.capacity or 0))
+            release(slots.cadence.evicts(step + 1))
         return out.view(streams, heads, group, tokens, -1)

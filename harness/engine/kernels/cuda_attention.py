@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from kvbench.harness.engine.kernels.states import numbers_of, widths_of
 from kvbench.harness.engine.rotary import LONGEST_STREAM
 from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.slots import LayerShape, Slots
@@ -92,7 +93,7 @@ class Attention:
 
     def launcher(
         self, slots: Slots, rows: Rows, query: Tensor, key: Tensor, value: Tensor, scaling: float, mass: Tensor | None,
-        out: Tensor, clock: Tensor | None = None,
+        out: Tensor, clock: Tensor | None = None, written: Tensor | None = None,
     ) -> Callable[[], None]:  # fmt: skip
         """Both kernels, ready to be launched for one token of each row.
 
@@ -107,6 +108,7 @@ class Attention:
             out: written: the token's output. [N, G, T, E].
             clock: the token's step and that of the first of the T; the token is then entered in its slot here. None: T is 1, and
                 it has been entered. [2] int64.
+            written: with a clock: first values of the statistics' numbers. [N, T, K] float32.
         """
         if slots.num_slots != self._slots:  # it has grown, perhaps past what one table holds
             self._rope, self._slots = _Rope.from_slots(slots, self._mode, self._longest), slots.num_slots
@@ -114,19 +116,20 @@ class Attention:
         parts, part = self.parts(size, attended)
         parted = query.new_empty(size, parts, group, slots.shape.value_dim, dtype=torch.float32)
         most, total = (query.new_empty(size, parts, group, dtype=torch.float32) for _ in range(2))
-        scores, state = most if mass is None else mass, state_of(rows)
+        scores = most if mass is None else mass
         words = rows.keys.view({2: torch.int32, 4: torch.int64}[rows.keys.dtype.itemsize])
         attending = (
             query, key, value, rope.order, rows.keys, words, rows.values, rows.rank, rows.position,
-            rows.free if state is None else state, rows.free, rows.free if clock is None else clock, *rope.tables, parted, most,
-            total, scores, rows.base, slots.num_slots, attended, part, self._limit, slots.capacity or 0, tokens, scaling,
-            _initial(slots),
+            arrays_of(rows), rows.free if written is None else written, rows.free, rows.free if clock is None else clock,
+            *rope.tables, parted, most, total, scores, rows.base, slots.num_slots, attended, part, self._limit,
+            slots.capacity or 0, tokens, scaling, *((0, 0) if written is None else written.stride()[:2]),
         )  # fmt: skip
         joining = (parted, most, total, scores, out, rows.free if clock is None else clock, attended, parts, tokens)
         chunks, blocks = ceil(group / _PROGRAM_QUERIES), 1 if mass is None else ceil(attended / BOOKKEEPING_BLOCK)
         asked = {"ASKED": mass is not None, "PLACE": clock is not None}
+        widths = () if written is None else widths_of(rows)
         attend = partial(
-            kernels().attend[(size, parts, chunks)], *attending, MODE=rope.mode, LEVEL=rope.level, STATE=state is not None,
+            kernels().attend[(size, parts, chunks)], *attending, MODE=rope.mode, LEVEL=rope.level, WIDTHS=widths,
             num_warps=WARPS[rows.keys.dtype], **asked, **self._sizes,
         )  # fmt: skip
         join = partial(
@@ -141,11 +144,6 @@ class Attention:
         return launch
 
 
-def state_of(rows: Rows) -> Tensor | None:
-    """The policy's statistic; None if it has none. [R, S]."""
-    return next((x.flatten(0, 1) for x in rows.states.values()), None)
-
-
-def _initial(slots: Slots) -> float:
-    """The statistic of a token that is just written."""
-    return float(next((s.initial for s in slots.tensors.states), 0.0))
+def arrays_of(rows: Rows) -> tuple[Tensor, ...]:
+    """The policy's statistics as an array for each number; one that is not read if there are none. [R, S] each."""
+    return tuple(numbers_of(rows)) or (rows.free,)

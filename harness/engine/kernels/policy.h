@@ -1,5 +1,15 @@
 /* A policy's computation for one slot. This is a template: compiler.py puts the policy's expressions in. */
 
+enum { NUMBERS = NUMBERS_OF_POLICY, MOST_IS_READ = MOST_READ_OF_POLICY };
+
+static const int64_t WIDTHS[NUMBERS + !NUMBERS] = {WIDTHS_OF_POLICY};  /* of each number, how many its statistic has */
+
+/* The numbers of the statistics; at least one, as C demands. */
+typedef struct { float of[NUMBERS + !NUMBERS]; } State;
+
+/* What all slots of a row share. group: query heads; prompt: tokens; count: tokens held. */
+typedef struct { int64_t step, layer, head, count, prompt, group, num_layers, seed; } Now;
+
 /* CacheView.uniform. */
 static inline float uniform(int64_t position, int64_t head, int64_t layer, int64_t seed) {
     uint64_t x = (uint64_t)position * (uint64_t)-7046029254386353131LL + (uint64_t)head * (uint64_t)-4658895280553007687LL;
@@ -9,11 +19,25 @@ static inline float uniform(int64_t position, int64_t head, int64_t layer, int64
     return (float)((x >> 40) & 0xFFFFFF) / 16777216.0f;
 }
 
-static inline float importance(float state, int64_t rank, int64_t position, int64_t step, int64_t layer, int64_t head, int64_t seed) {
-    return (float)(IMPORTANCE);
+/* Rounded down, as in PyTorch; 0 if b is. */
+static inline int64_t floor_quotient(int64_t a, int64_t b) {
+    return b ? a / b - ((a % b != 0) & ((a < 0) != (b < 0))) : 0;
 }
 
-static inline float update(float state, float mass, int64_t rank, int64_t position, int64_t step, int64_t layer, int64_t head,
-                           int64_t seed) {
-    return (float)(UPDATE);
+static inline int64_t floor_remainder(int64_t a, int64_t b) {
+    return a - floor_quotient(a, b) * b;
+}
+
+static inline float importance(State state, int64_t rank, int64_t position, Now now) {
+    const int64_t step = now.step, layer = now.layer, head = now.head, count = now.count, prompt = now.prompt;
+    const int64_t group = now.group, num_layers = now.num_layers, seed = now.seed;
+    return (float)(IMPORTANCE_OF_POLICY);
+}
+
+/* mass: attention received, summed over query heads; most: its maximum over them. */
+static inline State updated(State state, float mass, float most, int64_t rank, int64_t position, Now now) {
+    const int64_t step = now.step, layer = now.layer, head = now.head, count = now.count, prompt = now.prompt;
+    const int64_t group = now.group, num_layers = now.num_layers, seed = now.seed;
+    const State after = {{UPDATES_OF_POLICY}};
+    return after;
 }

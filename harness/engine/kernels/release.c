@@ -1,43 +1,81 @@
 /* The bookkeeping after a token: updates the statistics and chooses the slot for the next token. This is a template: compiler.py
    puts a policy's expressions in.
 
-   Axis letters: L layers, N rows of a layer (stream, KV head), R = L * N, G query heads of a KV head, S slots. */
+   Axis letters: L layers, B streams, N rows of a layer (stream, KV head), R = L * N, G query heads of a KV head, S slots. */
 
 #include "numbers.h"
 #include "policy.h"
+#include <stdlib.h>
 
-/* mass: softmax weights [R, G, attended], null if the policy needs none. state, rank, position: [R, slots], of which the first
-   `attended` are used; rank and state are changed. layer: [L]. step: of the token, [R]. free_slots: the token's slot, counted
-   over all rows; changed to that of the next token. full: whether to evict a token. window: the layers' sliding window, 0 if
-   none. */
-void release(const float *restrict mass, float *restrict state, int64_t *restrict rank, const int64_t *restrict position,
-             const int64_t *restrict layer, const int64_t *restrict step, int64_t *restrict free_slots, int64_t rows,
-             int64_t rows_of_layer, int64_t heads, int64_t group, int64_t slots, int64_t attended, int64_t full, int64_t window,
-             int64_t seed) {
-    for (int64_t r = 0; r < rows; r++) {
-        const int64_t now = step[r], of_layer = layer[r / rows_of_layer], head = r % heads;
-        const int64_t *restrict at = position + r * slots;
-        int64_t *restrict ranks = rank + r * slots;
-        float *restrict states = state ? state + r * slots : 0;
-        if (states)
-            for (int64_t s = 0; s < attended; s++) {
-                float total = 0;
-                for (int64_t g = 0; g < group; g++) total += mass[(r * group + g) * attended + s];
-                states[s] = update(states[s], total, ranks[s], at[s], now, of_layer, head, seed);
-            }
-        if (!full) {
-            free_slots[r]++;
-            continue;
+/* The numbers of a slot, counted over all rows. states: of each number, the first slot's. */
+static inline State loaded(float *const *states, int64_t slot) {
+    State state = {{0}};
+    for (int i = 0; i < NUMBERS; i++) state.of[i] = states[i][slot * WIDTHS[i]];
+    return state;
+}
+
+/* Updates the statistics of a row whose slots begin at `first`. mass: softmax weights [G, attended]. */
+static inline void update_row(const float *restrict mass, float *const *states, const int64_t *restrict ranks,
+                              const int64_t *restrict at, int64_t first, int64_t attended, Now now) {
+    for (int64_t s = 0; s < attended; s++) {
+        float total = 0, most = 0;
+        for (int64_t g = 0; g < now.group; g++) {
+            const float weight = mass[g * attended + s];
+            total += weight;
+            if (MOST_IS_READ) most = weight > most ? weight : most;
         }
-        int64_t victim = 0, worst = INT64_MAX;
-        float least = INFINITY;
-        for (int64_t s = 0; s < attended; s++) {
-            float worth = importance(states ? states[s] : 0, ranks[s], at[s], now, of_layer, head, seed);
-            if (window && now - at[s] >= window - 1) worth = -INFINITY;
-            if (worth < least || (worth == least && ranks[s] < worst)) { least = worth; worst = ranks[s]; victim = s; }
-        }
-        for (int64_t s = 0; s < attended; s++) ranks[s] -= ranks[s] > worst;
-        ranks[victim] = slots;
-        free_slots[r] = r * slots + victim;
+        const State state = updated(loaded(states, first + s), total, most, ranks[s], at[s], now);
+        for (int i = 0; i < NUMBERS; i++) states[i][(first + s) * WIDTHS[i]] = state.of[i];
     }
+}
+
+/* Empties the slot of the lowest (worth, rank), and returns it. A slot whose rank is `slots` is empty. */
+static inline int64_t evict(float *restrict worth, int64_t *restrict ranks, int64_t attended, int64_t slots) {
+    int64_t victim = 0, worst = INT64_MAX;
+    float least = INFINITY;
+    for (int64_t s = 0; s < attended; s++)
+        if (worth[s] < least || (worth[s] == least && ranks[s] < worst)) { least = worth[s]; worst = ranks[s]; victim = s; }
+    for (int64_t s = 0; s < attended; s++) ranks[s] -= (ranks[s] > worst) & (ranks[s] < slots);
+    ranks[victim] = slots;
+    worth[victim] = NAN;  /* compares with nothing */
+    return victim;
+}
+
+/* Returns 0, or -1 if there is no memory.
+
+   mass: softmax weights [R, G, attended], null if no statistic reads them. states: of each number, a pointer to that of the first
+   slot; of the next slot it is as many places on as its statistic has numbers. rank, position: [R, slots], of which the first
+   `attended` are used; rank and the states are changed. layer: [L]. head: in the model's layer, [R]; null if it is not read.
+   prompt: tokens, [L * B]; null if it is not read. step: of the token, [R]. free_slots: the token's slot, counted over all rows;
+   changed to that of the next token. due: how many tokens to evict; 0 if there is an empty slot. every: how many are evicted at
+   once. window: the layers' sliding window, 0 if none. */
+int64_t release(const float *mass, float *const *states, int64_t *rank, const int64_t *position, const int64_t *layer,
+                const int64_t *head, const int64_t *prompt, const int64_t *step, int64_t *free_slots, int64_t rows,
+                int64_t rows_of_layer, int64_t heads, int64_t group, int64_t slots, int64_t attended, int64_t due, int64_t every,
+                int64_t window, int64_t num_layers, int64_t seed) {
+    float *worth = due ? malloc(attended * sizeof(float)) : 0;
+    if (due && !worth) return -1;
+    for (int64_t r = 0; r < rows; r++) {
+        const int64_t first = r * slots, *at = position + first;
+        int64_t *ranks = rank + first;
+        const Now now = {
+            step[r], layer[r / rows_of_layer], head ? head[r] : 0, ranks[free_slots[r] - first] + 1,
+            prompt ? prompt[r / heads] : 0, group, num_layers, seed,
+        };
+        if (mass) update_row(mass + r * group * attended, states, ranks, at, first, attended, now);
+        if (due) {
+            for (int64_t s = 0; s < attended; s++) worth[s] = importance(loaded(states, first + s), ranks[s], at[s], now);
+            if (window)
+                for (int64_t s = 0; s < attended; s++) worth[s] = now.step - at[s] >= window - 1 ? -INFINITY : worth[s];
+            for (int64_t i = 0; i < due; i++) free_slots[r] = first + evict(worth, ranks, attended, slots);
+        } else if (every == 1) {
+            free_slots[r]++;
+        } else {
+            int64_t s = 0;
+            while (s < attended && ranks[s] < slots) s++;
+            free_slots[r] = first + s;
+        }
+    }
+    free(worth);
+    return 0;
 }

@@ -1,136 +1,72 @@
 """Turns a policy of scope `slot` into expressions in C or Triton that compute it for one slot.
 
-`importance` and the statistic's `update` run once on stand-ins for tensors that record the operations. A few elementwise
-operations are supported. Any other raises, and the policy uses the plain walk.
+`importance` and the statistics' `update` run once on stand-ins for tensors that record the operations. Elementwise operations
+are supported, and reductions over the last axis of a statistic with a few numbers per slot. Any other raises, and the policy
+uses the plain walk.
+
+Axis letters: B streams, H KV heads, G query heads of a KV head, S slots, k numbers of a statistic.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable
-from dataclasses import dataclass
-from math import isfinite
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-import torch
-
+from kvbench.harness.engine.kernels.expressions import (
+    BINARY,
+    TRITON,
+    C,
+    Dialect,
+    Expression,
+    NotTraceableError,
+    state,
+    uniform,
+    variable,
+)
+from kvbench.harness.engine.kernels.recording import Traced
 from kvbench.policies import CacheView, HeadSizes, Policy, Statistic
 
+__all__ = ["TRITON", "C", "Dialect", "Formulas", "NotTraceableError", "traced"]
 
-class NotTraceableError(TypeError):
-    """A policy uses an operation that the compiled walk does not support."""
-
-
-@dataclass(frozen=True)
-class Dialect:
-    """The syntax of one language, as format strings of operands."""
-
-    where: str
-    negated: str  # logical not
-    single: str  # cast to float32
-    integer: str  # cast to int64
-    number: Callable[[int], str]
-    fraction: Callable[[float], str]
+MAX_NUMBERS = 8  # of all statistics of a policy, per slot
 
 
-C = Dialect(
-    "({0} ? {1} : {2})", "(!{0})", "((float){0})", "((int64_t){0})", lambda x: f"{x}LL",
-    lambda x: {"inf": "INFINITY", "-inf": "(-INFINITY)", "nan": "NAN"}.get(repr(x), f"((float){x!r})"),
-)  # fmt: skip
-TRITON = Dialect(
-    "tl.where({0}, {1}, {2})", "({0} == 0)", "tl.cast({0}, tl.float32)", "tl.cast({0}, tl.int64)", str,
-    lambda x: repr(x) if isfinite(x) else f'float("{x}")',
-)  # fmt: skip
+class Formulas(NamedTuple):
+    """A bound policy for one slot, in one language.
 
-_INFIX = {
-    "add": "+", "sub": "-", "mul": "*", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=",
-    "and_": "&", "or_": "|", "xor": "^",
-}  # fmt: skip
+    Attributes:
+        importance: of the slot.
+        updates: the new value of every number of the statistics.
+        widths: for each number, how many its statistic has.
+        reads: the variables in all of them.
+    """
 
-
-class Traced:
-    """Stands in for a tensor with one number per slot, and records the operations that led to it."""
-
-    def __init__(self, form: str, *operands: Any) -> None:
-        """Record an operation. `form` is a format string of the operands or the name of a field of `Dialect`."""
-        for x in operands:
-            if not isinstance(x, (Traced, int, float)):
-                raise NotTraceableError(f"an operand of type {type(x).__name__}")
-        self._form, self._operands = form, operands
-
-    def source(self, dialect: Dialect) -> str:
-        """The expression in one language."""
-        texts = [x.source(dialect) if isinstance(x, Traced) else _literal(x, dialect) for x in self._operands]
-        return getattr(dialect, self._form, self._form).format(*texts)
-
-    def masked_fill(self, mask: Traced, value: Any) -> Traced:
-        """`Tensor.masked_fill`."""
-        return Traced("where", mask, value, self)
-
-    def float(self) -> Traced:
-        """`Tensor.float`."""
-        return Traced("single", self)
-
-    def long(self) -> Traced:
-        """`Tensor.long`."""
-        return Traced("integer", self)
-
-    def abs(self) -> Traced:
-        """`Tensor.abs`."""
-        return Traced("where", Traced("({0} < {1})", self, 0), -self, self)
-
-    def clamp(self, min: Any = None, max: Any = None) -> Traced:  # noqa: A002
-        """`Tensor.clamp`."""
-        low = self if min is None else Traced("where", Traced("({0} < {1})", self, min), min, self)
-        return low if max is None else Traced("where", Traced("({0} > {1})", low, max), max, low)
-
-    def __neg__(self) -> Traced:
-        return Traced("(-{0})", self)
-
-    def __invert__(self) -> Traced:
-        return Traced("negated", self)
-
-    def __getattr__(self, name: str) -> Any:
-        raise NotTraceableError(f"'{name}' of a tensor")
-
-    @classmethod
-    def __torch_function__(cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Supports torch.where and torch.full_like only."""
-        if function is torch.where and len(args) == 3:
-            return Traced("where", *args)
-        if function is torch.full_like:
-            return Traced("single", args[1])
-        raise NotTraceableError(getattr(function, "__name__", str(function)))
-
-
-def _literal(value: Any, dialect: Dialect) -> str:
-    return dialect.fraction(value) if isinstance(value, float) else dialect.number(int(value))
-
-
-def _infix(name: str) -> Callable[[Traced, Any], Traced]:
-    return lambda self, other: Traced(f"({{0}} {_INFIX[name]} {{1}})", self, other)
-
-
-def _reflected(name: str) -> Callable[[Traced, Any], Traced]:
-    return lambda self, other: Traced(f"({{0}} {_INFIX[name]} {{1}})", other, self)
-
-
-for _name in _INFIX:
-    assert hasattr(operator, _name)
-    _plain = _name.rstrip("_")
-    setattr(Traced, f"__{_plain}__", _infix(_name))
-    if _plain not in ("lt", "le", "gt", "ge", "eq", "ne"):
-        setattr(Traced, f"__r{_plain}__", _reflected(_name))
+    importance: str
+    updates: tuple[str, ...]
+    widths: tuple[int, ...]
+    reads: frozenset[str]
 
 
 class _Weights:
-    """Stands in for softmax weights [B, H, G, S]. It supports only the sum over query heads."""
+    """Stands in for softmax weights [B, H, G, S]. It supports only reductions over the query heads."""
 
     def sum(self, dim: int) -> Traced:
         """The sum over the query heads of the KV head."""
+        return Traced([self._reduced("mass", dim)])
+
+    def mean(self, dim: int) -> Traced:
+        """The mean over the query heads of the KV head."""
+        return Traced([BINARY["truediv"](self._reduced("mass", dim), variable("group"))])
+
+    def amax(self, dim: int) -> Traced:
+        """The maximum over the query heads of the KV head."""
+        return Traced([self._reduced("most", dim)])
+
+    @staticmethod
+    def _reduced(name: str, dim: int) -> Expression:
         if dim not in (2, -2):
-            raise NotTraceableError("a sum of attention over another axis than the query heads")
-        return Traced("mass")
+            raise NotTraceableError("a reduction of attention over another axis than the query heads")
+        return variable(name)
 
     def __getattr__(self, name: str) -> Any:
         raise NotTraceableError(f"'{name}' of attention")
@@ -149,52 +85,90 @@ class _View(CacheView):
     """Stands in for the view of a cache."""
 
     def __init__(self, states: dict[Statistic, Any]) -> None:
-        tensors: Any = [Traced(name) for name in ("rank", "position", "step", "layer", "head")]
-        rank, position, step, layer, head = tensors
-        refused: Any = _Refused()
-        super().__init__(rank, position, step, refused, refused, states, layer, head, refused)
+        names = ("rank", "position", "step", "layer", "head", "prompt", "num_layers")
+        self.__dict__.update({name: Traced([variable(name)]) for name in names}, states=states)
 
     @property
     def valid(self) -> Any:
-        return Traced("1")
+        return self.rank >= 0  # nothing is asked of an empty slot
+
+    @property
+    def count(self) -> Any:
+        return Traced([variable("count")])
 
     def uniform(self) -> Any:
-        return Traced("uniform(position, head, layer, seed)")
+        return Traced([uniform()])
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in _REFUSED:
+            raise NotTraceableError(_REFUSED[name])
+        return super().__getattribute__(name)
 
 
-class _Refused:
-    def __getattr__(self, name: str) -> Any:
-        raise NotTraceableError("keys or values")
+_REFUSED = {
+    "keys": "keys or values", "values": "keys or values", "rotated_keys": "rotated keys", "rotate": "rotated keys",
+    "by_rank": "'by_rank', which compares slots", "by_slot": "'by_slot', which compares slots", "seed": "'seed' of a view",
+}  # fmt: skip
 
 
-def _is_plain(statistic: Statistic) -> bool:
-    """Whether a statistic is one number per slot that starts from a constant and sees only softmax weights."""
-    overridden = type(statistic).written is not Statistic.written or statistic.per != "slot"
-    return not statistic.shape(HeadSizes(1, 1, 1)) and not overridden and statistic.sees == ("weights",)
+def _width(statistic: Statistic) -> int | None:
+    """How many numbers per slot a statistic has; None if it has no last axis.
+
+    Raises:
+        NotTraceableError: the statistic is not kept in a few numbers per slot, or sees more than softmax weights.
+    """
+    name = type(statistic).__name__
+    if statistic.per != "slot":
+        raise NotTraceableError(f"{name}, a statistic per head,")
+    if not set(statistic.sees) <= {"weights"}:
+        raise NotTraceableError(f"{name}, which sees {', '.join(statistic.sees)},")
+    shape = statistic.shape(HeadSizes(1, 1, 1))
+    if len(shape) > 1 or shape != statistic.shape(HeadSizes(2, 3, 5)):
+        raise NotTraceableError(f"{name}, whose shape is not a few numbers per slot,")
+    return shape[0] if shape else None
 
 
-def traced(policy: Policy, dialect: Dialect = C) -> tuple[str, str]:
-    """Source of a bound policy's importance and of its statistic's new state ("state" if it has none), for one slot.
+def _states(statistics: Sequence[Statistic]) -> tuple[dict[Statistic, Traced], tuple[int, ...]]:
+    """A stand-in for each statistic's state, and for each of their numbers how many its statistic has."""
+    states: dict[Statistic, Traced] = {}
+    widths: list[int] = []
+    for statistic in dict.fromkeys(statistics):
+        width = _width(statistic)
+        numbers = range(len(widths), len(widths) + (1 if width is None else width))
+        states[statistic] = Traced([state(i) for i in numbers], width is not None)
+        widths += [len(numbers)] * len(numbers)
+    if len(widths) > MAX_NUMBERS:
+        raise NotTraceableError(f"statistics of {len(widths)} numbers per slot, more than {MAX_NUMBERS},")
+    return states, tuple(widths)
 
-    Variables in it: state, mass (attention received, summed over query heads), rank, position, step, layer, head, seed.
-    uniform(position, head, layer, seed) is `CacheView.uniform`.
+
+def _updated(statistic: Statistic, before: Traced, view: _View) -> list[Expression]:
+    """A statistic's numbers after a step."""
+    if not statistic.sees:
+        return list(before.elements)
+    after = Traced.of(statistic.update(before, _Attention(), view))  # type: ignore[arg-type]
+    if after.has_axis != before.has_axis or len(after.elements) not in (1, len(before.elements)):
+        raise NotTraceableError("an update that changes a state's shape")
+    return list(after.elements) * (len(before.elements) // len(after.elements))
+
+
+def traced(policy: Policy, dialect: Dialect = C) -> Formulas:
+    """What a bound policy computes for one slot. The variables are those of `expressions.VARIABLES`, and the seed.
 
     Raises:
         NotTraceableError: the policy can't be compiled; the message says why.
     """
     if policy.scope != "slot":
         raise NotTraceableError(f"scope '{policy.scope}'")
-    if len(policy.statistics) > 1 or not all(_is_plain(s) for s in policy.statistics):
-        raise NotTraceableError("more than one statistic, or one with several numbers per slot")
-    states: dict[Statistic, Any] = {s: Traced("state") for s in policy.statistics}
-    view, attention = _View(states), _Attention()
     try:
-        importance = policy.importance(view)
-        update = next((s.update(states[s], attention, view) for s in policy.statistics), Traced("state"))  # type: ignore[arg-type]
+        states, widths = _states(policy.statistics)
+        view = _View(states)
+        importance = Traced.of(policy.importance(view)).single
+        updates = [number for s, before in states.items() for number in _updated(s, before, view)]
     except NotTraceableError:
         raise
     except Exception as error:  # a user's policy may raise anything
         raise NotTraceableError(f"{type(error).__name__}: {error}") from error
-    if not isinstance(importance, Traced) or not isinstance(update, Traced):
-        raise NotTraceableError("an importance that is not one number per slot")
-    return importance.source(dialect), update.source(dialect)
+    found = [x.to("float") for x in (importance, *updates)]
+    sources = [x.source(dialect) for x in found]
+    return Formulas(sources[0], tuple(sources[1:]), widths, frozenset().union(*(x.reads for x in found)))

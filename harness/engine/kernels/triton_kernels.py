@@ -14,7 +14,7 @@ T tokens, S slots, P pairs of dims, D key dim, E value dim.
 
 # Triton parses the source of its functions: it allows no type annotations but tl.constexpr. Constants are in capitals.
 # mypy: ignore-errors
-# ruff: noqa: ANN001, ANN201, N803, RET505, SIM102, SIM300
+# ruff: noqa: ANN001, ANN201, N803, RET505, RUF005, SIM102, SIM300
 
 from __future__ import annotations
 
@@ -30,6 +30,18 @@ def uniform(position, head, layer, seed):
     x = (x ^ (x >> 29)) * -7046029254386353131
     x = (x ^ (x >> 29)) * -4658895280553007687
     return tl.cast((x >> 40) & 0xFFFFFF, tl.float32) / 16777216.0
+
+
+@triton.jit
+def floor_quotient(a, b):
+    """Rounded down, as in PyTorch."""
+    return a // b - tl.cast((a % b != 0) & ((a < 0) != (b < 0)), tl.int64)
+
+
+@triton.jit
+def floor_remainder(a, b):
+    """Of the division above."""
+    return a - floor_quotient(a, b) * b
 
 
 @triton.jit
@@ -70,8 +82,8 @@ def unpacked(words, LIKE: tl.constexpr):
 
 @triton.jit
 def place_token(
-    rank, position, state, clock, row, at, here, capacity, limit, initial, MODE: tl.constexpr, PLACE: tl.constexpr,
-    STATE: tl.constexpr,
+    rank, position, states, written, clock, n, row, at, here, capacity, limit, written_row, written_token, MODE: tl.constexpr,
+    PLACE: tl.constexpr, WIDTHS: tl.constexpr,
 ):  # fmt: skip
     """The new token's step, the angle of its query, and how many tokens of its block came before it.
 
@@ -85,8 +97,9 @@ def place_token(
         if here:
             tl.store(rank + row + at, angle)
             tl.store(position + row + at, now)
-            if STATE:
-                tl.store(state + row + at, initial)
+            for i in tl.static_range(len(WIDTHS)):
+                first = tl.load(written + n * written_row + t * written_token + i)
+                tl.store(states[i] + (row + at) * WIDTHS[i], first)
     else:
         now, angle = tl.load(position + row + at), tl.load(rank + row + at)
     if MODE == 2:
@@ -159,26 +172,28 @@ def add_to_softmax(highest, sums, weighted, score, x):
 
 @triton.jit
 def attend(
-    query, key, value, order, keys, words, values, rank, position, state, free, clock, cosine, sine, far_cosine, far_sine, out,
-    most, total, scores, first, slots, attended, part, limit, capacity, tokens, scaling, initial, MODE: tl.constexpr,
-    LEVEL: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, P: tl.constexpr, E: tl.constexpr,
-    WIDE: tl.constexpr, BLOCK: tl.constexpr, ASKED: tl.constexpr, PLACE: tl.constexpr, STATE: tl.constexpr,
+    query, key, value, order, keys, words, values, rank, position, states, written, free, clock, cosine, sine, far_cosine,
+    far_sine, out, most, total, scores, first, slots, attended, part, limit, capacity, tokens, scaling, written_row,
+    written_token, MODE: tl.constexpr, LEVEL: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    E: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, ASKED: tl.constexpr, PLACE: tl.constexpr, WIDTHS: tl.constexpr,
 ):  # fmt: skip
     """A part of the slots of a row: one token's scores, their maximum and sum of exponentials, and the values so weighted.
 
     query: [N, G, T, D], key: [N, T, D], in the model's order, unrotated; value: [N, T, E]; order: [D]. keys: [N, slots, D];
     words: the same, a pair of dims in an integer; values: [N, slots, E]; rank, position: [N, slots]; free: [N], the new token's
     slot, counted from `first`. out: [N, parts, G, E]; most, total: [N, parts, G]; scores: [N, G, attended], if ASKED. clock: the
-    token's step and that of its block's first token, if PLACE, which enters its rank, position and state (if STATE); otherwise
-    T = 1, and they are entered already. MODE: 0 no RoPE, 1 by rank, 2 by position, 3 by distance up to `limit`. Grid: (N, parts,
-    chunks of M queries).
+    token's step and that of its block's first token, if PLACE, which enters its rank, its position and the numbers of the
+    statistics; otherwise T = 1, and they are entered already. states: one array a number, [N, slots] with a stride of its
+    statistic's width (WIDTHS); written: their first values, [N, T, numbers] with strides of their own. MODE: 0 no RoPE, 1 by
+    rank, 2 by position, 3 by distance up to `limit`. Grid: (N, parts, chunks of M queries).
     """
     n, split, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, g, e = tl.cast(n, tl.int64) * slots, chunk * M + tl.arange(0, M), tl.arange(0, WIDE)
     at = tl.load(free + n) - first - row
     owner = (at >= split * part) & (at < (split + 1) * part)
     now, angle, t = place_token(
-        rank, position, state, clock, row, at, owner & (chunk == 0), capacity, limit, initial, MODE, PLACE, STATE
+        rank, position, states, written, clock, n, row, at, owner & (chunk == 0), capacity, limit, written_row, written_token,
+        MODE, PLACE, WIDTHS,
     )  # fmt: skip
     q_re, q_im, own = load_query(
         query, key, order, keys, g, n, t, row + at, owner, angle, scaling, cosine, sine, far_cosine, far_sine, tokens, MODE,
@@ -252,23 +267,51 @@ def join(
 
 
 @triton.jit
-def release(
-    mass, state, rank, position, free, layers, clock, first, slots, attended, rows_of_layer, heads, full, window, seed,
-    update: tl.constexpr, importance: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr, STATE: tl.constexpr,
-    PLACE: tl.constexpr,
-):  # fmt: skip
-    """The bookkeeping after a token (`release.c`): update the statistic and choose the slot of the next one. Grid: (R,).
+def loaded(states, row, s, there, WIDTHS: tl.constexpr):
+    """The numbers of some slots of a row that begins at slot `row` of all, a block each. states: those of `release`."""
+    numbers = ()
+    for i in tl.static_range(len(WIDTHS)):
+        numbers = numbers + (tl.load(states[i] + row * WIDTHS[i] + s * WIDTHS[i], mask=there, other=0.0),)
+    return numbers
 
-    mass: softmax weights [R, G, attended]; rank, position, state: [R, slots]; free: [R], counted from `first`; layers: [L], of
-    `rows_of_layer` rows each. If PLACE, the clock of `attend` is moved on.
+
+@triton.jit
+def received(mass, row, s, there, attended, G: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr):
+    """The attention that some slots of a row received: its sum over the query heads, and its maximum if MOST."""
+    total, most = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    for g in range(G):
+        weight = tl.load(mass + (row * G + g) * attended + s, mask=there, other=0.0)
+        total += weight
+        if MOST:
+            most = tl.maximum(most, weight)
+    return total, most
+
+
+@triton.jit
+def release(
+    mass, states, rank, position, free, layers, head_indices, prompts, clock, first, slots, attended, rows_of_layer, heads, full,
+    window, num_layers, seed, updated: tl.constexpr, importance: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTHS: tl.constexpr, ASKED: tl.constexpr, MOST: tl.constexpr, HEAD: tl.constexpr, PROMPT: tl.constexpr, PLACE: tl.constexpr,
+):  # fmt: skip
+    """The bookkeeping after a token (`release.c`): update the statistics and choose the slot of the next one. Grid: (R,).
+
+    mass: softmax weights [R, G, attended], if ASKED; rank, position: [R, slots]; states: one array a number, [R, slots] with
+    a stride of its statistic's width (WIDTHS); free: [R], counted
+    from `first`; layers: [L], of `rows_of_layer` rows each; head_indices: [R], if HEAD; prompts: [R / heads], if PROMPT. MOST:
+    the maximum over query heads is asked for. If PLACE, the clock of `attend` is moved on.
 
     Every thread has slots of its own, and barriers keep what is read apart from what is written.
     """
     r = tl.program_id(0).to(tl.int64)
-    row, head = r * slots, r % heads
+    row = r * slots
     at = tl.load(free + r) - first - row
-    step = tl.load(position + row + at)
+    step, count = tl.load(position + row + at), tl.load(rank + row + at).to(tl.int64) + 1
     layer = tl.load(layers + r // rows_of_layer)
+    head, prompt = r, r
+    if HEAD:
+        head = tl.load(head_indices + r)
+    if PROMPT:
+        prompt = tl.load(prompts + r // heads)
     least = tl.full((BLOCK,), float("inf"), tl.float32)
     worst = tl.full((BLOCK,), 2**62, tl.int64)
     where = tl.zeros((BLOCK,), tl.int32)
@@ -277,16 +320,14 @@ def release(
         there = s < attended
         ranks = tl.load(rank + row + s, mask=there, other=slots).to(tl.int64)
         positions = tl.load(position + row + s, mask=there, other=0)
-        states = tl.zeros((BLOCK,), tl.float32)
-        if STATE:
-            states = tl.load(state + row + s, mask=there, other=0.0)
-            weights = tl.zeros((BLOCK,), tl.float32)
-            for g in range(G):
-                weights += tl.load(mass + (r * G + g) * attended + s, mask=there, other=0.0)
-            states = update(states, weights, ranks, positions, step, layer, head, seed)
+        numbers = loaded(states, row, s, there, WIDTHS)
+        if ASKED:
+            total, most = received(mass, r, s, there, attended, G, BLOCK, MOST)
+            numbers = updated(numbers, total, most, ranks, positions, step, layer, head, count, prompt, G, num_layers, seed)
             tl.debug_barrier()
-            tl.store(state + row + s, states, mask=there)
-        worth = importance(states, ranks, positions, step, layer, head, seed)
+            for i in tl.static_range(len(WIDTHS)):
+                tl.store(states[i] + row * WIDTHS[i] + s * WIDTHS[i], numbers[i], mask=there)
+        worth = importance(numbers, ranks, positions, step, layer, head, count, prompt, G, num_layers, seed)
         worth = tl.where((window > 0) & (step - positions >= window - 1), float("-inf"), worth)
         better = there & ((worth < least) | ((worth == least) & (ranks < worst)))
         least, worst, where = tl.where(better, worth, least), tl.where(better, ranks, worst), tl.where(better, s, where)

@@ -1,0 +1,167 @@
+"""The CPU's walk of a block, `walk.c`, with the interface that the walk calls.
+
+Axis letters: B streams, H KV heads, N = B * H, G query heads of a KV head, T tokens, n tokens held, S slots, L candidates: the
+tokens held and those of the block, D key dim, E value dim, P = D / 2 pairs, K numbers of the statistics.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from kvbench.harness.engine.kernels.compiler import Built, built_of, why_untraced
+from kvbench.harness.engine.kernels.states import Written, first_values, heads_of, numbers_of, prompts_of, why_unserved
+from kvbench.harness.engine.rotary import LONGEST_STREAM, rotate
+from kvbench.harness.engine.rows import Rows
+from kvbench.harness.engine.slots import Slots
+from kvbench.policies import PositionMode
+from kvbench.policies.view import mixed_seed
+
+_MAX_TABLE_ANGLES = 2**18
+
+
+class _Candidates(NamedTuple):
+    """The tokens held, oldest first, and then those of the block."""
+
+    keys: Tensor  # [N, L, D]
+    values: Tensor  # [N, L, E]
+    position: Tensor  # [N, L] int64
+    numbers: list[Tensor]  # of those held; one a number of the statistics. [N, n]
+
+    @classmethod
+    def gather(cls, rows: Rows, keys: Tensor, values: Tensor, count: int, seen: int, ordered: bool) -> Self:
+        """The `count` tokens that some rows hold, and a block. ordered: the slots hold their tokens oldest first."""
+        order = None if ordered else rows.rank.argsort(-1)[:, :count]
+        steps = torch.arange(seen, seen + keys.shape[2]).expand(len(rows.rank), -1)
+        held = (_oldest(x, order, count) for x in (rows.keys, rows.values, rows.position))
+        block = (keys.flatten(0, 1), values.flatten(0, 1), steps)
+        keys, values, position = (torch.cat(pair, 1) for pair in zip(held, block, strict=True))
+        return cls(keys, values, position, [_oldest(x, order, count) for x in numbers_of(rows)])
+
+    def survive(self, rows: Rows, position: Tensor) -> None:
+        """Let the rows hold the tokens at these positions. [N, n] int64."""
+        at = torch.searchsorted(self.position, position)[..., None]
+        rows.put(self.keys.take_along_dim(at, 1), self.values.take_along_dim(at, 1), position)
+
+
+class _Stores(NamedTuple):
+    """What the kernel changes: the tokens held, oldest first, with the slots as the last axis of all but the positions."""
+
+    keys: Tensor  # [N, 2, P, S]
+    values: Tensor  # [N, E, S]
+    position: Tensor  # [N, S] int64
+    state: Tensor  # [N, K, S]
+
+    @classmethod
+    def fill(cls, keys: Tensor, candidates: _Candidates, count: int, slots: int) -> Self:
+        """Room for `slots` tokens, with the `count` that are held. keys: of the candidates, in pairs. [N, L, P, 2]."""
+        size, pairs, dims = len(keys), keys.shape[2], candidates.values.shape[2]
+        key_store, value_store = torch.empty(size, 2, pairs, slots), torch.empty(size, dims, slots)
+        key_store[..., :count] = keys[:, :count].permute(0, 3, 2, 1)
+        value_store[..., :count] = candidates.values[:, :count].mT
+        position = torch.zeros(size, slots, dtype=torch.int64)
+        position[:, :count] = candidates.position[:, :count]
+        state = torch.zeros(size, len(candidates.numbers), slots)
+        for i, number in enumerate(candidates.numbers):
+            state[:, i, :count] = number
+        return cls(key_store, value_store, position, state)
+
+
+class WalkKernel:
+    """The compiled walk of one policy over the layers of one `Slots`."""
+
+    leaves_ordered = True  # afterwards, the slots hold their tokens oldest first
+    rotates = False  # queries are rotated and scaled before, and paired dims lie side by side
+
+    def __init__(self, slots: Slots, mode: PositionMode, limit: int, kernel: Any) -> None:
+        self._kernel, self._rotation = kernel, slots.shape.rotation
+        self._in_stream = mode == "stream" and self._rotation is not None  # keys are rotated only once
+        self._rotated_by, self._angles = 0, 0
+        table = torch.ones(0, slots.shape.key_dim // 2, dtype=torch.complex64)
+        if self._rotation is not None and not self._in_stream:
+            self._rotated_by, self._angles = (1, slots.num_slots) if mode == "cache" else (2, limit + 1)
+            table = self._rotation.factors(torch.arange(self._angles), torch.float32, self._angles + 1)
+        self._cosine, self._sine = table.real.T.contiguous(), table.imag.T.contiguous()  # of every angle. [P, angles]
+
+    @classmethod
+    def from_slots(cls, slots: Slots, mode: PositionMode, limit: int, longest: int | None) -> Self | None:
+        """The kernel for some layers; None if there is none."""
+        kernel = cls.built(slots, mode, limit).function
+        if kernel is None:
+            return None
+        kernel.restype = ctypes.c_int64
+        kernel.argtypes = [*[ctypes.c_void_p] * 13, *[ctypes.c_int64] * 19]
+        return cls(slots, mode, limit, kernel)
+
+    @staticmethod
+    def built(slots: Slots, mode: PositionMode, limit: int) -> Built:
+        """The C function. Layers that it does not support and policies that can't be traced get neither it nor a reason."""
+        fits = slots.capacity is not None and slots.shape.plain and slots.shape.key_dim % 2 == 0
+        fits = fits and slots.tensors.keys.dtype.itemsize <= 4 and not why_untraced(slots.policy)
+        fits = fits and (mode != "clamped" or slots.shape.rotation is None or limit < _MAX_TABLE_ANGLES)
+        fits = fits and not why_unserved(slots)
+        return built_of(slots.policy, "walk.c", "walk") if fits else Built()
+
+    def __call__(
+        self, slots: Slots, rows: Rows, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float,
+        ordered: bool, seen: int, written: Written | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Walk a block of streams of equal length.
+
+        Args:
+            slots: of the layer.
+            rows: of the layer.
+            layer: its index in the model.
+            query: rotated and scaled, paired dims side by side; or if the kernel `rotates`,
+                as the model made it. [B, H, G, T, D].
+            keys: unrotated, in the same order of dims. [B, H, T, D].
+            values: [B, H, T, Dv].
+            scaling: of the scores, if the kernel `rotates`.
+            ordered: the slots hold their tokens oldest first.
+            seen: tokens before the block.
+            written: the first values of statistics that compute them. [N, T, *k] each.
+
+        Returns:
+            [B, H, G, T, Dv], dtype of the values.
+
+        Raises:
+            MemoryError: there is no scratch memory.
+        """
+        streams, heads, group, tokens, _ = query.shape
+        size, dims, pairs = streams * heads, values.shape[-1], query.shape[-1] // 2
+        count, kept = slots.cadence.held(seen), slots.cadence.held(seen + tokens)
+        candidates = _Candidates.gather(rows, keys, values, count, seen, ordered)
+        by_pair = self._by_pair(candidates.keys, candidates.position)
+        stores = _Stores.fill(by_pair, candidates, count, slots.num_slots)
+        first, out = first_values(rows, written, tokens), torch.empty(tokens, size, group, dims)
+        arrays = (
+            query.reshape(size, group, tokens, pairs, 2).permute(0, 2, 4, 3, 1).float().contiguous(),
+            by_pair[:, count:].permute(0, 1, 3, 2).contiguous(), values.reshape(size, tokens, dims).float().contiguous(),
+            *stores, first, heads_of(rows), prompts_of(rows), self._cosine, self._sine, out,
+        )  # fmt: skip
+        failed = self._kernel(
+            *(x.data_ptr() for x in arrays), first.stride(0), first.stride(1), size, group, tokens, pairs, slots.num_slots, dims,
+            count, seen, slots.cadence.most or 0, slots.every, slots.shape.sliding_window or 0, layer,
+            slots.num_layers, heads, mixed_seed(slots.seed), self._rotated_by, self._angles, torch.get_num_threads(),
+        )  # fmt: skip
+        if failed:
+            raise MemoryError("no scratch memory for the compiled walk")
+        candidates.survive(rows, stores.position[:, :kept].contiguous())
+        for i, number in enumerate(numbers_of(rows)):
+            number[:, :kept] = stores.state[:, i, :kept]
+        return out.to(values.dtype).view(tokens, streams, heads, group, dims).permute(1, 2, 3, 0, 4)
+
+    def _by_pair(self, keys: Tensor, positions: Tensor) -> Tensor:
+        """Keys in the kernel's layout, rotated in mode `stream`. [N, L, D] -> [N, L, P, 2] float32."""
+        keys = keys.float()
+        if self._in_stream and self._rotation is not None:
+            keys = rotate(keys, self._rotation.factors(positions, torch.float32, LONGEST_STREAM))
+        return keys.unflatten(-1, (-1, 2))
+
+
+def _oldest(x: Tensor, order: Tensor | None, count: int) -> Tensor:
+    """The `count` oldest tokens' values, oldest first. order: of their slots; None if they are ordered. [N, S, ...]."""
+    return x[:, :count] if order is None else x.take_along_dim(order.view(*order.shape, *[1] * (x.dim() - 2)), 1)

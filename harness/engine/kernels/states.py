@@ -1,0 +1,79 @@
+"""A policy's statistics as the kernels take them: so many numbers per slot, and their first values.
+
+Axis letters: B streams, H KV heads, N = B * H, R rows, S slots, T tokens, k numbers of a statistic, K numbers of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+
+import torch
+from torch import Tensor
+
+from kvbench.harness.engine.rows import Rows
+from kvbench.harness.engine.slots import Slots
+from kvbench.policies import Statistic
+
+Written = Mapping[Statistic, Tensor]  # first values of a block's tokens, for statistics that compute them. [N, T, *k]
+
+
+def may_outlive_window(slots: Slots) -> bool:
+    """Whether a token may be held when a sliding window hides it: kernels don't look at ages."""
+    return slots.shape.sliding_window is not None and not slots.evicts_each_step
+
+
+def why_unserved(slots: Slots) -> str:
+    """Why no kernel takes the bookkeeping of these slots, whatever their policy; empty if one may."""
+    if slots.uneven:
+        return "heads that hold different numbers of tokens have no kernel"
+    if may_outlive_window(slots):
+        return f"no kernel evicts {slots.every} tokens at once from a layer with a sliding window"
+    if list(slots.tensors.states) != list(dict.fromkeys(slots.policy.statistics)):
+        return "no kernel keeps the statistics of several budgets"
+    return ""
+
+
+def numbers_of(rows: Rows) -> list[Tensor]:
+    """Views of the statistics of some rows, one a number. [R, S] each."""
+    flat = [x.flatten(0, 1) for x in rows.states.values()]
+    return [number for x in flat for number in x.reshape(*x.shape[:2], prod(x.shape[2:])).unbind(-1)]
+
+
+def widths_of(rows: Rows) -> tuple[int, ...]:
+    """For each number, how many its statistic has: the stride of its view."""
+    return tuple(x.stride(1) for x in numbers_of(rows))
+
+
+def first_values(rows: Rows, written: Written | None, tokens: int) -> Tensor:
+    """The numbers of each token of a block when it is written. [N, T, K] float32; its strides are 0 if all are constants."""
+    size = len(rows.rank)
+    parts = {s: (s.initial, x.shape[3:].numel()) for s, x in rows.states.items()}
+    if not written:
+        constants = [initial for initial, width in parts.values() for _ in range(width)]
+        return torch.tensor(constants, dtype=torch.float32, device=rows.rank.device).expand(size, tokens, -1)
+    values = [
+        written[s].reshape(size, tokens, width).float() if s in written else _constant(rows, initial, tokens, width)
+        for s, (initial, width) in parts.items()
+    ]
+    return torch.cat(values, -1)
+
+
+def _constant(rows: Rows, value: float, tokens: int, width: int) -> Tensor:
+    return torch.full((len(rows.rank), tokens, width), value, device=rows.rank.device)
+
+
+def sees_weights(rows: Rows) -> bool:
+    """Whether a statistic is updated with softmax weights."""
+    return any(s.sees for s in rows.states)
+
+
+def heads_of(rows: Rows) -> Tensor:
+    """The index in the model's layer of each row's KV head. [R] int64."""
+    blocks, heads = rows.view.rank.shape[:2]
+    return rows.view.head.expand(blocks, heads, 1).flatten().contiguous()
+
+
+def prompts_of(rows: Rows) -> Tensor:
+    """Tokens of the prompt of each stream, layer by layer. [L * B] int64."""
+    return rows.view.prompt.expand(rows.view.rank.shape[0], 1, 1).flatten().contiguous()
