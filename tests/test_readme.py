@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import subprocess
 from importlib.metadata import EntryPoint
@@ -64,7 +65,7 @@ def test_the_losses_the_readme_names_are_those_of_the_picture(draw):
     assert lost["random", 64] > 1000
 
 
-@pytest.mark.parametrize("name", ["SmallKeys", "TOVA"])
+@pytest.mark.parametrize("name", ["SmallKeys", "Fading"])
 def test_its_policies_keep_the_rules(name, tmp_path):
     file = tmp_path / "policy.py"
     file.write_text(CODE[name])
@@ -72,7 +73,7 @@ def test_its_policies_keep_the_rules(name, tmp_path):
 
 
 def test_its_examples_are_as_short_as_it_says():
-    statistic = re.search(r"class LastAttention.*?return [^\n]*", CODE["TOVA"], re.S)[0]
+    statistic = re.search(r"class FadingAttention.*?return [^\n]*", CODE["Fading"], re.S)[0]
     assert len(CODE["SmallKeys"].strip().splitlines()) <= 20
     assert len(statistic.splitlines()) <= 10
 
@@ -80,14 +81,60 @@ def test_its_examples_are_as_short_as_it_says():
 def test_its_commands_measure_its_policies(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("small_keys.py").write_text(CODE["SmallKeys"])
-    Path("tova.py").write_text(CODE["TOVA"])
+    Path("fading.py").write_text(CODE["Fading"])
     command = re.search(r"^bench (run smoke .*)$", README, re.M)[1].split()
-    code, out, _ = bench(capsys, *command, "--policy", "tova.py:TOVA", "--results", "results")
+    code, out, _ = bench(capsys, *command, "--policy", "fading.py:Fading", "--results", "results")
     assert code == 0
-    assert all(name in out for name in ("SmallKeys", "TOVA", "sink_window"))
+    assert all(name in out for name in ("SmallKeys", "Fading", "sink_window"))
 
 
-def test_the_suite_in_the_documentation_is_one(tmp_path):
+@pytest.fixture
+def written(tmp_path, monkeypatch) -> dict[str, list[str]]:
+    """The settings in docs/policies.md's commands, by policy. The current directory has the files of its examples."""
+    monkeypatch.chdir(tmp_path)
+    text = page("policies.md")
+    classes = {re.search(r"class (\w+)\((?:Policy|Composed)\)", c)[1]: c for c in re.findall(r"```python\n(.*?)```", text, re.S)}
+    found = {}
+    for file, name, settings in re.findall(r"^bench policy check (\w+\.py):(\w+)(.*)$", text, re.M):
+        Path(file).write_text(classes.pop(name))
+        found[f"{file}:{name}"] = re.findall(r"--set (\S+)", settings)
+    assert classes == {}, "each example has a command that checks it"
+    return found
+
+
+def test_the_examples_of_every_kind_keep_the_rules(written):
+    assert len(written) == 4
+    for name, settings in written.items():
+        assert [f for f in policy_check.run_checks(name, settings, [24]) if not f.ok] == [], name
+
+
+def test_the_examples_of_every_kind_are_measured(written, capsys):
+    """By the suite beside them, at every moment of eviction."""
+    suite = re.search(r"```yaml\n(.*?)```", page("policies.md"), re.S)[1]
+    Path("mine.yaml").write_text(suite)
+    shorter = ("--set", "tokens=128", "--set", "prompt=72")
+    code, out, _ = bench(capsys, "run", "mine.yaml", *shorter, "--results", "results", "--json")
+    assert code == 0
+    records = json.loads(out)
+    assert all(r["status"] == "ok" for r in records)
+    assert {r["cell"]["policy"] for r in records} == {"random", *written}
+    assert len(records) == 3 * (1 + 2 + 1 + 1 + 2)
+
+
+def test_the_suites_in_the_documentation_are_suites(tmp_path):
+    cells_of = []
+    for text in re.findall(r"```yaml\n(suite: .*?)```", page("suites.md"), re.S):
+        (tmp_path / "s.yaml").write_text(text)
+        cells_of.append(len(cells.load(tmp_path / "s.yaml")[1]))
+    assert cells_of == [13, 15]
+
+
+def test_the_number_of_policies_is_that_of_the_list():
+    assert f"[{len(plugins.policy_names())} are shipped]" in README
+    assert f"{len(plugins.policy_names())} policies:" in page("comparison.md")
+
+
+def test_the_suite_in_the_documentation_is_a_part_of_pg19(tmp_path):
     text = next(c for c in re.findall(r"```yaml\n(.*?)```", page("suites.md"), re.S))
     (tmp_path / "s.yaml").write_text(text)
     assert len(cells.load(tmp_path / "s.yaml")[1]) == 1 + 3 * 4

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvbench.harness.core import plugins
 from kvbench.harness.core.errors import UserError, described, did_you_mean
 from kvbench.harness.core.parameters import policy_fields
+from kvbench.harness.engine.budgets import static_table
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fastcheck import fast_method
 from kvbench.harness.engine.loop import CachedDecoder, decoder
@@ -146,23 +147,35 @@ def _config(on: Case) -> CacheConfig:
 
 
 def _capacity(on: Case) -> str:
-    if not on.policy.evicts:
+    """Counts what every head holds; all heads together where they need not hold the same."""
+    if not on.policy.evicts or on.policy.outcome:
         return ""
     read: Any = decoder(_tiny(), _config(on), 2)
-    for block in _tokens(on.capacity + _TOKENS_PAST_FULL).split([on.capacity, *[5] * (_TOKENS_PAST_FULL // 5)], 1):
+    full = max(_budgets(on))
+    alike = full == on.capacity and on.policy.pool_floor(on.capacity) is None
+    for block in _tokens(full + _TOKENS_PAST_FULL).split([full, *[5] * (_TOKENS_PAST_FULL // 5)], 1):
         read(block)
         if isinstance(read, RecomputeDecoder):
-            counts = [len(text) for text in read._history]
+            counts: list[float] = [len(text) for text in read._history]
         else:
             assert isinstance(read, CachedDecoder)
             counts = [len(p) for layer in read.kept() for stream in layer for p in stream]
+            counts = counts if alike else [sum(counts) / len(counts)]
         if max(counts) > on.capacity:
-            return f"{max(counts)} tokens are held at capacity {on.capacity}"
-    return "" if min(counts) == on.capacity else f"only {min(counts)} tokens are held at capacity {on.capacity}"
+            return f"{max(counts):g} tokens are held at capacity {on.capacity}"
+    return "" if min(counts) == on.capacity else f"only {min(counts):g} tokens are held at capacity {on.capacity}"
+
+
+def _budgets(on: Case) -> list[int]:
+    """How many tokens the heads of the tiny model keep."""
+    table = static_table(_tiny(), _config(on), None)
+    return [on.capacity] if table is None else [budget for layer in table for budget in layer]
 
 
 def _equal_to_dense(on: Case) -> str:
-    model, tokens = _tiny(), _tokens(on.capacity)
+    if on.policy.outcome:
+        return ""
+    model, tokens = _tiny(), _tokens(min(_budgets(on)))
     ours = decoder(model, _config(on), 2)(tokens)
     difference = (ours - decoder(model, CacheConfig(Dense()), 2)(tokens)).abs().amax().item()
     return "" if difference <= 1e-4 else f"logits differ from dense by {difference:.1g} before anything is evicted"
@@ -199,6 +212,8 @@ def _reading(on: Case) -> str:
     """How blocks of tokens are read under a policy on a CPU, and how fast."""
     if not on.policy.caches:
         return "recomputes the window of every token: without a cache there is no faster way"
+    if on.policy.outcome:
+        return "a prompt under full attention, and decides once, at its end, what is kept of it"
     model, config = _tiny(), _config(on)
     check = fast_method(model, config)
     speed = f"{_tokens_per_second(model, config, check.method):,.0f} tokens/s through a tiny model here"
