@@ -52,7 +52,8 @@ def numbers_kept(read: CachedDecoder) -> list[list[list[int]]]:
 def kept_by_definition(policy: Policy, tokens: torch.Tensor, capacity: int, counts, table: Table | None):
     """Positions that survive a prompt's end, from dense attention. counts: [L][B][H]; table: budgets that judge."""
     model, result = model_of("llama", DOUBLE), []
-    bound = {n: policy if policy.outcome else policy.bind(n) for n in {capacity, *sum(map(list, table or []), [])}}
+    budgets = {capacity, *(budget for row in table or () for budget in row)}
+    bound = {n: policy if policy.outcome else policy.bind(n) for n in budgets}
     views = {n: prompt_views(model, tokens, p) for n, p in bound.items()}
     for layer in range(LAYERS):
         held = {n: kept(p, views[n][layer], torch.tensor(counts[layer])) for n, p in bound.items()}
