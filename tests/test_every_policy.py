@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,12 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prompt_views import kept, prompt_views
 
+from kvbench.harness.core.parameters import parameters_of
 from kvbench.harness.engine.budgets import Table, static_table
 from kvbench.harness.engine.decoder import CacheConfig, Evict
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import EAGER, FASTEST, TOKEN_BY_TOKEN, Method
 from kvbench.policies import Policy
 from kvbench.policies.dense import Dense
+from kvbench.policies.triattention import TriAttention
 
 CAPACITY, PROMPT, LENGTH, DOUBLE = 16, 44, 64, torch.float64
 NAMES = evicting()
@@ -155,3 +158,22 @@ def test_streams_side_by_side_are_each_alone(name, evict, policies):
         alone, expected = read_all(config, tokens[stream : stream + 1], 16, prompt=PROMPT)
         torch.testing.assert_close(logits[stream : stream + 1], expected, atol=CLOSE[DOUBLE], rtol=0)
         assert [layer[stream] for layer in both.kept()] == [layer[0] for layer in alone.kept()]
+
+
+def test_what_is_in_a_file_is_part_of_a_cell_and_a_changed_file_is_refused(policies, tmp_path):
+    """Of every policy that reads one; TriAttention may."""
+    table = tmp_path / "queries.pt"
+    torch.save(torch.rand(LAYERS, HEADS, 2, 8, 3), table)
+    readers = {name: p for name, p in policies.items() if getattr(p, "file", None)}
+    assert {"replay", "headkv", "duo_attention"} <= set(readers)
+    for policy in [*readers.values(), TriAttention(file=str(table))]:
+        copied = tmp_path / f"{type(policy).__name__}.copy"
+        copied.write_bytes(Path(policy.file).read_bytes())
+        unbound = replace(policy, file=str(copied))
+        bound = unbound.bind(CAPACITY)
+        assert len(parameters_of(bound)["sha256"]) == 64
+        assert bound.bind(CAPACITY) == bound
+        copied.write_bytes(copied.read_bytes() + b"\n")
+        with pytest.raises(ValueError, match=r"\.copy has changed: its sha256 is \w{8}\.\.\., not \w{8}\.\.\.$"):
+            bound.bind(CAPACITY)
+        assert unbound.bind(CAPACITY).sha256 != bound.sha256
