@@ -22,6 +22,7 @@ from kvbench.harness.engine.method import EAGER, FASTEST, TOKEN_BY_TOKEN, Method
 from kvbench.policies import Policy
 from kvbench.policies.dense import Dense
 from kvbench.policies.triattention import TriAttention
+from kvbench.policies.window import Window
 
 CAPACITY, PROMPT, LENGTH, DOUBLE = 16, 44, 64, torch.float64
 NAMES = evicting()
@@ -102,6 +103,19 @@ def test_blocks_are_the_same_tokens_one_by_one(name, evict, policies):
         blocks, logits = read_all(config, tokens, size, method, prompt)
         torch.testing.assert_close(logits[:, -20:], expected[:, -20:], atol=CLOSE[DOUBLE], rtol=0)
         assert blocks.kept() == one_by_one.kept()
+
+
+@pytest.mark.parametrize("capacity", [248, 250, 255, 256])
+def test_tokens_one_by_one_are_a_block_also_where_the_slots_attended_grow(capacity):
+    """A step attends over whole buckets of 256 slots. The cache goes back and forth between one and two."""
+    tokens, config = tokens_of(capacity + 30), CacheConfig(Window(), capacity, evict=8)
+    blocks, expected = read_all(config, tokens, capacity + 30)
+    for method in (EAGER, TOKEN_BY_TOKEN):
+        read = CachedDecoder(model_of("llama", DOUBLE), config, method=method)
+        read(tokens[:, :capacity])
+        logits = in_blocks(read, tokens[:, capacity:], 1)
+        torch.testing.assert_close(logits, expected[:, capacity:], atol=CLOSE[DOUBLE], rtol=0)
+        assert read.kept() == blocks.kept()
 
 
 @every_policy

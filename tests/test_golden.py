@@ -23,7 +23,9 @@ GOLDEN = Path(__file__).with_name("golden.json")
 MOMENTS: dict[str, Evict] = {"": 1, " every 5": 5, " prompt": "prompt"}
 LENGTH, PROMPT = 48, 24
 OTHERS = [name for name in default_policies() if is_ours(policy_class(name)) and name not in evicting()]
-ROWS = OTHERS + [name + moment for name in evicting() for moment in MOMENTS if not policy_class(name).outcome or "prompt" in moment]
+ROWS = OTHERS + [
+    name + moment for name in evicting() for moment in MOMENTS if not policy_class(name).outcome or "prompt" in moment
+]
 
 
 def measured(row: str, folder: Path) -> list[float]:
