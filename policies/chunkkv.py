@@ -47,7 +47,7 @@ class ChunkKV(Composed):
         if self.variant == "kvpress":
             top = score.masked_fill(~counted, -inf).amax((1, 2), keepdim=True) + 1
             score, counted, protected = score.where(~protected, top), view.valid, torch.zeros_like(protected)
-        return self._of_chunk(score.masked_fill(~counted, 0), counted.float(), view).masked_fill(protected, inf)
+        return self._of_chunk(score.masked_fill(~counted, 0), counted.to(score), view).masked_fill(protected, inf)
 
     def _of_chunk(self, score: Tensor, counted: Tensor, view: CacheView) -> Tensor:
         """Averages over the counted tokens of each chunk, summed over heads. score: 0 where not counted. [B, H, S]."""

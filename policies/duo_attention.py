@@ -19,7 +19,7 @@ from kvbench.policies.policy import Composed, Policy
 from kvbench.policies.shares import integer_shares
 from kvbench.policies.sink_window import SinkWindow
 from kvbench.policies.snapkv import SnapKV
-from kvbench.policies.tables import read_importance
+from kvbench.policies.tables import read_importance, sha256_of
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class DuoAttention(Composed):
 
     score: Policy = field(default=SnapKV())
     file: str = field(kw_only=True)  # JSON with {"importance": [[...], ...]}, high for retrieval heads
+    sha256: str | None = None  # of the file; `bind` fills it in, so that a record says which table it was
     sparsity: float = 0.5  # share of all heads that stream
     sinks: int = 64  # tokens
     recent: int = 256  # tokens
@@ -37,7 +38,8 @@ class DuoAttention(Composed):
         if not 0 <= self.sparsity <= 1 or self.sinks < 0 or self.recent < 1:
             raise ValueError(f"sparsity {self.sparsity}, sinks {self.sinks}, recent {self.recent}: out of range")
         streams = self.sparsity > 0 and capacity == self.sinks + self.recent
-        return replace(self, score=(SinkWindow(self.sinks) if streams else self.score).bind(capacity))
+        score = (SinkWindow(self.sinks) if streams else self.score).bind(capacity)
+        return replace(self, score=score, sha256=sha256_of(self.file, self.sha256))
 
     def budgets(self, capacity: int, layers: int, heads: int, prompt: int | None) -> list[list[int]]:
         """Sinks and window of the streaming heads; equal parts of the rest for the others. L lists of H integers."""

@@ -10,7 +10,7 @@ kvcache/h2o.py, `normalize_scores`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Literal, Self
 
@@ -28,7 +28,7 @@ class H2O(Policy):
     statistics = (AttentionSum(),)
 
     window: int | None = None  # tokens; half the capacity when None
-    normalise: Literal["none", "age", "visible"] = "none"
+    normalise: Literal["none", "age", "visible"] = field(default="none", metadata={"added": True})
 
     def bind(self, capacity: int) -> Self:
         """Resolve the window. The heavy hitters get the remaining capacity, at least one token."""

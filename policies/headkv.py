@@ -16,7 +16,7 @@ from typing import Self
 from kvbench.policies.policy import Composed, Policy
 from kvbench.policies.shares import integer_shares, window_of
 from kvbench.policies.snapkv import SnapKV
-from kvbench.policies.tables import read_importance
+from kvbench.policies.tables import read_importance, sha256_of
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class HeadKV(Composed):
 
     score: Policy = field(default=SnapKV())
     file: str = field(kw_only=True)  # JSON with {"importance": [[...], ...]}, a number for every head of every layer
+    sha256: str | None = None  # of the file; `bind` fills it in, so that a record says which table it was
     beta: float = 1.01  # heads share 1 / beta of the capacity by importance, apart from the window; the rest is the same for all
     temperature: float = 1.0  # exponent of the importances
     window: int | None = None  # tokens that every head keeps apart from its share; the window of `score` when None
@@ -37,7 +38,7 @@ class HeadKV(Composed):
             raise ValueError(f"beta {self.beta} is below 1")
         if not 0 <= window < capacity:
             raise ValueError(f"capacity {capacity} can't hold window {window} + at least 1 token to share")
-        return replace(self, score=score, window=window)
+        return replace(self, score=score, window=window, sha256=sha256_of(self.file, self.sha256))
 
     def budgets(self, capacity: int, layers: int, heads: int, prompt: int | None) -> list[list[int]]:
         """A part for every head, and a part in proportion to importance. L lists of H integers."""

@@ -6,7 +6,7 @@ Differs: a prompt that exceeds the capacity is sampled, too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Self
 
@@ -25,9 +25,10 @@ class Random(Policy):
     is equally likely to be in the cache.
     """
 
-    keep_prompt: bool = False  # evict from the prompt only when nothing else is left
-    sinks: int = 0  # first tokens of the stream that are never evicted
-    window: int = 0  # newest tokens that are never evicted
+    # evict from the prompt only when nothing else is left
+    keep_prompt: bool = field(default=False, metadata={"added": True})
+    sinks: int = field(default=0, metadata={"added": True})  # first tokens of the stream that are never evicted
+    window: int = field(default=0, metadata={"added": True})  # newest tokens that are never evicted
 
     def bind(self, capacity: int) -> Self:
         """Check that sinks and window fit."""

@@ -7,17 +7,16 @@ streams of a batch replay it.
 
 from __future__ import annotations
 
-import hashlib
 import io
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from kvbench.policies.policy import Policy
+from kvbench.policies.tables import content_of, sha256_of
 from kvbench.policies.view import CacheView
 
 
@@ -30,11 +29,8 @@ class Replay(Policy):
 
     def bind(self, capacity: int) -> Self:
         """Read the file, and check that its map is of this capacity."""
-        content = _content(self.file)
-        sha256 = hashlib.sha256(content).hexdigest()
-        if self.sha256 not in (None, sha256):
-            raise ValueError(f"{self.file} has changed: its sha256 is {sha256[:8]}..., not {self.sha256[:8]}...")
-        capacities = _table(self.file, content)["capacities"]
+        sha256 = sha256_of(self.file, self.sha256)
+        capacities = _table(self.file)["capacities"]
         if capacity not in capacities:
             raise ValueError(f"{self.file} was taken at capacity {' and '.join(map(str, capacities))}, not {capacity}")
         return replace(self, sha256=sha256)
@@ -54,22 +50,14 @@ class Replay(Policy):
 @cache  # for as long as the process lives: a captured CUDA graph reads it
 def _evicted(file: str, sha256: str, device: torch.device) -> Tensor:
     """The step after which each token is evicted. Moved to the device once. [layers, heads, positions] float32."""
-    content = _content(file)
-    if hashlib.sha256(content).hexdigest() != sha256:
-        raise ValueError(f"{file} has changed since the run began")
-    evicted: Tensor = _table(file, content)["evicted"]
+    sha256_of(file, sha256)
+    evicted: Tensor = _table(file)["evicted"]
     return evicted.to(device, torch.float32)  # exact up to 2^24 steps
 
 
-def _content(file: str) -> bytes:
-    try:
-        return Path(file).expanduser().read_bytes()
-    except OSError as error:
-        raise ValueError(f"{file} can't be read ({error.strerror})") from None
-
-
-def _table(file: str, content: bytes) -> dict[str, Any]:
+def _table(file: str) -> dict[str, Any]:
     """The content of the file: "evicted", [layers, heads, positions] int32, and "capacities", a list of integers."""
+    content = content_of(file)
     try:
         table: dict[str, Any] = torch.load(io.BytesIO(content), weights_only=True)
         if table["evicted"].dim() == 3 and table["evicted"].dtype == torch.int32 and all(c >= 1 for c in table["capacities"]):

@@ -1,12 +1,37 @@
-"""Reads a table of heads from a file: how important each head of a model is."""
+"""Reads the files that policies name: a table of how important each head of a model is, and the digest of any file."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+
+def content_of(file: str) -> bytes:
+    """The bytes of a file.
+
+    Raises:
+        ValueError: it can't be read.
+    """
+    try:
+        return Path(file).expanduser().read_bytes()
+    except OSError as error:
+        raise ValueError(f"{file} can't be read ({error.strerror})") from None
+
+
+def sha256_of(file: str, known: str | None) -> str:
+    """The sha256 of a file, so that a record says what was in it.
+
+    Raises:
+        ValueError: the file can't be read, or its sha256 is known and another one.
+    """
+    sha256 = hashlib.sha256(content_of(file)).hexdigest()
+    if known not in (None, sha256):
+        raise ValueError(f"{file} has changed: its sha256 is {sha256[:8]}..., not {known[:8]}...")
+    return sha256
 
 
 def read_importance(file: str, layers: int, heads: int) -> Tensor:
@@ -25,12 +50,10 @@ def read_importance(file: str, layers: int, heads: int) -> Tensor:
     """
     expected = f"expected {{'importance': {layers} lists of {heads} numbers, or of a multiple of it}}"
     try:
-        table = json.loads(Path(file).read_text(encoding="utf-8"))["importance"]
+        table = json.loads(content_of(file))["importance"]
         sizes = sorted({len(row) for row in table})
         importance = torch.tensor(table, dtype=torch.float64, device="cpu") if len(sizes) == 1 else None
-    except OSError as error:
-        raise ValueError(f"{file}: {error.strerror}; {expected}") from None
-    except (ValueError, TypeError, KeyError):
+    except (json.JSONDecodeError, UnicodeDecodeError, TypeError, KeyError):
         raise ValueError(f"{file}: not a table of heads; {expected}") from None
     if importance is None or importance.dim() != 2 or len(table) != layers or sizes[0] % heads or not sizes[0]:
         raise ValueError(f"{file}: found {len(table)} lists of {' or '.join(map(str, sizes)) or 'no'} numbers; {expected}")

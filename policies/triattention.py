@@ -10,6 +10,7 @@ the same tokens in all layers. Theirs evicts every 128 steps (`evict: {every: 12
 
 from __future__ import annotations
 
+import io
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from kvbench.policies.policy import Policy
 from kvbench.policies.statistic import Attention, HeadSizes, Seen, Statistic
+from kvbench.policies.tables import content_of, sha256_of
 from kvbench.policies.view import CacheView
 
 
@@ -64,6 +66,7 @@ class TriAttention(Policy):
     group: Literal["max", "mean"] = "max"  # over the query heads of a KV head
     normalise: bool = True  # each query head's scores to mean 0 and deviation 1, before the group
     file: str | None = None  # of the queries' statistics, see `read_statistics`; those of the prompt's queries when None
+    sha256: str | None = None  # of the file; `bind` fills it in, so that a record says which statistics they were
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
@@ -77,9 +80,10 @@ class TriAttention(Policy):
             raise ValueError(f"capacity {capacity} can't hold keep_prompt {self.keep_prompt} + at least 1 other token")
         if self.horizon < 1:
             raise ValueError(f"horizon {self.horizon} is below 1")
-        if self.file:
-            read_statistics(self.file, "cpu")
-        return replace(self, keep_prompt=keep_prompt)
+        sha256 = sha256_of(self.file, self.sha256) if self.file else None
+        if self.file and sha256:
+            read_statistics(self.file, sha256, "cpu")
+        return replace(self, keep_prompt=keep_prompt, sha256=sha256)
 
     def importance(self, view: CacheView) -> Tensor:
         """The group's score; the prompt is never evicted if it is kept. [B, H, S] float32."""
@@ -104,8 +108,8 @@ class TriAttention(Policy):
 
     def _centres(self, view: CacheView) -> Tensor:
         """The mean of both parts and of the length of each pair of dims. [B, H, G, P, 3] float32."""
-        if self.file:
-            table = read_statistics(self.file, str(view.rank.device))[view.layer[..., 0], view.head[..., 0]]
+        if self.file and self.sha256:
+            table = read_statistics(self.file, self.sha256, str(view.rank.device))[view.layer[..., 0], view.head[..., 0]]
             return table.expand(*view.rank.shape[:2], -1, -1, -1)
         sums = view.state(PromptQueries())
         return (sums[..., :3] / sums[..., 3:].clamp(min=1)).float()
@@ -120,17 +124,23 @@ def _standardised(scores: Tensor, among: Tensor) -> Tensor:
 
 
 @lru_cache
-def read_statistics(file: str, device: str) -> Tensor:
+def read_statistics(file: str, sha256: str, device: str) -> Tensor:
     """Statistics of unrotated queries: for every pair of dims the mean of its first part, of its second and of its length.
 
     A pair is two dims that RoPE rotates together. The file is a tensor [L, H, G, P, 3], written by `torch.save`. The authors'
     files have the same numbers for every layer and query head: `q_mean_real`, `q_mean_imag` and `q_abs_mean`.
 
+    Args:
+        file: its path.
+        sha256: of the file.
+        device: to put the tensor on.
+
     Raises:
-        ValueError: there is no such file, or it holds something else.
+        ValueError: there is no such file, it has another sha256, or it holds something else.
     """
+    sha256_of(file, sha256)
     try:
-        table = torch.load(file, map_location=device, weights_only=True)
+        table = torch.load(io.BytesIO(content_of(file)), map_location=device, weights_only=True)
     except Exception as error:  # what it raises depends on what is wrong with the file
         raise ValueError(f"{file}: can't be read: {error}") from error
     if not isinstance(table, Tensor) or table.dim() != 5 or table.shape[-1] != 3:

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
 import pytest
 import torch
+from every_policy import evicting, instances
 from factories import default_policies, needs_triton
 from test_models import REFUSED
 from torch.overrides import TorchFunctionMode
@@ -48,6 +49,12 @@ META = torch.device("meta")
 VOCABULARY, CAPACITY, LIMIT = 96, 8, 12
 MODES = ["cache", "stream", "clamped"]
 FAMILIES = ["llama", "gpt_neox", "gemma2", "gemma3_text", "gpt_oss", "phi", "qwen3_moe"]
+DECIDED_BY_THE_PROMPT = ["adakv", "cake", "fastgen", "simlayerkv"]
+STREAMING = [name for name in default_policies() if not policy_class(name).outcome]
+CACHED = [name for name in STREAMING if policy_class(name).caches]
+# A position mode changes how keys are turned before attention. Of the scores only these are about rotated keys.
+IN_EVERY_MODE = ["dense", "window", "sink_window", "h2o", "random", "recompute_window", "keydiff", "lagkv"]
+HAS_A_TABLE = ["duo_attention", "headkv", "pyramidkv", "replay"]
 SIZES = {
     "steps": [1] * (LIMIT + 2),  # filling, full, and past the limit of mode `clamped`
     "small blocks": [5, 4, 3, 1],
@@ -98,6 +105,11 @@ def meta_model(family: str, dtype: torch.dtype = torch.bfloat16) -> Model:
     return model
 
 
+@pytest.fixture(scope="module")
+def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Policy]:
+    return instances(tmp_path_factory.mktemp("files"))
+
+
 def tokens_of(length: int, streams: int = 2) -> torch.Tensor:
     return torch.zeros(streams, length, dtype=torch.int64, device=META)
 
@@ -118,8 +130,7 @@ def read_in(read, sizes: list[int], ragged: bool = False, streams: int = 2) -> N
         assert (logits.device, logits.shape) == (META, (streams, size, VOCABULARY))
 
 
-@pytest.mark.parametrize("policy", default_policies())
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("policy", "mode"), [(p, m) for p in STREAMING for m in MODES if m == "cache" or p in IN_EVERY_MODE])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=list(SIZES))
 @pytest.mark.parametrize("ragged", [False, True], ids=["alike", "ragged"])
 def test_every_policy_position_mode_and_block_size(policy, mode, sizes, ragged):
@@ -165,7 +176,7 @@ def test_a_family_whose_own_code_leaves_the_device():
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-@pytest.mark.parametrize("policy", [name for name in default_policies() if policy_class(name).caches])
+@pytest.mark.parametrize("policy", ["dense", "h2o", "random", "sink_window", "window"])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_prompt_that_is_evicted_once(family, policy, mode):
     model, config = meta_model(family), config_of(policy, mode)
@@ -173,6 +184,28 @@ def test_a_prompt_that_is_evicted_once(family, policy, mode):
         read, logits = read_once(model, config, tokens_of(40), 16)
     assert logits.shape == (2, VOCABULARY)
     read_in(read, [1, 3, 1])
+
+
+@pytest.mark.parametrize("name", [name for name in evicting() if name not in DECIDED_BY_THE_PROMPT])
+@pytest.mark.parametrize("evict", [5, "prompt"])
+def test_every_cadence_with_a_prompt(name, evict, policies):
+    """Tables of budgets are made by the host, which copies them, and waits for nothing."""
+    read = CachedDecoder(meta_model("llama"), CacheConfig(policies[name], 12, limit=LIMIT, evict=evict), 2)
+    with nullcontext() if name in HAS_A_TABLE else OnlyDevice():
+        read.read_prompt(tokens_of(20), 16, once=True)
+        read(tokens_of(1))  # a table that steps need moves to the device once
+    read_in(read, [1, 6, 1])
+
+
+@pytest.mark.parametrize("name", DECIDED_BY_THE_PROMPT)
+def test_budgets_that_the_data_decide_make_the_host_wait_at_a_prompts_end_and_nowhere_else(name, policies):
+    """How many tokens each head holds is then its tensors' shape. Without a prompt, no step waits."""
+    policy = policies[name]
+    config = CacheConfig(policy, None if policy.outcome else 12, limit=LIMIT, evict="prompt")
+    with pytest.raises((RuntimeError, NotImplementedError), match=r"meta tensor"):
+        CachedDecoder(meta_model("llama"), config, 2).read_prompt(tokens_of(20), 16)
+    if not policy.outcome:
+        read_in(CachedDecoder(meta_model("llama"), replace(config, evict=5), 2), [12, 1, 6, 1])
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -238,8 +271,7 @@ def test_the_code_around_flex_attention(monkeypatch, mode, kernels):
 
 
 @needs_triton
-@pytest.mark.parametrize("policy", [name for name in default_policies() if policy_class(name).caches])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("policy", "mode"), [(p, m) for p in CACHED for m in MODES if m == "cache" or p in IN_EVERY_MODE])
 def test_the_code_around_the_kernels_in_triton(monkeypatch, policy, mode):
     """Checks the arguments of steps and walks. No kernel runs."""
     launched: set[str] = set()

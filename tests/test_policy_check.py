@@ -178,7 +178,7 @@ def test_a_capacity_that_can_not_serve_a_policy_is_no_fault_of_it(monkeypatch):
     found = checked(monkeypatch, H2O, "window=64")
     assert not wrong(found)
     assert found.findings[0].note == "not applicable at 16, 17, 64: capacity 16 can't hold window 64 + at least 1 heavy hitter"
-    assert sum(not f.note for f in found.findings) == 9
+    assert sum(not f.note for f in found.findings) == 11
 
 
 def test_a_policy_that_no_capacity_can_serve_is_wrong_once(monkeypatch):
@@ -215,7 +215,7 @@ def test_our_policies_break_no_rule_at_any_capacity(name, capacity):
     kind = plugins.policy_class(name)
     if name == "lambda" and capacity == 8:
         assert "sinks 10" in broken_rules(kind(), capacity)[0].problem
-    elif name == "rkv" and capacity > 128:
+    elif name == "rkv" and capacity > 5_000:
         pytest.skip("it compares all pairs of keys")
     else:
         assert broken_rules(kind(), capacity if kind.evicts else None) == []

@@ -30,6 +30,7 @@ from kvbench.policies import Policy
 
 CPU = torch.device("cpu")
 _CAPACITY_OF_DENSE = 16  # tokens in the caches shown to a policy that never evicts
+_COMPARED = 2**12  # tokens in the caches shown to a policy that compares slots, but for one view at its capacity
 _MAX_STEPS = 64
 _MAX_SLOTS_OF_ALL_STEPS = 2**17
 _LATER_TOKENS = (100, 1_000, 10_000, 100_000, 1_000_000)
@@ -129,18 +130,32 @@ def broken_rules(policy: Policy, capacity: int | None, device: torch.device = CP
 
     Args:
         policy: unbound.
-        capacity: of the cell; None for a policy that never evicts. At most `LARGEST` is checked.
+        capacity: of the cell; None for a policy that never evicts. At most `LARGEST` is checked. A policy that compares slots
+            meets one such large cache, and every rule at a smaller one, because what it does can cost much more than its slots.
         device: where the policy is to run.
     """
     if not policy.caches:  # its importance is never used
         return []
     try:
         on = case(policy, None if capacity is None else min(capacity, LARGEST), device)
+        small = _smaller(on)
     except ValueError as error:
         return [] if (capacity or 0) > LARGEST else [Finding("it can be bound to the capacity", str(error), error=error)]
     except (Exception, SystemExit) as error:
         return [Finding("it can be bound to the capacity", f"it raised {described(error)}", error=error)]
-    return [f for f in cheap_findings(on) if not f.ok]
+    if small is None:
+        return [f for f in cheap_findings(on) if not f.ok]
+    return [f for f in (*cheap_findings(small), *tried([_AT_CAPACITY], on)) if not f.ok]
+
+
+def _smaller(on: Case) -> Case | None:
+    """The same policy at a capacity at which all rules are cheap to check; None if it is at one already, or can't be."""
+    if on.policy.scope == "slot" or on.capacity <= _COMPARED:
+        return None
+    try:
+        return case(on.unbound, _COMPARED, on.device)
+    except ValueError:  # e.g. its window is larger
+        return None
 
 
 def refuse_if_broken(name: str, policy: Policy, capacity: int | None, device: torch.device) -> None:
@@ -175,6 +190,17 @@ def _shape(on: Case) -> str:
     if out.shape != view.rank.shape or out.dtype != torch.float32 or out.device != view.rank.device:
         return f"it returned {list(out.shape)} {out.dtype} on {out.device}, expected {expected}"
     return ""
+
+
+def _at_capacity(on: Case) -> str:
+    """Checks one random full cache."""
+    view = random_view(on.policy, on.capacity, on.device)
+    out = on.policy.importance(view)
+    if out.shape != view.rank.shape or out.dtype != torch.float32:
+        return f"it returned {list(out.shape)} {out.dtype}, expected {list(view.rank.shape)} torch.float32"
+    if out.isnan().any():
+        return "there is a NaN"
+    return "every slot is +inf, so nothing may be evicted" if (out == torch.inf).all(-1).any() else ""
 
 
 def _pure(on: Case) -> str:
@@ -263,6 +289,7 @@ FOUNDATIONS: tuple[Rule, ...] = (
     ("views, states and attention are not changed", _pure),
     ("the same view gives the same importance", _deterministic),
 )
+_AT_CAPACITY: Rule = ("importance is right at the capacity asked for", _at_capacity)
 OTHERS: tuple[Rule, ...] = (
     ("importance is never NaN, nor +inf for all of a full cache", _finite),
     ("far into a stream the same holds", _later),

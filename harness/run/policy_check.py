@@ -14,10 +14,10 @@ from kvbench.harness.core import plugins
 from kvbench.harness.core.errors import UserError, described, did_you_mean
 from kvbench.harness.core.parameters import policy_fields
 from kvbench.harness.engine.budgets import static_table
-from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.decoder import CacheConfig, Evict
 from kvbench.harness.engine.fastcheck import fast_method
 from kvbench.harness.engine.loop import CachedDecoder, decoder
-from kvbench.harness.engine.method import PLAIN_WALK, Method
+from kvbench.harness.engine.method import PLAIN_WALK, TOKEN_BY_TOKEN, Method
 from kvbench.harness.engine.model import Model, adopt
 from kvbench.harness.engine.recompute import RecomputeDecoder
 from kvbench.harness.models.families import tiny_model
@@ -31,6 +31,8 @@ DEFAULT_CAPACITIES = (16, 17, 64, 256)
 _TOKENS_PAST_FULL = 40
 _VOCABULARY = 64
 _TIMED_TOKENS = 512
+_EVERY = 8  # tokens that go at once
+_PROMPT_BLOCK = 64  # tokens
 _BINDS = "a capacity can serve it"
 
 
@@ -117,9 +119,23 @@ def _cases(policy: Policy, capacities: Iterable[int]) -> tuple[list[Case], list[
 def _findings(on: Case) -> list[Finding]:
     """Check every rule at one capacity."""
     cheap = cheap_findings(on)
-    if all(f.ok for f in cheap[: len(FOUNDATIONS)]):
-        return cheap + tried(_IN_THE_LOOP, on, cheap)
-    return cheap + [Finding(name, note="not tried: see above") for name, _ in _IN_THE_LOOP]
+    why_not = "see above" if not all(f.ok for f in cheap[: len(FOUNDATIONS)]) else _no_table(on)
+    if why_not:
+        return cheap + [Finding(name, note=f"not tried: {why_not}") for name, _ in _IN_THE_LOOP]
+    return cheap + tried(_IN_THE_LOOP, on, cheap)
+
+
+def _no_table(on: Case) -> str:
+    """Why the policy has no budgets for the heads of the tiny model, e.g. because its table is for another; empty if it has."""
+    model = _tiny()
+    try:
+        for prompt in (None, on.capacity + _TOKENS_PAST_FULL):
+            on.policy.budgets(on.capacity, len(model.layers), model.layers[0].heads, prompt)
+    except ValueError as error:
+        return str(error)
+    except (Exception, SystemExit):  # the rules report it
+        pass
+    return ""
 
 
 def _merged(rule: str, by_case: Sequence[tuple[Case, list[Finding]]], evicts: bool) -> Finding:
@@ -134,48 +150,90 @@ def _merged(rule: str, by_case: Sequence[tuple[Case, list[Finding]]], evicts: bo
     return Finding(rule, first.problem + where, error=first.error)
 
 
-def _tiny() -> Model:
-    return adopt(tiny_model("llama", vocab_size=_VOCABULARY))
+def _tiny(vocabulary: int = _VOCABULARY) -> Model:
+    return adopt(tiny_model("llama", vocab_size=vocabulary))
 
 
 def _tokens(length: int, streams: int = 2) -> Tensor:
     return torch.randint(_VOCABULARY, (streams, length), generator=torch.Generator().manual_seed(0))
 
 
-def _config(on: Case) -> CacheConfig:
-    return CacheConfig(on.unbound, on.capacity if on.policy.evicts else None)
+def _config(on: Case, evict: Evict = 1) -> CacheConfig:
+    takes_capacity = on.policy.evicts and not on.policy.outcome
+    return CacheConfig(on.unbound, on.capacity if takes_capacity else None, evict="prompt" if on.policy.outcome else evict)
+
+
+def _held(read: Any) -> list[float]:
+    """Tokens that a KV head holds, on average over layers and heads, for every stream."""
+    if isinstance(read, RecomputeDecoder):
+        return [len(text) for text in read._history]
+    assert isinstance(read, CachedDecoder)
+    kept = read.kept()
+    heads = len(kept) * len(kept[0][0])
+    return [sum(len(head) for layer in kept for head in layer[stream]) / heads for stream in range(read.streams)]
 
 
 def _capacity(on: Case) -> str:
-    """Counts what every head holds; all heads together where they need not hold the same."""
     if not on.policy.evicts or on.policy.outcome:
         return ""
-    read: Any = decoder(_tiny(), _config(on), 2)
-    full = max(_budgets(on))
-    alike = full == on.capacity and on.policy.pool_floor(on.capacity) is None
+    model = _tiny()
+    read: Any = decoder(model, _config(on), 2)
+    table = static_table(model, _config(on), None) if on.policy.caches else None
+    full = on.capacity if table is None else max(map(max, table))
     for block in _tokens(full + _TOKENS_PAST_FULL).split([full, *[5] * (_TOKENS_PAST_FULL // 5)], 1):
         read(block)
-        if isinstance(read, RecomputeDecoder):
-            counts: list[float] = [len(text) for text in read._history]
-        else:
-            assert isinstance(read, CachedDecoder)
-            counts = [len(p) for layer in read.kept() for stream in layer for p in stream]
-            counts = counts if alike else [sum(counts) / len(counts)]
-        if max(counts) > on.capacity:
-            return f"{max(counts):g} tokens are held at capacity {on.capacity}"
-    return "" if min(counts) == on.capacity else f"only {min(counts):g} tokens are held at capacity {on.capacity}"
+        if max(_held(read)) > on.capacity:
+            return f"{max(_held(read)):g} tokens are held at capacity {on.capacity}"
+    least = min(_held(read))
+    return "" if least == on.capacity else f"only {least:g} tokens are held at capacity {on.capacity}"
 
 
-def _budgets(on: Case) -> list[int]:
-    """How many tokens the heads of the tiny model keep."""
-    table = static_table(_tiny(), _config(on), None)
-    return [on.capacity] if table is None else [budget for layer in table for budget in layer]
+def _after_a_prompt(on: Case) -> str:
+    """A prompt is read under full attention, then cut once; from there on the cache grows."""
+    if not on.policy.evicts or not on.policy.caches:
+        return ""
+    read = CachedDecoder(_tiny(), _config(on, "prompt"), 2)
+    length = on.capacity + _TOKENS_PAST_FULL
+    read.read_prompt(_tokens(length), _PROMPT_BLOCK)
+    after = _held(read)
+    if not on.policy.outcome and set(after) != {on.capacity}:
+        wrong = next(held for held in after if held != on.capacity)
+        return f"{wrong:g} tokens a head are kept of a prompt of {length}, at capacity {on.capacity}"
+    if max(after) > length:
+        return f"{max(after):g} tokens a head are kept of a prompt of {length}"
+    logits = read(_tokens(_EVERY))
+    grown = [held + _EVERY for held in after]
+    if _held(read) != grown:
+        return f"{_held(read)[0]:g} tokens a head are held {_EVERY} tokens after the prompt, expected {grown[0]:g}"
+    return "there is a NaN in the logits after a prompt" if bool(logits.isnan().any()) else ""
+
+
+def _several_at_once(on: Case) -> str:
+    """Blocks under `{every: 8}`, and the same tokens one by one. No token comes twice, because equal keys would tie."""
+    if not on.policy.evicts or not on.policy.caches or on.policy.outcome:
+        return ""
+    length = on.capacity + _TOKENS_PAST_FULL
+    model, config = _tiny(length), _config(on, _EVERY)
+    tokens = torch.stack([torch.randperm(length, generator=torch.Generator().manual_seed(stream)) for stream in range(2)])
+    blocks, one_by_one = CachedDecoder(model, config, 2), CachedDecoder(model, config, 2, TOKEN_BY_TOKEN)
+    first, *rest = tokens.split([on.capacity, *[5] * (_TOKENS_PAST_FULL // 5)], 1)
+    blocks(first)
+    one_by_one(first)
+    for block in rest:
+        ours = blocks(block)
+        theirs = torch.cat([one_by_one(token) for token in block.split(1, 1)], 1)
+        difference = (ours - theirs).abs().amax().item()
+        if not difference <= 1e-3:
+            return f"logits of a block of 5 tokens differ from those of the same tokens one by one, by {difference:.1g}"
+    return "" if blocks.kept() == one_by_one.kept() else "blocks of 5 tokens keep other tokens than the same one by one"
 
 
 def _equal_to_dense(on: Case) -> str:
     if on.policy.outcome:
         return ""
-    model, tokens = _tiny(), _tokens(min(_budgets(on)))
+    model = _tiny()
+    table = static_table(model, _config(on), None) if on.policy.evicts and on.policy.caches else None
+    tokens = _tokens(on.capacity if table is None else min(map(min, table)))
     ours = decoder(model, _config(on), 2)(tokens)
     difference = (ours - decoder(model, CacheConfig(Dense()), 2)(tokens)).abs().amax().item()
     return "" if difference <= 1e-4 else f"logits differ from dense by {difference:.1g} before anything is evicted"
@@ -183,7 +241,7 @@ def _equal_to_dense(on: Case) -> str:
 
 def _band(on: Case) -> str:
     """Compares the policy's band with the tokens that its importance keeps."""
-    band = on.policy.band(on.capacity) if on.policy.evicts and on.policy.caches else None
+    band = on.policy.band(on.capacity) if on.policy.evicts and on.policy.caches and not on.policy.outcome else None
     if band is None:
         return ""
     sinks, window = band
@@ -203,6 +261,8 @@ def _band(on: Case) -> str:
 
 _IN_THE_LOOP: tuple[Rule, ...] = (
     ("no more than `capacity` tokens are kept", _capacity),
+    ("after a prompt it keeps its budget, and then grows", _after_a_prompt),
+    (f"every {_EVERY}: a block equals the same tokens one by one", _several_at_once),
     ("nothing evicted: equal to dense", _equal_to_dense),
     ("the band it names, if any, is what it keeps", _band),
 )
@@ -213,7 +273,9 @@ def _reading(on: Case) -> str:
     if not on.policy.caches:
         return "recomputes the window of every token: without a cache there is no faster way"
     if on.policy.outcome:
-        return "a prompt under full attention, and decides once, at its end, what is kept of it"
+        return "cut once, at the end of a prompt; after it the cache grows, and blocks are read as under dense"
+    if _no_table(on):
+        return ""
     model, config = _tiny(), _config(on)
     check = fast_method(model, config)
     speed = f"{_tokens_per_second(model, config, check.method):,.0f} tokens/s through a tiny model here"
