@@ -64,6 +64,7 @@ class Rows:
         self._slots, self._tensors = slots, tensors
         self.keys, self.values = tensors.keys[part, :attended], tensors.values[part, :attended]
         self.rank, self.position = tensors.rank[part, :attended], tensors.position[part, :attended]
+        self._all_ranks = tensors.rank[part]
         self.free, self._row_base = tensors.free[part], tensors.row_base[part]
         self.base = part.start * slots.num_slots  # flat index of these rows' first slot
         self._row_states = {s: x[part] for s, x in tensors.states.items()}  # [R, S, *k] or [R, *k]
@@ -289,8 +290,8 @@ class Rows:
             self.find_free()
 
     def find_free(self) -> None:
-        """Let the next token take the first empty slot of each row."""
-        empty = (self.rank == self._slots.empty_rank).to(torch.uint8)
+        """Let the next token take the first empty slot of each row, perhaps beyond those attended."""
+        empty = (self._all_ranks == self._slots.empty_rank).to(torch.uint8)
         torch.add(empty.argmax(-1), self._row_base, out=self.free)
 
     def evict_several(self) -> None:
