@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 from prompt_views import kept, prompt_views
 
 from kvbench.harness.core.parameters import parameters_of
+from kvbench.harness.core.plugins import policy_class
 from kvbench.harness.engine.budgets import Table, static_table
 from kvbench.harness.engine.decoder import CacheConfig, Evict
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import EAGER, FASTEST, TOKEN_BY_TOKEN, Method
+from kvbench.harness.tasks.memory.measure import _kv_bytes
 from kvbench.policies import Policy
 from kvbench.policies.dense import Dense
 from kvbench.policies.triattention import TriAttention
@@ -191,3 +193,12 @@ def test_what_is_in_a_file_is_part_of_a_cell_and_a_changed_file_is_refused(polic
         with pytest.raises(ValueError, match=r"\.copy has changed: its sha256 is \w{8}\.\.\., not \w{8}\.\.\.$"):
             bound.bind(CAPACITY)
         assert unbound.bind(CAPACITY).sha256 != bound.sha256
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not policy_class(name).outcome])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("evict", [1, 5])
+def test_the_memory_task_expects_the_bytes_that_are_allocated(name, family, evict, policies):
+    """Whatever the budgets, with and without a sliding window."""
+    model, config = model_of(family), config_of(policies[name], evict)
+    assert CachedDecoder(model, config, 3).kv_bytes == 3 * _kv_bytes(model, config, LENGTH)

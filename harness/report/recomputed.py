@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbench.harness.records import Record
+from kvbench.harness.records.cell import Every
 from kvbench.harness.report.task import task_of
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -50,7 +51,7 @@ def kv_bytes(record: Record) -> int | None:
     """Bytes of K and V, from the shapes of the model's layers; None if the record lacks them.
 
     A bounded cache has one slot more than its capacity. An unbounded one has whole buckets of slots for the tokens it read.
-    A sliding-window layer keeps no more than its window.
+    A sliding-window layer keeps no more than its window. After a prompt that was cut, the slots are unknown.
     """
     cell, shapes = record.cell, record.facts.kv_shapes
     if cell.policy in _CACHELESS or record.facts.method == "windows run afresh":
@@ -60,8 +61,9 @@ def kv_bytes(record: Record) -> int | None:
         return None
     streams, tokens = held
     slots = tokens + 1 if cell.capacity is not None else whole_buckets(tokens)
+    spare = cell.evict.every - 1 if isinstance(cell.evict, Every) else 0
     return streams * sum(
-        s.layers * s.heads * (s.key_dim + s.value_dim) * item * min(slots, s.sliding_window or slots) for s in shapes
+        s.layers * s.heads * (s.key_dim + s.value_dim) * item * min(slots, (s.sliding_window or slots) + spare) for s in shapes
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kvbench.harness.engine.budgets import static_table
 from kvbench.harness.engine.decoder import CacheConfig, Decoder
 from kvbench.harness.engine.loop import decoder
 from kvbench.harness.engine.model import Model
@@ -60,9 +61,7 @@ def _figures(
     flags = []
     if abs(allocated - reported) > max(_RELATIVE_TOLERANCE * reported, _TOLERANCE_BYTES):
         flags.append(f"the cache reports {reported:,} bytes, but {allocated:,} are allocated")
-    slots = options.tokens if capacity is None else capacity + 1
-    slots = -(-slots // BUCKET) * BUCKET if capacity is None else slots
-    expected = job.model.kv_bytes(slots - 1, options.batch) if job.config.policy.caches else 0
+    expected = options.batch * _kv_bytes(job.model, job.config, options.tokens)
     if read.kv_bytes != expected:
         flags.append(f"its K/V takes {read.kv_bytes:,} bytes, but by the model's shapes {expected:,}")
     if capacity is not None and growth > _MAX_GROWTH_BYTES.get(job.model.device.type, 2**23):
@@ -72,6 +71,28 @@ def _figures(
         "state_bytes": read.state_bytes, "expected_kv_bytes": expected, "growth_bytes": growth,
         "weight_bytes": _weight_bytes(job.model), "how": meter.how, "curve": curve, "flags": flags,
     })  # fmt: skip
+
+
+def _kv_bytes(model: Model, config: CacheConfig, tokens: int) -> int:
+    """Bytes of the K and V slots of one stream, by the model's shapes and the policy's budgets.
+
+    Args:
+        model: whose layers they are for.
+        config: of the cache.
+        tokens: read, for a cache that only grows.
+    """
+    if not config.policy.caches:
+        return 0
+    table, total = static_table(model, config, None), 0
+    for layer, shape in enumerate(model.layers):
+        for head in range(shape.heads):
+            kept = shape.kept(table[layer][head] if table else config.capacity)
+            slots = -(-tokens // BUCKET) * BUCKET if kept is None else kept + config.every
+            floor = None if kept is None else config.policy.bind(kept).pool_floor(kept)
+            if kept is not None and floor is not None:  # a head may hold what the others leave
+                slots += (shape.heads - 1) * (kept - floor)
+            total += slots * (shape.key_dim + shape.value_dim) * model.dtype.itemsize
+    return total
 
 
 def _warm_up(model: Model) -> None:
