@@ -20,8 +20,8 @@ from kvbench.harness.engine.kernels.tracing import TRITON, traced
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import KERNELS, TOKEN_BY_TOKEN
 from kvbench.harness.engine.rotary import Rotation, rotate
-from kvbench.harness.engine.slots import LayerShape, Slots
-from kvbench.policies import Attention, AttentionSum, Policy, Statistic, Written
+from kvbench.harness.engine.slots import Budget, LayerShape, Slots
+from kvbench.policies import Attention, AttentionSum, KeyNorm, Policy, Statistic, Written
 from kvbench.policies.h2o import H2O
 from kvbench.policies.random import Random
 from kvbench.policies.sink_window import SinkWindow
@@ -254,6 +254,20 @@ def test_a_layer_with_a_sliding_window_is_walked_plainly_if_several_are_evicted_
     assert (found.walk, found.release, found.lost) == (None, None, "")
     if DEVICE.type == "cpu":
         assert found.plain_because == "no kernel evicts 3 tokens at once from a layer with a sliding window"
+
+
+@needs_compiler
+def test_slots_that_no_kernel_serves_say_why():
+    uneven, several = Layer(H2O(1), 4, 1, "cache", 0).slots(), Layer(H2O(1), 4, 1, "cache", 0).slots()
+    uneven.budget = Budget(4, floor=1)
+    several.tensors.states[KeyNorm()] = torch.zeros(4, 5)  # for heads with another budget, of a prompt that is read
+    for slots, why in (
+        (uneven, "heads that hold different numbers of tokens have no kernel"),
+        (several, "no kernel keeps the statistics of several budgets"),
+    ):
+        found = choose.kernels_for(slots, "cache", LIMIT, None)
+        assert (found.walk, found.release, found.plain_because) == (None, None, why)
+        assert found.step is not None
 
 
 def made(importance, *statistics: Statistic) -> Policy:

@@ -20,7 +20,7 @@ from conftest import DEVICE
 from factories import Odd, needs_triton, slots_for
 from torch import Tensor
 
-from kvbench.harness.engine import walk as walks
+from kvbench.harness.engine import placement
 from kvbench.harness.engine.attention import Terms
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.kernels import choose, cuda, cuda_attention
@@ -199,11 +199,11 @@ def read(case: Case, dtype: torch.dtype, method: Method, tokens: int = 1, valid:
     qkv = [torch.randn(layers, streams, n, tokens, d, generator=generator) for n, d in sizes]
     by_layer = zip(slots.layers, *(x.to(DEVICE, case.dtype).to(dtype) for x in qkv), strict=True)
     steps = torch.arange(seen, seen + tokens, device=DEVICE).expand(streams, -1)
-    block = Block(steps, valid, seen if valid is None else None)
+    block = Block(steps, valid, seen if valid is None else None, torch.zeros_like(steps))
     plan = walk.begin(block)
     out = torch.stack([walk.attend(plan, layer, *x, Terms(0.7 * case.dims[0] ** -0.5)) for layer, *x in by_layer])
     walk.end(plan, block)
-    return Read(out, plan.mass if isinstance(plan, Step) else None, slots)
+    return Read(out, plan.seen.get("weights") if isinstance(plan, Step) else None, slots)
 
 
 def check_close(ours: Tensor, plain: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
@@ -239,7 +239,7 @@ def check_kept(ours: Slots, plain: Slots, exact: Slots, dtype: torch.dtype) -> N
 def small_tables(monkeypatch):
     def small(case: Case) -> None:
         """Tables of one level or two, and as many parts."""
-        monkeypatch.setattr(walks, "LONGEST_STREAM", LONGEST)
+        monkeypatch.setattr(placement, "LONGEST_STREAM", LONGEST)
         monkeypatch.setattr(cuda_attention, "LONGEST_STREAM", LONGEST)
         monkeypatch.setattr(cuda_attention, "_TABLE_ROWS", LONGEST if case.tables == 1 else 16)
         size = case.rows[1] * case.rows[2]
@@ -386,7 +386,7 @@ def test_bookkeeping_is_the_plain_one(of):
         if by_kernel:
             cuda.ReleaseKernel.from_slots(slots)(slots, rows, mass if slots.tensors.states else None, step, full)
         else:
-            rows.update(mass, None)
+            rows.update({"weights": mass}, None)
             rows.release(None, full, False)
         after.append(slots)
     check_kept(after[0], after[1], after[1], torch.float32)
