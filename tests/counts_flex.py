@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+from factories import slots_for
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -28,7 +29,7 @@ from kvbench.harness.engine.kernels import rope
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.model import adopt
 from kvbench.harness.engine.rotary import Rotation
-from kvbench.harness.engine.slots import LayerShape, Slots
+from kvbench.harness.engine.slots import LayerShape
 from kvbench.harness.models.families import tiny_model
 from kvbench.policies import Policy
 from kvbench.policies.sink_window import SinkWindow
@@ -170,7 +171,7 @@ def bytes_of_a_block(with_kernels: bool, shape: Shape = Shape()) -> BytesMoved: 
     rotation.prepare(torch.bfloat16)
     layer = LayerShape(shape.heads, shape.group, shape.dim, shape.dim, rotation, None)
     config, device = CacheConfig(SinkWindow(shape.sinks), shape.capacity), torch.device("meta")
-    slots = Slots(layer, layers=[0], config=config, num_layers=1, streams=1, device=device, dtype=torch.bfloat16)
+    slots = slots_for(layer, config, [0], 1, 1, torch.bfloat16, device)
     form, rows, moved = closed_form(slots, "cache", 4096, 2 * shape.capacity), slots.rows(slots.num_slots, 0), BytesMoved()
     assert form is not None
 

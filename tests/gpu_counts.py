@@ -23,11 +23,11 @@ import torch
 import transformers
 import triton
 from compiled_code import dumped, instructions
+from factories import slots_for
 from triton.backends.compiler import GPUTarget
 
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.kernels.cuda_attention import Attention
-from kvbench.harness.engine.slots import Slots
 from kvbench.policies.h2o import H2O
 
 
@@ -53,9 +53,7 @@ def instructions_a_slot(model: str) -> dict[str, float]:
 def programs(streams: int, capacity: int) -> int:
     """Programs of `attend` for one token of the 8B shape."""
     shape, config = compile_kernels.SHAPES["llama-3-8b"], CacheConfig(H2O(), capacity)
-    slots = Slots(
-        shape, layers=[0], config=config, num_layers=1, streams=streams, device=torch.device("meta"), dtype=torch.bfloat16
-    )
+    slots = slots_for(shape, config, [0], 1, streams, torch.bfloat16, torch.device("meta"))
     rows = streams * shape.heads
     return rows * Attention(slots, "cache", 0, None).parts(rows, slots.num_slots)[0]
 

@@ -363,7 +363,7 @@ def test_replay_keeps_the_rules_and_waits_for_no_device(tmp_path):
     for_views = Replay(table_of(tmp_path / "v.pt", draw.integers(0, 60, (4, 3, 60)), [CAPACITY]))
     assert [f for f in cheap_findings(case(for_views, CAPACITY)) if not f.ok] == []
     for_tiny = Replay(table_of(tmp_path / "t.pt", draw.integers(0, 60, (2, 2, 60)), [CAPACITY]))
-    assert [rule(case(for_tiny, CAPACITY)) for _, rule in policy_check._IN_THE_LOOP] == ["", "", ""]
+    assert [rule(case(for_tiny, CAPACITY)) for _, rule in policy_check._IN_THE_LOOP] == [""] * len(policy_check._IN_THE_LOOP)
     on_meta = Replay(table_of(tmp_path / "m.pt", draw.integers(0, 60, (2, 2, 60)), [8])).bind(8)
     _evicted(on_meta.file, on_meta.sha256, META)  # moved to the device once, at the first step
     for sizes in ([1] * 14, [20, 1, 10]):

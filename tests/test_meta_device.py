@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from every_policy import evicting, instances
-from factories import default_policies, needs_triton
+from factories import default_policies, needs_triton, slots_for
 from test_models import REFUSED
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,12 +31,14 @@ from kvbench.harness.engine import flex
 from kvbench.harness.engine.captured import StepGraphs
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.kernels import choose, cuda, cuda_attention, rope
+from kvbench.harness.engine.kernels.compiler import why_untraced
+from kvbench.harness.engine.kernels.states import why_unserved
 from kvbench.harness.engine.loop import CachedDecoder, decoder
 from kvbench.harness.engine.method import EAGER, KERNELS, TOKEN_BY_TOKEN
 from kvbench.harness.engine.model import Model, adopt
 from kvbench.harness.engine.once import read_once
 from kvbench.harness.engine.rows import Rows
-from kvbench.harness.engine.slots import BUCKET, LayerShape, Slots
+from kvbench.harness.engine.slots import BUCKET, LayerShape
 from kvbench.harness.models.families import FAMILIES as FAMILY_SIZES
 from kvbench.harness.models.families import tiny_model
 from kvbench.policies import Policy
@@ -279,8 +281,13 @@ def test_the_code_around_the_kernels_in_triton(monkeypatch, policy, mode):
     monkeypatch.setitem(choose._MODULES, "meta", cuda)
     monkeypatch.setattr(cuda_attention, "kernels", lambda: kernels)
     config = config_of(policy, mode)
-    read_in(decoder(meta_model("llama"), config, 2, KERNELS), [5, 1, 20, 1, 1])
-    assert launched == {"attend", "join", *({"release"} if config.policy.evicts else ())}
+    read = CachedDecoder(meta_model("llama"), config, 2, KERNELS)
+    read_in(read, [5, 1, 20, 1, 1])
+    assert any(walk.steps_by_kernel for walk in read.walks) == (launched >= {"attend", "join"})
+    released = [not why_untraced(w.slots.policy) and not why_unserved(w.slots) and w.slots.capacity for w in read.walks]
+    assert ("release" in launched) == any(released)
+    assert launched or not config.policy.evicts or not any(released)
+    assert policy not in IN_EVERY_MODE or launched >= {"attend", "join"}
 
 
 @pytest.mark.parametrize(
@@ -320,7 +327,7 @@ def test_bytes_of_a_shape_that_no_test_machine_holds():
     """Llama-2-7B, dense, 4,096 tokens in 16 bits: 2 GiB of K/V per stream, 16 streams."""
     shape = LayerShape(heads=32, group=1, key_dim=128, value_dim=128, rotation=None, sliding_window=None)
     config = CacheConfig(H2O(), 4095)
-    slots = Slots(shape, layers=range(32), config=config, num_layers=32, streams=16, device=META, dtype=torch.bfloat16)
+    slots = slots_for(shape, config, [*range(32)], 32, 16, torch.bfloat16, META)
     assert slots.kv_bytes == 16 * 2 * 2**30
     assert slots.state_bytes == 32 * 16 * 32 * (4096 * (8 + 8 + 4) + 8)
 

@@ -96,7 +96,8 @@ class Layout:
         keys = self._grouped(lambda layer, head: (held[layer][head], table[layer][head] if table else capacity))
         for (shape, (count, budget)), parts in keys.items():
             kept = shape.kept(budget)
-            cadence, limits = self._afterwards(shape, kept, length, count)
+            decided = table is None and isinstance(counts[parts[0].layer], Tensor) and length > (capacity or length)
+            cadence, limits = self._afterwards(shape, shape.kept(count) if decided else kept, length, count)
             made.append(self._slots(shape, parts, self.bound(kept), cadence, limits))
         return made
 

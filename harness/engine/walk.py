@@ -80,7 +80,7 @@ class Walk:
     @property
     def steps_by_kernel(self) -> bool:
         """Whether single tokens are taken in by a compiled kernel."""
-        return self._method.step_kernel and self._kernels.step is not None
+        return self._method.step_kernel and self._kernels.step is not None and self.slots.sees <= {"weights"}
 
     @property
     def lost(self) -> str:

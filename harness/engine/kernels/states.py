@@ -50,8 +50,9 @@ def first_values(rows: Rows, written: Written | None, tokens: int) -> Tensor:
     size = len(rows.rank)
     parts = {s: (s.initial, x.shape[3:].numel()) for s, x in rows.states.items()}
     if not written:
-        constants = [initial for initial, width in parts.values() for _ in range(width)]
-        return torch.tensor(constants, dtype=torch.float32, device=rows.rank.device).expand(size, tokens, -1)
+        device = rows.rank.device  # the numbers are made there, not copied from the host
+        constants = [torch.full((width,), initial, device=device) for initial, width in parts.values()]
+        return torch.cat(constants or [torch.zeros(0, device=device)]).float().expand(size, tokens, -1)
     values = [
         written[s].reshape(size, tokens, width).float() if s in written else _constant(rows, initial, tokens, width)
         for s, (initial, width) in parts.items()
