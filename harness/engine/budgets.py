@@ -50,6 +50,18 @@ def static_table(model: Model, config: CacheConfig, prompt: int | None) -> Table
     return None if len({budget for row in table for budget in row}) == 1 else table
 
 
+def floor_of(policy: Policy, capacity: int) -> int | None:
+    """What every head keeps at least where the heads of a layer compete; None where they don't.
+
+    Raises:
+        ValueError: it is no number of tokens that all heads can keep.
+    """
+    floor = policy.pool_floor(capacity)
+    if floor is not None and not 1 <= floor <= capacity:
+        raise ValueError(f"its heads keep at least {floor} tokens each, where they keep {capacity} on average")
+    return floor
+
+
 class Layout:
     """Makes the slots of a decoder's layers."""
 
@@ -119,11 +131,9 @@ class Layout:
 
     def _limits(self, shape: LayerShape, kept: int | None) -> Budget:
         """Of slots that evict as tokens come in. If heads compete, one of them may hold what all others leave."""
-        floor = None if kept is None else self.bound(kept).pool_floor(kept)
+        floor = None if kept is None else floor_of(self.bound(kept), kept)
         if floor is None or kept is None or shape.heads == 1:
             return Budget(kept)
-        if not 1 <= floor <= kept:
-            raise ValueError(f"a floor of {floor} tokens a head, where {kept} are kept on average")
         return Budget(kept, floor, slots=shape.heads * kept - (shape.heads - 1) * floor + self._config.every)
 
     def bound(self, kept: int | None) -> Policy:

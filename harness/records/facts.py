@@ -56,6 +56,9 @@ class Facts(Document):
     step: Annotated[str | None, Elsewhere("method")] = Field(None, description="how single tokens were read")
     refused: Annotated[str | None, Elsewhere("method")] = Field(None, description="why a faster method was rejected")
     plain_because: Annotated[str | None, Elsewhere("method")] = Field(None, description="why no faster method applies")
+    budgets: Annotated[str | None, EXACT] = Field(
+        None, description="why heads hold different numbers of tokens: a table, a pool or the prompt; None: they don't"
+    )
     differs_from_walk: Annotated[Amount | None, Unchecked("the check at load rejects a method beyond its bound")] = Field(
         None, description="largest difference to the plain walk, as a share of the rounding tolerance"
     )

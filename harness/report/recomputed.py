@@ -51,9 +51,11 @@ def kv_bytes(record: Record) -> int | None:
     """Bytes of K and V, from the shapes of the model's layers; None if the record lacks them.
 
     A bounded cache has one slot more than its capacity. An unbounded one has whole buckets of slots for the tokens it read.
-    A sliding-window layer keeps no more than its window. After a prompt that was cut, the slots are unknown.
+    A sliding-window layer keeps no more than its window. Where a prompt was cut, or budgets differ, the slots are unknown.
     """
     cell, shapes = record.cell, record.facts.kv_shapes
+    if record.facts.budgets:  # heads hold different numbers of tokens
+        return None
     if cell.policy in _CACHELESS or record.facts.method == "windows run afresh":
         return 0
     item, held = _ITEM_BYTES.get(cell.model.dtype), task_of(record).cached_tokens(record)

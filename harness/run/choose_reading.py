@@ -14,6 +14,7 @@ from kvbench.harness.engine.fastcheck import FastCheck, fast_method
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import TOKEN_BY_TOKEN, Method
 from kvbench.harness.engine.model import Model
+from kvbench.harness.run.check_budgets import kind_of_budgets
 from kvbench.harness.tasks.task import Task
 
 PLAIN_BLOCK_TOKENS = 256  # block size of the plain walk
@@ -63,6 +64,8 @@ def choose_reading(
     streams = 1 if task.block_of_all else task.streams(options)
     block = block or (_block_that_fits(model, streams) if is_fast else PLAIN_BLOCK_TOKENS)
     facts.update({"block": block, "method": check.blocks, "step": check.step})
+    budgets = kind_of_budgets(model, config)
+    facts.update({"budgets": budgets} if budgets else {})
     slow = ""
     if check.blocks == "walk" and not walk and not task.of_device:
         speed = _walk_speed(model, config, check.method, streams)

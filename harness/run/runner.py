@@ -32,6 +32,7 @@ from kvbench.harness.records import Record, RecordStore, digest
 from kvbench.harness.records.facts import Facts, Failure
 from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.run import apart
+from kvbench.harness.run.check_budgets import refuse_wrong_budgets
 from kvbench.harness.run.choose_reading import PLAIN_BLOCK_TOKENS, choose_reading
 from kvbench.harness.run.keep_map import KeepMap, open_map, refuse_unmappable, settle_map, steps_wanted
 from kvbench.harness.run.keep_steps import KeepSteps
@@ -156,6 +157,7 @@ def _check_capacities(items: Sequence[Prepared], model: Model) -> None:
         cell = item.cell
         if cell.most_kept is not None and cell.policy.caches:
             refuse_if_too_large(cell, model.kv_bytes(cell.most_kept, item.streams), free, model.device)
+        refuse_wrong_budgets(cell, item.task.prompt_tokens(cell.task), model)
 
 
 class _Attempt:

@@ -9,7 +9,7 @@ import itertools
 import typing
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -47,6 +47,7 @@ class Cell:
     limit: int | None
     seed: int
     evict: Evict = 1  # tokens at once, or "prompt"
+    place: str = field(default="", compare=False)  # of its policy in a suite's file, for messages
 
     def as_json(self) -> dict[str, Any]:
         """The cell as its record keeps it, with every default filled in but those of axes and parameters added since."""
@@ -255,7 +256,7 @@ def _tasks(given: dict[str, Any], source: Source, at: Location) -> Iterator[_Tas
 def _cell(suite: SuiteFile, model: ModelSpec, given: _TaskEntry, entry: Entry, seed: int, source: Source) -> Cell:
     return Cell(
         suite.suite, suite.version, model, given.options, entry.name, entry.policy, _capacity(model, given, entry, source),
-        entry.positions, entry.limit, seed, entry.evict,
+        entry.positions, entry.limit, seed, entry.evict, source.place(entry.at),
     )  # fmt: skip
 
 

@@ -61,11 +61,15 @@ class Source:
                 self._note(value, (*at, key.value))
                 self.places[(*at, key.value)] = place
 
-    def error(self, at: Location, message: str) -> UserError:
-        """An error at a value or, if its place is unknown, at the innermost value around it."""
+    def place(self, at: Location) -> str:
+        """File and line of a value or, if that is unknown, of the innermost value around it."""
         while at not in self.places and at:
             at = at[:-1]
-        return UserError(f"{self.places[at]}: {message}")
+        return self.places[at]
+
+    def error(self, at: Location, message: str) -> UserError:
+        """An error at a value."""
+        return UserError(f"{self.place(at)}: {message}")
 
     def inherit(self, at: Location, origin: Location) -> None:
         """Give the value at `at` the place of the one it was inherited from."""
