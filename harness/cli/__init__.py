@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import click
 
 from kvbench import __version__
-from kvbench.harness.cli import judge, keep, lm_eval, look, measure, pages, show
+from kvbench.harness.cli import judge, keep, lm_eval, look, measure, pages, probe, show
 from kvbench.harness.cli.output import debugging
 from kvbench.harness.core import plugins
 from kvbench.harness.core.errors import DISK_ERRNOS, Exit, UserError
@@ -56,6 +56,7 @@ for _command in (
     judge.baseline,
     keep.records,
     show.show,
+    probe.probe,
     measure.pretrain,
     look.list_,
     look.policy,

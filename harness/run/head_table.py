@@ -1,0 +1,84 @@
+"""Measures how much each KV head retrieves, and writes the table that `headkv` and `duo_attention` read.
+
+A sequence of random tokens is read twice in a row. In the second copy, a head that retrieves attends to the token that followed
+the same token in the first copy. Its score is the share of attention that goes there.
+
+Source: the repeated-random-tokens test of induction heads, Olsson et al. 2022, arXiv:2209.11895. HeadKV and DuoAttention find
+their tables by other probes: needles with reasoning (arXiv:2410.19258), and training (arXiv:2410.10819).
+
+Axis letters: B streams, L layers, H KV heads, G query heads of a KV head, N tokens of a copy, T = 2 N, D key dim.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvbench.harness.core.files import atomic_write
+from kvbench.harness.engine.attention import Terms, weights
+from kvbench.harness.engine.model import Model
+from kvbench.harness.engine.rotary import rotate
+
+
+class _Retrieval:
+    """Answers a model's attention densely, and notes how much goes to the token after the earlier copy."""
+
+    def __init__(self, model: Model, copy: int) -> None:
+        self._model, self._copy = model, copy
+        self.scores: dict[int, Tensor] = {}  # by layer, [H]
+
+    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
+        """[B, H * G, T, D], [B, H, T, D], [B, H, T, Dv] -> [B, H * G, T, Dv]."""
+        shape, tokens = self._model.layers[layer], keys.shape[2]
+        at = torch.arange(tokens, device=keys.device)
+        if shape.rotation is not None:
+            factors = shape.rotation.factors(at, keys.dtype, tokens)
+            query, keys = (rotate(shape.rotation.pair(x), factors) for x in (query, keys))
+        keys, values = (x.repeat_interleave(shape.group, 1) for x in (keys, values))
+        age = at[:, None] - at
+        sees = (age >= 0) if shape.sliding_window is None else (age >= 0) & (age < shape.sliding_window)
+        scores = torch.matmul(query * terms.scaling, keys.mT)
+        heads = scores.shape[1]
+        if terms.sink_logits is not None:  # one logit per row
+            terms = terms._replace(sink_logits=terms.sink_logits.repeat_interleave(tokens))
+        mass = weights(scores.flatten(0, 1), terms, heads, sees).view(scores.shape)
+        second = torch.arange(self._copy, tokens - 1, device=keys.device)
+        found = mass[:, :, second, second - self._copy + 1].float().mean((0, 2))
+        self.scores[layer] = found.view(shape.heads, shape.group).amax(1)
+        return torch.matmul(mass.to(values.dtype), values)
+
+
+@torch.inference_mode()
+def retrieval_scores(model: Model, tokens: int = 64, streams: int = 16, seed: int = 0) -> list[list[float]]:
+    """The share of attention with which each KV head retrieves: that of its best query head. [L][H].
+
+    Args:
+        model: to probe.
+        tokens: of the sequence that is repeated.
+        streams: sequences, which the score is the mean over.
+        seed: of the random tokens.
+    """
+    vocabulary = model.hf.config.get_text_config().vocab_size
+    draw = torch.Generator().manual_seed(seed)
+    first = torch.randint(vocabulary, (streams, tokens), generator=draw).to(model.device)
+    probe = _Retrieval(model, tokens)
+    model(torch.cat([first, first], 1), probe, 1)
+    return [[round(float(x), 6) for x in probe.scores[layer]] for layer in range(len(model.layers))]
+
+
+def write_head_table(model: Model, path: Path) -> list[list[float]]:
+    """Probe a model, and write the table.
+
+    Returns:
+        The scores. [L][H].
+
+    Raises:
+        OSError: the file can't be written.
+    """
+    scores = retrieval_scores(model)
+    with atomic_write(path) as file:
+        file.write(json.dumps({"importance": scores}, indent=1) + "\n")
+    return scores
