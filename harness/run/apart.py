@@ -73,7 +73,7 @@ class CellRun:
     positions: PositionMode
     limit: int | None
     seed: int
-    evict: Evict
+    evict: Evict = 1
     block: int | None
     walk: bool
     threads: int
