@@ -7,6 +7,8 @@ Random weights of a small published shape, one thread, full caches. Compare only
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -18,7 +20,17 @@ from kvbench.harness.models.hub import model_directory
 from kvbench.harness.models.load import load_model
 
 CAPACITY = 512
-POLICIES = [name for name in plugins.policy_names() if plugins.policy_class(name).caches]
+
+
+def runs_alone(name: str) -> bool:
+    """Whether a policy needs no file, and evicts without a prompt."""
+    kind = plugins.policy_class(name)
+    return (
+        kind.caches and not kind.outcome and all(field.default is not dataclasses.MISSING for field in dataclasses.fields(kind))
+    )
+
+
+POLICIES = [name for name in plugins.policy_names() if runs_alone(name)]
 
 
 @pytest.fixture(scope="module", autouse=True)
