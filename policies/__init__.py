@@ -5,10 +5,10 @@ if __name__ != "kvbench.policies":
 
 from kvbench.policies.policy import Composed, Policy, PositionMode, Scope
 from kvbench.policies.statistic import Attention, HeadSizes, Seen, Statistic, Written
-from kvbench.policies.statistics import AttentionSum, KeyNorm, RecentAttention, TokenId, ValueNorm
+from kvbench.policies.statistics import AttentionSum, KeyNorm, Recent, RecentAttention, TokenId, ValueNorm
 from kvbench.policies.view import CacheView
 
 __all__ = [
-    "Attention", "AttentionSum", "CacheView", "Composed", "HeadSizes", "KeyNorm", "Policy", "PositionMode", "RecentAttention",
-    "Scope", "Seen", "Statistic", "TokenId", "ValueNorm", "Written",
+    "Attention", "AttentionSum", "CacheView", "Composed", "HeadSizes", "KeyNorm", "Policy", "PositionMode", "Recent",
+    "RecentAttention", "Scope", "Seen", "Statistic", "TokenId", "ValueNorm", "Written",
 ]  # fmt: skip

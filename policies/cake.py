@@ -21,34 +21,10 @@ from torch.nn.functional import avg_pool1d
 
 from kvbench.policies.policy import Policy
 from kvbench.policies.shares import integer_shares
-from kvbench.policies.statistic import Attention, HeadSizes, Statistic
+from kvbench.policies.statistics import RecentAttentionByQueryHead
 from kvbench.policies.view import CacheView
 
 _NEVER_ZERO = 1e-10  # keeps the logarithm finite
-
-
-@dataclass(frozen=True)
-class RecentByQueryHead(Statistic):
-    """Attention from each of the `window` newest queries, by query head: [B, H, S, G, window].
-
-    The query of step t is at index `t % window`. Queries from before the token was cached give 0.
-    """
-
-    window: int  # steps
-
-    @property
-    def last(self) -> int:
-        """The window."""
-        return self.window
-
-    def shape(self, sizes: HeadSizes) -> tuple[int, ...]:
-        """One number per query head of the group and query of the window."""
-        return sizes.group, self.window
-
-    def update(self, state: Tensor, attention: Attention, view: CacheView) -> Tensor:
-        """Put this step's attention in the place of the oldest. [B, H, S, G, window] float32."""
-        at = torch.arange(self.window, device=state.device) == (view.step % self.window)[..., None, None]
-        return torch.where(at, attention.weights.transpose(2, 3)[..., None], state)
 
 
 @dataclass(frozen=True)
@@ -64,9 +40,9 @@ class Cake(Policy):
     tau2: float = 1.0  # the larger, the less a layer's variance matters
 
     @property
-    def statistics(self) -> tuple[RecentByQueryHead]:
+    def statistics(self) -> tuple[RecentAttentionByQueryHead]:
         """The window's attention."""
-        return (RecentByQueryHead(self.window or 32),)
+        return (RecentAttentionByQueryHead(self.window or 32),)
 
     def bind(self, capacity: int) -> Self:
         """Resolve the window; one more token is kept at least. A variance needs two queries."""
@@ -80,7 +56,7 @@ class Cake(Policy):
     def importance(self, view: CacheView) -> Tensor:
         """Mean + gamma * variance over the window's queries, averaged over neighbours. [B, H, S] float32."""
         assert self.window is not None, "bind first"
-        variance, mean = torch.var_mean(view.state(RecentByQueryHead(self.window)), -1)
+        variance, mean = torch.var_mean(view.state(RecentAttentionByQueryHead(self.window)), -1)
         score = (mean + self.gamma * variance).mean(-1).masked_fill(~self._older(view), 0)
         pooled = avg_pool1d(view.by_rank(score), self.kernel, 1, self.kernel // 2)
         return view.by_slot(pooled).masked_fill(view.age < self.window, inf)
@@ -105,7 +81,7 @@ class Cake(Policy):
         """How much a layer wants to keep. [B] float64."""
         assert self.window is not None, "bind first"
         older = self._older(view)[..., None, None]
-        weights = view.state(RecentByQueryHead(self.window)).masked_fill(~older, 0).double()
+        weights = view.state(RecentAttentionByQueryHead(self.window)).masked_fill(~older, 0).double()
         entropy = -(weights * (weights + _NEVER_ZERO).log()).flatten(1).sum(-1)
         variance = weights.var(-1).flatten(1).sum(-1)
         return entropy.clamp(min=0) ** (1 / self.tau1) * variance ** (1 / self.tau2)

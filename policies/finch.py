@@ -18,17 +18,17 @@ from torch import Tensor
 
 from kvbench.policies.policy import Policy
 from kvbench.policies.statistic import Attention, Statistic
-from kvbench.policies.statistics import RecentAttention, TokenId
+from kvbench.policies.statistics import Recent, TokenId
 from kvbench.policies.view import CacheView
 
 
 @dataclass(frozen=True)
-class RecentRelativeAttention(RecentAttention):
+class RecentRelativeAttention(Recent):
     """`RecentAttention` times the number of earlier tokens that the query could see: queries with more to see count the same."""
 
     def update(self, state: Tensor, attention: Attention, view: CacheView) -> Tensor:
         """Put this step's attention in the place of the oldest. [B, H, S, window] float32."""
-        return super().update(state, Attention(weights=attention.weights * (view.count - 1)[..., None]), view)
+        return self.put(state, (attention.weights * (view.count - 1)[..., None]).sum(2), view)
 
 
 @dataclass(frozen=True)

@@ -18,37 +18,23 @@ from torch import Tensor
 
 from kvbench.policies.policy import Policy
 from kvbench.policies.snapkv import pooled
-from kvbench.policies.statistic import Attention, HeadSizes, Seen, Statistic
+from kvbench.policies.statistic import Attention, Seen
+from kvbench.policies.statistics import Recent
 from kvbench.policies.view import CacheView
 
 _ROWS = 512  # keys compared with all others at a time
 
 
 @dataclass(frozen=True)
-class RecentLogits(Statistic):
-    """Logits of each of the `window` newest queries, the largest of the query group: [B, H, S, window].
-
-    The query of step t is at index `t % window`. Queries from before the token was cached give -inf.
-    """
+class RecentLogits(Recent):
+    """Logits of each of the `window` newest queries, the largest of the query group: [B, H, S, window]."""
 
     sees: ClassVar[tuple[Seen, ...]] = ("logits",)
     initial: ClassVar[float] = -inf
 
-    window: int  # steps
-
-    @property
-    def last(self) -> int:
-        """The window."""
-        return self.window
-
-    def shape(self, sizes: HeadSizes) -> tuple[int, ...]:
-        """One number per query of the window."""
-        return (self.window,)
-
     def update(self, state: Tensor, attention: Attention, view: CacheView) -> Tensor:
         """Put this step's logits in the place of the oldest. [B, H, S, window] float32."""
-        at = torch.arange(self.window, device=state.device) == (view.step % self.window)[..., None]
-        return torch.where(at, attention.logits.amax(2)[..., None], state)
+        return self.put(state, attention.logits.amax(2), view)
 
 
 @dataclass(frozen=True)

@@ -14,33 +14,17 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Literal, Self
 
-import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
 from kvbench.policies.policy import Policy
-from kvbench.policies.statistic import Attention, HeadSizes
-from kvbench.policies.statistics import RecentAttention
+from kvbench.policies.statistics import Recent, RecentAttention, RecentAttentionByQueryHead
 from kvbench.policies.view import CacheView
 
 Pool = Literal["avg", "max"]
 _DEFAULTS: dict[str, tuple[int, int, Pool]] = {
     "paper": (32, 7, "max"), "official": (32, 7, "max"), "kvpress": (64, 5, "avg"),
 }  # window, kernel, pool  # fmt: skip
-
-
-@dataclass(frozen=True)
-class RecentGroupAttention(RecentAttention):
-    """`RecentAttention` of every query head apart: [B, H, S, window, G]."""
-
-    def shape(self, sizes: HeadSizes) -> tuple[int, ...]:
-        """One number per query of the window and query head."""
-        return self.window, sizes.group
-
-    def update(self, state: Tensor, attention: Attention, view: CacheView) -> Tensor:
-        """Put this step's attention in the place of the oldest. [B, H, S, window, G] float32."""
-        at = torch.arange(self.window, device=state.device) == (view.step % self.window)[..., None]
-        return torch.where(at[..., None], attention.weights.transpose(2, 3)[..., None, :], state)
 
 
 @dataclass(frozen=True)
@@ -56,10 +40,10 @@ class SnapKV(Policy):
     group: Literal["sum", "max"] = "sum"  # over the query heads of a KV head
 
     @property
-    def statistics(self) -> tuple[RecentAttention]:
+    def statistics(self) -> tuple[Recent]:
         """The attention of the window's queries."""
         window = self.window or _DEFAULTS[self.variant][0]
-        return (RecentAttention(window) if self.group == "sum" else RecentGroupAttention(window),)
+        return (RecentAttention(window) if self.group == "sum" else RecentAttentionByQueryHead(window),)
 
     def bind(self, capacity: int) -> Self:
         """Resolve the window, kernel and pooling. The older tokens get the remaining capacity, at least one token."""
@@ -77,7 +61,7 @@ class SnapKV(Policy):
         assert self.window is not None, "bind first"
         assert self.kernel is not None, "bind first"
         assert self.pool is not None, "bind first"
-        received = view.state(self.statistics[0]).sum(3)
+        received = view.state(self.statistics[0]).sum(-1)
         received = received if self.group == "sum" else received.amax(-1)
         in_window = view.age < self.window
         older = view.by_rank(received.masked_fill(in_window | ~view.valid, 0))

@@ -14,7 +14,9 @@ from torch import Tensor
 from kvbench.policies.statistic import Attention, HeadSizes, Seen, Statistic, Written
 from kvbench.policies.view import CacheView
 
-__all__ = ["AttentionSum", "KeyNorm", "RecentAttention", "Statistic", "TokenId", "ValueNorm"]
+__all__ = [
+    "AttentionSum", "KeyNorm", "Recent", "RecentAttention", "RecentAttentionByQueryHead", "Statistic", "TokenId", "ValueNorm",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,10 @@ class AttentionSum(Statistic):
 
 
 @dataclass(frozen=True)
-class RecentAttention(Statistic):
-    """Attention from each of the `window` newest queries, this step's included, summed over the query group: [B, H, S, window].
+class Recent(Statistic):
+    """A number of each of the `window` newest queries, this step's included: [B, H, S, *k, window]. A subclass says which.
 
-    The query of step t is at index `t % window`. Queries from before the token was cached give 0.
+    The query of step t is at index `t % window`. Queries from before the token was cached give `initial`.
     """
 
     window: int  # steps
@@ -51,16 +53,38 @@ class RecentAttention(Statistic):
         """One number per query of the window."""
         return (self.window,)
 
+    def put(self, state: Tensor, newest: Tensor, view: CacheView) -> Tensor:
+        """Put this step's numbers, [B, H, S, *k], in the place of the oldest. [B, H, S, *k, window] float32."""
+        index = (view.step % self.window)[(..., *[None] * (newest.dim() - 2))]
+        return torch.where(torch.arange(self.window, device=state.device) == index, newest[..., None], state)
+
+
+@dataclass(frozen=True)
+class RecentAttention(Recent):
+    """Attention from each of the `window` newest queries, summed over the query group: [B, H, S, window]."""
+
     def update(self, state: Tensor, attention: Attention, view: CacheView) -> Tensor:
         """Put this step's attention in the place of the oldest. [B, H, S, window] float32."""
-        at = torch.arange(self.window, device=state.device) == (view.step % self.window)[..., None]
-        return torch.where(at, attention.weights.sum(2)[..., None], state)
+        return self.put(state, attention.weights.sum(2), view)
 
     def update_run(self, state: Tensor, attention: Attention, view: CacheView) -> Tensor:
         """Put the newest of these steps' attention in the place of the oldest. [B, H, S, window] float32."""
         weights = attention.weights[..., -self.window :, :].sum(2).transpose(-1, -2)  # [B, H, S, steps]
         steps = view.step[..., None] - torch.arange(weights.shape[-1] - 1, -1, -1, device=state.device)
         return state.scatter(-1, (steps % self.window).expand_as(weights), weights)
+
+
+@dataclass(frozen=True)
+class RecentAttentionByQueryHead(Recent):
+    """Attention from each of the `window` newest queries, of every query head of the group: [B, H, S, G, window]."""
+
+    def shape(self, sizes: HeadSizes) -> tuple[int, ...]:
+        """One number per query head and query of the window."""
+        return sizes.group, self.window
+
+    def update(self, state: Tensor, attention: Attention, view: CacheView) -> Tensor:
+        """Put this step's attention in the place of the oldest. [B, H, S, G, window] float32."""
+        return self.put(state, attention.weights.transpose(2, 3), view)
 
 
 @dataclass(frozen=True)

@@ -262,12 +262,6 @@ class Rows:
         self.rank.masked_fill_(self.rank >= counts[:, None], self._slots.empty_rank)
         self.free.copy_(self._row_base + counts)
 
-    def put_states(self, state: Tensor, initial: float) -> None:
-        """Set the statistic of the tokens that `put` put there, and of all other slots to its initial value. [N, n]."""
-        for x in self.states.values():
-            flat = x.flatten(0, 1)
-            flat[:, : state.shape[1]], flat[:, state.shape[1] :] = state, initial
-
     def release(self, valid: Tensor | None, due: bool, ragged: bool) -> None:
         """Evict what is due, and find the slot for the next token.
 

@@ -59,6 +59,10 @@ class Traced:
             raise NotTraceableError("several numbers per slot where one is expected")
         return self.elements[0]
 
+    def dim(self) -> int:
+        """`Tensor.dim`."""
+        return 4 if self.has_axis else 3
+
     def to(self, dtype: Any) -> Traced:
         """`Tensor.to`."""
         if dtype not in _DTYPES:
