@@ -36,7 +36,6 @@ from kvbench.harness.engine.kernels.states import why_unserved
 from kvbench.harness.engine.loop import CachedDecoder, decoder
 from kvbench.harness.engine.method import EAGER, KERNELS, TOKEN_BY_TOKEN
 from kvbench.harness.engine.model import Model, adopt
-from kvbench.harness.engine.once import read_once
 from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.slots import BUCKET, LayerShape
 from kvbench.harness.models.families import FAMILIES as FAMILY_SIZES
@@ -183,7 +182,8 @@ def test_a_family_whose_own_code_leaves_the_device():
 def test_a_prompt_that_is_evicted_once(family, policy, mode):
     model, config = meta_model(family), config_of(policy, mode)
     with OnlyDevice():
-        read, logits = read_once(model, config, tokens_of(40), 16)
+        read = CachedDecoder(model, config, 2)
+        logits = read.read_prompt(tokens_of(40), 16, once=True)
     assert logits.shape == (2, VOCABULARY)
     read_in(read, [1, 3, 1])
 

@@ -7,14 +7,21 @@ import torch
 from conftest import FAMILIES, model_of, tokens_of
 from factories import BOTH, CLOSE, MODES, POLICIES, chooser
 from reference import ListBackend
+from torch import Tensor
 
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
-from kvbench.harness.engine.method import EAGER, FASTEST, TOKEN_BY_TOKEN
-from kvbench.harness.engine.once import read_once
+from kvbench.harness.engine.method import EAGER, FASTEST, TOKEN_BY_TOKEN, Method
+from kvbench.harness.engine.model import Model
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
 from kvbench.policies.sink_window import SinkWindow
+
+
+def read_once(model: Model, config: CacheConfig, tokens: Tensor, block: int, method: Method = EAGER):
+    """A decoder that has read a prompt, and its logits."""
+    read = CachedDecoder(model, config, tokens.shape[0], method)
+    return read, read.read_prompt(tokens, block, once=True)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
