@@ -90,26 +90,37 @@ class Layout:
             made.append(self._slots(shape, parts, self.bound(kept), Cadence.from_start(room), Budget(room), tuple(statistics)))
         return made
 
-    def after_prompt(self, length: int, counts: Sequence[Sequence[int]] | Sequence[Tensor], table: Table | None) -> list[Slots]:
-        """Slots for what is kept of a prompt. Where a prompt decides, heads of a layer that keep different numbers are padded.
+    def after_prompt(self, length: int, counts: Sequence[Sequence[int]], table: Table | None) -> list[Slots]:
+        """Slots for what is kept of a prompt by budgets known beforehand.
 
         Args:
             length: tokens of the prompt.
-            counts: tokens that each head keeps, one a layer: [H], or [B, H] int64, which the host then waits for.
-            table: budgets known beforehand.
+            counts: tokens that each head keeps. [L][H].
+            table: the budgets; None if all heads have the same.
+        """
+        made, capacity = [], self._config.capacity
+        for (shape, (count, budget)), parts in self._grouped(
+            lambda layer, head: (counts[layer][head], table[layer][head] if table else capacity)
+        ).items():
+            kept = shape.kept(budget)
+            cadence, limits = self._afterwards(shape, kept, length, count)
+            made.append(self._slots(shape, parts, self.bound(kept), cadence, limits))
+        return made
+
+    def as_decided(self, length: int, counts: Sequence[Tensor]) -> list[Slots]:
+        """Slots for what is kept of a prompt that decided itself how much. Heads of a layer that differ in it are padded.
+
+        Args:
+            length: tokens of the prompt.
+            counts: tokens that each head keeps, one a layer; the host waits for them. [B, H] int64.
         """
         capacity, made = self._config.capacity, []
-        held: list[Sequence[int]] = []
-        for of_layer in counts:
-            streams = of_layer.tolist() if isinstance(of_layer, Tensor) else [of_layer]
-            if isinstance(of_layer, Tensor) and len({count for stream in streams for count in stream}) > 1:
-                return [self._uneven(length, layer, count) for layer, count in enumerate(counts) if isinstance(count, Tensor)]
-            held.append(streams[0])
-        keys = self._grouped(lambda layer, head: (held[layer][head], table[layer][head] if table else capacity))
-        for (shape, (count, budget)), parts in keys.items():
-            kept = shape.kept(budget)
-            decided = table is None and isinstance(counts[parts[0].layer], Tensor) and length > (capacity or length)
-            cadence, limits = self._afterwards(shape, shape.kept(count) if decided else kept, length, count)
+        if any(bool((count != count[0, 0]).any()) for count in counts):
+            return [self._uneven(length, layer, count) for layer, count in enumerate(counts)]
+        cut = capacity is not None and length > capacity  # a prompt that fits decides nothing
+        for (shape, count), parts in self._grouped(lambda layer, _: int(counts[layer][0, 0])).items():
+            kept = shape.kept(capacity)
+            cadence, limits = self._afterwards(shape, shape.kept(count) if cut else kept, length, count)
             made.append(self._slots(shape, parts, self.bound(kept), cadence, limits))
         return made
 

@@ -211,8 +211,10 @@ class CachedDecoder:
         """Keep what the policy wants of a prompt that is held whole."""
         whole = Whole([walk.slots for walk in self.walks], length, self._layout.bound)
         kept, known = whole.cut(self.config.capacity, table)
-        counts = [stays.sum(-1).view(self.streams, -1) for stays in kept] if known is None else known
-        self._hold(self._layout.after_prompt(length, counts, table))
+        if known is None:
+            self._hold(self._layout.as_decided(length, [stays.sum(-1).view(self.streams, -1) for stays in kept]))
+        else:
+            self._hold(self._layout.after_prompt(length, known, table))
         for walk in self.walks:
             slots = walk.slots
             slots.begin_prompt(length)
