@@ -12,6 +12,7 @@ from kvbench.harness.report.task import task_of
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _BUCKET_SLOTS = 256  # an unbounded cache grows by this many
+_SECONDS_ROUNDING, _SPEED_ROUNDING = 0.0005, 0.05  # seconds are recorded to 0.001, a speed to 0.1
 _CACHELESS = ("recompute_window", "recompute_sink_window")
 
 
@@ -41,9 +42,9 @@ def figures_from_record(record: Record) -> Iterator[Figure]:
     if size is not None and "kv_bytes" in metrics:
         yield Figure("kv_bytes", metrics["kv_bytes"], size)
     seconds, tokens, recorded = record.facts.measured_seconds, record.data.tokens, record.facts.tokens_per_second
-    if seconds and tokens and recorded is not None:
+    if seconds and tokens and recorded is not None and seconds > _SECONDS_ROUNDING:
         speed = tokens / seconds
-        rounding = 0.05 + speed * 0.0005 / seconds  # speed is recorded to 0.1, seconds to 0.001
+        rounding = _SPEED_ROUNDING + tokens / (seconds - _SECONDS_ROUNDING) - speed
         yield Figure("facts.tokens_per_second", recorded, speed, 1.01 * rounding)
 
 
