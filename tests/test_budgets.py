@@ -315,8 +315,23 @@ def test_memory_shrinks_at_a_prompts_end_and_held_is_told_from_allocated():
     read.read_prompt(tokens, 64)
     per_token = sum(shape.kv_bytes_per_token(model.dtype) for shape in model.layers)
     assert read.held_bytes == 64 * per_token
-    assert read.kv_bytes == 256 * per_token < whole.kv_bytes == 768 * per_token
+    assert read.kv_bytes == 80 * per_token < whole.kv_bytes == 768 * per_token
     assert read.state_bytes < whole.state_bytes
+
+
+@pytest.mark.parametrize("capacity", [200, 300, 600])
+@pytest.mark.parametrize("evict", [1, "prompt"])
+def test_what_is_allocated_for_a_static_table_is_hardly_more_than_what_is_held(capacity, evict):
+    model, tokens = model_of("llama"), tokens_of(2 * capacity + 40)
+    heads, layers = heads_of(model), len(model.layers)
+    table = tuple(tuple(capacity + (20 if (layer + head) % 2 else -20) for head in range(heads)) for layer in range(layers))
+    assert sum(map(sum, table)) == heads * layers * capacity
+    read = CachedDecoder(model, CacheConfig(Tabled(H2O(2), table), capacity, evict=evict))
+    read.read_prompt(tokens[:, :-40], 256)
+    assert read.held_bytes < read.kv_bytes < 1.1 * read.held_bytes
+    expected = model.kv_bytes(capacity + 40) if evict == "prompt" else model.kv_bytes(capacity)
+    read(tokens[:, -40:])
+    assert read.kv_bytes < 1.1 * expected
 
 
 def test_what_cannot_be_is_said_in_one_line():

@@ -15,7 +15,7 @@ from kvbench.harness.engine.cadence import Cadence
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.rows import writes
-from kvbench.harness.engine.slots import BUCKET, Budget, LayerShape, Part, Slots
+from kvbench.harness.engine.slots import Budget, LayerShape, Part, Slots
 from kvbench.policies import Policy, Statistic
 
 Table = Sequence[Sequence[int]]  # tokens that each head keeps. [L][H]
@@ -137,7 +137,7 @@ class Layout:
     def _afterwards(self, shape: LayerShape, kept: int | None, length: int, held: int) -> tuple[Cadence, Budget]:
         """Cadence and limits after a prompt of which a head holds `held` tokens."""
         if self._config.evict == "prompt":
-            return Cadence.from_start(None).after(length, held), Budget(None, slots=-(-(held + 1) // BUCKET) * BUCKET)
+            return Cadence.from_start(None).after(length, held), Budget.growing_from(held)
         return Cadence.from_start(kept, self._config.every).after(length, held), self._limits(shape, kept)
 
     def _limits(self, shape: LayerShape, kept: int | None) -> Budget:

@@ -70,12 +70,20 @@ class Budget:
         floor: the least a head holds, if all heads of a layer compete; None if each head has a budget of its own.
         of_rows: the budget of each row, if rows differ. [R, 1] int64.
         slots: of each row; None for as many as the capacity needs.
+        bucket: slots that a cache without a capacity grows by.
     """
 
     capacity: int | None
     floor: int | None = None
     of_rows: Tensor | None = None
     slots: int | None = None
+    bucket: int = BUCKET
+
+    @classmethod
+    def growing_from(cls, held: int) -> Budget:
+        """Of a cache that grows on from what is left of a prompt: by about an eighth, so that little lies idle."""
+        bucket = min(BUCKET, max(16, 1 << max(0, (held // 8).bit_length() - 1)))
+        return cls(None, slots=-(-(held + 1) // bucket) * bucket, bucket=bucket)
 
 
 @dataclass(frozen=True)
@@ -283,7 +291,7 @@ class Slots:
 
     def attended(self, used: int | None) -> int:
         """Slots a step looks at when up to `used` hold a token: whole buckets; all slots when None."""
-        return self.num_slots if used is None else min(self.num_slots, -(-used // BUCKET) * BUCKET)
+        return self.num_slots if used is None else min(self.num_slots, self._in_buckets(used))
 
     def usage(self, seen: int) -> tuple[int, int]:
         """(slots in use, slots attended) after `seen` tokens."""
@@ -312,7 +320,11 @@ class Slots:
     def grow(self, seen: int) -> None:
         """Make room for `seen` tokens of a stream, in whole buckets. A bounded cache has its room from the start."""
         if self.capacity is None and self.cadence.held(seen) > self.num_slots:
-            self._replace(self.tensors.extended(-(-self.cadence.held(seen) // BUCKET) * BUCKET))
+            self._replace(self.tensors.extended(self._in_buckets(self.cadence.held(seen))))
+
+    def _in_buckets(self, used: int) -> int:
+        """The next whole buckets."""
+        return -(-used // self.budget.bucket) * self.budget.bucket
 
     def kept(self, layer: int) -> list[list[list[int]]]:
         """Positions held, oldest first, per stream and KV head. Syncs with the host."""
