@@ -71,8 +71,9 @@ docs: .venv/docs  ## the documentation and the leaderboard as a site, in site/
 	$(BIN)/bench leaderboard --results leaderboard/results --out leaderboard/README.md
 	$(BIN)/python -m mkdocs build --strict
 
-picture: .venv/ready  ## the README's picture, from the records in leaderboard/results
+picture: .venv/ready  ## the README's pictures, from the records in leaderboard/results
 	$(BIN)/python docs/images/draw.py
+	$(BIN)/python docs/images/zoo.py
 
 .venv/docs: .venv/ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'

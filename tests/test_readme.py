@@ -30,13 +30,22 @@ def page(name: str) -> str:
     return (ROOT / "docs" / name).read_text(encoding="utf-8")
 
 
-@pytest.fixture(scope="module")
-def draw():
-    """The script that draws the README's picture."""
-    spec = importlib.util.spec_from_file_location("draw", ROOT / "docs/images/draw.py")
+def script(name: str):
+    """A script that draws one of the README's pictures."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs/images" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def draw():
+    return script("draw")
+
+
+@pytest.fixture(scope="module")
+def zoo():
+    return script("zoo")
 
 
 def test_every_verb_policy_task_and_suite_is_documented():
@@ -47,11 +56,13 @@ def test_every_verb_policy_task_and_suite_is_documented():
     assert [s for s in suites if f"`{s}`" not in page("suites.md")] == []
 
 
-def test_the_picture_is_drawn_from_the_records(draw):
-    drawings = draw.drawings()
+@pytest.mark.parametrize("name", ["draw", "zoo"])
+def test_the_pictures_are_drawn_from_the_records(name, request):
+    picture = request.getfixturevalue(name)
+    drawings = picture.drawings()
     assert len(drawings) == 2
     for name, svg in drawings.items():
-        assert (draw.FOLDER / name).read_text(encoding="utf-8") == svg
+        assert (picture.FOLDER / name).read_text(encoding="utf-8") == svg
         assert f"docs/images/{name}" in README
 
 
@@ -63,6 +74,22 @@ def test_the_losses_the_readme_names_are_those_of_the_picture(draw):
     assert f"which is StreamingLLM), loses {lost['sink_window', 64]:.0f} %" in text
     assert "A random choice loses more than 1,000 %" in text
     assert lost["random", 64] > 1000
+
+
+def test_who_beats_random_is_what_the_readme_says(zoo):
+    records, text = zoo.measured(), " ".join(README.split())
+    step, prompt = (zoo.losses(records, moment) for moment in zoo.MOMENTS)
+    assert len(step) == len(prompt) == int(re.search(r"(\d+) policies keep 64 tokens", text)[1])
+    assert "**Nobody beats it**, and nobody beats `sink_window`" in text
+    beside_sinks = [row for moment in zoo.MOMENTS for row in zoo.losses(records, moment, "sink_window")]
+    assert [row for row in [*step, *prompt, *beside_sinks] if row["verdict"] == zoo.BETTER] == []
+    alike = [row for row in step if row["verdict"] == zoo.ALIKE]
+    assert f"the {len(alike)} that keep sinks and newest tokens, in whatever way, are within 0.2 % of it" in text
+    assert max(max(-row["low"], row["high"]) for row in alike) < 0.2
+    made_for_prompts = {"keydiff", "cur", "leverage", "knorm", "expected_attention"}
+    most, least = (re.search(pattern, text)[1] for pattern in (r"lose at most (\d+) % when", r"(\d+) % or more when"))
+    assert max(row["loss"] for row in prompt if row["policy"] in made_for_prompts) == pytest.approx(int(most), abs=0.5)
+    assert min(row["loss"] for row in step if row["policy"] in made_for_prompts) == pytest.approx(int(least), abs=0.5)
 
 
 @pytest.mark.parametrize("name", ["SmallKeys", "Fading"])
