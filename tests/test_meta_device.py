@@ -59,7 +59,7 @@ HAS_A_TABLE = ["duo_attention", "headkv", "pyramidkv", "replay"]
 SIZES = {
     "steps": [1] * (LIMIT + 2),  # filling, full, and past the limit of mode `clamped`
     "small blocks": [5, 4, 3, 1],
-    "blocks beyond the capacity": [20, 1, 10],
+    "blocks beyond the capacity": [10, 1, 9],
 }
 
 
@@ -282,7 +282,7 @@ def test_the_code_around_the_kernels_in_triton(monkeypatch, policy, mode):
     monkeypatch.setattr(cuda_attention, "kernels", lambda: kernels)
     config = config_of(policy, mode)
     read = CachedDecoder(meta_model("llama"), config, 2, KERNELS)
-    read_in(read, [5, 1, 20, 1, 1])
+    read_in(read, [5, 1, 10, 1, 1])
     assert any(walk.steps_by_kernel for walk in read.walks) == (launched >= {"attend", "join"})
     released = [not why_untraced(w.slots.policy) and not why_unserved(w.slots) and w.slots.capacity for w in read.walks]
     assert ("release" in launched) == any(released)
