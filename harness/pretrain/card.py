@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.harness.pretrain.config import PretrainConfig
+from kvbench.harness.pretrain.samples import NAMES
 
 _FINAL_LOSS_STEPS = 200
 
@@ -31,7 +32,10 @@ def card(config: PretrainConfig, log: Path, parameters: int, about: dict[str, An
     numbers = {1: "one learnable sink token stands", 2: "two learnable sink tokens stand"}
     opening = numbers.get(config.sinks, f"{config.sinks} learnable sink tokens stand") if config.sinks else "nothing stands"
     softmax = "softmax off by one (a sink logit fixed at 0, `zero_sink` in the config)" if config.zero_sink else "plain softmax"
-    shape, training, mix = config.shape, config.training, config.text
+    shape, training = config.shape, config.training
+    decay = f"decay to a tenth over the last {training.decay:.0%} of the steps"
+    schedule = "cosine to a twentieth" if training.schedule == "cosine" else decay
+    right = "; ".join(f"{name} {share:.0%}" for name, share in rows[-1].get("right", {}).items()) or "none asked"
     return f"""# {config.name}
 
 A Llama with {parameters:,} parameters for measuring KV-cache policies, made by `bench pretrain {config.name}`:
@@ -40,11 +44,12 @@ A Llama with {parameters:,} parameters for measuring KV-cache policies, made by 
 | | |
 |---|---|
 | shape | {shape.layers} layers, width {shape.hidden}, {shape.heads} query and {shape.kv_heads} KV heads, MLP {shape.intermediate}, tied embeddings, RoPE |
-| vocabulary | {shape.vocabulary:,}, byte-level BPE trained on the same text, numbers split into pairs of digits |
-| text | by characters: PG-19 train books {mix.pg19:.0%}, record-and-query text {mix.records:.0%}, generated prose {mix.prose:.0%}; seed {config.seed} |
+| vocabulary | {shape.vocabulary:,}, byte-level BPE trained on the same text, numbers split into {shape.digits} of digits |
+| samples | {_samples(config)}; seed {config.seed} |
 | training | {rows[-1]["tokens"]:,} tokens, one pass, in samples of {training.sample}, {training.batch} samples per step |
-| optimiser | AdamW, learning rate {training.learning_rate:g}, weight decay {training.weight_decay:g}, warm-up {training.warmup:.0%}, decay to a tenth over the last {training.decay:.0%} of the steps |
-| loss | {loss:.4f} nats per token, mean of the last {len(last)} steps |
+| optimiser | AdamW, learning rate {training.learning_rate:g}, weight decay {training.weight_decay:g}, warm-up {training.warmup:.0%}, {schedule} |
+| loss | {loss:.4f} nats per counted token, mean of the last {len(last)} steps |
+| right answers | on held-out samples at the end: {right} |
 | trained on | {", ".join(f"{k} {v}" for k, v in about.items())} |
 | weights | float16 |
 
@@ -55,3 +60,20 @@ mean of all heads):
 |---:|---:|---:|
 {curve}
 """  # noqa: E501
+
+
+def _samples(config: PretrainConfig) -> str:
+    """What the model was trained on, in words."""
+    mix, repeats = config.text, config.repeats
+    sources = _shares({"PG-19 train books": mix.pg19, "record-and-query text": mix.records, "generated prose": mix.prose})
+    kinds = _shares({name: getattr(config.kinds, name) for name in NAMES})
+    words = f"{kinds} (running text: {sources})"
+    if repeats.share:
+        words += (
+            f"; {repeats.share:.0%} of all, and {repeats.later:.0%} after {repeats.until:.0%} of the steps, are repeats instead"
+        )
+    return words
+
+
+def _shares(parts: dict[str, float]) -> str:
+    return ", ".join(f"{name} {share / sum(parts.values()):.0%}" for name, share in parts.items() if share)

@@ -25,14 +25,46 @@ class Shape(_Strict):
     kv_heads: int = Field(2, ge=1)
     intermediate: int = Field(512, ge=8, description="width of the MLP")
     vocabulary: int = Field(4096, ge=300, description="tokens of the byte-level BPE, special ones included")
+    digits: Literal["pairs", "threes"] = Field(
+        "pairs", description="of a number's tokens; with threes, fixed words are one token"
+    )
 
 
 class Mix(_Strict):
-    """Share of each text source, in characters."""
+    """Share of each source in the running text, in characters."""
 
     pg19: float = Field(0.6, ge=0, description="books of the train split")
-    records: float = Field(0.2, ge=0, description="record-and-query text in StreamEval's format")
+    records: float = Field(0.2, ge=0, description="record-and-query text in StreamEval's format, without an end")
     prose: float = Field(0.2, ge=0, description="generated prose")
+
+
+class Repeats(_Strict):
+    """Random tokens in which stretches come again at random distances. They bring about heads that look things up."""
+
+    share: float = Field(0.0, ge=0, le=1, description="of the samples, in the beginning")
+    later: float = Field(0.0, ge=0, le=1, description="of the samples, after `until`")
+    until: float = Field(0.4, ge=0, le=1, description="share of the steps")
+    vocabulary: int = Field(300, ge=2, description="how many tokens they are drawn from: the first after the sinks")
+    shortest: int = Field(4, ge=2, description="tokens of a stretch")
+    longest: int = Field(12, ge=2, description="tokens of a stretch")
+
+
+class Kinds(_Strict):
+    """Relative shares of the other samples: running text, and texts that tell something and ask for it."""
+
+    text: float = Field(1.0, ge=0, description="books and prose")
+    needles: float = Field(0.0, ge=0, description="running text with a sentence in it that is asked for at the end")
+    registers: float = Field(0.0, ge=0, description="StreamEval's numbered lines and questions about any of them")
+    keys: float = Field(0.0, ge=0, description="keys with one to four values")
+    chains: float = Field(0.0, ge=0, description="keys that name keys that hold a value")
+    rest: float = Field(0.05, ge=0, description="weight in the loss of what is no answer, in records, keys and chains")
+
+
+class Short(_Strict):
+    """Shorter samples in the beginning, where heads that look things up come about much sooner."""
+
+    until: float = Field(..., gt=0, le=1, description="share of the steps")
+    sample: int = Field(..., ge=8, description="tokens; a divisor of the whole sample's")
 
 
 class Training(_Strict):
@@ -40,12 +72,16 @@ class Training(_Strict):
 
     tokens: int = Field(..., ge=1, description="tokens of text, sinks not counted")
     sample: int = Field(254, ge=8, description="tokens of text per sample, sinks not counted")
+    short: tuple[Short, ...] = Field((), description="stages of shorter samples, and more of them a step; in order")
     batch: int = Field(32, ge=1, description="samples per step")
     learning_rate: float = Field(4e-3, gt=0)
+    beta2: float = Field(0.95, gt=0, lt=1, description="of AdamW; beta1 is 0.9")
+    schedule: Literal["constant", "cosine"] = Field("constant", description="of the learning rate, before its decay")
     weight_decay: float = Field(0.1, ge=0)
     warmup: float = Field(0.02, ge=0, lt=1, description="share of the steps in which the learning rate rises")
     decay: float = Field(0.2, ge=0, lt=1, description="share of the steps, at the end, in which it falls to a tenth")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of autocast; the weights are float32")
+    initial: float = Field(0.02, gt=0, description="standard deviation of the untrained weights")
     compile: bool = Field(True, description="use torch.compile")
     probe_every: int = Field(250, ge=1, description="steps between measurements of attention to the first token")
     checkpoint_every: int = Field(500, ge=1, description="steps between checkpoints")
@@ -60,12 +96,21 @@ class PretrainConfig(_Strict):
     zero_sink: bool = Field(False, description="softmax off by one: a sink logit fixed at 0, in training and evaluation")
     shape: Shape = Shape()
     text: Mix = Mix()
+    kinds: Kinds = Kinds()
+    repeats: Repeats = Repeats()
     training: Training
 
     @property
     def steps(self) -> int:
         """Number of optimiser steps; tokens that don't fill a whole batch are dropped."""
         return self.training.tokens // (self.training.sample * self.training.batch)
+
+    def pieces(self, step: int) -> int:
+        """Number of shorter samples that a sample is cut into at a step, counted from 0."""
+        for stage in self.training.short:
+            if step < stage.until * self.steps:
+                return self.training.sample // stage.sample
+        return 1
 
 
 def find(name: str) -> Path:

@@ -1,4 +1,4 @@
-"""Measures how much attention a model gives to the first token: the strength of its attention sink."""
+"""Measures a model during training: the attention it gives to the first token, and the answers it gets right."""
 
 from __future__ import annotations
 
@@ -63,3 +63,23 @@ def attention_to_first(model: PreTrainedModel, samples: Tensor) -> Tensor:
         shares = torch.stack(list(_layer_shares))
     model.train(training)
     return shares
+
+
+@torch.inference_mode()
+def right_answers(model: PreTrainedModel, samples: Tensor, answers: Tensor) -> float:
+    """Share of answers of which the model predicts every token, given the text before it.
+
+    Args:
+        model: in any mode, which it keeps.
+        samples: [B, T] int64.
+        answers: whether a token belongs to an answer. [B, T] bool.
+    """
+    training = model.training
+    model.eval()
+    right = model(input_ids=samples, use_cache=False).logits[:, :-1].argmax(-1) == samples[:, 1:]
+    model.train(training)
+    asked = answers[:, 1:]
+    starts = (asked & ~answers[:, :-1]).flatten()
+    number = starts.cumsum(0)[asked.flatten()] - 1  # of the answer that a token belongs to
+    wrong = (~right).flatten()[asked.flatten()].float()
+    return float((wrong.new_zeros(int(starts.sum())).index_add_(0, number, wrong) == 0).float().mean())

@@ -1,4 +1,4 @@
-"""The pretraining text: books, generated records with questions, and generated prose, in one order for all models."""
+"""The running text of pretraining: books, records and generated prose, in one order for all models."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from transformers import PreTrainedTokenizerFast
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.files import atomic_write
-from kvbench.harness.data import pg19
+from kvbench.harness.data import lookups, pg19
 from kvbench.harness.data.prose import Prose
 from kvbench.harness.data.registers import HEADER, answer, question, record_line
 from kvbench.harness.pretrain.config import Mix
 
 _PIECE_CHARACTERS = 8192
-_OPEN_BOOKS = 16  # pieces are drawn from this many books at random, so that neighbours come from different ones
 _MAX_LINES_BACK = 8  # from a question to the line that answers it: half a sample
+_OPEN_BOOKS = 16  # pieces are drawn from this many books at random, so that neighbours come from different ones
 
 
 def pieces(mix: Mix, seed: int, data: Path | None) -> Iterator[str]:
@@ -82,6 +82,17 @@ def _records(seed: int) -> Iterator[str]:
                     repetition = f"Again: {record_line(first + line, contents[line])}"
                     piece += repetition if draw.random() < 0.6 else question(first + line) + answer(contents[line])
         yield piece
+
+
+def for_tokenizer(mix: Mix, seed: int, data: Path | None) -> Iterator[str]:
+    """The running text, and texts with questions in between, so that their words become tokens too."""
+    draw = random.Random(f"tokenizer/{seed}")
+    for piece in pieces(mix, seed, data):
+        yield piece
+        yield "".join(generate(draw, 20).text for generate in (lookups.registers, lookups.keys, lookups.chains))
+        for place in lookups.PLACES:
+            number = draw.randrange(1, 1000)
+            yield lookups.needle(place, number) + lookups.needle_question(place) + lookups.needle_answer(number)
 
 
 def _prose(seed: int) -> Iterator[str]:

@@ -1,31 +1,54 @@
-"""A byte-level BPE tokenizer, trained on the pretraining text; the same for every reference model."""
+"""A byte-level BPE tokenizer, trained on the pretraining text; the same for every reference model of one recipe.
+
+Numbers are split into pairs of digits; or into threes, and then numbers below 1,000 are one token, and so is what stands
+around them in records: a small model looks things up only if few tokens lie between a name and its value.
+"""
 
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from kvbench.harness.data.lookups import FIXED
+from kvbench.harness.pretrain.config import Shape
+
 SINKS = tuple(f"<|sink{i}|>" for i in range(4))  # in every model's vocabulary, even if its training text has none
-_DIGIT_PAIRS = r"\d{1,2}(?=(?:\d\d)*(?!\d))"  # pairs from the right: 44615 is 4 46 15, so 44616 differs in the last alone
+NUMBERS = [*map(str, range(1000)), *(f"{n:03}" for n in range(100))]
+_DIGITS = {  # from the right: 44615 is 4 46 15 or 44 615, so 44616 differs in the last alone
+    "pairs": r"\d{1,2}(?=(?:\d\d)*(?!\d))", "threes": r"\d{1,3}(?=(?:\d{3})*(?!\d))",
+}  # fmt: skip
 _TRAINING_PIECES = 2000
 
 
-def learn(texts: Iterator[str], vocabulary: int) -> Tokenizer:
-    """Train a tokenizer on a text."""
+def learn(texts: Iterator[str], shape: Shape) -> Tokenizer:
+    """Train a tokenizer on a text. With threes, after the sinks come the numbers, then bytes, then what the text has often."""
+    whole = (*NUMBERS, *FIXED) if shape.digits == "threes" else ()
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([  # type: ignore[assignment]
-        pre_tokenizers.Split(Regex(_DIGIT_PAIRS), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False),
+        pre_tokenizers.Split(Regex(_DIGITS[shape.digits]), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False),
     ])  # fmt: skip
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary, special_tokens=list(SINKS), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=shape.vocabulary - len(whole), special_tokens=list(SINKS), show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )  # fmt: skip
     tokenizer.train_from_iterator(itertools.islice(texts, _TRAINING_PIECES), trainer)
+    return _with_numbers(tokenizer) if whole else tokenizer
+
+
+def _with_numbers(tokenizer: Tokenizer) -> Tokenizer:
+    """The same with a token for each number and for each fixed text."""
+    made = json.loads(tokenizer.to_str())
+    learnt = sorted(made["model"]["vocab"], key=made["model"]["vocab"].__getitem__)
+    names = list(dict.fromkeys([*SINKS, *NUMBERS, *learnt]))
+    made["model"] |= {"vocab": {name: i for i, name in enumerate(names)}, "ignore_merges": True}
+    tokenizer = Tokenizer.from_str(json.dumps(made))
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in FIXED])
     return tokenizer
 
 
@@ -40,8 +63,8 @@ def wrapped(tokenizer: Tokenizer, sinks: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
-def stored(path: Path, texts: Callable[[], Iterator[str]], vocabulary: int) -> Tokenizer:
+def stored(path: Path, texts: Callable[[], Iterator[str]], shape: Shape) -> Tokenizer:
     """The tokenizer stored in a file; trained on the text and stored if the file doesn't exist."""
     if not path.exists():
-        learn(texts(), vocabulary).save(str(path))
+        learn(texts(), shape).save(str(path))
     return Tokenizer.from_file(str(path))

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset, SequentialSampler
+from torch.nn.functional import cross_entropy
+from torch.utils.data import SequentialSampler
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
@@ -20,39 +21,13 @@ from kvbench.harness.core.device import device_name
 from kvbench.harness.engine.zero_sink import ZERO_SINK
 from kvbench.harness.pretrain import curve, text, tokenizer
 from kvbench.harness.pretrain.card import card
-from kvbench.harness.pretrain.config import PretrainConfig
-from kvbench.harness.pretrain.probe import attention_to_first
+from kvbench.harness.pretrain.config import PretrainConfig, Training
+from kvbench.harness.pretrain.probe import attention_to_first, right_answers
+from kvbench.harness.pretrain.samples import NAMES, Samples, kinds_of
 
 Tell = Callable[[str], None]
 _PROBE_SAMPLES = 8
 _STEPS_PER_FLUSH = 10
-
-
-class Samples(Dataset[dict[str, Tensor]]):
-    """Shuffled pieces of one stream of tokens, each after the model's sinks. Every model is scored on the same tokens."""
-
-    def __init__(self, ids: NDArray[np.uint16], length: int, sinks: int, seed: int) -> None:
-        """Cut the stream into samples.
-
-        Args:
-            ids: the text. [N].
-            length: tokens of text in a sample.
-            sinks: sink tokens before each sample.
-            seed: of the samples' order.
-        """
-        self._ids, self._length, self._sinks = ids, length, sinks
-        self._order = np.random.default_rng(seed).permutation(len(ids) // length)
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def __getitem__(self, place: int) -> dict[str, Tensor]:
-        index = int(self._order[place])
-        part = torch.from_numpy(self._ids[index * self._length : (index + 1) * self._length].astype(np.int64))
-        labels = part.clone()
-        labels[0] = -100  # only a model with sinks could predict it
-        sinks = torch.arange(self._sinks)  # their ids are 0, 1, ...
-        return {"input_ids": torch.cat([sinks, part]), "labels": torch.cat([torch.full_like(sinks, -100), labels])}
 
 
 class _Trainer(Trainer):
@@ -68,14 +43,44 @@ class _Trainer(Trainer):
         self.losses.append((self.state.global_step + 1, loss.detach()))
         return loss
 
+    def compute_loss(self, model: Any, inputs: dict[str, Tensor], *_: Any, **__: Any) -> Tensor:
+        """Mean negative log-likelihood, weighted."""
+        ids, weights = inputs["input_ids"].flatten(0, 1), inputs["weights"].flatten(0, 1)[:, 1:].flatten()
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+        nll = cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
+        return (nll * weights).sum() / weights.sum()
+
+
+class Probe:
+    """Measures a model on samples that it is not trained on."""
+
+    def __init__(self, config: PretrainConfig, ids: NDArray[np.uint16], tokenizer: Any, device: torch.device) -> None:
+        """ids: running text for `_PROBE_SAMPLES` samples; tokenizer: without sinks; device: of the model."""
+
+        def samples(kind: str) -> dict[str, Tensor]:
+            made = Samples(config, [kind] * _PROBE_SAMPLES, ids, tokenizer, config.seed + 1, cut=False)
+            every = [made[i] for i in range(_PROBE_SAMPLES)]
+            return {name: torch.cat([x[name] for x in every]).to(device) for name in every[0]}
+
+        self._text = samples("text")["input_ids"]
+        shares = config.kinds.model_dump() | {"repeats": config.repeats.share}
+        self._asked = {name: samples(name) for name in ("repeats", *NAMES[1:]) if shares[name]}
+
+    def __call__(self, model: Any) -> dict[str, Any]:
+        """The row of the log: attention to the first token, and the share of answers that are right, by kind."""
+        shares = attention_to_first(model, self._text)
+        right = {name: right_answers(model, x["input_ids"], x["answers"]) for name, x in self._asked.items()}
+        found: dict[str, Any] = {"attention_to_first": {"largest": float(shares.max()), "mean": float(shares.mean())}}
+        return found | ({"right": right} if right else {})
+
 
 class _Log(TrainerCallback):
-    """Writes one line of JSON per step: step, tokens, loss, learning rate, and at intervals attention to the first token."""
+    """Writes one line of JSON per step: step, tokens, loss, learning rate, and at intervals what `Probe` finds."""
 
     def __init__(
-        self, path: Path, config: PretrainConfig, losses: list[tuple[int, Tensor]], samples: Tensor, tell: Tell
+        self, path: Path, config: PretrainConfig, losses: list[tuple[int, Tensor]], probe: Probe, tell: Tell
     ) -> None:  # fmt: skip
-        self._path, self._config, self._losses, self._samples, self._tell = path, config, losses, samples, tell
+        self._path, self._config, self._losses, self._probe, self._tell = path, config, losses, probe, tell
         self._rows: list[dict[str, Any]] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -88,11 +93,11 @@ class _Log(TrainerCallback):
         row: dict[str, Any] = {"step": step, "tokens": step * training.batch * training.sample, "loss": self._losses[-1][1]}
         row["learning_rate"] = lr_scheduler.get_last_lr()[0]
         if step % training.probe_every == 0 or step == state.max_steps:
-            shares = attention_to_first(getattr(model, "_orig_mod", model), self._samples)
-            row["attention_to_first"] = {"largest": float(shares.max()), "mean": float(shares.mean())}
+            row |= self._probe(getattr(model, "_orig_mod", model))
         self._rows.append(row)
         if step % _STEPS_PER_FLUSH == 0 or step == state.max_steps:
-            self._tell(f"step {step:,} of {state.max_steps:,}: loss {float(row['loss']):.3f}")
+            right = "".join(f", {name} {share:.0%}" for name, share in row.get("right", {}).items())
+            self._tell(f"step {step:,} of {state.max_steps:,}: loss {float(row['loss']):.3f}{right}")
             self._write()
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -125,9 +130,9 @@ def new_model(config: PretrainConfig) -> LlamaForCausalLM:
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=shape.vocabulary, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
-            num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
-            max_position_embeddings=config.training.sample + config.sinks, tie_word_embeddings=True,
-            bos_token_id=0 if config.sinks else None, eos_token_id=None, **attention,
+            num_hidden_layers=shape.layers,  num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
+            max_position_embeddings=config.training.sample + config.sinks, initializer_range=config.training.initial,
+            tie_word_embeddings=True, bos_token_id=0 if config.sinks else None, eos_token_id=None, **attention,
         )
     )  # fmt: skip
 
@@ -158,18 +163,20 @@ def pretrain(
     """
     out.mkdir(parents=True, exist_ok=True)
     training = config.training
-    pieces = lambda: text.pieces(config.text, config.seed, data)  # noqa: E731
-    tokens = tokenizer.stored(out / "tokenizer.json", pieces, config.shape.vocabulary)
+    learnt_from = text.for_tokenizer if config.shape.digits == "threes" else text.pieces
+    tokens = tokenizer.stored(out / "tokenizer.json", lambda: learnt_from(config.text, config.seed, data), config.shape)
     wrapped = tokenizer.wrapped(tokens, config.sinks)
     tell(f"{config.steps:,} steps of {training.batch * training.sample:,} tokens; making the text")
-    count = config.steps * training.batch * training.sample
-    ids = text.token_file(out / "text.u16", tokenizer.wrapped(tokens, 0), pieces(), count + _PROBE_SAMPLES * training.sample)  # type: ignore[no-untyped-call]
-    samples = Samples(ids[:count], training.sample, config.sinks, config.seed)
-    held_out = Samples(ids[count:], training.sample, config.sinks, config.seed)
-    probed = torch.stack([held_out[i]["input_ids"] for i in range(_PROBE_SAMPLES)]).to(device)
+    plain = tokenizer.wrapped(tokens, 0)
+    kinds = kinds_of(config, config.seed)
+    count = training.sample * (sum(kind in ("text", "needles") for kind in kinds) + _PROBE_SAMPLES)
+    ids = text.token_file(out / "text.u16", plain, text.pieces(config.text, config.seed, data), count)  # type: ignore[no-untyped-call]
+    held_out = _PROBE_SAMPLES * training.sample
+    samples = Samples(config, kinds, ids[:-held_out], plain, config.seed)
+    probe = Probe(config, ids[-held_out:], plain, device)
     trainer = _trainer(config, new_model(config), out, device, samples)
     trainer.losses = []
-    trainer.add_callback(_Log(out / "log.jsonl", config, trainer.losses, probed, tell))
+    trainer.add_callback(_Log(out / "log.jsonl", config, trainer.losses, probe, tell))
     if steps is not None:
         trainer.add_callback(_StopAfter(steps))
     checkpoints = sorted(out.glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1]))
@@ -202,13 +209,20 @@ class _StopAfter(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
 
+def _schedule(training: Training, steps: int) -> dict[str, Any]:
+    """Arguments of the Trainer."""
+    if training.schedule == "cosine":
+        return {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.05}}
+    decay = {"num_decay_steps": max(1, round(training.decay * steps)), "min_lr_ratio": 0.1}
+    return {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": decay}
+
+
 def _trainer(config: PretrainConfig, model: LlamaForCausalLM, out: Path, device: torch.device, samples: Samples) -> _Trainer:
     training, steps = config.training, config.steps
     arguments = TrainingArguments(
         output_dir=str(out), max_steps=steps, per_device_train_batch_size=training.batch, learning_rate=training.learning_rate,
-        weight_decay=training.weight_decay, adam_beta2=0.95, max_grad_norm=1.0, lr_scheduler_type="warmup_stable_decay",
-        warmup_steps=round(training.warmup * steps),
-        lr_scheduler_kwargs={"num_decay_steps": max(1, round(training.decay * steps)), "min_lr_ratio": 0.1},
+        weight_decay=training.weight_decay, adam_beta2=training.beta2, max_grad_norm=1.0,
+        warmup_steps=round(training.warmup * steps), **_schedule(training, steps),
         save_steps=training.checkpoint_every, save_total_limit=1, logging_strategy="no", report_to=[], seed=config.seed,
         data_seed=config.seed, bf16=training.dtype == "bfloat16", use_cpu=device.type == "cpu", torch_compile=training.compile,
         dataloader_num_workers=0, disable_tqdm=True, remove_unused_columns=False,

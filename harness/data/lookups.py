@@ -1,0 +1,122 @@
+"""Texts that tell something and ask for it later: what a model must learn to look up, for training and for questions.
+
+Each kind isolates one thing: a value by its name, several values, two look-ups in a row, one sentence in other text.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from kvbench.harness.data.registers import answer, question, record_line
+
+FIXED = (  # what stands around names and values: one token each in our models' tokenizer
+    ": REGISTER_CONTENT is <", "Question: What is the REGISTER_CONTENT of line ", "?\nAnswer:", ">\n", " <",
+    " = ", " = #", "Question: What is #", "Question: What does #", " lead to?\nAnswer:",
+)  # fmt: skip
+PLACES = [
+    "Arlen", "Bexford", "Corvey", "Dunmore", "Eastlow", "Farley", "Gillan", "Holm", "Istow", "Jarrow", "Kelby", "Lorne",
+    "Marsh", "Norwell", "Oxley", "Penrith", "Quorn", "Ripley", "Selby", "Thorpe", "Upton", "Velden", "Wick", "Yarrow",
+]  # fmt: skip
+_ASKED = 0.35  # questions a line, on average, once there is a line
+
+
+@dataclass
+class Lookups:
+    """A text, and where its answers are.
+
+    Attributes:
+        answers: (start, end) of every answer that follows from the text before it, in characters.
+    """
+
+    text: str = ""
+    answers: list[tuple[int, int]] = field(default_factory=list)
+
+    def ask(self, prompt: str, completion: str) -> None:
+        """Append a question and its answer."""
+        start = len(self.text) + len(prompt)
+        self.text += prompt + completion
+        self.answers.append((start, start + len(completion)))
+
+
+def registers(draw: random.Random, lines: int) -> Lookups:
+    """StreamEval's record: numbered lines, and questions about any line before."""
+    made, first, contents = Lookups(), 1 if draw.random() < 0.3 else draw.randrange(1, 10_000 - lines), []
+    for number in range(first, first + lines):
+        contents.append(draw.randint(1, 50_000))
+        made.text += record_line(number, contents[-1])
+        while draw.random() < _ASKED / (1 + _ASKED):
+            at = draw.randrange(len(contents))
+            made.ask(question(first + at), answer(contents[at]))
+    return made
+
+
+def key_line(key: int, values: list[int]) -> str:
+    """A line that gives a key its values."""
+    return f"#{key} = {' '.join(map(str, values))}\n"
+
+
+def key_question(key: int) -> str:
+    """The question about all values of a key."""
+    return f"Question: What is #{key}?\nAnswer:"
+
+
+def key_answer(values: list[int]) -> str:
+    """The right answer, as it stays in the text."""
+    return f" {' '.join(map(str, values))}\n"
+
+
+def keys(draw: random.Random, lines: int) -> Lookups:
+    """Keys in no order, with one to four values each."""
+    made, known = Lookups(), draw.sample(range(1, 1000), lines)
+    values: list[list[int]] = []
+    for key in known:
+        values.append([draw.randrange(1, 1000) for _ in range(draw.randint(1, 4))])
+        made.text += key_line(key, values[-1])
+        while draw.random() < _ASKED / (1 + _ASKED):
+            at = draw.randrange(len(values))
+            made.ask(key_question(known[at]), key_answer(values[at]))
+    return made
+
+
+def pointer_line(key: int, other: int) -> str:
+    """A line that names another key instead of a value."""
+    return f"#{key} = #{other}\n"
+
+
+def chain_question(key: int) -> str:
+    """The question about the value of the key that a key names."""
+    return f"Question: What does #{key} lead to?\nAnswer:"
+
+
+def chains(draw: random.Random, lines: int) -> Lookups:
+    """Keys that name other keys, which hold a value: two look-ups a question. Half of the lines come before what they need."""
+    made, pairs = Lookups(), max(1, lines // 2)
+    drawn = draw.sample(range(1, 1000), 2 * pairs)
+    held = {key: draw.randrange(1, 1000) for key in drawn[pairs:]}
+    told = [(key, None) for key in held] + list(zip(drawn[:pairs], held, strict=True))
+    draw.shuffle(told)
+    known: set[int] = set()
+    for key, other in told:
+        made.text += key_line(key, [held[key]]) if other is None else pointer_line(key, other)
+        known.add(key)
+        answerable = [(a, b) for a, b in zip(drawn[:pairs], held, strict=True) if a in known and b in known]
+        while answerable and draw.random() < _ASKED / (1 + _ASKED):
+            a, b = draw.choice(answerable)
+            made.ask(chain_question(a), key_answer([held[b]]))
+    return made
+
+
+def needle(place: str, number: int) -> str:
+    """A sentence that stands in other text."""
+    return f" The secret number of {place} is {number}. "
+
+
+def needle_question(place: str) -> str:
+    """The question about it."""
+    return f"\nQuestion: What is the secret number of {place}?\nAnswer:"
+
+
+def needle_answer(number: int) -> str:
+    """The right answer."""
+    return f" {number}.\n"
