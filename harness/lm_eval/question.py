@@ -8,7 +8,7 @@ from typing import Any
 
 _AFTER_A_TEXT = r"\nQuestion: "
 _PATTERNS = (  # names of tasks, and what the question begins with
-    ("kvbench_registers|ruler_.*", _AFTER_A_TEXT),
+    ("kvbench_(?!cloze|prose).*|ruler_.*", _AFTER_A_TEXT),
     ("kvbench_cloze.*", r"(?<=[.!?])\s[^.!?]*$"),  # the sentence that breaks off
     ("niah_.*", r"\nWhat (is|are all) the special magic "),
 )

@@ -1,0 +1,123 @@
+"""Questions at the end of a long text, each kind of which a policy can answer only by keeping what another would evict.
+
+Generated in the form of lm-eval's `custom_dataset`: no download, the same everywhere. What each isolates: docs/tasks/recall.md.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from datasets import Dataset
+
+from kvbench.harness.data import lookups
+from kvbench.harness.data.prose import Prose
+
+_QUESTIONS = {"train": 50, "test": 200}
+_KEYS = 40  # lines of a text; about 250 tokens of our models
+_RECENT = 5  # lines at the end, of which `recent` asks one
+_POPULAR, _ASKED = 3, 10  # keys that are asked for in the middle of a text, and how often in all
+_PROSE_CHARACTERS = 1200
+_PROSE_SEED = 1_800_000  # of the first passage; pretraining and the suites use others
+Question = dict[str, Any]
+
+
+def recent(**_: Any) -> dict[str, Dataset]:
+    """The key is one of the last five."""
+    return _splits("recent", lambda draw: _told(draw, range(_KEYS - _RECENT, _KEYS)))
+
+
+def once(**_: Any) -> dict[str, Dataset]:
+    """The key was told once, in the first half."""
+    return _splits("once", lambda draw: _told(draw, range(_KEYS // 2)))
+
+
+def popular(**_: Any) -> dict[str, Dataset]:
+    """The key was told in the first half, and asked for again and again."""
+    return _splits("popular", partial(_after_questions, popular=True))
+
+
+def distracted(**_: Any) -> dict[str, Dataset]:
+    """The key was told once, in the first half; others were asked for again and again, and are not needed any more."""
+    return _splits("distracted", partial(_after_questions, popular=False))
+
+
+def values(**_: Any) -> dict[str, Dataset]:
+    """The key has four values, and all are asked for."""
+    return _splits("values", lambda draw: _told(draw, range(_KEYS // 2), count=4))
+
+
+def chain(**_: Any) -> dict[str, Dataset]:
+    """The key names a key, and that one's value is asked for."""
+    return _splits("chain", _chain)
+
+
+def needle(**_: Any) -> dict[str, Dataset]:
+    """One sentence of another kind, in prose."""
+    return _splits("needle", _needle)
+
+
+def _splits(name: str, generate: Callable[[random.Random], Question]) -> dict[str, Dataset]:
+    draw = random.Random(f"kvbench_{name}")
+    return {split: Dataset.from_list([generate(draw) for _ in range(count)]) for split, count in _QUESTIONS.items()}
+
+
+def _question(text: str, asked: str, answer: str) -> Question:
+    return {"text": text + asked, "answer": answer.strip().rstrip(".")}
+
+
+def _records(draw: random.Random, count: int = 1) -> dict[int, list[int]]:
+    """Keys in the order in which they are told, with their values."""
+    return {key: [draw.randrange(1, 1000) for _ in range(count)] for key in draw.sample(range(1, 1000), _KEYS)}
+
+
+def _told(draw: random.Random, asked: range, count: int = 1) -> Question:
+    """Keys, and a question about one of those at the places `asked`."""
+    records = _records(draw, count)
+    key = list(records)[draw.choice(asked)]
+    text = "".join(lookups.key_line(*told) for told in records.items())
+    return _question(text, lookups.key_question(key), lookups.key_answer(records[key]))
+
+
+def _after_questions(draw: random.Random, popular: bool) -> Question:
+    """Keys with questions about a few of them in between, and a question about one of those, or about another."""
+    records = _records(draw)
+    keys = list(records)
+    known = draw.sample(keys[: _KEYS // 4], _POPULAR)
+    others = [key for key in keys[: _KEYS // 2] if key not in known]
+    after = sorted(draw.randrange(_KEYS // 4, _KEYS - _RECENT) for _ in range(_ASKED))
+    text, asked = "", list[int]()
+    for place, told in enumerate(records.items()):
+        text += lookups.key_line(*told)
+        for _ in range(after.count(place)):
+            asked.append(draw.choice(known))
+            text += lookups.key_question(asked[-1]) + lookups.key_answer(records[asked[-1]])
+    key = draw.choice(asked if popular else others)
+    return _question(text, lookups.key_question(key), lookups.key_answer(records[key]))
+
+
+def _chain(draw: random.Random) -> Question:
+    """Half of the keys name one of the others; of each pair either may come first."""
+    records = _records(draw)
+    keys = draw.sample(list(records), _KEYS)
+    names = dict(zip(keys[: _KEYS // 2], keys[_KEYS // 2 :], strict=True))
+    text = "".join(
+        lookups.pointer_line(key, names[key]) if key in names else lookups.key_line(key, value) for key, value in records.items()
+    )
+    key = draw.choice(list(names))
+    return _question(text, lookups.chain_question(key), lookups.key_answer(records[names[key]]))
+
+
+def _needle(draw: random.Random) -> Question:
+    sentences = _sentences(draw)
+    place, number = draw.choice(lookups.PLACES), draw.randrange(1, 1000)
+    at = draw.randrange(len(sentences) // 2)
+    text = " ".join(sentences[:at]) + lookups.needle(place, number) + " ".join(sentences[at:])
+    return _question(text, lookups.needle_question(place), lookups.needle_answer(number))
+
+
+def _sentences(draw: random.Random) -> list[str]:
+    text = Prose(_PROSE_SEED + draw.randrange(10_000)).text(_PROSE_CHARACTERS)
+    return [f"{sentence}." for sentence in text.replace("\n", " ").split(". ")[:-1]]

@@ -1,0 +1,71 @@
+"""The questions of kvbench_recall: each answer follows from its text, and each kind asks for what its page says."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from kvbench.harness.lm_eval import catalogue
+from kvbench.harness.lm_eval.question import question_start
+
+KINDS = ("recent", "once", "popular", "distracted", "values", "chain", "needle")
+
+
+def documents(kind: str) -> list[dict]:
+    name = f"kvbench_{kind}"
+    loaded = catalogue.task(name, 0, 1234, [], {})["tasks"][name]
+    assert len(list(loaded.training_docs())) == 50
+    return list(loaded.test_docs())
+
+
+def parts(kind: str, document: dict) -> tuple[str, str]:
+    """Text and question."""
+    start = question_start(document["text"], f"kvbench_{kind}", document)
+    return document["text"][:start], document["text"][start:]
+
+
+def told(text: str) -> list[str]:
+    """Names of the keys, in the order in which they are told."""
+    return re.findall(r"^#(\d+) = ", text, re.M)
+
+
+@pytest.mark.parametrize("kind", ["recent", "once", "popular", "distracted", "values"])
+def test_a_key_is_told_once_and_asked_for_at_the_end(kind):
+    for document in documents(kind):
+        text, question = parts(kind, document)
+        key = re.fullmatch(r"\nQuestion: What is #(\d+)\?\nAnswer:", question)[1]
+        assert re.findall(rf"^#{key} = (.*)$", text, re.M) == [document["answer"]]
+        assert len(document["answer"].split()) == (4 if kind == "values" else 1)
+        keys = told(text)
+        assert len(keys) == len(set(keys)) == 40
+        assert keys.index(key) >= 35 if kind == "recent" else keys.index(key) < 20
+        asked = re.findall(r"What is #(\d+)\?\nAnswer: (\d+)$", text, re.M)
+        assert len(asked) == (10 if kind in ("popular", "distracted") else 0)
+        assert all(f"#{name} = {value}\n" in text.split(f"What is #{name}?")[0] for name, value in asked)
+        assert (key in dict(asked)) == (kind == "popular")
+
+
+def test_a_chain_takes_two_look_ups():
+    for document in documents("chain"):
+        text, question = parts("chain", document)
+        key = re.fullmatch(r"\nQuestion: What does #(\d+) lead to\?\nAnswer:", question)[1]
+        (other,) = re.findall(rf"^#{key} = #(\d+)$", text, re.M)
+        assert re.findall(rf"^#{other} = (\d+)$", text, re.M) == [document["answer"]]
+        assert len(told(text)) == 40
+
+
+def test_a_needle_stands_once_in_the_first_half_of_prose():
+    for document in documents("needle"):
+        text, question = parts("needle", document)
+        place = re.fullmatch(r"\nQuestion: What is the secret number of (\w+)\?\nAnswer:", question)[1]
+        sentence = f"The secret number of {place} is {document['answer']}."
+        assert text.count(sentence) == 1
+        assert text.index(sentence) < 0.7 * len(text)
+        assert len(re.findall(r"\d", text)) == len(document["answer"])
+
+
+def test_kinds_are_seeded_and_differ():
+    again = {kind: documents(kind) for kind in KINDS}
+    assert {kind: documents(kind) for kind in KINDS} == again
+    assert len({docs[0]["text"] for docs in again.values()}) == len(KINDS)
