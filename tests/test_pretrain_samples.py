@@ -150,6 +150,18 @@ def test_the_loss_is_the_weighted_mean_over_predicted_tokens(tokens):
     assert _Trainer.compute_loss(None, model, batch).item() == pytest.approx(total / weight, abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("short", "says"),
+    [
+        ([{"until": 0.5, "sample": 10}], "short samples of 10 tokens don't make a sample of 64"),
+        ([{"until": 0.5, "sample": 16}, {"until": 0.4, "sample": 32}], "each stage must end after the one before it"),
+    ],
+)
+def test_stages_that_cannot_be_are_refused(short, says):
+    with pytest.raises(ValueError, match=says):
+        config(training={"tokens": 640, "sample": 64, "batch": 4, "short": short})
+
+
 def test_an_answer_is_right_if_all_its_tokens_are():
     model, ids = tiny_model("llama", vocab_size=96), tokens_of(40, 2).cpu()
     right = model(input_ids=ids).logits.argmax(-1)

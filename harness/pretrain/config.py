@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from kvbench.harness.core.errors import UserError, did_you_mean
 from kvbench.harness.suite import shipped_suites
@@ -85,6 +86,20 @@ class Training(_Strict):
     compile: bool = Field(True, description="use torch.compile")
     probe_every: int = Field(250, ge=1, description="steps between measurements of attention to the first token")
     checkpoint_every: int = Field(500, ge=1, description="steps between checkpoints")
+
+    @field_validator("short")
+    @classmethod
+    def _in_order(cls, stages: tuple[Short, ...]) -> tuple[Short, ...]:
+        if any(later.until <= earlier.until for earlier, later in pairwise(stages)):
+            raise ValueError("each stage must end after the one before it")
+        return stages
+
+    @model_validator(mode="after")
+    def _whole_pieces(self) -> Self:
+        for stage in self.short:
+            if self.sample % stage.sample:
+                raise ValueError(f"short samples of {stage.sample} tokens don't make a sample of {self.sample}")
+        return self
 
 
 class PretrainConfig(_Strict):
