@@ -79,7 +79,7 @@ def test_the_losses_the_readme_names_are_those_of_the_picture(draw):
 def test_who_beats_random_is_what_the_readme_says(zoo):
     records, text = zoo.measured(), " ".join(README.split())
     step, prompt = (zoo.losses(records, moment) for moment in zoo.MOMENTS)
-    assert len(step) == len(prompt) == int(re.search(r"(\d+) policies keep 64 tokens", text)[1])
+    assert len(step) == len(prompt) == int(re.search(r"(\d+) policies and variants keep 64 tokens", text)[1])
     assert "**Nobody beats it**, and nobody beats `sink_window`" in text
     beside_sinks = [row for moment in zoo.MOMENTS for row in zoo.losses(records, moment, "sink_window")]
     assert [row for row in [*step, *prompt, *beside_sinks] if row["verdict"] == zoo.BETTER] == []

@@ -46,7 +46,7 @@ def kinds_of(config: PretrainConfig, seed: int) -> list[str]:
 
 
 class Samples(Dataset[dict[str, Tensor]]):
-    """Samples of one length, each after the model's sinks. Every model is scored on the same tokens."""
+    """Samples, each after the model's sinks, shorter ones in the beginning. Every model is scored on the same tokens."""
 
     def __init__(
         self, config: PretrainConfig, kinds: list[str], ids: NDArray[np.uint16], tokenizer: PreTrainedTokenizerFast, seed: int,

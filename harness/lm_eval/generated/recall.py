@@ -16,7 +16,7 @@ from kvbench.harness.data import lookups
 from kvbench.harness.data.prose import Prose
 
 _QUESTIONS = {"train": 50, "test": 200}
-_KEYS = 40  # lines of a text; about 250 tokens of our models
+_KEYS = 40  # lines of a text; 200 to 440 tokens where numbers below 1,000 are one token
 _RECENT = 5  # lines at the end, of which `recent` asks one
 _POPULAR, _ASKED = 3, 10  # keys that are asked for in the middle of a text, and how often in all
 _PROSE_CHARACTERS = 1200
