@@ -170,5 +170,8 @@ def test_mistakes_are_one_line(tmp_path):
     (tmp_path / "bad.yaml").write_text("name: x\ntraining: {tokens: 5, speed: 3}\n")
     with pytest.raises(UserError, match="training.speed"):
         load(tmp_path / "bad.yaml")
+    (tmp_path / "uneven.yaml").write_text("name: x\ntraining: {tokens: 600, sample: 60, short: [{until: 0.5, sample: 16}]}\n")
+    with pytest.raises(UserError, match=r"uneven.yaml: training: short samples of 16 tokens don't make a sample of 60$"):
+        load(tmp_path / "uneven.yaml")
     with pytest.raises(UserError, match="vanilla"):
         find("vanila")

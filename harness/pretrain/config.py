@@ -152,7 +152,7 @@ def load(path: Path) -> PretrainConfig:
         return PretrainConfig(**_read(path))
     except ValidationError as error:
         first = error.errors()[0]
-        raise UserError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise UserError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg'].removeprefix('Value error, ')}") from None
 
 
 def _read(path: Path) -> dict[str, Any]:
