@@ -66,7 +66,7 @@ gpu-wheels: .venv/ready  ## what a GPU machine without network may lack, to be b
 clean:
 	rm -rf .venv .cache site
 
-.PHONY: docs picture
+.PHONY: docs picture validity
 
 docs: .venv/docs  ## the documentation and the leaderboard as a site, in site/
 	$(BIN)/bench leaderboard --results leaderboard/results --out leaderboard/README.md
@@ -75,6 +75,9 @@ docs: .venv/docs  ## the documentation and the leaderboard as a site, in site/
 picture: .venv/ready  ## the README's pictures, from the records in leaderboard/results
 	$(BIN)/python docs/images/draw.py
 	$(BIN)/python docs/images/zoo.py
+
+validity: .venv/ready  ## docs/validity.md, from the records in leaderboard/results
+	$(BIN)/python docs/validity.py
 
 .venv/docs: .venv/ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
