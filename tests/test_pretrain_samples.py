@@ -36,9 +36,9 @@ def tokens():
     return tokenizer.wrapped(tokenizer.learn(text.for_tokenizer(PROSE, 0, None), config().shape), 0)
 
 
-def samples(tokens, kinds, seed=0, cut=True, **changes) -> Samples:
+def samples(tokens, kinds, seed=0, staged=True, **changes) -> Samples:
     ids = np.array(tokens(next(text.pieces(PROSE, 0, None)))["input_ids"], np.uint16)
-    return Samples(config(**changes), kinds, np.resize(ids, 64 * (len(kinds) + 1)), tokens, seed, cut)
+    return Samples(config(**changes), kinds, np.resize(ids, 64 * (len(kinds) + 1)), tokens, seed, staged)
 
 
 def test_numbers_below_a_thousand_are_one_token_and_what_stands_around_them_too(tokens):
@@ -70,7 +70,7 @@ def test_every_answer_follows_from_the_text_before_it(seed):
 
 
 def test_needles_are_asked_for_at_the_end_and_replace_no_more_text_than_they_take(tokens):
-    made = samples(tokens, ["needles"] * 20, cut=False)
+    made = samples(tokens, ["needles"] * 20, staged=False)
     for i in range(20):
         sample = made[i]
         whole = tokens.decode(sample["input_ids"][0])
@@ -84,12 +84,22 @@ def test_needles_are_asked_for_at_the_end_and_replace_no_more_text_than_they_tak
 
 def test_repeats_count_only_where_a_stretch_comes_again():
     options = Repeats(share=1, vocabulary=50)
-    made = repeats(random.Random(3), 200, options)
+    made = repeats(random.Random(3), 200, options, 50)
     assert set(made.ids) <= set(range(4, 54))
     assert 0.2 < np.mean(made.weights) < 0.6
     counted = np.flatnonzero(made.weights)
     pairs = list(zip(made.ids, made.ids[1:], strict=False))
     assert all(pairs.index((made.ids[at - 1], made.ids[at])) < at - 1 for at in counted)
+
+
+def test_repeats_are_of_more_and_more_kinds_of_tokens(tokens):
+    options = Repeats(share=1, vocabulary=50, widest=150, widen=(0.25, 0.75))
+    assert [options.tokens(done) for done in (0, 0.25, 0.5, 0.75, 1)] == [50, 50, 100, 150, 150]
+    assert [Repeats(vocabulary=50).tokens(done) for done in (0, 1)] == [50, 50]
+    made = samples(tokens, ["repeats"] * 40, repeats=options.model_dump())
+    largest = [max(int(made[i]["input_ids"].max()) for i in places) for places in (range(10), range(30, 40))]
+    assert largest[0] < 54 <= 120 < largest[1] < 154
+    assert int(samples(tokens, ["repeats"] * 40, staged=False, repeats=options.model_dump())[0]["input_ids"].max()) > 54
 
 
 def test_a_sample_is_a_function_of_seed_and_number(tokens):
@@ -113,14 +123,14 @@ def test_samples_are_short_in_the_beginning_and_each_has_its_sinks(sinks, tokens
 
 
 def test_running_text_is_read_once_whole_and_in_pieces(tokens):
-    whole, cut = (samples(tokens, ["text"] * 3, cut=cut) for cut in (False, True))
+    whole, cut = (samples(tokens, ["text"] * 3, staged=cut) for cut in (False, True))
     for place in range(3):
         assert torch.equal(cut[place]["input_ids"].flatten(), whole[place]["input_ids"].flatten())
         assert (whole[place]["weights"][0, 1:] == 1).all()
 
 
 def test_what_is_no_answer_counts_as_little_as_the_recipe_says(tokens):
-    sample = samples(tokens, ["keys"], cut=False)[0]
+    sample = samples(tokens, ["keys"], staged=False)[0]
     answers, weights = sample["answers"][0, 1:], sample["weights"][0, 1:]
     assert answers.any()
     assert set(weights[answers].tolist()) == {1.0}

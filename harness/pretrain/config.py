@@ -26,6 +26,7 @@ class Shape(_Strict):
     kv_heads: int = Field(2, ge=1)
     intermediate: int = Field(512, ge=8, description="width of the MLP")
     vocabulary: int = Field(4096, ge=300, description="tokens of the byte-level BPE, special ones included")
+    rope_theta: float = Field(10_000.0, gt=1, description="base of RoPE; a larger one leaves more dimensions to content")
     digits: Literal["pairs", "threes"] = Field(
         "pairs", description="of a number's tokens; with threes, fixed words are one token"
     )
@@ -45,9 +46,17 @@ class Repeats(_Strict):
     share: float = Field(0.0, ge=0, le=1, description="of the samples, in the beginning")
     later: float = Field(0.0, ge=0, le=1, description="of the samples, after `until`")
     until: float = Field(0.4, ge=0, le=1, description="share of the steps")
-    vocabulary: int = Field(300, ge=2, description="how many tokens they are drawn from: the first after the sinks")
+    vocabulary: int = Field(300, ge=2, description="how many tokens they are drawn from at first: the first after the sinks")
+    widest: int | None = Field(None, ge=2, description="how many in the end; none: as many as at first")
+    widen: tuple[float, float] = Field((0.0, 0.0), description="shares of the steps between which their number grows evenly")
     shortest: int = Field(4, ge=2, description="tokens of a stretch")
     longest: int = Field(12, ge=2, description="tokens of a stretch")
+
+    def tokens(self, progress: float) -> int:
+        """How many tokens they are drawn from, given the share of the steps that are done."""
+        (start, end), last = self.widen, self.vocabulary if self.widest is None else self.widest
+        grown = 1.0 if progress >= end else max(0.0, progress - start) / (end - start)
+        return self.vocabulary + round((last - self.vocabulary) * grown)
 
 
 class Kinds(_Strict):

@@ -50,7 +50,7 @@ class Samples(Dataset[dict[str, Tensor]]):
 
     def __init__(
         self, config: PretrainConfig, kinds: list[str], ids: NDArray[np.uint16], tokenizer: PreTrainedTokenizerFast, seed: int,
-        cut: bool = True,
+        staged: bool = True,
     ) -> None:  # fmt: skip
         """Share out the running text.
 
@@ -60,9 +60,9 @@ class Samples(Dataset[dict[str, Tensor]]):
             ids: the running text. [N].
             tokenizer: without sinks.
             seed: of the order of the running text, and of what is drawn.
-            cut: into shorter samples in the beginning.
+            staged: shorter samples and fewer kinds of tokens in the beginning, as in training.
         """
-        self._cut = cut
+        self._staged = staged
         self._config, self._kinds, self._ids, self._tokenizer, self._seed = config, kinds, ids, tokenizer, seed
         reading = np.cumsum([kind in ("text", "needles") for kind in kinds])
         self._order = np.random.default_rng(seed).permutation(len(ids) // config.training.sample)
@@ -75,7 +75,7 @@ class Samples(Dataset[dict[str, Tensor]]):
     def __getitem__(self, place: int) -> dict[str, Tensor]:
         """A sample as [pieces, T] tensors: `input_ids`, `weights` in the loss, and `answers`, which follow from what was told."""
         training, kind = self._config.training, self._kinds[place]
-        pieces = self._config.pieces(place // training.batch) if self._cut else 1
+        pieces = self._config.pieces(place // training.batch) if self._staged else 1
         draw, length = random.Random(f"{self._seed}/{place}"), training.sample // pieces
         made = [self._made(kind, draw, place, length, part) for part in range(pieces)]
         sinks = self._config.sinks
@@ -88,7 +88,8 @@ class Samples(Dataset[dict[str, Tensor]]):
     def _made(self, kind: str, draw: random.Random, place: int, length: int, part: int) -> Sample:
         """At least `length` tokens. part: of the sample's running text."""
         if kind == "repeats":
-            return repeats(draw, length, self._config.repeats)
+            progress = place / len(self._kinds) if self._staged else 1.0
+            return repeats(draw, length, self._config.repeats, self._config.repeats.tokens(progress))
         if kind in ("text", "needles"):
             at = int(self._order[self._text_number[place]]) * self._config.training.sample + part * length
             text = self._ids[at : at + length].tolist()
@@ -126,11 +127,11 @@ class Samples(Dataset[dict[str, Tensor]]):
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def repeats(draw: random.Random, length: int, options: Repeats) -> Sample:
-    """Random tokens in which stretches come again. What comes again counts in the loss, but for its first token."""
+def repeats(draw: random.Random, length: int, options: Repeats, tokens: int) -> Sample:
+    """Random tokens out of the first `tokens`. Stretches come again, and that counts in the loss, but for its first token."""
     ids: list[int] = []
     weights: list[float] = []
-    first, last = len(SINKS), len(SINKS) + options.vocabulary
+    first, last = len(SINKS), len(SINKS) + tokens
     while len(ids) < length:
         size = draw.randint(options.shortest, options.longest)
         if len(ids) >= size and draw.random() < 0.5:

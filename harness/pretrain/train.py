@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -58,7 +59,7 @@ class Probe:
         """ids: running text for `_PROBE_SAMPLES` samples; tokenizer: without sinks; device: of the model."""
 
         def samples(kind: str) -> dict[str, Tensor]:
-            made = Samples(config, [kind] * _PROBE_SAMPLES, ids, tokenizer, config.seed + 1, cut=False)
+            made = Samples(config, [kind] * _PROBE_SAMPLES, ids, tokenizer, config.seed + 1, staged=False)
             every = [made[i] for i in range(_PROBE_SAMPLES)]
             return {name: torch.cat([x[name] for x in every]).to(device) for name in every[0]}
 
@@ -132,7 +133,8 @@ def new_model(config: PretrainConfig) -> LlamaForCausalLM:
             vocab_size=shape.vocabulary, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
             num_hidden_layers=shape.layers,  num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
             max_position_embeddings=config.training.sample + config.sinks, initializer_range=config.training.initial,
-            tie_word_embeddings=True, bos_token_id=0 if config.sinks else None, eos_token_id=None, **attention,
+            rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta}, tie_word_embeddings=True,
+            bos_token_id=0 if config.sinks else None, eos_token_id=None, **attention,
         )
     )  # fmt: skip
 
@@ -161,6 +163,8 @@ def pretrain(
     Raises:
         UserError: the books are not available.
     """
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # `tell` says how far it is
     out.mkdir(parents=True, exist_ok=True)
     training = config.training
     learnt_from = text.for_tokenizer if config.shape.digits == "threes" else text.pieces
