@@ -17,7 +17,7 @@ from kvbench.harness.pretrain import text, tokenizer
 from kvbench.harness.pretrain.config import Mix, PretrainConfig, Repeats
 from kvbench.harness.pretrain.probe import right_answers
 from kvbench.harness.pretrain.samples import NAMES, Samples, kinds_of, repeats
-from kvbench.harness.pretrain.train import _Trainer
+from kvbench.harness.pretrain.train import _Trainer, pretrain
 
 PROSE = Mix(pg19=0, records=0, prose=1)
 ASKING = ("registers", "keys", "chains", "needles")
@@ -178,8 +178,23 @@ def test_an_answer_is_right_if_all_its_tokens_are():
     ids[:, 1:] = torch.where(torch.arange(1, 40) >= 39, right[:, :-1], ids[:, 1:])  # the last token alone is predicted
     answers = torch.zeros_like(ids, dtype=torch.bool)
     answers[:, 39] = True
-    assert right_answers(model, ids, answers) == 1
+    assert right_answers(model, ids, answers) == (2, 2)
     answers[0, 38] = True  # now the first stream's answer has two tokens
-    assert right_answers(model, ids, answers) == 0.5
+    assert right_answers(model, ids, answers) == (1, 2)
     answers[1, 10:12] = True  # and the second stream two answers
-    assert right_answers(model, ids, answers) == pytest.approx(1 / 3)
+    assert right_answers(model, ids, answers) == (1, 3)
+
+
+def test_the_card_says_how_many_held_out_questions_are_answered(tmp_path):
+    """An exam of every kind, after training, of samples that neither training nor its log has seen."""
+    recipe = config(
+        training={"tokens": 64 * 2 * 4, "sample": 64, "batch": 2, "compile": False}, repeats={"share": 0.5, "later": 0.5}
+    )
+    directory = pretrain(recipe, tmp_path, None, torch.device("cpu"), lambda line: None)
+    rows = re.findall(
+        r"^\| (\w+) \| ([\d.]+) % \[([\d.]+), ([\d.]+)\] \| ([\d,]+) \|$", (directory / "README.md").read_text(), re.M
+    )
+    assert [row[0] for row in rows] == ["repeats", "needles", "registers", "keys", "chains"]
+    assert all(float(share) < 5 and 0 < float(high) < 20 and int(count) > 20 for _, share, _, high, count in rows)
+    again = pretrain(recipe, tmp_path, None, torch.device("cpu"), lambda line: None)  # finished: nothing is left to train
+    assert again == directory

@@ -6,19 +6,23 @@ import json
 from pathlib import Path
 from typing import Any
 
+from kvbench.harness.core.intervals import wilson
 from kvbench.harness.pretrain.config import PretrainConfig
 from kvbench.harness.pretrain.samples import NAMES
 
 _FINAL_LOSS_STEPS = 200
 
 
-def card(config: PretrainConfig, log: Path, parameters: int, about: dict[str, Any]) -> str:
+def card(
+    config: PretrainConfig, log: Path, parameters: int, found: dict[str, tuple[int, int]], about: dict[str, Any]
+) -> str:  # fmt: skip
     """The text of the model's README.
 
     Args:
         config: of the model.
         log: training log, one line of JSON per step.
         parameters: number of parameters.
+        found: right answers and questions of each kind, after training.
         about: device, threads and versions of the training run.
     """
     rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
@@ -35,7 +39,6 @@ def card(config: PretrainConfig, log: Path, parameters: int, about: dict[str, An
     shape, training = config.shape, config.training
     decay = f"decay to a tenth over the last {training.decay:.0%} of the steps"
     schedule = "cosine to a twentieth" if training.schedule == "cosine" else decay
-    right = "; ".join(f"{name} {share:.0%}" for name, share in rows[-1].get("right", {}).items()) or "none asked"
     return f"""# {config.name}
 
 A Llama with {parameters:,} parameters for measuring KV-cache policies, made by `bench pretrain {config.name}`:
@@ -49,16 +52,32 @@ A Llama with {parameters:,} parameters for measuring KV-cache policies, made by 
 | training | {rows[-1]["tokens"]:,} tokens, one pass, in samples of {training.sample}, {training.batch} samples per step |
 | optimiser | AdamW, learning rate {training.learning_rate:g}, weight decay {training.weight_decay:g}, warm-up {training.warmup:.0%}, {schedule} |
 | loss | {loss:.4f} nats per counted token, mean of the last {len(last)} steps |
-| right answers | on held-out samples at the end: {right} |
 | trained on | {", ".join(f"{k} {v}" for k, v in about.items())} |
 | weights | float16 |
 
-Attention to the first token during training, on held-out samples, over queries from the 64th on (the head with the most, and the
+{_answers(found)}Attention to the first token during training, on held-out samples, over queries from the 64th on (the head with the most, and the
 mean of all heads):
 
 | tokens | largest | mean |
 |---:|---:|---:|
 {curve}
+"""  # noqa: E501
+
+
+def _answers(found: dict[str, tuple[int, int]]) -> str:
+    """A table of the answers; empty if nothing was asked."""
+    if not found:
+        return ""
+    shares = {kind: (100 * right / count, *(100 * end for end in wilson(right, count))) for kind, (right, count) in found.items()}
+    rows = "\n".join(
+        f"| {kind} | {share:.1f} % [{low:.1f}, {high:.1f}] | {found[kind][1]:,} |" for kind, (share, low, high) in shares.items()
+    )
+    return f"""Questions about what a held-out sample told, answered with every token right (dense, float32, 95 % Wilson intervals; for repeats, stretches):
+
+| kind | right | questions |
+|---|---:|---:|
+{rows}
+
 """  # noqa: E501
 
 

@@ -66,8 +66,8 @@ def attention_to_first(model: PreTrainedModel, samples: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def right_answers(model: PreTrainedModel, samples: Tensor, answers: Tensor) -> float:
-    """Share of answers of which the model predicts every token, given the text before it.
+def right_answers(model: PreTrainedModel, samples: Tensor, answers: Tensor) -> tuple[int, int]:
+    """Number of answers of which the model predicts every token, given the text before it; and of all.
 
     Args:
         model: in any mode, which it keeps.
@@ -82,4 +82,5 @@ def right_answers(model: PreTrainedModel, samples: Tensor, answers: Tensor) -> f
     starts = (asked & ~answers[:, :-1]).flatten()
     number = starts.cumsum(0)[asked.flatten()] - 1  # of the answer that a token belongs to
     wrong = (~right).flatten()[asked.flatten()].float()
-    return float((wrong.new_zeros(int(starts.sum())).index_add_(0, number, wrong) == 0).float().mean())
+    count = int(starts.sum())
+    return int((wrong.new_zeros(count).index_add_(0, number, wrong) == 0).sum()), count

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from kvbench.harness.pretrain.probe import attention_to_first, right_answers
 from kvbench.harness.pretrain.samples import NAMES, Samples, kinds_of
 
 Tell = Callable[[str], None]
-_PROBE_SAMPLES = 8
+_PROBE_SAMPLES, _EXAM_SAMPLES = 8, 96
 _STEPS_PER_FLUSH = 10
 
 
@@ -60,19 +60,50 @@ class Probe:
 
         def samples(kind: str) -> dict[str, Tensor]:
             made = Samples(config, [kind] * _PROBE_SAMPLES, ids, tokenizer, config.seed + 1, staged=False)
-            every = [made[i] for i in range(_PROBE_SAMPLES)]
-            return {name: torch.cat([x[name] for x in every]).to(device) for name in every[0]}
+            return _together(made, range(_PROBE_SAMPLES), device)
 
         self._text = samples("text")["input_ids"]
-        shares = config.kinds.model_dump() | {"repeats": config.repeats.share}
-        self._asked = {name: samples(name) for name in ("repeats", *NAMES[1:]) if shares[name]}
+        self._asked = {name: samples(name) for name in asked(config)}
 
     def __call__(self, model: Any) -> dict[str, Any]:
         """The row of the log: attention to the first token, and the share of answers that are right, by kind."""
         shares = attention_to_first(model, self._text)
-        right = {name: right_answers(model, x["input_ids"], x["answers"]) for name, x in self._asked.items()}
+        counts = {name: right_answers(model, x["input_ids"], x["answers"]) for name, x in self._asked.items()}
+        right = {name: round(found / count, 4) for name, (found, count) in counts.items() if count}
         found: dict[str, Any] = {"attention_to_first": {"largest": float(shares.max()), "mean": float(shares.mean())}}
         return found | ({"right": right} if right else {})
+
+
+def asked(config: PretrainConfig) -> list[str]:
+    """The kinds of samples with answers."""
+    shares = config.kinds.model_dump() | {"repeats": config.repeats.share}
+    return [name for name in ("repeats", *NAMES[1:]) if shares[name]]
+
+
+def _together(samples: Samples, places: Iterable[int], device: torch.device) -> dict[str, Tensor]:
+    every = [samples[place] for place in places]
+    return {name: torch.cat([x[name] for x in every]).to(device) for name in every[0]}
+
+
+def exam(
+    model: Any, config: PretrainConfig, ids: NDArray[np.uint16], tokenizer: Any, device: torch.device
+) -> dict[str, tuple[int, int]]:  # fmt: skip
+    """Right answers and questions of every kind, in whole samples that neither training nor its log has seen.
+
+    Args:
+        model: trained.
+        config: of the model.
+        ids: running text for `_EXAM_SAMPLES` samples.
+        tokenizer: without sinks.
+        device: of the model.
+    """
+    found = {}
+    for kind in asked(config):
+        samples = Samples(config, [kind] * _EXAM_SAMPLES, ids, tokenizer, config.seed + 2, staged=False)
+        parts = [_together(samples, range(at, at + _PROBE_SAMPLES), device) for at in range(0, _EXAM_SAMPLES, _PROBE_SAMPLES)]
+        counts = [right_answers(model, part["input_ids"], part["answers"]) for part in parts]
+        found[kind] = (sum(right for right, _ in counts), sum(count for _, count in counts))
+    return {kind: (right, count) for kind, (right, count) in found.items() if count}
 
 
 class _Log(TrainerCallback):
@@ -173,11 +204,10 @@ def pretrain(
     tell(f"{config.steps:,} steps of {training.batch * training.sample:,} tokens; making the text")
     plain = tokenizer.wrapped(tokens, 0)
     kinds = kinds_of(config, config.seed)
-    count = training.sample * (sum(kind in ("text", "needles") for kind in kinds) + _PROBE_SAMPLES)
-    ids = text.token_file(out / "text.u16", plain, text.pieces(config.text, config.seed, data), count)  # type: ignore[no-untyped-call]
-    held_out = _PROBE_SAMPLES * training.sample
-    samples = Samples(config, kinds, ids[:-held_out], plain, config.seed)
-    probe = Probe(config, ids[-held_out:], plain, device)
+    ends = training.sample * np.cumsum([sum(kind in ("text", "needles") for kind in kinds), _PROBE_SAMPLES, _EXAM_SAMPLES])
+    ids = text.token_file(out / "text.u16", plain, text.pieces(config.text, config.seed, data), int(ends[-1]))  # type: ignore[no-untyped-call]
+    samples = Samples(config, kinds, ids[: ends[0]], plain, config.seed)
+    probe = Probe(config, ids[ends[0] : ends[1]], plain, device)
     trainer = _trainer(config, new_model(config), out, device, samples)
     trainer.losses = []
     trainer.add_callback(_Log(out / "log.jsonl", config, trainer.losses, probe, tell))
@@ -187,19 +217,19 @@ def pretrain(
     trainer.train(resume_from_checkpoint=str(checkpoints[-1]) if checkpoints else None)
     if trainer.state.global_step >= config.steps:
         wrapped.save_pretrained(out / "model")
-        _save_model(config, trainer.model, out, device)
+        trained = getattr(trainer.model, "_orig_mod", trainer.model)  # of torch.compile
+        _save_model(config, trained, exam(trained, config, ids[ends[1] :], plain, device), out, device)
     return out / "model"
 
 
-def _save_model(config: PretrainConfig, trained: Any, out: Path, device: torch.device) -> None:
-    """Write weights, training curve and model card."""
-    model = getattr(trained, "_orig_mod", trained)  # of torch.compile
+def _save_model(config: PretrainConfig, model: Any, found: dict[str, tuple[int, int]], out: Path, device: torch.device) -> None:
+    """Write weights, training curve and model card. found: right answers and questions by kind."""
     model.half().save_pretrained(out / "model")  # float16 halves the size
     about = {"device": device_name(device), "threads": torch.get_num_threads(), "torch": torch.__version__}
     about["transformers"] = version("transformers")
     parameters = sum(p.numel() for p in model.parameters())
     (out / "model" / curve.NAME).write_text(curve.curve(out / "log.jsonl"), encoding="utf-8")
-    (out / "model" / "README.md").write_text(card(config, out / "log.jsonl", parameters, about), encoding="utf-8")
+    (out / "model" / "README.md").write_text(card(config, out / "log.jsonl", parameters, found, about), encoding="utf-8")
 
 
 class _StopAfter(TrainerCallback):
