@@ -56,13 +56,13 @@ def test_numbers_below_a_thousand_are_one_token_and_what_stands_around_them_too(
 @pytest.mark.parametrize("seed", range(5))
 def test_every_answer_follows_from_the_text_before_it(seed):
     draw = random.Random(seed)
-    made = {kind: getattr(lookups, kind)(draw, 40) for kind in ("registers", "keys", "chains")}
+    made = {kind: getattr(lookups, kind)(draw, 40) for kind in ("registers", "close", "keys", "chains")}
     for kind, asked in made.items():
         assert len(asked.answers) > 3
         for start, end in asked.answers:
             before, said = asked.text[:start], asked.text[start:end].strip()
             name = re.search(r"(\d+)(?:\?| lead to\?)\nAnswer:$", before)[1]
-            if kind == "registers":
+            if kind in ("registers", "close"):
                 assert f"line {name}: REGISTER_CONTENT is {said}\n" in before
             else:
                 key = re.search(rf"^#{name} = #(\d+)$", before, re.M)[1] if kind == "chains" else name
@@ -80,6 +80,22 @@ def test_needles_are_asked_for_at_the_end_and_replace_no_more_text_than_they_tak
         assert dict(asked) == told
         answered = sample["input_ids"][sample["answers"]].tolist()
         assert all(number in tokens.decode(answered) for number in told.values())
+
+
+def test_contents_may_begin_alike():
+    made = lookups.close(random.Random(2), 40)
+    contents = [int(x) for x in re.findall(r"<(\d+)>", made.text)]
+    assert max(contents) - min(contents) <= 2000
+    assert len({x // 1000 for x in contents}) <= 3 < len({x % 1000 for x in contents})
+
+
+def test_text_may_begin_later():
+    kinds = {"text": 4, "needles": 1, "registers": 1, "close": 1, "text_from": 0.6}
+    early, late = (set(kinds_of(config(kinds=kinds), 0)[part]) for part in (slice(0, 240), slice(240, None)))
+    assert early == {"repeats", "registers", "close"}
+    assert late == {"text", "needles", "repeats", "registers", "close"}
+    before = kinds_of(config(kinds=kinds | {"text_from": 0}), 0)
+    assert [kind == "repeats" for kind in before] == [kind == "repeats" for kind in kinds_of(config(kinds=kinds), 0)]
 
 
 def test_repeats_count_only_where_a_stretch_comes_again():

@@ -65,8 +65,10 @@ class Kinds(_Strict):
     text: float = Field(1.0, ge=0, description="books and prose")
     needles: float = Field(0.0, ge=0, description="running text with a sentence in it that is asked for at the end")
     registers: float = Field(0.0, ge=0, description="StreamEval's numbered lines and questions about any of them")
+    close: float = Field(0.0, ge=0, description="the same with contents that begin alike")
     keys: float = Field(0.0, ge=0, description="keys with one to four values")
     chains: float = Field(0.0, ge=0, description="keys that name keys that hold a value")
+    text_from: float = Field(0.0, ge=0, le=1, description="share of the steps after which text and needles begin")
     rest: float = Field(0.05, ge=0, description="weight in the loss of what is no answer, in records, keys and chains")
 
 

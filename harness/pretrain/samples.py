@@ -21,7 +21,8 @@ from kvbench.harness.data.lookups import Lookups
 from kvbench.harness.pretrain.config import Kinds, PretrainConfig, Repeats
 from kvbench.harness.pretrain.tokenizer import SINKS
 
-NAMES = ("text", "needles", "registers", "keys", "chains")
+READING = ("text", "needles")  # samples of running text
+NAMES = (*READING, "registers", "close", "keys", "chains")
 _LINE_TOKENS = 5  # at least, of a text with questions; what is longer than a sample is cut off
 _MOST_NEEDLES, _NEEDLE_TOKENS = 3, 40
 
@@ -42,6 +43,10 @@ def kinds_of(config: PretrainConfig, seed: int) -> list[str]:
     repeated = draw.random(total) < np.where(early, repeats.share, repeats.later)
     shares = np.array([getattr(config.kinds, name) for name in NAMES])
     drawn = draw.choice(len(NAMES), total, p=shares / shares.sum())
+    before = int(config.kinds.text_from * total)
+    if before:
+        asking = shares * [name not in READING for name in NAMES]
+        drawn[:before] = draw.choice(len(NAMES), before, p=asking / asking.sum())
     return ["repeats" if again else NAMES[kind] for again, kind in zip(repeated, drawn, strict=True)]
 
 
@@ -64,7 +69,7 @@ class Samples(Dataset[dict[str, Tensor]]):
         """
         self._staged = staged
         self._config, self._kinds, self._ids, self._tokenizer, self._seed = config, kinds, ids, tokenizer, seed
-        reading = np.cumsum([kind in ("text", "needles") for kind in kinds])
+        reading = np.cumsum([kind in READING for kind in kinds])
         self._order = np.random.default_rng(seed).permutation(len(ids) // config.training.sample)
         assert len(self._order) >= int(reading[-1]), "the running text is too short"
         self._text_number = reading - 1
@@ -90,7 +95,7 @@ class Samples(Dataset[dict[str, Tensor]]):
         if kind == "repeats":
             progress = place / len(self._kinds) if self._staged else 1.0
             return repeats(draw, length, self._config.repeats, self._config.repeats.tokens(progress))
-        if kind in ("text", "needles"):
+        if kind in READING:
             at = int(self._order[self._text_number[place]]) * self._config.training.sample + part * length
             text = self._ids[at : at + length].tolist()
             return self._with_needles(draw, text) if kind == "needles" else Sample(text, [1.0] * length, [False] * length)

@@ -24,7 +24,7 @@ from kvbench.harness.pretrain import curve, text, tokenizer
 from kvbench.harness.pretrain.card import card
 from kvbench.harness.pretrain.config import PretrainConfig, Training
 from kvbench.harness.pretrain.probe import attention_to_first, right_answers
-from kvbench.harness.pretrain.samples import NAMES, Samples, kinds_of
+from kvbench.harness.pretrain.samples import NAMES, READING, Samples, kinds_of
 
 Tell = Callable[[str], None]
 _PROBE_SAMPLES, _EXAM_SAMPLES = 8, 96
@@ -77,7 +77,7 @@ class Probe:
 def asked(config: PretrainConfig) -> list[str]:
     """The kinds of samples with answers."""
     shares = config.kinds.model_dump() | {"repeats": config.repeats.share}
-    return [name for name in ("repeats", *NAMES[1:]) if shares[name]]
+    return [name for name in ("repeats", *NAMES) if name != "text" and shares[name]]
 
 
 def _together(samples: Samples, places: Iterable[int], device: torch.device) -> dict[str, Tensor]:
@@ -204,7 +204,7 @@ def pretrain(
     tell(f"{config.steps:,} steps of {training.batch * training.sample:,} tokens; making the text")
     plain = tokenizer.wrapped(tokens, 0)
     kinds = kinds_of(config, config.seed)
-    ends = training.sample * np.cumsum([sum(kind in ("text", "needles") for kind in kinds), _PROBE_SAMPLES, _EXAM_SAMPLES])
+    ends = training.sample * np.cumsum([sum(kind in READING for kind in kinds), _PROBE_SAMPLES, _EXAM_SAMPLES])
     ids = text.token_file(out / "text.u16", plain, text.pieces(config.text, config.seed, data), int(ends[-1]))  # type: ignore[no-untyped-call]
     samples = Samples(config, kinds, ids[: ends[0]], plain, config.seed)
     probe = Probe(config, ids[ends[0] : ends[1]], plain, device)
