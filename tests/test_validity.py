@@ -54,28 +54,60 @@ def test_correlations_are_scipys(validity):
 def test_the_same_order_is_1_and_the_reverse_is_minus_1(validity):
     published = dict(zip(NAMES, range(6), strict=True))
     for sign in (1, -1):
-        found = validity.agreement(
-            validity.in_common([source(validity, [published] * 2)], ours(validity, {k: sign * v for k, v in published.items()}))
-        )
-        assert (found.tables, found.policies, found.tau, found.rho) == (2, 6, sign, pytest.approx(sign))
-        assert found.tau_interval == (sign, sign)
+        task = ours(validity, {name: sign * score for name, score in published.items()})
+        found = validity.agreement(validity.in_common([source(validity, [published] * 2)], task))
+        assert (found.tables, found.policies, found.tau, found.rho) == (2, 6, pytest.approx(sign), pytest.approx(sign))
+        assert found.tau_interval == pytest.approx((sign, sign))
+        assert found.p < 0.02 if sign == 1 else found.p == 1
 
 
-def test_scores_that_are_noise_have_an_interval_around_0(validity):
+def test_three_policies_in_order_may_be_luck(validity):
+    published = {"window": 1.0, "h2o": 2.0, "tova": 3.0}
+    found = validity.agreement(validity.in_common([source(validity, [published])], ours(validity, published)))
+    assert found.tau == pytest.approx(1)
+    assert found.p == pytest.approx(1 / 6, abs=0.04)  # one of six orders
+
+
+def test_noise_in_our_scores_widens_the_interval(validity):
     published = dict(zip(NAMES, range(6), strict=True))
-    found = validity.agreement(
-        validity.in_common([source(validity, [published])], ours(validity, dict.fromkeys(NAMES, 0.5), noise=0.1))
+    scores = {name: score / 100 for name, score in published.items()}
+    noisy, sure = (
+        validity.agreement(validity.in_common([source(validity, [published])], ours(validity, scores, noise=noise)))
+        for noise in (0.05, 0.0001)
     )
-    assert np.isnan(found.tau)
-    assert found.tau_interval[0] < -0.3
-    assert found.tau_interval[1] > 0.3
+    assert sure.tau_interval == pytest.approx((1, 1))
+    assert noisy.tau == pytest.approx(1)
+    assert noisy.tau_interval[0] < 0.3
+
+
+def test_tables_that_differ_widen_it_too(validity):
+    up, down = (dict(zip(NAMES, order, strict=True)) for order in (range(6), range(6, 0, -1)))
+    found = validity.agreement(validity.in_common([source(validity, [up, up, down])], ours(validity, up)))
+    assert found.tau == pytest.approx(1 / 3)
+    assert found.tau_interval == pytest.approx((-1, 1))
+
+
+def test_policies_that_score_alike_have_no_order(validity):
+    published = dict(zip(NAMES, range(6), strict=True))
+    assert (
+        validity.agreement(validity.in_common([source(validity, [published])], ours(validity, dict.fromkeys(NAMES, 0.5)))) is None
+    )
 
 
 def test_only_the_rule_that_was_run_counts(validity):
     published = {"window": 1.0, "h2o": 2.0, "tova": 3.0}
     task = ours(validity, published)
-    assert len(validity.in_common([source(validity, [published])], task)[0]) == 3
-    assert validity.in_common([source(validity, [published], {"tova": {"name": "tova", "variant": "kvpress"}})], task) == []
+    assert len(validity.in_common([source(validity, [published])], task).tables[0]) == 3
+    assert (
+        validity.in_common([source(validity, [published], {"tova": {"name": "tova", "variant": "kvpress"}})], task).tables == []
+    )
+    nested = {"name": "chunkkv", "score": {"name": "snapkv", "variant": "kvpress"}}
+    cell = SimpleNamespace(
+        policy="chunkkv", parameters=parameters_of(policy_from("chunkkv", {"score": nested["score"]}).bind(64))
+    )
+    bound = validity.Ours("small", "a task", "seen", [SimpleNamespace(cell=cell)], [np.zeros(1)])
+    assert bound.of(nested) is not None
+    assert bound.of({"name": "chunkkv", "score": {"name": "snapkv", "variant": "paper"}}) is None
 
 
 def test_a_source_agrees_with_itself_as_its_tables_do(validity):
@@ -85,19 +117,17 @@ def test_a_source_agrees_with_itself_as_its_tables_do(validity):
     assert validity.among_themselves(source(validity, [up])) is None
 
 
-def test_the_page_names_the_best_task_and_those_that_mislead(validity):
+def test_the_page_names_the_best_task(validity):
     published = dict(zip(NAMES, range(6), strict=True))
     good = ours(validity, published)
-    bad = validity.Ours(
-        "small",
-        "misleading",
-        "unseen",
-        *[ours(validity, {k: -v for k, v in published.items()}).__dict__[k] for k in ("records", "draws")],
+    alike, bad = (
+        validity.Ours("small", name, "unseen", *(getattr(ours(validity, scores), part) for part in ("records", "draws")))
+        for name, scores in (("alike", dict.fromkeys(NAMES, 0.5)), ("misleading", {k: -v for k, v in published.items()}))
     )
-    text = validity.page([source(validity, [published])], [bad, good])
-    assert "1 of 2 tasks order policies surely more alike than by chance; best is a task." in text
-    assert "Surely the other way round: misleading." in text
+    text = validity.page([source(validity, [published])], [bad, alike, good])
+    assert "More alike than by lot (Holm, 5 %): a task. Best is a task. The same score for all policies: alike." in text
     assert "| small | a task | 1 | 6 | +1.00 [+1.00, +1.00]" in text
+    assert text.index("| small | a task | 1") < text.index("| small | misleading | 1")
 
 
 def test_every_published_policy_is_one_of_ours(validity):
