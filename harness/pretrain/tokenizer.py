@@ -18,6 +18,7 @@ from kvbench.harness.data.lookups import FIXED
 from kvbench.harness.pretrain.config import Shape
 
 SINKS = tuple(f"<|sink{i}|>" for i in range(4))  # in every model's vocabulary, even if its training text has none
+_SINGLE_DIGITS = [*map(str, range(10))]
 NUMBERS = [*map(str, range(1000)), *(f"{n:03}" for n in range(100))]
 _DIGITS = {  # from the right: 44615 is 4 46 15 or 44 615, so 44616 differs in the last alone
     "pairs": r"\d{1,2}(?=(?:\d\d)*(?!\d))", "threes": r"\d{1,3}(?=(?:\d{3})*(?!\d))",
@@ -29,15 +30,18 @@ def learn(texts: Iterator[str], shape: Shape) -> Tokenizer:
     """Train a tokenizer on a text. With threes, after the sinks come the numbers, then bytes, then what the text has often."""
     whole = (*NUMBERS, *FIXED) if shape.digits == "threes" else ()
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([  # type: ignore[assignment]
-        pre_tokenizers.Split(Regex(_DIGITS[shape.digits]), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False),
-    ])  # fmt: skip
+    split = pre_tokenizers.Split(Regex(_DIGITS[shape.digits]), "isolated")
+    bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    no_digits = pre_tokenizers.Split(Regex(r"\d+"), "removed")  # they have tokens of their own
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([no_digits if whole else split, bytewise])  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    digits = len(_SINGLE_DIGITS) if whole else 0  # bytes and numbers at once
     trainer = trainers.BpeTrainer(
-        vocab_size=shape.vocabulary - len(whole), special_tokens=list(SINKS), show_progress=False,
+        vocab_size=shape.vocabulary - len(whole) + digits, special_tokens=list(SINKS), show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )  # fmt: skip
     tokenizer.train_from_iterator(itertools.islice(texts, _TRAINING_PIECES), trainer)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, bytewise])  # type: ignore[assignment]
     return _with_numbers(tokenizer) if whole else tokenizer
 
 
