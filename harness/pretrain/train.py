@@ -47,7 +47,8 @@ class _Trainer(Trainer):
     def compute_loss(self, model: Any, inputs: dict[str, Tensor], *_: Any, **__: Any) -> Tensor:
         """Mean negative log-likelihood, weighted."""
         ids, weights = inputs["input_ids"].flatten(0, 1), inputs["weights"].flatten(0, 1)[:, 1:].flatten()
-        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+        predicting = torch.arange(ids.shape[1] - 1, device=ids.device)
+        logits = model(input_ids=ids, use_cache=False, logits_to_keep=predicting).logits
         nll = cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
         return (nll * weights).sum() / weights.sum()
 
