@@ -51,7 +51,8 @@ def test_a_chain_takes_two_look_ups():
         text, question = parts("chain", document)
         key = re.fullmatch(r"\nQuestion: What does #(\d+) lead to\?\nAnswer:", question)[1]
         (other,) = re.findall(rf"^#{key} = #(\d+)$", text, re.M)
-        assert re.findall(rf"^#{other} = (\d+)$", text, re.M) == [document["answer"]]
+        (value,) = re.findall(rf"^#{other} = (\d+)$", text, re.M)
+        assert document["answer"] == f"{other} {value}"
         assert len(told(text)) == 40
 
 

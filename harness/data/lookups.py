@@ -96,6 +96,11 @@ def chain_question(key: int) -> str:
     return f"Question: What does #{key} lead to?\nAnswer:"
 
 
+def chain_answer(key: int, value: int) -> str:
+    """The right answer: the key that is named, and its value."""
+    return f" {key} {value}\n"
+
+
 def chains(draw: random.Random, lines: int) -> Lookups:
     """Keys that name other keys, which hold a value: two look-ups a question. Half of the lines come before what they need."""
     made, pairs = Lookups(), max(1, lines // 2)
@@ -110,7 +115,7 @@ def chains(draw: random.Random, lines: int) -> Lookups:
         answerable = [(a, b) for a, b in zip(drawn[:pairs], held, strict=True) if a in known and b in known]
         while answerable and draw.random() < _ASKED / (1 + _ASKED):
             a, b = draw.choice(answerable)
-            made.ask(chain_question(a), key_answer([held[b]]))
+            made.ask(chain_question(a), chain_answer(b, held[b]))
     return made
 
 

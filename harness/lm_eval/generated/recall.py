@@ -50,7 +50,7 @@ def values(**_: Any) -> dict[str, Dataset]:
 
 
 def chain(**_: Any) -> dict[str, Dataset]:
-    """The key names a key, and that one's value is asked for."""
+    """The key names a key; that one and its value are asked for."""
     return _splits("chain", _chain)
 
 
@@ -107,7 +107,7 @@ def _chain(draw: random.Random) -> Question:
         lookups.pointer_line(key, names[key]) if key in names else lookups.key_line(key, value) for key, value in records.items()
     )
     key = draw.choice(list(names))
-    return _question(text, lookups.chain_question(key), lookups.key_answer(records[names[key]]))
+    return _question(text, lookups.chain_question(key), lookups.chain_answer(names[key], *records[names[key]]))
 
 
 def _needle(draw: random.Random) -> Question:
