@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import SequentialSampler
@@ -23,11 +22,11 @@ from kvbench.harness.engine.zero_sink import ZERO_SINK
 from kvbench.harness.pretrain import curve, text, tokenizer
 from kvbench.harness.pretrain.card import card
 from kvbench.harness.pretrain.config import PretrainConfig, Training
-from kvbench.harness.pretrain.probe import attention_to_first, right_answers
-from kvbench.harness.pretrain.samples import NAMES, READING, Samples, kinds_of
+from kvbench.harness.pretrain.held_out import HeldOut
+from kvbench.harness.pretrain.samples import READING, Samples, kinds_of
 
 Tell = Callable[[str], None]
-_PROBE_SAMPLES, _EXAM_SAMPLES = 8, 96
+_LOG_SAMPLES, _CARD_SAMPLES = 8, 96  # held out, of a kind
 _STEPS_PER_FLUSH = 10
 
 
@@ -53,67 +52,13 @@ class _Trainer(Trainer):
         return (nll * weights).sum() / weights.sum()
 
 
-class Probe:
-    """Measures a model on samples that it is not trained on."""
-
-    def __init__(self, config: PretrainConfig, ids: NDArray[np.uint16], tokenizer: Any, device: torch.device) -> None:
-        """ids: running text for `_PROBE_SAMPLES` samples; tokenizer: without sinks; device: of the model."""
-
-        def samples(kind: str) -> dict[str, Tensor]:
-            made = Samples(config, [kind] * _PROBE_SAMPLES, ids, tokenizer, config.seed + 1, staged=False)
-            return _together(made, range(_PROBE_SAMPLES), device)
-
-        self._text = samples("text")["input_ids"]
-        self._asked = {name: samples(name) for name in asked(config)}
-
-    def __call__(self, model: Any) -> dict[str, Any]:
-        """The row of the log: attention to the first token, and the share of answers that are right, by kind."""
-        shares = attention_to_first(model, self._text)
-        counts = {name: right_answers(model, x["input_ids"], x["answers"]) for name, x in self._asked.items()}
-        right = {name: round(found / count, 4) for name, (found, count) in counts.items() if count}
-        found: dict[str, Any] = {"attention_to_first": {"largest": float(shares.max()), "mean": float(shares.mean())}}
-        return found | ({"right": right} if right else {})
-
-
-def asked(config: PretrainConfig) -> list[str]:
-    """The kinds of samples with answers."""
-    shares = config.kinds.model_dump() | {"repeats": config.repeats.share}
-    return [name for name in ("repeats", *NAMES) if name != "text" and shares[name]]
-
-
-def _together(samples: Samples, places: Iterable[int], device: torch.device) -> dict[str, Tensor]:
-    every = [samples[place] for place in places]
-    return {name: torch.cat([x[name] for x in every]).to(device) for name in every[0]}
-
-
-def exam(
-    model: Any, config: PretrainConfig, ids: NDArray[np.uint16], tokenizer: Any, device: torch.device
-) -> dict[str, tuple[int, int]]:  # fmt: skip
-    """Right answers and questions of every kind, in whole samples that neither training nor its log has seen.
-
-    Args:
-        model: trained.
-        config: of the model.
-        ids: running text for `_EXAM_SAMPLES` samples.
-        tokenizer: without sinks.
-        device: of the model.
-    """
-    found = {}
-    for kind in asked(config):
-        samples = Samples(config, [kind] * _EXAM_SAMPLES, ids, tokenizer, config.seed + 2, staged=False)
-        parts = [_together(samples, range(at, at + _PROBE_SAMPLES), device) for at in range(0, _EXAM_SAMPLES, _PROBE_SAMPLES)]
-        counts = [right_answers(model, part["input_ids"], part["answers"]) for part in parts]
-        found[kind] = (sum(right for right, _ in counts), sum(count for _, count in counts))
-    return {kind: (right, count) for kind, (right, count) in found.items() if count}
-
-
 class _Log(TrainerCallback):
-    """Writes one line of JSON per step: step, tokens, loss, learning rate, and at intervals what `Probe` finds."""
+    """Writes one line of JSON per step: step, tokens, loss, learning rate, and at intervals what held-out samples show."""
 
     def __init__(
-        self, path: Path, config: PretrainConfig, losses: list[tuple[int, Tensor]], probe: Probe, tell: Tell
+        self, path: Path, config: PretrainConfig, losses: list[tuple[int, Tensor]], held_out: HeldOut, tell: Tell
     ) -> None:  # fmt: skip
-        self._path, self._config, self._losses, self._probe, self._tell = path, config, losses, probe, tell
+        self._path, self._config, self._losses, self._held_out, self._tell = path, config, losses, held_out, tell
         self._rows: list[dict[str, Any]] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -126,12 +71,18 @@ class _Log(TrainerCallback):
         row: dict[str, Any] = {"step": step, "tokens": step * training.batch * training.sample, "loss": self._losses[-1][1]}
         row["learning_rate"] = lr_scheduler.get_last_lr()[0]
         if step % training.probe_every == 0 or step == state.max_steps:
-            row |= self._probe(getattr(model, "_orig_mod", model))
+            row |= self._measured(getattr(model, "_orig_mod", model))
         self._rows.append(row)
         if step % _STEPS_PER_FLUSH == 0 or step == state.max_steps:
             right = "".join(f", {name} {share:.0%}" for name, share in row.get("right", {}).items())
             self._tell(f"step {step:,} of {state.max_steps:,}: loss {float(row['loss']):.3f}{right}")
             self._write()
+
+    def _measured(self, model: Any) -> dict[str, Any]:
+        """Attention to the first token, and the share of answers that are right, by kind."""
+        shares, answers = self._held_out.attention_to_first(model), self._held_out.answers(model)
+        found: dict[str, Any] = {"attention_to_first": {"largest": float(shares.max()), "mean": float(shares.mean())}}
+        return found | ({"right": {kind: round(right / count, 4) for kind, (right, count) in answers.items()}} if answers else {})
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Write the log, so that it covers every step of the checkpoint."""
@@ -205,13 +156,14 @@ def pretrain(
     tell(f"{config.steps:,} steps of {training.batch * training.sample:,} tokens; making the text")
     plain = tokenizer.wrapped(tokens, 0)
     kinds = kinds_of(config, config.seed)
-    ends = training.sample * np.cumsum([sum(kind in READING for kind in kinds), _PROBE_SAMPLES, _EXAM_SAMPLES])
+    ends = training.sample * np.cumsum([sum(kind in READING for kind in kinds), _LOG_SAMPLES, _CARD_SAMPLES])
     ids = text.token_file(out / "text.u16", plain, text.pieces(config.text, config.seed, data), int(ends[-1]))  # type: ignore[no-untyped-call]
     samples = Samples(config, kinds, ids[: ends[0]], plain, config.seed)
-    probe = Probe(config, ids[ends[0] : ends[1]], plain, device)
+    for_log = HeldOut(config, ids[ends[0] : ends[1]], plain, config.seed + 1)
+    for_card = HeldOut(config, ids[ends[1] :], plain, config.seed + 2)
     trainer = _trainer(config, new_model(config), out, device, samples)
     trainer.losses = []
-    trainer.add_callback(_Log(out / "log.jsonl", config, trainer.losses, probe, tell))
+    trainer.add_callback(_Log(out / "log.jsonl", config, trainer.losses, for_log, tell))
     if steps is not None:
         trainer.add_callback(_StopAfter(steps))
     checkpoints = sorted(out.glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1]))
@@ -219,7 +171,7 @@ def pretrain(
     if trainer.state.global_step >= config.steps:
         wrapped.save_pretrained(out / "model")
         trained = getattr(trainer.model, "_orig_mod", trainer.model)  # of torch.compile
-        _save_model(config, trained, exam(trained, config, ids[ends[1] :], plain, device), out, device)
+        _save_model(config, trained, for_card.answers(trained), out, device)
     return out / "model"
 
 
