@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 
@@ -13,7 +14,7 @@ from conftest import tokens_of
 from kvbench.harness.data import lookups
 from kvbench.harness.data.registers import answer, question, record_line
 from kvbench.harness.models.families import tiny_model
-from kvbench.harness.pretrain import text, tokenizer
+from kvbench.harness.pretrain import text, tokenizer, train
 from kvbench.harness.pretrain.config import Mix, PretrainConfig, Repeats
 from kvbench.harness.pretrain.probe import right_answers
 from kvbench.harness.pretrain.samples import NAMES, Samples, kinds_of, repeats
@@ -196,6 +197,13 @@ def test_stages_that_cannot_be_are_refused(short, says):
         config(training={"tokens": 640, "sample": 64, "batch": 4, "short": short})
 
 
+def test_what_cannot_be_drawn_is_refused():
+    with pytest.raises(ValueError, match="text_from needs another kind of samples to begin with"):
+        config(kinds={"text": 1, "needles": 1, "text_from": 0.5})
+    with pytest.raises(ValueError, match="widen must end after it begins"):
+        Repeats(widest=400, widen=(0.5, 0.2))
+
+
 def test_an_answer_is_right_if_all_its_tokens_are():
     model, ids = tiny_model("llama", vocab_size=96), tokens_of(40, 2).cpu()
     right = model(input_ids=ids).logits.argmax(-1)
@@ -207,6 +215,25 @@ def test_an_answer_is_right_if_all_its_tokens_are():
     assert right_answers(model, ids, answers) == (1, 2)
     answers[1, 10:12] = True  # and the second stream two answers
     assert right_answers(model, ids, answers) == (1, 3)
+
+
+def test_log_and_card_measure_on_what_is_not_trained_on(tmp_path, monkeypatch):
+    made = []
+    for name in ("Samples", "HeldOut"):
+        kind = getattr(train, name)
+        at = 2 if name == "Samples" else 1  # the running text
+        monkeypatch.setattr(train, name, lambda *a, kind=kind, at=at: made.append((a[at], a[-1])) or kind(*a))
+    pretrain(
+        config(training={"tokens": 64 * 2 * 2, "sample": 64, "batch": 2, "compile": False}),
+        tmp_path,
+        None,
+        torch.device("cpu"),
+        print,
+    )
+    texts, seeds = zip(*made, strict=True)
+    assert sorted(seeds) == [0, 1, 2]
+    assert not any(np.shares_memory(a, b) for a, b in itertools.combinations(texts, 2))
+    assert [len(text) // 64 for text in texts[1:]] == [8, 96]
 
 
 def test_the_card_says_how_many_held_out_questions_are_answered(tmp_path):

@@ -52,6 +52,12 @@ class Repeats(_Strict):
     shortest: int = Field(4, ge=2, description="tokens of a stretch")
     longest: int = Field(12, ge=2, description="tokens of a stretch")
 
+    @model_validator(mode="after")
+    def _widens_later(self) -> Self:
+        if self.widen[0] > self.widen[1]:
+            raise ValueError("widen must end after it begins")
+        return self
+
     def tokens(self, progress: float) -> int:
         """How many tokens they are drawn from, given the share of the steps that are done."""
         (start, end), last = self.widen, self.vocabulary if self.widest is None else self.widest
@@ -70,6 +76,12 @@ class Kinds(_Strict):
     chains: float = Field(0.0, ge=0, description="keys that name keys that hold a value")
     text_from: float = Field(0.0, ge=0, le=1, description="share of the steps after which text and needles begin")
     rest: float = Field(0.05, ge=0, description="weight in the loss of what is no answer, in records, keys and chains")
+
+    @model_validator(mode="after")
+    def _something_before_text(self) -> Self:
+        if self.text_from and not (self.registers or self.close or self.keys or self.chains):
+            raise ValueError("text_from needs another kind of samples to begin with")
+        return self
 
 
 class Short(_Strict):

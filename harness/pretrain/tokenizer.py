@@ -18,7 +18,6 @@ from kvbench.harness.data.lookups import FIXED
 from kvbench.harness.pretrain.config import Shape
 
 SINKS = tuple(f"<|sink{i}|>" for i in range(4))  # in every model's vocabulary, even if its training text has none
-_SINGLE_DIGITS = [*map(str, range(10))]
 NUMBERS = [*map(str, range(1000)), *(f"{n:03}" for n in range(100))]
 _DIGITS = {  # from the right: 44615 is 4 46 15 or 44 615, so 44616 differs in the last alone
     "pairs": r"\d{1,2}(?=(?:\d\d)*(?!\d))", "threes": r"\d{1,3}(?=(?:\d{3})*(?!\d))",
@@ -35,7 +34,7 @@ def learn(texts: Iterator[str], shape: Shape) -> Tokenizer:
     no_digits = pre_tokenizers.Split(Regex(r"\d+"), "removed")  # they have tokens of their own
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([no_digits if whole else split, bytewise])  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    digits = len(_SINGLE_DIGITS) if whole else 0  # bytes and numbers at once
+    digits = 10 if whole else 0  # each is a byte and a number at once
     trainer = trainers.BpeTrainer(
         vocab_size=shape.vocabulary - len(whole) + digits, special_tokens=list(SINKS), show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
