@@ -26,7 +26,7 @@ ASKING = ("registers", "keys", "chains", "needles")
 
 def config(**changes) -> PretrainConfig:
     training = {"tokens": 64 * 4 * 100, "sample": 64, "batch": 4, "short": [{"until": 0.25, "sample": 16}]}
-    shape = {"hidden": 16, "layers": 2, "heads": 4, "kv_heads": 2, "vocabulary": 1700, "digits": "threes"}
+    shape = {"hidden": 16, "layers": 2, "heads": 4, "kv_heads": 2, "vocabulary": 1700, "digits": "whole"}
     kinds = {"text": 1, "needles": 1, "registers": 2, "keys": 1, "chains": 1}
     values = {"name": "tiny", "training": training, "shape": shape, "kinds": kinds, "text": PROSE.model_dump()}
     return PretrainConfig(**(values | {"repeats": {"share": 0.5, "later": 0.1, "until": 0.4}} | changes))
@@ -45,9 +45,10 @@ def samples(tokens, kinds, seed=0, staged=True, **changes) -> Samples:
 def test_numbers_below_a_thousand_are_one_token_and_what_stands_around_them_too(tokens):
     for number in (0, 7, 42, 999):
         assert tokens.tokenize(str(number)) == [str(number)]
-    assert tokens.tokenize("44005") == ["44", "005"]
+    for number, split in {1234: "12 34", 44605: "446 05", 50000: "500 00", 123456: "1 234 56", 1234567: "12 345 67"}.items():
+        assert tokens.tokenize(str(number)) == split.split()
     pieces = [tokens.decode([i]) for i in tokens(record_line(12, 44615))["input_ids"]]
-    assert pieces == ["line", " ", "12", ": REGISTER_CONTENT is <", "44", "615", ">\n"]
+    assert pieces == ["line", " ", "12", ": REGISTER_CONTENT is <", "446", "15", ">\n"]
     asked = question(12) + answer(44615)
     assert len(tokens(asked)["input_ids"]) == 7
     for written in (asked, record_line(1, 50000), "Line 3's end, 1,234 words.\n", lookups.key_line(3, [5, 77])):
@@ -57,13 +58,13 @@ def test_numbers_below_a_thousand_are_one_token_and_what_stands_around_them_too(
 @pytest.mark.parametrize("seed", range(5))
 def test_every_answer_follows_from_the_text_before_it(seed):
     draw = random.Random(seed)
-    made = {kind: getattr(lookups, kind)(draw, 40) for kind in ("registers", "close", "keys", "chains")}
+    made = {kind: getattr(lookups, kind)(draw, 40) for kind in ("registers", "keys", "chains")}
     for kind, asked in made.items():
         assert len(asked.answers) > 3
         for start, end in asked.answers:
             before, said = asked.text[:start], asked.text[start:end].strip()
             name = re.search(r"(\d+)(?:\?| lead to\?)\nAnswer:$", before)[1]
-            if kind in ("registers", "close"):
+            if kind == "registers":
                 assert f"line {name}: REGISTER_CONTENT is {said}\n" in before
             else:
                 if kind == "chains":  # the key that is named, and its value
@@ -77,7 +78,7 @@ def test_needles_are_asked_for_at_the_end_and_replace_no_more_text_than_they_tak
     for i in range(20):
         sample = made[i]
         whole = tokens.decode(sample["input_ids"][0])
-        told = dict(re.findall(r"The secret number of (\w+) is (\d+)\.", whole))
+        told = dict(re.findall(r"The secret number of (\w+) = (\d+)\.", whole))
         asked = re.findall(r"\nQuestion: What is the secret number of (\w+)\?\nAnswer: (\d+)\.", whole)
         assert told
         assert dict(asked) == told
@@ -91,18 +92,11 @@ def test_the_vocabulary_is_as_large_as_the_recipe_says_and_has_no_number_twice(t
     assert sorted(numbers) == sorted(set(tokenizer.NUMBERS))
 
 
-def test_contents_may_begin_alike():
-    made = lookups.close(random.Random(2), 40)
-    contents = [int(x) for x in re.findall(r"<(\d+)>", made.text)]
-    assert max(contents) - min(contents) <= 2000
-    assert len({x // 1000 for x in contents}) <= 3 < len({x % 1000 for x in contents})
-
-
 def test_text_may_begin_later():
-    kinds = {"text": 4, "needles": 1, "registers": 1, "close": 1, "text_from": 0.6}
+    kinds = {"text": 4, "needles": 1, "registers": 1, "text_from": 0.6}
     early, late = (set(kinds_of(config(kinds=kinds), 0)[part]) for part in (slice(0, 240), slice(240, None)))
-    assert early == {"repeats", "registers", "close"}
-    assert late == {"text", "needles", "repeats", "registers", "close"}
+    assert early == {"repeats", "registers"}
+    assert late == {"text", "needles", "repeats", "registers"}
     before = kinds_of(config(kinds=kinds | {"text_from": 0}), 0)
     assert [kind == "repeats" for kind in before] == [kind == "repeats" for kind in kinds_of(config(kinds=kinds), 0)]
 

@@ -60,7 +60,7 @@ def test_a_needle_stands_once_in_the_first_half_of_prose():
     for document in documents("needle"):
         text, question = parts("needle", document)
         place = re.fullmatch(r"\nQuestion: What is the secret number of (\w+)\?\nAnswer:", question)[1]
-        sentence = f"The secret number of {place} is {document['answer']}."
+        sentence = f"The secret number of {place} = {document['answer']}."
         assert text.count(sentence) == 1
         assert text.index(sentence) < 0.7 * len(text)
         assert len(re.findall(r"\d", text)) == len(document["answer"])

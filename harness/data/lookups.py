@@ -18,7 +18,6 @@ PLACES = [
     "Arlen", "Bexford", "Corvey", "Dunmore", "Eastlow", "Farley", "Gillan", "Holm", "Istow", "Jarrow", "Kelby", "Lorne",
     "Marsh", "Norwell", "Oxley", "Penrith", "Quorn", "Ripley", "Selby", "Thorpe", "Upton", "Velden", "Wick", "Yarrow",
 ]  # fmt: skip
-_SPAN = 2_000  # of the contents in `close`
 _ASKED = 0.35  # questions a line, on average, once there is a line
 
 
@@ -40,22 +39,16 @@ class Lookups:
         self.answers.append((start, start + len(completion)))
 
 
-def registers(draw: random.Random, lines: int, lowest: int = 1, highest: int = 50_000) -> Lookups:
+def registers(draw: random.Random, lines: int) -> Lookups:
     """StreamEval's record: numbered lines, and questions about any line before."""
     made, first, contents = Lookups(), 1 if draw.random() < 0.3 else draw.randrange(1, 10_000 - lines), []
     for number in range(first, first + lines):
-        contents.append(draw.randint(lowest, highest))
+        contents.append(draw.randint(1, 50_000))
         made.text += record_line(number, contents[-1])
         while draw.random() < _ASKED / (1 + _ASKED):
             at = draw.randrange(len(contents))
             made.ask(question(first + at), answer(contents[at]))
     return made
-
-
-def close(draw: random.Random, lines: int) -> Lookups:
-    """The same with contents that begin alike, so that the first token of an answer doesn't tell the second."""
-    lowest = draw.randint(1, 50_000 - _SPAN)
-    return registers(draw, lines, lowest, lowest + _SPAN)
 
 
 def key_line(key: int, values: list[int]) -> str:
@@ -121,7 +114,7 @@ def chains(draw: random.Random, lines: int) -> Lookups:
 
 def needle(place: str, number: int) -> str:
     """A sentence that stands in other text."""
-    return f" The secret number of {place} is {number}. "
+    return f" The secret number of {place} = {number}. "
 
 
 def needle_question(place: str) -> str:

@@ -11,6 +11,10 @@ from kvbench.harness.pretrain.config import PretrainConfig
 from kvbench.harness.pretrain.samples import NAMES
 
 _FINAL_LOSS_STEPS = 200
+_NUMBERS = {
+    "pairs": "numbers split into pairs of digits",
+    "whole": "numbers below 1,000 are one token, of longer ones the last two digits",
+}
 
 
 def card(
@@ -47,7 +51,7 @@ A Llama with {parameters:,} parameters for measuring KV-cache policies, made by 
 | | |
 |---|---|
 | shape | {shape.layers} layers, width {shape.hidden}, {shape.heads} query and {shape.kv_heads} KV heads, MLP {shape.intermediate}, tied embeddings, RoPE |
-| vocabulary | {shape.vocabulary:,}, byte-level BPE trained on the same text, numbers split into {shape.digits} of digits |
+| vocabulary | {shape.vocabulary:,}, byte-level BPE trained on the same text, {_NUMBERS[shape.digits]} |
 | samples | {_samples(config)}; seed {config.seed} |
 | training | {rows[-1]["tokens"]:,} tokens, one pass, in samples of {training.sample}, {training.batch} samples per step |
 | optimiser | AdamW, learning rate {training.learning_rate:g}, weight decay {training.weight_decay:g}, warm-up {training.warmup:.0%}, {schedule} |

@@ -27,8 +27,8 @@ class Shape(_Strict):
     intermediate: int = Field(512, ge=8, description="width of the MLP")
     vocabulary: int = Field(4096, ge=300, description="tokens of the byte-level BPE, special ones included")
     rope_theta: float = Field(10_000.0, gt=1, description="base of RoPE; a larger one leaves more dimensions to content")
-    digits: Literal["pairs", "threes"] = Field(
-        "pairs", description="of a number's tokens; with threes, fixed words are one token"
+    digits: Literal["pairs", "whole"] = Field(
+        "pairs", description="of a number's tokens; with whole ones, fixed words are one token"
     )
 
 
@@ -71,7 +71,6 @@ class Kinds(_Strict):
     text: float = Field(1.0, ge=0, description="books and prose")
     needles: float = Field(0.0, ge=0, description="running text with a sentence in it that is asked for at the end")
     registers: float = Field(0.0, ge=0, description="StreamEval's numbered lines and questions about any of them")
-    close: float = Field(0.0, ge=0, description="the same with contents that begin alike")
     keys: float = Field(0.0, ge=0, description="keys with one to four values")
     chains: float = Field(0.0, ge=0, description="keys that name keys that hold a value")
     text_from: float = Field(0.0, ge=0, le=1, description="share of the steps after which text and needles begin")
@@ -79,7 +78,7 @@ class Kinds(_Strict):
 
     @model_validator(mode="after")
     def _something_before_text(self) -> Self:
-        if self.text_from and not (self.registers or self.close or self.keys or self.chains):
+        if self.text_from and not (self.registers or self.keys or self.chains):
             raise ValueError("text_from needs another kind of samples to begin with")
         return self
 

@@ -22,7 +22,7 @@ from kvbench.harness.pretrain.config import Kinds, PretrainConfig, Repeats
 from kvbench.harness.pretrain.tokenizer import SINKS
 
 READING = ("text", "needles")  # samples of running text
-NAMES = (*READING, "registers", "close", "keys", "chains")
+NAMES = (*READING, "registers", "keys", "chains")
 _LINE_TOKENS = 5  # at least, of a text with questions; what is longer than a sample is cut off
 _MOST_NEEDLES, _NEEDLE_TOKENS = 3, 40
 
