@@ -83,11 +83,13 @@ class Statistic:
         sees: what `update` reads of a step's attention. Nothing else is computed.
         per: "slot": a value for every cached token. "head": one for every KV head, in float64.
         initial: of a slot when it takes a token, and of a head at the start.
+        lasts: it goes on where nothing will be evicted any more, so that no policy asks for it.
     """
 
     sees: ClassVar[tuple[Seen, ...]] = ("weights",)
     per: ClassVar[Literal["slot", "head"]] = "slot"
     initial: ClassVar[float] = 0.0
+    lasts: ClassVar[bool] = False
 
     @property
     def last(self) -> int | None:

@@ -22,6 +22,7 @@ def show() -> None:
 
     \b
     bench show kept 128d93c6
+    bench show attention 1a2d4db3
     """
 
 
@@ -64,6 +65,35 @@ def kept(record: str, results: str, out: str | None, stream: int, as_json: bool,
     size = "" if cell.capacity is None else f" at capacity {cell.capacity:,}"
     target = folder / f"{given.stem}.kept.png" if out is None else Path(out)
     keep_map.draw(whole.of_stream(stream), f"What {cell.policy}{size} keeps: {cell.model.id}, {cell.suite}", target)
+    click.echo(str(target))
+
+
+@show.command()
+@click.argument("record", type=FILLED)
+@results_option
+@click.option("--out", type=FILLED, help="File of the picture, .png or .svg. Default: .attention.png beside the record.")
+@click.option("--head", type=click.IntRange(0), help="Draw this query head. Default: the mean of all heads.")
+@click.option("--layer", "layers", type=click.IntRange(0), multiple=True, help="Draw this layer; may be repeated. Default: all.")
+def attention(record: str, results: str, out: str | None, head: int | None, layers: tuple[int, ...]) -> None:
+    """Draw maps of mean attention logits.
+
+    RECORD is a record's file, or the beginning of a cell id, of the task attention. The picture has a panel per layer: the logits
+    that the first tokens of a sample give each other, mean over samples. Its path goes to stdout.
+
+    \b
+    bench run attention-builtin
+    bench show attention 1a2d4db3
+    bench show attention 1a2d4db3 --layer 2 --head 0 --out layer2.svg
+    """
+    from kvbench.harness.report import chart
+    from kvbench.harness.report.logit_maps import logits_in, maps
+
+    given, folder = _found(record, Path(results))
+    logits = logits_in(given, folder, head, layers)
+    of_heads = "mean of all heads" if head is None else f"head {head}"
+    target = folder / f"{given.stem}.attention.png" if out is None else Path(out)
+    title = f"Mean attention logits of {given.cell.model.id}, {given.cell.policy}: {of_heads}"
+    chart.picture(maps(logits, layers or range(len(logits)), title), target)
     click.echo(str(target))
 
 

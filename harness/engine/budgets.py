@@ -174,7 +174,7 @@ class Layout:
     ) -> Slots:  # fmt: skip
         model, config = self._model, self._config
         if statistics is None:
-            statistics = () if cadence.capacity is None else policy.statistics
+            statistics = [s for s in policy.statistics if s.lasts or cadence.capacity is not None]
         return Slots(
             shape, parts=parts, policy=policy, statistics=statistics, cadence=cadence, budget=budget,
             num_layers=len(model.layers), streams=self._streams, seed=config.seed, device=model.device, dtype=model.dtype,

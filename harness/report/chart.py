@@ -11,10 +11,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
 
+from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.files import atomic_write
 from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Record
 
+PICTURES = (".png", ".svg")
 FOLDER = "charts"  # beside the page
 VEGA_LITE = "6.4"
 _FONT = "Liberation Sans, Arial, Helvetica, sans-serif"  # the first is bundled with vl-convert, which uses it for the layout
@@ -134,6 +136,28 @@ def write(drawings: Mapping[str, str], folder: Path) -> None:
     for file, svg in drawings.items():
         with atomic_write(folder / file) as output:
             output.write(svg)
+
+
+def picture(spec: dict[str, Any], path: Path) -> None:
+    """Draw a specification as a file of its own, .png or .svg, on white.
+
+    Raises:
+        UserError: the suffix is another, or the file can't be written.
+    """
+    if path.suffix not in PICTURES:
+        raise UserError(f"{path}: a picture is written as {' or '.join(PICTURES)}: change the suffix")
+    import vl_convert
+
+    whole = {**spec, "config": config("light") | {"background": "white"}}
+    if path.suffix == ".svg":
+        drawn = vl_convert.vegalite_to_svg(whole, vl_version=VEGA_LITE).encode()
+    else:
+        drawn = vl_convert.vegalite_to_png(whole, vl_version=VEGA_LITE, scale=2)
+    try:
+        with atomic_write(path, "wb") as file:
+            file.write(drawn)
+    except OSError as error:
+        raise UserError(f"{path}: can't be written ({error.strerror or error})") from None
 
 
 def config(theme: str) -> dict[str, Any]:

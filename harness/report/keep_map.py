@@ -16,12 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.core.files import atomic_write
 from kvbench.harness.records import Record
 from kvbench.harness.report import chart
 
 SUFFIX = ".kept.parquet"  # of the file beside the record
-PICTURES = (".png", ".svg")
 _MAX_COLUMNS, _MAX_BANDS = 64, 128  # of a panel; of a longer stream, fewer steps are drawn, and bands of positions
 _PANEL_PIXELS, _SPACING_PIXELS = 230, 36
 _GREY = "#57606a"
@@ -167,20 +165,7 @@ def draw(kept: Map, title: str, path: Path) -> None:
     Raises:
         UserError: the suffix is another, or the file can't be written.
     """
-    if path.suffix not in PICTURES:
-        raise UserError(f"{path}: a picture is written as {' or '.join(PICTURES)}: change the suffix")
-    import vl_convert
-
-    spec = {**specification(kept, title), "config": chart.config("light") | {"background": "white"}}
-    if path.suffix == ".svg":
-        picture = vl_convert.vegalite_to_svg(spec, vl_version=chart.VEGA_LITE).encode()
-    else:
-        picture = vl_convert.vegalite_to_png(spec, vl_version=chart.VEGA_LITE, scale=2)
-    try:
-        with atomic_write(path, "wb") as file:
-            file.write(picture)
-    except OSError as error:
-        raise UserError(f"{path}: can't be written ({error.strerror or error})") from None
+    chart.picture(specification(kept, title), path)
 
 
 def specification(kept: Map, title: str) -> dict[str, Any]:

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from kvbench.harness.data.stream import TokenStream
     from kvbench.harness.engine.decoder import Evict
 
-_CHARACTERS_PER_TOKEN = 8  # generated; more than any of our tokenizers puts into a token
-
 
 class Perplexity(Task):
     """NLL of each token, given what the cache holds of the stream before it."""
@@ -43,18 +41,12 @@ class Perplexity(Task):
     @staticmethod
     def data(options: PerplexityOptions, tokenizer: Tokenizer, directory: Path | None) -> TokenStream:
         """Books of the split or generated prose, up to `tokens`."""
-        from kvbench.harness.data import pg19
-        from kvbench.harness.data.prose import Prose
-        from kvbench.harness.data.stream import Text, newline, stream
+        from kvbench.harness.data.stream import newline, stream
+        from kvbench.harness.data.texts import texts
 
-        seed = options.data_seed or 0
-        if options.data == "prose":
-            prose = Text("prose", Prose(seed).text(_CHARACTERS_PER_TOKEN * options.tokens))
-            source, books = f"prose generated from seed {seed}", iter([prose])
-        elif options.book is None:
-            source, books = pg19.books(options.split, directory)
-        else:
-            source, books = pg19.book(options.book, options.split, directory)
+        source, books = texts(
+            options.data, options.split, options.book, options.data_seed or 0, options.tokens, directory
+        )  # fmt: skip
         prefix = None if options.newlines is None else [newline(tokenizer())] * options.newlines
         return stream(books, source, tokenizer(), options.tokens, prefix, short=options.book is not None)
 

@@ -1,0 +1,36 @@
+"""Text for tasks that read running text: books or generated prose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from kvbench.harness.data import pg19
+from kvbench.harness.data.prose import Prose
+from kvbench.harness.data.stream import Text
+
+Source = Literal["pg19", "prose"]
+Split = Literal["train", "validation", "test"]
+_CHARACTERS_PER_TOKEN = 8  # generated; more than any of our tokenizers puts into a token
+
+
+def texts(
+    source: Source, split: Split, book: int | None, seed: int, tokens: int, directory: Path | None
+) -> tuple[str, Iterator[Text]]:  # fmt: skip
+    """A description of the source, and its texts in order.
+
+    Args:
+        source: books (pg19) or generated prose.
+        split: of the books.
+        book: only the one with this Project Gutenberg number; all if None.
+        seed: of the prose.
+        tokens: that are read at most; as much prose is generated.
+        directory: of the books; the hub if None.
+
+    Raises:
+        UserError: the books are not available, or there is no such book.
+    """
+    if source == "prose":
+        return f"prose generated from seed {seed}", iter([Text("prose", Prose(seed).text(_CHARACTERS_PER_TOKEN * tokens))])
+    return pg19.books(split, directory) if book is None else pg19.book(book, split, directory)

@@ -1,0 +1,223 @@
+"""Shows what attention does in any transformers model, a chunk of queries at a time, so that no [T, T] is ever held.
+
+The model runs unmodified, with its own RoPE. Masks are left out: whether a layer is causal, and its sliding window, are read off
+the call. `check` compares this with the model's own attention. The decode loop has no part in it, so encoders and vision
+transformers can be watched, too.
+
+Axis letters: B samples, T tokens, Q query heads, H KV heads, t queries of a chunk, L keys it may see, D key dim, Dv value dim,
+E hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from kvbench.harness.engine.attention import Terms
+from kvbench.harness.engine.zero_sink import ZERO_SINK
+
+NAME = "kv_bench_watch"
+_MAX_SCORES = 2**23  # of a chunk
+_CHECK_TOLERANCE = 1e-3  # relative to the largest hidden state
+
+
+class NotWatchableError(ValueError):
+    """What this model's attention does can't be shown; the message says why."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What consecutive queries of one layer attend to.
+
+    Attributes:
+        layer: counted from 0, in the order in which a forward pass comes to them.
+        first: position of the first query.
+        causal: later keys are hidden from a query, and keys after the last query are left out.
+        logits: what the softmax is taken of; -inf where a key is hidden. [B, Q, t, L] float32 or wider.
+        weights: [B, Q, t, L], as wide.
+        rest: weight that no token gets: a learned sink, or the 1 of a softmax off by one. [B, Q, t]; None if there is none.
+    """
+
+    layer: int
+    first: int
+    causal: bool
+    logits: Tensor
+    weights: Tensor
+    rest: Tensor | None
+
+
+class Watcher(Protocol):
+    """Sees every layer of forward passes."""
+
+    def see_vectors(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Keys, as attention takes them, and values, before the layer's chunks. [B, H, T, D], [B, H, T, Dv]."""
+
+    def see_chunk(self, chunk: Chunk) -> None:
+        """Attention, chunk by chunk in the order of queries."""
+
+    def see_hidden(self, layer: int, hidden: Tensor) -> None:
+        """What a layer adds to, after it. [B, T, E]."""
+
+
+@dataclass
+class _Pass:
+    """One forward pass."""
+
+    watcher: Watcher
+    layer: int = 0
+
+
+_PASS: ContextVar[_Pass] = ContextVar("pass")
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
+    scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
+    s_aux: Tensor | None = None, is_causal: bool | None = None, **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """The attention function registered with transformers. [B, Q, T, D], [B, H, T, D], [B, H, T, Dv] -> [B, T, Q, Dv]."""
+    current = _PASS.get()
+    terms = Terms(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
+    if s_aux is None and getattr(getattr(module, "config", None), "zero_sink", False):
+        terms = terms._replace(sink_logits=query.new_zeros(query.shape[1]))
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    if attention_mask is not None:
+        raise NotWatchableError("it gives its attention a mask of its own")
+    current.watcher.see_vectors(current.layer, key, value)
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    rows = max(1, _MAX_SCORES // (query.shape[:2].numel() * key.shape[2]))
+    out = torch.empty(*query.shape[:3], value.shape[-1], dtype=value.dtype, device=value.device)
+    for first in range(0, query.shape[2], rows):
+        chunk = _chunk(current.layer, query[:, :, first : first + rows], key, first, causal, terms)
+        current.watcher.see_chunk(chunk)
+        out[:, :, first : first + rows] = chunk.weights.to(value.dtype) @ value[:, :, : chunk.weights.shape[-1]]
+    current.layer += 1
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _chunk(layer: int, query: Tensor, keys: Tensor, first: int, causal: bool, terms: Terms) -> Chunk:
+    """The attention of queries at positions `first`, `first + 1`, ... [B, Q, t, D], [B, Q, T, D]."""
+    end = first + query.shape[2] if causal else keys.shape[2]
+    logits = query @ keys[:, :, :end].mT * terms.scaling
+    logits = logits.float() if logits.dtype.itemsize < 4 else logits
+    if terms.softcap is not None:
+        logits = torch.tanh(logits / terms.softcap) * terms.softcap
+    if causal:
+        age = torch.arange(first, end, device=query.device)[:, None] - torch.arange(end, device=query.device)
+        hidden = age < 0 if terms.sliding_window is None else (age < 0) | (age >= terms.sliding_window)
+        logits = logits.masked_fill(hidden, -torch.inf)
+    elif terms.sliding_window is not None:
+        raise NotWatchableError("it has a sliding window that looks ahead")
+    if terms.sink_logits is None:
+        return Chunk(layer, first, causal, logits, logits.softmax(-1), None)
+    sink = terms.sink_logits.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+    weights = torch.cat([logits, sink], -1).softmax(-1)
+    return Chunk(layer, first, causal, logits, weights[..., :-1], weights[..., -1])
+
+
+AttentionInterface.register(NAME, _attention)
+
+
+@torch.inference_mode()
+def watch(hf: PreTrainedModel, watcher: Watcher, **inputs: Tensor) -> Tensor:
+    """Run a model once, without its head, and show its layers to a watcher.
+
+    Args:
+        hf: any model whose attention goes through transformers' AttentionInterface; its own attention is put back afterwards.
+        watcher: sees every layer.
+        inputs: what the model reads, all of one length: `input_ids` [B, T], or `pixel_values`.
+
+    Returns:
+        The last hidden states. [B, T, E].
+
+    Raises:
+        NotWatchableError: a layer's attention can't be shown.
+    """
+    blocks = layers_of(hf)
+    hooks = [block.register_forward_hook(_shows_hidden(layer, watcher)) for layer, block in enumerate(blocks)]
+    current = _Pass(watcher)
+    token = _PASS.set(current)
+    try:
+        with attention_by(hf, NAME):
+            hidden = _last_hidden(hf, inputs)
+    finally:
+        _PASS.reset(token)
+        for hook in hooks:
+            hook.remove()
+    if current.layer != len(blocks):
+        raise NotWatchableError(f"{current.layer} of its {len(blocks)} layers show their attention")
+    return hidden
+
+
+def check(hf: PreTrainedModel, **inputs: Tensor) -> None:
+    """Compare a model's hidden states under `watch` with those of its own attention.
+
+    Raises:
+        NotWatchableError: they differ by more than rounding, so what is shown is not what the model does.
+    """
+    ours = watch(hf, _Blind(), **inputs).float()
+    zero_sink = getattr(hf.config, "zero_sink", False)  # transformers has no attention for it
+    with attention_by(hf, ZERO_SINK if zero_sink else "eager"), torch.inference_mode():
+        own = _last_hidden(hf, inputs).float()
+    off = float((ours - own).abs().max() / own.abs().max())
+    tolerance = _CHECK_TOLERANCE if hf.dtype == torch.float32 else 30 * _CHECK_TOLERANCE
+    if not off <= tolerance:
+        raise NotWatchableError(f"its hidden states differ from those of its own attention, by {off:.1g} of the largest")
+
+
+def layers_of(hf: PreTrainedModel) -> nn.ModuleList:
+    """A model's layers: its first list of as many modules as its config says.
+
+    Raises:
+        NotWatchableError: it has none.
+    """
+    count = hf.config.get_text_config().num_hidden_layers
+    for module in hf.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise NotWatchableError(f"it has no list of {count} layers")
+
+
+@contextmanager
+def attention_by(hf: PreTrainedModel, name: str) -> Iterator[None]:
+    """Let a registered function compute a model's attention."""
+    before = hf.config._attn_implementation
+    hf.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        hf.set_attn_implementation(before)
+
+
+class _Blind:
+    """Sees nothing."""
+
+    def see_vectors(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        pass
+
+    def see_chunk(self, chunk: Chunk) -> None:
+        pass
+
+    def see_hidden(self, layer: int, hidden: Tensor) -> None:
+        pass
+
+
+def _last_hidden(hf: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
+    cache = {"use_cache": False} if "input_ids" in inputs else {}
+    hidden: Tensor = hf.base_model(**inputs, **cache)[0]
+    return hidden
+
+
+def _shows_hidden(layer: int, watcher: Watcher) -> Any:
+    def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+        watcher.see_hidden(layer, output[0] if isinstance(output, tuple) else output)
+
+    return hook

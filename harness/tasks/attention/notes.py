@@ -1,0 +1,154 @@
+"""What is noted while a model is watched: sums over queries, never a sample's whole attention.
+
+Axis letters: B samples side by side, L layers, Q query heads, H KV heads, G query heads of a KV head, T tokens, t queries of a
+chunk, M tokens of a map, K buckets of positions, D key dim, E hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvbench.harness.engine.watch import Chunk
+from kvbench.harness.tasks.attention.figures import buckets
+
+MASSIVE, MASSIVE_TIMES_MEDIAN = 100.0, 1000.0  # Sun et al. 2024, arXiv:2402.17762, Section 2
+_LATER_QUERIES = 4  # one over the share of a sample that must follow a token, for its attention to say something
+
+
+class Notes:
+    """Notes of samples that are read side by side."""
+
+    def __init__(self, tokens: int, map_tokens: int) -> None:
+        """tokens: T; map_tokens: M, at most T."""
+        self._tokens, self._map = tokens, min(map_tokens, tokens)
+        self.received: list[Tensor] = []  # a layer's sums over queries. [B, Q, T] float64
+        self._causal: list[bool] = []
+        self._late: list[Tensor] = []  # [B, Q]
+        self._entropy: list[Tensor] = []  # [B, Q]
+        self._largest: list[Tensor] = []  # [B, Q]
+        self._rest: list[Tensor] = []  # [B, Q]
+        self._maps: list[Tensor] = []  # [Q, M, M]
+        self._norms: list[tuple[Tensor, Tensor]] = []  # of keys and values: the first token's, and the others' mean. [B, 2]
+        self._hidden: list[tuple[Tensor, Tensor]] = []  # largest and median. [B]
+        self.massive: list[tuple[int, int, int, int, float]] = []  # layer, sample, position, dim, magnitude
+
+    def see_vectors(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Norms. [B, H, T, D], [B, H, T, Dv]."""
+        norms = [x.float().norm(dim=-1).mean(1) for x in (keys, values)]  # [B, T]
+        self._norms.append(tuple(torch.stack([x[:, 0], x[:, 1:].mean(1)], -1) for x in norms))  # type: ignore[arg-type]
+
+    def see_chunk(self, chunk: Chunk) -> None:
+        """Sums over the chunk's queries."""
+        weights, logits, layer, keys = chunk.weights, chunk.logits, chunk.layer, chunk.weights.shape[-1]
+        if layer == len(self.received):
+            shape, device = weights.shape[:2], weights.device
+            self.received.append(torch.zeros(*shape, self._tokens, dtype=torch.float64, device=device))
+            self._entropy.append(torch.zeros(shape, dtype=torch.float64, device=device))
+            self._rest += [torch.zeros(shape, dtype=torch.float64, device=device)] if chunk.rest is not None else []
+            self._largest.append(torch.full(shape, -torch.inf, device=device))
+            self._maps.append(torch.full((shape[1], self._map, self._map), torch.nan, device=device))
+            self._late.append(torch.zeros(shape, device=device))
+            self._causal.append(chunk.causal)
+        self.received[layer][..., :keys] += weights.sum(2)
+        entropy = torch.special.entr(weights).sum(-1)
+        if chunk.rest is not None:
+            entropy = entropy + torch.special.entr(chunk.rest)
+            self._rest[layer] += chunk.rest.sum(-1)
+        self._entropy[layer] += entropy.sum(-1)
+        self._largest[layer] = torch.maximum(self._largest[layer], logits.amax((2, 3)).float())
+        if chunk.first < self._map:
+            shown = logits[:, :, : self._map - chunk.first, : self._map].float().mean(0)
+            self._maps[layer][:, chunk.first : chunk.first + shown.shape[1], : shown.shape[2]] = shown
+        if chunk.first + weights.shape[2] == self._tokens:
+            self._late[layer] = weights[:, :, -1, 0].float()
+
+    def see_hidden(self, layer: int, hidden: Tensor) -> None:
+        """Magnitudes. [B, T, E]."""
+        size = hidden.float().abs()
+        median, largest = size.flatten(1).median(1).values, size.flatten(1).amax(1)
+        self._hidden.append((largest, median))
+        bound = torch.clamp(MASSIVE_TIMES_MEDIAN * median, min=MASSIVE)
+        if bool((largest > bound).any()):
+            for sample, position, dim in (size > bound[:, None, None]).nonzero().tolist():
+                self.massive.append((layer, sample, position, dim, float(size[sample, position, dim])))
+
+    def mean_received(self) -> Tensor:
+        """Attention that a token gets, mean over the queries that may see it. [L, B, Q, T] float64."""
+        received = torch.stack(self.received)
+        queries = torch.full((self._tokens,), self._tokens, device=received.device)
+        return received / (queries - torch.arange(self._tokens, device=received.device) if self._causal[0] else queries)
+
+    def other_sinks(self, epsilon: float) -> list[tuple[int, int, float]]:
+        """Sample, position and share of heads of every token but the first that is the sink of a head."""
+        of_heads = (self.mean_received() > epsilon).double().mean((0, 2))  # [B, T]
+        of_heads[:, 0] = 0
+        if self._causal[0]:
+            of_heads[:, self._tokens - self._tokens // _LATER_QUERIES :] = 0
+        return [(s, p, float(of_heads[s, p])) for s, p in of_heads.nonzero().tolist()]
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Notes by sample, as `figures` takes them."""
+        first = self.mean_received()[..., 0].float()
+        found = {"first": first, "late": torch.stack(self._late), "largest_logit": torch.stack(self._largest)}
+        found["entropy"] = torch.stack(self._entropy) / self._tokens
+        if self._rest:
+            found["rest"] = torch.stack(self._rest) / self._tokens
+        if self._norms:
+            found |= {name: torch.stack([x[at] for x in self._norms]) for at, name in enumerate(("key_norm", "value_norm"))}
+        if self._hidden:
+            names = ("hidden_largest", "hidden_median")
+            found |= {name: torch.stack([x[at] for x in self._hidden]) for at, name in enumerate(names)}
+        return {name: x.transpose(0, 1).float().cpu().numpy() for name, x in found.items()}
+
+    def logit_maps(self) -> NDArray[np.float32]:
+        """Mean logits among the first tokens; NaN where a key is hidden. [L, Q, M, M]."""
+        maps = torch.stack(self._maps).float()
+        return maps.masked_fill(torch.isneginf(maps), torch.nan).cpu().numpy()
+
+
+class Lost:
+    """The attention that queries give to tokens that a policy evicted before them."""
+
+    def __init__(self, tokens: int, last_seen: Tensor) -> None:
+        """Look up what was evicted.
+
+        Args:
+            tokens: T.
+            last_seen: the last query that saw a token, under the policy. [L, B, H, T] int64.
+        """
+        self._last_seen = last_seen
+        edges = buckets(tokens)
+        self._bucket = torch.zeros(tokens, dtype=torch.int64, device=last_seen.device)
+        for at, (start, stop) in enumerate(edges):
+            self._bucket[start:stop] = at
+        self.queries = np.array([stop - start for start, stop in edges])
+        self._sums: list[Tensor] = []  # [B, Q, K]
+
+    def see_vectors(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Nothing to note."""
+
+    def see_chunk(self, chunk: Chunk) -> None:
+        """Weights of what is gone, by bucket."""
+        weights, keys = chunk.weights, chunk.weights.shape[-1]
+        if chunk.layer == len(self._sums):
+            self._sums.append(torch.zeros(*weights.shape[:2], len(self.queries), dtype=torch.float64, device=weights.device))
+        now = chunk.first + torch.arange(weights.shape[2], device=weights.device)
+        last = self._last_seen[chunk.layer][..., :keys]
+        gone = last[:, :, None] < now[:, None]  # [B, H, t, L]
+        gone = gone.repeat_interleave(weights.shape[1] // last.shape[1], 1)
+        lost = (weights * gone).sum(-1).double()
+        index = self._bucket[now].expand(*weights.shape[:2], -1)
+        self._sums[chunk.layer].scatter_add_(2, index, lost)
+
+    def see_hidden(self, layer: int, hidden: Tensor) -> None:
+        """Nothing to note."""
+
+    def of_samples(self) -> NDArray[np.float32]:
+        """Means over heads and the queries of each bucket. [B, L, K]."""
+        sums = torch.stack(self._sums).mean(2).transpose(0, 1).cpu().numpy()
+        return np.asarray(sums / self.queries, np.float32)

@@ -1,0 +1,126 @@
+"""Options and figures of the attention task."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from kvbench.harness.records.metrics import Metrics
+from kvbench.harness.records.rules import EXACT, PART_NATS, SUM, near
+from kvbench.harness.records.types import Amount, Count, Number, Part, Positive, Share
+from kvbench.harness.tasks.task import Options
+
+_SHARE = near(PART_NATS)
+Ends = Annotated[list[Number], Field(min_length=2, max_length=2)]
+
+
+class AttentionOptions(Options):
+    """Options of the attention task."""
+
+    name: Literal["attention"] = "attention"
+    data: Literal["pg19", "prose"] = Field("pg19", description="the text: books (pg19) or generated prose")
+    split: Literal["train", "validation", "test"] = Field("test", description="split of the data")
+    data_seed: int | None = Field(None, ge=0, description="seed of generated prose; 0 if not given")
+    samples: int = Field(64, ge=1, le=100_000, description="pieces of the text that are looked at, one after the other")
+    tokens: int = Field(128, ge=2, le=2**20, description="length of a sample, the tokens that open it included")
+    prompt: int | None = Field(
+        None,
+        ge=1,
+        description="first tokens of each sample that are its prompt, after which policies may evict; none if not given",
+    )
+    epsilon: float = Field(0.3, gt=0, lt=1, description="attention that makes a token a head's sink")
+    map_tokens: int = Field(16, ge=2, le=256, description="first tokens of a sample whose mean logits are kept as a map")
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.prompt is not None and self.prompt >= self.tokens:
+            raise ValueError(f"prompt {self.prompt:,} leaves nothing of a sample of {self.tokens:,} tokens")
+        return self
+
+
+class LayerAttention(Part):
+    """One layer; means over samples, and over heads where nothing else is said."""
+
+    first: Annotated[Share, _SHARE] = Field(description="attention that a query gives to the first token, mean over queries")
+    late: Annotated[Share, _SHARE] = Field(description="attention of the last query to the first token")
+    late_deviation: Annotated[Amount, _SHARE] = Field(description="standard deviation of the same over samples and heads")
+    entropy: Annotated[Amount, _SHARE] = Field(description="of a query's weights, nats, mean over queries")
+    largest_logit: Annotated[Number, near(PART_NATS, SUM)] = Field(description="mean over samples and heads")
+    rest: Annotated[Share | None, _SHARE] = Field(None, description="attention that goes to no token")
+    hidden_largest: Annotated[Amount | None, near(PART_NATS, SUM)] = Field(
+        None, description="largest magnitude in the hidden states after the layer, mean over samples"
+    )
+    hidden_median: Annotated[Amount | None, near(PART_NATS, SUM)] = Field(None, description="median magnitude, likewise")
+    key_norm: Annotated[list[Amount] | None, near(PART_NATS, SUM)] = Field(
+        None, min_length=2, max_length=2, description="norm of the first token's key, and the mean over the others"
+    )
+    value_norm: Annotated[list[Amount] | None, near(PART_NATS, SUM)] = Field(
+        None, min_length=2, max_length=2, description="the same of values"
+    )
+    lost: Annotated[Share | None, _SHARE] = Field(
+        None, description="attention that a query would give under full attention to tokens that were evicted before it"
+    )
+
+
+class SinkToken(Part):
+    """A token other than the first that some head attends to more than epsilon."""
+
+    text: Annotated[str, EXACT] = Field(max_length=100, description="of the token")
+    position: Annotated[Count, EXACT] = Field(description="where it is a sink first, in a sample")
+    times: Annotated[Positive, EXACT] = Field(description="how often it is a sink of at least one head, in all samples")
+    heads: Annotated[Share, _SHARE] = Field(description="share of heads whose sink it is, where it is one; mean")
+
+
+class Massive(Part):
+    """A massive activation: a magnitude over 100 and over 1,000 times the median of its layer."""
+
+    layer: Annotated[Count, EXACT] = Field(description="after which it is found, counted from 0")
+    dim: Annotated[Count, EXACT] = Field(description="of the hidden state")
+    text: Annotated[str, EXACT] = Field(max_length=100, description="of the token")
+    position: Annotated[Count, EXACT] = Field(description="of its first occurrence in a sample")
+    times: Annotated[Positive, EXACT] = Field(description="how often, in all samples")
+    magnitude: Annotated[Amount, near(PART_NATS, SUM)] = Field(description="largest of them")
+
+
+class LostAt(Part):
+    """Attention lost by queries between two positions of a sample."""
+
+    from_: Annotated[Count, EXACT] = Field(alias="from", description="first position")
+    to: Annotated[Count, EXACT] = Field(description="first position after the bucket")
+    lost: Annotated[Share, _SHARE] = Field(description="mean over queries, layers, heads and samples")
+
+
+class AttentionMetrics(Metrics):
+    """What heads attend to."""
+
+    samples: Annotated[Positive, EXACT] = Field(description="pieces of text")
+    tokens: Annotated[Positive, EXACT] = Field(description="of a sample")
+    heads: Annotated[Positive, EXACT] = Field(description="query heads of all layers")
+    sink_heads: Annotated[Share, _SHARE] = Field(
+        title="sink heads",
+        description="sink metric: share of heads that give the first token more than epsilon, mean over samples",
+    )
+    sink_heads_interval: Annotated[Ends | None, _SHARE] = Field(None, description="95 % interval over samples")
+    first: Annotated[Share, _SHARE] = Field(
+        title="first token", description="attention to the first token, mean over queries, heads and samples"
+    )
+    first_interval: Annotated[Ends | None, _SHARE] = Field(None, description="95 % interval over samples")
+    first_by_head: Annotated[list[list[Share]], _SHARE] = Field(description="the same by layer and head, mean over samples")
+    entropy: Annotated[Amount, _SHARE] = Field(description="of a query's weights, nats, mean over queries, heads and samples")
+    entropy_by_head: Annotated[list[list[Amount]], _SHARE] = Field(description="the same by layer and head")
+    largest_logit: Annotated[Number, near(PART_NATS, SUM)] = Field(title="largest logit", description="of all heads and samples")
+    rest: Annotated[Share | None, _SHARE] = Field(
+        None, description="attention that goes to no token, if the model has such a sink"
+    )
+    hidden_largest: Annotated[Amount | None, near(PART_NATS, SUM)] = Field(
+        None, title="largest activation", description="largest magnitude in the hidden states of all layers and samples"
+    )
+    lost: Annotated[Share | None, _SHARE] = Field(
+        None, title="attention lost", description="attention that queries would give under full attention to what was evicted"
+    )
+    lost_interval: Annotated[Ends | None, _SHARE] = Field(None, description="95 % interval over samples")
+    lost_at: Annotated[list[LostAt], EXACT] = Field(default_factory=list, description="the same by position in the sample")
+    layers: Annotated[list[LayerAttention], EXACT] = Field(description="of the model, in order")
+    sinks: Annotated[list[SinkToken], EXACT] = Field(default_factory=list, description="other sinks, the most frequent first")
+    massive: Annotated[list[Massive], EXACT] = Field(default_factory=list, description="massive activations, the largest first")

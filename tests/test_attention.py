@@ -1,0 +1,311 @@
+"""The attention task: what is shown is what the model computes, and figures are those of their definitions."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import bench_in
+from torch import Tensor, nn
+from transformers import BertConfig, BertForMaskedLM, ViTConfig, ViTModel
+
+from kvbench.harness.engine import watch as watching
+from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.loop import CachedDecoder
+from kvbench.harness.engine.model import adopt
+from kvbench.harness.engine.watch import Chunk, NotWatchableError, attention_by, check, watch
+from kvbench.harness.models.families import tiny_model
+from kvbench.harness.models.hub import model_directory
+from kvbench.harness.models.load import load_model
+from kvbench.harness.tasks.attention.figures import buckets, figures, massive_activations
+from kvbench.harness.tasks.attention.notes import Lost, Notes
+from kvbench.harness.tasks.attention.schema import Massive
+from kvbench.harness.tasks.attention.under_policy import Recorder, recorded
+from kvbench.policies.h2o import H2O
+from kvbench.policies.knorm import Knorm
+from kvbench.policies.sink_window import SinkWindow
+
+TOKENS = 40
+IDS = torch.randint(3, 120, (2, TOKENS), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(watching, "_MAX_SCORES", 2 * 4 * 7 * TOKENS)  # 7 queries at once
+
+
+class Whole:
+    """Keeps all weights."""
+
+    def __init__(self) -> None:
+        self.chunks: list[list[Chunk]] = []
+        self.norms: list[Tensor] = []
+        self.hidden: list[Tensor] = []
+
+    def see_vectors(self, layer, keys, values):
+        self.norms.append(values.norm(dim=-1))
+
+    def see_chunk(self, chunk):
+        if chunk.layer == len(self.chunks):
+            self.chunks.append([])
+        self.chunks[chunk.layer].append(chunk)
+
+    def see_hidden(self, layer, hidden):
+        self.hidden.append(hidden)
+
+    def weights(self, layer: int) -> Tensor:
+        parts = [c.weights for c in self.chunks[layer]]
+        return torch.cat([nn.functional.pad(x, (0, TOKENS - x.shape[-1])) for x in parts], 2)
+
+
+def eager_weights(hf, ids: Tensor = IDS, mask: Tensor | None = None) -> list[Tensor]:
+    with attention_by(hf, "eager"), torch.inference_mode():
+        extra = {} if mask is None else {"attention_mask": mask}
+        return list(hf(input_ids=ids, use_cache=False, output_attentions=True, **extra).attentions)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "gemma2", "gemma3_text", "mistral", "qwen3", "gpt_oss"])
+def test_weights_chunk_by_chunk_are_the_models_own(family):
+    hf, seen = tiny_model(family), Whole()
+    exact = family != "gpt_oss"  # whose experts take no float64
+    check(hf.double() if exact else hf, input_ids=IDS)
+    watch(hf, seen, input_ids=IDS)
+    assert len(seen.chunks[0]) == -(-TOKENS // 7)
+    for layer, expected in enumerate(eager_weights(hf)):
+        torch.testing.assert_close(seen.weights(layer), expected, atol=1e-6 if exact else 1e-5, rtol=0, check_dtype=False)
+
+
+def test_a_built_in_model_in_float32():
+    hf, seen = load_model(model_directory("builtin:sink_1", None, False), "float32", torch.device("cpu")).hf, Whole()
+    watch(hf, seen, input_ids=IDS)
+    assert hf.config._attn_implementation == "kv_bench"
+    for layer, expected in enumerate(eager_weights(hf)):
+        torch.testing.assert_close(seen.weights(layer), expected, atol=1e-6, rtol=0)
+
+
+def test_encoders_and_vision_transformers_are_watched_without_a_mask():
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+    torch.manual_seed(0)
+    bert = BertForMaskedLM(BertConfig(vocab_size=128, initializer_range=0.2, **sizes)).eval()
+    seen = Whole()
+    check(bert, input_ids=IDS)
+    watch(bert, seen, input_ids=IDS)
+    assert not seen.chunks[0][0].causal
+    for layer, expected in enumerate(eager_weights(bert)):
+        torch.testing.assert_close(seen.weights(layer), expected, atol=1e-6, rtol=0)
+    vision = ViTModel(ViTConfig(image_size=32, patch_size=8, **sizes)).eval()
+    pixels = torch.randn(2, 3, 32, 32)
+    check(vision, pixel_values=pixels)
+    notes = Notes(17, 16)
+    watch(vision, notes, pixel_values=pixels)
+    torch.testing.assert_close(notes.mean_received().sum(-1), torch.ones(2, 2, 4, dtype=torch.float64), atol=1e-5, rtol=0)
+
+
+def test_a_softmax_off_by_one_shows_what_no_token_gets():
+    hf, seen = load_model(model_directory("builtin:zero_sink", None, False), "float32", torch.device("cpu")).hf, Whole()
+    check(hf, input_ids=IDS)
+    watch(hf, seen, input_ids=IDS)
+    rest = torch.cat([c.rest for c in seen.chunks[1]], 2)
+    torch.testing.assert_close(rest, 1 - seen.weights(1).sum(-1), atol=1e-6, rtol=0)
+    logits = seen.chunks[1][0].logits[0, 0, 3, :4].double()
+    assert rest[0, 0, 3].item() == pytest.approx(1 / (1 + logits.exp().sum().item()), abs=1e-6)
+
+
+def test_what_cannot_be_shown_is_refused(monkeypatch):
+    with pytest.raises(NotWatchableError, match="0 of its 2 layers show their attention"):
+        watch(tiny_model("bloom"), Whole(), input_ids=IDS)
+    plain = watching._chunk
+
+    def shifted(*args) -> Chunk:
+        chunk = plain(*args)
+        return replace(chunk, weights=chunk.weights.roll(1, -1))
+
+    monkeypatch.setattr(watching, "_chunk", shifted)
+    with pytest.raises(NotWatchableError, match="differ from those of its own attention"):
+        check(tiny_model("llama"), input_ids=IDS)
+
+
+def test_figures_are_those_of_their_definitions():
+    hf, notes = tiny_model("llama").double(), Notes(TOKENS, 8)
+    watch(hf, notes, input_ids=IDS)
+    own, noted = torch.stack(eager_weights(hf)).transpose(0, 1).numpy(), notes.arrays()  # [N, L, Q, T, T]
+    np.testing.assert_allclose(noted["first"], own[..., 0].mean(-1), atol=1e-6)
+    np.testing.assert_allclose(noted["late"], own[..., -1, 0], atol=1e-6)
+    plogp = np.where(own > 0, own * np.log(np.maximum(own, 1e-300)), 0)
+    np.testing.assert_allclose(noted["entropy"], -plogp.sum(-1).mean(-1), atol=1e-5)
+    received = notes.mean_received().numpy()  # [L, N, Q, T]
+    for k in (0, 7, TOKENS - 1):
+        np.testing.assert_allclose(received[..., k].swapaxes(0, 1), own[..., k:, k].mean(-1), atol=1e-6)
+    maps = notes.logit_maps()  # differences of logits are those of the weights' logarithms
+    expected = np.log(own[:, 1, 2, 6, :7]).mean(0)
+    np.testing.assert_allclose(maps[1, 2, 6, :7] - maps[1, 2, 6, 0], expected - expected[0], atol=1e-4)
+    assert np.isnan(maps[1, 2, 3, 4])
+    found = figures(noted | {"tokens": np.array(TOKENS)}, 0.05)
+    assert found["sink_heads"] == pytest.approx((own[..., 0].mean(-1) > 0.05).mean())
+    assert found["first"] == pytest.approx(own[..., 0].mean(), abs=1e-6)
+    assert "sink_heads_interval" not in found  # two samples
+
+
+def flagged_llama(token: int):
+    """A Llama whose first hidden dim is 30 for one token, 0 for all others, and written by no layer."""
+    hf = tiny_model("llama", attention_bias=True)
+    with torch.no_grad():
+        hf.model.embed_tokens.weight[:, 0] = 0
+        hf.model.embed_tokens.weight[token, 0] = 30
+        for block in hf.model.layers:
+            block.self_attn.o_proj.weight[0], block.mlp.down_proj.weight[0] = 0, 0
+            block.self_attn.o_proj.bias[0] = 0
+    return hf
+
+
+def test_a_sink_made_at_token_7_is_found_there():
+    hf, ids = flagged_llama(121), IDS.clone()
+    ids[:, 7] = 121
+    slow = hf.config.head_dim // 2 - 1  # a dim of head 1 that RoPE hardly turns
+    with torch.no_grad():
+        attention = hf.model.layers[1].self_attn
+        attention.q_proj.bias[hf.config.head_dim + slow] = 40
+        attention.k_proj.weight[slow] = 0
+        attention.k_proj.weight[slow, 0] = 5
+    notes = Notes(TOKENS, 16)
+    watch(hf, notes, input_ids=ids)
+    received = notes.mean_received()
+    assert float(received[1, :, 1, 7].min()) > 0.9
+    assert {(s, p) for s, p, _ in notes.other_sinks(0.3)} == {(0, 7), (1, 7)}
+    assert {share for _, _, share in notes.other_sinks(0.9)} == {1 / 8}
+
+
+def test_a_massive_activation_is_found_at_its_layer_dim_and_token():
+    hf, ids = flagged_llama(121), IDS.clone()
+    ids[1, 11] = 121
+    with torch.no_grad():
+        mlp = hf.model.layers[1].mlp
+        for linear in (mlp.gate_proj, mlp.up_proj):
+            linear.weight[0] = 0
+            linear.weight[0, 0] = 5
+        mlp.down_proj.weight[:, 0] = 0
+        mlp.down_proj.weight[9, 0] = 1000
+    notes = Notes(TOKENS, 16)
+    watch(hf, notes, input_ids=ids)
+    assert [(layer, sample, position, dim) for layer, sample, position, dim, _ in notes.massive] == [(1, 1, 11, 9)]
+    assert notes.massive[0][4] > 1000
+
+
+def test_massive_activations_are_listed_by_layer_dim_and_text_the_largest_first():
+    rows = [(1, 9, "a", 11, 300.0), (1, 9, "a", 4, 500.0), (0, 2, "b", 0, 900.0), (1, 9, "b", 7, 200.0)]
+    found = [Massive.model_validate(row) for row in massive_activations(rows)]
+    assert [(x.layer, x.dim, x.text, x.position, x.times, x.magnitude) for x in found] == [
+        (0, 2, "b", 0, 1, 900.0), (1, 9, "a", 4, 2, 500.0), (1, 9, "b", 7, 1, 200.0),
+    ]  # fmt: skip
+
+
+def under(policy, capacity: int, hf, prompt: int = 0, **config) -> tuple[Notes, Recorder, CachedDecoder]:
+    """The notes of a model's attention under a policy."""
+    model, notes = adopt(hf), Notes(TOKENS, 8)
+    recorder = Recorder(model.layers, len(IDS), TOKENS, IDS.device)
+    decoder = CachedDecoder(model, recorded(CacheConfig(policy, capacity, **config), recorder), len(IDS))
+    parts = [(0, prompt)] if prompt else []
+    parts += [(start, min(TOKENS, start + 16)) for start in range(prompt, TOKENS, 16)]
+    for first, stop in parts:
+        recorder.begin(first, stop)
+        if stop == prompt:
+            decoder.read_prompt(IDS[:, :prompt], 64)
+        else:
+            decoder(IDS[:, first:stop])
+        recorder.show(notes)
+    return notes, recorder, decoder
+
+
+def test_a_cache_that_holds_everything_is_full_attention_and_loses_nothing():
+    hf = tiny_model("llama").double()
+    notes, recorder, _ = under(H2O(window=2), TOKENS, hf)
+    full, lost = Notes(TOKENS, 8), Lost(TOKENS, recorder.last_seen)
+    watch(hf, full, input_ids=IDS)
+    watch(hf, lost, input_ids=IDS)
+    for name, x in notes.arrays().items():
+        np.testing.assert_allclose(x, full.arrays()[name], atol=1e-5, err_msg=name)
+    np.testing.assert_allclose(notes.logit_maps(), full.logit_maps(), atol=1e-4)
+    assert not lost.of_samples().any()
+
+
+def test_under_a_policy_attention_is_that_of_a_model_with_evicted_tokens_masked():
+    hf, capacity = tiny_model("llama").double(), 12
+    notes, recorder, _ = under(SinkWindow(sinks=3), capacity, hf, positions="stream")
+    age = torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)
+    held = (age >= 0) & ((age < capacity - 3 + 1) | (torch.arange(TOKENS) < 3))
+    mask = torch.zeros(TOKENS, TOKENS, dtype=torch.float64).masked_fill(~held, -1e9)[None, None]
+    own = torch.stack(eager_weights(hf, mask=mask.expand(2, 1, -1, -1)))  # [L, N, Q, T, T]
+    received = own.sum(3) / torch.arange(TOKENS, 0, -1)
+    torch.testing.assert_close(notes.mean_received(), received, atol=1e-6, rtol=0)
+    lost = Lost(TOKENS, recorder.last_seen)
+    watch(hf, lost, input_ids=IDS)
+    dense = torch.stack(eager_weights(hf))
+    gone = (dense * ((age >= 0) & ~held)).sum(-1).mean(2)  # [L, N, T]
+    expected = torch.stack([gone[..., start:stop].mean(-1) for start, stop in buckets(TOKENS)], -1).transpose(0, 1)
+    assert expected[:, :, -1].min() > 0.1
+    np.testing.assert_allclose(lost.of_samples(), expected.numpy(), atol=1e-6)
+
+
+def test_what_a_prompt_leaves_over_is_lost_from_then_on():
+    hf, prompt = tiny_model("llama").double(), 24
+    _, recorder, decoder = under(Knorm(), 8, hf, prompt, evict="prompt")
+    kept = decoder.kept()
+    for layer, of_layer in enumerate(kept):
+        for stream, of_stream in enumerate(of_layer):
+            for head, positions in enumerate(of_stream):
+                last = recorder.last_seen[layer, stream, head]
+                assert [p for p in range(TOKENS) if last[p] == TOKENS - 1] == positions
+                assert all(last[p] == prompt - 1 for p in range(prompt) if p not in positions)
+
+
+def test_buckets_double():
+    assert buckets(200) == [(0, 32), (32, 64), (64, 128), (128, 200)]
+    assert buckets(16) == [(0, 16)]
+
+
+def test_the_task_as_a_user_runs_it(tmp_path: Path):
+    suite = tmp_path / "look.yaml"
+    suite.write_text(
+        "suite: look\nversion: 1\ndescription: d\nmodel:\n  - {id: 'builtin:sink_1'}\n  - {id: 'builtin:zero_sink'}\n"
+        "task: {name: attention, data: prose, samples: 24, tokens: 64}\ncapacity: 24\npolicies: [dense, h2o]\n"
+    )
+    ran = bench_in("run", suite, "--results", "r", "--threads", 1, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    found = {}
+    for path in (tmp_path / "r").rglob("*.json"):
+        record = json.loads(path.read_text())
+        found[record["cell"]["model"]["id"], record["cell"]["policy"]] = record["metrics"]
+    assert max(map(max, found["builtin:sink_1", "dense"]["first_by_head"])) > 0.5  # 0.60 at the end of its training
+    assert found["builtin:sink_1", "dense"]["sink_heads"] > 0.3
+    assert found["builtin:zero_sink", "dense"]["sink_heads"] == 0
+    assert found["builtin:zero_sink", "dense"]["rest"] > 0.3
+    low, high = found["builtin:sink_1", "h2o"]["lost_interval"]
+    assert 0 < low < found["builtin:sink_1", "h2o"]["lost"] < high
+    checked = bench_in("records", "verify", "r", cwd=tmp_path)
+    assert checked.returncode == 0, checked.stdout
+
+
+def test_maps_of_logits_are_drawn_and_refused_in_one_line(tmp_path: Path):
+    suite = tmp_path / "look.yaml"
+    suite.write_text(
+        "suite: look\nversion: 1\ndescription: d\nmodel: {id: 'builtin:sink_1'}\n"
+        "task: {name: attention, data: prose, samples: 2, tokens: 24, map_tokens: 12}\npolicies: [dense]\n"
+    )
+    assert bench_in("run", suite, "--results", "r", "--threads", 1, cwd=tmp_path).returncode == 0
+    record = next((tmp_path / "r").rglob("dense*.json"))
+    shown = bench_in("show", "attention", record, "--layer", 1, "--head", 2, "--out", "map.svg", cwd=tmp_path)
+    assert shown.stdout == "map.svg\n", shown.stderr
+    assert "layer 1" in (tmp_path / "map.svg").read_text()
+    far = bench_in("show", "attention", record, "--layer", 9, cwd=tmp_path)
+    assert (far.returncode, far.stderr) == (2, "bench: --layer 9: the model has 4, counted from 0\n")
+    next((tmp_path / "r").rglob("*.npz")).unlink()
+    gone = bench_in("show", "attention", record, cwd=tmp_path)
+    assert gone.returncode == 2
+    assert "measure the cell again with --fresh" in gone.stderr
+    assert bench_in("leaderboard", "--results", "r", cwd=tmp_path).returncode == 0
+    page = (tmp_path / "r" / "README.md").read_text()
+    assert "Other sinks under full attention: " in page
