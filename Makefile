@@ -75,6 +75,7 @@ docs: .venv/docs  ## the documentation and the leaderboard as a site, in site/
 picture: .venv/ready  ## the README's pictures, from the records in leaderboard/results
 	$(BIN)/python docs/images/draw.py
 	$(BIN)/python docs/images/zoo.py
+	$(BIN)/python docs/images/recall.py
 
 validity: .venv/ready  ## docs/validity.md, from the records in leaderboard/results
 	$(BIN)/python docs/validity.py

@@ -166,6 +166,8 @@ BAD = [
     ("h2o", {"task": ", prompt: 100"}, "mine.yaml:4: prompt 100 leaves nothing to score in a stream of 100 tokens"),
     ("h2o", {"task": ", prompt: 25, streams: 4"}, "mine.yaml:4: prompt 25 leaves nothing to score in a stream of 25 tokens"),
     ("h2o", {"task": ", prompt: 0"}, "mine.yaml:4: prompt: Input should be greater than or equal to 1, not 0"),
+    ("h2o", {"task": ", prompt: 40, evict: prompt"},
+     "mine.yaml:4: evict: prompt, but the suite's policies evict: step; add it to the suite's evict"),
     ("h2o", {"task": ", evict: [every]"}, "mine.yaml:4: evict: expected step, prompt or {every: TOKENS}, not ['every']"),
     ("h2o", {"capacity": "capacity: {share: 0}"}, "mine.yaml:5: capacity: share is a part of the prompt, above 0 and at most 1"),
     ("h2o", {"capacity": "capacity: {share: 1.5}"},

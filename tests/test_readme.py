@@ -48,6 +48,11 @@ def zoo():
     return script("zoo")
 
 
+@pytest.fixture(scope="module")
+def recall():
+    return script("recall")
+
+
 def test_every_verb_policy_task_and_suite_is_documented():
     suites = [path.stem for path in (ROOT / "suites").glob("*.yaml")]
     assert [v for v in cli.commands if f"`bench {v}" not in page("commands.md")] == []
@@ -56,7 +61,7 @@ def test_every_verb_policy_task_and_suite_is_documented():
     assert [s for s in suites if f"`{s}`" not in page("suites.md")] == []
 
 
-@pytest.mark.parametrize("name", ["draw", "zoo"])
+@pytest.mark.parametrize("name", ["draw", "zoo", "recall"])
 def test_the_pictures_are_drawn_from_the_records(name, request):
     picture = request.getfixturevalue(name)
     drawings = picture.drawings()
@@ -90,6 +95,23 @@ def test_who_beats_random_is_what_the_readme_says(zoo):
     most, least = (re.search(pattern, text)[1] for pattern in (r"lose at most (\d+) % when", r"(\d+) % or more when"))
     assert max(row["loss"] for row in prompt if row["policy"] in made_for_prompts) == pytest.approx(int(most), abs=0.5)
     assert min(row["loss"] for row in step if row["policy"] in made_for_prompts) == pytest.approx(int(least), abs=0.5)
+
+
+def test_what_is_still_there_is_what_the_readme_says(recall):
+    rows, text = recall.answered(recall.measured()), " ".join(README.split())
+    right = {(row["policy"], row["task"], row["question"]): row["right"] for row in rows}
+    policies = {row["policy"] for row in rows}
+    assert f"Here {len(policies)} policies and variants cut" in text
+    assert {right["dense", task, "seen"] for task in recall.TASKS} == {100.0, 70.0}
+    for window in ("window", "sink_window"):
+        assert right[window, "recent", "seen"] == 100
+        assert max(right[window, task, q] for task in recall.TASKS[1:] for q in recall.QUESTIONS) <= 7
+    seen, unseen = (right["snapkv", "once", q] for q in ("seen", "unseen"))
+    assert f"SnapKV keeps {seen:.0f} % of what was told `once` if it saw the question, {unseen:.0f} % if it did not" in text
+    popular, distracted = (right["h2o (window 32)", task, "unseen"] for task in ("popular", "distracted"))
+    assert f"({popular:.0f} % of `popular`) at the cost of its neighbours ({distracted:.0f} % of `distracted`)" in text
+    assert f"without knowing that it will be asked ({right['keydiff', 'needle', 'unseen']:.0f} %)" in text
+    assert max(right[p, "values", q] for p in policies - {"dense"} for q in recall.QUESTIONS) <= 13
 
 
 @pytest.mark.parametrize("name", ["SmallKeys", "Fading"])

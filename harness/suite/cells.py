@@ -144,6 +144,8 @@ def load(path: Path, overrides: Overrides | None = None) -> tuple[SuiteFile, lis
     )
     tasks = _bounded((one for i, given in items(suite.task) for one in _tasks(given, source, ("task", *i))), path)
     chosen = _bounded((entry for i in range(len(suite.policies)) for entry in entries(suite, i, source)), path)
+    for task in tasks:
+        _refuse_idle(task, chosen, source)
     seeds = suite.seed if isinstance(suite.seed, list) else [suite.seed]
     cells = _bounded(
         (
@@ -157,6 +159,20 @@ def load(path: Path, overrides: Overrides | None = None) -> tuple[SuiteFile, lis
     if not unique:
         raise UserError(f"{path}: 0 cells: one of its lists is empty")
     return suite, unique
+
+
+def _refuse_idle(task: _TaskEntry, entries: Sequence[Entry], source: Source) -> None:
+    """Refuse a task for moments of eviction that no policy of the suite has, which would silently measure `dense` alone.
+
+    Raises:
+        UserError: it is one.
+    """
+    moments = [entry.evict for entry in entries if entry.policy.evicts and entry.policy.caches]
+    if task.evicts is not None and moments and not set(task.evicts) & set(moments):
+        theirs, its = (", ".join(dict.fromkeys(str(evict_as_json(m)) for m in x)) for x in (moments, task.evicts))
+        raise source.error(
+            (*task.at, "evict"), f"evict: {its}, but the suite's policies evict: {theirs}; add it to the suite's evict"
+        )
 
 
 def _bounded(values: Iterable[T], path: Path) -> list[T]:
@@ -226,6 +242,7 @@ class _TaskEntry(NamedTuple):
     options: BaseModel
     policies: list[str] | None  # names; None: all
     evicts: list[Evict] | None  # None: all
+    at: Location  # in the suite's file
 
     def is_for(self, entry: Entry) -> bool:
         """Whether an entry of the suite's policies is measured in this task."""
@@ -250,7 +267,7 @@ def _tasks(given: dict[str, Any], source: Source, at: Location) -> Iterator[_Tas
     except ValueError as error:
         raise source.error((*at, "evict"), f"evict: {error}, not {repr(given['evict'])[:60]}") from None
     for one in spread({k: v for k, v in given.items() if k not in ("policies", "evict")}):
-        yield _TaskEntry(*_task(one, source, at), only, evicts)
+        yield _TaskEntry(*_task(one, source, at), only, evicts, at)
 
 
 def _cell(suite: SuiteFile, model: ModelSpec, given: _TaskEntry, entry: Entry, seed: int, source: Source) -> Cell:

@@ -1,0 +1,107 @@
+"""Draws which policies still have what is asked for, from the `recall` suite's records: `make picture`. A test draws it again."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvbench.harness.records import Record, RecordStore
+from kvbench.harness.records.metrics import QuestionMetrics
+from kvbench.harness.report.chart import Chart, draw, write
+
+FOLDER = Path(__file__).parent
+RESULTS = FOLDER.parents[1] / "leaderboard" / "results"
+TASKS = ("recent", "once", "popular", "distracted", "values", "chain", "needle")
+QUESTIONS = {"seen": "cut after the question", "unseen": "cut before the question"}
+_TOLD = ("sinks", "window", "normalise")
+_ALT = "Share of questions still answered under each policy, by what has to be kept, whether or not the policy saw the question."
+
+
+def measured(results: Path = RESULTS) -> list[Record]:
+    """The records of `kvbench_recall`, dense among them."""
+    records, _ = RecordStore(results / "recall").read_all()
+    return [r for r in records if r.status == "ok" and str(r.cell.options.get("tasks", "")).removeprefix("kvbench_") in TASKS]
+
+
+def answered(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """Percent right of each policy, task and moment; the policy with the best mean first."""
+    rows = []
+    for task in TASKS:
+        of_task = [r for r in records if r.cell.options["tasks"] == f"kvbench_{task}"]
+        for question in QUESTIONS:
+            asked = [r for r in of_task if (r.cell.options.get("question") or "seen") == question]
+            for record in asked:
+                metrics = record.measured(QuestionMetrics)
+                assert metrics is not None
+                assert metrics.accuracy is not None
+                rows.append(
+                    {
+                        "policy": _name(record, records),
+                        "task": task,
+                        "question": question,
+                        "right": round(100 * metrics.accuracy, 1),
+                    }
+                )
+    means = {name: statistics.mean(row["right"] for row in rows if row["policy"] == name) for name in {r["policy"] for r in rows}}
+    return sorted(rows, key=lambda row: (-means[row["policy"]], row["policy"]))
+
+
+def _name(record: Record, rivals: Sequence[Record]) -> str:
+    """The policy with what tells it from others of its name, but not with what follows from that."""
+    cell, same = record.cell, [r.cell for r in rivals if r.cell.policy == record.cell.policy]
+    told = {k: v for k, v in cell.settings.items() if len({repr(c.settings.get(k)) for c in same}) > 1}
+    words = [f"of {told['score']}"] if "score" in told else []
+    words += [str(told["variant"])] if told.get("variant", "paper") != "paper" else []
+    words += [f"{k} {v}" for k, v in told.items() if k in _TOLD and v is not None]
+    return f"{cell.policy} ({', '.join(words)})" if words else cell.policy
+
+
+def picture(rows: Sequence[dict[str, Any]]) -> Chart:
+    """A panel per moment, a row per policy, a column per task."""
+    return Chart("what-is-kept", _ALT, {"hconcat": [_panel(rows, question) for question in QUESTIONS]})
+
+
+def _panel(rows: Sequence[dict[str, Any]], question: str) -> dict[str, Any]:
+    shown = [row for row in rows if row["question"] == question]
+    first = question == next(iter(QUESTIONS))
+    axis = {"labelLimit": 330} if first else None
+    encoding = {
+        "x": {
+            "field": "task",
+            "type": "nominal",
+            "sort": list(TASKS),
+            "title": None,
+            "axis": {"orient": "top", "labelAngle": -35},
+        },
+        "y": {
+            "field": "policy",
+            "type": "nominal",
+            "sort": list(dict.fromkeys(r["policy"] for r in rows)),
+            "title": None,
+            "axis": axis,
+        },
+    }
+    colour = {
+        "field": "right", "type": "quantitative", "legend": None, "scale": {"domain": [0, 100], "scheme": "blues"},
+    }  # fmt: skip
+    ink = {"condition": {"test": "datum.right > 55", "value": "white"}, "value": "#24292f"}
+    layers = [
+        {"mark": "rect", "encoding": {"color": colour}},
+        {"mark": {"type": "text", "fontSize": 10}, "encoding": {"text": {"field": "right", "format": ".0f"}, "color": ink}},
+    ]
+    return {
+        "title": QUESTIONS[question], "width": 32 * len(TASKS), "height": 16 * len({r["policy"] for r in shown}),
+        "data": {"values": shown}, "encoding": encoding, "layer": layers,
+    }  # fmt: skip
+
+
+def drawings(results: Path = RESULTS) -> dict[str, str]:
+    """The picture for a light and a dark page, by file name."""
+    return draw([picture(answered(measured(results)))])
+
+
+if __name__ == "__main__":
+    write(drawings(Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS), FOLDER)
