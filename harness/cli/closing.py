@@ -89,10 +89,6 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 def _stacked(table: Table, width: int) -> Iterator[str]:
     """The rows of a table that is too wide: each policy on its own line, its figures below."""
     for cells in table.lines:
-        yield _cut(cells[0], width)
+        yield from textwrap.wrap(cells[0], width, subsequent_indent="    ")
         figures = ", ".join(f"{head} {cell}" for head, cell in zip(table.head[1:], cells[1:], strict=True) if cell)
         yield from textwrap.wrap(figures, width, initial_indent="  ", subsequent_indent="  ")
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"
