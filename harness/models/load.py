@@ -79,6 +79,7 @@ def load_model(
     allow_pickle: bool = False,
     *,
     random: bool = False,
+    watched: bool = False,
 ) -> Model:
     """Load a model, adopt it for the decode loop, and check it against its own forward pass.
 
@@ -91,6 +92,7 @@ def load_model(
         rope_length: longest position + 1, in tokens, for RoPE types whose tables depend on it.
         allow_pickle: accept weights that are not safetensors.
         random: draw the weights on the device instead of reading them, the same at every call.
+        watched: accept a model that the loop can't drive, such as an encoder; it has no layers then.
 
     Raises:
         UserError: it is not a causal language model, its files are damaged or don't match its config, its logits are not
@@ -104,12 +106,12 @@ def load_model(
     config = read_config(directory)
     kind = DTYPES[dtype]
     hf = _random_model(config, kind, device) if random else read_weights(directory, config, kind, allow_pickle)
-    model = _adopted(hf.eval().to(device), name, dtype, rope_length)
+    model = _adopted(hf.eval().to(device), name, dtype, rope_length, watched)
     gc.collect()
     return model
 
 
-def _adopted(hf: PreTrainedModel, name: str, dtype: str, rope_length: int | None) -> Model:
+def _adopted(hf: PreTrainedModel, name: str, dtype: str, rope_length: int | None, watched: bool) -> Model:
     """Adopt and check a model. Logits that are not finite are reported as such, even if another check fails first."""
     refused: UnsupportedModelError | None = None
     try:
@@ -120,6 +122,8 @@ def _adopted(hf: PreTrainedModel, name: str, dtype: str, rope_length: int | None
     if not has_finite_logits(hf):
         instead = "use bfloat16 or float32" if dtype == "float16" else "its weights are damaged, or too large for it"
         raise RefusedModelError(f"{name}: its logits are not finite in {dtype}: {instead}") from refused
+    if refused is not None and watched:
+        return Model(hf)
     if refused is not None:
         raise RefusedModelError(
             f"{name}: model family '{hf.config.model_type}' can't be driven: {refused}; 'bench list models' shows which can"

@@ -133,13 +133,14 @@ class _LastModel:
             UserError: it can't be driven exactly, or one of its caches can't be allocated.
             MemoryError: it does not fit.
         """
-        spec = item.cell.model
-        if self._model is None or self._spec != spec:
+        spec, watched = item.cell.model, item.task.watches
+        if self._model is None or self._spec != spec or not (watched or self._model.layers):
             self._model = None
             _release_memory(self._device)
             self._model = load_model(
-                item.directory, spec.dtype, self._device, spec.rope_length, spec.pickle, random=is_random(spec.id)
-            )
+                item.directory, spec.dtype, self._device, spec.rope_length, spec.pickle, random=is_random(spec.id),
+                watched=watched,
+            )  # fmt: skip
             self._spec = spec
             _check_capacities([p for p in self._prepared if p.cell.model == spec and not p.task.of_device], self._model)
         return self._model
@@ -155,6 +156,11 @@ def _check_capacities(items: Sequence[Prepared], model: Model) -> None:
     free = free_bytes(model.device)
     for item in items:
         cell = item.cell
+        if not model.layers:  # it is only watched
+            if cell.policy.evicts:
+                name = cell.model.id
+                raise UserError(f"{cell.label}: {name} can be looked at, but the loop can't drive it, so only dense has figures")
+            continue
         if cell.most_kept is not None and cell.policy.caches:
             refuse_if_too_large(cell, model.kv_bytes(cell.most_kept, item.streams), free, model.device)
         refuse_wrong_budgets(cell, item.task.prompt_tokens(cell.task), model)

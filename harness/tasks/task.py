@@ -103,6 +103,7 @@ class Task(TaskReport, ABC):
         together: cells with the same model and options are measured side by side, interleaved, and finish together.
         apart: on a CPU, each cell runs in its own process.
         block_of_all: a job's `block` counts the tokens of all streams together, not of each.
+        watches: it can measure models that the loop can't drive; they come without layers.
     """
 
     of_device: ClassVar[bool] = False
@@ -110,6 +111,7 @@ class Task(TaskReport, ABC):
     together: ClassVar[bool] = False
     apart: ClassVar[bool] = False
     block_of_all: ClassVar[bool] = False
+    watches: ClassVar[bool] = False
 
     @staticmethod
     @abstractmethod

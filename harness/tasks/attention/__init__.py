@@ -34,6 +34,7 @@ class Attention(Task):
     named_by: ClassVar[tuple[str, ...]] = ("data", "tokens")
     shown_options: ClassVar[tuple[str, ...] | None] = ("data", "tokens", "samples", "prompt")
     speed_counts: ClassVar[bool] = False
+    watches: ClassVar[bool] = True
 
     @staticmethod
     def data(options: AttentionOptions, tokenizer: Tokenizer, directory: Path | None) -> Samples:

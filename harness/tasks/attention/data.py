@@ -25,13 +25,15 @@ class Samples:
 
     Attributes:
         stream: prefix and text.
-        length: tokens of a sample, its prefix included.
+        length: tokens of a sample, its prefix and its end included.
         tokenizer: to show tokens.
+        end: tokens that close every sample: the [SEP] of an encoder.
     """
 
     stream: TokenStream
     length: int
     tokenizer: PreTrainedTokenizerBase
+    end: tuple[int, ...] = ()
 
     @property
     def ids_sha256(self) -> str:
@@ -49,10 +51,10 @@ class Samples:
 
     def batch(self, start: int, stop: int) -> Tensor:
         """Token ids of the samples from `start` to `stop` - 1. [B, T] int64."""
-        prefix, new = self.stream.prefix, self.length - self.stream.prefix
+        prefix, new = self.stream.prefix, self.length - self.stream.prefix - len(self.end)
         ids = torch.from_numpy(self.stream.ids[prefix + start * new : prefix + stop * new].copy()).long().view(-1, new)
         first = torch.from_numpy(self.stream.ids[:prefix].copy()).long().expand(len(ids), -1)
-        return torch.cat([first, ids], 1)
+        return torch.cat([first, ids, torch.tensor([self.end] * len(ids), dtype=torch.int64).view(len(ids), -1)], 1)
 
     def text(self, sample: int, position: int) -> str:
         """A token as text."""
@@ -66,8 +68,17 @@ def samples(options: AttentionOptions, tokenizer: Tokenizer, directory: Path | N
         UserError: the text is missing or too short, or a sample has no room for a token of text.
     """
     loaded = tokenizer()
-    new = options.tokens - len(opening(loaded))
+    prefix, end = _around(loaded)
+    new = options.tokens - len(prefix) - len(end)
     if new < 1:
-        raise UserError(f"tokens {options.tokens}: the model's tokenizer opens a text with as many")
+        raise UserError(f"tokens {options.tokens}: the model's tokenizer puts as many around a text")
     source, books = texts(options.data, options.split, None, options.data_seed or 0, new * options.samples, directory)
-    return Samples(stream(books, source, loaded, new * options.samples), options.tokens, loaded)
+    return Samples(stream(books, source, loaded, new * options.samples, prefix), options.tokens, loaded, tuple(end))
+
+
+def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """The tokens before and after every sample: those of an encoder ([CLS] and [SEP]), or what opens a text."""
+    special = list(tokenizer("", add_special_tokens=True)["input_ids"])
+    if len(special) == 2 and special == [tokenizer.cls_token_id, tokenizer.sep_token_id]:
+        return special[:1], special[1:]
+    return opening(tokenizer), []
