@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,22 +11,24 @@ import pytest
 import torch
 from conftest import bench_in
 from torch import Tensor, nn
-from transformers import BertConfig, BertForMaskedLM, BertTokenizerFast, ViTConfig, ViTModel
+from transformers import CONFIG_MAPPING, BertConfig, BertForMaskedLM, BertTokenizerFast, ViTConfig, ViTModel
 
 from kvbench.harness.engine import watch as watching
 from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.model import adopt
 from kvbench.harness.engine.watch import Chunk, NotWatchableError, attention_by, check, watch
 from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.hub import model_directory
 from kvbench.harness.models.load import load_model
+from kvbench.harness.tasks.attention import under_policy
 from kvbench.harness.tasks.attention.figures import buckets, figures, massive_activations
 from kvbench.harness.tasks.attention.notes import Lost, Notes
 from kvbench.harness.tasks.attention.schema import Massive
-from kvbench.harness.tasks.attention.under_policy import Recorder, recorded
+from kvbench.harness.tasks.attention.under_policy import read_recorded
+from kvbench.policies.fastgen import FastGen
 from kvbench.policies.h2o import H2O
 from kvbench.policies.knorm import Knorm
+from kvbench.policies.simlayerkv import SimLayerKV
 from kvbench.policies.sink_window import SinkWindow
 
 TOKENS = 40
@@ -203,27 +205,18 @@ def test_massive_activations_are_listed_by_layer_dim_and_text_the_largest_first(
     ]  # fmt: skip
 
 
-def under(policy, capacity: int, hf, prompt: int = 0, **config) -> tuple[Notes, Recorder, CachedDecoder]:
-    """The notes of a model's attention under a policy."""
-    model, notes = adopt(hf), Notes(TOKENS, 8)
-    recorder = Recorder(model.layers, len(IDS), TOKENS, IDS.device)
-    decoder = CachedDecoder(model, recorded(CacheConfig(policy, capacity, **config), recorder), len(IDS))
-    parts = [(0, prompt)] if prompt else []
-    parts += [(start, min(TOKENS, start + 16)) for start in range(prompt, TOKENS, 16)]
-    for first, stop in parts:
-        recorder.begin(first, stop)
-        if stop == prompt:
-            decoder.read_prompt(IDS[:, :prompt], 64)
-        else:
-            decoder(IDS[:, first:stop])
-        recorder.show(notes)
-    return notes, recorder, decoder
+def under(policy, capacity: int | None, hf, prompt: int = 0, ids: Tensor = IDS, **config):
+    """The notes of a model's attention under a policy, the decoder, and when each token was seen last."""
+    notes = Notes(ids.shape[1], 8)
+    sunk = check(hf, input_ids=ids)
+    read = read_recorded(adopt(hf), CacheConfig(policy, capacity, **config), ids, prompt, notes, sunk)
+    return notes, *read
 
 
 def test_a_cache_that_holds_everything_is_full_attention_and_loses_nothing():
     hf = tiny_model("llama").double()
-    notes, recorder, _ = under(H2O(window=2), TOKENS, hf)
-    full, lost = Notes(TOKENS, 8), Lost(TOKENS, recorder.last_seen)
+    notes, _, last_seen = under(H2O(window=2), TOKENS, hf)
+    full, lost = Notes(TOKENS, 8), Lost(TOKENS, last_seen)
     watch(hf, full, input_ids=IDS)
     watch(hf, lost, input_ids=IDS)
     for name, x in notes.arrays().items():
@@ -234,14 +227,14 @@ def test_a_cache_that_holds_everything_is_full_attention_and_loses_nothing():
 
 def test_under_a_policy_attention_is_that_of_a_model_with_evicted_tokens_masked():
     hf, capacity = tiny_model("llama").double(), 12
-    notes, recorder, _ = under(SinkWindow(sinks=3), capacity, hf, positions="stream")
+    notes, _, last_seen = under(SinkWindow(sinks=3), capacity, hf, positions="stream")
     age = torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)
     held = (age >= 0) & ((age < capacity - 3 + 1) | (torch.arange(TOKENS) < 3))
     mask = torch.zeros(TOKENS, TOKENS, dtype=torch.float64).masked_fill(~held, -1e9)[None, None]
     own = torch.stack(eager_weights(hf, mask=mask.expand(2, 1, -1, -1)))  # [L, N, Q, T, T]
     received = own.sum(3) / torch.arange(TOKENS, 0, -1)
     torch.testing.assert_close(notes.mean_received(), received, atol=1e-6, rtol=0)
-    lost = Lost(TOKENS, recorder.last_seen)
+    lost = Lost(TOKENS, last_seen)
     watch(hf, lost, input_ids=IDS)
     dense = torch.stack(eager_weights(hf))
     gone = (dense * ((age >= 0) & ~held)).sum(-1).mean(2)  # [L, N, T]
@@ -252,12 +245,12 @@ def test_under_a_policy_attention_is_that_of_a_model_with_evicted_tokens_masked(
 
 def test_what_a_prompt_leaves_over_is_lost_from_then_on():
     hf, prompt = tiny_model("llama").double(), 24
-    _, recorder, decoder = under(Knorm(), 8, hf, prompt, evict="prompt")
+    _, decoder, last_seen = under(Knorm(), 8, hf, prompt, evict="prompt")
     kept = decoder.kept()
     for layer, of_layer in enumerate(kept):
         for stream, of_stream in enumerate(of_layer):
             for head, positions in enumerate(of_stream):
-                last = recorder.last_seen[layer, stream, head]
+                last = last_seen[layer][stream, head]
                 assert [p for p in range(TOKENS) if last[p] == TOKENS - 1] == positions
                 assert all(last[p] == prompt - 1 for p in range(prompt) if p not in positions)
 
@@ -348,3 +341,51 @@ def test_an_encoder_is_looked_at_and_its_cache_is_not(tmp_path: Path):
     assert ran.returncode == 0, ran.stderr
     sinks = json.loads(next((tmp_path / "r").rglob("dense*.json")).read_text())["metrics"]["sinks"]
     assert [(x["text"], x["position"], x["times"]) for x in sinks] == [("[SEP]", 23, 4)]
+
+
+@dataclass(frozen=True)
+class Uneven(Knorm):
+    """Knorm with budgets that differ from head to head, and alike between layers."""
+
+    def budgets(self, capacity, layers, heads, prompt):
+        return [[6, 14], [14, 6]]
+
+
+@pytest.mark.parametrize("steps", [1, 7, 16, 64])
+def test_blocks_of_any_length_note_the_same_where_heads_differ(steps, monkeypatch):
+    """Single tokens pass through all layers before they are noted; budgets put heads of several layers side by side."""
+    monkeypatch.setattr(under_policy, "_MOST_STEPS", steps)
+    notes, decoder, last_seen = under(Uneven(), 10, tiny_model("llama").double())
+    monkeypatch.setattr(under_policy, "_MOST_STEPS", TOKENS - 1)
+    expected, _, expected_last = under(Uneven(), 10, tiny_model("llama").double())
+    for name, x in notes.arrays().items():
+        np.testing.assert_allclose(x, expected.arrays()[name], atol=1e-5, err_msg=name)
+    assert all(torch.equal(x, y) for x, y in zip(last_seen, expected_last, strict=True))
+    for layer, of_layer in enumerate(decoder.kept()):
+        for stream, of_stream in enumerate(of_layer):
+            for head, positions in enumerate(of_stream):
+                seen = (last_seen[layer][stream, head] == TOKENS - 1).nonzero().flatten().tolist()
+                assert set(positions) <= set(seen)
+                assert len(seen) == [[6, 14], [14, 6]][layer][head] + 1
+
+
+@pytest.mark.parametrize("policy", [FastGen(), SimLayerKV()])
+def test_policies_whose_budgets_are_an_outcome_are_looked_at(policy):
+    notes, decoder, last_seen = under(policy, None, tiny_model("llama"), prompt=24, evict="prompt")
+    assert decoder.config.capacity is None
+    assert all(int(x.max()) == TOKENS - 1 for x in last_seen)
+    torch.testing.assert_close(notes.mean_received().sum(), notes.mean_received().sum().nan_to_num())
+
+
+def test_layers_that_differ_in_heads_and_sinks():
+    hf = tiny_model("mimo_v2_flash") if "mimo_v2_flash" in CONFIG_MAPPING else None
+    if hf is None:
+        pytest.skip("the installed transformers doesn't know it")
+    notes = Notes(TOKENS, 8)
+    watch(hf, notes, input_ids=IDS)
+    assert notes.arrays()["first"].shape[1] == 2
+
+
+def test_attention_in_chunks_of_text_is_refused_for_longer_samples():
+    with pytest.raises(NotWatchableError, match="cut into chunks of 20 tokens, and a sample is longer"):
+        check(tiny_model("llama4_text", attention_chunk_size=20), input_ids=IDS)

@@ -141,7 +141,9 @@ def watch(hf: PreTrainedModel, watcher: Watcher, **inputs: Tensor) -> Tensor:
     Raises:
         NotWatchableError: a layer's attention can't be shown.
     """
-    blocks = layers_of(hf)
+    blocks, chunk = layers_of(hf), getattr(hf.config.get_text_config(), "attention_chunk_size", None)
+    if chunk is not None and "input_ids" in inputs and inputs["input_ids"].shape[1] > chunk:
+        raise NotWatchableError(f"its attention is cut into chunks of {chunk:,} tokens, and a sample is longer")
     hooks = [block.register_forward_hook(_shows_hidden(layer, watcher)) for layer, block in enumerate(blocks)]
     current = _Pass(watcher)
     token = _PASS.set(current)
@@ -157,13 +159,17 @@ def watch(hf: PreTrainedModel, watcher: Watcher, **inputs: Tensor) -> Tensor:
     return hidden
 
 
-def check(hf: PreTrainedModel, **inputs: Tensor) -> None:
+def check(hf: PreTrainedModel, **inputs: Tensor) -> set[int]:
     """Compare a model's hidden states under `watch` with those of its own attention.
+
+    Returns:
+        The layers in which some weight goes to no token.
 
     Raises:
         NotWatchableError: they differ by more than rounding, so what is shown is not what the model does.
     """
-    ours = watch(hf, _Blind(), **inputs).float()
+    seen = _Sunk()
+    ours = watch(hf, seen, **inputs).float()
     zero_sink = getattr(hf.config, "zero_sink", False)  # transformers has no attention for it
     with attention_by(hf, ZERO_SINK if zero_sink else "eager"), torch.inference_mode():
         own = _last_hidden(hf, inputs).float()
@@ -171,6 +177,7 @@ def check(hf: PreTrainedModel, **inputs: Tensor) -> None:
     tolerance = _CHECK_TOLERANCE if hf.dtype == torch.float32 else 30 * _CHECK_TOLERANCE
     if not off <= tolerance:
         raise NotWatchableError(f"its hidden states differ from those of its own attention, by {off:.1g} of the largest")
+    return seen.layers
 
 
 def layers_of(hf: PreTrainedModel) -> nn.ModuleList:
@@ -197,14 +204,17 @@ def attention_by(hf: PreTrainedModel, name: str) -> Iterator[None]:
         hf.set_attn_implementation(before)
 
 
-class _Blind:
-    """Sees nothing."""
+class _Sunk:
+    """Sees in which layers some weight goes to no token."""
+
+    def __init__(self) -> None:
+        self.layers: set[int] = set()
 
     def see_vectors(self, layer: int, keys: Tensor, values: Tensor) -> None:
         pass
 
     def see_chunk(self, chunk: Chunk) -> None:
-        pass
+        self.layers |= {chunk.layer} if chunk.rest is not None else set()
 
     def see_hidden(self, layer: int, hidden: Tensor) -> None:
         pass

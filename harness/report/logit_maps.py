@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import zipfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,8 @@ def logits_in(record: Record, folder: Path, head: int | None, layers: Sequence[i
     try:
         with np.load(path) as noted:
             logits: NDArray[np.float32] = noted["logits"]
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path}: can't be read ({str(error).splitlines()[0]}); measure the cell again with --fresh") from None
+    except (OSError, EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+        raise UserError(f"{path}: can't be read ({str(error) or 'empty'}); measure the cell again with --fresh") from None
     for what, given, count in (("layer", layers, len(logits)), ("head", () if head is None else (head,), logits.shape[1])):
         if any(x >= count for x in given):
             raise UserError(f"--{what} {max(given)}: the model has {count}, counted from 0")

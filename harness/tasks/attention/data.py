@@ -12,7 +12,7 @@ from torch import Tensor
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.data.stream import TokenStream, opening, stream
 from kvbench.harness.data.texts import texts
-from kvbench.harness.tasks.attention.schema import AttentionOptions
+from kvbench.harness.tasks.attention.schema import MOST_SHOWN, AttentionOptions
 from kvbench.harness.tasks.task import Tokenizer
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Samples:
 
     @property
     def tokens(self) -> int:
-        """Tokens to read."""
+        """Tokens of text."""
         return self.stream.tokens
 
     def facts(self) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class Samples:
 
     def text(self, sample: int, position: int) -> str:
         """A token as text."""
-        return str(self.tokenizer.decode([int(self.batch(sample, sample + 1)[0, position])]))
+        return str(self.tokenizer.decode([int(self.batch(sample, sample + 1)[0, position])]))[:MOST_SHOWN]
 
 
 def samples(options: AttentionOptions, tokenizer: Tokenizer, directory: Path | None) -> Samples:
@@ -71,7 +71,7 @@ def samples(options: AttentionOptions, tokenizer: Tokenizer, directory: Path | N
     prefix, end = _around(loaded)
     new = options.tokens - len(prefix) - len(end)
     if new < 1:
-        raise UserError(f"tokens {options.tokens}: the model's tokenizer puts as many around a text")
+        raise UserError(f"tokens {options.tokens}: the tokenizer's own {len(prefix) + len(end)} tokens leave no room for text")
     source, books = texts(options.data, options.split, None, options.data_seed or 0, new * options.samples, directory)
     return Samples(stream(books, source, loaded, new * options.samples, prefix), options.tokens, loaded, tuple(end))
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.watch import NotWatchableError, check, watch
@@ -15,11 +13,10 @@ from kvbench.harness.tasks.attention.data import Samples
 from kvbench.harness.tasks.attention.figures import figures, massive_activations, sink_tokens
 from kvbench.harness.tasks.attention.notes import Lost, Notes
 from kvbench.harness.tasks.attention.schema import AttentionMetrics, AttentionOptions
-from kvbench.harness.tasks.attention.under_policy import Recorder, recorded
+from kvbench.harness.tasks.attention.under_policy import read_recorded
 from kvbench.harness.tasks.task import Job, MeasurementError
 
-_CHECKED_TOKENS = 48
-_STEPS_AT_ONCE = 64  # of a policy, kept until they are shown
+_MOST_CHECKED = 2048  # tokens of a sample
 
 
 def measure(options: AttentionOptions, job: Job) -> AttentionMetrics:
@@ -30,20 +27,25 @@ def measure(options: AttentionOptions, job: Job) -> AttentionMetrics:
     """
     if not job.config.policy.caches:
         raise MeasurementError("it keeps no cache, so nothing is evicted, and its attention is that of many short texts")
+    if not job.config.policy.evicts and job.config.positions == "clamped":
+        raise MeasurementError("full attention is the model's own, which doesn't clamp positions: leave `positions` out")
     samples: Samples = job.data
     album, at_once = _Album(samples), max(1, job.block // options.tokens)
     sizes: dict[str, int] = {}
     try:
-        check(job.model.hf, input_ids=samples.batch(0, 1)[:, :_CHECKED_TOKENS].to(job.model.device))
+        sunk = check(job.model.hf, input_ids=samples.batch(0, 1)[:, :_MOST_CHECKED].to(job.model.device))
         for start in range(0, options.samples, at_once):
             ids = samples.batch(start, min(options.samples, start + at_once)).to(job.model.device)
             notes, lost = Notes(options.tokens, options.map_tokens), None
             if job.config.policy.evicts:
-                lost, sizes = _under_policy(options, job, ids, notes)
+                decoder, last_seen = read_recorded(job.model, job.config, ids, options.prompt or 0, notes, sunk)
+                sizes = _sizes(decoder)
+                lost = Lost(options.tokens, last_seen)
+                watch(job.model.hf, lost, input_ids=ids)
             else:
                 watch(job.model.hf, notes, input_ids=ids)
             album.add(start, notes, lost, options.epsilon)
-            job.progress(start * options.tokens + ids.numel(), f"first token {album.mean('first'):.3f}")
+            job.progress(samples.tokens * (start + len(ids)) // options.samples, f"first token {album.mean('first'):.3f}")
     except NotWatchableError as error:
         raise MeasurementError(str(error)) from None
     noted = album.noted()
@@ -52,27 +54,11 @@ def measure(options: AttentionOptions, job: Job) -> AttentionMetrics:
     return AttentionMetrics.from_json({**figures(noted, options.epsilon), **album.lists(), **sizes})
 
 
-def _under_policy(options: AttentionOptions, job: Job, ids: Tensor, notes: Notes) -> tuple[Lost, dict[str, int]]:
-    """Read samples under the policy, and look at what full attention gives to the tokens that it evicts.
-
-    Returns:
-        The attention lost, and the bytes of the cache of a sample.
-    """
-    recorder = Recorder(job.model.layers, len(ids), options.tokens, ids.device)
-    decoder = CachedDecoder(job.model, recorded(job.config, recorder), len(ids))
-    start = options.prompt or 0
-    if start:
-        recorder.begin(0, start)
-        decoder.read_prompt(ids[:, :start], job.block)
-        recorder.show(notes)
-    for first in range(start, options.tokens, _STEPS_AT_ONCE):
-        stop = min(options.tokens, first + _STEPS_AT_ONCE)
-        recorder.begin(first, stop)
-        decoder(ids[:, first:stop], keep=torch.zeros(1, dtype=torch.int64, device=ids.device))
-        recorder.show(notes)
-    lost = Lost(options.tokens, recorder.last_seen)
-    watch(job.model.hf, lost, input_ids=ids)
-    return lost, {"kv_bytes": decoder.kv_bytes // len(ids), "kv_held_bytes": decoder.held_bytes // len(ids)}
+def _sizes(decoder: CachedDecoder) -> dict[str, int]:
+    """Bytes of one sample's cache, unless they depend on the sample."""
+    if decoder.config.capacity is None:
+        return {}
+    return {"kv_bytes": decoder.kv_bytes // decoder.streams, "kv_held_bytes": decoder.held_bytes // decoder.streams}
 
 
 class _Album:

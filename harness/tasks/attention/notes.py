@@ -6,6 +6,7 @@ chunk, M tokens of a map, K buckets of positions, D key dim, E hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,12 +27,13 @@ class Notes:
     def __init__(self, tokens: int, map_tokens: int) -> None:
         """tokens: T; map_tokens: M, at most T."""
         self._tokens, self._map = tokens, min(map_tokens, tokens)
-        self.received: list[Tensor] = []  # a layer's sums over queries. [B, Q, T] float64
+        self._received: list[Tensor] = []  # a layer's sums over queries. [B, Q, T] float64
         self._causal: list[bool] = []
         self._late: list[Tensor] = []  # [B, Q]
         self._entropy: list[Tensor] = []  # [B, Q]
         self._largest: list[Tensor] = []  # [B, Q]
         self._rest: list[Tensor] = []  # [B, Q]
+        self._sunk = False  # some layer gives weight to no token
         self._maps: list[Tensor] = []  # [Q, M, M]
         self._norms: list[tuple[Tensor, Tensor]] = []  # of keys and values: the first token's, and the others' mean. [B, 2]
         self._hidden: list[tuple[Tensor, Tensor]] = []  # largest and median. [B]
@@ -45,20 +47,21 @@ class Notes:
     def see_chunk(self, chunk: Chunk) -> None:
         """Sums over the chunk's queries."""
         weights, logits, layer, keys = chunk.weights, chunk.logits, chunk.layer, chunk.weights.shape[-1]
-        if layer == len(self.received):
+        if layer == len(self._received):
             shape, device = weights.shape[:2], weights.device
-            self.received.append(torch.zeros(*shape, self._tokens, dtype=torch.float64, device=device))
+            self._received.append(torch.zeros(*shape, self._tokens, dtype=torch.float64, device=device))
             self._entropy.append(torch.zeros(shape, dtype=torch.float64, device=device))
-            self._rest += [torch.zeros(shape, dtype=torch.float64, device=device)] if chunk.rest is not None else []
+            self._rest.append(torch.zeros(shape, dtype=torch.float64, device=device))
             self._largest.append(torch.full(shape, -torch.inf, device=device))
             self._maps.append(torch.full((shape[1], self._map, self._map), torch.nan, device=device))
             self._late.append(torch.zeros(shape, device=device))
             self._causal.append(chunk.causal)
-        self.received[layer][..., :keys] += weights.sum(2)
+        self._received[layer][..., :keys] += weights.sum(2)
         entropy = torch.special.entr(weights).sum(-1)
         if chunk.rest is not None:
             entropy = entropy + torch.special.entr(chunk.rest)
             self._rest[layer] += chunk.rest.sum(-1)
+            self._sunk = True
         self._entropy[layer] += entropy.sum(-1)
         self._largest[layer] = torch.maximum(self._largest[layer], logits.amax((2, 3)).float())
         if chunk.first < self._map:
@@ -78,8 +81,8 @@ class Notes:
                 self.massive.append((layer, sample, position, dim, float(size[sample, position, dim])))
 
     def mean_received(self) -> Tensor:
-        """Attention that a token gets, mean over the queries that may see it. [L, B, Q, T] float64."""
-        received = torch.stack(self.received)
+        """Attention that a token gets, mean over the queries from it on; all queries of an encoder. [L, B, Q, T] float64."""
+        received = torch.stack(self._received)
         queries = torch.full((self._tokens,), self._tokens, device=received.device)
         return received / (queries - torch.arange(self._tokens, device=received.device) if self._causal[0] else queries)
 
@@ -96,7 +99,7 @@ class Notes:
         first = self.mean_received()[..., 0].float()
         found = {"first": first, "late": torch.stack(self._late), "largest_logit": torch.stack(self._largest)}
         found["entropy"] = torch.stack(self._entropy) / self._tokens
-        if self._rest:
+        if self._sunk:
             found["rest"] = torch.stack(self._rest) / self._tokens
         if self._norms:
             found |= {name: torch.stack([x[at] for x in self._norms]) for at, name in enumerate(("key_norm", "value_norm"))}
@@ -114,16 +117,16 @@ class Notes:
 class Lost:
     """The attention that queries give to tokens that a policy evicted before them."""
 
-    def __init__(self, tokens: int, last_seen: Tensor) -> None:
+    def __init__(self, tokens: int, last_seen: Sequence[Tensor]) -> None:
         """Look up what was evicted.
 
         Args:
             tokens: T.
-            last_seen: the last query that saw a token, under the policy. [L, B, H, T] int64.
+            last_seen: the last query that saw a token, under the policy, by layer. [B, H, T] int64 each.
         """
         self._last_seen = last_seen
         edges = buckets(tokens)
-        self._bucket = torch.zeros(tokens, dtype=torch.int64, device=last_seen.device)
+        self._bucket = torch.zeros(tokens, dtype=torch.int64, device=last_seen[0].device)
         for at, (start, stop) in enumerate(edges):
             self._bucket[start:stop] = at
         self.queries = np.array([stop - start for start, stop in edges])

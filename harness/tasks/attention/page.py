@@ -45,8 +45,8 @@ def body(records: Sequence[Record]) -> list[str | Chart]:
     ]
     lines: list[str | Chart] = [about, *table([*head, "status"], rows, "lr" + "r" * 7 + "l")]
     if measured:
-        full = next((r for r in measured if r.cell.capacity is None), measured[0])
-        lines += [chart.heads(full), chart.over_layers(measured), *_outstanding(full)]
+        full = [r for r in measured if r.cell.policy == "dense"][:1]
+        lines += [*map(chart.heads, full), chart.over_layers(measured), *(line for r in full for line in _outstanding(r))]
     return lines
 
 

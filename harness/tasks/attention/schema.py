@@ -11,6 +11,7 @@ from kvbench.harness.records.rules import EXACT, PART_NATS, SUM, near
 from kvbench.harness.records.types import Amount, Count, Number, Part, Positive, Share
 from kvbench.harness.tasks.task import Options
 
+MOST_SHOWN = 100  # characters of a token
 _SHARE = near(PART_NATS)
 Ends = Annotated[list[Number], Field(min_length=2, max_length=2)]
 
@@ -45,7 +46,7 @@ class LayerAttention(Part):
     first: Annotated[Share, _SHARE] = Field(description="attention that a query gives to the first token, mean over queries")
     late: Annotated[Share, _SHARE] = Field(description="attention of the last query to the first token")
     late_deviation: Annotated[Amount, _SHARE] = Field(description="standard deviation of the same over samples and heads")
-    entropy: Annotated[Amount, _SHARE] = Field(description="of a query's weights, nats, mean over queries")
+    entropy: Annotated[Amount, _SHARE] = Field(description="of a query's weights, that of no token included; nats")
     largest_logit: Annotated[Number, near(PART_NATS, SUM)] = Field(description="mean over samples and heads")
     rest: Annotated[Share | None, _SHARE] = Field(None, description="attention that goes to no token")
     hidden_largest: Annotated[Amount | None, near(PART_NATS, SUM)] = Field(
@@ -66,7 +67,7 @@ class LayerAttention(Part):
 class SinkToken(Part):
     """A token other than the first that some head attends to more than epsilon."""
 
-    text: Annotated[str, EXACT] = Field(max_length=100, description="of the token")
+    text: Annotated[str, EXACT] = Field(max_length=MOST_SHOWN, description="of the token")
     position: Annotated[Count, EXACT] = Field(description="where it is a sink first, in a sample")
     times: Annotated[Positive, EXACT] = Field(description="how often it is a sink of at least one head, in all samples")
     heads: Annotated[Share, _SHARE] = Field(description="share of heads whose sink it is, where it is one; mean")
@@ -77,7 +78,7 @@ class Massive(Part):
 
     layer: Annotated[Count, EXACT] = Field(description="after which it is found, counted from 0")
     dim: Annotated[Count, EXACT] = Field(description="of the hidden state")
-    text: Annotated[str, EXACT] = Field(max_length=100, description="of the token")
+    text: Annotated[str, EXACT] = Field(max_length=MOST_SHOWN, description="of the token")
     position: Annotated[Count, EXACT] = Field(description="of its first occurrence in a sample")
     times: Annotated[Positive, EXACT] = Field(description="how often, in all samples")
     magnitude: Annotated[Amount, near(PART_NATS, SUM)] = Field(description="largest of them")

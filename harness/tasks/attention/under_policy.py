@@ -8,71 +8,83 @@ Axis letters: L layers, B samples, H KV heads, h of them in a view, G query head
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.loop import CachedDecoder
+from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.slots import LayerShape
 from kvbench.harness.engine.watch import Chunk, Watcher
 from kvbench.policies import Attention, CacheView, Statistic
 from kvbench.policies.policy import Composed
 
+_MOST_STEPS, _MAX_NUMBERS = 64, 2**25  # of a block: kept until they are shown
+
 
 class Recorder:
-    """Turns steps, which attend over slots, into chunks over positions."""
+    """Turns steps, which attend over slots, into chunks over positions, and shows them after every block."""
 
-    def __init__(self, shapes: Sequence[LayerShape], streams: int, tokens: int, device: torch.device) -> None:
+    def __init__(self, shapes: Sequence[LayerShape], ids: Tensor, watcher: Watcher, sunk: Collection[int]) -> None:
         """Begin with empty samples.
 
         Args:
             shapes: of the layers.
-            streams: B.
-            tokens: T.
-            device: of the model.
+            ids: of the samples. [B, T].
+            watcher: sees the chunks.
+            sunk: layers in which some weight goes to no token.
         """
-        self._shapes, self._tokens, self._device = shapes, tokens, device
-        self.last_seen = torch.full((len(shapes), streams, shapes[0].heads, tokens), -1, device=device)  # [L, B, H, T]
-        self._first = self._stop = 0
-        self._rows: dict[str, list[Tensor]] = {}  # by layer, [B, H, G, t, T]
-
-    def begin(self, first: int, stop: int) -> None:
-        """Expect the steps from `first` to `stop` - 1."""
-        self._first, self._stop, streams = first, stop, self.last_seen.shape[1]
-
-        def empty(shape: LayerShape, value: float) -> Tensor:
-            return torch.full((streams, shape.heads, shape.group, stop - first, stop), value, device=self._device)
-
-        self._rows = {"weights": [empty(s, 0.0) for s in self._shapes], "logits": [empty(s, -torch.inf) for s in self._shapes]}
+        self._shapes, self._watcher, self._sunk = shapes, watcher, sunk
+        streams, self._tokens = ids.shape
+        queries = sum(s.heads * s.group for s in shapes)
+        self.steps = max(1, min(_MOST_STEPS, _MAX_NUMBERS // (streams * queries * self._tokens)))  # of a block, at most
+        self.last_seen = [torch.full((streams, s.heads, self._tokens), -1, device=ids.device) for s in shapes]  # [B, H, T] each
+        self._first = 0  # step of the block
+        self._count = 0  # its steps so far
+        self._rows: dict[int, tuple[Tensor, Tensor]] = {}  # weights and logits by layer, [B, H, G, t, L]
 
     def note(self, attention: Attention, view: CacheView) -> None:
-        """Enter one step of the layers and heads that the view shows."""
-        layers, streams = view.layer.flatten().tolist(), self.last_seen.shape[1]
-        heads = view.head.flatten().tolist()[: view.position.shape[1]]
-        for start in range(0, view.position.shape[0], streams):
-            layer, at = layers[start if len(layers) > 1 else 0], slice(start, start + streams)
-            step = int(view.step.flatten()[start if view.step.shape[0] > 1 else 0])
-            valid, position = view.valid[at], view.position[at]  # [B, h, S]
-            spare = torch.where(valid, position, self._stop)  # empty slots go to a column that is cut off
-            for name, seen, blank in (("weights", attention.weights, 0.0), ("logits", attention.logits, -torch.inf)):
-                part = seen[at].float()  # [B, h, G, S]
-                row = torch.full((*part.shape[:3], self._stop + 1), blank, device=part.device)
-                row.scatter_(-1, spare[:, :, None].expand_as(part), part)
-                self._rows[name][layer][:, heads, :, step - self._first] = row[..., :-1]
-            held = torch.zeros(*position.shape[:2], self._stop + 1, dtype=torch.bool, device=position.device)
-            held.scatter_(-1, spare, True)
-            seen_now = torch.where(held[..., : self._stop], step, self.last_seen[layer][:, heads, : self._stop])
-            self.last_seen[layer, :, heads, : self._stop] = seen_now
+        """Enter one step of the layers and heads that the view shows, perhaps of several layers stacked."""
+        layers, of_head, streams = view.layer.flatten().tolist(), view.head[..., 0].tolist(), len(self.last_seen[0])
+        for start in range(0, len(view.position), streams):
+            layer, heads = (x[start if len(x) > 1 else 0] for x in (layers, of_head))
+            part, step = slice(start, start + streams), int(view.step.flatten()[start if len(view.step) > 1 else 0])
+            self._enter(
+                layer, heads, step, view.position[part], view.valid[part], attention.weights[part], attention.logits[part]
+            )
 
-    def show(self, watcher: Watcher) -> None:
-        """Show the steps since `begin`, layer by layer."""
-        for layer in range(len(self._shapes)):
-            weights, logits = (self._rows[name][layer].flatten(1, 2) for name in ("weights", "logits"))
-            rest = None if self._shapes[layer].plain else (1 - weights.sum(-1)).clamp(min=0)
-            watcher.see_chunk(Chunk(layer, self._first, True, logits, weights, rest))
-        self._rows = {}
+    def _enter(
+        self, layer: int, heads: list[int], step: int, position: Tensor, valid: Tensor, weights: Tensor, logits: Tensor
+    ) -> None:  # fmt: skip
+        """Enter one step of some heads of a layer. position, valid: [B, h, S]; weights, logits: [B, h, G, S]."""
+        at, stop = step - self._first, min(self._tokens, self._first + self.steps)
+        if layer not in self._rows:
+            shape = len(position), self._shapes[layer].heads, self._shapes[layer].group, stop - self._first, stop
+            blank = (torch.full(shape, x, dtype=weights.dtype, device=weights.device) for x in (0.0, -torch.inf))
+            self._rows[layer] = next(blank), next(blank)
+        place = torch.where(valid, position, stop)  # empty slots go to a column that is cut off
+        for into, seen, empty in zip(self._rows[layer], (weights, logits), (0.0, -torch.inf), strict=True):
+            row = torch.full((*seen.shape[:3], stop + 1), empty, dtype=into.dtype, device=seen.device)
+            into[:, heads, :, at] = row.scatter_(-1, place[:, :, None].expand_as(seen), seen.to(into.dtype))[..., :-1]
+        held = torch.zeros(*position.shape[:2], stop + 1, dtype=torch.bool, device=position.device).scatter_(-1, place, True)
+        last = self.last_seen[layer]
+        last[:, heads, :stop] = torch.where(held[..., :-1], step, last[:, heads, :stop])
+        self._count = max(self._count, at + 1)
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Around the end of a block: show its steps, layer by layer."""
+        yield
+        stop = self._first + self._count
+        for layer, rows in sorted(self._rows.items()):
+            weights, logits = (x[..., : self._count, :stop].flatten(1, 2) for x in rows)
+            rest = (1 - weights.sum(-1)).clamp(min=0) if layer in self._sunk else None
+            self._watcher.see_chunk(Chunk(layer, self._first, True, logits, weights, rest))
+        self._first, self._count, self._rows = stop, 0, {}
 
 
 @dataclass(frozen=True)
@@ -107,10 +119,36 @@ class _Recorded(Composed):
         """Those of the policy inside, and the look."""
         return (*self.score.statistics, _Look(self.recorder))
 
+    @property
+    def outcome(self) -> bool:  # type: ignore[override]  # of the class elsewhere
+        """That of the policy inside."""
+        return self.score.outcome
+
     def band(self, capacity: int) -> None:
         """None: what is computed in closed form can't be looked at."""
 
 
-def recorded(config: CacheConfig, recorder: Recorder) -> CacheConfig:
-    """The configuration with its policy looked at."""
-    return replace(config, policy=_Recorded(config.policy, recorder=recorder))
+def read_recorded(
+    model: Model, config: CacheConfig, ids: Tensor, prompt: int, watcher: Watcher, sunk: Collection[int]
+) -> tuple[CachedDecoder, list[Tensor]]:  # fmt: skip
+    """Read samples under a policy, and show every step's attention.
+
+    Args:
+        model: to drive.
+        config: what to keep.
+        ids: of the samples. [B, T] int64.
+        prompt: first tokens that are the prompt; 0 for none.
+        watcher: sees the attention.
+        sunk: layers in which some weight goes to no token.
+
+    Returns:
+        The decoder, and the last query that saw each token, by layer; -1 for none. [B, H, T] int64 each.
+    """
+    recorder = Recorder(model.layers, ids, watcher, sunk)
+    decoder = CachedDecoder(model, replace(config, policy=_Recorded(config.policy, recorder=recorder)), len(ids))
+    decoder.around_bookkeeping = recorder.shown
+    if prompt:
+        decoder.read_prompt(ids[:, :prompt], recorder.steps)
+    for part in ids[:, prompt:].split(recorder.steps, 1):
+        decoder(part, keep=torch.zeros(1, dtype=torch.int64, device=ids.device))
+    return decoder, recorder.last_seen
