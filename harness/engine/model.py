@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -291,11 +291,17 @@ def _freeze_rope(hf: PreTrainedModel) -> None:
 
 
 @contextmanager
-def own_attention(hf: PreTrainedModel) -> Iterator[None]:
-    """Run the model with its own attention, as its authors wrote it, for a reference forward pass."""
-    zero_sink = getattr(hf.config.get_text_config(), "zero_sink", False)  # transformers has no attention for it
-    hf.set_attn_implementation(ZERO_SINK if zero_sink else "eager")
+def attention_by(hf: PreTrainedModel, name: str) -> Iterator[None]:
+    """Let a registered function compute a model's attention; what computed it before is put back."""
+    before = hf.config._attn_implementation
+    hf.set_attn_implementation(name)
     try:
         yield
     finally:
-        hf.set_attn_implementation(interface.NAME)
+        hf.set_attn_implementation(before)
+
+
+def own_attention(hf: PreTrainedModel) -> AbstractContextManager[None]:
+    """Run the model with its own attention, as its authors wrote it, for a reference forward pass."""
+    zero_sink = getattr(hf.config.get_text_config(), "zero_sink", False)  # transformers has no attention for it
+    return attention_by(hf, ZERO_SINK if zero_sink else "eager")

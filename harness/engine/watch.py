@@ -10,8 +10,6 @@ E hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from kvbench.harness.engine.attention import Terms
-from kvbench.harness.engine.zero_sink import ZERO_SINK
+from kvbench.harness.engine.model import attention_by, own_attention
 
 NAME = "kv_bench_watch"
 _MAX_SCORES = 2**23  # of a chunk
@@ -63,7 +61,7 @@ class Watcher(Protocol):
         """Attention, chunk by chunk in the order of queries."""
 
     def see_hidden(self, layer: int, hidden: Tensor) -> None:
-        """What a layer adds to, after it. [B, T, E]."""
+        """The hidden states after a layer. [B, T, E]."""
 
 
 @dataclass
@@ -170,8 +168,7 @@ def check(hf: PreTrainedModel, **inputs: Tensor) -> set[int]:
     """
     seen = _Sunk()
     ours = watch(hf, seen, **inputs).float()
-    zero_sink = getattr(hf.config, "zero_sink", False)  # transformers has no attention for it
-    with attention_by(hf, ZERO_SINK if zero_sink else "eager"), torch.inference_mode():
+    with own_attention(hf), torch.inference_mode():
         own = _last_hidden(hf, inputs).float()
     off = float((ours - own).abs().max() / own.abs().max())
     tolerance = _CHECK_TOLERANCE if hf.dtype == torch.float32 else 30 * _CHECK_TOLERANCE
@@ -191,17 +188,6 @@ def layers_of(hf: PreTrainedModel) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise NotWatchableError(f"it has no list of {count} layers")
-
-
-@contextmanager
-def attention_by(hf: PreTrainedModel, name: str) -> Iterator[None]:
-    """Let a registered function compute a model's attention."""
-    before = hf.config._attn_implementation
-    hf.set_attn_implementation(name)
-    try:
-        yield
-    finally:
-        hf.set_attn_implementation(before)
 
 
 class _Sunk:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
+
+from kvbench.harness.engine.model import attention_by
 
 _NAME = "kv_bench_probe"
 _FIRST_QUERY = 64  # earlier queries have too few keys to choose from
@@ -34,17 +34,6 @@ def _attention(
 AttentionInterface.register(_NAME, _attention)
 
 
-@contextmanager
-def _probing(model: PreTrainedModel) -> Iterator[None]:
-    before = model.config._attn_implementation
-    model.set_attn_implementation(_NAME)
-    _layer_shares.clear()
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
-
-
 @torch.inference_mode()
 def attention_to_first(model: PreTrainedModel, samples: Tensor) -> Tensor:
     """Mean softmax weight that each query head gives to the first token, over queries from the 64th on.
@@ -58,7 +47,8 @@ def attention_to_first(model: PreTrainedModel, samples: Tensor) -> Tensor:
     """
     training = model.training
     model.eval()
-    with _probing(model):
+    _layer_shares.clear()
+    with attention_by(model, _NAME):
         model(input_ids=samples, use_cache=False)
         shares = torch.stack(list(_layer_shares))
     model.train(training)

@@ -11,6 +11,7 @@ from kvbench.harness.report.markdown import count, md, number, status, table, ta
 from kvbench.harness.tasks.attention import chart
 from kvbench.harness.tasks.attention.schema import AttentionMetrics, AttentionOptions
 
+_FIGURES = ("sink heads", "first token", "no token", "entropy", "largest logit", "largest activation", "lost")
 _SHOWN = 8  # other sinks, and massive activations
 
 
@@ -32,18 +33,8 @@ def body(records: Sequence[Record]) -> list[str | Chart]:
         "what full attention would have given to tokens that were evicted before. With 95 % intervals over samples:\n"
     )
     rows = [_row(record, records) for record in records]
-    head = [
-        "policy",
-        "capacity",
-        "sink heads",
-        "first token",
-        "no token",
-        "entropy",
-        "largest logit",
-        "largest activation",
-        "lost",
-    ]
-    lines: list[str | Chart] = [about, *table([*head, "status"], rows, "lr" + "r" * 7 + "l")]
+    head, alignment = ["policy", "capacity", *_FIGURES, "status"], "lr" + "r" * len(_FIGURES) + "l"
+    lines: list[str | Chart] = [about, *table(head, rows, alignment)]
     if measured:
         full = [r for r in measured if r.cell.policy == "dense"][:1]
         lines += [*map(chart.heads, full), chart.over_layers(measured), *(line for r in full for line in _outstanding(r))]
@@ -53,7 +44,7 @@ def body(records: Sequence[Record]) -> list[str | Chart]:
 def _row(record: Record, records: Sequence[Record]) -> list[str]:
     m = record.measured(AttentionMetrics)
     if m is None:
-        return [row_label(record, records), count(record.cell.capacity), *[""] * 7, status(record)]
+        return [row_label(record, records), count(record.cell.capacity), *[""] * len(_FIGURES), status(record)]
     return [
         row_label(record, records), count(record.cell.capacity), _percent(m.sink_heads, m.sink_heads_interval),
         _percent(m.first, m.first_interval), "" if m.rest is None else _percent(m.rest, None), f"{m.entropy:.3f}",
