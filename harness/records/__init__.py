@@ -12,8 +12,9 @@ from kvbench.harness.records.record import (
     read,
 )
 from kvbench.harness.records.store import LOCK, RecordStore
+from kvbench.harness.records.submitted import Standing, Submitted, add_submitted, fingerprint, read_submitted, standing
 
 __all__ = [
-    "LOCK", "MIGRATIONS", "NUMERICS_VERSION", "RECORD_VERSION", "Problem", "Record", "RecordStore", "digest",
-    "from_the_future", "newest", "read",
+    "LOCK", "MIGRATIONS", "NUMERICS_VERSION", "RECORD_VERSION", "Problem", "Record", "RecordStore", "Standing", "Submitted",
+    "add_submitted", "digest", "fingerprint", "from_the_future", "newest", "read", "read_submitted", "standing",
 ]  # fmt: skip
