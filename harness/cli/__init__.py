@@ -13,6 +13,7 @@ import click
 
 from kvbench import __version__
 from kvbench.harness.cli import judge, keep, lm_eval, look, measure, pages, probe, show
+from kvbench.harness.cli import submit as submission
 from kvbench.harness.cli.output import debugging
 from kvbench.harness.core import plugins
 from kvbench.harness.core.errors import DISK_ERRNOS, Exit, UserError
@@ -55,6 +56,8 @@ for _command in (
     judge.check,
     judge.baseline,
     keep.records,
+    submission.submit,
+    submission.review,
     show.show,
     probe.probe,
     measure.pretrain,

@@ -18,7 +18,7 @@ from kvbench.harness.core.files import atomic_write
 from kvbench.harness.core.visible import visible
 
 if TYPE_CHECKING:
-    from kvbench.harness.records import Record
+    from kvbench.harness.records import Record, Submitted
 
 STDOUT = "-"
 _PAGE_MARKS = (  # a page of ours begins with one of these; older pages have only the title
@@ -61,6 +61,7 @@ def leaderboard(results: str, out: str | None, paper: str | None) -> None:
     bench leaderboard --results leaderboard/results --out leaderboard/README.md
     bench leaderboard --out - --paper -
     """
+    from kvbench.harness.records import read_submitted
     from kvbench.harness.report import chart
     from kvbench.harness.report.fence import make_without_broken
 
@@ -69,7 +70,8 @@ def leaderboard(results: str, out: str | None, paper: str | None) -> None:
         _refuse_foreign_file(path, option)
         _refuse_foreign_charts(path, option)
     records, paths = _read(results)
-    output, broken = make_without_broken(records, lambda part: _rendered(part, targets))
+    submitted = read_submitted(Path(results))
+    output, broken = make_without_broken(records, lambda part: _rendered(part, submitted, targets))
     for record, error in broken:
         click.echo(
             f"bench: {visible(paths[id(record)])}: left out, because rendering it failed ({visible(repr(error))})", err=True
@@ -168,12 +170,12 @@ def _read(results: str) -> tuple[list[Record], dict[int, Path]]:
     return records, paths
 
 
-def _rendered(records: Sequence[Record], targets: Mapping[str, tuple[str, str]]) -> _Pages:
+def _rendered(records: Sequence[Record], submitted: Mapping[str, Submitted], targets: Mapping[str, tuple[str, str]]) -> _Pages:
     """Render all pages and their drawings."""
     from kvbench.harness.report import chart, paper, site
     from kvbench.harness.report import leaderboard as board
 
-    render = {"leaderboard": board.render, "paper": paper.render}
+    render = {"leaderboard": lambda part: board.render(part, submitted), "paper": paper.render}
     rendered = {name: render[name](records) for name in render if name in targets}
     pages = {targets[name][1]: page.text for name, page in rendered.items()}
     if "site" in targets:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import html
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvbench.harness.core.intervals import MIN_BLOCK_TOKENS, MIN_BLOCKS
-from kvbench.harness.records import Record, newest
+from kvbench.harness.records import Record, Submitted, newest, standing
 from kvbench.harness.report import chart, sections
 from kvbench.harness.report.charts.bytes import against_bytes
 from kvbench.harness.report.machines import by_machine
-from kvbench.harness.report.markdown import md
+from kvbench.harness.report.markdown import label, md
 from kvbench.harness.report.overview import overview
 
 _INTRODUCTION = """# Leaderboard
@@ -46,14 +46,19 @@ How to read it:
 """
 
 
-def render(records: Iterable[Record]) -> chart.Page:
-    """The page in Markdown, with its charts."""
+def render(records: Iterable[Record], submitted: Mapping[str, Submitted] | None = None) -> chart.Page:
+    """The page in Markdown, with its charts.
+
+    Args:
+        records: of all suites and models.
+        submitted: those that were submitted, from `read_submitted`; all are ours when None.
+    """
     parts = groups(records)
     lines: list[str | chart.Chart] = [_INTRODUCTION.format(blocks=MIN_BLOCKS, shortest=MIN_BLOCK_TOKENS), *_contents(parts)]
     if not parts:
         lines.append("No records yet: `bench run suites/pg19.yaml`.\n")
     for group in parts:
-        lines += _group(group)
+        lines += _group(group, submitted or {})
     return chart.page(lines)
 
 
@@ -63,7 +68,7 @@ def groups(records: Iterable[Record]) -> list[list[Record]]:
     return [list(group) for _, group in itertools.groupby(shown, key=_suite)]
 
 
-def _group(group: Sequence[Record]) -> list[str | chart.Chart]:
+def _group(group: Sequence[Record], submitted: Mapping[str, Submitted]) -> list[str | chart.Chart]:
     """The part of one suite and model."""
     lines: list[str | chart.Chart] = [f"## {_heading(group[0])}\n"]
     for machine, part in by_machine(group):
@@ -71,7 +76,7 @@ def _group(group: Sequence[Record]) -> list[str | chart.Chart]:
         lines += [f"On {md(machine)}:\n", *summary] if machine and summary else summary
     ordered = sorted(group, key=lambda r: (sections.section_key(r), _order(r)))
     for _, section in itertools.groupby(ordered, key=sections.section_key):
-        lines += _section(list(section))
+        lines += _section(list(section), submitted)
     return lines
 
 
@@ -100,11 +105,11 @@ def _order(record: Record) -> tuple[Any, ...]:
     return (cell.capacity or 0, first, cell.policy, repr(cell.parameters), cell.evicts, cell.positions, cell.seed, record.key)
 
 
-def _section(records: Sequence[Record]) -> list[str | chart.Chart]:
-    return [f"### {md(sections.heading(records[0]))}\n", *sections.body(records), *_provenance(records)]
+def _section(records: Sequence[Record], submitted: Mapping[str, Submitted]) -> list[str | chart.Chart]:
+    return [f"### {md(sections.heading(records[0]))}\n", *sections.body(records), *_provenance(records, submitted)]
 
 
-def _provenance(records: Sequence[Record]) -> list[str]:
+def _provenance(records: Sequence[Record], submitted: Mapping[str, Submitted]) -> list[str]:
     """Machine, versions, hashes and dates of the records; where they differ, all values."""
     facts = [r.facts for r in records]
     data = [r.data for r in records]
@@ -129,6 +134,17 @@ def _provenance(records: Sequence[Record]) -> list[str]:
             if digests
         ),
         *([f"texts: {texts}"] if texts else []),
+        *_standings(records, submitted),
         f"measured: {dates[0]}" + (f" to {dates[-1]}" if dates[-1] != dates[0] else ""),
     ]
     return ["<details><summary>Provenance</summary>\n", *(f"- {line}" for line in lines), "\n</details>\n"]
+
+
+def _standings(records: Sequence[Record], submitted: Mapping[str, Submitted]) -> list[str]:
+    """The rows that are not ours, in one line."""
+    rows = [
+        f"{label(r)}{'' if r.cell.capacity is None else f' at {r.cell.capacity}'} {standing(r, submitted)}"
+        for r in records
+        if standing(r, submitted) != "ours"
+    ]
+    return [f"standing: {'; '.join(rows)}"] if rows else []

@@ -35,12 +35,28 @@ def open_records(source: str, on_problem: Callable[[Problem], None] = lambda _: 
         if isinstance(record, Problem):
             raise UserError(f"{source}: {record.reason}")
         yield [record], path.parent
-    elif path.is_dir():
-        yield _read_folder(path, source, on_problem), path
     else:
-        with TemporaryDirectory() as folder:
-            _unpack(source, Path(folder))
-            yield _read_folder(Path(folder), source, on_problem), Path(folder)
+        with open_folder(source) as folder:
+            yield _read_folder(folder, source, on_problem), folder
+
+
+@contextmanager
+def open_folder(source: str) -> Iterator[Path]:
+    """A folder of records; that of a git revision is there while the context is open.
+
+    Args:
+        source: a folder, or a git revision with an optional folder: `HEAD~3:leaderboard/results`.
+
+    Raises:
+        UserError: there is no such folder or revision.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        yield path
+        return
+    with TemporaryDirectory() as folder:
+        _unpack(source, Path(folder))
+        yield Path(folder)
 
 
 def find_trace(record: Record, folder: Path) -> Path | None:
