@@ -20,7 +20,7 @@ def test_the_documentation_lists_every_exit_code():
 def test_a_crash_of_ours_has_its_own_code_and_its_traceback(monkeypatch, capsys):
     from kvbench.harness.report import leaderboard
 
-    def broken(_):
+    def broken(*_):
         raise ZeroDivisionError("division by zero")
 
     monkeypatch.setattr(leaderboard, "render", broken)

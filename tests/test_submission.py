@@ -20,6 +20,7 @@ from kvbench.harness.core.errors import UserError
 from kvbench.harness.records import RecordStore, Submitted, fingerprint, read, read_submitted, standing
 from kvbench.harness.report.agreement import disagreements
 from kvbench.harness.report.leaderboard import render
+from kvbench.harness.report.review import Review, markdown
 from kvbench.harness.report.task import task_of
 from kvbench.harness.run.request import RunRequest
 from kvbench.harness.run.review import Draw
@@ -299,6 +300,10 @@ def test_a_record_that_nobody_listed_is_ours():
     entry = Submitted(record=made.stem, sha256=fingerprint(made), repeated="today")
     assert standing(made, {made.stem: entry}) == "repeated by CI"
     assert standing(made, {made.stem: entry.model_copy(update={"repeated": None})}) == "as submitted"
+
+
+def test_a_review_of_nothing_claims_nothing():
+    assert markdown(Review([], [], [])) == "### Submission: no records\n\nNo record is new or changed.\n"
 
 
 def test_the_draw_depends_on_the_seed_alone():

@@ -71,6 +71,8 @@ def markdown(review: Review) -> str:
         number = len(review.problems)
         lines += [f"**{number} problem{'' if number == 1 else 's'}**\n", *(f"- {md(p)}" for p in review.problems), ""]
         return "\n".join([*lines, "No cell was measured again.\n"])
+    if not review.records:
+        return "\n".join([*lines, "No record is new or changed.\n"])
     lines.append("Every figure that follows from a trace or from other figures is right.\n")
     lines += _repeats(review)
     judged = [j for record in review.records for j in against_standing(record, review.stands)]
