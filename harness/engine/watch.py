@@ -130,6 +130,7 @@ def watch(hf: PreTrainedModel, watcher: Watcher, **inputs: Tensor) -> Tensor:
 
     Args:
         hf: any model whose attention goes through transformers' AttentionInterface; its own attention is put back afterwards.
+            One that reads pixels comes without a head.
         watcher: sees every layer.
         inputs: what the model reads, all of one length: `input_ids` [B, T], or `pixel_values`.
 
@@ -139,6 +140,8 @@ def watch(hf: PreTrainedModel, watcher: Watcher, **inputs: Tensor) -> Tensor:
     Raises:
         NotWatchableError: a layer's attention can't be shown.
     """
+    if hf.main_input_name not in inputs:
+        raise NotWatchableError(f"it reads {hf.main_input_name}, not {', '.join(inputs)}")
     blocks, chunk = layers_of(hf), getattr(hf.config.get_text_config(), "attention_chunk_size", None)
     if chunk is not None and "input_ids" in inputs and inputs["input_ids"].shape[1] > chunk:
         raise NotWatchableError(f"its attention is cut into chunks of {chunk:,} tokens, and a sample is longer")
@@ -183,7 +186,7 @@ def layers_of(hf: PreTrainedModel) -> nn.ModuleList:
     Raises:
         NotWatchableError: it has none.
     """
-    count = hf.config.get_text_config().num_hidden_layers
+    count = getattr(hf.config.get_text_config(), "num_hidden_layers", None)
     for module in hf.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
@@ -208,7 +211,8 @@ class _Sunk:
 
 def _last_hidden(hf: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
     cache = {"use_cache": False} if "input_ids" in inputs else {}
-    hidden: Tensor = hf.base_model(**inputs, **cache)[0]
+    body = hf.base_model if "input_ids" in inputs else hf
+    hidden: Tensor = body(**inputs, **cache)[0]
     return hidden
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvbench.harness.core.device import free_bytes, use_full_float32
 from kvbench.harness.core.errors import RefusedModelError, UserError
@@ -17,6 +17,7 @@ from kvbench.harness.engine import interface
 from kvbench.harness.engine.model import Model, UnsupportedModelError, adopt
 from kvbench.harness.models.config import first_cause, read_config
 from kvbench.harness.models.selfcheck import check, has_finite_logits
+from kvbench.harness.models.vision import read_vision_weights, vision_config
 from kvbench.harness.models.weights import read_weights
 
 _TOKENIZER_FILES = (
@@ -92,7 +93,7 @@ def load_model(
         rope_length: longest position + 1, in tokens, for RoPE types whose tables depend on it.
         allow_pickle: accept weights that are not safetensors.
         random: draw the weights on the device instead of reading them, the same at every call.
-        watched: accept a model that the loop can't drive, such as an encoder; it has no layers then.
+        watched: accept a model that the loop can't drive, such as an encoder or a vision transformer; it has no layers then.
 
     Raises:
         UserError: it is not a causal language model, its files are damaged or don't match its config, its logits are not
@@ -105,8 +106,15 @@ def load_model(
     name = directory.stem if random else directory.name
     config = read_config(directory)
     kind = DTYPES[dtype]
-    hf = _random_model(config, kind, device) if random else read_weights(directory, config, kind, allow_pickle)
-    model = _adopted(hf.eval().to(device), name, dtype, rope_length, watched)
+    tower = vision_config(config)
+    if tower is not None and not watched:
+        raise RefusedModelError(f"{name}: model family '{config.model_type}' reads images; only the task attention looks at it")
+    if random:
+        hf = _random_model(config if tower is None else tower, kind, device, AutoModelForCausalLM if tower is None else AutoModel)
+    else:
+        hf = (read_weights if tower is None else read_vision_weights)(directory, config, kind, allow_pickle)
+    hf = hf.eval().to(device)
+    model = _adopted(hf, name, dtype, rope_length, watched) if tower is None else Model(hf.requires_grad_(False))
     gc.collect()
     return model
 
@@ -131,13 +139,13 @@ def _adopted(hf: PreTrainedModel, name: str, dtype: str, rope_length: int | None
     return model
 
 
-def _random_model(config: Any, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def _random_model(config: Any, dtype: torch.dtype, device: torch.device, model_class: Any) -> PreTrainedModel:
     """A model with this config whose weights are drawn by its own initialisation, seed 0."""
     with torch.device("meta"):
-        needed = dtype.itemsize * sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+        needed = dtype.itemsize * sum(p.numel() for p in model_class.from_config(config).parameters())
     if needed > free_bytes(device):
         raise MemoryError(f"its weights take {needed / 2**30:.1f} GiB, {free_bytes(device) / 2**30:.1f} GiB are free")
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):
         torch.manual_seed(0)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=interface.NAME)
+        model: PreTrainedModel = model_class.from_config(config, dtype=dtype, attn_implementation=interface.NAME)
     return model

@@ -61,7 +61,7 @@ class ModelShape:
 
 
 def shape_of(config: Any) -> ModelShape | None:
-    """The shape in a transformers config; None if the model is not a decoder with attention."""
+    """The shape in a transformers config; None if the model has no attention."""
     text = config.get_text_config()
     try:
         queries, hidden, layers = text.num_attention_heads, text.hidden_size, text.num_hidden_layers
@@ -69,7 +69,7 @@ def shape_of(config: Any) -> ModelShape | None:
         heads = getattr(text, "num_key_value_heads", None) or queries
         inner = getattr(text, "intermediate_size", None) or 4 * hidden
         layer = hidden * (2 * head_dim * (queries + heads) + 3 * inner)
-        return ModelShape(heads, head_dim, layers * layer + text.vocab_size * hidden, _windows(text, layers))
+        return ModelShape(heads, head_dim, layers * layer + getattr(text, "vocab_size", 0) * hidden, _windows(text, layers))
     except (AttributeError, TypeError, ZeroDivisionError):
         return None
 

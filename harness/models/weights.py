@@ -15,11 +15,14 @@ from kvbench.harness.core.errors import UserError
 from kvbench.harness.engine import interface
 from kvbench.harness.models.config import first_cause
 
+_POOLER = re.compile(r"(^|\.)pooler\.")  # reads the last hidden states; what it makes of them is never looked at
 _OBSOLETE_BUFFERS = re.compile(r"(^|\.)(inv_freq|position_ids|masked_bias|attention\.bias|attn\.bias)$")  # now computed at load
 _MAX_NAMED_TENSORS = 3
 
 
-def read_weights(directory: Path, config: PreTrainedConfig, dtype: torch.dtype, allow_pickle: bool) -> PreTrainedModel:
+def read_weights(
+    directory: Path, config: PreTrainedConfig, dtype: torch.dtype, allow_pickle: bool, model_class: Any = AutoModelForCausalLM
+) -> PreTrainedModel:  # fmt: skip
     """Read a model with all its weights.
 
     Args:
@@ -27,13 +30,14 @@ def read_weights(directory: Path, config: PreTrainedConfig, dtype: torch.dtype, 
         config: of the model.
         dtype: of the weights.
         allow_pickle: accept weights that are not safetensors.
+        model_class: of transformers, that loads it.
 
     Raises:
         UserError: a file is damaged, or its tensors don't match the config.
         MemoryError: the weights don't fit.
     """
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = model_class.from_pretrained(
             directory,
             config=config,
             dtype=dtype,
@@ -78,6 +82,7 @@ def _refuse_misfits(model: PreTrainedModel, info: Mapping[str, Any], name: str) 
     drawn = set(info["missing_keys"]) - mismatched
     read = {tensor.data_ptr() for key, tensor in tensors.items() if key not in drawn}
     missing = [key for key in drawn if key not in tensors or tensors[key].data_ptr() not in read]  # tied tensors were read
+    missing = [key for key in missing if not _POOLER.search(key)]
     unexpected = [key for key in info["unexpected_keys"] if not _OBSOLETE_BUFFERS.search(key)]
     faults = {"missing": missing, "of another shape": mismatched, "unexpected": unexpected}
     messages = [f"{len(keys)} {fault} ({_some(keys)})" for fault, keys in faults.items() if keys]

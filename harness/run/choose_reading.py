@@ -90,7 +90,7 @@ def _walk_speed(model: Model, config: CacheConfig, method: Method, streams: int)
 
 def _block_that_fits(model: Model, streams: int) -> int:
     """The block size of a faster method: the largest power of two whose logits take a small share of free memory."""
-    vocabulary = model.hf.config.get_text_config().vocab_size
+    vocabulary = getattr(model.hf.config.get_text_config(), "vocab_size", 1)  # vision transformers have none
     bytes_per_token = streams * 3 * 4 * vocabulary  # float32 logits, and two copies in the loss
     fitting = int(LOGITS_SHARE_OF_FREE_MEMORY * free_bytes(model.device) / bytes_per_token)
     return max(PLAIN_BLOCK_TOKENS, min(MAX_BLOCK_TOKENS, 2 ** max(0, fitting.bit_length() - 1)))

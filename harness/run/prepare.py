@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from kvbench.harness.models.config import read_config
 from kvbench.harness.models.hub import model_directory, weights_digest
 from kvbench.harness.models.load import load_tokenizer
 from kvbench.harness.models.shape import shape_of
+from kvbench.harness.models.vision import load_image_reader
 from kvbench.harness.records import NUMERICS_VERSION, Record, digest
 from kvbench.harness.records.cell import CellSpec
 from kvbench.harness.records.facts import Data as DataFacts
@@ -66,7 +68,8 @@ def prepare(cells: Sequence[Cell], device: torch.device, data: Path | None) -> l
         directory, data_key = directories[cell.model], (cell.model, digest(cell.task.model_dump()))
         task: type[Task] = plugins.task_class(cell.task.name)
         if data_key not in known_data:
-            known_data[data_key] = task.data(cell.task, lambda d=directory: load_tokenizer(d), data)  # type: ignore[misc]
+            load = load_image_reader if task.reads_images(cell.task) else load_tokenizer
+            known_data[data_key] = task.data(cell.task, partial(load, directory), data)
         tokens = known_data[data_key]
         weights, source = weights_digest(directory), source_digest(cell.policy)
         task_source = {} if plugins.is_ours(task) else {"task_sha256": task_digest(task)}

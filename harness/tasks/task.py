@@ -18,10 +18,12 @@ if TYPE_CHECKING:
     from kvbench.harness.engine.decoder import CacheConfig, Decoder, Evict
     from kvbench.harness.engine.method import Method
     from kvbench.harness.engine.model import Model
+    from kvbench.harness.models.vision import ImageReader
 
-__all__ = ["MAX_TOKENS", "Data", "Job", "MeasurementError", "Metrics", "Options", "RandomTokens", "Task", "Tokenizer"]
+__all__ = ["MAX_TOKENS", "Data", "Job", "MeasurementError", "Metrics", "Options", "RandomTokens", "Reader", "Task", "Tokenizer"]
 
 Tokenizer = Callable[[], "PreTrainedTokenizerBase"]  # loads the tokenizer
+Reader = Callable[[], "ImageReader"]  # loads what reads images
 
 MAX_TOKENS = 10**9  # a stream that takes days to read
 
@@ -126,6 +128,11 @@ class Task(TaskReport, ABC):
     @abstractmethod
     def total(options: Any) -> int:
         """Upper bound of the tokens to process, for estimates before the data is loaded."""
+
+    @classmethod
+    def reads_images(cls, options: Any) -> bool:
+        """Whether its data are images. Then `data` gets what loads the model's image reader in place of its tokenizer."""
+        return False
 
     @classmethod
     def longest(cls, options: Any) -> int:

@@ -1,0 +1,193 @@
+"""Vision transformers: which configs are theirs, how they are loaded, and how an image becomes their tokens.
+
+The decode loop can't drive them. They can be looked at, as any model whose attention goes through transformers'
+AttentionInterface. Of a model with two towers, such as CLIP, the vision tower is what is looked at.
+
+Axis letters: B images, T tokens, E hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, AutoModel, PreTrainedConfig, PreTrainedModel
+
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.core.pillow import require_pillow
+from kvbench.harness.models.config import first_cause, read_config
+from kvbench.harness.models.weights import read_weights
+
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """What the tokens of an image are: special tokens ([CLS], then registers), then patches row by row.
+
+    Attributes:
+        rows: of patches.
+        columns: of patches.
+        special: tokens before the patches.
+        registers: the last of those that are register tokens.
+    """
+
+    rows: int
+    columns: int
+    special: int
+    registers: int
+
+    @property
+    def tokens(self) -> int:
+        """T of an image."""
+        return self.special + self.rows * self.columns
+
+    def name(self, position: int) -> str:
+        """What a token is: "[CLS]", "[register 1]" and so on, or "patch"."""
+        if position >= self.special:
+            return "patch"
+        register = position - (self.special - self.registers)
+        if register >= 0:
+            return f"[register {register + 1}]"
+        return "[CLS]" if position == 0 else f"[special {position}]"
+
+
+@dataclass(frozen=True)
+class ImageReader:
+    """Turns images into a vision transformer's input.
+
+    Attributes:
+        config: of the model, or of its vision tower.
+        processor: the model's own image processor. None: the shorter side is resized to the config's `image_size`, the middle
+            is cut out, and colours are scaled to [-1, 1].
+        name: of the model, for errors.
+    """
+
+    config: PreTrainedConfig
+    processor: Any
+    name: str
+
+    def pixels(self, images: Sequence[NDArray[np.uint8]]) -> Tensor:
+        """The model's input. [height, width, 3] each -> [B, 3, H, W] float32.
+
+        Raises:
+            UserError: the image processor can't read them, or does not make pixels of one size of them.
+        """
+        if self.processor is None:
+            return torch.cat([_fitted(image, _pair(self.config.image_size)) for image in images])
+        try:
+            made = self.processor(images=list(images), input_data_format="channels_last", return_tensors="pt")
+            pixels: Tensor = made["pixel_values"].float()
+        except Exception as error:  # image processors raise many kinds
+            raise UserError(f"{self.name}: its image processor fails ({type(error).__name__}: {first_cause(error)})") from error
+        if pixels.ndim != 4:
+            raise UserError(f"{self.name}: its image processor gives {pixels.ndim} axes instead of [images, channels, H, W]")
+        return pixels
+
+    def layout(self, pixels: Tensor) -> TokenLayout:
+        """The tokens that the model makes of each image; no weights are loaded for that. pixels: [B, 3, H, W].
+
+        Raises:
+            UserError: the model's hidden states are not [CLS], registers and a grid of patches.
+        """
+        try:
+            with torch.device("meta"), torch.inference_mode():
+                model = AutoModel.from_config(self.config, attn_implementation="eager").eval()
+                hidden: Tensor = model(pixel_values=torch.empty(1, *pixels.shape[1:]))[0]
+            rows, columns = (size // patch for size, patch in zip(pixels.shape[2:], _pair(self.config.patch_size), strict=True))
+        except Exception as error:  # transformers raises many kinds
+            raise UserError(
+                f"{self.name}: its tokens can't be told from its config ({type(error).__name__}: {first_cause(error)})"
+            ) from error
+        registers = getattr(self.config, "num_register_tokens", None) or 0
+        special = hidden.shape[1] - rows * columns
+        if hidden.ndim != 3 or special < registers:
+            raise UserError(f"{self.name}: its hidden states {list(hidden.shape)} are no {rows} x {columns} patches")
+        return TokenLayout(rows, columns, special, registers)
+
+
+def vision_config(config: PreTrainedConfig) -> PreTrainedConfig | None:
+    """The config of the part of a model that reads images, if the model is a vision transformer or has two towers; else None."""
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return None
+    tower: PreTrainedConfig = getattr(config, "vision_config", config)
+    return tower if getattr(_headless(tower), "main_input_name", "") == "pixel_values" else None
+
+
+def load_image_reader(directory: Path) -> ImageReader:
+    """What reads images for a model.
+
+    Args:
+        directory: of the model's files; for random weights, its config file.
+
+    Raises:
+        UserError: it is no vision transformer, or its image processor can't be loaded.
+    """
+    name, config = directory.stem if directory.is_file() else directory.name, read_config(directory)
+    tower = vision_config(config)
+    if tower is None:
+        raise UserError(f"{name}: model family '{config.model_type}' reads no images, which this task's data are")
+    if not any((directory / file).is_file() for file in _PROCESSOR_FILES):
+        return ImageReader(tower, None, name)
+    require_pillow(f"{name}: its image processor")
+    try:
+        processor = transformers.AutoImageProcessor.from_pretrained(directory, trust_remote_code=False)
+    except Exception as error:  # transformers raises many kinds
+        raise UserError(f"{name}: its image processor can't be read ({first_cause(error)})") from error
+    return ImageReader(tower, processor, name)
+
+
+def read_vision_weights(directory: Path, config: PreTrainedConfig, dtype: torch.dtype, allow_pickle: bool) -> PreTrainedModel:
+    """A vision transformer without its head, or the vision tower of a model with two, with all its weights.
+
+    Args:
+        directory: of the model's files.
+        config: of the whole model.
+        dtype: of the weights.
+        allow_pickle: accept weights that are not safetensors.
+
+    Raises:
+        UserError: a file is damaged, or its tensors don't match the config; or the model has no tower of its own.
+        MemoryError: the weights don't fit.
+    """
+    model = read_weights(directory, config, dtype, allow_pickle, _saved_class(config))
+    kind = _headless(vision_config(config))
+    inside = next((m for m in model.modules() if type(m) is kind), getattr(model, "vision_model", None))
+    if not isinstance(inside, PreTrainedModel):
+        raise UserError(f"{directory.name}: model family '{config.model_type}' has no vision transformer that stands alone")
+    return inside
+
+
+def _headless(config: PreTrainedConfig | None) -> Any:
+    """The class without a head of a model with this config; None if transformers has none."""
+    classes: Any = MODEL_MAPPING.get(type(config), None)
+    return classes[0] if isinstance(classes, tuple) else classes
+
+
+def _saved_class(config: PreTrainedConfig) -> Any:
+    """The class that a model was saved from, so that its head matches its files; else the one without a head."""
+    names = config.architectures or []
+    saved = getattr(transformers, names[0], None) if names else None
+    return saved if isinstance(saved, type) and issubclass(saved, PreTrainedModel) else AutoModel
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    """Height and width, from one number or two."""
+    return (int(size[0]), int(size[1])) if isinstance(size, Sequence) else (int(size), int(size))
+
+
+def _fitted(image: NDArray[np.uint8], size: tuple[int, int]) -> Tensor:
+    """An image resized and cut to a size, its colours in [-1, 1]. [height, width, 3] -> [1, 3, *size] float32."""
+    pixels = torch.from_numpy(image.copy()).permute(2, 0, 1)[None].float() / 127.5 - 1
+    scale = max(wanted / given for wanted, given in zip(size, pixels.shape[2:], strict=True))
+    resized = [max(wanted, round(scale * given)) for wanted, given in zip(size, pixels.shape[2:], strict=True)]
+    pixels = nn.functional.interpolate(pixels, resized, mode="bilinear", antialias=True)
+    top, left = ((have - wanted) // 2 for have, wanted in zip(resized, size, strict=True))
+    return pixels[:, :, top : top + size[0], left : left + size[1]]
