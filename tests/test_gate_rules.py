@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from factories import cell_record
+from vision import vision_folder, with_outlier
 
 from kvbench.harness.core import plugins
 from kvbench.harness.records import RecordStore
@@ -31,6 +32,13 @@ task:
 capacity: 24
 policies: [dense, h2o, recompute_window]
 """
+IMAGES = """
+suite: images
+version: 1
+model: {id: MODEL}
+task: {name: attention, data: shapes, samples: 20}
+policies: [dense]
+"""
 
 
 def without_rule(records):
@@ -49,6 +57,8 @@ def fresh(tmp_path_factory):
     path = folder / "rules.yaml"
     path.write_text(SUITE)
     records = RunRequest(str(path), threads=1).measure(folder / "records", RunRequest(str(path)).cells(), fresh=True)
+    path.write_text(IMAGES.replace("MODEL", str(vision_folder(folder / "model", with_outlier(0)))))
+    records += RunRequest(str(path), threads=1).measure(folder / "images", RunRequest(str(path)).cells(), fresh=True)
     assert {r.status for r in records} == {"ok"}
     return records
 

@@ -13,7 +13,7 @@ _OPTIONS: list[Callable[[Any], Any]] = [
     click.option("--model", metavar="DIR|HUB_ID", type=FILLED, help="Use this model instead of the suite's."),
     click.option(
         "--data", metavar="DIR", envvar="BENCH_DATA", type=FILLED,
-        help="Directory of the text, .parquet or .txt (or BENCH_DATA).",
+        help="Directory of the text, .parquet or .txt, or of images (or BENCH_DATA).",
     ),
     click.option(
         "--policy", "policies", multiple=True, metavar="POLICY",

@@ -17,9 +17,9 @@ class Data(Document):
 
     other_fields: ClassVar[Rule] = EXACT  # the rule for fields that a task adds
 
-    source: Annotated[str, EXACT] = Field("", description="where the text came from, in words")
+    source: Annotated[str, EXACT] = Field("", description="where the text or the images came from, in words")
     text_sha256: Annotated[str, EXACT] = Field("", description="hash of the text")
-    ids_sha256: Annotated[str, Elsewhere("data")] = Field("", description="hash of the token ids")
+    ids_sha256: Annotated[str, Elsewhere("data")] = Field("", description="hash of the token ids, or of the pixels of images")
     tokens: Annotated[Count, EXACT] = Field(0, description="tokens read, without the prefix")
     prefix: Annotated[list[Whole], EXACT] = Field(default_factory=list, description="token ids that open each stream")
     texts: Annotated[list[str], EXACT] = Field(default_factory=list, description="titles of the texts")

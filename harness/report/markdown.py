@@ -70,6 +70,12 @@ def number(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else ""
 
 
+def percent(share: float, ends: Sequence[float] | None = None) -> str:
+    """A share in percent, with the ends of its interval if it has one."""
+    interval = "" if ends is None else f" [{100 * max(0.0, ends[0]):.1f}, {100 * min(1.0, ends[1]):.1f}]"
+    return f"{100 * share:.1f} %{interval}"
+
+
 def count(value: Any) -> str:
     """An integer with thousands separators; empty for None."""
     return f"{value:,}" if isinstance(value, int) else "" if value is None else md(str(value))

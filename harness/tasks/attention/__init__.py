@@ -1,7 +1,8 @@
 """Where attention goes: sinks, maps of logits, entropy, massive activations, and what a policy loses of it.
 
 Source: the sink metric of Gu et al. 2024, arXiv:2410.10781, Section 3.1 (alpha of a token, epsilon 0.3, T = 64); Figures 11 to 13
-    of Xiao et al. 2023, arXiv:2309.17453; massive activations of Sun et al. 2024, arXiv:2402.17762.
+    of Xiao et al. 2023, arXiv:2309.17453; massive activations of Sun et al. 2024, arXiv:2402.17762;
+    outliers among the patches of vision transformers of Darcet et al. 2023, arXiv:2309.16588.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ from kvbench.harness.report.chart import Chart
 from kvbench.harness.tasks.attention import page
 from kvbench.harness.tasks.attention.figures import figures
 from kvbench.harness.tasks.attention.schema import AttentionMetrics, AttentionOptions
-from kvbench.harness.tasks.task import Job, Options, Task, Tokenizer
+from kvbench.harness.tasks.task import Job, Options, Task
 
 if TYPE_CHECKING:
     from kvbench.harness.tasks.attention.data import Samples
+    from kvbench.harness.tasks.attention.images import ImageSamples
+
+_TOKENS_OF_AN_IMAGE = 257  # for estimates: 224 pixels in patches of 14, and [CLS]
 
 
 class Attention(Task):
@@ -37,21 +41,30 @@ class Attention(Task):
     watches: ClassVar[bool] = True
 
     @staticmethod
-    def data(options: AttentionOptions, tokenizer: Tokenizer, directory: Path | None) -> Samples:
-        """Pieces of books or of generated prose."""
+    def data(options: AttentionOptions, tokenizer: Any, directory: Path | None) -> Samples | ImageSamples:
+        """Pieces of books or of generated prose, or images."""
+        if options.reads_images:
+            from kvbench.harness.tasks.attention.images import image_samples
+
+            return image_samples(options, tokenizer, directory)
         from kvbench.harness.tasks.attention.data import samples
 
         return samples(options, tokenizer, directory)
 
+    @classmethod
+    def reads_images(cls, options: AttentionOptions) -> bool:
+        """Whether the samples are images."""
+        return options.reads_images
+
     @staticmethod
     def total(options: AttentionOptions) -> int:
         """All tokens."""
-        return options.samples * options.tokens
+        return options.samples * (options.tokens or _TOKENS_OF_AN_IMAGE)
 
     @classmethod
     def longest(cls, options: AttentionOptions) -> int:
         """A sample."""
-        return options.tokens
+        return options.tokens or _TOKENS_OF_AN_IMAGE
 
     @classmethod
     def has_prompt(cls, options: AttentionOptions) -> bool:
@@ -74,7 +87,8 @@ class Attention(Task):
     def from_trace(cls, record: Record, trace: Path) -> Mapping[str, Any]:
         """All figures but the texts of tokens."""
         with np.load(trace) as noted:
-            return figures(noted, record.cell.task_options(AttentionOptions).epsilon)
+            options = record.cell.task_options(AttentionOptions)
+            return figures(noted, options.epsilon, options.norm_cutoff)
 
     @classmethod
     def headline(cls, record: Record) -> str:

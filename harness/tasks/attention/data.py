@@ -18,6 +18,8 @@ from kvbench.harness.tasks.task import Tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+MOST_CHECKED = 2048  # tokens of a sample
+
 
 @dataclass(frozen=True)
 class Samples:
@@ -49,6 +51,14 @@ class Samples:
         """Facts about the data, for the record."""
         return self.stream.facts()
 
+    def inputs(self, start: int, stop: int) -> dict[str, Tensor]:
+        """What the model reads: `input_ids` of the samples from `start` to `stop` - 1. [B, T] int64."""
+        return {"input_ids": self.batch(start, stop)}
+
+    def checked(self) -> dict[str, Tensor]:
+        """The sample that the model's attention is checked with, cut to `MOST_CHECKED` tokens."""
+        return {"input_ids": self.batch(0, 1)[:, :MOST_CHECKED]}
+
     def batch(self, start: int, stop: int) -> Tensor:
         """Token ids of the samples from `start` to `stop` - 1. [B, T] int64."""
         prefix, new = self.stream.prefix, self.length - self.stream.prefix - len(self.end)
@@ -67,11 +77,13 @@ def samples(options: AttentionOptions, tokenizer: Tokenizer, directory: Path | N
     Raises:
         UserError: the text is missing or too short, or a sample has no room for a token of text.
     """
+    assert options.tokens is not None, "a text has samples of one length"
     loaded = tokenizer()
     prefix, end = _around(loaded)
     new = options.tokens - len(prefix) - len(end)
     if new < 1:
         raise UserError(f"tokens {options.tokens}: the tokenizer's own {len(prefix) + len(end)} tokens leave no room for text")
+    assert options.data in ("pg19", "prose")
     source, books = texts(options.data, options.split, None, options.data_seed or 0, new * options.samples, directory)
     return Samples(stream(books, source, loaded, new * options.samples, prefix), options.tokens, loaded, tuple(end))
 

@@ -13,21 +13,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvbench.harness.core.intervals import MIN_BLOCKS, clustered
+from kvbench.harness.tasks.attention.intervals import ends
+from kvbench.harness.tasks.attention.patches import NORM_CUTOFF, patch_figures
 
 Arrays = Mapping[str, NDArray[Any]]
 _FIRST_BUCKET = 32  # tokens; each later bucket ends at twice the position of the one before
 _LISTED = 20  # sinks and massive activations
 
 
-def figures(noted: Arrays, epsilon: float) -> dict[str, Any]:
+def figures(noted: Arrays, epsilon: float, norm_cutoff: float | None = None) -> dict[str, Any]:
     """The figures of a record, but for the texts of tokens.
 
     Args:
         noted: `first`, `late`, `entropy`, `largest_logit` and perhaps `rest`, [N, L, Q]; perhaps `hidden_largest` and
             `hidden_median`, [N, L], `key_norm` and `value_norm`, [N, L, 2], and `lost`, [N, L, K], with the queries of each
-            bucket in `queries`, [K]; `tokens`, the length of a sample.
+            bucket in `queries`, [K]; `tokens`, the length of a sample; of images, what `patch_figures` needs.
         epsilon: attention that makes a token a head's sink.
+        norm_cutoff: norm above which a patch counts as an outlier of Darcet et al.; theirs when None.
     """
     first, tokens = noted["first"], int(noted["tokens"])
     shares = (first > epsilon).mean((1, 2))
@@ -51,6 +53,8 @@ def figures(noted: Arrays, epsilon: float) -> dict[str, Any]:
         found["lost_at"] = [
             {"from": start, "to": stop, "lost": float(x)} for (start, stop), x in zip(buckets(tokens), means, strict=True)
         ]
+    if "grid" in noted:
+        found["patches"] = patch_figures(noted, norm_cutoff or NORM_CUTOFF)
     return {name: x for name, x in found.items() if x is not None}
 
 
@@ -64,14 +68,6 @@ def _layer(noted: Arrays, layer: int) -> dict[str, Any]:
     if "lost" in noted:
         found["lost"] = float(np.average(noted["lost"][:, layer].mean(0), weights=noted["queries"]))
     return found
-
-
-def ends(values: NDArray[Any]) -> list[float] | None:
-    """95 % interval of a mean over samples; None with too few of them. values: [N]."""
-    if len(values) < MIN_BLOCKS:
-        return None
-    interval = clustered(values.astype(np.float64), np.ones(len(values)))
-    return None if interval.low is None or interval.high is None else [interval.low, interval.high]
 
 
 def buckets(tokens: int) -> list[tuple[int, int]]:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from kvbench.harness.engine.loop import CachedDecoder
+from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.watch import NotWatchableError, check, watch
 from kvbench.harness.tasks.attention.data import Samples
 from kvbench.harness.tasks.attention.figures import figures, massive_activations, sink_tokens
+from kvbench.harness.tasks.attention.images import ImageSamples
 from kvbench.harness.tasks.attention.notes import Lost, Notes
 from kvbench.harness.tasks.attention.schema import AttentionMetrics, AttentionOptions
 from kvbench.harness.tasks.attention.under_policy import read_recorded
 from kvbench.harness.tasks.task import Job, MeasurementError
 
-_MOST_CHECKED = 2048  # tokens of a sample
+AnySamples = Samples | ImageSamples
 
 
 def measure(options: AttentionOptions, job: Job) -> AttentionMetrics:
@@ -29,29 +33,36 @@ def measure(options: AttentionOptions, job: Job) -> AttentionMetrics:
         raise MeasurementError("it keeps no cache, so nothing is evicted, and its attention is that of many short texts")
     if not job.config.policy.evicts and job.config.positions == "clamped":
         raise MeasurementError("full attention is the model's own, which doesn't clamp positions: leave `positions` out")
-    samples: Samples = job.data
-    album, at_once = _Album(samples), max(1, job.block // options.tokens)
+    samples: AnySamples = job.data
+    album, at_once = _Album(samples), max(1, job.block // samples.length)
     sizes: dict[str, int] = {}
     try:
-        sunk = check(job.model.hf, input_ids=samples.batch(0, 1)[:, :_MOST_CHECKED].to(job.model.device))
+        sunk = check(job.model.hf, **_onto(job.model, samples.checked()))
         for start in range(0, options.samples, at_once):
-            ids = samples.batch(start, min(options.samples, start + at_once)).to(job.model.device)
-            notes, lost = Notes(options.tokens, options.map_tokens), None
+            stop = min(options.samples, start + at_once)
+            inputs = _onto(job.model, samples.inputs(start, stop))
+            notes, lost = Notes(samples.length, options.map_tokens), None
             if job.config.policy.evicts:
-                decoder, last_seen = read_recorded(job.model, job.config, ids, options.prompt or 0, notes, sunk)
+                ids, prompt = inputs["input_ids"], options.prompt or 0
+                decoder, last_seen = read_recorded(job.model, job.config, ids, prompt, notes, sunk)
                 sizes = _sizes(decoder)
-                lost = Lost(options.tokens, last_seen)
-                watch(job.model.hf, lost, input_ids=ids)
+                lost = Lost(samples.length, last_seen)
+                watch(job.model.hf, lost, **inputs)
             else:
-                watch(job.model.hf, notes, input_ids=ids)
+                watch(job.model.hf, notes, **inputs)
             album.add(start, notes, lost, options.epsilon)
-            job.progress(samples.tokens * (start + len(ids)) // options.samples, f"first token {album.mean('first'):.3f}")
+            job.progress(samples.tokens * stop // options.samples, f"first token {album.mean('first'):.3f}")
     except NotWatchableError as error:
         raise MeasurementError(str(error)) from None
     noted = album.noted()
     with job.trace.open("wb") as file:
         np.savez_compressed(file, **noted, **album.means())  # type: ignore[arg-type]
-    return AttentionMetrics.from_json({**figures(noted, options.epsilon), **album.lists(), **sizes})
+    return AttentionMetrics.from_json({**figures(noted, options.epsilon, options.norm_cutoff), **album.lists(), **sizes})
+
+
+def _onto(model: Model, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Inputs on the model's device; pixels in its dtype, too."""
+    return {name: x.to(model.device, model.dtype if x.is_floating_point() else None) for name, x in inputs.items()}
 
 
 def _sizes(decoder: CachedDecoder) -> dict[str, int]:
@@ -64,7 +75,7 @@ def _sizes(decoder: CachedDecoder) -> dict[str, int]:
 class _Album:
     """The notes of all samples."""
 
-    def __init__(self, samples: Samples) -> None:
+    def __init__(self, samples: AnySamples) -> None:
         self._samples = samples
         self._arrays: dict[str, list[NDArray[Any]]] = {}
         self._queries: NDArray[Any] | None = None
@@ -77,6 +88,8 @@ class _Album:
     def add(self, start: int, notes: Notes, lost: Lost | None, epsilon: float) -> None:
         """Add the samples from number `start` on."""
         arrays = notes.arrays()
+        if isinstance(self._samples, ImageSamples):
+            arrays |= notes.by_token()
         if lost is not None:
             arrays, self._queries = arrays | {"lost": lost.of_samples()}, lost.queries
         for name, x in arrays.items():
@@ -97,6 +110,9 @@ class _Album:
         """What `figures` needs."""
         noted = {name: np.concatenate(x) for name, x in self._arrays.items()}
         noted["tokens"] = np.array(self._samples.length)
+        if isinstance(self._samples, ImageSamples):
+            layout = self._samples.layout
+            noted["grid"] = np.array([layout.rows, layout.columns, layout.special, layout.registers])
         if self._queries is not None:
             noted["queries"] = self._queries
         return noted

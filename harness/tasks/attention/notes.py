@@ -36,6 +36,7 @@ class Notes:
         self._sunk = False  # some layer gives weight to no token
         self._maps: list[Tensor] = []  # [Q, M, M]
         self._norms: list[tuple[Tensor, Tensor]] = []  # of keys and values: the first token's, and the others' mean. [B, 2]
+        self._token_norms: list[Tensor] = []  # of the hidden states after a layer. [B, T]
         self._hidden: list[tuple[Tensor, Tensor]] = []  # largest and median. [B]
         self.massive: list[tuple[int, int, int, int, float]] = []  # layer, sample, position, dim, magnitude
 
@@ -75,6 +76,7 @@ class Notes:
         size = hidden.float().abs()
         median, largest = size.flatten(1).median(1).values, size.flatten(1).amax(1)
         self._hidden.append((largest, median))
+        self._token_norms.append(hidden.float().norm(dim=-1))
         bound = torch.clamp(MASSIVE_TIMES_MEDIAN * median, min=MASSIVE)
         if bool((largest > bound).any()):
             for sample, position, dim in (size > bound[:, None, None]).nonzero().tolist():
@@ -106,6 +108,11 @@ class Notes:
         if self._hidden:
             names = ("hidden_largest", "hidden_median")
             found |= {name: torch.stack([x[at] for x in self._hidden]) for at, name in enumerate(names)}
+        return {name: x.transpose(0, 1).float().cpu().numpy() for name, x in found.items()}
+
+    def by_token(self) -> dict[str, NDArray[Any]]:
+        """Norms of the hidden states after each layer, and the attention that a token gets, mean over heads. [B, L, T] each."""
+        found = {"token_norm": torch.stack(self._token_norms), "token_received": self.mean_received().mean(2)}
         return {name: x.transpose(0, 1).float().cpu().numpy() for name, x in found.items()}
 
     def logit_maps(self) -> NDArray[np.float32]:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from kvbench.harness.records import Record
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.machines import row_label
-from kvbench.harness.report.markdown import count, md, number, status, table, task_line
+from kvbench.harness.report.markdown import count, md, number, percent, status, table, task_line
 from kvbench.harness.tasks.attention import chart
+from kvbench.harness.tasks.attention.patches_page import patches_of
 from kvbench.harness.tasks.attention.schema import AttentionMetrics, AttentionOptions
 
 _FIGURES = ("sink heads", "first token", "no token", "entropy", "largest logit", "largest activation", "lost")
@@ -21,7 +22,8 @@ def headline(record: Record) -> str:
     if metrics is None:
         return ""
     lost = "" if metrics.lost is None else f", {100 * metrics.lost:.1f} % of attention lost"
-    return f"first token a sink of {100 * metrics.sink_heads:.0f} % of heads{lost}"
+    outliers = "" if metrics.patches is None else f", {100 * metrics.patches.outliers:.1f} % of patches outliers"
+    return f"first token a sink of {100 * metrics.sink_heads:.0f} % of heads{lost}{outliers}"
 
 
 def body(records: Sequence[Record]) -> list[str | Chart]:
@@ -37,7 +39,11 @@ def body(records: Sequence[Record]) -> list[str | Chart]:
     lines: list[str | Chart] = [about, *table(head, rows, alignment)]
     if measured:
         full = [r for r in measured if r.cell.policy == "dense"][:1]
-        lines += [*map(chart.heads, full), chart.over_layers(measured), *(line for r in full for line in _outstanding(r))]
+        lines += [
+            *map(chart.heads, full),
+            chart.over_layers(measured),
+            *(line for r in full for line in (*patches_of(r), *_outstanding(r))),
+        ]
     return lines
 
 
@@ -46,16 +52,11 @@ def _row(record: Record, records: Sequence[Record]) -> list[str]:
     if m is None:
         return [row_label(record, records), count(record.cell.capacity), *[""] * len(_FIGURES), status(record)]
     return [
-        row_label(record, records), count(record.cell.capacity), _percent(m.sink_heads, m.sink_heads_interval),
-        _percent(m.first, m.first_interval), "" if m.rest is None else _percent(m.rest, None), f"{m.entropy:.3f}",
-        number(m.largest_logit), number(m.hidden_largest), "" if m.lost is None else _percent(m.lost, m.lost_interval),
+        row_label(record, records), count(record.cell.capacity), percent(m.sink_heads, m.sink_heads_interval),
+        percent(m.first, m.first_interval), "" if m.rest is None else percent(m.rest, None), f"{m.entropy:.3f}",
+        number(m.largest_logit), number(m.hidden_largest), "" if m.lost is None else percent(m.lost, m.lost_interval),
         status(record),
     ]  # fmt: skip
-
-
-def _percent(share: float, ends: Sequence[float] | None) -> str:
-    interval = "" if ends is None else f" [{100 * max(0.0, ends[0]):.1f}, {100 * min(1.0, ends[1]):.1f}]"
-    return f"{100 * share:.1f} %{interval}"
 
 
 def _outstanding(record: Record) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -12,6 +12,7 @@ from kvbench.harness.records.types import Amount, Count, Number, Part, Positive,
 from kvbench.harness.tasks.task import Options
 
 MOST_SHOWN = 100  # characters of a token
+_IMAGES = ("images", "shapes")
 _SHARE = near(PART_NATS)
 Ends = Annotated[list[Number], Field(min_length=2, max_length=2)]
 
@@ -20,11 +21,21 @@ class AttentionOptions(Options):
     """Options of the attention task."""
 
     name: Literal["attention"] = "attention"
-    data: Literal["pg19", "prose"] = Field("pg19", description="the text: books (pg19) or generated prose")
+    data: Literal["pg19", "prose", "images", "shapes"] = Field(
+        "pg19",
+        description="books (pg19) or generated prose; or images of a directory or a dataset, or shapes drawn from a seed",
+    )
+    dataset: str | None = Field(
+        None, description="of images, on the hub: owner/name or owner/name@revision; read where --data gives no directory"
+    )
     split: Literal["train", "validation", "test"] = Field("test", description="split of the data")
-    data_seed: int | None = Field(None, ge=0, description="seed of generated prose; 0 if not given")
-    samples: int = Field(64, ge=1, le=100_000, description="pieces of the text that are looked at, one after the other")
-    tokens: int = Field(128, ge=2, le=2**20, description="length of a sample, the tokens that open it included")
+    data_seed: int | None = Field(None, ge=0, description="seed of generated prose or drawn shapes; 0 if not given")
+    samples: int = Field(
+        64, ge=1, le=100_000, description="pieces of the text, or images, that are looked at, one after the other"
+    )
+    tokens: int | None = Field(
+        128, ge=2, le=2**20, description="length of a sample, the tokens that open it included; of an image, the model decides"
+    )
     prompt: int | None = Field(
         None,
         ge=1,
@@ -33,9 +44,33 @@ class AttentionOptions(Options):
     epsilon: float = Field(0.3, gt=0, lt=1, description="attention that makes a token a head's sink")
     map_tokens: int = Field(16, ge=2, le=256, description="first tokens of a sample whose mean logits are kept as a map")
 
+    norm_cutoff: float | None = Field(
+        None,
+        gt=0,
+        description="norm after the last layer above which a patch counts as an outlier of Darcet et al.; 150 if not given",
+    )
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether the samples are images."""
+        return self.data in _IMAGES
+
+    @model_validator(mode="before")
+    @classmethod
+    def _images_have_no_length(cls, given: Any) -> Any:
+        return {"tokens": None, **given} if isinstance(given, dict) and given.get("data") in _IMAGES else given
+
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if self.prompt is not None and self.prompt >= self.tokens:
+        wrong = ("tokens", "prompt") if self.reads_images else ("dataset", "norm_cutoff")
+        for name in wrong:
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name} is for {'texts' if self.reads_images else 'images'}: data {self.data} has none")
+        if self.dataset is not None and self.data == "shapes":
+            raise ValueError("dataset is for data images: shapes are drawn")
+        if self.tokens is None and not self.reads_images:
+            raise ValueError("tokens: a text needs the length of its samples")
+        if self.prompt is not None and self.tokens is not None and self.prompt >= self.tokens:
             raise ValueError(f"prompt {self.prompt:,} leaves nothing of a sample of {self.tokens:,} tokens")
         return self
 
@@ -92,10 +127,52 @@ class LostAt(Part):
     lost: Annotated[Share, _SHARE] = Field(description="mean over queries, layers, heads and samples")
 
 
+class LayerPatches(Part):
+    """The patches of all images in one layer."""
+
+    norm_median: Annotated[Amount, near(PART_NATS, SUM)] = Field(description="of the patches' hidden states after the layer")
+    norm_largest: Annotated[Amount, near(PART_NATS, SUM)] = Field(description="likewise")
+    outliers: Annotated[Share, _SHARE] = Field(description="share of patches whose norm is an outlier after this layer")
+    to_patch: Annotated[Share, _SHARE] = Field(
+        description="attention that a patch gets that is no outlier after the last layer, mean over queries and heads"
+    )
+    to_outlier: Annotated[Share | None, _SHARE] = Field(None, description="the same of a patch that is one")
+    to_register: Annotated[Share | None, _SHARE] = Field(None, description="the same of a register token")
+
+
+class OutlierPosition(Part):
+    """A place in the grid of patches where outliers are."""
+
+    row: Annotated[Count, EXACT] = Field(description="counted from 0, at the top")
+    column: Annotated[Count, EXACT] = Field(description="counted from 0, on the left")
+    times: Annotated[Positive, EXACT] = Field(description="images that have an outlier here")
+    norm: Annotated[Amount, near(PART_NATS, SUM)] = Field(description="largest of them, after the last layer")
+
+
+class Patches(Part):
+    """Patch tokens, and those among them whose norm is an outlier: the registers of Darcet et al. 2023, arXiv:2309.16588."""
+
+    rows: Annotated[Positive, EXACT] = Field(description="of patches in an image")
+    columns: Annotated[Positive, EXACT] = Field(description="of patches in an image")
+    special: Annotated[Count, EXACT] = Field(description="tokens before the patches: [CLS], register tokens")
+    registers: Annotated[Count, EXACT] = Field(description="register tokens among them")
+    norm_cutoff: Annotated[Amount, EXACT] = Field(description="norm after the last layer that `over_cutoff` counts from")
+    over_cutoff: Annotated[Share, _SHARE] = Field(description="share of patches above it: the criterion of Darcet et al.")
+    over_cutoff_interval: Annotated[Ends | None, _SHARE] = Field(None, description="95 % interval over images")
+    outliers: Annotated[Share, _SHARE] = Field(
+        description="share of patches whose norm after the last layer is over 4 times the median of their image's: our criterion"
+    )
+    outliers_interval: Annotated[Ends | None, _SHARE] = Field(None, description="95 % interval over images")
+    layers: Annotated[list[LayerPatches], EXACT] = Field(description="of the model, in order")
+    positions: Annotated[list[OutlierPosition], EXACT] = Field(
+        default_factory=list, description="where outliers are by our criterion, the most frequent first"
+    )
+
+
 class AttentionMetrics(Metrics):
     """What heads attend to."""
 
-    samples: Annotated[Positive, EXACT] = Field(description="pieces of text")
+    samples: Annotated[Positive, EXACT] = Field(description="pieces of text, or images")
     tokens: Annotated[Positive, EXACT] = Field(description="of a sample")
     heads: Annotated[Positive, EXACT] = Field(description="query heads of all layers")
     sink_heads: Annotated[Share, _SHARE] = Field(
@@ -125,3 +202,4 @@ class AttentionMetrics(Metrics):
     layers: Annotated[list[LayerAttention], EXACT] = Field(description="of the model, in order")
     sinks: Annotated[list[SinkToken], EXACT] = Field(default_factory=list, description="other sinks, the most frequent first")
     massive: Annotated[list[Massive], EXACT] = Field(default_factory=list, description="massive activations, the largest first")
+    patches: Annotated[Patches | None, EXACT] = Field(None, description="of images")
