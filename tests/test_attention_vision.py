@@ -142,7 +142,7 @@ def test_a_suite_on_shapes_as_a_user_runs_it(tmp_path):
     assert checked.returncode == 0, checked.stdout
     assert bench_in("leaderboard", "--results", "r", cwd=tmp_path).returncode == 0
     page = (tmp_path / "r" / "README.md").read_text()
-    assert "An image is 4 x 4 patches, with 1 other tokens and 4 registers before them." in page
+    assert "An image is 4 x 4 patches, with 5 special tokens, 4 of them registers, before them." in page
     assert "Most often they are at row 1, column 2 (3 times)." in page
     again = run_suite(tmp_path, folder, "data: shapes, samples: 3, map_tokens: 6", "--dry-run")
     assert again.returncode == 0, again.stderr

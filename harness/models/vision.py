@@ -167,7 +167,8 @@ def read_vision_weights(directory: Path, config: PreTrainedConfig, dtype: torch.
 
 def _headless(config: PreTrainedConfig | None) -> Any:
     """The class without a head of a model with this config; None if transformers has none."""
-    classes: Any = MODEL_MAPPING.get(type(config), None)
+    families: Any = MODEL_MAPPING
+    classes = families.get(type(config), None)
     return classes[0] if isinstance(classes, tuple) else classes
 
 

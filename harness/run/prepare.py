@@ -68,7 +68,7 @@ def prepare(cells: Sequence[Cell], device: torch.device, data: Path | None) -> l
         directory, data_key = directories[cell.model], (cell.model, digest(cell.task.model_dump()))
         task: type[Task] = plugins.task_class(cell.task.name)
         if data_key not in known_data:
-            load = load_image_reader if task.reads_images(cell.task) else load_tokenizer
+            load: Any = load_image_reader if task.reads_images(cell.task) else load_tokenizer
             known_data[data_key] = task.data(cell.task, partial(load, directory), data)
         tokens = known_data[data_key]
         weights, source = weights_digest(directory), source_digest(cell.policy)

@@ -23,17 +23,17 @@ def patches_of(record: Record) -> list[str | Chart]:
 
 def _in_words(patches: Patches) -> str:
     last = patches.layers[-1]
-    tokens = f"{patches.special - patches.registers} other tokens" if patches.special > patches.registers else "no other token"
-    tokens += f" and {patches.registers} registers" if patches.registers else ""
+    before = f"{patches.special} special token{'' if patches.special == 1 else 's'}"
+    before += f", {patches.registers} of them registers," if patches.registers else ""
     where = "; ".join(f"row {x.row}, column {x.column} ({x.times:,} times)" for x in patches.positions[:_SHOWN])
     most = [] if last.to_outlier is None else [max(_ratio(x.to_outlier, x.to_patch) for x in patches.layers)]
     return " ".join([
-        f"An image is {patches.rows} x {patches.columns} patches, with {tokens} before them.",
+        f"An image is {patches.rows} x {patches.columns} patches, with {before} before them.",
         f"Outliers, by the norm after the last layer: {percent(patches.outliers, patches.outliers_interval)} of patches over "
         f"{OUTLIER_TIMES_MEDIAN:g} times the median of their image (our criterion);",
         f"{percent(patches.over_cutoff, patches.over_cutoff_interval)} over {patches.norm_cutoff:g} (Darcet et al. 2023).",
         f"The median norm is {last.norm_median:.4g}, the largest {last.norm_largest:.4g}.",
-        *(f"In one layer an outlier gets {x:.3g} times the attention of another patch." for x in most),
+        *(f"An outlier gets up to {x:.3g} times the attention of another patch, in one layer." for x in most),
         *([f"Most often they are at {where}."] if where else []),
     ])  # fmt: skip
 

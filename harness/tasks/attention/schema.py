@@ -66,8 +66,6 @@ class AttentionOptions(Options):
         for name in wrong:
             if getattr(self, name) is not None:
                 raise ValueError(f"{name} is for {'texts' if self.reads_images else 'images'}: data {self.data} has none")
-        if self.dataset is not None and self.data == "shapes":
-            raise ValueError("dataset is for data images: shapes are drawn")
         if self.tokens is None and not self.reads_images:
             raise ValueError("tokens: a text needs the length of its samples")
         if self.prompt is not None and self.tokens is not None and self.prompt >= self.tokens:
