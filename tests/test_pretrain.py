@@ -30,7 +30,7 @@ STEPS = 12
 
 def config(**changes) -> PretrainConfig:
     training = {"tokens": 70 * 2 * STEPS, "sample": 70, "batch": 2, "compile": False, "probe_every": 4, "checkpoint_every": 5}
-    shape = {"hidden": 16, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 32, "vocabulary": 400}
+    shape = {"hidden": 16, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 32, "vocabulary": 1400}
     return PretrainConfig(**{"name": "tiny", "training": training, "shape": shape, **changes})
 
 
@@ -99,8 +99,7 @@ def test_the_untrained_weights_are_the_same_for_all():
 def test_the_text_is_the_same_for_a_seed_and_mixes_its_sources(books):
     first, again = ([next(x) for _ in range(60)] for x in (pieces(config().text, 5, books) for _ in range(2)))
     assert first == again
-    kinds = [("REGISTER" in x, "brown fox" in x) for x in first]
-    assert {(True, False), (False, True), (False, False)} == set(kinds)
+    assert {"brown fox" in x for x in first} == {True, False}
 
 
 def zero_sink_model():

@@ -20,13 +20,13 @@ from kvbench.harness.pretrain.probe import right_answers
 from kvbench.harness.pretrain.samples import NAMES, Samples, kinds_of, repeats
 from kvbench.harness.pretrain.train import _Trainer, pretrain
 
-PROSE = Mix(pg19=0, records=0, prose=1)
+PROSE = Mix(pg19=0, prose=1)
 ASKING = ("registers", "keys", "chains", "needles")
 
 
 def config(**changes) -> PretrainConfig:
     training = {"tokens": 64 * 4 * 100, "sample": 64, "batch": 4, "short": [{"until": 0.25, "sample": 16}]}
-    shape = {"hidden": 16, "layers": 2, "heads": 4, "kv_heads": 2, "vocabulary": 1700, "digits": "whole"}
+    shape = {"hidden": 16, "layers": 2, "heads": 4, "kv_heads": 2, "vocabulary": 1700}
     kinds = {"text": 1, "needles": 1, "registers": 2, "keys": 1, "chains": 1}
     values = {"name": "tiny", "training": training, "shape": shape, "kinds": kinds, "text": PROSE.model_dump()}
     return PretrainConfig(**(values | {"repeats": {"share": 0.5, "later": 0.1, "until": 0.4}} | changes))

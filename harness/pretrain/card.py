@@ -11,10 +11,6 @@ from kvbench.harness.pretrain.config import PretrainConfig
 from kvbench.harness.pretrain.samples import NAMES
 
 _FINAL_LOSS_STEPS = 200
-_NUMBERS = {
-    "pairs": "numbers split into pairs of digits",
-    "whole": "numbers below 1,000 are one token, of longer ones the last two digits",
-}
 
 
 def card(
@@ -51,7 +47,7 @@ A Llama with {parameters:,} parameters for measuring KV-cache policies, made by 
 | | |
 |---|---|
 | shape | {shape.layers} layers, width {shape.hidden}, {shape.heads} query and {shape.kv_heads} KV heads, MLP {shape.intermediate}, tied embeddings, RoPE |
-| vocabulary | {shape.vocabulary:,}, byte-level BPE trained on the same text, {_NUMBERS[shape.digits]} |
+| vocabulary | {shape.vocabulary:,}, byte-level BPE trained on the same text, numbers below 1,000 are one token, of longer ones the last two digits |
 | samples | {_samples(config)}; seed {config.seed} |
 | training | {rows[-1]["tokens"]:,} tokens, one pass, in samples of {training.sample}, {training.batch} samples per step |
 | optimiser | AdamW, learning rate {training.learning_rate:g}, weight decay {training.weight_decay:g}, warm-up {training.warmup:.0%}, {schedule} |
@@ -88,7 +84,7 @@ def _answers(found: dict[str, tuple[int, int]]) -> str:
 def _samples(config: PretrainConfig) -> str:
     """What the model was trained on, in words."""
     mix, repeats = config.text, config.repeats
-    sources = _shares({"PG-19 train books": mix.pg19, "record-and-query text": mix.records, "generated prose": mix.prose})
+    sources = _shares({"PG-19 train books": mix.pg19, "generated prose": mix.prose})
     kinds = _shares({name: getattr(config.kinds, name) for name in NAMES})
     words = f"{kinds} (running text: {sources})"
     if repeats.share:

@@ -25,18 +25,14 @@ class Shape(_Strict):
     heads: int = Field(6, ge=1, description="query heads")
     kv_heads: int = Field(2, ge=1)
     intermediate: int = Field(512, ge=8, description="width of the MLP")
-    vocabulary: int = Field(4096, ge=300, description="tokens of the byte-level BPE, special ones included")
+    vocabulary: int = Field(4096, ge=1300, description="tokens of the byte-level BPE, special ones included")
     rope_theta: float = Field(10_000.0, gt=1, description="base of RoPE; a larger one leaves more dimensions to content")
-    digits: Literal["pairs", "whole"] = Field(
-        "pairs", description="of a number's tokens; with whole ones, fixed words are one token"
-    )
 
 
 class Mix(_Strict):
     """Share of each source in the running text, in characters."""
 
-    pg19: float = Field(0.6, ge=0, description="books of the train split")
-    records: float = Field(0.2, ge=0, description="record-and-query text in StreamEval's format, without an end")
+    pg19: float = Field(0.8, ge=0, description="books of the train split")
     prose: float = Field(0.2, ge=0, description="generated prose")
 
 

@@ -1,4 +1,4 @@
-"""The running text of pretraining: books, records and generated prose, in one order for all models."""
+"""The running text of pretraining: books and generated prose, in one order for all models."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.files import atomic_write
 from kvbench.harness.data import lookups, pg19
 from kvbench.harness.data.prose import Prose
-from kvbench.harness.data.registers import HEADER, answer, question, record_line
 from kvbench.harness.pretrain.config import Mix
 
 _PIECE_CHARACTERS = 8192
-_MAX_LINES_BACK = 8  # from a question to the line that answers it: half a sample
 _OPEN_BOOKS = 16  # pieces are drawn from this many books at random, so that neighbours come from different ones
 
 
@@ -28,7 +26,7 @@ def pieces(mix: Mix, seed: int, data: Path | None) -> Iterator[str]:
     Raises:
         UserError: the books are not available.
     """
-    sources = {"pg19": _books(seed, data), "records": _records(seed), "prose": _prose(seed)}
+    sources = {"pg19": _books(seed, data), "prose": _prose(seed)}
     shares = {name: share for name, share in mix.model_dump().items() if share}
     if not shares:
         raise UserError("text: all shares are 0")
@@ -57,31 +55,6 @@ def _books(seed: int, data: Path | None) -> Iterator[str]:
                 yield book[start : start + _PIECE_CHARACTERS]
                 opened[at : at + 1] = [(book, start + _PIECE_CHARACTERS)] if start + _PIECE_CHARACTERS < len(book) else []
         rounds += 1
-
-
-def _records(seed: int) -> Iterator[str]:
-    """Records that start at any line number, most of them short, with questions about lines up to `_MAX_LINES_BACK` back.
-
-    The mix is a curriculum. A model first learns to copy the only number in a record, then to choose among several. Short
-    numbers and repeated lines are easier than answers.
-    """
-    draw = random.Random(f"records/{seed}")
-    while True:
-        piece = ""
-        while len(piece) < _PIECE_CHARACTERS:
-            first = 1 if draw.random() < 0.3 else draw.randrange(1, 3000)
-            highest = draw.choice([99, 999, 50000, 50000])
-            lines_before_questions = min(_MAX_LINES_BACK, 1 + int(draw.expovariate(1 / 2.5)))
-            contents: list[int] = []
-            piece += HEADER
-            for _ in range(lines_before_questions + draw.choice([0, 0, draw.randint(0, 12)])):
-                contents.append(draw.randint(1, highest))
-                piece += record_line(first + len(contents) - 1, contents[-1])
-                for _ in range(draw.randint(1, 3) if len(contents) >= lines_before_questions else 0):
-                    line = len(contents) - draw.randint(1, min(_MAX_LINES_BACK, len(contents)))
-                    repetition = f"Again: {record_line(first + line, contents[line])}"
-                    piece += repetition if draw.random() < 0.6 else question(first + line) + answer(contents[line])
-        yield piece
 
 
 def for_tokenizer(mix: Mix, seed: int, data: Path | None) -> Iterator[str]:

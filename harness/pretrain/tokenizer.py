@@ -1,8 +1,8 @@
-"""A byte-level BPE tokenizer, trained on the pretraining text; the same for every reference model of one recipe.
+"""A byte-level BPE tokenizer, trained on the pretraining text; the same for every model of one recipe.
 
-Numbers are split into pairs of digits; or numbers below 1,000 are one token, and so is what stands around them in records: a
-small model looks things up only if few tokens lie between a name and its value. Of a longer number the last two digits are a
-token: line numbers differ in it from their neighbours, and contents (446 15) nearly always in what stands before it.
+Numbers below 1,000 are one token, and so is what stands around them in records: a small model looks things up only if few tokens
+lie between a name and its value. Of a longer number the last two digits are a token: line numbers differ in it from their
+neighbours, and contents (446 15) nearly always in what stands before it.
 """
 
 from __future__ import annotations
@@ -20,30 +20,27 @@ from kvbench.harness.pretrain.config import Shape
 
 SINKS = tuple(f"<|sink{i}|>" for i in range(4))  # in every model's vocabulary, even if its training text has none
 NUMBERS = [*map(str, range(1000)), *(f"{n:02}" for n in range(10))]
-_DIGITS = {  # 44615 is 4 46 15 or 446 15, so 44616 differs in the last alone
-    "pairs": r"\d{1,2}(?=(?:\d\d)*(?!\d))",
-    "whole": r"(?<!\d)\d{1,3}(?!\d)|\d{1,3}(?=(?:\d{3})*\d\d(?!\d))|\d\d(?!\d)",
-}
+_DIGITS = r"(?<!\d)\d{1,3}(?!\d)|\d{1,3}(?=(?:\d{3})*\d\d(?!\d))|\d\d(?!\d)"
+_WHOLE = (*NUMBERS, *FIXED)
 _TRAINING_PIECES = 2000
 
 
 def learn(texts: Iterator[str], shape: Shape) -> Tokenizer:
-    """Train a tokenizer on a text. After the sinks come whole numbers, if any, then bytes, then what the text has often."""
-    whole = (*NUMBERS, *FIXED) if shape.digits == "whole" else ()
+    """Train a tokenizer on a text. After the sinks come whole numbers, then bytes, then what the text has often."""
     tokenizer = Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(_DIGITS[shape.digits]), "isolated")
     bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False)
     no_digits = pre_tokenizers.Split(Regex(r"\d+"), "removed")  # they have tokens of their own
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([no_digits if whole else split, bytewise])  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([no_digits, bytewise])  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    digits = 10 if whole else 0  # each is a byte and a number at once
+    digits = 10  # each is a byte and a number at once
     trainer = trainers.BpeTrainer(
-        vocab_size=shape.vocabulary - len(whole) + digits, special_tokens=list(SINKS), show_progress=False,
+        vocab_size=shape.vocabulary - len(_WHOLE) + digits, special_tokens=list(SINKS), show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )  # fmt: skip
     tokenizer.train_from_iterator(itertools.islice(texts, _TRAINING_PIECES), trainer)
+    split = pre_tokenizers.Split(Regex(_DIGITS), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, bytewise])  # type: ignore[assignment]
-    return _with_numbers(tokenizer) if whole else tokenizer
+    return _with_numbers(tokenizer)
 
 
 def _with_numbers(tokenizer: Tokenizer) -> Tokenizer:

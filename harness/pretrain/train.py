@@ -150,8 +150,7 @@ def pretrain(
     transformers.utils.logging.set_verbosity_error()  # `tell` says how far it is
     out.mkdir(parents=True, exist_ok=True)
     training = config.training
-    learnt_from = text.for_tokenizer if config.shape.digits == "whole" else text.pieces
-    tokens = tokenizer.stored(out / "tokenizer.json", lambda: learnt_from(config.text, config.seed, data), config.shape)
+    tokens = tokenizer.stored(out / "tokenizer.json", lambda: text.for_tokenizer(config.text, config.seed, data), config.shape)
     wrapped = tokenizer.wrapped(tokens, config.sinks)
     tell(f"{config.steps:,} steps of {training.batch * training.sample:,} tokens; making the text")
     plain = tokenizer.wrapped(tokens, 0)
