@@ -21,6 +21,7 @@ from kvbench.harness.engine.fused import fused_logits
 from kvbench.harness.engine.rotary import Rotation, find_rotation
 from kvbench.harness.engine.slots import LayerShape
 from kvbench.harness.engine.unrotated import STAND_INS, RotaryFunctions, is_same, rotary_functions
+from kvbench.harness.engine.variants.base import VariantForCausalLM
 from kvbench.harness.engine.zero_sink import ZERO_SINK
 
 _PROBE_POSITIONS = (1, 5, 191)
@@ -197,6 +198,8 @@ def adopt(hf: PreTrainedModel, rope_length: int | None = None) -> Model:
     Raises:
         UnsupportedModelError: it can't be driven exactly; the message says why.
     """
+    if isinstance(hf, VariantForCausalLM) and hf.undrivable is not None:
+        raise UnsupportedModelError(hf.undrivable)
     hf.requires_grad_(False)
     hf.set_attn_implementation(interface.NAME)
     if _rope_types(hf) & set(_LENGTH_DEPENDENT_ROPE) and rope_length is None:
@@ -303,5 +306,7 @@ def attention_by(hf: PreTrainedModel, name: str) -> Iterator[None]:
 
 def own_attention(hf: PreTrainedModel) -> AbstractContextManager[None]:
     """Run the model with its own attention, as its authors wrote it, for a reference forward pass."""
+    if isinstance(hf, VariantForCausalLM):
+        return attention_by(hf, hf.own_attention)
     zero_sink = getattr(hf.config.get_text_config(), "zero_sink", False)  # transformers has no attention for it
     return attention_by(hf, ZERO_SINK if zero_sink else "eager")

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
+import kvbench.harness.engine.variants  # noqa: F401  # makes transformers know them
 from kvbench.harness.core.errors import UserError
 
 _COUNTS = (

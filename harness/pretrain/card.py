@@ -11,6 +11,11 @@ from kvbench.harness.pretrain.config import PretrainConfig
 from kvbench.harness.pretrain.samples import NAMES
 
 _FINAL_LOSS_STEPS = 200
+_ATTENTION = {
+    "softmax": "plain softmax",
+    "zero_sink": "softmax off by one (a sink logit fixed at 0, `zero_sink` in the config)",
+    "sink_logits": "softmax with a learned sink logit per head",
+}
 
 
 def card(
@@ -35,14 +40,14 @@ def card(
     )
     numbers = {1: "one learnable sink token stands", 2: "two learnable sink tokens stand"}
     opening = numbers.get(config.sinks, f"{config.sinks} learnable sink tokens stand") if config.sinks else "nothing stands"
-    softmax = "softmax off by one (a sink logit fixed at 0, `zero_sink` in the config)" if config.zero_sink else "plain softmax"
+    attention = _ATTENTION["zero_sink" if config.zero_sink else config.attention]
     shape, training = config.shape, config.training
     decay = f"decay to a tenth over the last {training.decay:.0%} of the steps"
     schedule = "cosine to a twentieth" if training.schedule == "cosine" else decay
     return f"""# {config.name}
 
 A Llama with {parameters:,} parameters for measuring KV-cache policies, made by `bench pretrain {config.name}`:
-{opening} before a text; {softmax}. Use it only to compare caches on text like its training text: it has no other knowledge.
+{opening} before a text; {attention}. Use it only to compare caches on text like its training text: it has no other knowledge.
 
 | | |
 |---|---|

@@ -127,11 +127,18 @@ class PretrainConfig(_Strict):
     seed: int = 0
     sinks: int = Field(0, ge=0, le=4, description="learnable sink tokens before every sample")
     zero_sink: bool = Field(False, description="softmax off by one: a sink logit fixed at 0, in training and evaluation")
+    attention: Literal["softmax", "sink_logits"] = Field("softmax", description="what the model has for attention")
     shape: Shape = Shape()
     text: Mix = Mix()
     kinds: Kinds = Kinds()
     repeats: Repeats = Repeats()
     training: Training
+
+    @model_validator(mode="after")
+    def _one_attention(self) -> Self:
+        if self.zero_sink and self.attention != "softmax":
+            raise ValueError(f"zero_sink is a softmax, so attention can't be {self.attention}")
+        return self
 
     @property
     def steps(self) -> int:

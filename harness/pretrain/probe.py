@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from kvbench.harness.engine.model import attention_by
+from kvbench.harness.engine.variants.base import softmax, weighing_of
 
 _NAME = "kv_bench_probe"
 _FIRST_QUERY = 64  # earlier queries have too few keys to choose from
@@ -17,7 +18,7 @@ _layer_shares: list[Tensor] = []  # filled by `_attention`, one [Q] per layer of
 
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
-    scaling: float | None = None, dropout: float = 0.0, **_: Any,
+    scaling: float | None = None, dropout: float = 0.0, s_aux: Tensor | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Causal attention that records the weight of the first token. [B, Q, T, D], [B, H, T, D] -> [B, T, Q, D]."""
     group, tokens = query.shape[1] // key.shape[1], query.shape[2]
@@ -25,9 +26,12 @@ def _attention(
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     scores = scores.masked_fill(~torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril(), -torch.inf)
     if getattr(module.config, "zero_sink", False):
-        scores = torch.cat([scores, scores.new_zeros(*scores.shape[:3], 1)], -1)
-    weights = scores.float().softmax(-1)[..., :tokens].to(value.dtype)
-    _layer_shares.append(weights[:, :, _FIRST_QUERY:, 0].float().mean((0, 2)))
+        s_aux = scores.new_zeros(scores.shape[1])
+    weighing = weighing_of(module.config)
+    scores = scores.float()
+    weights = (softmax(scores, s_aux) if weighing is None else weighing.weights(scores)).to(value.dtype)
+    shares = weights if weighing is None else weighing.shares(weights)
+    _layer_shares.append(shares[:, :, _FIRST_QUERY:, 0].float().mean((0, 2)))
     return (weights @ value).transpose(1, 2).contiguous(), None
 
 

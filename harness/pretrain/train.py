@@ -14,15 +14,15 @@ import transformers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import SequentialSampler
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
 from kvbench.harness.core.device import device_name
-from kvbench.harness.engine.zero_sink import ZERO_SINK
 from kvbench.harness.pretrain import curve, text, tokenizer
 from kvbench.harness.pretrain.card import card
 from kvbench.harness.pretrain.config import PretrainConfig, Training
 from kvbench.harness.pretrain.held_out import HeldOut
+from kvbench.harness.pretrain.new_model import new_model
 from kvbench.harness.pretrain.samples import READING, Samples, kinds_of
 
 Tell = Callable[[str], None]
@@ -37,6 +37,11 @@ class _Trainer(Trainer):
 
     def _get_train_sampler(self, *_: Any) -> SequentialSampler:
         return SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
+
+    def get_decay_parameter_names(self, model: Any) -> list[str]:
+        """Matrices alone: norms, sink logits and gains don't decay."""
+        vectors = {name for name, x in model.named_parameters() if x.ndim < 2}
+        return [name for name in super().get_decay_parameter_names(model) if name not in vectors]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         loss = super().training_step(*args, **kwargs)
@@ -103,23 +108,6 @@ class _Log(TrainerCallback):
 
 def _step(line: str) -> int:
     return int(json.loads(line)["step"])
-
-
-def new_model(config: PretrainConfig) -> LlamaForCausalLM:
-    """The untrained model. Its weights don't depend on the number of sinks or the kind of softmax."""
-    shape = config.shape
-    torch.manual_seed(config.seed)
-    attention: dict[str, Any] = {"attn_implementation": ZERO_SINK if config.zero_sink else "sdpa"}
-    attention |= {"zero_sink": True} if config.zero_sink else {}
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=shape.vocabulary, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
-            num_hidden_layers=shape.layers,  num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
-            max_position_embeddings=config.training.sample + config.sinks, initializer_range=config.training.initial,
-            rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta}, tie_word_embeddings=True,
-            bos_token_id=0 if config.sinks else None, eos_token_id=None, **attention,
-        )
-    )  # fmt: skip
 
 
 def pretrain(
@@ -203,7 +191,7 @@ def _schedule(training: Training, steps: int) -> dict[str, Any]:
     return {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": decay}
 
 
-def _trainer(config: PretrainConfig, model: LlamaForCausalLM, out: Path, device: torch.device, samples: Samples) -> _Trainer:
+def _trainer(config: PretrainConfig, model: PreTrainedModel, out: Path, device: torch.device, samples: Samples) -> _Trainer:
     training, steps = config.training, config.steps
     arguments = TrainingArguments(
         output_dir=str(out), max_steps=steps, per_device_train_batch_size=training.batch, learning_rate=training.learning_rate,

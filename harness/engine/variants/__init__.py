@@ -1,0 +1,8 @@
+"""Llamas whose attention differs in one thing, each a model type and a file. A new one is named here."""
+
+from __future__ import annotations
+
+from kvbench.harness.engine.variants.base import VariantForCausalLM
+from kvbench.harness.engine.variants.sink_logits import SinkLogitsForCausalLM
+
+VARIANTS: dict[str, type[VariantForCausalLM]] = {"sink_logits": SinkLogitsForCausalLM}  # by name in a recipe

@@ -1,0 +1,103 @@
+"""What all variants of a Llama share: a plain attention function, and the place where they register.
+
+A variant is a model type of its own, so that transformers alone, which would leave its difference out, can't load it by mistake.
+
+Axis letters: B streams, T tokens, Q query heads, H KV heads, D head dim, L keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+NAME = "kv_bench_variant"
+_SOFTMAX = ("eager", "sdpa")  # transformers' own attention, which leaves out what a variant adds
+
+
+@dataclass(frozen=True)
+class Weighing:
+    """How attention weights follow from logits, where that is no softmax.
+
+    Attributes:
+        weights: of a query's logits, those of hidden keys at -inf. [..., L] -> [..., L].
+        bounded: a query's weights sum to at most 1, and the rest goes to no token. If not, they may sum to anything.
+    """
+
+    weights: Callable[[Tensor], Tensor]
+    bounded: bool
+
+    def shares(self, weights: Tensor) -> Tensor:
+        """The part of a query's attention that each key gets: the weights, or their share of an unbounded sum."""
+        return weights if self.bounded else weights / weights.sum(-1, keepdim=True)
+
+
+class VariantForCausalLM(LlamaForCausalLM):
+    """A Llama with another attention.
+
+    Attributes:
+        own_attention: registered function that computes its attention as its paper has it.
+        undrivable: why the decode loop can't drive it; None if it can.
+    """
+
+    own_attention: ClassVar[str] = NAME
+    undrivable: ClassVar[str | None] = None
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        if self.own_attention not in _SOFTMAX and config._attn_implementation in _SOFTMAX:
+            self.set_attn_implementation(self.own_attention)
+
+
+_WEIGHINGS: dict[str, Callable[[Any], Weighing]] = {}  # by model type; of a config
+
+
+def register(model: type[VariantForCausalLM], weighing: Callable[[Any], Weighing] | None = None) -> None:
+    """Make a variant known to transformers' Auto classes.
+
+    Args:
+        model: with a config class of its own.
+        weighing: how weights follow from logits, given its config; None for a softmax.
+    """
+    config = model.config_class
+    assert config is not None
+    AutoConfig.register(config.model_type, config, exist_ok=True)
+    AutoModelForCausalLM.register(config, model, exist_ok=True)
+    if weighing is not None:
+        _WEIGHINGS[config.model_type] = weighing
+
+
+def weighing_of(config: Any) -> Weighing | None:
+    """How a model's attention weights follow from its logits; None if by a softmax."""
+    weighing = _WEIGHINGS.get(getattr(config, "model_type", ""))
+    return None if weighing is None else weighing(config)
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
+    scaling: float | None = None, dropout: float = 0.0, s_aux: Tensor | None = None, **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Causal attention of a variant, all logits at once. [B, Q, T, D], [B, H, T, D] -> [B, T, Q, D]."""
+    group, tokens = query.shape[1] // key.shape[1], query.shape[2]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    logits = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    logits = logits.float() if logits.dtype.itemsize < 4 else logits
+    logits = logits.masked_fill(~torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril(), -torch.inf)
+    weighing = weighing_of(module.config)
+    weights = softmax(logits, s_aux) if weighing is None else weighing.weights(logits)
+    return (weights.to(value.dtype) @ value).transpose(1, 2).contiguous(), None
+
+
+def softmax(logits: Tensor, sink_logits: Tensor | None) -> Tensor:
+    """Softmax over the keys and a sink logit per head, if any, without the sink's weight. [B, Q, T, L], [Q] -> [B, Q, T, L]."""
+    if sink_logits is None:
+        return logits.softmax(-1)
+    sink = sink_logits.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+    return torch.cat([logits, sink], -1).softmax(-1)[..., :-1]
+
+
+AttentionInterface.register(NAME, _attention)

@@ -1,0 +1,39 @@
+"""The untrained model of a recipe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from kvbench.harness.engine.variants import VARIANTS
+from kvbench.harness.engine.zero_sink import ZERO_SINK
+from kvbench.harness.pretrain.config import PretrainConfig
+
+
+def new_model(config: PretrainConfig) -> PreTrainedModel:
+    """The untrained model. Weights that two recipes share are the same, whatever their sinks and attention."""
+    settings = _settings(config)
+    torch.manual_seed(config.seed)
+    attention: dict[str, Any] = {"attn_implementation": ZERO_SINK if config.zero_sink else "sdpa"}
+    attention |= {"zero_sink": True} if config.zero_sink else {}
+    llama = LlamaForCausalLM(LlamaConfig(**settings, **attention))
+    if config.attention == "softmax":
+        return llama
+    kind = VARIANTS[config.attention]
+    model = kind(kind.config_class(**settings))
+    model.load_state_dict(llama.state_dict(), strict=False)  # what it has besides keeps its own beginning
+    return model
+
+
+def _settings(config: PretrainConfig) -> dict[str, Any]:
+    """The model's config, without its attention."""
+    shape = config.shape
+    return {
+        "vocab_size": shape.vocabulary, "hidden_size": shape.hidden, "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
+        "max_position_embeddings": config.training.sample + config.sinks, "initializer_range": config.training.initial,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta}, "tie_word_embeddings": True,
+        "bos_token_id": 0 if config.sinks else None, "eos_token_id": None,
+    }  # fmt: skip

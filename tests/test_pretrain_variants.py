@@ -1,0 +1,205 @@
+"""Recipes that differ from `vanilla` in one thing: each computes what its paper says, trains, and is loaded as it was trained."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import DEVICE, tokens_of
+from torch import Tensor, nn
+
+from kvbench.harness.core.errors import RefusedModelError
+from kvbench.harness.engine import watch as watching
+from kvbench.harness.engine.model import adopt, own_attention
+from kvbench.harness.engine.variants import VARIANTS
+from kvbench.harness.engine.watch import Chunk
+from kvbench.harness.models.load import load_model
+from kvbench.harness.models.selfcheck import check
+from kvbench.harness.pretrain.config import PretrainConfig, find, load
+from kvbench.harness.pretrain.held_out import HeldOut
+from kvbench.harness.pretrain.new_model import new_model
+from kvbench.harness.pretrain.probe import attention_to_first
+from kvbench.harness.pretrain.train import pretrain
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # accelerate and the Trainer give warnings
+CHANGES = {"sink_logits": {"attention": "sink_logits"}}  # in their recipes
+ATTENTION = [name for name, change in CHANGES.items() if "attention" in change]
+HIDDEN, HEADS, KV_HEADS = 16, 4, 2
+
+
+def config(name: str = "vanilla", steps: int = 2, **training) -> PretrainConfig:
+    settings = {"tokens": 70 * 2 * steps, "sample": 70, "batch": 2, "compile": False, "probe_every": 1, "initial": 0.2}
+    shape = {"hidden": HIDDEN, "layers": 2, "heads": HEADS, "kv_heads": KV_HEADS, "intermediate": 32, "vocabulary": 1400}
+    change = {k: v for k, v in CHANGES.get(name, {}).items() if k != "training"}
+    settings |= CHANGES.get(name, {}).get("training", {}) | training
+    return PretrainConfig(name=name, text={"pg19": 0, "prose": 1}, shape=shape, training=settings, **change)
+
+
+def varied(name: str):
+    """A model in float64 whose parameters are all random, those that begin at 0 or 1 included."""
+    model = new_model(config(name)).double().eval()
+    generator = torch.Generator().manual_seed(1)
+    for x in model.parameters():
+        if x.ndim == 1:
+            x.data += 0.5 * torch.randn(x.shape, generator=generator, dtype=x.dtype)
+    return model
+
+
+def rotated(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """RoPE: pairs of dims turned by the angles of the model's tables. [T, D]."""
+    cos, sin = (table[0].to(x.dtype) for table in tables)
+    a, b = x.chunk(2, -1)
+    return x * cos + torch.cat([-b, a], -1) * sin
+
+
+def plain_weights(name: str, module: nn.Module, head: int, scores: list[float]) -> Tensor:
+    """Attention weights of one query, given its scores with the keys it may see, by the formula of the paper."""
+    s = torch.tensor(scores, dtype=torch.float64)
+    if name == "sink_logits":
+        return s.exp() / (s.exp().sum() + module.sinks[head].exp())
+    return s.exp() / s.exp().sum()
+
+
+def plain_attention(name: str, module: nn.Module, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """The attention block of one layer, head by head and query by query. [T, E] -> [T, E]."""
+    dims, group = HIDDEN // HEADS, HEADS // KV_HEADS
+    heads = []
+    for head in range(HEADS):
+        of_query, of_key = (slice(h * dims, (h + 1) * dims) for h in (head, head // group))
+        q, k, v = x @ module.q_proj.weight[of_query].T, x @ module.k_proj.weight[of_key].T, x @ module.v_proj.weight[of_key].T
+        q, k = rotated(q, tables), rotated(k, tables)
+        rows = []
+        for t in range(len(x)):
+            weights = plain_weights(name, module, head, [float(q[t] @ k[s]) / dims**0.5 for s in range(t + 1)])
+            rows.append(weights @ v[: t + 1])
+        heads.append(torch.stack(rows))
+    return torch.cat(heads, -1) @ module.o_proj.weight.T
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_its_attention_is_that_of_its_paper(name):
+    """Compared with loops over heads and queries, in float64."""
+    model, seen = varied(name), []
+    attention = model.model.layers[1].self_attn
+    attention.register_forward_hook(lambda m, args, kwargs, out: seen.append((kwargs, out[0][0])), with_kwargs=True)
+    with torch.no_grad():
+        model(input_ids=tokens_of(9).cpu(), use_cache=False)
+        ((given, out),) = seen
+        x, tables = given["hidden_states"][0], given["position_embeddings"]
+        expected, plain = (plain_attention(which, attention, x, tables) for which in (name, "vanilla"))
+    torch.testing.assert_close(out, expected, atol=1e-6 if name == "qk_norm" else 1e-10, rtol=0)
+    assert (plain - expected).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_every_parameter_learns(name):
+    model = new_model(config(name)).train()
+    model(input_ids=tokens_of(30).cpu(), use_cache=False).logits.square().sum().backward()
+    assert [n for n, x in model.named_parameters() if x.grad is None or not x.grad.abs().max() > 0] == []
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_weights_that_it_shares_with_vanilla_begin_the_same(name):
+    plain, model = new_model(config()).state_dict(), new_model(config(name)).state_dict()
+    renamed = {key.replace("parametrizations.weight.original", "weight"): x for key, x in model.items()}
+    assert all(torch.equal(plain[key], renamed[key]) for key in plain)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_it_trains_and_is_loaded_as_it_was_trained(name, tmp_path, monkeypatch):
+    """The saved model's logits, through transformers and through our attention, are those of the model that was trained."""
+    trained = []
+    monkeypatch.setattr(HeldOut, "answers", lambda self, model: trained.append(deepcopy(model)) or {})
+    directory = pretrain(config(name), tmp_path, None, torch.device("cpu"), lambda line: None)
+    log = [json.loads(x) for x in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert len(log) == 2
+    assert all(0 < row["attention_to_first"]["largest"] < 1 for row in log)
+    model = load_model(directory, "float32", torch.device("cpu"), watched=True)
+    assert (model.check or 0) <= 1
+    stored, tokens = trained[-1].eval(), tokens_of(40).cpu()
+    for x in stored.parameters():
+        x.data = x.half().float()
+    with own_attention(model.hf), torch.no_grad():
+        loaded = model.hf(input_ids=tokens, use_cache=False).logits
+        torch.testing.assert_close(loaded, stored(input_ids=tokens, use_cache=False).logits, atol=1e-5, rtol=0)
+    assert "Llama" in (directory / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_decode_loop_gives_its_logits_or_says_why_it_cannot(name, tmp_path):
+    model = varied(name).float().to(DEVICE)
+    reason = getattr(model, "undrivable", None)
+    if reason is None:
+        assert check(adopt(model)) <= 1
+        return
+    model.save_pretrained(tmp_path)
+    with pytest.raises(RefusedModelError, match=reason) as refused:
+        load_model(tmp_path, "float32", torch.device("cpu"))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_to_the_first_token_is_of_the_weights_it_has(name):
+    model, tokens = varied(name).float(), tokens_of(70).cpu()
+    shares = attention_to_first(model, tokens)
+    with torch.no_grad(), own_attention(model):
+        expected = model(input_ids=tokens, use_cache=False).logits
+    assert shares.shape == (2, HEADS)
+    assert 0 < float(shares.min()) < float(shares.max()) < 1
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=tokens, use_cache=False).logits, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_its_recipe_differs_from_vanilla_in_one_thing(name):
+    recipe, vanilla = (load(find(x)).model_dump(exclude={"name"}) for x in (name, "vanilla"))
+    different = {key: recipe[key] for key in recipe if recipe[key] != vanilla[key]}
+    if "training" in different:
+        different["training"] = {k: v for k, v in recipe["training"].items() if v != vanilla["training"][k]}
+    assert different == CHANGES[name]
+
+
+def test_every_variant_has_a_recipe_and_is_named_in_the_documentation():
+    assert set(VARIANTS) <= set(CHANGES)
+    page = (Path(__file__).parents[1] / "docs/pretraining.md").read_text(encoding="utf-8")
+    assert [name for name in CHANGES if f"| `{name}` |" not in page] == []
+
+
+class _Weights:
+    """Keeps what a watcher sees of the second layer."""
+
+    def __init__(self) -> None:
+        self.chunks: list[Chunk] = []
+
+    def see_vectors(self, layer, keys, values):
+        pass
+
+    def see_chunk(self, chunk):
+        self.chunks += [chunk] if chunk.layer == 1 else []
+
+    def see_hidden(self, layer, hidden):
+        pass
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_the_attention_task_sees_the_weights_it_has(name, monkeypatch):
+    """Chunk by chunk; their share of the sum where they are unbounded, and what no token gets where they are."""
+    monkeypatch.setattr(watching, "_MAX_SCORES", 4 * 4 * 9)
+    model, seen = varied(name), _Weights()
+    ids = tokens_of(9).cpu()
+    watching.check(model, input_ids=ids)
+    watching.watch(model, seen, input_ids=ids)
+    attention = model.model.layers[1].self_attn
+    assert len(seen.chunks) == 3
+    for chunk in seen.chunks:
+        for head, at in itertools.product(range(HEADS), range(chunk.weights.shape[2])):
+            visible = chunk.first + at + 1
+            expected = plain_weights(name, attention, head, chunk.logits[0, head, at, :visible].tolist())
+            shown = expected / expected.sum() if name == "sigmoid" else expected
+            torch.testing.assert_close(chunk.weights[0, head, at, :visible], shown, atol=1e-10, rtol=0)
+            rest = 0.0 if chunk.rest is None else float(chunk.rest[0, head, at])
+            assert rest == pytest.approx(1 - float(shown.sum()), abs=1e-10)
