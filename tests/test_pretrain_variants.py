@@ -19,6 +19,7 @@ from kvbench.harness.engine.variants import VARIANTS
 from kvbench.harness.engine.watch import Chunk
 from kvbench.harness.models.load import load_model
 from kvbench.harness.models.selfcheck import check
+from kvbench.harness.pretrain import ortho_adam, sigma_reparam
 from kvbench.harness.pretrain.config import PretrainConfig, find, load
 from kvbench.harness.pretrain.held_out import HeldOut
 from kvbench.harness.pretrain.new_model import new_model
@@ -26,7 +27,11 @@ from kvbench.harness.pretrain.probe import attention_to_first
 from kvbench.harness.pretrain.train import pretrain
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # accelerate and the Trainer give warnings
-CHANGES = {"sink_logits": {"attention": "sink_logits"}}  # in their recipes
+CHANGES = {  # in their recipes
+    **{name: {"attention": name} for name in ("sink_logits", "sigmoid", "gated", "clipped", "qk_norm")},
+    "sigma_reparam": {"sigma_reparam": True},
+    "ortho_adam": {"training": {"optimizer": "ortho_adam"}},
+}
 ATTENTION = [name for name, change in CHANGES.items() if "attention" in change]
 HIDDEN, HEADS, KV_HEADS = 16, 4, 2
 
@@ -40,7 +45,7 @@ def config(name: str = "vanilla", steps: int = 2, **training) -> PretrainConfig:
 
 
 def varied(name: str):
-    """A model in float64 whose parameters are all random, those that begin at 0 or 1 included."""
+    """A model in float64 with parameters that are all random, those that begin at 0 or 1 included, and attention that chooses."""
     model = new_model(config(name)).double().eval()
     generator = torch.Generator().manual_seed(1)
     for x in model.parameters():
@@ -61,6 +66,11 @@ def plain_weights(name: str, module: nn.Module, head: int, scores: list[float]) 
     s = torch.tensor(scores, dtype=torch.float64)
     if name == "sink_logits":
         return s.exp() / (s.exp().sum() + module.sinks[head].exp())
+    if name == "sigmoid":
+        return 1 / (1 + (-s).exp())
+    if name == "clipped":
+        gamma = -4 / 70  # alpha over the tokens of a sample
+        return ((1 - gamma) * s.exp() / s.exp().sum() + gamma).clip(0, 1)
     return s.exp() / s.exp().sum()
 
 
@@ -71,13 +81,35 @@ def plain_attention(name: str, module: nn.Module, x: Tensor, tables: tuple[Tenso
     for head in range(HEADS):
         of_query, of_key = (slice(h * dims, (h + 1) * dims) for h in (head, head // group))
         q, k, v = x @ module.q_proj.weight[of_query].T, x @ module.k_proj.weight[of_key].T, x @ module.v_proj.weight[of_key].T
+        if name == "qk_norm":
+            q, k = (
+                y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() * n.weight
+                for y, n in ((q, module.q_norm), (k, module.k_norm))
+            )
         q, k = rotated(q, tables), rotated(k, tables)
         rows = []
         for t in range(len(x)):
             weights = plain_weights(name, module, head, [float(q[t] @ k[s]) / dims**0.5 for s in range(t + 1)])
             rows.append(weights @ v[: t + 1])
         heads.append(torch.stack(rows))
-    return torch.cat(heads, -1) @ module.o_proj.weight.T
+    gate = 1 / (1 + (-x @ module.gate_proj.weight.T).exp()) if name == "gated" else 1
+    return (torch.cat(heads, -1) * gate) @ module.o_proj.weight.T
+
+
+class _Weights:
+    """Keeps what a watcher sees of the second layer."""
+
+    def __init__(self) -> None:
+        self.chunks: list[Chunk] = []
+
+    def see_vectors(self, layer, keys, values):
+        pass
+
+    def see_chunk(self, chunk):
+        self.chunks += [chunk] if chunk.layer == 1 else []
+
+    def see_hidden(self, layer, hidden):
+        pass
 
 
 @pytest.mark.parametrize("name", ATTENTION)
@@ -120,7 +152,7 @@ def test_it_trains_and_is_loaded_as_it_was_trained(name, tmp_path, monkeypatch):
     assert all(0 < row["attention_to_first"]["largest"] < 1 for row in log)
     model = load_model(directory, "float32", torch.device("cpu"), watched=True)
     assert (model.check or 0) <= 1
-    stored, tokens = trained[-1].eval(), tokens_of(40).cpu()
+    stored, tokens = sigma_reparam.plain(trained[-1]), tokens_of(40).cpu()
     for x in stored.parameters():
         x.data = x.half().float()
     with own_attention(model.hf), torch.no_grad():
@@ -144,14 +176,11 @@ def test_the_decode_loop_gives_its_logits_or_says_why_it_cannot(name, tmp_path):
 
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention_to_the_first_token_is_of_the_weights_it_has(name):
-    model, tokens = varied(name).float(), tokens_of(70).cpu()
-    shares = attention_to_first(model, tokens)
-    with torch.no_grad(), own_attention(model):
-        expected = model(input_ids=tokens, use_cache=False).logits
-    assert shares.shape == (2, HEADS)
-    assert 0 < float(shares.min()) < float(shares.max()) < 1
-    with torch.no_grad():
-        torch.testing.assert_close(model(input_ids=tokens, use_cache=False).logits, expected, atol=1e-5, rtol=0)
+    model, seen, ids = varied(name), _Weights(), tokens_of(70).cpu()
+    watching.watch(model, seen, input_ids=ids)
+    weights = torch.cat([nn.functional.pad(c.weights, (0, 70 - c.weights.shape[-1])) for c in seen.chunks], 2)
+    shares = attention_to_first(model, ids)[1]
+    torch.testing.assert_close(shares, weights[:, :, 64:, 0].mean((0, 2)).float(), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -167,22 +196,6 @@ def test_every_variant_has_a_recipe_and_is_named_in_the_documentation():
     assert set(VARIANTS) <= set(CHANGES)
     page = (Path(__file__).parents[1] / "docs/pretraining.md").read_text(encoding="utf-8")
     assert [name for name in CHANGES if f"| `{name}` |" not in page] == []
-
-
-class _Weights:
-    """Keeps what a watcher sees of the second layer."""
-
-    def __init__(self) -> None:
-        self.chunks: list[Chunk] = []
-
-    def see_vectors(self, layer, keys, values):
-        pass
-
-    def see_chunk(self, chunk):
-        self.chunks += [chunk] if chunk.layer == 1 else []
-
-    def see_hidden(self, layer, hidden):
-        pass
 
 
 @pytest.mark.parametrize("name", ATTENTION)
@@ -203,3 +216,49 @@ def test_the_attention_task_sees_the_weights_it_has(name, monkeypatch):
             torch.testing.assert_close(chunk.weights[0, head, at, :visible], shown, atol=1e-10, rtol=0)
             rest = 0.0 if chunk.rest is None else float(chunk.rest[0, head, at])
             assert rest == pytest.approx(1 - float(shown.sum()), abs=1e-10)
+
+
+def test_sigma_reparametrised_weights_have_the_learned_spectral_norm():
+    """After enough power iterations; and what is saved computes the same as what is trained, which it leaves as it was."""
+    model, tokens = new_model(config("sigma_reparam")).train(), tokens_of(20).cpu()
+    for _ in range(100):
+        model(input_ids=tokens, use_cache=False)
+    layer = model.eval().model.layers[0].mlp.down_proj
+    layer.parametrizations.weight[0].gain.data[:] = 1.7
+    assert torch.linalg.matrix_norm(layer.weight, 2).item() == pytest.approx(1.7, rel=1e-3)
+    original = layer.parametrizations.weight.original
+    torch.testing.assert_close(layer.weight / 1.7, original / torch.linalg.matrix_norm(original, 2), atol=1e-4, rtol=0)
+    before = model(input_ids=tokens, use_cache=False).logits
+    saved = sigma_reparam.plain(model)
+    assert sorted(saved.state_dict()) == sorted(new_model(config()).state_dict())
+    torch.testing.assert_close(saved(input_ids=tokens, use_cache=False).logits, before, atol=1e-6, rtol=0)
+    assert torch.equal(model(input_ids=tokens, use_cache=False).logits, before)
+
+
+def test_ortho_adam_is_adam_of_the_parameters_in_another_basis():
+    """The same steps as torch's AdamW takes on Q x, whose gradient is Q g; and in the trivial basis, those of AdamW itself."""
+    generator = torch.Generator().manual_seed(0)
+    start, target = torch.randn(5, 3, generator=generator), torch.randn(5, 3, generator=generator)
+    rows, columns = (ortho_adam.random_orthogonal(size, generator) for size in (5, 3))
+    torch.testing.assert_close(rows @ rows.T, torch.eye(5), atol=1e-6, rtol=0)
+    for bases in ([rows, columns], [torch.eye(5), torch.eye(3)]):
+        x, y = nn.Parameter(start.clone()), nn.Parameter(bases[0] @ start @ bases[1].T)
+        settings = {"lr": 0.1, "betas": (0.9, 0.98), "weight_decay": 0.1}
+        ours, theirs = ortho_adam.OrthoAdam([x], **settings), torch.optim.AdamW([y], **settings)
+        ours._bases[x] = bases
+        for _ in range(5):
+            x.grad = (x.detach() - target) ** 3
+            y.grad = bases[0] @ x.grad @ bases[1].T
+            ours.step()
+            theirs.step()
+            torch.testing.assert_close(bases[0] @ x @ bases[1].T, y, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["sigma_reparam", "ortho_adam"])
+def test_stopped_and_resumed_it_is_the_same_to_the_last_digit(name, tmp_path):
+    logs = []
+    for folder, stops in (("whole", [None]), ("stopped", [2, None])):
+        for stop in stops:
+            pretrain(config(name, steps=4), tmp_path / folder, None, torch.device("cpu"), lambda line: None, stop)
+        logs.append((tmp_path / folder / "log.jsonl").read_text())
+    assert logs[0] == logs[1]

@@ -20,6 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from kvbench.harness.engine.attention import Terms
 from kvbench.harness.engine.model import attention_by, own_attention
+from kvbench.harness.engine.variants.base import Weighing, weighing_of
 
 NAME = "kv_bench_watch"
 _MAX_SCORES = 2**23  # of a chunk
@@ -39,8 +40,11 @@ class Chunk:
         first: position of the first query.
         causal: later keys are hidden from a query, and keys after the last query are left out.
         logits: what the softmax is taken of; -inf where a key is hidden. [B, Q, t, L] float32 or wider.
-        weights: [B, Q, t, L], as wide.
-        rest: weight that no token gets: a learned sink, or the 1 of a softmax off by one. [B, Q, t]; None if there is none.
+        weights: [B, Q, t, L], as wide. Weights that may sum to anything (sigmoids) are divided by their sum, as Gu et al. 2024,
+            arXiv:2410.10781, do to compare them.
+        rest: weight that no token gets: a learned sink, the 1 of a softmax off by one, or what was clipped. [B, Q, t]; None if
+            there is none.
+        total: sum by which weights were divided. [B, Q, t, 1]; None if they were not.
     """
 
     layer: int
@@ -49,6 +53,12 @@ class Chunk:
     logits: Tensor
     weights: Tensor
     rest: Tensor | None
+    total: Tensor | None = None
+
+    def mix(self, values: Tensor) -> Tensor:
+        """What attention returns. [B, Q, L, Dv] -> [B, Q, t, Dv]."""
+        weights = self.weights if self.total is None else self.weights * self.total
+        return weights.to(values.dtype) @ values
 
 
 class Watcher(Protocol):
@@ -91,17 +101,20 @@ def _attention(
     current.watcher.see_vectors(current.layer, key, value)
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    weighing = weighing_of(getattr(module, "config", None))
     rows = max(1, _MAX_SCORES // (query.shape[:2].numel() * key.shape[2]))
     out = torch.empty(*query.shape[:3], value.shape[-1], dtype=value.dtype, device=value.device)
     for first in range(0, query.shape[2], rows):
-        chunk = _chunk(current.layer, query[:, :, first : first + rows], key, first, causal, terms)
+        chunk = _chunk(current.layer, query[:, :, first : first + rows], key, first, causal, terms, weighing)
         current.watcher.see_chunk(chunk)
-        out[:, :, first : first + rows] = chunk.weights.to(value.dtype) @ value[:, :, : chunk.weights.shape[-1]]
+        out[:, :, first : first + rows] = chunk.mix(value[:, :, : chunk.weights.shape[-1]])
     current.layer += 1
     return out.transpose(1, 2).contiguous(), None
 
 
-def _chunk(layer: int, query: Tensor, keys: Tensor, first: int, causal: bool, terms: Terms) -> Chunk:
+def _chunk(
+    layer: int, query: Tensor, keys: Tensor, first: int, causal: bool, terms: Terms, weighing: Weighing | None
+) -> Chunk:  # fmt: skip
     """The attention of queries at positions `first`, `first + 1`, ... [B, Q, t, D], [B, Q, T, D]."""
     end = first + query.shape[2] if causal else keys.shape[2]
     logits = query @ keys[:, :, :end].mT * terms.scaling
@@ -114,6 +127,12 @@ def _chunk(layer: int, query: Tensor, keys: Tensor, first: int, causal: bool, te
         logits = logits.masked_fill(hidden, -torch.inf)
     elif terms.sliding_window is not None:
         raise NotWatchableError("it has a sliding window that looks ahead")
+    if weighing is not None:
+        weights = weighing.weights(logits)
+        total = weights.sum(-1, keepdim=True)
+        if weighing.bounded:
+            return Chunk(layer, first, causal, logits, weights, (1 - total[..., 0]).clamp(min=0))
+        return Chunk(layer, first, causal, logits, weights / total, None, total)
     if terms.sink_logits is None:
         return Chunk(layer, first, causal, logits, logits.softmax(-1), None)
     sink = terms.sink_logits.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)

@@ -15,7 +15,13 @@ _ATTENTION = {
     "softmax": "plain softmax",
     "zero_sink": "softmax off by one (a sink logit fixed at 0, `zero_sink` in the config)",
     "sink_logits": "softmax with a learned sink logit per head",
+    "sigmoid": "sigmoid attention, not normalised",
+    "gated": "softmax, with a gate on what attention returns",
+    "clipped": "clipped softmax",
+    "qk_norm": "softmax, with an RMSNorm of queries and keys",
 }
+_SIGMA = " of sigma-reparametrised linear layers"
+_OPTIMIZERS = {"adamw": "AdamW", "ortho_adam": "OrthoAdam"}
 
 
 def card(
@@ -55,7 +61,7 @@ A Llama with {parameters:,} parameters for measuring KV-cache policies, made by 
 | vocabulary | {shape.vocabulary:,}, byte-level BPE trained on the same text, numbers below 1,000 are one token, of longer ones the last two digits |
 | samples | {_samples(config)}; seed {config.seed} |
 | training | {rows[-1]["tokens"]:,} tokens, one pass, in samples of {training.sample}, {training.batch} samples per step |
-| optimiser | AdamW, learning rate {training.learning_rate:g}, weight decay {training.weight_decay:g}, warm-up {training.warmup:.0%}, {schedule} |
+| optimiser | {_OPTIMIZERS[training.optimizer]}{_SIGMA if config.sigma_reparam else ""}, learning rate {training.learning_rate:g}, weight decay {training.weight_decay:g}, warm-up {training.warmup:.0%}, {schedule} |
 | loss | {loss:.4f} nats per counted token, mean of the last {len(last)} steps |
 | trained on | {", ".join(f"{k} {v}" for k, v in about.items())} |
 | weights | float16 |

@@ -96,6 +96,7 @@ class Training(_Strict):
     learning_rate: float = Field(4e-3, gt=0)
     beta2: float = Field(0.95, gt=0, lt=1, description="of AdamW; beta1 is 0.9")
     schedule: Literal["constant", "cosine"] = Field("constant", description="of the learning rate, before its decay")
+    optimizer: Literal["adamw", "ortho_adam"] = "adamw"
     weight_decay: float = Field(0.1, ge=0)
     warmup: float = Field(0.02, ge=0, lt=1, description="share of the steps in which the learning rate rises")
     decay: float = Field(0.2, ge=0, lt=1, description="share of the steps, at the end, in which it falls to a tenth")
@@ -127,7 +128,10 @@ class PretrainConfig(_Strict):
     seed: int = 0
     sinks: int = Field(0, ge=0, le=4, description="learnable sink tokens before every sample")
     zero_sink: bool = Field(False, description="softmax off by one: a sink logit fixed at 0, in training and evaluation")
-    attention: Literal["softmax", "sink_logits"] = Field("softmax", description="what the model has for attention")
+    attention: Literal["softmax", "sink_logits", "sigmoid", "gated", "clipped", "qk_norm"] = Field(
+        "softmax", description="what the model has for attention"
+    )
+    sigma_reparam: bool = Field(False, description="sigma-reparametrised linear layers while training")
     shape: Shape = Shape()
     text: Mix = Mix()
     kinds: Kinds = Kinds()

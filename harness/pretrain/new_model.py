@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from kvbench.harness.engine.variants import VARIANTS
 from kvbench.harness.engine.zero_sink import ZERO_SINK
+from kvbench.harness.pretrain import sigma_reparam
 from kvbench.harness.pretrain.config import PretrainConfig
 
 
@@ -19,11 +20,21 @@ def new_model(config: PretrainConfig) -> PreTrainedModel:
     attention: dict[str, Any] = {"attn_implementation": ZERO_SINK if config.zero_sink else "sdpa"}
     attention |= {"zero_sink": True} if config.zero_sink else {}
     llama = LlamaForCausalLM(LlamaConfig(**settings, **attention))
-    if config.attention == "softmax":
-        return llama
-    kind = VARIANTS[config.attention]
-    model = kind(kind.config_class(**settings))
-    model.load_state_dict(llama.state_dict(), strict=False)  # what it has besides keeps its own beginning
+    model = llama if config.attention == "softmax" else _variant(config.attention, settings)
+    if model is not llama:
+        model.load_state_dict(llama.state_dict(), strict=False)  # what it has besides keeps its own beginning
+    if config.sigma_reparam:
+        sigma_reparam.reparametrise(model, config.seed)
+    return model
+
+
+def _variant(attention: str, settings: dict[str, Any]) -> PreTrainedModel:
+    """A model with another attention, of our own or, with RMSNorm of queries and keys before RoPE, transformers' Qwen3."""
+    if attention == "qk_norm":
+        width = settings["hidden_size"] // settings["num_attention_heads"]
+        return Qwen3ForCausalLM(Qwen3Config(**settings, head_dim=width, attn_implementation="sdpa"))
+    kind: Any = VARIANTS[attention]
+    model: PreTrainedModel = kind(kind.config_class(**settings))
     return model
 
 

@@ -18,11 +18,12 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 from transformers.trainer_callback import PrinterCallback
 
 from kvbench.harness.core.device import device_name
-from kvbench.harness.pretrain import curve, text, tokenizer
+from kvbench.harness.pretrain import curve, sigma_reparam, text, tokenizer
 from kvbench.harness.pretrain.card import card
 from kvbench.harness.pretrain.config import PretrainConfig, Training
 from kvbench.harness.pretrain.held_out import HeldOut
 from kvbench.harness.pretrain.new_model import new_model
+from kvbench.harness.pretrain.ortho_adam import OrthoAdam
 from kvbench.harness.pretrain.samples import READING, Samples, kinds_of
 
 Tell = Callable[[str], None]
@@ -164,7 +165,8 @@ def pretrain(
 
 def _save_model(config: PretrainConfig, model: Any, found: dict[str, tuple[int, int]], out: Path, device: torch.device) -> None:
     """Write weights, training curve and model card. found: right answers and questions by kind."""
-    model.half().save_pretrained(out / "model")  # float16 halves the size
+    model = sigma_reparam.plain(model).half()  # float16 halves the size
+    model.save_pretrained(out / "model")
     about = {"device": device_name(device), "threads": torch.get_num_threads(), "torch": torch.__version__}
     about["transformers"] = version("transformers")
     parameters = sum(p.numel() for p in model.parameters())
@@ -191,6 +193,14 @@ def _schedule(training: Training, steps: int) -> dict[str, Any]:
     return {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": decay}
 
 
+def _optimizer(config: PretrainConfig) -> tuple[type[OrthoAdam], dict[str, Any]] | None:
+    """An optimiser that the Trainer doesn't have, and its arguments; None for its own AdamW."""
+    training = config.training
+    if training.optimizer == "adamw":
+        return None
+    return OrthoAdam, {"lr": training.learning_rate, "betas": (0.9, training.beta2), "seed": config.seed}
+
+
 def _trainer(config: PretrainConfig, model: PreTrainedModel, out: Path, device: torch.device, samples: Samples) -> _Trainer:
     training, steps = config.training, config.steps
     arguments = TrainingArguments(
@@ -201,6 +211,6 @@ def _trainer(config: PretrainConfig, model: PreTrainedModel, out: Path, device: 
         data_seed=config.seed, bf16=training.dtype == "bfloat16", use_cpu=device.type == "cpu", torch_compile=training.compile,
         dataloader_num_workers=0, disable_tqdm=True, remove_unused_columns=False,
     )  # fmt: skip
-    trainer = _Trainer(model=model, args=arguments, train_dataset=samples)
+    trainer = _Trainer(model=model, args=arguments, train_dataset=samples, optimizer_cls_and_kwargs=_optimizer(config))
     trainer.remove_callback(PrinterCallback)
     return trainer

@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 from kvbench.harness.engine.variants.base import VariantForCausalLM
+from kvbench.harness.engine.variants.clipped import ClippedForCausalLM
+from kvbench.harness.engine.variants.gated import GatedForCausalLM
+from kvbench.harness.engine.variants.sigmoid import SigmoidForCausalLM
 from kvbench.harness.engine.variants.sink_logits import SinkLogitsForCausalLM
 
-VARIANTS: dict[str, type[VariantForCausalLM]] = {"sink_logits": SinkLogitsForCausalLM}  # by name in a recipe
+VARIANTS: dict[str, type[VariantForCausalLM]] = {  # by name in a recipe
+    "sink_logits": SinkLogitsForCausalLM,
+    "sigmoid": SigmoidForCausalLM,
+    "gated": GatedForCausalLM,
+    "clipped": ClippedForCausalLM,
+}

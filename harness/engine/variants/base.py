@@ -32,7 +32,7 @@ class Weighing:
     bounded: bool
 
     def shares(self, weights: Tensor) -> Tensor:
-        """The part of a query's attention that each key gets: the weights, or their share of an unbounded sum."""
+        """The part of a query's attention that each key gets: the weights, or their share of an unbounded sum. [..., L]."""
         return weights if self.bounded else weights / weights.sum(-1, keepdim=True)
 
 

@@ -1,6 +1,6 @@
 """Learned sink logits: every query head has a logit that joins its softmax without a value.
 
-Source: OpenAI 2025, gpt-oss-120b and gpt-oss-20b model card, arXiv:2508.10925, Section 2.2 (`sinks` of GptOssAttention).
+Source: OpenAI 2025, gpt-oss-120b and gpt-oss-20b model card, arXiv:2508.10925; `sinks` of transformers' GptOssAttention.
 Differs: they begin at 0, as the softmax off by one of Miller 2023, which they generalise.
 """
 

@@ -1,0 +1,42 @@
+"""Clipped softmax: clip((zeta - gamma) softmax(x) + gamma, 0, 1) with gamma < 0, so that a weight can be exactly 0.
+
+Source: Bondarenko et al. 2023, arXiv:2306.12929, Equation 4; gamma = -alpha / T as they recommend, zeta = 1.
+Differs: T is the model's training length, also while samples are shorter, so gamma is a constant of the model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers import LlamaConfig
+
+from kvbench.harness.engine.variants.base import VariantForCausalLM, Weighing, register
+
+_ALPHA = 4.0
+
+
+class ClippedConfig(LlamaConfig):
+    """That of a Llama."""
+
+    model_type = "kv_bench_clipped"
+
+
+class ClippedForCausalLM(VariantForCausalLM):
+    """A Llama whose heads can leave tokens out altogether."""
+
+    config_class = ClippedConfig
+    undrivable = "its softmax is clipped, and the decode loop computes a plain one"
+
+
+def _weighing(config: Any) -> Weighing:
+    """Weights that sum to at most 1: n of them above 0 are what the softmax gives these keys, less (n - 1) alpha / T."""
+    gamma = -_ALPHA / config.max_position_embeddings
+
+    def weights(logits: Tensor) -> Tensor:
+        return ((1 - gamma) * logits.softmax(-1) + gamma).clamp(0, 1)
+
+    return Weighing(weights, bounded=True)
+
+
+register(ClippedForCausalLM, _weighing)
