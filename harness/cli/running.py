@@ -10,7 +10,7 @@ import click
 from kvbench.harness.cli.output import FILLED
 
 _OPTIONS: list[Callable[[Any], Any]] = [
-    click.option("--model", metavar="DIR|HUB_ID", type=FILLED, help="Use this model instead of the suite's."),
+    click.option("--model", metavar="DIR|HUB_ID", type=FILLED, help="Use this model, or all models in a folder."),
     click.option(
         "--data", metavar="DIR", envvar="BENCH_DATA", type=FILLED,
         help="Directory of the text, .parquet or .txt, or of images (or BENCH_DATA).",

@@ -105,6 +105,8 @@ class Training(_Strict):
     compile: bool = Field(True, description="use torch.compile")
     probe_every: int = Field(250, ge=1, description="steps between measurements of attention to the first token")
     checkpoint_every: int = Field(500, ge=1, description="steps between checkpoints")
+    keep: tuple[int, ...] = Field((), description="steps after which the model is kept, for measurements; 0: untrained")
+    keep_every: int | None = Field(None, ge=1, description="also keep it every so many steps")
 
     @field_validator("short")
     @classmethod
@@ -148,6 +150,11 @@ class PretrainConfig(_Strict):
     def steps(self) -> int:
         """Number of optimiser steps; tokens that don't fill a whole batch are dropped."""
         return self.training.tokens // (self.training.sample * self.training.batch)
+
+    def is_kept(self, step: int) -> bool:
+        """Whether the model is kept after so many steps."""
+        every = self.training.keep_every
+        return step in self.training.keep or (every is not None and step % every == 0)
 
     def pieces(self, step: int) -> int:
         """Number of shorter samples that a sample is cut into at a step, counted from 0."""

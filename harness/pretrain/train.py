@@ -123,7 +123,8 @@ def pretrain(
 
     Args:
         config: of the model.
-        out: folder for checkpoints, text, log (`log.jsonl`) and, at the end, `model/`.
+        out: folder for checkpoints, text, log (`log.jsonl`), models that the recipe keeps on the way (`models/`) and, at the
+            end, `model/`.
         data: directory of the books; the hub when None.
         device: to train on.
         tell: called with progress messages.
@@ -152,6 +153,7 @@ def pretrain(
     trainer = _trainer(config, new_model(config), out, device, samples)
     trainer.losses = []
     trainer.add_callback(_Log(out / "log.jsonl", config, trainer.losses, for_log, tell))
+    trainer.add_callback(_Keep(config, out / "models", wrapped))
     if steps is not None:
         trainer.add_callback(_StopAfter(steps))
     checkpoints = sorted(out.glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1]))
@@ -172,6 +174,26 @@ def _save_model(config: PretrainConfig, model: Any, found: dict[str, tuple[int, 
     parameters = sum(p.numel() for p in model.parameters())
     (out / "model" / curve.NAME).write_text(curve.curve(out / "log.jsonl"), encoding="utf-8")
     (out / "model" / "README.md").write_text(card(config, out / "log.jsonl", parameters, found, about), encoding="utf-8")
+
+
+class _Keep(TrainerCallback):
+    """Keeps the model at some steps, each in a folder that can be measured like any model's."""
+
+    def __init__(self, config: PretrainConfig, folder: Path, tokenizer: Any) -> None:
+        self._config, self._folder, self._tokenizer = config, folder, tokenizer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if state.global_step == 0:
+            self._keep(0, model)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        self._keep(state.global_step, model)
+
+    def _keep(self, step: int, model: Any) -> None:
+        if self._config.is_kept(step):
+            folder = self._folder / f"{self._config.name}-step-{step:06d}"  # records keep this name
+            self._tokenizer.save_pretrained(folder)
+            sigma_reparam.plain(getattr(model, "_orig_mod", model)).half().save_pretrained(folder)
 
 
 class _StopAfter(TrainerCallback):

@@ -10,6 +10,7 @@ from typing import Any
 from kvbench.harness.core.intervals import MIN_BLOCK_TOKENS, MIN_BLOCKS
 from kvbench.harness.records import Record, Submitted, newest, standing
 from kvbench.harness.report import chart, sections
+from kvbench.harness.report.charts import over_steps
 from kvbench.harness.report.charts.bytes import against_bytes
 from kvbench.harness.report.machines import by_machine
 from kvbench.harness.report.markdown import label, md
@@ -57,8 +58,10 @@ def render(records: Iterable[Record], submitted: Mapping[str, Submitted] | None 
     lines: list[str | chart.Chart] = [_INTRODUCTION.format(blocks=MIN_BLOCKS, shortest=MIN_BLOCK_TOKENS), *_contents(parts)]
     if not parts:
         lines.append("No records yet: `bench run suites/pg19.yaml`.\n")
-    for group in parts:
-        lines += _group(group, submitted or {})
+    for suite, of_suite in itertools.groupby(parts, key=lambda group: (group[0].cell.suite, group[0].cell.suite_version)):
+        several = list(of_suite)
+        lines += over_steps.body(suite[0], [record for group in several for record in group])
+        lines += [line for group in several for line in _group(group, submitted or {})]
     return chart.page(lines)
 
 

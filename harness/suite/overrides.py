@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -28,7 +29,7 @@ class Overrides:
 def apply(source: Source, overrides: Overrides) -> None:
     """Apply the changes to a suite's text."""
     if overrides.model is not None:
-        source.put(("model",), {"id": overrides.model}, "--model")
+        source.put(("model",), _models(overrides.model), "--model")
     if overrides.dtype is not None:
         for i, _ in items(source.data.get("model")):
             source.put(("model", *i, "dtype"), overrides.dtype, "--dtype")
@@ -39,6 +40,13 @@ def apply(source: Source, overrides: Overrides) -> None:
         if not equals or not key:
             raise UserError(f"--set {setting}: expected KEY=VALUE")
         _set(source, key, _yaml_value(text, f"--set {setting}"), f"--set {setting}")
+
+
+def _models(model: str) -> dict[str, Any] | list[dict[str, Any]]:
+    """The model that --model names, or all models in a folder of models, such as those that `bench pretrain` keeps."""
+    folder = Path(model).expanduser()
+    inside = [] if (folder / "config.json").exists() else sorted(folder.glob("*/config.json"))
+    return [{"id": str(file.parent)} for file in inside] or {"id": model}
 
 
 def _yaml_value(text: str, place: str) -> Any:
