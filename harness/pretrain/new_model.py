@@ -32,7 +32,7 @@ def _variant(attention: str, settings: dict[str, Any]) -> PreTrainedModel:
     """A model with another attention, of our own or, with RMSNorm of queries and keys before RoPE, transformers' Qwen3."""
     if attention == "qk_norm":
         width = settings["hidden_size"] // settings["num_attention_heads"]
-        return Qwen3ForCausalLM(Qwen3Config(**settings, head_dim=width, attn_implementation="sdpa"))
+        return Qwen3ForCausalLM(Qwen3Config(**settings | {"head_dim": width, "attn_implementation": "sdpa"}))
     kind: Any = VARIANTS[attention]
     model: PreTrainedModel = kind(kind.config_class(**settings))
     return model

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -30,7 +31,7 @@ class _Attention(llama.LlamaAttention):
         super().__init__(config, layer_idx)
         self.gate_proj = nn.Linear(config.hidden_size, config.num_attention_heads * self.head_dim, bias=False)
 
-    def forward(
+    def forward(  # type: ignore[override]  # what it lists is handed on
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], attention_mask: Tensor | None = None,
         past_key_values: Any = None, **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
@@ -43,7 +44,7 @@ class _Attention(llama.LlamaAttention):
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         name = self.config._attn_implementation
-        attend = llama.ALL_ATTENTION_FUNCTIONS.get(name, llama.eager_attention_forward)
+        attend = ALL_ATTENTION_FUNCTIONS.get(name, llama.eager_attention_forward)
         dropout = self.attention_dropout if self.training else 0.0
         out, weights = attend(self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
         return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1) * gate), weights
@@ -59,7 +60,7 @@ class GatedForCausalLM(VariantForCausalLM):
         super().__init__(config)
         for index, layer in enumerate(self.model.layers):
             layer.self_attn = _Attention(config, index)
-        self.post_init()
+        self.post_init()  # type: ignore[no-untyped-call]
 
 
 register(GatedForCausalLM)

@@ -29,8 +29,8 @@ class _Attention(LlamaAttention):
         super().__init__(config, layer_idx)
         self.sinks = nn.Parameter(torch.zeros(config.num_attention_heads))  # logits. [Q]
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        return super().forward(*args, s_aux=self.sinks, **kwargs)
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # what it lists is handed on
+        return super().forward(*args, **kwargs | {"s_aux": self.sinks})
 
 
 class SinkLogitsForCausalLM(VariantForCausalLM):
@@ -42,7 +42,7 @@ class SinkLogitsForCausalLM(VariantForCausalLM):
         super().__init__(config)
         for index, layer in enumerate(self.model.layers):
             layer.self_attn = _Attention(config, index)
-        self.post_init()
+        self.post_init()  # type: ignore[no-untyped-call]
 
 
 register(SinkLogitsForCausalLM)
