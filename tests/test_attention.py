@@ -21,10 +21,11 @@ from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.hub import model_directory
 from kvbench.harness.models.load import load_model
 from kvbench.harness.tasks.attention import under_policy
-from kvbench.harness.tasks.attention.figures import buckets, figures, massive_activations
+from kvbench.harness.tasks.attention.figures import figures, massive_activations
 from kvbench.harness.tasks.attention.notes import Lost, Notes
 from kvbench.harness.tasks.attention.schema import Massive
 from kvbench.harness.tasks.attention.under_policy import read_recorded
+from kvbench.harness.tasks.common.sample_options import buckets
 from kvbench.policies.fastgen import FastGen
 from kvbench.policies.h2o import H2O
 from kvbench.policies.knorm import Knorm

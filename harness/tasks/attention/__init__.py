@@ -23,8 +23,8 @@ from kvbench.harness.tasks.attention.schema import AttentionMetrics, AttentionOp
 from kvbench.harness.tasks.task import Job, Options, Task
 
 if TYPE_CHECKING:
-    from kvbench.harness.tasks.attention.data import Samples
     from kvbench.harness.tasks.attention.images import ImageSamples
+    from kvbench.harness.tasks.common.samples import Samples
 
 _TOKENS_OF_AN_IMAGE = 257  # for estimates: 224 pixels in patches of 14, and [CLS]
 
@@ -47,9 +47,9 @@ class Attention(Task):
             from kvbench.harness.tasks.attention.images import image_samples
 
             return image_samples(options, tokenizer, directory)
-        from kvbench.harness.tasks.attention.data import samples
+        from kvbench.harness.tasks.common.samples import samples
 
-        return samples(options, tokenizer, directory)
+        return samples(options.of_text(), tokenizer, directory)
 
     @classmethod
     def reads_images(cls, options: AttentionOptions) -> bool:

@@ -5,7 +5,6 @@ Axis letters: N samples, L layers, Q query heads, T tokens, M tokens of a map, K
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,9 +14,9 @@ from numpy.typing import NDArray
 
 from kvbench.harness.tasks.attention.intervals import ends
 from kvbench.harness.tasks.attention.patches import NORM_CUTOFF, patch_figures
+from kvbench.harness.tasks.common.sample_options import buckets
 
 Arrays = Mapping[str, NDArray[Any]]
-_FIRST_BUCKET = 32  # tokens; each later bucket ends at twice the position of the one before
 _LISTED = 20  # sinks and massive activations
 
 
@@ -70,12 +69,6 @@ def _layer(noted: Arrays, layer: int) -> dict[str, Any]:
     return found
 
 
-def buckets(tokens: int) -> list[tuple[int, int]]:
-    """Positions of a sample, cut where they double."""
-    edges = [0]
-    while edges[-1] < tokens:
-        edges.append(min(tokens, max(_FIRST_BUCKET, 2 * edges[-1])))
-    return list(itertools.pairwise(edges))
 
 
 def sink_tokens(rows: Sequence[tuple[str, int, float]]) -> list[dict[str, Any]]:

@@ -12,12 +12,12 @@ from torch import Tensor
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.watch import NotWatchableError, check, watch
-from kvbench.harness.tasks.attention.data import Samples
 from kvbench.harness.tasks.attention.figures import figures, massive_activations, sink_tokens
 from kvbench.harness.tasks.attention.images import ImageSamples
 from kvbench.harness.tasks.attention.notes import Lost, Notes
-from kvbench.harness.tasks.attention.schema import AttentionMetrics, AttentionOptions
+from kvbench.harness.tasks.attention.schema import MOST_SHOWN, AttentionMetrics, AttentionOptions
 from kvbench.harness.tasks.attention.under_policy import read_recorded
+from kvbench.harness.tasks.common.samples import Samples
 from kvbench.harness.tasks.task import Job, MeasurementError
 
 AnySamples = Samples | ImageSamples
@@ -99,8 +99,8 @@ class _Album:
         self._received = self._received + notes.mean_received().sum(1).cpu().numpy()
         self._maps = self._maps + count * notes.logit_maps()
         text = self._samples.text
-        self._sinks += [(text(start + s, p), p, share) for s, p, share in notes.other_sinks(epsilon)]
-        self._massive += [(layer, dim, text(start + s, p), p, size) for layer, s, p, dim, size in notes.massive]
+        self._sinks += [(text(start + s, p)[:MOST_SHOWN], p, share) for s, p, share in notes.other_sinks(epsilon)]
+        self._massive += [(layer, dim, text(start + s, p)[:MOST_SHOWN], p, size) for layer, s, p, dim, size in notes.massive]
 
     def mean(self, name: str) -> float:
         """Mean of a note so far."""

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.records.rules import EXACT, PART_NATS, SUM, near
 from kvbench.harness.records.types import Amount, Count, Number, Part, Positive, Share
+from kvbench.harness.tasks.common.sample_options import SampleOptions
 from kvbench.harness.tasks.task import Options
 
 MOST_SHOWN = 100  # characters of a token
@@ -54,6 +55,11 @@ class AttentionOptions(Options):
     def reads_images(self) -> bool:
         """Whether the samples are images."""
         return self.data in _IMAGES
+
+    def of_text(self) -> SampleOptions:
+        """The options of samples that are pieces of a text."""
+        names = ("data", "split", "data_seed", "samples", "tokens", "prompt")
+        return SampleOptions.model_validate({name: getattr(self, name) for name in names})
 
     @model_validator(mode="before")
     @classmethod

@@ -1,4 +1,4 @@
-"""The samples that the attention task looks at: pieces of running text of one length."""
+"""Samples: consecutive pieces of running text of one length."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.data.stream import TokenStream, opening, stream
 from kvbench.harness.data.texts import texts
-from kvbench.harness.tasks.attention.schema import MOST_SHOWN, AttentionOptions
+from kvbench.harness.tasks.common.sample_options import SampleOptions
 from kvbench.harness.tasks.task import Tokenizer
 
 if TYPE_CHECKING:
@@ -68,22 +68,20 @@ class Samples:
 
     def text(self, sample: int, position: int) -> str:
         """A token as text."""
-        return str(self.tokenizer.decode([int(self.batch(sample, sample + 1)[0, position])]))[:MOST_SHOWN]
+        return str(self.tokenizer.decode([int(self.batch(sample, sample + 1)[0, position])]))
 
 
-def samples(options: AttentionOptions, tokenizer: Tokenizer, directory: Path | None) -> Samples:
+def samples(options: SampleOptions, tokenizer: Tokenizer, directory: Path | None) -> Samples:
     """The first samples of the text.
 
     Raises:
         UserError: the text is missing or too short, or a sample has no room for a token of text.
     """
-    assert options.tokens is not None, "a text has samples of one length"
     loaded = tokenizer()
     prefix, end = _around(loaded)
     new = options.tokens - len(prefix) - len(end)
     if new < 1:
         raise UserError(f"tokens {options.tokens}: the tokenizer's own {len(prefix) + len(end)} tokens leave no room for text")
-    assert options.data in ("pg19", "prose")
     source, books = texts(options.data, options.split, None, options.data_seed or 0, new * options.samples, directory)
     return Samples(stream(books, source, loaded, new * options.samples, prefix), options.tokens, loaded, tuple(end))
 
