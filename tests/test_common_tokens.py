@@ -16,7 +16,7 @@ from kvbench.harness.records.aggregates import nll_figures, scored_mask
 from kvbench.harness.report import site, summary
 from kvbench.harness.report.charts.bytes import against_bytes
 from kvbench.harness.report.charts.stream import over_the_stream
-from kvbench.harness.report.common_tokens import common_stride, on_common
+from kvbench.harness.report.common_tokens import Common, common_tokens, on_common
 from kvbench.harness.report.leaderboard import render
 from kvbench.harness.report.overview import overview
 from kvbench.harness.report.sections import headline
@@ -114,7 +114,7 @@ def test_by_position_recompute_is_compared_on_its_tokens_alone():
 @pytest.mark.parametrize("streams", [1, 4])
 def test_a_record_on_common_tokens_is_what_scoring_only_those_gives(streams):
     sparse, full = read("recompute_window", 0.25, streams), read("window", 0.25, streams)
-    seen = on_common(full, common_stride([sparse, full]))
+    seen = on_common(full, common_tokens([sparse, full]))
     assert seen is not None
     for name in ("tokens", "blocks", "texts"):
         assert getattr(seen.metrics, name) == getattr(sparse.metrics, name)
@@ -123,4 +123,4 @@ def test_a_record_on_common_tokens_is_what_scoring_only_those_gives(streams):
         assert [b.tokens for b in seen.metrics.buckets] == [b.tokens for b in sparse.metrics.buckets]
         ours, theirs = ([b.nll for b in r.metrics.buckets] for r in (seen, sparse))
         assert ours == pytest.approx(theirs, abs=ROUNDED)
-    assert on_common(full, 1) is full
+    assert on_common(full, Common()) is full

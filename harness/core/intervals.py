@@ -4,10 +4,17 @@ The input is sums over short runs of tokens, as records keep them. The text is c
 longer than the memory of a cache, so the blocks are almost independent. The interval is Student's t over the blocks, widened if
 neighbouring blocks are correlated and shifted if their distribution is skewed (docs/statistics.md).
 
+A text that is read until its interval is narrow enough is looked at several times. Each of k planned looks then has an interval
+at 1 - (1 - `LEVEL`) / k, so that all of them hold at once at `LEVEL`, and so does the one at which reading stopped, for whatever
+reason.
+
 Source: the method of batch means, Schmeiser 1982, Operations Research 30(3), with the two adjustments of N-Skart, Tafazzoli,
-    Steiger and Wilson 2011, IEEE Transactions on Automatic Control 56(2).
+    Steiger and Wilson 2011, IEEE Transactions on Automatic Control 56(2). Several looks: the repeated confidence intervals of
+    Jennison and Turnbull 1989, Journal of the Royal Statistical Society B 51(3), by Bonferroni's bound (Dunn 1961, Journal of
+    the American Statistical Association 56).
 Differs: the number of blocks is fixed, not chosen by a test; the correlation is corrected for its bias; skewness is adjusted by
-    Hall's transformation, which is monotone, so that the interval and the p-value always agree.
+    Hall's transformation, which is monotone, so that the interval and the p-value always agree. Jennison and Turnbull take
+    narrower bounds from the correlation of the looks, which assumes that their variance is known.
 """
 
 from __future__ import annotations
@@ -41,7 +48,7 @@ class Interval:
         blocks: number of blocks; without an interval, how many of the minimum length the text has, or how many texts of
             equal length would be as informative.
         p: two-sided p-value of the hypothesis that the mean is 0. It is below 1 - `LEVEL` exactly if the interval excludes
-            0; None without an interval.
+            0, corrected for looks as the interval is; None without an interval.
     """
 
     mean: float
@@ -51,8 +58,15 @@ class Interval:
     blocks: float
     p: float | None = None
 
+    @property
+    def half_width(self) -> float | None:
+        """Half the distance between its ends; None if the text is too short for an interval."""
+        return None if self.low is None or self.high is None else (self.high - self.low) / 2
 
-def interval(sums: NDArray[np.float64], tokens: NDArray[np.float64], size: int, capacity: int) -> Interval:
+
+def interval(
+    sums: NDArray[np.float64], tokens: NDArray[np.float64], size: int, capacity: int, looks: int = 1
+) -> Interval:  # fmt: skip
     """The mean over the tokens of one text, with its interval.
 
     Whether there is an interval depends only on lengths, never on the data. A text in which a rare event happens not to
@@ -63,6 +77,7 @@ def interval(sums: NDArray[np.float64], tokens: NDArray[np.float64], size: int, 
         tokens: number of tokens in each run. [n].
         size: positions that a run spans.
         capacity: the largest cache in the comparison, in tokens.
+        looks: planned lengths of the text at which reading might have stopped.
 
     Returns:
         Without ends if the text has fewer than `MIN_BLOCKS` blocks of `MIN_BLOCK_TOKENS` and of twice the capacity.
@@ -72,24 +87,42 @@ def interval(sums: NDArray[np.float64], tokens: NDArray[np.float64], size: int, 
         return Interval(float(sums.sum() / tokens.sum()), None, None, min_block, positions / min_block)
     starts = np.arange(MIN_BLOCKS) * len(sums) // MIN_BLOCKS
     sums, tokens = np.add.reduceat(sums, starts), np.add.reduceat(tokens, starts)
-    return _student(sums, tokens, round(positions / MIN_BLOCKS), neighbours=True)
+    return _student(sums, tokens, round(positions / MIN_BLOCKS), neighbours=True, looks=looks)
 
 
-def clustered(sums: NDArray[np.float64], tokens: NDArray[np.float64]) -> Interval:
+def look_lengths(tokens: int, capacity: int) -> list[int]:
+    """The planned looks at a text that is read until its interval is narrow: doubling lengths, the last of them the whole text.
+
+    Args:
+        tokens: of the whole text.
+        capacity: the largest cache in the comparison, in tokens.
+
+    Returns:
+        Tokens read at each look. The first is the shortest that has an interval after the cache has filled.
+    """
+    shortest = MIN_BLOCKS * max(MIN_BLOCK_TOKENS, 2 * capacity) + capacity
+    doubling = [tokens >> k for k in range(tokens.bit_length()) if tokens >> k > shortest]
+    return doubling[::-1] or [tokens]
+
+
+def clustered(sums: NDArray[np.float64], tokens: NDArray[np.float64], looks: int = 1) -> Interval:
     """The mean over tokens, with an interval over texts, which are assumed to be independent.
 
     Args:
         sums: over each text. [n], n >= `MIN_BLOCKS`.
         tokens: number of tokens in each text. [n].
+        looks: planned lengths at which reading might have stopped.
 
     Returns:
         Without ends if a few long texts outweigh all others.
     """
     assert len(sums) >= MIN_BLOCKS
-    return _student(sums, tokens, round(float(tokens.mean())), neighbours=False)
+    return _student(sums, tokens, round(float(tokens.mean())), neighbours=False, looks=looks)
 
 
-def _student(sums: NDArray[np.float64], tokens: NDArray[np.float64], block: int, neighbours: bool) -> Interval:
+def _student(
+    sums: NDArray[np.float64], tokens: NDArray[np.float64], block: int, neighbours: bool, looks: int
+) -> Interval:  # fmt: skip
     """Student's interval of the ratio of two sums over blocks, with its p-value.
 
     Args:
@@ -97,6 +130,7 @@ def _student(sums: NDArray[np.float64], tokens: NDArray[np.float64], block: int,
         tokens: in each block. [k].
         block: length to report, in tokens.
         neighbours: consecutive blocks may be correlated.
+        looks: planned ones; each interval misses as rarely as all of them together may.
     """
     from scipy.special import stdtr, stdtrit  # a third of a second: only where there is an interval
 
@@ -110,9 +144,9 @@ def _student(sums: NDArray[np.float64], tokens: NDArray[np.float64], block: int,
     if error <= _NEGLIGIBLE_ERROR * abs(mean):
         return Interval(mean, mean, mean, block, count, float(mean == 0))
     skew = _skewness(influence) / (6 * math.sqrt(count))
-    reach = float(stdtrit(degrees, (1 + LEVEL) / 2))
+    reach = float(stdtrit(degrees, 1 - (1 - LEVEL) / 2 / looks))
     low, high = (mean - error * _skewed(t, skew) for t in (reach, -reach))
-    p = 2 * float(stdtr(degrees, -abs(_symmetric(mean / error, skew))))
+    p = min(1.0, 2 * looks * float(stdtr(degrees, -abs(_symmetric(mean / error, skew)))))
     return Interval(mean, low, high, block, count, p)
 
 

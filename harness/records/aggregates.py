@@ -19,8 +19,9 @@ _FIRST_BUCKET_TOKENS = 256  # each further bucket ends at twice the position
 
 
 def nll_figures(
-    nll: NDArray[np.float32], prefix: int, starts: Sequence[int], stride: int = 1, streams: int = 1, prompt: int = 0
-) -> dict[str, Any]:
+    nll: NDArray[np.float32], prefix: int, starts: Sequence[int], stride: int = 1, streams: int = 1, prompt: int = 0,
+    length: int | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Figures of per-token NLLs.
 
     Args:
@@ -30,6 +31,8 @@ def nll_figures(
         stride: recompute-window scores every `stride`-th token.
         streams: number of streams that the text was cut into.
         prompt: first tokens of each stream that are not scored.
+        length: tokens of the whole stream with its prefix, of which `nll` may be the beginning. It decides how long runs are, so
+            that those of two beginnings are alike.
 
     Returns:
         tokens, nll (mean, nats) and perplexity; `buckets` by position in a stream; `blocks`: sums over short runs of positions,
@@ -38,8 +41,8 @@ def nll_figures(
     """
     values, is_scored = np.asarray(nll), np.isfinite(nll)
     mean = float(values[is_scored].mean(dtype=np.float64))
-    size = max(_MIN_BLOCK_TOKENS, 2 ** math.ceil(math.log2(len(values) / _MAX_BLOCKS)))
-    texts, runs = np.array(starts), np.arange(0, len(values), size)
+    size = max(_MIN_BLOCK_TOKENS, 2 ** math.ceil(math.log2((length or len(values)) / _MAX_BLOCKS)))
+    texts, runs = np.array([start for start in starts if start < len(values)]), np.arange(0, len(values), size)
     result: dict[str, Any] = {
         "tokens": int(is_scored.sum()),
         "nll": mean,

@@ -5,7 +5,7 @@ Every field says how the gate checks it (`records/rules.py`).
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -28,6 +28,7 @@ from kvbench.harness.records.types import (
     Count,
     Document,
     Duration,
+    FileName,
     Nats,
     Number,
     Outcomes,
@@ -46,6 +47,9 @@ class Metrics(Document):
         None, description="bytes of K and V of the tokens held at the end; None in older records"
     )
     state_bytes: Annotated[Count | None, BYTES] = Field(None, description="bytes of the policy's statistics")
+    tokens_read: Annotated[Positive | None, near()] = Field(
+        None, description="tokens of the text that were read, where reading may stop before its end"
+    )
     flags: Annotated[list[str], Elsewhere("flags")] = Field(
         default_factory=list, description="problems that the task found with its own figures"
     )
@@ -85,6 +89,26 @@ class Bucket(Part):
     nll: Annotated[Nats, near(PART_NATS)] = Field(description="mean, nats")
 
 
+class Look(Part):
+    """The paired difference to the reference after so many tokens."""
+
+    tokens: Annotated[Positive, near()] = Field(description="of the text, read so far")
+    mean: Annotated[Nats | None, near(PART_NATS)] = Field(description="NLL above the reference's; None if they can't be paired")
+    low: Annotated[Nats | None, near(PART_NATS)] = Field(description="lower end of its interval; None without one")
+    high: Annotated[Nats | None, near(PART_NATS)] = Field(description="upper end")
+
+
+class Looks(Part):
+    """How a cell read on until its interval was narrow enough."""
+
+    reference: Annotated[FileName, Unchecked("its name has a key that changes with the code of the reference")] = Field(
+        description="file of the reference's record, beside this one"
+    )
+    planned: Annotated[Positive, EXACT] = Field(description="looks at most; every interval is corrected for their number")
+    taken: Annotated[list[Look], near()] = Field(min_length=1, description="looks that were taken")
+    reason: Annotated[Literal["interval reached", "limit reached"], near()] = Field(description="why reading stopped")
+
+
 class NllMetrics(Metrics):
     """Negative log-likelihood of a text. Pages rank it, compare it token by token, and draw it over the stream."""
 
@@ -101,6 +125,12 @@ class NllMetrics(Metrics):
     on_stride: StrideBlocks | None = Field(None, description="sums over the tokens that every cell of the task scored")
     bytes: Annotated[Count | None, EXACT] = Field(None, description="UTF-8 bytes of the scored text")
     bits_per_byte: Annotated[Number | None, near(relative=SUM)] = Field(None, description="bits per byte of the scored text")
+    looks: Looks | None = Field(None, description="how reading went on until the interval to the reference was narrow enough")
+
+    @property
+    def planned_looks(self) -> int:
+        """Lengths of the text at which reading might have stopped, its end included."""
+        return 1 if self.looks is None else self.looks.planned
 
 
 class EvidenceCounts(Part):

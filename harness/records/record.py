@@ -110,6 +110,11 @@ class Record:
         return isinstance(self.metrics, metrics) or (task is not None and issubclass(task.metrics, metrics))
 
     @property
+    def tokens_read(self) -> int:
+        """Tokens of its text that it read: all, unless reading stopped early."""
+        return self.metrics.tokens_read or self.data.tokens
+
+    @property
     def stem(self) -> str:
         """File name without suffix: readable, and unique for cell id and key."""
         cell = self.cell

@@ -13,7 +13,7 @@ from kvbench.harness.records.facts import Failure
 from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics
 from kvbench.harness.report import sections
 from kvbench.harness.report.best import Contender, best_policies
-from kvbench.harness.report.common_tokens import common_stride, describe_tokens, on_common
+from kvbench.harness.report.common_tokens import Common, common_tokens, describe_tokens, on_common
 from kvbench.harness.report.machines import by_machine
 from kvbench.harness.report.markdown import cache_bytes
 from kvbench.harness.report.pairing import question
@@ -101,9 +101,9 @@ def _table(records: Sequence[Record], options: Sequence[str], machine: str) -> T
     """
     policies = sorted(rows(records), key=lambda row: row.cell.capacity or 0)
     scored = [row.perplexity for row in policies if row.perplexity is not None and row.nll is not None]
-    stride, questions = common_stride(scored), {task for row in policies for task in _answered(row)}
+    common, questions = common_tokens(scored), {task for row in policies for task in _answered(row)}
     contenders = [
-        Contender(row, name, _nll(row, stride), _wrong(row) if set(_answered(row)) == questions else None)
+        Contender(row, name, _nll(row, common), _wrong(row) if set(_answered(row)) == questions else None)
         for row, name in zip(policies, _names(policies), strict=True)
     ]
     capacities = {row.cell.capacity for row in policies if row.cell.capacity is not None}
@@ -120,7 +120,7 @@ def _table(records: Sequence[Record], options: Sequence[str], machine: str) -> T
     if len(capacities) < 2:
         del columns["capacity"]
     shown = {head: cells for head, cells in columns.items() if any(cells)}
-    notes = [f"Perplexity is over {describe_tokens(scored, stride)}."] if stride > 1 else []
+    notes = [f"Perplexity is over {describe_tokens(scored, common)}."] if not common.are_all else []
     in_heading = [key for key in options if len({repr(r.cell.options.get(key)) for r in records if _text_or_prompt(r)}) == 1]
     heading = visible(", ".join([_heading(records[0], capacities, in_heading), *([f"on {machine}"] if machine else [])]))
     return Table(heading, list(shown), list(zip(*shown.values(), strict=True)), [*best_policies(contenders), *notes])
@@ -164,9 +164,9 @@ def _short(name: str) -> str:
     return f"{Path(path).name}{colon}{rest}"
 
 
-def _nll(row: Row, stride: int) -> float | None:
+def _nll(row: Row, common: Common) -> float | None:
     """NLL over the tokens that all rows scored."""
-    record = on_common(row.perplexity, stride) if row.perplexity is not None and row.nll is not None else None
+    record = on_common(row.perplexity, common) if row.perplexity is not None and row.nll is not None else None
     metrics = None if record is None else record.measured(NllMetrics)
     return None if metrics is None else metrics.nll
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvbench.harness.core.intervals import wilson
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import NllMetrics
-from kvbench.harness.report.common_tokens import common_stride, describe_tokens, on_common, scores_all
+from kvbench.harness.report.common_tokens import Common, common_tokens, describe_tokens, on_common, scores_all
 from kvbench.harness.report.faults import faults
 from kvbench.harness.report.front import front
 from kvbench.harness.report.markdown import cache_bytes, count, md, table, title
@@ -50,12 +50,12 @@ def overview(records: Sequence[Record]) -> list[str]:
     if len(policies) < 2 or len(texts) > 1 or not any(r.perplexity is not None or r.answers for r in policies):
         return []
     scored = [r.perplexity for r in policies if r.perplexity is not None and r.nll is not None]
-    stride = common_stride(scored)
+    common = common_tokens(scored)
     ranked = zip(policies, ranks(policies), front(policies), strict=True)
-    lines = sorted((_Line(row, rank, on_front, _common_perplexity(row, stride)) for row, rank, on_front in ranked), key=_order)
-    columns = _columns(lines, stride)
+    lines = sorted((_Line(row, rank, on_front, _common_perplexity(row, common)) for row, rank, on_front in ranked), key=_order)
+    columns = _columns(lines, common)
     cells = [[column.text(line) for column in columns] for line in lines]
-    note = [f"Perplexity is over {describe_tokens(scored, stride)}.\n"] if stride > 1 else []
+    note = [f"Perplexity is over {describe_tokens(scored, common)}.\n"] if not common.are_all else []
     return [*note, *table([c.head for c in columns], cells, "".join(c.alignment for c in columns))]
 
 
@@ -80,8 +80,8 @@ def ranks(policies: Sequence[Row]) -> list[tuple[int, int] | None]:
     return result
 
 
-def _common_perplexity(row: Row, stride: int) -> float | None:
-    record = on_common(row.perplexity, stride) if row.perplexity is not None and row.nll is not None else None
+def _common_perplexity(row: Row, common: Common) -> float | None:
+    record = on_common(row.perplexity, common) if row.perplexity is not None and row.nll is not None else None
     metrics = None if record is None else record.measured(NllMetrics)
     return None if metrics is None else math.exp(min(metrics.nll, 700))
 
@@ -100,7 +100,7 @@ class _Column:
     shown: bool = True
 
 
-def _columns(lines: Sequence[_Line], stride: int) -> list[_Column]:
+def _columns(lines: Sequence[_Line], common: Common) -> list[_Column]:
     """The columns that are not empty."""
     others = [line.row for line in lines]
     dense = [r.latency for r in others if r.cell.policy == "dense" and r.latency is not None]
@@ -110,7 +110,7 @@ def _columns(lines: Sequence[_Line], stride: int) -> list[_Column]:
         _Column("front", "c", _star, any(line.on_front for line in lines)),
         _Column("rank", "r", lambda x: _rank(x.rank), any(line.rank for line in lines)),
         _Column("perplexity", "r", lambda x: "" if x.perplexity is None else f"{x.perplexity:.4g}"),
-        _Column("on all tokens", "r", lambda x: _on_all(x.row), stride > 1),
+        _Column("on all tokens", "r", lambda x: _on_all(x.row), not common.are_all),
         _Column("right answers", "r", lambda x: _share(x.row.answers), any(r.answers for r in others)),
         _Column("K/V", "r", lambda x: cache_bytes(x.row.kv_bytes)),
         _Column(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,16 +32,18 @@ def perplexity(record: Record) -> Interval | None:
     metrics = record.measured(NllMetrics)
     if metrics is None:
         return None
+    looks = metrics.planned_looks
     if len(metrics.texts.tokens) >= MIN_BLOCKS:
-        return clustered(*_sums(metrics.texts))
-    result = interval(*_sums(metrics.blocks), metrics.blocks.size, record.cell.capacity or 0)
+        return clustered(*_sums(metrics.texts), looks)
+    result = interval(*_sums(metrics.blocks), metrics.blocks.size, record.cell.capacity or 0, looks)
     return replace(result, low=None, high=None, p=None) if past_training(record) else result
 
 
 def paired(record: Record, base: Record, trend: bool = False) -> Interval | None:
     """Mean NLL of `record` minus that of `base` in nats per token, on tokens that both scored after the larger cache filled.
 
-    None if they can't be paired, or if one has a trend (then only buckets can be compared).
+    None if they can't be paired, or if one has a trend (then only buckets can be compared). Where reading could stop early, the
+    interval is corrected for the planned looks.
 
     Args:
         record: minuend.
@@ -53,18 +57,35 @@ def paired(record: Record, base: Record, trend: bool = False) -> Interval | None
     ours, theirs = record.measured(NllMetrics), base.measured(NllMetrics)
     if ours is None or theirs is None:
         return None
-    a, b = _on_shared_tokens(ours, theirs)
+    capacity = max(record.cell.capacity or 0, base.cell.capacity or 0)
+    looks = max(ours.planned_looks, theirs.planned_looks)
+    return mean_difference(ours, theirs, capacity, len(record.data.prefix), looks)
+
+
+def mean_difference(ours: NllMetrics, theirs: NllMetrics, capacity: int, prefix: int, looks: int = 1) -> Interval | None:
+    """Mean NLL of one reading of a text minus that of another, on tokens that both scored after the larger cache filled.
+
+    Args:
+        ours: minuend.
+        theirs: subtrahend.
+        capacity: of the larger cache, in tokens.
+        prefix: number of tokens that open the text.
+        looks: planned lengths at which reading might have stopped.
+
+    Returns:
+        In nats per token; None if they scored no tokens in common.
+    """
+    a, b = _on_shared_tokens(ours, theirs, prefix)
     if a is None or b is None or a.size != b.size:
         return None
-    capacity = max(record.cell.capacity or 0, base.cell.capacity or 0)
     if len(a.texts.tokens) > MIN_BLOCKS and a.texts.tokens == b.texts.tokens:
         (x, n), (y, _) = _sums(a.texts), _sums(b.texts)
-        return clustered((x - y)[1:], n[1:])  # the first text is where the caches filled
+        return clustered((x - y)[1:], n[1:], looks)  # the first text is where the caches filled
     (x, n), (y, m) = _sums(a), _sums(b)
-    full = _after_filling(len(n), a.size, capacity, ours.stream_tokens, len(record.data.prefix))
+    full = _after_filling(len(n), a.size, capacity, ours.stream_tokens, prefix)
     if not np.array_equal(n, m) or n[full].sum() == 0:
         return None
-    return interval((x - y)[full], n[full], a.size, capacity)
+    return interval((x - y)[full], n[full], a.size, capacity, looks)
 
 
 def _after_filling(runs: int, size: int, capacity: int, stream_tokens: int | None, prefix: int) -> NDArray[np.bool_]:
@@ -76,17 +97,39 @@ def _after_filling(runs: int, size: int, capacity: int, stream_tokens: int | Non
     return (position >= capacity + 1) & (position + size <= stream_tokens)
 
 
-def _on_shared_tokens(a: NllMetrics, b: NllMetrics) -> tuple[StrideBlocks | None, StrideBlocks | None]:
-    """Block sums over the tokens that both scored: all, or every `stride`-th."""
-    if a.blocks.tokens == b.blocks.tokens:
-        return on_all_tokens(a), on_all_tokens(b)
-    return a.on_stride, b.on_stride
+def _on_shared_tokens(a: NllMetrics, b: NllMetrics, prefix: int) -> tuple[StrideBlocks | None, StrideBlocks | None]:
+    """Block sums over the tokens that both read and scored: all, or every `stride`-th."""
+    read = min((m.tokens_read for m in (a, b) if m.tokens_read is not None), default=None)
+    if on_all_tokens(a, prefix, read).tokens == on_all_tokens(b, prefix, read).tokens:
+        return on_all_tokens(a, prefix, read), on_all_tokens(b, prefix, read)
+    return on_stride(a, prefix, read), on_stride(b, prefix, read)
 
 
-def on_all_tokens(metrics: NllMetrics) -> StrideBlocks:
-    """Block sums over all tokens, with the sums of each text."""
+def on_all_tokens(metrics: NllMetrics, prefix: int = 0, read: int | None = None) -> StrideBlocks:
+    """Block sums over all tokens, with the sums of each text.
+
+    Args:
+        metrics: of a text.
+        prefix: number of tokens that open it.
+        read: only of its first so many tokens, in whole runs and whole texts; all if None.
+    """
     blocks = metrics.blocks
-    return StrideBlocks.model_construct(nll_sum=blocks.nll_sum, tokens=blocks.tokens, size=blocks.size, texts=metrics.texts)
+    sums = StrideBlocks.model_construct(nll_sum=blocks.nll_sum, tokens=blocks.tokens, size=blocks.size, texts=metrics.texts)
+    return sums if read is None else _beginning(sums, (prefix + read) // blocks.size)
+
+
+def on_stride(metrics: NllMetrics, prefix: int = 0, read: int | None = None) -> StrideBlocks | None:
+    """The same over every `stride`-th token; None if there are no such sums."""
+    sums = metrics.on_stride
+    return sums if sums is None or read is None else _beginning(sums, (prefix + read) // sums.size)
+
+
+def _beginning(sums: StrideBlocks, runs: int) -> StrideBlocks:
+    """The first runs, and the texts that end in them."""
+    tokens, of_texts = sums.tokens[:runs], sums.texts
+    texts = bisect_right(list(accumulate(of_texts.tokens)), sum(tokens))
+    whole = Sums.model_construct(nll_sum=of_texts.nll_sum[:texts], tokens=of_texts.tokens[:texts])
+    return StrideBlocks.model_construct(nll_sum=sums.nll_sum[:runs], tokens=tokens, size=sums.size, texts=whole)
 
 
 def _sums(blocks: Sums) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -41,7 +41,7 @@ def figures_from_record(record: Record) -> Iterator[Figure]:
     size = kv_bytes(record)
     if size is not None and "kv_bytes" in metrics:
         yield Figure("kv_bytes", metrics["kv_bytes"], size)
-    seconds, tokens, recorded = record.facts.measured_seconds, record.data.tokens, record.facts.tokens_per_second
+    seconds, tokens, recorded = record.facts.measured_seconds, record.tokens_read, record.facts.tokens_per_second
     if seconds and tokens and recorded is not None and seconds > _SECONDS_ROUNDING:
         speed = tokens / seconds
         rounding = _SPEED_ROUNDING + tokens / (seconds - _SECONDS_ROUNDING) - speed

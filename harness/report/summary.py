@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvbench.harness.records import Record
-from kvbench.harness.report.common_tokens import common_stride, on_common
+from kvbench.harness.report.common_tokens import common_tokens, on_common
 from kvbench.harness.report.pairing import question
 from kvbench.harness.report.sections import headline
 
@@ -35,7 +35,7 @@ def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
 def _on_common(record: Record, records: Sequence[Record]) -> Record:
     """The record over the tokens that all records of its question scored, so that a column is comparable."""
     rivals = [r for r in records if question(r) == question(record)]
-    return on_common(record, common_stride(rivals)) or record
+    return on_common(record, common_tokens(rivals)) or record
 
 
 def _distinct_names(records: Sequence[Record], part: str, name: Callable[[Record], str]) -> list[str]:

@@ -58,6 +58,7 @@ class CellRun:
         threads: of the CPU.
         device: to measure on.
         trace: file of per-token figures.
+        reference: record of the cell that it is compared with while it is measured, as JSON; None if there is none.
     """
 
     directory: Path
@@ -79,6 +80,7 @@ class CellRun:
     threads: int
     trace: Path
     device: str = "cpu"
+    reference: dict[str, Any] | None = None
 
     def to_json(self) -> str:
         """One line."""

@@ -15,6 +15,7 @@ from kvbench.harness.core.parameters import policy_from
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.method import EAGER, TOKEN_BY_TOKEN
 from kvbench.harness.models.load import load_model, load_tokenizer
+from kvbench.harness.records import Record
 from kvbench.harness.run.apart import CellRun
 from kvbench.harness.run.choose_reading import choose_reading
 from kvbench.harness.tasks.task import Job, Task
@@ -44,6 +45,10 @@ def _config(cell: CellRun) -> CacheConfig:
     return CacheConfig(policy, cell.capacity, cell.positions, cell.limit, cell.seed, cell.evict)
 
 
+def _reference(cell: CellRun) -> Record | None:
+    return None if cell.reference is None else Record.from_json(cell.reference)
+
+
 def measure_cell(cell: CellRun, progress: Callable[[int, str], None]) -> dict[str, Any]:
     """Measure one cell, token by token or as its policy allows in plain PyTorch.
 
@@ -53,7 +58,7 @@ def measure_cell(cell: CellRun, progress: Callable[[int, str], None]) -> dict[st
     config, opened = _config(cell), _Opened(cell)
     assert cell.block is not None
     method = TOKEN_BY_TOKEN if cell.walk else EAGER
-    job = Job(opened.model, config, opened.data, cell.block, method, cell.trace, progress)
+    job = Job(opened.model, config, opened.data, cell.block, method, cell.trace, progress, _reference(cell))
     started = time.perf_counter()
     metrics = opened.task.run(opened.options, job)
     return {"metrics": metrics.as_json(), "model": opened.model.facts(), "seconds": time.perf_counter() - started}
@@ -73,7 +78,7 @@ def measure_group(cells: Sequence[CellRun], progress: Callable[[int, str], None]
         try:
             config = _config(cell)
             method, block, answer["facts"], _ = choose_reading(model, config, task, opened.options, cell.block, cell.walk)
-            jobs.append((answer, Job(model, config, opened.data, block, method, cell.trace, progress)))
+            jobs.append((answer, Job(model, config, opened.data, block, method, cell.trace, progress, _reference(cell))))
         except (Exception, SystemExit) as error:  # a user's policy may crash when its method is checked
             answer["failure"] = failure(error)
     started = time.perf_counter()

@@ -51,7 +51,7 @@ def prepare(cells: Sequence[Cell], device: torch.device, data: Path | None) -> l
     """Get the data, weights and record keys of all cells.
 
     Args:
-        cells: to measure.
+        cells: to measure, each after its reference.
         device: to measure on.
         data: directory of the text; the task's own source when None.
 
@@ -63,7 +63,7 @@ def prepare(cells: Sequence[Cell], device: torch.device, data: Path | None) -> l
     directories = {c.model: model_directory(c.model.id, c.model.revision, c.model.pickle) for c in cells}
     _check_caches(cells, directories, device)
     known_data: dict[tuple[ModelSpec, str], Data] = {}
-    prepared = []
+    prepared, keys = [], dict[str, str]()
     for cell in cells:
         directory, data_key = directories[cell.model], (cell.model, digest(cell.task.model_dump()))
         task: type[Task] = plugins.task_class(cell.task.name)
@@ -74,7 +74,9 @@ def prepare(cells: Sequence[Cell], device: torch.device, data: Path | None) -> l
         weights, source = weights_digest(directory), source_digest(cell.policy)
         task_source = {} if plugins.is_ours(task) else {"task_sha256": task_digest(task)}
         machine = [device_name(device), torch.get_num_threads()] if task.of_device else []
-        key = digest([cell.id, tokens.ids_sha256, weights, source, NUMERICS_VERSION, *machine, *task_source.values()])
+        reference = [] if cell.reference is None else [keys[cell.reference.id]]
+        key = digest([cell.id, tokens.ids_sha256, weights, source, NUMERICS_VERSION, *machine, *task_source.values(), *reference])
+        keys[cell.id] = key
         record = Record(CellSpec.from_json(cell.as_json()), cell.id, key, "ok", data=_data_facts(task, tokens))
         facts = {"weights_sha256": weights, "policy_sha256": source, **task_source}
         prepared.append(Prepared(cell, task, tokens, directory, record, facts))

@@ -37,7 +37,7 @@ class RunRequest:
         return {k: v for k, v in plain.items() if k != "suite" and v and v != "auto"}
 
     def cells(self, results: Path | None = None) -> list[Cell]:
-        """The cells of the suite. If `suite` is the beginning of a cell id, the cell of that record.
+        """The cells of the suite. If `suite` is the beginning of a cell id, the cell of that record, after its reference.
 
         Args:
             results: folder to find that record in. The published records are searched next.
@@ -49,7 +49,7 @@ class RunRequest:
         from kvbench.harness.suite.overrides import Overrides
 
         if results is not None and re.fullmatch("[0-9a-f]{8,64}", self.suite) and not Path(self.suite).exists():
-            return [self._recorded_cell(results)]
+            return suites.with_references([self._recorded_cell(results)])
         overrides = Overrides(self.model, self.dtype, self.policies, self.settings)
         return suites.load(suites.find(self.suite), overrides)[1]
 

@@ -95,7 +95,9 @@ def run(cells: Sequence[Cell], store: RecordStore, options: RunOptions, watcher:
                 total = 0 if group[0].task.together else group[0].data.tokens
                 _check_clock(group, store)
                 watcher.begin(label, len(records) + 1, len(cells), total)
-            for item, record in zip(group, finished if skip else _measure(group, models, store, options, watcher), strict=True):
+            references = [None if item.cell.reference is None else records[item.cell.reference.id] for item in group]
+            results = finished if skip else _measure(group, references, models, store, options, watcher)
+            for item, record in zip(group, results, strict=True):
                 assert record is not None
                 watcher.end(names[item.cell.id], record, skipped=skip)
                 records[item.cell.id] = record
@@ -173,30 +175,36 @@ class _Attempt:
         item: the prepared cell.
         trace: file that its trace is written to, before it is moved to its place.
         keep_map: None if none was asked for, or the task has none.
+        reference: record of the cell that it is compared with while it is measured; None if there is none.
         facts: of its record.
         result: its figures, or the error it failed with.
         record: its record, once that is written.
     """
 
-    def __init__(self, item: Prepared, trace: Path, keep_map: KeepMap | None) -> None:
-        self.item, self.trace, self.keep_map = item, trace, keep_map
+    def __init__(self, item: Prepared, trace: Path, keep_map: KeepMap | None, reference: Record | None) -> None:
+        self.item, self.trace, self.keep_map, self.reference = item, trace, keep_map, reference
         self.record: Record | None = None
         self.facts: dict[str, Any] = dict(item.facts)
         self.result: _Result = RuntimeError("not measured")
 
 
 def _measure(
-    group: Sequence[Prepared], models: _LastModel, store: RecordStore, options: RunOptions, watcher: Watcher
-) -> list[Record]:
+    group: Sequence[Prepared], references: Sequence[Record | None], models: _LastModel, store: RecordStore, options: RunOptions,
+    watcher: Watcher,
+) -> list[Record]:  # fmt: skip
     """Measure the cells of a group, and write their records."""
-    attempts = [_Attempt(item, _partial_trace(item, store), open_map(item, store, options.keep)) for item in group]
+    attempts = [
+        _Attempt(item, _partial_trace(item, store), open_map(item, store, options.keep), reference)
+        for item, reference in zip(group, references, strict=True)
+    ]
     started = time.perf_counter()
 
     def finish(attempt: _Attempt, task_seconds: float | None) -> None:
         _check_result(attempt)
         failed = isinstance(attempt.result, (Exception, SystemExit))
         seconds = time.perf_counter() - started
-        attempt.facts.update(_machine_facts(options, attempt.item, seconds, None if failed else task_seconds))
+        read = attempt.result.tokens_read if isinstance(attempt.result, Metrics) else None
+        attempt.facts.update(_machine_facts(options, attempt.item, read, seconds, None if failed else task_seconds))
         attempt.record = _write_record(attempt, store)
 
     try:
@@ -301,7 +309,7 @@ def _job(attempt: _Attempt, model: Model, options: RunOptions, watcher: Watcher)
     method, block, facts, slow = choose_reading(model, config, item.task, cell.task, options.block, options.walk)
     watcher.note(cell.label, slow)
     attempt.facts.update(facts)
-    job = Job(model, config, item.data, block, method, attempt.trace, watcher.advance)
+    job = Job(model, config, item.data, block, method, attempt.trace, watcher.advance, attempt.reference)
     return job if attempt.keep_map is None else attempt.keep_map.recorded(job)
 
 
@@ -325,6 +333,7 @@ def _cell_run(attempt: _Attempt, options: RunOptions, block: int | None) -> apar
         parameters=parameters_of(cell.policy), capacity=cell.capacity, positions=cell.positions, limit=cell.limit,
         seed=cell.seed, evict=cell.evict, device=str(options.device), block=block, walk=options.walk,
         threads=torch.get_num_threads(), trace=attempt.trace,
+        reference=None if attempt.reference is None else attempt.reference.as_json(),
     )  # fmt: skip
 
 
@@ -363,21 +372,23 @@ def _trace_suffix(item: Prepared) -> str:
     return item.task.trace or ".trace"  # a task without a trace leaves the file empty
 
 
-def _machine_facts(options: RunOptions, item: Prepared, seconds: float, task_seconds: float | None) -> dict[str, Any]:
+def _machine_facts(
+    options: RunOptions, item: Prepared, tokens_read: int | None, seconds: float, task_seconds: float | None
+) -> dict[str, Any]:
     """Where and how fast a cell was measured.
 
     Args:
         options: of the run.
         item: the cell.
+        tokens_read: of its text; all if None.
         seconds: from beginning to end.
         task_seconds: of the task's own work; None if it failed.
     """
     packages = ("torch", "transformers", "numpy")
     tf32 = allows_tf32(options.device)
     speed = {} if task_seconds is None else {"measured_seconds": round(task_seconds, 3)}
-    speed |= (
-        {} if task_seconds is None or item.task.together else {"tokens_per_second": round(item.data.tokens / task_seconds, 1)}
-    )
+    if task_seconds is not None and not item.task.together:
+        speed["tokens_per_second"] = round((tokens_read or item.data.tokens) / task_seconds, 1)
     return {
         "device": device_name(options.device),
         "instructions": instructions(options.device),

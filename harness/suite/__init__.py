@@ -1,6 +1,6 @@
 """Reads suites: checks their YAML, multiplies out its lists into cells, and reports mistakes with their line."""
 
-from kvbench.harness.suite.cells import Cell, cell_from_spec, find, labels, load, shipped_suites
+from kvbench.harness.suite.cells import Cell, cell_from_spec, find, labels, load, shipped_suites, with_references
 from kvbench.harness.suite.editor_schema import schema
 from kvbench.harness.suite.entries import entry_schema, parameter_schema, policies_from
 from kvbench.harness.suite.file import ModelSpec, SuiteFile
@@ -9,5 +9,5 @@ from kvbench.harness.suite.text import Settings
 
 __all__ = [
     "Cell", "ModelSpec", "Overrides", "Settings", "SuiteFile", "cell_from_spec", "entry_schema", "find", "labels", "load",
-    "parameter_schema", "policies_from", "schema", "shipped_suites",
+    "parameter_schema", "policies_from", "schema", "shipped_suites", "with_references",
 ]  # fmt: skip

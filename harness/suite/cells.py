@@ -9,7 +9,7 @@ import itertools
 import typing
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -65,6 +65,18 @@ class Cell:
     def id(self) -> str:
         """Hash of `as_json`."""
         return digest(self.as_json())
+
+    @property
+    def reference(self) -> Cell | None:
+        """The cell whose record its task needs while this one is measured; None if it needs none, or is such a cell itself."""
+        name = plugins.task_class(self.task.name).reference(self.task)
+        if name is None or self.name == name:
+            return None
+        policy = policy_from(name, {})
+        if policy.evicts and self.capacity is None:  # nothing bounds this one, so there is nothing to compare
+            return None
+        capacity = self.capacity if policy.evicts else None
+        return replace(self, name=name, policy=policy, capacity=capacity, positions="cache", limit=None, evict=1, place="")
 
     @property
     def label(self) -> str:
@@ -158,7 +170,19 @@ def load(path: Path, overrides: Overrides | None = None) -> tuple[SuiteFile, lis
     unique = list({cell.id: cell for cell in cells}.values())
     if not unique:
         raise UserError(f"{path}: 0 cells: one of its lists is empty")
-    return suite, unique
+    return suite, with_references(unique)
+
+
+def with_references(cells: Iterable[Cell]) -> list[Cell]:
+    """The cells, each after its reference, which is added if it is not among them."""
+    given = {cell.id: cell for cell in cells}
+    ordered: dict[str, Cell] = {}
+    for cell in given.values():
+        reference = cell.reference
+        if reference is not None:
+            ordered.setdefault(reference.id, given.get(reference.id, reference))
+        ordered.setdefault(cell.id, cell)
+    return list(ordered.values())
 
 
 def _refuse_idle(task: _TaskEntry, entries: Sequence[Entry], source: Source) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from kvbench.harness.records import Record
 from kvbench.harness.records.cell import Options
 from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.report.task import TaskReport
@@ -73,6 +74,7 @@ class Job:
         method: faster methods that decoders may use.
         trace: file to write figures per token, question or step to.
         progress: called with (tokens done, the figure so far as text).
+        reference: record of the cell that the task's `reference` names; None if there is none.
         open: creates a decoder; tests replace it.
     """
 
@@ -83,6 +85,7 @@ class Job:
     method: Method
     trace: Path
     progress: Callable[[int, str], None]
+    reference: Record | None = None
     open: Callable[..., Decoder] = field(default=_new_decoder)
 
     def decoder(self, streams: int = 1) -> Decoder:
@@ -149,6 +152,14 @@ class Task(TaskReport, ABC):
         """Tokens that one decoder reads of every stream, side by side; None for a task that reads in another way.
 
         Keep maps (`--trace kept`) need it: they are written by wrapping that decoder.
+        """
+        return None
+
+    @classmethod
+    def reference(cls, options: Any) -> str | None:
+        """The policy whose record a cell needs while it is measured (`Job.reference`), at the same capacity; None if none.
+
+        The policy takes no parameters. Its cell is measured first, and has no reference itself.
         """
         return None
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from kvbench.harness.records import Record
 from kvbench.harness.report import chart
 from kvbench.harness.report.charts.parts import log_axis, policy
+from kvbench.harness.report.common_tokens import common_perplexity
 from kvbench.harness.report.front import front
 from kvbench.harness.report.markdown import title
 from kvbench.harness.report.rows import Row, rows
@@ -17,18 +17,18 @@ from kvbench.harness.report.rows import Row, rows
 def against_bytes(records: Sequence[Record], machine: str = "") -> list[chart.Chart]:
     """Perplexity against K/V bytes, a colour per policy, the front ringed; no chart if all bounded caches are equally large.
 
-    Every point is over all tokens. Policies without a cache, which may score fewer tokens, are left out.
+    Every point is over all tokens that these policies read. Policies without a cache, which may score fewer tokens, are left out.
 
     Args:
         records: of one suite and model, measured on one machine.
         machine: its name, if the page has several.
     """
     policies = rows(records)
-    values = [
-        _value(row, on_front is True)
-        for row, on_front in zip(policies, front(policies), strict=True)
-        if row.nll is not None and row.kv_bytes
+    shown = [
+        (row, on_front) for row, on_front in zip(policies, front(policies), strict=True) if row.nll is not None and row.kv_bytes
     ]
+    scored = [row.perplexity for row, _ in shown if row.perplexity is not None]
+    values = [_value(row, scored, on_front is True) for row, on_front in shown]
     if len({v["kib"] for v in values if v["capacity"] is not None}) < 2:
         return []
     cell = records[0].cell.as_json()
@@ -46,11 +46,13 @@ def against_bytes(records: Sequence[Record], machine: str = "") -> list[chart.Ch
     return [chart.Chart.from_record(records[0], "bytes", unique, alt, spec)]
 
 
-def _value(row: Row, on_front: bool) -> dict[str, Any]:
-    capacity = row.cell.capacity
+def _value(row: Row, rivals: Sequence[Record], on_front: bool) -> dict[str, Any]:
+    """A point. rivals: the records of all points."""
+    assert row.perplexity is not None
+    capacity, perplexity = row.cell.capacity, common_perplexity(row.perplexity, rivals)
     where = "" if capacity is None else f" at {capacity}"
     return {
         "policy": row.cell.policy, "capacity": capacity, "what": f"{title(row.records[0])}{where}",
-        "kib": round((row.kv_bytes or 0) / 1024, 2), "perplexity": float(f"{math.exp(min(row.nll or 0.0, 700)):.5g}"),
+        "kib": round((row.kv_bytes or 0) / 1024, 2), "perplexity": float(f"{perplexity:.5g}"),
         "front": on_front,
     }  # fmt: skip

@@ -7,21 +7,25 @@ every book). A block of tokens passes one layer at a time, which gives the same 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from kvbench.harness.records import Record
+from kvbench.harness.records import Record, read
 from kvbench.harness.records.aggregates import nll_figures
-from kvbench.harness.records.metrics import Metrics, NllMetrics
+from kvbench.harness.records.metrics import Looks, Metrics, NllMetrics
 from kvbench.harness.report import compare
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.difference import Difference, Traces
+from kvbench.harness.report.pairing import question
 from kvbench.harness.tasks.perplexity import page
 from kvbench.harness.tasks.perplexity.schema import PerplexityMetrics, PerplexityOptions
+from kvbench.harness.tasks.perplexity.until import Precision
 from kvbench.harness.tasks.task import Job, Options, Task, Tokenizer
 
 if TYPE_CHECKING:
@@ -61,9 +65,14 @@ class Perplexity(Task):
         return options.streams or 1
 
     @classmethod
-    def tokens_read(cls, options: PerplexityOptions, data: TokenStream) -> int:
-        """All of a stream but its last token, which no token follows."""
-        return data.prefix + data.tokens // cls.streams(options) - 1
+    def reference(cls, options: PerplexityOptions) -> str | None:
+        """The policy that decides, compared with the cell's own, how far is read."""
+        return None if options.until is None else options.until.reference
+
+    @classmethod
+    def tokens_read(cls, options: PerplexityOptions, data: TokenStream) -> int | None:
+        """All of a stream but its last token, which no token follows; None if reading may stop early."""
+        return None if options.until is not None else data.prefix + data.tokens // cls.streams(options) - 1
 
     @classmethod
     def has_prompt(cls, options: PerplexityOptions) -> bool:
@@ -96,10 +105,13 @@ class Perplexity(Task):
     @classmethod
     def from_trace(cls, record: Record, trace: Path) -> Mapping[str, Any]:
         """All figures but bytes and the costs of facts, which need the text."""
-        nll, metrics = np.load(trace, mmap_mode="r"), record.measured(NllMetrics)
+        nll, metrics, prefix = np.load(trace, mmap_mode="r"), record.measured(NllMetrics), len(record.data.prefix)
         options = record.cell.task_options(PerplexityOptions)
         assert metrics is not None
-        figures = nll_figures(nll, len(record.data.prefix), [0], options.stride, cls.streams(options), options.prompt or 0)
+        whole = len(nll) if metrics.tokens_read is None else prefix + record.data.tokens
+        figures = nll_figures(nll, prefix, [0], options.stride, cls.streams(options), options.prompt or 0, whole)
+        if metrics.looks is not None:
+            figures |= {"tokens_read": len(nll) - prefix} | _looks(record, metrics.looks, nll, trace.parent)
         figures["texts"] = _text_sums(nll[np.isfinite(nll)], metrics.texts.tokens)
         if "on_stride" in figures:
             on_stride = record.metrics.as_json()["on_stride"]
@@ -139,6 +151,34 @@ class Perplexity(Task):
     def differences(cls, a: Record, b: Record, traces: Traces) -> list[Difference]:
         """NLL, paired by token."""
         return compare.nll(a, b, traces)
+
+
+def _looks(record: Record, looks: Looks, nll: NDArray[np.float32], folder: Path) -> dict[str, Any]:
+    """The looks, taken again as long as the intervals are not narrow; none if the reference's record is not in the folder."""
+    options, base = record.cell.task_options(PerplexityOptions), read(folder / looks.reference)
+    figures = base.measured(NllMetrics) if isinstance(base, Record) else None
+    if not isinstance(base, Record) or figures is None or options.until is None:
+        return {}
+    if base.cell.policy != options.until.reference or question(base) != question(record):
+        raise ValueError(f"{looks.reference} is not the record of its reference")
+    prefix, metrics = len(record.data.prefix), record.measured(NllMetrics)
+    assert metrics is not None
+    starts = _text_starts(nll, metrics.texts.tokens)
+    precision = Precision(
+        options, options.until, prefix, record.data.tokens, starts, record.cell.capacity or 0, figures, looks.reference
+    )
+    taken = []
+    for length in precision.lengths:
+        taken.append(precision.look(nll[: prefix + length]))
+        if precision.is_narrow(taken[-1]) or length >= len(nll) - prefix:
+            break
+    return {"looks": precision.looks(taken).model_dump()}
+
+
+def _text_starts(nll: NDArray[np.float32], counts: list[int]) -> list[int]:
+    """Index of each text's first scored token. counts: scored tokens of each text."""
+    scored = np.flatnonzero(np.isfinite(nll))
+    return [0, *(int(scored[n]) for n in itertools.accumulate(counts[:-1]))]
 
 
 def _text_sums(values: Any, counts: list[int]) -> dict[str, Any]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,25 +18,43 @@ from torch.nn.functional import cross_entropy
 from kvbench.harness.data.facts import told
 from kvbench.harness.engine.decoder import Decoder
 from kvbench.harness.records.aggregates import nll_figures, scored_mask
+from kvbench.harness.records.metrics import Look, NllMetrics
 from kvbench.harness.tasks.perplexity.schema import PerplexityMetrics, PerplexityOptions
+from kvbench.harness.tasks.perplexity.until import Precision
 from kvbench.harness.tasks.task import Job, MeasurementError
 
 
 def measure(options: PerplexityOptions, job: Job) -> PerplexityMetrics:
-    """Score the stream; the trace gets one float32 NLL per token, NaN for tokens that are not scored."""
+    """Score the stream; the trace gets one float32 NLL per token, NaN for tokens that are not scored.
+
+    Raises:
+        MeasurementError: an NLL is not finite, or the reference has no figures to compare with.
+    """
+    precision = _precision(options, job)
     nll = np.lib.format.open_memmap(job.trace, mode="w+", dtype="<f4", shape=(len(job.data.ids),))
     _allocate(job.trace)
     nll[:] = np.nan
-    read = _score(options, job, nll)
+    read = job.decoder(options.streams or 1)
+    looks = _read(options, job, read, nll, precision)
     nll.flush()
-    starts = [start for _, start in job.data.starts]
-    figures = nll_figures(nll, job.data.prefix, starts, options.stride, options.streams or 1, options.prompt or 0)
-    figures["bytes"] = int(job.data.byte_counts[np.isfinite(nll)].sum())  # of the scored tokens' text
-    figures["bits_per_byte"] = figures["nll"] * figures["tokens"] / math.log(2) / max(1, figures["bytes"])
-    if options.data == "prose":
-        figures["facts"] = told(nll, job.data.byte_counts, options.data_seed or 0)
+    figures = _figures(options, job, _cut(job.trace, nll[: job.data.prefix + looks[-1].tokens]) if looks else nll)
+    if precision is not None:
+        figures |= {"tokens_read": looks[-1].tokens, "looks": precision.looks(looks).model_dump()}
     sizes = {"kv_bytes": read.kv_bytes, "kv_held_bytes": read.held_bytes, "state_bytes": read.state_bytes}
     return PerplexityMetrics.from_json({**figures, **sizes})
+
+
+def _figures(options: PerplexityOptions, job: Job, nll: NDArray[np.float32]) -> dict[str, Any]:
+    """Figures of the tokens that were read. nll: of the stream, or of its beginning. [N]."""
+    starts, byte_counts = [start for _, start in job.data.starts], job.data.byte_counts[: len(nll)]
+    figures = nll_figures(
+        nll, job.data.prefix, starts, options.stride, options.streams or 1, options.prompt or 0, len(job.data.ids)
+    )  # fmt: skip
+    figures["bytes"] = int(byte_counts[np.isfinite(nll)].sum())  # of the scored tokens' text
+    figures["bits_per_byte"] = figures["nll"] * figures["tokens"] / math.log(2) / max(1, figures["bytes"])
+    if options.data == "prose":
+        figures["facts"] = told(nll, byte_counts, options.data_seed or 0)
+    return figures
 
 
 def _allocate(path: Path) -> None:
@@ -44,8 +64,63 @@ def _allocate(path: Path) -> None:
             os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
 
 
-def _score(options: PerplexityOptions, job: Job, nll: NDArray[np.float32]) -> Decoder:
-    """Read all streams side by side, and write each token's NLL in nats. Returns the decoder that has read them."""
+def _cut(path: Path, nll: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Cut the trace to the beginning that was read. Returns it, mapped."""
+    path.unlink()  # not overwritten, because it is mapped
+    with path.open("wb") as file:
+        np.save(file, nll)
+    return np.lib.format.open_memmap(path, mode="r+")
+
+
+def _read(
+    options: PerplexityOptions, job: Job, read: Decoder, nll: NDArray[np.float32], precision: Precision | None
+) -> list[Look]:  # fmt: skip
+    """Read, and write NLLs, until the interval is narrow or the text ends. Returns the looks taken."""
+    looks: list[Look] = []
+    for known in _score(options, job, read, nll, [] if precision is None else precision.lengths):
+        if precision is not None and known - job.data.prefix in precision.lengths:
+            looks.append(precision.look(nll[:known]))
+            if precision.is_narrow(looks[-1]):
+                break
+    return looks
+
+
+def _precision(options: PerplexityOptions, job: Job) -> Precision | None:
+    """What decides when to stop; None if all of the text is read.
+
+    Raises:
+        MeasurementError: the reference has no figures, or a trend.
+    """
+    until, data, trained = options.until, job.data, job.model.training_length
+    if until is not None and until.reference == "dense" and trained is not None and data.tokens > trained:
+        raise MeasurementError(
+            f"dense has a trend past its training length of {trained:,} tokens, so nothing is compared with it there: "
+            "lower tokens, or give until the reference recompute_window"
+        )
+    if until is None or job.reference is None:
+        return None
+    figures, starts = job.reference.measured(NllMetrics), [start for _, start in data.starts]
+    if figures is None:
+        raise MeasurementError(f"its reference {job.reference.cell.policy} failed, so there is nothing to compare with")
+    file = f"{job.reference.stem}.json"
+    return Precision(options, until, data.prefix, data.tokens, starts, job.config.capacity or 0, figures, file)
+
+
+def _score(
+    options: PerplexityOptions, job: Job, read: Decoder, nll: NDArray[np.float32], looks: Sequence[int]
+) -> Iterator[int]:  # fmt: skip
+    """Read all streams side by side, and write each token's NLL in nats.
+
+    Args:
+        options: of the task.
+        job: the cell.
+        read: its decoder, empty.
+        nll: written to. [N].
+        looks: tokens of text after which a block must end.
+
+    Yields:
+        After each block, how many tokens of a stream have an NLL now, its prefix included.
+    """
     prefix, streams, prompt = job.data.prefix, options.streams or 1, options.prompt or 0
     text = torch.from_numpy(job.data.ids[prefix:])
     length = len(text) // streams
@@ -53,7 +128,6 @@ def _score(options: PerplexityOptions, job: Job, nll: NDArray[np.float32]) -> De
     text_starts = prefix + length * np.arange(streams)[:, None]
     stride = 1 if job.config.policy.caches else options.stride
     is_scored = scored_mask(prefix + length, prefix, stride, prompt=prompt)
-    read = job.decoder(streams)
     total, count = 0.0, 0
 
     def tokens(start: int, stop: int) -> Tensor:
@@ -64,8 +138,9 @@ def _score(options: PerplexityOptions, job: Job, nll: NDArray[np.float32]) -> De
 
     end, begin = prefix + length - 1, prefix + prompt if prompt else 0  # no token follows the last one
     first_logits = read.read_prompt(tokens(0, begin), job.block)[:, None] if prompt else None
-    starts = [*([begin - 1] if prompt else []), *range(begin, end, job.block)]
-    for start, stop in itertools.pairwise([*starts, end]):
+    ends = {prefix + look - 1 for look in looks if prefix + look - 1 > begin}
+    starts = [*([begin - 1] if prompt else []), *sorted({*range(begin, end, job.block), *ends, end})]
+    for start, stop in itertools.pairwise(starts):
         scored = np.flatnonzero(is_scored[start + 1 : stop + 1])
         if first_logits is not None and start < begin:  # after the prompt's last token
             logits = first_logits[:, scored]
@@ -73,6 +148,7 @@ def _score(options: PerplexityOptions, job: Job, nll: NDArray[np.float32]) -> De
             keep = None if len(scored) == stop - start else torch.from_numpy(scored).to(job.model.device)
             logits = read(tokens(start, stop), keep=keep)
         if not len(scored):
+            yield stop + 1
             continue
         targets = tokens(start + 1, stop + 1)[:, scored]
         losses = cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none").cpu().numpy()
@@ -82,4 +158,4 @@ def _score(options: PerplexityOptions, job: Job, nll: NDArray[np.float32]) -> De
         nll[text_starts + (start + 1 - prefix + scored)] = losses.reshape(streams, -1)
         total, count = total + float(losses.sum(dtype=np.float64)), count + losses.size
         job.progress(stop * streams, f"perplexity {math.exp(min(total / count, 700)):.2f}")
-    return read
+        yield stop + 1

@@ -10,7 +10,14 @@ from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import Bucket, NllMetrics
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.charts.stream import over_the_stream
-from kvbench.harness.report.common_tokens import common_stride, describe_tokens, on_common, scores_all, stride_of
+from kvbench.harness.report.common_tokens import (
+    Common,
+    common_tokens,
+    describe_tokens,
+    on_common,
+    scores_all,
+    stride_of,
+)
 from kvbench.harness.report.machines import row_label
 from kvbench.harness.report.markdown import cache_bytes, count, label, md, status, table
 from kvbench.harness.report.pairing import paired, past_training, perplexity
@@ -26,39 +33,61 @@ def headline(record: Record) -> str:
 def body(records: Sequence[Record]) -> list[str | Chart]:
     """The text, the table, the chart over the stream, and tables by position."""
     data, options = records[0].data, records[0].cell.task_options(PerplexityOptions)
-    prefix, kind, stride = len(data.prefix), " newlines" if options.newlines else "", common_stride(records)
+    prefix, kind, common = len(data.prefix), " newlines" if options.newlines else "", common_tokens(records)
     about = (
         f"{md(options.name)} on {md(data.source or '?')}, {count(data.tokens)} tokens"
         f"{f' after a prefix of {prefix}{kind}' if prefix else ''}"
         f"{f', cut into {options.streams} streams' if options.streams else ''}."
     )
-    about += f" Perplexity is over {describe_tokens(records, stride)}; bits/byte are over all tokens." if stride > 1 else ""
+    about += "" if common.are_all else f" Perplexity is over {describe_tokens(records, common)}; bits/byte are over all tokens."
+    about += _until(options, records)
     complete = [r for r in records if r.status == "ok" and scores_all(r)]
     return [
-        about + "\n", *_table(records, stride), *over_the_stream(records), *_not_in_chart(records, stride),
-        *_buckets(complete), *_common_buckets(records, stride), *_facts(records),
+        about + "\n", *_table(records, common), *over_the_stream(records), *_not_in_chart(records, common.stride),
+        *_buckets(complete), *_common_buckets(records, common), *_facts(records),
     ]  # fmt: skip
 
 
-def _table(records: Sequence[Record], stride: int) -> list[str]:
+def _until(options: PerplexityOptions, records: Sequence[Record]) -> str:
+    """How long cells were read, and what their intervals are corrected for."""
+    if options.until is None:
+        return ""
+    looks = max((m.planned_looks for r in records if (m := r.measured(NllMetrics))), default=1)
+    return (
+        f" Each policy was read until the 95 % interval of its Δ NLL to {md(options.until.reference)} was at most "
+        f"±{options.until.interval:g} nats, or to the end; intervals are corrected for {looks} planned looks."
+    )
+
+
+def _table(records: Sequence[Record], common: Common) -> list[str]:
     dense = next((r for r in records if r.cell.policy == "dense"), None)
     recompute = {r.cell.capacity: r for r in records if r.cell.policy == "recompute_window"}
-    head = ["policy", "capacity", "perplexity", *(["on all tokens"] if stride > 1 else []), "bits/byte", "Δ NLL to dense",
-            "Δ NLL to recompute", "K/V", "tokens/s", "status"]  # fmt: skip
+    on_all, may_stop = not common.are_all, any(r.metrics.tokens_read for r in records)
+    head = ["policy", "capacity", *(["tokens read"] if may_stop else []), "perplexity", *(["on all tokens"] if on_all else []),
+            "bits/byte", "Δ NLL to dense", "Δ NLL to recompute", "K/V", "tokens/s", "status"]  # fmt: skip
     rows = []
     for record in records:
         metrics = record.measured(NllMetrics)
         bits = metrics.bits_per_byte if metrics is not None and scores_all(record) else None
         rows.append([
-            row_label(record, records), count(record.cell.capacity),
-            _perplexity(on_common(record, stride)),
-            *([_perplexity(record) if scores_all(record) else ""] if stride > 1 else []),
+            row_label(record, records), count(record.cell.capacity), *([_read(record)] if may_stop else []),
+            _perplexity(on_common(record, common)),
+            *([_perplexity(record) if scores_all(record) else ""] if on_all else []),
             "" if bits is None else f"{bits:.3f}",
             _difference(record, dense), _difference(record, recompute.get(record.cell.capacity)),
             "" if metrics is None else cache_bytes(metrics.kv_bytes),
             count(round(record.facts.tokens_per_second or 0)), status(record),
         ])  # fmt: skip
     return table(head, rows, "lr" + "r" * (len(head) - 3) + "l")
+
+
+def _read(record: Record) -> str:
+    """Tokens read, and whether the text ended before the interval was narrow enough."""
+    metrics = record.measured(NllMetrics)
+    if metrics is None:
+        return ""
+    limit = metrics.looks is not None and metrics.looks.reason == "limit reached"
+    return count(record.tokens_read) + (" (limit)" if limit else "")
 
 
 def _perplexity(record: Record | None) -> str:
@@ -120,10 +149,10 @@ def _edges(bucket: Bucket) -> tuple[int, int]:
     return bucket.from_, bucket.to
 
 
-def _common_buckets(records: Sequence[Record], stride: int) -> list[str]:
+def _common_buckets(records: Sequence[Record], common: Common) -> list[str]:
     """The same over the tokens that every row scored, folded; nothing if every row scored all tokens."""
-    common = [shared for r in records if (shared := on_common(r, stride)) is not None] if stride > 1 else []
-    lines = _buckets(common, f", over {describe_tokens(records, stride)}")
+    shared = [same for r in records if (same := on_common(r, common)) is not None] if common.stride > 1 else []
+    lines = _buckets(shared, f", over {describe_tokens(records, common)}")
     return [f"<details><summary>By position, with {_recompute(records)}</summary>\n", *lines, "</details>\n"] if lines else []
 
 

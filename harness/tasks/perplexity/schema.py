@@ -4,14 +4,28 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from kvbench.harness.core.intervals import MIN_BLOCK_TOKENS, MIN_BLOCKS
 from kvbench.harness.records.metrics import NllMetrics
 from kvbench.harness.records.rules import BYTES, EXACT, RUN_NATS, SUM, near
 from kvbench.harness.records.types import Count, Nats, Number, Part, Positive
 from kvbench.harness.tasks.task import MAX_TOKENS, Options
 
 _MAX_PROSE_TOKENS = 2**24  # generated in memory
+
+
+class Until(BaseModel):
+    """When to stop reading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    interval: float = Field(
+        gt=0, description="half the width of the 95 % interval of the difference to the reference, nats per token"
+    )
+    reference: Literal["dense", "recompute_window"] = Field(
+        "recompute_window", description="what the policy is compared with, at the same capacity; it is read to the end"
+    )
 
 
 class PerplexityOptions(Options):
@@ -37,6 +51,9 @@ class PerplexityOptions(Options):
         ge=1,
         description="recompute_window scores every stride-th token; other policies score all, and also keep sums over these",
     )
+    until: Until | None = Field(
+        None, description="stop reading as soon as the interval to a reference is this narrow; `tokens` is the limit"
+    )
 
     @model_validator(mode="after")
     def _can_be_generated(self) -> Self:
@@ -51,6 +68,15 @@ class PerplexityOptions(Options):
         length = self.tokens // (self.streams or 1)
         if self.prompt is not None and self.prompt >= length:
             raise ValueError(f"prompt {self.prompt:,} leaves nothing to score in a stream of {length:,} tokens")
+        return self
+
+    @model_validator(mode="after")
+    def _has_an_interval(self) -> Self:
+        if self.until is not None and self.streams is not None:
+            raise ValueError("until reads one stream on: leave out streams")
+        shortest = MIN_BLOCKS * MIN_BLOCK_TOKENS
+        if self.until is not None and self.tokens <= shortest:
+            raise ValueError(f"until needs more than {shortest:,} tokens: a text of {self.tokens:,} has no interval")
         return self
 
 
