@@ -21,7 +21,7 @@ import interval_methods
 import numpy as np
 from numpy.typing import NDArray
 
-from kvbench.harness.core.intervals import Interval, clustered, interval
+from kvbench.harness.core.intervals import Interval, clustered, interval, look_lengths
 from kvbench.harness.records import Record, RecordStore
 from kvbench.harness.records.metrics import NllMetrics
 from kvbench.harness.report.pairing import question
@@ -31,6 +31,7 @@ Method = Callable[[Array, Array, int, int], Interval]
 Process = Callable[[np.random.Generator, int, int], Array]  # (draw, R, n) -> [R, n]
 
 RUN = 32  # tokens
+LIMIT = 2**19  # tokens of a text that is read until its interval is narrow
 CAPACITIES = {12_288: 128, 32_000: 128, 65_536: 128, 100_000: 1_024}  # {tokens of the text: capacity}
 
 
@@ -134,6 +135,26 @@ def coverage(series: Array, method: Method, size: int = RUN, capacity: int = 128
     return 100 * held.mean(), 100 * len(ends) / len(found), float(np.median(ends[:, 1] - ends[:, 0])) / oracle
 
 
+def coverage_of_looks(series: Array, looks: list[int], planned: int, capacity: int = 128) -> tuple[float, float]:
+    """Percent of intervals that contain 0 where reading stops at half the median width of the first look; percent of texts in
+    which all looks do, as it takes for a reader who stops whenever it suits.
+
+    Args:
+        series: sums over runs of whole texts. [R, n].
+        looks: tokens read at each.
+        planned: looks that intervals are corrected for; 1 for no correction.
+        capacity: of the cache.
+    """
+    found = [
+        [interval(x[: n // RUN], np.full(n // RUN, float(RUN)), RUN, capacity, planned) for n in looks] for x in series
+    ]  # fmt: skip
+    ends = np.array([[(i.low, i.high) for i in text] for text in found])  # [R, looks, 2]
+    held, widths = (ends[..., 0] <= 0) & (ends[..., 1] >= 0), ends[..., 1] - ends[..., 0]
+    narrow = widths <= np.median(widths[:, 0]) / 2
+    narrow[:, -1] = True
+    return 100 * held[np.arange(len(held)), narrow.argmax(1)].mean(), 100 * held.all(1).mean()
+
+
 def _cell(covered: float, shown: float, width: float) -> str:
     if not shown:
         return "-"
@@ -210,6 +231,14 @@ def _of_methods(repetitions: int, seed: int) -> Iterator[list[str]]:
         yield [name, *(_cell(*coverage(x, method)) for x in series)]
 
 
+def _of_looks(repetitions: int, seed: int) -> Iterator[list[str]]:
+    looks = look_lengths(LIMIT, 128)
+    for name in ("white", "AR 0.99", "bursts of 64 tokens, 600 apart", "slow component, memory 1,000"):
+        series = PROCESSES[name](np.random.default_rng(seed), repetitions, LIMIT // RUN)
+        (stop, whenever), (stop_alone, whenever_alone) = (coverage_of_looks(series, looks, n) for n in (len(looks), 1))
+        yield [name, *(f"{x:.1f}" for x in (stop, stop_alone, whenever, whenever_alone))]
+
+
 def main() -> None:
     """Print every table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -229,6 +258,9 @@ def main() -> None:
     _print(
         "Differences between recorded runs, drawn again; coverage over pairs:", head, _of_records(asked.records, few, asked.seed)
     )
+    head = [f"looks at {', '.join(f'{n:,}' for n in look_lengths(LIMIT, 128))} tokens", "stops when narrow", "uncorrected",
+            "stops when it suits", "uncorrected"]  # fmt: skip
+    _print("Texts that are read until their interval is narrow, capacity 128:", head, _of_looks(few, asked.seed))
     tried = ["method", "white", "AR 0.99", "bursts, 600 apart", "slow, memory 1,000"]
     _print("What was tried, at 32,000 tokens and capacity 128:", tried, _of_methods(few, asked.seed))
     title = "The method before, which chose its blocks by the data, and whether to show an interval:"

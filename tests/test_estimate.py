@@ -30,6 +30,7 @@ task:
   - {name: memory, tokens: 64, points: 4, batch: 3}
   - {name: lm_eval, tasks: kvbench_registers, limit: 4, batch: 4}
   - {name: attention, data: prose, samples: 3, tokens: 40}
+  - {name: divergence, data: prose, samples: 3, tokens: 40}
 policies: [{name: window, capacity: 32}]
 """
 
@@ -57,7 +58,7 @@ def test_what_is_estimated_is_what_is_measured(suite, tmp_path):
 
 def test_the_streams_of_a_cell_are_what_its_task_holds_side_by_side(suite):
     cells = RunRequest(str(suite)).cells()
-    assert [plugins.task_class(c.task.name).streams(c.task) for c in cells] == [1, 3, 1, 3, 3, 4, 1]
+    assert [plugins.task_class(c.task.name).streams(c.task) for c in cells] == [1, 3, 1, 3, 3, 4, 1, 1]
     assert LmEval.streams(LmEval.options(tasks="x")) == 16
 
 
