@@ -5,20 +5,16 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import gc
-import platform
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kvbench import __version__
-from kvbench.harness.core.calibration import calibration_ms
-from kvbench.harness.core.device import allows_tf32, device_name, free_bytes, instructions, wait_for
+from kvbench.harness.core.device import free_bytes, wait_for
 from kvbench.harness.core.errors import DISK_ERRNOS, UserError
 from kvbench.harness.core.failure import ApartError, failure
 from kvbench.harness.core.files import new_partial
@@ -36,6 +32,7 @@ from kvbench.harness.run.check_budgets import refuse_wrong_budgets
 from kvbench.harness.run.choose_reading import PLAIN_BLOCK_TOKENS, choose_reading
 from kvbench.harness.run.keep_map import KeepMap, open_map, refuse_unmappable, settle_map, steps_wanted
 from kvbench.harness.run.keep_steps import KeepSteps
+from kvbench.harness.run.machine_facts import machine_facts
 from kvbench.harness.run.prepare import Prepared, prepare, refuse_if_too_large
 from kvbench.harness.run.watcher import Watcher
 from kvbench.harness.suite import Cell, labels
@@ -201,10 +198,10 @@ def _measure(
 
     def finish(attempt: _Attempt, task_seconds: float | None) -> None:
         _check_result(attempt)
-        failed = isinstance(attempt.result, (Exception, SystemExit))
-        seconds = time.perf_counter() - started
-        read = attempt.result.tokens_read if isinstance(attempt.result, Metrics) else None
-        attempt.facts.update(_machine_facts(options, attempt.item, read, seconds, None if failed else task_seconds))
+        seconds, result = time.perf_counter() - started, attempt.result
+        read = result.tokens_read or attempt.item.data.tokens if isinstance(result, Metrics) else None
+        tokens = None if attempt.item.task.together else read
+        attempt.facts.update(machine_facts(options.device, seconds, None if read is None else task_seconds, tokens))
         attempt.record = _write_record(attempt, store)
 
     try:
@@ -370,36 +367,6 @@ def _write_record(attempt: _Attempt, store: RecordStore) -> Record:
 
 def _trace_suffix(item: Prepared) -> str:
     return item.task.trace or ".trace"  # a task without a trace leaves the file empty
-
-
-def _machine_facts(
-    options: RunOptions, item: Prepared, tokens_read: int | None, seconds: float, task_seconds: float | None
-) -> dict[str, Any]:
-    """Where and how fast a cell was measured.
-
-    Args:
-        options: of the run.
-        item: the cell.
-        tokens_read: of its text; all if None.
-        seconds: from beginning to end.
-        task_seconds: of the task's own work; None if it failed.
-    """
-    packages = ("torch", "transformers", "numpy")
-    tf32 = allows_tf32(options.device)
-    speed = {} if task_seconds is None else {"measured_seconds": round(task_seconds, 3)}
-    if task_seconds is not None and not item.task.together:
-        speed["tokens_per_second"] = round((tokens_read or item.data.tokens) / task_seconds, 1)
-    return {
-        "device": device_name(options.device),
-        "instructions": instructions(options.device),
-        **({} if tf32 is None else {"tf32": tf32}),
-        "threads": torch.get_num_threads(),
-        "seconds": round(seconds, 3),
-        "calibration_ms": calibration_ms(options.device),
-        **speed,
-        "versions": {"kv-bench": __version__, "python": platform.python_version(), **{p: version(p) for p in packages}},
-        "platform": f"{platform.system()} {platform.machine()}",
-    }  # fmt: skip
 
 
 def _release_memory(device: torch.device) -> None:
