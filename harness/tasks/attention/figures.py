@@ -69,8 +69,6 @@ def _layer(noted: Arrays, layer: int) -> dict[str, Any]:
     return found
 
 
-
-
 def sink_tokens(rows: Sequence[tuple[str, int, float]]) -> list[dict[str, Any]]:
     """Other sinks by text, the most frequent first. rows: text, position and share of heads of each occurrence."""
     times = Counter(text for text, _, _ in rows)
