@@ -69,7 +69,7 @@ def test_only_charts_that_the_page_before_named_are_deleted(results, tmp_path, c
     assert not gone & left
 
 
-@pytest.mark.parametrize("file", ["README.md", "paper.md", "index.html"])
+@pytest.mark.parametrize("file", ["README.md", "paper.md", "index.html", "feed.json"])
 @pytest.mark.parametrize("kind", ["text", "folder", "pipe"])
 def test_a_file_that_is_not_ours_is_not_overwritten(file, kind, results, tmp_path, capsys):
     folder = tmp_path / "project"
@@ -92,10 +92,10 @@ def test_pages_of_ours_are_recognised_those_of_before_too(results, tmp_path, cap
     out = tmp_path / "README.md"
     out.write_text(leaderboard.render([]).text)
     (tmp_path / "paper.md").write_text(paper.render([]).text)
-    (tmp_path / "index.html").write_text(site.render([], []).replace('<meta name="generator" content="KV Bench">\n', ""))
+    (tmp_path / "index.html").write_text(site.render([]).replace('<meta name="generator" content="KV Bench">\n', ""))
     assert bench(capsys, "leaderboard", "--results", results, "--out", out)[0] == 0
     assert '<meta name="generator" content="KV Bench">' in (tmp_path / "index.html").read_text()
-    (tmp_path / "index.html").write_text(site.render([], []).replace("<title>KV Bench leaderboard</title>", ""))
+    (tmp_path / "index.html").write_text(site.render([]).replace("<title>KV Bench leaderboard</title>", ""))
     out.write_text("")
     assert bench(capsys, "leaderboard", "--results", results, "--out", out)[0] == 0
     for name in ("README.md", "paper.md"):

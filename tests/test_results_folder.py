@@ -47,7 +47,8 @@ def test_all_verbs_share_one_folder(ran, monkeypatch):
     assert bench("records", "export", "flat.csv", cwd=ran).returncode == 0
     assert bench("compare", "results", cwd=ran).returncode == 0
     assert bench("leaderboard", cwd=ran).returncode == 0
-    assert {p.name for p in (ran / "results").iterdir()} == {"smoke", "README.md", "index.html", "paper.md", "charts"}
+    pages = {"README.md", "index.html", "feed.json", "paper.md", "charts"}
+    assert {p.name for p in (ran / "results").iterdir()} == {"smoke"} | pages
     assert {p.name for p in ran.iterdir()} == {"results", "flat.csv"}
     monkeypatch.setenv("BENCH_RESULTS", "elsewhere")
     assert bench("records", "verify", cwd=ran).returncode == 2

@@ -25,6 +25,7 @@ _PAGE_MARKS = (  # a page of ours begins with one of these; older pages have onl
     "\nWritten by `bench leaderboard` from ",
     '<meta name="generator" content="KV Bench">',
     "<title>KV Bench leaderboard</title>",
+    '{"feed": "kv-bench"',
 )
 _BEGINNING_CHARACTERS = 1000  # of a page, in which to look for a mark
 
@@ -53,8 +54,8 @@ class _Pages:
 def leaderboard(results: str, out: str | None, paper: str | None) -> None:
     """Write the pages of a folder of records.
 
-    These are the leaderboard, a page that compares the records with published figures, `index.html`, a leaderboard to sort and
-    filter, and `charts/`, the pictures.
+    These are the leaderboard, a page that compares the records with published figures, `index.html`, which answers questions and
+    compares policies, `feed.json`, its data, and `charts/`, the pictures.
 
     \b
     bench leaderboard
@@ -71,7 +72,7 @@ def leaderboard(results: str, out: str | None, paper: str | None) -> None:
         _refuse_foreign_charts(path, option)
     records, paths = _read(results)
     submitted = read_submitted(Path(results))
-    output, broken = make_without_broken(records, lambda part: _rendered(part, submitted, targets))
+    output, broken = make_without_broken(records, lambda part: _rendered(part, paths, submitted, targets))
     for record, error in broken:
         click.echo(
             f"bench: {visible(paths[id(record)])}: left out, because rendering it failed ({visible(repr(error))})", err=True
@@ -92,19 +93,19 @@ def leaderboard(results: str, out: str | None, paper: str | None) -> None:
 
 
 def _targets(out: str, paper: str | None) -> dict[str, tuple[str, str]]:
-    """For each page to write (leaderboard, paper, site): the option that decides its file, and the file.
+    """For each page to write (leaderboard, paper, site, feed): the option that decides its file, and the file.
 
     Raises:
         UserError: two pages have the same file, or --out names no file.
     """
     if not Path(out).name:
         raise UserError(f"--out '{out}' is not the name of a file")
-    beside = {name: str(Path(out).with_name(name)) for name in ("paper.md", "index.html")} if out != STDOUT else {}
+    beside = {name: str(Path(out).with_name(name)) for name in ("paper.md", "index.html", "feed.json")} if out != STDOUT else {}
     targets = {} if paper == STDOUT else {"leaderboard": ("--out", out)}
     if paper is not None or beside:
         targets["paper"] = ("--paper", paper or beside["paper.md"])
     if beside and "leaderboard" in targets:
-        targets["site"] = ("--out", beside["index.html"])
+        targets |= {"site": ("--out", beside["index.html"]), "feed": ("--out", beside["feed.json"])}
     paths = [Path(path).absolute() for _, path in targets.values() if path != STDOUT]
     if len(set(paths)) < len(paths):
         raise UserError(f"{out}: two pages would be written to one file: give another --out or --paper")
@@ -170,16 +171,20 @@ def _read(results: str) -> tuple[list[Record], dict[int, Path]]:
     return records, paths
 
 
-def _rendered(records: Sequence[Record], submitted: Mapping[str, Submitted], targets: Mapping[str, tuple[str, str]]) -> _Pages:
-    """Render all pages and their drawings."""
-    from kvbench.harness.report import chart, paper, site
+def _rendered(
+    records: Sequence[Record], paths: Mapping[int, Path], submitted: Mapping[str, Submitted],
+    targets: Mapping[str, tuple[str, str]],
+) -> _Pages:  # fmt: skip
+    """Render all pages and their drawings. paths: of the records' files, by `id`."""
+    from kvbench.harness.report import chart, feed, paper, site
     from kvbench.harness.report import leaderboard as board
 
     render = {"leaderboard": lambda part: board.render(part, submitted), "paper": paper.render}
     rendered = {name: render[name](records) for name in render if name in targets}
     pages = {targets[name][1]: page.text for name, page in rendered.items()}
     if "site" in targets:
-        pages[targets["site"][1]] = site.render(records, rendered["leaderboard"].charts)
+        pages[targets["site"][1]] = site.render(records, paths)
+        pages[targets["feed"][1]] = feed.text(feed.feed(records))
     drawings: dict[Path, dict[str, str]] = {}
     for name, page in rendered.items():
         if targets[name][1] != STDOUT:

@@ -82,12 +82,33 @@ def interval(
     Returns:
         Without ends if the text has fewer than `MIN_BLOCKS` blocks of `MIN_BLOCK_TOKENS` and of twice the capacity.
     """
-    min_block, positions = max(MIN_BLOCK_TOKENS, 2 * capacity, size), len(sums) * size
-    if positions < MIN_BLOCKS * min_block:
+    min_block, positions = _min_block(size, capacity), len(sums) * size
+    if not long_enough(len(sums), size, capacity):
         return Interval(float(sums.sum() / tokens.sum()), None, None, min_block, positions / min_block)
-    starts = np.arange(MIN_BLOCKS) * len(sums) // MIN_BLOCKS
-    sums, tokens = np.add.reduceat(sums, starts), np.add.reduceat(tokens, starts)
-    return _student(sums, tokens, round(positions / MIN_BLOCKS), neighbours=True, looks=looks)
+    return _student(batches(sums), batches(tokens), round(positions / MIN_BLOCKS), neighbours=True, looks=looks)
+
+
+def long_enough(runs: int, size: int, capacity: int) -> bool:
+    """Whether a text of so many runs of `size` positions has an interval."""
+    return runs * size >= MIN_BLOCKS * _min_block(size, capacity)
+
+
+def _min_block(size: int, capacity: int) -> int:
+    """Fewest tokens of a block."""
+    return max(MIN_BLOCK_TOKENS, 2 * capacity, size)
+
+
+def batches(runs: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Sums over runs, added up to `MIN_BLOCKS` blocks. [n] to [MIN_BLOCKS]."""
+    return np.add.reduceat(runs, np.arange(MIN_BLOCKS) * len(runs) // MIN_BLOCKS)
+
+
+def reach(tokens: NDArray[np.float64]) -> float | None:
+    """Quantile of Student's t for blocks of these lengths, at `LEVEL`; None if a few long ones outweigh all others."""
+    from scipy.special import stdtrit
+
+    degrees = _degrees_of_freedom(tokens)
+    return None if degrees < _MIN_DEGREES_OF_FREEDOM else float(stdtrit(degrees, (1 + LEVEL) / 2))
 
 
 def look_lengths(tokens: int, capacity: int) -> list[int]:

@@ -17,6 +17,9 @@ from kvbench.harness.records.record import MAX_CLOCK_SKEW, Problem, Record, pars
 LOCK = ".running"  # lock file in a suite's folder during a run
 
 
+FEED = "feed.json"  # lies beside the pages, so it may be in the folder of records; no record has this name
+
+
 class RecordStore:
     """The folder of records: `<suite>/<model>/<policy>-<capacity>-<cell id>-<key>.json`."""
 
@@ -128,7 +131,8 @@ class RecordStore:
         if self.folder.exists() and not self.folder.is_dir():
             raise UserError(f"{self.folder} is a file; pass the folder that holds the records")
         for path in sorted(self.folder.rglob("*.json")):
-            yield path, read(path)
+            if path.name != FEED:
+                yield path, read(path)
 
     def read_all(self) -> tuple[list[Record], list[Problem]]:
         """All records, and the problems of all other files, ordered by path."""

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvbench.harness.core.intervals import median_interval
-from kvbench.harness.records.metrics import QuestionMetrics
 from kvbench.harness.report.compare import paired_shares
+from kvbench.harness.report.outcomes import answer_pairs, shared_outcomes
 from kvbench.harness.report.pairing import paired, past_training
-from kvbench.harness.report.ranks import Pairs, nll_pairs, sign_test, surely_less
+from kvbench.harness.report.ranks import Pairs, nll_pairs, surely_less
 from kvbench.harness.report.rows import Row
 from kvbench.harness.report.speed import round_ratios
 
@@ -152,7 +152,7 @@ def _nll_price(best: Row, base: Row, name: str) -> str:
 
 
 def _answer_price(best: Row, base: Row, name: str) -> str:
-    shared = _shared_outcomes(base, best)
+    shared = shared_outcomes(base, best)
     if shared is None:
         return f"can't be compared with {name} (not the same questions)"
     low, high = (100 * x for x in paired_shares(*shared))
@@ -163,34 +163,5 @@ def _answer_price(best: Row, base: Row, name: str) -> str:
     return f"gets {abs(change):.1f} points {'more' if change > 0 else 'fewer'} right [{smaller:.1f}, {larger:.1f}] than {name}"
 
 
-def _outcomes(row: Row) -> dict[str, str]:
-    """Outcomes by task and text: one digit per question."""
-    return {
-        repr([r.cell.options, r.data.ids_sha256]): metrics.outcomes
-        for r in row.records
-        if (metrics := r.measured(QuestionMetrics)) and metrics.outcomes
-    }
-
-
-def _shared_outcomes(a: Row, b: Row) -> tuple[str, str] | None:
-    """Outcomes of both rows in the same order; None unless they answered the same questions."""
-    ours, theirs = _outcomes(a), _outcomes(b)
-    if not ours or {k: len(v) for k, v in ours.items()} != {k: len(v) for k, v in theirs.items()}:
-        return None
-    return "".join(ours.values()), "".join(theirs[key] for key in ours)
-
-
-def _answer_pairs(rows: Sequence[Row]) -> Pairs:
-    """Difference in the share of wrong answers, with the p-value of a sign test over questions (McNemar's test)."""
-    pairs = {}
-    for j, b in enumerate(rows):
-        for i, a in enumerate(rows[:j]):
-            shared = _shared_outcomes(a, b)
-            if shared is not None:
-                wrong = [int(y) - int(x) for x, y in zip(*shared, strict=True)]
-                pairs[i, j] = sum(wrong) / len(wrong), sign_test(wrong)
-    return pairs
-
-
 _NLL = _Measure("perplexity", lambda c: c.nll, lambda rows: nll_pairs([row.perplexity for row in rows]), _nll_price, _TOO_SHORT)
-_ANSWERS = _Measure("right answers", lambda c: c.wrong, _answer_pairs, _answer_price, "not the same questions")
+_ANSWERS = _Measure("right answers", lambda c: c.wrong, answer_pairs, _answer_price, "not the same questions")

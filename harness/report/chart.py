@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -15,12 +15,13 @@ from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.files import atomic_write
 from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Record
+from kvbench.harness.report.marks import mark
 
 PICTURES = (".png", ".svg")
 FOLDER = "charts"  # beside the page
 VEGA_LITE = "6.4"
 _FONT = "Liberation Sans, Arial, Helvetica, sans-serif"  # the first is bundled with vl-convert, which uses it for the layout
-# Okabe and Ito's colour-blind-safe palette, darkened or lightened for the page's background.
+# Text, lines, and colours of what is not a policy: Okabe and Ito's palette, darkened or lightened for the page's background.
 _INKS = {
     "light": (
         "#24292f",
@@ -33,7 +34,6 @@ _INKS = {
         ("#56b4e9", "#ff8c42", "#2fd19b", "#e59ac4", "#f0e442", "#9ec9ff", "#c297ff", "#9da7b3", "#d8a27a", "#a3e635"),
     ),
 }
-COLOURS = len(_INKS["light"][2])
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Chart:
 
     def svg(self, theme: str) -> str:
         """Draw it. theme: light or dark. The same specification always gives the same text."""
-        return _svg(json.dumps({**self.spec, "config": config(theme)}))
+        return _svg(json.dumps({**themed(self.spec, theme), "config": config(theme)}))
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,47 @@ class Page:
 
     text: str
     charts: list[Chart]
+
+
+def by_policy(channel: str, pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
+    """A channel that tells policies apart, as on every page; `themed` fills in the marks.
+
+    Args:
+        channel: color, strokeDash or shape.
+        pairs: (name in the chart, policy) of each.
+    """
+    names = [[name, policy] for name, policy in dict.fromkeys(pairs)]
+    return {"field": "policy", "type": "nominal", "sort": None, "title": "policy", "scale": {"marks": channel, "names": names}}
+
+
+def themed(spec: dict[str, Any], theme: str) -> dict[str, Any]:
+    """The specification with the marks of policies on a page: light or dark. All its panels have one scale."""
+    names: dict[str, str] = {}
+
+    def noted(scale: dict[str, Any]) -> dict[str, Any]:
+        names.update(dict(scale["names"]))
+        return scale
+
+    _fill(spec, noted)
+    policies = list(names.values())
+    marks = {name: mark(p, policies[:place].count(p)) for place, (name, p) in enumerate(names.items())}
+
+    def scale(place: dict[str, Any]) -> dict[str, Any]:
+        ranges = {
+            "color": [getattr(m, theme) for m in marks.values()], "strokeDash": [list(m.dash) for m in marks.values()],
+            "shape": [m.shape for m in marks.values()],
+        }  # fmt: skip
+        return {"domain": list(marks), "range": ranges[place["marks"]]}
+
+    filled: dict[str, Any] = _fill(spec, scale)
+    return filled
+
+
+def _fill(value: Any, scale: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """The same JSON, with every scale of marks replaced."""
+    if isinstance(value, dict):
+        return scale(value) if "marks" in value and "names" in value else {k: _fill(part, scale) for k, part in value.items()}
+    return [_fill(part, scale) for part in value] if isinstance(value, list) else value
 
 
 def make_visible(value: Any) -> Any:
@@ -148,7 +189,7 @@ def picture(spec: dict[str, Any], path: Path) -> None:
         raise UserError(f"{path}: a picture is written as {' or '.join(PICTURES)}: change the suffix")
     import vl_convert
 
-    whole = {**spec, "config": config("light") | {"background": "white"}}
+    whole = {**themed(spec, "light"), "config": config("light") | {"background": "white"}}
     if path.suffix == ".svg":
         drawn = vl_convert.vegalite_to_svg(whole, vl_version=VEGA_LITE).encode()
     else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Record
@@ -16,6 +15,7 @@ from kvbench.harness.report.best import Contender, best_policies
 from kvbench.harness.report.common_tokens import Common, common_tokens, describe_tokens, on_common
 from kvbench.harness.report.machines import by_machine
 from kvbench.harness.report.markdown import cache_bytes
+from kvbench.harness.report.names import short_names, without_folder
 from kvbench.harness.report.pairing import question
 from kvbench.harness.report.rows import Row, rows
 from kvbench.harness.report.task import task_of
@@ -104,7 +104,7 @@ def _table(records: Sequence[Record], options: Sequence[str], machine: str) -> T
     common, questions = common_tokens(scored), {task for row in policies for task in _answered(row)}
     contenders = [
         Contender(row, name, _nll(row, common), _wrong(row) if set(_answered(row)) == questions else None)
-        for row, name in zip(policies, _names(policies), strict=True)
+        for row, name in zip(policies, short_names(policies), strict=True)
     ]
     capacities = {row.cell.capacity for row in policies if row.cell.capacity is not None}
     columns = {
@@ -133,35 +133,6 @@ def _heading(record: Record, capacities: set[int], options: Sequence[str]) -> st
     parts += [f"{next(iter(capacities)):,} tokens cached"] if len(capacities) == 1 else []
     parts += [f"{option} {cell.options[option]}" for option in options if option in cell.options]
     return ", ".join(parts)
-
-
-def _names(policies: Sequence[Row]) -> list[str]:
-    """The shortest names that distinguish policies of the same capacity."""
-    names = []
-    for row in policies:
-        rivals = [r for r in policies if (r.cell.policy, r.cell.capacity) == (row.cell.policy, row.cell.capacity)]
-        alternatives: list[dict[str, object]] = [_settings(r) for r in rivals]
-        kept = [key for key in alternatives[0] if len({repr(a.get(key)) for a in alternatives}) > 1]
-        for key in reversed(kept):  # drop what follows from the rest, such as a window from the sinks
-            others = [k for k in kept if k != key]
-            if len({repr([a.get(k) for k in others]) for a in alternatives}) == len(alternatives):
-                kept = others
-        settings = _settings(row)
-        extra = ", ".join(f"{key} {settings[key]}" for key in kept if settings.get(key) is not None)
-        names.append(visible(_short(row.cell.policy) + (f" ({extra})" if extra else "")))
-    return names
-
-
-def _settings(row: Row) -> dict[str, object]:
-    """Everything in which two rows of one policy and capacity can differ."""
-    cell = row.cell
-    return {**cell.settings, "evict": cell.evicts, "positions": cell.positions, "limit": cell.limit, "seed": cell.seed}
-
-
-def _short(name: str) -> str:
-    """The policy's name without the folder of its file."""
-    path, colon, rest = name.partition(":")
-    return f"{Path(path).name}{colon}{rest}"
 
 
 def _nll(row: Row, common: Common) -> float | None:
@@ -204,7 +175,7 @@ def _failures(records: Sequence[Record]) -> list[str]:
             error = record.error or Failure(kind="", message="")
             place = f" ({error.where})" if error.where else ""
             reason = ": ".join(part for part in (error.kind, error.message) if part) or "no reason given"
-            reasons.setdefault((_short(record.cell.policy), reason + place), []).append(record)
+            reasons.setdefault((without_folder(record.cell.policy), reason + place), []).append(record)
     lines = []
     for (policy, reason), failed in reasons.items():
         cells = f"{len(failed)} cells" if len(failed) > 1 else _task(failed[0])
@@ -221,7 +192,7 @@ def _flags(records: Sequence[Record]) -> list[str]:
             kinds.setdefault((_task(record), kind), []).append((record, flag))
     lines = []
     for (task, _), flagged in kinds.items():
-        names = list(dict.fromkeys(_short(record.cell.policy) for record, _ in flagged))
+        names = list(dict.fromkeys(without_folder(record.cell.policy) for record, _ in flagged))
         more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
         lines.append(visible(f"flagged, {task} of {', '.join(names[:_MAX_NAMES])}{more}: {flagged[0][1]}"))
     return lines

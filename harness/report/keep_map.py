@@ -192,6 +192,15 @@ def specification(kept: Map, title: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def shares(kept: Map) -> tuple[NDArray[np.float64], list[int]]:
+    """Share of the KV heads that hold a position, [L, C, bands], and the steps of the C columns.
+
+    A band of positions has the share of the one that most KV heads hold.
+    """
+    columns = _columns(kept)
+    return _shares(kept, columns, _band_width(columns)), columns.tolist()
+
+
 def _bars(kept: Map) -> Iterator[dict[str, Any]]:
     """The bars of all panels: what has been read, then bands of positions that are held, neighbours of one shade joined."""
     columns = _columns(kept)

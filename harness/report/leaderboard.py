@@ -8,19 +8,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvbench.harness.core.intervals import MIN_BLOCK_TOKENS, MIN_BLOCKS
-from kvbench.harness.records import Record, Submitted, newest, standing
+from kvbench.harness.records import Record, Submitted, standing
 from kvbench.harness.report import chart, sections
+from kvbench.harness.report.answer import answer
 from kvbench.harness.report.charts import over_steps
 from kvbench.harness.report.charts.bytes import against_bytes
+from kvbench.harness.report.feed import feed
+from kvbench.harness.report.groups import groups, order
 from kvbench.harness.report.machines import by_machine
 from kvbench.harness.report.markdown import label, md
 from kvbench.harness.report.overview import overview
 
-_INTRODUCTION = """# Leaderboard
+_HEAD = """# Leaderboard
 
-Written by `bench leaderboard` from records; don't edit it. The command also writes `index.html`, the same tables to sort and
-filter, and [published figures beside ours](paper.md).
-How to read it:
+Written by `bench leaderboard` from records; don't edit it. The command also writes `index.html`, the same to choose, compare and
+sort, [`feed.json`](feed.json), and [published figures beside ours](paper.md).
+"""
+_INTRODUCTION = """## All tables
+
+How to read them:
 
 - **capacity**: the tokens that a KV head keeps between steps. A step attends to those and to itself.
 - **cell**: one policy at one capacity with one task. A record is a measured cell.
@@ -39,7 +45,7 @@ How to read it:
 - **front**: ★ if no other cache beats it. A cache beats another if it has no more bytes, is neither surely worse in NLL nor
   surely slower, and has fewer bytes or is surely better or surely faster. (Steps are timed in the same rounds; sign test
   over rounds, Holm's correction.) "–": its NLL is comparable with that of no cache of at most its bytes.
-- **K/V** "–": a recompute policy keeps no cache, so it is not on the front.
+- **K/V** "–": a recompute policy keeps no cache, so it has no rank and is not on the front.
 - **cliff**: from that token on, the perplexity is more than twice that of the best bounded cache.
 - **repeat**: `bench run` with that id measures the row's first cell again, for example `bench run 128d93c6 --fresh`. Add
   `--data` if it reads books, and `--model` if its model is a local directory.
@@ -54,8 +60,10 @@ def render(records: Iterable[Record], submitted: Mapping[str, Submitted] | None 
         records: of all suites and models.
         submitted: those that were submitted, from `read_submitted`; all are ours when None.
     """
+    records = list(records)
     parts = groups(records)
-    lines: list[str | chart.Chart] = [_INTRODUCTION.format(blocks=MIN_BLOCKS, shortest=MIN_BLOCK_TOKENS), *_contents(parts)]
+    introduction = _INTRODUCTION.format(blocks=MIN_BLOCKS, shortest=MIN_BLOCK_TOKENS)
+    lines: list[str | chart.Chart] = [_HEAD, *answer(feed(records)), introduction, *_contents(parts)]
     if not parts:
         lines.append("No records yet: `bench run suites/pg19.yaml`.\n")
     for suite, of_suite in itertools.groupby(parts, key=lambda group: (group[0].cell.suite, group[0].cell.suite_version)):
@@ -65,28 +73,16 @@ def render(records: Iterable[Record], submitted: Mapping[str, Submitted] | None 
     return chart.page(lines)
 
 
-def groups(records: Iterable[Record]) -> list[list[Record]]:
-    """The newest record of every cell, grouped by suite and model."""
-    shown = sorted(newest(list(records)), key=lambda r: (_suite(r), _order(r)))
-    return [list(group) for _, group in itertools.groupby(shown, key=_suite)]
-
-
 def _group(group: Sequence[Record], submitted: Mapping[str, Submitted]) -> list[str | chart.Chart]:
     """The part of one suite and model."""
     lines: list[str | chart.Chart] = [f"## {_heading(group[0])}\n"]
     for machine, part in by_machine(group):
         summary: list[str | chart.Chart] = [*overview(part), *against_bytes(part, machine)]
         lines += [f"On {md(machine)}:\n", *summary] if machine and summary else summary
-    ordered = sorted(group, key=lambda r: (sections.section_key(r), _order(r)))
+    ordered = sorted(group, key=lambda r: (sections.section_key(r), order(r)))
     for _, section in itertools.groupby(ordered, key=sections.section_key):
         lines += _section(list(section), submitted)
     return lines
-
-
-def _suite(record: Record) -> str:
-    """Groups records by suite and model."""
-    cell = record.cell.as_json()
-    return repr([cell["suite"], cell["suite_version"], cell["model"]])
 
 
 def _heading(record: Record) -> str:
@@ -99,13 +95,6 @@ def _contents(groups: Sequence[Sequence[Record]]) -> list[str]:
     names = [_heading(group[0]) for group in groups]
     anchors = ["".join(c for c in html.unescape(n).lower() if c.isalnum() or c in " -_").replace(" ", "-") for n in names]
     return [*(f"- [{n}](#{a}): {len(g)} cells" for n, a, g in zip(names, anchors, groups, strict=True)), ""] if groups else []
-
-
-def _order(record: Record) -> tuple[Any, ...]:
-    """Sort key: dense first, then by capacity, recompute before other policies."""
-    cell = record.cell
-    first = {"dense": 0, "recompute_window": 1, "recompute_sink_window": 1}.get(cell.policy, 2)
-    return (cell.capacity or 0, first, cell.policy, repr(cell.parameters), cell.evicts, cell.positions, cell.seed, record.key)
 
 
 def _section(records: Sequence[Record], submitted: Mapping[str, Submitted]) -> list[str | chart.Chart]:

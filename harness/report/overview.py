@@ -11,13 +11,13 @@ from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import NllMetrics
 from kvbench.harness.report.common_tokens import Common, common_tokens, describe_tokens, on_common, scores_all
 from kvbench.harness.report.faults import faults
+from kvbench.harness.report.feed.question import poolable
 from kvbench.harness.report.front import front
 from kvbench.harness.report.markdown import cache_bytes, count, md, table, title
 from kvbench.harness.report.pairing import question
 from kvbench.harness.report.ranks import nll_pairs, rank_intervals
 from kvbench.harness.report.rows import Row, rows
 from kvbench.harness.report.speed import speed_up
-from kvbench.harness.report.task import task_of
 
 _UNKNOWN = "–"
 
@@ -45,7 +45,7 @@ def overview(records: Sequence[Record]) -> list[str]:
     Args:
         records: of one suite and model, measured on one machine.
     """
-    policies = rows(_poolable(records))
+    policies = rows(poolable(records))
     texts = {question(r) for row in policies for r in row.records if r.measured(NllMetrics)}
     if len(policies) < 2 or len(texts) > 1 or not any(r.perplexity is not None or r.answers for r in policies):
         return []
@@ -59,21 +59,11 @@ def overview(records: Sequence[Record]) -> list[str]:
     return [*note, *table([c.head for c in columns], cells, "".join(c.alignment for c in columns))]
 
 
-def _poolable(records: Sequence[Record]) -> list[Record]:
-    """Leave out tasks whose right answers must not be added up, such as query-aware and query-blind ones."""
-    variants: dict[str, set[str]] = {}
-    for record in records:
-        options = record.cell.options
-        key = repr([options.get(name) for name in task_of(record).never_pooled_over])
-        variants.setdefault(record.cell.task.name, set()).add(key)
-    return [r for r in records if len(variants[r.cell.task.name]) == 1]
-
-
 def ranks(policies: Sequence[Row]) -> list[tuple[int, int] | None]:
-    """(best, worst) possible rank in NLL of each policy among those of its capacity; None if unknown."""
+    """(best, worst) possible rank in NLL of each cache among those of its capacity; None if unknown."""
     result: list[tuple[int, int] | None] = [None] * len(policies)
     for capacity in {r.cell.capacity for r in policies}:
-        rivals = [i for i, r in enumerate(policies) if r.cell.capacity == capacity and r.nll is not None]
+        rivals = [i for i, r in enumerate(policies) if r.cell.capacity == capacity and r.nll is not None and r.kv_bytes != 0]
         intervals = rank_intervals(len(rivals), nll_pairs([policies[i].perplexity for i in rivals]))
         for i, rank in zip(rivals, intervals, strict=True):
             result[i] = rank

@@ -34,8 +34,8 @@ def perplexity(record: Record) -> Interval | None:
         return None
     looks = metrics.planned_looks
     if len(metrics.texts.tokens) >= MIN_BLOCKS:
-        return clustered(*_sums(metrics.texts), looks)
-    result = interval(*_sums(metrics.blocks), metrics.blocks.size, record.cell.capacity or 0, looks)
+        return clustered(*sums_of(metrics.texts), looks)
+    result = interval(*sums_of(metrics.blocks), metrics.blocks.size, record.cell.capacity or 0, looks)
     return replace(result, low=None, high=None, p=None) if past_training(record) else result
 
 
@@ -79,16 +79,16 @@ def mean_difference(ours: NllMetrics, theirs: NllMetrics, capacity: int, prefix:
     if a is None or b is None or a.size != b.size:
         return None
     if len(a.texts.tokens) > MIN_BLOCKS and a.texts.tokens == b.texts.tokens:
-        (x, n), (y, _) = _sums(a.texts), _sums(b.texts)
+        (x, n), (y, _) = sums_of(a.texts), sums_of(b.texts)
         return clustered((x - y)[1:], n[1:], looks)  # the first text is where the caches filled
-    (x, n), (y, m) = _sums(a), _sums(b)
-    full = _after_filling(len(n), a.size, capacity, ours.stream_tokens, prefix)
+    (x, n), (y, m) = sums_of(a), sums_of(b)
+    full = after_filling(len(n), a.size, capacity, ours.stream_tokens, prefix)
     if not np.array_equal(n, m) or n[full].sum() == 0:
         return None
     return interval((x - y)[full], n[full], a.size, capacity, looks)
 
 
-def _after_filling(runs: int, size: int, capacity: int, stream_tokens: int | None, prefix: int) -> NDArray[np.bool_]:
+def after_filling(runs: int, size: int, capacity: int, stream_tokens: int | None, prefix: int) -> NDArray[np.bool_]:
     """Which runs of `size` positions lie entirely after the cache has filled, in each stream. [runs] bool."""
     starts = np.arange(runs) * size
     if stream_tokens is None:
@@ -132,5 +132,6 @@ def _beginning(sums: StrideBlocks, runs: int) -> StrideBlocks:
     return StrideBlocks.model_construct(nll_sum=sums.nll_sum[:runs], tokens=tokens, size=sums.size, texts=whole)
 
 
-def _sums(blocks: Sums) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def sums_of(blocks: Sums) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """(sum of NLL, tokens) of each run."""
     return np.array(blocks.nll_sum, np.float64), np.array(blocks.tokens, np.float64)

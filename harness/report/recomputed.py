@@ -13,7 +13,7 @@ from kvbench.harness.report.task import task_of
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _BUCKET_SLOTS = 256  # an unbounded cache grows by this many
 _SECONDS_ROUNDING, _SPEED_ROUNDING = 0.0005, 0.05  # seconds are recorded to 0.001, a speed to 0.1
-_CACHELESS = ("recompute_window", "recompute_sink_window")
+CACHELESS = ("recompute_window", "recompute_sink_window")
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def kv_bytes(record: Record) -> int | None:
     cell, shapes = record.cell, record.facts.kv_shapes
     if record.facts.budgets:  # heads hold different numbers of tokens
         return None
-    if cell.policy in _CACHELESS or record.facts.method == "windows run afresh":
+    if cell.policy in CACHELESS or record.facts.method == "windows run afresh":
         return 0
     item, held = _ITEM_BYTES.get(cell.model.dtype), task_of(record).cached_tokens(record)
     if shapes is None or item is None or held is None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvbench.harness.records import Record
 from kvbench.harness.report import chart
-from kvbench.harness.report.charts.parts import log_axis, policy
+from kvbench.harness.report.charts.parts import log_axis
 from kvbench.harness.report.common_tokens import common_perplexity
 from kvbench.harness.report.front import front
 from kvbench.harness.report.markdown import title
@@ -33,11 +33,13 @@ def against_bytes(records: Sequence[Record], machine: str = "") -> list[chart.Ch
         return []
     cell = records[0].cell.as_json()
     encoding = {"x": log_axis("kib", "K/V, KiB", padding=16), "y": log_axis("perplexity", "perplexity on all tokens", padding=16)}
-    encoding |= {"color": policy(), "tooltip": {"field": "what"}}
-    ring = {"type": "point", "size": 190, "strokeWidth": 1.2, "filled": False}
+    pairs = [(v["policy"], v["policy"]) for v in values]
+    encoding |= {c: chart.by_policy(c, pairs) for c in ("color", "shape")} | {"tooltip": {"field": "what"}}
+    ringed = {k: v for k, v in encoding.items() if k != "shape"}
+    ring = {"type": "point", "shape": "circle", "size": 190, "strokeWidth": 1.2, "filled": False}
     layers = [
         {"mark": {"type": "point", "filled": True, "size": 70, "opacity": 0.9}, "encoding": encoding},
-        {"transform": [{"filter": "datum.front"}], "mark": ring, "encoding": encoding},
+        {"transform": [{"filter": "datum.front"}], "mark": ring, "encoding": ringed},
     ]
     unique = repr([*(cell[k] for k in ("suite", "suite_version", "model")), *([machine] if machine else [])])
     where = f" on {machine}" if machine else ""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import StepMetrics
 from kvbench.harness.report import chart
-from kvbench.harness.report.charts.parts import log_axis, policy
+from kvbench.harness.report.charts.parts import log_axis
 from kvbench.harness.report.markdown import short_titles
 from kvbench.harness.report.pairing import question
 
@@ -32,11 +32,13 @@ def over_capacity(records: Sequence[Record], machine: str = "") -> list[chart.Ch
     unbounded = [{"policy": r.cell.policy, "ms": float(f"{m.step_ms:.4g}")} for r, m in timed if r.cell.capacity is None]
     capacities = sorted({c for r in bounded if (c := r.cell.capacity) is not None})
     y = log_axis("ms", "ms per token", padding=12)
-    encoding = {"x": log_axis("capacity", "capacity, tokens", base=2, padding=16, values=capacities), "y": y, "color": policy()}
+    encoding = {"x": log_axis("capacity", "capacity, tokens", base=2, padding=16, values=capacities), "y": y}
+    pairs = [*((names[id(r)], r.cell.policy) for r in bounded), *((u["policy"], u["policy"]) for u in unbounded)]
+    channels = {c: chart.by_policy(c, pairs) for c in ("color", "strokeDash", "shape")}
     level = {"mark": {"type": "rule", "strokeDash": [6, 3], "strokeWidth": 2}, "data": {"values": unbounded}}
-    line = {"mark": {"type": "line", "point": True, "strokeWidth": 2}, "data": {"values": values}}
-    levels = [level | {"encoding": {"y": y, "color": policy()}}] if unbounded else []
-    spec = {"width": 560, "height": 260, "layer": [line | {"encoding": encoding}, *levels]}
+    line = {"mark": {"type": "line", "point": {"size": 60}, "strokeWidth": 2}, "data": {"values": values}}
+    levels = [level | {"encoding": {"y": y, "color": channels["color"]}}] if unbounded else []
+    spec = {"width": 560, "height": 260, "layer": [line | {"encoding": encoding | channels}, *levels]}
     where = f" on {machine}" if machine else ""
     alt = f"Milliseconds per token of {{model}} over the capacity{where}, one line per policy; dense is dashed."
     return [chart.Chart.from_record(records[0], "latency", question(records[0]) + machine, alt, spec)]

@@ -1,4 +1,4 @@
-"""Common parts of charts: a panel per capacity, a colour per policy, marks on the x axis."""
+"""Common parts of charts: a panel per capacity, logarithmic axes, marks on the x axis."""
 
 from __future__ import annotations
 
@@ -38,13 +38,6 @@ def panels(records: Sequence[Record], alt: str, panel: Callable[[Sequence[Record
 
 def _together(how: str, specs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {how: list(specs)} | _SHARED
-
-
-def policy(dashed: bool = False) -> dict[str, Any]:
-    """The channel that distinguishes policies: by colour, or by dashes, which change when colours repeat."""
-    dashes = [dash for dash in ([1, 0], [6, 2], [2, 2]) for _ in range(chart.COLOURS)]
-    channel = {"field": "policy", "type": "nominal", "sort": None, "title": "policy"}
-    return channel | ({"scale": {"range": dashes}} if dashed else {})
 
 
 def log_axis(

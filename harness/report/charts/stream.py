@@ -11,7 +11,7 @@ import numpy as np
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import NllMetrics
 from kvbench.harness.report import chart
-from kvbench.harness.report.charts.parts import log_axis, marks, panels, policy
+from kvbench.harness.report.charts.parts import log_axis, marks, panels
 from kvbench.harness.report.common_tokens import scores_all
 from kvbench.harness.report.markdown import short_titles
 
@@ -30,9 +30,9 @@ def over_the_stream(records: Sequence[Record]) -> list[chart.Chart]:
 
 
 def _panel(records: Sequence[Record], capacity: int) -> dict[str, Any]:
-    values: list[dict[str, Any]] = [
-        point | {"policy": n} for r, n in zip(records, short_titles(records), strict=True) for point in _points(r)
-    ]
+    names = short_titles(records)
+    values: list[dict[str, Any]] = [point | {"policy": n} for r, n in zip(records, names, strict=True) for point in _points(r)]
+    pairs = [(n, r.cell.policy) for r, n in zip(records, names, strict=True)]
     last = max(v["token"] for v in values)
     length = next((r.facts.training_length for r in records if r.facts.training_length), None)
     lines_at = [{"at": capacity, "what": "cache full"}]
@@ -41,7 +41,7 @@ def _panel(records: Sequence[Record], capacity: int) -> dict[str, Any]:
     encoding = {"x": log_axis("token", "token of the stream", base=2, values=powers), "y": log_axis("perplexity", "perplexity")}
     lines = {
         "data": {"values": values}, "mark": {"type": "line", "strokeWidth": 2},
-        "encoding": encoding | {"color": policy(), "strokeDash": policy(dashed=True)},
+        "encoding": encoding | {c: chart.by_policy(c, pairs) for c in ("color", "strokeDash")},
     }  # fmt: skip
     return {"layer": [*marks(lines_at), lines]}
 

@@ -9,7 +9,7 @@ from kvbench.harness.core.intervals import wilson
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import AnswerMetrics
 from kvbench.harness.report import chart
-from kvbench.harness.report.charts.parts import marks, panels, policy
+from kvbench.harness.report.charts.parts import marks, panels
 from kvbench.harness.report.machines import on_device
 from kvbench.harness.report.markdown import short_titles
 from kvbench.harness.tasks.common.answers import QuizFacts
@@ -38,14 +38,16 @@ def over_distance(records: Sequence[Record]) -> list[chart.Chart]:
 
 def _panel(records: Sequence[Record], capacity: int) -> dict[str, Any]:
     values: list[dict[str, Any]] = []
+    pairs = []
     for name, record in zip(short_titles(records), records, strict=True):
         metrics = record.measured(AnswerMetrics)
         assert metrics is not None
+        pairs.append((name + on_device(record, records), record.cell.policy))
         low, high = wilson(metrics.right, metrics.questions)
         share = {"right": metrics.right / metrics.questions, "low": low, "high": high}
         values.append(
             {
-                "policy": name + on_device(record, records),
+                "policy": pairs[-1][0],
                 "lines back": distance(record),
                 **{k: round(100 * v, 2) for k, v in share.items()},
             }
@@ -58,14 +60,15 @@ def _panel(records: Sequence[Record], capacity: int) -> dict[str, Any]:
         "axis": {"format": ",d", "values": sorted({v["lines back"] for v in values})},
     }  # fmt: skip
     right = {"field": "right", "type": "quantitative", "title": "percent right", "scale": {"domain": [0, 100]}}
-    errors = {"x": back, "y": {**right, "field": "low"}, "y2": {"field": "high"}, "color": policy()}
+    errors = {"x": back, "y": {**right, "field": "low"}, "y2": {"field": "high"}, "color": chart.by_policy("color", pairs)}
+    channels = {c: chart.by_policy(c, pairs) for c in ("color", "strokeDash", "shape")}
     return {
         "layer": [
             *marks(reach),
             {"data": {"values": values}, "mark": {"type": "rule", "strokeWidth": 1}, "encoding": errors},
             {
-                "data": {"values": values}, "mark": {"type": "line", "point": True, "strokeWidth": 2},
-                "encoding": {"x": back, "y": right, "color": policy()},
+                "data": {"values": values}, "mark": {"type": "line", "point": {"size": 50}, "strokeWidth": 2},
+                "encoding": {"x": back, "y": right} | channels,
             },
         ]
     }  # fmt: skip

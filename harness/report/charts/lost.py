@@ -1,0 +1,100 @@
+"""Quality lost at each budget of a question, with intervals: a line a policy, or at one budget an interval a policy."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+from kvbench.harness.report import chart
+
+_FAR = 8  # times the next largest loss: a policy that loses more is left out, and named beneath
+_NEAR_ZERO = 0.05
+
+
+def over_budgets(question: dict[str, Any], name: str) -> chart.Chart | None:
+    """The chart; None if no policy has a loss with an interval.
+
+    Controls are left out, and so are policies that lose so much that the others would share a line.
+
+    Args:
+        question: of the feed.
+        name: of the file, without suffix.
+    """
+    rows = [
+        row for budget in question["budgets"] for row in budget["rows"]
+        if row["kind"] == "cache" and row["loss"] and row["loss"]["low"] is not None
+    ]  # fmt: skip
+    most = _typical(sorted({r["name"]: max(x["loss"]["value"] for x in rows if x["name"] == r["name"]) for r in rows}.values()))
+    shown = [row for row in rows if all(r["loss"]["value"] <= most for r in rows if r["name"] == row["name"])]
+    if not shown:
+        return None
+    several = len({row["capacity"] for row in shown}) > 1
+    unit = "perplexity lost to {}, %" if question["measure"] == "perplexity" else "points of right answers lost to {}"
+    lost = {"field": "loss", "type": "quantitative", "title": unit.format(shown[0]["loss"]["to_name"])}
+    spec = _lines(shown, lost) if several else _intervals(shown, lost)
+    names = ", ".join(dict.fromkeys(row["name"] for row in shown))
+    alt = f"What each policy loses of {question['model']}, {question['subject']}, at each budget: {names}. 0 is no loss."
+    return chart.Chart(name, alt, chart.make_visible(spec), question["suite"], question["model"])
+
+
+def _typical(losses: list[float]) -> float:
+    """The largest loss that is not far beyond the others."""
+    for smaller, larger in itertools.pairwise(losses):
+        if larger > _FAR * max(smaller, losses[len(losses) // 2], _NEAR_ZERO):
+            return smaller
+    return losses[-1] if losses else 0.0
+
+
+def _values(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {
+            "policy": row["name"], "capacity": row["capacity"], "loss": row["loss"]["value"], "low": row["loss"]["low"],
+            "high": row["loss"]["high"], "kib": None if row["kv_bytes"] is None else round(row["kv_bytes"] / 1024, 2),
+        }
+        for row in rows
+    ]  # fmt: skip
+
+
+def _lines(rows: list[dict[str, Any]], lost: dict[str, Any]) -> dict[str, Any]:
+    """Loss over the budget, which is labelled in tokens and in bytes."""
+    values = sorted(_values(rows), key=lambda v: (v["policy"], v["capacity"]))
+    ticks = {f"{v['capacity']:g}": [f"{v['capacity']} tokens", *([f"{v['kib']:,.0f} KiB"] if v["kib"] else [])] for v in values}
+    x = {
+        "field": "capacity", "type": "quantitative", "title": "kept",
+        "axis": {"values": sorted({v["capacity"] for v in values}), "labelExpr": f"({json.dumps(ticks)})[datum.value]"},
+        "scale": {"type": "log", "base": 2, "nice": False, "padding": 24},
+    }  # fmt: skip
+    pairs = [(row["name"], row["policy"]) for row in rows]
+    colour, *others = (chart.by_policy(channel, pairs) for channel in ("color", "strokeDash", "shape"))
+    both = {"x": x, "color": colour}
+    line = both | {"y": lost, "strokeDash": others[0], "shape": others[1]}
+    return {
+        "width": 560, "height": 260, "data": {"values": values},
+        "layer": [
+            {"data": {"values": [{"loss": 0}]}, "mark": {"type": "rule", "strokeDash": [4, 4]}, "encoding": {"y": lost}},
+            {"mark": {"type": "rule", "strokeWidth": 1.5}, "encoding": both | _ends("y", lost)},
+            {"mark": {"type": "line", "strokeWidth": 2.5, "point": {"size": 60}}, "encoding": line},
+        ],
+    }  # fmt: skip
+
+
+def _intervals(rows: list[dict[str, Any]], lost: dict[str, Any]) -> dict[str, Any]:
+    """An interval a policy, in the order of the table."""
+    pairs = [(row["name"], row["policy"]) for row in rows]
+    y = {"field": "policy", "type": "nominal", "sort": None, "title": None, "axis": {"labelLimit": 260}}
+    colour, shape = ({**chart.by_policy(channel, pairs), "legend": None} for channel in ("color", "shape"))
+    point = {"type": "point", "filled": True, "size": 70, "opacity": 1}
+    return {
+        "width": 420, "height": {"step": 18}, "data": {"values": _values(rows)},
+        "layer": [
+            {"data": {"values": [{"loss": 0}]}, "mark": {"type": "rule", "strokeDash": [4, 4]}, "encoding": {"x": lost}},
+            {"mark": {"type": "rule", "strokeWidth": 1.5}, "encoding": {"y": y, "color": colour} | _ends("x", lost)},
+            {"mark": point, "encoding": {"y": y, "x": lost, "color": colour, "shape": shape}},
+        ],
+    }  # fmt: skip
+
+
+def _ends(axis: str, lost: dict[str, Any]) -> dict[str, Any]:
+    """Channels from the lower to the upper end of the interval."""
+    return {axis: {**lost, "field": "low"}, f"{axis}2": {"field": "high"}}

@@ -1,0 +1,121 @@
+"""The feed: which policy, at which budget, and what it loses. A pure function of records (docs/feed.md).
+
+The page, the top of the Markdown page and `feed.json` all show this object, so that they can't disagree.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from kvbench.harness.core.visible import visible
+from kvbench.harness.records import Record
+from kvbench.harness.report.chart import make_visible
+from kvbench.harness.report.feed import labels
+from kvbench.harness.report.feed.loss import loss, ranks, reference
+from kvbench.harness.report.feed.question import Question, questions
+from kvbench.harness.report.feed.row import Placed, Provenance, dense_bytes, figure, row_id, row_json
+from kvbench.harness.report.feed.sentence import sentence
+from kvbench.harness.report.names import short_names
+from kvbench.harness.report.rows import Row
+
+VERSION = 1  # raised when a reader of version 1 would misread the feed
+NAME = "kv-bench"  # its first field, by which a file is recognised
+
+
+def feed(records: Iterable[Record]) -> dict[str, Any]:
+    """The feed of records: plain JSON."""
+    return of_questions(questions(records))
+
+
+def of_questions(asked: Iterable[Question]) -> dict[str, Any]:
+    """The feed of questions."""
+    provenance = Provenance()
+    answered = [_question(question, provenance) for question in asked]
+    measured = [cell["measured"] for q in answered for row in _all_rows(q) for cell in row["cells"]]
+    made: dict[str, Any] = make_visible({
+        "feed": NAME, "version": VERSION, "measured": max(measured, default=""), "default": default(answered),
+        "questions": answered, "provenance": provenance.distinct,
+    })  # fmt: skip
+    return made
+
+
+def text(made: dict[str, Any]) -> str:
+    """The content of `feed.json`: one line a question, so that changes are readable."""
+    head = {name: value for name, value in made.items() if name not in ("questions", "provenance")}
+    lists = {
+        name: "[\n" + ",\n".join(json.dumps(x, ensure_ascii=False, allow_nan=False) for x in made[name]) + "\n]"
+        for name in ("questions", "provenance")
+    }
+    body = json.dumps(head, ensure_ascii=False, allow_nan=False)[:-1]
+    return f'{body}, "questions": {lists["questions"]}, "provenance": {lists["provenance"]}}}\n'
+
+
+def default(answered: list[dict[str, Any]]) -> str | None:
+    """The question to show first: on a text, with the most rows that have a loss to a reference with its interval.
+
+    A random control does not count as a reference here. Among equals, it is the one with the most policies, then the first.
+    None without questions.
+    """
+    if not answered:
+        return None
+
+    def order(question: dict[str, Any]) -> tuple[int, int, int]:
+        rows = [row for budget in question["budgets"] for row in budget["rows"]]
+        references = {row["id"] for row in question["references"]}
+        losses = [lost for row in rows if (lost := row["loss"]) and lost["low"] is not None and lost["to"] in references]
+        is_text = question["measure"] == "perplexity"
+        return len(losses) * is_text, len({row["policy"] for row in rows}), len(rows)
+
+    best: str = max(answered, key=order)["id"]
+    return best
+
+
+def _all_rows(question: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*question["references"], *(row for budget in question["budgets"] for row in budget["rows"])]
+
+
+def _question(question: Question, provenance: Provenance) -> dict[str, Any]:
+    """A question with its budgets and references."""
+    cell = question.first.cell
+    names = {row_id(row): name for row, name in zip(question.rows, short_names(question.rows), strict=True)}
+    whole, measured = dense_bytes(question)
+    heading = f"{visible(cell.model.id)}, {labels.subject(question)}"
+    return {
+        "id": labels.identifier(question), "suite": visible(cell.suite), "suite_version": cell.suite_version,
+        "model": visible(cell.model.id), "dtype": visible(cell.model.dtype), "machine": visible(question.machine),
+        "subject": labels.subject(question), "evict": labels.evicting(question.evicts), "measure": question.measure,
+        "dense_bytes": whole, "dense_measured": measured,
+        "references": [row_json(question, Placed(row, names[row_id(row)], None, loss(question, row, question.dense)), names,
+                                provenance) for row in question.references],
+        "budgets": [_budget(question, capacity, names, heading, provenance) for capacity in question.capacities],
+    }  # fmt: skip
+
+
+def _budget(
+    question: Question, capacity: int | None, names: dict[str, str], heading: str, provenance: Provenance
+) -> dict[str, Any]:
+    """All policies of a capacity, the best first."""
+    rows, base = question.at(capacity), reference(question, capacity)
+    placed = [
+        Placed(row, names[row_id(row)], rank, loss(question, row, base))
+        for row, rank in zip(rows, ranks(question, rows), strict=True)
+    ]
+    placed.sort(key=lambda p: _order(question, p.row, p.rank))
+    sizes = [row.kv_bytes for row in rows if row.kv_bytes]
+    whole, _ = dense_bytes(question)
+    size = max(sizes, default=None)
+    made: dict[str, Any] = {
+        "capacity": capacity, "kv_bytes": size, "kv_share": figure(size / whole) if size and whole else None,
+        "reference": None if base is None else row_id(base),
+        "rows": [row_json(question, p, names, provenance) for p in placed],
+    }  # fmt: skip
+    return {**made, "answer": sentence(made, heading, question.measure)}
+
+
+def _order(question: Question, row: Row, rank: tuple[int, int] | None) -> tuple[float, float, float]:
+    """Best rank first, then the better figure; what was not measured comes last."""
+    value = question.figure(row)
+    return (math.inf if value is None else 0, math.inf if rank is None else rank[0], value or 0.0)

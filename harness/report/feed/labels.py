@@ -1,0 +1,50 @@
+"""Names of texts, tasks and questions, for people."""
+
+from __future__ import annotations
+
+from kvbench.harness.core.visible import visible
+from kvbench.harness.records import Record
+from kvbench.harness.report.chart import file_name
+from kvbench.harness.report.feed.question import Question
+
+_TEXTS = {"pg19": "books (PG-19)", "prose": "generated prose"}
+_TASKS = {"streameval": "StreamEval", "arc_stream": "ARC as a stream"}
+
+
+def subject(question: Question) -> str:
+    """The text or task, in a few words."""
+    return text(question.first) if question.measure == "perplexity" else task(question.first)
+
+
+def text(record: Record) -> str:
+    """The text, and how much of it."""
+    options = record.cell.options
+    name = _TEXTS.get(str(options.get("data")), str(options.get("data", record.cell.task.name)))
+    parts = [name, f"{record.data.tokens:,} tokens" if record.data.tokens else ""]
+    parts += [f"book {options['book']}"] if options.get("book") is not None else []
+    parts += [f"{options['newlines']} newlines first"] if options.get("newlines") is not None else []
+    parts += [f"{options['streams']} streams"] if options.get("streams") not in (None, 1) else []
+    return visible(", ".join(part for part in parts if part))
+
+
+def task(record: Record) -> str:
+    """The task, and how it is asked."""
+    options = record.cell.options
+    name = str(options.get("tasks") or _TASKS.get(record.cell.task.name, record.cell.task.name))
+    extra = [f"{options['lines']} lines"] if "lines" in options else []
+    extra += [f"question {options['question']}"] if options.get("question") else []
+    extra += [f"prompt {options['prompt']}"] if options.get("prompt") not in (None, "stream") else []
+    return visible(", ".join([name.removeprefix("kvbench_"), *extra]))
+
+
+def evicting(evicts: str) -> str:
+    """When tokens are evicted, in words."""
+    return {"step": "at every step", "prompt": "once, after the prompt"}.get(evicts, evicts)
+
+
+def identifier(question: Question) -> str:
+    """A readable, unique name for links. It stays the same when a cell is measured again."""
+    cell = question.first.cell
+    text = question.first.data.ids_sha256 if question.measure == "perplexity" else ""
+    unique = [cell.suite, cell.suite_version, cell.as_json()["model"], cell.options, text, question.evicts, question.machine]
+    return file_name(f"{cell.suite} {cell.model.id} {subject(question)} {question.evicts}", repr(unique))

@@ -1,0 +1,126 @@
+"""What a policy loses to a reference, paired, with its interval."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvbench.harness.report.compare import MARGINS, paired_shares
+from kvbench.harness.report.difference import Verdict, judge_interval
+from kvbench.harness.report.feed.question import Question
+from kvbench.harness.report.outcomes import answer_pairs, shared_outcomes
+from kvbench.harness.report.pairing import paired, past_training
+from kvbench.harness.report.ranks import nll_pairs, rank_intervals
+from kvbench.harness.report.rows import Row
+
+CONTROL = "random"  # a policy that does no better gains nothing from choosing its tokens
+_MAX_NATS = 700  # the exponential of more overflows
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A paired difference to a reference; above 0 is worse.
+
+    Attributes:
+        to: the reference.
+        value: % of perplexity, or percentage points of right answers.
+        low: lower end of the 95 % interval; None if the text is too short for one.
+        high: upper end.
+        nats: (mean, low, high) in nats per token; None for answers.
+        verdict: on the policy.
+    """
+
+    to: Row
+    value: float
+    low: float | None
+    high: float | None
+    nats: tuple[float, float | None, float | None] | None
+    verdict: Verdict
+
+    @property
+    def sure(self) -> bool:
+        """Whether the interval excludes 0."""
+        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
+
+
+def loss(question: Question, row: Row, base: Row | None) -> Loss | None:
+    """What a row loses to another; None if the two can't be paired."""
+    if base is None or row is base:
+        return None
+    return _nll_loss(row, base) if question.measure == "perplexity" else _answer_loss(row, base)
+
+
+def _nll_loss(row: Row, base: Row) -> Loss | None:
+    if row.perplexity is None or base.perplexity is None:
+        return None
+    interval = paired(row.perplexity, base.perplexity)
+    if interval is None:
+        return None
+    value, low, high = (None if x is None else percent(x) for x in (interval.mean, interval.low, interval.high))
+    assert value is not None
+    verdict = judge_interval(interval.low, interval.high, MARGINS["nll"])
+    return Loss(base, value, low, high, (interval.mean, interval.low, interval.high), verdict)
+
+
+def percent(nats: float) -> float:
+    """A difference in nats per token, as % of perplexity."""
+    return 100 * math.expm1(min(nats, _MAX_NATS))
+
+
+def _answer_loss(row: Row, base: Row) -> Loss | None:
+    shared = shared_outcomes(base, row)
+    if shared is None:
+        return None
+    low, high = paired_shares(*shared)
+    change = (shared[1].count("1") - shared[0].count("1")) / len(shared[0])
+    verdict = judge_interval(low, high, MARGINS["accuracy"], more_is_better=True)
+    return Loss(base, -100 * change, -100 * high, -100 * low, None, verdict)
+
+
+def reference(question: Question, capacity: int | None) -> Row | None:
+    """What the caches of a capacity are compared with; None if there is nothing valid.
+
+    It is the best recomputed window of that capacity, if every capacity has one. Otherwise it is the best of the largest
+    capacity that has one, for all. Without any, it is dense, unless dense was read past the model's training length. Then it
+    is the best random control of that capacity.
+    """
+    recomputed = [r for r in question.references if r is not question.dense and question.figure(r) is not None]
+    sizes = {r.cell.capacity for r in recomputed}
+    if recomputed and set(question.capacities) <= sizes:
+        return _best(question, [r for r in recomputed if r.cell.capacity == capacity])
+    if recomputed:
+        largest = max(size or 0 for size in sizes)
+        return _best(question, [r for r in recomputed if (r.cell.capacity or 0) == largest])
+    if question.dense is not None and not _has_trend(question, question.dense):
+        return question.dense
+    controls = [r for r in question.at(capacity) if r.cell.policy == CONTROL and question.figure(r) is not None]
+    return _best(question, controls) if controls else None
+
+
+def _best(question: Question, rows: Sequence[Row]) -> Row:
+    return min(rows, key=lambda r: question.figure(r) or 0.0)
+
+
+def _has_trend(question: Question, dense: Row) -> bool:
+    if question.measure == "answers":
+        return dense.answers is None
+    return dense.perplexity is None or dense.nll is None or past_training(dense.perplexity)
+
+
+def ranks(question: Question, rows: Sequence[Row]) -> list[tuple[int, int] | None]:
+    """(best, worst) possible rank of each row among those that have a figure; None if it is comparable with no other.
+
+    Args:
+        question: that they answer.
+        rows: caches of one capacity.
+    """
+    rivals = [i for i, row in enumerate(rows) if question.figure(row) is not None]
+    if question.measure == "perplexity":
+        pairs = nll_pairs([rows[i].perplexity for i in rivals])
+    else:
+        pairs = dict(answer_pairs([rows[i] for i in rivals]))
+    result: list[tuple[int, int] | None] = [None] * len(rows)
+    for i, rank in zip(rivals, rank_intervals(len(rivals), pairs), strict=True):
+        result[i] = rank
+    return result

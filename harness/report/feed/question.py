@@ -1,0 +1,160 @@
+"""Questions: one suite's model on one machine, with one text or task and one time of evicting.
+
+Rows of a question can be compared with each other. No question has two texts or two tasks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from kvbench.harness.records import Record
+from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics, StepMetrics
+from kvbench.harness.report.common_tokens import Common, common_tokens, on_common
+from kvbench.harness.report.groups import groups
+from kvbench.harness.report.machines import by_machine
+from kvbench.harness.report.recomputed import CACHELESS
+from kvbench.harness.report.rows import Row, rows
+from kvbench.harness.report.sections import section_key
+from kvbench.harness.report.task import task_of
+
+Measure = Literal["perplexity", "answers"]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a table of policies answers.
+
+    Attributes:
+        measure: what policies are judged by.
+        records: that measure it, references included.
+        rows: one per policy and capacity, references included, with the answers and step times of the same suite.
+        evicts: when its policies evict, in words.
+        machine: the device, and its set-up where several were timed.
+    """
+
+    measure: Measure
+    records: Sequence[Record]
+    rows: Sequence[Row]
+    evicts: str
+    machine: str
+
+    @property
+    def first(self) -> Record:
+        """A record that stands for what all of them share."""
+        return next((r for r in self.records if r.status == "ok"), self.records[0])
+
+    @cached_property
+    def caches(self) -> list[Row]:
+        """Rows of policies that keep a cache and evict from it."""
+        return [row for row in self.rows if not is_reference(row.records[0])]
+
+    @cached_property
+    def references(self) -> list[Row]:
+        """Rows of dense, and of policies that recompute their window."""
+        return [row for row in self.rows if is_reference(row.records[0])]
+
+    @cached_property
+    def dense(self) -> Row | None:
+        """The row of the cache that keeps everything."""
+        return next((row for row in self.references if row.cell.policy == "dense"), None)
+
+    @property
+    def capacities(self) -> list[int | None]:
+        """Of its caches, the smallest first; None where the prompt decides."""
+        return sorted({row.cell.capacity for row in self.caches}, key=lambda c: (c is None, c or 0))
+
+    def at(self, capacity: int | None) -> list[Row]:
+        """The caches of a capacity."""
+        return [row for row in self.caches if row.cell.capacity == capacity]
+
+    def figure(self, row: Row) -> float | None:
+        """What a row is judged by, less is better: nats per token, or the share of wrong answers."""
+        if self.measure == "perplexity":
+            return self._common_nll(row)
+        return None if row.answers is None else 1 - row.answers[0] / row.answers[1]
+
+    @cached_property
+    def common(self) -> Common:
+        """The tokens that every row scored."""
+        return common_tokens([r for r in self.records if r.measured(NllMetrics)])
+
+    def _common_nll(self, row: Row) -> float | None:
+        """Over the tokens that every row scored."""
+        if row.perplexity is None or row.nll is None:
+            return None
+        common = on_common(row.perplexity, self.common)
+        metrics = None if common is None else common.measured(NllMetrics)
+        return None if metrics is None else metrics.nll
+
+
+def is_reference(record: Record) -> bool:
+    """Whether the policy evicts nothing, or keeps no cache: the others are compared with it."""
+    return record.cell.policy == "dense" or record.cell.policy in CACHELESS or record.facts.method == "windows run afresh"
+
+
+def questions(records: Iterable[Record]) -> list[Question]:
+    """The questions that records answer, in the order of suites and models."""
+    return [
+        question
+        for group in groups(records)
+        for machine, part in by_machine(group)
+        for question in [*_texts(part, machine), *_tasks(part, machine)]
+    ]
+
+
+def _texts(part: Sequence[Record], machine: str) -> Iterator[Question]:
+    """A question for each text and time of evicting."""
+    scored = [r for r in part if r.measures(NllMetrics)]
+    beside = [*poolable([r for r in part if _answers(r)]), *(r for r in part if r.measures(StepMetrics))]
+    for text in _by_text(scored):
+        yield from _by_eviction("perplexity", text, beside, machine)
+
+
+def _tasks(part: Sequence[Record], machine: str) -> Iterator[Question]:
+    """A question for each task whose answers are right or wrong, and each time of evicting."""
+    tasks: dict[tuple[str, str], list[Record]] = {}
+    for record in part:
+        if _answers(record):
+            tasks.setdefault((section_key(record), record.data.source), []).append(record)
+    for task in tasks.values():
+        yield from _by_eviction("answers", task, [r for r in part if r.measures(StepMetrics)], machine)
+
+
+def _by_text(scored: Sequence[Record]) -> list[list[Record]]:
+    """Records of each text. A failed record, which may not know its text, goes to the first of the same task."""
+    texts: dict[tuple[str, str], list[Record]] = {}
+    for record in sorted(scored, key=lambda r: r.status != "ok"):
+        task, ids = repr(record.cell.options), record.data.ids_sha256
+        known = next((key for key in texts if key[0] == task), None)
+        key = known if record.status != "ok" and known else (task, ids)
+        texts.setdefault(key, []).append(record)
+    return list(texts.values())
+
+
+def _by_eviction(measure: Measure, subject: list[Record], beside: list[Record], machine: str) -> Iterator[Question]:
+    """A question for each time of evicting at which a cache was measured. References evict nothing, so they are in all."""
+    times = sorted({r.cell.evicts for r in subject if not is_reference(r) and r.status == "ok"})
+    names = {id(r) for r in subject}
+    for evicts in times:
+        together = [r for r in [*subject, *beside] if is_reference(r) or r.cell.evicts == evicts]
+        found = [row for row in rows(together) if any(id(r) in names for r in row.records)]
+        shown = [r for r in together if id(r) in names]
+        yield Question(measure, shown, found, evicts, machine or subject[0].facts.device)
+
+
+def _answers(record: Record) -> bool:
+    metrics = record.measured(QuestionMetrics)
+    return metrics is not None and metrics.right is not None
+
+
+def poolable(records: Sequence[Record]) -> list[Record]:
+    """Leave out tasks whose right answers must not be added up, such as query-aware and query-blind ones."""
+    variants: dict[str, set[str]] = {}
+    for record in records:
+        options = record.cell.options
+        key = repr([options.get(name) for name in task_of(record).never_pooled_over])
+        variants.setdefault(record.cell.task.name, set()).add(key)
+    return [r for r in records if len(variants[r.cell.task.name]) == 1]

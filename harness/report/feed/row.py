@@ -1,0 +1,175 @@
+"""One row of the feed: a policy at one capacity, with everything that was measured of it for a question."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvbench.harness.core.intervals import median_interval, wilson
+from kvbench.harness.core.visible import visible
+from kvbench.harness.records import Record
+from kvbench.harness.records.metrics import QuestionMetrics
+from kvbench.harness.report import recomputed, sections
+from kvbench.harness.report.faults import faults
+from kvbench.harness.report.feed.labels import task
+from kvbench.harness.report.feed.loss import CONTROL, Loss, loss
+from kvbench.harness.report.feed.question import Question, is_reference
+from kvbench.harness.report.origin import origin
+from kvbench.harness.report.rows import Row
+from kvbench.harness.report.speed import round_ratios
+
+_NEEDS_BOOKS = ("pg19",)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A row of a question, placed among the others.
+
+    Attributes:
+        row: its records.
+        name: the shortest name that tells it from the others of its capacity.
+        rank: best and worst possible rank among the caches of its capacity; None if unknown.
+        loss: to the question's reference; None if it can't be paired with it.
+    """
+
+    row: Row
+    name: str
+    rank: tuple[int, int] | None
+    loss: Loss | None
+
+
+def figure(value: float | None) -> float | None:
+    """A number with six digits; None if there is none, or it is not finite."""
+    return float(f"{value:.6g}") if value is not None and math.isfinite(value) else None
+
+
+def row_id(row: Row) -> str:
+    """Identifies a row within its question: the first cell's id, shortened."""
+    return row.records[0].cell_id[:8]
+
+
+def row_json(question: Question, placed: Placed, names: dict[str, str], provenance: Provenance) -> dict[str, Any]:
+    """The row as the feed has it.
+
+    Args:
+        question: that it answers.
+        placed: the row.
+        names: of all rows of the question, by id.
+        provenance: collects the facts that many rows share.
+    """
+    row, cell = placed.row, placed.row.cell
+    whose = origin(cell.policy)
+    dense_loss = None if placed.loss and placed.loss.to is question.dense else loss(question, row, question.dense)
+    return {
+        "id": row_id(row), "policy": visible(cell.policy), "name": placed.name,
+        "kind": "reference" if is_reference(row.records[0]) else "control" if cell.policy == CONTROL else "cache",
+        "capacity": cell.capacity, "rank": None if placed.rank is None else list(placed.rank),
+        "loss": None if placed.loss is None else loss_json(row, placed.loss, names),
+        "loss_to_dense": None if dense_loss is None else loss_json(row, dense_loss, names),
+        "perplexity": figure(_perplexity(question, row)), "answers": _answers(row),
+        "kv_bytes": row.kv_bytes, "kv_share": _share(row.kv_bytes, dense_bytes(question)[0]),
+        "ms": figure(row.step_ms), "times_dense": _times_dense(question, row),
+        "code": visible(whose.code), "paper": whose.paper, "arxiv": whose.arxiv, "status": _status(question, row),
+        "parameters": {visible(k): v for k, v in cell.settings.items()}, "positions": visible(cell.positions),
+        "evict": visible(cell.evicts), "seed": cell.seed,
+        "cells": [_cell(record, provenance) for record in row.records],
+    }  # fmt: skip
+
+
+def loss_json(row: Row, lost: Loss, names: dict[str, str]) -> dict[str, Any]:
+    """A loss: in % of perplexity or in percentage points, and in nats per token."""
+    nats = None if lost.nats is None else [figure(x) for x in lost.nats]
+    capacity = lost.to.cell.capacity
+    elsewhere = "" if capacity in (None, row.cell.capacity) else f" at {capacity:,}"
+    return {
+        "to": row_id(lost.to), "to_name": f"{names[row_id(lost.to)]}{elsewhere}", "value": figure(lost.value),
+        "low": figure(lost.low), "high": figure(lost.high), "nats": nats, "verdict": lost.verdict,
+    }  # fmt: skip
+
+
+def dense_bytes(question: Question) -> tuple[int | None, bool]:
+    """Bytes of K and V that dense holds at the end of the text, and whether that was measured.
+
+    Without a measurement they follow from the shapes of the model's layers.
+    """
+    measured = None if question.dense is None else question.dense.kv_bytes
+    if measured:
+        return measured, True
+    record = question.first
+    whole = record.cell.model_copy(update={"policy": "dense", "capacity": None, "evict": "step"})
+    facts = record.facts.model_copy(update={"method": None, "budgets": None})
+    return recomputed.kv_bytes(replace(record, cell=whole, facts=facts)), False
+
+
+def _share(part: int | None, whole: int | None) -> float | None:
+    return figure(part / whole) if part and whole else None
+
+
+def _perplexity(question: Question, row: Row) -> float | None:
+    """Over the tokens that every row of the question scored."""
+    nll = question.figure(row) if question.measure == "perplexity" else None
+    return None if nll is None else math.exp(min(nll, 700))
+
+
+def _answers(row: Row) -> list[dict[str, Any]]:
+    """Right answers by task, with the 95 % interval of their share."""
+    tasks: dict[str, list[QuestionMetrics]] = {}
+    for record in row.records:
+        metrics = record.measured(QuestionMetrics)
+        if metrics is not None and metrics.right is not None:
+            tasks.setdefault(task(record), []).append(metrics)
+    result = []
+    for name, answered in tasks.items():
+        right, asked = sum(m.right or 0 for m in answered), sum(m.questions for m in answered)
+        low, high = wilson(right, asked)
+        share, low, high = (round(x, 6) for x in (right / asked, low, high))
+        result.append({"task": name, "right": right, "questions": asked, "share": share, "low": low, "high": high})
+    return result
+
+
+def _times_dense(question: Question, row: Row) -> list[float | None] | None:
+    """Step time over dense's, round by round: [median, low, high]; None unless both were timed in the same rounds."""
+    dense = None if question.dense is None else question.dense.latency
+    ratios = None if dense is None or row.latency is None else round_ratios(row.latency, dense)
+    return None if not ratios else [figure(x) for x in (statistics.median(ratios), *median_interval(ratios))]
+
+
+def _status(question: Question, row: Row) -> str:
+    return visible("; ".join(faults(row, question.rows))) or "ok"
+
+
+def _cell(record: Record, provenance: Provenance) -> dict[str, Any]:
+    """A measured cell: its main figure, and the command that measures it again."""
+    books = " --data BOOKS" if record.cell.options.get("data") in _NEEDS_BOOKS else ""
+    local = "" if "/" in record.cell.model.id or ":" in record.cell.model.id else " --model FOLDER"
+    return {
+        "cell": record.cell_id, "task": visible(record.cell.task.name), "figure": visible(sections.headline(record)),
+        "status": "ok" if record.status == "ok" else visible(record.error.kind if record.error else "failed"),
+        "measured": record.finished[:10], "command": f"bench run {record.cell_id[:8]} --fresh{books}{local}",
+        "provenance": provenance.index(record),
+    }  # fmt: skip
+
+
+class Provenance:
+    """Facts on how cells were measured. Many cells share them, so the feed has each set of facts once."""
+
+    def __init__(self) -> None:
+        self.distinct: list[dict[str, Any]] = []
+        self._places: dict[str, int] = {}
+
+    def index(self, record: Record) -> int:
+        """Where the facts of a record are."""
+        facts, data = record.facts, record.data
+        entry: dict[str, Any] = {
+            "device": facts.device, "instructions": facts.instructions, "threads": facts.threads, "platform": facts.platform,
+            "versions": dict(facts.versions), "data": data.source, "text_sha256": data.text_sha256[:12],
+            "ids_sha256": data.ids_sha256[:12], "weights_sha256": facts.weights_sha256[:12],
+            "data_seed": record.cell.options.get("data_seed"), "method": facts.method,
+        }  # fmt: skip
+        key = repr(entry)
+        if key not in self._places:
+            self._places[key] = len(self.distinct)
+            self.distinct.append(entry)
+        return self._places[key]

@@ -1,0 +1,101 @@
+"""The answer to a question at one budget, in a sentence. Every figure comes from the rows of the feed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+_MAX_NAMES = 3
+
+
+def sentence(budget: dict[str, Any], heading: str, measure: str) -> str:
+    """Which policy does best at a budget, what it loses and what it saves.
+
+    Args:
+        budget: of the feed, with its rows in their order.
+        heading: model and text.
+        measure: "perplexity" or "answers".
+    """
+    rows = [row for row in budget["rows"] if _value(row, measure) is not None]
+    size = f"{budget['capacity']:,} tokens" if budget["capacity"] is not None else "a budget that the prompt decides"
+    where = f"At {size}, {heading}:"
+    if not rows:
+        return f"{where} nothing was measured."
+    best = rows[0]
+    return f"{where} {_leaders(rows, measure)} {_price(best, measure)}"
+
+
+def _value(row: dict[str, Any], measure: str) -> float | None:
+    value: float | None = row["perplexity"] if measure == "perplexity" else row["answers"][0]["share"] if row["answers"] else None
+    return value
+
+
+def _leaders(rows: Sequence[dict[str, Any]], measure: str) -> str:
+    """Who may be best."""
+    best, figure = rows[0], "perplexity" if measure == "perplexity" else "right answers"
+    if len(rows) == 1:
+        return f"{best['name']} is the only policy measured."
+    if best["rank"] is None:
+        return f"{best['name']} has the best {figure}, but the text is too short to tell it from the others."
+    rivals = [row["name"] for row in rows[1:] if row["rank"] is None or row["rank"][0] == 1]
+    if not rivals:
+        return f"{best['name']} is surely the best of {len(rows)}."
+    some = ", ".join(rivals[:_MAX_NAMES]) if len(rivals) <= _MAX_NAMES else f"{len(rivals)} others"
+    return f"{best['name']} has the best {figure} of {len(rows)}, but is not surely better than {some}."
+
+
+def _price(row: dict[str, Any], measure: str) -> str:
+    """What the row loses, holds and takes."""
+    lost = [*_lost(row["loss"], measure), *_lost(row["loss_to_dense"], measure)]
+    parts = [*_answered(row, measure), *lost, *_held(row["kv_share"]), *_taken(row)]
+    if not parts:
+        return ""
+    joined = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+    return f"It {joined}."
+
+
+def _answered(row: dict[str, Any], measure: str) -> list[str]:
+    """The figure itself, where it says more than a difference: for answers, or without a reference."""
+    if measure == "answers":
+        task = row["answers"][0]
+        return [f"answers {100 * task['share']:.0f} % [{100 * task['low']:.0f}, {100 * task['high']:.0f}] right"]
+    return [f"has perplexity {row['perplexity']:.4g}"] if row["loss"] is None else []
+
+
+def _lost(loss: dict[str, Any] | None, measure: str) -> list[str]:
+    """What the row loses to a reference, unless their difference may be chance."""
+    if loss is None:
+        return []
+    value, low, high = loss["value"], loss["low"], loss["high"]
+    unit = " % of perplexity" if measure == "perplexity" else " points of right answers"
+    if low is None or high is None:
+        return [f"can't be told from {loss['to_name']} ({signed(value)}{unit}, too short for an interval)"]
+    if low <= 0 <= high:
+        return [f"does not surely differ from {loss['to_name']} ({signed(value)}{unit} [{signed(low)}, {signed(high)}])"]
+    near, far = sorted((abs(low), abs(high)))
+    verb = "loses" if value > 0 else "gains"
+    return [f"{verb} {_short(abs(value))}{unit} [{_short(near)}, {_short(far)}] {'to' if value > 0 else 'on'} {loss['to_name']}"]
+
+
+def _short(value: float) -> str:
+    """Two digits, or all of those before the point."""
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def signed(value: float) -> str:
+    """The same, with its sign."""
+    return f"{'+' if value > 0 else '−' if value < 0 else ''}{_short(abs(value))}"
+
+
+def _held(share: float | None) -> list[str]:
+    if share is None:
+        return []
+    return [f"holds 1/{1 / share:,.0f} of dense's bytes" if share < 1 / 1.95 else f"holds {100 * share:.0f} % of dense's bytes"]
+
+
+def _taken(row: dict[str, Any]) -> list[str]:
+    if row["times_dense"] is None:
+        return []
+    median, low, high = row["times_dense"]
+    interval = "" if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
+    return [f"takes {median:.2f}{interval} of its time a token"]

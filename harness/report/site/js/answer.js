@@ -1,0 +1,174 @@
+// The first view: one question at one budget, its answer in a sentence, a chart, and a row a policy.
+import { budgetName, byId, bytes, el, feed, number, rowName, share, short, signed, swatch } from "./dom.js";
+import { address, chosenBudget, chosenQuestion, go, read, UNITS } from "./state.js";
+import { drawChart } from "./chart.js";
+import { details } from "./details.js";
+import { answerMetrics, nllMetric } from "./pairs.js";
+
+const weight = (question) => Math.max(...question.budgets.map(({ rows }) => rows.length)) + (question.measure === "perplexity" ? 1000 : 0);
+const sorted = [...feed.questions].sort((x, y) => weight(y) - weight(x));
+const modelOf = (question) => `${question.model}, ${question.dtype}`;
+const several = (name) => new Set(feed.questions.map((question) => question[name])).size > 1;
+
+export function questionName(question) {
+  const policies = Math.max(...question.budgets.map(({ rows }) => rows.length));
+  const extra = [several("evict") && question.evict !== "at every step" ? `evicting ${question.evict}` : "", machines(question) ? `on ${question.machine}` : ""];
+  return `${question.subject} · ${question.suite}, ${policies} ${policies === 1 ? "policy" : "policies"}${extra.filter(Boolean).map((part) => `, ${part}`).join("")}`;
+}
+
+const machines = (question) => new Set(feed.questions.filter((q) => q.suite === question.suite && q.model === question.model).map((q) => q.machine)).size > 1;
+
+export function setUpAnswer() {
+  const model = byId("model"), question = byId("question"), unit = byId("unit");
+  model.append(...[...new Set([...feed.questions].map(modelOf))].sort().map((name) => new Option(name, name)));
+  unit.append(...Object.entries(UNITS).map(([name, { label }]) => new Option(label, name)));
+  model.addEventListener("change", () => go({ q: sameSubject(model.value), open: "" }));
+  question.addEventListener("change", () => go({ q: question.value, open: "" }));
+  unit.addEventListener("change", () => go({ unit: unit.value === "tokens" ? "" : unit.value, budget: startOf(unit.value) }));
+  byId("most").addEventListener("change", (event) => go({ budget: event.target.value }));
+  byId("control").addEventListener("change", (event) => go({ random: event.target.checked ? "1" : "" }));
+  for (const name of ["x", "y"]) byId(`cost-${name}`).addEventListener("change", (event) => go({ [name]: event.target.value }));
+  byId("ask").addEventListener("submit", (event) => event.preventDefault());
+}
+
+// The question of another model that is most like the one shown.
+function sameSubject(model) {
+  const now = chosenQuestion(read()), those = sorted.filter((question) => modelOf(question) === model);
+  const like = (question) => (question.subject === now?.subject) * 2 + (question.suite === now?.suite);
+  return those.reduce((best, question) => (like(question) > like(best) ? question : best)).id;
+}
+
+// What a unit starts with: half of dense's bytes, or the budget shown.
+function startOf(unit) {
+  if (unit === "share") return "50";
+  const { budget } = chosenBudget(chosenQuestion(read()), read());
+  return budget ? String(number(UNITS[unit].of(budget), 6)).replaceAll(",", "") : "";
+}
+
+export function showAnswer() {
+  const state = read(), question = chosenQuestion(state);
+  byId("answer-view").classList.toggle("empty", !question);
+  if (!question) {
+    byId("sentence").textContent = "No record has a perplexity or right answers yet. All cells are in the third view.";
+    return;
+  }
+  const { budget, fits } = chosenBudget(question, state);
+  fillControls(question, budget, state);
+  byId("sentence").textContent = budget.answer;
+  byId("fit").textContent = fitting(question, budget, state, fits);
+  byId("half").textContent = halved(question, budget);
+  showCost(question, budget, state);
+  showChart(question, budget, state);
+  showTable(question, budget, state);
+}
+
+function fillControls(question, budget, state) {
+  byId("model").value = modelOf(question);
+  const those = sorted.filter((other) => modelOf(other) === modelOf(question));
+  byId("question").replaceChildren(...those.map((other) => new Option(questionName(other), other.id, false, other === question)));
+  byId("unit").value = state.unit in UNITS ? state.unit : "tokens";
+  byId("budgets").replaceChildren(...question.budgets.map((other) => el("button", {
+    type: "button", "aria-pressed": String(other === budget), textContent: budgetLabel(other, byId("unit").value),
+    title: `${budgetName(other.capacity)}, ${bytes(other.kv_bytes)}`, onclick: () => go({ budget: UNITS[byId("unit").value].of(other) }),
+  })));
+  byId("most").parentElement.hidden = byId("unit").value === "tokens";
+  byId("most").value = state.budget ?? "";
+}
+
+function budgetLabel(budget, unit) {
+  const value = UNITS[unit].of(budget);
+  return value === null ? "–" : number(value, unit === "tokens" ? 9 : 2);
+}
+
+function fitting(question, budget, state, fits) {
+  const unit = byId("unit").value;
+  if (unit === "tokens" || !(Number(state.budget) > 0)) return "";
+  if (UNITS[unit].of(budget) === null) return "The bytes of these caches are not known as that.";
+  const limit = unit === "share" ? `${number(Number(state.budget), 4)} % of dense's bytes${question.dense_bytes ? ` (${bytes((question.dense_bytes * Number(state.budget)) / 100)})` : ""}` : `${number(Number(state.budget), 6)} KiB`;
+  const holds = `${budgetName(budget.capacity)} in ${bytes(budget.kv_bytes)}${budget.kv_share === null ? "" : `, ${share(budget.kv_share)} of dense`}`;
+  return fits ? `Within ${limit}, the largest cache measured here keeps ${holds}.` : `No cache measured here is within ${limit}; the smallest keeps ${holds}.`;
+}
+
+function halved(question, budget) {
+  if (budget.capacity === null) return "";
+  const half = question.budgets.filter((other) => other.capacity !== null && other.capacity <= budget.capacity / 2).at(-1);
+  return half ? `With half of that? ${half.answer.replace(`, ${question.model}, ${question.subject}:`, ":")}` : "";
+}
+
+function showCost(question, budget, state) {
+  const rows = [...budget.rows, ...question.references];
+  const best = rows[0], other = budget.rows.find((row) => row.policy !== best.policy && row.kind === "cache") ?? rows[1] ?? best;
+  const x = rows.find((row) => row.id === state.x) ?? other, y = rows.find((row) => row.id === state.y) ?? best;
+  for (const [name, chosen] of [["x", x], ["y", y]]) {
+    byId(`cost-${name}`).replaceChildren(...rows.map((row) => new Option(row.kind === "reference" ? rowName(row) : row.name, row.id, false, row === chosen)));
+  }
+  byId("cost").textContent = x === y ? "Choose two policies." : cost({ question, row: y }, { question, row: x });
+  byId("cost-more").href = address({ tab: "compare", a: `${question.id}~${y.id}`, b: `${question.id}~${x.id}` });
+}
+
+// In words, what the second loses to the first.
+export function cost(a, b) {
+  const nll = a.question.measure === "perplexity" ? nllMetric(a, b) : null;
+  const metric = nll ?? answerMetrics(a, b).find(({ metric: task }) => b.row.answers.some((answers) => task.startsWith(answers.task)));
+  if (!metric || metric.change === null) return `That can't be told: ${metric?.why || "nothing was measured of both"}.`;
+  const unit = nll ? " % of perplexity" : " points of right answers", scale = nll ? 1 : -100;
+  const [value, low, high] = [metric.change, metric.low, metric.high].map((part) => (part === null ? null : scale * part)), ends = [low, high].sort((p, q) => p - q);
+  if (low === null) return `${signed(value)}${unit}, but ${metric.why || "there is no interval"}.`;
+  if (ends[0] <= 0 && ends[1] >= 0) return `They don't surely differ: ${signed(value)}${unit} [${ends.map(signed).join(", ")}].`;
+  const sizes = ends.map(Math.abs).sort((p, q) => p - q);
+  return `${value > 0 ? "It loses" : "It gains"} ${short(value)}${unit} [${sizes.map(short).join(", ")}].`;
+}
+
+function showChart(question, budget, state) {
+  const place = byId("chart"), width = Math.max(300, Math.min(1200, place.clientWidth || 880));
+  const chart = drawChart(question, budget, { unit: byId("unit").value, control: state.random === "1", width });
+  const controls = question.budgets.some(({ rows }) => rows.some((row) => row.kind === "control"));
+  byId("control").checked = state.random === "1";
+  byId("control").parentElement.hidden = !controls;
+  place.replaceChildren(...(chart ? [chart.root, ...(chart.legend ? [chart.legend] : [])] : [el("p", { className: "note", textContent: "Nothing to draw: no policy was measured against another." })]));
+}
+
+// Columns of the table; only those with a figure are shown. `best` is 1 where more is better and -1 where less is.
+function columns(question, rows) {
+  const tasks = [...new Set(rows.flatMap((row) => row.answers.map(({ task }) => task)))], perplexity = question.measure === "perplexity";
+  const answersOf = (row, task) => row.answers.find((answers) => answers.task === task);
+  return [
+    { head: "Rank", text: (row) => (row.rank ? (row.rank[0] === row.rank[1] ? `${row.rank[0]}` : `${row.rank[0]}–${row.rank[1]}`) : "–") },
+    { head: "Policy" },
+    { head: perplexity ? "Perplexity lost, %" : "Points lost", value: (row) => row.loss?.value ?? null, best: -1, text: lossText },
+    { head: "Perplexity", value: (row) => row.perplexity, best: -1, text: (row) => number(row.perplexity, 4) },
+    ...tasks.map((task) => ({ head: `${task}, % right`, value: (row) => answersOf(row, task)?.share ?? null, best: 1, text: (row) => answersText(answersOf(row, task)) })),
+    { head: "K/V of dense", value: (row) => row.kv_share, text: (row) => (row.kv_bytes === 0 ? "no cache" : row.kv_share === null ? bytes(row.kv_bytes) : `${share(row.kv_share)} (${bytes(row.kv_bytes)})`) },
+    { head: "ms/token", value: (row) => row.ms, best: -1, text: (row) => number(row.ms) },
+    { head: "× dense", value: (row) => row.times_dense?.[0] ?? null, best: -1, text: (row) => (row.times_dense ? number(row.times_dense[0]) : "") },
+    { head: "Code", text: (row) => row.code },
+    { head: "Status", text: (row) => row.status, wide: true },
+  ].filter(({ value }) => !value || rows.some((row) => value(row) !== null));
+}
+
+const lossText = (row) => (!row.loss ? "" : `${signed(row.loss.value)}${row.loss.low === null ? " (too short)" : ` [${signed(row.loss.low)}, ${signed(row.loss.high)}]`}`);
+const answersText = (answers) => (answers ? `${Math.round(100 * answers.share)} [${Math.round(100 * answers.low)}, ${Math.round(100 * answers.high)}]` : "");
+
+function showTable(question, budget, state) {
+  const rows = [...budget.rows, ...question.references], shown = columns(question, rows);
+  const bests = shown.map(({ value, best }) => (best ? budget.rows.map(value).filter((x) => x !== null).reduce((x, y) => (best * y > best * x ? y : x), -best * Infinity) : null));
+  byId("policies-caption").textContent = `Policies at ${budgetName(budget.capacity)}, ${question.model}, ${question.subject}, evicting ${question.evict}, on ${question.machine}`;
+  byId("policies-head").replaceChildren(...shown.map(({ head }) => el("th", { scope: "col", role: "columnheader", textContent: head })));
+  byId("policies-body").replaceChildren(...rows.flatMap((row) => {
+    const open = state.open === row.id;
+    const line = el("tr", { role: "row", className: row.kind, id: `row-${row.id}` }, ...shown.map(({ head, text, value }, i) => (head === "Policy"
+      ? policyCell(row, open)
+      : el("td", { role: "cell", "data-label": head, className: value || head === "Rank" ? "number" : "" }, value && bests[i] !== null && row.kind !== "reference" && value(row) === bests[i] ? best(text(row)) : text(row)))));
+    return open ? [line, el("tr", { role: "row", className: "opened", id: `open-${row.id}` }, el("td", { role: "cell", colspan: shown.length }, details(question, row)))] : [line];
+  }));
+}
+
+const best = (text) => el("strong", {}, text, el("span", { className: "hidden", textContent: " (best)" }));
+
+function policyCell(row, open) {
+  const parameters = Object.entries(row.parameters).filter(([, value]) => value !== null).map(([key, value]) => `${key} ${value}`).join(", ");
+  const extra = [row.kind === "reference" ? "reference" : "", row.kind === "reference" && row.capacity !== null ? budgetName(row.capacity) : "", parameters].filter(Boolean).join(", ");
+  return el("th", { scope: "row", role: "rowheader", className: "policy" },
+    el("button", { type: "button", "aria-expanded": String(open), "aria-controls": open ? `open-${row.id}` : null, onclick: () => { go({ open: open ? "" : row.id }); byId(`row-${row.id}`)?.querySelector("button").focus(); } },
+      swatch(row.policy), el("span", {}, row.policy, extra ? el("small", { textContent: extra }) : null)));
+}

@@ -1,0 +1,190 @@
+"""The feed: one question has one text, its sentences say what its rows say, and it is what its schema says."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import jsonschema
+import pytest
+from factories import cell_record, changed, edit, record
+
+from kvbench.harness.report import feed as feeds
+from kvbench.harness.report.answer import answer
+from kvbench.harness.report.charts.lost import over_budgets
+from kvbench.harness.report.feed.question import questions
+from kvbench.harness.report.marks import _PLACES, VARIANTS, mark
+from kvbench.harness.report.origin import origin
+
+SCHEMA = json.loads((Path(feeds.__file__).parent / "schema.json").read_text(encoding="utf-8"))
+PAGES = {"light": "#ffffff", "dark": "#0d1117"}
+
+
+def noisy(policy, capacity, nll, seed=0, **changes):
+    """A record whose blocks have noise of their own, so that paired differences have an interval."""
+    made = record(policy, capacity, nll, **changes)
+    blocks = made.metrics.as_json()["blocks"]
+    shifted = [x + ((i * 7919 + seed * 104729) % 97 - 48) / 200 for i, x in enumerate(blocks["nll_sum"])]
+    return edit(made, metrics={"blocks": blocks | {"nll_sum": shifted}})
+
+
+def of_budgets():
+    """Two policies and a control at two budgets, recompute at the larger, dense past its training length."""
+    dense = edit(noisy("dense", None, 1.7, facts={"training_length": 64}), metrics={"kv_bytes": 65536})
+    rows = [dense, edit(noisy("recompute_window", 16, 1.9, 1), metrics={"kv_bytes": 0})]
+    for capacity in (8, 16):
+        caches = (("window", 2.2, 2), ("h2o", 2.25, 3), ("random", 4.0, 4))
+        made = [noisy(policy, capacity, nll - capacity / 100, seed) for policy, nll, seed in caches]
+        rows += [edit(r, metrics={"kv_bytes": 80 * (capacity + 1)}) for r in made]
+    return rows
+
+
+def answered(policy, outcomes, capacity=64, **changes):
+    right = outcomes.count("1")
+    figures = {"right": right, "questions": len(outcomes), "accuracy": right / len(outcomes), "outcomes": outcomes}
+    task = {"name": "streameval", "distance": 4, "lines": 60}
+    return cell_record(figures, task=task, policy=policy, capacity=capacity, **changes)
+
+
+def everything():
+    failed = record("broken", 8, status="failed", error={"kind": "out of memory", "message": ""}, metrics={})
+    other = cell_record({"x": 1}, suite="other", model="another", task={"name": "unheard_of"})
+    tasks = [answered("dense", "1" * 40, None), answered("h2o", "10" * 20), answered("window", "1000" * 10)]
+    return [*of_budgets(), failed, other, *(changed(r, cell={"suite": "asks"}) for r in tasks)]
+
+
+def test_the_feed_is_what_its_schema_says():
+    made = feeds.feed(everything())
+    jsonschema.validate(made, SCHEMA)
+    assert json.loads(feeds.text(made)) == made
+    jsonschema.validate(feeds.feed([]), SCHEMA)
+
+
+def test_the_published_feed_is_what_its_schema_says(board):
+    jsonschema.validate(json.loads((board / "feed.json").read_text(encoding="utf-8")), SCHEMA)
+
+
+def test_a_question_never_has_two_texts_or_times_of_evicting():
+    records = of_budgets()
+    records += [changed(r, data={"ids_sha256": "another text"}, cell={"seed": 7}) for r in of_budgets()]
+    records += [changed(r, cell={"evict": "prompt"}) for r in of_budgets() if r.cell.policy == "h2o"]
+    asked = questions(records)
+    assert len(asked) == 3
+    for question in asked:
+        assert len({r.data.ids_sha256 for r in question.records}) == 1
+        assert len({row.cell.evicts for row in question.caches}) == 1
+    made = feeds.of_questions(asked)
+    assert len({q["id"] for q in made["questions"]}) == 3
+    for question in made["questions"]:
+        rows = [row["id"] for budget in question["budgets"] for row in budget["rows"]]
+        assert len(rows) == len(set(rows))
+
+
+def test_losses_are_to_recompute_and_never_to_a_dense_with_a_trend():
+    (question,) = feeds.feed(of_budgets())["questions"]
+    assert [budget["capacity"] for budget in question["budgets"]] == [8, 16]
+    for budget in question["budgets"]:
+        for row in budget["rows"]:
+            assert row["loss"]["to_name"] == ("recompute_window at 16" if budget["capacity"] == 8 else "recompute_window")
+            assert row["loss_to_dense"] is None
+            assert row["loss"]["low"] < row["loss"]["value"] < row["loss"]["high"]
+    assert [row["rank"] for row in question["references"]] == [None, None]
+    assert question["dense_measured"]
+
+
+def test_without_a_reference_the_control_is_the_yardstick():
+    (question,) = feeds.feed([r for r in of_budgets() if r.cell.policy in ("window", "random")])["questions"]
+    losses = {row["policy"]: row["loss"] for row in question["budgets"][0]["rows"]}
+    assert losses["random"] is None
+    assert losses["window"]["to_name"] == "random"
+    assert losses["window"]["verdict"] == "better"
+
+
+def test_the_question_shown_first_has_the_most_losses_to_a_reference():
+    many = [noisy(f"p{i}", 8, 2.0, i) for i in range(9)]
+    alone = [changed(r, cell={"suite": "alone"}) for r in [*many, noisy("random", 8, 4.0)]]
+    made = feeds.feed([*alone, *of_budgets()])
+    assert made["default"].startswith("s-m-")
+    assert feeds.feed([])["default"] is None
+
+
+@pytest.mark.parametrize("made", [of_budgets(), everything()])
+def test_every_figure_of_a_sentence_is_in_its_row(made):
+    for question in feeds.feed(made)["questions"]:
+        for budget in question["budgets"]:
+            best = budget["rows"][0]
+            shown = json.dumps([best["loss"], best["loss_to_dense"], best["answers"], best["kv_share"], best["times_dense"]])
+            stated = {f"{float(x):.2g}" for x in re.findall(r"-?\d+\.?\d*(?:e-?\d+)?", shown)}
+            said = budget["answer"].split(" has the best ")[-1].split("]")[0].replace("−", "-").replace("+", "")
+            for number in re.findall(r"(?<![\w.])-?\d+\.\d+", said.split(question["subject"])[-1]):
+                assert f"{float(number):.2g}" in stated, budget["answer"]
+
+
+def test_a_sentence_says_that_a_difference_may_be_chance():
+    records = [noisy("window", 8, 2.0, 1), noisy("h2o", 8, 2.0, 2), noisy("recompute_window", 8, 2.0, 3)]
+    (question,) = feeds.feed(records)["questions"]
+    said = question["budgets"][0]["answer"]
+    assert "is not surely better than" in said
+    assert "does not surely differ from recompute_window (" in said
+    sure = feeds.feed([noisy("window", 8, 2.5, 1), *records[1:]])["questions"][0]["budgets"][0]
+    assert "is surely the best of 2" in sure["answer"]
+    assert [row["rank"] for row in sure["rows"]] == [[1, 1], [2, 2]]
+
+
+def test_a_task_without_a_text_is_judged_by_its_right_answers():
+    made = feeds.feed([r for r in everything() if r.cell.suite == "asks"])
+    (question,) = made["questions"]
+    assert question["measure"] == "answers"
+    first, second = question["budgets"][0]["rows"]
+    assert (first["policy"], first["loss"]["value"], first["loss"]["to_name"]) == ("h2o", 50, "dense")
+    assert second["answers"][0]["share"] == 0.25
+    assert "answers 50 % [35, 65] right" in question["budgets"][0]["answer"]
+
+
+def test_suites_without_quality_have_no_question():
+    assert feeds.feed([cell_record({"x": 1}, task={"name": "unheard_of"})])["questions"] == []
+
+
+def test_the_markdown_page_begins_with_the_same_answer():
+    made = feeds.feed(of_budgets())
+    text = "\n".join(part for part in answer(made) if isinstance(part, str))
+    question = made["questions"][0]
+    assert all(budget["answer"].split(": ")[1][:20] in text.replace("\\", "") for budget in question["budgets"])
+    assert "| policy |" in text
+    chart = over_budgets(question, "answer")
+    assert "random" not in json.dumps(chart.spec), "it would flatten the others"
+    assert "<svg" in chart.svg("light")
+
+
+def test_marks_differ_without_colour_and_stay_the_same():
+    marks = [mark(policy) for policy in _PLACES]
+    assert len({(m.shape, m.dash) for m in marks}) == len(marks)
+    assert mark("mine.py:Mine") == mark("mine.py:Mine")
+    for policy in _PLACES:
+        assert len({(m.shape, m.dash) for m in (mark(policy, n) for n in range(VARIANTS))}) == VARIANTS
+
+
+@pytest.mark.parametrize("theme", PAGES)
+def test_every_colour_is_legible(theme):
+    for policy in [*_PLACES, "mine"]:
+        assert contrast(getattr(mark(policy), theme), PAGES[theme]) >= 4.5, policy
+
+
+def contrast(one, two):
+    """Source: WCAG 2.2, contrast ratio."""
+
+    def luminance(colour):
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        red, green, blue = (x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    light, dark = sorted((luminance(one), luminance(two)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_a_policy_says_whose_code_it_is_and_which_paper_it_follows():
+    assert origin("h2o").arxiv == "2306.14048"
+    assert origin("h2o").code == "KV Bench"
+    assert origin("some/folder/mine.py:Mine").code == "mine.py"
+    assert origin("../../etc/passwd").code == "a plug-in"
