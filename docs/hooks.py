@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
 from pathlib import Path
+from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -18,6 +20,7 @@ PAGES = {  # a file of the repository: its place on the site
     "leaderboard/README.md": "leaderboard/README.md",
     "leaderboard/paper.md": "leaderboard/paper.md",
     "leaderboard/index.html": "leaderboard/page.html",  # not tracked: `bench leaderboard` makes it
+    "leaderboard/feed.json": "leaderboard/feed.json",
 }
 _PLACES = {place: file for file, place in PAGES.items()}
 _LINK = re.compile(r'(?P<before>\]\(|(?:src|srcset)=")(?P<target>[^)"\s#]+)(?P<anchor>#[^)"\s]*)?')
@@ -46,7 +49,19 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             files.append(File.generated(config, place, content=text))
         else:
             files.append(File.generated(config, place, abs_src_path=str(ROOT / file)))
+    feed = json.loads((ROOT / "leaderboard/feed.json").read_text(encoding="utf-8"))
+    files.append(File.generated(config, "leaderboard/badge.json", content=json.dumps(badge(feed))))
     return files
+
+
+def badge(feed: dict[str, Any]) -> dict[str, Any]:
+    """The README's badge, as shields.io reads it: the best policy of the feed's default question, and what it loses."""
+    question = next(q for q in feed["questions"] if q["id"] == feed["default"])
+    budget = question["budgets"][len(question["budgets"]) // 2]
+    best = budget["rows"][0]
+    unit = "%" if question["measure"] == "perplexity" else "points"
+    lost = f" loses {best['loss']['value']:.1f} {unit}" if best["loss"] else ""
+    return {"schemaVersion": 1, "label": f"at {budget['capacity']} tokens", "message": f"{best['name']}{lost}", "color": "0757b8"}
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

@@ -72,8 +72,8 @@ def test_the_pictures_are_drawn_from_the_records(name, request):
 
 
 def test_the_losses_the_readme_names_are_those_of_the_picture(draw):
-    records = [r for r in draw.RecordStore(draw.RESULTS / "budget").read_all()[0] if r.status == "ok"]
-    lost = {(p["policy"], p["capacity"]): p["loss"] for p in draw.points(records)}
+    rows = [row for budget in draw.question()["budgets"] for row in budget["rows"]]
+    lost = {(row["policy"], row["capacity"]): row["loss"]["value"] for row in rows}
     text = " ".join(README.split())
     assert f"(`window`) loses {lost['window', 64]:.0f} %" in text
     assert f"which is StreamingLLM), loses {lost['sink_window', 64]:.0f} %" in text
