@@ -33,7 +33,7 @@ _SHAPES = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross
 _DASHES: tuple[tuple[int, ...], ...] = (
     (1, 0), (6, 3), (2, 2), (8, 3, 2, 3), (12, 3), (4, 2, 1, 2), (10, 2, 2, 2, 2, 2), (3, 5),
 )  # fmt: skip
-_STRIDE = 3  # from one variant to the next
+_STRIDE = 3  # from one family or variant to the next; prime to the number of shapes and of dashes
 _PLACES = {policy: (family, place) for family, members in _MEMBERS.items() for place, policy in enumerate(members)}
 _FAMILIES = list(_COLOURS)
 VARIANTS = 4  # of one policy that differ; more begin again
@@ -69,5 +69,5 @@ def mark(policy: str, variant: int = 0) -> Mark:
     family, place = _PLACES.get(policy, unknown)
     light, dark = _COLOURS[family]
     at = place + _STRIDE * (variant % VARIANTS)
-    shape = _SHAPES[(_FAMILIES.index(family) + at) % len(_SHAPES)]
+    shape = _SHAPES[(_STRIDE * _FAMILIES.index(family) + at) % len(_SHAPES)]
     return Mark(family, light, dark, shape, _DASHES[at % len(_DASHES)])

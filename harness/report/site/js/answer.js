@@ -153,16 +153,17 @@ function showTable(question, budget, state) {
   const rows = [...budget.rows, ...question.references], shown = columns(question, rows);
   const bests = shown.map(({ value, best }) => (best ? budget.rows.map(value).filter((x) => x !== null).reduce((x, y) => (best * y > best * x ? y : x), -best * Infinity) : null));
   byId("policies-caption").textContent = `Policies at ${budgetName(budget.capacity)}, ${question.model}, ${question.subject}, evicting ${question.evict}, on ${question.machine}`;
-  byId("policies-head").replaceChildren(...shown.map(({ head }) => el("th", { scope: "col", role: "columnheader", textContent: head })));
+  byId("policies-head").replaceChildren(...shown.map(({ head, value }) => el("th", { scope: "col", role: "columnheader", className: numeric(head, value), textContent: head })));
   byId("policies-body").replaceChildren(...rows.flatMap((row) => {
     const open = state.open === row.id;
     const line = el("tr", { role: "row", className: row.kind, id: `row-${row.id}` }, ...shown.map(({ head, text, value }, i) => (head === "Policy"
       ? policyCell(row, open)
-      : el("td", { role: "cell", "data-label": head, className: value || head === "Rank" ? "number" : "" }, value && bests[i] !== null && row.kind !== "reference" && value(row) === bests[i] ? best(text(row)) : text(row)))));
+      : el("td", { role: "cell", "data-label": head, className: numeric(head, value) }, value && bests[i] !== null && row.kind !== "reference" && value(row) === bests[i] ? best(text(row)) : text(row)))));
     return open ? [line, el("tr", { role: "row", className: "opened", id: `open-${row.id}` }, el("td", { role: "cell", colspan: shown.length }, details(question, row)))] : [line];
   }));
 }
 
+const numeric = (head, value) => (value || head === "Rank" ? "number" : "");
 const best = (text) => el("strong", {}, text, el("span", { className: "hidden", textContent: " (best)" }));
 
 function policyCell(row, open) {

@@ -58,7 +58,7 @@ function overBudgets(question, points, { chosen, unit, width, title }) {
   const [low, high] = y.domain, inside = (value) => y(Math.min(Math.max(value, low), high));
   const root = svg("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, width, height: HEIGHT, role: "img" },
     vertical(y, ticks(y.domain), { left, right, title }),
-    horizontal(x, sizes, { top, bottom, title: `budget, ${unit === "tokens" ? "tokens per head" : unit === "kib" ? "KiB of K and V" : "% of dense's bytes"}` }),
+    horizontal(x, sizes, { top, bottom, text: (value) => number(value, unit === "tokens" ? 9 : 2), title: `budget, ${unit === "tokens" ? "tokens per head" : unit === "kib" ? "KiB of K and V" : "% of dense's bytes"}` }),
     chosen && UNITS[unit].of(chosen) !== null ? svg("line", { x1: x(UNITS[unit].of(chosen)), x2: x(UNITS[unit].of(chosen)), y1: top, y2: bottom, class: "chosen" }) : null,
     ...references(question, points, { y, left, right }));
   const variants = new Map([...lines].map(([name, [{ row }]], i, all) => [name, all.slice(0, i).filter(([, [other]]) => other.row.policy === row.policy).length]));
@@ -90,7 +90,7 @@ function references(question, points, { y, left, right }) {
   if (dense?.loss && dense.loss.to_name.startsWith(lines[0][1])) lines.push([dense.loss.value, "dense"]);
   return lines.filter(([value]) => value >= y.domain[0] && value <= y.domain[1]).flatMap(([value, name]) => [
     svg("line", { x1: left, x2: right, y1: y(value), y2: y(value), class: "reference" }),
-    label(right, y(value) + 15, name, { "text-anchor": "end", class: "reference-name" }),
+    label(left + 4, y(value) + 15, name, { class: "reference-name" }),
   ]);
 }
 

@@ -82,7 +82,7 @@ function table(a, b, metrics) {
   });
   return el("div", { className: "scroll", tabIndex: 0, role: "region", "aria-label": "Differences" }, el("table", { role: "table", className: "cards" },
     el("caption", { className: "hidden", textContent: "Differences of the two by figure and task" }),
-    el("thead", { role: "rowgroup" }, el("tr", { role: "row" }, ...head.map((text) => el("th", { scope: "col", role: "columnheader", textContent: text })))),
+    el("thead", { role: "rowgroup" }, el("tr", { role: "row" }, ...head.map((text, i) => el("th", { scope: "col", role: "columnheader", className: i > 0 && i < 5 ? "number" : "", textContent: text })))),
     el("tbody", { role: "rowgroup" }, ...lines)));
 }
 
@@ -95,7 +95,7 @@ function byStream(a, b) {
     ...[number(Math.exp(Math.min(x, 700)), 5), number(Math.exp(Math.min(y, 700)), 5), `${signed(100 * Math.expm1(Math.min(y - x, 700)))} %`].map((text) => el("td", { className: "number", textContent: text }))));
   return [el("h2", { textContent: "By position in the stream" }), el("p", { className: "note", textContent: note }), ...(paired.differences?.length > 1 ? [blocks(b, paired)] : []),
     rows.length ? el("div", { className: "scroll", tabIndex: 0, role: "region", "aria-label": "Perplexity by position" }, el("table", { className: "plain" },
-      el("thead", {}, el("tr", {}, ...["Tokens", `${a.row.name}, perplexity`, `${b.row.name}, perplexity`, "Difference"].map((text) => el("th", { scope: "col", textContent: text })))), el("tbody", {}, ...rows))) : ""];
+      el("thead", {}, el("tr", {}, ...["Tokens", `${a.row.name}, perplexity`, `${b.row.name}, perplexity`, "Difference"].map((text, i) => el("th", { scope: "col", className: i ? "number" : "", textContent: text })))), el("tbody", {}, ...rows))) : ""];
 }
 
 const signedNats = (value) => `${value < 0 ? "−" : "+"}${number(Math.abs(value), 2)}`;
