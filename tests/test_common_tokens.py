@@ -84,8 +84,9 @@ def test_a_summary_of_a_run_compares_on_the_same_tokens():
 
 
 def test_rows_of_the_page_to_sort_are_over_the_same_tokens_and_no_cache_is_no_small_cache():
-    page = site.render(three(), [])
-    rows = json.loads(re.search(r'<script id="data"[^>]*>(.*?)</script>', page, re.S)[1])["rows"]
+    page = site.render(three())
+    data = json.loads(re.search(r'<script id="data"[^>]*>(.*?)</script>', page, re.S)[1])
+    rows = [dict(zip(data["columns"], row, strict=True)) for row in data["cells"]]
     assert {r["policy"]: f"{r['perplexity']:.4g}" for r in rows} == {
         "recompute_window": expected(0.0), "window": expected(0.1), "h2o": expected(-0.1),
     }  # fmt: skip

@@ -102,7 +102,7 @@ function atOneBudget(question, points, { width, title }) {
   if (points[0].row.loss) root.append(svg("line", { x1: x(0), x2: x(0), y1: top, y2: bottom, class: "reference" }));
   points.forEach(({ row, drawn }, i) => {
     const y = top + (i + 0.5) * LINE_HEIGHT, off = drawn.value > high;
-    root.append(label(left - 8, y + 4, clipped(row.name, left), { "text-anchor": "end" }), titled(marked(row.policy,
+    root.append(titled(label(left - 8, y + 4, clipped(row.name, left), { "text-anchor": "end" }), row.name), titled(marked(row.policy,
       off ? null : svg("line", { x1: inside(drawn.low), x2: inside(drawn.high), y1: y, y2: y, stroke: "currentColor", "stroke-width": 2 }),
       svg("rect", { x: left, y: y - LINE_HEIGHT / 2, width: right - left, height: LINE_HEIGHT, fill: "transparent" }), point(row.policy, inside(drawn.value), y),
       off ? label(right - 10, y + 4, `${signed(drawn.value)} →`, { "text-anchor": "end" }) : null), said(row, drawn)));
