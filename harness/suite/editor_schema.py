@@ -19,7 +19,9 @@ def schema() -> dict[str, Any]:
     policies = plugins.working_policies()
     tasks = [task.options.model_json_schema() for task in plugins.working_tasks().values()]
     models = [ModelSpec.model_json_schema()]
+    nested: dict[str, Any] = {}  # options that are mappings themselves
     for options in (*tasks, *models):
+        nested |= options.pop("$defs", {})
         options["properties"] = {k: _or_list(v) for k, v in options["properties"].items()}
     result = SuiteFile.model_json_schema()
     for options in tasks:
@@ -31,7 +33,7 @@ def schema() -> dict[str, Any]:
     entries = [_entry(name, kind, entry_schema(name, kind).model_json_schema()) for name, kind in policies.items()]
     inside = [_entry(name, kind, parameter_schema(name, kind).model_json_schema()) for name, kind in policies.items()]
     result["properties"]["policies"]["items"] = {"anyOf": [names, *entries, _OWN]}
-    result["$defs"] = result.get("$defs", {}) | {_INSIDE: {"anyOf": [names, *inside, _OWN]}}
+    result["$defs"] = result.get("$defs", {}) | nested | {_INSIDE: {"anyOf": [names, *inside, _OWN]}}
     for key, kinds in (("task", tasks), ("model", models)):
         one = {"anyOf": [*kinds, _OWN] if key == "task" else kinds}
         result["properties"][key] = {"anyOf": [one, {"type": "array", "items": one}]}
