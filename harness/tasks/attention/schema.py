@@ -58,7 +58,7 @@ class AttentionOptions(Options):
 
     def of_text(self) -> SampleOptions:
         """The options of samples that are pieces of a text."""
-        names = ("data", "split", "data_seed", "samples", "tokens", "prompt")
+        names = ("name", "data", "split", "data_seed", "samples", "tokens", "prompt")
         return SampleOptions.model_validate({name: getattr(self, name) for name in names})
 
     @model_validator(mode="before")
