@@ -33,7 +33,8 @@ def over_capacity(records: Sequence[Record], machine: str = "") -> list[chart.Ch
     capacities = sorted({c for r in bounded if (c := r.cell.capacity) is not None})
     y = log_axis("ms", "ms per token", padding=12)
     encoding = {"x": log_axis("capacity", "capacity, tokens", base=2, padding=16, values=capacities), "y": y}
-    pairs = [*((names[id(r)], r.cell.policy) for r in bounded), *((u["policy"], u["policy"]) for u in unbounded)]
+    dense = [r.cell.policy for r, _ in timed if r.cell.capacity is None]
+    pairs = [*((names[id(r)], r.cell.policy) for r in bounded), *zip(dense, dense, strict=True)]
     channels = {c: chart.by_policy(c, pairs) for c in ("color", "strokeDash", "shape")}
     level = {"mark": {"type": "rule", "strokeDash": [6, 3], "strokeWidth": 2}, "data": {"values": unbounded}}
     line = {"mark": {"type": "line", "point": {"size": 60}, "strokeWidth": 2}, "data": {"values": values}}
