@@ -22,7 +22,7 @@ from kvbench.harness.engine.budgets import Layout, Table, static_table
 from kvbench.harness.engine.captured import StepGraphs
 from kvbench.harness.engine.decoder import CacheConfig, Decoder
 from kvbench.harness.engine.method import EAGER, Method
-from kvbench.harness.engine.model import Model
+from kvbench.harness.engine.model import Model, Reader
 from kvbench.harness.engine.plan import Block
 from kvbench.harness.engine.prompt import Whole, move
 from kvbench.harness.engine.random_fill import fill_randomly
@@ -60,24 +60,26 @@ class Share(NamedTuple):
 class BlockInLayers:
     """A block on its way through the model: answers the attention of every layer by the plans of its walks."""
 
-    def __init__(self, walks: Sequence[Walk], shares: Sequence[Sequence[Share]], block: Block) -> None:
+    def __init__(self, walks: Sequence[Walk], shares: Sequence[Sequence[Share]], readers: Sequence[Reader], block: Block) -> None:
         """Plan the block.
 
         Args:
             walks: of the decoder.
-            shares: the walks that answer each layer.
+            shares: the walks that answer for each cache.
+            readers: of each layer, the cache that it reads.
             block: to read.
         """
         self.walks, self.block = walks, block
-        self._shares = shares
+        self._shares, self._readers = shares, readers
         self._plans = [walk.begin(block) for walk in walks]
 
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
         """Answer one layer's attention from its cache."""
-        shares = self._shares[layer]
+        cache, place = self._readers[layer]
+        shares = self._shares[cache]
         if len(shares) == 1:
             at = shares[0].walk
-            return self.walks[at].attend(self._plans[at], layer, query, keys, values, terms)
+            return self.walks[at].attend(self._plans[at], cache, query, keys, values, terms, place)
         out = values.new_empty(*query.shape[:3], values.shape[-1])
         for at, heads, queries in shares:
             assert heads is not None
@@ -85,7 +87,7 @@ class BlockInLayers:
             sinks = terms.sink_logits
             of_heads = terms if sinks is None else terms._replace(sink_logits=sinks[queries])
             parts = query[:, queries], keys[:, heads], values[:, heads]
-            out[:, queries] = self.walks[at].attend(self._plans[at], layer, *parts, of_heads)
+            out[:, queries] = self.walks[at].attend(self._plans[at], cache, *parts, of_heads, place)
         return out
 
     def end(self) -> None:
@@ -142,8 +144,8 @@ class CachedDecoder:
                 heads = None if part.heads is None else torch.tensor(part.heads, device=self.model.device)
                 queries = None
                 if heads is not None:
-                    within = torch.arange(group.shape.group, device=heads.device)
-                    queries = (heads[:, None] * group.shape.group + within).flatten()
+                    within = torch.arange(group.shape.group_of_reader, device=heads.device)
+                    queries = (heads[:, None] * group.shape.group_of_reader + within).flatten()
                 self._shares[part.layer].append(Share(at, heads, queries))
 
     @torch.inference_mode()
@@ -152,6 +154,8 @@ class CachedDecoder:
         count = tokens.shape[1]
         if not self.walks:
             raise ValueError("evict: prompt, but the stream has no prompt: nothing says when to evict")
+        if self.model.shares_caches and count > 1 and not self._reads_at_once(tokens, valid):
+            return self._read_one_by_one(tokens, valid, keep)
         if valid is not None:
             self._seen = None
         self._max_seen += count
@@ -166,6 +170,22 @@ class CachedDecoder:
         if self._seen is not None:
             self._seen += count
         return logits
+
+    def _reads_at_once(self, tokens: Tensor, valid: Tensor | None) -> bool:
+        """Whether a block can pass one layer before it enters the next, in every walk."""
+        block = Block(self._step, valid, self._seen if valid is None else None, tokens)
+        return all(walk.reads_at_once(block) for walk in self.walks)
+
+    def _read_one_by_one(self, tokens: Tensor, valid: Tensor | None, keep: Tensor | None) -> Tensor:
+        """Read a block token by token. Reading `keep` syncs with the host, once per block."""
+        wanted = range(tokens.shape[1]) if keep is None else keep.tolist()
+        logits = {}
+        for t in range(tokens.shape[1]):
+            at = slice(t, t + 1)
+            last = self(tokens[:, at], None if valid is None else valid[:, at])
+            if t in wanted:
+                logits[t] = last
+        return torch.cat([logits[t] for t in wanted], 1) if len(wanted) else last[:, :0]
 
     @torch.inference_mode()
     def read_prompt(self, tokens: Tensor, block: int, once: bool = False) -> Tensor:
@@ -263,7 +283,7 @@ class CachedDecoder:
             steps = self._step.clone()
         else:
             steps = self._step + (torch.arange(count, device=tokens.device) if valid is None else valid.cumsum(1) - valid.long())
-        block = BlockInLayers(self.walks, self._shares, Block(steps, valid, self._seen, tokens))
+        block = BlockInLayers(self.walks, self._shares, self.model.readers, Block(steps, valid, self._seen, tokens))
         logits = self.model(tokens, block, 0 if keep is None else keep)
         with self.around_bookkeeping():
             block.end()

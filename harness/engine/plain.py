@@ -58,13 +58,17 @@ class Plain:
             rows.release(valid, places.evicts[t], places.ragged)
         return out.unflatten(1, (streams, heads)).movedim(0, 3)
 
-    def step(self, plan: Step, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
-        """One token in one layer, in plain PyTorch. [B, H * G, 1, D], [B, H, 1, D], [B, H, 1, Dv] -> [B, H * G, 1, Dv]."""
+    def step(self, plan: Step, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms, place: int = 0) -> Tensor:
+        """One token in one layer, in plain PyTorch. [B, H * G, 1, D], [B, H, 1, D], [B, H, 1, Dv] -> [B, H * G, 1, Dv].
+
+        G is the group of one layer; `place` is the layer's among those that read the cache, of which the first one writes.
+        """
         at, rows = self._slots.layers.index(layer), self._slots.rows(plan.attended, layer)
-        streams, size, group = query.shape[0], len(rows.keys), self._slots.shape.group
+        streams, size, group = query.shape[0], len(rows.keys), self._slots.shape.group_of_reader
         query, keys, values = query.reshape(size, group, -1), keys.reshape(size, -1), values.reshape(size, -1)
-        rows.write(keys, values)
-        if self._writes:
+        if place == 0:
+            rows.write(keys, values)
+        if place == 0 and self._writes:
             self.note_written(rows, plan.places, 0, rows.free, keys[:, None], values[:, None])
         factors = plan.key_factors[at]
         if factors is None:
@@ -72,7 +76,7 @@ class Plain:
         out = values.new_empty(size, group, values.shape[-1])
         seen = self._attend_one(rows, query, terms, plan.used[at], factors, plan.query_factors[at], out)
         for name, x in plan.seen_of_layer[at].items():
-            x.copy_(seen[name])
+            x[:, place * group : (place + 1) * group] = seen[name]
         return out.view(streams, -1, 1, self._slots.shape.value_dim)
 
     def note_written(self, rows: Rows, places: Places, t: int, free: Tensor, keys: Tensor, values: Tensor) -> None:

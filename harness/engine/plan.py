@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvbench.harness.engine.closed_form import ClosedForm
 from kvbench.harness.engine.kernels.choose import StepKernel, WalkKernel
-from kvbench.harness.engine.rows import Rows
+from kvbench.harness.engine.rows import Held, Rows
 from kvbench.policies import Seen
 
 
@@ -106,11 +106,13 @@ class Closed:
         form: that computes it.
         seen: tokens before the block.
         ordered: the slots hold their tokens oldest first.
+        held: before the block, by cache, for the layers that read it after the block is in. Empty where each layer has its own.
     """
 
     form: ClosedForm
     seen: int
     ordered: bool
+    held: dict[int, Held] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

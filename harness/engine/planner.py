@@ -61,6 +61,18 @@ class Planner:
             self.steady = None
         return plan
 
+    def reads_at_once(self, block: Block) -> bool:
+        """Whether a block can pass one layer before it enters the next.
+
+        Where layers share a cache, a token is evicted only after the last of them has seen what is held. So a block must pass
+        token by token, unless nothing is evicted while it is read, or what each token sees is known beforehand.
+        """
+        if self._slots.shape.readers == 1 or block.tokens == 1:
+            return True
+        if self._can_fill(block):
+            return True
+        return self._form is not None and block.seen is not None and self._form.takes(block.tokens, block.seen)
+
     def note_end(self, plan: Plan, block: Block) -> None:
         """Note the order of the slots after a block."""
         evicted = not self.still_filling(block.end)

@@ -37,7 +37,7 @@ class _Windows:
 
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
         """Attention of one layer. [B, H * G, T, D], [B, H, T, D], [B, H, T, Dv] -> [B, H * G, T, Dv]."""
-        shape = self.model.layers[layer]
+        shape = self.model.shape_of(layer)
         if shape.rotation is not None:
             query, keys = shape.rotation.pair(query), shape.rotation.pair(keys)
             positions = torch.arange(keys.shape[2], device=keys.device)

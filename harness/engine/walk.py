@@ -32,7 +32,7 @@ from kvbench.harness.engine.plain import Plain, rotated_and_scaled
 from kvbench.harness.engine.plan import Block, Closed, CompiledWalk, Fill, PlainWalk, Plan, Runs, Step
 from kvbench.harness.engine.planner import Planner
 from kvbench.harness.engine.rotary import rotate
-from kvbench.harness.engine.rows import writes
+from kvbench.harness.engine.rows import Held, Rows, writes
 from kvbench.harness.engine.runs import Run, RunReader
 from kvbench.harness.engine.slots import Slots
 from kvbench.policies import PositionMode, Statistic
@@ -61,7 +61,9 @@ class Walk:
         else:
             if method.closed_form:
                 self._form = closed_form(slots, positions, limit, self._placement.length)
-            if method.walk_kernel or method.step_kernel:
+            if slots.shape.readers > 1:
+                self._kernels = Kernels(plain_because="no kernel serves layers that share K and V")
+            elif method.walk_kernel or method.step_kernel:
                 self._kernels = kernels_for(slots, positions, limit, self._placement.max_position)
         self._planner = Planner(slots, self._placement, self._form, self._kernels, method)
         self._plain = Plain(slots, self._placement)
@@ -96,16 +98,21 @@ class Walk:
         """Before the first layer: decide how the block is read, and compute what its layers share."""
         return self._planner(block)
 
-    def attend(self, plan: Plan, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
+    def reads_at_once(self, block: Block) -> bool:
+        """Whether a block can pass one layer before it enters the next; otherwise it must come token by token."""
+        return self._planner.reads_at_once(block)
+
+    def attend(self, plan: Plan, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms, place: int = 0) -> Tensor:
         """Take a block into one layer, each token seeing what is kept when it comes.
 
         Args:
             plan: of the block.
-            layer: index in the model.
-            query: unrotated. [B, H * G, T, D].
+            layer: the cache's index in the model.
+            query: unrotated. [B, H * G, T, D]; G of this layer alone.
             keys: unrotated. [B, H, T, D].
             values: [B, H, T, Dv].
             terms: of this layer's attention.
+            place: of the layer among those that read this cache. The first one writes, the others find the block there.
 
         Returns:
             [B, H * G, T, Dv].
@@ -122,14 +129,16 @@ class Walk:
         if self.rotation is not None and not paired_later:
             query, keys = self.rotation.pair(query), self.rotation.pair(keys)
         if isinstance(plan, Step):
-            return self._plain.step(plan, layer, query, keys, values, terms)
-        query = query.unflatten(1, (self.slots.shape.heads, self.slots.shape.group))
+            return self._plain.step(plan, layer, query, keys, values, terms, place)
+        query = query.unflatten(1, (self.slots.shape.heads, self.slots.shape.group_of_reader))
         match plan:
             case Fill():
-                out = self._fill(plan, layer, query, keys, values, terms)
+                out = self._fill(plan, layer, query, keys, values, terms, place)
             case Closed():
                 rows = self.slots.rows(self.slots.num_slots, layer)
-                held = rows.oldest_first(min(plan.seen, self.slots.capacity or 0), plan.ordered)
+                held = plan.held[layer] if place else rows.oldest_first(min(plan.seen, self.slots.capacity or 0), plan.ordered)
+                if place == 0 and self.slots.shape.readers > 1:  # these may be views of slots that change now
+                    plan.held[layer] = held = Held(held.keys.clone(), held.values.clone(), held.position.clone(), [])
                 out = plan.form(rows, query, keys, values, terms, held, plan.seen)
             case CompiledWalk():
                 if not plan.kernel.rotates:
@@ -178,21 +187,27 @@ class Walk:
         other._planner.ordered = self._planner.ordered
         return other
 
-    def _fill(self, plan: Fill, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
+    def _fill(self, plan: Fill, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms, place: int) -> Tensor:
         """A block that all fits: causal attention in one go. -> [B, H, G, T, Dv]."""
-        first, end, streams = plan.seen, plan.seen + keys.shape[2], query.shape[0]
+        end, streams = plan.seen + keys.shape[2], query.shape[0]
         rows = self.slots.rows(self.slots.num_slots, layer)
+        if place == 0:
+            self._enter(plan, rows, keys, values)
+        all_keys, all_values = (x[:, :end].unflatten(0, (streams, -1)) for x in (rows.keys, rows.values))
+        if self.rotation is not None:
+            factors = self.rotation.factors(torch.arange(end, device=keys.device), keys.dtype, end)
+            all_keys, query = rotate(all_keys, factors), rotate(query, factors[plan.seen :])
+        return causal(query, all_keys, all_values, terms)
+
+    def _enter(self, plan: Fill, rows: Rows, keys: Tensor, values: Tensor) -> None:
+        """Write a block that all fits. keys: paired."""
+        first, end = plan.seen, plan.seen + keys.shape[2]
         rows.keys[:, first:end], rows.values[:, first:end] = keys.flatten(0, 1), values.flatten(0, 1)
         rows.rank[:, first:end] = rows.position[:, first:end] = torch.arange(first, end, device=keys.device)
         if self._writes:
             free, steps = rows.free[:, None] + torch.arange(end - first, device=keys.device), rows.position[:, first:end]
             rows.note_written(free, keys.flatten(0, 1), values.flatten(0, 1), steps, rows.of_streams(plan.ids))
         rows.free += keys.shape[2]
-        all_keys, all_values = (x[:, :end].unflatten(0, (streams, -1)) for x in (rows.keys, rows.values))
-        if self.rotation is not None:
-            factors = self.rotation.factors(torch.arange(end, device=keys.device), keys.dtype, end)
-            all_keys, query = rotate(all_keys, factors), rotate(query, factors[first:])
-        return causal(query, all_keys, all_values, terms)
 
     def _read_runs(self, plan: Runs, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
         """Runs without evictions, one after the other. -> [B, H, G, T, Dv]."""

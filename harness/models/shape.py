@@ -10,6 +10,7 @@ from transformers import AutoConfig
 
 from kvbench.harness.models.config import read_config
 from kvbench.harness.models.hub import BUILTIN, is_random, model_directory, quiet
+from kvbench.harness.models.shared_kv_config import kv_sources
 
 
 @dataclass(frozen=True)
@@ -21,12 +22,14 @@ class ModelShape:
         head_dim: of K and of V.
         parameters: approximate number.
         windows: for every layer, the tokens that a query sees, itself included; None if all.
+        sources: for every layer, the one whose K and V it reads.
     """
 
     heads: int
     head_dim: int
     parameters: int
     windows: tuple[int | None, ...]
+    sources: tuple[int, ...]
 
     @property
     def layers(self) -> int:
@@ -34,14 +37,15 @@ class ModelShape:
         return len(self.windows)
 
     def kv_bytes(self, capacity: int, streams: int, itemsize: int) -> int:
-        """Bytes of a cache's K/V slots: `capacity + 1` per layer, or the sliding window if that is smaller.
+        """Bytes of a cache's K/V slots: `capacity + 1` per layer that has its own, or the sliding window if that is smaller.
 
         Args:
             capacity: tokens kept between steps.
             streams: streams in the batch.
             itemsize: bytes per number.
         """
-        slots = sum(capacity + 1 if window is None else min(capacity + 1, window) for window in self.windows)
+        windows = [self.windows[layer] for layer in sorted(set(self.sources))]
+        slots = sum(capacity + 1 if window is None else min(capacity + 1, window) for window in windows)
         return 2 * streams * self.heads * self.head_dim * itemsize * slots
 
     def capacity_within(self, size: int, itemsize: int, spare: int = 1) -> int:
@@ -69,8 +73,9 @@ def shape_of(config: Any) -> ModelShape | None:
         heads = getattr(text, "num_key_value_heads", None) or queries
         inner = getattr(text, "intermediate_size", None) or 4 * hidden
         layer = hidden * (2 * head_dim * (queries + heads) + 3 * inner)
-        return ModelShape(heads, head_dim, layers * layer + getattr(text, "vocab_size", 0) * hidden, _windows(text, layers))
-    except (AttributeError, TypeError, ZeroDivisionError):
+        parameters = layers * layer + getattr(text, "vocab_size", 0) * hidden
+        return ModelShape(heads, head_dim, parameters, _windows(text, layers), tuple(kv_sources(text)))
+    except (AttributeError, TypeError, ValueError, ZeroDivisionError):
         return None
 
 

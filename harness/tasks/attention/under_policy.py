@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
-from kvbench.harness.engine.model import Model
+from kvbench.harness.engine.model import Model, Reader
 from kvbench.harness.engine.slots import LayerShape
 from kvbench.harness.engine.watch import Chunk, Watcher
 from kvbench.policies import Attention, CacheView, Statistic
@@ -29,26 +29,30 @@ _MOST_STEPS, _MAX_NUMBERS = 64, 2**25  # of a block: kept until they are shown
 class Recorder:
     """Turns steps, which attend over slots, into chunks over positions, and shows them after every block."""
 
-    def __init__(self, shapes: Sequence[LayerShape], ids: Tensor, watcher: Watcher, sunk: Collection[int]) -> None:
+    def __init__(
+        self, shapes: Sequence[LayerShape], readers: Sequence[Reader], ids: Tensor, watcher: Watcher, sunk: Collection[int]
+    ) -> None:
         """Begin with empty samples.
 
         Args:
-            shapes: of the layers.
+            shapes: of the caches.
+            readers: of each layer, the cache that it reads.
             ids: of the samples. [B, T].
             watcher: sees the chunks.
             sunk: layers in which some weight goes to no token.
         """
-        self._shapes, self._watcher, self._sunk = shapes, watcher, sunk
+        self._shapes, self._readers, self._watcher, self._sunk = shapes, readers, watcher, sunk
         streams, self._tokens = ids.shape
         queries = sum(s.heads * s.group for s in shapes)
-        self.steps = max(1, min(_MOST_STEPS, _MAX_NUMBERS // (streams * queries * self._tokens)))  # of a block, at most
+        most = _MOST_STEPS if len(readers) == len(shapes) else 1  # where layers share K and V, tokens are read one by one
+        self.steps = max(1, min(most, _MAX_NUMBERS // (streams * queries * self._tokens)))  # of a block, at most
         self.last_seen = [torch.full((streams, s.heads, self._tokens), -1, device=ids.device) for s in shapes]  # [B, H, T] each
         self._first = 0  # step of the block
         self._count = 0  # its steps so far
-        self._rows: dict[int, tuple[Tensor, Tensor]] = {}  # weights and logits by layer, [B, H, G, t, L]
+        self._rows: dict[int, tuple[Tensor, Tensor]] = {}  # weights and logits by cache, [B, H, G, t, L]
 
     def note(self, attention: Attention, view: CacheView) -> None:
-        """Enter one step of the layers and heads that the view shows, perhaps of several layers stacked."""
+        """Enter one step of the caches and heads that the view shows, perhaps of several caches stacked."""
         layers, of_head, streams = view.layer.flatten().tolist(), view.head[..., 0].tolist(), len(self.last_seen[0])
         for start in range(0, len(view.position), streams):
             layer, heads = (x[start if len(x) > 1 else 0] for x in (layers, of_head))
@@ -80,8 +84,10 @@ class Recorder:
         """Around the end of a block: show its steps, layer by layer."""
         yield
         stop = self._first + self._count
-        for layer, rows in sorted(self._rows.items()):
-            weights, logits = (x[..., : self._count, :stop].flatten(1, 2) for x in rows)
+        for layer, (cache, place) in enumerate(self._readers):
+            group = self._shapes[cache].group_of_reader
+            of_layer = slice(place * group, (place + 1) * group)
+            weights, logits = (x[:, :, of_layer, : self._count, :stop].flatten(1, 2) for x in self._rows[cache])
             rest = (1 - weights.sum(-1)).clamp(min=0) if layer in self._sunk else None
             self._watcher.see_chunk(Chunk(layer, self._first, True, logits, weights, rest))
         self._first, self._count, self._rows = stop, 0, {}
@@ -144,11 +150,11 @@ def read_recorded(
     Returns:
         The decoder, and the last query that saw each token, by layer; -1 for none. [B, H, T] int64 each.
     """
-    recorder = Recorder(model.layers, ids, watcher, sunk)
+    recorder = Recorder(model.layers, model.readers, ids, watcher, sunk)
     decoder = CachedDecoder(model, replace(config, policy=_Recorded(config.policy, recorder=recorder)), len(ids))
     decoder.around_bookkeeping = recorder.shown
     if prompt:
         decoder.read_prompt(ids[:, :prompt], recorder.steps)
     for part in ids[:, prompt:].split(recorder.steps, 1):
         decoder(part, keep=torch.zeros(1, dtype=torch.int64, device=ids.device))
-    return decoder, recorder.last_seen
+    return decoder, [recorder.last_seen[reader.cache] for reader in model.readers]
