@@ -173,7 +173,8 @@ class CachedDecoder:
 
     def _reads_at_once(self, tokens: Tensor, valid: Tensor | None) -> bool:
         """Whether a block can pass one layer before it enters the next, in every walk."""
-        block = Block(self._step, valid, self._seen if valid is None else None, tokens)
+        steps = self._step.expand(-1, tokens.shape[1])  # only their number matters here
+        block = Block(steps, valid, self._seen if valid is None else None, tokens)
         return all(walk.reads_at_once(block) for walk in self.walks)
 
     def _read_one_by_one(self, tokens: Tensor, valid: Tensor | None, keep: Tensor | None) -> Tensor:

@@ -72,8 +72,9 @@ def shape_of(config: Any) -> ModelShape | None:
         head_dim = getattr(text, "head_dim", None) or hidden // queries
         heads = getattr(text, "num_key_value_heads", None) or queries
         inner = getattr(text, "intermediate_size", None) or 4 * hidden
-        layer = hidden * (2 * head_dim * (queries + heads) + 3 * inner)
-        parameters = layers * layer + getattr(text, "vocab_size", 0) * hidden
+        inners = sum(inner) if isinstance(inner, list) else layers * inner  # Gemma 3n has one for every layer
+        embedded = getattr(text, "vocab_size", 0)
+        parameters = hidden * (layers * 2 * head_dim * (queries + heads) + 3 * inners + embedded)
         return ModelShape(heads, head_dim, parameters, _windows(text, layers), tuple(kv_sources(text)))
     except (AttributeError, TypeError, ValueError, ZeroDivisionError):
         return None
