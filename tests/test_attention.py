@@ -15,7 +15,8 @@ from transformers import CONFIG_MAPPING, BertConfig, BertForMaskedLM, BertTokeni
 
 from kvbench.harness.engine import watch as watching
 from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.model import adopt, attention_by
+from kvbench.harness.engine.model import adopt
+from kvbench.harness.engine.own_attention import attention_by
 from kvbench.harness.engine.watch import Chunk, NotWatchableError, check, watch
 from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.hub import model_directory

@@ -15,7 +15,7 @@ from vision import OUTLIER, OUTLIER_COLUMN, OUTLIER_ROW, SIZES, vision_folder, v
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.data.images import in_directory, on_hub, shapes
 from kvbench.harness.engine import watch as watching
-from kvbench.harness.engine.model import attention_by
+from kvbench.harness.engine.own_attention import attention_by
 from kvbench.harness.engine.watch import Chunk, NotWatchableError, check, watch
 from kvbench.harness.models.load import load_model, load_tokenizer
 from kvbench.harness.models.vision import TokenLayout, load_image_reader

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder, decoder
 from kvbench.harness.engine.method import EAGER, TOKEN_BY_TOKEN
-from kvbench.harness.engine.model import adopt, own_attention
+from kvbench.harness.engine.model import adopt
+from kvbench.harness.engine.own_attention import own_attention
 from kvbench.policies import CacheView, Policy, Statistic
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O

@@ -14,7 +14,8 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fused import FusedStepError
 from kvbench.harness.engine.loop import decoder
 from kvbench.harness.engine.method import EAGER
-from kvbench.harness.engine.model import Model, UnsupportedModelError, adopt, own_attention
+from kvbench.harness.engine.model import Model, UnsupportedModelError, adopt
+from kvbench.harness.engine.own_attention import own_attention
 from kvbench.harness.engine.unrotated import RotaryFunctions, contiguous, unchanged
 from kvbench.harness.models.families import FAMILIES, tiny_model
 from kvbench.policies.dense import Dense

@@ -18,7 +18,7 @@ from peers.compare import ROOT, difference
 from peers.ours import Prompted, kept
 from peers.rows import KVPRESS_AT, ROWS
 
-from kvbench.harness.engine.model import own_attention
+from kvbench.harness.engine.own_attention import own_attention
 from kvbench.policies.h2o import H2O
 
 LENGTH = 40

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from kvbench.harness.core.errors import RefusedModelError
 from kvbench.harness.engine import watch as watching
-from kvbench.harness.engine.model import adopt, own_attention
+from kvbench.harness.engine.model import adopt
+from kvbench.harness.engine.own_attention import own_attention
 from kvbench.harness.engine.variants import VARIANTS
 from kvbench.harness.engine.watch import Chunk
 from kvbench.harness.models.load import load_model

@@ -19,7 +19,8 @@ from kvbench.harness.engine.fastcheck import fast_method
 from kvbench.harness.engine.fused import FusedStepError
 from kvbench.harness.engine.loop import BlockInLayers, CachedDecoder, decoder
 from kvbench.harness.engine.method import EAGER, FASTEST, TOKEN_BY_TOKEN, Method
-from kvbench.harness.engine.model import Model, UnsupportedModelError, adopt, own_attention
+from kvbench.harness.engine.model import Model, UnsupportedModelError, adopt
+from kvbench.harness.engine.own_attention import own_attention
 from kvbench.harness.engine.plain import Plain
 from kvbench.harness.engine.watch import watch
 from kvbench.harness.models.config import read_config

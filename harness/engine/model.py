@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,7 +22,6 @@ from kvbench.harness.engine.rotary import Rotation, find_rotation
 from kvbench.harness.engine.slots import LayerShape
 from kvbench.harness.engine.unrotated import STAND_INS, RotaryFunctions, is_same, rotary_functions
 from kvbench.harness.engine.variants.base import VariantForCausalLM
-from kvbench.harness.engine.zero_sink import ZERO_SINK
 
 _PROBE_POSITIONS = (1, 5, 191)
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -381,22 +380,3 @@ def _freeze_rope(hf: PreTrainedModel) -> None:
             module.rope_type = dict.fromkeys(kind, "default")  # type: ignore[assignment]
         elif kind in _LENGTH_DEPENDENT_ROPE:
             module.rope_type = "default"  # type: ignore[assignment]
-
-
-@contextmanager
-def attention_by(hf: PreTrainedModel, name: str) -> Iterator[None]:
-    """Let a registered function compute a model's attention; what computed it before is put back."""
-    before = hf.config._attn_implementation
-    hf.set_attn_implementation(name)
-    try:
-        yield
-    finally:
-        hf.set_attn_implementation(before)
-
-
-def own_attention(hf: PreTrainedModel) -> AbstractContextManager[None]:
-    """Run the model with its own attention, as its authors wrote it, for a reference forward pass."""
-    if isinstance(hf, VariantForCausalLM):
-        return attention_by(hf, hf.own_attention)
-    zero_sink = getattr(hf.config.get_text_config(), "zero_sink", False)  # transformers has no attention for it
-    return attention_by(hf, ZERO_SINK if zero_sink else "eager")

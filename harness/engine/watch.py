@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from kvbench.harness.engine.attention import Terms
-from kvbench.harness.engine.model import attention_by, own_attention
+from kvbench.harness.engine.own_attention import attention_by, own_attention
 from kvbench.harness.engine.variants.base import Weighing, weighing_of
 
 NAME = "kv_bench_watch"

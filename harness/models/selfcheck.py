@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 from kvbench.harness.core.device import free_bytes
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import decoder
-from kvbench.harness.engine.model import Model, UnsupportedModelError, adopt, own_attention
+from kvbench.harness.engine.model import Model, UnsupportedModelError, adopt
+from kvbench.harness.engine.own_attention import own_attention
 from kvbench.policies.dense import Dense
 
 _TOKENS = 24

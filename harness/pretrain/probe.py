@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from kvbench.harness.engine.model import attention_by
+from kvbench.harness.engine.own_attention import attention_by
 from kvbench.harness.engine.variants.base import softmax, weighing_of
 
 _NAME = "kv_bench_probe"

@@ -1,0 +1,30 @@
+"""Which function computes a model's attention: one that is registered with transformers, or the model's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+from transformers import PreTrainedModel
+
+from kvbench.harness.engine.variants.base import VariantForCausalLM
+from kvbench.harness.engine.zero_sink import ZERO_SINK
+
+
+@contextmanager
+def attention_by(hf: PreTrainedModel, name: str) -> Iterator[None]:
+    """Let a registered function compute a model's attention; what computed it before is put back."""
+    before = hf.config._attn_implementation
+    hf.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        hf.set_attn_implementation(before)
+
+
+def own_attention(hf: PreTrainedModel) -> AbstractContextManager[None]:
+    """Run the model with its own attention, as its authors wrote it, for a reference forward pass."""
+    if isinstance(hf, VariantForCausalLM):
+        return attention_by(hf, hf.own_attention)
+    zero_sink = getattr(hf.config.get_text_config(), "zero_sink", False)  # transformers has no attention for it
+    return attention_by(hf, ZERO_SINK if zero_sink else "eager")
