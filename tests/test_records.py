@@ -124,8 +124,7 @@ def test_what_can_not_be_read_is_a_problem_and_no_wait(tmp_path: Path, kind: str
 
 def test_all_published_records_are_read():
     """Reads those of the leaderboard and of the gate's baselines, and none changes."""
-    for path in sorted((Path(__file__).parents[1] / "leaderboard").rglob("*.json")):
-        found = read(path)
+    for path, found in RecordStore(Path(__file__).parents[1] / "leaderboard").files():
         assert isinstance(found, Record), (path, found)
         assert found.as_json() == json.loads(path.read_text())
 
