@@ -22,7 +22,8 @@ from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
 from kvbench.policies.recompute_window import RecomputeWindow
 
-ROTATE_AT_ZERO = {"deepseek_v3", "gpt_oss"}  # one permutes dims, the other scales (YaRN)
+# deepseek_v3 permutes dims, gpt_oss scales (YaRN), and Gemma 3n and 4 rotate queries and keys in separate calls.
+ROTATE_AT_ZERO = {"deepseek_v3", "gemma3n_text", "gemma4_text", "gpt_oss"}
 COPIES = {"glm", "glm4", "glm4_moe", "gpt_neox", "minimax_m2", "nemotron", "phi3"}  # partial RoPE makes a layout of its own
 KERNELS = {"llama": (39, 29, 12), "gpt_neox": (26, 16, 10)}  # a layer: eager, without RoPE, compiled
 on_cpu = pytest.mark.skipif(DEVICE.type != "cpu", reason="pretends that there is a GPU, or compiles for CPUs")
