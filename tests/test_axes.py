@@ -20,8 +20,8 @@ from kvbench.harness.core.parameters import parameters_of, policy_from
 from kvbench.harness.core.sources import source_digest
 from kvbench.harness.models.shape import readable_shape
 from kvbench.harness.records.cell import CellSpec
-from kvbench.harness.report.closing import _settings
 from kvbench.harness.report.markdown import short_titles, title
+from kvbench.harness.report.names import _settings
 from kvbench.harness.report.rows import rows
 from kvbench.harness.run.policy_check import run_checks
 from kvbench.harness.suite.overrides import Overrides

@@ -122,7 +122,7 @@ from kvbench import Policy, run
 class Mine(Policy):
     def importance(self, view):
         return view.position.float()
-(record,) = run("quickstart", tasks="memory", policies=Mine, tokens=256, device="cpu", threads=1, progress=False)
+(record,) = run("memory-cpu", policies=Mine, capacity=64, tokens=256, device="cpu", threads=1, progress=False)
 print(record.status, record.error.message)
 """
     printed = main_module(code, tmp_path)

@@ -67,7 +67,7 @@ def measured(nll, options, folder, policy=None, reference=None, block=5000, trai
     name = "recompute_window" if reference is None else "window"
     trace, model = folder / f"{name}.nll.npy", SimpleNamespace(device=torch.device("cpu"), training_length=training_length)
     job = Job(
-        model, CacheConfig(policy, CAPACITY), TEXT, block, EAGER, trace, lambda *_: None, reference, lambda *_: Reader(nll)
+        model, CacheConfig(policy, CAPACITY), TEXT, block, EAGER, trace, lambda *_: None, lambda *_: Reader(nll), reference
     )  # fmt: skip
     metrics = Perplexity.run(options, job).as_json()
     made = cell_record(

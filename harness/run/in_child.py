@@ -58,7 +58,7 @@ def measure_cell(cell: CellRun, progress: Callable[[int, str], None]) -> dict[st
     config, opened = _config(cell), _Opened(cell)
     assert cell.block is not None
     method = TOKEN_BY_TOKEN if cell.walk else EAGER
-    job = Job(opened.model, config, opened.data, cell.block, method, cell.trace, progress, _reference(cell))
+    job = Job(opened.model, config, opened.data, cell.block, method, cell.trace, progress, reference=_reference(cell))
     started = time.perf_counter()
     metrics = opened.task.run(opened.options, job)
     return {"metrics": metrics.as_json(), "model": opened.model.facts(), "seconds": time.perf_counter() - started}
@@ -78,7 +78,9 @@ def measure_group(cells: Sequence[CellRun], progress: Callable[[int, str], None]
         try:
             config = _config(cell)
             method, block, answer["facts"], _ = choose_reading(model, config, task, opened.options, cell.block, cell.walk)
-            jobs.append((answer, Job(model, config, opened.data, block, method, cell.trace, progress, _reference(cell))))
+            jobs.append(
+                (answer, Job(model, config, opened.data, block, method, cell.trace, progress, reference=_reference(cell)))
+            )
         except (Exception, SystemExit) as error:  # a user's policy may crash when its method is checked
             answer["failure"] = failure(error)
     started = time.perf_counter()

@@ -306,7 +306,7 @@ def _job(attempt: _Attempt, model: Model, options: RunOptions, watcher: Watcher)
     method, block, facts, slow = choose_reading(model, config, item.task, cell.task, options.block, options.walk)
     watcher.note(cell.label, slow)
     attempt.facts.update(facts)
-    job = Job(model, config, item.data, block, method, attempt.trace, watcher.advance, attempt.reference)
+    job = Job(model, config, item.data, block, method, attempt.trace, watcher.advance, reference=attempt.reference)
     return job if attempt.keep_map is None else attempt.keep_map.recorded(job)
 
 

@@ -74,8 +74,8 @@ class Job:
         method: faster methods that decoders may use.
         trace: file to write figures per token, question or step to.
         progress: called with (tokens done, the figure so far as text).
-        reference: record of the cell that the task's `reference` names; None if there is none.
         open: creates a decoder; tests replace it.
+        reference: record of the cell that the task's `reference` names; None if there is none.
     """
 
     model: Model
@@ -85,8 +85,8 @@ class Job:
     method: Method
     trace: Path
     progress: Callable[[int, str], None]
-    reference: Record | None = None
     open: Callable[..., Decoder] = field(default=_new_decoder)
+    reference: Record | None = None
 
     def decoder(self, streams: int = 1) -> Decoder:
         """A decoder with an empty cache."""
