@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from kvbench.harness.engine.own_attention import attention_by
-from kvbench.harness.engine.variants.base import softmax, weighing_of
+from kvbench.harness.engine.variants.base import attention_weights, weighed, weighing_of
 
 _NAME = "kv_bench_probe"
 _FIRST_QUERY = 64  # earlier queries have too few keys to choose from
@@ -21,18 +21,12 @@ def _attention(
     scaling: float | None = None, dropout: float = 0.0, s_aux: Tensor | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Causal attention that records the weight of the first token. [B, Q, T, D], [B, H, T, D] -> [B, T, Q, D]."""
-    group, tokens = query.shape[1] // key.shape[1], query.shape[2]
-    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = scores.masked_fill(~torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril(), -torch.inf)
     if getattr(module.config, "zero_sink", False):
-        s_aux = scores.new_zeros(scores.shape[1])
-    weighing = weighing_of(module.config)
-    scores = scores.float()
-    weights = (softmax(scores, s_aux) if weighing is None else weighing.weights(scores)).to(value.dtype)
-    shares = weights if weighing is None else weighing.shares(weights)
+        s_aux = query.new_zeros(query.shape[1])
+    weights, weighing = attention_weights(module, query, key, scaling, s_aux), weighing_of(module.config)
+    shares = weights.to(value.dtype) if weighing is None else weighing.shares(weights.to(value.dtype))
     _layer_shares.append(shares[:, :, _FIRST_QUERY:, 0].float().mean((0, 2)))
-    return (weights @ value).transpose(1, 2).contiguous(), None
+    return weighed(weights, value), None
 
 
 AttentionInterface.register(_NAME, _attention)

@@ -166,7 +166,7 @@ class Task(TaskReport, ABC):
     @classmethod
     def has_prompt(cls, options: Any) -> bool:
         """Whether its streams begin with a prompt, so that `evict: prompt` means something."""
-        return False
+        return cls.prompt_tokens(options) is not None
 
     @classmethod
     def prompt_tokens(cls, options: Any) -> int | None:

@@ -82,14 +82,26 @@ def _attention(
     scaling: float | None = None, dropout: float = 0.0, s_aux: Tensor | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Causal attention of a variant, all logits at once. [B, Q, T, D], [B, H, T, D] -> [B, T, Q, D]."""
-    group, tokens = query.shape[1] // key.shape[1], query.shape[2]
-    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    return weighed(attention_weights(module, query, key, scaling, s_aux), value), None
+
+
+def attention_weights(
+    module: nn.Module, query: Tensor, key: Tensor, scaling: float | None, sink_logits: Tensor | None
+) -> Tensor:  # fmt: skip
+    """Weights of causal attention, a variant's or plain. [B, Q, T, D], [B, H, T, D], [Q] -> [B, Q, T, T], at least float32."""
+    tokens = query.shape[2]
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
     logits = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     logits = logits.float() if logits.dtype.itemsize < 4 else logits
     logits = logits.masked_fill(~torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril(), -torch.inf)
     weighing = weighing_of(module.config)
-    weights = softmax(logits, s_aux) if weighing is None else weighing.weights(logits)
-    return (weights.to(value.dtype) @ value).transpose(1, 2).contiguous(), None
+    return softmax(logits, sink_logits) if weighing is None else weighing.weights(logits)
+
+
+def weighed(weights: Tensor, value: Tensor) -> Tensor:
+    """The output of attention with these weights. [B, Q, T, T], [B, H, T, Dv] -> [B, T, Q, Dv]."""
+    value = value.repeat_interleave(weights.shape[1] // value.shape[1], 1)
+    return (weights.to(value.dtype) @ value).transpose(1, 2).contiguous()
 
 
 def softmax(logits: Tensor, sink_logits: Tensor | None) -> Tensor:

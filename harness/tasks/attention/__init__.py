@@ -67,11 +67,6 @@ class Attention(Task):
         return options.tokens or _TOKENS_OF_AN_IMAGE
 
     @classmethod
-    def has_prompt(cls, options: AttentionOptions) -> bool:
-        """Whether the first tokens of each sample are its prompt."""
-        return options.prompt is not None
-
-    @classmethod
     def prompt_tokens(cls, options: AttentionOptions) -> int | None:
         """The tokens of each sample that are its prompt."""
         return options.prompt

@@ -54,11 +54,6 @@ class Divergence(Task):
         return options.tokens
 
     @classmethod
-    def has_prompt(cls, options: DivergenceOptions) -> bool:
-        """Whether the first tokens of each sample are its prompt."""
-        return options.prompt is not None
-
-    @classmethod
     def prompt_tokens(cls, options: DivergenceOptions) -> int | None:
         """The tokens of each sample that are its prompt."""
         return options.prompt

@@ -75,11 +75,6 @@ class Perplexity(Task):
         return None if options.until is not None else data.prefix + data.tokens // cls.streams(options) - 1
 
     @classmethod
-    def has_prompt(cls, options: PerplexityOptions) -> bool:
-        """Whether the first tokens of each stream are its prompt."""
-        return options.prompt is not None
-
-    @classmethod
     def prompt_tokens(cls, options: PerplexityOptions) -> int | None:
         """The tokens of each stream that are its prompt, without the prefix."""
         return options.prompt
