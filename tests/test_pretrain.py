@@ -174,3 +174,17 @@ def test_mistakes_are_one_line(tmp_path):
         load(tmp_path / "uneven.yaml")
     with pytest.raises(UserError, match="vanilla"):
         find("vanila")
+
+
+def test_a_shorter_training_keeps_the_stages_before_running_text():
+    whole = load(find("vanilla"))
+    short = whole.shortened(19_008_000)
+    assert short.steps == 4500
+    assert sum(short.pieces(i) != whole.pieces(i) for i in range(short.steps)) <= 3  # a step a stage, by rounding
+    assert short.training.warmup * short.steps == pytest.approx(whole.training.warmup * whole.steps)
+    assert short.kinds.text_from * short.steps == pytest.approx(whole.kinds.text_from * whole.steps)
+    for step in (1, 1400, 1700, 1949):
+        assert short.repeats.tokens(step / short.steps) == pytest.approx(whole.repeats.tokens(step / whole.steps), abs=1)
+    for tokens in (12_000_000, 50_000_000):
+        with pytest.raises(UserError, match="--tokens must lie between 12,249,600 and the recipe's 42,240,000"):
+            whole.shortened(tokens)

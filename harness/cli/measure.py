@@ -84,7 +84,10 @@ def run(
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:1.")
 @click.option("--threads", type=click.IntRange(1), help="CPU threads. Default: torch's.")
 @click.option("--steps", type=click.IntRange(1), help="Stop after this many steps, with a checkpoint; the next call goes on.")
-def pretrain(config: str, data: str | None, out: str | None, device: str, threads: int | None, steps: int | None) -> None:
+@click.option("--tokens", type=click.IntRange(1), help="A shorter training: as many steps before running text, fewer of it.")
+def pretrain(
+    config: str, data: str | None, out: str | None, device: str, threads: int | None, steps: int | None, tokens: int | None
+) -> None:
     """Pretrain a reference model. CONFIG is a file, or a name like sink_1.
 
     If a run was stopped, the same command goes on from its last checkpoint.
@@ -96,6 +99,8 @@ def pretrain(config: str, data: str | None, out: str | None, device: str, thread
     from kvbench.harness.pretrain.config import find, load
 
     settings = load(find(config))
+    if tokens:
+        settings = settings.shortened(tokens)
     import torch
 
     from kvbench.harness.models.load import device_of

@@ -151,6 +151,29 @@ class PretrainConfig(_Strict):
         """Number of optimiser steps; tokens that don't fill a whole batch are dropped."""
         return self.training.tokens // (self.training.sample * self.training.batch)
 
+    def shortened(self, tokens: int) -> PretrainConfig:
+        """The same with fewer tokens: warm-up and the stages before running text keep their steps, what follows has less.
+
+        Raises:
+            UserError: they aren't fewer, or the stages alone need more.
+        """
+        ratio = self.training.tokens / tokens
+        repeated = self.repeats.until if self.repeats.share else 0.0
+        stages = max(self.kinds.text_from, repeated, *(stage.until for stage in self.training.short))
+        if ratio < 1 or ratio * stages > 1:
+            least = round(stages * self.training.tokens)
+            raise UserError(f"{self.name}: --tokens must lie between {least:,} and the recipe's {self.training.tokens:,}")
+        repeats = {"until": min(1.0, ratio * self.repeats.until), "widen": tuple(ratio * share for share in self.repeats.widen)}
+        short = tuple(x.model_copy(update={"until": ratio * x.until}) for x in self.training.short)
+        training = {"tokens": tokens, "short": short, "warmup": ratio * self.training.warmup}
+        return self.model_copy(
+            update={
+                "kinds": self.kinds.model_copy(update={"text_from": ratio * self.kinds.text_from}),
+                "repeats": self.repeats.model_copy(update=repeats),
+                "training": self.training.model_copy(update=training),
+            }
+        )
+
     def is_kept(self, step: int) -> bool:
         """Whether the model is kept after so many steps."""
         every = self.training.keep_every
