@@ -15,6 +15,7 @@ import pytest
 from factories import EVIL, changed, edit, record
 from test_feed import answered, everything, noisy, of_budgets
 
+from kvbench.harness.records import Submitted, fingerprint
 from kvbench.harness.report import compare, keep_map, site
 from kvbench.harness.report import feed as feeds
 from kvbench.harness.report.difference import judge_interval
@@ -364,8 +365,51 @@ def test_what_a_row_keeps_and_attends_to_is_part_of_the_page(opened, tmp_path, m
     assert [m["kind"] for m in data_of(html)["maps"][made.cell_id]] == ["kept"], "the task of this record keeps no logits"
     page = opened(html=html, address=f"#open={made.cell_id[:8]}")
     assert page.locator(".maps img").evaluate_all("all => all.map((x) => x.naturalWidth)") == [2]
+    cells = opened(html=html, address="#tab=cells")
+    assert cells.locator("#cells-body button").all_inner_texts() == ["h2o\nshow its pictures"]
+    for shown in (1, 0):
+        cells.click("#cells-body button")
+        assert cells.locator(".maps img").count() == shown
+        assert cells.get_attribute("#cells-body button", "aria-expanded") == str(bool(shown)).lower()
+        assert cells.evaluate("document.activeElement.id") == f"cell-{made.cell_id[:8]}", "the focus stays where it was"
     monkeypatch.undo()
     assert data_of(site.render([made], files))["maps"] == {}, "a file that is missing is no error"
+
+
+@IN_BROWSER
+def test_who_measured_a_row_is_said_where_it_was_submitted(opened):
+    records = of_budgets()
+    theirs = next(r for r in records if (r.cell.policy, r.cell.capacity) == ("h2o", 16))
+    marked = {theirs.stem: Submitted(record=theirs.stem, sha256=fingerprint(theirs), repeated="today")}
+    for submitted, columns in ((None, 0), (marked, 1)):
+        html = site.render(records, submitted=submitted)
+        page = opened(html=html)
+        assert page.locator("#policies-head th >> text='Measured by'").count() == columns
+        if columns:
+            assert page.locator("#policies-body [data-label='Measured by']", has_text="repeated by CI").count() == 1
+        cells = opened(html=html, address="#tab=cells")
+        assert cells.locator("#cells-head [data-key=standing]").count() == columns
+        if columns:
+            assert sorted(set(column(cells, "standing"))) == ["ours", "repeated by CI"]
+
+
+@IN_BROWSER
+def test_tokens_read_are_shown_where_reading_could_stop(opened):
+    records = [edit(r, metrics={"tokens_read": 2048 if r.cell.policy == "h2o" else 4096}) for r in of_budgets()]
+    for shown, made in ((0, of_budgets()), (1, records)):
+        page = opened(made)
+        assert page.locator("#policies-head th >> text='Tokens read'").count() == shown
+    assert page.locator("#policies-body [data-label='Tokens read']").all_inner_texts().count("2,048") == 1
+
+
+@IN_BROWSER
+def test_a_policy_off_the_scale_is_named_at_its_end(opened):
+    losses = {"a": -60, "b": -0.2, "c": -0.1, "d": 0.1, "e": 0.2, "f": 60}
+    records = [noisy("recompute_window", 16, 2.0, 9), *(noisy(name, 16, 2.0 + x / 100, 9) for name, x in losses.items())]
+    page = opened(records)
+    texts = page.locator("#chart text").all_text_contents()
+    assert len([x for x in texts if x.startswith("← −45")]) == 1
+    assert len([x for x in texts if x.endswith(" →")]) == 1
 
 
 @IN_BROWSER

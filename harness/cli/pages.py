@@ -183,8 +183,8 @@ def _rendered(
     rendered = {name: render[name](records) for name in render if name in targets}
     pages = {targets[name][1]: page.text for name, page in rendered.items()}
     if "site" in targets:
-        pages[targets["site"][1]] = site.render(records, paths)
-        pages[targets["feed"][1]] = feed.text(feed.feed(records))
+        pages[targets["site"][1]] = site.render(records, paths, submitted)
+        pages[targets["feed"][1]] = feed.text(feed.feed(records, submitted))
     drawings: dict[Path, dict[str, str]] = {}
     for name, page in rendered.items():
         if targets[name][1] != STDOUT:

@@ -63,7 +63,7 @@ def render(records: Iterable[Record], submitted: Mapping[str, Submitted] | None 
     records = list(records)
     parts = groups(records)
     introduction = _INTRODUCTION.format(blocks=MIN_BLOCKS, shortest=MIN_BLOCK_TOKENS)
-    lines: list[str | chart.Chart] = [_HEAD, *answer(feed(records)), introduction, *_contents(parts)]
+    lines: list[str | chart.Chart] = [_HEAD, *answer(feed(records, submitted)), introduction, *_contents(parts)]
     if not parts:
         lines.append("No records yet: `bench run suites/pg19.yaml`.\n")
     for suite, of_suite in itertools.groupby(parts, key=lambda group: (group[0].cell.suite, group[0].cell.suite_version)):

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvbench.harness.core.visible import visible
-from kvbench.harness.records import Record
+from kvbench.harness.records import Record, Submitted
 from kvbench.harness.report.chart import make_visible
 from kvbench.harness.report.feed import labels
 from kvbench.harness.report.feed.loss import loss, ranks, reference
@@ -25,14 +25,19 @@ VERSION = 1  # raised when a reader of version 1 would misread the feed
 NAME = "kv-bench"  # its first field, by which a file is recognised
 
 
-def feed(records: Iterable[Record]) -> dict[str, Any]:
-    """The feed of records: plain JSON."""
-    return of_questions(questions(records))
+def feed(records: Iterable[Record], submitted: Mapping[str, Submitted] | None = None) -> dict[str, Any]:
+    """The feed of records: plain JSON.
+
+    Args:
+        records: of all suites and models.
+        submitted: those that were submitted, from `read_submitted`; all are ours when None.
+    """
+    return of_questions(questions(records), submitted)
 
 
-def of_questions(asked: Iterable[Question]) -> dict[str, Any]:
+def of_questions(asked: Iterable[Question], submitted: Mapping[str, Submitted] | None = None) -> dict[str, Any]:
     """The feed of questions."""
-    provenance = Provenance()
+    provenance = Provenance(submitted or {})
     answered = [_question(question, provenance) for question in asked]
     measured = [cell["measured"] for q in answered for row in _all_rows(q) for cell in row["cells"]]
     made: dict[str, Any] = make_visible({

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from kvbench.harness.core.intervals import median_interval, wilson
 from kvbench.harness.core.visible import visible
-from kvbench.harness.records import Record
+from kvbench.harness.records import Record, Submitted, standing
 from kvbench.harness.records.metrics import QuestionMetrics
 from kvbench.harness.report import recomputed, sections
 from kvbench.harness.report.faults import faults
@@ -68,7 +69,7 @@ def row_json(question: Question, placed: Placed, names: dict[str, str], provenan
         "capacity": cell.capacity, "rank": None if placed.rank is None else list(placed.rank),
         "loss": None if placed.loss is None else loss_json(row, placed.loss, names),
         "loss_to_dense": None if dense_loss is None else loss_json(row, dense_loss, names),
-        "perplexity": figure(_perplexity(question, row)), "answers": _answers(row),
+        "perplexity": figure(_perplexity(question, row)), "tokens_read": _tokens_read(row), "answers": _answers(row),
         "kv_bytes": row.kv_bytes, "kv_share": _share(row.kv_bytes, dense_bytes(question)[0]),
         "ms": figure(row.step_ms), "times_dense": _times_dense(question, row),
         "code": visible(whose.code), "paper": whose.paper, "arxiv": whose.arxiv, "status": _status(question, row),
@@ -113,6 +114,11 @@ def _perplexity(question: Question, row: Row) -> float | None:
     return None if nll is None else math.exp(min(nll, 700))
 
 
+def _tokens_read(row: Row) -> int | None:
+    """Tokens of the text that were read, where reading could stop before its end."""
+    return None if row.perplexity is None else row.perplexity.metrics.tokens_read
+
+
 def _answers(row: Row) -> list[dict[str, Any]]:
     """Right answers by task, with the 95 % interval of their share."""
     tasks: dict[str, list[QuestionMetrics]] = {}
@@ -155,7 +161,8 @@ def _cell(record: Record, provenance: Provenance) -> dict[str, Any]:
 class Provenance:
     """Facts on how cells were measured. Many cells share them, so the feed has each set of facts once."""
 
-    def __init__(self) -> None:
+    def __init__(self, submitted: Mapping[str, Submitted]) -> None:
+        self._submitted = submitted
         self.distinct: list[dict[str, Any]] = []
         self._places: dict[str, int] = {}
 
@@ -167,6 +174,7 @@ class Provenance:
             "versions": dict(facts.versions), "data": data.source, "text_sha256": data.text_sha256[:12],
             "ids_sha256": data.ids_sha256[:12], "weights_sha256": facts.weights_sha256[:12],
             "data_seed": record.cell.options.get("data_seed"), "method": facts.method,
+            "standing": standing(record, self._submitted),
         }  # fmt: skip
         key = repr(entry)
         if key not in self._places:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.harness.core.intervals import MIN_BLOCKS
-from kvbench.harness.records import Record
+from kvbench.harness.records import Record, Submitted
 from kvbench.harness.report.chart import make_visible
 from kvbench.harness.report.compare import MARGINS
 from kvbench.harness.report.feed import of_questions
@@ -31,17 +31,20 @@ _IMPORT = re.compile(r'^import \{[^}]*\} from "\./\w+\.js";\n', re.M)
 _EXPORT = re.compile(r"^export (?=const|function|class)", re.M)
 
 
-def render(records: Sequence[Record], files: Mapping[int, Path] | None = None) -> str:
+def render(
+    records: Sequence[Record], files: Mapping[int, Path] | None = None, submitted: Mapping[str, Submitted] | None = None
+) -> str:
     """The page in HTML; the same records always give the same bytes.
 
     Args:
         records: to show; only the newest of each cell appears.
         files: path of each record, by `id`, to find the maps beside it.
+        submitted: those that were submitted, from `read_submitted`; all are ours when None.
     """
     asked, shown = questions(records), groups(records)
-    rows = cells(shown)
+    rows = cells(shown, submitted or {})
     data = {
-        "feed": of_questions(asked), "sums": sums(asked), "columns": COLUMNS, "cells": rows,
+        "feed": of_questions(asked, submitted), "sums": sums(asked), "columns": COLUMNS, "cells": rows,
         "marks": {name: [asdict(mark(name, n)) for n in range(VARIANTS)] for name in sorted({row[-1] for row in rows})},
         "maps": maps([r for group in shown for r in group], files or {}), "margins": MARGINS, "min_blocks": MIN_BLOCKS,
     }  # fmt: skip

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvbench.harness.records import Record
+from kvbench.harness.records import Record, Submitted, standing
 from kvbench.harness.records.metrics import QuestionMetrics, StepMetrics
 from kvbench.harness.report.common_tokens import common_perplexity
 from kvbench.harness.report.markdown import title
@@ -15,23 +15,23 @@ from kvbench.harness.report.task import task_of
 
 COLUMNS = (
     "policy", "capacity", "perplexity", "right", "ms", "kib", "model", "suite", "task", "status", "device", "measured", "cell",
-    "name",
+    "standing", "name",
 )  # fmt: skip
 _FIGURES = [COLUMNS.index(name) for name in ("perplexity", "right", "ms")]
 
 
-def cells(groups: Sequence[Sequence[Record]]) -> list[list[Any]]:
-    """A row per record, its figures in the order of `COLUMNS`; missing figures are None."""
+def cells(groups: Sequence[Sequence[Record]], submitted: Mapping[str, Submitted]) -> list[list[Any]]:
+    """A row per record, its figures in the order of `COLUMNS`; missing figures are None. submitted: from `read_submitted`."""
     rows = []
     for group in groups:
         rivals: dict[str, list[Record]] = {}
         for record in group:
             rivals.setdefault(question(record), []).append(record)
-        rows += [_row(record, rivals[question(record)]) for record in group]
+        rows += [_row(record, rivals[question(record)], submitted) for record in group]
     return sorted(rows, key=lambda row: not any(row[place] is not None for place in _FIGURES))  # those with a figure first
 
 
-def _row(record: Record, rivals: Sequence[Record]) -> list[Any]:
+def _row(record: Record, rivals: Sequence[Record], submitted: Mapping[str, Submitted]) -> list[Any]:
     """Perplexity is over the tokens that all rivals scored. `name` is the policy's, without parameters, for its mark."""
     cell, metrics = record.cell, record.metrics
     options, shown = cell.options, task_of(record).shown_options
@@ -42,7 +42,7 @@ def _row(record: Record, rivals: Sequence[Record]) -> list[Any]:
         _finite(answers.accuracy if answers else None, 100), _finite(steps.step_ms if steps else None),
         _finite(metrics.kv_bytes or None, 1 / 1024) if record.status == "ok" else None,
         cell.model.id, cell.suite, " ".join([cell.task.name, *task_options]), _status(record), record.facts.device,
-        record.finished[:10], record.cell_id[:8], cell.policy,
+        record.finished[:10], record.cell_id[:8], standing(record, submitted), cell.policy,
     ]  # fmt: skip
 
 

@@ -120,7 +120,7 @@ export function cost(a, b) {
 }
 
 function showChart(question, budget, state) {
-  const place = byId("chart"), width = Math.max(300, Math.min(1200, place.clientWidth || 880));
+  const place = byId("chart"), width = Math.max(300, Math.min(1296, place.clientWidth || 880));
   const chart = drawChart(question, budget, { unit: byId("unit").value, control: state.random === "1", width });
   const controls = question.budgets.some(({ rows }) => rows.some((row) => row.kind === "control"));
   byId("control").checked = state.random === "1";
@@ -141,10 +141,16 @@ function columns(question, rows) {
     { head: "K/V of dense", value: (row) => row.kv_share, text: (row) => (row.kv_bytes === 0 ? "no cache" : row.kv_share === null ? bytes(row.kv_bytes) : `${share(row.kv_share)} (${bytes(row.kv_bytes)})`) },
     { head: "ms/token", value: (row) => row.ms, best: -1, text: (row) => number(row.ms) },
     { head: "× dense", value: (row) => row.times_dense?.[0] ?? null, best: -1, text: (row) => (row.times_dense ? number(row.times_dense[0]) : "") },
+    { head: "Tokens read", value: (row) => row.tokens_read, text: (row) => (row.tokens_read === null ? "" : row.tokens_read.toLocaleString("en")) },
     { head: "Code", text: (row) => row.code },
+    ...(submitted ? [{ head: "Measured by", text: standing }] : []),
     { head: "Status", text: (row) => row.status, wide: true },
   ].filter(({ value }) => !value || rows.some((row) => value(row) !== null));
 }
+
+// Who measured a row: we did, or it was submitted, and CI may have measured all or some of its cells again.
+const standing = (row) => [...new Set(row.cells.map((cell) => feed.provenance[cell.provenance].standing))].join(", ");
+const submitted = feed.provenance.some((facts) => facts.standing !== "ours");
 
 const lossText = (row) => (!row.loss ? "" : `${signed(row.loss.value)}${row.loss.low === null ? " (too short)" : ` [${signed(row.loss.low)}, ${signed(row.loss.high)}]`}`);
 const answersText = (answers) => (answers ? `${Math.round(100 * answers.share)} [${Math.round(100 * answers.low)}, ${Math.round(100 * answers.high)}]` : "");

@@ -1,14 +1,17 @@
 // The third view: every measured cell, to search, sort, narrow, and take along as CSV. One page of rows is in the document.
-import { byId, data, el, feed, swatch } from "./dom.js";
+import { byId, data, el, feed, maps, swatch } from "./dom.js";
+import { mapOf } from "./details.js";
 import { go, read } from "./state.js";
 
 const PAGE = 100;
 const HEADS = {
   policy: ["Policy"], capacity: ["Capacity", 0], perplexity: ["Perplexity", 4], right: ["Right, %", 3], ms: ["ms/token", 3], kib: ["K/V, KiB", 4],
-  model: ["Model"], suite: ["Suite"], task: ["Task"], status: ["Status"], device: ["Device"], measured: ["Measured"], cell: ["Repeat"],
+  model: ["Model"], suite: ["Suite"], task: ["Task"], status: ["Status"], device: ["Device"], measured: ["Measured"], standing: ["Measured by"], cell: ["Repeat"],
 };
-const KEYS = Object.keys(HEADS), SELECTS = ["suite", "model", "status"];
+const SELECTS = ["suite", "model", "status"];
 const at = Object.fromEntries(data.columns.map((name, place) => [name, place]));
+const KEYS = Object.keys(HEADS).filter((key) => key !== "standing" || data.cells.some((row) => row[at.standing] !== "ours"));
+const pictures = Object.fromEntries(Object.entries(maps).map(([cell, shown]) => [cell.slice(0, 8), shown]));
 const collator = new Intl.Collator("en", { numeric: true });
 const texts = [], places = {};
 let ready = false;
@@ -70,7 +73,7 @@ export function showCells() {
   const state = read(), rows = matching(state), pages = Math.max(1, Math.ceil(rows.length / PAGE)), page = Math.min(pageOf(state), pages);
   const keys = KEYS.filter((key) => !hiddenIn(state).has(key)), first = (page - 1) * PAGE, shown = rows.slice(first, first + PAGE);
   byId("cells-head").replaceChildren(...keys.map((key) => headOf(key, state.sort ?? "")));
-  byId("cells-body").replaceChildren(...(shown.length ? shown.map((i) => lineOf(data.cells[i], keys)) : [nothing(keys.length)]));
+  byId("cells-body").replaceChildren(...(shown.length ? shown.flatMap((i) => linesOf(data.cells[i], keys, state.open)) : [nothing(keys.length)]));
   byId("cells-count").textContent = rows.length ? `${(first + 1).toLocaleString("en")} to ${(first + shown.length).toLocaleString("en")} of ${rows.length.toLocaleString("en")} cells` : `0 of ${data.cells.length.toLocaleString("en")} cells`;
   byId("cells-previous").disabled = page <= 1;
   byId("cells-next").disabled = page >= pages;
@@ -89,10 +92,23 @@ function headOf(key, sort) {
     el("button", { type: "button", textContent: HEADS[key][0], onclick: () => { go({ sort: next, page: "" }); focus(); } }));
 }
 
-function lineOf(row, keys) {
+// A row and, if it has pictures and was opened, a line with them.
+function linesOf(row, keys, opened) {
+  const cell = row[at.cell], open = opened === cell && cell in pictures, line = lineOf(row, keys, open);
+  return open ? [line, el("tr", { role: "row", className: "opened", id: `open-${cell}` }, el("td", { role: "cell", colspan: keys.length }, ...pictures[cell].map(mapOf)))] : [line];
+}
+
+function policyOf(row, open) {
+  const cell = row[at.cell], name = [swatch(row[at.name]), row[at.policy]];
+  if (!(cell in pictures)) return name;
+  const toggle = () => { go({ open: open ? "" : cell }); byId(`cell-${cell}`)?.focus(); };
+  return [el("button", { type: "button", id: `cell-${cell}`, "aria-expanded": String(open), "aria-controls": open ? `open-${cell}` : null, onclick: toggle }, name[0], el("span", {}, name[1], el("small", { textContent: open ? "hide its pictures" : "show its pictures" })))];
+}
+
+function lineOf(row, keys, open) {
   return el("tr", { role: "row" }, ...keys.map((key) => {
     const [label, digits] = HEADS[key], value = row[at[key]];
-    if (key === "policy") return el("th", { scope: "row", role: "rowheader", className: "policy" }, swatch(row[at.name]), value);
+    if (key === "policy") return el("th", { scope: "row", role: "rowheader", className: "policy" }, ...policyOf(row, open));
     const text = key === "cell" ? `bench run ${value} --fresh` : value === null ? "" : digits ? Number(value.toPrecision(digits)).toLocaleString("en") : value.toLocaleString("en");
     const kind = digits !== undefined ? "number" : key === "status" && value !== "ok" ? "bad" : "";
     return el("td", { role: "cell", "data-label": label, className: kind }, key === "cell" ? el("code", { textContent: text }) : text);

@@ -69,7 +69,8 @@ function overBudgets(question, points, { chosen, unit, width, title }) {
     const ends = places.map(({ row, drawn, at }) => titled(svg("g", { class: "point" },
       svg("line", { x1: at, x2: at, y1: inside(drawn.low), y2: inside(drawn.high), stroke: "currentColor", "stroke-width": 1.5 }),
       svg("circle", { cx: at, cy: inside(drawn.value), r: 11, fill: "transparent" }), point(row.policy, at, inside(drawn.value), variant),
-      drawn.value > high ? label(at + 8, top + 4, `↑ ${signed(drawn.value)}`) : null), said(row, drawn)));
+      drawn.value > high ? label(at + 8, top + 4, `↑ ${signed(drawn.value)}`) : null,
+      drawn.value < low ? label(at + 8, bottom - 4, `↓ ${signed(drawn.value)}`) : null), said(row, drawn)));
     root.append(marked(line[0].row.policy, path, ...ends));
   }
   root.setAttribute("aria-label", `${title}, against the budget: ${[...lines.keys()].join(", ")}. The table below has the same figures.`);
@@ -101,11 +102,12 @@ function atOneBudget(question, points, { width, title }) {
   const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img" }, horizontal(x, ticks(x.domain, width < 500 ? 3 : 6), { top, bottom, title }));
   if (points[0].row.loss) root.append(svg("line", { x1: x(0), x2: x(0), y1: top, y2: bottom, class: "reference" }));
   points.forEach(({ row, drawn }, i) => {
-    const y = top + (i + 0.5) * LINE_HEIGHT, off = drawn.value > high;
+    const y = top + (i + 0.5) * LINE_HEIGHT, above = drawn.value > high, below = drawn.value < low;
     root.append(titled(label(left - 8, y + 4, clipped(row.name, left), { "text-anchor": "end" }), row.name), titled(marked(row.policy,
-      off ? null : svg("line", { x1: inside(drawn.low), x2: inside(drawn.high), y1: y, y2: y, stroke: "currentColor", "stroke-width": 2 }),
+      above || below ? null : svg("line", { x1: inside(drawn.low), x2: inside(drawn.high), y1: y, y2: y, stroke: "currentColor", "stroke-width": 2 }),
       svg("rect", { x: left, y: y - LINE_HEIGHT / 2, width: right - left, height: LINE_HEIGHT, fill: "transparent" }), point(row.policy, inside(drawn.value), y),
-      off ? label(right - 10, y + 4, `${signed(drawn.value)} →`, { "text-anchor": "end" }) : null), said(row, drawn)));
+      above ? label(right - 10, y + 4, `${signed(drawn.value)} →`, { "text-anchor": "end" }) : null,
+      below ? label(left + EDGE + 12, y + 4, `← ${signed(drawn.value)}`) : null), said(row, drawn)));
   });
   root.setAttribute("aria-label", `${title}, at ${budgetName(points[0].row.capacity)}. The table below has the same figures.`);
   return { root, legend: null };

@@ -48,7 +48,7 @@ function provenance(row) {
     ["Device", distinct((x) => [x.device, x.instructions, x.threads && `${x.threads} threads`].filter(Boolean).join(", "))],
     ["Platform", distinct((x) => x.platform)], ["Versions", distinct((x) => Object.entries(x.versions).map((pair) => pair.join(" ")).join(", "))],
     ["Data", distinct((x) => x.data)], ["sha256 of token ids", distinct((x) => x.ids_sha256)], ["sha256 of weights", distinct((x) => x.weights_sha256)],
-    ["Data seed", distinct((x) => (x.data_seed === null ? "" : String(x.data_seed)))], ["Read by", distinct((x) => x.method)],
+    ["Measured by", distinct((x) => x.standing)], ["Data seed", distinct((x) => (x.data_seed === null ? "" : String(x.data_seed)))], ["Read by", distinct((x) => x.method)],
   ]));
 }
 
@@ -57,7 +57,7 @@ const CAPTIONS = {
   attention: "Mean attention logits: blue above 0, red below.",
 };
 
-function mapOf({ kind, columns, rows, layers }) {
+export function mapOf({ kind, columns, rows, layers }) {
   return el("figure", { className: "maps" }, el("div", { className: "layers" }, ...layers.map(({ layer, png, width, height }) => el("div", {},
     el("img", { src: `data:image/png;base64,${png}`, width, height, alt: `${CAPTIONS[kind]} Layer ${layer}; across: ${columns}; up: ${rows}.` }), `layer ${layer}`))),
     el("figcaption", { textContent: `${CAPTIONS[kind]} Across: ${columns}. Down: ${rows}.` }));
