@@ -17,8 +17,9 @@ RESULTS = FOLDER.parents[1] / "leaderboard" / "results"
 
 def question(results: Path = RESULTS) -> dict[str, Any]:
     """The suite's question of the feed: what each policy loses at each budget."""
-    (only,) = feed(RecordStore(results / "budget").read_all()[0])["questions"]
-    return only
+    asked = feed(RecordStore(results / "budget").read_all()[0])["questions"]
+    (of_text,) = (question for question in asked if question["measure"] == "perplexity")
+    return of_text
 
 
 def drawings(results: Path = RESULTS) -> dict[str, str]:

@@ -56,6 +56,7 @@ function overBudgets(question, points, { chosen, unit, width, title }) {
   const x = logarithmic([sizes[0], sizes.at(-1)], [left + 22, right - 22]), y = linear(domain(points), [bottom, top]);
   const lines = Map.groupBy ? Map.groupBy(points, ({ row }) => row.name) : grouped(points);
   const [low, high] = y.domain, inside = (value) => y(Math.min(Math.max(value, low), high));
+  const anchor = (at) => (at > right - 60 ? "end" : at < left + 60 ? "start" : "middle");
   const root = svg("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, width, height: HEIGHT, role: "img" },
     vertical(y, ticks(y.domain), { left, right, title }),
     horizontal(x, sizes, { top, bottom, text: (value) => number(value, unit === "tokens" ? 9 : 2), title: `budget, ${unit === "tokens" ? "tokens per head" : unit === "kib" ? "KiB of K and V" : "% of dense's bytes"}` }),
@@ -69,8 +70,8 @@ function overBudgets(question, points, { chosen, unit, width, title }) {
     const ends = places.map(({ row, drawn, at }) => titled(svg("g", { class: "point" },
       svg("line", { x1: at, x2: at, y1: inside(drawn.low), y2: inside(drawn.high), stroke: "currentColor", "stroke-width": 1.5 }),
       svg("circle", { cx: at, cy: inside(drawn.value), r: 11, fill: "transparent" }), point(row.policy, at, inside(drawn.value), variant),
-      drawn.value > high ? label(at + 8, top + 4, `↑ ${signed(drawn.value)}`) : null,
-      drawn.value < low ? label(at + 8, bottom - 4, `↓ ${signed(drawn.value)}`) : null), said(row, drawn)));
+      drawn.value > high ? label(at, top + 18, `↑ ${signed(drawn.value)}`, { "text-anchor": anchor(at) }) : null,
+      drawn.value < low ? label(at, bottom - 12, `↓ ${signed(drawn.value)}`, { "text-anchor": anchor(at) }) : null), said(row, drawn)));
     root.append(marked(line[0].row.policy, path, ...ends));
   }
   root.setAttribute("aria-label", `${title}, against the budget: ${[...lines.keys()].join(", ")}. The table below has the same figures.`);
