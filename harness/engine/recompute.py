@@ -18,7 +18,7 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.rotary import rotate
 
-_MAX_BATCH_TOKENS = 8192  # of all windows run at once
+MAX_BATCH_TOKENS = 8192  # of all windows run at once
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class RecomputeDecoder:
         nonempty = wanted if wanted.shape[1] else ends[:, :1]  # models reject an empty batch
         width = min(self.length, text.shape[1] - 1)
         out = []
-        for end in nonempty.split(max(1, _MAX_BATCH_TOKENS // (width * len(text))), 1):
+        for end in nonempty.split(max(1, MAX_BATCH_TOKENS // (width * len(text))), 1):
             padding = (width - end).clamp(min=0)
             windows = self._gathered(text, end, width, padding).flatten(0, 1)
             out.append(self.model(windows, _Windows(self.model, self.length, padding.flatten()), 1).view(*end.shape, -1))
@@ -125,7 +125,7 @@ class RecomputeDecoder:
             out.append(self.model(text[:, :last], _Windows(self.model, self.length), keep))
         windows = text[:, self.sinks :].unfold(1, self.length - self.sinks, 1) if full else text
         opening = text[:, None, : self.sinks]
-        at_once = max(1, _MAX_BATCH_TOKENS // (self.length * len(text)))
+        at_once = max(1, MAX_BATCH_TOKENS // (self.length * len(text)))
         for starts in [full[i : i + at_once] for i in range(0, len(full), at_once)]:
             chosen = windows[:, starts[0] : starts[-1] + 1] if _consecutive(starts) else windows[:, starts]
             chosen = torch.cat([opening.expand(-1, len(starts), -1), chosen], 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, SkipValidation, ValidationError
 
@@ -15,8 +15,13 @@ OptionsT = TypeVar("OptionsT", bound="Options")
 
 
 class Options(BaseModel):
-    """Options of a task in a suite. An unknown option is an error."""
+    """Options of a task in a suite. An unknown option is an error.
 
+    Attributes:
+        not_recorded: options that decide how a cell is read and no figure, so that they are not part of the cell.
+    """
+
+    not_recorded: ClassVar[frozenset[str]] = frozenset()
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str

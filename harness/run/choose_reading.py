@@ -56,12 +56,12 @@ def choose_reading(
     check = FastCheck(TOKEN_BY_TOKEN, "windows run afresh", "windows run afresh", 0.0)
     if config.policy.caches:
         by_walk = FastCheck(TOKEN_BY_TOKEN, "walk", "plain", 0.0)
-        check = by_walk if walk else fast_method(model, config, task.streams(options), task.times_steps)
+        check = by_walk if walk else fast_method(model, config, task.at_once(options), task.times_steps)
         facts["differs_from_walk"] = round(check.differs, 4) if math.isfinite(check.differs) else None
         facts.update({"refused": check.refused} if check.refused else {})
         facts.update({"plain_because": check.plain_because} if check.plain_because else {})
     is_fast = check.blocks in ("closed form", "compiled walk", "full attention") and not task.of_device
-    streams = 1 if task.block_of_all else task.streams(options)
+    streams = 1 if task.block_of_all else task.at_once(options)
     block = block or (_block_that_fits(model, streams) if is_fast else PLAIN_BLOCK_TOKENS)
     facts.update({"block": block, "method": check.blocks, "step": check.step})
     budgets = kind_of_budgets(model, config)

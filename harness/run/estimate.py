@@ -70,12 +70,12 @@ def _estimate(cell: Cell, shape: ModelShape, rate: float, overhead: float) -> Es
 
 
 def kv_bytes(cell: Cell, shape: ModelShape) -> int:
-    """The most bytes of K and V that a cell holds, over all its streams."""
+    """The most bytes of K and V that a cell holds, over all streams that must be read at once."""
     if not cell.policy.caches:
         return 0
     task = plugins.task_class(cell.task.name)
     kept = cell.most_kept or task.longest(cell.task)
-    return shape.kv_bytes(kept, task.streams(cell.task), DTYPES[cell.model.dtype].itemsize)
+    return shape.kv_bytes(kept, task.at_once(cell.task), DTYPES[cell.model.dtype].itemsize)
 
 
 def _shape(spec: ModelSpec) -> ModelShape | None:

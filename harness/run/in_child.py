@@ -18,6 +18,7 @@ from kvbench.harness.models.load import load_model, load_tokenizer
 from kvbench.harness.records import Record
 from kvbench.harness.run.apart import CellRun
 from kvbench.harness.run.choose_reading import choose_reading
+from kvbench.harness.run.side_by_side import Reading, choose_side_by_side
 from kvbench.harness.tasks.task import Job, Task
 
 
@@ -77,10 +78,15 @@ def measure_group(cells: Sequence[CellRun], progress: Callable[[int, str], None]
     for cell, answer in zip(cells, answers, strict=True):
         try:
             config = _config(cell)
-            method, block, answer["facts"], _ = choose_reading(model, config, task, opened.options, cell.block, cell.walk)
-            jobs.append(
-                (answer, Job(model, config, opened.data, block, method, cell.trace, progress, reference=_reference(cell)))
-            )
+            method, block, facts, _ = choose_reading(model, config, task, opened.options, cell.block, cell.walk)
+            reading = Reading(model, config, method, block, cell.block is not None, task.block_of_all)
+            side = choose_side_by_side(reading, task.independent(opened.options, opened.data))
+            answer["facts"] = facts | side.facts
+            job = Job(
+                model, config, opened.data, side.block, method, cell.trace, progress, reference=_reference(cell),
+                at_once=side.streams,
+            )  # fmt: skip
+            jobs.append((answer, job))
         except (Exception, SystemExit) as error:  # a user's policy may crash when its method is checked
             answer["failure"] = failure(error)
     started = time.perf_counter()

@@ -43,8 +43,8 @@ class Prepared:
 
     @property
     def streams(self) -> int:
-        """Streams that it reads side by side."""
-        return self.task.streams(self.cell.task)
+        """Streams that must be read side by side."""
+        return self.task.at_once(self.cell.task)
 
 
 def prepare(cells: Sequence[Cell], device: torch.device, data: Path | None) -> list[Prepared]:
@@ -113,7 +113,7 @@ def refuse_if_too_large(cell: Cell, needed: int, free: int, device: torch.device
     """
     if needed <= free:
         return
-    streams = plugins.task_class(cell.task.name).streams(cell.task)
+    streams = plugins.task_class(cell.task.name).at_once(cell.task)
     side_by_side, instead = (f" for {streams:,} streams side by side", " or run fewer streams") if streams > 1 else ("", "")
     raise UserError(
         f"{cell.label}: its K/V slots take {needed / 2**30:,.1f} GiB{side_by_side}, but only {free / 2**30:,.1f} GiB are free on "

@@ -34,6 +34,7 @@ from kvbench.harness.run.keep_map import KeepMap, open_map, refuse_unmappable, s
 from kvbench.harness.run.keep_steps import KeepSteps
 from kvbench.harness.run.machine_facts import machine_facts
 from kvbench.harness.run.prepare import Prepared, prepare, refuse_if_too_large
+from kvbench.harness.run.side_by_side import Reading, choose_side_by_side
 from kvbench.harness.run.watcher import Watcher
 from kvbench.harness.suite import Cell, labels
 from kvbench.harness.suite.file import ModelSpec
@@ -305,8 +306,13 @@ def _job(attempt: _Attempt, model: Model, options: RunOptions, watcher: Watcher)
     config = CacheConfig(cell.policy, cell.capacity, cell.positions, cell.limit, cell.seed, cell.evict)
     method, block, facts, slow = choose_reading(model, config, item.task, cell.task, options.block, options.walk)
     watcher.note(cell.label, slow)
-    attempt.facts.update(facts)
-    job = Job(model, config, item.data, block, method, attempt.trace, watcher.advance, reference=attempt.reference)
+    reading = Reading(model, config, method, block, options.block is not None, item.task.block_of_all)
+    side = choose_side_by_side(reading, item.task.independent(cell.task, item.data), attempt.keep_map is not None)
+    attempt.facts.update(facts | side.facts)
+    job = Job(
+        model, config, item.data, side.block, method, attempt.trace, watcher.advance, reference=attempt.reference,
+        at_once=side.streams,
+    )  # fmt: skip
     return job if attempt.keep_map is None else attempt.keep_map.recorded(job)
 
 

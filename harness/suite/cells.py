@@ -55,7 +55,8 @@ class Cell:
         added = {} if self.evict == 1 else {"evict": evict_as_json(self.evict)}
         return {
             "suite": self.suite, "suite_version": self.suite_version, "model": self.model.as_json(),
-            "task": self.task.model_dump(exclude_none=True) | {"name": plugins.recorded_name(self.task.name)},
+            "task": self.task.model_dump(exclude_none=True, exclude=set(self.task.not_recorded))
+            | {"name": plugins.recorded_name(self.task.name)},
             "policy": plugins.recorded_name(self.name),
             "parameters": parameters_of(bound, recorded=True), "capacity": self.capacity, "positions": self.positions,
             "limit": self.limit, "seed": self.seed,

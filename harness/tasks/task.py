@@ -12,6 +12,7 @@ from kvbench.harness.records import Record
 from kvbench.harness.records.cell import Options
 from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.report.task import TaskReport
+from kvbench.harness.tasks.common.side_by_side import Independent
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -76,6 +77,7 @@ class Job:
         progress: called with (tokens done, the figure so far as text).
         open: creates a decoder; tests replace it.
         reference: record of the cell that the task's `reference` names; None if there is none.
+        at_once: streams to read at once, of the task's `independent` ones; as the options say when None.
     """
 
     model: Model
@@ -87,6 +89,7 @@ class Job:
     progress: Callable[[int, str], None]
     open: Callable[..., Decoder] = field(default=_new_decoder)
     reference: Record | None = None
+    at_once: int | None = None
 
     def decoder(self, streams: int = 1) -> Decoder:
         """A decoder with an empty cache."""
@@ -146,6 +149,16 @@ class Task(TaskReport, ABC):
     def windows(cls, options: Any) -> float:
         """Approximate number of windows that `recompute_window` computes, for estimates."""
         return cls.total(options)
+
+    @classmethod
+    def at_once(cls, options: Any) -> int:
+        """The fewest streams whose caches must fit at once."""
+        return cls.streams(options)
+
+    @classmethod
+    def independent(cls, options: Any, data: Any) -> Independent | None:
+        """The streams of which any number may be read at once; None if that number is part of what is measured."""
+        return None
 
     @classmethod
     def tokens_read(cls, options: Any, data: Any) -> int | None:

@@ -23,6 +23,7 @@ from kvbench.harness.report import compare
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.difference import Difference, Traces
 from kvbench.harness.report.pairing import question
+from kvbench.harness.tasks.common.side_by_side import Independent
 from kvbench.harness.tasks.perplexity import page
 from kvbench.harness.tasks.perplexity.schema import PerplexityMetrics, PerplexityOptions
 from kvbench.harness.tasks.perplexity.until import Precision
@@ -63,6 +64,21 @@ class Perplexity(Task):
     def streams(cls, options: PerplexityOptions) -> int:
         """The number of streams that the text is cut into."""
         return options.streams or 1
+
+    @classmethod
+    def at_once(cls, options: PerplexityOptions) -> int:
+        """As many as are asked for, one if a trial decides."""
+        streams, asked = cls.streams(options), options.side_by_side
+        return 1 if asked == "auto" else min(streams, asked or streams)
+
+    @classmethod
+    def independent(cls, options: PerplexityOptions, data: TokenStream) -> Independent | None:
+        """The streams, if it is said how many of them are read at once."""
+        if options.side_by_side is None:
+            return None
+        streams = cls.streams(options)
+        length = data.prefix + data.tokens // streams - 1
+        return Independent(streams, length, None if options.side_by_side == "auto" else cls.at_once(options))
 
     @classmethod
     def reference(cls, options: PerplexityOptions) -> str | None:

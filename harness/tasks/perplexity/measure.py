@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from kvbench.harness.core.failure import ran_out_of_memory
 from kvbench.harness.data.facts import told
 from kvbench.harness.engine.decoder import Decoder
 from kvbench.harness.records.aggregates import nll_figures, scored_mask
@@ -22,6 +25,23 @@ from kvbench.harness.records.metrics import Look, NllMetrics
 from kvbench.harness.tasks.perplexity.schema import PerplexityMetrics, PerplexityOptions
 from kvbench.harness.tasks.perplexity.until import Precision
 from kvbench.harness.tasks.task import Job, MeasurementError
+
+
+@dataclass
+class _Mean:
+    """A mean that grows."""
+
+    total: float = 0.0
+    count: int = 0
+
+    def add(self, values: NDArray[np.float32]) -> None:
+        """Add values."""
+        self.total, self.count = self.total + float(values.sum(dtype=np.float64)), self.count + values.size
+
+    @property
+    def value(self) -> float:
+        """The mean of what was added."""
+        return self.total / self.count
 
 
 def measure(options: PerplexityOptions, job: Job) -> PerplexityMetrics:
@@ -34,13 +54,11 @@ def measure(options: PerplexityOptions, job: Job) -> PerplexityMetrics:
     nll = np.lib.format.open_memmap(job.trace, mode="w+", dtype="<f4", shape=(len(job.data.ids),))
     _allocate(job.trace)
     nll[:] = np.nan
-    read = job.decoder(options.streams or 1)
-    looks = _read(options, job, read, nll, precision)
+    looks, sizes = _read(options, job, nll, precision)
     nll.flush()
     figures = _figures(options, job, _cut(job.trace, nll[: job.data.prefix + looks[-1].tokens]) if looks else nll)
     if precision is not None:
         figures |= {"tokens_read": looks[-1].tokens, "looks": precision.looks(looks).model_dump()}
-    sizes = {"kv_bytes": read.kv_bytes, "kv_held_bytes": read.held_bytes, "state_bytes": read.state_bytes}
     return PerplexityMetrics.from_json({**figures, **sizes})
 
 
@@ -73,16 +91,36 @@ def _cut(path: Path, nll: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _read(
-    options: PerplexityOptions, job: Job, read: Decoder, nll: NDArray[np.float32], precision: Precision | None
-) -> list[Look]:  # fmt: skip
-    """Read, and write NLLs, until the interval is narrow or the text ends. Returns the looks taken."""
+    options: PerplexityOptions, job: Job, nll: NDArray[np.float32], precision: Precision | None
+) -> tuple[list[Look], Counter[str]]:  # fmt: skip
+    """Read, and write NLLs, until the interval is narrow or the text ends.
+
+    Returns:
+        The looks taken, and the bytes of all streams' caches, whether they were held at once or one after another.
+
+    Raises:
+        MemoryError: several streams at once don't fit.
+    """
     looks: list[Look] = []
-    for known in _score(options, job, read, nll, [] if precision is None else precision.lengths):
-        if precision is not None and known - job.data.prefix in precision.lengths:
-            looks.append(precision.look(nll[:known]))
-            if precision.is_narrow(looks[-1]):
-                break
-    return looks
+    sizes: Counter[str] = Counter()
+    streams, so_far = options.streams or 1, _Mean()
+    at_once = job.at_once or streams
+    for first in range(0, streams, at_once):
+        part = range(first, min(first + at_once, streams))
+        try:
+            read = job.decoder(len(part))
+            for known in _score(options, job, read, nll, [] if precision is None else precision.lengths, part, so_far):
+                if precision is not None and known - job.data.prefix in precision.lengths:
+                    looks.append(precision.look(nll[:known]))
+                    if precision.is_narrow(looks[-1]):
+                        break
+        except Exception as error:
+            if len(part) == 1 or not ran_out_of_memory(error):
+                raise
+            raise MemoryError(f"{len(part)} streams at once don't fit: give side_by_side: {len(part) // 2}") from error
+        sizes.update(kv_bytes=read.kv_bytes, kv_held_bytes=read.held_bytes, state_bytes=read.state_bytes)
+        del read  # before the next is allocated
+    return looks, sizes
 
 
 def _precision(options: PerplexityOptions, job: Job) -> Precision | None:
@@ -107,9 +145,10 @@ def _precision(options: PerplexityOptions, job: Job) -> Precision | None:
 
 
 def _score(
-    options: PerplexityOptions, job: Job, read: Decoder, nll: NDArray[np.float32], looks: Sequence[int]
+    options: PerplexityOptions, job: Job, read: Decoder, nll: NDArray[np.float32], looks: Sequence[int], part: range,
+    so_far: _Mean,
 ) -> Iterator[int]:  # fmt: skip
-    """Read all streams side by side, and write each token's NLL in nats.
+    """Read streams side by side, and write each token's NLL in nats.
 
     Args:
         options: of the task.
@@ -117,18 +156,19 @@ def _score(
         read: its decoder, empty.
         nll: written to. [N].
         looks: tokens of text after which a block must end.
+        part: the numbers of the streams.
+        so_far: the mean of all NLLs, for progress.
 
     Yields:
         After each block, how many tokens of a stream have an NLL now, its prefix included.
     """
-    prefix, streams, prompt = job.data.prefix, options.streams or 1, options.prompt or 0
-    text = torch.from_numpy(job.data.ids[prefix:])
-    length = len(text) // streams
+    prefix, streams, prompt = job.data.prefix, len(part), options.prompt or 0
+    length = (len(job.data.ids) - prefix) // (options.streams or 1)
+    text = torch.from_numpy(job.data.ids[prefix + length * part.start :])
     opening = torch.from_numpy(job.data.ids[:prefix].copy()).expand(streams, -1)
-    text_starts = prefix + length * np.arange(streams)[:, None]
+    text_starts = prefix + length * np.array(part)[:, None]
     stride = 1 if job.config.policy.caches else options.stride
     is_scored = scored_mask(prefix + length, prefix, stride, prompt=prompt)
-    total, count = 0.0, 0
 
     def tokens(start: int, stop: int) -> Tensor:
         """Tokens of all streams, counted from the prefix on. [B, stop - start]."""
@@ -156,6 +196,6 @@ def _score(
             first = scored[~np.isfinite(losses)[: len(scored)]][0]
             raise MeasurementError(f"NLL is not finite at token {start + 1 + int(first)}")
         nll[text_starts + (start + 1 - prefix + scored)] = losses.reshape(streams, -1)
-        total, count = total + float(losses.sum(dtype=np.float64)), count + losses.size
-        job.progress(stop * streams, f"perplexity {math.exp(min(total / count, 700)):.2f}")
+        so_far.add(losses)
+        job.progress(length * part.start + stop * streams, f"perplexity {math.exp(min(so_far.value, 700)):.2f}")
         yield stop + 1

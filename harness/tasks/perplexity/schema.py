@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from kvbench.harness.core.intervals import MIN_BLOCK_TOKENS, MIN_BLOCKS
 from kvbench.harness.records.metrics import NllMetrics
 from kvbench.harness.records.rules import BYTES, EXACT, RUN_NATS, SUM, near
 from kvbench.harness.records.types import Count, Nats, Number, Part, Positive
+from kvbench.harness.tasks.common.side_by_side import SideBySide
 from kvbench.harness.tasks.task import MAX_TOKENS, Options
 
 _MAX_PROSE_TOKENS = 2**24  # generated in memory
@@ -31,6 +33,8 @@ class Until(BaseModel):
 class PerplexityOptions(Options):
     """Options of the perplexity task."""
 
+    not_recorded: ClassVar[frozenset[str]] = frozenset({"side_by_side"})
+
     name: Literal["perplexity"] = "perplexity"
     data: Literal["pg19", "prose"] = Field("pg19", description="the text: books (pg19) or generated prose")
     split: Literal["train", "validation", "test"] = Field("test", description="split of the data")
@@ -41,7 +45,11 @@ class PerplexityOptions(Options):
         None, ge=1, description="number of newline tokens that open the stream in place of the tokenizer's BOS"
     )
     streams: int | None = Field(
-        None, ge=1, description="cut the text into this many streams of equal length, read side by side, each after the prefix"
+        None, ge=1, description="cut the text into this many streams of equal length, each read after the prefix"
+    )
+    side_by_side: SideBySide | None = Field(
+        None,
+        description="how many of the streams are read at once; all if not given, auto: as many as fit and make reading faster",
     )
     prompt: int | None = Field(
         None, ge=1, description="first tokens of each stream that are its prompt: read first, not scored; none if not given"
@@ -54,6 +62,21 @@ class PerplexityOptions(Options):
     until: Until | None = Field(
         None, description="stop reading as soon as the interval to a reference is this narrow; `tokens` is the limit"
     )
+
+    @field_validator("streams", mode="before")
+    @classmethod
+    def _is_the_suites(cls, value: Any) -> Any:
+        if value == "auto":
+            raise PydanticCustomError(
+                "streams", "a number, as it decides what is read (how many are read at once may be auto: side_by_side)"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _has_streams_side_by_side(self) -> Self:
+        if self.side_by_side is not None and self.streams is None:
+            raise ValueError("side_by_side says how many of the streams are read at once: give streams, too")
+        return self
 
     @model_validator(mode="after")
     def _can_be_generated(self) -> Self:
@@ -98,4 +121,4 @@ class PerplexityMetrics(NllMetrics):
 
     bits_per_byte: Annotated[Number, near(relative=SUM)] = Field(description="bits per byte of the scored text")
     facts: Annotated[list[FactCost], EXACT] = Field(default_factory=list, description="NLL of facts in generated prose")
-    kv_bytes: Annotated[Count, BYTES] = Field(description="bytes allocated for K and V")
+    kv_bytes: Annotated[Count, BYTES] = Field(description="bytes allocated for K and V of all streams")

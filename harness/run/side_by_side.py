@@ -1,0 +1,213 @@
+"""Chooses how many independent streams a cell reads at once: as many as memory allows, found by a short trial.
+
+Streams that are independent give the same figures in any number at once, so the number is a fact of the machine and no part of
+the cell. The trial reads random tokens with full caches, twice as many streams each time, until the next would not fit or
+reading gets no faster.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from kvbench.harness.core.device import free_bytes, wait_for
+from kvbench.harness.core.failure import ran_out_of_memory
+from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.loop import CachedDecoder
+from kvbench.harness.engine.method import Method
+from kvbench.harness.engine.model import Model
+from kvbench.harness.engine.recompute import MAX_BATCH_TOKENS
+from kvbench.harness.run.choose_reading import PLAIN_BLOCK_TOKENS
+from kvbench.harness.tasks.common.side_by_side import Independent
+
+MEMORY_SHARE = {"cuda": 0.8, "cpu": 0.5}  # of what is free; the rest is for what the trial doesn't see, and other processes
+MIN_GAIN = 1.05  # in tokens per second, for twice the streams
+_TIMED_READS = 2  # after one that warms up
+_ACTIVATIONS = 16  # hidden vectors of a token that are held at once, roughly; on a CPU nothing counts them
+
+
+class Trial(NamedTuple):
+    """What a number of streams at once took.
+
+    Attributes:
+        stream_bytes: of memory for each stream, caches at their largest included.
+        tokens_per_second: of all streams together.
+    """
+
+    stream_bytes: int
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """How many streams are read at once.
+
+    Attributes:
+        streams: at once; None if that is part of what is measured, so that the task knows.
+        block: tokens of a stream that pass a layer at once.
+        facts: of the record.
+    """
+
+    streams: int | None
+    block: int
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a cell is read.
+
+    Attributes:
+        model: of the cell.
+        config: of its cache.
+        method: shortcuts that decoders take.
+        block: tokens that pass a layer at once, with one stream.
+        keeps_block: the same number of tokens of each stream pass a layer at once, however many streams there are.
+        divides_block: it is the number of tokens of all streams together.
+    """
+
+    model: Model
+    config: CacheConfig
+    method: Method
+    block: int
+    keeps_block: bool = False
+    divides_block: bool = False
+
+    def block_for(self, streams: int) -> int:
+        """Tokens of each stream that pass a layer at once. The logits of faster methods don't grow with the streams."""
+        if self.divides_block:
+            return max(1, self.block // streams)
+        return self.block if self.keeps_block else min(self.block, max(PLAIN_BLOCK_TOKENS, self.block // streams))
+
+
+def choose_side_by_side(reading: Reading, independent: Independent | None, keep_map: bool = False) -> Chosen:
+    """The number of streams that are read at once.
+
+    Args:
+        reading: how they are read.
+        independent: the streams; None if their number at once is part of what is measured.
+        keep_map: a keep map is written, by the one decoder that holds all streams.
+    """
+    if independent is None:
+        return Chosen(None, reading.block, {})
+    count = independent.count
+    trials: dict[int, Trial] = {}
+    limit = None
+    if keep_map:
+        streams, because = count, "a keep map holds all streams"
+    elif independent.at_once is not None:
+        streams, because = min(count, independent.at_once), "as the suite says"
+    elif not reading.config.policy.caches:
+        assert reading.config.capacity is not None
+        streams = min(count, max(1, MAX_BATCH_TOKENS // (reading.config.capacity + 1)))
+        because = "no cache: as many as one pass has windows"
+    else:
+        _release(reading.model.device)
+        limit = int(MEMORY_SHARE.get(reading.model.device.type, 0.5) * free_bytes(reading.model.device))
+        streams, because = search(count, limit, partial(_trial, reading, independent), trials)
+        streams = -(-count // -(-count // streams))  # as many passes, of equal size
+    block = reading.block if reading.divides_block else reading.block_for(streams)
+    chosen = {"streams": streams, "because": because}
+    chosen |= {} if limit is None else {"limit_bytes": limit}
+    if trials:
+        chosen["trials"] = [
+            {"streams": n, "stream_bytes": t.stream_bytes, "tokens_per_second": round(t.tokens_per_second, 1)}
+            for n, t in trials.items()
+        ]
+    return Chosen(streams, block, {"block": block, "side_by_side": chosen})
+
+
+def search(count: int, limit: int, trial: Callable[[int], Trial], trials: dict[int, Trial]) -> tuple[int, str]:
+    """The number of streams at once, and why no more.
+
+    Args:
+        count: of the streams.
+        limit: bytes that they may take.
+        trial: reads with a number of streams; may run out of memory.
+        trials: filled with what each number that was tried took.
+    """
+    best, tried = 1, 1
+    while True:
+        try:
+            trials[tried] = trial(tried)
+        except Exception as error:
+            if not ran_out_of_memory(error):
+                raise
+            return best, "memory"
+        stream_bytes = trials[tried].stream_bytes
+        if tried * stream_bytes > limit:
+            return best, "memory"
+        if tried > 1 and trials[tried].tokens_per_second < MIN_GAIN * trials[best].tokens_per_second:
+            return best, "more are no faster"
+        best = tried
+        tried = min(2 * best, count, limit // max(1, stream_bytes))
+        if tried <= best:
+            return best, "all" if best == count else "memory"
+
+
+def _trial(reading: Reading, independent: Independent, streams: int) -> Trial:
+    """Read random tokens with full caches."""
+    device = reading.model.device
+    _release(device)
+    try:
+        before = _allocated(device)
+        decoder = CachedDecoder(reading.model, reading.config, streams, reading.method)
+        bounded = reading.config.capacity is not None and reading.config.evict != "prompt"
+        tokens = min(reading.block_for(streams), max(1, independent.tokens))
+        if reading.config.evict != "prompt":
+            decoder.fill_randomly(min(reading.config.capacity or independent.tokens, max(0, independent.tokens - tokens)))
+        speed = _speed(decoder, reading.model, streams, tokens)
+        held = decoder.kv_bytes // streams
+        largest = held if bounded else max(held, reading.model.kv_bytes(independent.tokens))
+        used = _allocated(device, peak=True) - before
+        if device.type != "cuda":
+            used = decoder.kv_bytes + decoder.state_bytes + streams * tokens * _bytes_per_token(reading.model)
+        return Trial(-(-used // streams) + largest * independent.caches - held, speed)
+    finally:
+        decoder = None  # type: ignore[assignment]
+        _release(device)
+
+
+@torch.inference_mode()
+def _speed(decoder: CachedDecoder, model: Model, streams: int, tokens: int) -> float:
+    """Tokens per second of all streams, the loss included."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(_vocabulary(model), (streams, tokens), generator=generator).to(model.device)
+    seconds = []
+    for _ in range(1 + _TIMED_READS):
+        wait_for(model.device)
+        start = time.perf_counter()
+        cross_entropy(decoder(ids).flatten(0, 1).float(), ids.flatten(), reduction="none")
+        wait_for(model.device)
+        seconds.append(time.perf_counter() - start)
+    return ids.numel() / min(seconds[1:])
+
+
+def _vocabulary(model: Model) -> int:
+    return int(getattr(model.hf.config.get_text_config(), "vocab_size", 1))
+
+
+def _bytes_per_token(model: Model) -> int:
+    """Bytes of a token on its way through the model: float32 logits and two copies in the loss, and activations."""
+    hidden = int(getattr(model.hf.config.get_text_config(), "hidden_size", 0))
+    return 3 * 4 * _vocabulary(model) + 4 * _ACTIVATIONS * hidden
+
+
+def _allocated(device: torch.device, peak: bool = False) -> int:
+    """Bytes allocated on a GPU, now or at most since the last release; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.max_memory_allocated(device) if peak else torch.cuda.memory_allocated(device))
+
+
+def _release(device: torch.device) -> None:
+    """Free what earlier trials left on a GPU, and count its peak anew."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
