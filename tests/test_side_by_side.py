@@ -33,7 +33,7 @@ def measured(tmp_path, name: str, option: str):
     path.write_text(SUITE.replace("streams: 7", f"streams: 7{option}"))
     request = RunRequest(str(path), threads=1, device="cpu")
     records = request.measure(tmp_path / name, request.cells(), progress=False)
-    traces = [np.load(tmp_path / name / "side" / r.trace.file) for r in records]
+    traces = [np.load(next((tmp_path / name).rglob(r.trace.file))) for r in records]
     return records, traces
 
 
@@ -201,3 +201,21 @@ def test_a_cell_that_does_not_fit_after_all_says_what_to_do(tmp_path, monkeypatc
     for record in records:
         assert record.error.kind == "out of memory"
         assert record.error.message == "4 streams at once don't fit: give side_by_side: 2"
+
+
+def test_requests_of_a_batch_that_a_trial_chose_are_answered_alike(tmp_path):
+    found = {}
+    for batch in ("auto", "3"):
+        path = tmp_path / f"{batch}.yaml"
+        task = f"{{name: lm_eval, tasks: kvbench_once, limit: 6, batch: {batch}}}"
+        path.write_text(
+            f'suite: side\nversion: 1\nmodel: {{id: "builtin:sink_1"}}\ntask: {task}\npolicies: [{{name: h2o, capacity: 48}}]\n'
+        )
+        request = RunRequest(str(path), threads=1, device="cpu")
+        (found[batch],) = request.measure(tmp_path / batch, request.cells(), progress=False)
+    assert found["auto"].status == "ok", found["auto"].error
+    assert found["auto"].metrics.outcomes == found["3"].metrics.outcomes
+    assert found["auto"].metrics.kv_bytes == found["3"].metrics.kv_bytes
+    assert found["auto"].facts.side_by_side.trials
+    assert found["auto"].facts.block == found["3"].facts.block
+    assert found["3"].facts.side_by_side is None

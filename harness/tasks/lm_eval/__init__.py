@@ -19,6 +19,7 @@ from kvbench.harness.report import compare
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.difference import Difference, Traces
 from kvbench.harness.tasks.common.answers import right_answers
+from kvbench.harness.tasks.common.side_by_side import Independent
 from kvbench.harness.tasks.lm_eval import page
 from kvbench.harness.tasks.lm_eval.schema import LmEvalFacts, LmEvalMetrics, LmEvalOptions
 from kvbench.harness.tasks.task import Job, Options, Task, Tokenizer
@@ -54,8 +55,16 @@ class LmEval(Task):
 
     @classmethod
     def streams(cls, options: LmEvalOptions) -> int:
-        """The batch size."""
-        return options.batch
+        """The batch size, at least."""
+        return 1 if options.batch == "auto" else options.batch
+
+    @classmethod
+    def independent(cls, options: LmEvalOptions, data: LmEvalData) -> Independent | None:
+        """The requests, if a trial decides how many of them are read at once."""
+        if options.batch != "auto":
+            return None
+        forked = 2  # what requests have in common is read once, and its cache is copied
+        return Independent(len(data.lengths), max(data.lengths), caches=forked)
 
     @classmethod
     def longest(cls, options: LmEvalOptions) -> int:

@@ -11,6 +11,7 @@ from kvbench.harness.records.facts import Data
 from kvbench.harness.records.metrics import ScoreMetrics
 from kvbench.harness.records.rules import BYTES, EXACT, PART_NATS, Unchecked, near
 from kvbench.harness.records.types import Count, Number
+from kvbench.harness.tasks.common.side_by_side import SideBySide
 from kvbench.harness.tasks.task import Options
 
 
@@ -41,7 +42,7 @@ class LmEvalOptions(Options):
         None, ge=1, description="length of prompts in tokens, for tasks that generate them (RULER)"
     )
     include: str | None = Field(None, description="folder with more tasks in lm-eval's format")
-    batch: int = Field(16, ge=1, description="number of requests side by side")
+    batch: SideBySide = Field(16, description="number of requests read at once; auto: as many as fit and make reading faster")
 
     @field_validator("question")
     @classmethod
