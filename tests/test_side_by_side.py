@@ -91,6 +91,11 @@ def test_the_search_ends_where_more_streams_are_no_faster():
     assert search(64, 10**6, lambda n: Trial(1, 10.0 * min(n, 4)), {}) == (4, "more are no faster")
 
 
+def test_one_slow_trial_does_not_end_the_search():
+    speeds = {1: 10.0, 2: 10.0, 4: 30.0, 8: 31.0, 16: 31.0}
+    assert search(64, 10**6, lambda n: Trial(1, speeds[n]), {}) == (4, "more are no faster")
+
+
 def test_a_trial_that_runs_out_of_memory_ends_the_search():
     def trial(count):
         if count > 2:

@@ -2,7 +2,7 @@
 
 Streams that are independent give the same figures in any number at once, so the number is a fact of the machine and no part of
 the cell. The trial reads random tokens with full caches, twice as many streams each time, until the next would not fit or
-reading gets no faster.
+reading gets no faster, twice running.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from kvbench.harness.run.choose_reading import PLAIN_BLOCK_TOKENS
 from kvbench.harness.tasks.common.side_by_side import Independent
 
 MEMORY_SHARE = {"cuda": 0.8, "cpu": 0.5}  # of what is free; the rest is for what the trial doesn't see, and other processes
-MIN_GAIN = 1.05  # in tokens per second, for twice the streams
+MIN_GAIN = 1.05  # in tokens per second, over the best so far
+MAX_MISSES = 2  # numbers without that gain, one after another, that end the search; a single one may be noise
 _TIMED_READS = 2  # after one that warms up
 _ACTIVATIONS = 16  # hidden vectors of a token that are held at once, roughly; on a CPU nothing counts them
 
@@ -132,7 +133,7 @@ def search(count: int, limit: int, trial: Callable[[int], Trial], trials: dict[i
         trial: reads with a number of streams; may run out of memory.
         trials: filled with what each number that was tried took.
     """
-    best, tried = 1, 1
+    best, tried, misses = 1, 1, 0
     while True:
         try:
             trials[tried] = trial(tried)
@@ -143,12 +144,16 @@ def search(count: int, limit: int, trial: Callable[[int], Trial], trials: dict[i
         stream_bytes = trials[tried].stream_bytes
         if tried * stream_bytes > limit:
             return best, "memory"
-        if tried > 1 and trials[tried].tokens_per_second < MIN_GAIN * trials[best].tokens_per_second:
+        if tried == 1 or trials[tried].tokens_per_second >= MIN_GAIN * trials[best].tokens_per_second:
+            best, misses = tried, 0
+        else:
+            misses += 1
+        following = min(2 * tried, count, limit // max(1, stream_bytes))
+        if misses and (misses == MAX_MISSES or following <= tried):
             return best, "more are no faster"
-        best = tried
-        tried = min(2 * best, count, limit // max(1, stream_bytes))
-        if tried <= best:
+        if following <= tried:
             return best, "all" if best == count else "memory"
+        tried = following
 
 
 def _trial(reading: Reading, independent: Independent, streams: int) -> Trial:
@@ -159,16 +164,19 @@ def _trial(reading: Reading, independent: Independent, streams: int) -> Trial:
         before = _allocated(device)
         decoder = CachedDecoder(reading.model, reading.config, streams, reading.method)
         bounded = reading.config.capacity is not None and reading.config.evict != "prompt"
-        tokens = min(reading.block_for(streams), max(1, independent.tokens))
+        block = min(reading.block_for(streams), max(1, independent.tokens))
+        tokens = min(block, max(1, independent.tokens // (1 + _TIMED_READS)))  # of a read: all of them end within a stream
         if reading.config.evict != "prompt":
-            decoder.fill_randomly(min(reading.config.capacity or independent.tokens, max(0, independent.tokens - tokens)))
+            read = (1 + _TIMED_READS) * tokens
+            decoder.fill_randomly(min(reading.config.capacity or independent.tokens, max(0, independent.tokens - read)))
         speed = _speed(decoder, reading.model, streams, tokens)
         held = decoder.kv_bytes // streams
         largest = held if bounded else max(held, reading.model.kv_bytes(independent.tokens))
         used = _allocated(device, peak=True) - before
         if device.type != "cuda":
             used = decoder.kv_bytes + decoder.state_bytes + streams * tokens * _bytes_per_token(reading.model)
-        return Trial(-(-used // streams) + largest * independent.caches - held, speed)
+        rest_of_block = (block - tokens) * _bytes_per_token(reading.model)
+        return Trial(-(-used // streams) + largest * independent.caches - held + rest_of_block, speed)
     finally:
         decoder = None  # type: ignore[assignment]
         _release(device)
