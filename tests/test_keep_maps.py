@@ -371,7 +371,7 @@ def test_replay_keeps_the_rules_and_waits_for_no_device(tmp_path):
 
 
 def test_another_process_writes_no_map():
-    from kvbench.harness.run.runner import MeasurementError, _cell_run
+    from kvbench.harness.run.machine import MeasurementError, _cell_run
 
     attempt = SimpleNamespace(keep_map=object())
     with pytest.raises(MeasurementError, match="can't be written by another process"):

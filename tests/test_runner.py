@@ -10,7 +10,7 @@ from conftest import bench
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.failure import failure, ran_out_of_memory
-from kvbench.harness.run import apart, runner
+from kvbench.harness.run import apart, machine
 from kvbench.harness.run.in_child import measure_group
 from kvbench.harness.run.request import RunRequest
 
@@ -50,8 +50,8 @@ def run_request(tmp_path):
 
 def test_only_the_work_of_the_task_is_timed_for_tokens_per_second(run_request, tmp_path, monkeypatch):
     """The time excludes loading and checking the model (slowed by a second here) and starting a subprocess."""
-    plain = runner.load_model
-    monkeypatch.setattr(runner, "load_model", lambda *args, **kwargs: (time.sleep(1), plain(*args, **kwargs))[1])
+    plain = machine.load_model
+    monkeypatch.setattr(machine, "load_model", lambda *args, **kwargs: (time.sleep(1), plain(*args, **kwargs))[1])
     records = run_request.measure(tmp_path / "results", run_request.cells())
     for record in records:
         facts = record.facts
@@ -171,15 +171,15 @@ def test_cells_after_a_failed_capture_are_measured_in_a_new_process(tmp_path, mo
     request = RunRequest(str(tmp_path / "two.yaml"), threads=1, device="cpu")
     expected = request.measure(tmp_path / "expected", request.cells(), progress=False)
     groups, here = [], []
-    new_process, run_task = apart.measure_group, runner._run_task
+    new_process, run_task = apart.measure_group, machine._run_task
 
     def fails(attempts, *rest):
         here.append(len(attempts))
         seconds = run_task(attempts, *rest)
-        monkeypatch.setattr(runner.PROCESS, "failed", "the capture was invalidated")
+        monkeypatch.setattr(machine.PROCESS, "failed", "the capture was invalidated")
         return seconds
 
-    monkeypatch.setattr(runner, "_run_task", fails)
+    monkeypatch.setattr(machine, "_run_task", fails)
     monkeypatch.setattr(apart, "measure_group", lambda cells, told: groups.append(cells) or new_process(cells, told))
     records = request.measure(tmp_path / "results", request.cells(), progress=False)
     assert (len(here), len(groups)) == (1, 1)
@@ -200,7 +200,7 @@ def test_cells_side_by_side_are_measured_in_one_new_process(tmp_path, monkeypatc
         groups.append([apart.CellRun.from_json(cell.to_json()) for cell in cells])
         return apart.GroupResult(**json.loads(json.dumps(measure_group(groups[-1], told))))
 
-    monkeypatch.setattr(runner.PROCESS, "failed", "the capture was invalidated")
+    monkeypatch.setattr(machine.PROCESS, "failed", "the capture was invalidated")
     monkeypatch.setattr(apart, "measure_group", in_child)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.py").write_text(BAD)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,29 @@ class KeepMap:
         self._rows, self._positions = [], 0
 
 
+@dataclass(frozen=True)
+class ReceivedMap:
+    """A finished keep map that another process sent.
+
+    Attributes:
+        content: of the file.
+        steps: that were asked for.
+    """
+
+    content: bytes
+    steps: str
+
+    def put_in_place(self, path: Path) -> dict[str, str]:
+        """Write the file. Returns the record's fact about it.
+
+        Raises:
+            OSError: it can't be written.
+        """
+        with atomic_write(path, "wb") as file:
+            file.write(self.content)
+        return {"file": path.name, "sha256": hashlib.sha256(self.content).hexdigest(), "steps": self.steps}
+
+
 class RecordingDecoder:
     """A decoder of streams of equal length that notes what it keeps after chosen steps. Its forks note nothing."""
 
@@ -220,7 +244,7 @@ def open_map(item: Prepared, store: RecordStore, asked: KeepSteps | None) -> Kee
     return KeepMap(new_partial(store.trace_path(item.record, SUFFIX)), asked, steps)
 
 
-def settle_map(keep_map: KeepMap | None, record: Record, store: RecordStore) -> None:
+def settle_map(keep_map: KeepMap | ReceivedMap | None, record: Record, store: RecordStore) -> None:
     """Put the keep map of a measured cell in its place, and name it in the record. The map of an earlier record goes.
 
     Raises:

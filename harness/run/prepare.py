@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -47,13 +47,36 @@ class Prepared:
         return self.task.at_once(self.cell.task)
 
 
-def prepare(cells: Sequence[Cell], device: torch.device, data: Path | None) -> list[Prepared]:
+@dataclass(frozen=True)
+class MachineFacts:
+    """What must be known of the machine that measures before anything is measured.
+
+    Attributes:
+        device: name of its device.
+        threads: of the CPU.
+        free_bytes: of the device's memory.
+    """
+
+    device: str
+    threads: int
+    free_bytes: int
+
+    @classmethod
+    def here(cls, device: torch.device) -> Self:
+        """Those of this process."""
+        return cls(device_name(device), torch.get_num_threads(), free_bytes(device))
+
+
+def prepare(
+    cells: Sequence[Cell], device: torch.device, data: Path | None, measured_on: MachineFacts | None = None
+) -> list[Prepared]:
     """Get the data, weights and record keys of all cells.
 
     Args:
         cells: to measure, each after its reference.
-        device: to measure on.
+        device: to try policies on.
         data: directory of the text; the task's own source when None.
+        measured_on: the machine that measures; this one, on this device, when None.
 
     Raises:
         UserError: a user's policy breaks a rule; a model's files, its tokenizer or the data are not available; or a cache
@@ -61,7 +84,8 @@ def prepare(cells: Sequence[Cell], device: torch.device, data: Path | None) -> l
     """
     _refuse_rule_breakers(cells, device)
     directories = {c.model: model_directory(c.model.id, c.model.revision, c.model.pickle) for c in cells}
-    _check_caches(cells, directories, device)
+    there = measured_on or MachineFacts.here(device)
+    _check_caches(cells, directories, there.free_bytes, device)
     known_data: dict[tuple[ModelSpec, str], Data] = {}
     prepared, keys = [], dict[str, str]()
     for cell in cells:
@@ -73,7 +97,7 @@ def prepare(cells: Sequence[Cell], device: torch.device, data: Path | None) -> l
         tokens = known_data[data_key]
         weights, source = weights_digest(directory), source_digest(cell.policy)
         task_source = {} if plugins.is_ours(task) else {"task_sha256": task_digest(task)}
-        machine = [device_name(device), torch.get_num_threads()] if task.of_device else []
+        machine = [there.device, there.threads] if task.of_device else []
         reference = [] if cell.reference is None else [keys[cell.reference.id]]
         key = digest([cell.id, tokens.ids_sha256, weights, source, NUMERICS_VERSION, *machine, *task_source.values(), *reference])
         keys[cell.id] = key
@@ -95,10 +119,9 @@ def _data_facts(task: type[Task], data: Data) -> DataFacts:
         raise UserError(f"task {task.__name__}: the facts about its data can't be recorded ({error})") from error
 
 
-def _check_caches(cells: Sequence[Cell], directories: dict[ModelSpec, Path], device: torch.device) -> None:
+def _check_caches(cells: Sequence[Cell], directories: dict[ModelSpec, Path], free: int, device: torch.device) -> None:
     """Refuse bounded caches that would not fit even without weights."""
     shapes = {spec: shape_of(read_config(directory)) for spec, directory in directories.items()}
-    free = free_bytes(device)
     for cell in cells:
         shape = shapes[cell.model]
         if shape is not None and cell.most_kept is not None:

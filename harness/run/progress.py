@@ -36,10 +36,10 @@ class StderrConsole(Console):
 class NoProgress:
     """A `Watcher` that shows nothing."""
 
-    def begin(self, label: str, number: int, cells: int, total: int) -> None:
+    def begin(self, label: str, number: int, cells: int, total: int, worker: str = "") -> None:
         """Ignore it."""
 
-    def advance(self, tokens: int, text: str) -> None:
+    def advance(self, tokens: int, text: str, worker: str = "") -> None:
         """Ignore it."""
 
     def note(self, label: str, text: str) -> None:
@@ -80,7 +80,7 @@ class ProgressView:
         if kind is not None and issubclass(kind, KeyboardInterrupt) and self._cells:
             self._line(f"{self._done} of {self._cells} cells are finished")
 
-    def begin(self, label: str, number: int, cells: int, total: int) -> None:
+    def begin(self, label: str, number: int, cells: int, total: int, worker: str = "") -> None:
         """Show that a cell, or a group of cells side by side, starts."""
         self._head, self._total = f"[{number}/{cells}] {label}", total
         self._done, self._cells = number - 1, cells
@@ -88,7 +88,7 @@ class ProgressView:
         if self._live is not None:
             self._live.cell(label, self._done, cells, total)
 
-    def advance(self, tokens: int, text: str) -> None:
+    def advance(self, tokens: int, text: str, worker: str = "") -> None:
         """Show how much of it is done, and the figure so far."""
         now = time.monotonic()
         spent = now - self._started

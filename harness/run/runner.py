@@ -2,71 +2,36 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
-import gc
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-import torch
-
-from kvbench.harness.core.device import free_bytes, wait_for
-from kvbench.harness.core.errors import DISK_ERRNOS, UserError
-from kvbench.harness.core.failure import ApartError, failure
-from kvbench.harness.core.files import new_partial
-from kvbench.harness.core.parameters import parameters_of
-from kvbench.harness.engine.captured import PROCESS
-from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.model import Model
-from kvbench.harness.models.hub import is_random
-from kvbench.harness.models.load import load_model
-from kvbench.harness.records import Record, RecordStore, digest
-from kvbench.harness.records.facts import Facts, Failure
-from kvbench.harness.records.metrics import Metrics
-from kvbench.harness.run import apart
-from kvbench.harness.run.check_budgets import refuse_wrong_budgets
-from kvbench.harness.run.choose_reading import PLAIN_BLOCK_TOKENS, choose_reading
-from kvbench.harness.run.keep_map import KeepMap, open_map, refuse_unmappable, settle_map, steps_wanted
-from kvbench.harness.run.keep_steps import KeepSteps
-from kvbench.harness.run.machine_facts import machine_facts
-from kvbench.harness.run.prepare import Prepared, prepare, refuse_if_too_large
-from kvbench.harness.run.side_by_side import Reading, choose_side_by_side
+from kvbench.harness.records import Record, RecordStore
+from kvbench.harness.run.executor import Executor, InProcess
+from kvbench.harness.run.group import Group, groups
+from kvbench.harness.run.keep_map import refuse_unmappable, steps_wanted
+from kvbench.harness.run.options import RunOptions
+from kvbench.harness.run.outcome import Outcome, write_record
+from kvbench.harness.run.prepare import MachineFacts, Prepared, prepare
 from kvbench.harness.run.watcher import Watcher
 from kvbench.harness.suite import Cell, labels
-from kvbench.harness.suite.file import ModelSpec
-from kvbench.harness.tasks.task import Job, MeasurementError
 
-_Result = Metrics | Exception | SystemExit
-_Finish = Callable[["_Attempt", float | None], None]  # writes a cell's record; the seconds of the task's own work so far
+__all__ = ["RunOptions", "run"]
 
 
-@dataclass(frozen=True)
-class RunOptions:
-    """How to run a suite. Numbers depend on it by no more than rounding.
-
-    Attributes:
-        device: to run on.
-        data: directory of the text; the task's own source when None.
-        block: T, tokens that pass a layer at once; chosen by method and free memory when None.
-        walk: always read token by token inside the layers.
-        fresh: measure finished cells again.
-        keep: write keep maps of these steps, and measure finished cells that have none again; no maps when None.
-    """
-
-    device: torch.device
-    data: Path | None = None
-    block: int | None = None
-    walk: bool = False
-    fresh: bool = False
-    keep: KeepSteps | None = None
-
-
-def run(cells: Sequence[Cell], store: RecordStore, options: RunOptions, watcher: Watcher) -> list[Record]:
+def run(
+    cells: Sequence[Cell], store: RecordStore, options: RunOptions, watcher: Watcher, executor: Executor | None = None,
+    measured_on: MachineFacts | None = None,
+) -> list[Record]:  # fmt: skip
     """Measure every cell that is not finished.
+
+    Args:
+        cells: to measure, each after its reference.
+        store: folder of the records.
+        options: how to run.
+        watcher: receives the progress.
+        executor: who measures; this process when None.
+        measured_on: the machine that measures, if it is not this one.
 
     Returns:
         One record per cell, those of earlier runs included, in the order of the cells.
@@ -75,307 +40,60 @@ def run(cells: Sequence[Cell], store: RecordStore, options: RunOptions, watcher:
         UserError: a model's files, its tokenizer or the data are not available: raised before anything is measured. Or a
             model can't be driven exactly, or a cache doesn't fit: raised before any cell of that model is measured.
     """
-    prepared, names = prepare(cells, options.device, options.data), labels(cells)
+    prepared = prepare(cells, options.device, options.data, measured_on)
     if options.keep is not None:
         refuse_unmappable(prepared, options.keep)
     with ExitStack() as locks:
         for suite in sorted({cell.suite for cell in cells}):
             locks.enter_context(store.locked(suite))
-        models = _LastModel(options.device, prepared)
-        records: dict[str, Record] = {}
-        for group in _groups(prepared):
-            finished = [
-                None if options.fresh else store.finished(item.record, steps_wanted(item, options.keep)) for item in group
-            ]
-            skip = all(finished)
-            if not skip:
-                label = names[group[0].cell.id] if len(group) == 1 else f"{len(group)} cells side by side"
-                total = 0 if group[0].task.together else group[0].data.tokens
-                _check_clock(group, store)
-                watcher.begin(label, len(records) + 1, len(cells), total)
-            references = [None if item.cell.reference is None else records[item.cell.reference.id] for item in group]
-            results = finished if skip else _measure(group, references, models, store, options, watcher)
-            for item, record in zip(group, results, strict=True):
-                assert record is not None
-                watcher.end(names[item.cell.id], record, skipped=skip)
-                records[item.cell.id] = record
-        return [records[cell.id] for cell in cells]
+        book = _Book(store, watcher, labels(cells))
+        left = [group for group in groups(prepared) if not book.skip(group, options)]
+        if left:
+            (executor or InProcess(options)).measure(left, cells, book)
+        return [book.records[cell.id] for cell in cells]
 
 
-def _check_clock(group: Sequence[Prepared], store: RecordStore) -> None:
-    """Report a wrong clock now, not after the measurement."""
-    for item in group:
-        store.stamp(item.record, datetime.datetime.now(datetime.UTC))
-
-
-def _groups(prepared: Sequence[Prepared]) -> list[list[Prepared]]:
-    """Cells that are measured at once: one alone, or those of one model, task and seed if the task measures side by side."""
-    groups: dict[str, list[Prepared]] = {}
-    for item in prepared:
-        cell = item.cell
-        alone = "" if item.task.together else cell.id
-        groups.setdefault(digest([cell.model.model_dump(), cell.task.model_dump(), cell.seed, alone]), []).append(item)
-    return list(groups.values())
-
-
-class _LastModel:
-    """Holds one model: the one that was loaded last."""
-
-    def __init__(self, device: torch.device, prepared: Sequence[Prepared]) -> None:
-        self._device, self._prepared = device, prepared
-        self._spec: ModelSpec | None = None
-        self._model: Model | None = None
-
-    def load(self, item: Prepared) -> Model:
-        """The model of a cell.
-
-        Raises:
-            UserError: it can't be driven exactly, or one of its caches can't be allocated.
-            MemoryError: it does not fit.
-        """
-        spec, watched = item.cell.model, item.task.watches
-        if self._model is None or self._spec != spec or not (watched or self._model.layers):
-            self._model = None
-            _release_memory(self._device)
-            self._model = load_model(
-                item.directory, spec.dtype, self._device, spec.rope_length, spec.pickle, random=is_random(spec.id),
-                watched=watched,
-            )  # fmt: skip
-            self._spec = spec
-            _check_capacities([p for p in self._prepared if p.cell.model == spec and not p.task.of_device], self._model)
-        return self._model
-
-    def drop(self) -> None:
-        """Free the model's memory."""
-        self._model = None
-        _release_memory(self._device)
-
-
-def _check_capacities(items: Sequence[Prepared], model: Model) -> None:
-    """Refuse caches that can't be allocated beside the weights, before anything is measured with this model."""
-    free = free_bytes(model.device)
-    for item in items:
-        cell = item.cell
-        if not model.layers:  # it is only watched
-            if cell.policy.evicts:
-                name = cell.model.id
-                raise UserError(f"{cell.label}: {name} can be looked at, but the loop can't drive it, so only dense has figures")
-            continue
-        if cell.most_kept is not None and cell.policy.caches:
-            refuse_if_too_large(cell, model.kv_bytes(cell.most_kept, item.streams), free, model.device)
-        refuse_wrong_budgets(cell, item.task.prompt_tokens(cell.task), model)
-
-
-class _Attempt:
-    """A cell while it is measured.
+class _Book:
+    """The records of a run so far.
 
     Attributes:
-        item: the prepared cell.
-        trace: file that its trace is written to, before it is moved to its place.
-        keep_map: None if none was asked for, or the task has none.
-        reference: record of the cell that it is compared with while it is measured; None if there is none.
-        facts: of its record.
-        result: its figures, or the error it failed with.
-        record: its record, once that is written.
+        store: folder that they are written to.
+        watcher: receives the progress.
+        records: by cell id.
     """
 
-    def __init__(self, item: Prepared, trace: Path, keep_map: KeepMap | None, reference: Record | None) -> None:
-        self.item, self.trace, self.keep_map, self.reference = item, trace, keep_map, reference
-        self.record: Record | None = None
-        self.facts: dict[str, Any] = dict(item.facts)
-        self.result: _Result = RuntimeError("not measured")
+    def __init__(self, store: RecordStore, watcher: Watcher, names: dict[str, str]) -> None:
+        self.store, self.watcher, self.records = store, watcher, dict[str, Record]()
+        self._names = names
 
+    def skip(self, group: Group, options: RunOptions) -> bool:
+        """Whether all cells of a group are finished. Then their records are those of earlier runs."""
+        if options.fresh:
+            return False
+        finished = [self.store.finished(item.record, steps_wanted(item, options.keep)) for item in group]
+        if not all(finished):
+            return False
+        for item, record in zip(group, finished, strict=True):
+            assert record is not None
+            self._end(item, record, skipped=True)
+        return True
 
-def _measure(
-    group: Sequence[Prepared], references: Sequence[Record | None], models: _LastModel, store: RecordStore, options: RunOptions,
-    watcher: Watcher,
-) -> list[Record]:  # fmt: skip
-    """Measure the cells of a group, and write their records."""
-    attempts = [
-        _Attempt(item, _partial_trace(item, store), open_map(item, store, options.keep), reference)
-        for item, reference in zip(group, references, strict=True)
-    ]
-    started = time.perf_counter()
+    def begin(self, group: Group, worker: str = "") -> None:
+        """Say that a group starts. A wrong clock is reported now, not after the measurement."""
+        for item in group:
+            self.store.stamp(item.record, datetime.datetime.now(datetime.UTC))
+        label = self._names[group[0].cell.id] if len(group) == 1 else f"{len(group)} cells side by side"
+        total = 0 if group[0].task.together else group[0].data.tokens
+        self.watcher.begin(label, len(self.records) + 1, len(self._names), total, worker)
 
-    def finish(attempt: _Attempt, task_seconds: float | None) -> None:
-        _check_result(attempt)
-        seconds, result = time.perf_counter() - started, attempt.result
-        read = result.tokens_read or attempt.item.data.tokens if isinstance(result, Metrics) else None
-        tokens = None if attempt.item.task.together else read
-        attempt.facts.update(machine_facts(options.device, seconds, None if read is None else task_seconds, tokens))
-        attempt.record = _write_record(attempt, store)
+    def references(self, group: Group) -> list[Record | None]:
+        """For each cell, the record that it is compared with while it is measured; None if there is none."""
+        return [None if item.cell.reference is None else self.records[item.cell.reference.id] for item in group]
 
-    try:
-        task_seconds = _try_task(attempts, models, options, watcher, finish)
-        for attempt in attempts:
-            if attempt.record is None:
-                finish(attempt, task_seconds)
-        return [attempt.record for attempt in attempts if attempt.record is not None]
-    finally:
-        for attempt in attempts:  # the trace of a complete cell has been moved
-            attempt.trace.unlink(missing_ok=True)
-            if attempt.keep_map is not None:
-                attempt.keep_map.discard()
+    def done(self, item: Prepared, outcome: Outcome) -> None:
+        """Write a cell's record."""
+        self._end(item, write_record(item, outcome, self.store), skipped=False)
 
-
-def _try_task(
-    attempts: Sequence[_Attempt], models: _LastModel, options: RunOptions, watcher: Watcher, finish: _Finish
-) -> float | None:
-    """Run the task. An error that is not the user's becomes the result of every cell that has no record yet.
-
-    Returns:
-        The seconds of the task's own work; None after an error.
-    """
-    folder = attempts[0].trace.parent
-    try:
-        first = attempts[0].item
-        if first.task.apart and options.device.type == "cpu":
-            return _run_in_subprocess(attempts[0], options, watcher)
-        if PROCESS.failed:
-            models.drop()
-            return _run_in_new_process(attempts, options, watcher)
-        return _run_task(attempts, models.load(first), options, watcher, finish)
-    except UserError:
-        raise
-    except (Exception, SystemExit) as error:  # plug-ins may raise anything, and the other cells must still run
-        if isinstance(error, OSError) and error.errno in DISK_ERRNOS:
-            raise UserError(f"{folder}: can't be written to ({error.strerror}); finished cells are kept") from error
-        for attempt in attempts:
-            attempt.result = error if attempt.record is None else attempt.result
-        return None
-    finally:
-        _release_memory(options.device)
-
-
-def _run_in_subprocess(attempt: _Attempt, options: RunOptions, watcher: Watcher) -> float:
-    """Measure one cell in its own process. Returns the seconds of the task's own work."""
-    method, block = "walk" if options.walk else "as the policy allows", options.block or PLAIN_BLOCK_TOKENS
-    attempt.facts.update({"block": block, "method": method})
-    result = apart.measure(_cell_run(attempt, options, block), watcher.advance)
-    attempt.facts.update(result.model)
-    attempt.result = attempt.item.task.metrics.from_json(result.metrics)
-    return result.seconds
-
-
-def _run_in_new_process(attempts: Sequence[_Attempt], options: RunOptions, watcher: Watcher) -> float:
-    """Measure the cells of a group in a new process, because a capture has failed in this one. Returns the task's seconds."""
-    task = attempts[0].item.task
-    result = apart.measure_group([_cell_run(attempt, options, options.block) for attempt in attempts], watcher.advance)
-    for attempt, cell in zip(attempts, result.cells, strict=True):
-        attempt.facts.update(result.model | cell["facts"])
-        attempt.result = ApartError(cell["failure"]) if "failure" in cell else task.metrics.from_json(cell["metrics"])
-    return result.seconds
-
-
-def _run_task(attempts: Sequence[_Attempt], model: Model, options: RunOptions, watcher: Watcher, finish: _Finish) -> float:
-    """Measure the cells of a group, and finish each as soon as it has a result.
-
-    Returns:
-        The seconds of the task's own work, without loading and checking the model.
-    """
-    ready: list[tuple[_Attempt, Job]] = []
-    for attempt in attempts:
-        attempt.facts.update(model.facts())
-        try:
-            ready.append((attempt, _job(attempt, model, options, watcher)))
-        except (Exception, SystemExit) as error:  # a user's policy may crash when its method is checked
-            attempt.result = error
-    first = attempts[0].item
-    started = time.perf_counter()
-    for number, result in first.task.run_together(first.cell.task, [job for _, job in ready]) if ready else ():
-        wait_for(options.device)
-        attempt = ready[number][0]
-        attempt.result = result
-        finish(attempt, time.perf_counter() - started)
-    return time.perf_counter() - started
-
-
-def _partial_trace(item: Prepared, store: RecordStore) -> Path:
-    """A file for the cell's trace while it is measured."""
-    trace = store.trace_path(item.record, _trace_suffix(item))
-    try:
-        trace.parent.mkdir(parents=True, exist_ok=True)
-        return new_partial(trace)
-    except OSError as error:
-        raise UserError(f"{trace.parent}: can't be written to ({error.strerror}); finished cells are kept") from error
-
-
-def _job(attempt: _Attempt, model: Model, options: RunOptions, watcher: Watcher) -> Job:
-    """The cell's job."""
-    item, cell = attempt.item, attempt.item.cell
-    config = CacheConfig(cell.policy, cell.capacity, cell.positions, cell.limit, cell.seed, cell.evict)
-    method, block, facts, slow = choose_reading(model, config, item.task, cell.task, options.block, options.walk)
-    watcher.note(cell.label, slow)
-    reading = Reading(model, config, method, block, options.block is not None, item.task.block_of_all)
-    side = choose_side_by_side(reading, item.task.independent(cell.task, item.data), attempt.keep_map is not None)
-    attempt.facts.update(facts | side.facts)
-    job = Job(
-        model, config, item.data, side.block, method, attempt.trace, watcher.advance, reference=attempt.reference,
-        at_once=side.streams,
-    )  # fmt: skip
-    return job if attempt.keep_map is None else attempt.keep_map.recorded(job)
-
-
-def _cell_run(attempt: _Attempt, options: RunOptions, block: int | None) -> apart.CellRun:
-    """The cell for a subprocess. block: tokens that pass a layer at once; chosen there when None.
-
-    Raises:
-        MeasurementError: its policy is a class that another process can't import, or a keep map is asked for.
-    """
-    if attempt.keep_map is not None:
-        raise MeasurementError("its keep map can't be written by another process: run it again, alone")
-    item, cell, spec = attempt.item, attempt.item.cell, attempt.item.cell.model
-    if type(cell.policy).__module__ == "__main__":
-        name = type(cell.policy).__name__
-        raise MeasurementError(
-            f"this task runs in another process, which can't import {name}: write it to a file, and give file.py:{name}"
-        )
-    return apart.CellRun(
-        directory=item.directory, random=is_random(spec.id), dtype=spec.dtype, rope_length=spec.rope_length, pickle=spec.pickle,
-        task=cell.task.model_dump(exclude_none=True), data=options.data, policy=cell.name,
-        parameters=parameters_of(cell.policy), capacity=cell.capacity, positions=cell.positions, limit=cell.limit,
-        seed=cell.seed, evict=cell.evict, device=str(options.device), block=block, walk=options.walk,
-        threads=torch.get_num_threads(), trace=attempt.trace,
-        reference=None if attempt.reference is None else attempt.reference.as_json(),
-    )  # fmt: skip
-
-
-def _check_result(attempt: _Attempt) -> None:
-    """Turn figures that are not of the task's metrics class, or contradict its options, into an error."""
-    task, result = attempt.item.task, attempt.result
-    if isinstance(result, (Exception, SystemExit)):
-        return
-    try:
-        if not isinstance(result, task.metrics):
-            raise TypeError(f"{task.__name__}.run returned {type(result).__name__}, not {task.metrics.__name__}")
-        task.check_figures(attempt.item.cell.task, result)
-    except Exception as error:  # a user's task may return anything
-        attempt.result = error
-
-
-def _write_record(attempt: _Attempt, store: RecordStore) -> Record:
-    """Complete the cell's record, and write it with its trace and its keep map."""
-    item, result = attempt.item, attempt.result
-    if isinstance(result, (Exception, SystemExit)):
-        outcome: dict[str, Any] = {"status": "failed", "error": Failure.from_json(failure(result))}
-    else:
-        outcome = {"metrics": result}
-    finished = store.stamp(item.record, datetime.datetime.now(datetime.UTC))
-    record = dataclasses.replace(item.record, **outcome, facts=Facts.from_json(attempt.facts), finished=finished)
-    has_trace = record.status == "ok" and attempt.trace.stat().st_size > 0
-    try:
-        settle_map(attempt.keep_map, record, store)
-        store.write(record, attempt.trace if has_trace else None, _trace_suffix(item))
-    except OSError as error:
-        raise UserError(f"{store.path(record)}: can't be written ({error.strerror}); finished cells are kept") from error
-    return record
-
-
-def _trace_suffix(item: Prepared) -> str:
-    return item.task.trace or ".trace"  # a task without a trace leaves the file empty
-
-
-def _release_memory(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    def _end(self, item: Prepared, record: Record, *, skipped: bool) -> None:
+        self.records[item.cell.id] = record
+        self.watcher.end(self._names[item.cell.id], record, skipped)

@@ -1,0 +1,314 @@
+"""Measures a group of cells on this machine: loads the model, runs the task, and turns errors into results."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvbench.harness.core import plugins
+from kvbench.harness.core.device import free_bytes, wait_for
+from kvbench.harness.core.errors import DISK_ERRNOS, UserError
+from kvbench.harness.core.failure import ApartError, failure
+from kvbench.harness.core.files import new_partial
+from kvbench.harness.core.parameters import parameters_of
+from kvbench.harness.engine.captured import PROCESS
+from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.model import Model
+from kvbench.harness.models.hub import is_random
+from kvbench.harness.models.load import load_model
+from kvbench.harness.records import Record, RecordStore
+from kvbench.harness.records.facts import Failure
+from kvbench.harness.records.metrics import Metrics
+from kvbench.harness.run import apart
+from kvbench.harness.run.check_budgets import refuse_wrong_budgets
+from kvbench.harness.run.choose_reading import PLAIN_BLOCK_TOKENS, choose_reading
+from kvbench.harness.run.keep_map import KeepMap, open_map
+from kvbench.harness.run.machine_facts import machine_facts
+from kvbench.harness.run.options import RunOptions
+from kvbench.harness.run.outcome import Outcome, trace_suffix
+from kvbench.harness.run.prepare import Prepared, refuse_if_too_large
+from kvbench.harness.run.side_by_side import Reading, choose_side_by_side
+from kvbench.harness.run.watcher import Watcher
+from kvbench.harness.suite import Cell
+from kvbench.harness.suite.file import ModelSpec
+from kvbench.harness.tasks.task import Job, MeasurementError
+
+_Result = Metrics | Exception | SystemExit
+_Finish = Callable[["_Attempt", float | None], None]  # hands a cell's outcome over; the seconds of the task's own work so far
+Done = Callable[[Prepared, Outcome], None]
+
+
+class Machine:
+    """This machine, as it measures one group of cells after the other. It keeps the model that was loaded last."""
+
+    def __init__(self, options: RunOptions, cells: Sequence[Cell], folder: RecordStore) -> None:
+        """Nothing is loaded yet.
+
+        Args:
+            options: how to run.
+            cells: all that may be measured; a cache that does not fit is reported when its model is loaded.
+            folder: where traces and keep maps are written while a cell is measured.
+        """
+        self._options, self._folder = options, folder
+        self._models = _LastModel(options.device, cells)
+
+    def measure(self, group: Sequence[Prepared], references: Sequence[Record | None], watcher: Watcher, done: Done) -> None:
+        """Measure the cells of a group. `done` gets each cell's outcome as soon as it is known.
+
+        Args:
+            group: of one model and task.
+            references: for each cell, the record that it is compared with while it is measured; None if there is none.
+            watcher: receives the progress.
+            done: may move the outcome's files away; what it leaves is removed.
+
+        Raises:
+            UserError: the model can't be driven exactly, a cache doesn't fit, or the folder can't be written to.
+        """
+        options, folder = self._options, self._folder
+        attempts = [
+            _Attempt(item, _partial_trace(item, folder), open_map(item, folder, options.keep), reference)
+            for item, reference in zip(group, references, strict=True)
+        ]
+        started = time.perf_counter()
+
+        def finish(attempt: _Attempt, task_seconds: float | None) -> None:
+            _check_result(attempt)
+            seconds, result = time.perf_counter() - started, attempt.result
+            read = result.tokens_read or attempt.item.data.tokens if isinstance(result, Metrics) else None
+            tokens = None if attempt.item.task.together else read
+            attempt.facts.update(machine_facts(options.device, seconds, None if read is None else task_seconds, tokens))
+            done(attempt.item, attempt.outcome())
+            attempt.finished = True
+
+        try:
+            task_seconds = _try_task(attempts, self._models, options, watcher, finish)
+            for attempt in attempts:
+                if not attempt.finished:
+                    finish(attempt, task_seconds)
+        finally:
+            for attempt in attempts:  # the trace of a complete cell has been moved
+                attempt.trace.unlink(missing_ok=True)
+                if attempt.keep_map is not None:
+                    attempt.keep_map.discard()
+
+
+class _LastModel:
+    """Holds one model: the one that was loaded last."""
+
+    def __init__(self, device: torch.device, cells: Sequence[Cell]) -> None:
+        self._device, self._cells = device, cells
+        self._spec: ModelSpec | None = None
+        self._model: Model | None = None
+
+    def load(self, item: Prepared) -> Model:
+        """The model of a cell.
+
+        Raises:
+            UserError: it can't be driven exactly, or one of its caches can't be allocated.
+            MemoryError: it does not fit.
+        """
+        spec, watched = item.cell.model, item.task.watches
+        if self._model is None or self._spec != spec or not (watched or self._model.layers):
+            self._model = None
+            _release_memory(self._device)
+            self._model = load_model(
+                item.directory, spec.dtype, self._device, spec.rope_length, spec.pickle, random=is_random(spec.id),
+                watched=watched,
+            )  # fmt: skip
+            self._spec = spec
+            _check_capacities([cell for cell in self._cells if cell.model == spec], self._model)
+        return self._model
+
+    def drop(self) -> None:
+        """Free the model's memory."""
+        self._model = None
+        _release_memory(self._device)
+
+
+def _check_capacities(cells: Sequence[Cell], model: Model) -> None:
+    """Refuse caches that can't be allocated beside the weights, before anything is measured with this model."""
+    free = free_bytes(model.device)
+    for cell in cells:
+        task = plugins.task_class(cell.task.name)
+        if task.of_device:
+            continue
+        if not model.layers:  # it is only watched
+            if cell.policy.evicts:
+                name = cell.model.id
+                raise UserError(f"{cell.label}: {name} can be looked at, but the loop can't drive it, so only dense has figures")
+            continue
+        if cell.most_kept is not None and cell.policy.caches:
+            refuse_if_too_large(cell, model.kv_bytes(cell.most_kept, task.streams(cell.task)), free, model.device)
+        refuse_wrong_budgets(cell, task.prompt_tokens(cell.task), model)
+
+
+class _Attempt:
+    """A cell while it is measured.
+
+    Attributes:
+        item: the prepared cell.
+        trace: file that its trace is written to.
+        keep_map: None if none was asked for, or the task has none.
+        reference: record of the cell that it is compared with while it is measured; None if there is none.
+        facts: of its record.
+        result: its figures, or the error it failed with.
+        finished: its outcome has been handed over.
+    """
+
+    def __init__(self, item: Prepared, trace: Path, keep_map: KeepMap | None, reference: Record | None) -> None:
+        self.item, self.trace, self.keep_map, self.reference = item, trace, keep_map, reference
+        self.finished = False
+        self.facts: dict[str, Any] = dict(item.facts)
+        self.result: _Result = RuntimeError("not measured")
+
+    def outcome(self) -> Outcome:
+        """What its record is made of."""
+        if isinstance(self.result, (Exception, SystemExit)):
+            return Outcome(self.facts, None, Failure.from_json(failure(self.result)), None, None)
+        return Outcome(self.facts, self.result, None, self.trace, self.keep_map)
+
+
+def _try_task(
+    attempts: Sequence[_Attempt], models: _LastModel, options: RunOptions, watcher: Watcher, finish: _Finish
+) -> float | None:
+    """Run the task. An error that is not the user's becomes the result of every cell that has no outcome yet.
+
+    Returns:
+        The seconds of the task's own work; None after an error.
+    """
+    folder = attempts[0].trace.parent
+    try:
+        first = attempts[0].item
+        if first.task.apart and options.device.type == "cpu":
+            return _run_in_subprocess(attempts[0], options, watcher)
+        if PROCESS.failed:
+            models.drop()
+            return _run_in_new_process(attempts, options, watcher)
+        return _run_task(attempts, models.load(first), options, watcher, finish)
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:  # plug-ins may raise anything, and the other cells must still run
+        if isinstance(error, OSError) and error.errno in DISK_ERRNOS:
+            raise UserError(f"{folder}: can't be written to ({error.strerror}); finished cells are kept") from error
+        for attempt in attempts:
+            attempt.result = error if not attempt.finished else attempt.result
+        return None
+    finally:
+        _release_memory(options.device)
+
+
+def _run_in_subprocess(attempt: _Attempt, options: RunOptions, watcher: Watcher) -> float:
+    """Measure one cell in its own process. Returns the seconds of the task's own work."""
+    method, block = "walk" if options.walk else "as the policy allows", options.block or PLAIN_BLOCK_TOKENS
+    attempt.facts.update({"block": block, "method": method})
+    result = apart.measure(_cell_run(attempt, options, block), watcher.advance)
+    attempt.facts.update(result.model)
+    attempt.result = attempt.item.task.metrics.from_json(result.metrics)
+    return result.seconds
+
+
+def _run_in_new_process(attempts: Sequence[_Attempt], options: RunOptions, watcher: Watcher) -> float:
+    """Measure the cells of a group in a new process, because a capture has failed in this one. Returns the task's seconds."""
+    task = attempts[0].item.task
+    result = apart.measure_group([_cell_run(attempt, options, options.block) for attempt in attempts], watcher.advance)
+    for attempt, cell in zip(attempts, result.cells, strict=True):
+        attempt.facts.update(result.model | cell["facts"])
+        attempt.result = ApartError(cell["failure"]) if "failure" in cell else task.metrics.from_json(cell["metrics"])
+    return result.seconds
+
+
+def _run_task(attempts: Sequence[_Attempt], model: Model, options: RunOptions, watcher: Watcher, finish: _Finish) -> float:
+    """Measure the cells of a group, and finish each as soon as it has a result.
+
+    Returns:
+        The seconds of the task's own work, without loading and checking the model.
+    """
+    ready: list[tuple[_Attempt, Job]] = []
+    for attempt in attempts:
+        attempt.facts.update(model.facts())
+        try:
+            ready.append((attempt, _job(attempt, model, options, watcher)))
+        except (Exception, SystemExit) as error:  # a user's policy may crash when its method is checked
+            attempt.result = error
+    first = attempts[0].item
+    started = time.perf_counter()
+    for number, result in first.task.run_together(first.cell.task, [job for _, job in ready]) if ready else ():
+        wait_for(options.device)
+        attempt = ready[number][0]
+        attempt.result = result
+        finish(attempt, time.perf_counter() - started)
+    return time.perf_counter() - started
+
+
+def _partial_trace(item: Prepared, folder: RecordStore) -> Path:
+    """A file for the cell's trace while it is measured."""
+    trace = folder.trace_path(item.record, trace_suffix(item))
+    try:
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        return new_partial(trace)
+    except OSError as error:
+        raise UserError(f"{trace.parent}: can't be written to ({error.strerror}); finished cells are kept") from error
+
+
+def _job(attempt: _Attempt, model: Model, options: RunOptions, watcher: Watcher) -> Job:
+    """The cell's job."""
+    item, cell = attempt.item, attempt.item.cell
+    config = CacheConfig(cell.policy, cell.capacity, cell.positions, cell.limit, cell.seed, cell.evict)
+    method, block, facts, slow = choose_reading(model, config, item.task, cell.task, options.block, options.walk)
+    watcher.note(cell.label, slow)
+    reading = Reading(model, config, method, block, options.block is not None, item.task.block_of_all)
+    side = choose_side_by_side(reading, item.task.independent(cell.task, item.data), attempt.keep_map is not None)
+    attempt.facts.update(facts | side.facts)
+    job = Job(
+        model, config, item.data, side.block, method, attempt.trace, watcher.advance, reference=attempt.reference,
+        at_once=side.streams,
+    )  # fmt: skip
+    return job if attempt.keep_map is None else attempt.keep_map.recorded(job)
+
+
+def _cell_run(attempt: _Attempt, options: RunOptions, block: int | None) -> apart.CellRun:
+    """The cell for a subprocess. block: tokens that pass a layer at once; chosen there when None.
+
+    Raises:
+        MeasurementError: its policy is a class that another process can't import, or a keep map is asked for.
+    """
+    if attempt.keep_map is not None:
+        raise MeasurementError("its keep map can't be written by another process: run it again, alone")
+    item, cell, spec = attempt.item, attempt.item.cell, attempt.item.cell.model
+    if type(cell.policy).__module__ == "__main__":
+        name = type(cell.policy).__name__
+        raise MeasurementError(
+            f"this task runs in another process, which can't import {name}: write it to a file, and give file.py:{name}"
+        )
+    return apart.CellRun(
+        directory=item.directory, random=is_random(spec.id), dtype=spec.dtype, rope_length=spec.rope_length, pickle=spec.pickle,
+        task=cell.task.model_dump(exclude_none=True), data=options.data, policy=cell.name,
+        parameters=parameters_of(cell.policy), capacity=cell.capacity, positions=cell.positions, limit=cell.limit,
+        seed=cell.seed, evict=cell.evict, device=str(options.device), block=block, walk=options.walk,
+        threads=torch.get_num_threads(), trace=attempt.trace,
+        reference=None if attempt.reference is None else attempt.reference.as_json(),
+    )  # fmt: skip
+
+
+def _check_result(attempt: _Attempt) -> None:
+    """Turn figures that are not of the task's metrics class, or contradict its options, into an error."""
+    task, result = attempt.item.task, attempt.result
+    if isinstance(result, (Exception, SystemExit)):
+        return
+    try:
+        if not isinstance(result, task.metrics):
+            raise TypeError(f"{task.__name__}.run returned {type(result).__name__}, not {task.metrics.__name__}")
+        task.check_figures(attempt.item.cell.task, result)
+    except Exception as error:  # a user's task may return anything
+        attempt.result = error
+
+
+def _release_memory(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
