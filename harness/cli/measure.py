@@ -32,6 +32,14 @@ from kvbench.harness.run.request import RunRequest
     type=FILLED,
     help="Also write which positions are kept: at 16 steps and the last, at kept=128,256,end, or at each: kept=all.",
 )
+@click.option(
+    "--ray",
+    metavar="[ADDRESS]",
+    is_flag=False,
+    flag_value="local",
+    help="Measure with workers on Ray: on this machine, or on the cluster at HOST:PORT (auto: the one of this machine).",
+)
+@click.option("--workers", type=click.IntRange(1), help="Number of workers on Ray. Default: as many as find room.")
 @results_option
 @click.option("--fresh", is_flag=True, help="Measure finished cells again.")
 @click.option("--dry-run", is_flag=True, help="List the cells with estimates of time and memory; measure nothing.")
@@ -52,6 +60,7 @@ def run(
     bench run suites/pg19.yaml --model ./my-model --data ./books --set tokens=20000
     bench run 128d93c6 --fresh
     bench run quickstart --trace kept=128,256,end
+    bench run pg19 --ray --workers 4 --threads 2
     bench run smoke --policy sink_window --policy my_policy.py:MyPolicy --set capacity=64
     """
     request = RunRequest(suite, **options)

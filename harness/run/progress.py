@@ -18,7 +18,7 @@ from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Record
 from kvbench.harness.report.sections import headline
 
-_SECONDS_BETWEEN_LINES = 20.0  # about one cell, when piped
+SECONDS_BETWEEN_LINES = 20.0  # about one cell, when piped
 
 
 class StderrConsole(Console):
@@ -40,6 +40,9 @@ class NoProgress:
         """Ignore it."""
 
     def advance(self, tokens: int, text: str, worker: str = "") -> None:
+        """Ignore it."""
+
+    def idle(self, worker: str) -> None:
         """Ignore it."""
 
     def note(self, label: str, text: str) -> None:
@@ -66,19 +69,27 @@ class ProgressView:
         self._noted = set[str]()  # labels of policies about which something was said
 
     def __enter__(self) -> Self:
-        if self._live is not None:
-            self._live.start()
+        self.start_display()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._live is not None:
-            self._live.stop()
+        self.stop_display()
         if self._skipped:
             cells = f"{self._skipped} cells were" if self._skipped > 1 else "1 cell was"
             again = "them" if self._skipped > 1 else "it"
             self._line(f"{cells} finished before and skipped (--fresh measures {again} again)")
         if kind is not None and issubclass(kind, KeyboardInterrupt) and self._cells:
             self._line(f"{self._done} of {self._cells} cells are finished")
+
+    def start_display(self) -> None:
+        """Show the live display, if there is one."""
+        if self._live is not None:
+            self._live.start()
+
+    def stop_display(self) -> None:
+        """Remove it."""
+        if self._live is not None:
+            self._live.stop()
 
     def begin(self, label: str, number: int, cells: int, total: int, worker: str = "") -> None:
         """Show that a cell, or a group of cells side by side, starts."""
@@ -95,10 +106,13 @@ class ProgressView:
         speed = f"{tokens / max(spent, 1e-9):,.0f} tokens/s, {text}" if self._total else text
         if self._live is not None:
             self._live.advance(tokens if self._total else 0, speed)
-        elif now - self._last_line > _SECONDS_BETWEEN_LINES:
+        elif now - self._last_line > SECONDS_BETWEEN_LINES:
             self._last_line = now
             left = f"{tokens:,} of {self._total:,} tokens, {speed}, {spent * (self._total - tokens) / max(tokens, 1):.0f} s left"
             self._line(f"{self._head}: {left if self._total else text}")
+
+    def idle(self, worker: str) -> None:
+        """A single worker is never idle."""
 
     def note(self, label: str, text: str) -> None:
         """Say something about a policy, once a run."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 from kvbench.harness.core.errors import UserError
 
 if TYPE_CHECKING:
-    from kvbench.harness.records import Record
+    from kvbench.harness.records import Record, RecordStore
     from kvbench.harness.run.keep_steps import KeepSteps
+    from kvbench.harness.run.options import RunOptions
+    from kvbench.harness.run.watcher import Watcher
     from kvbench.harness.suite import Cell
 
 PUBLISHED = Path("leaderboard/results")  # in a checkout: any cell of the published page can be measured again
@@ -30,11 +33,13 @@ class RunRequest:
     device: str = "auto"
     dtype: str | None = None
     threads: int | None = None
+    ray: str | None = None  # address of a cluster, or "local"; None: this process measures
+    workers: int | None = None  # on Ray
 
     def changes(self) -> dict[str, Any]:
         """The options that are set, as JSON."""
         plain = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
-        return {k: v for k, v in plain.items() if k != "suite" and v and v != "auto"}
+        return {k: v for k, v in plain.items() if k not in ("suite", "ray", "workers") and v and v != "auto"}
 
     def cells(self, results: Path | None = None) -> list[Cell]:
         """The cells of the suite. If `suite` is the beginning of a cell id, the cell of that record, after its reference.
@@ -91,18 +96,43 @@ class RunRequest:
             tracebacks: show those of failed cells there, too.
             keep: write keep maps of these steps; none when None.
         """
+        from kvbench.harness.records import RecordStore
+        from kvbench.harness.run.progress import NoProgress, ProgressView, StderrConsole
+        from kvbench.harness.run.workers_view import WorkersView
+
+        options = self._options(block, walk, fresh, keep)
+        with ExitStack() as stack:
+            watcher: Watcher = NoProgress()
+            if progress:
+                view = ProgressView if self.ray is None else WorkersView
+                watcher = stack.enter_context(view(StderrConsole(), tracebacks))
+            return self._run(cells, RecordStore(results), options, watcher)
+
+    def _options(self, block: int | None, walk: bool, fresh: bool, keep: KeepSteps | None) -> RunOptions:
+        """How to run.
+
+        Raises:
+            UserError: there is no such device, or --workers is given without --ray.
+        """
         import torch
 
         from kvbench.harness.models.load import device_of
-        from kvbench.harness.records import RecordStore
-        from kvbench.harness.run.progress import NoProgress, ProgressView, StderrConsole
-        from kvbench.harness.run.runner import RunOptions, run
+        from kvbench.harness.run.options import RunOptions
 
+        if self.workers is not None and self.ray is None:
+            raise UserError("--workers: give --ray, too")
         if self.threads:
             torch.set_num_threads(self.threads)
         directory = Path(self.data).expanduser() if self.data else None
-        options = RunOptions(device_of(self.device), directory, block, walk, fresh, keep)
-        if not progress:
-            return run(cells, RecordStore(results), options, NoProgress())
-        with ProgressView(StderrConsole(), tracebacks) as view:
-            return run(cells, RecordStore(results), options, view)
+        device = device_of(self.device if self.ray is None else "cpu")  # workers choose their own
+        return RunOptions(device, directory, block, walk, fresh, keep)
+
+    def _run(self, cells: Sequence[Cell], store: RecordStore, options: RunOptions, watcher: Watcher) -> list[Record]:
+        from kvbench.harness.run.runner import run
+
+        if self.ray is None:
+            return run(cells, store, options, watcher)
+        from kvbench.harness.run.on_ray import RayExecutor, RaySettings
+
+        with RayExecutor(RaySettings(self.ray, self.workers, self.threads or 1, self.device), options, cells) as executor:
+            return run(cells, store, options, watcher, executor, executor.machine)

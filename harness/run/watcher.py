@@ -19,6 +19,9 @@ class Watcher(Protocol):
     def advance(self, tokens: int, text: str, worker: str = "") -> None:
         """`tokens` of what the worker measures are done; `text` is the figure so far."""
 
+    def idle(self, worker: str) -> None:
+        """A worker measures nothing now."""
+
     def note(self, label: str, text: str) -> None:
         """Something worth knowing about a policy; nothing if empty."""
 

@@ -5,9 +5,10 @@ from kvbench.harness.suite.editor_schema import schema
 from kvbench.harness.suite.entries import entry_schema, parameter_schema, policies_from
 from kvbench.harness.suite.file import ModelSpec, SuiteFile
 from kvbench.harness.suite.overrides import Overrides
+from kvbench.harness.suite.resources import Resources
 from kvbench.harness.suite.text import Settings
 
 __all__ = [
-    "Cell", "ModelSpec", "Overrides", "Settings", "SuiteFile", "cell_from_spec", "entry_schema", "find", "labels", "load",
-    "parameter_schema", "policies_from", "schema", "shipped_suites", "with_references",
+    "Cell", "ModelSpec", "Overrides", "Resources", "Settings", "SuiteFile", "cell_from_spec", "entry_schema", "find", "labels",
+    "load", "parameter_schema", "policies_from", "schema", "shipped_suites", "with_references",
 ]  # fmt: skip

@@ -65,10 +65,15 @@ def budget_from(value: Any) -> Budget | None:
         return {"share": share}
     if list(value) != ["bytes"]:
         raise PydanticCustomError("capacity", "expected tokens, {share: OF_PROMPT} or {bytes: SIZE}")
-    return {"bytes": _bytes(value["bytes"])}
+    return {"bytes": size_in_bytes(value["bytes"])}
 
 
-def _bytes(value: Any) -> int:
+def size_in_bytes(value: Any) -> int:
+    """The bytes of a size such as 65536, 64KiB or 1.5MiB.
+
+    Raises:
+        PydanticCustomError: it is none.
+    """
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", str(value)) if not isinstance(value, (bool, float)) else None
     if match is None or match[2] not in _UNITS or int(float(match[1]) * _UNITS[match[2]]) < 1:
         raise PydanticCustomError("capacity", "bytes is a size such as 65536, 64KiB or 1.5MiB")

@@ -25,6 +25,7 @@ from kvbench.harness.suite.budget import capacity_of
 from kvbench.harness.suite.entries import Entry, entries
 from kvbench.harness.suite.file import ModelSpec, SuiteFile
 from kvbench.harness.suite.overrides import Overrides, apply
+from kvbench.harness.suite.resources import Resources
 from kvbench.harness.suite.text import Location, Source, items, spread, validated
 from kvbench.policies import Policy, PositionMode
 
@@ -48,6 +49,7 @@ class Cell:
     seed: int
     evict: Evict = 1  # tokens at once, or "prompt"
     place: str = field(default="", compare=False)  # of its policy in a suite's file, for messages
+    resources: Resources = field(default=Resources(), compare=False)  # of a worker that measures it
 
     def as_json(self) -> dict[str, Any]:
         """The cell as its record keeps it, with every default filled in but those of axes and parameters added since."""
@@ -159,10 +161,11 @@ def load(path: Path, overrides: Overrides | None = None) -> tuple[SuiteFile, lis
     chosen = _bounded((entry for i in range(len(suite.policies)) for entry in entries(suite, i, source)), path)
     for task in tasks:
         _refuse_idle(task, chosen, source)
+    resources = validated(Resources, suite.resources or {}, source, ("resources",))
     seeds = suite.seed if isinstance(suite.seed, list) else [suite.seed]
     cells = _bounded(
         (
-            _cell(suite, model, task, entry, seed, source)
+            replace(_cell(suite, model, task, entry, seed, source), resources=resources)
             for model, task, entry, seed in itertools.product(models, tasks, chosen, seeds)
             if task.is_for(entry)
         ),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from kvbench.harness.suite.axes import Capacities, Evicts
+from kvbench.harness.suite.resources import Resources
 from kvbench.policies import PositionMode
 
 
@@ -48,4 +49,7 @@ class SuiteFile(BaseModel):
     positions: PositionMode | list[PositionMode] = Field("cache", description="where RoPE puts a cached token")
     limit: int | None = Field(None, ge=1, description="largest distance of positions 'clamped'; tokens")
     seed: int | list[int] = 0
+    resources: Annotated[dict[str, Any] | None, WithJsonSchema(Resources.model_json_schema())] = Field(
+        None, description="of each worker of `bench run --ray`"
+    )
     policies: list[str | dict[str, Any]] = Field(min_length=1)

@@ -1,0 +1,156 @@
+"""The workers of a run on Ray: started, compared with this process, told what will be asked, replaced when they die."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.run.prepare import MachineFacts
+from kvbench.harness.run.ray_actors import about_here, actor_classes
+from kvbench.harness.run.schedule import Work
+
+START_S = 120.0
+_WHERE = ("host", "node")  # what differs between workers that are alike
+
+
+class FleetWorker:
+    """A worker as the run sees it.
+
+    Attributes:
+        name: for people.
+        actor: its handle.
+        about: its machine (`host`, and `node` in Ray's words) and the versions of its code; empty until it has started.
+        machine: its device and threads.
+        work: that it measures, or measured last.
+    """
+
+    def __init__(self, name: str, actor: Any) -> None:
+        self.name, self.actor = name, actor
+        self.about: dict[str, str] = {}
+        self.machine = MachineFacts("", 0, 0)
+        self.work: Work | None = None
+
+    @property
+    def label(self) -> str:
+        """Its name and machine, for messages."""
+        return f"{self.name} on {self.about['host']}" if self.about else self.name
+
+
+class Fleet:
+    """The workers of a run.
+
+    Attributes:
+        ray: the package.
+        workers: by name.
+        board: actor that they report their progress to.
+    """
+
+    def __init__(self, ray: Any, need: Mapping[str, float], device: str, threads: int) -> None:
+        """No worker has started.
+
+        Args:
+            ray: the package, connected.
+            need: of one worker: CPU, GPU, memory in bytes.
+            device: of every worker: cpu or cuda.
+            threads: of every worker.
+        """
+        self.ray, self.workers = ray, dict[str, FleetWorker]()
+        self._need, self._device, self._threads = need, device, threads
+        self._started = 0
+        self._kind, board = actor_classes(ray)
+        self.board = board.options(num_cpus=0).remote()
+        self._order: Any = None  # reference
+        self._texts: list[Any] = []  # references, which live as long as these
+
+    def start(self) -> FleetWorker:
+        """Start a worker, without waiting for it."""
+        self._started += 1
+        name, need = f"worker-{self._started}", self._need
+        options: dict[str, Any] = {"num_cpus": need.get("CPU", 0), "num_gpus": need.get("GPU", 0)}
+        options |= {"memory": int(need["memory"])} if "memory" in need else {}
+        kind = self._kind.options(max_restarts=0, scheduling_strategy="SPREAD", **options)
+        self.workers[name] = FleetWorker(name, kind.remote(name, self.board))
+        return self.workers[name]
+
+    def meet(self, workers: Sequence[FleetWorker]) -> None:
+        """Wait until workers have started, and compare their code with ours.
+
+        Raises:
+            UserError: names the first that does not start, whose code differs, or that lacks the device.
+        """
+        ours = about_here()
+        asked = {worker.actor.about.remote(): worker for worker in workers}
+        late = self.ray.wait(list(asked), num_returns=len(asked), timeout=START_S)[1]
+        if late:
+            raise UserError(f"{asked[late[0]].name}: not started after {START_S:.0f} s: is the cluster busy with other work?")
+        for ref, worker in asked.items():
+            worker.about = self._get(ref, worker)
+            for name in (name for name in ours if name not in _WHERE):
+                theirs = worker.about.get(name, "none")
+                if theirs != ours[name]:
+                    raise UserError(f"{worker.label}: {name} is {theirs}, here it is {ours[name]}: install the same on both")
+        for ref, worker in [(w.actor.machine.remote(self._device, self._threads), w) for w in workers]:
+            worker.machine = self._get(ref, worker)
+
+    def brief(self, workers: Iterable[FleetWorker]) -> None:
+        """Send the order of the run.
+
+        Raises:
+            UserError: a worker finds a mistake in it.
+        """
+        for ref, worker in [(w.actor.open.remote(self._order, self._texts), w) for w in workers]:
+            self._get(ref, worker)
+
+    def give(self, order: Any, texts: Sequence[bytes]) -> None:
+        """Put what all workers get into Ray's object store, once, and send it.
+
+        Raises:
+            UserError: a worker finds a mistake in it.
+        """
+        self._order, self._texts = self.ray.put(order), [self.ray.put(text) for text in texts]
+        self.brief(self.workers.values())
+
+    def check(self, cells: Sequence[int]) -> None:
+        """Have one worker of each machine look for models, code and data: its disk is that of the others there.
+
+        Raises:
+            UserError: names the first that lacks something.
+        """
+        of_machine = {worker.about["node"]: worker for worker in reversed(self.workers.values())}
+        for ref, worker in [(w.actor.check.remote(cells), w) for w in of_machine.values()]:
+            self._get(ref, worker)
+
+    def bury(self, worker: FleetWorker) -> None:
+        """Forget a worker that has died."""
+        self.workers.pop(worker.name, None)
+        with contextlib.suppress(Exception):
+            self.ray.kill(worker.actor)
+
+    def stop(self) -> None:
+        """End all workers."""
+        with contextlib.suppress(Exception):  # whatever is wrong with Ray, it is the end
+            for worker in self.workers.values():
+                self.ray.kill(worker.actor)
+            self.ray.kill(self.board)
+
+    def _get(self, ref: Any, worker: FleetWorker) -> Any:
+        """The answer of a worker that is not measuring.
+
+        Raises:
+            UserError: it died, or the answer is a mistake in words.
+        """
+        try:
+            answer = self.ray.get(ref)
+        except self.ray.exceptions.RayActorError as error:
+            raise UserError(f"{worker.label}: died before anything was measured ({first_line(error)})") from error
+        if isinstance(answer, str) and answer:
+            raise UserError(f"{worker.label}: {answer}")
+        return answer
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message that is not empty."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:200] if lines else type(error).__name__

@@ -1,0 +1,179 @@
+"""Measures the groups of a run with workers on Ray: on this machine, or on a cluster. The only file that imports Ray.
+
+The process that started the run schedules, writes every record, and shows progress. A worker is an actor; it is never restarted:
+if it dies, another one is started in its place, and its group is measured again.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.run.executor import Ledger
+from kvbench.harness.run.fleet import Fleet, first_line
+from kvbench.harness.run.group import Group
+from kvbench.harness.run.options import RunOptions
+from kvbench.harness.run.prepare import MachineFacts
+from kvbench.harness.run.ray_loop import Loop, works
+from kvbench.harness.run.resources import needs, number_of_workers
+from kvbench.harness.run.worker import pack
+from kvbench.harness.suite import Cell
+
+LOCAL = "local"  # the address that means: start Ray on this machine
+CONNECT_S = 5.0
+OBJECT_STORE_BYTES = 2**29  # holds the texts, and a trace a worker
+_QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+
+
+@dataclass(frozen=True)
+class RaySettings:
+    """Where to run.
+
+    Attributes:
+        address: of a cluster: HOST:PORT, or auto; "local" starts Ray on this machine.
+        workers: how many; as many as find room when None.
+        threads: CPU threads of each.
+        device: auto, cpu or cuda.
+    """
+
+    address: str = LOCAL
+    workers: int | None = None
+    threads: int = 1
+    device: str = "auto"
+
+
+class RayExecutor:
+    """An `Executor` whose workers are Ray actors. They live inside of its context, and so does a Ray that it started."""
+
+    def __init__(self, settings: RaySettings, options: RunOptions, cells: Sequence[Cell]) -> None:
+        """Nothing is started yet.
+
+        Args:
+            settings: where to run.
+            options: how to run; the device is each worker's own.
+            cells: of the run; their suite says what a worker needs.
+
+        Raises:
+            UserError: Ray is not installed.
+        """
+        self._settings, self._options, self._cells = settings, options, cells
+        self._ray = _import_ray()
+        self._fleet: Fleet | None = None
+        self._owns_ray = False
+        self._device = "cpu"
+
+    def __enter__(self) -> Self:
+        try:
+            self._open()
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._close()
+
+    @property
+    def machine(self) -> MachineFacts:
+        """What must be known of the workers before anything is measured: those of the first, and the least free memory."""
+        assert self._fleet is not None
+        machines = [worker.machine for worker in self._fleet.workers.values()]
+        return MachineFacts(machines[0].device, machines[0].threads, min(machine.free_bytes for machine in machines))
+
+    def measure(self, groups: Sequence[Group], cells: Sequence[Cell], ledger: Ledger) -> None:
+        """See `Executor`.
+
+        Raises:
+            UserError: a worker lacks a model or data, or finds a mistake, or no worker is left. It names the worker.
+        """
+        assert self._fleet is not None
+        numbers = {cell.id: number for number, cell in enumerate(cells)}
+        prepared = {item.cell.id: item for group in groups for item in group}
+        order, texts = pack(cells, prepared, self._options, self._device, self._settings.threads)
+        self._fleet.give(order, texts)
+        kinds = {(i.cell.model.model_dump_json(), i.facts["policy_sha256"], id(i.data)): i.cell.id for i in prepared.values()}
+        self._fleet.check([numbers[cell] for cell in kinds.values()])
+        Loop(self._fleet, works(groups, self.machine.device), groups, numbers, ledger).run()
+
+    def _open(self) -> None:
+        """Connect, start the workers, and see that they can do what will be asked.
+
+        Raises:
+            UserError: there is no such cluster, no room in it, or a worker has other code.
+        """
+        ray, settings = self._ray, self._settings
+        if not ray.is_initialized():
+            _connect(ray, settings.address)
+            self._owns_ray = True
+        where = "this machine" if settings.address == LOCAL else settings.address
+        machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        gpus = sum(machine.get("GPU", 0.0) for machine in machines)
+        need = needs(self._cells[0].resources, settings.device, settings.threads, gpus)
+        count = number_of_workers(settings.workers, machines, need, len(self._cells), where)
+        self._device = "cuda" if "GPU" in need else "cpu"
+        self._fleet = Fleet(ray, need, self._device, settings.threads)
+        self._fleet.meet([self._fleet.start() for _ in range(count)])
+
+    def _close(self) -> None:
+        if self._fleet is not None:
+            self._fleet.stop()
+        if self._owns_ray:
+            self._ray.shutdown()
+
+
+def _import_ray() -> Any:
+    """Ray.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    try:
+        import ray
+        import ray.exceptions
+    except ImportError as error:
+        raise UserError("--ray: Ray is not installed: pip install 'kv-bench[ray]'") from error
+    return ray
+
+
+def _connect(ray: Any, address: str) -> None:
+    """Start Ray here, or connect to a cluster.
+
+    Raises:
+        UserError: no cluster is there.
+    """
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+    if address == LOCAL:
+        cores = len(os.sched_getaffinity(0))
+        ray.init(LOCAL, num_cpus=cores, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **quiet)
+        return
+    if "://" in address:
+        raise UserError(f"--ray {address}: run bench on a machine of the cluster, and give HOST:PORT or auto")
+    if address != "auto":
+        _refuse_silence(address)
+    try:
+        ray.init(address, **quiet)
+    except (ConnectionError, RuntimeError, ValueError, AssertionError, TimeoutError) as error:
+        raise UserError(f"--ray {address}: no cluster for worker-1: {first_line(error)}") from error
+
+
+def _refuse_silence(address: str) -> None:
+    """Refuse an address where nothing answers; Ray would try for a minute, and then end this process.
+
+    Raises:
+        UserError: it is one.
+    """
+    host, colon, port = address.rpartition(":")
+    try:
+        if not colon:
+            raise ValueError("expected HOST:PORT, or auto")
+        socket.create_connection((host, int(port)), CONNECT_S).close()
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"--ray {address}: no cluster for worker-1: {why}") from error

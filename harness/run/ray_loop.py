@@ -1,0 +1,210 @@
+"""Hands the groups of a run to the workers on Ray, and their outcomes to the run's ledger."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.core.files import new_partial
+from kvbench.harness.records.facts import Failure
+from kvbench.harness.run.estimate import estimates
+from kvbench.harness.run.executor import Ledger
+from kvbench.harness.run.fleet import Fleet, FleetWorker
+from kvbench.harness.run.group import Group, needs_machine
+from kvbench.harness.run.keep_map import ReceivedMap
+from kvbench.harness.run.outcome import Outcome, trace_suffix
+from kvbench.harness.run.prepare import Prepared
+from kvbench.harness.run.schedule import Schedule, Work
+from kvbench.harness.run.worker import Answer, CellAnswer
+
+LOST_S = 60.0  # how long to wait for a new worker if no other is left
+TICK_S = 0.5
+
+
+class Loop:
+    """Hands groups to workers until all are done."""
+
+    def __init__(
+        self, fleet: Fleet, works: Sequence[Work], groups: Sequence[Group], numbers: dict[str, int], ledger: Ledger
+    ) -> None:
+        """Nothing is sent yet.
+
+        Args:
+            fleet: the workers, who know the order of the run.
+            works: the groups, for the schedule.
+            groups: of cells.
+            numbers: of the cells in the order, by id.
+            ledger: of the run.
+        """
+        self._fleet, self._groups, self._numbers, self._ledger = fleet, groups, numbers, ledger
+        self._ray = fleet.ray
+        self._schedule = Schedule(works)
+        self._running: dict[Any, FleetWorker] = {}  # by the reference of the answer
+        self._starting: dict[Any, FleetWorker] = {}
+        self._lost_since: float | None = None
+        self._progress: Any = None  # reference of the board's answer
+        self._looked = 0.0
+
+    def run(self) -> None:
+        """Measure everything.
+
+        Raises:
+            UserError: a worker finds a mistake, or no worker is left.
+        """
+        for worker in self._fleet.workers.values():
+            self._join(worker)
+        while self._schedule.left:
+            self._assign()
+            self._refuse_idleness()
+            for ref in self._ray.wait([*self._running, *self._starting], num_returns=1, timeout=TICK_S)[0]:
+                if ref in self._starting:
+                    self._begin(ref)
+                else:
+                    self._receive(ref)
+            self._show()
+
+    def _join(self, worker: FleetWorker) -> None:
+        self._schedule.add(worker.name, worker.about["node"], worker.machine.device)
+
+    def _assign(self) -> None:
+        """Give every free worker a group."""
+        busy = {worker.name for worker in (*self._running.values(), *self._starting.values())}
+        for worker in list(self._fleet.workers.values()):
+            if worker.name in busy:
+                continue
+            work = self._schedule.next(worker.name)
+            if work is not None:
+                self._send(worker, work)
+
+    def _send(self, worker: FleetWorker, work: Work) -> None:
+        group = self._groups[work.number]
+        self._ledger.begin(group, worker.label)
+        references = [None if record is None else record.as_json() for record in self._ledger.references(group)]
+        ref = worker.actor.measure.remote([self._numbers[item.cell.id] for item in group], references)
+        self._running[ref] = worker
+        worker.work = work
+
+    def _refuse_idleness(self) -> None:
+        """Give up if nothing runs, and no new worker comes.
+
+        Raises:
+            UserError: no worker is left.
+        """
+        if self._running:
+            self._lost_since = None
+            return
+        now = time.monotonic()
+        self._lost_since = self._lost_since or now
+        if not self._starting or now - self._lost_since > LOST_S:
+            names = ", ".join(w.label for w in self._starting.values()) or "no worker"
+            left = f"{self._schedule.left} groups of cells"
+            raise UserError(f"{names}: no worker is left that could measure {left}; finished cells are kept")
+
+    def _receive(self, ref: Any) -> None:
+        """Write the records of a group, or note that its worker died."""
+        worker = self._running.pop(ref)
+        work = worker.work
+        assert work is not None
+        try:
+            answer: Answer = self._ray.get(ref)
+        except self._ray.exceptions.RayTaskError:
+            raise  # a bug of ours
+        except self._ray.exceptions.RayError:
+            self._bury(worker)
+            return
+        if answer.mistake:
+            raise UserError(f"{worker.label}: {answer.mistake}")
+        later = not self._schedule.awaited(work.number)
+        self._ledger.watcher.idle(worker.label)
+        if later:  # the worker goes on while the records are written
+            self._schedule.done(worker.name)
+            self._assign()
+        for label, text in answer.notes:
+            self._ledger.watcher.note(label, text)
+        for item in self._groups[work.number]:
+            self._write(item, answer.cells[self._numbers[item.cell.id]])
+        if not later:
+            self._schedule.done(worker.name)
+
+    def _write(self, item: Prepared, answer: CellAnswer) -> None:
+        trace = None
+        if answer.failure is None:
+            trace = self._ledger.store.trace_path(item.record, trace_suffix(item))
+            try:
+                trace.parent.mkdir(parents=True, exist_ok=True)
+                trace = new_partial(trace)
+                trace.write_bytes(answer.trace or b"")
+            except OSError as error:
+                raise UserError(f"{trace.parent}: can't be written to ({error.strerror}); finished cells are kept") from error
+        metrics = None if answer.metrics is None else item.task.metrics.from_json(answer.metrics)
+        failure = None if answer.failure is None else Failure.from_json(answer.failure)
+        kept = None if answer.keep_map is None else ReceivedMap(*answer.keep_map)
+        try:
+            self._ledger.done(item, Outcome(answer.facts, metrics, failure, trace, kept))
+        finally:
+            if trace is not None:
+                trace.unlink(missing_ok=True)
+
+    def _bury(self, worker: FleetWorker) -> None:
+        """A worker has died: start another, and give up the group if that was its last try."""
+        self._fleet.bury(worker)
+        self._ledger.watcher.idle(worker.label)
+        self._ledger.watcher.note(worker.label, "died; what it measured is measured again")
+        given_up = self._schedule.lost(worker.name)
+        if given_up is not None:
+            work, machines = given_up
+            hosts = {w.about["node"]: w.about["host"] for w in (*self._fleet.workers.values(), worker) if w.about}
+            names = ", ".join(hosts.get(machine, machine) for machine in machines)
+            failure = {"kind": "WorkerDied", "message": f"its worker died {len(machines)} times, on {names}"}
+            for item in self._groups[work.number]:
+                self._ledger.done(item, Outcome(dict(item.facts), None, Failure.from_json(failure), None, None))
+        fresh = self._fleet.start()
+        self._starting[fresh.actor.about.remote()] = fresh
+
+    def _begin(self, ref: Any) -> None:
+        """A new worker has started, in place of one that died."""
+        worker = self._starting.pop(ref)
+        try:
+            self._ray.get(ref)
+        except self._ray.exceptions.RayError:
+            self._fleet.bury(worker)
+            return
+        self._fleet.meet([worker])
+        self._fleet.brief([worker])
+        self._join(worker)
+
+    def _show(self) -> None:
+        """Show the progress that the board knows, without waiting for it."""
+        if self._progress is None:
+            if time.monotonic() - self._looked >= TICK_S:
+                self._looked, self._progress = time.monotonic(), self._fleet.board.read.remote()
+            return
+        if not self._ray.wait([self._progress], timeout=0)[0]:
+            return
+        board, self._progress = self._progress, None
+        busy = {worker.name: worker for worker in self._running.values()}
+        with contextlib.suppress(self._ray.exceptions.RayError):
+            for name, (tokens, text) in self._ray.get(board).items():
+                if name in busy:
+                    self._ledger.watcher.advance(tokens, text, busy[name].label)
+
+
+def works(groups: Sequence[Group], device: str) -> list[Work]:
+    """The groups for the schedule.
+
+    Args:
+        groups: to measure.
+        device: of the workers that measure times and memory.
+    """
+    number_of = {item.cell.id: number for number, group in enumerate(groups) for item in group}
+    seconds = {e.cell.id: e.seconds or 1.0 for e in estimates([item.cell for group in groups for item in group], "cpu")}
+    works = []
+    for number, group in enumerate(groups):
+        references = [item.cell.reference for item in group]
+        after = {number_of[cell.id] for cell in references if cell is not None and cell.id in number_of} - {number}
+        alone, total = needs_machine(group), sum(seconds[item.cell.id] for item in group)
+        works.append(Work(number, group[0].cell.model, total, alone, frozenset(after), device if alone else None))
+    return works

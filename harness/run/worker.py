@@ -1,0 +1,366 @@
+"""What a worker does for a run: it makes the cells from what the run's own process sent, and measures groups of them.
+
+Everything that passes between the two is plain: JSON, bytes and numbers of cells. Nothing is read from a shared folder: a user's
+own files and the texts come as bytes, and models from the worker's own disk or the hub.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import tempfile
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvbench.harness.core import plugins
+from kvbench.harness.core.device import device_name, free_bytes
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.core.parameters import names_inside, parameters_of, policy_from
+from kvbench.harness.core.sources import source_digest
+from kvbench.harness.models.hub import model_directory, weights_digest
+from kvbench.harness.models.load import device_of, load_tokenizer
+from kvbench.harness.models.vision import load_image_reader
+from kvbench.harness.records import Record, RecordStore
+from kvbench.harness.records.cell import CellSpec
+from kvbench.harness.run.keep_steps import KeepSteps
+from kvbench.harness.run.machine import Machine
+from kvbench.harness.run.options import RunOptions
+from kvbench.harness.run.outcome import Outcome
+from kvbench.harness.run.prepare import MachineFacts, Prepared
+from kvbench.harness.run.progress import NoProgress
+from kvbench.harness.suite import Cell
+from kvbench.harness.suite.file import ModelSpec
+from kvbench.harness.tasks.task import Data
+
+_PLAIN = ("suite", "suite_version", "name", "capacity", "positions", "limit", "seed", "evict", "place")  # fields of a cell
+_TEXTS_KEPT = 4
+_SECONDS_BETWEEN_REPORTS = 0.5
+
+Report = Callable[[int, str], None]
+
+
+@dataclass(frozen=True)
+class CellOrder:
+    """A cell as it is sent to a worker.
+
+    Attributes:
+        cell: fields of the cell that are plain already.
+        model: fields of its `ModelSpec`.
+        task: options of its task.
+        parameters: of its policy.
+        id: of the cell.
+        key: of its record.
+        facts: of its record that are known before it is measured.
+        data: number of its data among those that were sent; None if they can't be sent.
+        data_sha256: fingerprint of the data.
+    """
+
+    cell: dict[str, Any]
+    model: dict[str, Any]
+    task: dict[str, Any]
+    parameters: dict[str, Any]
+    id: str
+    key: str
+    facts: dict[str, Any]
+    data: int | None
+    data_sha256: str
+
+
+@dataclass(frozen=True)
+class Order:
+    """What every worker of a run gets once.
+
+    Attributes:
+        cells: all cells of the run.
+        files: content of a user's own policies and tasks, by the path that names them.
+        folder: that the run was started in; a worker that has it works there.
+        data: directory of the text, for tasks whose data can't be sent.
+        device: to measure on.
+        threads: of the CPU.
+        block: tokens that pass a layer at once; chosen by method and free memory when None.
+        walk: always read token by token inside the layers.
+        keep: write keep maps of these steps.
+    """
+
+    cells: list[CellOrder]
+    files: dict[str, bytes]
+    folder: str
+    data: Path | None
+    device: str
+    threads: int
+    block: int | None
+    walk: bool
+    keep: KeepSteps | None
+
+
+@dataclass(frozen=True)
+class CellAnswer:
+    """An `Outcome` as it is sent back.
+
+    Attributes:
+        facts: of the record.
+        metrics: its figures as JSON; None if it failed.
+        failure: why it failed, as JSON; None if it went well.
+        trace: content of its trace; None if it has none.
+        keep_map: content and steps of its keep map; None if it has none.
+    """
+
+    facts: dict[str, Any]
+    metrics: dict[str, Any] | None
+    failure: dict[str, Any] | None
+    trace: bytes | None
+    keep_map: tuple[bytes, str] | None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a worker answers to a group.
+
+    Attributes:
+        cells: by number; empty after a mistake.
+        notes: (label, text) of everything worth knowing about policies.
+        mistake: a user's mistake, which ends the run; empty if there is none.
+    """
+
+    cells: dict[int, CellAnswer]
+    notes: list[tuple[str, str]]
+    mistake: str = ""
+
+
+def pack(
+    cells: Sequence[Cell], prepared: Mapping[str, Prepared], options: RunOptions, device: str, threads: int
+) -> tuple[Order, list[bytes]]:
+    """The order of a run, and the texts that go with it.
+
+    Args:
+        cells: all of the run.
+        prepared: by cell id, those that are to be measured; the others are only known to exist.
+        options: of the run.
+        device: of a worker.
+        threads: of a worker.
+
+    Raises:
+        UserError: a policy is defined where no other process can import it, or its file can't be read.
+    """
+    texts: list[bytes] = []
+    numbers: dict[int, int | None] = {}
+    for item in prepared.values():
+        if id(item.data) not in numbers:
+            content = _packed(item.data)
+            numbers[id(item.data)] = None if content is None else len(texts)
+            texts += [] if content is None else [content]
+    orders, files = [], dict[str, bytes]()
+    for cell in cells:
+        wanted, parameters = prepared.get(cell.id), parameters_of(cell.policy)
+        for name in (cell.name, cell.task.name, *names_inside(parameters)):
+            _add_file(name, files)
+        local = Path(cell.model.id).expanduser()
+        model = cell.model.model_dump() | ({"id": str(local.resolve())} if local.is_dir() else {})
+        plain = {name: getattr(cell, name) for name in _PLAIN}
+        task = cell.task.model_dump(exclude_none=True)
+        where = None if wanted is None else numbers[id(wanted.data)]
+        sha256 = "" if wanted is None else wanted.data.ids_sha256
+        key, facts = ("", {}) if wanted is None else (wanted.record.key, wanted.facts)
+        orders.append(CellOrder(plain, model, task, parameters, cell.id, key, facts, where, sha256))
+    return Order(orders, files, os.getcwd(), options.data, device, threads, options.block, options.walk, options.keep), texts
+
+
+def _packed(data: Data) -> bytes | None:
+    """The data as bytes; None if a task's own class can't be sent."""
+    try:
+        return pickle.dumps(data, protocol=5)
+    except Exception:  # a user's task may hold anything
+        return None
+
+
+def _add_file(name: str, files: dict[str, bytes]) -> None:
+    where, colon, attribute = name.rpartition(":")
+    if where == "__main__":
+        raise UserError(f"{name}: a worker can't import {attribute}: write it to a file, and give file.py:{attribute}")
+    if colon and where.endswith(".py") and where not in files:
+        try:
+            files[where] = Path(where).expanduser().read_bytes()
+        except OSError as error:
+            raise UserError(f"{where}: can't be read ({error.strerror})") from error
+
+
+class _Progress(NoProgress):
+    """Reports the tokens now and then, and keeps the notes."""
+
+    def __init__(self, report: Report) -> None:
+        self.notes: list[tuple[str, str]] = []
+        self._report, self._last = report, 0.0
+
+    def advance(self, tokens: int, text: str, worker: str = "") -> None:
+        """Report it, unless that was done just now."""
+        now = time.monotonic()
+        if now - self._last >= _SECONDS_BETWEEN_REPORTS:
+            self._last = now
+            self._report(tokens, text)
+
+    def note(self, label: str, text: str) -> None:
+        """Keep it for the answer."""
+        self.notes.append((label, text))
+
+
+class Worker:
+    """Measures groups of the cells of one run."""
+
+    def __init__(self, order: Order, text: Callable[[int], bytes], report: Report) -> None:
+        """Make the cells.
+
+        Args:
+            order: of the run.
+            text: gives the content of some data, by number.
+            report: called with the tokens done and the figure so far.
+
+        Raises:
+            UserError: a cell is another one here.
+        """
+        torch.set_num_threads(order.threads)
+        with contextlib.suppress(OSError):
+            os.chdir(order.folder)
+        self._order, self._text, self._report = order, text, report
+        self._scratch = tempfile.TemporaryDirectory(prefix="kv-bench-")
+        self._own = _written(order.files, Path(self._scratch.name) / "files")
+        self._cells = [self._cell(one) for one in order.cells]
+        self._opened: OrderedDict[int, Data] = OrderedDict()
+        options = RunOptions(device_of(order.device), order.data, order.block, order.walk, True, order.keep)
+        self._folder = RecordStore(Path(self._scratch.name) / "records")
+        self._machine = Machine(options, self._cells, self._folder)
+
+    def check(self, numbers: Sequence[int]) -> str:
+        """Look for the models, the code and the data of cells. Returns what is wrong; empty if nothing is."""
+        seen = set[Any]()
+        try:
+            for number in numbers:
+                cell, order = self._cells[number], self._order.cells[number]
+                if cell.model not in seen:
+                    found = weights_digest(self._directory(cell))
+                    if found != order.facts["weights_sha256"]:
+                        return f"{order.model['id']}: its files differ from those of the process that started the run"
+                if (code := order.facts["policy_sha256"]) not in seen and source_digest(cell.policy) != code:
+                    return f"the code of the policy {cell.name} differs from that of the process that started the run"
+                if order.data is None and order.data_sha256 not in seen:
+                    self._data(number)
+                seen |= {cell.model, code, order.data_sha256}
+        except UserError as error:
+            return str(error)
+        return ""
+
+    def measure(self, numbers: Sequence[int], references: Sequence[dict[str, Any] | None]) -> Answer:
+        """Measure the cells of a group.
+
+        Args:
+            numbers: of the cells, among those of the order.
+            references: for each, the record that it is compared with while it is measured, as JSON.
+        """
+        progress, answers, places = _Progress(self._report), dict[int, CellAnswer](), dict[str, int]()
+
+        def done(item: Prepared, outcome: Outcome) -> None:
+            answers[places[item.cell.id]] = self._answer(item, outcome)
+
+        try:
+            items = [self._prepared(number) for number in numbers]
+            places.update((item.cell.id, number) for item, number in zip(items, numbers, strict=True))
+            known = [None if value is None else Record.from_json(value) for value in references]
+            self._machine.measure(items, known, progress, done)
+        except UserError as error:
+            return Answer({}, progress.notes, str(error))
+        return Answer(answers, progress.notes)
+
+    def _answer(self, item: Prepared, outcome: Outcome) -> CellAnswer:
+        trace, kept = None, None
+        if outcome.trace is not None and outcome.trace.stat().st_size:
+            trace = outcome.trace.read_bytes()
+        if outcome.keep_map is not None:
+            path = self._folder.trace_path(item.record, ".map")
+            steps = outcome.keep_map.put_in_place(path)["steps"]
+            kept = (path.read_bytes(), steps)
+            path.unlink()
+        metrics = None if outcome.metrics is None else outcome.metrics.as_json()
+        return CellAnswer(outcome.facts, metrics, None if outcome.failure is None else outcome.failure.as_json(), trace, kept)
+
+    def _cell(self, order: CellOrder) -> Cell:
+        """The cell of an order.
+
+        Raises:
+            UserError: it has another id here, because the code differs, or it can't be made.
+        """
+        fields = dict(order.cell, name=self._here(order.cell["name"]))
+        task = order.task | {"name": self._here(order.task["name"])}
+        try:
+            policy = policy_from(fields["name"], self._here(order.parameters))
+            options = plugins.task_class(task["name"]).options(**task)
+            return Cell(**fields, model=ModelSpec(**order.model), task=options, policy=policy)
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{order.cell['name']}: can't be made here: {str(error).splitlines()[0]}") from error
+
+    def _here(self, value: Any) -> Any:
+        """The value with names of a user's files replaced by those of their copies."""
+        if isinstance(value, dict):
+            return {k: self._here(v) for k, v in value.items()}
+        if isinstance(value, str):
+            where, colon, attribute = value.rpartition(":")
+            return f"{self._own[where]}:{attribute}" if colon and where in self._own else value
+        return value
+
+    def _directory(self, cell: Cell) -> Path:
+        return model_directory(cell.model.id, cell.model.revision, cell.model.pickle)
+
+    def _prepared(self, number: int) -> Prepared:
+        cell, order = self._cells[number], self._order.cells[number]
+        record = Record(CellSpec.from_json(cell.as_json()), order.id, order.key, "ok")
+        task = plugins.task_class(cell.task.name)
+        return Prepared(cell, task, self._data(number), self._directory(cell), record, order.facts)
+
+    def _data(self, number: int) -> Data:
+        """The data of a cell: those that were sent, or the same from here.
+
+        Raises:
+            UserError: they are not here, or others.
+        """
+        order, cell = self._order.cells[number], self._cells[number]
+        if order.data is not None:
+            if order.data not in self._opened:
+                self._opened[order.data] = pickle.loads(self._text(order.data))  # sent by the run that this worker belongs to
+            self._opened.move_to_end(order.data)
+            while len(self._opened) > _TEXTS_KEPT:
+                self._opened.popitem(last=False)
+            return self._opened[order.data]
+        task = plugins.task_class(cell.task.name)
+        load: Any = load_image_reader if task.reads_images(cell.task) else load_tokenizer
+        data: Data = task.data(cell.task, partial(load, self._directory(cell)), self._order.data)
+        if data.ids_sha256 != order.data_sha256:
+            raise UserError(f"task {cell.task.name}: its data differ from those of the process that started the run")
+        return data
+
+
+def machine_here(device: str, threads: int) -> MachineFacts:
+    """What a run must know of this machine.
+
+    Raises:
+        UserError: it has no such device.
+    """
+    torch.set_num_threads(threads)
+    target = device_of(device)
+    return MachineFacts(device_name(target), threads, free_bytes(target))
+
+
+def _written(files: Mapping[str, bytes], folder: Path) -> dict[str, Path]:
+    """Write a user's files, each into a folder of its own. Returns where they are."""
+    copies = {}
+    for number, (path, content) in enumerate(files.items()):
+        copy = folder / str(number) / Path(path).name
+        copy.parent.mkdir(parents=True)
+        copy.write_bytes(content)
+        copies[path] = copy
+    return copies
