@@ -12,6 +12,7 @@ from kvbench.harness.run.ray_actors import about_here, actor_classes
 from kvbench.harness.run.schedule import Work
 
 START_S = 120.0
+CLOSE_S = 1.0  # one that is measuring does not answer
 _WHERE = ("host", "node")  # what differs between workers that are alike
 
 
@@ -131,9 +132,10 @@ class Fleet:
     def stop(self) -> None:
         """End all workers."""
         with contextlib.suppress(Exception):  # whatever is wrong with Ray, it is the end
-            for worker in self.workers.values():
-                self.ray.kill(worker.actor)
-            self.ray.kill(self.board)
+            closing = [worker.actor.close.remote() for worker in self.workers.values()]
+            self.ray.wait(closing, num_returns=len(closing), timeout=CLOSE_S)
+            for actor in (*(worker.actor for worker in self.workers.values()), self.board):
+                self.ray.kill(actor)
 
     def _get(self, ref: Any, worker: FleetWorker) -> Any:
         """The answer of a worker that is not measuring.

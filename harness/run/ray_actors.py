@@ -54,6 +54,7 @@ def actor_classes(ray: Any) -> tuple[Any, Any]:
         def __init__(self, name: str, board: Any) -> None:
             self._name, self._board = name, board
             self._worker: Any = None
+            self._scratch = ""
 
         def about(self) -> dict[str, str]:
             facts: dict[str, str] = about_worker()
@@ -69,11 +70,15 @@ def actor_classes(ray: Any) -> tuple[Any, Any]:
                 return str(error)
 
         def open(self, order: Any, texts: list[Any]) -> str:
+            import tempfile
+            from pathlib import Path
+
             from kvbench.harness.core.errors import UserError
             from kvbench.harness.run.worker import Worker
 
             try:
-                self._worker = Worker(order, lambda number: ray.get(texts[number]), self._report)
+                self._scratch = tempfile.mkdtemp(prefix="kv-bench-")
+                self._worker = Worker(order, lambda number: ray.get(texts[number]), self._report, Path(self._scratch))
             except UserError as error:
                 return str(error)
             return ""
@@ -83,6 +88,11 @@ def actor_classes(ray: Any) -> tuple[Any, Any]:
 
         def measure(self, numbers: list[int], references: list[Any]) -> Any:
             return self._worker.measure(numbers, references)
+
+        def close(self) -> None:
+            import shutil
+
+            shutil.rmtree(self._scratch, ignore_errors=True)
 
         def _report(self, tokens: int, text: str) -> None:
             self._board.put.remote(self._name, tokens, text)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import tempfile
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -214,13 +213,14 @@ class _Progress(NoProgress):
 class Worker:
     """Measures groups of the cells of one run."""
 
-    def __init__(self, order: Order, text: Callable[[int], bytes], report: Report) -> None:
+    def __init__(self, order: Order, text: Callable[[int], bytes], report: Report, scratch: Path) -> None:
         """Make the cells.
 
         Args:
             order: of the run.
             text: gives the content of some data, by number.
             report: called with the tokens done and the figure so far.
+            scratch: an empty folder for copies of a user's files, and for what is being measured.
 
         Raises:
             UserError: a cell is another one here.
@@ -229,12 +229,11 @@ class Worker:
         with contextlib.suppress(OSError):
             os.chdir(order.folder)
         self._order, self._text, self._report = order, text, report
-        self._scratch = tempfile.TemporaryDirectory(prefix="kv-bench-")
-        self._own = _written(order.files, Path(self._scratch.name) / "files")
+        self._own = _written(order.files, scratch / "files")
         self._cells = [self._cell(one) for one in order.cells]
         self._opened: OrderedDict[int, Data] = OrderedDict()
         options = RunOptions(device_of(order.device), order.data, order.block, order.walk, True, order.keep)
-        self._folder = RecordStore(Path(self._scratch.name) / "records")
+        self._folder = RecordStore(scratch / "records")
         self._machine = Machine(options, self._cells, self._folder)
 
     def check(self, numbers: Sequence[int]) -> str:

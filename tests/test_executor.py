@@ -1,0 +1,226 @@
+"""What a worker sends back is what this process would have measured. Workers here are objects, and everything passes as bytes."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+from conftest import bench
+
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.records import RecordStore
+from kvbench.harness.report.leaderboard import render
+from kvbench.harness.run import runner
+from kvbench.harness.run.fleet import FleetWorker
+from kvbench.harness.run.keep_steps import KeepSteps
+from kvbench.harness.run.options import RunOptions
+from kvbench.harness.run.prepare import MachineFacts, prepare
+from kvbench.harness.run.progress import NoProgress
+from kvbench.harness.run.ray_loop import Loop, works
+from kvbench.harness.run.request import RunRequest
+from kvbench.harness.run.resources import needs, number_of_workers
+from kvbench.harness.run.worker import Worker, pack
+from kvbench.harness.suite import Resources
+
+SUITE = """
+suite: spread
+version: 1
+model: [{id: "builtin:sink_1"}, {id: "builtin:sink_2"}]
+task:
+  - {name: perplexity, data: prose, tokens: 300}
+  - {name: streameval, lines: 12, query_every: 4, distance: [2], policies: [h2o]}
+capacity: 16
+policies: [dense, {name: sink_window, sinks: [1, 2]}, h2o, own.py:Own]
+"""
+OWN = """
+from dataclasses import dataclass
+from math import inf
+
+from kvbench.policies import Policy
+
+
+@dataclass(frozen=True)
+class Own(Policy):
+    '''Keeps the newest.'''
+
+    def importance(self, view):
+        return view.position.float().masked_fill(view.age < 1, inf)
+"""
+
+
+def worker_of(order, texts):
+    return Worker(order, texts.__getitem__, lambda *_: None, Path(tempfile.mkdtemp(dir=".")))
+
+
+class Bytes:
+    """An `Executor` of two workers whose every message is pickled."""
+
+    def __init__(self, options, broken=()):
+        self.options, self.groups_of, self.broken = options, [], list(broken)
+
+    def measure(self, groups, cells, ledger):
+        numbers = {cell.id: number for number, cell in enumerate(cells)}
+        prepared = {item.cell.id: item for group in groups for item in group}
+        sent = pickle.dumps(pack(cells, prepared, self.options, "cpu", 1))
+        workers = []
+        for _ in range(2):
+            order, texts = pickle.loads(sent)
+            workers.append(worker_of(order, texts))
+            assert workers[-1].check([numbers[cell] for cell in prepared]) == ""
+        loop = Loop(FakeFleet(), works(groups, "cpu"), groups, numbers, ledger)
+        for number, group in enumerate(groups):
+            references = [None if r is None else r.as_json() for r in ledger.references(group)]
+            answer = workers[number % 2].measure([numbers[item.cell.id] for item in group], references)
+            assert not answer.mistake
+            for item in group:
+                loop._write(item, pickle.loads(pickle.dumps(answer)).cells[numbers[item.cell.id]])
+
+
+class FakeFleet:
+    ray = None
+    workers: dict[str, FleetWorker] = {}
+
+
+@pytest.fixture
+def request_(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "spread.yaml").write_text(SUITE)
+    return RunRequest("spread.yaml", threads=1, device="cpu")
+
+
+def same(records, others):
+    """Assert that two runs of a suite gave the same."""
+    assert [r.cell_id for r in records] == [r.cell_id for r in others]
+    assert [r.key for r in records] == [r.key for r in others]
+    for record, other in zip(records, others, strict=True):
+        assert record.status == other.status == "ok", (record.error, other.error)
+        assert record.metrics == other.metrics, record.cell.policy
+        assert record.trace == other.trace
+        assert record.facts.as_json().keys() == other.facts.as_json().keys()
+        for name in ("threads", "method", "block", "weights_sha256", "policy_sha256", "keep_map"):
+            assert getattr(record.facts, name) == getattr(other.facts, name), name
+        other.facts, other.finished = record.facts, record.finished
+    assert render(records, {}).text == render(others, {}).text
+
+
+def test_what_comes_back_as_bytes_makes_the_same_records_and_the_same_page(request_, tmp_path):
+    cells = request_.cells()
+    options = request_._options(None, False, False, KeepSteps.from_option("kept=100,end"))
+    here = runner.run(cells, RecordStore(tmp_path / "here"), options, NoProgress())
+    there = runner.run(cells, RecordStore(tmp_path / "there"), options, NoProgress(), Bytes(options))
+    same(here, there)
+    assert sum(record.facts.keep_map is not None for record in there) == 10
+    for folder in ("here", "there"):
+        assert not list((tmp_path / folder).rglob("*.partial"))
+    files = [sorted(p.relative_to(tmp_path / f) for p in (tmp_path / f).rglob("*")) for f in ("here", "there")]
+    assert files[0] == files[1]
+
+
+def test_a_worker_without_the_model_or_with_other_code_says_so(request_, tmp_path, monkeypatch):
+    from kvbench.harness.models.hub import _BUILTIN
+
+    shutil.copytree(_BUILTIN / "sink_1", tmp_path / "mine")
+    request = RunRequest("spread.yaml", model="mine", threads=1, device="cpu", policies=["window", "own.py:Own"])
+    cells = request.cells()
+    options = RunOptions(request._options(None, False, False, None).device)
+    prepared = {item.cell.id: item for item in prepare(cells, options.device, None)}
+    order, texts = pack(cells, prepared, options, "cpu", 1)
+    worker = worker_of(order, texts)
+    everything = list(range(len(cells)))
+    assert worker.check(everything) == ""
+    order.files["own.py"] += b"\n# changed\n"
+    assert "own.py:Own differs" in worker_of(order, texts).check(everything)
+    (tmp_path / "mine" / "config.json").write_text((tmp_path / "mine" / "config.json").read_text() + " ")
+    assert "its files differ" in worker.check(everything)
+    shutil.rmtree(tmp_path / "mine")
+    assert "no such directory" in worker.check(everything)
+
+
+def test_a_policy_of_a_notebook_is_refused(request_, monkeypatch):
+    cells = request_.cells()[:1]
+    object.__setattr__(cells[0], "name", "__main__:Mine")
+    with pytest.raises(UserError, match="a worker can't import Mine: write it to a file"):
+        pack(cells, {}, RunOptions(None), "cpu", 1)
+
+
+def test_a_task_whose_data_cannot_be_sent_has_the_worker_read_them(request_, tmp_path):
+    cells = [cell for cell in request_.cells() if cell.task.name == "perplexity"][:1]
+    options = request_._options(None, False, False, None)
+    item = prepare(cells, options.device, None)[0]
+    object.__setattr__(item.data, "source", lambda: "can't be pickled")
+    order, texts = pack(cells, {item.cell.id: item}, options, "cpu", 1)
+    assert texts == []
+    worker = worker_of(order, texts)
+    assert worker.check([0]) == ""
+    object.__setattr__(order.cells[0], "data_sha256", "another")
+    assert "its data differ" in worker.check([0])
+
+
+def test_workers_find_room_or_the_first_without_it_is_named():
+    two_gpus = [{"CPU": 8.0, "GPU": 1.0, "memory": 2**34}, {"CPU": 8.0, "GPU": 1.0, "memory": 2**34}]
+    whole = needs(Resources(gpus=1), "auto", 2, 2)
+    assert whole == {"CPU": 2.0, "GPU": 1.0}
+    assert number_of_workers(None, two_gpus, whole, 100, "x") == 2
+    assert number_of_workers(None, two_gpus, whole, 1, "x") == 1
+    with pytest.raises(
+        UserError, match=r"worker-3 of 3: no room: a worker takes 2 cores, 1 GPUs, and x has 2 machines with 16 c"
+    ):
+        number_of_workers(3, two_gpus, whole, 100, "x")
+    assert number_of_workers(None, two_gpus, needs(Resources(gpus=0.25), "auto", 1, 2), 100, "x") == 8
+    assert number_of_workers(None, two_gpus, needs(Resources(memory="4GiB"), "cpu", 1, 2), 100, "x") == 8
+    assert needs(Resources(), "auto", 1, 2) == {"CPU": 1.0, "GPU": 1.0}
+    assert needs(Resources(), "auto", 1, 0) == needs(Resources(gpus=1), "cpu", 1, 2) == {"CPU": 1.0}
+    with pytest.raises(UserError, match="worker-1 of 1: no room"):
+        number_of_workers(None, [{"CPU": 4.0}], whole, 5, "x")
+    with pytest.raises(UserError, match="give auto, cpu or cuda"):
+        needs(Resources(), "cuda:1", 1, 2)
+    with pytest.raises(UserError, match="gpus: 0"):
+        needs(Resources(gpus=0), "cuda", 1, 2)
+
+
+def test_times_are_those_of_the_machine_that_measures(request_):
+    """Device and threads are part of the key of latency, and of no other key."""
+    suite = "task: [{name: perplexity, data: prose, tokens: 300}, {name: memory, tokens: 64, points: 4}]"
+    text = SUITE.split("task:")[0] + suite + "\ncapacity: 16\npolicies: [window]\n"
+    Path("other.yaml").write_text(text)
+    request = RunRequest("other.yaml", threads=1, device="cpu")
+    options, cells = request._options(None, False, False, None), request.cells()
+    here = prepare(cells, options.device, None)
+    there = prepare(cells, options.device, None, MachineFacts("another device", 1, 2**40))
+    assert [a.record.key == b.record.key for a, b in zip(here, there, strict=True)] == [True, False] * 2
+
+
+@pytest.mark.parametrize(
+    ("resources", "problem"),
+    [
+        ("{gpus: 1.5}", "gpus is a whole number, or less than 1"),
+        ("{gpu: 1}", "unknown key 'gpu', did you mean 'gpus'?"),
+        ("{memory: 5 apples}", "a size such as"),
+        ("{cpus: 0}", "cpus"),
+    ],
+)
+def test_resources_that_cannot_be_are_refused_with_their_line(request_, capsys, resources, problem):
+    with open("spread.yaml", "a") as file:
+        file.write(f"resources: {resources}\n")
+    code, _, err = bench(capsys, "run", "spread.yaml", "--dry-run")
+    assert code == 2
+    assert problem in err
+    assert "spread.yaml:10" in err
+
+
+def test_workers_without_ray_are_refused(request_, capsys):
+    code, _, err = bench(capsys, "run", "spread.yaml", "--workers", "2")
+    assert (code, err) == (2, "bench: --workers: give --ray, too\n")
+
+
+def test_resources_change_no_cell_id(request_):
+    before = [cell.id for cell in request_.cells()]
+    with open("spread.yaml", "a") as file:
+        file.write("resources: {gpus: 0.5, memory: 8GiB, cpus: 2}\n")
+    cells = request_.cells()
+    assert [cell.id for cell in cells] == before
+    assert cells[0].resources == Resources(gpus=0.5, memory=2**33, cpus=2)
