@@ -166,9 +166,7 @@ def test_workers_find_room_or_the_first_without_it_is_named():
     assert whole == {"CPU": 2.0, "GPU": 1.0}
     assert number_of_workers(None, two_gpus, whole, 100, "x") == 2
     assert number_of_workers(None, two_gpus, whole, 1, "x") == 1
-    with pytest.raises(
-        UserError, match=r"worker-3 of 3: no room: a worker takes 2 cores, 1 GPUs, and x has 2 machines with 16 c"
-    ):
+    with pytest.raises(UserError, match=r"worker-3 of 3: no room: a worker takes 2 cores, 1 GPUs, and x has 2 machines with"):
         number_of_workers(3, two_gpus, whole, 100, "x")
     assert number_of_workers(None, two_gpus, needs(Resources(gpus=0.25), "auto", 1, 2), 100, "x") == 8
     assert number_of_workers(None, two_gpus, needs(Resources(memory="4GiB"), "cpu", 1, 2), 100, "x") == 8

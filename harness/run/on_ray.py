@@ -6,6 +6,7 @@ if it dies, another one is started in its place, and its group is measured again
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from kvbench.harness.core.errors import UserError
 from kvbench.harness.run.executor import Ledger
 from kvbench.harness.run.fleet import Fleet, first_line
 from kvbench.harness.run.group import Group
+from kvbench.harness.run.guard import Guard, descendants
 from kvbench.harness.run.options import RunOptions
 from kvbench.harness.run.prepare import MachineFacts
 from kvbench.harness.run.ray_loop import Loop, works
@@ -65,6 +67,7 @@ class RayExecutor:
         self._ray = _import_ray()
         self._fleet: Fleet | None = None
         self._owns_ray = False
+        self._guard: Guard | None = None
         self._device = "cpu"
 
     def __enter__(self) -> Self:
@@ -108,8 +111,10 @@ class RayExecutor:
         """
         ray, settings = self._ray, self._settings
         if not ray.is_initialized():
+            others = descendants()
             _connect(ray, settings.address)
             self._owns_ray = True
+            self._guard = Guard(others) if settings.address == LOCAL else None
         where = "this machine" if settings.address == LOCAL else settings.address
         machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         gpus = sum(machine.get("GPU", 0.0) for machine in machines)
@@ -124,6 +129,8 @@ class RayExecutor:
             self._fleet.stop()
         if self._owns_ray:
             self._ray.shutdown()
+        if self._guard is not None:
+            self._guard.end()
 
 
 def _import_ray() -> Any:
@@ -149,6 +156,10 @@ def _connect(ray: Any, address: str) -> None:
         UserError: no cluster is there.
     """
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+    with contextlib.suppress(ImportError):  # it writes about dead workers to stdout, which is for records
+        from ray._private import worker
+
+        worker.print_to_stdstream = _ignore
     if address == LOCAL:
         cores = len(os.sched_getaffinity(0))
         ray.init(LOCAL, num_cpus=cores, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **quiet)
@@ -161,6 +172,10 @@ def _connect(ray: Any, address: str) -> None:
         ray.init(address, **quiet)
     except (ConnectionError, RuntimeError, ValueError, AssertionError, TimeoutError) as error:
         raise UserError(f"--ray {address}: no cluster for worker-1: {first_line(error)}") from error
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    pass
 
 
 def _refuse_silence(address: str) -> None:

@@ -1,0 +1,67 @@
+"""How much faster a suite is with more workers, and what a cell costs beside its own work. Ray starts once, outside the times.
+
+python tests/benchmarks/ray_speed.py --workers 1 2 --cells 24 --tokens 6000 --rounds 3
+python tests/benchmarks/ray_speed.py --workers 1 2 --cells 200 --tokens 32 --rounds 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+from kvbench.harness.records import RecordStore
+from kvbench.harness.run.on_ray import RayExecutor, RaySettings
+from kvbench.harness.run.progress import NoProgress
+from kvbench.harness.run.request import RunRequest
+from kvbench.harness.run.runner import run
+
+SUITE = """
+suite: speed
+version: 1
+model: {{id: "builtin:sink_1"}}
+task: {{name: perplexity, data: prose, tokens: {tokens}}}
+capacity: [{capacities}]
+policies: [h2o]
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--cells", type=int, default=24)
+    parser.add_argument("--tokens", type=int, default=6000)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    walls: dict[int, list[float]] = {count: [] for count in args.workers}
+    with tempfile.TemporaryDirectory() as folder:
+        suite = Path(folder) / "speed.yaml"
+        suite.write_text(SUITE.format(tokens=args.tokens, capacities=", ".join(str(16 + i % 16) for i in range(16))))
+        for number in range(args.rounds):
+            for count in args.workers:  # interleaved
+                walls[count].append(wall(suite, count, args.cells, Path(folder) / f"{number}-{count}"))
+    first = median(walls[args.workers[0]])
+    for count, seconds in walls.items():
+        print(f"{count} workers: {median(seconds):.1f} s, {first / median(seconds):.2f} times {args.workers[0]}; {seconds}")
+
+
+def wall(suite: Path, workers: int, count: int, results: Path) -> float:
+    """Seconds of a run, without the start of Ray and of the workers."""
+    request = RunRequest(str(suite), settings=(f"seed={list(range(-(-count // 16)))}",), threads=1, device="cpu")
+    cells = request.cells()[:count]
+    options = request._options(None, False, False, None)
+    with RayExecutor(RaySettings(workers=workers, threads=1, device="cpu"), options, cells) as executor:
+        started = time.perf_counter()
+        records = run(cells, RecordStore(results), options, NoProgress(), executor, executor.machine)
+        seconds = time.perf_counter() - started
+    inside = sum(record.facts.seconds or 0 for record in records)
+    assert all(record.status == "ok" for record in records)
+    print(f"{workers} workers, {len(cells)} cells: {seconds:.2f} s; cells {inside:.2f} s; "
+          f"beside them {1e3 * (workers * seconds - inside) / len(cells):.1f} ms of a worker a cell")  # fmt: skip
+    return seconds
+
+
+if __name__ == "__main__":
+    main()
