@@ -161,6 +161,7 @@ def _connect(ray: Any, address: str) -> None:
 
         worker.print_to_stdstream = _ignore
     if address == LOCAL:
+        os.environ.setdefault("RAY_worker_niceness", "0")  # by default everything else on the machine goes first
         cores = len(os.sched_getaffinity(0))
         ray.init(LOCAL, num_cpus=cores, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **quiet)
         return

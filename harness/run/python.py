@@ -35,6 +35,8 @@ def run(
     fresh: bool = False,
     trace: str | None = None,
     progress: bool = True,
+    ray: str | None = None,
+    workers: int | None = None,
     **settings: Any,
 ) -> Records:
     """Measure the cells of a suite that have no record yet.
@@ -54,6 +56,8 @@ def run(
         fresh: measure finished cells again.
         trace: `kept`, `kept=all` or `kept=128,256,end`: also write which positions are kept at these steps.
         progress: show it on stderr: a line per finished cell, or a bar on a terminal.
+        ray: measure with workers on Ray: `local`, or the address of a cluster.
+        workers: how many on Ray; as many as find room if not given.
         **settings: changes to the suite, like `bench run --set`: `capacity=[64, 128]`, `tokens=4096`.
 
     Returns:
@@ -66,7 +70,7 @@ def run(
     request = RunRequest(
         str(suite), None if model is None else str(model), None if data is None else str(data),
         tuple(_yaml(entry) for entry in entries), tuple(f"{name}={json.dumps(value)}" for name, value in settings.items()),
-        device, dtype, threads,
+        device, dtype, threads, ray, workers,
     )  # fmt: skip
     folder = Path(results).expanduser()
     keep = None if trace is None else KeepSteps.from_option(trace)

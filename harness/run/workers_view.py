@@ -97,7 +97,8 @@ class WorkersView(ProgressView):
         """Show the result of a cell."""
         self._measured += not skipped
         super().end(label, record, skipped)
-        self._show_all()
+        if not skipped:
+            self._show_all()
 
     def _show_all(self) -> None:
         """The line about all workers: live, or now and then."""
