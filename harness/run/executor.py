@@ -64,6 +64,9 @@ class InProcess:
     def measure(self, groups: Sequence[Group], cells: Sequence[Cell], ledger: Ledger) -> None:
         """See `Executor`."""
         machine = Machine(self._options, cells, ledger.store)
-        for group in groups:
-            ledger.begin(group)
-            machine.measure(group, ledger.references(group), ledger.watcher, ledger.done)
+        try:
+            for group in groups:
+                ledger.begin(group)
+                machine.measure(group, ledger.references(group), ledger.watcher, ledger.done)
+        finally:
+            machine.close()

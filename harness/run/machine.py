@@ -57,6 +57,10 @@ class Machine:
         self._options, self._folder = options, folder
         self._models = _LastModel(options.device, cells)
 
+    def close(self) -> None:
+        """Free the model's memory."""
+        self._models.drop()
+
     def measure(self, group: Sequence[Prepared], references: Sequence[Record | None], watcher: Watcher, done: Done) -> None:
         """Measure the cells of a group. `done` gets each cell's outcome as soon as it is known.
 
@@ -114,18 +118,20 @@ class _LastModel:
         """
         spec, watched = item.cell.model, item.task.watches
         if self._model is None or self._spec != spec or not (watched or self._model.layers):
-            self._model = None
-            _release_memory(self._device)
+            self.drop()
             self._model = load_model(
                 item.directory, spec.dtype, self._device, spec.rope_length, spec.pickle, random=is_random(spec.id),
                 watched=watched,
             )  # fmt: skip
             self._spec = spec
+            gc.collect()
+            gc.freeze()  # collecting after every cell would look through all of torch and the model: a quarter of a second
             _check_capacities([cell for cell in self._cells if cell.model == spec], self._model)
         return self._model
 
     def drop(self) -> None:
         """Free the model's memory."""
+        gc.unfreeze()
         self._model = None
         _release_memory(self._device)
 
