@@ -8,7 +8,7 @@ from typing import Any
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.run.prepare import MachineFacts
-from kvbench.harness.run.ray_actors import about_here, actor_classes
+from kvbench.harness.run.ray_actors import about_here, board_class, worker_class
 from kvbench.harness.run.schedule import Work
 
 START_S = 120.0
@@ -60,8 +60,8 @@ class Fleet:
         self.ray, self.workers = ray, dict[str, FleetWorker]()
         self._need, self._device, self._threads = need, device, threads
         self._started = 0
-        self._kind, board = actor_classes(ray)
-        self.board = board.options(num_cpus=0).remote()
+        self._kind = worker_class(ray)
+        self.board = board_class(ray).options(num_cpus=0).remote()
         self._order: Any = None  # reference
         self._texts: list[Any] = []  # references, which live as long as these
 

@@ -172,7 +172,8 @@ def _connect(ray: Any, address: str) -> None:
     try:
         ray.init(address, **quiet)
     except (ConnectionError, RuntimeError, ValueError, AssertionError, TimeoutError) as error:
-        raise UserError(f"--ray {address}: no cluster for worker-1: {first_line(error)}") from error
+        why = f"{first_line(error)}; a cluster that asks for a token (Ray's default) needs RAY_AUTH_MODE=token here, too"
+        raise UserError(f"--ray {address}: no cluster for worker-1: {why}") from error
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:

@@ -44,8 +44,8 @@ def _about() -> Any:
     return about
 
 
-def actor_classes(ray: Any) -> tuple[Any, Any]:
-    """The classes of a worker and of the board that workers report their progress to."""
+def worker_class(ray: Any) -> Any:
+    """The class of a worker."""
     about_worker = _about()
 
     class Remote:
@@ -97,6 +97,12 @@ def actor_classes(ray: Any) -> tuple[Any, Any]:
         def _report(self, tokens: int, text: str) -> None:
             self._board.put.remote(self._name, tokens, text)
 
+    return ray.remote(Remote)
+
+
+def board_class(ray: Any) -> Any:
+    """The class of the board that workers report their progress to."""
+
     class Board:
         """Holds the latest progress of every worker."""
 
@@ -110,4 +116,4 @@ def actor_classes(ray: Any) -> tuple[Any, Any]:
             latest, self._latest = self._latest, {}
             return latest
 
-    return ray.remote(Remote), ray.remote(Board)
+    return ray.remote(Board)
