@@ -38,6 +38,9 @@ class Ledger(Protocol):
             UserError: it can't be written.
         """
 
+    def end(self, group: Group) -> None:
+        """Say that all cells of a group have their records."""
+
 
 class Executor(Protocol):
     """Measures groups of cells."""
@@ -68,5 +71,6 @@ class InProcess:
             for group in groups:
                 ledger.begin(group)
                 machine.measure(group, ledger.references(group), ledger.watcher, ledger.done)
+                ledger.end(group)  # here, because a reader of stderr that is gone ends the run, and fails no cell
         finally:
             machine.close()

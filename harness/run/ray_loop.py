@@ -126,6 +126,7 @@ class Loop:
             self._ledger.watcher.note(label, text)
         for item in self._groups[work.number]:
             self._write(item, answer.cells[self._numbers[item.cell.id]])
+        self._ledger.end(self._groups[work.number])
         if not later:
             self._schedule.done(worker.name)
 
@@ -161,6 +162,7 @@ class Loop:
             failure = {"kind": "WorkerDied", "message": f"its worker died {len(machines)} times, on {names}"}
             for item in self._groups[work.number]:
                 self._ledger.done(item, Outcome(dict(item.facts), None, Failure.from_json(failure), None, None))
+            self._ledger.end(self._groups[work.number])
         fresh = self._fleet.start()
         self._starting[fresh.actor.about.remote()] = fresh
 

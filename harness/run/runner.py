@@ -75,7 +75,8 @@ class _Book:
             return False
         for item, record in zip(group, finished, strict=True):
             assert record is not None
-            self._end(item, record, skipped=True)
+            self.records[item.cell.id] = record
+        self.end(group, skipped=True)
         return True
 
     def begin(self, group: Group, worker: str = "") -> None:
@@ -92,8 +93,9 @@ class _Book:
 
     def done(self, item: Prepared, outcome: Outcome) -> None:
         """Write a cell's record."""
-        self._end(item, write_record(item, outcome, self.store), skipped=False)
+        self.records[item.cell.id] = write_record(item, outcome, self.store)
 
-    def _end(self, item: Prepared, record: Record, *, skipped: bool) -> None:
-        self.records[item.cell.id] = record
-        self.watcher.end(self._names[item.cell.id], record, skipped)
+    def end(self, group: Group, *, skipped: bool = False) -> None:
+        """Say that all cells of a group have their records."""
+        for item in group:
+            self.watcher.end(self._names[item.cell.id], self.records[item.cell.id], skipped)
