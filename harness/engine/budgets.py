@@ -177,5 +177,5 @@ class Layout:
             statistics = [s for s in policy.statistics if s.lasts or cadence.capacity is not None]
         return Slots(
             shape, parts=parts, policy=policy, statistics=statistics, cadence=cadence, budget=budget,
-            num_layers=len(model.layers), streams=self._streams, seed=config.seed, device=model.device, dtype=model.dtype,
+            num_layers=len(model.layers), streams=self._streams, seed=config.seed, device=shape.device or model.device, dtype=model.dtype,
         )  # fmt: skip

@@ -69,9 +69,11 @@ class BlockInLayers:
             readers: of each layer, the cache that it reads.
             block: to read.
         """
-        self.walks, self.block = walks, block
+        self.walks = walks
         self._shares, self._readers = shares, readers
-        self._plans = [walk.begin(block) for walk in walks]
+        on = {walk.slots.device: block.on(walk.slots.device) for walk in walks}
+        self._blocks = [on[walk.slots.device] for walk in walks]
+        self._plans = [walk.begin(own) for walk, own in zip(walks, self._blocks, strict=True)]
 
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
         """Answer one layer's attention from its cache."""
@@ -92,8 +94,8 @@ class BlockInLayers:
 
     def end(self) -> None:
         """After the last layer."""
-        for walk, plan in zip(self.walks, self._plans, strict=True):
-            walk.end(plan, self.block)
+        for walk, plan, block in zip(self.walks, self._plans, self._blocks, strict=True):
+            walk.end(plan, block)
 
 
 class CachedDecoder:
@@ -128,7 +130,7 @@ class CachedDecoder:
         self._seen: int | None = 0  # the same, as far as the host knows: None once streams differ
         self._max_seen = 0  # bounds it for every stream
         self._fused = method.fused
-        self.graphs = StepGraphs() if method.captured and model.device.type == "cuda" else None
+        self.graphs = StepGraphs() if method.captured and model.device.type == "cuda" and not model.spans_devices else None
         self.around_bookkeeping: Callable[[], AbstractContextManager[None]] = nullcontext
         self.walks: list[Walk] = []
         self._shares: list[list[Share]] = []
@@ -141,7 +143,7 @@ class CachedDecoder:
         self._shares = [[] for _ in self.model.layers]
         for at, group in enumerate(slots):
             for part in group.parts:
-                heads = None if part.heads is None else torch.tensor(part.heads, device=self.model.device)
+                heads = None if part.heads is None else torch.tensor(part.heads, device=group.device)
                 queries = None
                 if heads is not None:
                     within = torch.arange(group.shape.group_of_reader, device=heads.device)
@@ -175,7 +177,7 @@ class CachedDecoder:
         """Whether a block can pass one layer before it enters the next, in every walk."""
         steps = self._step.expand(-1, tokens.shape[1])  # only their number matters here
         block = Block(steps, valid, self._seen if valid is None else None, tokens)
-        return all(walk.reads_at_once(block) for walk in self.walks)
+        return all(walk.reads_at_once(block.on(walk.slots.device)) for walk in self.walks)
 
     def _read_one_by_one(self, tokens: Tensor, valid: Tensor | None, keep: Tensor | None) -> Tensor:
         """Read a block token by token. Reading `keep` syncs with the host, once per block."""
@@ -270,11 +272,11 @@ class CachedDecoder:
             raise ValueError("only a decoder that has read nothing can be filled")
         if tokens > LONGEST_STREAM:
             raise ValueError(f"a stream of more than {LONGEST_STREAM} tokens")
-        device = self.model.device
-        generator = torch.Generator(device if device.type == "cuda" else "cpu").manual_seed(seed)
+        devices = {walk.slots.device for walk in self.walks}
+        generators = {d: torch.Generator(d if d.type == "cuda" else "cpu").manual_seed(seed) for d in devices}
         for walk in self.walks:
             walk.slots.grow(tokens)
-            fill_randomly(walk.slots, tokens, generator)
+            fill_randomly(walk.slots, tokens, generators[walk.slots.device])
         self._mark_filled(tokens)
 
     def _run_eager(self, tokens: Tensor, valid: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
@@ -343,8 +345,7 @@ class CachedDecoder:
 
     def held(self, positions: Sequence[int]) -> float:
         """Share of (layer, KV head, token) still held, of these positions of the first stream. Syncs with the host."""
-        asked = torch.tensor(positions, device=self.model.device)
-        held = [walk.slots.held(asked).flatten() for walk in self.walks]
+        held = [walk.slots.held(torch.tensor(positions, device=walk.slots.device)).flatten().cpu() for walk in self.walks]
         return float(torch.cat(held).float().mean())
 
     @property
@@ -364,7 +365,7 @@ class CachedDecoder:
         """A decoder whose streams are copies of these: slots, ranks and statistics, nothing shared."""
         index = torch.tensor(streams, device=self.model.device)
         other = copy(self)
-        other.walks = [walk.fork(index) for walk in self.walks]
+        other.walks = [walk.fork(index.to(walk.slots.device)) for walk in self.walks]
         other._step = self._step[index]
         other.graphs = None if self.graphs is None else self.graphs.fresh()
         return other

@@ -62,8 +62,18 @@ class Model:
 
     @property
     def device(self) -> torch.device:
-        """Device of the weights."""
+        """Device of the first weights, to which tokens come."""
         return self.hf.device
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """Devices of the layers, each once."""
+        return list(dict.fromkeys([self.device, *(shape.device or self.device for shape in self.layers)]))
+
+    @property
+    def spans_devices(self) -> bool:
+        """Whether layers lie on several devices, so that no CUDA graph holds a step."""
+        return len(self.devices) > 1
 
     @property
     def dtype(self) -> torch.dtype:
@@ -276,6 +286,7 @@ def _layer_shapes(model: Model, rope_length: int | None) -> list[LayerShape]:
     shapes = []
     known: list[Rotation] = []
     for layer, (query, keys, value_dim, terms) in sorted(at_zero.items()):
+        device = None if keys.device == model.device else keys.device
         rotation = find_rotation(
             torch.cat([query, keys], 1),
             {p: torch.cat(seen[layer][:2], 1) for p, seen in samples.items()},
@@ -285,7 +296,7 @@ def _layer_shapes(model: Model, rope_length: int | None) -> list[LayerShape]:
         known += [rotation] if rotation and rotation not in known else []
         heads, group = keys.shape[1], query.shape[1] // keys.shape[1]
         plain = terms.softcap is None and terms.sink_logits is None
-        shapes.append(LayerShape(heads, group, keys.shape[-1], value_dim, rotation, terms.sliding_window, plain))
+        shapes.append(LayerShape(heads, group, keys.shape[-1], value_dim, rotation, terms.sliding_window, plain, device=device))
     return shapes
 
 
@@ -346,7 +357,8 @@ def _idle_rotary(model: Model, at_zero: Observed) -> RotaryFunctions:
 
 
 def _same(a: Rotation, b: Rotation) -> bool:
-    return torch.equal(a.frequencies, b.frequencies) and torch.equal(a.order, b.order)
+    same_device = a.order.device == b.order.device
+    return same_device and torch.equal(a.frequencies, b.frequencies) and torch.equal(a.order, b.order)
 
 
 ProbeKind = TypeVar("ProbeKind", bound=_Probe)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from kvbench.harness.engine.closed_form import ClosedForm
@@ -42,6 +43,12 @@ class Block:
     def end(self) -> int | None:
         """Tokens of each stream up to the end of the block; None when streams differ in length."""
         return None if self.seen is None else self.seen + self.tokens
+
+    def on(self, device: torch.device) -> Block:
+        """The same block on a device."""
+        if self.steps.device == device:
+            return self
+        return Block(self.steps.to(device), None if self.valid is None else self.valid.to(device), self.seen, self.ids.to(device))
 
 
 @dataclass(frozen=True)

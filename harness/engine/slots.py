@@ -36,6 +36,7 @@ class LayerShape:
         sliding_window: tokens a query may see, itself included; None if all.
         plain: scores go to the softmax unchanged, and nothing but keys takes mass.
         readers: layers that read the cache. They have as many query heads each, and lie one after the other in a group.
+        device: where its K and V are computed and kept, in a model that spans several devices; the model's when None.
     """
 
     heads: int
@@ -46,6 +47,7 @@ class LayerShape:
     sliding_window: int | None
     plain: bool = True
     readers: int = 1
+    device: torch.device | None = None
 
     @property
     def group_of_reader(self) -> int:
@@ -229,6 +231,11 @@ class Slots:
         size = (rows, slots) if per_slot else (rows,)
         dtype = self.wide if per_slot else torch.float64
         return torch.full((*size, *statistic.shape(self.shape.sizes)), statistic.initial, device=device, dtype=dtype)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the slots are."""
+        return self.tensors.keys.device
 
     @property
     def capacity(self) -> int | None:

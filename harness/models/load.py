@@ -17,6 +17,7 @@ from kvbench.harness.core.errors import RefusedModelError, UserError
 from kvbench.harness.engine import interface
 from kvbench.harness.engine.model import Model, UnsupportedModelError, adopt
 from kvbench.harness.models.config import first_cause, read_config
+from kvbench.harness.models.layers import device_map, devices_for_layers, dispatch
 from kvbench.harness.models.selfcheck import check, has_finite_logits
 from kvbench.harness.models.vision import read_vision_weights, vision_config
 from kvbench.harness.models.weights import read_weights
@@ -82,6 +83,7 @@ def load_model(
     *,
     random: bool = False,
     watched: bool = False,
+    devices: int = 1,
 ) -> Model:
     """Load a model, adopt it for the decode loop, and check it against its own forward pass.
 
@@ -95,6 +97,7 @@ def load_model(
         allow_pickle: accept weights that are not safetensors.
         random: draw the weights on the device instead of reading them, the same at every call.
         watched: accept a model that the loop can't drive, such as an encoder or a vision transformer; it has no layers then.
+        devices: number of devices that its layers are placed on, `device` the first.
 
     Raises:
         UserError: it is not a causal language model, its files are damaged or don't match its config, its logits are not
@@ -110,11 +113,18 @@ def load_model(
     tower = vision_config(config)
     if tower is not None and not watched:
         raise RefusedModelError(f"{name}: model family '{config.model_type}' reads images; only the task attention looks at it")
-    if random:
-        hf = _random_model(config if tower is None else tower, kind, device, AutoModelForCausalLM if tower is None else AutoModel)
+    if devices > 1:
+        places = device_map(config, kind, devices_for_layers(device, devices), AutoModelForCausalLM)
+        if random:
+            hf = dispatch(_random_model(config, kind, torch.device("cpu"), AutoModelForCausalLM), places).eval()
+        else:
+            hf = read_weights(directory, config, kind, allow_pickle, device_map=places).eval()
     else:
-        hf = (read_weights if tower is None else read_vision_weights)(directory, config, kind, allow_pickle)
-    hf = hf.eval().to(device)
+        if random:
+            hf = _random_model(config if tower is None else tower, kind, device, AutoModelForCausalLM if tower is None else AutoModel)
+        else:
+            hf = (read_weights if tower is None else read_vision_weights)(directory, config, kind, allow_pickle)
+        hf = hf.eval().to(device)
     model = _adopted(hf, name, dtype, rope_length, watched) if tower is None else Model(hf.requires_grad_(False))
     gc.collect()
     return model

@@ -119,5 +119,7 @@ def _shrunk_windows(hf: PreTrainedModel) -> Iterator[list[str]]:
 
 def _float32_fits(hf: PreTrainedModel) -> bool:
     """Whether a float32 copy of the weights fits beside the model, with room to work."""
-    needed = 1.2 * 4 * sum(p.numel() for p in hf.parameters())
-    return needed < free_bytes(hf.device)
+    needed: dict[torch.device, float] = {}
+    for parameter in hf.parameters():
+        needed[parameter.device] = needed.get(parameter.device, 0) + 1.2 * 4 * parameter.numel()
+    return all(size < free_bytes(device) for device, size in needed.items())

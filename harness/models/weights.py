@@ -21,7 +21,8 @@ _MAX_NAMED_TENSORS = 3
 
 
 def read_weights(
-    directory: Path, config: PreTrainedConfig, dtype: torch.dtype, allow_pickle: bool, model_class: Any = AutoModelForCausalLM
+    directory: Path, config: PreTrainedConfig, dtype: torch.dtype, allow_pickle: bool, model_class: Any = AutoModelForCausalLM,
+    **placed: Any,
 ) -> PreTrainedModel:  # fmt: skip
     """Read a model with all its weights.
 
@@ -31,6 +32,7 @@ def read_weights(
         dtype: of the weights.
         allow_pickle: accept weights that are not safetensors.
         model_class: of transformers, that loads it.
+        placed: options of `from_pretrained` that say on which devices its parts go; the CPU without.
 
     Raises:
         UserError: a file is damaged, or its tensors don't match the config.
@@ -46,6 +48,7 @@ def read_weights(
             use_safetensors=None if allow_pickle else True,
             ignore_mismatched_sizes=True,  # `_refuse_misfits` reports them by name
             output_loading_info=True,
+            **placed,
         )
     except MemoryError:
         raise

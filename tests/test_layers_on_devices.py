@@ -1,0 +1,141 @@
+"""A model whose layers lie on several devices reads like the same model on one.
+
+No test machine has two GPUs, so two facts stand in for them: a model in two parts on the CPU, with Accelerate's hooks between
+them, has the same numbers; and with `meta` as the second device, whose tensors no CPU tensor may meet, every tensor of a layer is
+where the layer is.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import bench, in_blocks, tokens_of
+from every_policy import evicting, instances
+from transformers import AutoModelForCausalLM
+
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.core.plugins import policy_class
+from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.loop import CachedDecoder, decoder
+from kvbench.harness.engine.method import EAGER, FASTEST
+from kvbench.harness.engine.model import Model, adopt
+from kvbench.harness.models.families import tiny_model
+from kvbench.harness.models.layers import device_map, devices_for_layers, dispatch
+from kvbench.harness.models.load import load_model
+from kvbench.harness.models.selfcheck import check
+from kvbench.policies import Policy
+from kvbench.policies.dense import Dense
+from kvbench.policies.h2o import H2O
+from kvbench.policies.recompute_window import RecomputeWindow
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+DECIDED_BY_THE_PROMPT = ["adakv", "cake", "fastgen", "simlayerkv"]
+
+
+@pytest.fixture(scope="module")
+def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Policy]:
+    return instances(tmp_path_factory.mktemp("files"))
+
+
+def half_on_meta(family: str = "llama") -> Model:
+    """A model adopted on the CPU, since that reads numbers, whose second layer and head then move to `meta`."""
+    model = adopt(tiny_model(family, vocab_size=96))
+    places = device_map(model.hf.config, torch.float32, [CPU, META], AutoModelForCausalLM)
+    assert {name: places[name].type for name in ("model.layers.0", "model.layers.1")} == {
+        "model.layers.0": "cpu", "model.layers.1": "meta",
+    }  # fmt: skip
+    dispatch(model.hf, places)
+    model.hf._hf_hook.io_same_device = False  # numbers don't come back from `meta`
+    shape = model.layers[1]
+    rotation = shape.rotation
+    assert rotation is not None
+    rotation.prepare(torch.float32)
+    tables = {key: table.to(META) for key, table in rotation._tables.items()}
+    moved = replace(rotation, order=rotation.order.to(META), _tables=tables)
+    model.layers[1] = replace(shape, rotation=moved, device=META)
+    return model
+
+
+def test_every_device_gets_whole_layers_in_order_and_about_as_many_bytes():
+    config = tiny_model("llama", vocab_size=96).config
+    config.num_hidden_layers = 8
+    places = device_map(config, torch.float32, [torch.device("cuda", at) for at in range(4)], AutoModelForCausalLM)
+    of_layers = [places[f"model.layers.{at}"].index for at in range(8)]
+    assert of_layers == sorted(of_layers)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    size = {name: sum(p.nbytes for p in model.get_submodule(name).parameters()) for name in places}
+    held = [sum(size[name] for name, place in places.items() if place.index == at) for at in range(4)]
+    assert sum(held) == sum(p.nbytes for p in model.parameters())
+    assert max(held) - min(held) <= 2 * size["model.layers.0"]
+
+
+def test_more_devices_than_layers_are_refused():
+    config = tiny_model("llama", vocab_size=96).config
+    with pytest.raises(UserError, match=r"^model.devices: 40, but its layers can't be placed on so many$"):
+        device_map(config, torch.float32, [CPU] * 40, AutoModelForCausalLM)
+
+
+@pytest.mark.parametrize("policy", [Dense(), H2O(), RecomputeWindow()], ids=lambda p: type(p).__name__)
+def test_a_model_in_parts_has_the_numbers_of_the_whole(policy):
+    whole, parts = adopt(tiny_model("llama", vocab_size=96)), tiny_model("llama", vocab_size=96)
+    parts = adopt(dispatch(parts, device_map(parts.config, torch.float32, [CPU, CPU], AutoModelForCausalLM)))
+    config, tokens = CacheConfig(policy, 8 if policy.evicts else None), tokens_of(40).cpu()
+    assert torch.equal(in_blocks(decoder(parts, config), tokens, 7), in_blocks(decoder(whole, config), tokens, 7))
+    assert check(parts) < 1
+
+
+@pytest.mark.parametrize("name", ["dense", *evicting()])
+def test_what_belongs_to_a_layer_is_on_its_device(name, policies):
+    """Slots, statistics, ranks, masks and rotary tables. An operation that mixes the devices would raise."""
+    policy = Dense() if name == "dense" else policies[name]
+    if policy.outcome:
+        pytest.skip("decides at a prompt's end, which reads numbers that `meta` has not")
+    model = half_on_meta()
+    config = CacheConfig(policy, 16 if policy.evicts else None)
+    for method, sizes in ((EAGER, [5, 1, 20, 1, 1]), (FASTEST, [1] * 18)):
+        read = CachedDecoder(model, config, 2, method)
+        assert {walk.slots.device for walk in read.walks} == {CPU, META}
+        for size in sizes:
+            logits = read(torch.zeros(2, size, dtype=torch.int64))
+            assert (logits.device, logits.shape) == (META, (2, size, 96))
+        fork = read.fork([1, 0])
+        fork.reserve(10)
+        fork(torch.zeros(2, 2, dtype=torch.int64), torch.ones(2, 2, dtype=torch.bool))
+        assert fork.kv_bytes == read.kv_bytes
+
+
+@pytest.mark.parametrize("name", [name for name in evicting() if name not in DECIDED_BY_THE_PROMPT])
+def test_a_prompt_is_cut_where_its_layers_are(name, policies):
+    read = CachedDecoder(half_on_meta(), CacheConfig(policies[name], 16, evict="prompt"), 2)
+    read.read_prompt(torch.zeros(2, 40, dtype=torch.int64), 16)
+    read(torch.zeros(2, 1, dtype=torch.int64))
+
+
+def test_recomputed_windows_cross_devices():
+    read = decoder(half_on_meta(), CacheConfig(RecomputeWindow(), 8), 2)
+    assert read(torch.zeros(2, 12, dtype=torch.int64)).shape == (2, 12, 96)
+
+
+def test_no_step_of_several_devices_is_captured():
+    model = half_on_meta()
+    assert model.spans_devices
+    assert model.devices == [CPU, META]
+    assert CachedDecoder(model, CacheConfig(H2O(), 8), method=FASTEST).graphs is None
+
+
+@pytest.mark.parametrize("policy", DECIDED_BY_THE_PROMPT)
+def test_budgets_of_a_prompt_see_all_layers_on_one_device(policy, policies):
+    """As one process without hooks computes them."""
+    kind = policies[policy]
+    config = CacheConfig(kind, None if policy_class(policy).outcome else 16, evict="prompt")
+    whole, parts = adopt(tiny_model("llama", vocab_size=96)), tiny_model("llama", vocab_size=96)
+    parts = adopt(dispatch(parts, device_map(parts.config, torch.float32, [CPU, CPU], AutoModelForCausalLM)))
+    reads = [CachedDecoder(model, config, 2) for model in (whole, parts)]
+    for read in reads:
+        read.read_prompt(tokens_of(40, 2).cpu(), 16)
+    assert reads[0].kept() == reads[1].kept()
