@@ -7,13 +7,11 @@ where the layer is.
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import bench, in_blocks, tokens_of
+from conftest import in_blocks, tokens_of
 from every_policy import evicting, instances
 from transformers import AutoModelForCausalLM
 
@@ -24,8 +22,7 @@ from kvbench.harness.engine.loop import CachedDecoder, decoder
 from kvbench.harness.engine.method import EAGER, FASTEST
 from kvbench.harness.engine.model import Model, adopt
 from kvbench.harness.models.families import tiny_model
-from kvbench.harness.models.layers import device_map, devices_for_layers, dispatch
-from kvbench.harness.models.load import load_model
+from kvbench.harness.models.layers import device_map, dispatch
 from kvbench.harness.models.selfcheck import check
 from kvbench.policies import Policy
 from kvbench.policies.dense import Dense
@@ -123,9 +120,29 @@ def test_recomputed_windows_cross_devices():
 
 def test_no_step_of_several_devices_is_captured():
     model = half_on_meta()
-    assert model.spans_devices
     assert model.devices == [CPU, META]
+    assert not model.may_capture
     assert CachedDecoder(model, CacheConfig(H2O(), 8), method=FASTEST).graphs is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("evict", [1, "prompt"])
+@pytest.mark.parametrize("name", evicting())
+def test_a_model_half_on_a_gpu_and_half_on_the_cpu_has_the_numbers_of_one_on_the_cpu(name, evict, policies):
+    policy, cuda = policies[name], torch.device("cuda", 0)
+    if policy.outcome and evict == 1:
+        pytest.skip("decides at a prompt's end")
+    whole, parts = (tiny_model("llama", vocab_size=96).double() for _ in range(2))
+    parts = dispatch(parts, device_map(parts.config, torch.float64, [cuda, CPU], AutoModelForCausalLM))
+    config, tokens = CacheConfig(policy, None if policy.outcome else 16, evict=evict), tokens_of(48, 2).cpu()
+    logits, kept = [], []
+    for model in (adopt(whole), adopt(parts)):
+        read, given = CachedDecoder(model, config, 2), tokens.to(model.device)
+        first = [read.read_prompt(given[:, :40], 16)[:, None]] if evict == "prompt" else [read(given[:, :40])]
+        logits.append(torch.cat([*first, in_blocks(read, given[:, 40:], 3)], 1).cpu())
+        kept.append(read.kept())
+    torch.testing.assert_close(logits[0], logits[1], atol=1e-6, rtol=0)
+    assert kept[0] == kept[1]
 
 
 @pytest.mark.parametrize("policy", DECIDED_BY_THE_PROMPT)

@@ -16,6 +16,7 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.rows import writes
 from kvbench.harness.engine.slots import Budget, LayerShape, Part, Slots
+from kvbench.harness.engine.team import own_of_rows
 from kvbench.policies import Policy, Statistic
 
 Table = Sequence[Sequence[int]]  # tokens that each head keeps. [L][H]
@@ -31,12 +32,17 @@ def static_table(model: Model, config: CacheConfig, prompt: int | None) -> Table
         prompt: tokens of the prompt, if eviction waits for its end.
 
     Raises:
-        ValueError: the table has another shape than the model, or its budgets don't add up.
+        ValueError: the table has another shape than the model, its budgets don't add up, or processes that share a layer can't
+            compare heads by it.
+
+    Returns:
+        The budgets of the heads of this process.
     """
     if config.capacity is None:
         return None
-    heads = [shape.heads for shape in model.layers]
-    table = config.policy.bind(config.capacity).budgets(config.capacity, len(heads), max(heads), prompt)
+    heads = [shape.all_heads for shape in model.layers]
+    policy = config.policy.bind(config.capacity)
+    table = policy.budgets(config.capacity, len(heads), max(heads), prompt)
     if table is None:
         return None
     if [len(row) for row in table] != heads:
@@ -47,7 +53,12 @@ def static_table(model: Model, config: CacheConfig, prompt: int | None) -> Table
         raise ValueError(f"its budgets add up to {total} tokens, and {sum(heads)} heads of {config.capacity} make {wanted}")
     if min(map(min, table)) < 1:
         raise ValueError("one of its budgets is below 1 token")
-    return None if len({budget for row in table for budget in row}) == 1 else table
+    if len({budget for row in table for budget in row}) == 1:
+        return None
+    compares = policy.scope == "layer" or policy.pool_floor(config.capacity) is not None
+    if model.team is not None and compares and any(len(set(row)) > 1 for row in table):
+        raise ValueError("it compares heads that have budgets of their own, which parallel: tensor can't: use parallel: layers")
+    return own_of_rows(table, model.team)
 
 
 def floor_of(policy: Policy, capacity: int) -> int | None:
@@ -112,7 +123,7 @@ class Layout:
 
         Args:
             length: tokens of the prompt.
-            counts: tokens that each head keeps, one a layer; the host waits for them. [B, H] int64.
+            counts: tokens that each head of all processes keeps, one a layer; the host waits for them. [B, H] int64.
         """
         capacity, made = self._config.capacity, []
         if any(bool((count != count[0, 0]).any()) for count in counts):
@@ -125,8 +136,9 @@ class Layout:
         return made
 
     def _uneven(self, length: int, layer: int, counts: Tensor) -> Slots:
-        """Slots of one layer whose heads hold different numbers of tokens. counts: [B, H] int64."""
-        shape, most = self._model.layers[layer], int(counts.max())
+        """Slots of one layer whose heads hold different numbers of tokens. counts: of all processes, [B, H] int64."""
+        shape, most, team = self._model.layers[layer], int(counts.max()), self._model.team
+        counts = counts if team is None else team.own_heads(counts)
         kept = shape.kept(self._config.capacity)
         cadence, limits = self._afterwards(shape, kept, length, most)
         if limits.floor is None:
@@ -143,9 +155,10 @@ class Layout:
     def _limits(self, shape: LayerShape, kept: int | None) -> Budget:
         """Of slots that evict as tokens come in. If heads compete, one of them may hold what all others leave."""
         floor = None if kept is None else floor_of(self.bound(kept), kept)
-        if floor is None or kept is None or shape.heads == 1:
+        heads = shape.all_heads
+        if floor is None or kept is None or heads == 1:
             return Budget(kept)
-        return Budget(kept, floor, slots=shape.heads * kept - (shape.heads - 1) * floor + self._config.every)
+        return Budget(kept, floor, slots=heads * kept - (heads - 1) * floor + self._config.every)
 
     def bound(self, kept: int | None) -> Policy:
         """The policy for heads that keep this many tokens."""
@@ -166,7 +179,9 @@ class Layout:
 
     def _part(self, layer: int, heads: tuple[int, ...] | None) -> Part:
         output = self._model.output_of(layer) if self._needs_output else None
-        return Part(layer, heads, output if output is None or heads is None else output[list(heads)])
+        team, own = self._model.team, self._model.layers[layer].heads
+        first = 0 if team is None else team.rank * own
+        return Part(layer, heads, output if output is None or heads is None else output[list(heads)], first)
 
     def _slots(
         self, shape: LayerShape, parts: Sequence[Part], policy: Policy, cadence: Cadence, budget: Budget,
@@ -177,5 +192,6 @@ class Layout:
             statistics = [s for s in policy.statistics if s.lasts or cadence.capacity is not None]
         return Slots(
             shape, parts=parts, policy=policy, statistics=statistics, cadence=cadence, budget=budget,
-            num_layers=len(model.layers), streams=self._streams, seed=config.seed, device=shape.device or model.device, dtype=model.dtype,
+            num_layers=len(model.layers), streams=self._streams, seed=config.seed, device=shape.device or model.device,
+            dtype=model.dtype, team=model.team,
         )  # fmt: skip

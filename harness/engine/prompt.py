@@ -13,6 +13,7 @@ from torch import Tensor
 from kvbench.harness.engine.budgets import Table
 from kvbench.harness.engine.rows import Rows, effective_importance
 from kvbench.harness.engine.slots import Slots
+from kvbench.harness.engine.team import whole_view
 from kvbench.harness.engine.victims import of_heads, of_layers
 from kvbench.policies import Policy
 
@@ -48,13 +49,16 @@ class Whole:
             ValueError: the policy's budgets have another shape, or don't add up.
         """
         policy = self._bound(capacity)
-        asked = policy.prompt_budgets([rows.view for rows in self.rows], capacity)
+        team, home = self._slots[0].team, self._slots[0].device
+        asked = policy.prompt_budgets([whole_view(rows.view, home, team) for rows in self.rows], capacity)
         if asked is not None:
             asked = self._checked(asked, None if policy.outcome else capacity)
+            asked = asked if team is None else team.own_heads(asked, 2)
         floor = policy.pool_floor(capacity) if asked is None and table is None and capacity is not None else None
         kept = []
         for layer, rows in enumerate(self.rows):
-            of_layer, of_table = None if asked is None else asked[:, layer], None if table is None else table[layer]
+            of_layer = None if asked is None else asked[:, layer].to(rows.rank.device)
+            of_table = None if table is None else table[layer]
             kept.append(self._kept_of_layer(layer, capacity, of_layer, of_table, floor))
             rows.forget((rows.rank < rows.rank.shape[1]) & ~kept[-1])
         return kept, self._known_counts(capacity, table) if asked is None and floor is None else None
@@ -75,7 +79,7 @@ class Whole:
         """The slots of one layer whose tokens stay. [N, S] bool."""
         slots, rows = self._slots[layer], self.rows[layer]
         held, kept, sliding = rows.rank < slots.empty_rank, slots.shape.kept(capacity), slots.shape.sliding_window
-        importance = effective_importance(slots.policy, rows.view, sliding).unflatten(0, (slots.streams, -1))
+        importance = effective_importance(slots.policy, rows.view, sliding, slots.team).unflatten(0, (slots.streams, -1))
         count = held.sum(-1).view(slots.streams, -1)  # [B, H]
         budget = count if kept is None else torch.full_like(count, kept)
         if asked is not None:
@@ -83,18 +87,23 @@ class Whole:
         elif of_table is not None:
             budget = torch.tensor(list(of_table), device=count.device).expand_as(count)
             for number in set(of_table):  # heads are judged by the policy that knows their budget
-                judged = effective_importance(self._bound(slots.shape.kept(number)), rows.view, sliding).view(importance.shape)
+                judge = self._bound(slots.shape.kept(number))
+                judged = effective_importance(judge, rows.view, sliding, slots.team).view(importance.shape)
                 importance = torch.where((budget == number)[..., None], judged, importance)
         importance = importance.flatten(0, 1).masked_fill(~held, torch.inf)
         excess = (count - budget).clamp(min=0)
         if floor is None:
             return held & ~of_heads(importance, rows.rank, excess.view(-1, 1))
         worth, rank = (x.unflatten(0, (slots.streams, -1)) for x in (importance, rows.rank))
-        return held & ~of_layers(worth, rank, excess.sum(1, keepdim=True), count[..., None], floor).flatten(0, 1)
+        if slots.team is None:
+            return held & ~of_layers(worth, rank, excess.sum(1, keepdim=True), count[..., None], floor).flatten(0, 1)
+        worth, rank, excess, count = (slots.team.all_heads(x) for x in (worth, rank, excess, count))
+        victims = of_layers(worth, rank, excess.sum(1, keepdim=True), count[..., None], floor)
+        return held & ~slots.team.own_heads(victims).flatten(0, 1)
 
     def _checked(self, asked: Tensor, capacity: int | None) -> Tensor:
         """Budgets for the prompt, if they are possible. [B, L, H] int64."""
-        streams, heads = self._slots[0].streams, self._slots[0].shape.heads
+        streams, heads = self._slots[0].streams, self._slots[0].shape.all_heads
         if asked.shape != (streams, len(self.rows), heads):
             raise ValueError(f"budgets of shape {list(asked.shape)}, expected {[streams, len(self.rows), heads]}")
         if capacity is not None:

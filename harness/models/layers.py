@@ -26,7 +26,7 @@ def devices_for_layers(first: torch.device, count: int) -> list[torch.device]:
         raise UserError(f"model.devices: {count}, parallel: layers needs {count} CUDA devices, and --device {first} is one")
     start, present = first.index or 0, torch.cuda.device_count()
     if start + count > present:
-        raise UserError(f"model.devices: {count}, but this machine has {present} CUDA devices, of which {first} is the first used")
+        raise UserError(f"model.devices: {count}, but this machine has {present} CUDA devices, {first} the first used")
     return [torch.device("cuda", start + at) for at in range(count)]
 
 

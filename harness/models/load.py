@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -16,6 +16,8 @@ from kvbench.harness.core.device import free_bytes, use_full_float32
 from kvbench.harness.core.errors import RefusedModelError, UserError
 from kvbench.harness.engine import interface
 from kvbench.harness.engine.model import Model, UnsupportedModelError, adopt
+from kvbench.harness.engine.team import Team
+from kvbench.harness.models import tensor
 from kvbench.harness.models.config import first_cause, read_config
 from kvbench.harness.models.layers import device_map, devices_for_layers, dispatch
 from kvbench.harness.models.selfcheck import check, has_finite_logits
@@ -26,6 +28,7 @@ _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "merges.txt",
     "tekken.json", "tiktoken.model",
 )  # fmt: skip
+Parallel = Literal["layers", "tensor"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -45,6 +48,11 @@ def device_of(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"--device {name}: {str(error).splitlines()[0]}") from None
     return device
+
+
+def _dtype(name: str) -> torch.dtype:
+    """One of `DTYPES`, or float64, in which two ways to compute the same can be held to each other."""
+    return torch.float64 if name == "float64" else DTYPES[name]
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
@@ -84,6 +92,8 @@ def load_model(
     random: bool = False,
     watched: bool = False,
     devices: int = 1,
+    parallel: Parallel = "layers",
+    team: Team | None = None,
 ) -> Model:
     """Load a model, adopt it for the decode loop, and check it against its own forward pass.
 
@@ -97,7 +107,9 @@ def load_model(
         allow_pickle: accept weights that are not safetensors.
         random: draw the weights on the device instead of reading them, the same at every call.
         watched: accept a model that the loop can't drive, such as an encoder or a vision transformer; it has no layers then.
-        devices: number of devices that its layers are placed on, `device` the first.
+        devices: number of devices that it is spread over, `device` the first.
+        parallel: how: whole layers on each, or a part of every layer's heads in a process of its own.
+        team: that this process follows, and that loads the model just now.
 
     Raises:
         UserError: it is not a causal language model, its files are damaged or don't match its config, its logits are not
@@ -109,32 +121,63 @@ def load_model(
     transformers.utils.logging.set_verbosity_error()  # `read_weights` reports missing tensors, in one line
     name = directory.stem if random else directory.name
     config = read_config(directory)
-    kind = DTYPES[dtype]
+    kind = _dtype(dtype)
     tower = vision_config(config)
     if tower is not None and not watched:
         raise RefusedModelError(f"{name}: model family '{config.model_type}' reads images; only the task attention looks at it")
-    if devices > 1:
-        places = device_map(config, kind, devices_for_layers(device, devices), AutoModelForCausalLM)
-        if random:
-            hf = dispatch(_random_model(config, kind, torch.device("cpu"), AutoModelForCausalLM), places).eval()
-        else:
-            hf = read_weights(directory, config, kind, allow_pickle, device_map=places).eval()
-    else:
-        if random:
-            hf = _random_model(config if tower is None else tower, kind, device, AutoModelForCausalLM if tower is None else AutoModel)
-        else:
-            hf = (read_weights if tower is None else read_vision_weights)(directory, config, kind, allow_pickle)
-        hf = hf.eval().to(device)
+    if team is not None or (devices > 1 and parallel == "tensor"):
+        if team is None:
+            tensor.refuse_split(config, name, devices, device, random)
+            team = tensor.lead(devices, device, tensor.Load(directory, dtype, device.type, rope_length, allow_pickle))
+        return _split_model(directory, config, dtype, rope_length, allow_pickle, team)
+    hf = _placed(directory, config, kind, device, allow_pickle, tower, random, devices).eval()
     model = _adopted(hf, name, dtype, rope_length, watched) if tower is None else Model(hf.requires_grad_(False))
     gc.collect()
     return model
 
 
-def _adopted(hf: PreTrainedModel, name: str, dtype: str, rope_length: int | None, watched: bool) -> Model:
+def _placed(
+    directory: Path, config: Any, dtype: torch.dtype, device: torch.device, allow_pickle: bool, tower: Any, random: bool,
+    devices: int,
+) -> PreTrainedModel:  # fmt: skip
+    """The model, on its devices. tower: the config of a vision transformer inside; None if it is a language model."""
+    if devices > 1:
+        places = device_map(config, dtype, devices_for_layers(device, devices), AutoModelForCausalLM)
+        if random:
+            return dispatch(_random_model(config, dtype, torch.device("cpu"), AutoModelForCausalLM), places)
+        return read_weights(directory, config, dtype, allow_pickle, device_map=places)
+    if random:
+        made, kind = (config, AutoModelForCausalLM) if tower is None else (tower, AutoModel)
+        return _random_model(made, dtype, device, kind)
+    hf = (read_weights if tower is None else read_vision_weights)(directory, config, dtype, allow_pickle)
+    return hf.eval().to(device)
+
+
+def _split_model(
+    directory: Path, config: Any, dtype: str, rope_length: int | None, allow_pickle: bool, team: Team
+) -> Model:  # fmt: skip
+    """This process's part of a model, which all processes of the team load and check at once."""
+    error: Exception | None = None
+    try:
+        hf = read_weights(directory, config, _dtype(dtype), allow_pickle, **tensor.split_options(team.size))
+        with team.in_step():
+            model = _adopted(hf.eval(), directory.name, dtype, rope_length, False, team)
+    except (UserError, MemoryError) as raised:
+        error = raised
+    tensor.agree(team, error)
+    gc.collect()
+    return model
+
+
+def _adopted(
+    hf: PreTrainedModel, name: str, dtype: str, rope_length: int | None, watched: bool, team: Team | None = None
+) -> Model:  # fmt: skip
     """Adopt and check a model. Logits that are not finite are reported as such, even if another check fails first."""
     refused: UnsupportedModelError | None = None
     try:
-        model = adopt(hf, rope_length)
+        model = adopt(hf, rope_length, team)
+        if team is not None:
+            tensor.refuse_unsplit(model, team)
         model.check = check(model, rope_length)
     except UnsupportedModelError as error:
         refused = error

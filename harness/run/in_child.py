@@ -38,7 +38,10 @@ class _Opened:
         self.options: Any = self.task.options(**cell.task)
         self.data = self.task.data(self.options, lambda: load_tokenizer(cell.directory), cell.data)
         device = torch.device(cell.device)
-        self.model = load_model(cell.directory, cell.dtype, device, cell.rope_length, cell.pickle, random=cell.random)
+        self.model = load_model(
+            cell.directory, cell.dtype, device, cell.rope_length, cell.pickle, random=cell.random, devices=cell.devices,
+            parallel=cell.parallel,
+        )  # fmt: skip
 
 
 def _config(cell: CellRun) -> CacheConfig:

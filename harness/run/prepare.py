@@ -14,8 +14,10 @@ from kvbench.harness.core import plugins
 from kvbench.harness.core.device import device_name, free_bytes
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.sources import source_digest, task_digest
+from kvbench.harness.models import tensor
 from kvbench.harness.models.config import read_config
 from kvbench.harness.models.hub import model_directory, weights_digest
+from kvbench.harness.models.layers import devices_for_layers
 from kvbench.harness.models.load import load_tokenizer
 from kvbench.harness.models.shape import shape_of
 from kvbench.harness.models.vision import load_image_reader
@@ -28,6 +30,7 @@ from kvbench.harness.run.estimate import kv_bytes
 from kvbench.harness.suite import Cell
 from kvbench.harness.suite.file import ModelSpec
 from kvbench.harness.tasks.task import Data, Task
+from kvbench.policies import Composed, Policy
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,7 @@ def prepare(
             doesn't fit.
     """
     _refuse_rule_breakers(cells, device)
+    _refuse_spread(cells, device, elsewhere=measured_on is not None)
     directories = {c.model: model_directory(c.model.id, c.model.revision, c.model.pickle) for c in cells}
     there = measured_on or MachineFacts.here(device)
     _check_caches(cells, directories, there.free_bytes, device)
@@ -125,7 +129,7 @@ def _check_caches(cells: Sequence[Cell], directories: dict[ModelSpec, Path], fre
     for cell in cells:
         shape = shapes[cell.model]
         if shape is not None and cell.most_kept is not None:
-            refuse_if_too_large(cell, kv_bytes(cell, shape), free, device)
+            refuse_if_too_large(cell, kv_bytes(cell, shape), free * (cell.model.devices if device.type == "cuda" else 1), device)
 
 
 def refuse_if_too_large(cell: Cell, needed: int, free: int, device: torch.device) -> None:
@@ -142,6 +146,43 @@ def refuse_if_too_large(cell: Cell, needed: int, free: int, device: torch.device
         f"{cell.label}: its K/V slots take {needed / 2**30:,.1f} GiB{side_by_side}, but only {free / 2**30:,.1f} GiB are free on "
         f"{device}: lower the capacity{instead}"
     )
+
+
+def _refuse_spread(cells: Sequence[Cell], device: torch.device, elsewhere: bool) -> None:
+    """Refuse what a model on several devices can't do, and find the processes that `torchrun` started.
+
+    Args:
+        cells: to measure.
+        device: of this process.
+        elsewhere: whether other machines measure them, which have devices of their own.
+
+    Raises:
+        UserError: names the first.
+    """
+    if tensor.under_torchrun():
+        sizes = {cell.model.devices for cell in cells if cell.model.parallel == "tensor"}
+        if not sizes:
+            raise UserError("torchrun starts several processes, and no model of the suite has parallel: tensor: use bench run")
+        for size in sorted(sizes):
+            tensor.gather(size, device)
+    for cell in cells:
+        task, spec = plugins.task_class(cell.task.name), cell.model
+        if spec.devices > 1 and task.watches:
+            raise UserError(f"{cell.label}: task {cell.task.name} looks inside the model, which must be on one device for that")
+        if spec.parallel == "tensor" and task.apart:
+            raise UserError(f"{cell.label}: task {cell.task.name} sees the memory of one process only: use parallel: layers")
+        if spec.parallel == "tensor" and not all(plugins.is_ours(type(policy)) for policy in _with_those_inside(cell.policy)):
+            raise UserError(f"{cell.label}: parallel: tensor runs policies that come with kv-bench: use parallel: layers")
+        if spec.parallel == "tensor" and elsewhere:
+            raise UserError(f"{cell.label}: parallel: tensor starts processes of its own: leave out --ray, or use parallel: layers")
+        if spec.parallel == "layers" and not elsewhere:
+            devices_for_layers(device, spec.devices)
+
+
+def _with_those_inside(policy: Policy) -> list[Policy]:
+    """A policy and those that it holds."""
+    inside = policy.score if isinstance(policy, Composed) else None
+    return [policy, *(_with_those_inside(inside) if inside is not None else [])]
 
 
 def _refuse_rule_breakers(cells: Sequence[Cell], device: torch.device) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
 from kvbench.harness.suite.axes import Capacities, Evicts
 from kvbench.harness.suite.resources import Resources
@@ -22,12 +22,23 @@ class ModelSpec(BaseModel):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     rope_length: int | None = Field(None, ge=1, description="longest position, for RoPE types that depend on it; tokens")
     pickle: bool = Field(False, description="accept weights that are not safetensors")
+    devices: int = Field(1, ge=1, description="that the model is spread over")
+    parallel: Literal["layers", "tensor"] | None = Field(
+        None, description="how: whole layers on each device, or a part of every layer's heads in a process of its own"
+    )
+
+    @model_validator(mode="after")
+    def _says_how_to_spread(self) -> Self:
+        if self.devices > 1 and self.parallel is None:
+            raise ValueError(f"devices: {self.devices} needs parallel: layers or parallel: tensor")
+        return self
 
     def as_json(self) -> dict[str, Any]:
         """The fields for a record, with the bare name of a local directory."""
         local = Path(self.id).expanduser()
         name = local.resolve().name if local.is_dir() else self.id
-        return {"id": name, "revision": self.revision, "dtype": self.dtype, "rope_length": self.rope_length}
+        spread = {"devices": self.devices, "parallel": self.parallel} if self.devices > 1 else {}
+        return {"id": name, "revision": self.revision, "dtype": self.dtype, "rope_length": self.rope_length} | spread
 
 
 class SuiteFile(BaseModel):

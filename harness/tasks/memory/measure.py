@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ _MAX_GROWTH_BYTES = {"cpu": 2**23, "cuda": 2**20}  # of the peak once the cache 
 def measure(options: MemoryOptions, job: Job) -> MemoryMetrics:
     """Read the stream, and measure memory at several points."""
     _warm_up(job.model)
-    meter = _CudaMeter(job.model.device) if job.model.device.type == "cuda" else _ProcessMeter()
+    meter = _CudaMeter(job.model.devices) if job.model.device.type == "cuda" else _ProcessMeter()
     read = job.decoder(options.batch)
     curve, largest_tensor_bytes = [], 0
     vocabulary = job.model.hf.config.get_text_config().vocab_size
@@ -122,24 +122,27 @@ class _Meter:
 class _CudaMeter(_Meter):
     how = "the CUDA allocator's statistics"
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = devices
         gc.collect()
-        torch.cuda.synchronize(device)
-        self._before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
+        self.wait()
+        self._before = sum(map(torch.cuda.memory_allocated, devices))
+        for device in devices:
+            torch.cuda.reset_peak_memory_stats(device)
 
     def peak(self) -> int:
-        return torch.cuda.max_memory_allocated(self._device) - self._before
+        """The sum of the devices' peaks, which bounds what was in use at once."""
+        return sum(map(torch.cuda.max_memory_allocated, self._devices)) - self._before
 
     def allocated(self) -> int:
         """Current use, in bytes above the start."""
         gc.collect()
-        torch.cuda.synchronize(self._device)
-        return torch.cuda.memory_allocated(self._device) - self._before
+        self.wait()
+        return sum(map(torch.cuda.memory_allocated, self._devices)) - self._before
 
     def wait(self) -> None:
-        torch.cuda.synchronize(self._device)
+        for device in self._devices:
+            torch.cuda.synchronize(device)
 
 
 class _ProcessMeter(_Meter):
