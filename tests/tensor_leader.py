@@ -10,10 +10,12 @@ from pathlib import Path
 import every_policy
 import torch
 
+from kvbench.harness.core.errors import UserError
 from kvbench.harness.engine.decoder import CacheConfig, Evict
 from kvbench.harness.engine.loop import CachedDecoder, decoder
 from kvbench.harness.engine.method import EAGER, FASTEST
 from kvbench.harness.engine.model import Model
+from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.load import load_model
 from kvbench.policies import CacheView, Policy
 from kvbench.policies.adakv import AdaKV
@@ -25,6 +27,7 @@ from kvbench.policies.recompute_window import RecomputeWindow
 from kvbench.policies.tova import Tova
 
 CAPACITY, PROMPT, LENGTH, STREAMS = 16, 36, 48, 2
+FAMILIES = ("gemma2", "mixtral", "phi3", "qwen3", "qwen3_shared_kv")
 RAGGED = ("adakv", "h2o", "random", "tova")
 CPU = torch.device("cpu")
 TOKENS = torch.randint(96, (STREAMS, LENGTH), generator=torch.Generator().manual_seed(0))
@@ -89,6 +92,16 @@ def refusal(of: Model, config: CacheConfig) -> str:
     return ""
 
 
+def of_family(folder: Path) -> str:
+    """Whether two processes can share a model of the family that the folder is named after."""
+    tiny_model(folder.name, vocab_size=96).save_pretrained(folder)
+    try:
+        load_model(folder, "float32", CPU, devices=2, parallel="tensor")
+    except UserError as error:
+        return str(error)
+    return "checked"
+
+
 def main(directory: Path) -> None:
     one = load_model(directory, "float64", CPU)  # where no rounding decides who is evicted
     two = load_model(directory, "float64", CPU, devices=2, parallel="tensor")
@@ -110,6 +123,7 @@ def main(directory: Path) -> None:
         results["refused"] = refusal(two, CacheConfig(HeadKV(file=table, score=Tova(), beta=2.0), CAPACITY))
         results["broken"] = [broken(model) for model in models]
         results["after"] = compared(models, policies["h2o"], 1, "eager")
+        results["families"] = {family: of_family(Path(folder) / family) for family in FAMILIES}
     results["kv_bytes"] = [model.kv_bytes(CAPACITY, STREAMS) for model in models]
     results["facts"] = [model.facts()["kv_shapes"] for model in models]
     results["heads"] = [model.layers[0].heads for model in models]

@@ -68,6 +68,12 @@ def test_the_model_was_checked_in_both(led):
     assert all(0 < check < 1 for check in led["self checks"])
 
 
+def test_other_families_pass_the_check_or_are_refused_in_one_line(led):
+    """phi3 has one projection for queries, keys and values, which transformers computes whole in every process."""
+    refused = {"phi3": "phi3: transformers' plan does not split its 2 KV heads: use parallel: layers"}
+    assert led["families"] == dict.fromkeys(("gemma2", "mixtral", "phi3", "qwen3", "qwen3_shared_kv"), "checked") | refused
+
+
 def test_a_policy_that_fails_fails_in_both_and_the_next_one_runs(led):
     assert led["broken"] == ["a bug", "a bug"]
     assert led["after"]["kept"]

@@ -177,7 +177,7 @@ def _adopted(
     try:
         model = adopt(hf, rope_length, team)
         if team is not None:
-            tensor.refuse_unsplit(model, team)
+            tensor.refuse_unsplit(model, team, name)
         model.check = check(model, rope_length)
     except UnsupportedModelError as error:
         refused = error

@@ -23,7 +23,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 from transformers import PreTrainedConfig
 
 from kvbench.harness.core.errors import RefusedModelError, UserError
-from kvbench.harness.engine.model import Model, UnsupportedModelError
+from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.team import Order, Team, leave
 
 _START, _WAIT = timedelta(minutes=5), timedelta(days=7)  # for all to be there; for the leader's next order
@@ -205,16 +205,16 @@ def split_options(size: int) -> dict[str, Any]:
     return {"distributed_config": DistributedConfig(tp_size=size)}
 
 
-def refuse_unsplit(model: Model, team: Team) -> None:
+def refuse_unsplit(model: Model, team: Team, name: str) -> None:
     """Refuse a model whose heads transformers' plan leaves whole.
 
     Raises:
-        UnsupportedModelError: it does.
+        RefusedModelError: it does.
     """
     text: Any = model.hf.config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     if any(shape.heads * team.size != heads for shape in model.layers):
-        raise UnsupportedModelError(f"transformers' plan does not split its {heads} KV heads: use parallel: layers")
+        raise RefusedModelError(f"{name}: transformers' plan does not split its {heads} KV heads: use parallel: layers")
 
 
 def agree(team: Team, error: Exception | None) -> None:
