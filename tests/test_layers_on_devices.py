@@ -21,8 +21,9 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder, decoder
 from kvbench.harness.engine.method import EAGER, FASTEST
 from kvbench.harness.engine.model import Model, adopt
+from kvbench.harness.models import load
 from kvbench.harness.models.families import tiny_model
-from kvbench.harness.models.layers import device_map, dispatch
+from kvbench.harness.models.layers import device_map, devices_for_layers, dispatch
 from kvbench.harness.models.selfcheck import check
 from kvbench.policies import Policy
 from kvbench.policies.dense import Dense
@@ -84,6 +85,27 @@ def test_a_model_in_parts_has_the_numbers_of_the_whole(policy):
     config, tokens = CacheConfig(policy, 8 if policy.evicts else None), tokens_of(40).cpu()
     assert torch.equal(in_blocks(decoder(parts, config), tokens, 7), in_blocks(decoder(whole, config), tokens, 7))
     assert check(parts) < 1
+
+
+@pytest.mark.parametrize("random", [False, True], ids=["weights", "random weights"])
+def test_a_model_is_loaded_in_parts(random, model_dir, monkeypatch):
+    """By transformers from its files, by Accelerate where its weights are drawn; and checked like any other."""
+    monkeypatch.setattr(load, "devices_for_layers", lambda first, count: [first] * count)
+    directory = model_dir / "config.json" if random else model_dir
+    whole, parts = (load.load_model(directory, "float32", CPU, random=random, devices=count) for count in (1, 2))
+    assert parts.check == whole.check
+    tokens, config = tokens_of(40).cpu(), CacheConfig(H2O(), 8)
+    assert torch.equal(decoder(parts, config)(tokens), decoder(whole, config)(tokens))
+
+
+@pytest.mark.parametrize(("start", "count"), [("cuda", 3), ("cuda:1", 2)])
+def test_fewer_devices_than_asked_for_are_refused(start, count, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(
+        UserError, match=rf"^model.devices: {count}, but this machine has 2 CUDA devices, {start} the first used$"
+    ):
+        devices_for_layers(torch.device(start), count)
+    assert devices_for_layers(torch.device("cuda"), 2) == [torch.device("cuda:0"), torch.device("cuda:1")]
 
 
 @pytest.mark.parametrize("name", ["dense", *evicting()])
