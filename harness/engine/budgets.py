@@ -31,12 +31,12 @@ def static_table(model: Model, config: CacheConfig, prompt: int | None) -> Table
         config: of the cache.
         prompt: tokens of the prompt, if eviction waits for its end.
 
+    Returns:
+        The budgets of the heads of this process.
+
     Raises:
         ValueError: the table has another shape than the model, its budgets don't add up, or processes that share a layer can't
             compare heads by it.
-
-    Returns:
-        The budgets of the heads of this process.
     """
     if config.capacity is None:
         return None
