@@ -174,7 +174,7 @@ def _refuse_spread(cells: Sequence[Cell], device: torch.device, elsewhere: bool)
         if spec.parallel == "tensor" and not all(plugins.is_ours(type(policy)) for policy in _with_those_inside(cell.policy)):
             raise UserError(f"{cell.label}: parallel: tensor runs policies that come with kv-bench: use parallel: layers")
         if spec.parallel == "tensor" and elsewhere:
-            raise UserError(f"{cell.label}: parallel: tensor starts processes of its own: leave out --ray, or use parallel: layers")
+            raise UserError(f"{cell.label}: parallel: tensor starts its own processes: leave out --ray, or use parallel: layers")
         if spec.parallel == "layers" and not elsewhere:
             devices_for_layers(device, spec.devices)
 
