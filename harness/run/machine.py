@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import time
 from collections.abc import Callable, Sequence
@@ -56,6 +57,7 @@ class Machine:
         """
         self._options, self._folder = options, folder
         self._models = _LastModel(options.device, cells)
+        atexit.register(gc.unfreeze)  # else libraries complain of objects that are left at the end
 
     def close(self) -> None:
         """Free the model's memory."""
