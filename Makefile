@@ -20,7 +20,7 @@ leaderboard: .venv/ready  ## the published page, from the published records
 	$(BIN)/bench leaderboard --results leaderboard/results --out leaderboard/README.md
 
 test: .venv/ready  ## all tests
-	$(BIN)/python -m pytest -n auto -m 'not alone'
+	$(BIN)/python -m pytest -n auto -m 'not alone' --durations=25
 	$(BIN)/python -m pytest -m alone
 
 check: .venv/ready  ## what CI checks: lint, format, types, tests

@@ -28,6 +28,7 @@ model: {id: "builtin:sink_1"}
 task:
   - {name: perplexity, data: prose, tokens: [200, 300]}
   - {name: memory, tokens: 64, points: 4, policies: [window]}
+  - {name: lm_eval, tasks: [kvbench_once], limit: 4, batch: 4, policies: [h2o]}  # a worker loads its own
 capacity: 16
 policies: [dense, window, h2o]
 """

@@ -231,7 +231,7 @@ class Worker:
         self._order, self._text, self._report = order, text, report
         self._own = _written(order.files, scratch / "files")
         self._cells = [self._cell(one) for one in order.cells]
-        self._opened: OrderedDict[int, Data] = OrderedDict()
+        self._opened: OrderedDict[int | str, Data] = OrderedDict()
         options = RunOptions(device_of(order.device), order.data, order.block, order.walk, True, order.keep)
         self._folder = RecordStore(scratch / "records")
         self._machine = Machine(options, self._cells, self._folder)
@@ -322,19 +322,28 @@ class Worker:
         return Prepared(cell, task, self._data(number), self._directory(cell), record, order.facts)
 
     def _data(self, number: int) -> Data:
-        """The data of a cell: those that were sent, or the same from here.
+        """The data of a cell: those that were sent, or the same from here; the last few are kept.
+
+        Raises:
+            UserError: they are not here, or others.
+        """
+        order = self._order.cells[number]
+        name = order.data if order.data is not None else order.data_sha256
+        if name not in self._opened:
+            # what is unpickled was sent by the run that this worker belongs to
+            self._opened[name] = self._loaded(number) if order.data is None else pickle.loads(self._text(order.data))
+        self._opened.move_to_end(name)
+        while len(self._opened) > _TEXTS_KEPT:
+            self._opened.popitem(last=False)
+        return self._opened[name]
+
+    def _loaded(self, number: int) -> Data:
+        """The data of a cell from here.
 
         Raises:
             UserError: they are not here, or others.
         """
         order, cell = self._order.cells[number], self._cells[number]
-        if order.data is not None:
-            if order.data not in self._opened:
-                self._opened[order.data] = pickle.loads(self._text(order.data))  # sent by the run that this worker belongs to
-            self._opened.move_to_end(order.data)
-            while len(self._opened) > _TEXTS_KEPT:
-                self._opened.popitem(last=False)
-            return self._opened[order.data]
         task = plugins.task_class(cell.task.name)
         load: Any = load_image_reader if task.reads_images(cell.task) else load_tokenizer
         data: Data = task.data(cell.task, partial(load, self._directory(cell)), self._order.data)

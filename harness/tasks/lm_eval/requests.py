@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from lm_eval.api.instance import Instance
@@ -36,6 +36,10 @@ class LmEvalData:
     questions: int
     lengths: tuple[int, ...]
     ids_sha256: str
+
+    def __reduce__(self) -> NoReturn:
+        """A task of lm-eval holds functions from files that it loads itself, so each process loads its own."""
+        raise TypeError("the questions of lm-eval can't be sent to another process")
 
     @property
     def tokens(self) -> int:
