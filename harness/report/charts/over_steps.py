@@ -32,7 +32,8 @@ def body(suite: str, records: Sequence[Record]) -> list[str | Chart]:
     if not values:
         return []
     values.sort(key=lambda v: (v["training"], v["step"], v["line"]))
-    spec = {"hconcat": [_panel([v for v in values if v["figure"] == f], f) for f in dict.fromkeys(v["figure"] for v in values)]}
+    panels = [_panel([v for v in values if v["figure"] == f], f) for f in dict.fromkeys(v["figure"] for v in values)]
+    spec = {"hconcat": panels, "resolve": {"scale": {"color": "independent"}}}
     alt = f"{', '.join(dict.fromkeys(v['figure'] for v in values))} over training steps of {', '.join(sorted(of_several))}."
     chart = Chart(file_name(f"{suite} over steps", suite), alt, make_visible(spec), suite)
     return [f"## {md(suite)}: over training steps\n", *_table(values), chart]
@@ -60,14 +61,16 @@ def _values(record: Record) -> list[dict[str, Any]]:
 
 def _panel(values: list[dict[str, Any]], figure: str) -> dict[str, Any]:
     """One figure over steps, a line per training, or per training and policy."""
-    logarithmic = {"scale": {"type": "log"}} if figure == _PERPLEXITY else {}
+    scale: dict[str, Any] = (
+        {"type": "log"} if figure == _PERPLEXITY else {} if any(v["value"] for v in values) else {"domain": [0, 1]}
+    )
+    alone = {"legend": None} if len({v["line"] for v in values}) == 1 else {}
     return {
         "width": 300, "height": 240, "data": {"values": values}, "mark": {"type": "line", "point": True, "strokeWidth": 2},
-        "resolve": {"scale": {"color": "independent"}},
         "encoding": {
             "x": {"field": "step", "type": "quantitative", "title": "step"},
-            "y": {"field": "value", "type": "quantitative", "title": figure, **logarithmic},
-            "color": {"field": "line", "type": "nominal", "title": None},
+            "y": {"field": "value", "type": "quantitative", "title": figure, "scale": scale},
+            "color": {"field": "line", "type": "nominal", "title": None, **alone},
         },
     }  # fmt: skip
 
