@@ -312,6 +312,6 @@ def test_only_times_of_steps_are_worth_compiling_them(monkeypatch, name, expecte
 
     monkeypatch.setattr(choose_reading, "fast_method", check)
     task = task_class(name)
-    monkeypatch.setattr(task, "streams", lambda options: 1)
+    monkeypatch.setattr(task, "at_once", lambda options: 1)
     choose_reading.choose_reading(model_of("llama"), CacheConfig(H2O(), 8), task, None, None, False)
     assert asked == [expected]

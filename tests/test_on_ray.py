@@ -36,7 +36,7 @@ LONG = """
 suite: long
 version: 1
 model: {id: "builtin:sink_1"}
-task: {name: perplexity, data: prose, tokens: 4000}
+task: {name: perplexity, data: prose, tokens: 30000}
 capacity: [8, 9, 10, 11, 12, 13, 14, 15]
 policies: [window, sink_window, h2o]
 """
