@@ -45,6 +45,7 @@ ALL = ("attend", "join", "release")
 SLOTS = 4097  # of a row, with a capacity of 4096
 HELD = ("llama-2-7b", "llama-3-8b")  # shapes whose instructions are held
 ATTEND_LIMIT, WALK_LIMIT = 60, 130  # warp instructions a slot and row in bf16
+ROTATED_LIMIT = 40  # of `attend` if keys are rotated already
 TWO_TABLES_LIMIT = 66  # of `attend` if it also joins two angles: Triton 3.6 needs six more than 3.9
 ALIASES = {"words": "keys"}  # `words` is a view
 INT64 = {"rank", "position", "free", "order", "layers", "clock", "head_indices", "prompts"}  # arrays
@@ -169,6 +170,8 @@ def cases() -> Iterator[Case]:
         yield Case(model, "fp32", H2O(), True, 3, names=("attend",))
     for model in HELD:
         yield Case(model, "bf16", H2O(), True, 1, 2**15, names=("attend",), counted=("attend",))
+        yield Case(model, "bf16", H2O(), True, 4, 2**15, names=("attend",), counted=("attend",))
+    yield Case("phi-2", "fp32", H2O(), False, 4, 2**15, names=("attend",))
     yield Case("llama-2-7b", "fp32", Random(), False, 3, 2**15)
     yield Case("llama-3-8b", "fp16", H2O(), False, 1)
     yield Case("llama-3-8b", "bf16", Random(), True, 0)
@@ -207,10 +210,14 @@ class Made:
         length = len(code) if self.name == "join" else sum(x.instructions for x in found)
         return length * self.warps / constants["BLOCK"] * passes[self.name]
 
+    def copied(self, code: list[tuple[int, str]]) -> float:
+        """Bytes a slot that a program copies to shared memory asynchronously. code: its instructions."""
+        return sum(x.copied for x in loops(code)) * self.warps / self.case.constants(self.name)["BLOCK"]
+
     @property
     def limit(self) -> int | None:
         """The most instructions that it may take."""
-        limit = TWO_TABLES_LIMIT if self.case.level else ATTEND_LIMIT
+        limit = ROTATED_LIMIT if self.case.mode == 4 else TWO_TABLES_LIMIT if self.case.level else ATTEND_LIMIT
         return limit if self.name == "attend" and self.case.model in HELD else None
 
 

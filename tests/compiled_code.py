@@ -25,6 +25,7 @@ class Loop:
     barriers: int
     shuffles: int
     nested: bool  # has a loop inside, whose iterations are unknown
+    copied: int = 0  # bytes that a warp copies to shared memory in an iteration, while other instructions run
 
 
 def resources(told: str) -> Resources:
@@ -51,10 +52,16 @@ def loops(code: list[tuple[int, str]]) -> list[Loop]:
     inner = {a for a in spans for b in spans if a != b and b[0] <= a[0] and a[1] <= b[1]}
     outer = []
     for span in sorted(spans - inner):
-        names = [_name(text) for address, text in code if span[0] <= address <= span[1]]
-        nested = any(span[0] <= x[0] and x[1] <= span[1] for x in inner)
-        outer.append(Loop(len(names), names.count("BAR"), names.count("SHFL"), nested))
+        texts = [text for address, text in code if span[0] <= address <= span[1]]
+        names, nested = [_name(x) for x in texts], any(span[0] <= x[0] and x[1] <= span[1] for x in inner)
+        outer.append(Loop(len(names), names.count("BAR"), names.count("SHFL"), nested, sum(map(_copied, texts))))
     return outer
+
+
+def _copied(text: str) -> int:
+    """Bytes that 32 threads copy by an instruction, if it is an asynchronous copy."""
+    bits = re.search(r"\.(64|128)\b", text.split("[")[0])
+    return 32 * (int(bits[1]) if bits else 32) // 8 if _name(text) == "LDGSTS" else 0
 
 
 def _name(text: str) -> str:

@@ -27,6 +27,7 @@ from kvbench.harness.engine.closed_form import closed_form
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.kernels import rope
 from kvbench.harness.engine.loop import CachedDecoder
+from kvbench.harness.engine.method import Method
 from kvbench.harness.engine.model import adopt
 from kvbench.harness.engine.rotary import Rotation
 from kvbench.harness.engine.slots import LayerShape
@@ -38,6 +39,7 @@ from kvbench.policies.window import Window
 CAPACITIES = [256, 512, 1024, 2048, 4096]  # of suites/latency.yaml
 POLICIES: list[Policy] = [SinkWindow(4), Window()]
 HEADS = [(4, 4), (5, 5), (4, 1)]  # query and KV heads: those of the suite's models, divided by 8
+BY_FLEX = Method(flex=True)
 SCORING_BLOCK = 2048
 FAST_CHECK_BLOCK = 128
 ODD_PROMPT = 77
@@ -97,7 +99,7 @@ def compilations(
                     [block] * (capacity // block + 2),
                     [ODD_PROMPT, *[256] * (capacity // 256 + 1)],
                 ):
-                    read = CachedDecoder(model, CacheConfig(policy, capacity))
+                    read = CachedDecoder(model, CacheConfig(policy, capacity), method=BY_FLEX)
                     for size in sizes:
                         read(torch.zeros(1, size, dtype=torch.int64), keep=torch.zeros(1, dtype=torch.int64))
     torch._dynamo.reset()
@@ -172,7 +174,11 @@ def bytes_of_a_block(with_kernels: bool, shape: Shape = Shape()) -> BytesMoved: 
     layer = LayerShape(shape.heads, shape.group, shape.dim, shape.dim, rotation, None)
     config, device = CacheConfig(SinkWindow(shape.sinks), shape.capacity), torch.device("meta")
     slots = slots_for(layer, config, [0], 1, 1, torch.bfloat16, device)
-    form, rows, moved = closed_form(slots, "cache", 4096, 2 * shape.capacity), slots.rows(slots.num_slots, 0), BytesMoved()
+    form, rows, moved = (
+        closed_form(slots, "cache", 4096, 2 * shape.capacity, flex=True),
+        slots.rows(slots.num_slots, 0),
+        BytesMoved(),
+    )
     assert form is not None
 
     def made(heads: int) -> torch.Tensor:  # as a model does: heads beside each other

@@ -90,6 +90,35 @@ def test_graphs_do_not_keep_outgrown_caches_alive():
 
 
 @on_cpu
+@pytest.mark.parametrize("every", [2, 16, 64, 256])
+def test_graphs_are_kept_while_evictions_come_and_go(monkeypatch, every):
+    """A thousand steps meet every phase twice, a second thousand captures none, and the phases are few."""
+    monkeypatch.setattr(Recorded, "made", 0)
+    _, read = decoders(CacheConfig(SinkWindow(2), 9, evict=every), StepGraphs(Recorded))
+    tokens = tokens_of(2000).split(1, 1)
+    for token in tokens[:1000]:
+        read(token)
+    captured_at_first, replayed = Recorded.made, read.graphs.replayed
+    assert 2 <= captured_at_first <= 4
+    for token in tokens[1000:]:
+        read(token)
+    assert (Recorded.made, read.graphs.replayed) == (captured_at_first, replayed + 1000)
+
+
+@on_cpu
+def test_the_graph_met_longest_ago_goes(monkeypatch):
+    """Of more phases than a decoder keeps; those it meets again and again stay."""
+    monkeypatch.setattr(captured, "_MAX_GRAPHS", 2)
+    made = []
+    graphs = StepGraphs(lambda step, tokens: made.append(phase) or step, after=1)
+    for phase in ["b", "a", "a", "a", "c", "c", "a", "b", "b", "a"]:
+        graphs("slots", phase, None, lambda tokens: tokens, tokens_of(1))
+    assert made == ["a", "c", "b"]  # "b" had gone before it was captured, and "c" after
+    graphs("other slots", "a", None, lambda tokens: tokens, tokens_of(1))
+    assert graphs.replayed == 6
+
+
+@on_cpu
 def test_short_answers_are_not_captured_and_long_ones_are(monkeypatch):
     """Neither the answer itself nor those of its forks, which count anew."""
     monkeypatch.setattr(Recorded, "made", 0)
@@ -131,13 +160,15 @@ def test_a_step_after_a_failed_capture_reads_nothing_that_the_capture_made():
         step(tokens)
         for x, old in zip(kept, before, strict=True):
             x.copy_(old)
-        for x in walk._steady.ranks if walk._steady is not None else ():
-            x.fill_(0)
+        steady = walk._planner.steady
+        for x in (steady.rank, *(factors.factors for factors in steady.factors)):
+            x.zero_()
         raise RuntimeError("the capture was invalidated")
 
     for block in tokens_of(20).split([8, *[1] * 12], 1):
         torch.testing.assert_close(read(block), plain(block))
     assert read.kept() == plain.kept()
+    assert read.graphs.refused == "the capture was invalidated"
 
 
 def test_after_a_failed_capture_the_process_captures_no_more():
@@ -322,7 +353,7 @@ def test_what_waits_in_the_dry_run_is_never_captured(monkeypatch, why):
     monkeypatch.setattr(captured, "dry_run", lambda step, tokens: calls.append("dry run") or (step(tokens), why))
     graphs = StepGraphs(lambda step, tokens: calls.append("capture") or step, after=3)
     for _ in range(6):
-        graphs("key", None, lambda tokens: calls.append("step"), OnCuda())
+        graphs("slots", "phase", None, lambda tokens: calls.append("step"), OnCuda())
     assert calls.count("step") == 6
     eager = ["step", "step", "dry run", "step"]
     assert calls == [*eager, *(["step"] * 3 if why else ["capture", "step", "step", "step"])]
@@ -330,7 +361,8 @@ def test_what_waits_in_the_dry_run_is_never_captured(monkeypatch, why):
 
 
 @on_cpu
-def test_latency_captures_its_steps_before_it_times_them(tmp_path):
+@pytest.mark.parametrize("config", [CacheConfig(Dense()), CacheConfig(SinkWindow(2), 9, evict=40)], ids=str)
+def test_latency_captures_its_steps_before_it_times_them(config, tmp_path):
     """However few steps warm up, and after each part of the stream that is read in blocks."""
 
     def opened(model, config, streams, method):
@@ -339,14 +371,15 @@ def test_latency_captures_its_steps_before_it_times_them(tmp_path):
         return read
 
     options = LatencyOptions(tokens=600, prompt=16, steps=4)
-    job = Job(model_of("llama"), CacheConfig(Dense()), None, 64, EAGER, tmp_path / "t", lambda tokens, text: None, opened)
+    job = Job(model_of("llama"), config, None, 64, EAGER, tmp_path / "t", lambda tokens, text: None, opened)
     lane = Lane(options, job)
     lane.read_prompt()
     for position in (40, 300, 600):
         lane.advance(position)
         warm_up = lane.read.graphs.replayed
-        lane.time_round()
-        assert lane.read.graphs.replayed - warm_up == len(lane.round_ms[0]) > 0
+        for _ in range(12):  # past the next evictions
+            lane.time_round()
+        assert lane.read.graphs.replayed - warm_up == sum(map(len, lane.round_ms)) > 40
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device: captured steps")

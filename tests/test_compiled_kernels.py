@@ -174,6 +174,13 @@ def test_loops_are_counted():
     assert loops(code) == [Loop(6, 1, 1, True), Loop(2, 0, 0, False)]
 
 
+def test_asynchronous_copies_are_counted():
+    """A warp's 32 threads copy 16, 8 or 4 bytes each; a load that waits is no copy."""
+    copies = ["@!P0 LDGSTS.E.BYPASS.LTC128B.128 [R5], desc[UR4][R2.64]", "LDGSTS.E.64 [R5], [R2.64]", "LDGSTS.E [R5], [R2.64]"]
+    code = [*enumerate([*copies, "LDG.E.128 R2, [R4.64]"]), (4, "@P0 BRA 0x0")]
+    assert [x.copied for x in loops(code)] == [32 * (16 + 8 + 4)]
+
+
 def test_spills_are_read():
     told = "Resource usage:\n Common:\n  GLOBAL:0\n Function attend:\n  REG:180 STACK:{} SHARED:1024 LOCAL:0 CONSTANT[0]:744"
     assert [resources(told.format(x)) for x in (0, 48)] == [Resources(180, 0), Resources(180, 48)]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 import torch
-from conftest import model_of, tokens_of
+from conftest import DEVICE, model_of, tokens_of
 from factories import needs_compiler
 
 from kvbench.harness.core.plugins import task_class
-from kvbench.harness.engine import fastcheck, fused
+from kvbench.harness.engine import fastcheck, fused, trial
 from kvbench.harness.engine.captured import StepGraphs
 from kvbench.harness.engine.closed_form import ClosedForm
 from kvbench.harness.engine.decoder import CacheConfig
@@ -23,6 +24,7 @@ from kvbench.harness.engine.method import EAGER, FASTEST, PLAIN_WALK
 from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.plain import Plain
 from kvbench.harness.engine.rows import Rows
+from kvbench.harness.engine.trial import Bench
 from kvbench.harness.run import choose_reading
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
@@ -121,8 +123,9 @@ class OnCuda(CachedDecoder):
 @pytest.fixture
 def as_on_cuda(monkeypatch):
     """The check as it is on CUDA."""
-    monkeypatch.setattr(fastcheck, "_TIMED_DEVICES", {"cpu"}, raising=False)
-    monkeypatch.setattr(fastcheck, "CachedDecoder", OnCuda)
+    monkeypatch.setattr(trial, "TIMED_DEVICES", {DEVICE.type})
+    for module in (fastcheck, trial):
+        monkeypatch.setattr(module, "CachedDecoder", OnCuda)
     monkeypatch.setattr(OnCuda, "read_tokens", 0)
     monkeypatch.setattr(Graph, "of_compiled_code", [])
     monkeypatch.setattr(fused, "_BACKEND", "eager")
@@ -132,7 +135,7 @@ def as_on_cuda(monkeypatch):
 def clock(monkeypatch):
     """A clock that goes on only where a test says what takes how long: a function makes a method cost seconds."""
     now = [0.0]
-    monkeypatch.setattr(fastcheck, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(trial, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def cost(kind: type, name: str, seconds: float) -> None:
         plain = getattr(kind, name)
@@ -163,8 +166,7 @@ def test_a_step_kernel_that_dies_leaves_blocks_fast(monkeypatch, config):
     monkeypatch.setattr(type(kernels(config).step), "__call__", dies)
     found = fast_method(model, config)
     assert (found.blocks, found.step) == (whole.blocks, "plain")
-    assert found.method.walk_kernel
-    assert (found.method.step_kernel, found.method.captured) == (False, False)
+    assert found.method == replace(whole.method, step_kernel=False)
     assert found.refused == "step kernels: RuntimeError: out of resource: shared memory"
 
 
@@ -208,13 +210,15 @@ def test_both_faults_are_told(monkeypatch):
 
 @needs_compiler
 def test_methods_that_fail_only_together_are_not_used(monkeypatch):
-    monkeypatch.setattr(
-        fastcheck,
-        "_difference",
-        lambda model, sizes, fast, other: 2.0 if fast.walks[0].is_compiled and fast.walks[0].steps_by_kernel else 0.5,
-    )
+
+    def differ(bench, fast, plain, sizes, seen):
+        differ.plain(bench, fast, plain, sizes, seen)
+        return "they differ" if fast.walks[0].is_compiled and fast.walks[0].steps_by_kernel else ""
+
+    differ.plain = Bench._differ
+    monkeypatch.setattr(Bench, "_differ", differ)
     found = fast_method(model_of("llama"), CacheConfig(H2O(), 8))
-    assert found == fastcheck.FastCheck(PLAIN_WALK, "walk", "plain", 2.0, "its logits differ from the plain walk's")
+    assert (found.method, found.blocks, found.step, found.refused) == (PLAIN_WALK, "walk", "plain", "they differ")
 
 
 @needs_compiler
@@ -262,20 +266,19 @@ def test_a_captured_step_is_used_only_where_it_measures_faster(clock, as_on_cuda
 
 def test_the_cells_streams_are_read_where_they_fit(monkeypatch, clock, as_on_cuda):
     model, config = model_of("llama"), CacheConfig(H2O(), 8)
-    asked = []
-    monkeypatch.setattr(fastcheck, "_difference", lambda model, sizes, fast, plain: asked.append(fast.streams) or 0.0)
+    plain, asked = Bench._differ, []
+    monkeypatch.setattr(Bench, "_differ", lambda bench, *reads: asked.append(reads[0].streams) or plain(bench, *reads))
     fast_method(model, config, 5)
-    monkeypatch.setattr(fastcheck, "free_bytes", lambda device: 4 * 3 * model.kv_bytes(8))
-    fast_method(model, config, 5)
-    monkeypatch.setattr(fastcheck, "free_bytes", lambda device: 0)
-    fast_method(model, config, 5)
-    assert (asked[0], asked[-2], asked[-1]) == (5, 3, 1)
+    for fitting in (3, 0):
+        monkeypatch.setattr(trial, "free_bytes", lambda device, fitting=fitting: 4 * fitting * model.kv_bytes(8))
+        fast_method(model, config, 5)
+    assert list(dict.fromkeys(asked)) == [5, 3, 1]
 
 
 @needs_compiler
 def test_a_large_cache_is_filled_and_not_read(clock, as_on_cuda):
     found = fast_method(model_of("llama"), CacheConfig(H2O(), 2000))
-    assert found.method == FASTEST
+    assert found.method == replace(FASTEST, closed_form=False, flex=False, walk_graphs=False)
     assert found.blocks == "compiled walk"
     assert 0 < OnCuda.read_tokens < 1500  # of two decoders, timed blocks and steps included
 

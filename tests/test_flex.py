@@ -68,7 +68,7 @@ def test_padding_changes_nothing(monkeypatch, padded):
     padding = 51 if padded else 0
     if padded:
         keys, values = (torch.cat([x, torch.full((2, 2, padding, 16), 1e3)], 2) for x in (keys, values))
-    out = banded.banded(query, keys, values, 60, None, TERMS, 0, padding)
+    out = banded.banded(query, keys, values, 60, None, TERMS, 0, padding, by_flex=True)
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=0)
 
 

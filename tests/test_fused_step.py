@@ -59,7 +59,7 @@ def test_leaving_out_rope_changes_no_bit(family, dtype):
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_rope_is_left_out_of_our_forward_pass_alone(family):
     """Not of the model's own, nor of probes at other positions; and it is back after an error."""
-    model = adopt(tiny_model(family))
+    model = adopt(tiny_model(family).to(DEVICE))
     file, name, function = model.idle_rotary.places[0]
     assert file is sys.modules[type(model.hf).__module__]
 
@@ -72,7 +72,7 @@ def test_rope_is_left_out_of_our_forward_pass_alone(family):
         model(tokens_of(1), Fails())
     assert getattr(file, name) is function
     with own_attention(model.hf):
-        places = [model.hf(input_ids=tokens_of(9), position_ids=torch.arange(9)[None] * k).logits for k in (0, 1)]
+        places = [model.hf(input_ids=tokens_of(9), position_ids=torch.arange(9, device=DEVICE)[None] * k).logits for k in (0, 1)]
     assert not torch.equal(*places)
 
 
@@ -148,7 +148,7 @@ def in_steps(model: Model, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_model_that_cannot_be_compiled_is_refused_on_entry(monkeypatch, compiled_by):
-    model, compiled = adopt(tiny_model("llama")), compiled_by("eager")
+    model, compiled = adopt(tiny_model("llama").to(DEVICE)), compiled_by("eager")
     mlp = model.hf.base_model.layers[1].mlp
     own = type(mlp).forward
     monkeypatch.setattr(mlp, "forward", lambda x: own(mlp, x) if x.sum().item() < torch.inf else x, raising=False)

@@ -74,6 +74,7 @@ def test_streams_of_unequal_length(in_triton):
     model, tokens = model_of("llama"), tokens_of(14, 2)
     valid = torch.rand(2, 14, generator=torch.Generator().manual_seed(1)) < 0.7
     valid[:, 0] = True
+    valid = valid.to(DEVICE)
     fast, plain = both(model, CacheConfig(H2O(), 5), 2)
     for t in range(14):
         ours, theirs = (read(tokens[:, t : t + 1], valid[:, t : t + 1]) for read in (fast, plain))

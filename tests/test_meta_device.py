@@ -34,7 +34,7 @@ from kvbench.harness.engine.kernels import choose, cuda, cuda_attention, rope
 from kvbench.harness.engine.kernels.compiler import why_untraced
 from kvbench.harness.engine.kernels.states import why_unserved
 from kvbench.harness.engine.loop import CachedDecoder, decoder
-from kvbench.harness.engine.method import EAGER, KERNELS, TOKEN_BY_TOKEN
+from kvbench.harness.engine.method import EAGER, KERNELS, TOKEN_BY_TOKEN, Method
 from kvbench.harness.engine.model import Model, adopt
 from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.slots import BUCKET, LayerShape
@@ -262,7 +262,7 @@ def test_the_code_around_flex_attention(monkeypatch, mode, kernels):
     if kernels:
         monkeypatch.setattr(rope, "_DEVICES", {"meta"})
         monkeypatch.setattr(rope, "_kernels", lambda: SimpleNamespace(**{x: Launched(x, launched) for x in ("rotate", "merge")}))
-    read = decoder(meta_model("llama"), replace(config_of(SinkWindow(4), mode, 70), limit=90), 2)
+    read = decoder(meta_model("llama"), replace(config_of(SinkWindow(4), mode, 70), limit=90), 2, Method(flex=True))
     sizes = [60, 128, 1, 128, 1]
     for size in sizes:
         with nothing_of_the_host():

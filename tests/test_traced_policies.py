@@ -88,7 +88,7 @@ class Layer(NamedTuple):
     def slots(self) -> Slots:
         """Empty slots, of the third layer of five. The policy sees heads 3 and 5, and prompts of 4 and 9 tokens."""
         shape = LayerShape(self.heads, self.group, self.dim, self.dim, self.rotation(), None)
-        config = CacheConfig(self.policy, self.capacity, seed=7, evict=self.every)
+        config = CacheConfig(self.policy, self.capacity, self.mode, seed=7, evict=self.every)
         slots = slots_for(shape, config, [2], 5, streams=2, heads=(3, 5)[: self.heads])
         slots.prompt = torch.tensor([4, 9], device=DEVICE)
         return slots

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvbench.harness.engine.attention import Terms, weights
-from kvbench.harness.engine.flex import can_be_flex, flex
+from kvbench.harness.engine.flex import flex
 from kvbench.harness.engine.kernels import rope
 
 _MIN_CHUNK, _MAX_CHUNK = 64, 128  # queries at once: the window's size, within these bounds
@@ -40,8 +40,9 @@ class Sinks(NamedTuple):
 
 
 def banded(
-    query: Tensor, keys: Tensor, values: Tensor, window: int, sinks: Sinks | None, terms: Terms, first: int, padding: int = 0
-) -> Tensor:
+    query: Tensor, keys: Tensor, values: Tensor, window: int, sinks: Sinks | None, terms: Terms, first: int, padding: int = 0,
+    by_flex: bool = False,
+) -> Tensor:  # fmt: skip
     """Attention of each query to itself, to the `window` tokens before it, and to the sinks before those.
 
     Args:
@@ -53,13 +54,14 @@ def banded(
         terms: of this layer's attention. Its sliding window is ignored.
         first: position of the first key.
         padding: keys at the end that stand for no token; 0 unless FlexAttention takes them.
+        by_flex: the window by FlexAttention, which must support it (`can_be_flex`).
 
     Returns:
         [B, H, G, T, Dv], dtype of the query.
     """
     tokens, before = query.shape[3], keys.shape[2] - padding - query.shape[3]
     start = first + before - window  # of the first query's window
-    if can_be_flex(query, values, terms):
+    if by_flex:
         near, log_sum = flex(query, keys, values, padding, window, terms)
         if sinks is None:
             return near

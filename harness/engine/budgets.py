@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from kvbench.harness.engine.cadence import Cadence
@@ -81,6 +82,8 @@ class Layout:
         self._model, self._config, self._streams = model, config, streams
         bound = self.bound(config.capacity)
         self._needs_output = any(writes(s) for s in bound.statistics)
+        self._keys_rotated = False  # while the policy is asked
+        self._keys_rotated = config.positions == "stream" and not self._compares_keys()
 
     def for_stream(self, table: Table | None) -> list[Slots]:
         """Slots that evict while tokens come in."""
@@ -183,15 +186,38 @@ class Layout:
         first = 0 if team is None else team.rank * own
         return Part(layer, heads, output if output is None or heads is None else output[list(heads)], first)
 
+    def _compares_keys(self) -> bool:
+        """Whether the policy, or one of its statistics, looks at keys that are held. If in doubt, it does.
+
+        It is asked with a view that lacks them, on a device where nothing is computed, so that no answer depends on what is held.
+        Rotated keys could be turned back for it, but rounding would then tell equal ones apart, those of a token that comes twice
+        in the first layer.
+        """
+        shape = self._model.layers[0]
+        kept = shape.kept(self._config.capacity)
+        cadence, policy = Cadence.from_start(kept), self.bound(kept)
+        slots = self._slots(shape, [Part(0)], policy, cadence, Budget(kept), policy.statistics, torch.device("meta"))
+        rows = slots.rows(slots.num_slots)
+        if any(s.per == "head" and writes(s) for s in rows.states):
+            return True
+        del rows.view.keys
+        try:
+            rows.update(rows.room_for_seen(), None)
+            policy.importance(rows.view)
+            policy.prompt_budgets([rows.view] * len(self._model.layers), self._config.capacity)
+        except Exception:  # the keys are missing, or whatever a user's policy may raise
+            return True
+        return False
+
     def _slots(
         self, shape: LayerShape, parts: Sequence[Part], policy: Policy, cadence: Cadence, budget: Budget,
-        statistics: Sequence[Statistic] | None = None,
+        statistics: Sequence[Statistic] | None = None, device: torch.device | None = None,
     ) -> Slots:  # fmt: skip
         model, config = self._model, self._config
         if statistics is None:
             statistics = [s for s in policy.statistics if s.lasts or cadence.capacity is not None]
         return Slots(
             shape, parts=parts, policy=policy, statistics=statistics, cadence=cadence, budget=budget,
-            num_layers=len(model.layers), streams=self._streams, seed=config.seed, device=shape.device or model.device,
-            dtype=model.dtype, team=model.team,
+            num_layers=len(model.layers), streams=self._streams, seed=config.seed, device=device or shape.device or model.device,
+            dtype=model.dtype, team=model.team, keys_rotated=self._keys_rotated and shape.rotation is not None,
         )  # fmt: skip

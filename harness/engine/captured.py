@@ -1,26 +1,32 @@
 """Decode steps as CUDA graphs: a whole step, evictions in every layer included, is replayed with no Python between tokens.
 
-A graph is valid for one key, which stands for all that the host decides about a step: where the slots are, how many are
-attended, whether the cache is full. A key never comes back once another has taken its place, so a decoder holds one graph. The
-first steps with a key run eagerly, which compiles kernels. The last of them is a dry run, which finds out whether the step waits
-for the device. If it doesn't, the next step is captured, and from then on the graph is replayed.
+A graph is valid for one phase, which stands for all that the host decides about a step: how many slots are attended, whether
+tokens are evicted. Phases come back where tokens are evicted several at once, so a decoder keeps the graphs of those it met
+last, until its slots are replaced. Its first steps run eagerly, which compiles kernels. After those, the first step of a phase
+is a dry run, which finds out whether the step waits for the device. If it doesn't, the phase's next step is captured, and from
+then on its graph is replayed.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-CAPTURE_AFTER = 16  # steps with one key; a capture costs 50 to 100 ms, so a short answer does without
+from kvbench.harness.engine.method import RAN
+
+CAPTURE_AFTER = 16  # steps; a capture costs 50 to 100 ms, so a short answer does without
+_MAX_GRAPHS = 32  # of a decoder; phases recur after `evict.every` steps, one for each 256 slots that the cache grows by
 _WAIT_MESSAGE = "called a synchronizing CUDA operation"  # PyTorch's warning
 
+Result = TypeVar("Result")
 Step = Callable[[Tensor], Tensor]
 Around = Callable[[], AbstractContextManager[None]]
 
@@ -70,31 +76,49 @@ def _pool(device: torch.device) -> _Pool:
     return pool
 
 
+def recorded(work: Callable[[], Result], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """Capture some work, which computes nothing yet. The current stream is the same afterwards, even if the capture fails.
+
+    `torch.cuda.graph` is not used, because it leaves the capture's stream in place if the capture fails.
+    """
+    graph, pool = torch.cuda.CUDAGraph(), _pool(device)
+    with torch.cuda.stream(_stream(device)):
+        graph.capture_begin(pool=pool.handle)
+        try:
+            result = work()
+        except BaseException:
+            with suppress(RuntimeError):  # it says no more than that the work failed
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    return graph, result
+
+
+def replayable(launches: Callable[[], None], device: torch.device) -> Callable[[], None] | None:
+    """Kernel launches that allocate nothing and have been made before, as a CUDA graph; None if they can't be captured."""
+    if PROCESS.failed:
+        return None
+    try:
+        return recorded(launches, device)[0].replay
+    except Exception as error:
+        PROCESS.failed = _first_line(error)
+        return None
+
+
 class CudaGraph:
     """One step, captured."""
 
     def __init__(self, step: Step, tokens: Tensor) -> None:
-        """Capture a step, which computes nothing yet. The current stream is the same afterwards, even if the capture fails.
-
-        `torch.cuda.graph` is not used, because it leaves the capture's stream in place if the capture fails.
+        """Capture a step.
 
         Args:
             step: to capture.
             tokens: [B, 1].
         """
-        self._tokens, self._graph = tokens.clone(), torch.cuda.CUDAGraph()
+        self._tokens = tokens.clone()
         torch.cuda.synchronize(tokens.device)
         torch.cuda.empty_cache()  # nothing can be given back during the capture
-        pool = _pool(tokens.device)
-        with torch.cuda.stream(_stream(tokens.device)):
-            self._graph.capture_begin(pool=pool.handle)
-            try:
-                self._logits = step(self._tokens)
-            except BaseException:
-                with suppress(RuntimeError):  # it says no more than that the step failed
-                    self._graph.capture_end()
-                raise
-            self._graph.capture_end()
+        self._graph, self._logits = recorded(lambda: step(self._tokens), tokens.device)
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """Logits of the next step. [B, 1] -> [B, 1, V]."""
@@ -134,7 +158,7 @@ def dry_run(step: Step, tokens: Tensor) -> tuple[Tensor, str]:
 
 
 class StepGraphs:
-    """The captured step of one decoder.
+    """The captured steps of one decoder.
 
     Attributes:
         refused: why steps run eagerly after all, e.g. because a layer waits for the device; empty if they don't.
@@ -146,12 +170,12 @@ class StepGraphs:
 
         Args:
             capture: turns a step into one that can be replayed.
-            after: steps with one key that run before it is captured, at least 1.
+            after: steps that run before any is captured, at least 1.
         """
         self._capture, self._after = capture, after
-        self._key: Hashable = None
-        self._steps = 0  # with this key
-        self._graph: tuple[Step, Any] | None = None
+        self._slots: Hashable = None
+        self._steps = 0  # with these slots
+        self._graphs: OrderedDict[Hashable, tuple[Step, Any] | None] = OrderedDict()  # by phase; None after its dry run
         self.refused, self.replayed = "", 0
 
     def fresh(self, after: int | None = None) -> StepGraphs:
@@ -159,17 +183,13 @@ class StepGraphs:
         return StepGraphs(self._capture, self._after if after is None else after)
 
     def __call__(
-        self,
-        key: Hashable,
-        alive: Any,
-        step: Step,
-        tokens: Tensor,
-        around: Around = nullcontext,
+        self, slots: Hashable, phase: Hashable, alive: Any, step: Step, tokens: Tensor, around: Around = nullcontext
     ) -> tuple[Tensor, bool]:
         """One step.
 
         Args:
-            key: of the step. The graph of another key is dropped, with all that it kept alive.
+            slots: identifies the tensors that the step reads and writes. Once they change, all graphs are dropped.
+            phase: all else that the host decides about the step.
             alive: objects that the graph reads from, kept alive with it.
             step: the eager step.
             tokens: [B, 1].
@@ -178,19 +198,31 @@ class StepGraphs:
         Returns:
             Logits [B, 1, V], and whether they come from a replay: then `step` was not called.
         """
-        if key != self._key:
-            self._key, self._steps, self._graph = key, 0, None
+        if slots != self._slots:
+            self._slots, self._steps = slots, 0
+            self._graphs.clear()
         self._steps += 1
-        if self._graph is None and self._steps > self._after:
-            self._graph = self._captured(alive, step, tokens, around)
-        if self._graph is not None:
-            self.replayed += 1
-            return self._graph[0](tokens), True
-        if self._steps == self._after and not self.refused and tokens.device.type == "cuda":
-            with around():
-                logits, self.refused = dry_run(step, tokens)
-            return logits, False
+        if phase in self._graphs:
+            self._graphs.move_to_end(phase)
+            graph = self._graphs[phase] = self._graphs[phase] or self._captured(alive, step, tokens, around)
+            if graph is not None:
+                self.replayed += 1
+                RAN["captured step"] += 1
+                return graph[0](tokens), True
+        elif self._steps >= self._after and not self.refused:
+            return self._tried(phase, step, tokens, around), False
         return step(tokens), False
+
+    def _tried(self, phase: Hashable, step: Step, tokens: Tensor, around: Around) -> Tensor:
+        """Logits of a phase's dry run, after which the phase may be captured."""
+        self._graphs[phase] = None
+        if len(self._graphs) > _MAX_GRAPHS:
+            self._graphs.popitem(last=False)
+        if tokens.device.type != "cuda":
+            return step(tokens)
+        with around():
+            logits, self.refused = dry_run(step, tokens)
+        return logits
 
     def _captured(self, alive: Any, step: Step, tokens: Tensor, around: Around) -> tuple[Step, Any] | None:
         """The step's graph and what it reads from; None if it can't be captured."""
@@ -202,5 +234,10 @@ class StepGraphs:
             try:
                 return self._capture(step, tokens), alive
             except Exception as error:  # the device was waited for, memory asked of it, or whatever a policy does
-                self.refused = PROCESS.failed = (str(error) or type(error).__name__).splitlines()[0]
+                self.refused = PROCESS.failed = _first_line(error)
                 return None
+
+
+def _first_line(error: Exception) -> str:
+    """What an error says, in one line."""
+    return (str(error) or type(error).__name__).splitlines()[0]

@@ -10,15 +10,16 @@ from torch import Tensor
 
 from kvbench.harness.engine.attention import Terms
 from kvbench.harness.engine.banded import Rope, Sinks, banded
-from kvbench.harness.engine.flex import can_be_flex, whole_tiles
+from kvbench.harness.engine.flex import TILE, can_be_flex, whole_tiles
 from kvbench.harness.engine.kernels import rope
+from kvbench.harness.engine.method import RAN
 from kvbench.harness.engine.rotary import Rotation, rotate
 from kvbench.harness.engine.rows import Held, Rows
-from kvbench.harness.engine.slots import Slots
+from kvbench.harness.engine.slots import LayerShape, Slots
 from kvbench.policies import PositionMode
 
 
-def closed_form(slots: Slots, mode: PositionMode, limit: int, rope_length: int) -> ClosedForm | None:
+def closed_form(slots: Slots, mode: PositionMode, limit: int, rope_length: int, flex: bool = False) -> ClosedForm | None:
     """The closed form for the layers of one `Slots`; None where what they keep is not known beforehand.
 
     Args:
@@ -26,6 +27,7 @@ def closed_form(slots: Slots, mode: PositionMode, limit: int, rope_length: int) 
         mode: where RoPE puts a cached token.
         limit: the largest distance of mode `clamped`, in tokens.
         rope_length: bounds the positions that RoPE is asked for.
+        flex: compute blocks by FlexAttention where it serves.
     """
     if slots.capacity is None or slots.tensors.states or not slots.evicts_each_step:
         return None
@@ -35,18 +37,28 @@ def closed_form(slots: Slots, mode: PositionMode, limit: int, rope_length: int) 
         band = (0, slots.capacity)
     else:
         band = None
-    return None if band is None else ClosedForm(slots, mode, limit, rope_length, band)
+    return None if band is None else ClosedForm(slots, mode, limit, rope_length, band, flex)
 
 
 class ClosedForm:
     """Blocks of the layers of one `Slots`, where `band` says what is kept."""
 
-    def __init__(self, slots: Slots, mode: PositionMode, limit: int, rope_length: int, band: tuple[int, int]) -> None:
+    def __init__(
+        self, slots: Slots, mode: PositionMode, limit: int, rope_length: int, band: tuple[int, int], flex: bool
+    ) -> None:  # fmt: skip
         """Serve layers whose cache is `band`: (sinks, window), which sum to the capacity. Other arguments as in `closed_form`."""
         assert slots.capacity is not None
         self._rotation, self._capacity = slots.shape.rotation, slots.capacity
-        self._mode, self._limit, self._rope_length = mode, limit, rope_length
+        self._mode, self._limit, self._rope_length, self._keys_rotated = mode, limit, rope_length, slots.keys_rotated
         self._sinks, self._window = band
+        self._flex = flex
+
+    def may_flex(self, shape: LayerShape, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether blocks of whole tiles may go through FlexAttention, in layers of this shape."""
+        if not (self._flex and shape.plain):
+            return False
+        query = torch.empty(1, 1, 1, TILE, shape.key_dim, dtype=dtype, device=device)
+        return can_be_flex(query, query.new_empty(1, shape.value_dim), Terms(1.0))
 
     def takes(self, tokens: int, seen: int) -> bool:
         """Whether RoPE puts every kept token at one place for the whole block."""
@@ -70,16 +82,23 @@ class ClosedForm:
         Returns:
             [B, H, G, T, Dv].
         """
-        by_kernel = can_be_flex(query, values, terms) and rope.serves(query)
-        compute = self._by_kernel if by_kernel else self._plainly
-        return compute(rows, query, keys, values, terms._replace(sliding_window=None), held, seen)
+        by_flex, terms = self._flex and can_be_flex(query, values, terms), terms._replace(sliding_window=None)
+        RAN["FlexAttention" if by_flex else "closed form"] += 1
+        if by_flex and rope.serves(query):
+            return self._by_kernel(rows, query, keys, values, terms, held, seen)
+        return self._plainly(rows, query, keys, values, terms, held, seen, by_flex)
 
-    def _plainly(self, rows: Rows, query: Tensor, keys: Tensor, values: Tensor, terms: Terms, held: Held, seen: int) -> Tensor:
-        """`__call__` in plain PyTorch."""
+    def _plainly(
+        self, rows: Rows, query: Tensor, keys: Tensor, values: Tensor, terms: Terms, held: Held, seen: int, by_flex: bool
+    ) -> Tensor:  # fmt: skip
+        """`__call__` in plain PyTorch. by_flex: the window's attention by FlexAttention."""
         if self._rotation is not None:
             query, keys = self._rotation.pair(query), self._rotation.pair(keys)
         sinks, streams, tokens = self._sinks, query.shape[0], keys.shape[2]
         used = seen + tokens
+        if self._rotation is not None and self._keys_rotated:
+            own = self._rotation.factors(torch.arange(seen, used, device=keys.device), keys.dtype, self._rope_length)
+            query, keys = rotate(query, own), rotate(keys, own)
         all_keys = torch.cat([held.keys.unflatten(0, (streams, -1)), keys], 2)
         all_values = torch.cat([held.values.unflatten(0, (streams, -1)), values], 2)
         skipped, first = self._near(seen)
@@ -87,14 +106,15 @@ class ClosedForm:
         if self._sees_sinks(used):
             first_tokens = Sinks(query, all_keys[:, :, :sinks], all_values[:, :, :sinks])
         near_query, near_keys = query, all_keys[:, :, skipped:]
-        if self._rotation is not None:
+        if self._rotation is not None and not self._keys_rotated:
             at = torch.arange(near_keys.shape[2], device=keys.device)
             factors = self._rotation.factors(at, keys.dtype, near_keys.shape[2])
             near_query, near_keys = rotate(query, factors[-tokens:]), rotate(near_keys, factors)
             if first_tokens is not None:
                 query_factors, key_factors = self._far_factors(sinks, tokens, seen, self._rotation, keys)
                 first_tokens = Sinks(rotate(query, query_factors), rotate(first_tokens.keys, key_factors), first_tokens.values)
-        out = banded(near_query, near_keys, all_values[:, :, skipped:], self._window, first_tokens, terms, first)
+        near_values = all_values[:, :, skipped:]
+        out = banded(near_query, near_keys, near_values, self._window, first_tokens, terms, first, by_flex=by_flex)
         self._keep(rows, all_keys.flatten(0, 1), all_values.flatten(0, 1), used)
         return out
 
@@ -105,9 +125,7 @@ class ClosedForm:
         old_keys, old_values = held.keys.unflatten(0, (streams, -1)), held.values.unflatten(0, (streams, -1))
         before = old_keys.shape[2] - skipped
         length = before + tokens
-        at = torch.arange(length, device=keys.device)
-        factors = None if self._rotation is None else self._rotation.factors(at, keys.dtype, length)
-        old, new = (None, None) if factors is None else (factors[:before], factors[before:])
+        old, new = self._near_factors(before, tokens, seen, keys)
         near_query = query.new_empty(query.shape)
         near_keys, near_values = (keys.new_empty(streams, heads, whole_tiles(length), dim) for _ in range(2))
         rope.rotate_into(near_query.flatten(1, 2), query.flatten(1, 2), new, halves)
@@ -119,9 +137,19 @@ class ClosedForm:
         if self._sees_sinks(seen + tokens):
             sinks = self._unrotated_sinks(query, keys, values, old_keys, old_values, seen, halves)
         padding = near_keys.shape[2] - length
-        out = banded(near_query, near_keys, near_values, self._window, sinks, terms, first, padding)
-        self._keep_from(rows, held, keys, values, seen + tokens, halves)
+        out = banded(near_query, near_keys, near_values, self._window, sinks, terms, first, padding, by_flex=True)
+        self._keep_from(rows, held, keys, values, seen + tokens, halves, new if self._keys_rotated else None)
         return out
+
+    def _near_factors(self, before: int, tokens: int, seen: int, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """RoPE of `before` keys held and of the block, at equal distances from each other; None if they need none. [n, P]."""
+        if self._rotation is None:
+            return None, None
+        if self._keys_rotated:
+            at = torch.arange(seen, seen + tokens, device=like.device)
+            return None, self._rotation.factors(at, like.dtype, self._rope_length)
+        factors = self._rotation.factors(torch.arange(before + tokens, device=like.device), like.dtype, before + tokens)
+        return factors[:before], factors[before:]
 
     def _near(self, seen: int) -> tuple[int, int]:
         """The first token that the block's first query sees in its window: its index among those held, and its position."""
@@ -144,7 +172,7 @@ class ClosedForm:
         query_factors, old, new = None, None, None
         if self._rotation is not None:
             query_factors, factors = self._far_factors(count, tokens, seen, self._rotation, keys)
-            old, new = factors[: count - missing], factors[count - missing :]
+            old, new = None if self._keys_rotated else factors[: count - missing], factors[count - missing :]
         rope.rotate_into(first_keys[:, :, : count - missing], old_keys[:, :, :count], old)
         rope.rotate_into(first_keys[:, :, count - missing :], keys[:, :, :missing], new, halves)
         first_values = torch.cat([old_values[:, :, :count], values[:, :, :missing]], 2)
@@ -177,7 +205,9 @@ class ClosedForm:
         keys, values = (torch.cat([x[:, p] for p in parts], 1) for x in (keys, values))
         rows.put(keys, values, self._positions(used, rows))
 
-    def _keep_from(self, rows: Rows, held: Held, keys: Tensor, values: Tensor, used: int, halves: int) -> None:
+    def _keep_from(
+        self, rows: Rows, held: Held, keys: Tensor, values: Tensor, used: int, halves: int, factors: Tensor | None
+    ) -> None:
         """`_keep` from where the tokens are, without joining them first.
 
         Args:
@@ -187,6 +217,7 @@ class ClosedForm:
             values: of the block. [B, H, T, D].
             used: tokens of each stream up to the end of the block.
             halves: how dims of the keys are paired, as in `rope.rotate_into`.
+            factors: RoPE of the keys; None if they are kept unrotated. [T, P].
         """
         (head, tail), (streams, _, tokens, _) = self._kept(used), keys.shape
         count, stays = held.keys.shape[1], max(0, tail - tokens)  # stays: the newest of those held that are kept
@@ -199,6 +230,6 @@ class ClosedForm:
             (slice(old_head, head), slice(0, head - old_head)),
             (slice(head + stays, head + tail), slice(tokens - (tail - stays), tokens)),
         ):
-            rope.rotate_into(slots[0][:, :, at], keys[:, :, source], None, halves)
+            rope.rotate_into(slots[0][:, :, at], keys[:, :, source], None if factors is None else factors[source], halves)
             slots[1][:, :, at] = values[:, :, source]
         rows.hold(self._positions(used, rows))

@@ -309,10 +309,10 @@ class CachedDecoder:
 
     def _run_captured(self, tokens: Tensor, graphs: StepGraphs, seen: int) -> Tensor:
         """Read a token by a captured step where there is one."""
-        key = tuple(walk.graph_key(seen) for walk in self.walks)
+        slots, phase = tuple(walk.slots.version for walk in self.walks), tuple(walk.phase(seen) for walk in self.walks)
         alive = [dict(walk.slots.windows) for walk in self.walks]
         around = partial(self.model.fused_steps, self.streams) if self._fused else nullcontext
-        logits, replayed = graphs(key, alive, self._run_independent, tokens, around)
+        logits, replayed = graphs(slots, phase, alive, self._run_independent, tokens, around)
         for walk in self.walks if replayed else []:
             walk.note_replay(seen)
         return logits

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+RAN: Counter[str] = Counter()  # how often each shortcut has answered in this process: the fast check accepts none that did not
+SHORTCUTS = {  # by the field of `Method` that allows it
+    "closed_form": "closed form",
+    "flex": "FlexAttention",
+    "walk_kernel": "compiled walk",
+    "walk_graphs": "walk in graphs",
+    "step_kernel": "step kernel",
+    "captured": "captured step",
+}
 
 
 @dataclass(frozen=True)
@@ -14,7 +26,9 @@ class Method:
     Attributes:
         fill: attend to a block in one go while nothing can be evicted.
         closed_form: compute a block as banded attention where what is kept is known beforehand.
+        flex: compute it by FlexAttention, and rotate by kernels, on CUDA.
         walk_kernel: walk a block by a compiled kernel.
+        walk_graphs: replay the launches of such a walk as CUDA graphs of a few tokens.
         step_kernel: take a single token in by compiled kernels.
         captured: replay single tokens as CUDA graphs.
         fused: capture them from code that is compiled as a whole, a minute's work for a model and number of streams.
@@ -22,14 +36,21 @@ class Method:
 
     fill: bool = True
     closed_form: bool = True
+    flex: bool = False
     walk_kernel: bool = False
+    walk_graphs: bool = False
     step_kernel: bool = False
     captured: bool = False
     fused: bool = False
+
+    def limited_to(self, ran: Mapping[str, int]) -> Method:
+        """Without the shortcuts that have not answered. ran: how often each has, as in `RAN`."""
+        method = replace(self, **{field: getattr(self, field) and ran.get(name, 0) > 0 for field, name in SHORTCUTS.items()})
+        return replace(method, fused=method.fused and method.captured)
 
 
 TOKEN_BY_TOKEN = Method(fill=False, closed_form=False)  # the definition, with no shortcut
 PLAIN_WALK = Method(closed_form=False)
 EAGER = Method()  # plain PyTorch: nothing compiled
-KERNELS = Method(closed_form=False, walk_kernel=True, step_kernel=True, captured=True)
-FASTEST = Method(walk_kernel=True, step_kernel=True, captured=True)
+KERNELS = Method(closed_form=False, walk_kernel=True, walk_graphs=True, step_kernel=True, captured=True)
+FASTEST = Method(flex=True, walk_kernel=True, walk_graphs=True, step_kernel=True, captured=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvbench.harness.engine.plan import QueryFactors
-from kvbench.harness.engine.rotary import LONGEST_STREAM
+from kvbench.harness.engine.rotary import LONGEST_STREAM, rotate
 from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.slots import Slots
 from kvbench.policies import PositionMode
@@ -29,6 +29,7 @@ class Placement:
         """slots: of the layers; mode, limit: see the attributes."""
         self._slots, self.rotation, self.mode, self.limit = slots, slots.shape.rotation, mode, limit
         self.max_position = {"stream": LONGEST_STREAM, "clamped": limit + 1}.get(mode)
+        assert not slots.keys_rotated or (mode == "stream" and self.rotation is not None)
         if self.rotation is not None:
             self.rotation.prepare(slots.tensors.keys.dtype)
 
@@ -48,7 +49,7 @@ class Placement:
         return self._factors(self._places(ranks.clamp(max=self._slots.num_slots), steps)[:, None])
 
     def of_keys(self, rows: Rows, steps: Tensor) -> Tensor | None:
-        """RoPE of the cached keys; None without RoPE.
+        """RoPE that the cached keys still need; None if they need none.
 
         Args:
             rows: of one layer, or of all.
@@ -57,7 +58,7 @@ class Placement:
         Returns:
             [R, S, P] complex.
         """
-        if self.rotation is None:
+        if self.rotation is None or self._slots.keys_rotated:
             return None
         if self.mode == "cache":
             at = rows.rank
@@ -66,6 +67,10 @@ class Placement:
         else:  # the query stands at `limit`, which bounds every distance
             at = self.limit - (steps[: len(rows.rank), None] - rows.position).clamp(0, self.limit)
         return self.rotation.factors(at, rows.keys.dtype, self.length)
+
+    def kept(self, keys: Tensor, own: QueryFactors | None) -> Tensor:
+        """New keys as the slots hold them. keys: [N, D]; own: RoPE of their tokens' queries, [N, 1, P]."""
+        return rotate(keys, own.factors[:, 0]) if own is not None and self._slots.keys_rotated else keys
 
     def _places(self, ranks: Tensor, steps: Tensor) -> Tensor:
         """Positions of queries. Shape of both."""

@@ -40,7 +40,8 @@ class Plain:
                 if valid is not None:
                     rank = rank.masked_fill(~valid.expand(-1, heads, 1).flatten(), self._slots.empty_rank)
             rows.place(rank, step, places.now[t])
-            rows.write(k, v)
+            own = self._placement.of_step(rank, step)
+            rows.write(self._placement.kept(k, own), v)
             if self._writes:
                 self.note_written(rows, places, t, rows.free, k[:, None], v[:, None])
             full = places.evicts[t] and self._slots.evicts_each_step
@@ -50,7 +51,7 @@ class Plain:
                 terms,
                 None if full else rows.used(),
                 self._placement.of_keys(rows, step),
-                self._placement.of_step(rank, step),
+                own,
                 out[t],
             )
             if seen:
@@ -67,7 +68,7 @@ class Plain:
         streams, size, group = query.shape[0], len(rows.keys), self._slots.shape.group_of_reader
         query, keys, values = query.reshape(size, group, -1), keys.reshape(size, -1), values.reshape(size, -1)
         if place == 0:
-            rows.write(keys, values)
+            rows.write(self._placement.kept(keys, plan.query_factors[at]), values)
         if place == 0 and self._writes:
             self.note_written(rows, plan.places, 0, rows.free, keys[:, None], values[:, None])
         factors = plan.key_factors[at]
@@ -102,7 +103,7 @@ class Plain:
             query: unrotated. [N, G, D].
             terms: of this layer's attention.
             used: slots that hold a token; all when None. [N, 1, S] bool.
-            key_factors: RoPE of the cached keys; None without RoPE. [N, S, P].
+            key_factors: RoPE that the cached keys still need; None if they need none. [N, S, P].
             query_factors: RoPE of the query; None without RoPE. [N, 1, P].
             into: where to put the output. [N, G, Dv].
 

@@ -188,7 +188,7 @@ class Step:
         kernel: that takes the token in; None: plain PyTorch, which needs what follows.
         query_factors: RoPE of the queries, by layer; None without RoPE. [N, 1, P] each.
         used: slots that hold a token, by layer; None if all do. [N, 1, S] bool each.
-        key_factors: RoPE of the cached keys, by layer; None where each layer computes its own. [N, S, P] each.
+        key_factors: RoPE that cached keys need, by layer; None if none, or where each layer computes its own. [N, S, P] each.
     """
 
     places: Places

@@ -18,7 +18,6 @@ from kvbench.harness.engine.placement import Placement
 from kvbench.harness.engine.plan import Block, Closed, CompiledWalk, Fill, Places, PlainWalk, Plan, QueryFactors, Runs, Step
 from kvbench.harness.engine.rows import Rows, writes
 from kvbench.harness.engine.slots import Slots
-from kvbench.policies import Seen
 
 _MIN_COMPILED_TOKENS = 4  # shorter blocks don't repay the kernel's copies
 _MAX_BATCHED_ROPE_ELEMENTS = 2**20  # of the keys of all layers; above this, each layer computes its own RoPE
@@ -131,12 +130,7 @@ class Planner:
         if slots.uneven and block.valid is not None:
             rank = rank.masked_fill(~rows.of_streams(block.valid)[:, 0], slots.empty_rank)
         rows.place(rank, places.steps[0], places.now[0])
-        layers, size = len(slots.layers), (len(rows.rank), slots.shape.group)
-        last = {"weights": attended, "logits": attended, "queries": slots.shape.key_dim, "outputs": slots.shape.value_dim}
-        wide, narrow = slots.wide, slots.tensors.keys.dtype
-        seen: dict[Seen, Tensor] = {
-            name: rows.keys.new_empty(*size, last[name], dtype=wide if last[name] == attended else narrow) for name in slots.sees
-        }
+        layers, seen = len(slots.layers), rows.room_for_seen()
         by_layer = {name: x.unflatten(0, (layers, -1)).unbind(0) for name, x in seen.items()}
         seen_of_layer = [{name: parts[at] for name, parts in by_layer.items()} for at in range(layers)]
         if kernel is not None:
@@ -175,6 +169,8 @@ class Planner:
         """Whether nothing that the block's tokens do depends on the walk: no eviction, no updates, true distances."""
         slots = self._slots
         if block.end is None or not self._method.fill or slots.cadence.dropped or (slots.sees and block.end > slots.quiet):
+            return False
+        if slots.budget.of_rows is not None:  # of a prompt some heads hold less than others, even if one of them holds all
             return False
         return (slots.capacity is None or block.end <= slots.capacity) and (
             self._placement.mode != "clamped" or block.end <= self._placement.limit

@@ -85,6 +85,8 @@ class Rows:
         self.view = CacheView(
             rank, position, layer, keys, values, self.states, layer, head, prompt, slots.num_layers, slots.seed, self._rotated
         )
+        if slots.keys_rotated:  # nobody looks at them
+            del self.view.keys
 
     def _rotated(self, x: Tensor, position: Tensor) -> Tensor:
         """`CacheView.rotate`."""
@@ -109,6 +111,11 @@ class Rows:
     def asked(self) -> frozenset[Seen]:
         """What statistics read of attention."""
         return self._slots.sees
+
+    @property
+    def keys_rotated(self) -> bool:
+        """Keys are kept rotated to their positions in the stream."""
+        return self._slots.keys_rotated
 
     @property
     def heads(self) -> int:
@@ -209,6 +216,13 @@ class Rows:
         if window is not None and not self._slots.evicts_each_step:
             held = held & (self.view.age.flatten(0, 1) < window)
         return held[:, None]
+
+    def room_for_seen(self) -> dict[Seen, Tensor]:
+        """Where a step may put what statistics read of it. [R, G, ...] each."""
+        shape, attended, narrow = self._slots.shape, self.rank.shape[1], self.keys.dtype
+        last = {"weights": attended, "logits": attended, "queries": shape.key_dim, "outputs": shape.value_dim}
+        types = {"weights": self._slots.wide, "logits": self._slots.wide}
+        return {x: self.keys.new_empty(len(self.rank), shape.group, last[x], dtype=types.get(x, narrow)) for x in self.asked}
 
     def update(self, seen: Mapping[Seen, Tensor], valid: Tensor | None) -> None:
         """Update the statistics with the attention of one step. seen: [R, G, ...] each; valid: [L * B, 1, 1]."""

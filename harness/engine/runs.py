@@ -64,8 +64,12 @@ class RunReader:
         rows, (size, tokens) = self._rows, run.steps.shape
         ranks = rows.count()[:, None] + torch.arange(tokens, device=run.steps.device)
         free = rows.empty_slots(tokens)
-        rows.enter(free, run.keys, run.values, ranks, run.steps)
-        query, keys = self._rotated(run, ranks)
+        own = None
+        if self._rotation is not None:
+            own = self._rotation.factors(ranks if self._mode == "cache" else run.steps, run.keys.dtype, LONGEST_STREAM)
+        kept = rotate(run.keys, own) if own is not None and rows.keys_rotated else run.keys
+        rows.enter(free, kept, run.values, ranks, run.steps)
+        query, keys = self._rotated(run, own)
         one_by_one = bool(self._asked) and not rows.update_in_runs
         out = []
         at_once = max(1, _MAX_SCORES // (size * query.shape[1] * keys.shape[1]))
@@ -89,15 +93,20 @@ class RunReader:
         rows.end_run(free, due)
         return torch.cat(out, 2)
 
-    def _rotated(self, run: Run, ranks: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries, scaled if all scores are computed, and keys, once the run is among them. [N, G, T, D], [N, S, D]."""
-        rows, rotation, dtype = self._rows, self._rotation, run.keys.dtype
+    def _rotated(self, run: Run, own: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Queries, scaled if all scores are computed, and keys, once the run is among them. [N, G, T, D], [N, S, D].
+
+        own: RoPE of the run's queries; None without RoPE. [N, T, P].
+        """
+        rows, rotation = self._rows, self._rotation
         scaling = self._terms.scaling if self._explicit else 1  # rounded once, together with the rotation
-        if rotation is None:
+        if rotation is None or own is None:
             return run.query if scaling == 1 else run.query * scaling, rows.keys
-        of_keys, own = (rows.rank, ranks) if self._mode == "cache" else (rows.position.clamp(min=0), run.steps)
-        keys = rotate(rows.keys, rotation.factors(of_keys, dtype, LONGEST_STREAM))
-        return rotate(run.query, rotation.factors(own, dtype, LONGEST_STREAM)[:, None] * scaling), keys
+        query = rotate(run.query, own[:, None] * scaling)
+        if rows.keys_rotated:
+            return query, rows.keys
+        of_keys = rows.rank if self._mode == "cache" else rows.position.clamp(min=0)
+        return query, rotate(rows.keys, rotation.factors(of_keys, run.keys.dtype, LONGEST_STREAM))
 
     def _attend(self, query: Tensor, keys: Tensor, sees: Tensor) -> tuple[Tensor, dict[Seen, Tensor]]:
         """Attention of some queries, [N, G, T, D], to what they see, [N, T, S]. -> [N, G, T, Dv], and what was asked for."""

@@ -173,6 +173,7 @@ class Slots:
         policy: bound to the tokens these layers keep.
         cadence: when tokens are evicted.
         budget: what rows may hold.
+        keys_rotated: keys are kept rotated to their positions in the stream.
         streams: B.
         seed: of the policy's randomness.
         team: of the processes that share the model; None if there is one.
@@ -201,6 +202,7 @@ class Slots:
         device: torch.device,
         dtype: torch.dtype,
         team: Team | None = None,
+        keys_rotated: bool = False,
     ) -> None:
         """Allocate.
 
@@ -217,10 +219,11 @@ class Slots:
             device: of the slots.
             dtype: of K and V.
             team: of the processes that share the model; None if there is one.
+            keys_rotated: see the attribute.
         """
         self.policy, self.cadence, self.budget, self.parts = policy, cadence, budget, list(parts)
         self.shape, self.layers, self.num_layers = shape, [part.layer for part in parts], num_layers
-        self.streams, self.seed, self.quiet, self.team = streams, seed, 0, team
+        self.streams, self.seed, self.quiet, self.team, self.keys_rotated = streams, seed, 0, team, keys_rotated
         self.layer_index = torch.tensor(self.layers, device=device)
         heads = [[part.first + head for head in part.heads or range(shape.heads)] for part in parts]
         self.head_index = torch.tensor(heads, device=device)

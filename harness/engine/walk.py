@@ -4,7 +4,8 @@ What happens to a token. `Walk.begin` looks at a block once and returns its plan
 every layer, which follows the plan, and `end` is called after the last layer. By the definition (`PlainWalk`, in `plain.py`), a
 layer takes the tokens of its block one after the other:
 
-1. the token's rank and position are entered for the free slot, and its unrotated key and its value are written there;
+1. the token's rank and position are entered for the free slot, and its key and its value are written there: the key unrotated,
+   or rotated where its angle never changes and nobody compares keys;
 2. its query attends to all tokens held, itself included, whose keys are rotated to where the position mode puts them;
 3. the attention updates the policy's statistics;
 4. once the cache is full, the token worth least gives up its slot, which is free for the next token.
@@ -26,7 +27,7 @@ from torch import Tensor
 from kvbench.harness.engine.attention import Terms, causal
 from kvbench.harness.engine.closed_form import closed_form
 from kvbench.harness.engine.kernels.choose import Kernels, kernels_for
-from kvbench.harness.engine.method import EAGER, Method
+from kvbench.harness.engine.method import EAGER, RAN, Method
 from kvbench.harness.engine.placement import Placement
 from kvbench.harness.engine.plain import Plain, rotated_and_scaled
 from kvbench.harness.engine.plan import Block, Closed, CompiledWalk, Fill, PlainWalk, Plan, Runs, Step
@@ -60,11 +61,11 @@ class Walk:
             self._form, self._kernels = like._form, like._kernels
         else:
             if method.closed_form:
-                self._form = closed_form(slots, positions, limit, self._placement.length)
+                self._form = closed_form(slots, positions, limit, self._placement.length, method.flex)
             if slots.shape.readers > 1:
                 self._kernels = Kernels(plain_because="no kernel serves layers that share K and V")
             elif method.walk_kernel or method.step_kernel:
-                self._kernels = kernels_for(slots, positions, limit, self._placement.max_position)
+                self._kernels = kernels_for(slots, positions, limit, self._placement.max_position, method.walk_graphs)
         self._planner = Planner(slots, self._placement, self._form, self._kernels, method)
         self._plain = Plain(slots, self._placement)
         self._writes = any(writes(s) for s in slots.tensors.states)
@@ -75,9 +76,19 @@ class Walk:
         return self._form is not None
 
     @property
+    def may_flex(self) -> bool:
+        """Whether blocks of whole tiles may be computed by FlexAttention."""
+        return self._form is not None and self._form.may_flex(self.slots.shape, self.slots.tensors.keys.dtype, self.slots.device)
+
+    @property
     def is_compiled(self) -> bool:
         """Whether blocks are walked by a compiled loop."""
         return self._method.walk_kernel and self._kernels.walk is not None and self._form is None
+
+    @property
+    def walks_in_graphs(self) -> bool:
+        """Whether the launches of a compiled loop may be replayed as CUDA graphs."""
+        return self.is_compiled and self._kernels.walk is not None and self._kernels.walk.in_graphs
 
     @property
     def steps_by_kernel(self) -> bool:
@@ -120,6 +131,7 @@ class Walk:
         if isinstance(plan, Step) and plan.kernel is not None:
             rows, seen = self.slots.rows(plan.attended, layer), plan.seen_of_layer[self.slots.layers.index(layer)]
             free = rows.free.clone() if self._writes else rows.free
+            RAN["step kernel"] += 1
             out = plan.kernel(self.slots, rows, query, keys, values, terms.scaling, seen.get("weights"))
             if self._writes:
                 keys = keys if self.rotation is None else self.rotation.pair(keys)
@@ -143,6 +155,7 @@ class Walk:
             case CompiledWalk():
                 if not plan.kernel.rotates:
                     query = rotated_and_scaled(query, plan.query_factors, terms)
+                RAN["compiled walk"] += 1
                 rows, written = self.slots.rows(plan.attended, layer), self._written(plan, layer, keys, values)
                 out = plan.kernel(self.slots, rows, layer, query, keys, values, terms.scaling, plan.ordered, plan.seen, written)
             case Runs():
@@ -167,10 +180,9 @@ class Walk:
         if isinstance(plan, Step):
             self._finish(plan)
 
-    def graph_key(self, seen: int) -> tuple[int, int, bool]:
-        """Identifies the CUDA graph for the step after `seen` tokens: all that the host decides about it."""
-        slots = self.slots
-        return slots.version, slots.attended(slots.used(seen + 1)), slots.cadence.evicts(seen + 1)
+    def phase(self, seen: int) -> tuple[int, bool]:
+        """All that the host decides about the step after `seen` tokens: slots attended, and whether tokens are evicted."""
+        return self.slots.attended(self.slots.used(seen + 1)), self.slots.cadence.evicts(seen + 1)
 
     def forget_placement(self) -> None:
         """Make the next step compute all that it reads, as a captured one must."""
@@ -191,18 +203,22 @@ class Walk:
         """A block that all fits: causal attention in one go. -> [B, H, G, T, Dv]."""
         end, streams = plan.seen + keys.shape[2], query.shape[0]
         rows = self.slots.rows(self.slots.num_slots, layer)
-        if place == 0:
-            self._enter(plan, rows, keys, values)
-        all_keys, all_values = (x[:, :end].unflatten(0, (streams, -1)) for x in (rows.keys, rows.values))
+        factors = None
         if self.rotation is not None:
             factors = self.rotation.factors(torch.arange(end, device=keys.device), keys.dtype, end)
-            all_keys, query = rotate(all_keys, factors), rotate(query, factors[plan.seen :])
+            query = rotate(query, factors[plan.seen :])
+        if place == 0:
+            self._enter(plan, rows, keys, values, factors)
+        all_keys, all_values = (x[:, :end].unflatten(0, (streams, -1)) for x in (rows.keys, rows.values))
+        if factors is not None and not rows.keys_rotated:
+            all_keys = rotate(all_keys, factors)
         return causal(query, all_keys, all_values, terms)
 
-    def _enter(self, plan: Fill, rows: Rows, keys: Tensor, values: Tensor) -> None:
-        """Write a block that all fits. keys: paired."""
+    def _enter(self, plan: Fill, rows: Rows, keys: Tensor, values: Tensor, factors: Tensor | None) -> None:
+        """Write a block that all fits. keys: paired; factors: RoPE of all positions up to its end, None without RoPE."""
         first, end = plan.seen, plan.seen + keys.shape[2]
-        rows.keys[:, first:end], rows.values[:, first:end] = keys.flatten(0, 1), values.flatten(0, 1)
+        kept = rotate(keys, factors[first:]) if factors is not None and rows.keys_rotated else keys
+        rows.keys[:, first:end], rows.values[:, first:end] = kept.flatten(0, 1), values.flatten(0, 1)
         rows.rank[:, first:end] = rows.position[:, first:end] = torch.arange(first, end, device=keys.device)
         if self._writes:
             free, steps = rows.free[:, None] + torch.arange(end - first, device=keys.device), rows.position[:, first:end]

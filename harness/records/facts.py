@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from kvbench.harness.records.rules import CODE, EXACT, MACHINE, TIME, Elsewhere, Rule, Unchecked
-from kvbench.harness.records.types import Amount, Count, Document, FileName, Number, Part, Positive, Sha256, Whole
+from kvbench.harness.records.types import Amount, Count, Document, FileName, Name, Number, Part, Positive, Sha256, Whole
 
 _DRAWN = Unchecked("says what a run was asked to write, and changes rounding only")
 
@@ -25,6 +25,9 @@ class Data(Document):
     tokens: Annotated[Count, EXACT] = Field(0, description="tokens read, without the prefix")
     prefix: Annotated[list[Whole], EXACT] = Field(default_factory=list, description="token ids that open each stream")
     texts: Annotated[list[str], EXACT] = Field(default_factory=list, description="titles of the texts")
+    task_version: Annotated[Name | None, EXACT] = Field(
+        None, description="raised when the same answer gets another score, which then is in the key; None for the first"
+    )
 
 
 class KVShape(Part):

@@ -47,7 +47,8 @@ class Record:
     Attributes:
         cell: what was measured.
         cell_id: hash of `cell`.
-        key: hash of everything that determines the figures: cell id, token ids, weights, the policy's source, NUMERICS_VERSION.
+        key: hash of everything that determines the figures: cell id, token ids, weights, the policy's source, the task's version,
+            NUMERICS_VERSION.
         status: "ok", or "failed": then `error` says why and `metrics` may be empty.
         error: of a failed cell (harness/core/failure.py).
         metrics: the task's figures; of the task's own class if the cell went well and the task is installed.

@@ -103,9 +103,12 @@ def prepare(
         task_source = {} if plugins.is_ours(task) else {"task_sha256": task_digest(task)}
         machine = [there.device, there.threads] if task.of_device else []
         reference = [] if cell.reference is None else [keys[cell.reference.id]]
-        key = digest([cell.id, tokens.ids_sha256, weights, source, NUMERICS_VERSION, *machine, *task_source.values(), *reference])
+        facts_of_data = _data_facts(task, tokens)
+        version = [] if facts_of_data.task_version is None else [facts_of_data.task_version]
+        others = [*machine, *task_source.values(), *reference, *version]
+        key = digest([cell.id, tokens.ids_sha256, weights, source, NUMERICS_VERSION, *others])
         keys[cell.id] = key
-        record = Record(CellSpec.from_json(cell.as_json()), cell.id, key, "ok", data=_data_facts(task, tokens))
+        record = Record(CellSpec.from_json(cell.as_json()), cell.id, key, "ok", data=facts_of_data)
         facts = {"weights_sha256": weights, "policy_sha256": source, **task_source}
         prepared.append(Prepared(cell, task, tokens, directory, record, facts))
     return prepared

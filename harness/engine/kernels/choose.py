@@ -27,7 +27,7 @@ class Kernels(NamedTuple):
     plain_because: str = ""  # why there is no kernel to walk blocks of these layers under this policy
 
 
-def kernels_for(slots: Slots, mode: PositionMode, limit: int, longest: int | None) -> Kernels:
+def kernels_for(slots: Slots, mode: PositionMode, limit: int, longest: int | None, in_graphs: bool = False) -> Kernels:
     """The kernels for some layers under their policy.
 
     Args:
@@ -35,11 +35,12 @@ def kernels_for(slots: Slots, mode: PositionMode, limit: int, longest: int | Non
         mode: where RoPE puts a cached token.
         limit: largest distance in mode `clamped`, in tokens.
         longest: bound of the angles; the number of slots when None.
+        in_graphs: let the kernel that walks blocks replay its launches as CUDA graphs.
     """
     module = _MODULES.get(slots.tensors.keys.device.type)
     if module is None:
         return Kernels(plain_because=f"no kernels for device '{slots.tensors.keys.device.type}'")
-    walk, lost = module.WalkKernel.from_slots(slots, mode, limit, longest), module.lost(slots, mode, limit)
+    walk, lost = module.WalkKernel.from_slots(slots, mode, limit, longest, in_graphs), module.lost(slots, mode, limit)
     because = ""
     if walk is None and not lost:
         because = module.why_untraced(slots.policy) or module.why_unserved(slots)

@@ -23,7 +23,7 @@ from kvbench.policies.view import mixed_seed
 
 __all__ = ["ReleaseKernel", "StepKernel", "WalkKernel", "lost", "why_unserved", "why_untraced"]
 
-_MODES: dict[PositionMode, int] = {"cache": 0, "stream": 1, "clamped": 2}
+_MODES = {"cache": 0, "stream": 1, "clamped": 2, "rotated": 3}  # the last: `stream`, and keys are kept rotated
 _MAX_SINGLE_THREAD_PRODUCTS = 2**17  # of a layer's scores; below this one thread is faster than several
 
 
@@ -31,7 +31,8 @@ class StepKernel:
     """The decode step of the layers of one `Slots`."""
 
     def __init__(self, slots: Slots, mode: PositionMode, limit: int, longest: int | None, kernel: Any) -> None:
-        self._kernel, self._mode, self._limit, self._longest = kernel, _MODES[mode], limit, longest
+        self._kernel, self._limit, self._longest = kernel, limit, longest
+        self._mode = _MODES["rotated" if slots.keys_rotated else mode]
         self._order = torch.arange(slots.shape.key_dim) if slots.shape.rotation is None else slots.shape.rotation.order
 
     @classmethod

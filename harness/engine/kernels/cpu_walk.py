@@ -75,20 +75,22 @@ class WalkKernel:
 
     leaves_ordered = True  # afterwards, the slots hold their tokens oldest first
     rotates = False  # queries are rotated and scaled before, and paired dims lie side by side
+    in_graphs = False
 
     def __init__(self, slots: Slots, mode: PositionMode, limit: int, kernel: Any) -> None:
         self._kernel, self._rotation = kernel, slots.shape.rotation
-        self._in_stream = mode == "stream" and self._rotation is not None  # keys are rotated only once
         self._rotated_by, self._angles = 0, 0
         table = torch.ones(0, slots.shape.key_dim // 2, dtype=torch.complex64)
-        if self._rotation is not None and not self._in_stream:
+        if self._rotation is not None and not slots.keys_rotated:
             self._rotated_by, self._angles = (1, slots.num_slots) if mode == "cache" else (2, limit + 1)
             table = self._rotation.factors(torch.arange(self._angles), torch.float32, self._angles + 1)
         self._cosine, self._sine = table.real.T.contiguous(), table.imag.T.contiguous()  # of every angle. [P, angles]
 
     @classmethod
-    def from_slots(cls, slots: Slots, mode: PositionMode, limit: int, longest: int | None) -> Self | None:
-        """The kernel for some layers; None if there is none."""
+    def from_slots(
+        cls, slots: Slots, mode: PositionMode, limit: int, longest: int | None, in_graphs: bool = False
+    ) -> Self | None:  # fmt: skip
+        """The kernel for some layers; None if there is none. Its loop over tokens needs no graphs."""
         kernel = cls.built(slots, mode, limit).function
         if kernel is None:
             return None
@@ -102,7 +104,7 @@ class WalkKernel:
         fits = slots.capacity is not None and slots.shape.plain and slots.shape.key_dim % 2 == 0
         fits = fits and slots.tensors.keys.dtype.itemsize <= 4 and not why_untraced(slots.policy)
         fits = fits and (mode != "clamped" or slots.shape.rotation is None or limit < _MAX_TABLE_ANGLES)
-        fits = fits and not why_unserved(slots)
+        fits = fits and not why_unserved(slots) and (mode != "stream" or slots.keys_rotated or slots.shape.rotation is None)
         return built_of(slots.policy, "walk.c", "walk") if fits else Built()
 
     def __call__(
@@ -133,8 +135,10 @@ class WalkKernel:
         streams, heads, group, tokens, _ = query.shape
         size, dims, pairs = streams * heads, values.shape[-1], query.shape[-1] // 2
         count, kept = slots.cadence.held(seen), slots.cadence.held(seen + tokens)
+        if self._rotation is not None and slots.keys_rotated:
+            keys = rotate(keys, self._rotation.factors(torch.arange(seen, seen + tokens), keys.dtype, LONGEST_STREAM))
         candidates = _Candidates.gather(rows, keys, values, count, seen, ordered)
-        by_pair = self._by_pair(candidates.keys, candidates.position)
+        by_pair = candidates.keys.float().unflatten(-1, (-1, 2))  # [N, L, P, 2]
         stores = _Stores.fill(by_pair, candidates, count, slots.num_slots)
         first, out = first_values(rows, written, tokens), torch.empty(tokens, size, group, dims)
         arrays = (
@@ -153,13 +157,6 @@ class WalkKernel:
         for i, number in enumerate(numbers_of(rows)):
             number[:, :kept] = stores.state[:, i, :kept]
         return out.to(values.dtype).view(tokens, streams, heads, group, dims).permute(1, 2, 3, 0, 4)
-
-    def _by_pair(self, keys: Tensor, positions: Tensor) -> Tensor:
-        """Keys in the kernel's layout, rotated in mode `stream`. [N, L, D] -> [N, L, P, 2] float32."""
-        keys = keys.float()
-        if self._in_stream and self._rotation is not None:
-            keys = rotate(keys, self._rotation.factors(positions, torch.float32, LONGEST_STREAM))
-        return keys.unflatten(-1, (-1, 2))
 
 
 def _oldest(x: Tensor, order: Tensor | None, count: int) -> Tensor:

@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from kvbench.harness.core.files import atomic_write
 from kvbench.harness.core.user_cache import private_folder
+from kvbench.harness.engine.captured import replayable
 from kvbench.harness.engine.kernels import cuda_attention, states
 from kvbench.harness.engine.kernels.cuda_attention import BOOKKEEPING_BLOCK, Attention, arrays_of, next_power
 from kvbench.harness.engine.kernels.states import Written, first_values, heads_of, prompts_of, sees_weights, widths_of
 from kvbench.harness.engine.kernels.tracing import TRITON, Formulas, NotTraceableError, traced
+from kvbench.harness.engine.method import RAN
 from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.slots import Slots
 from kvbench.policies import Policy, PositionMode
@@ -30,6 +33,8 @@ from kvbench.policies.view import mixed_seed
 
 _NO_TRITON = "Triton is not installed"
 _THREADS = 128  # of a program of `release`
+_GRAPH_DEVICES = {"cuda"}
+CHUNK_TOKENS = 16  # of a walk's CUDA graph
 
 _POLICY = '''"""Made by kv-bench from a policy's `importance` and its statistics' `update`."""
 
@@ -160,48 +165,133 @@ class ReleaseKernel:
         )  # fmt: skip
         asked = {"ASKED": mass is not None, "MOST": "most" in reads, "HEAD": "head" in reads, "PROMPT": "prompt" in reads}
         window, seed = slots.shape.sliding_window or 0, mixed_seed(slots.seed)
+        begin = (*arrays, rows.base, slots.num_slots, attended, slots.streams * heads, heads)
+        end = (window, slots.num_layers, seed, self._policy.updated, self._policy.importance)
+        constants = {"G": slots.shape.group, "BLOCK": block, "WIDTHS": widths_of(rows), "PLACE": clock is not None} | asked
 
         def launch(full: bool) -> None:
-            kernel(
-                *arrays, rows.base, slots.num_slots, attended, slots.streams * heads, heads, int(full), window, slots.num_layers,
-                seed, self._policy.updated, self._policy.importance, G=slots.shape.group, BLOCK=block, WIDTHS=widths_of(rows),
-                PLACE=clock is not None, **asked,
-            )  # fmt: skip
+            kernel(*begin, int(full), *end, **constants)
 
         return launch
 
 
+class _Buffers:
+    """A block's queries, keys and values where the kernels read them, in every layer: the same tensors, whatever the block.
+
+    Attributes:
+        query, key, value, first, out: as `Attention.launcher` takes them, for blocks of up to T tokens.
+        mass: softmax weights of a token; None if no statistic sees them. [N * G * S] float32.
+        clock: a token's step, and that of its block's first token. [2] int64.
+    """
+
+    def __init__(self, query: Tensor, keys: Tensor, values: Tensor, first: Tensor, slots: int | None) -> None:
+        """Allocate for blocks like this one. slots: S; None without `mass`."""
+        (streams, heads, group, tokens, _), rows = query.shape, len(first)
+        self.query, self.key, self.value = (
+            torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, keys, values)
+        )
+        self.first = torch.empty_like(first, memory_format=torch.contiguous_format)
+        self.out = values.new_empty(streams, heads, group, tokens, values.shape[-1])
+        self.mass = None if slots is None else query.new_empty(rows * group * slots, dtype=torch.float32)
+        self.clock = torch.zeros(2, dtype=torch.int64, device=query.device)
+
+    def fit(self, query: Tensor) -> bool:
+        """Whether a block of these queries has room."""
+        return query.shape[:3] == self.query.shape[:3] and query.shape[3] <= self.query.shape[3]
+
+    def fill(self, query: Tensor, keys: Tensor, values: Tensor, first: Tensor, seen: int) -> None:
+        """Take a block in. seen: tokens before it."""
+        for buffer, x in ((self.query, query), (self.key, keys), (self.value, values)):
+            buffer[..., : x.shape[-2], :] = x
+        self.first[:, : first.shape[1]] = first
+        self.clock.fill_(seen)
+
+
+class _LayerWalk:
+    """The kernels of a token in one layer, and chunks of tokens as CUDA graphs, by whether tokens are evicted.
+
+    Attributes:
+        buffers: that they read.
+        scaling: of the scores.
+    """
+
+    def __init__(
+        self, buffers: _Buffers, scaling: float, attend: Callable[[], None], release: Callable[[bool], None], in_graphs: bool
+    ) -> None:
+        self.buffers, self.scaling, self._attend, self._release, self._in_graphs = buffers, scaling, attend, release, in_graphs
+        self._chunks: dict[bool, Callable[[], None] | None] = {}
+
+    def __call__(self, evicts: Sequence[bool]) -> None:
+        """Walk the next tokens of the block. evicts: whether one is evicted after each."""
+        uniform = self._in_graphs and len(evicts) == CHUNK_TOKENS and len(set(evicts)) == 1
+        if not uniform or evicts[0] not in self._chunks:
+            self._launch(evicts)  # which compiles the kernels
+            if uniform:
+                self._chunks[evicts[0]] = None
+            return
+        replay = self._chunks[evicts[0]] or replayable(partial(self._launch, evicts), self.buffers.clock.device)
+        self._chunks[evicts[0]] = replay
+        if replay is None:
+            self._launch(evicts)
+        else:
+            RAN["walk in graphs"] += 1
+            replay()
+
+    def _launch(self, evicts: Sequence[bool]) -> None:
+        for full in evicts:
+            self._attend()
+            self._release(full)
+
+
 class WalkKernel:
-    """The walk of one policy over the layers of one `Slots`: a step's kernels for every token of a block, inside one layer."""
+    """The walk of one policy over the layers of one `Slots`: a step's kernels for every token of a block, inside one layer.
+
+    Which token of the block it is stands on the device; all else is the same for every token. So the launches of a chunk of
+    tokens can be captured once a layer as a CUDA graph: one by one they take the host longer than the device.
+    """
 
     leaves_ordered = False  # tokens stay in their slots
     rotates = True  # takes queries and keys as the model made them
 
-    def __init__(self, attention: Attention, release: ReleaseKernel) -> None:
-        self._attention, self._release = attention, release
+    def __init__(self, attention: Attention, release: ReleaseKernel, in_graphs: bool) -> None:
+        self._attention, self._release, self.in_graphs = attention, release, in_graphs
+        self._buffers: _Buffers | None = None
+        self._layers: WeakKeyDictionary[Rows, _LayerWalk] = WeakKeyDictionary()
 
     @classmethod
-    def from_slots(cls, slots: Slots, mode: PositionMode, limit: int, longest: int | None) -> Self | None:
+    def from_slots(
+        cls, slots: Slots, mode: PositionMode, limit: int, longest: int | None, in_graphs: bool = False
+    ) -> Self | None:
         """The kernel for layers with a plain softmax and up to 32 bits, and a traceable policy; None for others."""
         release = ReleaseKernel.from_slots(slots)
-        return cls(Attention(slots, mode, limit, longest), release) if release is not None and _serves(slots) else None
+        if release is None or not _serves(slots):
+            return None
+        return cls(Attention(slots, mode, limit, longest), release, in_graphs and slots.device.type in _GRAPH_DEVICES)
 
     def __call__(
         self, slots: Slots, rows: Rows, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float,
         ordered: bool, seen: int, written: Written | None = None,
     ) -> Tensor:  # fmt: skip
         """Walk a block of streams of equal length. Arguments and result are those of the CPU kernel."""
-        streams, heads, group, tokens, _ = query.shape
-        size, attended = rows.rank.shape
-        at = slots.layers.index(layer)
-        mass = query.new_empty(size, group, attended, dtype=torch.float32) if sees_weights(rows) else None
-        out = values.new_empty(size, group, tokens, values.shape[-1])
-        clock = torch.full((2,), seen, dtype=torch.int64, device=query.device)
-        q, k, v = (x.contiguous() for x in (query, keys, values))
-        flat = (q.view(size, group, tokens, -1), k.view(size, tokens, -1), v.view(size, tokens, -1))
-        attend = self._attention.launcher(slots, rows, *flat, scaling, mass, out, clock, first_values(rows, written, tokens))
+        tokens = keys.shape[2]
+        first = first_values(rows, written, tokens)
+        if self._buffers is None or not self._buffers.fit(query):
+            self._buffers = _Buffers(query, keys, values, first, slots.num_slots if sees_weights(rows) else None)
+        buffers, walk = self._buffers, self._layers.get(rows)
+        if walk is None or walk.buffers is not buffers or walk.scaling != scaling:
+            walk = self._layers[rows] = self._layer_walk(slots, rows, layer, scaling, buffers)
+        buffers.fill(query, keys, values, first, seen)
+        evicts = [slots.cadence.evicts(step + 1) for step in range(seen, seen + tokens)]
+        for begin in range(0, tokens, CHUNK_TOKENS):
+            walk(evicts[begin : begin + CHUNK_TOKENS])
+        return buffers.out[:, :, :, :tokens].clone()
+
+    def _layer_walk(self, slots: Slots, rows: Rows, layer: int, scaling: float, buffers: _Buffers) -> _LayerWalk:
+        """The kernels of one layer, reading from buffers."""
+        (size, attended), group, at = rows.rank.shape, slots.shape.group, slots.layers.index(layer)
+        mass = None if buffers.mass is None else buffers.mass[: size * group * attended].view(size, group, attended)
+        query, key, value, out = (x.flatten(0, 1) for x in (buffers.query, buffers.key, buffers.value, buffers.out))
+        clock = buffers.clock
+        attend = self._attention.launcher(slots, rows, query, key, value, scaling, mass, out, clock, buffers.first)
         release = self._release.launcher(slots, rows, mass, slots.layer_index[at : at + 1], clock)
-        for step in range(seen, seen + tokens):
-            attend()
-            release(slots.cadence.evicts(step + 1))
-        return out.view(streams, heads, group, tokens, -1)
+        return _LayerWalk(buffers, scaling, attend, release, self.in_graphs)

@@ -28,7 +28,7 @@ _PROGRAM_QUERIES = 16  # of a program: the smallest tensor-core product
 _SMALLEST_SIDE = 16  # of a tensor-core product
 _JOINED_PARTS = 16  # at once
 _TABLE_ROWS = 2**15  # angles; further ones need a second table
-_MODES: dict[PositionMode, int] = {"cache": 1, "stream": 2, "clamped": 3}
+_MODES = {"cache": 1, "stream": 2, "clamped": 3, "rotated": 4}  # the last: `stream`, and keys are kept rotated
 
 
 @lru_cache
@@ -58,7 +58,7 @@ class _Rope(NamedTuple):
         near = rotation.cosine_and_sine(_TABLE_ROWS, 1)
         far = rotation.cosine_and_sine(-(-LONGEST_STREAM // _TABLE_ROWS), _TABLE_ROWS)
         level = 0 if (longest or slots.num_slots + 1) <= _TABLE_ROWS else _TABLE_ROWS
-        return cls(_MODES[mode], level, rotation.order, near + far)
+        return cls(_MODES["rotated" if slots.keys_rotated else mode], level, rotation.order, near + far)
 
 
 def sizes(shape: LayerShape, dtype: torch.dtype) -> dict[str, int]:

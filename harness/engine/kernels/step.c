@@ -1,7 +1,7 @@
 /* One token in one layer: writes it to its slot, then attends to all tokens held. This is a template: compiler.py puts the dims in.
 
-   Keys are stored unrotated. Each is rotated when it is read, once for all query heads of its KV head. The query has the
-   position of the new token's key. Slots are in no order.
+   Keys are stored unrotated, and each is rotated when it is read, once for all query heads of its KV head; or, ROTATED, when it is
+   stored. The query has the position of the new token's key. Slots are in no order.
 
    Axis letters: N rows (stream, KV head), G query heads of a KV head, S slots, P pairs of dims, D key dim, E value dim. */
 
@@ -10,7 +10,7 @@
 #include <stdlib.h>
 
 enum { G = GROUP, D = KEY_DIM, E = VALUE_DIM };
-enum { BY_RANK, BY_POSITION, CLAMPED };
+enum { BY_RANK, BY_POSITION, CLAMPED, ROTATED };
 
 #if defined(__has_builtin)
 #if __has_builtin(__builtin_shufflevector)
@@ -63,7 +63,7 @@ static inline float dot(const float *restrict a, const float *restrict b) {
 /* The position at which RoPE puts the token of a slot. */
 static inline int64_t angle(int64_t mode, int64_t rank, int64_t position, int64_t step, int64_t limit) {
     if (mode == BY_RANK) return rank;
-    if (mode == BY_POSITION) return position;
+    if (mode == BY_POSITION || mode == ROTATED) return position;
     const int64_t distance = step - position;
     return limit - (distance < 0 ? 0 : distance < limit ? distance : limit);
 }
@@ -89,19 +89,19 @@ int64_t step(const float *query, const float *key, const float *value, const int
         const int64_t *ranks = rank + n * slots, *positions = position + n * slots, now = positions[at];
         float *restrict k = keys + n * slots * D, *restrict v = values + n * slots * E;
         float rotated[G][D], plain[D], *new_key = k + at * D, *new_value = v + at * E;
-        for (int d = 0; d < D; d++) new_key[d] = key[n * D + order[d]];
+        const int64_t here = angle(mode, ranks[at], now, now, limit);
+        const float *near = low ? low + (here % level) * D : NULL, *far = high ? high + (here / level) * D : NULL;
+        for (int d = 0; d < D; d++) plain[d] = new_key[d] = key[n * D + order[d]];
+        if (low && mode == ROTATED) rotate(new_key, plain, near, far);
         for (int e = 0; e < E; e++) new_value[e] = value[n * E + e];
         for (int g = 0; g < G; g++) {
             for (int d = 0; d < D; d++) plain[d] = rotated[g][d] = query[(n * G + g) * D + order[d]] * scaling;
-            if (low) {
-                const int64_t place = angle(mode, ranks[at], now, now, limit);
-                rotate(rotated[g], plain, low + (place % level) * D, high ? high + (place / level) * D : NULL);
-            }
+            if (low) rotate(rotated[g], plain, near, far);
         }
         for (int64_t s = 0; s < attended; s++) {
             float rotated_key[D];
             const float *held = k + s * D;
-            if (low && ranks[s] < slots) {
+            if (low && mode != ROTATED && ranks[s] < slots) {
                 const int64_t place = angle(mode, ranks[s], positions[s], now, limit);
                 if (high) rotate(rotated_key, held, low + (place % level) * D, high + (place / level) * D);
                 else rotate(rotated_key, held, low + place * D, NULL);

@@ -1,9 +1,9 @@
 """The kernels for CUDA, in Triton: a token's attention in two kernels, and the bookkeeping after it in a third.
 
-They compute the same as their counterparts in C (`step.c`, `release.c`), directly on the slots: in no order, with unrotated keys
-that are rotated when they are read. `attend` splits a row over programs, so that a few rows fill the chip, and `join` joins its
-parts. A block is walked by the same three kernels, token after token inside a layer: no program ever waits for another one, and
-what one kernel writes is read by the next.
+They compute the same as their counterparts in C (`step.c`, `release.c`), directly on the slots: in no order, with keys that are
+rotated when they are read, or when they are written. `attend` splits a row over programs, so that a few rows fill the chip, and
+`join` joins its parts. A block is walked by the same three kernels, token after token inside a layer: no program ever waits for
+another one, and what one kernel writes is read by the next.
 
 Sums, softmax weights and statistics are float32. Products are tensor-core products in the dtype of the cache, of rotated queries
 and keys rounded to it, as in plain PyTorch.
@@ -102,7 +102,7 @@ def place_token(
                 tl.store(states[i] + (row + at) * WIDTHS[i], first)
     else:
         now, angle = tl.load(position + row + at), tl.load(rank + row + at)
-    if MODE == 2:
+    if MODE == 2 or MODE == 4:
         angle = now
     elif MODE == 3:
         angle = tl.cast(limit, tl.int64)
@@ -126,14 +126,18 @@ def load_query(
     im = tl.load(asks + d_im[None, :], mask=is_query & other[None, :], other=0.0).to(tl.float32) * scaling
     token = key + (tl.cast(n, tl.int64) * tokens + t) * D
     k_re, k_im = tl.load(token + d_re, mask=one, other=0.0), tl.load(token + d_im, mask=other, other=0.0)
-    if here:
-        tl.store(keys + slot * D + 2 * pair, k_re, mask=one)
-        tl.store(keys + slot * D + 2 * pair + 1, k_im, mask=other)
-    own = tl.sum(re * k_re.to(tl.float32)[None, :] + im * k_im.to(tl.float32)[None, :], 1)  # rotating both changes nothing
+    k_re, k_im = k_re.to(tl.float32), k_im.to(tl.float32)
+    own = tl.sum(re * k_re[None, :] + im * k_im[None, :], 1)  # rotating both changes nothing
     if MODE > 0:
         same = tl.zeros((1,), tl.int32) + angle.to(tl.int32)
         c, s = factors(same, cosine, sine, far_cosine, far_sine, LEVEL, D, P)
         re, im = re * c - im * s, re * s + im * c
+        if MODE == 4:
+            c, s = tl.reshape(c, (P,)), tl.reshape(s, (P,))
+            k_re, k_im = k_re * c - k_im * s, k_re * s + k_im * c
+    if here:
+        tl.store(keys + slot * D + 2 * pair, k_re.to(keys.dtype.element_ty), mask=one)
+        tl.store(keys + slot * D + 2 * pair + 1, k_im.to(keys.dtype.element_ty), mask=other)
     return re.to(keys.dtype.element_ty), im.to(keys.dtype.element_ty), own
 
 
@@ -148,7 +152,7 @@ def score_slots(
         re, im = unpacked(tl.load(words + near[:, None] * P + pair), q_re.dtype)
     else:
         re, im = unpacked(tl.load(words + near[:, None] * (D // 2) + pair, mask=pair < D // 2, other=0), q_re.dtype)
-    if MODE > 0:
+    if MODE > 0 and MODE < 4:
         angle = tl.minimum(ranks, slots - 1)
         if MODE == 2:
             angle = tl.maximum(tl.load(position + near), 0).to(tl.int32)
@@ -185,7 +189,8 @@ def attend(
     token's step and that of its block's first token, if PLACE, which enters its rank, its position and the numbers of the
     statistics; otherwise T = 1, and they are entered already. states: one array a number, [N, slots] with a stride of its
     statistic's width (WIDTHS); written: their first values, [N, T, numbers] with strides of their own. MODE: 0 no RoPE, 1 by
-    rank, 2 by position, 3 by distance up to `limit`. Grid: (N, parts, chunks of M queries).
+    rank, 2 by position, 3 by distance up to `limit`, 4 by position, with keys that are rotated when they are written and not
+    when they are read. Grid: (N, parts, chunks of M queries).
     """
     n, split, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, g, e = tl.cast(n, tl.int64) * slots, chunk * M + tl.arange(0, M), tl.arange(0, WIDE)

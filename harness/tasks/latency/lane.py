@@ -20,7 +20,7 @@ from kvbench.harness.tasks.latency.schema import LatencyMetrics, LatencyOptions
 from kvbench.harness.tasks.task import Job
 
 _WARM_UP_STEPS = 3
-_MOST_WARM_UP_STEPS = 48  # where steps are captured: until one is
+_MOST_WARM_UP_STEPS = 48  # where steps are captured: until a cycle of evictions is, or three cycles if those are more
 _MAX_ROUND_MS = 100.0  # of one cell's part in a round, which is at least one step
 _BOOKKEEPING_STEPS = 16
 
@@ -109,18 +109,20 @@ class Lane:
         self.read, self.tokens = read, self._random(1)
 
     def _warm_up(self) -> float:
-        """Decode a few steps, on a GPU until one is captured or can't be. Returns the milliseconds of the last."""
+        """Decode a few steps, on a GPU until all are captured or can't be. Returns the milliseconds of the last."""
         assert self.read
         graphs = self.read.graphs if isinstance(self.read, CachedDecoder) else None
-        most = _WARM_UP_STEPS if graphs is None else _MOST_WARM_UP_STEPS
+        cycle = self.job.config.every  # steps after which evictions repeat
+        most = _WARM_UP_STEPS if graphs is None else max(_MOST_WARM_UP_STEPS, 3 * cycle)
         self.read.reserve(most + self.options.rounds * self.options.steps + _BOOKKEEPING_STEPS)
-        replayed = graphs.replayed if graphs is not None else 0
-        marks = Marks(self.job.model.device)
+        marks, in_a_row = Marks(self.job.model.device), 0  # steps replayed since the last that was not
         marks.mark()
         for step in range(most):
+            replayed = graphs.replayed if graphs is not None else 0
             self.step()
             marks.mark()
-            if step + 1 >= _WARM_UP_STEPS and (graphs is None or graphs.refused or graphs.replayed > replayed + 1):
+            in_a_row = in_a_row + 1 if graphs is not None and graphs.replayed > replayed else 0
+            if step + 1 >= _WARM_UP_STEPS and (graphs is None or graphs.refused or in_a_row > cycle):
                 break
         return marks.milliseconds()[-1]
 

@@ -1,0 +1,105 @@
+"""Chunks of a walk as CUDA graphs, on a CPU: Triton's interpreter runs the kernels, and stand-ins replay them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import DEVICE, nll, tokens_of
+from factories import needs_triton
+
+from kvbench.harness.engine import captured
+from kvbench.harness.engine.captured import PROCESS, replayable
+from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.kernels import choose, cuda
+from kvbench.harness.engine.loop import CachedDecoder
+from kvbench.harness.engine.method import KERNELS, PLAIN_WALK, RAN
+from kvbench.harness.engine.model import adopt
+from kvbench.harness.models.families import tiny_model
+from kvbench.policies import KeyNorm, Policy
+from kvbench.policies.h2o import H2O
+
+ROOT = Path(__file__).parents[1]
+MOST_HOST_US = 5  # a token and layer
+
+
+@pytest.fixture
+def captures(monkeypatch) -> list[int]:
+    """Walks are replayed in chunks of four tokens. Notes each capture."""
+    made: list[int] = []
+    monkeypatch.setitem(choose._MODULES, DEVICE.type, cuda)
+    monkeypatch.setattr(cuda, "_GRAPH_DEVICES", {DEVICE.type})
+    monkeypatch.setattr(cuda, "CHUNK_TOKENS", 4)
+    monkeypatch.setattr(cuda, "replayable", lambda launches, device: made.append(1) or launches)
+    return made
+
+
+class OldNorms(Policy):
+    """A policy of a statistic that is computed when a token is written."""
+
+    statistics = (KeyNorm(),)
+
+    def importance(self, view):
+        return view.state(self.statistics[0]).masked_fill(view.age < 2, torch.inf)
+
+
+@needs_triton
+@pytest.mark.parametrize("policy", [H2O(), OldNorms()], ids=lambda p: type(p).__name__)
+def test_a_walk_in_graphs_is_the_plain_one(captures, policy):
+    """Blocks of several lengths, longer than the one before and shorter, whole chunks or not; a fork; filling and full."""
+    model, tokens = adopt(tiny_model("llama", num_hidden_layers=1)), tokens_of(38, 2)
+    config = CacheConfig(policy, 7)
+    fast, plain = CachedDecoder(model, config, 2, KERNELS), CachedDecoder(model, config, 2, PLAIN_WALK)
+    before = RAN["walk in graphs"]
+    ours, theirs = (torch.cat([read(x) for x in tokens.split([6, 9, 1, 13, 9], 1)], 1) for read in (fast, plain))
+    torch.testing.assert_close(nll(ours, tokens), nll(theirs, tokens), atol=1e-4, rtol=0)
+    assert fast.kept() == plain.kept()
+    assert RAN["walk in graphs"] - before >= 4
+    one_stream, twin = fast.fork([1]), plain.fork([1])
+    for block in tokens[:1, :20].split([10, 10], 1):
+        torch.testing.assert_close(one_stream(block), twin(block), atol=2e-4, rtol=0)
+    torch.testing.assert_close(fast(tokens[:, :9]), plain(tokens[:, :9]), atol=2e-4, rtol=0)
+    assert fast.kept() == plain.kept()
+    assert one_stream.kept() == twin.kept()
+    assert len(captures) <= 4
+
+
+def test_launches_that_can_not_be_captured_are_made_one_by_one(monkeypatch):
+    """And nothing is captured in this process from then on."""
+    monkeypatch.setattr(PROCESS, "failed", "")
+
+    def refuses(work, device):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(captured, "recorded", refuses)
+    assert replayable(lambda: None, DEVICE) is None
+    assert PROCESS.failed == "operation not permitted when stream is capturing"
+    monkeypatch.setattr(captured, "recorded", lambda work, device: pytest.fail("another capture"))
+    assert replayable(lambda: None, DEVICE) is None
+
+
+@needs_triton
+def test_a_walk_whose_launches_can_not_be_captured_goes_on(captures, monkeypatch):
+    monkeypatch.setattr(cuda, "replayable", lambda launches, device: None)
+    model, tokens = adopt(tiny_model("llama", num_hidden_layers=1)), tokens_of(30)
+    fast, plain = CachedDecoder(model, CacheConfig(H2O(), 7), 1, KERNELS), CachedDecoder(model, CacheConfig(H2O(), 7))
+    before = RAN["walk in graphs"]
+    torch.testing.assert_close(fast(tokens), plain(tokens), atol=2e-4, rtol=0)
+    assert fast.kept() == plain.kept()
+    assert RAN["walk in graphs"] == before
+
+
+@pytest.mark.alone
+@needs_triton
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="a stand-in for the driver, where there is none")
+def test_the_host_keeps_up_with_the_device():
+    """A kernel by kernel walk takes the host 44 us a token and layer, where the device needs 20."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-W", "ignore", str(ROOT / "tests/host_time.py")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert 0 < float(done.stdout) < MOST_HOST_US
