@@ -8,7 +8,7 @@ RESULTS ?= $(or $(BENCH_RESULTS),results)
 GPU_PYTHON ?= $(if $(wildcard .venv/ready),.venv/bin/python,python3)
 BIN = .venv/bin
 
-.PHONY: bench leaderboard test check docs picture microbench peers gpu gpu-wheels clean
+.PHONY: bench leaderboard test check docs picture microbench peers image gpu gpu-tree gpu-wheels clean
 
 bench: .venv/ready  ## all policies on a built-in model, or: make bench SUITE=suites/pg19.yaml MODEL=dir-or-hub-id DATA=dir RESULTS=dir
 	@code=0; $(BIN)/bench run $(SUITE) $(if $(MODEL),--model '$(MODEL)') $(if $(DATA),--data '$(DATA)') --results '$(RESULTS)' $(ARGS) \
@@ -48,8 +48,26 @@ peers: .venv/ready .cache/peers/ready  ## our policies beside other people's cod
 	.cache/peers/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	touch $@
 
-gpu:  ## all that needs a GPU, in calls of under ten minutes that go on where the last stopped: make gpu [GPU_PYTHON=python3]
-	$(GPU_PYTHON) tests/gpu/run.py --results '$(RESULTS)' $(if $(MODEL),--model '$(MODEL)') $(if $(DATA),--data '$(DATA)') $(ARGS)
+# Tests of code for CUDA that need no GPU. Triton's interpreter makes numbers of arrays, of which NumPy warns,
+# and takes most of a minute for a policy, so one stands for all.
+IMAGE_TESTS = kernels_for_cuda fused_step compiled_kernels rope_kernels flex captured tf32 fastcheck \
+	guarded_shortcuts walk_graphs
+image: .cache/image/ready  ## what needs no GPU, under a GPU image's torch, Triton and transformers: 5 GB once, then ten minutes
+	PYTHONPATH=. OMP_NUM_THREADS=1 .cache/image/bin/python -m pytest -n auto -W 'ignore:Conversion of an array:DeprecationWarning' \
+		$(IMAGE_TESTS:%=tests/test_%.py) -k 'not plain_ones or H2O' --durations=10 $(ARGS)
+
+.cache/image/ready: tests/image_requirements.txt
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv .cache/image
+	.cache/image/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	touch $@
+
+gpu:  ## all that needs a GPU, in calls of under ten minutes that go on where the last stopped, also elsewhere: make gpu [FROM=gpu.tar.gz]
+	$(GPU_PYTHON) tests/gpu/run.py --results '$(RESULTS)' $(if $(MODEL),--model '$(MODEL)') $(if $(DATA),--data '$(DATA)') $(if $(FROM),--from '$(FROM)') $(ARGS)
+
+GPU_TREE ?= gpu-tree.tar.gz
+gpu-tree:  ## the commit without the published records, which `make gpu` does not need: an archive for another machine
+	git archive --output '$(GPU_TREE)' HEAD -- . ':(exclude)leaderboard/results'
 
 GPU_PYTHON_VERSION ?= 3.12
 gpu-wheels: .venv/ready  ## what a GPU machine without network may lack, to be brought along in .whl/

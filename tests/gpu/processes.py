@@ -18,7 +18,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _POLL_SECONDS = 0.02
 
 
-def run(command: Sequence[str], seconds: float, environment: Mapping[str, str], folder: Path) -> int | None:
+def run(command: Sequence[str], seconds: float, environment: Mapping[str, str], folder: Path, log: Path) -> int | None:
     """Run a command in a session of its own, and end all processes that it leaves behind.
 
     The calling process must have no other children: on Linux it becomes the parent of every orphan, so that a process
@@ -29,13 +29,18 @@ def run(command: Sequence[str], seconds: float, environment: Mapping[str, str], 
         seconds: that it may take; ending it takes at most ENDING_SECONDS more.
         environment: its variables.
         folder: where it starts.
+        log: file of all that it prints.
 
     Returns:
         The exit code; None if the time was over.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    process = subprocess.Popen(command, cwd=folder, env=dict(environment), start_new_session=True)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, cwd=folder, env=dict(environment), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:

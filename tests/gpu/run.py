@@ -1,21 +1,28 @@
-"""Everything that needs a GPU, in calls of under ten minutes: the equalities on CUDA, latency, memory, a short perplexity.
+"""Everything that needs a GPU, in calls of under ten minutes: each goes on from what the last one brought home.
 
     make gpu                                            (or: python tests/gpu/run.py --results my/results)
     make gpu                                            goes on where the first call stopped
+    make gpu FROM=gpu.tar.gz                            the same on a machine that has only the archive of the first call
     make gpu ARGS="--model path/to/model --data path/to/books"
+    make gpu ARGS=--rehearse                            the same stages on a CPU, small, without packages that a GPU image lacks
 
 A call ends within `--seconds` (570), whatever a stage does: a stage that exceeds its cap, or the time that is left, is ended
-with every process it started. What it has recorded until then is kept. The short stages come first.
+with every process it started. What would be missed most comes first: a proof that each kernel is right, scoring and decode steps
+of 7B, Figure 10, H2O, the rest. A stage is begun if half its cap is left, else it waits for the next call.
 
-Each stage's outcome is written at once to `gpu-run.state` in the folder of the results. The next call repeats no stage that
-was ok; those that never ended by themselves come first, then those that failed or exceeded their cap. `--again` repeats all.
-Other sources, another device or another torch start anew. Three calls give every stage its whole cap.
+The next call repeats no stage that was ok; those that never ended by themselves come first, then those that failed, exceeded
+their cap or were running when their call was killed. `--again` repeats all. Other sources, another device or another torch start
+anew. Even if every stage takes its whole cap, five calls run them all.
 
-At the end: a JSON of all outcomes, then a line for each stage with its state, its seconds and its cap. The exit code is 0
-if every stage was ok, now or in an earlier call, and 1 if any failed, did not end or was not begun.
+In the folder of the results: records, `gpu-run.state` (a rehearsal has one of its own), logs in `gpu-logs`, and `gpu.md`, the
+page: each figure beside its bound, what was compared with what, what failed. All of it is packed into one archive of under
+16 MiB, before each stage and at the end: `gpu.tar.gz` in `$OUT`, a folder that is brought home, or what `--archive` names.
+The exit code is 0 if every stage was ok, now or in an earlier call, and 1 if any failed, did not end or was not begun.
 
 Nothing is downloaded. Models have a published shape and random weights, made on the device. A perplexity is measured if
-a model and a text are given. Missing packages are taken from `.whl/` if they are there (`make gpu-wheels`).
+a model and a text are given. Missing packages are taken from `.whl/` if they are there (`make gpu-wheels`). No stage reads
+`leaderboard/results`, most of the checkout: `make gpu-tree` writes an archive of it without these (23 of 57 MiB). A tool that
+copies the checkout itself leaves them behind after `git sparse-checkout set --no-cone '/*' '!/leaderboard/results/'`.
 """
 
 from __future__ import annotations
@@ -24,7 +31,6 @@ import argparse
 import hashlib
 import importlib.metadata
 import importlib.util
-import json
 import os
 import signal
 import subprocess
@@ -33,101 +39,64 @@ import tempfile
 import time
 from pathlib import Path
 
+import archive
+import page
 import processes
+from plan import all_stages
 from stages import Stage, State, run_all
 
 ROOT = Path(__file__).parents[2]
 NEEDED = ("pydantic", "click", "rich", "yaml", "pytest")  # a machine with torch and transformers may lack these
 SOURCES = ("kvbench", "policies", "harness", "suites", "tests")
 SOURCE_SUFFIXES = (".py", ".c", ".cpp", ".h", ".cu", ".yaml", ".json")
-KERNEL_CHECKS = [
-    "tests/test_kernels_for_cuda.py", "tests/test_fast_paths.py", "tests/test_captured.py", "tests/test_fastcheck.py",
-]  # fmt: skip
-CHECKS = [
-    "tests/test_exactness.py", "tests/test_models.py", "tests/test_answering.py", "tests/test_once.py", "tests/test_reading.py",
-    "tests/test_sabotage.py",
-]  # fmt: skip
-SHAPES = ["tests/test_triton_shapes.py"]
-SINK_WINDOW, H2O, RECOMPUTE = ["--policy", "{name: sink_window, sinks: 4}"], ["--policy", "h2o"], ["--policy", "recompute_window"]
-FIGURE_10 = "[256, 512, 1024, 2048, 4096]"  # capacities
-ONE_COMPILER = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # a worker of pytest would else start sixteen
-SHORT = ["tokens=4352", "rounds=6", "sittings=2", "most_sittings=3"]
-SMALL = ["id=random:stories-260k", "tokens=300", "capacity=[64]"]  # for a rehearsal
-SMALL_LATENCY = [*SMALL, "most_sittings=2", "steps=2"]
-STATE = "gpu-run.state"  # in JSON; a folder of records holds no other .json than records
+# What a GPU image lacks beside NEEDED. A rehearsal does without it, too.
+ABSENT = ("arch", "axe_playwright_python", "datasets", "jsonschema", "lm_eval", "playwright", "ray", "vl_convert")
+BUNDLED = ("pydantic", "pydantic_core", "annotated_types", "typing_inspection")  # by `make gpu-wheels`
+STATE, REHEARSAL, PAGE = "gpu-run.state", "gpu-rehearsal.state", "gpu.md"  # a folder of records holds no other .json than these
+PACKING_SECONDS = 3.0  # that the page and the archive may take at the end
+SHOWN_LINES = {True: 3, False: page.TAIL_LINES}  # of the log of a stage that was ok, or wasn't
+
+# Put on the path as `sitecustomize.py`: hides the installed packages with these names, but not those in a folder.
+HIDE = """
+import sys
+from importlib.machinery import PathFinder
+
+class Without:
+    def __init__(self, finder):
+        self._finder = finder
+
+    def find_spec(self, name, path=None, target=None):
+        if path is None and name in {names!r}:
+            return PathFinder.find_spec(name, [{folder!r}])
+        return self._finder.find_spec(name, path, target)
+
+    def __getattr__(self, name):
+        return getattr(self._finder, name)
+
+sys.meta_path[:] = [Without(x) if hasattr(x, "find_spec") else x for x in sys.meta_path]
+"""
 
 
-class Commands:
-    """The commands of the stages, or of their rehearsal."""
-
-    def __init__(self, results: str, small: bool) -> None:
-        self._results, self._small = results, small
-
-    def bench(self, suite: str, settings: list[str], *rest: str) -> list[str]:
-        """A suite, with settings that make it short."""
-        asked = [x for setting in settings for x in ("--set", setting)]
-        device = ["--device", "cpu", "--threads", "1"] if self._small else ["--device", "cuda"]
-        return [sys.executable, "-m", "kvbench", "run", suite, *device, "--results", self._results, *asked, *rest]
-
-    def latency(self, model: str, capacity: str, *policies: str) -> list[str]:
-        """Decode steps of a published shape."""
-        settings = [f"id=random:{model}", *SHORT, f"capacity={capacity}"]
-        return self.bench("latency", settings + SMALL_LATENCY if self._small else settings, *policies)
-
-    def memory(self) -> list[str]:
-        """The memory suite; every cell of its rehearsal starts a process, so there is one policy."""
-        settings = ["tokens=2048", "capacity=[1024]"]
-        return self.bench("memory", settings + SMALL, *H2O) if self._small else self.bench("memory", settings)
-
-    def checks(self, files: list[str], rehearsed: str) -> list[str]:
-        """Test files; of a rehearsal the tests with a word in their name."""
-        workers = ["-n", "8"] if importlib.util.find_spec("xdist") and not self._small else []
-        chosen = ["-k", rehearsed] if self._small else []
-        return [sys.executable, "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider", *files, *workers, *chosen]
-
-    def speed(self, row: str) -> list[str]:
-        """A row of speed.py."""
-        out = str(Path(self._results) / "speed.jsonl")
-        return [sys.executable, "tests/gpu/speed.py", "--row", row, "--out", out, *(["--rehearse"] if self._small else [])]
-
-
-def all_stages(arguments: argparse.Namespace) -> list[Stage]:
-    """Every stage with its cap in seconds and its command, the shortest cap first.
-
-    Compiling a model's step takes some 40 seconds of the first latency stage of a shape; later ones find it in a cache.
-    """
-    run = Commands(arguments.results, arguments.rehearse)
-    result = [
-        Stage("equalities, kernels", 80, run.checks(KERNEL_CHECKS, "exact_in_float64"), ONE_COMPILER),
-        Stage("scoring, 7B, sink+window", 80, run.speed("sink_window")),
-        Stage("memory", 100, run.memory()),
-        Stage("equalities, the rest", 110, run.checks(CHECKS, "fork"), ONE_COMPILER),
-        Stage("decode step, 7B, sink+window", 120, run.latency("llama-2-7b", "[4096]", *SINK_WINDOW)),
-        Stage("latency, GQA, all policies", 120, run.latency("llama-3-8b", "[1024]")),
-        Stage("scoring, 8B, H2O", 120, run.speed("h2o")),
-        Stage("decode step, 7B, H2O", 140, run.latency("llama-2-7b", "[4096]", *H2O)),
-        Stage("latency, Figure 10, 7B", 140, run.latency("llama-2-7b", FIGURE_10, *RECOMPUTE, *SINK_WINDOW)),
-        Stage("latency, Figure 10, 13B", 180, run.latency("llama-2-13b", FIGURE_10, *RECOMPUTE, *SINK_WINDOW)),
-        Stage("equalities, shapes of the kernels", 180, run.checks(SHAPES, "cover"), ONE_COMPILER),
-    ]
-    if arguments.model and arguments.data:
-        text = ["--model", arguments.model, "--data", arguments.data]
-        result.insert(0, Stage("perplexity", 70, run.bench("pg19", ["tokens=4096", "capacity=[256]"], *text)))
-    return result
-
-
-def environment(folder: str, seconds: float) -> dict[str, str]:
+def environment(folder: str, seconds: float, rehearse: bool, results: Path) -> dict[str, str]:
     """The stages' environment: the checkout, and bundled packages that are missing here, installed into a folder."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     wheels = sorted(str(p) for p in (ROOT / ".whl").glob("*.whl"))
-    if missing and wheels:
+    if wheels and (missing or rehearse):
         pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", folder]
         subprocess.run([*pip, *wheels], check=True, timeout=seconds)
         paths.insert(1, folder)
     elif missing:
         sys.exit(f"missing here: {', '.join(missing)}; `make gpu-wheels` fetches them to .whl/, to be brought along")
-    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
+    if rehearse:
+        names = ABSENT + BUNDLED if wheels else ABSENT
+        (Path(folder) / "sitecustomize.py").write_text(HIDE.format(names=names, folder=folder))
+        paths.insert(1, folder)
+    # Tiny models are faster with one thread; and every worker of pytest would start sixteen to compile.
+    threads = {"OMP_NUM_THREADS": "1"} if rehearse else {}
+    threads |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "BENCH_TEST_DEVICE": "cpu" if rehearse else "cuda"}
+    own = {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "BENCH_RESULTS": str(results.resolve())}
+    return os.environ | own | threads
 
 
 def device_name(rehearse: bool, seconds: float) -> str:
@@ -153,37 +122,67 @@ def sources_digest() -> str:
     return digest.hexdigest()
 
 
-def main() -> int:
-    """Run the stages. -> 1 if any failed, did not end in time or was not begun."""
-    begun = time.monotonic()
+def parsed() -> argparse.Namespace:
+    """The arguments of this call."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", default=os.environ.get("BENCH_RESULTS") or "results", help="folder of the records")
+    folder = os.environ.get("BENCH_RESULTS") or "results"
+    parser.add_argument("--results", type=Path, default=folder, help="folder of the records")
     parser.add_argument("--seconds", type=float, default=570, help="for everything together")
+    parser.add_argument("--archive", type=Path, help="file that state, records, logs and page are packed into")
+    parser.add_argument("--from", dest="before", type=Path, help="archive of an earlier call, to go on from")
     parser.add_argument("--model", help="of the perplexity: a directory")
     parser.add_argument("--data", help="of the perplexity: a directory of books")
     parser.add_argument("--again", action="store_true", help="repeat stages that were ok in an earlier call")
-    parser.add_argument("--state", help="folder of gpu-run.state; that of the records if not given, none for a rehearsal")
     parser.add_argument("--rehearse", action="store_true", help="the same stages on the CPU, small, to see that they run")
     arguments = parser.parse_args()
+    if arguments.archive is None and os.environ.get("OUT"):
+        arguments.archive = Path(os.environ["OUT"]) / "gpu.tar.gz"
+    return arguments
+
+
+def main() -> int:
+    """Run the stages. -> 1 if any failed, did not end in time or was not begun."""
+    end = time.monotonic()
+    arguments = parsed()
+    end += arguments.seconds
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that a stage is ended, too
-    end = begun + arguments.seconds
+    results, name = arguments.results, REHEARSAL if arguments.rehearse else STATE
+    results.mkdir(parents=True, exist_ok=True)
+    if arguments.before is not None:
+        archive.unpack(arguments.before, results)
     device = device_name(arguments.rehearse, arguments.seconds / 2)
-    torch = importlib.metadata.version("torch")
-    folder = arguments.state or (None if arguments.rehearse else arguments.results)
-    key = {"device": device, "torch": torch, "sources": sources_digest()}
-    state = State(None if folder is None else Path(folder) / STATE, key)
+    key = {"device": device, "torch": importlib.metadata.version("torch"), "sources": sources_digest()}
+    state, stages = State(results / name, key), all_stages(arguments.rehearse, arguments.model, arguments.data)
+
+    def save() -> None:
+        """Write the page and the archive. Neither a strange record nor a full disk may end the run."""
+        try:
+            packed, left_out = archive.choose(results, (name, PAGE))
+            try:
+                told = page.text(stages, state, key, results, left_out)
+            except Exception as error:
+                told = f"No page: {type(error).__name__}: {error}\n"
+            (results / PAGE).write_text(told)
+            if arguments.archive is not None:
+                archive.pack(results, list(dict.fromkeys([*packed, results / PAGE])), arguments.archive)
+        except OSError as error:
+            print(f"not packed: {error}", flush=True)
+
     with tempfile.TemporaryDirectory() as packages:
-        variables = environment(packages, end - time.monotonic())
-        variables |= {"BENCH_TEST_DEVICE": "cpu" if arguments.rehearse else "cuda"}
-        variables |= {"OMP_NUM_THREADS": "1"} if arguments.rehearse else {}  # tiny models; more threads wait for each other
+        variables = environment(packages, end - time.monotonic(), arguments.rehearse, results)
 
         def execute(stage: Stage, seconds: float) -> int | None:
-            return processes.run(stage.command, seconds, variables | stage.variables, ROOT)
+            log = results / page.LOGS / stage.log
+            code = processes.run([sys.executable, *stage.command], seconds, variables, ROOT, log)
+            print(page.tail(log, SHOWN_LINES[code == 0]), flush=True)
+            return code
 
-        outcomes = run_all(all_stages(arguments), end, processes.ENDING_SECONDS, state, execute, arguments.again)
-    told = [{"stage": x.stage, "state": x.state, "seconds": x.seconds, "cap": x.cap} for x in outcomes]
-    print(json.dumps({"device": device, "torch": torch, "stages": told}, indent=1))
-    print("\n".join(outcome.line() for outcome in outcomes))
+        try:
+            spare = processes.ENDING_SECONDS + PACKING_SECONDS
+            outcomes = run_all(stages, end, spare, state, execute, arguments.again, save=save)
+        finally:
+            save()
+    print((results / PAGE).read_text())
     return int(not all(outcome.good for outcome in outcomes))
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 from dataclasses import dataclass
@@ -93,9 +94,11 @@ def main() -> int:
     """Time the rows. -> 1 if a row was not read with its method."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--row", choices=list(ROWS), help="only this one")
-    parser.add_argument("--out", type=Path, help="file to append the lines to")
+    parser.add_argument("--out", type=Path, help="file to append the lines to; speed.jsonl in BENCH_RESULTS if that is set")
     parser.add_argument("--rehearse", action="store_true", help="small, on the CPU")
     arguments = parser.parse_args()
+    if arguments.out is None and "BENCH_RESULTS" in os.environ:
+        arguments.out = Path(os.environ["BENCH_RESULTS"]) / "speed.jsonl"
     rows = SMALL if arguments.rehearse else ROWS
     device = torch.device("cpu" if arguments.rehearse else "cuda")
     wrong = 0

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 OK, OUT_OF_TIME, CUT_OFF, NOT_BEGUN, OK_BEFORE = "ok", "out of time", "cut off", "not begun", "ok before"
-LEAST_SECONDS = 1.0  # a stage with less is not begun
+BEGUN = "killed"  # its call ended without a word, perhaps because of it; the state of every stage that runs
 
 Execute = Callable[["Stage", float], int | None]
 
@@ -22,14 +23,19 @@ class Stage:
     Attributes:
         name: shown, and the key of what it came to.
         cap: seconds that it may take.
-        command: program and arguments.
-        variables: of its environment, beside those of all stages.
+        command: arguments of Python. They name no folder, so that another call finds the stage unchanged elsewhere.
+        least: seconds with which it is worth beginning; with fewer it is left to the next call.
     """
 
     name: str
     cap: float
     command: list[str]
-    variables: dict[str, str] = field(default_factory=dict)
+    least: float = 1.0
+
+    @property
+    def log(self) -> str:
+        """Name of the file of what it prints."""
+        return re.sub(r"\W+", "-", self.name.lower()) + ".log"
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,7 @@ class Outcome:
     Attributes:
         stage: its name.
         state: "ok", "exit code N", "out of time" (it took longer than its cap), "cut off" (the time of all stages was over),
-            "not begun", or "ok before" (in an earlier call, and not repeated).
+            "killed" (the call ended while it ran, and wrote nothing more), "not begun", or "ok before" (in an earlier call).
         seconds: that it took.
         cap: seconds that it might take.
     """
@@ -103,11 +109,11 @@ class State:
 
 def run_all(
     stages: Sequence[Stage], end: float, ending: float, state: State, execute: Execute, again: bool = False,
-    clock: Callable[[], float] = time.monotonic,
+    clock: Callable[[], float] = time.monotonic, save: Callable[[], None] = lambda: None,
 ) -> list[Outcome]:  # fmt: skip
     """Run stages until all have ended or the time is over.
 
-    Those that were not ended before by their own doing come first, then those that failed or ran out of time.
+    Those that were not ended before by their own doing come first, then those that failed, ran out of time or were killed.
 
     Args:
         stages: in their order.
@@ -117,6 +123,7 @@ def run_all(
         execute: runs a stage for at most some seconds. Returns its exit code; None if it was stopped.
         again: run stages that were ok, too.
         clock: in seconds.
+        save: called before each stage, when the state says that it runs.
 
     Returns:
         What each came to, in the order of `stages`.
@@ -130,15 +137,19 @@ def run_all(
         else:
             todo.append((before is not None and before.state != CUT_OFF, stage))
     for _, stage in sorted(todo, key=lambda x: x[0]):
-        started = clock()
-        left = end - started - ending
-        if left < LEAST_SECONDS:
+        if end - clock() - ending < stage.least:
             outcomes[stage.name] = Outcome(stage.name, NOT_BEGUN, 0.0, stage.cap)
             continue
-        print(f"== {stage.name} (at most {min(stage.cap, left):.0f} s; {left:.0f} s left for all)", flush=True)
-        code = execute(stage, min(stage.cap, left))
-        stopped = OUT_OF_TIME if stage.cap <= left else CUT_OFF
-        result = stopped if code is None else OK if code == 0 else f"exit code {code}"
-        outcomes[stage.name] = Outcome(stage.name, result, round(clock() - started, 1), stage.cap)
-        state.keep(stage, outcomes[stage.name])
+        state.keep(stage, Outcome(stage.name, BEGUN, 0.0, stage.cap))
+        started, result = clock(), CUT_OFF  # which it also is if this process is told to end
+        try:
+            save()
+            left = end - clock() - ending
+            print(f"== {stage.name} (at most {min(stage.cap, left):.0f} s; {left:.0f} s left for all)", flush=True)
+            code = execute(stage, min(stage.cap, left))
+            stopped = OUT_OF_TIME if stage.cap <= left else CUT_OFF
+            result = stopped if code is None else OK if code == 0 else f"exit code {code}"
+        finally:
+            outcomes[stage.name] = Outcome(stage.name, result, round(clock() - started, 1), stage.cap)
+            state.keep(stage, outcomes[stage.name])
     return [outcomes[stage.name] for stage in stages]
