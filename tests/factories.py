@@ -66,6 +66,7 @@ def slots_for(
     return Slots(
         shape, parts=parts, policy=policy, statistics=statistics, cadence=Cadence.from_start(kept, config.every),
         budget=Budget(kept), num_layers=num_layers, streams=streams, seed=config.seed, device=device, dtype=dtype,
+        keys_rotated=config.positions == "stream" and shape.rotation is not None,
     )  # fmt: skip
 
 

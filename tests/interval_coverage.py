@@ -21,7 +21,16 @@ import interval_methods
 import numpy as np
 from numpy.typing import NDArray
 
-from kvbench.harness.core.intervals import Interval, clustered, interval, look_lengths
+from kvbench.harness.core.intervals import (
+    MIN_BLOCK_TOKENS,
+    MIN_BLOCKS,
+    Interval,
+    clustered,
+    clustered_share,
+    interval,
+    look_lengths,
+    wilson,
+)
 from kvbench.harness.records import Record, RecordStore
 from kvbench.harness.records.metrics import NllMetrics
 from kvbench.harness.report.pairing import question
@@ -31,6 +40,11 @@ Method = Callable[[Array, Array, int, int], Interval]
 Process = Callable[[np.random.Generator, int, int], Array]  # (draw, R, n) -> [R, n]
 
 RUN = 32  # tokens
+STREAMS = (20, 40, 100)
+QUESTIONS = (5, 10, 20, 50)  # of a stream
+CORRELATIONS = (0, 0.05, 0.1, 0.2)  # of two answers of one stream
+SHARES = (0.03, 0.05, 0.2, 0.5, 0.8, 0.95, 0.97)
+LEVELS = (0.05, 0.0011, 9e-5)  # of one pair; of the first of 45, by Holm; of the first of 561
 LIMIT = 2**19  # tokens of a text that is read until its interval is narrow
 CAPACITIES = {12_288: 128, 32_000: 128, 65_536: 128, 100_000: 1_024}  # {tokens of the text: capacity}
 
@@ -224,6 +238,51 @@ def _of_texts(repetitions: int, seed: int) -> Iterator[list[str]]:
         yield [name, *cells]
 
 
+def clusters(
+    draw: np.random.Generator, repetitions: int, streams: int, questions: int, share: float, correlation: float
+) -> Array:
+    """Right answers of each stream; answers of one stream are correlated (beta-binomial). [R, streams]."""
+    if correlation == 0:
+        return draw.binomial(questions, share, size=(repetitions, streams)).astype(float)
+    rest = (1 - correlation) / correlation
+    shares = draw.beta(share * rest, (1 - share) * rest, size=(repetitions, streams))
+    return draw.binomial(questions, shares).astype(float)
+
+
+def coverage_of_shares(right: Array, questions: int, share: float, by_question: bool = False) -> float:
+    """Percent of intervals that contain the share, over streams or as if questions were independent."""
+    asked = np.full(right.shape[1], float(questions))
+    ends = [wilson(int(x.sum()), int(asked.sum())) if by_question else clustered_share(x, asked) for x in right]
+    return 100 * float(np.mean([found is not None and found[0] <= share <= found[1] for found in ends]))
+
+
+def _of_shares(repetitions: int, seed: int) -> Iterator[list[str]]:
+    for correlation in CORRELATIONS:
+        cells = []
+        for streams in STREAMS:
+            made = [
+                (clusters(np.random.default_rng(seed), repetitions, streams, n, share, correlation), n, share)
+                for n in QUESTIONS
+                for share in SHARES
+            ]
+            ours, theirs = ([coverage_of_shares(*one, by_question) for one in made] for by_question in (False, True))
+            cells.append(f"{min(ours):.1f}, {np.mean(ours):.1f} ({min(theirs):.1f}, {np.mean(theirs):.1f})")
+        yield [f"{correlation:g}", *cells]
+
+
+def _of_tails(draws: int, seed: int) -> Iterator[list[str]]:
+    tokens = np.full(MIN_BLOCKS, float(MIN_BLOCK_TOKENS))
+    methods: dict[str, Callable[[Array], Interval]] = {
+        "blocks of a text": lambda sums: interval(sums, tokens, MIN_BLOCK_TOKENS, 0),
+        "texts": lambda sums: clustered(sums, tokens),
+    }
+    for units, method in methods.items():
+        for kind in ("normal", "laplace"):
+            values = getattr(np.random.default_rng(seed), kind)(size=(draws, MIN_BLOCKS))
+            p = np.array([method(x).p for x in values], float)
+            yield [f"{MIN_BLOCKS} {units}, {kind}", *(f"{np.mean(p < level) / level:.2f}" for level in LEVELS)]
+
+
 def _of_methods(repetitions: int, seed: int) -> Iterator[list[str]]:
     names = ("white", "AR 0.99", "bursts of 64 tokens, 600 apart", "slow component, memory 1,000")
     series = [PROCESSES[name](np.random.default_rng(seed), repetitions, 32_000 // RUN) for name in names]
@@ -254,6 +313,11 @@ def main() -> None:
     _print("Processes:", lengths, _by_length(interval, asked.repetitions, asked.seed))
     title = "Books of unequal length (standard deviation of the logarithm 0.5), by their number:"
     _print(title, ["values of a book", "20", "40", "100"], _of_texts(asked.repetitions, asked.seed))
+    title = "Right answers in streams of 5 to 50 questions, shares of 3 to 97 %: lowest, mean (Wilson over questions):"
+    _print(title, ["correlation", *(f"{n} streams" for n in STREAMS)], _of_shares(few, asked.seed))
+    head = ["blocks", *(f"p < {level:g}" for level in LEVELS)]
+    title = "How often p is below a level, over the level, if nothing differs:"
+    _print(title, head, _of_tails(200 * asked.repetitions, asked.seed))
     head = ["recorded differences", "tokens", "pairs", "median", "lowest tenth", "lowest", "below 93"]
     _print(
         "Differences between recorded runs, drawn again; coverage over pairs:", head, _of_records(asked.records, few, asked.seed)

@@ -78,7 +78,7 @@ def test_answers_over_distance_have_their_intervals():
     def asked(distance: int, right: int):
         task = {"name": "streameval", "distance": distance}
         made = cell_record({"right": right, "questions": 40, "accuracy": right / 40}, task=task, capacity=128)
-        edit(made, data={"line_tokens": 16.0})
+        edit(made, data={"line_tokens": 16.0, "streams": 40})
         return made
 
     (made,) = over_distance([asked(20, 0), asked(2, 40)])

@@ -34,7 +34,8 @@ def answered(policy: str, outcomes: str, capacity: int | None = 8, **changes):
         "in_cache": {}, "kv_bytes": 40960 if capacity is None else 640,
     }  # fmt: skip
     cell = record(policy, capacity).cell.as_json() | {"task": {"name": "streameval", "distance": 1}}
-    return record(policy, capacity, **({"cell": cell, "metrics": metrics} | changes))
+    streams = {"streams": len(outcomes)}  # a question each
+    return record(policy, capacity, **({"cell": cell, "metrics": metrics, "data": record().data.as_json() | streams} | changes))
 
 
 def sentences(*records) -> list[str]:

@@ -8,10 +8,14 @@ import subprocess
 import numpy as np
 import pytest
 from conftest import bench
-from factories import cell_record, edit, record
+from factories import cell_record, changed, edit, record
 
 from kvbench.harness.records import RecordStore
-from kvbench.harness.report.compare import differences, judge_interval, largest_difference, paired_shares, shares
+from kvbench.harness.report.compare import differences, judge_interval, largest_difference
+from kvbench.harness.report.outcomes import shared_outcomes
+from kvbench.harness.report.rows import Row
+from kvbench.harness.report.sections import section_key
+from kvbench.harness.report.shares import paired_shares, shares
 from kvbench.harness.report.verdicts import judge_all, markdown
 
 
@@ -54,6 +58,20 @@ def test_two_records_of_dense_past_its_training_length_have_the_same_trend():
     assert only(differences(a, other), "nll").verdict == "can't tell"
 
 
+def test_answers_that_were_judged_by_other_rules_are_not_compared():
+    """They share no section of a page and no pair of policies, either."""
+    outcomes = {"questions": 40, "right": 20, "accuracy": 0.5, "score": 0.5, "outcomes": "01" * 20, "metric": "exact_match"}
+    figures = outcomes | {"over_capacity": 0, "requests": 40, "kv_bytes": 1, "state_bytes": 0}
+    old = cell_record(figures, task={"name": "lm_eval", "tasks": "kvbench_once"})
+    new = changed(old, data={"task_version": "2.0"})
+    assert only(differences(old, old), "accuracy").verdict == "same"
+    found = only(differences(old, new), "accuracy")
+    assert (found.low, found.verdict, found.why) == (None, "can't tell", "answers were judged by other rules")
+    assert section_key(old) != section_key(new)
+    assert shared_outcomes(Row([old]), Row([old])) is not None
+    assert shared_outcomes(Row([old]), Row([new])) is None
+
+
 def test_another_text_is_not_paired():
     other = record()
     edit(other, data={"ids_sha256": "y", "tokens": 32768})
@@ -64,7 +82,8 @@ def test_another_text_is_not_paired():
 def quiz(outcomes: str, **changes):
     right = outcomes.count("1")
     metrics = {"questions": len(outcomes), "right": right, "accuracy": right / len(outcomes), "outcomes": outcomes}
-    return cell_record(metrics, task={"name": "streameval", "distance": 5}, **changes)
+    independent = {"data": record().data.as_json() | {"streams": len(outcomes)}}
+    return cell_record(metrics, task={"name": "streameval", "distance": 5}, **(independent | changes))
 
 
 def test_answers_are_compared_question_by_question():

@@ -44,7 +44,8 @@ def answered(policy, outcomes, capacity=64, **changes):
     right = outcomes.count("1")
     figures = {"right": right, "questions": len(outcomes), "accuracy": right / len(outcomes), "outcomes": outcomes}
     task = {"name": "streameval", "distance": 4, "lines": 60}
-    return cell_record(figures, task=task, policy=policy, capacity=capacity, **changes)
+    data = record().data.as_json() | {"streams": len(outcomes)}  # a question each
+    return cell_record(figures, task=task, policy=policy, capacity=capacity, **({"data": data} | changes))
 
 
 def everything():
@@ -140,6 +141,17 @@ def test_a_task_without_a_text_is_judged_by_its_right_answers():
     assert (first["policy"], first["loss"]["value"], first["loss"]["to_name"]) == ("h2o", 50, "dense")
     assert second["answers"][0]["share"] == 0.25
     assert "answers 50 % [35, 65] right" in question["budgets"][0]["answer"]
+
+
+def test_too_few_streams_are_named_and_have_no_interval():
+    made = feeds.feed([changed(r, data={"streams": 4}) for r in everything() if r.cell.suite == "asks"])
+    jsonschema.validate(made, SCHEMA)
+    (question,) = made["questions"]
+    (budget,) = question["budgets"]
+    assert "there are too few streams to tell it from the others" in budget["answer"]
+    assert "answers 50 % right (too few streams for an interval: 4 of 20)" in budget["answer"]
+    for row in budget["rows"]:
+        assert (row["rank"], row["loss"]["low"], row["answers"][0]["high"]) == (None, None, None)
 
 
 def test_suites_without_quality_have_no_question():

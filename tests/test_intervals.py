@@ -7,11 +7,11 @@ import math
 import numpy as np
 import pytest
 from factories import record
-from interval_coverage import PROCESSES, RUN, coverage
+from interval_coverage import CORRELATIONS, PROCESSES, RUN, STREAMS, clusters, coverage, coverage_of_shares
 from scipy import stats
 from statsmodels.tsa.stattools import acf
 
-from kvbench.harness.core.intervals import MIN_BLOCK_TOKENS, MIN_BLOCKS, clustered, interval
+from kvbench.harness.core.intervals import MIN_BLOCK_TOKENS, MIN_BLOCKS, clustered, clustered_share, interval, wilson
 from kvbench.harness.report.pairing import perplexity
 
 SHORTEST_TEXT = MIN_BLOCKS * MIN_BLOCK_TOKENS
@@ -161,3 +161,32 @@ def test_a_mean_over_a_trend_has_neither_an_interval_nor_a_p_value():
     assert ends(steady)
     assert trend.low is trend.high is trend.p is None
     assert trend.mean == steady.mean
+
+
+@pytest.mark.parametrize("streams", STREAMS)
+@pytest.mark.parametrize("share", [0.05, 0.5, 0.97])
+def test_a_share_is_covered_however_alike_the_answers_of_a_stream_are(streams, share):
+    """Wilson's interval over questions covers 63 % where answers are correlated by 0.2."""
+    for correlation in CORRELATIONS:
+        right = clusters(np.random.default_rng(0), 1000, streams, 20, share, correlation)
+        assert coverage_of_shares(right, 20, share) >= 93
+    assert coverage_of_shares(right, 20, share, by_question=True) < 75
+
+
+def test_of_independent_questions_in_streams_the_interval_is_nearly_wilsons():
+    right = np.random.default_rng(0).binomial(10, 0.5, size=100).astype(float)
+    (low, high), (least, most) = clustered_share(right, np.full(100, 10.0)), wilson(int(right.sum()), 1000)
+    assert low <= least < most <= high
+    assert high - low < 1.2 * (most - least)
+
+
+def test_streams_that_all_agree_are_worth_one_question_each():
+    """Nothing is known about how alike the answers of a stream are."""
+    low, high = clustered_share(np.full(20, 10.0), np.full(20, 10.0))
+    assert high == 1
+    assert low == pytest.approx(wilson(20, 20)[0], abs=0.03)
+
+
+def test_where_one_stream_outweighs_the_rest_a_share_has_no_interval():
+    asked = np.array([10.0] * 24 + [500.0])
+    assert clustered_share(asked / 2, asked) is None

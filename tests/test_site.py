@@ -174,8 +174,10 @@ def test_what_one_costs_over_another_is_their_paired_difference(opened):
 @IN_BROWSER
 def test_the_page_compares_as_python_does(opened):
     """Every pair of a question: differences, intervals and verdicts of NLL and of right answers."""
-    asked = questions(everything())
-    page = opened(everything())
+    asks = [r for r in everything() if r.cell.suite == "asks"]
+    in_streams = [changed(r, cell={"suite": f"asks {n}"}, data={"streams": n}) for n in (4, 20) for r in asks]
+    asked = questions([*everything(), *in_streams])
+    page = opened([*everything(), *in_streams])
     compared = page.evaluate(ALL_PAIRS)
     found = {(c["q"], c["a"], c["b"]): c for c in compared}
     checked = 0

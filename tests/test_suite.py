@@ -155,6 +155,15 @@ def test_policies_of_the_command_line_replace_the_suites(tmp_path):
     assert [c.as_json()["parameters"]["window"] for c in cells] == [4, 8, 2, 2]
 
 
+def test_a_policy_may_have_seeds_of_its_own(tmp_path):
+    """The others keep the suite's, and so their ids."""
+    entry = "{name: random, seed: [0, 3]}"
+    cells = load(tmp_path, settings=["capacity=4"])
+    more = load(tmp_path, GOOD.rstrip() + f"\n  - {entry}\n", settings=["capacity=4"])
+    assert {c.id for c in cells} < {c.id for c in more}
+    assert [c.seed for c in more if c.name == "random"] == [0, 3]
+
+
 @pytest.mark.parametrize(
     ("setting", "error"),
     [

@@ -65,13 +65,17 @@ def _loss(row: dict[str, Any]) -> str:
     lost = row["loss"]
     if lost is None:
         return ""
-    interval = "too short" if lost["low"] is None else f"{signed(lost['low'])}, {signed(lost['high'])}"
+    short = "too short" if lost["nats"] else "too few streams"
+    interval = short if lost["low"] is None else f"{signed(lost['low'])}, {signed(lost['high'])}"
     return f"{signed(lost['value'])}{' %' if lost['nats'] else ''} [{interval}]"
 
 
 def _right(row: dict[str, Any], task: str) -> str:
     found = next((a for a in row["answers"] if a["task"] == task), None)
-    return "" if found is None else f"{100 * found['share']:.0f} % [{100 * found['low']:.0f}, {100 * found['high']:.0f}]"
+    if found is None:
+        return ""
+    interval = "too few streams" if found["low"] is None else f"{100 * found['low']:.0f}, {100 * found['high']:.0f}"
+    return f"{100 * found['share']:.0f} % [{interval}]"
 
 
 def _number(value: float | None) -> str:

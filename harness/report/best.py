@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvbench.harness.core.intervals import median_interval
-from kvbench.harness.report.compare import paired_shares
 from kvbench.harness.report.outcomes import answer_pairs, shared_outcomes
 from kvbench.harness.report.pairing import paired, past_training
 from kvbench.harness.report.ranks import Pairs, nll_pairs, surely_less
@@ -155,8 +154,10 @@ def _answer_price(best: Row, base: Row, name: str) -> str:
     shared = shared_outcomes(base, best)
     if shared is None:
         return f"can't be compared with {name} (not the same questions)"
-    low, high = (100 * x for x in paired_shares(*shared))
-    change = 100 * (shared[1].count("1") - shared[0].count("1")) / len(shared[0])
+    if shared.ends is None:
+        return f"can't be compared with {name} (too few streams for an interval)"
+    low, high = (100 * x for x in shared.ends)
+    change = 100 * shared.change
     if low <= 0 <= high:
         return f"doesn't surely differ from {name} ({change:+.1f} points of right answers [{low:+.1f}, {high:+.1f}])"
     smaller, larger = sorted((abs(low), abs(high)))
@@ -164,4 +165,4 @@ def _answer_price(best: Row, base: Row, name: str) -> str:
 
 
 _NLL = _Measure("perplexity", lambda c: c.nll, lambda rows: nll_pairs([row.perplexity for row in rows]), _nll_price, _TOO_SHORT)
-_ANSWERS = _Measure("right answers", lambda c: c.wrong, answer_pairs, _answer_price, "not the same questions")
+_ANSWERS = _Measure("right answers", lambda c: c.wrong, answer_pairs, _answer_price, "not the same questions, or too few streams")

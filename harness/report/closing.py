@@ -148,7 +148,7 @@ def _answered(row: Row) -> list[str]:
 
 
 def _wrong(row: Row) -> float | None:
-    return None if row.answers is None else 1 - row.answers[0] / row.answers[1]
+    return None if row.answers is None else 1 - row.answers.share
 
 
 def _other_figure(row: Row) -> str:

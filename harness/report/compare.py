@@ -10,11 +10,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvbench.harness.core.intervals import MIN_BLOCKS, clustered, median_interval, wilson
+from kvbench.harness.core.intervals import MIN_BLOCKS, clustered, median_interval
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics, ScoreMetrics, StepMetrics
 from kvbench.harness.report.difference import Difference, Traces, Verdict, judge_interval
-from kvbench.harness.report.pairing import paired
+from kvbench.harness.report.pairing import paired, task_version
+from kvbench.harness.report.shares import Ends, count, difference_ends, shares, streams_of, too_few
 from kvbench.harness.report.task import task_of
 
 # Differences too small to matter: an interval inside them is "same".
@@ -84,16 +85,32 @@ def accuracy(a: Record, b: Record) -> list[Difference]:
     if ours is None or theirs is None or ours.accuracy is None or theirs.accuracy is None:
         return []
     x, y = ours.accuracy, theirs.accuracy
+    if task_version(a) != task_version(b):
+        return [Difference("accuracy", x, y, y - x, None, None, "can't tell", "answers were judged by other rules")]
     same_questions = a.cell.options == b.cell.options and a.data.ids_sha256 == b.data.ids_sha256
     if same_questions and a.cell_id == b.cell_id and ours.outcomes == theirs.outcomes:
         return [Difference("accuracy", x, y, 0.0, 0.0, 0.0, "same", "the same answers are right")]
-    if same_questions and len(ours.outcomes or "") == len(theirs.outcomes or "") > 0:
-        low, high = paired_shares(ours.outcomes or "", theirs.outcomes or "")
-        why = "question by question"
-    else:
-        low, high = shares((ours.right or 0, ours.questions), (theirs.right or 0, theirs.questions))
-        why = "different questions"
+    ends, why = _share_difference(a, ours, b, theirs, same_questions)
+    low, high = ends or (None, None)
     return [Difference("accuracy", x, y, y - x, low, high, judge_interval(low, high, MARGINS["accuracy"], True), why)]
+
+
+def _share_difference(
+    a: Record, ours: QuestionMetrics, b: Record, theirs: QuestionMetrics, same_questions: bool
+) -> tuple[Ends | None, str]:
+    """The interval of b's share of right answers minus a's, if there is one; what was compared, or why there is none.
+
+    Two readings of one cell have the same streams, so what differs is found question by question.
+    """
+    streams = None if same_questions and a.cell_id == b.cell_id else streams_of(b)
+    if same_questions and len(ours.outcomes or "") == len(theirs.outcomes or "") > 0:
+        ends = difference_ends(ours.outcomes or "", theirs.outcomes or "", streams)
+        if ends is not None or streams is None:
+            return ends, "question by question" if streams is None else "stream by stream"
+        return None, too_few(count(streams))
+    if streams is not None or streams_of(a) is not None:
+        return None, "different questions in streams"
+    return shares((ours.right or 0, ours.questions), (theirs.right or 0, theirs.questions)), "different questions"
 
 
 def score(a: Record, b: Record) -> list[Difference]:
@@ -112,39 +129,6 @@ def score(a: Record, b: Record) -> list[Difference]:
     mean = clustered(off, np.ones(len(off)) if theirs.weights is None else np.array(theirs.weights))
     verdict = judge_interval(mean.low, mean.high, MARGINS["score"], theirs.higher_is_better)
     return [Difference("score", x, y, y - x, mean.low, mean.high, verdict, "question by question")]
-
-
-def paired_shares(a: str, b: str) -> tuple[float, float]:
-    """95 % interval of the difference of two shares of right answers to the same questions, b's minus a's.
-
-    Args:
-        a: outcomes, one "0" or "1" per question; "1" is right.
-        b: likewise.
-
-    Source: Newcombe 1998, Statistics in Medicine 17, 2635-2650, method 10: Wilson intervals combined with their correlation.
-    """
-    n, pairs = len(a), list(zip(a, b, strict=True))
-    both, only_a, only_b, none = (pairs.count(kind) for kind in (("1", "1"), ("1", "0"), ("0", "1"), ("0", "0")))
-    x, y = (both + only_a) / n, (both + only_b) / n
-    (low_a, high_a), (low_b, high_b) = wilson(both + only_a, n), wilson(both + only_b, n)
-    scale = math.sqrt((both + only_a) * (only_b + none) * (both + only_b) * (only_a + none))
-    covariance = both * none - only_a * only_b
-    phi = (max(covariance - n / 2, 0) if covariance > 0 else covariance) / scale if scale else 0.0
-
-    def width(down: float, up: float) -> float:
-        return math.sqrt(max(down * down - 2 * phi * down * up + up * up, 0.0))
-
-    return y - x - width(y - low_b, high_a - x), y - x + width(high_b - y, x - low_a)
-
-
-def shares(a: tuple[int, int], b: tuple[int, int]) -> tuple[float, float]:
-    """95 % interval of the difference of two independent shares, each given as (right, questions).
-
-    Source: Newcombe 1998, Statistics in Medicine 17, method 10.
-    """
-    x, y = a[0] / a[1], b[0] / b[1]
-    (low_a, high_a), (low_b, high_b) = wilson(*a), wilson(*b)
-    return y - x - math.hypot(y - low_b, high_a - x), y - x + math.hypot(high_b - y, x - low_a)
 
 
 def step_time(a: Record, b: Record) -> list[Difference]:

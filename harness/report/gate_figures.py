@@ -160,7 +160,8 @@ def flags(pair: Pair) -> Iterator[Result]:
 def different_data(pair: Pair) -> str:
     """In words, how text or weights differ, so that figures can't be compared; empty if they don't."""
     texts = ("text (token ids)", pair.base.data.ids_sha256, pair.now.data.ids_sha256)
-    for what, base, now in (texts, ("weights", pair.base.facts.weights_sha256, pair.now.facts.weights_sha256)):
+    versions = ("version of the task", pair.base.data.task_version or "first", pair.now.data.task_version or "first")
+    for what, base, now in (texts, versions, ("weights", pair.base.facts.weights_sha256, pair.now.facts.weights_sha256)):
         if base != now and base:
             return f"different {what}: {base[:8]} -> {now[:8]}"
     return ""

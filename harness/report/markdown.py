@@ -70,6 +70,11 @@ def number(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else ""
 
 
+def bracketed(ends: tuple[float, float] | None, digits: int = 0) -> str:
+    """The ends of a share's interval in percent, after a space; empty without one."""
+    return "" if ends is None else f" [{100 * ends[0]:.{digits}f}, {100 * ends[1]:.{digits}f}]"
+
+
 def percent(share: float, ends: Sequence[float] | None = None) -> str:
     """A share in percent, with the ends of its interval if it has one."""
     interval = "" if ends is None else f" [{100 * max(0.0, ends[0]):.1f}, {100 * min(1.0, ends[1]):.1f}]"

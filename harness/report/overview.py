@@ -6,17 +6,17 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvbench.harness.core.intervals import wilson
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import NllMetrics
 from kvbench.harness.report.common_tokens import Common, common_tokens, describe_tokens, on_common, scores_all
 from kvbench.harness.report.faults import faults
 from kvbench.harness.report.feed.question import poolable
 from kvbench.harness.report.front import front
-from kvbench.harness.report.markdown import cache_bytes, count, md, table, title
+from kvbench.harness.report.markdown import bracketed, cache_bytes, count, md, table, title
 from kvbench.harness.report.pairing import question
 from kvbench.harness.report.ranks import nll_pairs, rank_intervals
 from kvbench.harness.report.rows import Row, rows
+from kvbench.harness.report.shares import Answers
 from kvbench.harness.report.speed import speed_up
 
 _UNKNOWN = "–"
@@ -135,8 +135,5 @@ def _speed_up(row: Row, dense: Sequence[Record]) -> str:
     return speed_up(row.latency, dense) if row.latency is not None and row.latency.status == "ok" else ""
 
 
-def _share(answers: tuple[int, int] | None) -> str:
-    if answers is None:
-        return ""
-    low, high = wilson(*answers)
-    return f"{100 * answers[0] / answers[1]:.0f} % [{100 * low:.0f}, {100 * high:.0f}]"
+def _share(answers: Answers | None) -> str:
+    return "" if answers is None else f"{100 * answers.share:.0f} %{bracketed(answers.ends) or ' [too few streams]'}"

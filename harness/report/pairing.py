@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,16 +17,22 @@ from kvbench.harness.records.metrics import NllMetrics, StrideBlocks, Sums
 
 
 def question(record: Record) -> str:
-    """Suite, model, task and text; records that agree in them are comparable."""
+    """Suite, model, task, its version and text; records that agree in them are comparable."""
     cell = record.cell.as_json()
     parts = [cell["suite"], cell["suite_version"], cell["model"], cell["task"], record.data.ids_sha256]
-    return repr(parts)
+    return repr([*parts, *task_version(record)])
+
+
+def task_version(record: Record) -> list[str]:
+    """The version of its task; empty for the first."""
+    return [] if record.data.task_version is None else [record.data.task_version]
 
 
 def past_training(record: Record) -> bool:
     """Whether an unbounded cache was read past the model's training length, so that its NLL has a trend."""
-    length = record.facts.training_length
-    return record.cell.capacity is None and length is not None and record.data.tokens > length
+    length, metrics = record.facts.training_length, record.measured(NllMetrics)
+    tokens = record.data.tokens if metrics is None else metrics.stream_tokens or record.data.tokens
+    return record.cell.capacity is None and length is not None and tokens > length
 
 
 def perplexity(record: Record) -> Interval | None:
@@ -35,6 +43,9 @@ def perplexity(record: Record) -> Interval | None:
     looks = metrics.planned_looks
     if len(metrics.texts.tokens) >= MIN_BLOCKS:
         return clustered(*sums_of(metrics.texts), looks)
+    whole = units(on_all_tokens(metrics), -1, metrics.stream_tokens, len(record.data.prefix))
+    if whole.independent:
+        return clustered(whole.nll, whole.tokens, looks)
     result = interval(*sums_of(metrics.blocks), metrics.blocks.size, record.cell.capacity or 0, looks)
     return replace(result, low=None, high=None, p=None) if past_training(record) else result
 
@@ -62,6 +73,20 @@ def paired(record: Record, base: Record, trend: bool = False) -> Interval | None
     return mean_difference(ours, theirs, capacity, len(record.data.prefix), looks)
 
 
+def mean_of(records: Sequence[Record]) -> Record:
+    """The mean of several seeds of a control, run by run: the first record with these sums of NLL. They have the same text."""
+    parts = [m for r in records if (m := r.measured(NllMetrics))]
+    assert len(parts) == len(records)
+    assert len({question(r) for r in records}) == 1
+
+    def mean(sums: Sequence[Sums]) -> Any:
+        return sums[0].model_copy(update={"nll_sum": np.mean([x.nll_sum for x in sums], 0).tolist()})
+
+    blocks, texts = mean([m.blocks for m in parts]), mean([m.texts for m in parts])
+    changed = {"blocks": blocks, "texts": texts, "on_stride": None, "nll": float(np.mean([m.nll for m in parts]))}
+    return replace(records[0], metrics=parts[0].model_copy(update=changed))
+
+
 def mean_difference(ours: NllMetrics, theirs: NllMetrics, capacity: int, prefix: int, looks: int = 1) -> Interval | None:
     """Mean NLL of one reading of a text minus that of another, on tokens that both scored after the larger cache filled.
 
@@ -78,14 +103,50 @@ def mean_difference(ours: NllMetrics, theirs: NllMetrics, capacity: int, prefix:
     a, b = _on_shared_tokens(ours, theirs, prefix)
     if a is None or b is None or a.size != b.size:
         return None
-    if len(a.texts.tokens) > MIN_BLOCKS and a.texts.tokens == b.texts.tokens:
-        (x, n), (y, _) = sums_of(a.texts), sums_of(b.texts)
-        return clustered((x - y)[1:], n[1:], looks)  # the first text is where the caches filled
-    (x, n), (y, m) = sums_of(a), sums_of(b)
-    full = after_filling(len(n), a.size, capacity, ours.stream_tokens, prefix)
-    if not np.array_equal(n, m) or n[full].sum() == 0:
+    of_ours, of_theirs = (units(x, capacity, ours.stream_tokens, prefix) for x in (a, b))
+    if not np.array_equal(of_ours.tokens, of_theirs.tokens) or of_ours.tokens.sum() == 0:
         return None
-    return interval((x - y)[full], n[full], a.size, capacity, looks)
+    difference = of_ours.nll - of_theirs.nll
+    if of_ours.independent:
+        return clustered(difference, of_ours.tokens, looks)
+    return interval(difference, of_ours.tokens, a.size, capacity, looks)
+
+
+class Units(NamedTuple):
+    """What an interval is computed over, after a cache has filled.
+
+    Attributes:
+        nll: sum of NLL in each unit. [n].
+        tokens: in each unit. [n].
+        independent: units are texts, or streams that each begin with an empty cache; else runs of tokens that follow each other.
+    """
+
+    nll: NDArray[np.float64]
+    tokens: NDArray[np.float64]
+    independent: bool
+
+
+def units(blocks: StrideBlocks, capacity: int, stream_tokens: int | None, prefix: int) -> Units:
+    """Texts if there are more than `MIN_BLOCKS`, else streams if there are as many, else runs of tokens.
+
+    Args:
+        blocks: sums over runs, and over texts.
+        capacity: of the larger cache, in tokens.
+        stream_tokens: tokens of text per stream; None if there is one stream.
+        prefix: number of tokens that open the text.
+    """
+    if len(blocks.texts.tokens) > MIN_BLOCKS:
+        nll, tokens = sums_of(blocks.texts)
+        return Units(nll[1:], tokens[1:], True)  # the first text is where the caches filled
+    nll, tokens = sums_of(blocks)
+    full = after_filling(len(tokens), blocks.size, capacity, stream_tokens, prefix)
+    nll, tokens = nll[full], tokens[full]
+    if stream_tokens is not None:
+        streams = ((np.arange(len(full)) * blocks.size - prefix) // stream_tokens)[full]
+        firsts = np.flatnonzero(np.diff(streams, prepend=-1))
+        if len(firsts) >= MIN_BLOCKS:
+            return Units(np.add.reduceat(nll, firsts), np.add.reduceat(tokens, firsts), True)
+    return Units(nll, tokens, False)
 
 
 def after_filling(runs: int, size: int, capacity: int, stream_tokens: int | None, prefix: int) -> NDArray[np.bool_]:

@@ -8,7 +8,8 @@ from functools import cached_property
 
 from kvbench.harness.records import Record
 from kvbench.harness.records.cell import CellSpec
-from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics, StepMetrics
+from kvbench.harness.records.metrics import NllMetrics, StepMetrics
+from kvbench.harness.report.shares import Answers, answers
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,9 @@ class Row:
         return None if metrics is None else metrics.nll
 
     @property
-    def answers(self) -> tuple[int, int] | None:
-        """(right answers, questions), over all tasks with questions."""
-        scored = [m for r in self.records if (m := r.measured(QuestionMetrics)) and m.right is not None]
-        return (sum(m.right or 0 for m in scored), sum(m.questions for m in scored)) if scored else None
+    def answers(self) -> Answers | None:
+        """Right answers over all tasks with questions."""
+        return answers(self.records)
 
     @property
     def kv_bytes(self) -> int | None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvbench.harness.records import Record
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.pairing import question
+from kvbench.harness.report.pairing import question, task_version
 from kvbench.harness.report.task import task_of
 
 
@@ -32,4 +32,4 @@ def section_key(record: Record) -> str:
         return question(record)
     cell = record.cell.as_json()
     task = {k: v for k, v in cell["task"].items() if k not in axes}
-    return repr([cell["suite"], cell["suite_version"], cell["model"], task, ""])
+    return repr([cell["suite"], cell["suite_version"], cell["model"], task, "", *task_version(record)])

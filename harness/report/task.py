@@ -67,6 +67,11 @@ class TaskReport:
         return 1
 
     @classmethod
+    def question_streams(cls, record: Record) -> int | None:
+        """Number of streams that share its questions evenly, in order; None if every question has a cache of its own."""
+        return None
+
+    @classmethod
     def cached_tokens(cls, record: Record) -> tuple[int, int] | None:
         """(streams, tokens per stream) that its cache holds at most, without the free slot; None if unknown."""
         tokens = record.cell.most_kept

@@ -162,11 +162,10 @@ def load(path: Path, overrides: Overrides | None = None) -> tuple[SuiteFile, lis
     for task in tasks:
         _refuse_idle(task, chosen, source)
     resources = validated(Resources, suite.resources or {}, source, ("resources",))
-    seeds = suite.seed if isinstance(suite.seed, list) else [suite.seed]
     cells = _bounded(
         (
-            replace(_cell(suite, model, task, entry, seed, source), resources=resources)
-            for model, task, entry, seed in itertools.product(models, tasks, chosen, seeds)
+            replace(_cell(suite, model, task, entry, source), resources=resources)
+            for model, task, entry in itertools.product(models, tasks, chosen)
             if task.is_for(entry)
         ),
         path,
@@ -298,10 +297,10 @@ def _tasks(given: dict[str, Any], source: Source, at: Location) -> Iterator[_Tas
         yield _TaskEntry(*_task(one, source, at), only, evicts, at)
 
 
-def _cell(suite: SuiteFile, model: ModelSpec, given: _TaskEntry, entry: Entry, seed: int, source: Source) -> Cell:
+def _cell(suite: SuiteFile, model: ModelSpec, given: _TaskEntry, entry: Entry, source: Source) -> Cell:
     return Cell(
         suite.suite, suite.version, model, given.options, entry.name, entry.policy, _capacity(model, given, entry, source),
-        entry.positions, entry.limit, seed, entry.evict, source.place(entry.at),
+        entry.positions, entry.limit, entry.seed, entry.evict, source.place(entry.at),
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from kvbench.harness.suite.file import SuiteFile
 from kvbench.harness.suite.text import Location, Source, spread, validated
 from kvbench.policies import Policy, PositionMode
 
-_AXES = ("capacity", "evict", "positions", "limit")  # given in a policy's entry, or once for the whole suite
+_AXES = ("capacity", "evict", "positions", "limit", "seed")  # given in a policy's entry, or once for the whole suite
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Entry:
         evict: when tokens are evicted.
         positions: where RoPE puts a cached token.
         limit: largest distance of positions `clamped`.
+        seed: of the policy's random numbers.
         at: place of the entry in the suite.
         blamed: place to name if the policy can't serve the capacity.
     """
@@ -43,6 +44,7 @@ class Entry:
     evict: Evict
     positions: PositionMode
     limit: int | None
+    seed: int
     at: Location
     blamed: Location
 
@@ -71,6 +73,7 @@ def entries(suite: SuiteFile, index: int, source: Source) -> Iterator[Entry]:
     name, kind, given = _named(suite.policies[index], source, at)
     schema = entry_schema(name, kind)
     defaults = {"capacity": suite.capacity, "evict": suite.evict, "positions": suite.positions, "limit": suite.limit}
+    defaults["seed"] = suite.seed
     if kind.outcome:
         defaults["evict"] = "prompt"
     fixed = {k: v for k, v in defaults.items() if k in schema.model_fields and v is not None} | given
@@ -78,22 +81,22 @@ def entries(suite: SuiteFile, index: int, source: Source) -> Iterator[Entry]:
         source.inherit((*at, key), (key,))
     for one in _spread(kind, fixed, source, at):
         chosen = _values(validated(schema, one, source, at))
-        budget, evict, positions, limit = (chosen.pop(k, None) for k in _AXES)
+        budget, evict, positions, limit, seed = (chosen.pop(k, None) for k in _AXES)
         if "capacity" in schema.model_fields and budget is None:
             raise source.error(at, f"{name} needs a capacity")
-        overridden = [key for key in one if source.is_overridden((*at, key))]
+        overridden = [key for key in one if key != "seed" and source.is_overridden((*at, key))]
         place = at if overridden or "capacity" in given or suite.capacity is None else ()
         blamed = (*place, *(overridden or ["capacity"])[:1])
         policy = _made(name, kind, chosen, source, at, blamed)
         limit = limit if positions == "clamped" else None
-        entry = Entry(name, policy, budget, evict or 1, positions or "cache", limit, at, blamed)
+        entry = Entry(name, policy, budget, evict or 1, positions or "cache", limit, seed, at, blamed)
         entry.refuse_if_unfit(budget if isinstance(budget, int) else None, source)
         yield entry
 
 
 def entry_schema(name: str, policy: type[Policy]) -> type[BaseModel]:
     """The fields of this policy's entry in a suite: its parameters and the axes that apply to it."""
-    axes: dict[str, Any] = {}
+    axes: dict[str, Any] = {"seed": (int, 0)}
     if policy.evicts and not policy.outcome:
         axes["capacity"] = (OneCapacity, None)
     if policy.evicts and policy.caches:

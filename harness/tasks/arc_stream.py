@@ -18,7 +18,7 @@ from kvbench.harness.records.metrics import AnswerMetrics
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.machines import row_label
 from kvbench.harness.report.markdown import cache_bytes, count, table, task_line
-from kvbench.harness.tasks.common.answers import AnsweringTask, Context, percent_or_status
+from kvbench.harness.tasks.common.answers import AnsweringTask, Context, about_intervals, percent_or_status
 from kvbench.harness.tasks.task import Job, Options, Tokenizer
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class ArcStream(AnsweringTask):
 
     @classmethod
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:
-        """A row per policy, a column per subset: percent right with a 95 % Wilson interval."""
+        """A row per policy, a column per subset: percent right with a 95 % interval."""
         subsets = sorted({_subset(r) for r in records}, reverse=True)
         rows: dict[tuple[str, str], dict[str, Record]] = {}
         for record in records:
@@ -99,7 +99,7 @@ class ArcStream(AnsweringTask):
             lines.append([*name, *(percent_or_status(row.get(s)) for s in subsets), cache_bytes(kv_bytes)])
         head, about = (
             ["policy", "capacity", *subsets, "K/V"],
-            f"{task_line(records[0])}Percent right with 95 % Wilson intervals:\n",
+            f"{task_line(records[0])}Percent right with {about_intervals(records)}:\n",
         )
         return [about, *table(head, lines, "lr" + "r" * len(subsets) + "r")]
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvbench.harness.report.compare import MARGINS, paired_shares
+from kvbench.harness.report.compare import MARGINS
 from kvbench.harness.report.difference import Verdict, judge_interval
 from kvbench.harness.report.feed.question import Question
 from kvbench.harness.report.outcomes import answer_pairs, shared_outcomes
@@ -25,7 +25,7 @@ class Loss:
     Attributes:
         to: the reference.
         value: % of perplexity, or percentage points of right answers.
-        low: lower end of the 95 % interval; None if the text is too short for one.
+        low: lower end of the 95 % interval; None if the text is too short for one, or streams are too few.
         high: upper end.
         nats: (mean, low, high) in nats per token; None for answers.
         verdict: on the policy.
@@ -72,10 +72,11 @@ def _answer_loss(row: Row, base: Row) -> Loss | None:
     shared = shared_outcomes(base, row)
     if shared is None:
         return None
-    low, high = paired_shares(*shared)
-    change = (shared[1].count("1") - shared[0].count("1")) / len(shared[0])
+    if shared.ends is None:
+        return Loss(base, -100 * shared.change, None, None, None, "can't tell")
+    low, high = shared.ends
     verdict = judge_interval(low, high, MARGINS["accuracy"], more_is_better=True)
-    return Loss(base, -100 * change, -100 * high, -100 * low, None, verdict)
+    return Loss(base, -100 * shared.change, -100 * high, -100 * low, None, verdict)
 
 
 def reference(question: Question, capacity: int | None) -> Row | None:

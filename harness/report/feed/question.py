@@ -74,7 +74,7 @@ class Question:
         """What a row is judged by, less is better: nats per token, or the share of wrong answers."""
         if self.measure == "perplexity":
             return self._common_nll(row)
-        return None if row.answers is None else 1 - row.answers[0] / row.answers[1]
+        return None if row.answers is None else 1 - row.answers.share
 
     @cached_property
     def common(self) -> Common:

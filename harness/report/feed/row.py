@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvbench.harness.core.intervals import median_interval, wilson
+from kvbench.harness.core.intervals import median_interval
 from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Record, Submitted, standing
 from kvbench.harness.records.metrics import QuestionMetrics
@@ -19,6 +19,7 @@ from kvbench.harness.report.feed.loss import CONTROL, Loss, loss
 from kvbench.harness.report.feed.question import Question, is_reference
 from kvbench.harness.report.origin import origin
 from kvbench.harness.report.rows import Row
+from kvbench.harness.report.shares import answers
 from kvbench.harness.report.speed import round_ratios
 
 _NEEDS_BOOKS = ("pg19",)
@@ -120,18 +121,20 @@ def _tokens_read(row: Row) -> int | None:
 
 
 def _answers(row: Row) -> list[dict[str, Any]]:
-    """Right answers by task, with the 95 % interval of their share."""
-    tasks: dict[str, list[QuestionMetrics]] = {}
+    """Right answers by task, with the 95 % interval of their share; its ends are None if there are too few streams for one."""
+    tasks: dict[str, list[Record]] = {}
     for record in row.records:
         metrics = record.measured(QuestionMetrics)
         if metrics is not None and metrics.right is not None:
-            tasks.setdefault(task(record), []).append(metrics)
+            tasks.setdefault(task(record), []).append(record)
     result = []
-    for name, answered in tasks.items():
-        right, asked = sum(m.right or 0 for m in answered), sum(m.questions for m in answered)
-        low, high = wilson(right, asked)
-        share, low, high = (round(x, 6) for x in (right / asked, low, high))
-        result.append({"task": name, "right": right, "questions": asked, "share": share, "low": low, "high": high})
+    for name, records in tasks.items():
+        found = answers(records)
+        assert found is not None
+        low, high = found.ends or (None, None)
+        share, low, high = (None if x is None else round(x, 6) for x in (found.share, low, high))
+        counts = {"right": found.right, "questions": found.questions, "streams": len(found.streams) or None}
+        result.append({"task": name, **counts, "share": share, "low": low, "high": high})
     return result
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from kvbench.harness.report.shares import too_few
+
 _MAX_NAMES = 3
 
 
@@ -36,7 +38,8 @@ def _leaders(rows: Sequence[dict[str, Any]], measure: str) -> str:
     if len(rows) == 1:
         return f"{best['name']} is the only policy measured."
     if best["rank"] is None:
-        return f"{best['name']} has the best {figure}, but the text is too short to tell it from the others."
+        short = "the text is too short" if measure == "perplexity" else "there are too few streams"
+        return f"{best['name']} has the best {figure}, but {short} to tell it from the others."
     rivals = [row["name"] for row in rows[1:] if row["rank"] is None or row["rank"][0] == 1]
     if not rivals:
         return f"{best['name']} is surely the best of {len(rows)}."
@@ -58,6 +61,8 @@ def _answered(row: dict[str, Any], measure: str) -> list[str]:
     """The figure itself, where it says more than a difference: for answers, or without a reference."""
     if measure == "answers":
         task = row["answers"][0]
+        if task["low"] is None:
+            return [f"answers {100 * task['share']:.0f} % right ({too_few(task['streams'])})"]
         return [f"answers {100 * task['share']:.0f} % [{100 * task['low']:.0f}, {100 * task['high']:.0f}] right"]
     return [f"has perplexity {row['perplexity']:.4g}"] if row["loss"] is None else []
 
@@ -69,7 +74,8 @@ def _lost(loss: dict[str, Any] | None, measure: str) -> list[str]:
     value, low, high = loss["value"], loss["low"], loss["high"]
     unit = " % of perplexity" if measure == "perplexity" else " points of right answers"
     if low is None or high is None:
-        return [f"can't be told from {loss['to_name']} ({signed(value)}{unit}, too short for an interval)"]
+        short = "too short" if measure == "perplexity" else "too few streams"
+        return [f"can't be told from {loss['to_name']} ({signed(value)}{unit}, {short} for an interval)"]
     if low <= 0 <= high:
         return [f"does not surely differ from {loss['to_name']} ({signed(value)}{unit} [{signed(low)}, {signed(high)}])"]
     near, far = sorted((abs(low), abs(high)))

@@ -6,6 +6,7 @@ The page computes the same intervals as `report/compare.py`; a test holds it to 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,8 +20,9 @@ from kvbench.harness.report.common_tokens import Common, on_common
 from kvbench.harness.report.feed import labels
 from kvbench.harness.report.feed.question import Question
 from kvbench.harness.report.feed.row import row_id
-from kvbench.harness.report.pairing import after_filling, on_all_tokens, past_training, sums_of
+from kvbench.harness.report.pairing import on_all_tokens, past_training, task_version, units
 from kvbench.harness.report.rows import Row
+from kvbench.harness.report.shares import streams_of
 from kvbench.harness.report.task import task_of
 
 
@@ -54,8 +56,8 @@ def _row(row: Row, capacities: Sequence[int], common: Common, grids: _Grids) -> 
     """What is compared of a row.
 
     `twin` is the same for the same policy in other questions. `nll` and `strided` have, for all tokens and for those of the
-    stride, [grid, sums] by capacity, and the mean NLL by position. `answers` has [task, text, outcomes]. `rounds` has the step
-    times in milliseconds and which records were timed together.
+    stride, [grid, sums] by capacity, and the mean NLL by position. `answers` has [task, text, outcomes, streams]. `rounds` has
+    the step times in milliseconds and which records were timed together.
     """
     cell = row.cell
     twin = repr([cell.policy, cell.parameters, cell.capacity, cell.positions, cell.limit, cell.seed])
@@ -70,11 +72,22 @@ def _row(row: Row, capacities: Sequence[int], common: Common, grids: _Grids) -> 
         made["trend"] = past_training(record)
     answered = [(r, m) for r in row.records if (m := r.measured(QuestionMetrics)) and m.outcomes]
     if answered:
-        made["answers"] = [[_asked(r), r.data.ids_sha256[:12], m.outcomes] for r, m in answered]
+        made["answers"] = [
+            [_asked(r), "".join([r.data.ids_sha256[:12], *task_version(r)]), m.outcomes, _streams(r)] for r, m in answered
+        ]
     timed = None if row.latency is None else row.latency.measured(StepMetrics)
     if timed is not None:
         made["rounds"] = {"together": timed.together[:24], "ms": [float(f"{ms:.6g}") for ms in timed.rounds_ms]}
     return made
+
+
+def _streams(record: Record) -> dict[str, Any] | None:
+    """Questions of each stream, in order, and Student's t for them; None if every question has a cache of its own."""
+    streams = streams_of(record)
+    if streams is None:
+        return None
+    asked = list(Counter(streams).values())
+    return {"tokens": asked, "reach": reach(np.array(asked, np.float64)) if len(asked) >= MIN_BLOCKS else None}
 
 
 def _asked(record: Record) -> str:
@@ -98,23 +111,17 @@ def _scored(
 
 def _batched(record: Record, blocks: StrideBlocks, capacity: int, grids: _Grids) -> list[Any] | None:
     """The grid and the sums of blocks after a cache of this capacity has filled; None if no token is left."""
-    by_text = len(blocks.texts.tokens) > MIN_BLOCKS
-    nll, tokens = sums_of(blocks.texts if by_text else blocks)
-    if by_text:
-        nll, tokens = nll[1:], tokens[1:]  # the first text is where the cache filled
-    else:
-        metrics = record.measured(NllMetrics)
-        assert metrics is not None
-        full = after_filling(len(tokens), blocks.size, capacity, metrics.stream_tokens, len(record.data.prefix))
-        nll, tokens = nll[full], tokens[full]
+    metrics = record.measured(NllMetrics)
+    assert metrics is not None
+    nll, tokens, independent = units(blocks, capacity, metrics.stream_tokens, len(record.data.prefix))
     if tokens.sum() == 0:
         return None
     key = hashlib.sha256(np.ascontiguousarray(tokens).tobytes()).hexdigest()
-    enough = by_text or long_enough(len(tokens), blocks.size, capacity)
-    if not by_text:
+    enough = independent or long_enough(len(tokens), blocks.size, capacity)
+    if not independent:
         nll, tokens = (batches(nll), batches(tokens)) if enough else (nll.sum(keepdims=True), tokens.sum(keepdims=True))
     grid = {
-        "tokens": [int(n) for n in tokens], "neighbours": not by_text, "reach": reach(tokens) if enough else None,
-        "start": 0 if by_text else capacity + 1,
+        "tokens": [int(n) for n in tokens], "neighbours": not independent, "reach": reach(tokens) if enough else None,
+        "start": 0 if len(blocks.texts.tokens) > MIN_BLOCKS else capacity + 1,
     }  # fmt: skip
     return [grids.place(f"{key} {capacity} {blocks.size}", grid), [float(f"{x:.9g}") for x in nll]]

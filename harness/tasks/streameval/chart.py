@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvbench.harness.core.intervals import wilson
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import AnswerMetrics
 from kvbench.harness.report import chart
 from kvbench.harness.report.charts.parts import marks, panels
 from kvbench.harness.report.machines import on_device
 from kvbench.harness.report.markdown import short_titles
+from kvbench.harness.report.shares import answers
 from kvbench.harness.tasks.common.answers import QuizFacts
 from kvbench.harness.tasks.streameval.schema import StreamEvalOptions
 
@@ -40,11 +40,11 @@ def _panel(records: Sequence[Record], capacity: int) -> dict[str, Any]:
     values: list[dict[str, Any]] = []
     pairs = []
     for name, record in zip(short_titles(records), records, strict=True):
-        metrics = record.measured(AnswerMetrics)
-        assert metrics is not None
+        found = answers([record])
+        assert found is not None
         pairs.append((name + on_device(record, records), record.cell.policy))
-        low, high = wilson(metrics.right, metrics.questions)
-        share = {"right": metrics.right / metrics.questions, "low": low, "high": high}
+        low, high = found.ends or (found.share, found.share)
+        share = {"right": found.share, "low": low, "high": high}
         values.append(
             {
                 "policy": pairs[-1][0],

@@ -9,12 +9,12 @@ from kvbench.harness.records.metrics import AnswerMetrics
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.machines import row_label
 from kvbench.harness.report.markdown import cache_bytes, count, table, task_line
-from kvbench.harness.tasks.common.answers import percent, percent_or_status
+from kvbench.harness.tasks.common.answers import about_intervals, percent_or_status
 from kvbench.harness.tasks.streameval.chart import distance, line_tokens, over_distance
 
 
 def body(records: Sequence[Record]) -> list[str | Chart]:
-    """A row per policy, a column per distance: percent right with 95 % Wilson intervals; then by how much was in the cache."""
+    """A row per policy, a column per distance: percent right with 95 % intervals; then by how much was in the cache."""
     distances = sorted({distance(r) for r in records})
     length = line_tokens(records[0])
     rows: dict[tuple[str, str], dict[int, Record]] = {}
@@ -23,7 +23,7 @@ def body(records: Sequence[Record]) -> list[str | Chart]:
         rows.setdefault(name, {})[distance(record)] = record
     head = ["policy", "capacity", *(f"{d} lines back" for d in distances)]
     lines = [[*name, *(percent_or_status(row.get(d)) for d in distances)] for name, row in rows.items()]
-    about = f"{task_line(records[0])}A line takes {length} tokens on average. Percent right with 95 % Wilson intervals:\n"
+    about = f"{task_line(records[0])}A line takes {length} tokens on average. Percent right with {about_intervals(records)}:\n"
     return [about, *table(head, lines, "lr" + "r" * len(distances)), *over_distance(records), *_by_cache(records)]
 
 
@@ -41,7 +41,7 @@ def _by_cache(records: Sequence[Record]) -> list[str]:
             total = row.setdefault(part, [0, 0])
             total[0], total[1] = total[0] + counts.right, total[1] + counts.questions
     lines = [
-        [*name, *(f"{percent(*row[part])} of {row[part][1]:,}" if part in row else "" for part in parts)]
+        [*name, *(f"{100 * row[part][0] / row[part][1]:.1f} of {row[part][1]:,}" if part in row else "" for part in parts)]
         for name, row in rows.items()
     ]
     head = ["policy", "capacity", "K/V", "whole line in the cache", "in part", "gone"]

@@ -152,8 +152,8 @@ function columns(question, rows) {
 const standing = (row) => [...new Set(row.cells.map((cell) => feed.provenance[cell.provenance].standing))].join(", ");
 const submitted = feed.provenance.some((facts) => facts.standing !== "ours");
 
-const lossText = (row) => (!row.loss ? "" : `${signed(row.loss.value)}${row.loss.low === null ? " (too short)" : ` [${signed(row.loss.low)}, ${signed(row.loss.high)}]`}`);
-const answersText = (answers) => (answers ? `${Math.round(100 * answers.share)} [${Math.round(100 * answers.low)}, ${Math.round(100 * answers.high)}]` : "");
+const lossText = (row) => (!row.loss ? "" : `${signed(row.loss.value)}${row.loss.low === null ? (row.loss.nats ? " (too short)" : " (too few streams)") : ` [${signed(row.loss.low)}, ${signed(row.loss.high)}]`}`);
+const answersText = (answers) => (answers ? `${Math.round(100 * answers.share)} [${answers.low === null ? "too few streams" : `${Math.round(100 * answers.low)}, ${Math.round(100 * answers.high)}`}]` : "");
 
 function showTable(question, budget, state) {
   const rows = [...budget.rows, ...question.references], shown = columns(question, rows);

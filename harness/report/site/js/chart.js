@@ -10,7 +10,7 @@ function valueOf(question, row) {
   if (row.loss) return { value: row.loss.value, low: row.loss.low ?? row.loss.value, high: row.loss.high ?? row.loss.value };
   if (question.measure === "perplexity") return row.perplexity === null ? null : { value: row.perplexity, low: row.perplexity, high: row.perplexity };
   const [answers] = row.answers;
-  return answers ? { value: 100 * answers.share, low: 100 * answers.low, high: 100 * answers.high } : null;
+  return answers ? { value: 100 * answers.share, low: 100 * (answers.low ?? answers.share), high: 100 * (answers.high ?? answers.share) } : null;
 }
 
 // The rows to draw: if any has a loss, only those that have one, so that an axis has one meaning.

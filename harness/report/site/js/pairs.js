@@ -1,5 +1,5 @@
 // Two rows, metric by metric: the difference, its interval, and the verdict on the second.
-import { feed, margins, sums } from "./dom.js";
+import { feed, margins, minStreams, sums } from "./dom.js";
 import { independentShares, judged, meanOfBlocks, medianInterval, pairedShares } from "./statistics.js";
 
 export const sumsOf = (question, row) => sums[question.id].rows[row.id];
@@ -47,13 +47,28 @@ export function answerMetrics(a, b) {
   return [...first].filter(([key]) => second.has(key)).map(([key, x]) => {
     const y = second.get(key), same = x.text === y.text && x.outcomes.length === y.outcomes.length;
     const [right, wrong] = [rightOf(x.outcomes), rightOf(y.outcomes)], questions = [x.outcomes.length, y.outcomes.length];
-    const [low, high] = same ? pairedShares(x.outcomes, y.outcomes) : independentShares([right, questions[0]], [wrong, questions[1]]);
+    const { low, high, why } = shareDifference(x, y, same);
     const shares = [right / questions[0], wrong / questions[1]];
     return {
       metric: x.task, a: shares[0], b: shares[1], change: shares[1] - shares[0], low, high, verdict: judged(low, high, margins.accuracy, true),
-      why: same ? `${questions[0]} questions` : "different questions", outcomes: same ? [x.outcomes, y.outcomes] : null,
+      why, outcomes: same ? [x.outcomes, y.outcomes] : null,
     };
   });
+}
+
+// The interval of y's share of right answers minus x's; over streams, where questions share one.
+function shareDifference(x, y, same) {
+  const size = ({ outcomes }) => [rightOf(outcomes), outcomes.length];
+  if (!x.streams && !y.streams) {
+    const [low, high] = same ? pairedShares(x.outcomes, y.outcomes) : independentShares(size(x), size(y));
+    return { low, high, why: same ? `${x.outcomes.length} questions` : "different questions" };
+  }
+  if (!same) return { low: null, high: null, why: "different questions in streams" };
+  const { tokens, reach } = y.streams;
+  if (reach === null) return { low: null, high: null, why: `too few streams for an interval: ${tokens.length} of ${minStreams}` };
+  let end = 0;
+  const sums = tokens.map((asked) => rightOf(y.outcomes.slice(end, end + asked)) - rightOf(x.outcomes.slice(end, (end += asked))));
+  return { ...meanOfBlocks(sums, { tokens, reach, neighbours: false }), why: `${tokens.length} streams` };
 }
 
 function answersOf(question, row) {
@@ -62,7 +77,7 @@ function answersOf(question, row) {
   for (const sibling of [question, ...kin]) {
     for (const other of Object.values(sums[sibling.id].rows)) {
       if (other.twin !== twin) continue;
-      for (const [task, text, outcomes] of other.answers ?? []) if (!answers.has(task)) answers.set(task, { task, text, outcomes });
+      for (const [task, text, outcomes, streams] of other.answers ?? []) if (!answers.has(task)) answers.set(task, { task, text, outcomes, streams });
     }
   }
   return answers;

@@ -1,0 +1,163 @@
+"""Shares of right answers and their differences, with intervals over what is independent. Imports no torch.
+
+Questions that each have a cache of their own are independent. Questions of one stream share what its cache has lost, so streams
+are the units there, and fewer than `MIN_BLOCKS` of them have no interval.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvbench.harness.core.intervals import MIN_BLOCKS, Interval, clustered, clustered_share, wilson
+from kvbench.harness.records import Record
+from kvbench.harness.records.metrics import QuestionMetrics
+from kvbench.harness.report.task import task_of
+
+Stream = tuple[str, int]  # task, number
+Ends = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Right answers, and how they spread over streams.
+
+    Attributes:
+        right: number of right answers.
+        questions: number of questions.
+        streams: (right answers, questions) of each stream; empty if every question has a cache of its own.
+    """
+
+    right: int
+    questions: int
+    streams: Sequence[tuple[int, int]] = ()
+
+    @property
+    def share(self) -> float:
+        """Of right answers."""
+        return self.right / self.questions
+
+    @property
+    def ends(self) -> Ends | None:
+        """The 95 % interval of the share; None if there are too few streams for one."""
+        if not self.streams:
+            return wilson(self.right, self.questions)
+        if len(self.streams) < MIN_BLOCKS:
+            return None
+        right, asked = (np.array(x, np.float64) for x in zip(*self.streams, strict=True))
+        return clustered_share(right, asked)
+
+
+def streams_of(record: Record) -> list[Stream] | None:
+    """The stream of each question; None if every question has a cache of its own."""
+    metrics, streams = record.measured(QuestionMetrics), task_of(record).question_streams(record)
+    if metrics is None or streams is None:
+        return None
+    return [(record.cell.task.name, i * streams // metrics.questions) for i in range(metrics.questions)]
+
+
+def answers(records: Sequence[Record]) -> Answers | None:
+    """Right answers of all records together; None if none has any. Streams of one task and number count as one.
+
+    Independent questions beside streams are streams of one question.
+    """
+    answered = [(r, m) for r in records if (m := r.measured(QuestionMetrics)) and m.right is not None]
+    if not answered:
+        return None
+    right, questions = sum(m.right or 0 for _, m in answered), sum(m.questions for _, m in answered)
+    streams: dict[Stream, list[int]] = {}
+    for record, metrics in answered:
+        digits = metrics.outcomes or "1" * (metrics.right or 0) + "0" * (metrics.questions - (metrics.right or 0))
+        for stream, digit in zip(streams_of(record) or (), digits, strict=False):
+            streams.setdefault(stream, []).append(int(digit))
+    of_streams = [(sum(digits), len(digits)) for digits in streams.values()]
+    alone = questions - sum(asked for _, asked in of_streams)
+    if len(of_streams) >= MIN_BLOCKS:
+        right_alone = right - sum(hits for hits, _ in of_streams)
+        of_streams += [(1, 1)] * right_alone + [(0, 1)] * (alone - right_alone)
+    return Answers(right, questions, of_streams)
+
+
+def difference(a: str, b: str, streams: Sequence[Stream]) -> Interval | None:
+    """Mean of b's outcomes minus a's over the same questions, with an interval over streams; None if they are too few.
+
+    Args:
+        a: outcomes, one "0" or "1" per question; "1" is right.
+        b: likewise.
+        streams: of each question.
+    """
+    if count(streams) < MIN_BLOCKS:
+        return None
+    sums, asked = by_stream(a, b, streams)
+    return clustered(np.array(sums), np.array(asked))
+
+
+def count(streams: Sequence[Stream]) -> int:
+    """Number of streams with several questions; if there are none, of all."""
+    sizes = Counter(streams).values()
+    return sum(size > 1 for size in sizes) or len(sizes)
+
+
+def by_stream(a: str, b: str, streams: Sequence[Stream]) -> tuple[list[float], list[float]]:
+    """(right answers of b minus those of a, questions) of each stream."""
+    sums, asked = dict.fromkeys(streams, 0.0), dict.fromkeys(streams, 0.0)
+    for stream, x, y in zip(streams, a, b, strict=True):
+        sums[stream] += int(y) - int(x)
+        asked[stream] += 1
+    return list(sums.values()), list(asked.values())
+
+
+def difference_ends(a: str, b: str, streams: Sequence[Stream] | None) -> Ends | None:
+    """95 % interval of the difference of two shares of right answers to the same questions, b's minus a's; None without one.
+
+    Args:
+        a: outcomes, one "0" or "1" per question; "1" is right.
+        b: likewise.
+        streams: of each question; None if every question has a cache of its own.
+    """
+    if streams is None:
+        return paired_shares(a, b)
+    found = difference(a, b, streams)
+    return None if found is None or found.low is None or found.high is None else (found.low, found.high)
+
+
+def too_few(streams: int) -> str:
+    """Why there is no interval."""
+    return f"too few streams for an interval: {streams} of {MIN_BLOCKS}"
+
+
+def paired_shares(a: str, b: str) -> Ends:
+    """95 % interval of the difference of two shares of right answers to the same independent questions, b's minus a's.
+
+    Args:
+        a: outcomes, one "0" or "1" per question; "1" is right.
+        b: likewise.
+
+    Source: Newcombe 1998, Statistics in Medicine 17, 2635-2650, method 10: Wilson intervals combined with their correlation.
+    """
+    n, pairs = len(a), list(zip(a, b, strict=True))
+    both, only_a, only_b, none = (pairs.count(kind) for kind in (("1", "1"), ("1", "0"), ("0", "1"), ("0", "0")))
+    x, y = (both + only_a) / n, (both + only_b) / n
+    (low_a, high_a), (low_b, high_b) = wilson(both + only_a, n), wilson(both + only_b, n)
+    scale = math.sqrt((both + only_a) * (only_b + none) * (both + only_b) * (only_a + none))
+    covariance = both * none - only_a * only_b
+    phi = (max(covariance - n / 2, 0) if covariance > 0 else covariance) / scale if scale else 0.0
+
+    def width(down: float, up: float) -> float:
+        return math.sqrt(max(down * down - 2 * phi * down * up + up * up, 0.0))
+
+    return y - x - width(y - low_b, high_a - x), y - x + width(high_b - y, x - low_a)
+
+
+def shares(a: tuple[int, int], b: tuple[int, int]) -> Ends:
+    """95 % interval of the difference of two independent shares, each given as (right, questions).
+
+    Source: Newcombe 1998, Statistics in Medicine 17, method 10.
+    """
+    x, y = a[0] / a[1], b[0] / b[1]
+    (low_a, high_a), (low_b, high_b) = wilson(*a), wilson(*b)
+    return y - x - math.hypot(y - low_b, high_a - x), y - x + math.hypot(high_b - y, x - low_a)
