@@ -133,8 +133,8 @@ def narrower_band(longer_than: int = 1) -> Iterator[None]:
     """The closed form's window is one token short in longer blocks."""
     plain = closed_form.banded
 
-    def banded(query, keys, values, window, *rest):
-        return plain(query, keys, values, window - (query.shape[3] > longer_than), *rest)
+    def banded(query, keys, values, window, *rest, **more):
+        return plain(query, keys, values, window - (query.shape[3] > longer_than), *rest, **more)
 
     with patch.object(closed_form, "banded", banded):
         yield

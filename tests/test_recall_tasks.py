@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
 import re
+from pathlib import Path
 
 import pytest
 
+from kvbench.harness.data.lookups import KINDS
 from kvbench.harness.lm_eval import catalogue
 from kvbench.harness.lm_eval.question import question_start
+from kvbench.harness.records import read
+from kvbench.harness.report.verify import problems
 
-KINDS = ("recent", "once", "popular", "distracted", "values", "chain", "needle")
+RESULTS = Path(__file__).parents[1] / "leaderboard/results/recall"
 
 
 def documents(kind: str) -> list[dict]:
@@ -70,3 +77,44 @@ def test_kinds_are_seeded_and_differ():
     again = {kind: documents(kind) for kind in KINDS}
     assert {kind: documents(kind) for kind in KINDS} == again
     assert len({docs[0]["text"] for docs in again.values()}) == len(KINDS)
+
+
+@pytest.mark.parametrize(
+    ("said", "answer", "right"),
+    [
+        (" 155", "155", True),
+        ("155 \n", "155", True),
+        ("155 # = 62", "155", False),
+        ("797QuestionQuestion", "797", False),
+        (" 692   194", "692", False),
+        (" 447>", "447", False),
+        (" 12 7 300 4", "12 7 300 4", True),
+        (" 12 7 300", "12 7 300 4", False),
+        (" 12  7 300 4", "12 7 300 4", False),
+        ("", "155", False),
+    ],
+)
+def test_an_answer_is_exact_or_wrong(said, answer, right):
+    task = catalogue.task("kvbench_once", 0, 1234, [], {})["tasks"]["kvbench_once"]
+    assert task.process_results({"answer": answer}, [said]) == {"exact_match": float(right)}
+
+
+def test_a_published_answer_that_was_judged_otherwise_is_found(tmp_path):
+    """Its trace and its figures agree with each other, but not with what was said."""
+    path = next(p for p in sorted(RESULTS.glob("*/h2o*.json")) if read(p).cell.options["tasks"] == "kvbench_once")
+    record = read(path)
+    samples = [json.loads(line) for line in path.with_suffix(".samples.jsonl").read_text().splitlines()]
+    assert problems(record, path.parent) == []
+    wrong = next(s for s in samples if s["score"] == 0)
+    wrong["said"], wrong["score"] = [f"{wrong['target']} # = 62"], 1.0
+    trace = tmp_path / record.trace.file
+    trace.write_text("".join(json.dumps(s) + "\n" for s in samples))
+    right = record.metrics.right + 1
+    outcomes = "".join("01"[int(s["score"])] for s in samples)
+    metrics = record.metrics.as_json() | {"right": right, "accuracy": right / 100, "score": right / 100, "outcomes": outcomes}
+    edited = dataclasses.replace(
+        record,
+        metrics=type(record.metrics).from_json(metrics),
+        trace=record.trace.model_copy(update={"sha256": hashlib.sha256(trace.read_bytes()).hexdigest()}),
+    )
+    assert f"right is {right}, but should be {right - 1}" in problems(edited, tmp_path)

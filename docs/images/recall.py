@@ -27,26 +27,21 @@ def measured(results: Path = RESULTS) -> list[Record]:
 
 
 def answered(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """Percent right of each policy, task and moment; the policy with the best mean first."""
-    rows = []
-    for task in TASKS:
-        of_task = [r for r in records if r.cell.options["tasks"] == f"kvbench_{task}"]
-        for question in QUESTIONS:
-            asked = [r for r in of_task if (r.cell.options.get("question") or "seen") == question]
-            for record in asked:
-                metrics = record.measured(QuestionMetrics)
-                assert metrics is not None
-                assert metrics.accuracy is not None
-                rows.append(
-                    {
-                        "policy": _name(record, records),
-                        "task": task,
-                        "question": question,
-                        "right": round(100 * metrics.accuracy, 1),
-                    }
-                )
+    """Percent right of each policy, task and moment, the mean over its seeds; the policy with the best mean first."""
+    shares = dict[tuple[str, str, str], list[float]]()
+    for record in records:
+        metrics = record.measured(QuestionMetrics)
+        assert metrics is not None
+        assert metrics.accuracy is not None
+        task = str(record.cell.options["tasks"]).removeprefix("kvbench_")
+        question = record.cell.options.get("question") or "seen"
+        shares.setdefault((_name(record, records), task, question), []).append(100 * metrics.accuracy)
+    rows = [
+        {"policy": policy, "task": task, "question": question, "right": round(statistics.mean(right), 1), "seeds": len(right)}
+        for (policy, task, question), right in shares.items()
+    ]
     means = {name: statistics.mean(row["right"] for row in rows if row["policy"] == name) for name in {r["policy"] for r in rows}}
-    return sorted(rows, key=lambda row: (-means[row["policy"]], row["policy"]))
+    return sorted(rows, key=lambda row: (-means[row["policy"]], row["policy"], TASKS.index(row["task"]), row["question"]))
 
 
 def _name(record: Record, rivals: Sequence[Record]) -> str:

@@ -7,17 +7,18 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvbench.harness.records import Record, RecordStore
 from kvbench.harness.report.chart import Chart, draw, write
 from kvbench.harness.report.markdown import short_titles
-from kvbench.harness.report.pairing import paired
+from kvbench.harness.report.pairing import mean_of, paired, question
 from kvbench.harness.report.ranks import holm
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER.parents[1] / "leaderboard" / "results"
 MOMENTS = {"step": "evicting at every step", "prompt": "evicting once, after the prompt"}
+POSITIONS = {"step": "cache", "prompt": "cache"}  # of each panel
 BETTER, ALIKE, WORSE = _VERDICTS = ("surely better", "not surely different", "surely worse")
 _NAMED_BY_THE_PANEL = re.compile(r",? ?\(?evict \w+(?=\))|\(\)")
 _COLOURS = ("#009e73", "#8c8c8c", "#d55e00")  # legible on light and dark pages
@@ -26,41 +27,87 @@ _ALT = (
 )
 
 
-def measured(results: Path = RESULTS) -> list[Record]:
-    """The perplexity records of bounded caches."""
-    records, _ = RecordStore(results / "zoo").read_all()
-    return [r for r in records if r.status == "ok" and r.cell.task.name == "perplexity" and r.cell.capacity is not None]
+class Row(NamedTuple):
+    """Policies that kept the same tokens, beside the control.
 
-
-def losses(records: Sequence[Record], moment: str, yardstick: str = "random") -> list[dict[str, Any]]:
-    """Perplexity lost to a yardstick, in % with 95 % intervals, least first. Verdicts are adjusted for all rows (Holm).
-
-    Of two policies of the yardstick's name it is the one with a window.
+    Attributes:
+        policy: its name, or their names.
+        loss, low, high: perplexity lost to the control, in %, with its 95 % interval.
+        p: that there is no difference.
+        closed: share of the control's gap to dense that it closes; 1 for dense itself.
+        verdict: adjusted for all rows (Holm).
     """
-    of_moment = [r for r in records if r.cell.evict == moment]
-    base = next(r for r in of_moment if r.cell.policy == yardstick and r.cell.parameters.get("window"))
-    rows = []
-    for title, record in zip(short_titles(of_moment), of_moment, strict=True):
-        difference = paired(record, base)
-        if difference is None or difference.low is None or difference.high is None:
-            continue
-        loss, low, high = (round(100 * math.expm1(nats), 3) for nats in (difference.mean, difference.low, difference.high))
-        name = _NAMED_BY_THE_PANEL.sub("", title).replace("()", "").strip()
-        rows.append({"policy": name, "loss": loss, "low": low, "high": high, "p": difference.p})
-    for row, p in zip(rows, holm([row["p"] for row in rows]), strict=True):
-        row["verdict"] = ALIKE if p >= 0.05 else BETTER if row["loss"] < 0 else WORSE
-    return sorted(rows, key=lambda row: row["loss"])
+
+    policy: str
+    loss: float
+    low: float
+    high: float
+    p: float
+    closed: float
+    verdict: str = ALIKE
+
+
+def measured(results: Path = RESULTS) -> list[Record]:
+    """The perplexity records of the suite."""
+    records, _ = RecordStore(results / "zoo").read_all()
+    return [r for r in records if r.status == "ok" and r.cell.task.name == "perplexity"]
+
+
+def of_moment(records: Sequence[Record], moment: str) -> list[Record]:
+    """The bounded caches that evict then, in the positions that the panel is about; and dense, which read the same text."""
+    caches = [r for r in records if r.cell.evict == moment and r.cell.capacity is not None]
+    caches = [r for r in caches if r.cell.positions == POSITIONS[moment]]
+    texts = {question(r) for r in caches}
+    return caches + [r for r in records if r.cell.policy == "dense" and question(r) in texts]
+
+
+def is_control(record: Record) -> bool:
+    """Whether it keeps sinks, the newest tokens, and a random choice of the others."""
+    return record.cell.policy == "random" and bool(record.cell.parameters.get("window"))
+
+
+def losses(records: Sequence[Record], moment: str) -> list[Row]:
+    """Perplexity lost to the mean of the control's seeds, least first."""
+    chosen = of_moment(records, moment)
+    control = mean_of([r for r in chosen if is_control(r)])
+    others = [r for r in chosen if not is_control(r)]
+    differences = [difference for r in others if (difference := paired(r, control))]
+    assert len(differences) == len(others)
+    dense = next(d.mean for r, d in zip(others, differences, strict=True) if r.cell.policy == "dense")
+    names = dict[tuple[float, ...], list[str]]()
+    for name, difference in zip(short_titles(others), differences, strict=True):
+        names.setdefault((difference.mean, difference.low, difference.high, difference.p), []).append(_name(name))
+    rows = [
+        Row(" = ".join(same), *(round(100 * math.expm1(x), 3) for x in key[:3]), p=key[3], closed=round(key[0] / dense, 2))
+        for key, same in names.items()
+    ]
+    adjusted = zip(rows, holm([row.p for row in rows]), strict=True)
+    judged = [row._replace(verdict=ALIKE if p >= 0.05 else BETTER if row.loss < 0 else WORSE) for row, p in adjusted]
+    return sorted(judged, key=lambda row: row.loss)
+
+
+def spread(records: Sequence[Record], moment: str) -> tuple[int, float]:
+    """(seeds of the control, the most that one of them differs from their mean, in %)."""
+    controls = [r for r in of_moment(records, moment) if is_control(r)]
+    mean = mean_of(controls)
+    differences = [d.mean for r in controls if (d := paired(r, mean))]
+    return len(controls), round(100 * math.expm1(max(map(abs, differences))), 3)
+
+
+def _name(title: str) -> str:
+    """A policy's title without what the panel says."""
+    return _NAMED_BY_THE_PANEL.sub("", title).replace("()", "").strip()
 
 
 def picture(records: Sequence[Record]) -> Chart:
     """A panel per moment of eviction, a row per policy."""
-    panels = [_panel(losses(records, moment), title) for moment, title in MOMENTS.items()]
+    panels = [_panel(losses(records, moment), f"{title}; {POSITIONS[moment]} positions") for moment, title in MOMENTS.items()]
     return Chart("who-beats-random", _ALT, {"hconcat": panels})
 
 
-def _panel(rows: Sequence[dict[str, Any]], title: str) -> dict[str, Any]:
+def _panel(rows: Sequence[Row], title: str) -> dict[str, Any]:
     x = {
-        "field": "loss", "type": "quantitative", "title": "perplexity against random, %",
+        "field": "loss", "type": "quantitative", "title": "perplexity against the random control, %",
         "scale": {"type": "symlog", "nice": False}, "axis": {"values": [-1, 0, 1, 3, 10, 30, 100, 300, 1000], "format": "+,d"},
     }  # fmt: skip
     y = {"field": "policy", "type": "nominal", "sort": None, "title": None, "axis": {"labelLimit": 220}}
@@ -74,7 +121,8 @@ def _panel(rows: Sequence[dict[str, Any]], title: str) -> dict[str, Any]:
         {"mark": {"type": "rule", "strokeWidth": 1.5}, "encoding": interval},
         {"mark": {"type": "point", "filled": True, "size": 50}, "encoding": {"x": x, "y": y, "color": verdict, "shape": shape}},
     ]
-    return {"title": title, "width": 240, "height": 15 * len(rows), "data": {"values": list(rows)}, "layer": layers}
+    values = {"values": [row._asdict() for row in rows]}
+    return {"title": title, "width": 240, "height": 15 * len(rows), "data": values, "layer": layers}
 
 
 def drawings(results: Path = RESULTS) -> dict[str, str]:

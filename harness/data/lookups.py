@@ -18,6 +18,7 @@ PLACES = [
     "Arlen", "Bexford", "Corvey", "Dunmore", "Eastlow", "Farley", "Gillan", "Holm", "Istow", "Jarrow", "Kelby", "Lorne",
     "Marsh", "Norwell", "Oxley", "Penrith", "Quorn", "Ripley", "Selby", "Thorpe", "Upton", "Velden", "Wick", "Yarrow",
 ]  # fmt: skip
+KINDS = ("recent", "once", "popular", "distracted", "values", "chain", "needle")  # of the questions in kvbench_recall
 _ASKED = 0.35  # questions a line, on average, once there is a line
 
 
@@ -110,6 +111,11 @@ def chains(draw: random.Random, lines: int) -> Lookups:
             a, b = draw.choice(answerable)
             made.ask(chain_question(a), chain_answer(b, held[b]))
     return made
+
+
+def is_exact(said: str, answer: str) -> bool:
+    """Whether what was said, up to a stop string and without surrounding whitespace, is the answer and nothing else."""
+    return said.strip() == answer
 
 
 def needle(place: str, number: int) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from kvbench.harness.core.intervals import wilson
+from kvbench.harness.core.intervals import MIN_BLOCKS
 from kvbench.harness.records import Record
 from kvbench.harness.records.aggregates import answer_figures
 from kvbench.harness.records.facts import Data
@@ -18,7 +18,8 @@ from kvbench.harness.records.rules import EXACT
 from kvbench.harness.records.types import Count, Duration
 from kvbench.harness.report import compare
 from kvbench.harness.report.difference import Difference, Traces
-from kvbench.harness.report.markdown import status
+from kvbench.harness.report.markdown import bracketed, status
+from kvbench.harness.report.shares import answers, count, streams_of, too_few
 from kvbench.harness.tasks.task import Task
 
 Context = Literal["gold", "model", "none"]
@@ -51,6 +52,12 @@ class AnsweringTask(Task):
         return right_answers(record)
 
     @classmethod
+    def question_streams(cls, record: Record) -> int | None:
+        """As many as were read; one if an older record does not say."""
+        metrics, streams = record.measured(AnswerMetrics), getattr(record.data, "streams", None) or 1
+        return None if metrics is None or streams == metrics.questions > 1 else streams
+
+    @classmethod
     def headline(cls, record: Record) -> str:
         """Accuracy, and the number of questions."""
         metrics = record.measured(AnswerMetrics)
@@ -74,11 +81,14 @@ def percent_or_status(record: Record | None) -> str:
     """Percent right with its interval; the status if the cell failed."""
     if record is None:
         return ""
-    metrics = record.measured(AnswerMetrics)
-    return status(record) if metrics is None else percent(metrics.right, metrics.questions)
+    found = answers([record])
+    return status(record) if found is None else f"{100 * found.share:.1f}{bracketed(found.ends, 1)}"
 
 
-def percent(right: int, questions: int) -> str:
-    """Percent right with its interval."""
-    low, high = wilson(right, questions)
-    return f"{100 * right / questions:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
+def about_intervals(records: Sequence[Record]) -> str:
+    """Of what the intervals in a table are, or why there are none."""
+    streams = {count(of_questions) for r in records if (of_questions := streams_of(r)) is not None}
+    if not streams:
+        return "95 % Wilson intervals"
+    few = min(streams)
+    return "95 % intervals over streams" if few >= MIN_BLOCKS else f"no interval ({too_few(few)})"

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from kvbench.harness.data.lookups import KINDS, is_exact
 from kvbench.harness.records import Record
 from kvbench.harness.records.aggregates import sample_figures
 from kvbench.harness.records.facts import Data
@@ -27,6 +28,9 @@ from kvbench.harness.tasks.task import Job, Options, Task, Tokenizer
 if TYPE_CHECKING:
     from kvbench.harness.engine.decoder import Evict
     from kvbench.harness.tasks.lm_eval.requests import LmEvalData
+
+
+_RECALL = frozenset(f"kvbench_{kind}" for kind in KINDS)
 
 
 class LmEval(Task):
@@ -97,8 +101,11 @@ class LmEval(Task):
 
     @classmethod
     def from_trace(cls, record: Record, trace: Path) -> Mapping[str, Any]:
-        """All figures that follow from the scores."""
-        return sample_figures([json.loads(line) for line in trace.read_text(encoding="utf-8").splitlines()])
+        """All figures that follow from the scores; an answer of `kvbench_recall` is compared with the right one again."""
+        samples = [json.loads(line) for line in trace.read_text(encoding="utf-8").splitlines()]
+        if record.cell.task_options(LmEvalOptions).tasks in _RECALL:
+            samples = [s | {"score": float(is_exact(s["said"][0], s["target"]))} for s in samples]
+        return sample_figures(samples)
 
     @classmethod
     def derived(cls, record: Record) -> Iterator[tuple[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib import metadata
 from typing import Any, NoReturn
 
 import numpy as np
@@ -16,6 +16,8 @@ from kvbench.harness.lm_eval import catalogue
 from kvbench.harness.lm_eval.question import question_start
 from kvbench.harness.tasks.lm_eval.schema import LmEvalOptions
 
+_FIRST_VERSION = "1.0"
+
 
 @dataclass(frozen=True)
 class LmEvalData:
@@ -25,6 +27,7 @@ class LmEvalData:
         loaded: the argument of lm-eval's `evaluate`.
         tokenizer: of the model.
         source: name and version of the task.
+        version: of the task. It is raised when the same answer gets another score.
         questions: number of questions.
         lengths: tokens of each request.
         ids_sha256: hash of the token ids of all requests.
@@ -33,6 +36,7 @@ class LmEvalData:
     loaded: dict[str, Any]
     tokenizer: PreTrainedTokenizerBase
     source: str
+    version: str
     questions: int
     lengths: tuple[int, ...]
     ids_sha256: str
@@ -50,16 +54,17 @@ class LmEvalData:
         """The record's `data`."""
         return {
             "source": self.source, "ids_sha256": self.ids_sha256, "tokens": self.tokens, "questions": self.questions,
-            "requests": len(self.lengths), "longest_request": max(self.lengths), "lm_eval": version("lm-eval"),
+            "requests": len(self.lengths), "longest_request": max(self.lengths), "lm_eval": metadata.version("lm-eval"),
+            **({} if self.version == _FIRST_VERSION else {"task_version": self.version}),
         }  # fmt: skip
 
 
 def requests(options: LmEvalOptions, tokenizer: PreTrainedTokenizerBase) -> LmEvalData:
     """Load a task and build its requests."""
-    metadata: dict[str, Any] = {} if options.max_seq_length is None else {"max_seq_lengths": (options.max_seq_length,)}
-    metadata |= {"tokenizer": tokenizer.name_or_path} if metadata else {}
+    lengths: dict[str, Any] = {} if options.max_seq_length is None else {"max_seq_lengths": (options.max_seq_length,)}
+    lengths |= {"tokenizer": tokenizer.name_or_path} if lengths else {}
     include = [] if options.include is None else [options.include]
-    loaded = catalogue.task(options.tasks, options.num_fewshot, options.data_seed, include, metadata)
+    loaded = catalogue.task(options.tasks, options.num_fewshot, options.data_seed, include, lengths)
     (task,) = loaded["tasks"].values()
     task.set_fewshot_seed(seed=options.data_seed)
     with catalogue.quiet():
@@ -78,8 +83,9 @@ def requests(options: LmEvalOptions, tokenizer: PreTrainedTokenizerBase) -> LmEv
         raise UserError(f"lm-eval finds no questions in task {options.tasks}")
     questions = len({i.doc_id for i in task.instances})
     ids = fingerprint(np.concatenate([np.array(x, np.int64) for x in ids_of_requests]))
-    source = f"lm-eval, {options.tasks} version {task.VERSION}"
-    return LmEvalData(loaded, tokenizer, source, questions, tuple(len(x) for x in ids_of_requests), ids)
+    version = str(task.VERSION)
+    source = f"lm-eval, {options.tasks} version {version}"
+    return LmEvalData(loaded, tokenizer, source, version, questions, tuple(len(x) for x in ids_of_requests), ids)
 
 
 def start_of(instance: Instance, options: LmEvalOptions) -> int:

@@ -1,0 +1,185 @@
+"""Whether scores of ours order policies as published tables do: rank correlations, their intervals, and what is luck.
+
+Axis letters: P policies, N questions or texts, R draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import chi2, rankdata
+
+LEVEL = 0.05
+DRAWS = 1000  # of the bootstrap, and orders given by lot
+Values = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """What our policies score in one task.
+
+    Attributes:
+        units: of each policy, a score for each question or text; more is better. [P, N].
+        draws: of each policy, the mean: [0] as measured, the rest drawn anew. [P, 1 + R].
+    """
+
+    units: Values
+    draws: Values
+
+
+@dataclass(frozen=True)
+class Table:
+    """A published table, over the policies that we have measured too.
+
+    Attributes:
+        origin: the paper or leaderboard. Tables of one origin share models, prompts and code, so they are not independent.
+        policies: their indices in our scores.
+        scores: published, of these; more is better.
+    """
+
+    origin: str
+    policies: tuple[int, ...]
+    scores: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Mean rank correlations with the tables that count: over those of each origin, then over origins.
+
+    Attributes:
+        tables: how many.
+        origins: how many papers and leaderboards they are from.
+        policies: of the table with most.
+        tau: Kendall's.
+        tau_interval: 95 %, bootstrap.
+        rho: Spearman's.
+        rho_interval: 95 %, bootstrap.
+    """
+
+    tables: int
+    origins: int
+    policies: int
+    tau: float
+    tau_interval: tuple[float, float]
+    rho: float
+    rho_interval: tuple[float, float]
+
+
+def drawn(units: Values, answers: bool) -> Values:
+    """The score of each policy as measured, then drawn anew. [P, N] -> [P, 1 + R].
+
+    A share of right answers is drawn from its posterior under Jeffreys' prior, so that none right of 100 isn't certain:
+    drawing among the same answers would give 0 every time. Each policy is drawn by itself, although the questions are the
+    same, which makes intervals wider. Texts are drawn with replacement, the same for all policies.
+    Source: Brown, Cai and DasGupta 2001, Statistical Science 16(2), 101-133.
+
+    Args:
+        units: of each policy, a score for each question or text.
+        answers: the scores are 1 for right and 0 for wrong.
+    """
+    draw, (policies, count) = np.random.default_rng(0), units.shape
+    if answers:
+        right = units.sum(1, keepdims=True)
+        new = draw.beta(right + 0.5, count - right + 0.5, size=(policies, DRAWS))
+    else:
+        new = units[:, draw.integers(count, size=(DRAWS, count))].mean(-1)
+    return np.concatenate([units.mean(1, keepdims=True), new], axis=1)
+
+
+@cache
+def differ(ours: Scores, policies: frozenset[int]) -> bool:
+    """Whether the scores of these policies differ by more than the choice of questions explains, at 5 %."""
+    return friedman(ours.units[sorted(policies)]) < LEVEL
+
+
+def friedman(units: Values) -> float:
+    """Chance that scores differ as much if no policy is better than another, by ranks within each question or text. [P, N].
+
+    Of right and wrong answers it is Cochran's Q: a test of equal shares that were measured on the same questions.
+    Source: Friedman 1937, JASA 32, 675-701, corrected for ties; Cochran 1950, Biometrika 37, 256-266.
+    """
+    policies = len(units)
+    ranks = rankdata(units, axis=0) - (policies + 1) / 2
+    spread = (ranks**2).sum()
+    return float(chi2.sf((policies - 1) * (ranks.sum(1) ** 2).sum() / spread, policies - 1)) if spread else 1.0
+
+
+def agreement(ours: Scores, tables: Sequence[Table]) -> Agreement | None:
+    """How our scores order the policies of published tables; None if they differ by no more than noise in all of them.
+
+    Intervals draw origins, not tables: eight tables of one paper are no eight papers.
+    """
+    counted = [one for one in tables if differ(ours, frozenset(one.policies))]
+    if not counted:
+        return None
+    taus, rhos = (_by_origin(counted, [_with(one, ours.draws, correlation) for one in counted]) for correlation in (tau, rho))
+    chosen = np.random.default_rng(0).integers(len(taus), size=(DRAWS, len(taus)))
+    ends = [_central(found[chosen.T, np.arange(1, DRAWS + 1)].mean(0)) for found in (taus, rhos)]
+    most = max(len(one.policies) for one in counted)
+    return Agreement(len(counted), len(taus), most, float(taus[:, 0].mean()), ends[0], float(rhos[:, 0].mean()), ends[1])
+
+
+def chance(ours: Scores, tables: Sequence[Table], found: float) -> float:
+    """Chance that scores given to our policies by lot agree as much. Which tables count is decided anew for each lot.
+
+    Args:
+        ours: the scores.
+        tables: published, those that don't count as well.
+        found: Kendall's tau of the scores as they are.
+    """
+    policies = sorted({place for one in tables for place in one.policies})
+    given = np.zeros((DRAWS, len(ours.units)), int)  # whose scores a policy gets
+    given[:, policies] = np.random.default_rng(0).permuted(np.tile(policies, (DRAWS, 1)), axis=1)
+    taus = []
+    for one in tables:
+        places = given[:, one.policies]
+        counts = [differ(ours, frozenset(row)) for row in places.tolist()]
+        taus.append(np.where(counts, tau(np.tile(one.scores, (DRAWS, 1)), ours.draws[places, 0]), np.nan))
+    by_lot = _mean(_by_origin(tables, taus))
+    by_lot = by_lot[~np.isnan(by_lot)]
+    return float((1 + (by_lot >= found - 1e-9).sum()) / (1 + len(by_lot)))
+
+
+def tau(a: Values, b: Values) -> Values:
+    """Kendall's tau-b of each row; nan where one of both has no order. a, b: [R, P]."""
+    return _correlation(*(np.sign(x[:, :, None] - x[:, None, :]).reshape(len(x), -1) for x in (a, b)))
+
+
+def rho(a: Values, b: Values) -> Values:
+    """Spearman's rho of each row; nan where one of both has no order. a, b: [R, P]."""
+    ranks = [rankdata(x, axis=1) for x in (a, b)]
+    return _correlation(*(x - x.mean(1, keepdims=True) for x in ranks))
+
+
+def _correlation(a: Values, b: Values) -> Values:
+    """Of rows whose mean is 0."""
+    with np.errstate(invalid="ignore"):
+        return (a * b).sum(1) / np.sqrt((a * a).sum(1) * (b * b).sum(1))
+
+
+def _with(one: Table, draws: Values, correlation: Callable[[Values, Values], Values]) -> Values:
+    """Correlation of a table with each of our draws. [1 + R]."""
+    ours = draws[list(one.policies)].T
+    return correlation(np.tile(one.scores, (len(ours), 1)), ours)
+
+
+def _by_origin(tables: Sequence[Table], values: Sequence[Values]) -> Values:
+    """Means over the tables of each origin. A row for each table -> [origins, R]."""
+    origins = {one.origin: None for one in tables}
+    return np.array([_mean([v for one, v in zip(tables, values, strict=True) if one.origin == origin]) for origin in origins])
+
+
+def _mean(values: Values | Sequence[Values]) -> Values:
+    """Over the first axis, without nan; nan where there is nothing else."""
+    there = ~np.isnan(values)
+    with np.errstate(invalid="ignore"):
+        return np.where(there, values, 0).sum(0) / there.sum(0)
+
+
+def _central(values: Values) -> tuple[float, float]:
+    low, high = np.percentile(values, [2.5, 97.5])
+    return float(low), float(high)
