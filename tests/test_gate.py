@@ -211,18 +211,18 @@ def test_one_interrupted_calibration_step_makes_no_evaluation_slower():
 
 
 def test_times_and_bytes_of_another_kind_are_no_crash():
-    for base, name in ((memory(), "peak_bytes"), (latency_run(1.5)[0], "rounds_ms"), (latency_run(1.5)[0], "calibration_ms")):
+    for base, name in ((memory(), "peak_bytes"), (latency_run(1.5)[0], "rounds_ms"), (latency_run(1.5)[0], "forward_ms")):
         for wrong in (None, "x", [], [None], {}, ["x"] * 6):
             now = changed(base, metrics={name: wrong})
             assert gate.exit_code(gate.check(([base], Path()), ([now], Path()), bands.learn([[base]]))) != Exit.OK, (name, wrong)
 
 
-def test_everything_slower_is_red_by_the_calibration_step():
+def test_everything_slower_is_red_by_the_forward_pass():
     base = latency_run(1.5)
     slow = [changed(r, metrics={"rounds_ms": [2 * ms for ms in r.metrics.rounds_ms]}) for r in base]
     findings = [f for f in gate.check((base, Path()), (slow, Path()), bands.learn([base] * 4)) if f.check == "latency"]
     assert {f.cell.split(", ")[2].split()[0]: f.state for f in findings} == {"dense": "regression", "h2o": "ok"}
-    busy = [changed(r, metrics={"calibration_ms": [1.0] * 6}) for r in slow]
+    busy = [changed(r, metrics={"forward_ms": [1.0] * 6}) for r in slow]
     assert {f.state for f in gate.check((base, Path()), (busy, Path()), bands.learn([base] * 4)) if f.check == "latency"} == {
         "ok"
     }
@@ -282,7 +282,7 @@ def test_of_a_score_of_few_questions_the_margin_decides_in_its_own_direction(hig
 def latency_run(ratio):
     """Records of dense and of h2o, with steps that take `ratio` times as long as dense's."""
     rounds = {"dense": 1.0, "h2o": ratio}
-    return [cell_record({"step_ms": ms, "rounds_ms": [ms] * 6, "calibration_ms": [0.5] * 6, "together": "x"}, policy=name,
+    return [cell_record({"step_ms": ms, "rounds_ms": [ms] * 6, "forward_ms": [0.5] * 6, "together": "x"}, policy=name,
                         task={"name": "latency"}) for name, ms in rounds.items()]  # fmt: skip
 
 
@@ -341,7 +341,7 @@ def test_latency_of_elsewhere_is_not_compared(what):
 
 def test_a_band_is_as_wide_as_what_was_seen_and_never_narrow():
     dense, narrow = bands.learn([latency_run(1.5)] * 4).values()
-    assert dense.high / dense.ratio == pytest.approx(np.exp(0.4), rel=1e-4), "its yardstick is another kind of work"
+    assert dense.high / dense.ratio == pytest.approx(np.exp(0.4), rel=1e-4), "its yardstick runs other code"
     assert narrow.ratio == 1.5
     assert narrow.high / narrow.ratio == pytest.approx(np.exp(0.1), rel=1e-4)
     _, wide = bands.learn([latency_run(x) for x in (1.4, 1.5, 1.6, 1.7)]).values()
@@ -349,8 +349,8 @@ def test_a_band_is_as_wide_as_what_was_seen_and_never_narrow():
     assert bands.too_noisy({"narrow": narrow, "wide": wide}) == ["wide"]
     dense = latency_run(2.0)[0]
     assert bands.ratio(dense, [dense]) == 2.0
-    edit(dense, without=["calibration_ms"])
-    assert bands.ratio(dense, [dense]) is None, "of a record that is older than the calibration step"
+    edit(dense, without=["forward_ms"])
+    assert bands.ratio(dense, [dense]) is None, "of a record that is older than the forward pass"
 
 
 def test_what_is_missing_or_of_another_text_can_not_be_compared(before):

@@ -67,7 +67,7 @@ def test_of_a_fresh_run_of_every_task(fresh):
     assert not without_rule(fresh)
     assert {"calibration_ms", "tokens_per_second"} <= set(fresh[0].facts.as_json())
     latency = next(r for r in fresh if r.cell.task.name == "latency")
-    assert len(latency.metrics.calibration_ms) == len(latency.metrics.rounds_ms)
+    assert len(latency.metrics.forward_ms) == len(latency.metrics.rounds_ms)
 
 
 @pytest.mark.parametrize("folder", ["results", "baselines"])

@@ -1,9 +1,12 @@
-"""A reference for a machine's speed: a matrix product and a copy of fixed sizes, timed alongside a measurement.
+"""References for times: work of a fixed kind, timed alongside a measurement.
 
-A busy or throttled machine slows both. So the times of two runs can be compared once each is divided by its reference.
+A busy or throttled machine slows both. So the times of two runs can be compared once each is divided by its reference: best by
+one of the same kind, because not all work is slowed alike.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -15,44 +18,54 @@ BUFFER_BYTES = {"cuda": 2**26, "cpu": 2**22}
 _STEPS_PER_ROUND = 5
 _ROUNDS_ALONE = 3
 _WARM_UP_STEPS = 2
+_MAX_ROUND_MS = 100.0  # but at least one step
 
 
-class Calibration:
-    """The calibration step and its times.
+class Reference:
+    """A piece of work and its times.
 
     Attributes:
         rounds: median milliseconds of each round.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        """Allocate the float32 matrices and buffers on a device, and warm up."""
-        side = MATRIX_SIDE.get(device.type, MATRIX_SIDE["cpu"])
+    def __init__(self, device: torch.device, work: Callable[[], object]) -> None:
+        """Warm up.
+
+        Args:
+            device: that does the work.
+            work: one step of it.
+        """
         self.rounds: list[float] = []
-        self._device = device
-        self._factor = torch.ones(side, side, device=device)
-        self._product = torch.empty_like(self._factor)
-        self._source = torch.ones(BUFFER_BYTES.get(device.type, BUFFER_BYTES["cpu"]) // 4, device=device)
-        self._target = torch.empty_like(self._source)
-        for _ in range(_WARM_UP_STEPS):
-            self._step()
+        self._device, self._work = device, work
+        last_ms = self._timed(_WARM_UP_STEPS)[-1]
+        self._steps = max(1, min(_STEPS_PER_ROUND, int(_MAX_ROUND_MS / last_ms)))
 
     def time_round(self) -> None:
         """Time one round."""
+        self.rounds.append(float(np.median(self._timed(self._steps))))
+
+    def _timed(self, steps: int) -> list[float]:
         marks = Marks(self._device)
         marks.mark()
-        for _ in range(_STEPS_PER_ROUND):
-            self._step()
+        for _ in range(steps):
+            self._work()
             marks.mark()
-        self.rounds.append(float(np.median(marks.milliseconds())))
-
-    def _step(self) -> None:
-        torch.mm(self._factor, self._factor, out=self._product)
-        self._target.copy_(self._source)
+        return marks.milliseconds()
 
 
 def calibration_ms(device: torch.device) -> float:
-    """Milliseconds of one calibration step now. This takes about ten milliseconds."""
-    calibration = Calibration(device)
+    """Milliseconds of one calibration step now: a float32 product and a copy of fixed sizes. It takes about 10 ms."""
+    side = MATRIX_SIDE.get(device.type, MATRIX_SIDE["cpu"])
+    factor = torch.ones(side, side, device=device)
+    product = torch.empty_like(factor)
+    source = torch.ones(BUFFER_BYTES.get(device.type, BUFFER_BYTES["cpu"]) // 4, device=device)
+    target = torch.empty_like(source)
+
+    def step() -> None:
+        torch.mm(factor, factor, out=product)
+        target.copy_(source)
+
+    reference = Reference(device, step)
     for _ in range(_ROUNDS_ALONE):
-        calibration.time_round()
-    return round(float(np.median(calibration.rounds)), 5)
+        reference.time_round()
+    return round(float(np.median(reference.rounds)), 5)

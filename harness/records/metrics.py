@@ -209,8 +209,11 @@ class StepMetrics(Metrics):
     together: Annotated[str, Unchecked("an identifier that is new in every run")] = Field(
         description="identifies the records that were timed in the same rounds"
     )
-    calibration_ms: Annotated[list[Amount] | None, Elsewhere("latency")] = Field(
-        None, description="milliseconds of the calibration step in each round; the reference for dense"
+    forward_ms: Annotated[list[Duration] | None, Elsewhere("latency")] = Field(
+        None, description="milliseconds of the model's own forward pass over a token in each round; the reference for dense"
+    )
+    calibration_ms: Annotated[list[Amount] | None, Unchecked("forward_ms took its place")] = Field(
+        None, description="of older records: milliseconds of the calibration step in each round"
     )
     first_token_ms: Annotated[Amount, Elsewhere("prompt")] = Field(description="from the prompt to the answer's first token")
     kv_bytes: Annotated[Count, BYTES_IF_BOUNDED] = Field(description="bytes of K and V held")

@@ -18,7 +18,7 @@ from kvbench.harness.records.metrics import StepMetrics
 # Half-widths of bands are in log ratio.
 _HALF_WIDTH_SDS = 4
 _MIN_HALF_WIDTH = 0.10  # a machine's speed varies from day to day
-_MIN_HALF_WIDTH_DENSE = 0.40  # its yardstick is another kind of work; a regression must still show at twice the time
+_MIN_HALF_WIDTH_DENSE = 0.40  # its yardstick runs other code; a regression must still show at twice the time
 _HALF_WIDTH_OF_ONE_RUN = 0.30  # one run has no spread
 _DETECTABLE_SLOWDOWN = 0.30
 
@@ -80,7 +80,7 @@ def too_noisy(bands: dict[str, Band]) -> list[str]:
 def ratio(record: Record, run: Sequence[Record]) -> float | None:
     """Step time as a ratio to the yardstick's in the same rounds: the median over rounds.
 
-    Dense is compared with the calibration step, every other policy with dense.
+    Dense is compared with the model's own forward pass, every other policy with dense.
 
     Args:
         record: a latency record.
@@ -93,7 +93,7 @@ def ratio(record: Record, run: Sequence[Record]) -> float | None:
     if ours is None:
         return None
     if is_dense(record):
-        yardstick_ms = ours.calibration_ms
+        yardstick_ms = ours.forward_ms
     else:
         others = (m for r in run if is_dense(r) and (m := r.measured(StepMetrics)))
         yardstick_ms = next((m.rounds_ms for m in others if m.together == ours.together), None)

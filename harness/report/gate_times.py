@@ -1,7 +1,8 @@
 """The gate's checks of what a busy machine can disturb: step times, speed of evaluation, peak memory.
 
-Times are compared as ratios: a policy's step to dense's, dense's step and all other times to the calibration step of the same
-run. What looks worse is measured again, and the majority of three decides.
+Times are compared as ratios: a policy's step to dense's, dense's step and the first token to the model's own forward pass, the
+speed of an evaluation to the calibration step of the same run. What looks worse is measured again, and the majority of three
+decides.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from kvbench.harness.report.gate_pair import Pair, Result
 from kvbench.harness.report.task import task_of
 
 CHECKS = ("latency", "prompt", "speed", "memory")
-# Largest allowed ratios of a time to the baseline's, both in calibration steps.
+# Largest allowed ratios of a time to the baseline's, each to its reference.
 MAX_EVALUATION_SLOWDOWN = 4.0  # short evaluations reached 2.9 on a busy machine
 MAX_PROMPT_SLOWDOWN = 3.0
 # Allowed bytes: (factor on the baseline's, bytes added to that for varying pages).
@@ -45,8 +46,8 @@ def _latency(pair: Pair, band: Band | None) -> Result:
         return "latency", "not compared", "the baseline has no noise band of this cell"
     measured = ratio(pair.now, pair.run)
     if measured is None:
-        return "latency", "could not compare", "its run has no yardstick (dense, or a calibration step)"
-    yardstick = "the calibration step" if is_dense(pair.base) else "dense's step"
+        return "latency", "could not compare", "its run has no yardstick (dense, or the model's forward pass)"
+    yardstick = "the model's forward pass" if is_dense(pair.base) else "dense's step"
     says = f"{measured:.3g} of {yardstick}; baseline {band.ratio:.3g} [{band.low:.3g}, {band.high:.3g}] over {band.runs} runs"
     return "latency", "ok" if measured <= band.high else "regression", says
 
@@ -55,16 +56,16 @@ def _prompt(pair: Pair) -> Iterator[Result]:
     """Compare the time to the first token."""
     if setup_changes(pair.base, pair.now):
         return
-    base, now = (_in_calibrations(r.measured(StepMetrics)) for r in (pair.base, pair.now))
+    base, now = (_in_forward_passes(r.measured(StepMetrics)) for r in (pair.base, pair.now))
     if base and now:
-        yield _slower("prompt", now / base, MAX_PROMPT_SLOWDOWN)
+        yield _slower("prompt", now / base, MAX_PROMPT_SLOWDOWN, "forward passes")
 
 
-def _in_calibrations(metrics: StepMetrics | None) -> float | None:
-    """Time to the first token, in calibration steps."""
-    if metrics is None or not metrics.calibration_ms:
+def _in_forward_passes(metrics: StepMetrics | None) -> float | None:
+    """Time to the first token, in forward passes over a token."""
+    if metrics is None or not metrics.forward_ms:
         return None
-    return metrics.first_token_ms / float(np.median(metrics.calibration_ms))
+    return metrics.first_token_ms / float(np.median(metrics.forward_ms))
 
 
 def _evaluation(pair: Pair) -> Result:
@@ -75,7 +76,7 @@ def _evaluation(pair: Pair) -> Result:
         return "speed", "not compared", "the baseline has no calibrated speed of this cell"
     if speeds[1] is None:
         return "speed", "could not compare", "the new record has no speed or no calibration"
-    return _slower("speed", speeds[0] / speeds[1], MAX_EVALUATION_SLOWDOWN)
+    return _slower("speed", speeds[0] / speeds[1], MAX_EVALUATION_SLOWDOWN, "calibration steps")
 
 
 def _tokens_per_calibration(record: Record, run: Sequence[Record]) -> float | None:
@@ -86,8 +87,8 @@ def _tokens_per_calibration(record: Record, run: Sequence[Record]) -> float | No
     return float(speed * np.median(steps) / 1e3) if speed and steps else None
 
 
-def _slower(check: str, slowdown: float, allowed: float) -> Result:
-    says = f"takes {slowdown:.2f} times as many calibration steps as in the baseline, {allowed:g} is allowed"
+def _slower(check: str, slowdown: float, allowed: float, unit: str) -> Result:
+    says = f"takes {slowdown:.2f} times as many {unit} as in the baseline, {allowed:g} is allowed"
     return check, "ok" if slowdown <= allowed else "regression", says
 
 

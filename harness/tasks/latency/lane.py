@@ -157,14 +157,14 @@ class Lane:
             "used_slots": used, "attended_slots": attended,
         })  # fmt: skip
 
-    def finish(self, device: dict[str, float], together: str, calibration_ms: list[float]) -> None:
+    def finish(self, device: dict[str, float], together: str, forward_ms: list[float]) -> None:
         """Compute the figures, and write each timed step to the trace."""
         if self.error is None:
             with self.guard():
-                self._finish(device, together, calibration_ms)
+                self._finish(device, together, forward_ms)
         self.read = self.tokens = None
 
-    def _finish(self, device: dict[str, float], together: str, calibration_ms: list[float]) -> None:
+    def _finish(self, device: dict[str, float], together: str, forward_ms: list[float]) -> None:
         assert self.read
         options, model = self.options, self.job.model
         steps = np.array([round_ms for rounds in self.sitting_ms for round_ms in rounds])
@@ -184,7 +184,7 @@ class Lane:
             "first_token_ms": first, "first_token_error": first_error, "position": self._curve[-1]["position"],
             "curve": self._curve, "bookkeeping_share": self._bookkeeping(),
             "roofline": bounds, "over_roofline": median / bounds["ms"], "device": device, "together": together,
-            "calibration_ms": [round(x, 5) for x in calibration_ms],
+            "forward_ms": [round(x, 5) for x in forward_ms],
             "kv_bytes": kv_bytes, "state_bytes": self.read.state_bytes, "flags": flags,
         }  # fmt: skip
         self.result = LatencyMetrics.from_json(figures)

@@ -6,12 +6,18 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 
-from kvbench.harness.core.calibration import Calibration
+import torch
+
+from kvbench.harness.core.calibration import Reference
 from kvbench.harness.core.device import bandwidth, free_bytes, multiply_rate
+from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.model import Model
+from kvbench.harness.engine.recompute import RecomputeDecoder
 from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.tasks.latency.lane import Lane
 from kvbench.harness.tasks.latency.schema import LatencyOptions
 from kvbench.harness.tasks.task import Job
+from kvbench.policies.recompute_window import RecomputeWindow
 
 _FIRST_POINT = 256  # tokens into the stream; each further point lies twice as far
 _PROMPTS = 7  # prompts read to time the first token; the first one warms up
@@ -31,9 +37,9 @@ def measure(options: LatencyOptions, jobs: Sequence[Job]) -> Iterator[tuple[int,
     yield from [(number, lane.error) for number, lane in enumerate(lanes) if lane.error is not None]
     for number, group in enumerate(groups):
         together = f"{time.time_ns():x}-{number}"
-        calibration_ms = _measure(options, group)
+        forward_ms = _measure(options, group)
         for lane in group:
-            lane.finish(device, together, calibration_ms)
+            lane.finish(device, together, forward_ms)
         for lane in group:
             yield lanes.index(lane), lane.result if lane.error is None else lane.error
 
@@ -59,10 +65,10 @@ def _measure(options: LatencyOptions, lanes: Sequence[Lane]) -> list[float]:
     """Repeat sittings until all lanes are settled; each starts with fresh caches. The order of lanes is random in each round.
 
     Returns:
-        Milliseconds of the calibration step in each round at the end of the stream.
+        Milliseconds of the model's own forward pass in each round at the end of the stream.
     """
-    draw, calibration = random.Random(0), Calibration(lanes[0].job.model.device)
-    calibration_ms: list[float] = []
+    draw, forward = random.Random(0), _own_forward(lanes[0].job.model, options.batch)
+    forward_ms: list[float] = []
     points = [p for p in (_FIRST_POINT * 2**i for i in range(40)) if options.prompt <= p < options.tokens]
     for sitting in range(options.most_sittings):
         for _ in range(1 if sitting else _PROMPTS):
@@ -70,12 +76,12 @@ def _measure(options: LatencyOptions, lanes: Sequence[Lane]) -> list[float]:
                 with lane.guard():
                     lane.read_prompt()
         for point in [] if sitting else points:
-            _time_rounds(options, lanes, calibration, point, draw)
+            _time_rounds(options, lanes, forward, point, draw)
             for lane in _running(lanes):
                 with lane.guard():
                     lane.add_point(point, [lane.round_ms])
-        _time_rounds(options, lanes, calibration, options.tokens, draw, stop_when_full=sitting > 0)
-        calibration_ms += calibration.rounds
+        _time_rounds(options, lanes, forward, options.tokens, draw, stop_when_full=sitting > 0)
+        forward_ms += forward.rounds
         for lane in lanes:
             lane.sitting_ms.append(lane.round_ms)
         unsettled = [lane for lane in _running(lanes) if not lane.settled]
@@ -85,25 +91,32 @@ def _measure(options: LatencyOptions, lanes: Sequence[Lane]) -> list[float]:
     for lane in _running(lanes):
         with lane.guard():
             lane.add_point(options.tokens, lane.sitting_ms)
-    return calibration_ms
+    return forward_ms
+
+
+def _own_forward(model: Model, streams: int) -> Reference:
+    """The reference for dense: the model reads a token of each stream. No code of a cache or policy runs."""
+    alone = CacheConfig(RecomputeWindow(), capacity=1)
+    tokens = torch.zeros(streams, 1, dtype=torch.int64, device=model.device)
+    return Reference(model.device, lambda: RecomputeDecoder(model, alone, streams)(tokens))
 
 
 def _time_rounds(
-    options: LatencyOptions, lanes: Sequence[Lane], calibration: Calibration, point: int, draw: random.Random,
+    options: LatencyOptions, lanes: Sequence[Lane], forward: Reference, point: int, draw: random.Random,
     stop_when_full: bool = False,
 ) -> None:  # fmt: skip
     """Read on to a point of the stream, or only until caches are full, and time all rounds there."""
-    calibration.rounds = []
+    forward.rounds = []
     for lane in _running(lanes):
         position = min(point, (lane.job.config.capacity or point) + 1) if stop_when_full else point
         with lane.guard():
             lane.advance(position)
     lanes[0].job.progress(point, f"at token {point:,}")
-    order: list[Calibration | Lane] = [calibration, *lanes]
+    order: list[Reference | Lane] = [forward, *lanes]
     for _ in range(options.rounds):
         draw.shuffle(order)
         for timed in order:
-            if isinstance(timed, Calibration):
+            if isinstance(timed, Reference):
                 timed.time_round()
             elif timed.error is None:
                 with timed.guard():
