@@ -18,6 +18,7 @@ from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
 from kvbench.policies.keydiff import KeyDiff
 from kvbench.policies.knorm import Knorm
+from kvbench.policies.lagkv import LagKV
 from kvbench.policies.leverage import Leverage
 from kvbench.policies.rkv import RKV
 from kvbench.policies.sink_window import SinkWindow
@@ -90,7 +91,7 @@ def test_a_key_is_rotated_to_its_position_however_it_came_in(policy, evict, meth
         torch.testing.assert_close(rows.keys[head, held], expected)
 
 
-@pytest.mark.parametrize("policy", [KeyDiff(), KeyDiff("unrotated"), Leverage(), RKV(window=3), Peeks()], ids=str)
+@pytest.mark.parametrize("policy", [KeyDiff(), KeyDiff("unrotated"), Leverage(), RKV(window=3), Peeks(), LagKV(lag=16)], ids=str)
 def test_a_policy_that_looks_at_keys_has_them_as_they_were_written(policy):
     """So tokens that come twice have equal keys in the first layer, however each came in."""
     model, tokens = model_of("llama"), tokens_of(70, 2)

@@ -155,6 +155,15 @@ def test_policies_of_the_command_line_replace_the_suites(tmp_path):
     assert [c.as_json()["parameters"]["window"] for c in cells] == [4, 8, 2, 2]
 
 
+def test_what_never_evicts_has_one_cell_whatever_the_positions(tmp_path):
+    """Its tokens stand at their ranks, which are their positions in the stream."""
+    text = GOOD.replace("capacity: [8, 16]", "capacity: 8\npositions: [stream, cache]").replace("sinks: [1, 2]", "sinks: 1")
+    cells = load(tmp_path, text)
+    assert [(c.name, c.positions) for c in cells] == [("dense", "cache"), ("sink_window", "stream"), ("sink_window", "cache")]
+    clamped = load(tmp_path, text.replace("- dense", "- {name: dense, positions: clamped, limit: 4}"))
+    assert clamped[0].positions == "clamped"
+
+
 def test_a_policy_may_have_seeds_of_its_own(tmp_path):
     """The others keep the suite's, and so their ids."""
     entry = "{name: random, seed: [0, 3]}"

@@ -15,15 +15,17 @@ from kvbench.harness.report.chart import Chart, draw, write
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER.parents[1] / "leaderboard" / "results"
 TASKS = ("recent", "once", "popular", "distracted", "values", "chain", "needle")
-QUESTIONS = {"seen": "cut after the question", "unseen": "cut before the question"}
+POSITIONS = "stream"  # of the picture: public codes leave the keys of a prompt where they were
+QUESTIONS = {"seen": "cut after the question; stream positions", "unseen": "cut before the question; stream positions"}
 _TOLD = ("sinks", "window", "normalise")
 _ALT = "Share of questions still answered under each policy, by what has to be kept, whether or not the policy saw the question."
 
 
-def measured(results: Path = RESULTS) -> list[Record]:
-    """The records of `kvbench_recall`, dense among them."""
+def measured(results: Path = RESULTS, positions: str = POSITIONS) -> list[Record]:
+    """The records of `kvbench_recall` in one mode of positions, dense among them."""
     records, _ = RecordStore(results / "recall").read_all()
-    return [r for r in records if r.status == "ok" and str(r.cell.options.get("tasks", "")).removeprefix("kvbench_") in TASKS]
+    records = [r for r in records if r.status == "ok" and (r.cell.positions == positions or r.cell.policy == "dense")]
+    return [r for r in records if str(r.cell.options.get("tasks", "")).removeprefix("kvbench_") in TASKS]
 
 
 def answered(records: Sequence[Record]) -> list[dict[str, Any]]:

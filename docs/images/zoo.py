@@ -18,7 +18,7 @@ from kvbench.harness.report.ranks import holm
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER.parents[1] / "leaderboard" / "results"
 MOMENTS = {"step": "evicting at every step", "prompt": "evicting once, after the prompt"}
-POSITIONS = {"step": "cache", "prompt": "cache"}  # of each panel
+POSITIONS = {"step": "cache", "prompt": "stream"}  # of each panel
 BETTER, ALIKE, WORSE = _VERDICTS = ("surely better", "not surely different", "surely worse")
 _NAMED_BY_THE_PANEL = re.compile(r",? ?\(?evict \w+(?=\))|\(\)")
 _COLOURS = ("#009e73", "#8c8c8c", "#d55e00")  # legible on light and dark pages

@@ -189,13 +189,15 @@ class Layout:
     def _compares_keys(self) -> bool:
         """Whether the policy, or one of its statistics, looks at keys that are held. If in doubt, it does.
 
-        It is asked with a view that lacks them, on a device where nothing is computed, so that no answer depends on what is held.
+        It does if its code names them: it may look at them under conditions (LagKV, once there are two partitions). Else it is asked with a view that lacks them, on a device where nothing is computed, so that no answer depends on what is held.
         Rotated keys could be turned back for it, but rounding would then tell equal ones apart, those of a token that comes twice
         in the first layer.
         """
         shape = self._model.layers[0]
         kept = shape.kept(self._config.capacity)
         cadence, policy = Cadence.from_start(kept), self.bound(kept)
+        if not _names(policy).isdisjoint(("keys", "rotated_keys")):
+            return True
         slots = self._slots(shape, [Part(0)], policy, cadence, Budget(kept), policy.statistics, torch.device("meta"))
         rows = slots.rows(slots.num_slots)
         if any(s.per == "head" and writes(s) for s in rows.states):
@@ -221,3 +223,10 @@ class Layout:
             num_layers=len(model.layers), streams=self._streams, seed=config.seed, device=device or shape.device or model.device,
             dtype=model.dtype, team=model.team, keys_rotated=self._keys_rotated and shape.rotation is not None,
         )  # fmt: skip
+
+
+def _names(policy: Policy) -> set[str]:
+    """The names that the methods of a policy use, and of the policies that it holds."""
+    held = [value for value in vars(policy).values() if isinstance(value, Policy)]
+    methods = (getattr(x, "__code__", None) for kind in type(policy).__mro__ if kind is not Policy for x in vars(kind).values())
+    return {name for code in methods if code for name in code.co_names}.union(*map(_names, held))

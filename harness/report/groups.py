@@ -16,10 +16,25 @@ def groups(records: Iterable[Record]) -> list[list[Record]]:
 
 
 def order(record: Record) -> tuple[Any, ...]:
-    """Sort key: dense first, then by capacity, recompute before other policies."""
+    """Sort key: dense first, then by capacity, recompute before other policies.
+
+    Of two modes of positions, the one that is usual comes first: `stream` where a prompt is cut once, as public code leaves its
+    keys, and `cache` in an endless stream, whose positions would leave the trained range.
+    """
     cell = record.cell
+    unusual = cell.positions != ("stream" if cell.evicts == "prompt" else "cache")
     first = {"dense": 0, "recompute_window": 1, "recompute_sink_window": 1}.get(cell.policy, 2)
-    return (cell.capacity or 0, first, cell.policy, repr(cell.parameters), cell.evicts, cell.positions, cell.seed, record.key)
+    return (
+        cell.capacity or 0,
+        first,
+        cell.policy,
+        repr(cell.parameters),
+        cell.evicts,
+        unusual,
+        cell.positions,
+        cell.seed,
+        record.key,
+    )
 
 
 def _suite(record: Record) -> str:

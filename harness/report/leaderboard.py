@@ -29,6 +29,8 @@ _INTRODUCTION = """## All tables
 How to read them:
 
 - **capacity**: the tokens that a KV head keeps between steps. A step attends to those and to itself.
+- **positions**: where RoPE puts a kept token: at its rank in the cache, unless a name says `positions stream` (where it stood
+  in the text, as public code leaves the keys of a prompt that it cuts) or `positions clamped` (LM-Infinite).
 - **cell**: one policy at one capacity with one task. A record is a measured cell.
 - **perplexity**: over the same tokens in every row of a table. These are all tokens, unless a policy that recomputes its
   window scored only every n-th; then **on all tokens** and bits/byte are over all tokens, and empty for that policy. In
@@ -38,7 +40,7 @@ How to read them:
   caches had filled. Below 0 is better. The recompute policy it refers to has the same capacity. "trend": dense gets ever
   worse beyond the model's training length, so only the table by position compares with it.
 - **surely** better: the paired Δ NLL is significant after Holm's correction for the number of pairs, or follows from two
-  such differences. Equal policies are called different in at most 5 % of tables. Δ NLL is over more tokens than a column
+  such differences. Equal policies are called different in about 5 % of tables. Δ NLL is over more tokens than a column
   of perplexities that includes recompute, so it may separate or reorder policies that look equal there.
 - **rank**: the best to the worst place that a policy can have among those of its capacity, given which are surely better
   and surely worse. Rivals that it can't be compared with ("too short", "trend") may be either. "–": comparable with none.

@@ -20,8 +20,9 @@ _FOLDER = Path(__file__).parent / "published"
 _INTRODUCTION = """# Papers beside ours
 
 Written by `bench leaderboard` from records and published figures; don't edit this page. Each cell is
-*published* → **ours** (difference in percent of the published figure). The authors measured published figures on their own
-set-up; the text below each table says how ours differs. "not measured": there is no record of that cell yet.
+*published* → **ours** (difference in percent of the published figure, if both are of the same model). The authors measured
+published figures on their own set-up; the text below each table says how ours differs. A published figure that stands alone has
+not been measured here; the command below its table does that.
 """
 
 
@@ -39,21 +40,27 @@ def _section(published: dict[str, Any], records: Sequence[Record]) -> list[str |
     fixed = published["where"] | ({"model": published["model"]} if "model" in published else {})
     matches = [[_find(records, fixed | row["match"] | column.get("match", {})) for column in columns] for row in rows]
     values = [[_value(record, published) for record in line] for line in matches]
+    same_model = not published.get("models_of_ours", False)
     base = [c["label"] for c in columns].index(published["relative_to"]) if "relative_to" in published else None
     lines = []
     for row, ours, cells in zip(rows, values, matches, strict=True):
         yardsticks = None if base is None else (row["paper"][base], ours[base])
-        lines.append([row["label"], *(_cell(p, v, r, yardsticks) for p, v, r in zip(row["paper"], ours, cells, strict=True))])
+        lines.append(
+            [row["label"], *(_cell(p, v, r, same_model, yardsticks) for p, v, r in zip(row["paper"], ours, cells, strict=True))]
+        )
     for ratio in published.get("ratios", []):
         a, b = ratio["of"]
         published_ratios = [_ratio(x, y) for x, y in zip(rows[a]["paper"], rows[b]["paper"], strict=True)]
         our_ratios = [_ratio(x, y) for x, y in zip(values[a], values[b], strict=True)]
-        lines.append([f"*{ratio['label']}*", *(_cell(p, v, None) for p, v in zip(published_ratios, our_ratios, strict=True))])
+        lines.append(
+            [f"*{ratio['label']}*", *(_cell(p, v, None, same_model) for p, v in zip(published_ratios, our_ratios, strict=True))]
+        )
     head = ["", *(column["label"] for column in columns)]
     about = f"{published['what']}. Source: {published['source']}. Suite: {', '.join(f'`{s}`' for s in _suites(published))}.\n"
     return [
         f"## {published['title']}\n", about, *table(head, lines, "l" + "r" * len(columns)),
-        f"What differs: {published['differs']}\n", *_devices(matches), *_charts(published), *_others(published, columns, records),
+        f"What differs: {published['differs']}\n", *_missing(published, matches), *_devices(matches), *_charts(published),
+        *_others(published, columns, records),
     ]  # fmt: skip
 
 
@@ -94,16 +101,31 @@ def _ratio(a: Any, b: Any) -> float | None:
     return a / b if isinstance(a, (int, float)) and isinstance(b, (int, float)) and b else None
 
 
-def _cell(paper: Any, ours: float | None, record: Record | None, base: tuple[Any, float | None] | None = None) -> str:
+def _missing(published: dict[str, Any], matches: Sequence[Sequence[Record | None]]) -> list[str]:
+    """How many published figures have no record beside them, and what measures them."""
+    records = [
+        r
+        for row, line in zip(published["rows"], matches, strict=True)
+        for p, r in zip(row["paper"], line, strict=True)
+        if p is not None
+    ]
+    missing = sum(record is None for record in records)
+    commands = "; ".join(f"`bench run {suite}`" for suite in _suites(published))
+    return [f"Not measured: {missing} of {len(records)} cells. {commands}\n"] if missing else []
+
+
+def _cell(
+    paper: Any, ours: float | None, record: Record | None, same_model: bool, base: tuple[Any, float | None] | None = None
+) -> str:
     """Published → ours with their difference or, given the row's base, both as multiples of that."""
     theirs = "" if paper is None else f"*{_quoted(paper)}{_multiple(paper, base and base[0])}*"
     if ours is None:
         if record is not None:
             return f"{theirs} → **failed**: {md(record.error.kind if record.error else '?')}"
-        return f"{theirs} → not measured" if paper is not None else ""
+        return theirs
     if base is not None:
         return f"{theirs} → **{_number(ours)}**{_multiple(ours, base[1])}"
-    difference = f" ({100 * (ours - paper) / paper:+.1f} %)" if isinstance(paper, (int, float)) and paper else ""
+    difference = f" ({100 * (ours - paper) / paper:+.1f} %)" if same_model and isinstance(paper, (int, float)) and paper else ""
     return f"{theirs} → **{_number(ours)}**{difference}"
 
 
@@ -137,8 +159,12 @@ def _others(published: dict[str, Any], columns: Sequence[dict[str, Any]], record
     known |= {c.get("match", {}).get("model") for c in columns}
     rows = []
     for record in records:
-        if record.cell.suite in _suites(published) and record.cell.model.id not in known:
-            value = _value(record, published)
+        value = _value(record, published)
+        if (
+            record.cell.suite in _suites(published)
+            and record.cell.model.id not in known
+            and (record.status != "ok" or value is not None)
+        ):
             settings = {
                 k: v for k, v in _flat(record).items() if k not in ("suite", "model", "name", "policy", "seed") and v is not None
             }

@@ -79,6 +79,9 @@ def entries(suite: SuiteFile, index: int, source: Source) -> Iterator[Entry]:
     fixed = {k: v for k, v in defaults.items() if k in schema.model_fields and v is not None} | given
     for key in fixed.keys() - given.keys():
         source.inherit((*at, key), (key,))
+    modes = fixed.get("positions")
+    if not kind.evicts and isinstance(modes, list) and "stream" in modes:  # then ranks are positions, and two modes are one
+        fixed["positions"] = ["cache", *(mode for mode in modes if mode not in ("stream", "cache"))]
     for one in _spread(kind, fixed, source, at):
         chosen = _values(validated(schema, one, source, at))
         budget, evict, positions, limit, seed = (chosen.pop(k, None) for k in _AXES)

@@ -15,7 +15,7 @@ _NEAR_ZERO = 0.05
 def over_budgets(question: dict[str, Any], name: str) -> chart.Chart | None:
     """The chart; None if no policy has a loss with an interval.
 
-    Controls are left out, and so are policies that lose so much that the others would share a line.
+    Policies that lose so much that the others would share a line are left out.
 
     Args:
         question: of the feed.
@@ -23,7 +23,7 @@ def over_budgets(question: dict[str, Any], name: str) -> chart.Chart | None:
     """
     rows = [
         row for budget in question["budgets"] for row in budget["rows"]
-        if row["kind"] == "cache" and row["loss"] and row["loss"]["low"] is not None
+        if row["kind"] != "reference" and row["loss"] and row["loss"]["low"] is not None
     ]  # fmt: skip
     most = _typical(sorted({r["name"]: max(x["loss"]["value"] for x in rows if x["name"] == r["name"]) for r in rows}.values()))
     shown = [row for row in rows if all(r["loss"]["value"] <= most for r in rows if r["name"] == row["name"])]

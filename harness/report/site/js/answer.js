@@ -26,7 +26,7 @@ export function setUpAnswer() {
   question.addEventListener("change", () => go({ q: question.value, open: "" }));
   unit.addEventListener("change", () => go({ unit: unit.value === "tokens" ? "" : unit.value, budget: startOf(unit.value) }));
   byId("most").addEventListener("change", (event) => go({ budget: event.target.value }));
-  byId("control").addEventListener("change", (event) => go({ random: event.target.checked ? "1" : "" }));
+  byId("control").addEventListener("change", (event) => go({ random: event.target.checked ? "" : "0" }));
   for (const name of ["x", "y"]) byId(`cost-${name}`).addEventListener("change", (event) => go({ [name]: event.target.value }));
   byId("ask").addEventListener("submit", (event) => event.preventDefault());
 }
@@ -121,9 +121,9 @@ export function cost(a, b) {
 
 function showChart(question, budget, state) {
   const place = byId("chart"), width = Math.max(300, Math.min(1296, place.clientWidth || 880));
-  const chart = drawChart(question, budget, { unit: byId("unit").value, control: state.random === "1", width });
+  const chart = drawChart(question, budget, { unit: byId("unit").value, control: state.random !== "0", width });
   const controls = question.budgets.some(({ rows }) => rows.some((row) => row.kind === "control"));
-  byId("control").checked = state.random === "1";
+  byId("control").checked = state.random !== "0";
   byId("control").parentElement.hidden = !controls;
   place.replaceChildren(...(chart ? [chart.root, ...(chart.legend ? [chart.legend] : [])] : [el("p", { className: "note", textContent: "Nothing to draw: no policy was measured against another." })]));
 }
