@@ -90,10 +90,11 @@ docs: .venv/docs  ## the documentation and the leaderboard as a site, in site/
 	$(BIN)/bench leaderboard --results leaderboard/results --out leaderboard/README.md
 	$(BIN)/python -m mkdocs build --strict
 
-picture: .venv/ready  ## the README's pictures, from the records in leaderboard/results
+picture: .venv/ready  ## the README's pictures, and figures in prose, from the records in leaderboard/results
 	$(BIN)/python docs/images/draw.py
 	$(BIN)/python docs/images/zoo.py
 	$(BIN)/python docs/images/recall.py
+	$(BIN)/python docs/figures.py
 
 validity: .venv/ready  ## docs/validity.md, from the records in leaderboard/results
 	$(BIN)/python docs/validity.py

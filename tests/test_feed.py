@@ -66,6 +66,19 @@ def test_the_published_feed_is_what_its_schema_says(board):
     jsonschema.validate(json.loads((board / "feed.json").read_text(encoding="utf-8")), SCHEMA)
 
 
+@pytest.mark.parametrize(("evict", "modes"), [("step", ["cache", "stream"]), ("prompt", ["stream", "cache"])])
+def test_a_question_has_one_mode_of_positions_and_the_usual_one_comes_first(evict, modes):
+    rows = [r if r.cell.capacity is None else changed(r, cell={"evict": evict}) for r in of_budgets()]
+    both = [*rows, *(changed(r, cell={"positions": "stream"}) for r in rows if r.cell.policy in ("window", "h2o"))]
+    asked = questions(both)
+    assert [{row.cell.positions for row in question.caches} for question in asked] == [{mode} for mode in modes]
+    assert all(question.dense is not None for question in asked)
+    made = feeds.feed(both)["questions"]
+    assert [q["subject"].split(", ")[-1] for q in made] == [f"{mode} positions" for mode in modes]
+    assert len({q["id"] for q in made}) == 2
+    assert "positions" not in feeds.feed(rows)["questions"][0]["subject"], "those that are usual and alone"
+
+
 def test_a_question_never_has_two_texts_or_times_of_evicting():
     records = of_budgets()
     records += [changed(r, data={"ids_sha256": "another text"}, cell={"seed": 7}) for r in of_budgets()]

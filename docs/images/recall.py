@@ -35,9 +35,8 @@ def answered(records: Sequence[Record]) -> list[dict[str, Any]]:
         metrics = record.measured(QuestionMetrics)
         assert metrics is not None
         assert metrics.accuracy is not None
-        task = str(record.cell.options["tasks"]).removeprefix("kvbench_")
-        question = record.cell.options.get("question") or "seen"
-        shares.setdefault((_name(record, records), task, question), []).append(100 * metrics.accuracy)
+        task, question = asked(record)
+        shares.setdefault((name(record, records), task, question), []).append(100 * metrics.accuracy)
     rows = [
         {"policy": policy, "task": task, "question": question, "right": round(statistics.mean(right), 1), "seeds": len(right)}
         for (policy, task, question), right in shares.items()
@@ -46,7 +45,12 @@ def answered(records: Sequence[Record]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: (-means[row["policy"]], row["policy"], TASKS.index(row["task"]), row["question"]))
 
 
-def _name(record: Record, rivals: Sequence[Record]) -> str:
+def asked(record: Record) -> tuple[str, str]:
+    """(task, whether the question was seen)."""
+    return str(record.cell.options["tasks"]).removeprefix("kvbench_"), str(record.cell.options.get("question") or "seen")
+
+
+def name(record: Record, rivals: Sequence[Record]) -> str:
     """The policy with what tells it from others of its name, but not with what follows from that."""
     cell, same = record.cell, [r.cell for r in rivals if r.cell.policy == record.cell.policy]
     told = {k: v for k, v in cell.settings.items() if len({repr(c.settings.get(k)) for c in same}) > 1}

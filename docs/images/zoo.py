@@ -53,10 +53,10 @@ def measured(results: Path = RESULTS) -> list[Record]:
     return [r for r in records if r.status == "ok" and r.cell.task.name == "perplexity"]
 
 
-def of_moment(records: Sequence[Record], moment: str) -> list[Record]:
-    """The bounded caches that evict then, in the positions that the panel is about; and dense, which read the same text."""
+def of_moment(records: Sequence[Record], moment: str, positions: str = "") -> list[Record]:
+    """The bounded caches that evict then, in these positions or those of the panel; and dense, which read the same text."""
     caches = [r for r in records if r.cell.evict == moment and r.cell.capacity is not None]
-    caches = [r for r in caches if r.cell.positions == POSITIONS[moment]]
+    caches = [r for r in caches if r.cell.positions == (positions or POSITIONS[moment])]
     texts = {question(r) for r in caches}
     return caches + [r for r in records if r.cell.policy == "dense" and question(r) in texts]
 
@@ -66,9 +66,9 @@ def is_control(record: Record) -> bool:
     return record.cell.policy == "random" and bool(record.cell.parameters.get("window"))
 
 
-def losses(records: Sequence[Record], moment: str) -> list[Row]:
-    """Perplexity lost to the mean of the control's seeds, least first."""
-    chosen = of_moment(records, moment)
+def losses(records: Sequence[Record], moment: str, positions: str = "") -> list[Row]:
+    """Perplexity lost to the mean of the control's seeds, least first; positions: instead of the panel's."""
+    chosen = of_moment(records, moment, positions)
     control = mean_of([r for r in chosen if is_control(r)])
     others = [r for r in chosen if not is_control(r)]
     differences = [difference for r in others if (difference := paired(r, control))]

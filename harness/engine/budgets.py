@@ -189,7 +189,8 @@ class Layout:
     def _compares_keys(self) -> bool:
         """Whether the policy, or one of its statistics, looks at keys that are held. If in doubt, it does.
 
-        It does if its code names them: it may look at them under conditions (LagKV, once there are two partitions). Else it is asked with a view that lacks them, on a device where nothing is computed, so that no answer depends on what is held.
+        It does if its code names them: it may look at them under conditions (LagKV, once there are two partitions). Else it is
+        asked with a view that lacks them, on a device where nothing is computed, so that no answer depends on what is held.
         Rotated keys could be turned back for it, but rounding would then tell equal ones apart, those of a token that comes twice
         in the first layer.
         """

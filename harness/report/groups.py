@@ -16,13 +16,9 @@ def groups(records: Iterable[Record]) -> list[list[Record]]:
 
 
 def order(record: Record) -> tuple[Any, ...]:
-    """Sort key: dense first, then by capacity, recompute before other policies.
-
-    Of two modes of positions, the one that is usual comes first: `stream` where a prompt is cut once, as public code leaves its
-    keys, and `cache` in an endless stream, whose positions would leave the trained range.
-    """
+    """Sort key: dense first, then by capacity, recompute before other policies."""
     cell = record.cell
-    unusual = cell.positions != ("stream" if cell.evicts == "prompt" else "cache")
+    unusual = cell.positions != usual_positions(cell.evicts)
     first = {"dense": 0, "recompute_window": 1, "recompute_sink_window": 1}.get(cell.policy, 2)
     return (
         cell.capacity or 0,
@@ -35,6 +31,11 @@ def order(record: Record) -> tuple[Any, ...]:
         cell.seed,
         record.key,
     )
+
+
+def usual_positions(evicts: str) -> str:
+    """The mode that comes first: as public code leaves the keys of a prompt that it cuts, and ranks in an endless stream."""
+    return "stream" if evicts == "prompt" else "cache"
 
 
 def _suite(record: Record) -> str:

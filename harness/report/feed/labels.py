@@ -13,7 +13,8 @@ _TASKS = {"streameval": "StreamEval", "arc_stream": "ARC as a stream"}
 
 def subject(question: Question) -> str:
     """The text or task, in a few words."""
-    return text(question.first) if question.measure == "perplexity" else task(question.first)
+    said = text(question.first) if question.measure == "perplexity" else task(question.first)
+    return f"{said}, {question.positions} positions" if question.positions else said
 
 
 def text(record: Record) -> str:
@@ -47,4 +48,5 @@ def identifier(question: Question) -> str:
     cell = question.first.cell
     text = question.first.data.ids_sha256 if question.measure == "perplexity" else ""
     unique = [cell.suite, cell.suite_version, cell.as_json()["model"], cell.options, text, question.evicts, question.machine]
+    unique += [question.positions] if question.positions else []
     return file_name(f"{cell.suite} {cell.model.id} {subject(question)} {question.evicts}", repr(unique))

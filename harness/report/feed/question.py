@@ -1,4 +1,4 @@
-"""Questions: one suite's model on one machine, with one text or task and one time of evicting.
+"""Questions: one suite's model on one machine, with one text or task, one time of evicting and one mode of positions.
 
 Rows of a question can be compared with each other. No question has two texts or two tasks.
 """
@@ -13,7 +13,7 @@ from typing import Literal
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics, StepMetrics
 from kvbench.harness.report.common_tokens import Common, common_tokens, on_common
-from kvbench.harness.report.groups import groups
+from kvbench.harness.report.groups import groups, usual_positions
 from kvbench.harness.report.machines import by_machine
 from kvbench.harness.report.recomputed import CACHELESS
 from kvbench.harness.report.rows import Row, rows
@@ -32,6 +32,7 @@ class Question:
         records: that measure it, references included.
         rows: one per policy and capacity, references included, with the answers and step times of the same suite.
         evicts: when its policies evict, in words.
+        positions: where its policies' kept tokens stand, if there is a question for each mode, or it is not `cache`; else empty.
         machine: the device, and its set-up where several were timed.
     """
 
@@ -39,6 +40,7 @@ class Question:
     records: Sequence[Record]
     rows: Sequence[Row]
     evicts: str
+    positions: str
     machine: str
 
     @property
@@ -135,14 +137,19 @@ def _by_text(scored: Sequence[Record]) -> list[list[Record]]:
 
 
 def _by_eviction(measure: Measure, subject: list[Record], beside: list[Record], machine: str) -> Iterator[Question]:
-    """A question for each time of evicting at which a cache was measured. References evict nothing, so they are in all."""
-    times = sorted({r.cell.evicts for r in subject if not is_reference(r) and r.status == "ok"})
+    """A question for each time of evicting, and mode of positions, at which a cache was measured.
+
+    References evict nothing, so they are in all. The first mode is that of the time of evicting (`groups.usual_positions`).
+    """
+    caches = {(r.cell.evicts, r.cell.positions) for r in subject if not is_reference(r) and r.status == "ok"}
     names = {id(r) for r in subject}
-    for evicts in times:
-        together = [r for r in [*subject, *beside] if is_reference(r) or r.cell.evicts == evicts]
+    for evicts, positions in sorted(caches, key=lambda x: (x[0], x[1] != usual_positions(x[0]), x[1])):
+        several = sum(other == evicts for other, _ in caches) > 1
+        together = [r for r in [*subject, *beside] if is_reference(r) or (r.cell.evicts, r.cell.positions) == (evicts, positions)]
         found = [row for row in rows(together) if any(id(r) in names for r in row.records)]
         shown = [r for r in together if id(r) in names]
-        yield Question(measure, shown, found, evicts, machine or subject[0].facts.device)
+        mode = positions if several or positions != "cache" else ""
+        yield Question(measure, shown, found, evicts, mode, machine or subject[0].facts.device)
 
 
 def _answers(record: Record) -> bool:

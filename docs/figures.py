@@ -1,0 +1,116 @@
+"""Puts figures of records into prose: `make picture`. A test does it again, so that no figure outlives its record.
+
+In the README and the pages of docs, `<!--=name-->81 %<!---->` marks a figure; what stands between is written by this script.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent / "images"))
+
+import draw
+import recall
+import zoo
+
+from kvbench.harness.records import RecordStore
+from kvbench.harness.records.metrics import AnswerMetrics, QuestionMetrics
+
+ROOT = Path(__file__).parents[1]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+_LINES = ("once", "popular", "distracted")  # tasks about a line among 40
+_MARKED = re.compile(r"(<!--=(.+?)-->)(.*?)(<!---->)", re.S)
+
+
+def figures() -> dict[str, str]:
+    """Every figure by name, as it is printed."""
+    return dict([*_recall(), *_zoo(), *_budget(), *_staircase()])
+
+
+def _recall() -> Iterator[tuple[str, str]]:
+    """recall/POLICY/TASK/QUESTION, in `stream` positions, or with /cache at its end; `lines` is the mean of three tasks."""
+    for mode, end in (("stream", ""), ("cache", "/cache")):
+        rows = recall.answered(recall.measured(positions=mode))
+        for row in rows:
+            yield f"recall/{row['policy']}/{row['task']}/{row['question']}{end}", f"{row['right']:.0f} %"
+        lines: dict[tuple[str, str], list[float]] = {}
+        for row in rows:
+            if row["task"] in _LINES:
+                lines.setdefault((row["policy"], row["question"]), []).append(row["right"])
+        yield from ((f"recall/{p}/lines/{q}{end}", f"{statistics.mean(right):.0f} %") for (p, q), right in lines.items())
+        bounded = {row["policy"] for row in rows} - {"dense"}
+        values = [row["right"] for row in rows if row["policy"] in bounded and row["task"] == "values"]
+        yield f"recall/most of values{end}", f"{max(values):.0f} %"
+        yield f"recall/policies{end}", str(len(bounded))
+
+
+def _zoo() -> Iterator[tuple[str, str]]:
+    """zoo/MOMENT/POLICY, in % of perplexity; and what the panels' rows say together."""
+    records = zoo.measured()
+    spread = max(zoo.spread(records, moment)[1] for moment in zoo.MOMENTS)
+    yield "zoo/spread of the control", f"{math.ceil(100 * spread) / 100:.2f} %"
+    for moment in zoo.MOMENTS:
+        rows = zoo.losses(records, moment)
+        for row in rows:
+            for name in row.policy.split(" = "):
+                yield f"zoo/{moment}/{name}", f"{abs(row.loss):.1f} %"
+                yield f"zoo/{moment}/{name}/closed", f"{100 * row.closed:.0f} %"
+        near = [row for row in rows if row.verdict == zoo.WORSE and row.loss < 1]
+        made_for_prompts = [row.loss for row in rows if row.policy in ("keydiff", "cur", "leverage", "knorm")]
+        yield f"zoo/{moment}/policies", str(policies(rows))
+        yield f"zoo/{moment}/a little worse", str(policies(near))
+        yield f"zoo/{moment}/a little worse, at most", f"{max(row.loss for row in near):.1f} %"
+        yield f"zoo/{moment}/made for prompts, most", f"{max(made_for_prompts):.1f} %"
+        yield f"zoo/{moment}/made for prompts, least", f"{min(made_for_prompts):.0f} %"
+
+
+def policies(rows: list[zoo.Row]) -> int:
+    """Policies and variants; those that kept the same tokens share a row."""
+    return sum(len(row.policy.split(" = ")) for row in rows)
+
+
+def _budget() -> Iterator[tuple[str, str]]:
+    """budget/POLICY/TOKENS, perplexity lost in %."""
+    for budget in draw.question()["budgets"]:
+        for row in budget["rows"]:
+            if row["loss"]:
+                yield f"budget/{row['policy']}/{row['capacity']}", f"{row['loss']['value']:,.0f} %"
+
+
+def _staircase() -> Iterator[tuple[str, str]]:
+    """streameval/MODEL/inside and /beyond: right answers of sinks and a window about lines that it holds whole, or not."""
+    shares: dict[tuple[str, str], list[QuestionMetrics]] = {}
+    for record in RecordStore(recall.RESULTS / "streameval_cpu").read_all()[0]:
+        metrics = record.measured(AnswerMetrics)
+        if record.cell.policy == "sink_window" and record.cell.positions == "cache" and metrics is not None:
+            (where,) = metrics.in_cache
+            model = record.cell.model.id.removeprefix("builtin:")
+            shares.setdefault((model, "inside" if where == "whole" else "beyond"), []).append(metrics)
+    for (model, where), cells in shares.items():
+        right = [100 * (m.accuracy or 0) for m in cells]
+        asked = sum(m.questions for m in cells)
+        said = f"{min(right):.1f} to {max(right):.1f} %" if where == "inside" else f"{max(right):.1f} % of {asked:,}"
+        yield f"streameval/{model}/{where}", said
+
+
+def written(text: str, known: dict[str, str]) -> str:
+    """A page with today's figures.
+
+    Raises:
+        KeyError: there is no such figure.
+    """
+    return _MARKED.sub(lambda found: f"{found[1]}{known[found[2]]}{found[4]}", text)
+
+
+if __name__ == "__main__":
+    today = figures()
+    if sys.argv[1:] == ["--list"]:
+        print("\n".join(f"{name}: {value}" for name, value in today.items()))
+    else:
+        for page in PAGES:
+            page.write_text(written(page.read_text(encoding="utf-8"), today), encoding="utf-8")
