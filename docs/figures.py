@@ -19,7 +19,7 @@ import recall
 import zoo
 
 from kvbench.harness.records import RecordStore
-from kvbench.harness.records.metrics import AnswerMetrics, QuestionMetrics
+from kvbench.harness.records.metrics import AnswerMetrics, NllMetrics, QuestionMetrics
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
@@ -75,11 +75,15 @@ def policies(rows: list[zoo.Row]) -> int:
 
 
 def _budget() -> Iterator[tuple[str, str]]:
-    """budget/POLICY/TOKENS, perplexity lost in %."""
+    """budget/POLICY/TOKENS, perplexity lost in %; with /POSITIONS at its end, perplexity."""
     for budget in draw.question()["budgets"]:
         for row in budget["rows"]:
             if row["loss"]:
                 yield f"budget/{row['policy']}/{row['capacity']}", f"{row['loss']['value']:,.0f} %"
+    for record in RecordStore(recall.RESULTS / "budget").read_all()[0]:
+        metrics, cell = record.measured(NllMetrics), record.cell
+        if metrics is not None:
+            yield f"budget/{cell.policy}/{cell.capacity}/{cell.positions}", f"{math.exp(metrics.nll):,.0f}"
 
 
 def _staircase() -> Iterator[tuple[str, str]]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+import recall
+
 from kvbench.harness.records import Record, RecordStore
 from kvbench.harness.report.chart import Chart, draw, write
-from kvbench.harness.report.markdown import short_titles
 from kvbench.harness.report.pairing import mean_of, paired, question
 from kvbench.harness.report.ranks import holm
 
@@ -20,7 +22,6 @@ RESULTS = FOLDER.parents[1] / "leaderboard" / "results"
 MOMENTS = {"step": "evicting at every step", "prompt": "evicting once, after the prompt"}
 POSITIONS = {"step": "cache", "prompt": "stream"}  # of each panel
 BETTER, ALIKE, WORSE = _VERDICTS = ("surely better", "not surely different", "surely worse")
-_NAMED_BY_THE_PANEL = re.compile(r",? ?\(?evict \w+(?=\))|\(\)")
 _COLOURS = ("#009e73", "#8c8c8c", "#d55e00")  # legible on light and dark pages
 _ALT = (
     "Perplexity that each policy loses to a random choice beside sinks and newest tokens, a panel for every moment of eviction."
@@ -75,8 +76,8 @@ def losses(records: Sequence[Record], moment: str, positions: str = "") -> list[
     assert len(differences) == len(others)
     dense = next(d.mean for r, d in zip(others, differences, strict=True) if r.cell.policy == "dense")
     names = dict[tuple[float, ...], list[str]]()
-    for name, difference in zip(short_titles(others), differences, strict=True):
-        names.setdefault((difference.mean, difference.low, difference.high, difference.p), []).append(_name(name))
+    for policy, difference in zip(others, differences, strict=True):
+        names.setdefault((difference.mean, difference.low, difference.high, difference.p), []).append(recall.name(policy, others))
     rows = [
         Row(" = ".join(same), *(round(100 * math.expm1(x), 3) for x in key[:3]), p=key[3], closed=round(key[0] / dense, 2))
         for key, same in names.items()
@@ -92,11 +93,6 @@ def spread(records: Sequence[Record], moment: str) -> tuple[int, float]:
     mean = mean_of(controls)
     differences = [d.mean for r in controls if (d := paired(r, mean))]
     return len(controls), round(100 * math.expm1(max(map(abs, differences))), 3)
-
-
-def _name(title: str) -> str:
-    """A policy's title without what the panel says."""
-    return _NAMED_BY_THE_PANEL.sub("", title).replace("()", "").strip()
 
 
 def picture(records: Sequence[Record]) -> Chart:
