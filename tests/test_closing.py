@@ -59,6 +59,17 @@ def test_the_winner_and_its_price():
     ]
 
 
+def test_a_table_has_one_mode_of_positions():
+    """Where a policy was measured in several: two rows of it are no two policies. Dense, which has one mode, is in all."""
+    stream = [edit(r, cell={"positions": "stream"}) for r in (measured("h2o", 2.2), measured("window", 2.1))]
+    both = closing([measured("dense", 1.9, None), measured("h2o", 2.0), measured("window", 2.1), *stream]).tables
+    assert [table.heading for table in both] == [f"s, m, 8 tokens cached, positions {mode}" for mode in ("cache", "stream")]
+    assert [[line[0] for line in table.lines] for table in both] == [["dense", "h2o", "window"]] * 2
+    assert ["surely the best of 2 policies" in table.notes[0] for table in both] == [True, True]
+    (one,) = closing([measured("h2o", 2.0), stream[1]]).tables
+    assert one.heading == "s, m, 8 tokens cached", "each policy in a mode of its own"
+
+
 def test_equal_policies_are_not_told_apart():
     """Also where one has the lower figure."""
     sinks = [measured("sink_window", 2.0, 8, {"sinks": n, "window": 8 - n}) for n in (1, 2)]

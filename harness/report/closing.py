@@ -13,6 +13,7 @@ from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics
 from kvbench.harness.report import sections
 from kvbench.harness.report.best import Contender, best_policies
 from kvbench.harness.report.common_tokens import Common, common_tokens, describe_tokens, on_common
+from kvbench.harness.report.feed.question import is_reference
 from kvbench.harness.report.machines import by_machine
 from kvbench.harness.report.markdown import cache_bytes
 from kvbench.harness.report.names import short_names, without_folder
@@ -59,11 +60,12 @@ def closing(records: Sequence[Record]) -> Closing:
     Args:
         records: of the run, including those of cells that were already finished.
     """
-    groups = list(_comparable(records))
-    tasks = [group[0].cell.options for _, group in groups if _text_or_prompt(group[0])]
+    groups = [(machine, mode, part) for machine, group in _comparable(records) for mode, part in _by_positions(group)]
+    tasks = [group[0].cell.options for _, _, group in groups if _text_or_prompt(group[0])]
     keys = dict.fromkeys(key for task in tasks for key in task)
     options = [key for key in keys if len({repr(task.get(key)) for task in tasks}) > 1]
-    return Closing([_table(group, options, machine) for machine, group in groups], [*_failures(records), *_flags(records)])
+    tables = [_table(group, options, mode, machine) for machine, mode, group in groups]
+    return Closing(tables, [*_failures(records), *_flags(records)])
 
 
 def _comparable(records: Sequence[Record]) -> Iterable[tuple[str, list[Record]]]:
@@ -83,6 +85,18 @@ def _comparable(records: Sequence[Record]) -> Iterable[tuple[str, list[Record]]]
             yield from ((machine, part) for part in (parts.values() if len(texts) > 1 else [group]))
 
 
+def _by_positions(records: list[Record]) -> list[tuple[str, list[Record]]]:
+    """(mode of positions, records) of each table; the mode is empty if no policy has several. References are in all tables."""
+    modes: dict[tuple[object, ...], set[str]] = {}
+    for record in (r for r in records if not is_reference(r)):
+        cell = record.cell
+        modes.setdefault((cell.policy, repr(cell.parameters), cell.capacity, cell.evicts), set()).add(cell.positions)
+    if all(len(several) < 2 for several in modes.values()):
+        return [("", records)]
+    found = list(dict.fromkeys(r.cell.positions for r in records if not is_reference(r)))
+    return [(mode, [r for r in records if is_reference(r) or r.cell.positions == mode]) for mode in found]
+
+
 def _text_or_prompt(record: Record) -> str:
     """Its text or way to prompt: records that differ in it never share a column. Empty if the task has neither."""
     if record.measures(NllMetrics):
@@ -91,12 +105,13 @@ def _text_or_prompt(record: Record) -> str:
     return " ".join(str(options[name]) for name in names if name in options)
 
 
-def _table(records: Sequence[Record], options: Sequence[str], machine: str) -> Table:
+def _table(records: Sequence[Record], options: Sequence[str], positions: str, machine: str) -> Table:
     """The table of comparable records.
 
     Args:
         records: to show.
         options: task options that differ between the tables of the run.
+        positions: mode for the heading; empty if no policy was measured in several.
         machine: name for the heading; empty if the run has only one machine.
     """
     policies = sorted(rows(records), key=lambda row: row.cell.capacity or 0)
@@ -122,7 +137,8 @@ def _table(records: Sequence[Record], options: Sequence[str], machine: str) -> T
     shown = {head: cells for head, cells in columns.items() if any(cells)}
     notes = [f"Perplexity is over {describe_tokens(scored, common)}."] if not common.are_all else []
     in_heading = [key for key in options if len({repr(r.cell.options.get(key)) for r in records if _text_or_prompt(r)}) == 1]
-    heading = visible(", ".join([_heading(records[0], capacities, in_heading), *([f"on {machine}"] if machine else [])]))
+    parts = [f"positions {positions}" if positions else "", f"on {machine}" if machine else ""]
+    heading = visible(", ".join(part for part in [_heading(records[0], capacities, in_heading), *parts] if part))
     return Table(heading, list(shown), list(zip(*shown.values(), strict=True)), [*best_policies(contenders), *notes])
 
 
