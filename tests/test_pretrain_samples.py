@@ -14,6 +14,7 @@ from conftest import tokens_of
 from kvbench.harness.data import lookups
 from kvbench.harness.data.registers import answer, question, record_line
 from kvbench.harness.models.families import tiny_model
+from kvbench.harness.pretrain import card as card_module
 from kvbench.harness.pretrain import text, tokenizer, train
 from kvbench.harness.pretrain.config import Mix, PretrainConfig, Repeats
 from kvbench.harness.pretrain.probe import right_answers
@@ -204,11 +205,16 @@ def test_an_answer_is_right_if_all_its_tokens_are():
     ids[:, 1:] = torch.where(torch.arange(1, 40) >= 39, right[:, :-1], ids[:, 1:])  # the last token alone is predicted
     answers = torch.zeros_like(ids, dtype=torch.bool)
     answers[:, 39] = True
-    assert right_answers(model, ids, answers) == (2, 2)
+
+    def counted() -> tuple[list[int], list[int]]:
+        right, asked = right_answers(model, ids, answers)
+        return right.tolist(), asked.tolist()
+
+    assert counted() == ([1, 1], [1, 1])
     answers[0, 38] = True  # now the first stream's answer has two tokens
-    assert right_answers(model, ids, answers) == (1, 2)
+    assert counted() == ([0, 1], [1, 1])
     answers[1, 10:12] = True  # and the second stream two answers
-    assert right_answers(model, ids, answers) == (1, 3)
+    assert counted() == ([0, 1], [1, 2])
 
 
 def test_log_and_card_measure_on_what_is_not_trained_on(tmp_path, monkeypatch):
@@ -237,9 +243,12 @@ def test_the_card_says_how_many_held_out_questions_are_answered(tmp_path):
     )
     directory = pretrain(recipe, tmp_path, None, torch.device("cpu"), lambda line: None)
     rows = re.findall(
-        r"^\| (\w+) \| ([\d.]+) % \[([\d.]+), ([\d.]+)\] \| ([\d,]+) \|$", (directory / "README.md").read_text(), re.M
+        r"^\| (\w+) \| ([\d.]+) % \[([\d.]+), ([\d.]+)\] of ([\d,]+) \| \d+ \|$", (directory / "README.md").read_text(), re.M
     )
     assert [row[0] for row in rows] == ["repeats", "needles", "registers", "keys", "chains"]
     assert all(float(share) < 5 and 0 < float(high) < 20 and int(count) > 20 for _, share, _, high, count in rows)
+    together, apart = (card_module._share(samples) for samples in ([(4, 4), (0, 4)] * 48, [(2, 4)] * 96))
+    assert together == "50.0 % [40.0, 60.0] of 384", "Wilson's of 96 questions, not of 384: a sample is all right, or all wrong"
+    assert apart == "50.0 % [45.0, 55.0] of 384"
     again = pretrain(recipe, tmp_path, None, torch.device("cpu"), lambda line: None)  # finished: nothing is left to train
     assert again == directory

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvbench.harness.core.intervals import wilson
+import numpy as np
+
+from kvbench.harness.core.intervals import MIN_BLOCKS, clustered_share
 from kvbench.harness.pretrain.config import PretrainConfig
 from kvbench.harness.pretrain.samples import NAMES
 
@@ -25,7 +27,7 @@ _OPTIMIZERS = {"adamw": "AdamW", "ortho_adam": "OrthoAdam"}
 
 
 def card(
-    config: PretrainConfig, log: Path, parameters: int, found: dict[str, tuple[int, int]], about: dict[str, Any]
+    config: PretrainConfig, log: Path, parameters: int, found: dict[str, list[tuple[int, int]]], about: dict[str, Any]
 ) -> str:  # fmt: skip
     """The text of the model's README.
 
@@ -33,7 +35,7 @@ def card(
         config: of the model.
         log: training log, one line of JSON per step.
         parameters: number of parameters.
-        found: right answers and questions of each kind, after training.
+        found: right answers and questions of each sample, by kind, after training.
         about: device, threads and versions of the training run.
     """
     rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
@@ -75,21 +77,27 @@ mean of all heads):
 """  # noqa: E501
 
 
-def _answers(found: dict[str, tuple[int, int]]) -> str:
+def _answers(found: dict[str, list[tuple[int, int]]]) -> str:
     """A table of the answers; empty if nothing was asked."""
     if not found:
         return ""
-    shares = {kind: (100 * right / count, *(100 * end for end in wilson(right, count))) for kind, (right, count) in found.items()}
-    rows = "\n".join(
-        f"| {kind} | {share:.1f} % [{low:.1f}, {high:.1f}] | {found[kind][1]:,} |" for kind, (share, low, high) in shares.items()
-    )
-    return f"""Questions about what a held-out sample told, answered with every token right (dense, float32, 95 % Wilson intervals; for repeats, stretches):
+    rows = "\n".join(f"| {kind} | {_share(samples)} | {len(samples)} |" for kind, samples in found.items())
+    return f"""Questions about what a held-out sample told, answered with every token right (dense, float32; for repeats, stretches;
+95 % intervals take samples as units, as the questions of one resemble each other):
 
-| kind | right | questions |
+| kind | right | samples |
 |---|---:|---:|
 {rows}
 
-"""  # noqa: E501
+"""
+
+
+def _share(samples: list[tuple[int, int]]) -> str:
+    """Of right answers, with its interval."""
+    right, asked = (np.array(x, np.float64) for x in zip(*samples, strict=True))
+    ends = clustered_share(right, asked) if len(samples) >= MIN_BLOCKS else None
+    interval = "" if ends is None else f" [{100 * ends[0]:.1f}, {100 * ends[1]:.1f}]"
+    return f"{100 * right.sum() / asked.sum():.1f} %{interval} of {asked.sum():,.0f}"
 
 
 def _samples(config: PretrainConfig) -> str:

@@ -40,14 +40,14 @@ class HeldOut:
         shares = [attention_to_first(model, part["input_ids"].to(model.device)) for part in self._parts("text")]
         return torch.stack(shares).mean(0)
 
-    def answers(self, model: Any) -> dict[str, tuple[int, int]]:
-        """Right answers and questions of every kind that asks; of repeats, stretches."""
+    def answers(self, model: Any) -> dict[str, list[tuple[int, int]]]:
+        """(right answers, questions) of each sample, of every kind that asks; of repeats, stretches."""
         found = {}
         for kind in self._asking:
             parts = [{name: x.to(model.device) for name, x in part.items()} for part in self._parts(kind)]
-            counts = [right_answers(model, part["input_ids"], part["answers"]) for part in parts]
-            found[kind] = (sum(right for right, _ in counts), sum(count for _, count in counts))
-        return {kind: (right, count) for kind, (right, count) in found.items() if count}
+            counts = [torch.stack(right_answers(model, part["input_ids"], part["answers"]), 1) for part in parts]
+            found[kind] = [(right, count) for right, count in torch.cat(counts).tolist() if count] if counts else []
+        return {kind: samples for kind, samples in found.items() if samples}
 
     def _parts(self, kind: str) -> Iterator[dict[str, Tensor]]:
         samples = self._samples[kind]

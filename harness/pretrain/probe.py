@@ -54,8 +54,8 @@ def attention_to_first(model: PreTrainedModel, samples: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def right_answers(model: PreTrainedModel, samples: Tensor, answers: Tensor) -> tuple[int, int]:
-    """Number of answers of which the model predicts every token, given the text before it; and of all.
+def right_answers(model: PreTrainedModel, samples: Tensor, answers: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each sample: answers of which the model predicts every token, given the text before it; and all. [B], [B].
 
     Args:
         model: in any mode, which it keeps.
@@ -67,8 +67,9 @@ def right_answers(model: PreTrainedModel, samples: Tensor, answers: Tensor) -> t
     right = model(input_ids=samples, use_cache=False).logits[:, :-1].argmax(-1) == samples[:, 1:]
     model.train(training)
     asked = answers[:, 1:]
-    starts = (asked & ~answers[:, :-1]).flatten()
-    number = starts.cumsum(0)[asked.flatten()] - 1  # of the answer that a token belongs to
+    starts = asked & ~answers[:, :-1]
+    number = starts.flatten().cumsum(0)[asked.flatten()] - 1  # of the answer that a token belongs to
     wrong = (~right).flatten()[asked.flatten()].float()
-    count = int(starts.sum())
-    return int((wrong.new_zeros(count).index_add_(0, number, wrong) == 0).sum()), count
+    is_right = wrong.new_zeros(int(starts.sum())).index_add_(0, number, wrong) == 0
+    sample = starts.nonzero()[:, 0]  # of each answer
+    return torch.bincount(sample[is_right], minlength=len(samples)), starts.sum(1)

@@ -88,7 +88,8 @@ class _Log(TrainerCallback):
         """Attention to the first token, and the share of answers that are right, by kind."""
         shares, answers = self._held_out.attention_to_first(model), self._held_out.answers(model)
         found: dict[str, Any] = {"attention_to_first": {"largest": float(shares.max()), "mean": float(shares.mean())}}
-        return found | ({"right": {kind: round(right / count, 4) for kind, (right, count) in answers.items()}} if answers else {})
+        sums = {kind: [sum(x) for x in zip(*samples, strict=True)] for kind, samples in answers.items()}
+        return found | ({"right": {kind: round(right / count, 4) for kind, (right, count) in sums.items()}} if answers else {})
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Write the log, so that it covers every step of the checkpoint."""
@@ -165,8 +166,10 @@ def pretrain(
     return out / "model"
 
 
-def _save_model(config: PretrainConfig, model: Any, found: dict[str, tuple[int, int]], out: Path, device: torch.device) -> None:
-    """Write weights, training curve and model card. found: right answers and questions by kind."""
+def _save_model(
+    config: PretrainConfig, model: Any, found: dict[str, list[tuple[int, int]]], out: Path, device: torch.device
+) -> None:  # fmt: skip
+    """Write weights, training curve and model card. found: right answers and questions of each sample, by kind."""
     model = sigma_reparam.plain(model).half()  # float16 halves the size
     model.save_pretrained(out / "model")
     about = {"device": device_name(device), "threads": torch.get_num_threads(), "torch": torch.__version__}
