@@ -82,7 +82,7 @@ def _answers(found: dict[str, list[tuple[int, int]]]) -> str:
     if not found:
         return ""
     rows = "\n".join(f"| {kind} | {_share(samples)} | {len(samples)} |" for kind, samples in found.items())
-    return f"""Questions about what a held-out sample told: every token of an answer right (dense, float32; for repeats, stretches).
+    return f"""Questions about held-out samples, every token of an answer right (dense, float32; for repeats, stretches).
 Intervals (95 %) have samples as their units, as the questions of one resemble each other:
 
 | kind | right | samples |
