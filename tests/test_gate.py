@@ -176,7 +176,8 @@ def memory(**metrics):
 @pytest.mark.parametrize(
     ("metrics", "check", "state"),
     [({"peak_bytes": 7_000_000}, "memory", "regression"), ({"growth_bytes": 2_000_000}, "memory", "regression"),
-     ({"allocated_bytes": 400_000}, "memory", "regression"), ({"peak_bytes": 700_000}, "memory", "ok"),
+     ({"allocated_bytes": 400_000}, "memory", "regression"), ({"allocated_bytes": 200_000}, "memory", "better"),
+     ({"peak_bytes": 700_000}, "memory", "ok"), ({"growth_bytes": 0}, "memory", "ok"),
      ({"flags": ["its peak rose by 9 bytes"]}, "flags", "regression"), ({"flags": ["unsettled: medians"]}, "flags", "ok"),
      ({"how": "psutil"}, "memory", "not compared")],
 )  # fmt: skip
@@ -186,11 +187,31 @@ def test_memory_is_held(metrics, check, state):
     assert [f.state for f in findings if f.check == check] == [state]
 
 
+def test_a_fifth_of_the_peak_is_too_good():
+    """A measurement that misses most of it looks like that, and nothing else does: pages vary by less than half a MiB."""
+    base, fifth = memory(peak_bytes=2_500_000), memory(peak_bytes=500_000)
+    assert [f.state for f in gate.check(([base], Path()), ([fifth], Path()), {}) if f.check == "memory"] == ["better"]
+    held = memory(peak_bytes=270_000, kv_held_bytes=280_000)
+    (found,) = [f for f in gate.check(([memory()], Path()), ([held], Path()), {}) if f.check == "trace"]
+    assert (found.state, found.says) == (
+        "regression", "the new record: peak_bytes is 270,000, but 280,000 bytes of K and V were held at the end"
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("seconds", "calibration", "state"), [(5, 1, "regression"), (5, 4, "ok"), (3, 1, "ok"), (1, None, "not compared")]
+    ("seconds", "calibration", "state"),
+    [
+        (5, 1, "regression"),
+        (5, 4, "ok"),
+        (3, 1, "ok"),
+        (0.3, 1, "ok"),
+        (0.2, 1, "better"),
+        (0.2, 0.3, "ok"),
+        (1, None, "not compared"),
+    ],
 )
 def test_evaluation_is_held_coarsely_and_beside_the_machine(seconds, calibration, state):
-    """Five times as long is red, unless the calibration step takes four times as long, too."""
+    """Five times as long or as fast is red, unless the calibration step changes likewise."""
     task = {"name": "perplexity"}
     base, now = cell_record({}, task=task), cell_record({}, task=task)
     edit(base, facts={"tokens_per_second": 1000.0, "calibration_ms": 1.0} if calibration else {"tokens_per_second": 1000.0})
@@ -228,6 +249,31 @@ def test_everything_slower_is_red_by_the_forward_pass():
     }
 
 
+def test_faster_than_before_is_red_until_it_is_allowed_or_the_baseline_is_updated():
+    """H2O's times halved: a clock that stops too soon, or good work, which whoever did it says."""
+    base, fast = latency_run(1.5), latency_run(0.75)
+    findings = gate.check((base, Path()), (fast, Path()), bands.learn([base] * 4))
+    assert {f.cell.split(", ")[2].split()[0]: f.state for f in findings if f.check == "latency"} == {
+        "dense": "ok",
+        "h2o": "better",
+    }
+    assert (gate.exit_code(findings), gate.exit_code(findings, allow_better=True)) == (Exit.NO, Exit.OK)
+    assert gate.verdict(findings).startswith("BETTER than the baseline: update it, or allow it (--allow-better): ")
+    assert gate.verdict(findings).endswith("; 1 better")
+    again = gate.remeasure(findings, base, bands.learn([base] * 4), lambda _: latency_run(1.5))
+    assert gate.exit_code(again) == Exit.OK, "two of three decide, in this direction too"
+
+
+def test_a_verdict_says_how_much_was_compared():
+    base, now = latency_run(1.5), latency_run(1.5)
+    findings = gate.check((base, Path()), (now, Path()), bands.learn([base] * 4))
+    assert gate.verdict(findings) == f"as good as the baseline: {len(findings)} of {len(findings)} checks compared"
+    unlike = [gate.Finding("c", "i", check, state, "") for check, state in (("latency", "not compared"), *[("bytes", "ok")] * 3)]
+    assert gate.verdict(unlike) == "3 of 4 checks compared; not compared: latency 1: nothing worse in what was compared"
+    assert (gate.exit_code(unlike), gate.exit_code(unlike[:3])) == (Exit.OK, Exit.TOO_FEW_COMPARED)
+    assert gate.verdict(unlike[:3]).endswith("too little was compared for a verdict")
+
+
 def test_a_wrong_rank_is_red(before, suite, tmp_path):
     with injected.wrong_rank():
         records = measured(suite, tmp_path, {"perplexity"})
@@ -256,7 +302,7 @@ def test_half_a_percent_of_perplexity_is_red_where_tokens_alone_would_not_show_i
 
 
 def test_without_an_interval_the_margin_decides_and_rounding_is_no_regression():
-    for change, expected in ((1e-7, "ok"), (0.0005, "ok"), (-0.1, "ok"), (0.005, "regression")):
+    for change, expected in ((1e-7, "ok"), (0.0005, "ok"), (-0.1, "better"), (0.005, "regression")):
         base, now = record("h2o", 1000, 2.0), record("h2o", 1000, 2.0 + change)  # the cache is too large for this text
         edit(now, facts={"device": "another"})
         (found,) = [f for f in gate.check(([base], Path()), ([now], Path()), {}) if f.check == "quality"]
@@ -266,7 +312,13 @@ def test_without_an_interval_the_margin_decides_and_rounding_is_no_regression():
 
 @pytest.mark.parametrize(
     ("higher", "change", "expected"),
-    [(True, -0.05, "regression"), (True, 0.05, "ok"), (False, 0.05, "regression"), (True, -0.005, "ok")],
+    [
+        (True, -0.05, "regression"),
+        (True, 0.05, "better"),
+        (False, 0.05, "regression"),
+        (False, -0.05, "better"),
+        (True, -0.005, "ok"),
+    ],
 )
 def test_of_a_score_of_few_questions_the_margin_decides_in_its_own_direction(higher, change, expected):
     def scored(by):
@@ -335,7 +387,7 @@ def test_latency_of_elsewhere_is_not_compared(what):
     for r in slow:
         edit(r, facts=base[0].facts.as_json() | what)
     found = [f for f in gate.check((base, Path()), (slow, Path()), bands.learn([base] * 4)) if f.check == "latency"]
-    assert ([f.state for f in found], gate.exit_code(found)) == (["not compared"] * 2, 0)
+    assert ([f.state for f in found], gate.exit_code(found)) == (["not compared"] * 2, Exit.TOO_FEW_COMPARED)
     assert " -> " in found[0].says
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.run.request import RunRequest
 from kvbench.harness.tasks.latency import Latency, LatencyOptions, lane, measure
 from kvbench.harness.tasks.latency.lane import Lane, roofline, timing
+from kvbench.harness.tasks.latency.schema import LatencyMetrics
 from kvbench.harness.tasks.task import Job, RandomTokens
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
@@ -85,6 +87,40 @@ def test_cells_that_all_are_too_large_fail_one_by_one(measured, monkeypatch):
     monkeypatch.setattr(measure, "free_bytes", lambda device: 0)
     results = measured([CacheConfig(Window(), 8), CacheConfig(H2O(), 8)])
     assert [type(result) for result in results] == [MemoryError, MemoryError]
+
+
+def test_a_step_in_less_time_than_its_bytes_take_fails_the_cell(tmp_path, monkeypatch):
+    """The forward pass has slipped out of the clock."""
+
+    def time_round(self):
+        self.step()
+        marks = Marks(self.job.model.device)
+        for _ in range(self._steps_per_round + 1):
+            marks.mark()
+        self.round_ms.append(marks.milliseconds())
+
+    (tmp_path / "s.yaml").write_text(
+        "{suite: s, version: 1, model: {id: 'builtin:sink_1'}, task: {name: latency, tokens: 64, prompt: 8, "
+        "rounds: 6, sittings: 2, most_sittings: 2}, capacity: 8, policies: [dense, window]}"
+    )
+    request = RunRequest(str(tmp_path / "s.yaml"), threads=1)
+    right = request.measure(tmp_path / "right", request.cells())
+    monkeypatch.setattr(Lane, "time_round", time_round)
+    wrong = request.measure(tmp_path / "wrong", request.cells())
+    assert [r.status for r in right] == ["ok"] * 2
+    for found in wrong:
+        assert found.status == "failed"
+        assert re.fullmatch(r"better than is possible: step_ms is .* ms or more on this device", found.error.message), found.error
+
+
+@pytest.mark.parametrize(("moved", "share"), [(2**20, 0.2), (2**30, 0.8)])
+def test_what_is_possible_depends_on_whether_a_processors_cache_may_hold_it(measured, moved, share):
+    (found,) = measured([CacheConfig(Window(), 16)])
+    bound = {"bytes": moved, "operations": 10, "ms": 1e3 * moved / DEVICE["bandwidth"]}
+    for ms, sentences in ((1.01 * share * bound["ms"], 0), (0.99 * share * bound["ms"], 1)):
+        assert len([*LatencyMetrics.from_json(found | {"step_ms": ms, "roofline": bound}).impossible()]) == sentences
+    busy = {"bytes": 1, "operations": DEVICE["multiply_rate"] / 1e3, "ms": 1.0}
+    assert [*LatencyMetrics.from_json(found | {"step_ms": 0.7, "roofline": busy}).impossible()]
 
 
 def test_what_does_not_settle_is_flagged_with_its_spread(measured):

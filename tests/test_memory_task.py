@@ -20,7 +20,9 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder, decoder
 from kvbench.harness.engine.method import EAGER
 from kvbench.harness.records import RecordStore
+from kvbench.harness.records.metrics import READ_AT_POINTS
 from kvbench.harness.run import apart
+from kvbench.harness.run.request import RunRequest
 from kvbench.harness.tasks.memory import Memory, MemoryOptions
 from kvbench.harness.tasks.memory.measure import tensor_bytes
 from kvbench.harness.tasks.task import Job, RandomTokens
@@ -49,6 +51,22 @@ def test_what_is_reported_is_what_is_found_and_what_the_formula_says(tmp_path, c
     assert abs(found["allocated_bytes"] - found["kv_bytes"] - found["state_bytes"]) < 2**18
     assert not [f for f in found["flags"] if "rose" not in f]
     assert [c["position"] for c in found["curve"]] == [40, 80, 120, 160]
+    assert found["kv_held_bytes"] <= found["kv_bytes"]
+
+
+def test_memory_that_was_free_before_does_not_hide_a_cache(tmp_path):
+    """Loading a model leaves free memory in the C library's heap. The quickstart's dense cache of 1 MiB once moved in there."""
+    (tmp_path / "s.yaml").write_text(
+        "{suite: s, version: 1, model: {id: 'builtin:sink_2'}, task: {name: memory, tokens: 512}, capacity: 64, "
+        "policies: [dense, window, random]}"
+    )
+    request = RunRequest(str(tmp_path / "s.yaml"), threads=1)
+    for found in request.measure(tmp_path / "results", request.cells()):
+        assert found.status == "ok", found.error
+        assert found.metrics.peak_bytes > found.metrics.kv_held_bytes > 100_000
+        too_good = found.metrics.as_json() | {"peak_bytes": found.metrics.kv_held_bytes - 1}
+        assert [*type(found.metrics).from_json(too_good).impossible()]
+        assert not [*type(found.metrics).from_json(too_good | {"how": f"psutil, {READ_AT_POINTS}"}).impossible()]
 
 
 class Hoarder(CachedDecoder):

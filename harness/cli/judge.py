@@ -16,7 +16,7 @@ import click
 from kvbench.harness.cli.output import FILLED, RESULTS, RESULTS_VARIABLE, debugging, print_rows, report_skipped, writable
 from kvbench.harness.cli.rerun import cells_of_baseline, portable, request_from_baseline, with_groups
 from kvbench.harness.cli.running import suite_options
-from kvbench.harness.core.errors import Exit, RefusedModelError, UserError
+from kvbench.harness.core.errors import RefusedModelError, UserError
 from kvbench.harness.run.request import RunRequest
 
 if TYPE_CHECKING:
@@ -68,12 +68,16 @@ def compare(a: str, b: str, as_json: bool, markdown: bool) -> None:
 @click.option("--keep", metavar="DIR", type=FILLED, help="Keep the records of the run in this folder.")
 @click.option("--model", metavar="DIR|HUB_ID", type=FILLED, help="Where the baseline's model is now, if it was local.")
 @click.option("--data", metavar="DIR", envvar="BENCH_DATA", type=FILLED, help="Directory of the text, if the suite needs one.")
+@click.option("--allow-better", is_flag=True, help="Figures that are better than their bands pass.")
 @click.option("--json", "as_json", is_flag=True, help="Print every finding as JSON.")
-def check(folder: str, results: str | None, keep: str | None, model: str | None, data: str | None, as_json: bool) -> None:
+def check(
+    folder: str, results: str | None, keep: str | None, model: str | None, data: str | None, allow_better: bool, as_json: bool
+) -> None:  # fmt: skip
     """Check records against a baseline: the regression gate.
 
     It compares every figure of every record, every token's NLL, every answer and the bytes. Times are compared relative to
-    what was measured beside them. Exit code 0: as good as the baseline; 1: a regression; 3: something can't be compared.
+    what was measured beside them, in both directions: too good is wrong, too. Exit code 0: as good as the baseline;
+    1: a regression, or better by more than the noise; 3: something can't be compared; 5: too little applies on this machine.
 
     \b
     bench check --baseline leaderboard/baselines/quickstart
@@ -93,10 +97,8 @@ def check(folder: str, results: str | None, keep: str | None, model: str | None,
         click.echo(json.dumps([vars(f) for f in findings], indent=1, ensure_ascii=False))
     else:
         print_rows(_rows([f for f in findings if f.state != "ok"]), False)
-    code = gate.exit_code(findings)
-    verdict = {Exit.OK: "as good as the baseline", Exit.NO: "REGRESSION"}.get(code, "could not be compared")
-    click.echo(f"{verdict}: {sum(f.state == 'ok' for f in findings)} of {len(findings)} checks passed", err=True)
-    sys.exit(code)
+    click.echo(gate.verdict(findings, allow_better), err=True)
+    sys.exit(gate.exit_code(findings, allow_better))
 
 
 def _rows(findings: Sequence[Finding]) -> list[dict[str, Any]]:
@@ -126,7 +128,7 @@ def _run(reference: Baseline, base: Measured, keep: str | None, model: str | Non
         tries = itertools.count(1)
 
         def again(ids: Collection[str]) -> list[Record]:
-            click.echo(f"measuring {len(ids)} cells again, because they looked slower or larger", err=True)
+            click.echo(f"measuring {len(ids)} cells again, because their times or memory differ", err=True)
             folder, chosen = Path(scratch) / f"again{next(tries)}", with_groups(ids, cells)
             return request.measure(folder, chosen, fresh=True, tracebacks=debugging())
 

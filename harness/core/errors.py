@@ -24,6 +24,7 @@ class Exit(IntEnum):
     MISTAKE = 2  # the user's: a typo, a missing file, a refused model, a held lock, a full disk
     NOT_COMPARABLE = 3  # the gate has nothing to compare with: another text, a missing record
     FAILED_CELLS = 4  # the run is complete, but some cells have no figures
+    TOO_FEW_COMPARED = 5  # the gate found nothing wrong, but most of its checks do not apply on this machine
     CRASH = 70  # a bug of ours (EX_SOFTWARE in sysexits.h): please report it
     STOPPED = 130  # by Ctrl-C: 128 + SIGINT
     CLOSED_PIPE = 141  # the reader of our output is gone: 128 + SIGPIPE

@@ -5,6 +5,7 @@ Every field says how the gate checks it (`records/rules.py`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -38,6 +39,8 @@ from kvbench.harness.records.types import (
     Whole,
 )
 
+READ_AT_POINTS = "read at every point"  # how a peak was measured that misses what lies between, or moves into free memory
+
 
 class Metrics(Document):
     """Figures of any task."""
@@ -53,6 +56,10 @@ class Metrics(Document):
     flags: Annotated[list[str], Elsewhere("flags")] = Field(
         default_factory=list, description="problems that the task found with its own figures"
     )
+
+    def impossible(self) -> Iterator[str]:
+        """Sentences on figures that are better than is physically possible, so that they were not measured by what they name."""
+        return iter(())
 
 
 class Sums(Part):
@@ -229,3 +236,9 @@ class PeakMetrics(Metrics):
     how: Annotated[str, Unchecked("depends on the system; peaks are compared only if it is equal")] = Field(
         description="how the peak was measured"
     )
+
+    def impossible(self) -> Iterator[str]:
+        """A peak below what was held at the end, where the system keeps the peak."""
+        held = self.kv_held_bytes
+        if held is not None and self.peak_bytes < held and not self.how.endswith(READ_AT_POINTS):
+            yield f"peak_bytes is {self.peak_bytes:,}, but {held:,} bytes of K and V were held at the end"

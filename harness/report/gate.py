@@ -1,7 +1,8 @@
-"""The regression gate: are records as good as the baseline's? Pass, regression, or not comparable."""
+"""The regression gate: are records those of the baseline? Pass, regression, better than before, or not comparable."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,8 +18,10 @@ from kvbench.harness.report.difference import Difference
 from kvbench.harness.report.gate_pair import Pair, Result, State
 from kvbench.harness.report.verdicts import cell_name
 
-CODES: dict[State, Exit] = {"regression": Exit.NO, "could not compare": Exit.NOT_COMPARABLE}
-_ORDER: tuple[State, ...] = ("regression", "could not compare", "not compared", "ok")
+CODES: dict[State, Exit] = {"regression": Exit.NO, "better": Exit.NO, "could not compare": Exit.NOT_COMPARABLE}
+_ORDER: tuple[State, ...] = ("regression", "better", "could not compare", "not compared", "ok")
+_BAD: dict[State, str] = {"regression": "worse", "better": "better", "could not compare": "could not be compared"}
+_FEWEST_COMPARED = 0.75  # of all checks: with fewer, a verdict says little
 _QUALITY = {name: MARGINS[name] for name in ("nll", "accuracy", "score")}
 Measured = tuple[Sequence[Record], Path]  # records, and the folder of their files and traces
 
@@ -31,7 +34,8 @@ class Finding:
         cell: description of the cell.
         cell_id: its id.
         check: status, data, method, trace, exactness, figures, answers, bytes, flags, quality, latency, prompt, speed or memory.
-        state: "could not compare" fails the gate; "not compared" doesn't, because the check does not apply on this machine.
+        state: "better" fails the gate unless that is allowed; "could not compare" fails it; "not compared" doesn't, because
+            the check does not apply on this machine.
         says: the figures, or the reason.
     """
 
@@ -71,17 +75,42 @@ def in_order(findings: Sequence[Finding]) -> list[Finding]:
     return sorted(findings, key=lambda f: _ORDER.index(f.state))
 
 
-def exit_code(findings: Sequence[Finding]) -> Exit:
-    """NO for a regression, NOT_COMPARABLE if any check or all cells could not be compared, else OK."""
-    codes = {CODES.get(f.state, Exit.OK) for f in findings}
-    return next((code for code in (Exit.NO, Exit.NOT_COMPARABLE) if code in codes), Exit.OK if codes else Exit.NOT_COMPARABLE)
+def exit_code(findings: Sequence[Finding], allow_better: bool = False) -> Exit:
+    """The verdict.
+
+    Returns:
+        NO for a regression, or for a figure that is better than its band; NOT_COMPARABLE if any check or all cells could not be
+        compared; TOO_FEW_COMPARED if most are good, but too few apply on this machine; else OK.
+    """
+    codes = {CODES.get(f.state, Exit.OK) for f in findings if not (allow_better and f.state == "better")}
+    code = next((code for code in (Exit.NO, Exit.NOT_COMPARABLE) if code in codes), None)
+    if code is not None or not findings:
+        return code or Exit.NOT_COMPARABLE
+    compared = sum(f.state != "not compared" for f in findings)
+    return Exit.OK if compared >= _FEWEST_COMPARED * len(findings) else Exit.TOO_FEW_COMPARED
+
+
+def verdict(findings: Sequence[Finding], allow_better: bool = False) -> str:
+    """In a line: what the findings say, and how many checks that is."""
+    counts = Counter(f.state for f in findings)
+    compared = f"{len(findings) - counts['not compared']} of {len(findings)} checks compared"
+    left_out = Counter(f.check for f in findings if f.state == "not compared")
+    which = f"; not compared: {', '.join(f'{check} {count}' for check, count in left_out.items())}" if left_out else ""
+    bad = ", ".join(f"{counts[state]} {words}" for state, words in _BAD.items() if counts[state])
+    said = {
+        Exit.OK: "as good as the baseline" if not left_out else "nothing worse in what was compared",
+        Exit.NO: "REGRESSION" if counts["regression"] else "BETTER than the baseline: update it, or allow it (--allow-better)",
+        Exit.TOO_FEW_COMPARED: "too little was compared for a verdict",
+    }.get(exit_code(findings, allow_better), "could not be compared")
+    first, *rest = (compared + which, said) if left_out else (said, compared)
+    return ": ".join([first, *rest]) + (f"; {bad}" if bad else "")
 
 
 def remeasure(
     findings: Sequence[Finding], base: Sequence[Record], bands: Mapping[str, Band],
     measure: Callable[[Collection[str]], Sequence[Record]],
 ) -> list[Finding]:  # fmt: skip
-    """Measure again what looked slower or larger, until two of three measurements agree.
+    """Measure again what looked slower, faster, larger or smaller, until two of three measurements agree.
 
     Args:
         findings: of the first run.
@@ -89,7 +118,8 @@ def remeasure(
         bands: its latency bands.
         measure: measures the cells of these ids again, with the cells they are compared with.
     """
-    repeats = {(f.cell_id, f.check): [f] for f in findings if f.check in gate_times.CHECKS and f.state == "regression"}
+    differing = [f for f in findings if f.check in gate_times.CHECKS and f.state in ("regression", "better")]
+    repeats = {(f.cell_id, f.check): [f] for f in differing}
     while undecided := {key for key, measured in repeats.items() if _majority(measured) is None}:
         records = measure({cell_id for cell_id, _ in undecided})
         latest = {(f.cell_id, f.check): f for f in _check_times(base, records, bands)}
@@ -148,13 +178,18 @@ def _quality(pair: Pair) -> Iterator[Result]:
         margin = _QUALITY.get(difference.metric) or marks.get(difference.metric)
         if margin is None:
             continue
-        state: State = "regression" if difference.verdict == "worse" else "ok"
+        states: dict[str, State] = {"worse": "regression", "better": "better"}
+        state = states.get(difference.verdict, "ok")
         if difference.low is None:
             loss = _loss(difference, pair.now)  # without an interval, the margin allows for rounding
-            state = "could not compare" if loss is None else "regression" if loss > margin else "ok"
+            state = "could not compare" if loss is None else _state_of(loss, margin)
         interval = f" [{difference.low:+.4g}, {difference.high:+.4g}]" if difference.low is not None else ""
         change = "" if difference.change is None else f"{difference.change:+.4g}{interval}"
         yield "quality", state, f"{difference.metric} {difference.a:.5g} -> {difference.b:.5g}: {change} {difference.why}".strip()
+
+
+def _state_of(loss: float, margin: float) -> State:
+    return "ok" if abs(loss) <= margin else "regression" if loss > 0 else "better"
 
 
 def _loss(difference: Difference, record: Record) -> float | None:

@@ -61,6 +61,8 @@ def consistent(pair: Pair) -> Iterator[Result]:
         if record.trace is None:
             if record is pair.now and pair.base.trace is not None:
                 yield "trace", "could not compare", "the new record has no trace, the baseline's has one"
+            elif impossible := [*record.metrics.impossible()]:
+                yield "trace", "regression", _first(impossible, f"{whose} record: ")
             continue
         inconsistencies = None if path is None else problems(record, path.parent)
         if inconsistencies is None:

@@ -12,7 +12,7 @@ from kvbench.harness.records import Record
 from kvbench.harness.report.compare import setup_changes
 from kvbench.harness.report.sources import find_trace
 
-State = Literal["ok", "regression", "could not compare", "not compared"]
+State = Literal["ok", "better", "regression", "could not compare", "not compared"]
 Result = tuple[str, State, str]  # (check, state, figures)
 
 

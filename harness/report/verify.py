@@ -55,8 +55,10 @@ def verify(record: Record, folder: Path) -> Verdict:
     path = None if record.trace is None else folder / Path(record.trace.file).name
     missing = path is not None and not path.exists()
     wrong = [] if missing else _file_problems(record, path)
+    sources = (_from_record, *([] if wrong or missing else [_from_trace]))
+    wrong += record.metrics.impossible()
     figures: dict[str, Figure] = {}
-    for source in (_from_record, *([_from_trace] if not wrong and not missing else [])):
+    for source in sources:
         try:
             figures |= {f.name: f for f in source(record, path)}
         except Exception as error:  # traces and figures may contain anything

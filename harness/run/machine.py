@@ -314,6 +314,9 @@ def _check_result(attempt: _Attempt) -> None:
         if not isinstance(result, task.metrics):
             raise TypeError(f"{task.__name__}.run returned {type(result).__name__}, not {task.metrics.__name__}")
         task.check_figures(attempt.item.cell.task, result)
+        impossible = [*result.impossible()]
+        if impossible:
+            raise MeasurementError(f"better than is possible: {'; '.join(impossible)}")
     except Exception as error:  # a user's task may return anything
         attempt.result = error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -11,6 +12,10 @@ from kvbench.harness.records.rules import EXACT, MACHINE, TIME, Checked, Uncheck
 from kvbench.harness.records.types import Amount, Count, Duration, Number, Part, Positive
 from kvbench.harness.tasks.task import MAX_TOKENS, Options
 
+_LARGEST_CACHE = 2**28  # bytes of a processor's cache, from which weights and K/V may come faster than from memory
+# Of the roofline's time: rates vary by some percent from one measurement to the next, and a cache is up to five times as fast as
+# memory.
+_LEAST_FROM_CACHE, _LEAST = 0.2, 0.8
 _STEP_COUNT = Unchecked("depends on how many steps fit into a round")
 _IF_BOUNDED = Checked(where="bounded")
 
@@ -81,3 +86,16 @@ class LatencyMetrics(StepMetrics):
     roofline: Roofline | None = Field(None, description="the shortest time a step can take")
     over_roofline: Annotated[Amount, TIME] = Field(description="step_ms as a multiple of the roofline")
     device: DeviceRates = Field(description="rates measured on the device")
+
+    def impossible(self) -> Iterator[str]:
+        """Steps in less time than their bytes and operations take at the device's measured rates."""
+        if self.roofline is None:
+            return
+        moved, done, rates = self.roofline.bytes, self.roofline.operations, self.device
+        share = _LEAST_FROM_CACHE if moved <= _LARGEST_CACHE else _LEAST
+        least = 1e3 * max(share * moved / rates.bandwidth, _LEAST * done / rates.multiply_rate)
+        if self.step_ms < least:
+            yield (
+                f"step_ms is {self.step_ms:.3g}, but {moved:,.0f} bytes and {done:,.0f} operations take "
+                f"{least:.3g} ms or more on this device"
+            )
