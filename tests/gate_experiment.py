@@ -2,6 +2,7 @@
 
     python tests/gate_experiment.py --baseline leaderboard/baselines/quickstart --runs 20 --out gate.jsonl
     python tests/gate_experiment.py --only kernel --only RoPE --runs 0 --out gate.jsonl
+    python tests/gate_experiment.py --elsewhere --runs 0 --out elsewhere.jsonl  # as if records came from another CPU
 
 Prints a line per run and, at the end, a table in Markdown. Exits with 1 if any outcome is unexpected. Runs that are in the file
 already are skipped, so it can be done in pieces. It needs an idle machine and a baseline made on that machine.
@@ -19,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +29,20 @@ from tampered import TAMPERED, Tampering, copied
 
 from kvbench.harness.cli.rerun import request_from_baseline, with_groups
 from kvbench.harness.core.errors import RefusedModelError, UserError
-from kvbench.harness.records import RecordStore
+from kvbench.harness.records import Record, RecordStore
+from kvbench.harness.records.facts import Facts
 from kvbench.harness.report import baseline, gate
 
 WALKED = ("window", "h2o")  # measured if an injection needs the plain walk: one by position, one by attention
+_SAID = {0: "green", 1: "red", 2: "refused", 3: "not comparable", 5: "too little compared"}
 Outcome = dict[str, Any]  # name, expected, red (checks with their numbers), code, says, surprise, seconds
 
 
 class Experiment:
     """A baseline, and the file of the outcomes."""
 
-    def __init__(self, folder: Path, out: Path, model: str | None, data: str | None) -> None:
-        self.folder, self.out = folder, out
+    def __init__(self, folder: Path, out: Path, model: str | None, data: str | None, elsewhere: bool = False) -> None:
+        self.folder, self.out, self.elsewhere = folder, out, elsewhere
         self.about, self.records = baseline.load(folder)
         self.request = request_from_baseline(self.about, folder, model, data)
         self.cells = self.request.cells()
@@ -90,7 +94,8 @@ class Experiment:
 
             def measured(chosen: set[str]) -> tuple[list[Any], Path]:
                 target = Path(scratch) / f"{next(tries)}"
-                return self.request.measure(target, with_groups(chosen, cells), fresh=True, walk=walk), target
+                records = self.request.measure(target, with_groups(chosen, cells), fresh=True, walk=walk)
+                return [_of_another_cpu(r) for r in records] if self.elsewhere else records, target
 
             try:
                 now = measured(ids)
@@ -117,6 +122,10 @@ class Experiment:
         return found
 
 
+def _of_another_cpu(record: Record) -> Record:
+    return replace(record, facts=Facts.from_json(record.facts.as_json() | {"device": "another CPU"}))
+
+
 def _outcome(name: str, caught: str | None, red: dict[str, int], code: int, says: str) -> Outcome:
     surprise = (caught not in red) if caught else bool(red)
     return {"name": name, "expected": caught, "red": red, "code": code, "says": says, "surprise": surprise}
@@ -136,7 +145,7 @@ def planned(experiment: Experiment, runs: int, only: list[str]) -> Iterator[tupl
 
 def line(outcome: Outcome) -> str:
     """A line of text about a run."""
-    state = {0: "green", 1: "RED", 2: "refused", 3: "not comparable"}[outcome["code"]]
+    state = _SAID[outcome["code"]]
     red = ", ".join(f"{check} {count}" for check, count in outcome["red"].items())
     note = "  <-- NOT AS EXPECTED" if outcome["surprise"] else ""
     return f"{outcome['name']}: {state} ({red or 'nothing'}) in {outcome['seconds']} s. {outcome['says'][:200]}{note}"
@@ -146,9 +155,7 @@ def table(outcomes: list[Outcome]) -> str:
     """All runs as a Markdown table."""
     rows = ["| what was run | the gate said | by | because |", "|---|---|---|---|"]
     for o in outcomes:
-        said = {0: "green", 1: "red", 2: "refused", 3: "not comparable"}[o["code"]] + (
-            " (NOT AS EXPECTED)" if o["surprise"] else ""
-        )
+        said = _SAID[o["code"]] + (" (NOT AS EXPECTED)" if o["surprise"] else "")
         by = ", ".join(f"{check} {count}" for check, count in o["red"].items())
         rows.append(f"| {o['name']} | {said} | {by} | {o['says'][:160].replace('|', '/')} |")
     return "\n".join(rows)
@@ -161,10 +168,11 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=20, help="runs without a change")
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="only injections with this in their name")
     parser.add_argument("--out", type=Path, default=Path("gate-experiment.jsonl"), help="what was seen, a line of JSON each")
+    parser.add_argument("--elsewhere", action="store_true", help="records claim to come from another CPU")
     parser.add_argument("--model", help="where the baseline's model is, if it was a local one")
     parser.add_argument("--data", help="directory of the text")
     arguments = parser.parse_args()
-    experiment = Experiment(arguments.baseline, arguments.out, arguments.model, arguments.data)
+    experiment = Experiment(arguments.baseline, arguments.out, arguments.model, arguments.data, arguments.elsewhere)
     for _, do in planned(experiment, arguments.runs, arguments.only):
         started = time.monotonic()
         outcome = do() | {"seconds": round(time.monotonic() - started)}

@@ -16,7 +16,9 @@ from unittest.mock import patch
 
 import torch
 
-from kvbench.harness.data import questions
+from kvbench.harness.core import plugins
+from kvbench.harness.core.device import Marks
+from kvbench.harness.data import lookups, questions
 from kvbench.harness.data.prose import Prose
 from kvbench.harness.engine import closed_form, walk
 from kvbench.harness.engine.budgets import Layout
@@ -24,10 +26,14 @@ from kvbench.harness.engine.loop import BlockInLayers, CachedDecoder
 from kvbench.harness.engine.placement import Placement
 from kvbench.harness.engine.recompute import RecomputeDecoder
 from kvbench.harness.engine.rotary import Rotation
+from kvbench.harness.engine.slots import Slots, SlotTensors
 from kvbench.harness.run import apart
-from kvbench.harness.tasks import perplexity
+from kvbench.harness.tasks import lm_eval, perplexity
+from kvbench.harness.tasks.common import answering
+from kvbench.harness.tasks.latency.lane import Lane
 from kvbench.harness.tasks.perplexity import measure
 from kvbench.policies.h2o import H2O
+from kvbench.policies.sink_window import SinkWindow
 from kvbench.policies.statistics import AttentionSum
 
 Broken = Callable[[], AbstractContextManager[None]]
@@ -125,6 +131,117 @@ def _layers(view) -> set[int]:
 def group_not_summed() -> Iterator[None]:
     """H2O counts only the first query head of a group."""
     with patch.object(AttentionSum, "update", lambda self, state, attention, view: state + attention.weights[:, :, 0]):
+        yield
+
+
+@contextmanager
+def group_largest() -> Iterator[None]:
+    """H2O counts the largest of a group's weights, not their sum."""
+    with patch.object(AttentionSum, "update", lambda self, state, attention, view: state + attention.weights.amax(2)):
+        yield
+
+
+@contextmanager
+def softer() -> Iterator[None]:
+    """Logits of bounded caches are multiplied by 0.99."""
+    plain = BlockInLayers.attend
+
+    def attend(self, layer, query, *rest):
+        bounded = self.walks[0].slots.capacity is not None
+        return plain(self, layer, 0.99 * query if bounded else query, *rest)
+
+    with patch.object(BlockInLayers, "attend", attend):
+        yield
+
+
+@contextmanager
+def fewer_sinks() -> Iterator[None]:
+    """Sink+window keeps a sink less, and one more of the newest."""
+
+    def band(self, capacity):
+        return max(0, self.sinks - 1), capacity - max(0, self.sinks - 1)
+
+    def importance(self, view):
+        return view.position.float().masked_fill(view.position < self.sinks - 1, torch.inf)
+
+    with patch.object(SinkWindow, "band", band), patch.object(SinkWindow, "importance", importance):
+        yield
+
+
+@contextmanager
+def shorter_window() -> Iterator[None]:
+    """H2O protects one token fewer."""
+    plain = H2O.importance
+    with patch.object(H2O, "importance", lambda self, view: plain(replace(self, window=max(0, self.window - 1)), view)):
+        yield
+
+
+@contextmanager
+def shared_statistics() -> Iterator[None]:
+    """What a fork of a cache adds to a statistic is added to the cache's own, too."""
+    plain = Slots.fork
+
+    def fork(self, streams):
+        other, tensors = plain(self, streams), self.tensors
+        if len(streams) == self.streams:
+            copies = (x.clone() for x in (tensors.keys, tensors.values, tensors.rank, tensors.position))
+            other._replace(SlotTensors(*copies, tensors.states, tensors.free - tensors.row_base))
+        return other
+
+    with patch.object(Slots, "fork", fork):
+        yield
+
+
+@contextmanager
+def close_enough(digits: int) -> Iterator[None]:
+    """StreamEval accepts an answer whose first digits are right."""
+    plain = answering.Answer
+
+    def answer(stream, question, gold, said, right, *rest):
+        return plain(stream, question, gold, said, said[:digits] == gold[:digits], *rest)
+
+    with patch.object(answering, "Answer", answer):
+        yield
+
+
+@contextmanager
+def lenient(accepts: Callable[[str, str], bool]) -> Iterator[None]:
+    """Another rule for right answers to generated questions."""
+
+    def is_exact(said, target):
+        return accepts(said.strip(), target.strip())
+
+    with patch.object(lookups, "is_exact", is_exact), patch.object(lm_eval, "is_exact", is_exact):
+        yield
+
+
+@contextmanager
+def untimed_forward() -> Iterator[None]:
+    """The clock of a step stands still while the model reads the token."""
+
+    def time_round(self):
+        for _ in range(self._steps_per_round):
+            self.step()
+        marks = Marks(self.job.model.device)
+        for _ in range(self._steps_per_round + 1):
+            marks.mark()
+        self.round_ms.append(marks.milliseconds())
+
+    with patch.object(Lane, "time_round", time_round):
+        yield
+
+
+@contextmanager
+def half_of_the_time(only: str = "h2o") -> Iterator[None]:
+    """A policy's steps are reported as taking half as long."""
+    plain = Lane.time_round
+
+    def time_round(self):
+        plain(self)
+        if isinstance(self.job.config.policy, plugins.policy_class(only)):
+            self.round_ms[-1] = [ms / 2 for ms in self.round_ms[-1]]
+
+    with patch.object(Lane, "time_round", time_round):
         yield
 
 
@@ -307,13 +424,23 @@ def _of(broken: Broken, tasks: str, caught: str | None, **more) -> Injection:
     return Injection(broken, frozenset(tasks.split()), caught, **more)
 
 
-NATS, ASKED = "perplexity", "streameval"
+NATS, ASKED, TASKS = "perplexity", "streameval", "lm_eval"
 LATE = 10_000  # tokens into the stream where late injections begin
 INJECTIONS: dict[str, Injection] = {
     "H2O: the wrong head in one layer": _of(wrong_head, NATS, "exactness", walk=True),
     "keys turned to a neighbour's rank": _of(wrong_rank, NATS, "exactness", walk=True),
     "capacity c + 1": _of(other_capacity, f"{NATS} {ASKED}", "bytes", walk=True),
     "capacity c - 1": _of(lambda: other_capacity(-1), f"{NATS} {ASKED}", "bytes", walk=True),
+    "group's largest weight, not its sum": _of(group_largest, NATS, "exactness", walk=True),
+    "logits x0.99 in bounded caches": _of(softer, NATS, "exactness"),
+    "a sink less, one more of the newest": _of(fewer_sinks, NATS, "exactness"),
+    "H2O's window is a token shorter": _of(shorter_window, NATS, "exactness", walk=True),
+    "a fork shares its cache's statistics": _of(shared_statistics, ASKED, "answers", walk=True),
+    "three digits of five are enough": _of(lambda: close_enough(3), ASKED, "answers"),
+    "the last digit is ignored": _of(lambda: lenient(lambda said, target: said[:-1] == target[:-1]), TASKS, "trace"),
+    "any number is right": _of(lambda: lenient(lambda said, target: said.isdigit()), TASKS, "answers"),
+    "the forward pass is not timed": _of(untimed_forward, "latency", "status"),
+    "H2O's times halved": _of(half_of_the_time, "latency", "latency"),
     "closed form c - 1": _of(narrower_band, NATS, "method"),
     "closed form c - 1 in blocks > 256": _of(lambda: narrower_band(256), NATS, "exactness"),
     "group not summed": _of(group_not_summed, NATS, "exactness", walk=True),

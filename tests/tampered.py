@@ -87,6 +87,12 @@ def _leaked(value: dict[str, Any]) -> None:
     value["metrics"]["flags"].append("its peak rose by 30,000,000 bytes after the cache had filled")
 
 
+def _fifth_of_the_peak(value: dict[str, Any]) -> None:
+    value["metrics"]["peak_bytes"] //= 5
+    for point in value["metrics"]["curve"]:
+        point["peak_bytes"] //= 5
+
+
 def _failed(value: dict[str, Any]) -> None:
     value |= {"status": "failed", "error": {"kind": "injected", "message": ""}, "metrics": {}}
 
@@ -124,6 +130,7 @@ TAMPERED: dict[str, Tampering] = {
     "record: half of the right answers lost": Tampering(edited("streameval", _half_lost), "now", "trace"),
     "record: all answers wrong": Tampering(edited("streameval", _all_lost), "now", "trace"),
     "record: peak x100, with a flag": Tampering(edited("memory", _leaked), "now", "memory"),
+    "record: a fifth of the peak": Tampering(edited("memory", _fifth_of_the_peak), "now", "memory"),
     "record: its trace truncated": Tampering(_truncated, "now", "trace"),
     "record: its trace flipped in one bit": Tampering(_flipped, "now", "trace"),
     "record: its trace deleted": Tampering(

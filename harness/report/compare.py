@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvbench.harness.core.intervals import MIN_BLOCKS, clustered, median_interval
 from kvbench.harness.records import Record
@@ -41,6 +42,12 @@ def differences(a: Record, b: Record, traces: Traces = (None, None)) -> list[Dif
 
 def largest_difference(traces: Traces) -> float | None:
     """Largest difference in a token's NLL, in nats; None without two traces of the same length."""
+    off = token_differences(traces)
+    return None if off is None else float(off.max(initial=0.0))
+
+
+def token_differences(traces: Traces) -> NDArray[np.float64] | None:
+    """Difference in each token's NLL, in nats, 0 where neither scored it; None without two traces of the same length."""
     files = [path for path in traces if path is not None and path.exists()]
     if len(files) < 2:
         return None
@@ -50,7 +57,7 @@ def largest_difference(traces: Traces) -> float | None:
         return None
     off = np.abs(x - y)
     off[np.isnan(x) & np.isnan(y)] = 0.0  # scored by neither
-    return float("inf") if np.isnan(off).any() else float(off.max(initial=0.0))
+    return np.where(np.isnan(off), np.inf, off)
 
 
 def setup_changes(a: Record, b: Record, *packages: str) -> str:

@@ -12,12 +12,15 @@ from kvbench.harness.core import plugins
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics
 from kvbench.harness.records.rules import RUN_NATS, SUM, Checked
-from kvbench.harness.report.compare import largest_difference
-from kvbench.harness.report.gate_pair import Pair, Result, State
+from kvbench.harness.report.compare import token_differences
+from kvbench.harness.report.gate_pair import Pair, Result
 from kvbench.harness.report.gate_rules import figures, rule_of
 from kvbench.harness.report.verify import problems
 
 MAX_TOKEN_NATS = 1e-3  # difference of one token's NLL, in float32 on the same machine
+# Share of tokens, or of questions, that another CPU may change where a policy keeps what it computes to be important: a token
+# that rounding keeps instead of another changes what comes after it. Three ways to round, with one and two threads, changed none.
+MAX_MOVED = 0.05
 _MAX_SHOWN = 3  # differences in one finding
 _MODEL_INDEPENDENT = ("stream", "question", "gold", "target", "weight")  # fields of an answer
 _SLOW_METHODS = ("walk", "plain", "eager")  # in `method` and `step`
@@ -52,6 +55,8 @@ def table(pair: Pair) -> Iterator[Result]:
 def _applies(rule: Checked, pair: Pair) -> bool:
     if rule.where == "bounded":
         return pair.base.cell.capacity is not None
+    if rule.where == "same machine" and rule.check != "answers" and pair.between_cpus and pair.by_position:
+        return True  # what a mean or a sum may move by is more than another CPU moves it
     return rule.where == "everywhere" or not pair.rounding_differs
 
 
@@ -73,30 +78,31 @@ def consistent(pair: Pair) -> Iterator[Result]:
 
 
 def exactness(pair: Pair) -> Iterator[Result]:
-    """Compare every token's NLL. Where rounding differs, attention may choose other tokens, so the paired mean decides."""
+    """Compare every token's NLL. Where rounding differs, a policy may keep another token here and there."""
     if pair.base.measured(NllMetrics) is None:
         return
-    largest = _largest(pair)
-    if largest is None:
+    try:
+        off = token_differences(pair.traces)
+    except (OSError, ValueError, EOFError):
+        off = None
+    if off is None:
         yield "exactness", "could not compare", "a trace is missing, unreadable or of another length"
         return
-    says = f"the largest difference of a token is {largest:.3g} nats, {MAX_TOKEN_NATS:g} is allowed"
-    if largest <= MAX_TOKEN_NATS:
+    says = f"the largest difference of a token is {off.max(initial=0.0):.3g} nats, {MAX_TOKEN_NATS:g} is allowed"
+    moved, allowed = float((off > MAX_TOKEN_NATS).mean()) if off.size else 0.0, 0.0
+    if pair.between_cpus and not pair.by_position:
+        allowed = MAX_MOVED
+        says += f" on all but {allowed:.0%} of the tokens, as {pair.rounding_differs}; it is more on {moved:.1%}"
+    if moved <= allowed:
         yield "exactness", "ok", says
+    elif pair.rounding_differs and not pair.between_cpus:
+        yield "exactness", "not compared", f"{says}; {pair.rounding_differs}"
     else:
-        why = pair.rounding_differs
-        yield "exactness", "not compared" if why else "regression", f"{says}{why and '; ' + why}"
-
-
-def _largest(pair: Pair) -> float | None:
-    try:
-        return largest_difference(pair.traces)
-    except (OSError, ValueError, EOFError):
-        return None
+        yield "exactness", "regression", says
 
 
 def answers(pair: Pair) -> Iterator[Result]:
-    """Compare question by question: questions must be equal on all machines, answers on the same machine."""
+    """Compare question by question: questions must be equal on all machines, answers nearly so on all CPUs."""
     if pair.base.measured(QuestionMetrics) is None:
         return
     try:
@@ -107,15 +113,31 @@ def answers(pair: Pair) -> Iterator[Result]:
     if base is None or now is None or len(base) != len(now):
         yield "answers", "could not compare", "a trace is missing, or has other questions"
         return
-    keys = _MODEL_INDEPENDENT if pair.rounding_differs else None
-    changed = [
-        f"question {number}: {key} {_short(a.get(key))} -> {_short(b.get(key))}"
+    asked = _changed(base, now, _MODEL_INDEPENDENT)
+    answered = {} if pair.rounding_differs and not pair.between_cpus else _judged_otherwise(pair) | _changed(base, now, None)
+    allowed = 0 if not pair.between_cpus else 1 if pair.by_position else max(1, int(MAX_MOVED * len(base)))
+    if asked or len(answered) > allowed:
+        yield "answers", "regression", _first([f"question {number}: {says}" for number, says in (asked or answered).items()])
+    else:
+        but = f", but for {len(answered)} of {allowed} that rounding may change" if answered else ""
+        yield "answers", "ok", f"{len(base)} questions and their answers as in the baseline{but}"
+
+
+def _changed(base: list[dict[str, Any]], now: list[dict[str, Any]], keys: tuple[str, ...] | None) -> dict[int, str]:
+    """What changed first in the line of each question that changed. keys: to compare; all that the baseline has when None."""
+    return {
+        number: f"{key} {_short(a.get(key))} -> {_short(b.get(key))}"
         for number, (a, b) in enumerate(zip(base, now, strict=True))
-        for key in (keys or a)
+        for key in reversed(keys or list(a))
         if not _equal(a.get(key), b.get(key))
-    ]
-    state: State = "regression" if changed else "ok"
-    yield "answers", state, _first(changed) or f"{len(base)} questions and their answers as in the baseline"
+    }
+
+
+def _judged_otherwise(pair: Pair) -> dict[int, str]:
+    """The questions that are right now and were not, or the other way round."""
+    judged = [m.outcomes or "" if (m := r.measured(QuestionMetrics)) else "" for r in (pair.base, pair.now)]
+    words = {"0": "wrong", "1": "right"}
+    return {i: f"{words[a]} -> {words[b]}" for i, (a, b) in enumerate(zip(*judged, strict=False)) if a != b}
 
 
 def _lines(path: Path | None) -> list[dict[str, Any]] | None:

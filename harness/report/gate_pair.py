@@ -12,6 +12,7 @@ from kvbench.harness.records import Record
 from kvbench.harness.report.compare import setup_changes
 from kvbench.harness.report.sources import find_trace
 
+_BY_POSITION = ("closed form", "windows run afresh")  # ways to read blocks
 State = Literal["ok", "better", "regression", "could not compare", "not compared"]
 Result = tuple[str, State, str]  # (check, state, figures)
 
@@ -43,6 +44,17 @@ class Pair:
     def rounding_differs(self) -> str:
         """Why figures may differ by more than rounding in float32; empty if they may not."""
         return self.setup_changes or ("" if self.base.cell.model.dtype == "float32" else "not float32")
+
+    @cached_property
+    def between_cpus(self) -> bool:
+        """Whether float32 was rounded otherwise, by another CPU or another number of its threads, and nothing else differs."""
+        cpus = all(r.facts.instructions and not r.facts.instructions.startswith("sm_") for r in (self.base, self.now))
+        return bool(self.setup_changes) and cpus and self.base.cell.model.dtype == "float32"
+
+    @property
+    def by_position(self) -> bool:
+        """Whether the policy keeps tokens by their positions alone, so that rounding can't change which."""
+        return self.base.facts.method in _BY_POSITION
 
     @cached_property
     def traces(self) -> tuple[Path | None, Path | None]:
