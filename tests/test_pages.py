@@ -13,10 +13,11 @@ import pytest
 from conftest import bench
 from factories import edit, record
 from fuzz_records import fuzz
-from test_charts import drawn
 
+from kvbench.harness.core.errors import Exit
 from kvbench.harness.records import RecordStore
-from kvbench.harness.report import leaderboard, paper, site
+from kvbench.harness.report import leaderboard, paper, site, verify
+from kvbench.harness.report.chart import drawing_files
 from kvbench.harness.report.compare import largest_difference
 from kvbench.harness.report.fence import make_without_broken
 
@@ -25,11 +26,9 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture
 def results(tmp_path):
-    store = RecordStore(tmp_path / "results")
-    for made in drawn():
-        edit(made, facts={"device": "d", "seconds": 1.0})
-        store.write(made)
-    return store.folder
+    """Records that were measured, with pictures."""
+    shutil.copytree(ROOT / "leaderboard" / "results" / "memory_cpu", tmp_path / "results" / "memory_cpu")
+    return tmp_path / "results"
 
 
 def contents(folder):
@@ -57,16 +56,13 @@ def test_only_charts_that_the_page_before_named_are_deleted(results, tmp_path, c
     assert bench(capsys, "leaderboard", "--results", results, "--out", out)[0] == 0
     first = set(contents(out.parent / "charts"))
     (out.parent / "charts" / "mine.svg").write_text("mine")
-    for made in drawn():
-        path = RecordStore(results).path(made)
-        path.unlink()
-    RecordStore(results).write(record("window", 8))
+    shutil.rmtree(results / "memory_cpu")
+    shutil.copytree(ROOT / "leaderboard" / "results" / "attention_builtin", results / "attention_builtin")
     assert bench(capsys, "leaderboard", "--results", results, "--out", out)[0] == 0
     left = set(contents(out.parent / "charts"))
-    assert "mine.svg" in left
-    gone = {name for name in first if name.startswith("s-perplexity")}
-    assert gone
-    assert not gone & left
+    shown = {file for page in ("README.md", "paper.md") for file in drawing_files((out.parent / page).read_text())}
+    assert left == {"mine.svg"} | shown
+    assert first - left
 
 
 @pytest.mark.parametrize("file", ["README.md", "paper.md", "index.html", "feed.json"])
@@ -131,9 +127,25 @@ def test_two_renderings_at_once_leave_whole_pages(results, tmp_path, capsys):
         assert not list(out.parent.rglob("*.partial"))
 
 
-def test_a_record_that_breaks_a_section_is_named_and_left_out(results, tmp_path, capsys):
+def test_a_forged_record_is_named_and_left_out_and_the_exit_code_says_so(results, tmp_path, capsys):
+    """A perplexity of 1.01 was on the page once."""
+    out = tmp_path / "board" / "README.md"
+    store = RecordStore(results)
+    path = store.write(record("h2o", 16, nll=2.0))
+    code, _, err = bench(capsys, "leaderboard", "--results", results, "--out", out)
+    assert code == Exit.NO
+    first, last = err.splitlines()
+    assert first.startswith(f"bench: {path}: left out, because it is not correct: it has no trace")
+    assert last.endswith("records are not correct: see bench records verify")
+    assert "perplexity" not in out.read_text().split("## All tables")[0]
+    path.unlink()
+    assert bench(capsys, "leaderboard", "--results", results, "--out", out)[0] == Exit.OK
+
+
+def test_a_record_that_breaks_a_section_is_named_and_left_out(results, tmp_path, capsys, monkeypatch):
     """Finite figures of the right type, whose interval overflows as a perplexity."""
-    bad = record("h2o", 16)
+    monkeypatch.setattr(verify, "problems", lambda record, folder: [])
+    bad = record("keydiff", 16)
     blocks = bad.metrics.as_json()["blocks"]
     edit(bad, metrics={"blocks": blocks | {"nll_sum": [1000 * x for x in blocks["nll_sum"]]}})
     path = RecordStore(results).write(bad)
@@ -143,7 +155,7 @@ def test_a_record_that_breaks_a_section_is_named_and_left_out(results, tmp_path,
     assert [str(path) in line for line in err.splitlines()] == [True]
     assert "OverflowError" in err
     assert "window" in out.read_text()
-    assert "h2o" not in out.read_text()
+    assert "keydiff" not in out.read_text()
 
 
 def test_of_records_that_do_not_go_together_the_most_stay():

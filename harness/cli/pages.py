@@ -13,7 +13,7 @@ import click
 
 from kvbench.harness.cli.closing import link
 from kvbench.harness.cli.output import FILLED, report_skipped, results_option, writable
-from kvbench.harness.core.errors import UserError
+from kvbench.harness.core.errors import Exit, UserError
 from kvbench.harness.core.files import atomic_write
 from kvbench.harness.core.visible import visible
 
@@ -55,7 +55,8 @@ def leaderboard(results: str, out: str | None, paper: str | None) -> None:
     """Write the pages of a folder of records.
 
     These are the leaderboard, a page that compares the records with published figures, `index.html`, which answers questions and
-    compares policies, `feed.json`, its data, and `charts/`, the pictures.
+    compares policies, `feed.json`, its data, and `charts/`, the pictures. Records that are not correct (bench records verify) are
+    left out, and the exit code is 1.
 
     \b
     bench leaderboard
@@ -70,7 +71,7 @@ def leaderboard(results: str, out: str | None, paper: str | None) -> None:
     for option, path in targets.values():
         _refuse_foreign_file(path, option)
         _refuse_foreign_charts(path, option)
-    records, paths = _read(results)
+    records, paths, forged = _read(results)
     submitted = read_submitted(Path(results))
     output, broken = make_without_broken(records, lambda part: _rendered(part, paths, submitted, targets))
     for record, error in broken:
@@ -90,6 +91,9 @@ def leaderboard(results: str, out: str | None, paper: str | None) -> None:
             (folder / chart.FOLDER / file).unlink(missing_ok=True)
         pictures = len(drawings) // 2
         click.echo(f"{pictures} picture{'' if pictures == 1 else 's'} -> {folder / chart.FOLDER}")
+    if forged:
+        click.echo(f"bench: {forged} of {forged + len(records)} records are not correct: see bench records verify", err=True)
+        sys.exit(Exit.NO)
 
 
 def _targets(out: str, paper: str | None) -> dict[str, tuple[str, str]]:
@@ -148,27 +152,34 @@ def _beginning(path: Path) -> str:
         return file.read(_BEGINNING_CHARACTERS)
 
 
-def _read(results: str) -> tuple[list[Record], dict[int, Path]]:
-    """The records of a folder, and the path of each, by `id`. Reports other files as skipped.
+def _read(results: str) -> tuple[list[Record], dict[int, Path], int]:
+    """The records of a folder whose figures follow from their traces, and the path of each, by `id`; how many others there are.
+
+    Reports those, and files that are no records.
 
     Raises:
         UserError: there are none.
     """
     from kvbench.harness.records import Problem, RecordStore, from_the_future
+    from kvbench.harness.report.verify import problems
 
-    records, paths = [], {}
+    records, paths, forged = [], {}, 0
     for path, record in RecordStore(Path(results)).files():
         if isinstance(record, Problem):
             report_skipped(record)
+        elif wrong := problems(record, path.parent):
+            click.echo(f"bench: {visible(path)}: left out, because it is not correct: {visible(wrong[0])}", err=True)
+            forged += 1
         else:
             records.append(record)
             paths[id(record)] = path
     if not records:
-        raise UserError(f"{results}: no records there: run a suite first, or give another --results")
+        none = "no correct records" if forged else "no records"
+        raise UserError(f"{results}: {none} there: run a suite first, or give another --results")
     ahead = from_the_future(records, datetime.datetime.now(datetime.UTC))
     if ahead:
         click.echo(f"bench: {len(ahead)} records have a time in the future, e.g. {ahead[0].stem}: {ahead[0].finished}", err=True)
-    return records, paths
+    return records, paths, forged
 
 
 def _rendered(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 PARTIAL = ".partial"  # suffix of a file that is still being written
+_OWN_PARTIAL = re.compile(rf"\..+\.[0-9a-f]{{16}}{re.escape(PARTIAL)}")  # as `new_partial` names it
 
 
 def new_partial(path: Path) -> Path:
@@ -67,6 +69,7 @@ def atomic_write(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
 
 
 def remove_partials(folder: Path) -> None:
-    """Remove the partial files of killed writers in a folder and its subfolders. Nobody may be writing there."""
-    for partial in folder.rglob(f"*{PARTIAL}"):
-        partial.unlink(missing_ok=True)
+    """Remove the partial files of our killed writers in a folder and its subfolders. Nobody may be writing there."""
+    for partial in folder.rglob(f".*{PARTIAL}"):
+        if _OWN_PARTIAL.fullmatch(partial.name):
+            partial.unlink(missing_ok=True)

@@ -10,8 +10,8 @@ from kvbench.harness.records.rules import PART_NATS
 from kvbench.harness.report import gate, gate_times
 from kvbench.harness.report.compare import MARGINS, differences
 
-# The gate's checks of times, and those that notice a regression of the code, which is no fault of the record. The gate's check of
-# quality looks for a loss only; a submission must not claim a gain either.
+# The gate's checks of times, and those that notice a regression of the code, which is no fault of the record. Means are compared
+# below, as closely as rounding allows.
 _NOT_OF_FIGURES = {*gate_times.CHECKS, "method", "flags", "quality"}
 _MEANS = ("nll", "accuracy", "score")
 _ROUNDING = 1e-9
@@ -20,9 +20,10 @@ _ROUNDING = 1e-9
 def disagreements(submitted: Record, again: Record, folders: tuple[Path, Path]) -> list[str]:
     """How a cell that was measured again differs from the submitted record; empty if they agree.
 
-    On the same machine in float32, every figure and every token must agree up to the gate's tolerances for rounding. Elsewhere a
-    policy that chooses by attention may keep another token, so only what rounding can't change must be equal. Everywhere the
-    means must agree: NLL within 1e-4 nats in float32, else within the margins of `bench compare`, or by one question.
+    On the same machine in float32, every figure and every token must agree up to the gate's tolerances for rounding, on another
+    CPU nearly so. Elsewhere a policy that chooses by attention may keep another token, so only what rounding can't change must be
+    equal. Everywhere the means must agree: NLL within 1e-4 nats in float32, else within the margins of `bench compare`, or by one
+    question.
 
     Args:
         submitted: the record to check; its cell went well.

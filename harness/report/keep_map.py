@@ -5,7 +5,6 @@ Axis letters: L layers, H KV heads, C columns (steps) of the picture, N position
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.records import Record
+from kvbench.harness.records.beside import file_problem
 from kvbench.harness.report import chart
 
 SUFFIX = ".kept.parquet"  # of the file beside the record
@@ -103,11 +103,9 @@ def map_file(record: Record, folder: Path) -> Path:
     if fact is None:
         raise UserError(f"{record.stem}: has no keep map: measure it again with 'bench run {record.cell_id[:8]} --trace kept'")
     path = folder / Path(fact.file).name
-    if not path.is_file():
-        raise UserError(f"{path}: the keep map that {record.stem} names is missing")
-    with path.open("rb") as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != fact.sha256:
-            raise UserError(f"{path}: has changed since it was measured: its sha256 differs")
+    problem = file_problem(path, fact.sha256)
+    if problem:
+        raise UserError(f"{path}: the keep map of {record.stem} {problem}")
     return path
 
 

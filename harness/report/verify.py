@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 
 from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Record
+from kvbench.harness.records.beside import file_problem
 from kvbench.harness.report.recomputed import Figure, figures_from_record
 from kvbench.harness.report.task import task_of
 
@@ -53,8 +53,8 @@ def verify(record: Record, folder: Path) -> Verdict:
     if record.status != "ok":
         return Verdict([], [])
     path = None if record.trace is None else folder / Path(record.trace.file).name
-    missing = path is not None and not path.exists()
-    wrong = [] if missing else _file_problems(record, path)
+    missing = path is not None and not (path.exists() or path.is_symlink())
+    wrong = [*([] if missing else _trace_problems(record, path)), *_keep_map_problems(record, folder)]
     sources = (_from_record, *([] if wrong or missing else [_from_trace]))
     wrong += record.metrics.impossible()
     figures: dict[str, Figure] = {}
@@ -75,18 +75,25 @@ def verify(record: Record, folder: Path) -> Verdict:
     return Verdict(wrong, [n for n in names if n not in figures])
 
 
-def _file_problems(record: Record, path: Path | None) -> list[str]:
+def _trace_problems(record: Record, path: Path | None) -> list[str]:
     """Problems of the trace's file itself."""
     task, suffix = record.cell.task.name, task_of(record).trace
     if path is None:
         return [f"it has no trace; every record of {task} needs one (*{suffix})"] if suffix else []
     if suffix and not path.name.endswith(suffix):
         return [f"its trace is {path.name}; the name of a trace of {task} ends in {suffix}"]
-    if not path.is_file():
-        return [f"its trace {path.name} is not a regular file"]
-    with path.open("rb") as file:
-        same = record.trace is not None and hashlib.file_digest(file, "sha256").hexdigest() == record.trace.sha256
-    return [] if same else ["the trace has changed since it was measured: its sha256 differs"]
+    found = file_problem(path, record.trace.sha256) if record.trace is not None else ""
+    return [f"its trace {path.name} {found}"] if found else []
+
+
+def _keep_map_problems(record: Record, folder: Path) -> list[str]:
+    """Problems of the keep map's file, which may be missing: no figure follows from it."""
+    kept = record.facts.keep_map
+    path = None if kept is None else folder / Path(kept.file).name
+    if kept is None or path is None or not (path.exists() or path.is_symlink()):
+        return []
+    found = file_problem(path, kept.sha256)
+    return [f"its keep map {path.name} {found}"] if found else []
 
 
 def _from_record(record: Record, _: Path | None) -> Iterator[Figure]:

@@ -23,6 +23,7 @@ from kvbench.harness.records import (
     fingerprint,
     newest,
 )
+from kvbench.harness.records.beside import files_beside
 from kvbench.harness.records.cell import CellSpec
 from kvbench.harness.records.record import parse_time
 from kvbench.harness.report.verify import problems as verify_problems
@@ -132,7 +133,8 @@ def lay_down(files: Files, results: Path) -> list[Path]:
     for path, record in files:
         target = store.path(record)
         target.parent.mkdir(parents=True, exist_ok=True)
-        for name in (*_files_beside(record), path.name):  # the record comes last, so that none lacks its trace
+        names = [part.file for part in files_beside(record)]
+        for name in (*names, path.name):  # the record comes last, so that none lacks its trace
             copy = target if name == path.name else target.with_name(name)
             with atomic_write(copy, "wb") as file:
                 file.write(path.with_name(name).read_bytes())
@@ -141,11 +143,6 @@ def lay_down(files: Files, results: Path) -> list[Path]:
     for folder, lines in entries.items():
         add_submitted(folder, lines)
     return written
-
-
-def _files_beside(record: Record) -> list[str]:
-    """Names of the trace and the keep map."""
-    return [part.file for part in (record.trace, record.facts.keep_map) if part is not None]
 
 
 def _suite_of(spec: CellSpec) -> str:
@@ -176,10 +173,12 @@ def _record_problems(path: Path, record: Record, cell: Cell | None) -> Iterator[
         yield f"the source of {record.cell.policy} has changed since: measure it again"
     if record.numerics != NUMERICS_VERSION:
         yield f"it has numerics version {record.numerics}, this is {NUMERICS_VERSION}: measure it again"
-    found = verify_problems(record, path.parent)
-    if found is None and record.trace is not None:
-        found = [f"its trace {record.trace.file} is missing (git ignores some traces: add it with git add --force)"]
-    yield from found or ()
+    if path.is_symlink():
+        yield "its file is a link"
+    for part in files_beside(record):
+        if not (path.with_name(part.file).exists() or path.with_name(part.file).is_symlink()):
+            yield f"its file {part.file} is missing (git ignores some: add it with git add --force)"
+    yield from verify_problems(record, path.parent) or ()
 
 
 def _provenance(record: Record) -> list[tuple[str, Any]]:
