@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture
 def results(tmp_path):
     """Records that were measured, with pictures."""
-    shutil.copytree(ROOT / "leaderboard" / "results" / "memory_cpu", tmp_path / "results" / "memory_cpu")
+    shutil.copytree(ROOT / "leaderboard" / "results" / "attention_builtin", tmp_path / "results" / "attention_builtin")
     return tmp_path / "results"
 
 
@@ -56,8 +56,8 @@ def test_only_charts_that_the_page_before_named_are_deleted(results, tmp_path, c
     assert bench(capsys, "leaderboard", "--results", results, "--out", out)[0] == 0
     first = set(contents(out.parent / "charts"))
     (out.parent / "charts" / "mine.svg").write_text("mine")
-    shutil.rmtree(results / "memory_cpu")
-    shutil.copytree(ROOT / "leaderboard" / "results" / "attention_builtin", results / "attention_builtin")
+    shutil.rmtree(results / "attention_builtin")
+    shutil.copytree(ROOT / "leaderboard" / "results" / "memory_cpu", results / "memory_cpu")
     assert bench(capsys, "leaderboard", "--results", results, "--out", out)[0] == 0
     left = set(contents(out.parent / "charts"))
     shown = {file for page in ("README.md", "paper.md") for file in drawing_files((out.parent / page).read_text())}

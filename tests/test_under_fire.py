@@ -97,7 +97,7 @@ def test_a_clock_that_goes_backwards_does_not_hide_the_newer_record(tmp_path):
 
 
 def test_a_record_from_the_future_is_told_before_anything_is_measured(tmp_path, suite):
-    store, ahead = RecordStore(tmp_path), record()
+    store, ahead = RecordStore(tmp_path), record(status="failed", error={"kind": "E", "message": ""}, metrics={})
     ahead.finished = "2031-01-01T00:00:00+00:00"
     store.write(ahead)
     with pytest.raises(UserError, match="is this machine.s clock right"):
