@@ -59,6 +59,18 @@ def test_a_partial_that_exists_is_never_opened(tmp_path, monkeypatch):
         new_partial(tmp_path / "a")
 
 
+def test_partial_files_of_others_stay(tmp_path):
+    """A run once deleted every `*.partial` below its suite's folder, such as a download of another program."""
+    others = [tmp_path / "note.partial", tmp_path / ".video.mp4.partial", tmp_path / "deep" / ".x.0123456789abcdeg.partial"]
+    own = tmp_path / "deep" / ".h2o.json.0123456789abcdef.partial"
+    own.parent.mkdir()
+    for path in (*others, own):
+        path.write_text("")
+    new_partial(tmp_path / "page.md")
+    remove_partials(tmp_path)
+    assert sorted(p for p in tmp_path.rglob("*") if p.is_file()) == sorted(others)
+
+
 def test_permissions_are_those_of_any_new_file(tmp_path):
     (tmp_path / "plain").touch()
     with atomic_write(tmp_path / "ours") as file:

@@ -99,6 +99,16 @@ def test_keys_that_nobody_knows_are_fine(tmp_path: Path):
     assert isinstance(spoiled(tmp_path, change), Record)
 
 
+def test_environments_and_hidden_folders_are_not_read(tmp_path):
+    """A folder of results may be a project's: its .venv has thousands of JSON files."""
+    path = RecordStore(tmp_path).write(record())
+    for folder in (".venv", "env"):
+        (tmp_path / folder / "lib").mkdir(parents=True)
+        (tmp_path / folder / "lib" / "a.json").write_text("{")
+    (tmp_path / "env" / "pyvenv.cfg").write_text("")
+    assert [p for p, _ in RecordStore(tmp_path).files()] == [path]
+
+
 @pytest.mark.parametrize("kind", ["pipe", "folder", "loop", "dangling", "device", "huge", "nested", "latin-1"])
 def test_what_can_not_be_read_is_a_problem_and_no_wait(tmp_path: Path, kind: str):
     path = tmp_path / "a.json"

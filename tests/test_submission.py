@@ -213,7 +213,35 @@ def huge(folder):
         file.truncate(MAX_TRACE_BYTES + 2**20)
 
 
+def link_to_a_secret(part):
+    """A trace, or a keep map that the record names, is a link to a file of somebody's. Copied, it would be published."""
+
+    def change(folder):
+        path, secret = path_of(folder, "h2o"), folder.parent / "secret"
+        secret.write_text("mine")
+        if part == "keep map":
+            (folder / path.parent.relative_to(folder) / "leak.kept.npz").symlink_to(secret)
+            named = {"file": "leak.kept.npz", "sha256": hashlib.sha256(b"mine").hexdigest(), "steps": ""}
+            rewrite(path, lambda value: value["facts"].update(keep_map=named))
+        else:
+            trace = path.with_name(read(path).trace.file)
+            trace.replace(folder.parent / "moved")
+            trace.symlink_to(folder.parent / "moved")
+
+    return change
+
+
+def other_keep_map(folder):
+    path = path_of(folder, "h2o")
+    path.with_name("a.kept.npz").write_text("not what was measured")
+    named = {"file": "a.kept.npz", "sha256": "0" * 64, "steps": ""}
+    rewrite(path, lambda value: value["facts"].update(keep_map=named))
+
+
 REFUSED = {
+    "a keep map is a link": (link_to_a_secret("keep map"), "its keep map leak.kept.npz is not a regular file"),
+    "a trace is a link": (link_to_a_secret("trace"), ".nll.npy is not a regular file"),
+    "another keep map": (other_keep_map, "its keep map a.kept.npz has changed since it was measured: its sha256 differs"),
     "a cell lacks": (incomplete, "tiny, version 1, on builtin:sink_1: 1 of 8 cells have no record: h2o 32"),
     "a trace lacks": (without_trace, "is missing (git ignores some"),
     "a home path": (edited(facts={"platform": "Linux, /home/ann/kv"}), "facts.platform names a local path: /home/ann/kv"),

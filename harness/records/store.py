@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -130,7 +131,7 @@ class RecordStore:
         """
         if self.folder.exists() and not self.folder.is_dir():
             raise UserError(f"{self.folder} is a file; pass the folder that holds the records")
-        for path in sorted(self.folder.rglob("*.json")):
+        for path in sorted(_json_files(self.folder)):
             if path.name != FEED:
                 yield path, read(path)
 
@@ -138,3 +139,14 @@ class RecordStore:
         """All records, and the problems of all other files, ordered by path."""
         contents = [content for _, content in self.files()]
         return [x for x in contents if isinstance(x, Record)], [x for x in contents if isinstance(x, Problem)]
+
+
+def _json_files(folder: Path) -> Iterator[Path]:
+    """Files that may be records. Hidden folders, Python environments and links to folders are not ours to read."""
+    if not folder.is_dir() or (folder / "pyvenv.cfg").exists():
+        return
+    for entry in os.scandir(folder):
+        if entry.name.endswith(".json"):
+            yield folder / entry.name
+        elif entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
+            yield from _json_files(folder / entry.name)
