@@ -14,7 +14,7 @@ import pytest
 
 from kvbench.harness.core.errors import Exit, UserError
 from kvbench.harness.records import RecordStore
-from kvbench.harness.run import fleet
+from kvbench.harness.run import fleet, ray_loop
 from kvbench.harness.run import on_ray as on_ray_module
 from kvbench.harness.run.request import RunRequest
 
@@ -136,6 +136,21 @@ def test_what_cannot_run_is_one_line_that_names_the_worker(local_ray, folder, mo
     refused("worker-3 of 3: no room: a worker takes 1 cores, and this machine has 1 machine with 2 cores", workers=3)
     monkeypatch.setattr(fleet, "about_here", lambda: {"kv-bench": "0.0.1", "host": "x"})
     refused(r"worker-1 on \S+: kv-bench is \S+, here it is 0.0.1: install the same on both", workers=1)
+
+
+def test_a_control_service_that_is_gone_ends_the_run_in_one_line(local_ray, folder, monkeypatch):
+    """Ray would end this process after a minute, with a log in C++ and exit code 1, that of a regression."""
+    monkeypatch.setattr(ray_loop, "SILENT_S", 0.0)
+    started = fleet.Fleet.__init__
+
+    def elsewhere(made, *how):
+        started(made, *how)
+        made.service = "127.0.0.1:1"
+
+    monkeypatch.setattr(fleet.Fleet, "__init__", elsewhere)
+    request = on_ray(workers=1)
+    with pytest.raises(UserError, match="^Ray's control service at 127.0.0.1:1 has ended; finished cells are kept$"):
+        request.measure(folder / "r", request.cells(), progress=False)
 
 
 @pytest.mark.parametrize(

@@ -72,14 +72,17 @@ def run(
         print_rows([row.cells() for row in estimates(cells, request.device)], as_json)
         return
     records = request.measure(writable(Path(results)), cells, fresh, block, walk, tracebacks=debugging(), keep=keep)
+    from kvbench.harness.report.doubts import with_doubts
+
     on_terminal = sys.stdout.isatty() and not as_json
+    shown = with_doubts(records)
     if as_json:
         click.echo(json.dumps([r.as_json() for r in records], indent=1, ensure_ascii=False))
     elif not on_terminal:
         from kvbench.harness.report.summary import rows
 
-        print_rows(rows(records), False)
-    show_closing(records, results, on_terminal)
+        print_rows(rows(shown), False)
+    show_closing(shown, results, on_terminal)
     if any(r.status == "failed" for r in records):
         sys.exit(Exit.FAILED_CELLS)
 

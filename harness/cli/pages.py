@@ -161,9 +161,12 @@ def _read(results: str) -> tuple[list[Record], dict[int, Path], int]:
         UserError: there are none.
     """
     from kvbench.harness.records import Problem, RecordStore, from_the_future
+    from kvbench.harness.report.doubts import with_doubts
     from kvbench.harness.report.verify import problems
 
-    records, paths, forged = [], {}, 0
+    found: list[Record] = []
+    files: list[Path] = []
+    forged = 0
     for path, record in RecordStore(Path(results)).files():
         if isinstance(record, Problem):
             report_skipped(record)
@@ -171,11 +174,13 @@ def _read(results: str) -> tuple[list[Record], dict[int, Path], int]:
             click.echo(f"bench: {visible(path)}: left out, because it is not correct: {visible(wrong[0])}", err=True)
             forged += 1
         else:
-            records.append(record)
-            paths[id(record)] = path
-    if not records:
+            found.append(record)
+            files.append(path)
+    if not found:
         none = "no correct records" if forged else "no records"
         raise UserError(f"{results}: {none} there: run a suite first, or give another --results")
+    records = with_doubts(found)
+    paths = {id(record): path for record, path in zip(records, files, strict=True)}
     ahead = from_the_future(records, datetime.datetime.now(datetime.UTC))
     if ahead:
         click.echo(f"bench: {len(ahead)} records have a time in the future, e.g. {ahead[0].stem}: {ahead[0].finished}", err=True)

@@ -118,6 +118,7 @@ class Model:
         return {
             "model_type": str(self.hf.config.model_type),
             "training_length": self.training_length,
+            "vocab_size": getattr(self.hf.config.get_text_config(), "vocab_size", None) or None,
             "self_check": self.check,
             "kv_shapes": self._kv_shapes(),
         }

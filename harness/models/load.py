@@ -28,6 +28,8 @@ _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "merges.txt",
     "tekken.json", "tiktoken.model",
 )  # fmt: skip
+_LEAST_USED = 0.9  # share of a vocabulary that its tokenizer uses
+_PADDING = 256  # entries of a vocabulary, up to which even a small one may be padded
 Parallel = Literal["layers", "tensor"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -80,6 +82,26 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     if not tokenizer("a word", add_special_tokens=False)["input_ids"]:
         raise UserError(f"{name}: its tokenizer gives no tokens for a word: is tokenizer.json complete?")
     return tokenizer
+
+
+def tokenizer_differs(tokenizer: PreTrainedTokenizerBase, directory: Path) -> str | None:
+    """How a tokenizer disagrees with its model's config; None if it doesn't.
+
+    Vocabularies are padded, to a multiple of 128 say, and some chat models change one special token, so that only what can't
+    come from that counts: too many entries, far too few, or none of the special tokens that both name alike.
+    """
+    config = read_config(directory).get_text_config()
+    entries, rows = len(tokenizer), config.vocab_size
+    if entries > rows or entries < min(_LEAST_USED * rows, rows - _PADDING):
+        return f"its tokenizer has {entries:,} entries, and its config a vocabulary of {rows:,}"
+    named = {}
+    for name in ("bos_token_id", "eos_token_id"):
+        mine, theirs = getattr(tokenizer, name), getattr(config, name, None)
+        if mine is not None and theirs is not None:
+            named[name] = (mine, theirs)
+    if not named or any(mine in (theirs if isinstance(theirs, list) else [theirs]) for mine, theirs in named.values()):
+        return None
+    return "its tokenizer and its config disagree: " + ", ".join(f"{k} {a} and {b}" for k, (a, b) in named.items())
 
 
 def load_model(

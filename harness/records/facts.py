@@ -90,6 +90,10 @@ class Facts(Document):
     )
     model_type: Annotated[str | None, EXACT] = Field(None, description="the model's family")
     training_length: Annotated[Positive | None, EXACT] = Field(None, description="longest sequence in training, in tokens")
+    vocab_size: Annotated[Positive | None, EXACT] = Field(None, description="entries of the model's vocabulary")
+    tokenizer_differs: Annotated[str | None, EXACT] = Field(
+        None, description="how the tokenizer disagrees with the model's config, if it was read and does"
+    )
     kv_shapes: Annotated[list[KVShape] | None, EXACT] = Field(None, description="shapes of K and V, by layer")
     device: Annotated[str, MACHINE] = Field("", description="name of the device")
     instructions: Annotated[str, MACHINE] = Field("", description="widest SIMD level of the CPU, or architecture of the GPU")

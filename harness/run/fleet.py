@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from kvbench.harness.run.ray_actors import about_here, board_class, worker_class
 from kvbench.harness.run.schedule import Work
 
 START_S = 120.0
+ANSWER_S = 2.0
 CLOSE_S = 1.0  # one that is measuring does not answer
 _WHERE = ("host", "node")  # what differs between workers that are alike
 
@@ -46,6 +48,7 @@ class Fleet:
         ray: the package.
         workers: by name.
         board: actor that they report their progress to.
+        service: host and port of Ray's control service.
     """
 
     def __init__(self, ray: Any, need: Mapping[str, float], device: str, threads: int) -> None:
@@ -59,6 +62,7 @@ class Fleet:
         """
         self.ray, self.workers = ray, dict[str, FleetWorker]()
         self._need, self._device, self._threads = need, device, threads
+        self.service: str = ray.get_runtime_context().gcs_address
         self._started = 0
         self._kind = worker_class(ray)
         self.board = board_class(ray).options(num_cpus=0).remote()
@@ -129,8 +133,19 @@ class Fleet:
         with contextlib.suppress(Exception):
             self.ray.kill(worker.actor)
 
+    def answers(self) -> bool:
+        """Whether Ray's control service accepts connections. Without it no worker can be started, ended or found."""
+        host, _, port = self.service.rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), ANSWER_S).close()
+        except OSError:
+            return False
+        return True
+
     def stop(self) -> None:
-        """End all workers."""
+        """End all workers, if Ray can still do that."""
+        if not self.answers():
+            return
         with contextlib.suppress(Exception):  # whatever is wrong with Ray, it is the end
             closing = [worker.actor.close.remote() for worker in self.workers.values()]
             self.ray.wait(closing, num_returns=len(closing), timeout=CLOSE_S)

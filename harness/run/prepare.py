@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from kvbench.harness.core import plugins
 from kvbench.harness.core.device import device_name, free_bytes
@@ -18,7 +19,7 @@ from kvbench.harness.models import tensor
 from kvbench.harness.models.config import read_config
 from kvbench.harness.models.hub import model_directory, weights_digest
 from kvbench.harness.models.layers import devices_for_layers
-from kvbench.harness.models.load import load_tokenizer
+from kvbench.harness.models.load import load_tokenizer, tokenizer_differs
 from kvbench.harness.models.shape import shape_of
 from kvbench.harness.models.vision import load_image_reader
 from kvbench.harness.records import NUMERICS_VERSION, Record, digest
@@ -91,13 +92,21 @@ def prepare(
     there = measured_on or MachineFacts.here(device)
     _check_caches(cells, directories, there.free_bytes, device)
     known_data: dict[tuple[ModelSpec, str], Data] = {}
+    differs: dict[ModelSpec, str | None] = {}
     prepared, keys = [], dict[str, str]()
+
+    def read_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
+        tokenizer = load_tokenizer(directories[spec])
+        differs[spec] = tokenizer_differs(tokenizer, directories[spec])
+        return tokenizer
+
     for cell in cells:
         directory, data_key = directories[cell.model], (cell.model, digest(cell.task.model_dump()))
         task: type[Task] = plugins.task_class(cell.task.name)
         if data_key not in known_data:
-            load: Any = load_image_reader if task.reads_images(cell.task) else load_tokenizer
-            known_data[data_key] = task.data(cell.task, partial(load, directory), data)
+            images = task.reads_images(cell.task)
+            load: Any = partial(load_image_reader, directory) if images else partial(read_tokenizer, cell.model)
+            known_data[data_key] = task.data(cell.task, load, data)
         tokens = known_data[data_key]
         weights, source = weights_digest(directory), source_digest(cell.policy)
         task_source = {} if plugins.is_ours(task) else {"task_sha256": task_digest(task)}
@@ -109,7 +118,9 @@ def prepare(
         key = digest([cell.id, tokens.ids_sha256, weights, source, NUMERICS_VERSION, *others])
         keys[cell.id] = key
         record = Record(CellSpec.from_json(cell.as_json()), cell.id, key, "ok", data=facts_of_data)
-        facts = {"weights_sha256": weights, "policy_sha256": source, **task_source}
+        facts = {
+            "weights_sha256": weights, "policy_sha256": source, **task_source, "tokenizer_differs": differs.get(cell.model),
+        }  # fmt: skip
         prepared.append(Prepared(cell, task, tokens, directory, record, facts))
     return prepared
 

@@ -21,6 +21,7 @@ from kvbench.harness.run.schedule import Schedule, Work
 from kvbench.harness.run.worker import Answer, CellAnswer
 
 LOST_S = 60.0  # how long to wait for a new worker if no other is left
+SILENT_S = 10.0  # how long Ray's control service may not answer: after 60 s, Ray ends this process
 TICK_S = 0.5
 
 
@@ -45,6 +46,7 @@ class Loop:
         self._running: dict[Any, FleetWorker] = {}  # by the reference of the answer
         self._starting: dict[Any, FleetWorker] = {}
         self._lost_since: float | None = None
+        self._answered = time.monotonic()  # when Ray's control service last did
         self._progress: Any = None  # reference of the board's answer
         self._looked = 0.0
 
@@ -52,13 +54,14 @@ class Loop:
         """Measure everything.
 
         Raises:
-            UserError: a worker finds a mistake, or no worker is left.
+            UserError: a worker finds a mistake, or no worker or no Ray is left.
         """
         for worker in self._fleet.workers.values():
             self._join(worker)
         while self._schedule.left:
             self._assign()
             self._refuse_idleness()
+            self._refuse_silence()
             for ref in self._ray.wait([*self._running, *self._starting], num_returns=1, timeout=TICK_S)[0]:
                 if ref in self._starting:
                     self._begin(ref)
@@ -102,6 +105,17 @@ class Loop:
             names = ", ".join(w.label for w in self._starting.values()) or "no worker"
             left = f"{self._schedule.left} groups of cells"
             raise UserError(f"{names}: no worker is left that could measure {left}; finished cells are kept")
+
+    def _refuse_silence(self) -> None:
+        """Give up if Ray's control service (GCS) has ended, before Ray ends this process with an exit code of its own.
+
+        Raises:
+            UserError: it has not answered for `SILENT_S`.
+        """
+        if self._fleet.answers():
+            self._answered = time.monotonic()
+        elif time.monotonic() - self._answered > SILENT_S:
+            raise UserError(f"Ray's control service at {self._fleet.service} has ended; finished cells are kept")
 
     def _receive(self, ref: Any) -> None:
         """Write the records of a group, or note that its worker died."""

@@ -1,0 +1,105 @@
+"""A model that can't be the one that is meant is flagged on all of its rows."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+
+import pytest
+from conftest import bench
+from factories import edit, record
+from transformers import AutoTokenizer
+
+from kvbench.harness.models.hub import model_directory
+from kvbench.harness.models.load import tokenizer_differs
+from kvbench.harness.report.doubts import with_doubts
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    """`builtin:vanilla` with a tokenizer of the same size whose ids mean other words."""
+    folder = tmp_path / "foreign"
+    shutil.copytree(model_directory("builtin:vanilla", None, False), folder)
+    value = json.loads((folder / "tokenizer.json").read_text())
+    special = {token["id"] for token in value["added_tokens"]}
+    words = {word: number for word, number in value["model"]["vocab"].items() if number not in special}
+    numbers = sorted(words.values())
+    turned = dict(zip(numbers, numbers[1000:] + numbers[:1000], strict=True))
+    value["model"]["vocab"] |= {word: turned[number] for word, number in words.items()}
+    (folder / "tokenizer.json").write_text(json.dumps(value))
+    return folder
+
+
+def test_a_foreign_tokenizer_that_fits_flags_every_row(foreign, tmp_path, capsys):
+    """One gave perplexity 6,511, and no word was said."""
+    suite = tmp_path / "mine.yaml"
+    suite.write_text(
+        "suite: mine\nversion: 1\ndescription: Mine.\nmodel: {id: none, revision: null}\ncapacity: 32\n"
+        "task: [{name: perplexity, data: prose, tokens: 400}, {name: memory, tokens: 96}]\npolicies: [dense, window]\n"
+    )
+    for model, flagged in (("builtin:vanilla", False), (foreign, True)):
+        results = tmp_path / str(flagged)
+        code, rows, closing = bench(capsys, "run", suite, "--model", model, "--results", results, "--threads", "1")
+        assert code == 0, closing
+        assert rows.count("\tflagged\t") == 4 * flagged
+        assert ("dense is worse than a uniform guess" in closing) == flagged
+        assert bench(capsys, "leaderboard", "--results", results)[0] == 0
+        assert ("dense is worse than a uniform guess" in (results / "README.md").read_text()) == flagged
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "tokenizer", "doubt"),
+    [
+        (50304, {}, None),  # padded, as Pythia is
+        (1000, {"entries": 800}, None),
+        (50304, {"entries": 32000}, "its tokenizer has 32,000 entries, and its config a vocabulary of 50,304"),
+        (50304, {"entries": 50305}, "its tokenizer has 50,305 entries, and its config a vocabulary of 50,304"),
+        (50304, {"bos_token_id": 7}, None),  # the other one agrees
+        (50304, {"bos_token_id": 7, "eos_token_id": None}, "its tokenizer and its config disagree: bos_token_id 7 and 1"),
+        (50304, {"bos_token_id": None, "eos_token_id": 3}, None),  # one of several
+        (50304, {"bos_token_id": None, "eos_token_id": None}, None),
+    ],
+)
+def test_a_tokenizer_disagrees_by_size_or_by_all_of_its_special_tokens(vocab_size, tokenizer, doubt, tmp_path):
+    class Fake:
+        bos_token_id, eos_token_id = tokenizer.get("bos_token_id", 1), tokenizer.get("eos_token_id", 2)
+
+        def __len__(self):
+            return tokenizer.get("entries", 50277)
+
+    config = {"model_type": "llama", "vocab_size": vocab_size, "bos_token_id": 1, "eos_token_id": [2, 3]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert tokenizer_differs(Fake(), tmp_path) == doubt
+
+
+@pytest.mark.parametrize("name", ["vanilla", "recall", "sink_1", "zero_sink"])
+def test_our_own_tokenizers_agree(name):
+    directory = model_directory(f"builtin:{name}", None, False)
+    assert tokenizer_differs(AutoTokenizer.from_pretrained(directory), directory) is None
+
+
+def of_model(policy, nll, **facts):
+    """A record whose model guesses among 100 tokens, with a bucket within its training length and one beyond."""
+    buckets = [{"from": 0, "to": 64, "tokens": 64, "nll": nll[0]}, {"from": 64, "to": 128, "tokens": 64, "nll": nll[1]}]
+    made = record(policy, None if policy == "dense" else 8)
+    return edit(made, metrics={"buckets": buckets}, facts={"vocab_size": 100, "training_length": 64} | facts)
+
+
+def test_only_dense_and_only_within_the_training_length_counts():
+    chance = math.log(100)
+    calm = [of_model("dense", (chance - 0.01, 9.0)), of_model("window", (9.0, 9.0))]
+    assert [r.metrics.flags for r in with_doubts(calm)] == [[], []]
+    wrong = [of_model("dense", (chance + 0.01, 0.0)), of_model("window", (1.0, 1.0))]
+    wrong.append(of_model("h2o", (1.0, 1.0), weights_sha256="b"))
+    first, second, other = (r.metrics.flags for r in with_doubts(wrong))
+    assert first == second
+    assert "perplexity 101, vocabulary 100" in first[0]
+    assert other == []
+    assert [r.metrics.flags for r in wrong] == [[], [], []], "records stay as they are"
+
+
+def test_what_one_record_says_of_the_tokenizer_flags_all_of_the_model_once():
+    said = {"dense": "a", "h2o": "a", "window": None}
+    records = [of_model(policy, (1.0, 1.0), tokenizer_differs=differs) for policy, differs in said.items()]
+    assert [r.metrics.flags for r in with_doubts(records)] == [["a"]] * 3
