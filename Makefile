@@ -8,7 +8,7 @@ RESULTS ?= $(or $(BENCH_RESULTS),results)
 GPU_PYTHON ?= $(if $(wildcard .venv/ready),.venv/bin/python,python3)
 BIN = .venv/bin
 
-.PHONY: bench leaderboard test check docs picture microbench peers image gpu gpu-tree gpu-wheels clean
+.PHONY: bench leaderboard test check docs picture injections microbench peers image gpu gpu-tree gpu-wheels clean
 
 bench: .venv/ready  ## all policies on a built-in model, or: make bench SUITE=suites/pg19.yaml MODEL=dir-or-hub-id DATA=dir RESULTS=dir
 	@code=0; $(BIN)/bench run $(SUITE) $(if $(MODEL),--model '$(MODEL)') $(if $(DATA),--data '$(DATA)') --results '$(RESULTS)' $(ARGS) \
@@ -28,6 +28,10 @@ check: .venv/ready  ## what CI checks: lint, format, types, tests
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(MAKE) test
+
+injections: .venv/ready  ## every regression we thought of, injected, here and under another CPU's name: each must be red; an hour or two
+	$(BIN)/python tests/gate_experiment.py --runs 3 --out '$(RESULTS)/injections.jsonl'
+	$(BIN)/python tests/gate_experiment.py --runs 0 --out '$(RESULTS)/injections-elsewhere.jsonl' --elsewhere
 
 microbench: .venv/ready  ## the inner pieces; perplexity beside frozen loops, a decode step beside Hugging Face: a quarter of an hour
 	$(BIN)/python -m pytest tests/benchmarks/bench_inner.py --benchmark-group-by=group --benchmark-columns=median,iqr,rounds $(ARGS)

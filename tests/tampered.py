@@ -21,15 +21,12 @@ class Tampering:
     Attributes:
         change: a function that changes the folder.
         side: "baseline", or the records under test.
-        caught: the check that is red or "not comparable"; "load" if the baseline is refused; None if
-            the gate does not notice it.
-        because: why the gate does not notice it.
+        caught: the check that is red or "not comparable"; "load" if the baseline is refused.
     """
 
     change: Callable[[Path], None]
     side: str
-    caught: str | None
-    because: str = ""
+    caught: str
 
 
 def _records(folder: Path, task: str) -> list[Path]:
@@ -133,9 +130,6 @@ TAMPERED: dict[str, Tampering] = {
     "record: a fifth of the peak": Tampering(edited("memory", _fifth_of_the_peak), "now", "memory"),
     "record: its trace truncated": Tampering(_truncated, "now", "trace"),
     "record: its trace flipped in one bit": Tampering(_flipped, "now", "trace"),
-    "record: its trace deleted": Tampering(
-        _no_trace, "now", None, "not caught: the record names the baseline's own trace by its hash, and agrees with it"
-    ),
     "baseline: a record deleted": Tampering(_delete, "baseline", "load"),
     "baseline: a record set failed": Tampering(edited("perplexity", _failed), "baseline", "load"),
     "baseline: nll doubled": Tampering(edited("perplexity", _times("nll", 2.0)), "baseline", "load"),

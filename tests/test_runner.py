@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 
 import pytest
+import torch
 from conftest import bench
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.failure import failure, ran_out_of_memory
-from kvbench.harness.run import apart, machine
+from kvbench.harness.run import apart, machine, request
 from kvbench.harness.run.in_child import measure_group
 from kvbench.harness.run.request import RunRequest
 
@@ -212,3 +214,17 @@ def test_cells_side_by_side_are_measured_in_one_new_process(tmp_path, monkeypatc
     assert [r["status"] for r in records] == ["failed", "ok"]
     assert records[0]["error"]["where"] == "bad.py:15, in _divided"
     assert records[1]["facts"]["step"] in ("compiled", "plain")
+
+
+@pytest.mark.parametrize(
+    ("threads", "load", "device", "warned"),
+    [(2, 8.0, "cpu", True), (2, 0.5, "cpu", False), (1, 8.0, "cpu", False), (2, 8.0, "cuda", False)],
+)
+def test_more_threads_than_free_cores_are_said(threads, load, device, warned, monkeypatch):
+    """Two threads beside a load of eight once did 9 of 107 cells in a quarter of an hour, and nothing said why."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    said = request._crowded(device)
+    assert ("2 threads on 2 cores beside a load of 8.0" in said) == warned
+    assert bool(said) == warned

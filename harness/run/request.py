@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -106,6 +107,7 @@ class RunRequest:
             if progress:
                 view = ProgressView if self.ray is None else WorkersView
                 watcher = stack.enter_context(view(StderrConsole(), tracebacks))
+            watcher.note("this machine", "" if self.ray else _crowded(options.device.type))
             return self._run(cells, RecordStore(results), options, watcher)
 
     def _options(self, block: int | None, walk: bool, fresh: bool, keep: KeepSteps | None) -> RunOptions:
@@ -136,3 +138,15 @@ class RunRequest:
 
         with RayExecutor(RaySettings(self.ray, self.workers, self.threads or 1, self.device), options, cells) as executor:
             return run(cells, store, options, watcher, executor, executor.machine)
+
+
+def _crowded(device: str) -> str:
+    """A warning if threads outnumber the cores that other work leaves free: they spin while they wait for the slowest."""
+    import torch
+
+    threads = torch.get_num_threads()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    load = os.getloadavg()[0]
+    if device != "cpu" or threads == 1 or threads + load < cores + 1:
+        return ""
+    return f"{threads} threads on {cores} cores beside a load of {load:.1f}: steps may take many times as long; give --threads 1"
