@@ -22,6 +22,20 @@ def test_the_same_records_give_the_same_drawing_in_any_order_of_pages():
     assert one.charts[0].svg("light") != one.charts[0].svg("dark")
 
 
+def test_a_drawing_does_not_depend_on_those_before_it():
+    """Vega numbers the gradients of a process."""
+    scale = {"values": [{"x": 1, "y": 2}, {"x": 2, "y": 5}]}
+    colour = {"field": "y", "type": "quantitative", "legend": {"type": "gradient"}}
+    made = chart.Chart("x", "x", {"data": scale, "mark": "point", "encoding": {"x": {"field": "x"}, "color": colour}})
+    drawings = []
+    for _ in range(2):
+        chart._svg.cache_clear()
+        drawings.append(made.svg("light"))
+    assert drawings[0] == drawings[1]
+    assert 'id="gradient_0"' in drawings[0]
+    assert "url(#gradient_0)" in drawings[0]
+
+
 def test_what_is_drawn_is_what_was_measured():
     (made,) = over_the_stream(drawn())
     *marks, lines = made.spec["layer"]

@@ -150,7 +150,10 @@ def _svg(spec: str) -> str:
     """Cached, because pages are rendered again when a broken record has to be left out."""
     import vl_convert
 
-    return str(vl_convert.vegalite_to_svg(spec, vl_version=VEGA_LITE))
+    drawn = str(vl_convert.vegalite_to_svg(spec, vl_version=VEGA_LITE))
+    numbers = dict.fromkeys(re.findall(r'id="gradient_(\d+)"', drawn))  # Vega goes on counting from drawing to drawing
+    new = {number: str(place) for place, number in enumerate(numbers)}
+    return re.sub(r"\bgradient_(\d+)\b", lambda found: f"gradient_{new[found[1]]}", drawn)
 
 
 def page(lines: Iterable[str | Chart]) -> Page:
