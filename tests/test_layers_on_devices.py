@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import in_blocks, tokens_of
+from conftest import bench, in_blocks, tokens_of
 from every_policy import evicting, instances
 from transformers import AutoModelForCausalLM
 
@@ -25,6 +25,7 @@ from kvbench.harness.models import load
 from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.layers import device_map, devices_for_layers, dispatch
 from kvbench.harness.models.selfcheck import check
+from kvbench.harness.suite.file import ModelSpec
 from kvbench.policies import Policy
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
@@ -178,3 +179,33 @@ def test_budgets_of_a_prompt_see_all_layers_on_one_device(policy, policies):
     for read in reads:
         read.read_prompt(tokens_of(40, 2).cpu(), 16)
     assert reads[0].kept() == reads[1].kept()
+
+
+TEXT = "{name: perplexity, data: prose, tokens: 99}"
+
+
+@pytest.mark.parametrize(
+    ("model", "task", "says"),
+    [
+        ("devices: 2", TEXT, "devices: 2 needs parallel: layers"),
+        ("devices: 2, parallel: layers", TEXT, "needs 2 CUDA devices, and --device cpu is one"),
+        ("devices: 2, parallel: rows", TEXT, "'layers'"),
+        ("devices: 2, parallel: tensor", TEXT, "use parallel: layers"),
+        (
+            "devices: 2, parallel: layers",
+            "{name: attention, data: prose, samples: 2, tokens: 16}",
+            "must be on one device for that",
+        ),
+    ],
+)
+def test_a_suite_that_spreads_a_model_wrongly_is_refused(capsys, model, task, says, tmp_path):
+    file = tmp_path / "suite.yaml"
+    file.write_text(f"suite: s\nversion: 1\nmodel: {{id: 'builtin:sink_1', {model}}}\ntask: {task}\npolicies: [dense]\n")
+    code, _, err = bench(capsys, "run", file, "--device", "cpu")
+    assert (code, len(err.strip().splitlines())) == (2, 1), err
+    assert says in err
+
+
+def test_one_device_is_the_cell_without_the_key():
+    """So that `devices: [1, 2, 4]` with one `parallel` is an axis, and the first of them has its old id."""
+    assert ModelSpec(id="a/b", devices=1, parallel="layers").as_json() == ModelSpec(id="a/b").as_json()

@@ -98,11 +98,6 @@ def _run() -> int:
     Raises:
         BrokenPipeError: the reader of our output is gone.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK") != "0":  # of torchrun's processes, the first leads
-        from kvbench.harness.models.follow import main as follow
-
-        follow()
-        return Exit.OK
     try:
         result = cli.main(standalone_mode=False)
         return result if isinstance(result, int) else Exit.OK

@@ -17,7 +17,6 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.rows import writes
 from kvbench.harness.engine.slots import Budget, LayerShape, Part, Slots
-from kvbench.harness.engine.team import own_of_rows
 from kvbench.policies import Policy, Statistic
 
 Table = Sequence[Sequence[int]]  # tokens that each head keeps. [L][H]
@@ -32,16 +31,12 @@ def static_table(model: Model, config: CacheConfig, prompt: int | None) -> Table
         config: of the cache.
         prompt: tokens of the prompt, if eviction waits for its end.
 
-    Returns:
-        The budgets of the heads of this process.
-
     Raises:
-        ValueError: the table has another shape than the model, its budgets don't add up, or processes that share a layer can't
-            compare heads by it.
+        ValueError: the table has another shape than the model, or its budgets don't add up.
     """
     if config.capacity is None:
         return None
-    heads = [shape.all_heads for shape in model.layers]
+    heads = [shape.heads for shape in model.layers]
     policy = config.policy.bind(config.capacity)
     table = policy.budgets(config.capacity, len(heads), max(heads), prompt)
     if table is None:
@@ -56,10 +51,7 @@ def static_table(model: Model, config: CacheConfig, prompt: int | None) -> Table
         raise ValueError("one of its budgets is below 1 token")
     if len({budget for row in table for budget in row}) == 1:
         return None
-    compares = policy.scope == "layer" or policy.pool_floor(config.capacity) is not None
-    if model.team is not None and compares and any(len(set(row)) > 1 for row in table):
-        raise ValueError("it compares heads that have budgets of their own, which parallel: tensor can't: use parallel: layers")
-    return own_of_rows(table, model.team)
+    return table
 
 
 def floor_of(policy: Policy, capacity: int) -> int | None:
@@ -139,9 +131,8 @@ class Layout:
         return made
 
     def _uneven(self, length: int, layer: int, counts: Tensor) -> Slots:
-        """Slots of one layer whose heads hold different numbers of tokens. counts: of all processes, [B, H] int64."""
-        shape, most, team = self._model.layers[layer], int(counts.max()), self._model.team
-        counts = counts if team is None else team.own_heads(counts)
+        """Slots of one layer whose heads hold different numbers of tokens. counts: [B, H] int64."""
+        shape, most = self._model.layers[layer], int(counts.max())
         kept = shape.kept(self._config.capacity)
         cadence, limits = self._afterwards(shape, kept, length, most)
         if limits.floor is None:
@@ -158,7 +149,7 @@ class Layout:
     def _limits(self, shape: LayerShape, kept: int | None) -> Budget:
         """Of slots that evict as tokens come in. If heads compete, one of them may hold what all others leave."""
         floor = None if kept is None else floor_of(self.bound(kept), kept)
-        heads = shape.all_heads
+        heads = shape.heads
         if floor is None or kept is None or heads == 1:
             return Budget(kept)
         return Budget(kept, floor, slots=heads * kept - (heads - 1) * floor + self._config.every)
@@ -182,9 +173,7 @@ class Layout:
 
     def _part(self, layer: int, heads: tuple[int, ...] | None) -> Part:
         output = self._model.output_of(layer) if self._needs_output else None
-        team, own = self._model.team, self._model.layers[layer].heads
-        first = 0 if team is None else team.rank * own
-        return Part(layer, heads, output if output is None or heads is None else output[list(heads)], first)
+        return Part(layer, heads, output if output is None or heads is None else output[list(heads)])
 
     def _compares_keys(self) -> bool:
         """Whether the policy, or one of its statistics, looks at keys that are held. If in doubt, it does.
@@ -222,7 +211,7 @@ class Layout:
         return Slots(
             shape, parts=parts, policy=policy, statistics=statistics, cadence=cadence, budget=budget,
             num_layers=len(model.layers), streams=self._streams, seed=config.seed, device=device or shape.device or model.device,
-            dtype=model.dtype, team=model.team, keys_rotated=self._keys_rotated and shape.rotation is not None,
+            dtype=model.dtype, keys_rotated=self._keys_rotated and shape.rotation is not None,
         )  # fmt: skip
 
 

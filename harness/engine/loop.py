@@ -29,7 +29,6 @@ from kvbench.harness.engine.random_fill import fill_randomly
 from kvbench.harness.engine.recompute import RecomputeDecoder
 from kvbench.harness.engine.rotary import LONGEST_STREAM
 from kvbench.harness.engine.slots import Slots
-from kvbench.harness.engine.team import together
 from kvbench.harness.engine.walk import Walk
 
 
@@ -110,7 +109,6 @@ class CachedDecoder:
         around_bookkeeping: entered around the bookkeeping at the end of every eager block, so that it can be timed.
     """
 
-    @together
     def __init__(self, model: Model, config: CacheConfig, streams: int = 1, method: Method = EAGER) -> None:
         """Allocate the slots.
 
@@ -152,7 +150,6 @@ class CachedDecoder:
                     queries = (heads[:, None] * group.shape.group_of_reader + within).flatten()
                 self._shares[part.layer].append(Share(at, heads, queries))
 
-    @together
     @torch.inference_mode()
     def __call__(self, tokens: Tensor, valid: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
         """Read a block. [B, T] int64 -> logits [B, T or K, V]; `valid` and `keep` are those of `Decoder`."""
@@ -193,7 +190,6 @@ class CachedDecoder:
                 logits[t] = last
         return torch.cat([logits[t] for t in wanted], 1) if len(wanted) else last[:, :0]
 
-    @together
     @torch.inference_mode()
     def read_prompt(self, tokens: Tensor, block: int, once: bool = False) -> Tensor:
         """Read the prompt of every stream, before anything else. [B, N] int64 -> logits after the last token, [B, V].
@@ -213,7 +209,6 @@ class CachedDecoder:
         self._hold(self._layout.for_prompt(length, table))
         statistics = {s for walk in self.walks for s in walk.slots.tensors.states if s.sees}
         last = max((length if s.last is None else s.last for s in statistics), default=0)
-        last = last if self.model.team is None else max(self.model.team.everyone(last))
         quiet = max(0, length - last)
         for walk in self.walks:
             walk.slots.begin_prompt(length, quiet)
@@ -224,7 +219,6 @@ class CachedDecoder:
         assert logits is not None
         return logits
 
-    @together
     def begin_prompt(self, tokens: int) -> None:
         """Note that the next `tokens` tokens of every stream are its prompt, which is read like any others."""
         for walk in self.walks:
@@ -241,8 +235,7 @@ class CachedDecoder:
         whole = Whole([walk.slots for walk in self.walks], length, self._layout.bound)
         kept, known = whole.cut(self.config.capacity, table)
         if known is None:
-            counts, team = [stays.sum(-1).view(self.streams, -1) for stays in kept], self.model.team
-            self._hold(self._layout.as_decided(length, counts if team is None else [team.all_heads(x) for x in counts]))
+            self._hold(self._layout.as_decided(length, [stays.sum(-1).view(self.streams, -1) for stays in kept]))
         else:
             self._hold(self._layout.after_prompt(length, known, table))
         for walk in self.walks:
@@ -264,7 +257,6 @@ class CachedDecoder:
         self._step += count
         self._seen = self._max_seen = count
 
-    @together
     @torch.inference_mode()
     def fill_randomly(self, tokens: int, seed: int = 0) -> None:
         """Put an empty decoder into the state after `tokens` tokens, with random K, V and statistics.
@@ -318,24 +310,20 @@ class CachedDecoder:
         return logits
 
     @property
-    @together
     def kv_bytes(self) -> int:
         """Bytes of the K and V slots of all layers."""
-        return self._total(sum(walk.slots.kv_bytes for walk in self.walks))
+        return sum(walk.slots.kv_bytes for walk in self.walks)
 
     @property
-    @together
     def held_bytes(self) -> int:
         """Bytes of K and V of the tokens held, in all layers. Syncs with the host."""
-        return self._total(sum(walk.slots.held_bytes for walk in self.walks))
+        return sum(walk.slots.held_bytes for walk in self.walks)
 
     @property
-    @together
     def state_bytes(self) -> int:
         """Bytes of ranks, positions and statistics of all layers."""
-        return self._total(sum(walk.slots.state_bytes for walk in self.walks))
+        return sum(walk.slots.state_bytes for walk in self.walks)
 
-    @together
     def kept(self) -> list[list[list[list[int]]]]:
         """Positions held, oldest first, per layer, stream and KV head. Syncs with the host."""
         layers = []
@@ -347,28 +335,19 @@ class CachedDecoder:
                     for head, positions in zip(places, kept, strict=True):
                         heads[stream][head] = positions
             layers.append(heads)
-        if self.model.team is None:
-            return layers
-        parts = self.model.team.everyone(layers)
-        return [[[p for part in parts for p in part[at][b]] for b in range(self.streams)] for at in range(len(layers))]
+        return layers
 
-    @together
     @torch.inference_mode()
     def reserve(self, tokens: int) -> None:
         """Make room for this many more tokens now, so that no step has to."""
         for walk in self.walks:
             walk.slots.grow(self._max_seen + tokens)
 
-    @together
     def held(self, positions: Sequence[int]) -> float:
         """Share of (layer, KV head, token) still held, of these positions of the first stream. Syncs with the host."""
         held = [walk.slots.held(torch.tensor(positions, device=walk.slots.device)).flatten().cpu() for walk in self.walks]
         bits = torch.cat(held)
-        return self._total(int(bits.sum())) / self._total(bits.numel())
-
-    def _total(self, number: float) -> int:
-        """A figure of this process's heads, summed over all processes."""
-        return int(number if self.model.team is None else sum(self.model.team.everyone(number)))
+        return int(bits.sum()) / bits.numel()
 
     @property
     def streams(self) -> int:
@@ -376,15 +355,13 @@ class CachedDecoder:
         return len(self._step)
 
     @property
-    @together
     def slots(self) -> tuple[float, float]:
         """Slots in use, and slots that a decode step attends over; means over KV heads of all layers."""
         parts = [(len(w.slots.layers) * w.slots.shape.heads, *w.slots.usage(self._max_seen)) for w in self.walks]
-        heads = self._total(sum(n for n, _, _ in parts)) or 1
-        used, attended = (self._total(sum(part[0] * part[of] for part in parts)) for of in (1, 2))
+        heads = sum(n for n, _, _ in parts) or 1
+        used, attended = (sum(part[0] * part[of] for part in parts) for of in (1, 2))
         return used / heads, attended / heads
 
-    @together
     @torch.inference_mode()
     def fork(self, streams: Sequence[int]) -> Self:
         """A decoder whose streams are copies of these: slots, ranks and statistics, nothing shared."""

@@ -20,7 +20,6 @@ from kvbench.harness.engine.attention import Terms, causal
 from kvbench.harness.engine.fused import FusedStepError, fused_logits
 from kvbench.harness.engine.rotary import Rotation, find_rotation
 from kvbench.harness.engine.slots import LayerShape
-from kvbench.harness.engine.team import Team, local
 from kvbench.harness.engine.unrotated import STAND_INS, RotaryFunctions, is_same, rotary_functions
 from kvbench.harness.engine.variants.base import VariantForCausalLM
 
@@ -50,7 +49,6 @@ class Model:
         training_length: longest position seen in training, in tokens; None if the config does not say.
         check: result of the self-check, in units of rounding error; None if it did not run.
         idle_rotary: its functions that rotate queries and keys, if they leave them unchanged at position 0; else none.
-        team: of the processes that share it; None if there is one.
     """
 
     hf: PreTrainedModel
@@ -59,7 +57,6 @@ class Model:
     training_length: int | None = None
     check: float | None = None
     idle_rotary: RotaryFunctions = field(default_factory=RotaryFunctions)
-    team: Team | None = None
     _fused: bool = field(default=False, repr=False)
     _outputs: dict[int, Tensor] | None = field(default=None, repr=False)
 
@@ -75,8 +72,8 @@ class Model:
 
     @property
     def may_capture(self) -> bool:
-        """Whether a CUDA graph can hold a step: one device computes it, in one process."""
-        return len(self.devices) == 1 and self.team is None
+        """Whether a CUDA graph can hold a step: one device computes it."""
+        return len(self.devices) == 1
 
     @property
     def dtype(self) -> torch.dtype:
@@ -86,7 +83,7 @@ class Model:
     def kv_bytes(self, capacity: int, streams: int = 1) -> int:
         """Bytes of a cache's K/V slots: `capacity + 1` slots per layer and KV head, fewer under a sliding window."""
         slots = ((shape, (shape.kept(capacity) or 0) + 1) for shape in self.layers)
-        return streams * sum(s.shards * s.kv_bytes_per_token(self.dtype) * count for s, count in slots)
+        return streams * sum(s.kv_bytes_per_token(self.dtype) * count for s, count in slots)
 
     @property
     def shares_caches(self) -> bool:
@@ -125,7 +122,7 @@ class Model:
 
     def _kv_shapes(self) -> list[dict[str, Any]]:
         """The shapes of K and V, by kind of layer that computes them, so that a reader of the record can compute their bytes."""
-        kinds = Counter((s.all_heads, s.key_dim, s.value_dim, s.sliding_window) for s in self.layers)
+        kinds = Counter((s.heads, s.key_dim, s.value_dim, s.sliding_window) for s in self.layers)
         names = ("heads", "key_dim", "value_dim", "sliding_window")
         return [{"layers": count, **dict(zip(names, kind, strict=True))} for kind, count in kinds.items()]
 
@@ -227,7 +224,7 @@ class _ProbeOutputs(_Probe):
     def before(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         """A hook of linear modules, called with their input."""
         if self._waiting is not None and args and args[0].shape[-1] == self._waiting[1]:
-            self.weights[self._waiting[0]] = local(module.get_parameter("weight"))
+            self.weights[self._waiting[0]] = module.get_parameter("weight")
         self._waiting = None
 
 
@@ -246,7 +243,7 @@ def output_projections(model: Model) -> dict[int, Tensor]:
     return probe.weights
 
 
-def adopt(hf: PreTrainedModel, rope_length: int | None = None, team: Team | None = None) -> Model:
+def adopt(hf: PreTrainedModel, rope_length: int | None = None) -> Model:
     """Route a model's attention to `interface`, and find the shape of its layers with probe runs.
 
     `selfcheck.check` then compares it with its own forward pass.
@@ -255,7 +252,6 @@ def adopt(hf: PreTrainedModel, rope_length: int | None = None, team: Team | None
         hf: any causal language model, in evaluation mode.
         rope_length: longest position + 1, in tokens, for RoPE types whose tables depend on it (dynamic, longrope). The
             tables of that length are used for all positions.
-        team: of the processes that share it.
 
     Raises:
         UnsupportedModelError: it can't be driven exactly; the message says why.
@@ -269,7 +265,7 @@ def adopt(hf: PreTrainedModel, rope_length: int | None = None, team: Team | None
             f"its RoPE ({', '.join(sorted(_rope_types(hf)))}) depends on the longest position: set model.rope_length"
         )
     length = getattr(hf.config.get_text_config(), "max_position_embeddings", None)
-    model = Model(hf, training_length=length if isinstance(length, int) else None, team=team)
+    model = Model(hf, training_length=length if isinstance(length, int) else None)
     try:
         with torch.inference_mode():
             model.layers, model.readers = _caches(_layer_shapes(model, rope_length), _sources(model))
@@ -289,7 +285,7 @@ def _layer_shapes(model: Model, rope_length: int | None) -> list[LayerShape]:
     model.idle_rotary = _idle_rotary(model, at_zero)
     samples = {p: _observe(model, p, _Probe()).seen for p in _PROBE_POSITIONS}
     tables = [b for name, b in model.hf.named_buffers() if name.endswith("inv_freq") and "original" not in name]
-    shapes, shards = [], 1 if model.team is None else model.team.size
+    shapes = []
     known: list[Rotation] = []
     for layer, (query, keys, value_dim, terms) in sorted(at_zero.items()):
         device = None if keys.device == model.device else keys.device
@@ -303,7 +299,7 @@ def _layer_shapes(model: Model, rope_length: int | None) -> list[LayerShape]:
         heads, group = keys.shape[1], query.shape[1] // keys.shape[1]
         plain = terms.softcap is None and terms.sink_logits is None
         sizes = heads, group, keys.shape[-1], value_dim
-        shapes.append(LayerShape(*sizes, rotation, terms.sliding_window, plain, device=device, shards=shards))
+        shapes.append(LayerShape(*sizes, rotation, terms.sliding_window, plain, device=device))
     return shapes
 
 

@@ -6,6 +6,7 @@ Axis letters: B streams, L layers, H KV heads, N = B * H rows of a layer, S slot
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +14,8 @@ from torch import Tensor
 from kvbench.harness.engine.budgets import Table
 from kvbench.harness.engine.rows import Rows, effective_importance
 from kvbench.harness.engine.slots import Slots
-from kvbench.harness.engine.team import whole_view
 from kvbench.harness.engine.victims import of_heads, of_layers
-from kvbench.policies import Policy
+from kvbench.policies import CacheView, Policy, Statistic
 
 
 class Whole:
@@ -49,11 +49,9 @@ class Whole:
             ValueError: the policy's budgets have another shape, or don't add up.
         """
         policy = self._bound(capacity)
-        team, home = self._slots[0].team, self._slots[0].device
-        asked = policy.prompt_budgets([whole_view(rows.view, home, team) for rows in self.rows], capacity)
+        asked = policy.prompt_budgets([_on(rows.view, self._slots[0].device) for rows in self.rows], capacity)
         if asked is not None:
             asked = self._checked(asked, None if policy.outcome else capacity)
-            asked = asked if team is None else team.own_heads(asked, 2)
         floor = policy.pool_floor(capacity) if asked is None and table is None and capacity is not None else None
         kept = []
         for layer, rows in enumerate(self.rows):
@@ -79,7 +77,7 @@ class Whole:
         """The slots of one layer whose tokens stay. [N, S] bool."""
         slots, rows = self._slots[layer], self.rows[layer]
         held, kept, sliding = rows.rank < slots.empty_rank, slots.shape.kept(capacity), slots.shape.sliding_window
-        importance = effective_importance(slots.policy, rows.view, sliding, slots.team).unflatten(0, (slots.streams, -1))
+        importance = effective_importance(slots.policy, rows.view, sliding).unflatten(0, (slots.streams, -1))
         count = held.sum(-1).view(slots.streams, -1)  # [B, H]
         budget = count if kept is None else torch.full_like(count, kept)
         if asked is not None:
@@ -88,22 +86,18 @@ class Whole:
             budget = torch.tensor(list(of_table), device=count.device).expand_as(count)
             for number in set(of_table):  # heads are judged by the policy that knows their budget
                 judge = self._bound(slots.shape.kept(number))
-                judged = effective_importance(judge, rows.view, sliding, slots.team).view(importance.shape)
+                judged = effective_importance(judge, rows.view, sliding).view(importance.shape)
                 importance = torch.where((budget == number)[..., None], judged, importance)
         importance = importance.flatten(0, 1).masked_fill(~held, torch.inf)
         excess = (count - budget).clamp(min=0)
         if floor is None:
             return held & ~of_heads(importance, rows.rank, excess.view(-1, 1))
         worth, rank = (x.unflatten(0, (slots.streams, -1)) for x in (importance, rows.rank))
-        if slots.team is None:
-            return held & ~of_layers(worth, rank, excess.sum(1, keepdim=True), count[..., None], floor).flatten(0, 1)
-        worth, rank, excess, count = (slots.team.all_heads(x) for x in (worth, rank, excess, count))
-        victims = of_layers(worth, rank, excess.sum(1, keepdim=True), count[..., None], floor)
-        return held & ~slots.team.own_heads(victims).flatten(0, 1)
+        return held & ~of_layers(worth, rank, excess.sum(1, keepdim=True), count[..., None], floor).flatten(0, 1)
 
     def _checked(self, asked: Tensor, capacity: int | None) -> Tensor:
         """Budgets for the prompt, if they are possible. [B, L, H] int64."""
-        streams, heads = self._slots[0].streams, self._slots[0].shape.all_heads
+        streams, heads = self._slots[0].streams, self._slots[0].shape.heads
         if asked.shape != (streams, len(self.rows), heads):
             raise ValueError(f"budgets of shape {list(asked.shape)}, expected {[streams, len(self.rows), heads]}")
         if capacity is not None:
@@ -140,3 +134,44 @@ def move(source: Rows, kept: Tensor, into: Rows, streams: int, heads: Sequence[i
             state.flatten(0, 1)[:, :longest] = old.take_along_dim(order.view(*order.shape, *[1] * (old.dim() - 2)), 1)
         else:
             state.flatten(0, 1).copy_(old)
+
+
+def _on(view: CacheView, device: torch.device) -> CacheView:
+    """The view, on this device; the same view if it is there already."""
+    return view if view.rank.device == device else _Elsewhere(view, device)
+
+
+class _Moved(dict[Statistic, Tensor]):
+    """Statistics that are moved when they are looked at."""
+
+    def __init__(self, states: dict[Statistic, Tensor], device: torch.device) -> None:
+        super().__init__(states)
+        self._device, self._known = device, dict[Statistic, Tensor]()
+
+    def __getitem__(self, statistic: Statistic) -> Tensor:
+        if statistic not in self._known:
+            self._known[statistic] = super().__getitem__(statistic).to(self._device)
+        return self._known[statistic]
+
+
+class _Elsewhere(CacheView):
+    """A view of a layer on another device, whose tensors are moved when they are looked at."""
+
+    def __init__(self, view: CacheView, device: torch.device) -> None:
+        """view: of the layer; device: to put it on."""
+        self._view, self._device = view, device
+        self.states, self.num_layers, self.seed = _Moved(view.states, device), view.num_layers, view.seed
+        self.rotate = self._rotated
+
+    def __getattr__(self, name: str) -> Any:
+        """A tensor that was not looked at before."""
+        if name not in ("rank", "position", "keys", "values", "head", "step", "layer", "prompt"):
+            raise AttributeError(name)
+        found = getattr(self._view, name).to(self._device)
+        vars(self)[name] = found
+        return found
+
+    def _rotated(self, x: Tensor, position: Tensor) -> Tensor:
+        """`CacheView.rotate`, by tables that are elsewhere."""
+        home = self._view.rank.device
+        return self._view.rotate(x.to(home), position.to(home)).to(x.device)

@@ -17,7 +17,6 @@ from kvbench.harness.engine.attention import Terms, causal
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.rotary import rotate
-from kvbench.harness.engine.team import together
 
 MAX_BATCH_TOKENS = 8192  # of all windows run at once
 
@@ -50,7 +49,6 @@ class _Windows:
 class RecomputeDecoder:
     """A decoder that keeps no cache. It recomputes the window of every token, many windows at once."""
 
-    @together
     def __init__(self, model: Model, config: CacheConfig, streams: int = 1) -> None:
         assert config.capacity is not None
         self.model, self.config = model, config
@@ -64,7 +62,6 @@ class RecomputeDecoder:
             if shape.rotation is not None:
                 shape.rotation.prepare(model.dtype)
 
-    @together
     @torch.inference_mode()
     def __call__(self, tokens: Tensor, valid: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
         """Read a block. Only the logits in `keep` are computed; reading `keep` syncs with the host, once per block."""
@@ -135,7 +132,6 @@ class RecomputeDecoder:
             out.append(self.model(chosen.flatten(0, 1), _Windows(self.model, self.length), 1).view(len(text), len(starts), -1))
         return torch.cat(out, 1)
 
-    @together
     def read_prompt(self, tokens: Tensor, block: int, once: bool = False) -> Tensor:
         """Read prompts in blocks; only the last windows are run. [B, N] int64 -> logits after the last token, [B, V]."""
         for part in tokens.split(block, 1):
@@ -156,7 +152,6 @@ class RecomputeDecoder:
         """The tokens of the window, twice: all of them are attended."""
         return (float(min(self._longest, self.length)),) * 2
 
-    @together
     def fork(self, streams: Sequence[int]) -> Self:
         """A decoder whose streams are copies of these, with nothing shared."""
         other = copy(self)

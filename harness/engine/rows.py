@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from kvbench.harness.engine.rotary import LONGEST_STREAM, rotate
-from kvbench.harness.engine.team import Team, importance_of
 from kvbench.harness.engine.victims import of_heads, of_layers, ranks_without
 from kvbench.policies import Attention, CacheView, Policy, Seen, Statistic, Written
 
@@ -31,19 +30,18 @@ class Held(NamedTuple):
     states: list[Tensor]  # one a statistic, [N, n]
 
 
-def effective_importance(policy: Policy, view: CacheView, sliding_window: int | None, team: Team | None = None) -> Tensor:
+def effective_importance(policy: Policy, view: CacheView, sliding_window: int | None) -> Tensor:
     """The importance that decides who is evicted: the policy's, and -inf for what no later query may see.
 
     Args:
         policy: bound.
         view: of the cache, after a step.
         sliding_window: tokens a query of these layers may see, itself included; None if all.
-        team: of the processes that share the model; None if there is one.
 
     Returns:
         [R, S] float32.
     """
-    importance = importance_of(policy, view, team).flatten(0, 1)
+    importance = policy.importance(view).flatten(0, 1)
     if sliding_window is not None:
         importance = importance.masked_fill(view.age.flatten(0, 1) >= sliding_window - 1, float("-inf"))
     return importance
@@ -308,21 +306,17 @@ class Rows:
         """Cut every row, or every layer whose heads compete, back to its budget if `every` tokens more are held."""
         slots, budget, heads = self._slots, self._slots.budget, self._slots.shape.heads
         held = self.rank < slots.empty_rank
-        importance = effective_importance(slots.policy, self.view, slots.shape.sliding_window, slots.team).masked_fill(~held, inf)
+        importance = effective_importance(slots.policy, self.view, slots.shape.sliding_window).masked_fill(~held, inf)
         count = held.sum(-1, keepdim=True)
         if budget.floor is None:
             excess = count - ((slots.capacity or 0) if self._budgets is None else self._budgets)
             victims = of_heads(importance, self.rank, excess.masked_fill(excess < slots.every, 0))
         else:
             by_layer = [x.unflatten(0, (-1, heads)) for x in (importance, self.rank, count)]
-            team, total = slots.team, slots.shape.all_heads
-            if team is not None:
-                by_layer = [team.all_heads(x) for x in by_layer]
-            excess = by_layer[2].sum(1) - total * (slots.capacity or 0)
+            excess = by_layer[2].sum(1) - heads * (slots.capacity or 0)
             victims = of_layers(
-                by_layer[0], by_layer[1], excess.masked_fill(excess < total * slots.every, 0), by_layer[2], budget.floor
-            )  # fmt: skip
-            victims = (victims if team is None else team.own_heads(victims)).flatten(0, 1)
+                by_layer[0], by_layer[1], excess.masked_fill(excess < heads * slots.every, 0), by_layer[2], budget.floor
+            ).flatten(0, 1)  # fmt: skip
         self.forget(victims)
         self.rank.copy_(ranks_without(victims, self.rank, slots.empty_rank))
 
@@ -346,7 +340,7 @@ class Rows:
         After an invalid token nothing has changed, so this frees again the slot that was free.
         """
         empty, rank = self._slots.empty_rank, self.rank
-        importance = effective_importance(self._slots.policy, self.view, self._slots.shape.sliding_window, self._slots.team)
+        importance = effective_importance(self._slots.policy, self.view, self._slots.shape.sliding_window)
         if ragged:  # an unused slot goes before any token
             importance = importance.masked_fill(rank == empty, float("-inf"))
             rank = rank.masked_fill(rank == empty, -1)

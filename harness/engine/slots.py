@@ -18,7 +18,6 @@ from torch import Tensor
 from kvbench.harness.engine.cadence import Cadence
 from kvbench.harness.engine.rotary import Rotation
 from kvbench.harness.engine.rows import Rows
-from kvbench.harness.engine.team import Team
 from kvbench.policies import HeadSizes, Policy, Seen, Statistic
 
 BUCKET = 256  # slots; a cache that is not full attends over the next multiple of it
@@ -38,7 +37,6 @@ class LayerShape:
         plain: scores go to the softmax unchanged, and nothing but keys takes mass.
         readers: layers that read the cache. They have as many query heads each, and lie one after the other in a group.
         device: where its K and V are computed and kept, in a model that spans several devices; the model's when None.
-        shards: processes that the layer's heads are split over; `heads` are those of one.
     """
 
     heads: int
@@ -50,12 +48,6 @@ class LayerShape:
     plain: bool = True
     readers: int = 1
     device: torch.device | None = None
-    shards: int = 1
-
-    @property
-    def all_heads(self) -> int:
-        """KV heads in all processes."""
-        return self.heads * self.shards
 
     @property
     def group_of_reader(self) -> int:
@@ -109,15 +101,13 @@ class Part:
 
     Attributes:
         layer: index in the model.
-        heads: their indices in the layer, among those of this process; all when None.
+        heads: their indices in the layer; all when None.
         output: of the layer, as `Written.output` has it. [H, G, E, Dv].
-        first: index in the layer of this process's first head.
     """
 
     layer: int
     heads: tuple[int, ...] | None = None
     output: Tensor | None = None
-    first: int = 0
 
 
 class SlotTensors:
@@ -176,7 +166,6 @@ class Slots:
         keys_rotated: keys are kept rotated to their positions in the stream.
         streams: B.
         seed: of the policy's randomness.
-        team: of the processes that share the model; None if there is one.
         wide: dtype of statistics and softmax weights.
         layer_index: the indices of the layers. [L] int64.
         head_index: the heads' indices in their layers. [L, H] int64.
@@ -201,7 +190,6 @@ class Slots:
         seed: int,
         device: torch.device,
         dtype: torch.dtype,
-        team: Team | None = None,
         keys_rotated: bool = False,
     ) -> None:
         """Allocate.
@@ -218,14 +206,13 @@ class Slots:
             seed: of the policy's randomness.
             device: of the slots.
             dtype: of K and V.
-            team: of the processes that share the model; None if there is one.
             keys_rotated: see the attribute.
         """
         self.policy, self.cadence, self.budget, self.parts = policy, cadence, budget, list(parts)
         self.shape, self.layers, self.num_layers = shape, [part.layer for part in parts], num_layers
-        self.streams, self.seed, self.quiet, self.team, self.keys_rotated = streams, seed, 0, team, keys_rotated
+        self.streams, self.seed, self.quiet, self.keys_rotated = streams, seed, 0, keys_rotated
         self.layer_index = torch.tensor(self.layers, device=device)
-        heads = [[part.first + head for head in part.heads or range(shape.heads)] for part in parts]
+        heads = [list(part.heads or range(shape.heads)) for part in parts]
         self.head_index = torch.tensor(heads, device=device)
         self.prompt = torch.zeros(streams, dtype=torch.int64, device=device)
         self.wide = torch.promote_types(dtype, torch.float32)

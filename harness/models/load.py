@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import transformers
@@ -16,8 +16,6 @@ from kvbench.harness.core.device import free_bytes, use_full_float32
 from kvbench.harness.core.errors import RefusedModelError, UserError
 from kvbench.harness.engine import interface
 from kvbench.harness.engine.model import Model, UnsupportedModelError, adopt
-from kvbench.harness.engine.team import Team
-from kvbench.harness.models import tensor
 from kvbench.harness.models.config import first_cause, read_config
 from kvbench.harness.models.layers import device_map, devices_for_layers, dispatch
 from kvbench.harness.models.selfcheck import check, has_finite_logits
@@ -30,7 +28,6 @@ _TOKENIZER_FILES = (
 )  # fmt: skip
 _LEAST_USED = 0.9  # share of a vocabulary that its tokenizer uses
 _PADDING = 256  # entries of a vocabulary, up to which even a small one may be padded
-Parallel = Literal["layers", "tensor"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -114,8 +111,6 @@ def load_model(
     random: bool = False,
     watched: bool = False,
     devices: int = 1,
-    parallel: Parallel = "layers",
-    team: Team | None = None,
 ) -> Model:
     """Load a model, adopt it for the decode loop, and check it against its own forward pass.
 
@@ -129,9 +124,7 @@ def load_model(
         allow_pickle: accept weights that are not safetensors.
         random: draw the weights on the device instead of reading them, the same at every call.
         watched: accept a model that the loop can't drive, such as an encoder or a vision transformer; it has no layers then.
-        devices: number of devices that it is spread over, `device` the first.
-        parallel: how: whole layers on each, or a part of every layer's heads in a process of its own.
-        team: that this process follows, and that loads the model just now.
+        devices: number of devices that its layers are spread over, `device` the first.
 
     Raises:
         UserError: it is not a causal language model, its files are damaged or don't match its config, its logits are not
@@ -147,11 +140,6 @@ def load_model(
     tower = vision_config(config)
     if tower is not None and not watched:
         raise RefusedModelError(f"{name}: model family '{config.model_type}' reads images; only the task attention looks at it")
-    if team is not None or (devices > 1 and parallel == "tensor"):
-        if team is None:
-            tensor.refuse_split(config, name, devices, device, random)
-            team = tensor.lead(devices, device, tensor.Load(directory, dtype, device.type, rope_length, allow_pickle))
-        return _split_model(directory, config, dtype, rope_length, allow_pickle, team)
     hf = _placed(directory, config, kind, device, allow_pickle, tower, random, devices).eval()
     model = _adopted(hf, name, dtype, rope_length, watched) if tower is None else Model(hf.requires_grad_(False))
     gc.collect()
@@ -175,31 +163,13 @@ def _placed(
     return hf.eval().to(device)
 
 
-def _split_model(
-    directory: Path, config: Any, dtype: str, rope_length: int | None, allow_pickle: bool, team: Team
-) -> Model:  # fmt: skip
-    """This process's part of a model, which all processes of the team load and check at once."""
-    error: Exception | None = None
-    try:
-        hf = read_weights(directory, config, _dtype(dtype), allow_pickle, **tensor.split_options(team.size))
-        with team.in_step():
-            model = _adopted(hf.eval(), directory.name, dtype, rope_length, False, team)
-    except (UserError, MemoryError) as raised:
-        error = raised
-    tensor.agree(team, error)
-    gc.collect()
-    return model
-
-
 def _adopted(
-    hf: PreTrainedModel, name: str, dtype: str, rope_length: int | None, watched: bool, team: Team | None = None
+    hf: PreTrainedModel, name: str, dtype: str, rope_length: int | None, watched: bool
 ) -> Model:  # fmt: skip
     """Adopt and check a model. Logits that are not finite are reported as such, even if another check fails first."""
     refused: UnsupportedModelError | None = None
     try:
-        model = adopt(hf, rope_length, team)
-        if team is not None:
-            tensor.refuse_unsplit(model, team, name)
+        model = adopt(hf, rope_length)
         model.check = check(model, rope_length)
     except UnsupportedModelError as error:
         refused = error

@@ -34,7 +34,7 @@ def check(model: Model, rope_length: int | None = None) -> float:
 
     Our path reads blocks of 1 and of 12 tokens, once with the model's own sliding windows and once with windows of 8 tokens.
     The reference runs at position offset 0 and at every length in the config; RoPE is relative, so its logits must not
-    change. Both run in float32 if a copy fits into memory, else (and where processes share the model) in the model's own dtype.
+    change. Both run in float32 if a copy fits into memory, else in the model's own dtype.
     The rounding error is 1e-4 of the largest logit (4e-2 in 16 bits), and grows with the offset, where the model's own float32
     angles lose digits.
 
@@ -46,13 +46,13 @@ def check(model: Model, rope_length: int | None = None) -> float:
         UnsupportedModelError: the logits differ by more than the rounding error.
     """
     hf = model.hf
-    if model.dtype not in (torch.float32, torch.float64) and model.team is None and _float32_fits(hf):
+    if model.dtype not in (torch.float32, torch.float64) and _float32_fits(hf):
         model = adopt(deepcopy(hf).float(), rope_length)
     with torch.inference_mode():
         worst = _difference(model, rope_length)
         with _shrunk_windows(model.hf) as windows:
             if windows:
-                worst = max(worst, _difference(adopt(model.hf, rope_length, model.team), rope_length))
+                worst = max(worst, _difference(adopt(model.hf, rope_length), rope_length))
     if not worst <= 1:
         raise UnsupportedModelError(f"our logits differ from its own forward pass by {worst:.1g} times the rounding error")
     return worst

@@ -59,7 +59,7 @@ class CellModel(Part):
     revision: Name | None = Field(None, description="of a hub model: a commit")
     rope_length: Positive | None = Field(None, description="longest position in tokens, for RoPE types that depend on it")
     devices: Positive = Field(1, description="that the model was spread over")
-    parallel: Name | None = Field(None, description="how: whole layers on each device (layers), or heads of every layer (tensor)")
+    parallel: Name | None = Field(None, description="how: whole layers on each device (layers); older records may have tensor")
 
 
 class Every(Part):

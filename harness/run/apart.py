@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, Self
+from typing import IO, TYPE_CHECKING, Any, Self
 
 from kvbench.harness.core.errors import RefusedModelError, UserError
 from kvbench.harness.core.failure import ApartError, failure
@@ -58,7 +58,6 @@ class CellRun:
         threads: of the CPU.
         device: to measure on.
         devices: that the model is spread over.
-        parallel: how; see `load_model`.
         trace: file of per-token figures.
         reference: record of the cell that it is compared with while it is measured, as JSON; None if there is none.
     """
@@ -83,7 +82,6 @@ class CellRun:
     trace: Path
     device: str = "cpu"
     devices: int = 1
-    parallel: Literal["layers", "tensor"] = "layers"
     reference: dict[str, Any] | None = None
 
     def to_json(self) -> str:

@@ -40,7 +40,6 @@ class _Opened:
         device = torch.device(cell.device)
         self.model = load_model(
             cell.directory, cell.dtype, device, cell.rope_length, cell.pickle, random=cell.random, devices=cell.devices,
-            parallel=cell.parallel,
         )  # fmt: skip
 
 

@@ -123,7 +123,7 @@ class _LastModel:
             self.drop()
             self._model = load_model(
                 item.directory, spec.dtype, self._device, spec.rope_length, spec.pickle, random=is_random(spec.id),
-                watched=watched, devices=spec.devices, parallel=spec.parallel or "layers",
+                watched=watched, devices=spec.devices,
             )  # fmt: skip
             self._spec = spec
             gc.collect()
@@ -140,8 +140,7 @@ class _LastModel:
 
 def _check_capacities(cells: Sequence[Cell], model: Model) -> None:
     """Refuse caches that can't be allocated beside the weights, before anything is measured with this model."""
-    processes = 1 if model.team is None or model.device.type == "cpu" else model.team.size
-    free = processes * sum(map(free_bytes, model.devices))
+    free = sum(map(free_bytes, model.devices))
     for cell in cells:
         task = plugins.task_class(cell.task.name)
         if task.of_device:
@@ -296,7 +295,7 @@ def _cell_run(attempt: _Attempt, options: RunOptions, block: int | None) -> apar
         )
     return apart.CellRun(
         directory=item.directory, random=is_random(spec.id), dtype=spec.dtype, rope_length=spec.rope_length, pickle=spec.pickle,
-        devices=spec.devices, parallel=spec.parallel or "layers",
+        devices=spec.devices,
         task=cell.task.model_dump(exclude_none=True), data=options.data, policy=cell.name,
         parameters=parameters_of(cell.policy), capacity=cell.capacity, positions=cell.positions, limit=cell.limit,
         seed=cell.seed, evict=cell.evict, device=str(options.device), block=block, walk=options.walk,

@@ -15,7 +15,6 @@ from kvbench.harness.core import plugins
 from kvbench.harness.core.device import device_name, free_bytes
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.sources import source_digest, task_digest
-from kvbench.harness.models import tensor
 from kvbench.harness.models.config import read_config
 from kvbench.harness.models.hub import model_directory, weights_digest
 from kvbench.harness.models.layers import devices_for_layers
@@ -31,7 +30,6 @@ from kvbench.harness.run.estimate import kv_bytes
 from kvbench.harness.suite import Cell
 from kvbench.harness.suite.file import ModelSpec
 from kvbench.harness.tasks.task import Data, Task
-from kvbench.policies import Composed, Policy
 
 
 @dataclass(frozen=True)
@@ -163,7 +161,7 @@ def refuse_if_too_large(cell: Cell, needed: int, free: int, device: torch.device
 
 
 def _refuse_spread(cells: Sequence[Cell], device: torch.device, elsewhere: bool) -> None:
-    """Refuse what a model on several devices can't do, and find the processes that `torchrun` started.
+    """Refuse what a model on several devices can't do.
 
     Args:
         cells: to measure.
@@ -173,30 +171,12 @@ def _refuse_spread(cells: Sequence[Cell], device: torch.device, elsewhere: bool)
     Raises:
         UserError: names the first.
     """
-    if tensor.under_torchrun():
-        sizes = {cell.model.devices for cell in cells if cell.model.parallel == "tensor"}
-        if not sizes:
-            raise UserError("torchrun starts several processes, and no model of the suite has parallel: tensor: use bench run")
-        for size in sorted(sizes):
-            tensor.gather(size, device)
     for cell in cells:
         task, spec = plugins.task_class(cell.task.name), cell.model
         if spec.devices > 1 and task.watches:
             raise UserError(f"{cell.label}: task {cell.task.name} looks inside the model, which must be on one device for that")
-        if spec.parallel == "tensor" and task.apart:
-            raise UserError(f"{cell.label}: task {cell.task.name} sees the memory of one process only: use parallel: layers")
-        if spec.parallel == "tensor" and not all(plugins.is_ours(type(policy)) for policy in _with_those_inside(cell.policy)):
-            raise UserError(f"{cell.label}: parallel: tensor runs policies that come with kv-bench: use parallel: layers")
-        if spec.parallel == "tensor" and elsewhere:
-            raise UserError(f"{cell.label}: parallel: tensor starts its own processes: leave out --ray, or use parallel: layers")
         if spec.parallel == "layers" and not elsewhere:
             devices_for_layers(device, spec.devices)
-
-
-def _with_those_inside(policy: Policy) -> list[Policy]:
-    """A policy and those that it holds."""
-    inside = policy.score if isinstance(policy, Composed) else None
-    return [policy, *(_with_those_inside(inside) if inside is not None else [])]
 
 
 def _refuse_rule_breakers(cells: Sequence[Cell], device: torch.device) -> None:

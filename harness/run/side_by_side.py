@@ -104,7 +104,7 @@ def choose_side_by_side(reading: Reading, independent: Independent | None, keep_
         streams, because = count, "a keep map holds all streams"
     elif independent.at_once is not None:
         streams, because = min(count, independent.at_once), "as the suite says"
-    elif reading.model.team is not None or len(reading.model.devices) > 1:
+    elif len(reading.model.devices) > 1:
         streams, because = 1, "the model is on several devices, whose memory no trial counts"
     elif not reading.config.policy.caches:
         assert reading.config.capacity is not None

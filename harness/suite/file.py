@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 
 from kvbench.harness.suite.axes import Capacities, Evicts
 from kvbench.harness.suite.resources import Resources
@@ -23,14 +23,19 @@ class ModelSpec(BaseModel):
     rope_length: int | None = Field(None, ge=1, description="longest position, for RoPE types that depend on it; tokens")
     pickle: bool = Field(False, description="accept weights that are not safetensors")
     devices: int = Field(1, ge=1, description="that the model is spread over")
-    parallel: Literal["layers", "tensor"] | None = Field(
-        None, description="how: whole layers on each device, or a part of every layer's heads in a process of its own"
-    )
+    parallel: Literal["layers"] | None = Field(None, description="how: whole layers on each device")
+
+    @field_validator("parallel", mode="before")
+    @classmethod
+    def _spreads_layers(cls, value: Any) -> Any:
+        if value == "tensor":
+            raise ValueError("tensor was taken out: use parallel: layers, which lets any family span several devices")
+        return value
 
     @model_validator(mode="after")
     def _says_how_to_spread(self) -> Self:
         if self.devices > 1 and self.parallel is None:
-            raise ValueError(f"devices: {self.devices} needs parallel: layers or parallel: tensor")
+            raise ValueError(f"devices: {self.devices} needs parallel: layers")
         return self
 
     def as_json(self) -> dict[str, Any]:
