@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ MAY_IMPORT = {
 }
 
 
+@cache
 def imports(path: Path) -> set[str]:
     """All modules and names that a file imports, at any place in it."""
     names = set()
@@ -57,24 +59,24 @@ def packages_imported(path: Path) -> set[str]:
     return {package_of(module) for module in imports(path)} - {""}
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "policies").rglob("*.py")), ids=lambda p: p.stem)
-def test_policies_import_torch_and_nothing_of_the_harness(path):
-    assert not {m.split(".")[0] for m in imports(path)} - {"torch", "kvbench", *sys.stdlib_module_names}
-    assert packages_imported(path) <= {"policies"}
+def test_policies_import_torch_and_nothing_of_the_harness():
+    for path in sorted((ROOT / "policies").rglob("*.py")):
+        assert not {m.split(".")[0] for m in imports(path)} - {"torch", "kvbench", *sys.stdlib_module_names}, path
+        assert packages_imported(path) <= {"policies"}, path
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "harness").rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
-def test_every_file_imports_what_its_package_may(path):
-    package, *inside = path.relative_to(ROOT / "harness").with_suffix("").parts
-    if package == "__init__":
-        assert not imports(path)
-        return
-    assert inside, f"{path.name} belongs in a package"
-    assert packages_imported(path) <= {package, *MAY_IMPORT[package].split()}
-    assert not {m for m in imports(path) if m.split(".")[0] in ("harness", "policies", "tests")}
-    if inside[0] == "kernels":  # called by the walk, so they may import little of the engine
-        of_engine = {m.split(".")[3] for m in imports(path) if m.startswith("kvbench.harness.engine.")}
-        assert of_engine <= {"kernels", "slots", "rows", "rotary", "method", "captured"}
+def test_every_file_imports_what_its_package_may():
+    for path in sorted((ROOT / "harness").rglob("*.py")):
+        package, *inside = path.relative_to(ROOT / "harness").with_suffix("").parts
+        if package == "__init__":
+            assert not imports(path), path
+            continue
+        assert inside, f"{path.name} belongs in a package"
+        assert packages_imported(path) <= {package, *MAY_IMPORT[package].split()}, path
+        assert not {m for m in imports(path) if m.split(".")[0] in ("harness", "policies", "tests")}, path
+        if inside[0] == "kernels":  # called by the walk, so they may import little of the engine
+            of_engine = {m.split(".")[3] for m in imports(path) if m.startswith("kvbench.harness.engine.")}
+            assert of_engine <= {"kernels", "slots", "rows", "rotary", "method", "captured"}, path
 
 
 def test_the_table_of_imports_has_every_package_and_points_upward():
@@ -86,12 +88,10 @@ def test_the_table_of_imports_has_every_package_and_points_upward():
         above.add(package)
 
 
-@pytest.mark.parametrize(
-    "path", [p for package in ("records", "report") for p in sorted((ROOT / "harness" / package).rglob("*.py"))],
-    ids=lambda p: str(p.relative_to(ROOT)),
-)  # fmt: skip
-def test_records_and_reports_need_no_torch(path):
-    assert not {m.split(".")[0] for m in imports(path)} & {"torch", "transformers", "datasets", "lm_eval"}
+def test_records_and_reports_need_no_torch():
+    for package in ("records", "report"):
+        for path in sorted((ROOT / "harness" / package).rglob("*.py")):
+            assert not {m.split(".")[0] for m in imports(path)} & {"torch", "transformers", "datasets", "lm_eval"}, path
 
 
 def attributes_set(function: ast.FunctionDef) -> set[str]:
@@ -105,15 +105,15 @@ def attributes_set(function: ast.FunctionDef) -> set[str]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "harness").rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
-def test_no_attribute_is_born_outside_init(path):
+def test_no_attribute_is_born_outside_init():
     """What changes from block to block is a value that is passed on, so a reader finds all state of an object in one place."""
-    for kind in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)):
-        methods = {node.name: node for node in kind.body if isinstance(node, ast.FunctionDef)}
-        born = {node.target.id for node in kind.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
-        born |= attributes_set(methods["__init__"]) if "__init__" in methods else set()
-        for method in methods.values():
-            assert attributes_set(method) <= born, f"{kind.name}.{method.name}"
+    for path in sorted((ROOT / "harness").rglob("*.py")):
+        for kind in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)):
+            methods = {node.name: node for node in kind.body if isinstance(node, ast.FunctionDef)}
+            born = {node.target.id for node in kind.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+            born |= attributes_set(methods["__init__"]) if "__init__" in methods else set()
+            for method in methods.values():
+                assert attributes_set(method) <= born, f"{path}: {kind.name}.{method.name}"
 
 
 BASELINE = str(ROOT / "leaderboard/baselines/quickstart")

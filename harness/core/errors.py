@@ -14,6 +14,7 @@ from types import FrameType
 _LIBRARIES = frozenset({"kvbench", "torch", "transformers", *sys.stdlib_module_names})
 
 DISK_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})  # the disk is full or read-only
+MOST_NAMES = 60  # in a message
 
 
 class Exit(IntEnum):
@@ -43,10 +44,12 @@ class RefusedModelError(UserError):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of an error about an unknown name: the closest known name or, if none is close, all of them."""
+    """The end of an error about an unknown name: the closest known name or, if none is close, all if they are few."""
     options = sorted(known)
     close = difflib.get_close_matches(name, options, 1)
-    return f", did you mean '{close[0]}'?" if close else f"; there are {', '.join(options)}"
+    if close:
+        return f", did you mean '{close[0]}'?"
+    return f"; there are {', '.join(options)}" if len(options) <= MOST_NAMES else f", which is none of {len(options):,} names"
 
 
 def where(error: BaseException) -> str:
