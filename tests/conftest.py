@@ -99,7 +99,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>").save_pretrained(folder)
-    tiny_model("llama", vocab_size=257, max_position_embeddings=64).save_pretrained(folder)
+    tiny_model("llama", vocab_size=257, max_position_embeddings=64, bos_token_id=0).save_pretrained(folder)
     return folder
 
 
