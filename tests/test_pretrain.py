@@ -176,6 +176,27 @@ def test_mistakes_are_one_line(tmp_path):
         find("vanila")
 
 
+def test_a_recipe_is_changed_from_the_command_line():
+    plain, wide = load(find("recall")), load(find("recall"), ["name=wide", "seed=1", "shape.hidden=256", "text.pg19=0.5"])
+    assert wide.shape == plain.shape.model_copy(update={"hidden": 256})
+    assert (wide.name, wide.seed, wide.text.pg19, wide.text.prose) == ("wide", 1, 0.5, plain.text.prose)
+    assert wide.training == plain.training
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("seed", "--set seed: expected KEY=VALUE, such as shape.hidden=256"),
+        ("seed=[", r"--set seed=\[: expected KEY=VALUE"),
+        ("seed.x=1", "--set seed.x=1: seed has no parts"),
+        ("shape.width=3", "shape.width: Extra inputs are not permitted"),
+    ],
+)
+def test_a_change_that_is_a_mistake_is_one_line(change, says):
+    with pytest.raises(UserError, match=says):
+        load(find("recall"), [change])
+
+
 def test_a_shorter_training_keeps_the_stages_before_running_text():
     whole = load(find("vanilla"))
     short = whole.shortened(19_008_000)

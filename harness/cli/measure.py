@@ -97,9 +97,11 @@ def run(
 @click.option("--threads", type=click.IntRange(1), help="CPU threads. Default: torch's.")
 @click.option("--steps", type=click.IntRange(1), help="Stop after this many steps, with a checkpoint; the next call goes on.")
 @click.option("--tokens", type=click.IntRange(1), help="A shorter training: as many steps before running text, fewer of it.")
+@click.option("--set", "changes", multiple=True, metavar="KEY=VALUE", help="Change a value: --set seed=1 --set shape.hidden=256.")
 def pretrain(
-    config: str, data: str | None, out: str | None, device: str, threads: int | None, steps: int | None, tokens: int | None
-) -> None:
+    config: str, data: str | None, out: str | None, device: str, threads: int | None, steps: int | None, tokens: int | None,
+    changes: tuple[str, ...],
+) -> None:  # fmt: skip
     """Pretrain a reference model. CONFIG is a file, or a name like sink_1.
 
     If a run was stopped, the same command goes on from its last checkpoint.
@@ -107,10 +109,11 @@ def pretrain(
     \b
     bench pretrain vanilla --data path/to/pg19
     bench pretrain suites/pretrain/sink_1.yaml --data path/to/pg19 --steps 200
+    bench pretrain recall --set name=wide --set seed=1 --set shape.hidden=256
     """
     from kvbench.harness.pretrain.config import find, load
 
-    settings = load(find(config))
+    settings = load(find(config), changes)
     if tokens:
         settings = settings.shortened(tokens)
     import torch

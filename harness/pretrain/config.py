@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -201,14 +202,33 @@ def find(name: str) -> Path:
     return shipped[name]
 
 
-def load(path: Path) -> PretrainConfig:
+def load(path: Path, changes: Sequence[str] = ()) -> PretrainConfig:
     """Load a configuration. With `like: FILE`, missing values come from that file in the same folder.
 
+    Args:
+        path: of the file.
+        changes: KEY=VALUE, such as "seed=1" or "shape.hidden=256", in place of the file's.
+
     Raises:
-        UserError: the file doesn't exist or is invalid.
+        UserError: the file doesn't exist, or it or a change is invalid.
     """
+    config = _read(path)
+    for change in changes:
+        key, equals, value = change.partition("=")
+        *outer, last = key.split(".")
+        holder = config
+        for name in outer:
+            holder = holder.setdefault(name, {})
+            if not isinstance(holder, dict):
+                raise UserError(f"--set {change}: {name} has no parts")
+        try:
+            holder[last] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            equals = ""
+        if not equals:
+            raise UserError(f"--set {change}: expected KEY=VALUE, such as shape.hidden=256")
     try:
-        return PretrainConfig(**_read(path))
+        return PretrainConfig(**config)
     except ValidationError as error:
         first = error.errors()[0]
         raise UserError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg'].removeprefix('Value error, ')}") from None
