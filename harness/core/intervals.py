@@ -90,7 +90,7 @@ def interval(
 
 
 def long_enough(runs: int, size: int, capacity: int) -> bool:
-    """Whether a text of so many runs of `size` positions has an interval."""
+    """Whether a text of `runs` runs of `size` positions has an interval."""
     return runs * size >= MIN_BLOCKS * _min_block(size, capacity)
 
 
@@ -254,7 +254,7 @@ def clustered_share(hits: NDArray[np.float64], trials: NDArray[np.float64]) -> t
 
 
 def _score_interval(share: float, trials: float, quantile: float) -> tuple[float, float]:
-    """All shares from which the one observed in so many independent trials is at most `quantile` standard errors away."""
+    """All shares from which the one observed in `trials` independent trials is at most `quantile` standard errors away."""
     weight = quantile**2 / trials
     middle, half = share + weight / 2, quantile * math.sqrt(share * (1 - share) / trials + weight / (4 * trials))
     return max(0.0, (middle - half) / (1 + weight)), min(1.0, (middle + half) / (1 + weight))

@@ -90,7 +90,7 @@ class Budget:
 
     @classmethod
     def growing_from(cls, held: int) -> Budget:
-        """Of a cache that grows on from what is left of a prompt: by about an eighth, so that little lies idle."""
+        """Budget of a cache that grows after its prompt was cut to `held` tokens, by about an eighth at a time."""
         bucket = min(BUCKET, max(16, 1 << max(0, (held // 8).bit_length() - 1)))
         return cls(None, slots=-(-(held + 1) // bucket) * bucket, bucket=bucket)
 

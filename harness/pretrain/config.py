@@ -107,7 +107,7 @@ class Training(_Strict):
     probe_every: int = Field(250, ge=1, description="steps between measurements of attention to the first token")
     checkpoint_every: int = Field(500, ge=1, description="steps between checkpoints")
     keep: tuple[int, ...] = Field((), description="steps after which the model is kept, for measurements; 0: untrained")
-    keep_every: int | None = Field(None, ge=1, description="also keep it every so many steps")
+    keep_every: int | None = Field(None, ge=1, description="also keep it after every `keep_every` steps")
 
     @field_validator("short")
     @classmethod
@@ -176,7 +176,7 @@ class PretrainConfig(_Strict):
         )
 
     def is_kept(self, step: int) -> bool:
-        """Whether the model is kept after so many steps."""
+        """Whether the model is kept after `step` steps."""
         every = self.training.keep_every
         return step in self.training.keep or (every is not None and step % every == 0)
 

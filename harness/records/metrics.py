@@ -97,7 +97,7 @@ class Bucket(Part):
 
 
 class Look(Part):
-    """The paired difference to the reference after so many tokens."""
+    """The paired difference to the reference over the first `tokens` tokens."""
 
     tokens: Annotated[Positive, near()] = Field(description="of the text, read so far")
     mean: Annotated[Nats | None, near(PART_NATS)] = Field(description="NLL above the reference's; None if they can't be paired")

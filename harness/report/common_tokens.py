@@ -24,7 +24,7 @@ class Common(NamedTuple):
 
     Attributes:
         stride: distance between them.
-        read: they are among the first so many tokens of the text; None: all of it, or all that was read of it.
+        read: they are among the first `read` tokens of the text; None: all of it, or all that was read of it.
     """
 
     stride: int = 1

@@ -172,7 +172,7 @@ def on_all_tokens(metrics: NllMetrics, prefix: int = 0, read: int | None = None)
     Args:
         metrics: of a text.
         prefix: number of tokens that open it.
-        read: only of its first so many tokens, in whole runs and whole texts; all if None.
+        read: only of its first `read` tokens, in whole runs and whole texts; all if None.
     """
     blocks = metrics.blocks
     sums = StrideBlocks.model_construct(nll_sum=blocks.nll_sum, tokens=blocks.tokens, size=blocks.size, texts=metrics.texts)

@@ -1,4 +1,4 @@
-"""What a process of its own does to measure cells."""
+"""Subprocess side: measures the cells it is sent."""
 
 from __future__ import annotations
 

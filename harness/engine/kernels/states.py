@@ -1,4 +1,4 @@
-"""A policy's statistics as the kernels take them: so many numbers per slot, and their first values.
+"""A policy's statistics as the kernels take them: how many numbers per slot, and their first values.
 
 Axis letters: B streams, H KV heads, N = B * H, R rows, S slots, T tokens, k numbers of a statistic, K numbers of all.
 """

@@ -40,7 +40,7 @@ def floor_quotient(a, b):
 
 @triton.jit
 def floor_remainder(a, b):
-    """Of the division above."""
+    """Remainder matching `floor_quotient`."""
     return a - floor_quotient(a, b) * b
 
 

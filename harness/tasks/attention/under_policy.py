@@ -127,7 +127,7 @@ class _Recorded(Composed):
 
     @property
     def outcome(self) -> bool:  # type: ignore[override]  # of the class elsewhere
-        """That of the policy inside."""
+        """As the policy says that is looked at."""
         return self.score.outcome
 
     def band(self, capacity: int) -> None:
