@@ -29,7 +29,7 @@ _MARKED = re.compile(r"(<!--=(.+?)-->)(.*?)(<!---->)", re.S)
 
 def figures() -> dict[str, str]:
     """Every figure by name, as it is printed."""
-    return dict([*_recall(), *_zoo(), *_budget(), *_staircase()])
+    return dict([*_recall(), *_zoo(), *_budget(), *_staircase(), *_minutes()])
 
 
 def _recall() -> Iterator[tuple[str, str]]:
@@ -60,13 +60,15 @@ def _zoo() -> Iterator[tuple[str, str]]:
             for name in row.policy.split(" = "):
                 yield f"zoo/{moment}/{name}", f"{abs(row.loss):.1f} %"
                 yield f"zoo/{moment}/{name}/closed", f"{100 * row.closed:.0f} %"
-        near = [row for row in rows if row.verdict == zoo.WORSE and row.loss < 1]
-        made_for_prompts = [row.loss for row in rows if row.policy in ("keydiff", "cur", "leverage", "knorm")]
-        yield f"zoo/{moment}/policies", str(policies(rows))
-        yield f"zoo/{moment}/a little worse", str(policies(near))
-        yield f"zoo/{moment}/a little worse, at most", f"{max(row.loss for row in near):.1f} %"
-        yield f"zoo/{moment}/made for prompts, most", f"{max(made_for_prompts):.1f} %"
-        yield f"zoo/{moment}/made for prompts, least", f"{min(made_for_prompts):.0f} %"
+        yield f"zoo/{moment}/policies", str(policies([row for row in rows if row.policy != "dense"]))
+        for positions, end in (("", ""), ("stream", "/stream")):
+            rows = zoo.losses(records, moment, positions)
+            near = [row for row in rows if row.verdict == zoo.WORSE and row.loss < 1]
+            of_keys = [row.loss for row in rows if row.policy in ("keydiff", "cur", "leverage", "knorm")]
+            yield f"zoo/{moment}/a little worse{end}", str(policies(near))
+            yield f"zoo/{moment}/a little worse, at most{end}", f"{max(row.loss for row in near):.1f} %"
+            yield f"zoo/{moment}/scores of keys, most{end}", f"{max(of_keys):.1f} %"
+            yield f"zoo/{moment}/scores of keys, least{end}", f"{min(of_keys):.0f} %"
 
 
 def policies(rows: list[zoo.Row]) -> int:
@@ -76,10 +78,10 @@ def policies(rows: list[zoo.Row]) -> int:
 
 def _budget() -> Iterator[tuple[str, str]]:
     """budget/POLICY/TOKENS, perplexity lost in %; with /POSITIONS at its end, perplexity."""
-    for budget in draw.question()["budgets"]:
-        for row in budget["rows"]:
-            if row["loss"]:
-                yield f"budget/{row['policy']}/{row['capacity']}", f"{row['loss']['value']:,.0f} %"
+    shown = [row for budget in draw.question()["budgets"] for row in budget["rows"] if row["loss"]]
+    yield from ((f"budget/{row['policy']}/{row['capacity']}", f"{row['loss']['value']:,.0f} %") for row in shown)
+    not_drawn = [row["loss"]["value"] for row in shown if row["policy"] in ("random", "keydiff")]
+    yield "budget/not drawn", f"{min(not_drawn):,.0f} to {max(not_drawn):,.0f} %"
     for record in RecordStore(recall.RESULTS / "budget").read_all()[0]:
         metrics, cell = record.measured(NllMetrics), record.cell
         if metrics is not None:
@@ -100,6 +102,13 @@ def _staircase() -> Iterator[tuple[str, str]]:
         asked = sum(m.questions for m in cells)
         said = f"{min(right):.1f} to {max(right):.1f} %" if where == "inside" else f"{max(right):.1f} % of {asked:,}"
         yield f"streameval/{model}/{where}", said
+
+
+def _minutes() -> Iterator[tuple[str, str]]:
+    """minutes/SUITE: of one core, to measure the published cells of a suite."""
+    for suite in ("recall", "zoo", "budget"):
+        seconds = sum(record.facts.seconds or 0 for record in RecordStore(recall.RESULTS / suite).read_all()[0])
+        yield f"minutes/{suite}", f"{seconds / 60:.0f}"
 
 
 def written(text: str, known: dict[str, str]) -> str:

@@ -36,7 +36,8 @@ def test_a_foreign_tokenizer_that_fits_flags_every_row(foreign, tmp_path, capsys
     suite = tmp_path / "mine.yaml"
     suite.write_text(
         "suite: mine\nversion: 1\ndescription: Mine.\nmodel: {id: none, revision: null}\ncapacity: 32\n"
-        "task: [{name: perplexity, data: prose, tokens: 400}, {name: memory, tokens: 96}]\npolicies: [dense, window]\n"
+        "task: [{name: perplexity, data: prose, tokens: 400}, {name: streameval, lines: 5, query_every: 5, distance: 2}]\n"
+        "policies: [dense, window]\n"
     )
     for model, flagged in (("builtin:vanilla", False), (foreign, True)):
         results = tmp_path / str(flagged)
