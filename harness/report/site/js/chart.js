@@ -63,6 +63,8 @@ function overBudgets(question, points, { chosen, unit, width, title }) {
     chosen && UNITS[unit].of(chosen) !== null ? svg("line", { x1: x(UNITS[unit].of(chosen)), x2: x(UNITS[unit].of(chosen)), y1: top, y2: bottom, class: "chosen" }) : null,
     ...references(question, points, { y, left, right }));
   const variants = new Map([...lines].map(([name, [{ row }]], i, all) => [name, all.slice(0, i).filter(([, [other]]) => other.row.policy === row.policy).length]));
+  const above = new Map();  // values beyond the chart are told at its edge, one below the other
+  const below = (at) => above.set(at, (above.get(at) ?? -1) + 1).get(at) * 14;
   for (const [name, line] of lines) {
     const variant = variants.get(name);
     const places = line.map(({ row, budget, drawn }) => ({ row, drawn, at: x(UNITS[unit].of(budget)) }));
@@ -70,7 +72,7 @@ function overBudgets(question, points, { chosen, unit, width, title }) {
     const ends = places.map(({ row, drawn, at }) => titled(svg("g", { class: "point" },
       svg("line", { x1: at, x2: at, y1: inside(drawn.low), y2: inside(drawn.high), stroke: "currentColor", "stroke-width": 1.5 }),
       svg("circle", { cx: at, cy: inside(drawn.value), r: 11, fill: "transparent" }), point(row.policy, at, inside(drawn.value), variant),
-      drawn.value > high ? label(at, top + 18, `↑ ${signed(drawn.value)}`, { "text-anchor": anchor(at) }) : null,
+      drawn.value > high ? label(at, top + 18 + below(at), `↑ ${signed(drawn.value)}`, { "text-anchor": anchor(at) }) : null,
       drawn.value < low ? label(at, bottom - 12, `↓ ${signed(drawn.value)}`, { "text-anchor": anchor(at) }) : null), said(row, drawn)));
     root.append(marked(line[0].row.policy, path, ...ends));
   }
