@@ -62,14 +62,14 @@ class Injection:
 
 @contextmanager
 def slowdown(share: float = 0.3, only: type | None = H2O, single: bool = True, blocks: bool = True) -> Iterator[None]:
-    """Steps take longer: those of one policy or all, of single tokens, blocks, or both."""
+    """Steps take longer: those of one policy or all, of single tokens, blocks, or both. Never latency's yardstick."""
 
     def slowed(plain):
         def slower(self, tokens, valid=None, keep=None):
             started = time.perf_counter()
             result = plain(self, tokens, valid, keep)
             concerns = single if tokens.shape[1] == 1 else blocks
-            if concerns and (only is None or isinstance(self.config.policy, only)):
+            if concerns and self.config.capacity != 1 and (only is None or isinstance(self.config.policy, only)):
                 until = time.perf_counter() + share * (time.perf_counter() - started)
                 while time.perf_counter() < until:
                     pass
@@ -276,7 +276,7 @@ def late_attention(first: int) -> Iterator[None]:
 
     def attend(self, layer, *given):
         out = plain(self, layer, *given)
-        late = (self.block.seen or 0) >= first and isinstance(self.walks[0].slots.policy, H2O)
+        late = (self._blocks[0].seen or 0) >= first and isinstance(self.walks[0].slots.policy, H2O)
         return out * 0.98 if late else out
 
     with patch.object(BlockInLayers, "attend", attend):
@@ -394,7 +394,9 @@ class _Wrong:
 
     def __init__(self, right) -> None:
         self._right = right
-        self.leaves_ordered, self.rotates = right.leaves_ordered, right.rotates
+
+    def __getattr__(self, name):
+        return getattr(self._right, name)
 
     def __call__(self, *args):
         return 1.5 * self._right(*args)
@@ -460,7 +462,6 @@ INJECTIONS: dict[str, Injection] = {
     "RoPE broken: the model is refused": _of(refused_model, NATS, "status"),
     "leak: peak memory many times as large": _of(leak, "memory", "memory"),
     "H2O's steps 30 % slower": _of(lambda: slowdown(blocks=False), "latency", "latency", hides=("h2o", 0.3)),
-    "H2O's steps 15 % slower": _of(lambda: slowdown(0.15, blocks=False), "latency", "latency", hides=("h2o", 0.15)),
     "everything 2x slower": _of(lambda: slowdown(1.0, only=None), "latency", "latency", hides=("dense", 1.0)),
     "evaluation blocks 5x slower": _of(lambda: slowdown(4.0, only=None, single=False), NATS, "speed"),
 }

@@ -57,6 +57,13 @@ def test_the_exit_code_is_the_checks(check, compare, tmp_path):
     assert (f"exit code {check}" in summary) == (compare != 0)
 
 
+@pytest.mark.parametrize(("partial", "expected"), [("pass", 0), ("fail", 5)])
+def test_another_cpu_is_a_warning(partial, expected, tmp_path, capfd):
+    code, _ = run("Check", tmp_path, BENCH, BASELINE="b", MODEL="", CHECK="5", COMPARE="0", PARTIAL=partial)
+    assert code == expected
+    assert ("::warning::" in capfd.readouterr().out) == (partial == "pass")
+
+
 def test_a_local_model_is_passed_on(tmp_path):
     _, calls = run("Check", tmp_path, BENCH, BASELINE="b", MODEL="my models/m", CHECK="0", COMPARE="0")
     assert calls[0] == f"check --baseline b --model my models/m --keep {tmp_path}/records"
