@@ -6,6 +6,7 @@ Axis letters: B streams, H KV heads, G query heads of a KV head, S slots, D key 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import ClassVar, Literal, NamedTuple
 
 from torch import Tensor
@@ -23,7 +24,7 @@ class HeadSizes(NamedTuple):
     value_dim: int  # Dv
 
 
-class Attention:
+class Attention(SimpleNamespace):
     """What one token's attention did in a layer, as far as a statistic asks for it in `sees`.
 
     Attributes:
@@ -37,10 +38,6 @@ class Attention:
     logits: Tensor
     queries: Tensor
     outputs: Tensor
-
-    def __init__(self, **seen: Tensor) -> None:
-        """seen: some of the attributes."""
-        self.__dict__.update(seen)
 
     def __getattr__(self, name: str) -> Tensor:
         if name.startswith("__"):

@@ -26,9 +26,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvbench.harness.engine import fused
-from kvbench.harness.engine.interface import NAME
+from kvbench.harness.engine.attention import NAME, RotaryFunctions
 from kvbench.harness.engine.model import Model, UnsupportedModelError, adopt
-from kvbench.harness.engine.unrotated import RotaryFunctions
 from kvbench.harness.models.families import FAMILIES, tiny_model
 
 LLAMA_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}

@@ -23,10 +23,9 @@ from kvbench.harness.data.prose import Prose
 from kvbench.harness.engine import closed_form, walk
 from kvbench.harness.engine.budgets import Layout
 from kvbench.harness.engine.loop import BlockInLayers, CachedDecoder
-from kvbench.harness.engine.placement import Placement
 from kvbench.harness.engine.recompute import RecomputeDecoder
-from kvbench.harness.engine.rotary import Rotation
-from kvbench.harness.engine.slots import Slots, SlotTensors
+from kvbench.harness.engine.rotary import Placement, Rotation
+from kvbench.harness.engine.slots import BUCKET, Slots, SlotTensors
 from kvbench.harness.run import apart
 from kvbench.harness.tasks import lm_eval, perplexity
 from kvbench.harness.tasks.common import answering
@@ -88,9 +87,9 @@ def wrong_rank() -> Iterator[None]:
     """Keys of a full cache are rotated by their neighbour's rank. Not under dense: the self-check would refuse the model."""
     plain = Placement.of_keys
 
-    def factors(self, rows, steps):
-        right = plain(self, rows, steps)
-        return right if right is None or self._slots.capacity is None else right.roll(1, -2)
+    def factors(self, ranks, positions, steps, slots):
+        right = plain(self, ranks, positions, steps, slots)
+        return right if right is None or slots % BUCKET == 0 else right.roll(1, -2)  # whole buckets: nothing bounds it
 
     with patch.object(Placement, "of_keys", factors):
         yield

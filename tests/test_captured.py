@@ -160,8 +160,8 @@ def test_a_step_after_a_failed_capture_reads_nothing_that_the_capture_made():
         step(tokens)
         for x, old in zip(kept, before, strict=True):
             x.copy_(old)
-        steady = walk._planner.steady
-        for x in (steady.rank, *(factors.factors for factors in steady.factors)):
+        rank, own = walk.steady
+        for x in (rank, own.factors):
             x.zero_()
         raise RuntimeError("the capture was invalidated")
 

@@ -9,7 +9,7 @@ from factories import MODES, Odd, needs_compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.harness.engine import closed_form, fastcheck, flex, planner
+from kvbench.harness.engine import closed_form, fastcheck, flex, walk
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.kernels import compiler, cpu_walk
 from kvbench.harness.engine.kernels.tracing import NotTraceableError, traced
@@ -79,7 +79,7 @@ def test_layers_of_a_large_cache_compute_their_own_rope(monkeypatch, policy, mod
     model, tokens = model_of("llama"), tokens_of(40, 3)
     config = CacheConfig(policy, 12 if policy.evicts else None, mode, 9)
     at_once = in_blocks(CachedDecoder(model, config, 3), tokens, 1)
-    monkeypatch.setattr(planner, "_MAX_BATCHED_ROPE_ELEMENTS", 0)
+    monkeypatch.setattr(walk, "_MAX_BATCHED_ROPE_ELEMENTS", 0)
     by_layer = in_blocks(CachedDecoder(model, config, 3), tokens, 1)
     torch.testing.assert_close(by_layer, at_once, atol=0, rtol=0)
 

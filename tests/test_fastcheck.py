@@ -22,9 +22,9 @@ from kvbench.harness.engine.kernels.cpu import StepKernel, WalkKernel
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import EAGER, FASTEST, PLAIN_WALK
 from kvbench.harness.engine.model import Model
-from kvbench.harness.engine.plain import Plain
 from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.trial import Bench
+from kvbench.harness.engine.walk import Walk
 from kvbench.harness.run import choose_reading
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
@@ -257,7 +257,7 @@ def test_a_block_method_is_used_only_where_it_measures_faster(clock, as_on_cuda,
 def test_a_captured_step_is_used_only_where_it_measures_faster(clock, as_on_cuda, slow):
     """Here by its kernel, so that the captured plain step is used instead."""
     clock(StepKernel, "__call__", 2.0 if slow else 0.1)
-    clock(Plain, "step", 0.5)
+    clock(Walk, "_step", 0.5)
     found = fast_method(model_of("llama"), CacheConfig(H2O(), 8))
     assert (found.blocks, found.step) == ("compiled walk", "captured")
     assert found.method.step_kernel == (not slow)

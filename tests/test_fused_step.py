@@ -10,13 +10,13 @@ import torch
 from conftest import DEVICE, model_of, tokens_of
 
 from kvbench.harness.engine import fused
+from kvbench.harness.engine.attention import RotaryFunctions, contiguous, unchanged
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fused import FusedStepError
 from kvbench.harness.engine.loop import decoder
 from kvbench.harness.engine.method import EAGER
 from kvbench.harness.engine.model import Model, UnsupportedModelError, adopt
 from kvbench.harness.engine.own_attention import own_attention
-from kvbench.harness.engine.unrotated import RotaryFunctions, contiguous, unchanged
 from kvbench.harness.models.families import FAMILIES, tiny_model
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
@@ -91,7 +91,7 @@ def test_a_model_whose_rotation_does_something_at_position_0_keeps_it(monkeypatc
     monkeypatch.setattr(sys.modules[type(hf).__module__], "apply_rotary_pos_emb", wrong)
     functions = RotaryFunctions()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("kvbench.harness.engine.model.find_rotation", lambda *_: None)
+        patched.setattr("kvbench.harness.engine.probes.find_rotation", lambda *_: None)
         functions = adopt(hf).idle_rotary
     assert not functions.places
 

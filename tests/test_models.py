@@ -38,15 +38,15 @@ def test_learned_sink_logits_matter():
     hf = tiny_model("gpt_oss")
     model = adopt(hf)
     assert check(model) <= 1
-    from kvbench.harness.engine import plain as plainly
+    from kvbench.harness.engine import walk
 
-    plain = plainly.weights
-    plainly.weights = lambda scores, terms, heads, seen=None: plain(scores, terms._replace(sink_logits=None), heads, seen)
+    plain = walk.weights
+    walk.weights = lambda scores, terms, heads, seen=None: plain(scores, terms._replace(sink_logits=None), heads, seen)
     try:
         with pytest.raises(UnsupportedModelError):
             check(model)
     finally:
-        plainly.weights = plain
+        walk.weights = plain
 
 
 def test_a_wrong_rotation_is_refused():

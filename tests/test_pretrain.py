@@ -126,11 +126,11 @@ def test_a_zero_sink_is_a_logit_of_0_in_the_decode_loop():
 
 
 def test_the_self_check_would_notice_a_missing_zero_sink(monkeypatch):
-    from kvbench.harness.engine import interface
+    from kvbench.harness.engine import attention
 
     model = adopt(zero_sink_model())
-    real = interface._attention
-    monkeypatch.setattr(interface, "_attention", real)
+    real = attention._attention
+    monkeypatch.setattr(attention, "_attention", real)
     from transformers import AttentionInterface
 
     def without(module, *args, **kwargs):
@@ -140,12 +140,12 @@ def test_the_self_check_would_notice_a_missing_zero_sink(monkeypatch):
         finally:
             module.config.zero_sink = True
 
-    AttentionInterface.register(interface.NAME, without)
+    AttentionInterface.register(attention.NAME, without)
     try:
         with pytest.raises(UnsupportedModelError):
             check(model)
     finally:
-        AttentionInterface.register(interface.NAME, real)
+        AttentionInterface.register(attention.NAME, real)
 
 
 def test_attention_to_the_first_token_is_what_eager_attention_gives():

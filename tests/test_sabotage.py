@@ -9,7 +9,7 @@ from reference import ListBackend, after_sinks, lightest
 
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
-from kvbench.harness.engine.placement import Placement
+from kvbench.harness.engine.rotary import Placement
 from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.slots import SlotTensors
 from kvbench.policies import AttentionSum

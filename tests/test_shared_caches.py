@@ -13,7 +13,7 @@ from reference import Held, lightest
 from torch import Tensor
 
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.engine import model as model_module
+from kvbench.harness.engine import probes
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fastcheck import fast_method
 from kvbench.harness.engine.fused import FusedStepError
@@ -21,7 +21,7 @@ from kvbench.harness.engine.loop import BlockInLayers, CachedDecoder, decoder
 from kvbench.harness.engine.method import EAGER, FASTEST, TOKEN_BY_TOKEN, Method
 from kvbench.harness.engine.model import Model, UnsupportedModelError, adopt
 from kvbench.harness.engine.own_attention import own_attention
-from kvbench.harness.engine.plain import Plain
+from kvbench.harness.engine.walk import Walk
 from kvbench.harness.engine.watch import watch
 from kvbench.harness.models.config import read_config
 from kvbench.harness.models.families import tiny_model
@@ -201,18 +201,18 @@ def test_h2o_sums_the_attention_of_all_layers_that_read_a_cache(name):
 
 
 def test_broken_statistics_of_the_first_layer_alone_are_noticed(monkeypatch: pytest.MonkeyPatch):
-    plain = Plain.step
+    plain = Walk._step
 
-    def step(self, plan, layer, query, keys, values, terms, place=0):
+    def step(self, plan, layer, query, keys, values, terms, place):
         before = {name: x.clone() for name, x in plan.seen_of_layer[0].items()}
         out = plain(self, plan, layer, query, keys, values, terms, place)
-        for name, x in plan.seen_of_layer[self._slots.layers.index(layer)].items():
-            group = self._slots.shape.group_of_reader
+        for name, x in plan.seen_of_layer[self.slots.layers.index(layer)].items():
+            group = self.slots.shape.group_of_reader
             if place:
                 x[:, place * group : (place + 1) * group] = 0 * before[name][:, :group]
         return out
 
-    monkeypatch.setattr(Plain, "step", step)
+    monkeypatch.setattr(Walk, "_step", step)
     assert not h2o_agrees("cla", (1,))
 
 
@@ -242,7 +242,7 @@ def test_broken_by_reading_blocks_layer_by_layer_is_noticed(monkeypatch: pytest.
 
 def test_broken_by_a_cache_for_every_layer_is_noticed(monkeypatch: pytest.MonkeyPatch):
     right = model_named("cla")
-    monkeypatch.setattr(model_module, "_sources", lambda model: list(range(4)))
+    monkeypatch.setattr(probes, "sources", lambda hf: list(range(4)))
     model = adopt(right.hf)
     read = CachedDecoder(model, CacheConfig(H2O(), 9, "stream"))
     in_blocks(read, tokens_of(40), 10)
@@ -411,16 +411,16 @@ def test_layers_whose_k_and_v_are_always_zero_do_not_share():
 
 def test_a_copy_of_k_and_v_is_shared_too():
     model = adopt(model_named("cla").hf)
-    plain = model_module._ProbeVectors.attend
+    plain = probes._ProbeVectors.attend
 
     def attend(self, layer, query, keys, values, terms):
         return plain(self, layer, query, keys.clone(), values.clone(), terms)
 
-    model_module._ProbeVectors.attend = attend
+    probes._ProbeVectors.attend = attend
     try:
         assert adopt(model.hf).readers == model.readers
     finally:
-        model_module._ProbeVectors.attend = plain
+        probes._ProbeVectors.attend = plain
 
 
 def test_another_window_over_the_same_k_and_v_is_refused():

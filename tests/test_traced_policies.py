@@ -259,7 +259,7 @@ def test_a_layer_with_a_sliding_window_is_walked_plainly_if_several_are_evicted_
 @needs_compiler
 def test_slots_that_no_kernel_serves_say_why():
     uneven, several = Layer(H2O(1), 4, 1, "cache", 0).slots(), Layer(H2O(1), 4, 1, "cache", 0).slots()
-    uneven.budget = Budget(4, floor=1)
+    uneven.budget, uneven.uneven = Budget(4, floor=1), True
     several.tensors.states[KeyNorm()] = torch.zeros(4, 5)  # for heads with another budget, of a prompt that is read
     for slots, why in (
         (uneven, "heads that hold different numbers of tokens have no kernel"),

@@ -20,7 +20,7 @@ from conftest import DEVICE
 from factories import Odd, needs_triton, slots_for
 from torch import Tensor
 
-from kvbench.harness.engine import placement
+from kvbench.harness.engine import rotary
 from kvbench.harness.engine.attention import Terms
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.kernels import choose, cuda, cuda_attention
@@ -239,7 +239,7 @@ def check_kept(ours: Slots, plain: Slots, exact: Slots, dtype: torch.dtype) -> N
 def small_tables(monkeypatch):
     def small(case: Case) -> None:
         """Tables of one level or two, and as many parts."""
-        monkeypatch.setattr(placement, "LONGEST_STREAM", LONGEST)
+        monkeypatch.setattr(rotary, "LONGEST_STREAM", LONGEST)
         monkeypatch.setattr(cuda_attention, "LONGEST_STREAM", LONGEST)
         monkeypatch.setattr(cuda_attention, "_TABLE_ROWS", LONGEST if case.tables == 1 else 16)
         size = case.rows[1] * case.rows[2]

@@ -1,16 +1,34 @@
-"""Attention over a block during which nothing is evicted, and the terms that all attention code here shares.
+"""The attention function that an unmodified Hugging Face model calls, and attention where nothing is evicted.
+
+The model runs with `use_cache=False`, without a mask function, and with all position ids 0, where RoPE does nothing. So the
+function gets the plain q, k and v of the new tokens, and a backend does everything after. The backend is a context variable,
+because some model families don't pass keyword arguments on to their attention.
+
+At position 0 RoPE rotates by an angle of 0, which returns the same numbers but takes ten kernels in every layer. The functions
+that do it are found by their names in the model's files; the probe run at load decides whether they can be left out.
 
 Axis letters: B streams, H KV heads, G query heads of a KV head, N = B * H, T tokens, L keys, D head dim.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, PreTrainedModel
 
+NAME = "kv_bench"  # of the function, for transformers
+
+_ROTARY = re.compile(r"_?apply_\w*rotary\w*")  # transformers' names: apply_rotary_pos_emb, apply_rotary_emb and so on
 _MAX_SCORES = 2**24  # held in memory at once by `causal`
 _FUSED_QUERIES = 256  # at once, where the kernel holds no scores
 _CUDA = {"cuda"}
@@ -24,6 +42,129 @@ class Terms(NamedTuple):
     sliding_window: int | None = None  # tokens a query sees, itself included
     softcap: float | None = None  # score = softcap * tanh(score / softcap)
     sink_logits: Tensor | None = None  # a learned logit per query head that joins the softmax without a value. [H * G]
+
+
+class Backend(Protocol):
+    """Computes the attention of a model's layers."""
+
+    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
+        """Attention of one layer. [B, Q, T, D], [B, H, T, D], [B, H, T, Dv] -> [B, Q, T, Dv]."""
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The attention function registered with transformers."""
+    terms = Terms(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
+    if s_aux is None and getattr(module.config, "zero_sink", False):  # softmax off by one is a sink logit of 0
+        terms = terms._replace(sink_logits=query.new_zeros(query.shape[1]))
+    layer: Any = module.layer_idx
+    attend = _opaque if torch.compiler.is_compiling() else _attend
+    return attend(query, key, value, layer, *terms), None
+
+
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, layer: int, scaling: float, sliding_window: int | None, softcap: float | None,
+    sink_logits: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Attention of one layer, by the backend of the current forward pass. [B, Q, T, D] and so on -> [B, T, Q, Dv]."""
+    terms = Terms(scaling, sliding_window, softcap, sink_logits)
+    return BACKEND.get().attend(layer, query, keys, values, terms).transpose(1, 2).contiguous()
+
+
+def _empty_answer(query: Tensor, keys: Tensor, values: Tensor, *_: Any) -> Tensor:
+    """A tensor like what `_attend` returns, for the compiler."""
+    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], values.shape[-1])
+
+
+@contextmanager
+def answered_by(backend: Backend) -> Iterator[None]:
+    """Let a backend compute the attention of forward passes."""
+    token = BACKEND.set(backend)
+    try:
+        yield
+    finally:
+        BACKEND.reset(token)
+
+
+def forward(hf: PreTrainedModel, tokens: Tensor, positions: Tensor, backend: Backend, keep: Tensor | int) -> Tensor:
+    """A model's forward pass, with attention computed by `backend`. -> logits of the tokens to keep."""
+    with answered_by(backend):
+        out = hf(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=keep)
+    logits: Tensor = out.logits
+    return logits
+
+
+BACKEND: ContextVar[Backend] = ContextVar("backend")  # of the current forward pass
+AttentionInterface.register(NAME, _attention)
+# The same as an operation that a compiler doesn't look into. What the backend writes to its cache is no business of the graph:
+# the order of layers follows from what they return.
+_opaque = torch.library.custom_op(
+    "kv_bench::attend", _attend, mutates_args=(),
+    schema="(Tensor query, Tensor keys, Tensor values, int layer, float scaling, int? sliding_window, float? softcap, "
+    "Tensor? sink_logits) -> Tensor",
+)  # fmt: skip
+_opaque.register_fake(_empty_answer)
+
+
+def unchanged(query: Tensor, keys: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    """Stands in for a function that rotates both."""
+    return query, keys
+
+
+def contiguous(query: Tensor, keys: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    """Stands in for a function that rotates both and returns them in a layout of its own, as partial RoPE does."""
+    return query.contiguous(), keys.contiguous()
+
+
+STAND_INS = (unchanged, contiguous)
+
+
+@dataclass(frozen=True)
+class RotaryFunctions:
+    """The functions by which a model's layers rotate queries and keys.
+
+    Attributes:
+        places: the Python module, the name there, and the function.
+        stand_in: takes their place while they are skipped.
+    """
+
+    places: tuple[tuple[ModuleType, str, Callable[..., Any]], ...] = ()
+    stand_in: Callable[..., tuple[Tensor, Tensor]] = unchanged
+
+    @contextmanager
+    def skipped(self) -> Iterator[None]:
+        """Leave them out. While this lasts, it holds for all models of the family and in all threads."""
+        try:
+            for module, name, _ in self.places:
+                setattr(module, name, self.stand_in)
+            yield
+        finally:
+            for module, name, function in self.places:
+                setattr(module, name, function)
+
+
+def rotary_functions(model: nn.Module) -> tuple[tuple[ModuleType, str, Callable[..., Any]], ...]:
+    """All functions in the files of a model's layers that rotate, going by their names."""
+    files = dict.fromkeys(sys.modules[type(layer).__module__] for layer in model.modules())
+    named = ((file, name, value) for file in files for name, value in vars(file).items() if _ROTARY.fullmatch(name))
+    return tuple((file, name, value) for file, name, value in named if callable(value))
+
+
+def is_same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors hold the same numbers (0 and -0 count as one) in the same layout."""
+    layouts = [[step for step, size in zip(x.stride(), x.shape, strict=True) if size > 1] for x in (a, b)]
+    return a.dtype == b.dtype and bool(a.equal(b)) and layouts[0] == layouts[1]
 
 
 def weights(scores: Tensor, terms: Terms, heads: int, seen: Tensor | None = None) -> Tensor:
@@ -46,6 +187,12 @@ def weights(scores: Tensor, terms: Terms, heads: int, seen: Tensor | None = None
     sink = terms.sink_logits.to(scores.dtype).view(1, heads, -1, 1)
     sink = sink.expand(scores.shape[0] // heads, -1, -1, -1).reshape(scores.shape[0], -1, 1)
     return torch.softmax(torch.cat([scores, sink], -1), -1)[..., :-1]
+
+
+def logits_of(scores: Tensor, terms: Terms) -> Tensor:
+    """Scores as the softmax takes them. Any shape; float32 or wider."""
+    scores = scores.float() if scores.dtype.itemsize < 4 else scores
+    return scores if terms.softcap is None else torch.tanh(scores / terms.softcap) * terms.softcap
 
 
 def causal(query: Tensor, keys: Tensor, values: Tensor, terms: Terms, padding: Tensor | None = None) -> Tensor:

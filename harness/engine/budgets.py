@@ -12,11 +12,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from kvbench.harness.engine.cadence import Cadence
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.rows import writes
-from kvbench.harness.engine.slots import Budget, LayerShape, Part, Slots
+from kvbench.harness.engine.slots import Budget, Cadence, LayerShape, Part, Slots
 from kvbench.policies import Policy, Statistic
 
 Table = Sequence[Sequence[int]]  # tokens that each head keeps. [L][H]

@@ -22,8 +22,9 @@ from kvbench.harness.engine.budgets import Layout, Table, static_table
 from kvbench.harness.engine.captured import StepGraphs
 from kvbench.harness.engine.decoder import CacheConfig, Decoder
 from kvbench.harness.engine.method import EAGER, Method
-from kvbench.harness.engine.model import Model, Reader
+from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.plan import Block
+from kvbench.harness.engine.probes import LayerCache
 from kvbench.harness.engine.prompt import Whole, move
 from kvbench.harness.engine.random_fill import fill_randomly
 from kvbench.harness.engine.recompute import RecomputeDecoder
@@ -60,7 +61,9 @@ class Share(NamedTuple):
 class BlockInLayers:
     """A block on its way through the model: answers the attention of every layer by the plans of its walks."""
 
-    def __init__(self, walks: Sequence[Walk], shares: Sequence[Sequence[Share]], readers: Sequence[Reader], block: Block) -> None:
+    def __init__(
+        self, walks: Sequence[Walk], shares: Sequence[Sequence[Share]], readers: Sequence[LayerCache], block: Block
+    ) -> None:
         """Plan the block.
 
         Args:
@@ -71,8 +74,8 @@ class BlockInLayers:
         """
         self.walks = walks
         self._shares, self._readers = shares, readers
-        on = {walk.slots.device: block.on(walk.slots.device) for walk in walks}
-        self._blocks = [on[walk.slots.device] for walk in walks]
+        at = block.steps.device
+        self._blocks = [block if walk.slots.device == at else block.on(walk.slots.device) for walk in walks]
         self._plans = [walk.begin(own) for walk, own in zip(walks, self._blocks, strict=True)]
 
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
@@ -156,7 +159,7 @@ class CachedDecoder:
         count = tokens.shape[1]
         if not self.walks:
             raise ValueError("evict: prompt, but the stream has no prompt: nothing says when to evict")
-        if self.model.shares_caches and count > 1 and not self._reads_at_once(tokens, valid):
+        if count > 1 and self.model.shares_caches and not self._reads_at_once(tokens, valid):
             return self._read_one_by_one(tokens, valid, keep)
         if valid is not None:
             self._seen = None
@@ -164,7 +167,8 @@ class CachedDecoder:
         if self._max_seen > LONGEST_STREAM:
             raise ValueError(f"a stream of more than {LONGEST_STREAM} tokens")
         for walk in self.walks:
-            walk.slots.grow(self._max_seen)
+            if walk.slots.capacity is None:
+                walk.slots.grow(self._max_seen)
         if self.graphs is None or count > 1 or self._seen is None or keep is not None:
             logits = self._run_eager(tokens, valid, keep)
         else:
@@ -357,7 +361,10 @@ class CachedDecoder:
     @property
     def slots(self) -> tuple[float, float]:
         """Slots in use, and slots that a decode step attends over; means over KV heads of all layers."""
-        parts = [(len(w.slots.layers) * w.slots.shape.heads, *w.slots.usage(self._max_seen)) for w in self.walks]
+        parts = [
+            (len(w.slots.layers) * w.slots.shape.heads, w.slots.used(self._max_seen), w.slots.attended(self._max_seen))
+            for w in self.walks
+        ]
         heads = sum(n for n, _, _ in parts) or 1
         used, attended = (sum(part[0] * part[of] for part in parts) for of in (1, 2))
         return used / heads, attended / heads

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvbench.harness.engine.closed_form import ClosedForm
 from kvbench.harness.engine.kernels.choose import StepKernel, WalkKernel
+from kvbench.harness.engine.rotary import QueryFactors
 from kvbench.harness.engine.rows import Held, Rows
 from kvbench.policies import Seen
 
@@ -49,24 +50,6 @@ class Block:
         if self.steps.device == device:
             return self
         return Block(self.steps.to(device), None if self.valid is None else self.valid.to(device), self.seen, self.ids.to(device))
-
-
-@dataclass(frozen=True)
-class QueryFactors:
-    """RoPE of a block's queries.
-
-    Attributes:
-        factors: unit complex numbers. [B, 1, 1, T, P], or [N, 1, P] for a step.
-    """
-
-    factors: Tensor
-    _scaled: dict[float, Tensor] = field(default_factory=dict)
-
-    def scaled(self, scaling: float) -> Tensor:
-        """The factors times the scaling of scores; computed once for all layers that share it. Same shape."""
-        if scaling not in self._scaled:
-            self._scaled[scaling] = self.factors * scaling
-        return self._scaled[scaling]
 
 
 @dataclass(frozen=True)
@@ -149,14 +132,12 @@ class Runs:
 
     Attributes:
         lengths: of the runs. Tokens are evicted after each but perhaps the last.
-        evicts_at_end: tokens are evicted after the last one, too.
         places: of its tokens, for the rows of one layer.
         attended: slots a token looks at.
         updates: statistics see the attention of each token.
     """
 
     lengths: Sequence[int]
-    evicts_at_end: bool
     places: Places
     attended: int
     updates: bool

@@ -1,11 +1,11 @@
-"""Where RoPE puts a token: read off the model's behaviour at load, applied at attention time.
+"""RoPE: read off a model's behaviour at load, applied at attention time, where the position mode puts a token.
 
 A layer's rotation is a frequency for every pair of key dims. It is not taken from the code of a
 family but found by experiment: of the layouts that exist, the one that rotates the layer's queries
 and keys at position 0 into those that the model itself makes at position p (docs/decisions/0002).
 Keys are kept in an order of dims in which pairs are neighbours, so that rotating is one complex product.
 
-Axis letters: D head dim, P = D / 2 pairs.
+Axis letters: B streams, N rows of a layer, R rows of all layers, S slots, T tokens, D head dim, P = D / 2 pairs.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from kvbench.policies import PositionMode
 
 _LEVEL = 4096  # rows of one table level; two levels reach _LEVEL**2 positions
 _FAST_INTERLEAVE_MIN_ELEMENTS = 2**12
@@ -61,15 +63,20 @@ class Rotation:
             [*positions.shape, P], complex64 or complex128.
         """
         flat, shape = positions.reshape(-1), (*positions.shape, -1)
+        wide = torch.complex128 if dtype == torch.float64 else torch.complex64
+        if (wide, _LEVEL) not in self._tables:
+            self.prepare(dtype)
+        table = self._tables[wide, 1]
         if longest <= _LEVEL:
-            return self._table(dtype, 1).index_select(0, flat).view(shape)
-        low = self._table(dtype, 1).index_select(0, flat % _LEVEL)
-        high = self._table(dtype, _LEVEL).index_select(0, flat // _LEVEL)
-        return (low * high).view(shape)
+            return table.index_select(0, flat).view(shape)
+        high = self._tables[wide, _LEVEL].index_select(0, flat // _LEVEL)
+        return (table.index_select(0, flat % _LEVEL) * high).view(shape)
 
     def tables(self, dtype: torch.dtype, longest: int) -> tuple[Tensor, Tensor | None, int]:
         """The factors at 0, 1, ..., those at 0, M, 2 * M, ... where one level of M is not enough, and M. [M, P]."""
-        return self._table(dtype, 1), None if longest <= _LEVEL else self._table(dtype, _LEVEL), _LEVEL
+        self.prepare(dtype)
+        wide = torch.complex128 if dtype == torch.float64 else torch.complex64
+        return self._tables[wide, 1], None if longest <= _LEVEL else self._tables[wide, _LEVEL], _LEVEL
 
     def cosine_and_sine(self, rows: int, stride: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the angles at positions 0, stride, 2 * stride, ... [rows, P] float32, on the device of `order`."""
@@ -81,16 +88,11 @@ class Rotation:
 
     def prepare(self, dtype: torch.dtype) -> None:
         """Compute the tables now: they are made on the host, and no decode step should wait for that."""
-        for stride in (1, _LEVEL):
-            self._table(dtype, stride)
-
-    def _table(self, dtype: torch.dtype, stride: int) -> Tensor:
-        """The factors at positions 0, stride, 2 * stride, ... [_LEVEL, P]."""
         wide = torch.complex128 if dtype == torch.float64 else torch.complex64
-        if (wide, stride) not in self._tables:
-            angles = self._angles(_LEVEL, stride)
-            self._tables[wide, stride] = torch.polar(torch.ones_like(angles), angles).to(wide).to(self.order.device)
-        return self._tables[wide, stride]
+        for stride in (1, _LEVEL):  # the factors at positions 0, stride, 2 * stride, ... [_LEVEL, P]
+            if (wide, stride) not in self._tables:
+                angles = self._angles(_LEVEL, stride)
+                self._tables[wide, stride] = torch.polar(torch.ones_like(angles), angles).to(wide).to(self.order.device)
 
     def _angles(self, rows: int, stride: int) -> Tensor:
         """Angles at positions 0, stride, 2 * stride, ... [rows, P] float64, on the CPU."""
@@ -104,6 +106,89 @@ def rotate(x: Tensor, factors: Tensor) -> Tensor:
     if x.dtype == torch.float64:
         return (x.view(torch.complex128) * factors).view(torch.float64)
     return (x.float().view(torch.complex64) * factors).view(torch.float32).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class QueryFactors:
+    """RoPE of queries.
+
+    Attributes:
+        factors: unit complex numbers. [B, 1, 1, T, P], or [N, 1, P] for a step.
+    """
+
+    factors: Tensor
+    _scaled: dict[float, Tensor] = field(default_factory=dict)
+
+    def scaled(self, scaling: float) -> Tensor:
+        """The factors times the scaling of scores; computed once for all layers that share it. Same shape."""
+        if scaling not in self._scaled:
+            self._scaled[scaling] = self.factors * scaling
+        return self._scaled[scaling]
+
+
+class Placement:
+    """Where RoPE puts the keys and queries of a cache, by position mode.
+
+    Attributes:
+        rotation: of the layers; None without RoPE.
+        mode: where RoPE puts a cached token.
+        limit: the largest distance of mode `clamped`, in tokens.
+        max_position: bounds the positions that RoPE is asked for; the number of slots when None.
+    """
+
+    def __init__(self, rotation: Rotation | None, mode: PositionMode, limit: int, dtype: torch.dtype, keys_rotated: bool) -> None:
+        """Prepare what every step needs.
+
+        Args:
+            rotation: of the layers.
+            mode: see the attribute.
+            limit: see the attribute.
+            dtype: of keys and queries.
+            keys_rotated: the cache holds keys rotated to their positions in the stream.
+        """
+        self.rotation, self.mode, self.limit, self._dtype, self._keys_rotated = rotation, mode, limit, dtype, keys_rotated
+        self.max_position = {"stream": LONGEST_STREAM, "clamped": limit + 1}.get(mode)
+        assert not keys_rotated or (mode == "stream" and rotation is not None)
+        if rotation is not None:
+            rotation.prepare(dtype)
+
+    def of_queries(self, ranks: Tensor, steps: Tensor, slots: int) -> QueryFactors | None:
+        """RoPE of queries; None without RoPE.
+
+        Args:
+            ranks: of their tokens. [...] int64.
+            steps: of their tokens. [...] int64.
+            slots: of a row, which bounds ranks.
+
+        Returns:
+            [..., P].
+        """
+        if self.rotation is None:
+            return None
+        at = ranks if self.mode == "cache" else steps if self.mode == "stream" else torch.full_like(ranks, self.limit)
+        return QueryFactors(self.rotation.factors(at, self._dtype, self.max_position or slots + 1))
+
+    def of_keys(self, ranks: Tensor, positions: Tensor, steps: Tensor, slots: int) -> Tensor | None:
+        """RoPE that cached keys still need; None if they need none.
+
+        Args:
+            ranks: of slots. [R, S] int64.
+            positions: of their tokens in the stream. [R, S] int64.
+            steps: of the token that attends. [R] int64; of one layer, its rows are the first, as they are alike in every layer.
+            slots: of a row, which bounds ranks.
+
+        Returns:
+            [R, S, P] complex.
+        """
+        if self.rotation is None or self._keys_rotated:
+            return None
+        if self.mode == "cache":
+            at = ranks
+        elif self.mode == "stream":
+            at = positions.clamp(min=0)
+        else:  # the query stands at `limit`, which bounds every distance
+            at = self.limit - (steps[: len(ranks), None] - positions).clamp(0, self.limit)
+        return self.rotation.factors(at, self._dtype, self.max_position or slots + 1)
 
 
 def find_rotation(at_zero: Tensor, samples: dict[int, Tensor], tables: Iterable[Tensor]) -> Rotation | None:

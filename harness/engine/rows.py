@@ -66,6 +66,7 @@ class Rows:
         self.rank, self.position = tensors.rank[part, :attended], tensors.position[part, :attended]
         self._all_ranks = tensors.rank[part]
         self.free, self._row_base = tensors.free[part], tensors.row_base[part]
+        self.heads, self.asked, self.keys_rotated = heads, slots.sees, slots.keys_rotated  # H; what statistics read of attention
         self.base = part.start * slots.num_slots  # flat index of these rows' first slot
         self._row_states = {s: x[part] for s, x in tensors.states.items()}  # [R, S, *k] or [R, *k]
         self._budgets = None if slots.budget.of_rows is None else slots.budget.of_rows[part]
@@ -74,12 +75,12 @@ class Rows:
         self._output = slots.parts[layers.start].output  # of one layer only
         of_layer = slots.layer_index[layers].repeat_interleave(slots.streams)
         streams = torch.arange(slots.streams, device=self.rank.device)
-        self._stream_of_block = streams.repeat(layers.stop - layers.start)  # [L * B]
-        self._stream_of_row = self._stream_of_block.repeat_interleave(heads)  # [R]
+        self.stream_of_block = streams.repeat(layers.stop - layers.start)  # [L * B]
+        self.stream_of_row = self.stream_of_block.repeat_interleave(heads)  # [R]
         rank, position, keys, values = (x.unflatten(0, (-1, heads)) for x in (self.rank, self.position, self.keys, self.values))
         layer = of_layer[:, None, None]  # stands in for the step until the first token
         head = slots.head_index[layers].repeat_interleave(slots.streams, 0)[..., None]
-        prompt = slots.prompt[self._stream_of_block][:, None, None]
+        prompt = slots.prompt[self.stream_of_block][:, None, None]
         self.view = CacheView(
             rank, position, layer, keys, values, self.states, layer, head, prompt, slots.num_layers, slots.seed, self._rotated
         )
@@ -93,32 +94,9 @@ class Rows:
             return x
         return rotate(x.contiguous(), rotation.factors(position.expand(x.shape[:-1]), x.dtype, LONGEST_STREAM))
 
-    def each_head(self, x: Tensor) -> tuple[Tensor, ...]:
-        """[B, T] -> T times [R]."""
-        return x.T.index_select(1, self._stream_of_row).unbind(0)
-
-    def each_stream(self, x: Tensor) -> tuple[Tensor, ...]:
-        """[B, T] -> T times [L * B, 1, 1]."""
-        return x.T.index_select(1, self._stream_of_block)[..., None, None].unbind(0)
-
     def of_streams(self, x: Tensor) -> Tensor:
         """[B, T] -> [R, T]."""
-        return x.index_select(0, self._stream_of_row)
-
-    @property
-    def asked(self) -> frozenset[Seen]:
-        """What statistics read of attention."""
-        return self._slots.sees
-
-    @property
-    def keys_rotated(self) -> bool:
-        """Keys are kept rotated to their positions in the stream."""
-        return self._slots.keys_rotated
-
-    @property
-    def heads(self) -> int:
-        """H."""
-        return self._slots.shape.heads
+        return x.index_select(0, self.stream_of_row)
 
     def count(self) -> Tensor:
         """Tokens that each row holds. [R] int64."""
@@ -130,6 +108,10 @@ class Rows:
         self._tensors.flat_position.index_copy_(0, self.free, step)
         for statistic, state in self._tensors.flat_states.items():  # an update moves the state of unused slots too
             state.index_fill_(0, self.free, statistic.initial)
+        self.see(now)
+
+    def see(self, now: Tensor) -> None:
+        """Let policies and statistics know the step. [L * B, 1, 1] int64."""
         self.view.step = now
 
     def empty_slots(self, count: int) -> Tensor:
@@ -224,8 +206,7 @@ class Rows:
 
     def update(self, seen: Mapping[Seen, Tensor], valid: Tensor | None) -> None:
         """Update the statistics with the attention of one step. seen: [R, G, ...] each; valid: [L * B, 1, 1]."""
-        heads = self._slots.shape.heads
-        attention = Attention(**{name: x.unflatten(0, (-1, heads)) for name, x in seen.items()})
+        attention = Attention(**{name: x.unflatten(0, (-1, self.heads)) for name, x in seen.items()})
         for statistic, state in self.states.items():
             if not statistic.sees:
                 continue
@@ -241,8 +222,7 @@ class Rows:
 
     def update_together(self, seen: Mapping[Seen, Tensor]) -> None:
         """Update the statistics with the attention of several steps. seen: [R, G, T, ...] each."""
-        heads = self._slots.shape.heads
-        attention = Attention(**{name: x.unflatten(0, (-1, heads)) for name, x in seen.items()})
+        attention = Attention(**{name: x.unflatten(0, (-1, self.heads)) for name, x in seen.items()})
         for statistic, state in self.states.items():
             if statistic.sees:
                 state.copy_(statistic.update_run(state, attention, self.view))

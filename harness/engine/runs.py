@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvbench.harness.engine.attention import Terms, weights
+from kvbench.harness.engine.attention import Terms, logits_of, weights
 from kvbench.harness.engine.rotary import LONGEST_STREAM, Rotation, rotate
 from kvbench.harness.engine.rows import Rows
 from kvbench.policies import PositionMode, Seen
@@ -77,7 +77,7 @@ class RunReader:
         if one_by_one:
             rows.leave(free)
         else:
-            rows.view.step = now[-1]
+            rows.see(now[-1])
             rows.note_written(free, run.keys, run.values, run.steps, run.ids)
         for number, mask in enumerate(sees):
             part = slice(number * at_once, number * at_once + mask.shape[1])
@@ -88,7 +88,7 @@ class RunReader:
                 if one_by_one:
                     self._update_one_by_one(run, part, free, ranks, seen, now)
                 else:
-                    rows.view.step = now[part.stop - 1]
+                    rows.see(now[part.stop - 1])
                     rows.update_together({name: seen[name] for name in self._asked})
         rows.end_run(free, due)
         return torch.cat(out, 2)
@@ -157,9 +157,3 @@ def _attend(
     if "logits" in asked:
         seen["logits"] = logits_of(scores, terms).masked_fill(~mask, -torch.inf).unflatten(1, (group, tokens))
     return out, seen
-
-
-def logits_of(scores: Tensor, terms: Terms) -> Tensor:
-    """Scores as the softmax takes them. Any shape; float32 or wider."""
-    scores = scores.float() if scores.dtype.itemsize < 4 else scores
-    return scores if terms.softcap is None else torch.tanh(scores / terms.softcap) * terms.softcap

@@ -15,12 +15,66 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvbench.harness.engine.cadence import Cadence
 from kvbench.harness.engine.rotary import Rotation
 from kvbench.harness.engine.rows import Rows
-from kvbench.policies import HeadSizes, Policy, Seen, Statistic
+from kvbench.policies import HeadSizes, Policy, Statistic
 
 BUCKET = 256  # slots; a cache that is not full attends over the next multiple of it
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """How many tokens a KV head holds as its stream goes on, which the host knows without looking at the cache.
+
+    Attributes:
+        capacity: tokens held after an eviction; None if nothing is evicted any more.
+        every: tokens evicted at once. They go as soon as `capacity + every` are held.
+        origin: tokens read when `capacity` were first held: the capacity itself, or the length of a prompt that was cut to it.
+        dropped: tokens read that were not held when eviction ended; 0 unless a prompt was cut.
+    """
+
+    capacity: int | None
+    every: int = 1
+    origin: int = 0
+    dropped: int = 0
+
+    @classmethod
+    def from_start(cls, capacity: int | None, every: int = 1) -> Cadence:
+        """Of a stream whose cache fills token by token."""
+        return cls(capacity, every, capacity or 0)
+
+    def after(self, prompt: int, held: int) -> Cadence:
+        """The same, from the end of a prompt of which at most `held` tokens a head are held."""
+        if self.capacity is None:
+            return Cadence(None, self.every, 0, prompt - held)
+        return Cadence(self.capacity, self.every, max(prompt, self.capacity))
+
+    def held(self, seen: int) -> int:
+        """Tokens held after `seen` tokens were read."""
+        if self.capacity is None:
+            return seen - self.dropped
+        return seen if seen < self.origin else self.capacity + (seen - self.origin) % self.every
+
+    def held_of(self, seen: Tensor) -> Tensor:
+        """The same for numbers of tokens that only the device knows. Any shape, int64."""
+        if self.capacity is None:
+            return seen - self.dropped
+        return seen.where(seen < self.origin, self.capacity + (seen - self.origin) % self.every)
+
+    def evicts(self, seen: int) -> bool:
+        """Whether tokens are evicted after the last of `seen` tokens."""
+        return self.capacity is not None and seen > self.origin and (seen - self.origin) % self.every == 0
+
+    def runs(self, seen: int, tokens: int) -> list[int]:
+        """The lengths of the runs that a block is cut into, so that evictions fall only at their ends."""
+        if self.capacity is None:
+            return [tokens]
+        end, lengths = seen + tokens, list[int]()
+        while seen < end:
+            due = self.origin + self.every * (max(0, seen - self.origin) // self.every + 1)
+            lengths.append(min(due, end) - seen)
+            seen += lengths[-1]
+        return lengths
 
 
 @dataclass(frozen=True)
@@ -163,6 +217,15 @@ class Slots:
         policy: bound to the tokens these layers keep.
         cadence: when tokens are evicted.
         budget: what rows may hold.
+        capacity: tokens held between steps, on average over heads; None if all.
+        every: tokens that are evicted at once.
+        most: the largest number of tokens held during a step; None if there is none.
+        uneven: heads hold different numbers of tokens, so that only the device knows how many.
+        evicts_each_step: every row evicts one token after each step, once it is full.
+        sees: what statistics read of attention.
+        device: where the slots are.
+        num_slots: of each row.
+        empty_rank: the rank that marks an empty slot: one that no token has.
         keys_rotated: keys are kept rotated to their positions in the stream.
         streams: B.
         seed: of the policy's randomness.
@@ -209,6 +272,11 @@ class Slots:
             keys_rotated: see the attribute.
         """
         self.policy, self.cadence, self.budget, self.parts = policy, cadence, budget, list(parts)
+        self.capacity, self.every = cadence.capacity, cadence.every
+        self.most = None if self.capacity is None else self.capacity + self.every
+        self.uneven = budget.floor is not None or budget.of_rows is not None
+        self.evicts_each_step = self.capacity is not None and self.every == 1 and not self.uneven
+        self.sees = frozenset(name for s in statistics for name in s.sees)
         self.shape, self.layers, self.num_layers = shape, [part.layer for part in parts], num_layers
         self.streams, self.seed, self.quiet, self.keys_rotated = streams, seed, 0, keys_rotated
         self.layer_index = torch.tensor(self.layers, device=device)
@@ -216,7 +284,7 @@ class Slots:
         self.head_index = torch.tensor(heads, device=device)
         self.prompt = torch.zeros(streams, dtype=torch.int64, device=device)
         self.wide = torch.promote_types(dtype, torch.float32)
-        rows, slots = len(parts) * streams * shape.heads, budget.slots or cadence.most or BUCKET
+        rows, slots = len(parts) * streams * shape.heads, budget.slots or self.most or BUCKET
         self.tensors = SlotTensors(
             keys=torch.zeros(rows, slots, shape.key_dim, device=device, dtype=dtype),
             values=torch.zeros(rows, slots, shape.value_dim, device=device, dtype=dtype),
@@ -225,6 +293,7 @@ class Slots:
             states={s: self._first_state(s, rows, slots, device) for s in statistics},
             offset=torch.zeros(rows, dtype=torch.int64, device=device),
         )
+        self.device, self.num_slots, self.empty_rank = self.tensors.keys.device, slots, slots
         self.windows: dict[tuple[int, int | None], Rows] = {}
         self.version = 0
 
@@ -236,55 +305,15 @@ class Slots:
         return torch.full((*size, *statistic.shape(self.shape.sizes)), statistic.initial, device=device, dtype=dtype)
 
     @property
-    def device(self) -> torch.device:
-        """Where the slots are."""
-        return self.tensors.keys.device
-
-    @property
-    def capacity(self) -> int | None:
-        """Tokens held between steps, on average over heads; None if all."""
-        return self.cadence.capacity
-
-    @property
-    def every(self) -> int:
-        """Tokens that are evicted at once."""
-        return self.cadence.every
-
-    @property
-    def uneven(self) -> bool:
-        """Whether heads hold different numbers of tokens, so that only the device knows how many."""
-        return self.budget.floor is not None or self.budget.of_rows is not None
-
-    @property
-    def evicts_each_step(self) -> bool:
-        """Whether every row evicts one token after each step, once it is full."""
-        return self.capacity is not None and self.every == 1 and not self.uneven
-
-    @property
     def has_all_heads(self) -> bool:
         """Whether whole layers live here."""
         return all(part.heads is None for part in self.parts)
-
-    @property
-    def sees(self) -> frozenset[Seen]:
-        """What statistics read of attention."""
-        return frozenset(name for s in self.tensors.states for name in s.sees)
 
     def begin_prompt(self, tokens: int, quiet: int = 0) -> None:
         """Note that streams open with a prompt of this length. quiet: see the attribute."""
         self.prompt = torch.full_like(self.prompt, tokens)
         self.quiet, self.windows = quiet, {}
         self.version += 1
-
-    @property
-    def num_slots(self) -> int:
-        """Slots of each row."""
-        return self.tensors.rank.shape[1]
-
-    @property
-    def empty_rank(self) -> int:
-        """The rank that marks an empty slot: one that no token has."""
-        return self.num_slots
 
     def rows(self, attended: int, layer: int | None = None) -> Rows:
         """The rows of one layer (its index in the model), or of all."""
@@ -306,20 +335,18 @@ class Slots:
         tensors = self.tensors
         return sum(x.nbytes for x in (tensors.rank, tensors.position, tensors.free, *tensors.states.values()))
 
-    def attended(self, used: int | None) -> int:
-        """Slots a step looks at when up to `used` hold a token: whole buckets; all slots when None."""
-        return self.num_slots if used is None else min(self.num_slots, self._in_buckets(used))
-
-    def usage(self, seen: int) -> tuple[int, int]:
-        """(slots in use, slots attended) after `seen` tokens."""
+    def attended(self, seen: int | None) -> int:
+        """Slots that a step looks at, the last of `seen` tokens: whole buckets; all slots when None."""
+        if seen is None:
+            return self.num_slots
         used = self.used(seen)
-        return used, self.attended(used)
+        return min(self.num_slots, -(-used // self.budget.bucket) * self.budget.bucket)
 
     def used(self, seen: int) -> int:
         """The largest number of slots in use after `seen` tokens: those of the tokens held before, and that of the last one."""
-        if self.cadence.most is None:
+        if self.most is None:
             return self.cadence.held(seen)
-        return self.num_slots if self.uneven else min(seen, self.cadence.most)
+        return self.num_slots if self.uneven else min(seen, self.most)
 
     @property
     def held_bytes(self) -> int:
@@ -337,11 +364,8 @@ class Slots:
     def grow(self, seen: int) -> None:
         """Make room for `seen` tokens of a stream, in whole buckets. A bounded cache has its room from the start."""
         if self.capacity is None and self.cadence.held(seen) > self.num_slots:
-            self._replace(self.tensors.extended(self._in_buckets(self.cadence.held(seen))))
-
-    def _in_buckets(self, used: int) -> int:
-        """The next whole buckets."""
-        return -(-used // self.budget.bucket) * self.budget.bucket
+            buckets = -(-self.cadence.held(seen) // self.budget.bucket)
+            self._replace(self.tensors.extended(buckets * self.budget.bucket))
 
     def kept(self, layer: int) -> list[list[list[int]]]:
         """Positions held, oldest first, per stream and KV head. Syncs with the host."""
@@ -369,4 +393,5 @@ class Slots:
 
     def _replace(self, tensors: SlotTensors) -> None:
         self.tensors, self.windows = tensors, {}
+        self.num_slots = self.empty_rank = tensors.rank.shape[1]
         self.version += 1

@@ -1,19 +1,17 @@
-"""The walk: a block of tokens through the cache of every layer.
+"""The walk: tokens through the cache of every layer, in the order in which things happen.
 
-What happens to a token. `Walk.begin` looks at a block once and returns its plan (`planner.py`). The model then calls `attend` in
-every layer, which follows the plan, and `end` is called after the last layer. By the definition (`PlainWalk`, in `plain.py`), a
-layer takes the tokens of its block one after the other:
+`begin` looks at a block once, before the first layer. The model then calls `attend` in every layer, and `end` is called after the
+last one. By the definition, a layer takes the tokens of its block one after the other:
 
-1. the token's rank and position are entered for the free slot, and its key and its value are written there: the key unrotated,
-   or rotated where its angle never changes and nobody compares keys;
-2. its query attends to all tokens held, itself included, whose keys are rotated to where the position mode puts them;
-3. the attention updates the policy's statistics;
-4. once the cache is full, the token worth least gives up its slot, which is free for the next token.
+1. write: the token's rank and position are entered for the free slot, and its key and its value are put there: the key
+   unrotated, or rotated where its angle never changes and nobody compares keys;
+2. attend: its query sees all tokens held, itself included, whose keys are rotated to where the position mode puts them;
+3. update: the attention goes into the policy's statistics;
+4. evict: once the cache is full, the token worth least gives up its slot, which is free for the next token.
 
-What a layer keeps depends on that layer's attention alone, so a whole block can pass one layer before it enters the next. The
-other plans compute the same faster. `Step`, for a block of one token, does 3 and 4 for all layers at once, in `end`. `Fill`
-attends in one go while nothing has to be evicted. `Closed` computes banded attention where it is known beforehand what is kept.
-`Runs` attends in one go from one eviction to the next. `CompiledWalk` leaves the loop over tokens to a kernel.
+A block of one token (`Step`) does 1 in `begin` and `attend`, 2 in `attend`, and 3 and 4 in `end`, for all layers at once. What a
+layer keeps depends on that layer's attention alone, so a longer block can pass one layer before it enters the next: `PlainWalk`
+does all four for each token inside a layer, and `shortcuts.py` computes the same faster.
 
 Axis letters: L layers, B streams, H KV heads, N = B * H, R = L * N, G query heads of a KV head, S slots, T tokens, D key dim,
 Dv value dim, P pairs of dims.
@@ -24,23 +22,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvbench.harness.engine.attention import Terms, causal
-from kvbench.harness.engine.closed_form import closed_form
+from kvbench.harness.engine.attention import Terms, logits_of, weights
+from kvbench.harness.engine.closed_form import ClosedForm, closed_form
 from kvbench.harness.engine.kernels.choose import Kernels, kernels_for
 from kvbench.harness.engine.method import EAGER, RAN, Method
-from kvbench.harness.engine.placement import Placement
-from kvbench.harness.engine.plain import Plain, rotated_and_scaled
-from kvbench.harness.engine.plan import Block, Closed, CompiledWalk, Fill, PlainWalk, Plan, Runs, Step
-from kvbench.harness.engine.planner import Planner
-from kvbench.harness.engine.rotary import rotate
-from kvbench.harness.engine.rows import Held, Rows, writes
-from kvbench.harness.engine.runs import Run, RunReader
+from kvbench.harness.engine.plan import Block, Places, PlainWalk, Plan, Runs, Step
+from kvbench.harness.engine.rotary import Placement, QueryFactors, rotate
+from kvbench.harness.engine.rows import Rows, writes
+from kvbench.harness.engine.shortcuts import Shortcuts
 from kvbench.harness.engine.slots import Slots
-from kvbench.policies import PositionMode, Statistic
+from kvbench.policies import PositionMode, Seen
+
+_MAX_BATCHED_ROPE_ELEMENTS = 2**20  # of the keys of all layers; above this, each layer computes its own RoPE
 
 
 class Walk:
-    """Drives blocks through the layers of one `Slots`."""
+    """Drives blocks through the layers of one `Slots`.
+
+    Attributes:
+        slots: of the layers.
+        rotation: of the layers; None without RoPE.
+        ordered: the slots hold their tokens oldest first.
+        steady: where the next token goes as the one before did, its rank in all rows, [R] int64, and RoPE of its queries.
+    """
 
     def __init__(
         self, slots: Slots, positions: PositionMode, limit: int, method: Method = EAGER, like: Walk | None = None
@@ -55,35 +59,282 @@ class Walk:
             like: a walk over other streams of such slots, whose kernels serve these too.
         """
         self.slots, self.rotation, self._method = slots, slots.shape.rotation, method
-        self._placement = Placement(slots, positions, limit)
-        self._form, self._kernels = None, Kernels()
+        self._placement = Placement(self.rotation, positions, limit, slots.tensors.keys.dtype, slots.keys_rotated)
+        form: ClosedForm | None = None
+        kernels = Kernels()
         if like is not None:
-            self._form, self._kernels = like._form, like._kernels
+            form, kernels = like._shortcuts.form, like._kernels
         else:
             if method.closed_form:
-                self._form = closed_form(slots, positions, limit, self._placement.length, method.flex)
+                form = closed_form(slots, positions, limit, self._placement.max_position or slots.num_slots + 1, method.flex)
             if slots.shape.readers > 1:
-                self._kernels = Kernels(plain_because="no kernel serves layers that share K and V")
+                kernels = Kernels(plain_because="no kernel serves layers that share K and V")
             elif method.walk_kernel or method.step_kernel:
-                self._kernels = kernels_for(slots, positions, limit, self._placement.max_position, method.walk_graphs)
-        self._planner = Planner(slots, self._placement, self._form, self._kernels, method)
-        self._plain = Plain(slots, self._placement)
-        self._writes = any(writes(s) for s in slots.tensors.states)
+                kernels = kernels_for(slots, positions, limit, self._placement.max_position, method.walk_graphs)
+        self._kernels: Kernels = kernels
+        self._shortcuts: Shortcuts = Shortcuts(slots, self._placement, form, kernels, method)
+        self._group, self._writes = slots.shape.group_of_reader, any(writes(s) for s in slots.tensors.states)
+        self.ordered = True
+        self.steady: tuple[Tensor, QueryFactors] | None = None
+
+    def begin(self, block: Block) -> Plan:
+        """Before the first layer: decide how the block is read, and compute what its layers share."""
+        if block.steps.shape[1] == 1:
+            return self._begin_step(block)
+        self.steady = None
+        plan = self._shortcuts.plan(block, self.ordered)
+        if plan is not None:
+            return plan
+        attended = self.slots.attended(block.end)
+        places = self._places(block, self.slots.rows(attended, self.slots.layers[0]))  # they are the same in every layer
+        lengths = self._shortcuts.runs(block)
+        if lengths is None:
+            return PlainWalk(places, attended)
+        updates = bool(self.slots.sees) and (block.end or 0) > self.slots.quiet
+        return Runs(lengths, places, attended, updates)
+
+    def _places(self, block: Block, rows: Rows) -> Places:
+        """Where the tokens of a block go in these rows."""
+        slots, seen, count = self.slots, block.seen, block.steps.shape[1]
+        steps, head, stream = block.steps.T, rows.stream_of_row, rows.stream_of_block
+        ranks: list[Tensor | None] = [None] * count
+        if self.steady is not None and seen is not None:
+            ranks = [self.steady[0]]
+        elif not slots.uneven:
+            even = slots.cadence.held_of(steps)
+            if block.valid is not None:  # an invalid token is written, but to a slot that stays empty
+                even = even.masked_fill(~block.valid.T, slots.empty_rank)
+            ranks = list(even.index_select(1, head).unbind(0))
+        valid = None if block.valid is None else block.valid.T.index_select(1, stream)[..., None, None]
+        return Places(
+            ranks=ranks,
+            steps=steps.index_select(1, head).unbind(0),
+            now=steps.index_select(1, stream)[..., None, None].unbind(0),
+            valid=[None] * count if valid is None else valid.unbind(0),
+            evicts=[seen is not None and slots.cadence.evicts(seen + t) for t in range(1, count + 1)],
+            ragged=seen is None,
+            ids=block.ids.T.index_select(1, head).unbind(0) if self._writes else (),
+        )
+
+    def _begin_step(self, block: Block) -> Step:
+        """Enter a token in the account of the free slot of every row, and place its query and the keys held."""
+        slots, placement = self.slots, self._placement
+        attended = slots.attended(None if block.seen is None else block.seen + 1)
+        rows, layers = slots.rows(attended), len(slots.layers)
+        places = self._places(block, rows)
+        rank, step, evicts = places.ranks[0], places.steps[0], places.evicts[0]
+        if rank is None:
+            rank = rows.count()
+            if block.valid is not None:
+                rank = rank.masked_fill(~block.valid[:, 0].index_select(0, rows.stream_of_row), slots.empty_rank)
+        rows.place(rank, step, places.now[0])
+        seen = rows.room_for_seen()
+        by_layer = {name: x.unflatten(0, (layers, -1)).unbind(0) for name, x in seen.items()}
+        seen_of_layer = [{name: parts[at] for name, parts in by_layer.items()} for at in range(layers)]
+        if self._method.step_kernel and self._kernels.step is not None and slots.sees <= {"weights"}:
+            return Step(places, rows, attended, seen, seen_of_layer, self._kernels.step)
+        nothing = [None] * layers
+        used = nothing if evicts and slots.evicts_each_step else rows.used().unflatten(0, (layers, -1)).unbind(0)
+        if self.rotation is None:
+            return Step(places, rows, attended, seen, seen_of_layer, None, nothing, used, nothing)
+        of_rows = None
+        if rows.keys.numel() <= _MAX_BATCHED_ROPE_ELEMENTS:
+            of_rows = placement.of_keys(rows.rank, rows.position, step, slots.num_slots)
+        key_factors = nothing if of_rows is None else of_rows.unflatten(0, (layers, -1)).unbind(0)
+        if self.steady is not None and block.seen is not None:
+            query_factors: list[QueryFactors | None] = [self.steady[1]] * layers
+        elif slots.uneven:
+            ranks, steps = rank.clamp(max=slots.num_slots).view(layers, -1, 1), step.view(layers, -1, 1)
+            query_factors = [placement.of_queries(ranks[at], steps[at], slots.num_slots) for at in range(layers)]
+        else:  # alike in every layer
+            size = len(rank) // layers
+            own = placement.of_queries(rank[:size, None].clamp(max=slots.num_slots), step[:size, None], slots.num_slots)
+            query_factors = [own] * layers
+            # Once the cache is full, the rank of the newest token stays the same, and so does the place of its query.
+            if evicts and slots.evicts_each_step and placement.mode != "stream" and own is not None:
+                self.steady = rank, own
+        return Step(places, rows, attended, seen, seen_of_layer, None, query_factors, used, key_factors)
+
+    def attend(self, plan: Plan, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms, place: int = 0) -> Tensor:
+        """Take a block into one layer, each token seeing what is kept when it comes.
+
+        Args:
+            plan: of the block.
+            layer: the cache's index in the model.
+            query: unrotated. [B, H * G, T, D]; G of this layer alone.
+            keys: unrotated. [B, H, T, D].
+            values: [B, H, T, Dv].
+            terms: of this layer's attention.
+            place: of the layer among those that read this cache. The first one writes, the others find the block there.
+
+        Returns:
+            [B, H * G, T, Dv].
+        """
+        match plan:
+            case Step(kernel=None):
+                return self._step(plan, layer, query, keys, values, terms, place)
+            case Step():
+                return self._step_by_kernel(plan, layer, query, keys, values, terms)
+            case PlainWalk():
+                return self._walk(plan, layer, query, keys, values, terms)
+            case _:
+                return self._shortcuts.attend(plan, layer, query, keys, values, terms, place)
+
+    def _step(self, plan: Step, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms, place: int) -> Tensor:
+        """One token in one layer: write and attend."""
+        at, rows, group = self.slots.layers.index(layer), self.slots.rows(plan.attended, layer), self._group
+        if self.rotation is not None:
+            query, keys = self.rotation.pair(query), self.rotation.pair(keys)
+        streams, size, step, own = query.shape[0], len(rows.keys), plan.places.steps[0], plan.query_factors[at]
+        query, keys, values = query.reshape(size, group, -1), keys.reshape(size, -1), values.reshape(size, -1)
+        if place == 0:
+            kept = rotate(keys, own.factors[:, 0]) if own is not None and rows.keys_rotated else keys
+            rows.write(kept, values)
+            if self._writes:
+                self._note_written(rows, plan.places, 0, rows.free, keys[:, None], values[:, None])
+        factors = plan.key_factors[at]
+        if factors is None and self.rotation is not None:
+            factors = self._placement.of_keys(rows.rank, rows.position, step, self.slots.num_slots)
+        out = values.new_empty(size, group, values.shape[-1])
+        seen = self._attend_one(rows, query, terms, plan.used[at], factors, own, out)
+        for name, x in plan.seen_of_layer[at].items():
+            x[:, place * group : (place + 1) * group] = seen[name]
+        return out.view(streams, -1, 1, out.shape[-1])
+
+    def _step_by_kernel(self, plan: Step, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
+        """The same by a compiled kernel."""
+        assert plan.kernel is not None
+        rows, seen = self.slots.rows(plan.attended, layer), plan.seen_of_layer[self.slots.layers.index(layer)]
+        free = rows.free.clone() if self._writes else rows.free
+        RAN["step kernel"] += 1
+        out = plan.kernel(self.slots, rows, query, keys, values, terms.scaling, seen.get("weights"))
+        if self._writes:
+            keys = keys if self.rotation is None else self.rotation.pair(keys)
+            self._note_written(rows, plan.places, 0, free, keys.flatten(0, 1), values.flatten(0, 1))
+        return out
+
+    def _walk(self, plan: PlainWalk, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
+        """The definition, token by token inside one layer: write, attend, update, evict."""
+        if self.rotation is not None:
+            query, keys = self.rotation.pair(query), self.rotation.pair(keys)
+        slots, places, rows = self.slots, plan.places, self.slots.rows(plan.attended, layer)
+        streams, heads, tokens = keys.shape[:3]
+        parts = query.unflatten(1, (heads, -1)), keys, values
+        by_token = [x.movedim(-2, 0).flatten(1, 2).contiguous().unbind(0) for x in parts]
+        out = values.new_empty(tokens, streams * heads, self._group, values.shape[3])  # one tensor: many small ones are slow
+        for t, (q, k, v) in enumerate(zip(*by_token, strict=True)):
+            rank, step, valid = places.ranks[t], places.steps[t], places.valid[t]
+            if rank is None:
+                rank = rows.count()
+                if valid is not None:
+                    rank = rank.masked_fill(~valid.expand(-1, heads, 1).flatten(), slots.empty_rank)
+            rows.place(rank, step, places.now[t])
+            own = self._placement.of_queries(rank[:, None].clamp(max=slots.num_slots), step[:, None], slots.num_slots)
+            rows.write(rotate(k, own.factors[:, 0]) if own is not None and rows.keys_rotated else k, v)
+            if self._writes:
+                self._note_written(rows, places, t, rows.free, k[:, None], v[:, None])
+            used = None if places.evicts[t] and slots.evicts_each_step else rows.used()
+            factors = self._placement.of_keys(rows.rank, rows.position, step, slots.num_slots)
+            seen = self._attend_one(rows, q, terms, used, factors, own, out[t])
+            if seen:
+                rows.update(seen, valid)
+            rows.release(valid, places.evicts[t], places.ragged)
+        return out.unflatten(1, (streams, heads)).movedim(0, 3).flatten(1, 2)
+
+    def _attend_one(
+        self,
+        rows: Rows,
+        query: Tensor,
+        terms: Terms,
+        used: Tensor | None,
+        key_factors: Tensor | None,
+        query_factors: QueryFactors | None,
+        into: Tensor,
+    ) -> dict[Seen, Tensor]:
+        """One query a row over all that is held.
+
+        Args:
+            rows: of the layer.
+            query: unrotated. [N, G, D].
+            terms: of this layer's attention.
+            used: slots that hold a token; all when None. [N, 1, S] bool.
+            key_factors: RoPE that the cached keys still need; None if they need none. [N, S, P].
+            query_factors: RoPE of the query; None without RoPE. [N, 1, P].
+            into: where to put the output. [N, G, Dv].
+
+        Returns:
+            What statistics read. [N, G, ...] each.
+        """
+        keys = rows.keys if key_factors is None else rotate(rows.keys, key_factors)
+        scaled = query * terms.scaling if query_factors is None else rotate(query, query_factors.scaled(terms.scaling))
+        scores = torch.bmm(scaled, keys.transpose(1, 2))
+        mass = weights(scores, terms, rows.heads, used)
+        torch.bmm(mass.to(rows.values.dtype), rows.values, out=into)
+        seen: dict[Seen, Tensor] = {"weights": mass, "queries": query, "outputs": into}
+        if "logits" in rows.asked:
+            logits = logits_of(scores, terms)
+            seen["logits"] = logits if used is None else logits.masked_fill(~used, -torch.inf)
+        return {name: seen[name] for name in rows.asked}
+
+    def _note_written(self, rows: Rows, places: Places, t: int, free: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Tell statistics of a token that was written. free: [N] int64; keys, values: [N, 1, D]."""
+        size, valid = len(rows.rank), places.valid[t]
+        counted = None if valid is None else valid[: size // rows.heads].expand(-1, rows.heads, 1).flatten()[:, None]
+        rows.note_written(free[:, None], keys, values, places.steps[t][:size, None], places.ids[t][:size, None], counted)
+
+    def end(self, plan: Plan, block: Block) -> None:
+        """After the last layer: note the order of the slots; after a step, update statistics and evict, in all layers at once."""
+        if not isinstance(plan, Step):
+            self.ordered = self._shortcuts.ordered_after(plan, self.ordered, block.end)
+            return
+        if self.ordered and self.slots.capacity is not None:
+            self.ordered = block.seen is not None and block.seen < self.slots.capacity
+        places, kernel = plan.places, self._kernels.release if self._method.step_kernel else None
+        if kernel is not None and places.valid[0] is None and not places.ragged:
+            kernel(self.slots, plan.rows, plan.seen.get("weights"), places.steps[0], places.evicts[0])
+            return
+        if plan.seen:
+            plan.rows.update(plan.seen, places.valid[0])
+        plan.rows.release(places.valid[0], places.evicts[0], places.ragged)
+
+    def reads_at_once(self, block: Block) -> bool:
+        """Whether a block can pass one layer before it enters the next; otherwise it must come token by token."""
+        return self._shortcuts.reads_at_once(block)
+
+    def phase(self, seen: int) -> tuple[int, bool]:
+        """All that the host decides about the step after `seen` tokens: slots attended, and whether tokens are evicted."""
+        return self.slots.attended(seen + 1), self.slots.cadence.evicts(seen + 1)
+
+    def forget_placement(self) -> None:
+        """Make the next step compute all that it reads, as a captured one must."""
+        self.steady = None
+
+    def note_replay(self, seen: int) -> None:
+        """Note what an eager step after `seen` tokens would have noted."""
+        self.steady = None
+        self.ordered = self.ordered and (self.slots.capacity is None or seen < self.slots.capacity)
+
+    def fork(self, streams: Tensor) -> Walk:
+        """A walk over copies of these streams. streams: [B'] int64."""
+        other = Walk(self.slots.fork(streams), self._placement.mode, self._placement.limit, self._method, like=self)
+        other.ordered = self.ordered
+        return other
 
     @property
     def has_closed_form(self) -> bool:
         """Whether blocks may be computed without walking them."""
-        return self._form is not None
+        return self._shortcuts.form is not None
 
     @property
     def may_flex(self) -> bool:
         """Whether blocks of whole tiles may be computed by FlexAttention."""
-        return self._form is not None and self._form.may_flex(self.slots.shape, self.slots.tensors.keys.dtype, self.slots.device)
+        form, slots = self._shortcuts.form, self.slots
+        return form is not None and form.may_flex(slots.shape, slots.tensors.keys.dtype, slots.device)
 
     @property
     def is_compiled(self) -> bool:
         """Whether blocks are walked by a compiled loop."""
-        return self._method.walk_kernel and self._kernels.walk is not None and self._form is None
+        return self._method.walk_kernel and self._kernels.walk is not None and not self.has_closed_form
 
     @property
     def walks_in_graphs(self) -> bool:
@@ -104,149 +355,3 @@ class Walk:
     def plain_because(self) -> str:
         """Why no kernel can walk its blocks, where they have to be walked; empty otherwise."""
         return "" if self.has_closed_form or self.slots.capacity is None else self._kernels.plain_because
-
-    def begin(self, block: Block) -> Plan:
-        """Before the first layer: decide how the block is read, and compute what its layers share."""
-        return self._planner(block)
-
-    def reads_at_once(self, block: Block) -> bool:
-        """Whether a block can pass one layer before it enters the next; otherwise it must come token by token."""
-        return self._planner.reads_at_once(block)
-
-    def attend(self, plan: Plan, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms, place: int = 0) -> Tensor:
-        """Take a block into one layer, each token seeing what is kept when it comes.
-
-        Args:
-            plan: of the block.
-            layer: the cache's index in the model.
-            query: unrotated. [B, H * G, T, D]; G of this layer alone.
-            keys: unrotated. [B, H, T, D].
-            values: [B, H, T, Dv].
-            terms: of this layer's attention.
-            place: of the layer among those that read this cache. The first one writes, the others find the block there.
-
-        Returns:
-            [B, H * G, T, Dv].
-        """
-        if isinstance(plan, Step) and plan.kernel is not None:
-            rows, seen = self.slots.rows(plan.attended, layer), plan.seen_of_layer[self.slots.layers.index(layer)]
-            free = rows.free.clone() if self._writes else rows.free
-            RAN["step kernel"] += 1
-            out = plan.kernel(self.slots, rows, query, keys, values, terms.scaling, seen.get("weights"))
-            if self._writes:
-                keys = keys if self.rotation is None else self.rotation.pair(keys)
-                self._plain.note_written(rows, plan.places, 0, free, keys.flatten(0, 1), values.flatten(0, 1))
-            return out
-        paired_later = isinstance(plan, Closed) or (isinstance(plan, CompiledWalk) and plan.kernel.rotates)
-        if self.rotation is not None and not paired_later:
-            query, keys = self.rotation.pair(query), self.rotation.pair(keys)
-        if isinstance(plan, Step):
-            return self._plain.step(plan, layer, query, keys, values, terms, place)
-        query = query.unflatten(1, (self.slots.shape.heads, self.slots.shape.group_of_reader))
-        match plan:
-            case Fill():
-                out = self._fill(plan, layer, query, keys, values, terms, place)
-            case Closed():
-                rows = self.slots.rows(self.slots.num_slots, layer)
-                held = plan.held[layer] if place else rows.oldest_first(min(plan.seen, self.slots.capacity or 0), plan.ordered)
-                if place == 0 and self.slots.shape.readers > 1:  # these may be views of slots that change now
-                    plan.held[layer] = held = Held(held.keys.clone(), held.values.clone(), held.position.clone(), [])
-                out = plan.form(rows, query, keys, values, terms, held, plan.seen)
-            case CompiledWalk():
-                if not plan.kernel.rotates:
-                    query = rotated_and_scaled(query, plan.query_factors, terms)
-                RAN["compiled walk"] += 1
-                rows, written = self.slots.rows(plan.attended, layer), self._written(plan, layer, keys, values)
-                out = plan.kernel(self.slots, rows, layer, query, keys, values, terms.scaling, plan.ordered, plan.seen, written)
-            case Runs():
-                out = self._read_runs(plan, layer, query, keys, values, terms)
-            case PlainWalk():
-                out = self._plain.walk(plan, layer, query, keys, values, terms)
-        return out.flatten(1, 2)
-
-    def _written(self, plan: CompiledWalk, layer: int, keys: Tensor, values: Tensor) -> dict[Statistic, Tensor]:
-        """What statistics compute of a block's tokens before a kernel walks it. [N, T, *k] each."""
-        if not self._writes:
-            return {}
-        if plan.kernel.rotates and self.rotation is not None:
-            keys = self.rotation.pair(keys)
-        rows = self.slots.rows(plan.attended, layer)
-        steps, ids = rows.of_streams(plan.block.steps), rows.of_streams(plan.block.ids)
-        return rows.written(keys.flatten(0, 1), values.flatten(0, 1), steps, ids)
-
-    def end(self, plan: Plan, block: Block) -> None:
-        """After the last layer: note the order of the slots, and do the bookkeeping of a step for all layers at once."""
-        self._planner.note_end(plan, block)
-        if isinstance(plan, Step):
-            self._finish(plan)
-
-    def phase(self, seen: int) -> tuple[int, bool]:
-        """All that the host decides about the step after `seen` tokens: slots attended, and whether tokens are evicted."""
-        return self.slots.attended(self.slots.used(seen + 1)), self.slots.cadence.evicts(seen + 1)
-
-    def forget_placement(self) -> None:
-        """Make the next step compute all that it reads, as a captured one must."""
-        self._planner.steady = None
-
-    def note_replay(self, seen: int) -> None:
-        """Note what an eager step after `seen` tokens would have noted."""
-        self._planner.steady = None
-        self._planner.ordered = self._planner.ordered and self._planner.still_filling(seen + 1)
-
-    def fork(self, streams: Tensor) -> Walk:
-        """A walk over copies of these streams. streams: [B'] int64."""
-        other = Walk(self.slots.fork(streams), self._placement.mode, self._placement.limit, self._method, like=self)
-        other._planner.ordered = self._planner.ordered
-        return other
-
-    def _fill(self, plan: Fill, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms, place: int) -> Tensor:
-        """A block that all fits: causal attention in one go. -> [B, H, G, T, Dv]."""
-        end, streams = plan.seen + keys.shape[2], query.shape[0]
-        rows = self.slots.rows(self.slots.num_slots, layer)
-        factors = None
-        if self.rotation is not None:
-            factors = self.rotation.factors(torch.arange(end, device=keys.device), keys.dtype, end)
-            query = rotate(query, factors[plan.seen :])
-        if place == 0:
-            self._enter(plan, rows, keys, values, factors)
-        all_keys, all_values = (x[:, :end].unflatten(0, (streams, -1)) for x in (rows.keys, rows.values))
-        if factors is not None and not rows.keys_rotated:
-            all_keys = rotate(all_keys, factors)
-        return causal(query, all_keys, all_values, terms)
-
-    def _enter(self, plan: Fill, rows: Rows, keys: Tensor, values: Tensor, factors: Tensor | None) -> None:
-        """Write a block that all fits. keys: paired; factors: RoPE of all positions up to its end, None without RoPE."""
-        first, end = plan.seen, plan.seen + keys.shape[2]
-        kept = rotate(keys, factors[first:]) if factors is not None and rows.keys_rotated else keys
-        rows.keys[:, first:end], rows.values[:, first:end] = kept.flatten(0, 1), values.flatten(0, 1)
-        rows.rank[:, first:end] = rows.position[:, first:end] = torch.arange(first, end, device=keys.device)
-        if self._writes:
-            free, steps = rows.free[:, None] + torch.arange(end - first, device=keys.device), rows.position[:, first:end]
-            rows.note_written(free, keys.flatten(0, 1), values.flatten(0, 1), steps, rows.of_streams(plan.ids))
-        rows.free += keys.shape[2]
-
-    def _read_runs(self, plan: Runs, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
-        """Runs without evictions, one after the other. -> [B, H, G, T, Dv]."""
-        rows, places = self.slots.rows(plan.attended, layer), plan.places
-        steps = torch.stack(list(places.steps), 1)
-        ids = torch.stack(list(places.ids), 1) if places.ids else steps
-        read = RunReader(rows, terms, self._placement.mode, self.rotation, plan.updates)
-        by_head, out, first = query.shape[:2], [], 0
-        query, keys, values = query.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1)
-        for number, length in enumerate(plan.lengths):
-            at = slice(first, first + length)
-            run = Run(query[..., at, :], keys[:, at], values[:, at], steps[:, at], ids[:, at])
-            due = number < len(plan.lengths) - 1 or plan.evicts_at_end
-            out.append(read(run, places.now[first : first + length], due))
-            first += length
-        return torch.cat(out, 2).unflatten(0, by_head)
-
-    def _finish(self, plan: Step) -> None:
-        """Update the statistics with a step's attention, and find the slots of the next token."""
-        places, kernel = plan.places, self._kernels.release if self._method.step_kernel else None
-        if kernel is not None and places.valid[0] is None and not places.ragged:
-            kernel(self.slots, plan.rows, plan.seen.get("weights"), places.steps[0], places.evicts[0])
-            return
-        if plan.seen:
-            plan.rows.update(plan.seen, places.valid[0])
-        plan.rows.release(places.valid[0], places.evicts[0], places.ragged)

@@ -14,7 +14,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrai
 import kvbench.harness.models.shared_kv  # noqa: F401  # registers its model
 from kvbench.harness.core.device import free_bytes, use_full_float32
 from kvbench.harness.core.errors import RefusedModelError, UserError
-from kvbench.harness.engine import interface
+from kvbench.harness.engine.attention import NAME
 from kvbench.harness.engine.model import Model, UnsupportedModelError, adopt
 from kvbench.harness.models.config import first_cause, read_config
 from kvbench.harness.models.layers import device_map, devices_for_layers, dispatch
@@ -193,5 +193,5 @@ def _random_model(config: Any, dtype: torch.dtype, device: torch.device, model_c
         raise MemoryError(f"its weights take {needed / 2**30:.1f} GiB, {free_bytes(device) / 2**30:.1f} GiB are free")
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):
         torch.manual_seed(0)
-        model: PreTrainedModel = model_class.from_config(config, dtype=dtype, attn_implementation=interface.NAME)
+        model: PreTrainedModel = model_class.from_config(config, dtype=dtype, attn_implementation=NAME)
     return model

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.engine import interface
+from kvbench.harness.engine.attention import NAME
 from kvbench.harness.models.config import first_cause
 
 _POOLER = re.compile(r"(^|\.)pooler\.")  # reads the last hidden states; what it makes of them is never looked at
@@ -43,7 +43,7 @@ def read_weights(
             directory,
             config=config,
             dtype=dtype,
-            attn_implementation=interface.NAME,
+            attn_implementation=NAME,
             trust_remote_code=False,
             use_safetensors=None if allow_pickle else True,
             ignore_mismatched_sizes=True,  # `_refuse_misfits` reports them by name

@@ -148,7 +148,7 @@ class WalkKernel:
         )  # fmt: skip
         failed = self._kernel(
             *(x.data_ptr() for x in arrays), first.stride(0), first.stride(1), size, group, tokens, pairs, slots.num_slots, dims,
-            count, seen, slots.cadence.most or 0, slots.every, slots.shape.sliding_window or 0, layer,
+            count, seen, slots.most or 0, slots.every, slots.shape.sliding_window or 0, layer,
             slots.num_layers, heads, mixed_seed(slots.seed), self._rotated_by, self._angles, torch.get_num_threads(),
         )  # fmt: skip
         if failed:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
-from kvbench.harness.engine.model import Model, Reader
+from kvbench.harness.engine.model import Model
+from kvbench.harness.engine.probes import LayerCache
 from kvbench.harness.engine.slots import LayerShape
 from kvbench.harness.engine.watch import Chunk, Watcher
 from kvbench.policies import Attention, CacheView, Statistic
@@ -30,7 +31,7 @@ class Recorder:
     """Turns steps, which attend over slots, into chunks over positions, and shows them after every block."""
 
     def __init__(
-        self, shapes: Sequence[LayerShape], readers: Sequence[Reader], ids: Tensor, watcher: Watcher, sunk: Collection[int]
+        self, shapes: Sequence[LayerShape], readers: Sequence[LayerCache], ids: Tensor, watcher: Watcher, sunk: Collection[int]
     ) -> None:
         """Begin with empty samples.
 

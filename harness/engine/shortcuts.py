@@ -1,0 +1,178 @@
+"""Shortcuts: blocks of several tokens, read faster than token by token, with the numbers of the plain walk in `walk.py`.
+
+`Fill` attends in one go while nothing has to be evicted. `Closed` computes banded attention where it is known beforehand what is
+kept. `CompiledWalk` leaves the loop over tokens to a kernel. `Runs` attends in one go from one eviction to the next.
+
+Axis letters: B streams, H KV heads, N = B * H, G query heads of a KV head, T tokens, D key dim, Dv value dim, P pairs of dims.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvbench.harness.engine.attention import Terms, causal
+from kvbench.harness.engine.closed_form import ClosedForm
+from kvbench.harness.engine.kernels.choose import Kernels
+from kvbench.harness.engine.method import RAN, Method
+from kvbench.harness.engine.plan import Block, Closed, CompiledWalk, Fill, Plan, Runs
+from kvbench.harness.engine.rotary import Placement, rotate
+from kvbench.harness.engine.rows import Held, Rows, writes
+from kvbench.harness.engine.runs import Run, RunReader
+from kvbench.harness.engine.slots import Slots
+from kvbench.policies import Statistic
+
+_MIN_COMPILED_TOKENS = 4  # shorter blocks don't repay the kernel's copies
+
+
+class Shortcuts:
+    """Reads blocks into the layers of one `Slots`.
+
+    Attributes:
+        form: the closed form of the blocks, if they have one and it may be used.
+    """
+
+    def __init__(self, slots: Slots, placement: Placement, form: ClosedForm | None, kernels: Kernels, method: Method) -> None:
+        """Read into some slots.
+
+        Args:
+            slots: of the layers.
+            placement: RoPE of the layers.
+            form: see the attribute.
+            kernels: that serve the slots and may be used.
+            method: shortcuts that may be taken.
+        """
+        self.form = form
+        self._slots, self._placement, self._kernels, self._method = slots, placement, kernels, method
+        self._writes = any(writes(s) for s in slots.tensors.states)
+
+    def plan(self, block: Block, ordered: bool) -> Fill | Closed | CompiledWalk | None:
+        """How a block is read in one go; None if it isn't. ordered: the slots hold their tokens oldest first."""
+        slots, seen = self._slots, block.seen
+        if self._can_fill(block):
+            return Fill(seen or 0, block.ids)
+        if seen is None:
+            return None
+        if self.form is not None and self.form.takes(block.tokens, seen):
+            return Closed(self.form, seen, ordered)
+        kernel = self._kernels.walk if self._method.walk_kernel and block.tokens >= _MIN_COMPILED_TOKENS else None
+        if kernel is None:
+            return None
+        factors = None
+        if not kernel.rotates:
+            ranks, steps = (x[:, None, None] for x in (slots.cadence.held_of(block.steps), block.steps))
+            factors = self._placement.of_queries(ranks, steps, slots.num_slots)
+        return CompiledWalk(kernel, factors, slots.attended(block.end), seen, ordered, block)
+
+    def runs(self, block: Block) -> list[int] | None:
+        """The lengths of the runs that a block may be read in; None if it has to be walked token by token."""
+        far = self._placement.mode == "clamped" and (block.end or 0) > self._placement.limit
+        if block.seen is None or not self._method.fill or far:
+            return None
+        lengths = self._slots.cadence.runs(block.seen, block.tokens)
+        return lengths if len(lengths) == 1 or self._slots.every > 1 else None
+
+    def reads_at_once(self, block: Block) -> bool:
+        """Whether a block can pass one layer before it enters the next.
+
+        Where layers share a cache, a token is evicted only after the last of them has seen what is held. So a block must pass
+        token by token, unless nothing is evicted while it is read, or what each token sees is known beforehand.
+        """
+        if self._slots.shape.readers == 1 or block.tokens == 1 or self._can_fill(block):
+            return True
+        return self.form is not None and block.seen is not None and self.form.takes(block.tokens, block.seen)
+
+    def ordered_after(self, plan: Plan, ordered: bool, end: int | None) -> bool:
+        """Whether the slots hold their tokens oldest first after a block that ends with `end` tokens; None if streams differ."""
+        capacity = self._slots.capacity
+        still_filling = ordered and (capacity is None or (end is not None and end <= capacity))
+        return isinstance(plan, Closed) or (isinstance(plan, CompiledWalk) and plan.kernel.leaves_ordered) or still_filling
+
+    def _can_fill(self, block: Block) -> bool:
+        """Whether nothing that the block's tokens do depends on the walk: no eviction, no updates, true distances."""
+        slots, end = self._slots, block.end
+        if end is None or not self._method.fill or slots.cadence.dropped or (slots.sees and end > slots.quiet):
+            return False
+        if slots.budget.of_rows is not None:  # of a prompt some heads hold less than others, even if one of them holds all
+            return False
+        fits = slots.capacity is None or end <= slots.capacity
+        return fits and (self._placement.mode != "clamped" or end <= self._placement.limit)
+
+    def attend(self, plan: Plan, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms, place: int) -> Tensor:
+        """Take a block into one layer. Arguments and result are those of `Walk.attend`."""
+        slots, rotation = self._slots, self._placement.rotation
+        if rotation is not None and not isinstance(plan, Closed) and not (isinstance(plan, CompiledWalk) and plan.kernel.rotates):
+            query, keys = rotation.pair(query), rotation.pair(keys)
+        query = query.unflatten(1, (keys.shape[1], -1))
+        match plan:
+            case Fill():
+                out = self._fill(plan, layer, query, keys, values, terms, place)
+            case Closed():
+                rows = slots.rows(slots.num_slots, layer)
+                held = plan.held[layer] if place else rows.oldest_first(min(plan.seen, slots.capacity or 0), plan.ordered)
+                if place == 0 and slots.shape.readers > 1:  # these may be views of slots that change now
+                    plan.held[layer] = held = Held(held.keys.clone(), held.values.clone(), held.position.clone(), [])
+                out = plan.form(rows, query, keys, values, terms, held, plan.seen)
+            case CompiledWalk():
+                if not plan.kernel.rotates:
+                    own, scaling = plan.query_factors, terms.scaling
+                    query = query * scaling if own is None else rotate(query, own.scaled(scaling))
+                RAN["compiled walk"] += 1
+                rows, written = slots.rows(plan.attended, layer), self._written(plan, layer, keys, values)
+                out = plan.kernel(slots, rows, layer, query, keys, values, terms.scaling, plan.ordered, plan.seen, written)
+            case Runs():
+                out = self._read_runs(plan, layer, query, keys, values, terms)
+            case _:
+                raise AssertionError(f"{type(plan).__name__} is no shortcut")
+        return out.flatten(1, 2)
+
+    def _fill(self, plan: Fill, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms, place: int) -> Tensor:
+        """A block that all fits: causal attention in one go. -> [B, H, G, T, Dv]."""
+        end, streams, rotation = plan.seen + keys.shape[2], query.shape[0], self._placement.rotation
+        rows = self._slots.rows(self._slots.num_slots, layer)
+        factors = None
+        if rotation is not None:
+            factors = rotation.factors(torch.arange(end, device=keys.device), keys.dtype, end)
+            query = rotate(query, factors[plan.seen :])
+        if place == 0:
+            self._enter(plan, rows, keys, values, factors)
+        all_keys, all_values = (x[:, :end].unflatten(0, (streams, -1)) for x in (rows.keys, rows.values))
+        if factors is not None and not rows.keys_rotated:
+            all_keys = rotate(all_keys, factors)
+        return causal(query, all_keys, all_values, terms)
+
+    def _enter(self, plan: Fill, rows: Rows, keys: Tensor, values: Tensor, factors: Tensor | None) -> None:
+        """Write a block that all fits. keys: paired; factors: RoPE of all positions up to its end, None without RoPE."""
+        first, end = plan.seen, plan.seen + keys.shape[2]
+        kept = rotate(keys, factors[first:]) if factors is not None and rows.keys_rotated else keys
+        rows.keys[:, first:end], rows.values[:, first:end] = kept.flatten(0, 1), values.flatten(0, 1)
+        rows.rank[:, first:end] = rows.position[:, first:end] = torch.arange(first, end, device=keys.device)
+        if self._writes:
+            free, steps = rows.free[:, None] + torch.arange(end - first, device=keys.device), rows.position[:, first:end]
+            rows.note_written(free, keys.flatten(0, 1), values.flatten(0, 1), steps, rows.of_streams(plan.ids))
+        rows.free += keys.shape[2]
+
+    def _written(self, plan: CompiledWalk, layer: int, keys: Tensor, values: Tensor) -> dict[Statistic, Tensor]:
+        """What statistics compute of a block's tokens before a kernel walks it. [N, T, *k] each."""
+        if not self._writes:
+            return {}
+        if plan.kernel.rotates and self._placement.rotation is not None:
+            keys = self._placement.rotation.pair(keys)
+        rows = self._slots.rows(plan.attended, layer)
+        steps, ids = rows.of_streams(plan.block.steps), rows.of_streams(plan.block.ids)
+        return rows.written(keys.flatten(0, 1), values.flatten(0, 1), steps, ids)
+
+    def _read_runs(self, plan: Runs, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
+        """Runs without evictions, one after the other. -> [B, H, G, T, Dv]."""
+        rows, places = self._slots.rows(plan.attended, layer), plan.places
+        steps = torch.stack(list(places.steps), 1)
+        ids = torch.stack(list(places.ids), 1) if places.ids else steps
+        read = RunReader(rows, terms, self._placement.mode, self._placement.rotation, plan.updates)
+        by_head, out, first = query.shape[:2], [], 0
+        query, keys, values = query.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1)
+        for length in plan.lengths:
+            at = slice(first, first + length)
+            first += length
+            run = Run(query[..., at, :], keys[:, at], values[:, at], steps[:, at], ids[:, at])
+            out.append(read(run, places.now[at], places.evicts[first - 1]))
+        return torch.cat(out, 2).unflatten(0, by_head)
