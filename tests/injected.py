@@ -415,7 +415,7 @@ def leak() -> Iterator[None]:
     plain, child = subprocess.Popen, Path(__file__).with_name("leaking_child.py")
 
     def leaking(command, **kwargs):
-        return plain([sys.executable, str(child)] if command[1:] == ["-c", apart._CHILD] else command, **kwargs)
+        return plain([sys.executable, str(child), *command[3:]] if command[1:3] == ["-c", apart._CHILD] else command, **kwargs)
 
     with patch.object(apart.subprocess, "Popen", leaking):
         yield

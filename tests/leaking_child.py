@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvbench.harness.engine.loop import CachedDecoder
-from kvbench.harness.run import apart
+from kvbench.harness.run.child import child
 
 _LEAKED = 2**22  # bytes per block
 _plain, _kept = CachedDecoder.__call__, []
@@ -18,4 +18,4 @@ def _leaking(self, tokens, valid=None, keep=None):
 
 if __name__ == "__main__":
     CachedDecoder.__call__ = _leaking
-    apart.child()
+    child()

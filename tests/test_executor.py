@@ -1,8 +1,7 @@
-"""What a worker sends back is what this process would have measured. Workers here are objects, and everything passes as bytes."""
+"""What a worker sends back is what this process would have measured. Workers here are objects, and everything passes as JSON."""
 
 from __future__ import annotations
 
-import pickle
 import shutil
 import tempfile
 from pathlib import Path
@@ -14,15 +13,13 @@ from kvbench.harness.core.errors import UserError
 from kvbench.harness.records import RecordStore
 from kvbench.harness.report.leaderboard import render
 from kvbench.harness.run import runner
-from kvbench.harness.run.fleet import FleetWorker
-from kvbench.harness.run.keep_steps import KeepSteps
-from kvbench.harness.run.options import RunOptions
+from kvbench.harness.run.messages import GroupAnswer, RunOrder, pack
+from kvbench.harness.run.options import KeepSteps, RunOptions
 from kvbench.harness.run.prepare import MachineFacts, prepare
 from kvbench.harness.run.progress import NoProgress
-from kvbench.harness.run.ray_loop import Loop, works
 from kvbench.harness.run.request import RunRequest
 from kvbench.harness.run.resources import needs, number_of_workers
-from kvbench.harness.run.worker import Worker, pack
+from kvbench.harness.run.worker import Worker
 from kvbench.harness.suite import Resources
 
 SUITE = """
@@ -55,8 +52,8 @@ def worker_of(order, texts):
     return Worker(order, texts.__getitem__, lambda *_: None, Path(tempfile.mkdtemp(dir=".")))
 
 
-class Bytes:
-    """An `Executor` of two workers whose every message is pickled."""
+class ByMessages:
+    """An `Executor` of two workers whose every message is a line of JSON."""
 
     def __init__(self, options, broken=()):
         self.options, self.groups_of, self.broken = options, [], list(broken)
@@ -64,24 +61,18 @@ class Bytes:
     def measure(self, groups, cells, ledger):
         numbers = {cell.id: number for number, cell in enumerate(cells)}
         prepared = {item.cell.id: item for group in groups for item in group}
-        sent = pickle.dumps(pack(cells, prepared, self.options, "cpu", 1))
+        order, texts = pack(cells, prepared, self.options, "cpu", 1)
+        assert len(texts) == len({id(item.data) for item in prepared.values()}), "all data are sent"
         workers = []
         for _ in range(2):
-            order, texts = pickle.loads(sent)
-            workers.append(worker_of(order, texts))
+            workers.append(worker_of(RunOrder.from_json(order.to_json()), texts))
             assert workers[-1].check([numbers[cell] for cell in prepared]) == ""
-        loop = Loop(FakeFleet(), works(groups, "cpu"), groups, numbers, ledger)
         for number, group in enumerate(groups):
             references = [None if r is None else r.as_json() for r in ledger.references(group)]
             answer = workers[number % 2].measure([numbers[item.cell.id] for item in group], references)
-            assert not answer.mistake
+            received = GroupAnswer.from_json(answer.to_json())
             for item in group:
-                loop._write(item, pickle.loads(pickle.dumps(answer)).cells[numbers[item.cell.id]])
-
-
-class FakeFleet:
-    ray = None
-    workers: dict[str, FleetWorker] = {}
+                received.cells[numbers[item.cell.id]].deliver(item, ledger.store, ledger.done)
 
 
 @pytest.fixture
@@ -107,11 +98,11 @@ def same(records, others):
     assert render(records, {}).text == render(others, {}).text
 
 
-def test_what_comes_back_as_bytes_makes_the_same_records_and_the_same_page(request_, tmp_path):
+def test_what_comes_back_as_messages_makes_the_same_records_and_the_same_page(request_, tmp_path):
     cells = request_.cells()
     options = request_._options(None, False, False, KeepSteps.from_option("kept=100,end"))
     here = runner.run(cells, RecordStore(tmp_path / "here"), options, NoProgress())
-    there = runner.run(cells, RecordStore(tmp_path / "there"), options, NoProgress(), Bytes(options))
+    there = runner.run(cells, RecordStore(tmp_path / "there"), options, NoProgress(), ByMessages(options))
     same(here, there)
     assert sum(record.facts.keep_map is not None for record in there) == 10
     for folder in ("here", "there"):

@@ -26,7 +26,7 @@ from kvbench.harness.report.keep_map import Map, evictions
 from kvbench.harness.rules.rules import case, cheap_findings
 from kvbench.harness.run import policy_check
 from kvbench.harness.run.keep_map import KeepMap, RecordingDecoder, write_replay
-from kvbench.harness.run.keep_steps import KeepSteps
+from kvbench.harness.run.options import KeepSteps
 from kvbench.policies import Policy
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O

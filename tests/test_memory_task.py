@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -19,9 +20,12 @@ from kvbench.harness.core.errors import UserError
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder, decoder
 from kvbench.harness.engine.method import EAGER
-from kvbench.harness.records import RecordStore
+from kvbench.harness.records import RECORD_VERSION, RecordStore
 from kvbench.harness.records.metrics import READ_AT_POINTS
-from kvbench.harness.run import apart
+from kvbench.harness.run import apart, messages
+from kvbench.harness.run.messages import RunOrder
+from kvbench.harness.run.options import RunOptions
+from kvbench.harness.run.prepare import prepare
 from kvbench.harness.run.request import RunRequest
 from kvbench.harness.tasks.memory import Memory, MemoryOptions
 from kvbench.harness.tasks.memory.measure import tensor_bytes
@@ -122,52 +126,85 @@ def test_the_suite_sees_dense_grow_and_a_bounded_cache_stay(tmp_path):
     assert "## memory" in bench("leaderboard", "--out", "-", cwd=tmp_path).stdout
 
 
-REQUEST = {
-    "directory": "harness/models/shapes/stories-260k.json", "random": True, "dtype": "float32", "rope_length": None,
-    "pickle": False,
-    "task": {"name": "memory", "tokens": 64, "points": 4}, "data": None, "policy": "window", "parameters": {}, "capacity": 8,
-    "positions": "cache", "limit": None, "seed": 0, "block": 16, "walk": False, "threads": 1, "trace": "/dev/null",
-}  # fmt: skip
+SUITE = """
+suite: one
+version: 1
+model: {id: "random:stories-260k"}
+task: {name: memory, tokens: TOKENS, points: POINTS}
+capacity: 8
+policies: [window]
+"""
 
 
-def request(**changes):
-    return apart.CellRun(**(REQUEST | changes))
+@pytest.fixture
+def order(tmp_path, monkeypatch):
+    """The order of one cell."""
+    monkeypatch.chdir(tmp_path)
+
+    def of(tokens=64, points=4):
+        Path("one.yaml").write_text(SUITE.replace("TOKENS", str(tokens)).replace("POINTS", str(points)))
+        options = RunOptions(torch.device("cpu"), block=16)
+        return apart.order_of(prepare(RunRequest("one.yaml").cells(), options.device, None), options)
+
+    return of
 
 
-def test_what_a_cell_dies_of_in_its_process_is_told(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    with pytest.raises(apart.ApartError, match="Window"):
-        apart.measure(request(capacity=None), lambda tokens, text: None)
+def measure(order, progress=lambda tokens, text: None):
+    return apart.measure(order, [None], progress)
+
+
+def changed(order, **fields):
+    return replace(order, cells=[replace(order.cells[0], **fields)])
+
+
+def test_what_a_cell_dies_of_in_its_process_is_told(order):
+    cell = order().cells[0].cell
+    answer = measure(changed(order(), cell=cell | {"capacity": None}))
+    assert "Window" in answer.cells[0].failure["message"]
     with pytest.raises(UserError, match="did you mean 'window'"):
-        apart.measure(request(policy="windw"), lambda tokens, text: None)
+        measure(changed(order(), cell=cell | {"name": "windw"}))
+    with pytest.raises(UserError, match="its data differ from those of the process that started the run"):
+        measure(changed(order(), data_sha256="another"))
 
 
-def test_a_process_that_is_killed_counts_as_out_of_memory(monkeypatch, tmp_path):
+def test_messages_of_another_version_are_refused_in_one_line(order, monkeypatch):
+    """By the process, and by this one. Both show where the other stands."""
+    monkeypatch.setattr(messages, "RECORD_VERSION", RECORD_VERSION + 1)
+    with pytest.raises(UserError, match=f"version {RECORD_VERSION}, here it is {RECORD_VERSION + 1}: install the same on both"):
+        measure(order())
+    sent = order().to_json()
+    monkeypatch.undo()
+    with pytest.raises(UserError, match=f"version {RECORD_VERSION + 1}, here it is {RECORD_VERSION}: install the same on both"):
+        RunOrder.from_json(sent)
+
+
+def test_a_process_that_is_killed_counts_as_out_of_memory(monkeypatch, tmp_path, order):
     monkeypatch.setattr(apart.sys, "executable", str(tmp_path / "python"))
     (tmp_path / "python").write_text("#!/bin/sh\nkill -9 $$\n")
     (tmp_path / "python").chmod(0o755)
     with pytest.raises(MemoryError, match="signal 9"):
-        apart.measure(request(), lambda tokens, text: None)
+        measure(order())
 
 
 RUN = """
 import signal, sys
 from kvbench.harness.run import apart
+from kvbench.harness.run.messages import RunOrder
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell inherits "ignore"
 
 apart._CHILD = sys.argv[2] + apart._CHILD
-apart.measure(apart.CellRun.from_json(sys.argv[1]), lambda tokens, text: print(text, flush=True))
+apart.measure(RunOrder.from_json(sys.argv[1]), [None], lambda tokens, text: print(text, flush=True))
 """
 
 
 @pytest.mark.parametrize(
-    "before", ["", "from kvbench.harness.run import apart; apart._PR_SET_PDEATHSIG = 0; "], ids=["linux", "elsewhere"]
+    "before", ["", "from kvbench.harness.run import child; child._PR_SET_PDEATHSIG = 0; "], ids=["linux", "elsewhere"]
 )
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_its_process_ends_with_the_run_that_is_killed(before, number):
+def test_its_process_ends_with_the_run_that_is_killed(before, number, order):
     """It need not write to the pipe to notice: its work would take minutes without output."""
-    asked = request(task={"name": "memory", "tokens": 10**8, "points": 4})
+    asked = order(tokens=10**8)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", RUN, asked.to_json(), before]
     with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run_:
@@ -185,22 +222,21 @@ def test_its_process_ends_with_the_run_that_is_killed(before, number):
     assert said.count("Traceback") == (number == signal.SIGINT), "of this process, which catches nothing; never of the other"
 
 
-def test_a_process_that_gives_no_answer_is_reported_by_its_exit_code(monkeypatch, tmp_path):
+def test_a_process_that_gives_no_answer_is_reported_by_its_exit_code(monkeypatch, order):
     monkeypatch.setattr(apart, "_CHILD", "import sys; sys.exit(7)")
     with pytest.raises(RuntimeError, match="exit code 7 and without an answer"):
-        apart.measure(request(), lambda tokens, text: None)
+        measure(order())
 
 
-def test_its_process_ends_when_whoever_listens_does(monkeypatch):
+def test_its_process_ends_when_whoever_listens_does(order):
     """Ctrl-C while progress is shown: the exception is passed on, and the process is gone."""
-    monkeypatch.chdir(ROOT)
 
     def interrupted(tokens, text):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        apart.measure(request(task={"name": "memory", "tokens": 10**7, "points": 10**4}), interrupted)
-    assert not [p for p in psutil.Process().children() if "kvbench.harness.run.apart" in " ".join(p.cmdline())]
+        measure(order(10**7, 10**4), interrupted)
+    assert not [p for p in psutil.Process().children() if "kvbench.harness.run.child" in " ".join(p.cmdline())]
 
 
 def test_a_shape_that_does_not_fit_is_a_failed_cell(tmp_path, monkeypatch):

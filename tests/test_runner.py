@@ -13,8 +13,9 @@ from conftest import bench
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.failure import failure, ran_out_of_memory
 from kvbench.harness.run import apart, machine, request
-from kvbench.harness.run.in_child import measure_group
+from kvbench.harness.run.messages import GroupAnswer, RunOrder
 from kvbench.harness.run.request import RunRequest
+from kvbench.harness.run.worker import Worker
 
 SUITE = """
 suite: runner
@@ -173,7 +174,7 @@ def test_cells_after_a_failed_capture_are_measured_in_a_new_process(tmp_path, mo
     request = RunRequest(str(tmp_path / "two.yaml"), threads=1, device="cpu")
     expected = request.measure(tmp_path / "expected", request.cells(), progress=False)
     groups, here = [], []
-    new_process, run_task = apart.measure_group, machine._run_task
+    new_process, run_task = apart.measure, machine._run_task
 
     def fails(attempts, *rest):
         here.append(len(attempts))
@@ -182,7 +183,7 @@ def test_cells_after_a_failed_capture_are_measured_in_a_new_process(tmp_path, mo
         return seconds
 
     monkeypatch.setattr(machine, "_run_task", fails)
-    monkeypatch.setattr(apart, "measure_group", lambda cells, told: groups.append(cells) or new_process(cells, told))
+    monkeypatch.setattr(apart, "measure", lambda order, *rest: groups.append(order) or new_process(order, *rest))
     records = request.measure(tmp_path / "results", request.cells(), progress=False)
     assert (len(here), len(groups)) == (1, 1)
     for record, other in zip(records, expected, strict=True):
@@ -198,12 +199,13 @@ def test_cells_side_by_side_are_measured_in_one_new_process(tmp_path, monkeypatc
     """Latency, whose cells are one group, without the process. A cell that crashes has its error in its record."""
     groups = []
 
-    def in_child(cells, told):
-        groups.append([apart.CellRun.from_json(cell.to_json()) for cell in cells])
-        return apart.GroupResult(**json.loads(json.dumps(measure_group(groups[-1], told))))
+    def in_child(order, references, progress):
+        groups.append(order.cells)
+        worker = Worker(RunOrder.from_json(order.to_json()), [].__getitem__, progress, tmp_path / "scratch", own_process=True)
+        return GroupAnswer.from_json(worker.measure(range(len(order.cells)), references).to_json())
 
     monkeypatch.setattr(machine.PROCESS, "failed", "the capture was invalidated")
-    monkeypatch.setattr(apart, "measure_group", in_child)
+    monkeypatch.setattr(apart, "measure", in_child)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.py").write_text(BAD)
     (tmp_path / "s.yaml").write_text(BAD_BESIDE_GOOD)

@@ -13,7 +13,7 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.method import EAGER
 from kvbench.harness.run import side_by_side
 from kvbench.harness.run.request import RunRequest
-from kvbench.harness.run.side_by_side import Reading, Trial, choose_side_by_side, search
+from kvbench.harness.run.side_by_side import StreamReading, Trial, choose_side_by_side, search
 from kvbench.harness.tasks.common.side_by_side import Independent
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
@@ -116,14 +116,14 @@ def test_a_trial_that_fails_otherwise_is_not_hidden():
 @pytest.mark.parametrize(("policy", "capacity"), [(H2O(), 12), (Dense(), None)], ids=["h2o", "dense"])
 def test_with_next_to_no_memory_streams_are_read_one_at_a_time(policy, capacity, monkeypatch):
     monkeypatch.setattr(side_by_side, "free_bytes", lambda device: 10)
-    reading = Reading(model_of("llama"), CacheConfig(policy, capacity), EAGER, 16)
+    reading = StreamReading(model_of("llama"), CacheConfig(policy, capacity), EAGER, 16)
     chosen = choose_side_by_side(reading, Independent(8, 64))
     assert chosen.streams == 1
     assert chosen.facts["side_by_side"]["because"] == "memory"
 
 
 def test_a_limit_between_gives_a_number_between_in_passes_of_equal_size(monkeypatch):
-    reading = Reading(model_of("llama"), CacheConfig(H2O(), 12), EAGER, 16)
+    reading = StreamReading(model_of("llama"), CacheConfig(H2O(), 12), EAGER, 16)
     one = side_by_side._trial(reading, Independent(8, 64), 1).stream_bytes
     monkeypatch.setattr(side_by_side, "free_bytes", lambda device: 2 * 5 * one + 16)
     monkeypatch.setattr(side_by_side, "_speed", lambda decoder, model, streams, tokens: streams)
@@ -136,25 +136,26 @@ def test_a_limit_between_gives_a_number_between_in_passes_of_equal_size(monkeypa
 def test_a_stream_counts_with_its_cache_at_its_largest():
     model = model_of("llama")
     trials = [
-        side_by_side._trial(Reading(model, CacheConfig(Dense()), EAGER, 16), Independent(2, tokens), 1) for tokens in (100, 4000)
+        side_by_side._trial(StreamReading(model, CacheConfig(Dense()), EAGER, 16), Independent(2, tokens), 1)
+        for tokens in (100, 4000)
     ]
     assert trials[1].stream_bytes - trials[0].stream_bytes >= model.kv_bytes(4000) - model.kv_bytes(512)
 
 
 def test_faster_methods_keep_the_size_of_their_logits():
-    reading = Reading(model_of("llama"), CacheConfig(Dense()), EAGER, 2048)
+    reading = StreamReading(model_of("llama"), CacheConfig(Dense()), EAGER, 2048)
     assert [reading.block_for(n) for n in (1, 2, 8, 64)] == [2048, 1024, 256, 256]
-    fixed = Reading(model_of("llama"), CacheConfig(Dense()), EAGER, 2048, keeps_block=True)
+    fixed = StreamReading(model_of("llama"), CacheConfig(Dense()), EAGER, 2048, keeps_block=True)
     assert fixed.block_for(64) == 2048
 
 
 def test_windows_run_afresh_fill_a_pass():
-    reading = Reading(model_of("llama"), CacheConfig(RecomputeWindow(), 1023), EAGER, 256)
+    reading = StreamReading(model_of("llama"), CacheConfig(RecomputeWindow(), 1023), EAGER, 256)
     assert choose_side_by_side(reading, Independent(100, 5000)).streams == 8
 
 
 def test_a_keep_map_has_all_streams_in_one_decoder():
-    reading = Reading(model_of("llama"), CacheConfig(H2O(), 12), EAGER, 16)
+    reading = StreamReading(model_of("llama"), CacheConfig(H2O(), 12), EAGER, 16)
     assert choose_side_by_side(reading, Independent(8, 64), keep_map=True).streams == 8
 
 

@@ -12,7 +12,7 @@ import torch
 from kvbench.harness.core.device import allows_tf32, use_full_float32
 from kvbench.harness.models.load import load_model
 from kvbench.harness.records import RecordStore, read
-from kvbench.harness.run import machine_facts
+from kvbench.harness.run import machine
 from kvbench.harness.run.request import RunRequest
 
 ROOT = Path(__file__).parents[1]
@@ -51,7 +51,7 @@ def test_the_record_says_whether_it_is_allowed(tmp_path, monkeypatch, state):
         'suite: s\nversion: 1\nmodel: {id: "builtin:sink_1"}\ntask: {name: perplexity, data: prose, tokens: 40}\n'
         "policies: [{name: window, capacity: 8}]\n"
     )
-    monkeypatch.setattr(machine_facts, "allows_tf32", lambda device: state, raising=False)
+    monkeypatch.setattr(machine, "allows_tf32", lambda device: state, raising=False)
     request = RunRequest(str(tmp_path / "s.yaml"), threads=1, device="cpu")
     (record,) = request.measure(tmp_path / "results", request.cells(), progress=False)
     (file,) = (tmp_path / "results").rglob("*.json")

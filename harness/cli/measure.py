@@ -13,7 +13,7 @@ from kvbench.harness.cli.closing import show_closing
 from kvbench.harness.cli.output import FILLED, debugging, print_rows, results_option, writable
 from kvbench.harness.cli.running import suite_options
 from kvbench.harness.core.errors import Exit
-from kvbench.harness.run.keep_steps import KeepSteps
+from kvbench.harness.run.options import KeepSteps
 from kvbench.harness.run.request import RunRequest
 
 

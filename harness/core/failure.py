@@ -12,15 +12,6 @@ _TRACEBACK_LINES = 30  # the last ones
 _MAX_LINE_CHARACTERS = 300
 
 
-class ApartError(RuntimeError):
-    """The error of a cell that ran in its own process."""
-
-    def __init__(self, failure: dict[str, Any]) -> None:
-        """Wrap what `failure` returned in that process."""
-        super().__init__(failure["message"])
-        self.failure = failure
-
-
 def failure(error: BaseException) -> dict[str, Any]:
     """An error for a record.
 
@@ -28,8 +19,6 @@ def failure(error: BaseException) -> dict[str, Any]:
         kind; message: its first line; where: the line of the policy's code, or else of ours, that raised it;
         traceback: its last lines. Files are named without folders, which are the user's business.
     """
-    if isinstance(error, ApartError):
-        return error.failure
     kind = "out of memory" if ran_out_of_memory(error) else type(error).__name__
     return {"kind": kind, "message": first_line(error), "where": where(error), "traceback": _traceback(error)}
 

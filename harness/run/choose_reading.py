@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import torch
 
 from kvbench.harness.core.device import free_bytes, wait_for
+from kvbench.harness.engine.budgets import static_table
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fastcheck import FastCheck, fast_method
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import TOKEN_BY_TOKEN, Method
 from kvbench.harness.engine.model import Model
-from kvbench.harness.run.check_budgets import kind_of_budgets
 from kvbench.harness.tasks.task import Task
+from kvbench.policies import Composed, Policy
 
 PLAIN_BLOCK_TOKENS = 256  # block size of the plain walk
 MAX_BLOCK_TOKENS = 2048  # of the faster methods
@@ -64,7 +65,7 @@ def choose_reading(
     streams = 1 if task.block_of_all else task.at_once(options)
     block = block or (_block_that_fits(model, streams) if is_fast else PLAIN_BLOCK_TOKENS)
     facts.update({"block": block, "method": check.blocks, "step": check.step})
-    budgets = kind_of_budgets(model, config)
+    budgets = _kind_of_budgets(model, config)
     facts.update({"budgets": budgets} if budgets else {})
     slow = ""
     if check.blocks == "walk" and not walk and not task.of_device:
@@ -94,3 +95,21 @@ def _block_that_fits(model: Model, streams: int) -> int:
     bytes_per_token = streams * 3 * 4 * vocabulary  # float32 logits, and two copies in the loss
     fitting = int(LOGITS_SHARE_OF_FREE_MEMORY * free_bytes(model.device) / bytes_per_token)
     return max(PLAIN_BLOCK_TOKENS, min(MAX_BLOCK_TOKENS, 2 ** max(0, fitting.bit_length() - 1)))
+
+
+def _kind_of_budgets(model: Model, config: CacheConfig) -> str | None:
+    """Why heads hold different numbers of tokens: "table", "pool" or "prompt"; None if they don't."""
+    policy = config.policy if config.capacity is None else config.policy.bind(config.capacity)
+    if config.capacity is not None and policy.caches and static_table(model, config, None) is not None:
+        return "table"
+    if config.capacity is not None and policy.pool_floor(config.capacity) is not None:
+        return "pool"
+    return "prompt" if _asks_the_prompt(policy) else None
+
+
+def _asks_the_prompt(policy: Policy) -> bool:
+    """Whether the policy, or one that answers for it, computes budgets from a prompt."""
+    answers = type(policy).prompt_budgets
+    if isinstance(policy, Composed) and answers is Composed.prompt_budgets:
+        return _asks_the_prompt(policy.score)
+    return answers is not Policy.prompt_budgets

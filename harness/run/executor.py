@@ -1,25 +1,91 @@
-"""Who measures the groups of a run. The process that asked writes the records."""
+"""What a run and whoever measures its cells say to each other: groups of cells go in, outcomes and progress come back."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
-from kvbench.harness.records import Record, RecordStore
-from kvbench.harness.run.group import Group
-from kvbench.harness.run.machine import Machine
-from kvbench.harness.run.options import RunOptions
-from kvbench.harness.run.outcome import Outcome
+from kvbench.harness.records import Record, RecordStore, digest
+from kvbench.harness.records.facts import Failure
+from kvbench.harness.records.metrics import Metrics
+from kvbench.harness.run.keep_map import KeepMap, ReceivedMap
 from kvbench.harness.run.prepare import Prepared
-from kvbench.harness.run.watcher import Watcher
 from kvbench.harness.suite import Cell
+
+Group = Sequence[Prepared]  # what is measured at once: one cell, or the cells of one model and task side by side
+
+
+def groups(prepared: Sequence[Prepared]) -> list[Group]:
+    """Cells that are measured at once: one alone, or those of one model, task and seed if the task measures side by side."""
+    found: dict[str, list[Prepared]] = {}
+    for item in prepared:
+        cell = item.cell
+        alone = "" if item.task.together else cell.id
+        found.setdefault(digest([cell.model.model_dump(), cell.task.model_dump(), cell.seed, alone]), []).append(item)
+    return list(found.values())
+
+
+def needs_machine(group: Group) -> bool:
+    """Whether nothing else may run on the machine meanwhile: its figures are times or memory."""
+    return group[0].task.of_device or group[0].task.apart
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A measured cell.
+
+    Attributes:
+        facts: of its record.
+        metrics: its figures; None if it failed.
+        failure: why it failed; None if it went well.
+        trace: file with its trace, which may be empty; None if it failed.
+        keep_map: None if none was asked for, the task has none, or it failed.
+    """
+
+    facts: dict[str, Any]
+    metrics: Metrics | None
+    failure: Failure | None
+    trace: Path | None
+    keep_map: KeepMap | ReceivedMap | None
+
+
+Done = Callable[[Prepared, Outcome], None]
+
+
+def trace_suffix(item: Prepared) -> str:
+    """End of the name of a cell's trace."""
+    return item.task.trace or ".trace"  # a task without a trace leaves the file empty
+
+
+class RunWatcher(Protocol):
+    """Receives the progress of a run."""
+
+    def begin(self, label: str, number: int, cells: int, total: int, worker: str = "") -> None:
+        """A cell, or a group of cells side by side, starts. It has `total` tokens; 0 if tokens don't measure its progress.
+
+        worker: that measures it; empty if this process does.
+        """
+
+    def advance(self, tokens: int, text: str, worker: str = "") -> None:
+        """`tokens` of what the worker measures are done; `text` is the figure so far."""
+
+    def idle(self, worker: str) -> None:
+        """A worker measures nothing now."""
+
+    def note(self, label: str, text: str) -> None:
+        """Something worth knowing about a policy; nothing if empty."""
+
+    def end(self, label: str, record: Record, skipped: bool) -> None:
+        """A cell has its record; `skipped` if an earlier run wrote it."""
 
 
 class Ledger(Protocol):
     """What a run offers to whoever measures its cells."""
 
     store: RecordStore
-    watcher: Watcher
+    watcher: RunWatcher
 
     def begin(self, group: Group, worker: str = "") -> None:
         """Say that a group starts.
@@ -56,21 +122,3 @@ class Executor(Protocol):
         Raises:
             UserError: a model can't be driven exactly, a cache doesn't fit, or a record can't be written.
         """
-
-
-class InProcess:
-    """Measures one group after the other in this process."""
-
-    def __init__(self, options: RunOptions) -> None:
-        self._options = options
-
-    def measure(self, groups: Sequence[Group], cells: Sequence[Cell], ledger: Ledger) -> None:
-        """See `Executor`."""
-        machine = Machine(self._options, cells, ledger.store)
-        try:
-            for group in groups:
-                ledger.begin(group)
-                machine.measure(group, ledger.references(group), ledger.watcher, ledger.done)
-                ledger.end(group)  # here, because a reader of stderr that is gone ends the run, and fails no cell
-        finally:
-            machine.close()

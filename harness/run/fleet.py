@@ -97,7 +97,7 @@ class Fleet:
                 if theirs != ours[name]:
                     raise UserError(f"{worker.label}: {name} is {theirs}, here it is {ours[name]}: install the same on both")
         for ref, worker in [(w.actor.machine.remote(self._device, self._threads), w) for w in workers]:
-            worker.machine = self._get(ref, worker)
+            worker.machine = MachineFacts(**self._get(ref, worker))
 
     def brief(self, workers: Iterable[FleetWorker]) -> None:
         """Send the order of the run.
@@ -108,7 +108,7 @@ class Fleet:
         for ref, worker in [(w.actor.open.remote(self._order, self._texts), w) for w in workers]:
             self._get(ref, worker)
 
-    def give(self, order: Any, texts: Sequence[bytes]) -> None:
+    def give(self, order: str, texts: Sequence[str]) -> None:
         """Put what all workers get into Ray's object store, once, and send it.
 
         Raises:

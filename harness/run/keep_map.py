@@ -25,7 +25,7 @@ from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.records import Record, RecordStore
 from kvbench.harness.records.facts import Facts
 from kvbench.harness.report.keep_map import SUFFIX, Map, arrow, evictions, replayable_capacities
-from kvbench.harness.run.keep_steps import KeepSteps
+from kvbench.harness.run.options import KeepSteps
 from kvbench.harness.run.prepare import Prepared
 from kvbench.harness.tasks.task import Job
 

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import atexit
 import gc
+import platform
 import time
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from kvbench import __version__
 from kvbench.harness.core import plugins
-from kvbench.harness.core.device import free_bytes, wait_for
-from kvbench.harness.core.errors import DISK_ERRNOS, UserError
-from kvbench.harness.core.failure import ApartError, failure
+from kvbench.harness.core.calibration import calibration_ms
+from kvbench.harness.core.device import allows_tf32, device_name, free_bytes, instructions, wait_for
+from kvbench.harness.core.errors import DISK_ERRNOS, UserError, described
+from kvbench.harness.core.failure import failure
 from kvbench.harness.core.files import new_partial
-from kvbench.harness.core.parameters import parameters_of
+from kvbench.harness.engine.budgets import floor_of, static_table
 from kvbench.harness.engine.captured import PROCESS
 from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.method import EAGER, TOKEN_BY_TOKEN
 from kvbench.harness.engine.model import Model
 from kvbench.harness.models.hub import is_random
 from kvbench.harness.models.load import load_model
@@ -26,36 +31,34 @@ from kvbench.harness.records import Record, RecordStore
 from kvbench.harness.records.facts import Failure
 from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.run import apart
-from kvbench.harness.run.check_budgets import refuse_wrong_budgets
 from kvbench.harness.run.choose_reading import PLAIN_BLOCK_TOKENS, choose_reading
+from kvbench.harness.run.executor import Done, Group, Outcome, RunWatcher, trace_suffix
 from kvbench.harness.run.keep_map import KeepMap, open_map
-from kvbench.harness.run.machine_facts import machine_facts
+from kvbench.harness.run.messages import GroupAnswer
 from kvbench.harness.run.options import RunOptions
-from kvbench.harness.run.outcome import Outcome, trace_suffix
 from kvbench.harness.run.prepare import Prepared, refuse_if_too_large
-from kvbench.harness.run.side_by_side import Reading, choose_side_by_side
-from kvbench.harness.run.watcher import Watcher
+from kvbench.harness.run.side_by_side import StreamReading, choose_side_by_side
 from kvbench.harness.suite import Cell
 from kvbench.harness.suite.file import ModelSpec
 from kvbench.harness.tasks.task import Job, MeasurementError
 
 _Result = Metrics | Exception | SystemExit
 _Finish = Callable[["_Attempt", float | None], None]  # hands a cell's outcome over; the seconds of the task's own work so far
-Done = Callable[[Prepared, Outcome], None]
 
 
 class Machine:
     """This machine, as it measures one group of cells after the other. It keeps the model that was loaded last."""
 
-    def __init__(self, options: RunOptions, cells: Sequence[Cell], folder: RecordStore) -> None:
+    def __init__(self, options: RunOptions, cells: Sequence[Cell], folder: RecordStore, own_process: bool = False) -> None:
         """Nothing is loaded yet.
 
         Args:
             options: how to run.
             cells: all that may be measured; a cache that does not fit is reported when its model is loaded.
             folder: where traces and keep maps are written while a cell is measured.
+            own_process: this process is there for one group, which needs no other.
         """
-        self._options, self._folder = options, folder
+        self._options, self._folder, self._own_process = options, folder, own_process
         self._models = _LastModel(options.device, cells)
         atexit.register(gc.unfreeze)  # else libraries complain of objects that are left at the end
 
@@ -63,7 +66,7 @@ class Machine:
         """Free the model's memory."""
         self._models.drop()
 
-    def measure(self, group: Sequence[Prepared], references: Sequence[Record | None], watcher: Watcher, done: Done) -> None:
+    def measure(self, group: Group, references: Sequence[Record | None], watcher: RunWatcher, done: Done) -> None:
         """Measure the cells of a group. `done` gets each cell's outcome as soon as it is known.
 
         Args:
@@ -76,6 +79,9 @@ class Machine:
             UserError: the model can't be driven exactly, a cache doesn't fit, or the folder can't be written to.
         """
         options, folder = self._options, self._folder
+        if not self._own_process and (PROCESS.failed or _plainly(group[0], options)):
+            self._measure_apart(group, references, watcher, done)
+            return
         attempts = [
             _Attempt(item, _partial_trace(item, folder), open_map(item, folder, options.keep), reference)
             for item, reference in zip(group, references, strict=True)
@@ -101,6 +107,30 @@ class Machine:
                 attempt.trace.unlink(missing_ok=True)
                 if attempt.keep_map is not None:
                     attempt.keep_map.discard()
+
+    def _measure_apart(self, group: Group, references: Sequence[Record | None], watcher: RunWatcher, done: Done) -> None:
+        """Measure the cells of a group in a process of its own, with the facts that it notes there."""
+        if PROCESS.failed:
+            self.close()
+        started = time.perf_counter()
+        try:
+            answer = apart.measure(apart.order_of(group, self._options), references, watcher.advance)
+        except UserError:
+            raise
+        except Exception as error:  # the process died, and the other groups must still run
+            here = machine_facts(self._options.device, 0.0, None, None)
+            answer = GroupAnswer.from_error(error, [item.facts | here for item in group])
+        seconds = round(time.perf_counter() - started, 3)
+        for label, text in answer.notes:
+            watcher.note(label, text)
+        for number, item in enumerate(group):
+            answer.cells[number].facts["seconds"] = seconds
+            answer.cells[number].deliver(item, self._folder, done)
+
+
+def _plainly(item: Prepared, options: RunOptions) -> bool:
+    """Whether a cell is measured in plain PyTorch, in a process of its own."""
+    return item.task.apart and options.device.type == "cpu"
 
 
 class _LastModel:
@@ -152,7 +182,29 @@ def _check_capacities(cells: Sequence[Cell], model: Model) -> None:
             continue
         if cell.most_kept is not None and cell.policy.caches:
             refuse_if_too_large(cell, model.kv_bytes(cell.most_kept, task.streams(cell.task)), free, model.device)
-        refuse_wrong_budgets(cell, task.prompt_tokens(cell.task), model)
+        _refuse_wrong_budgets(cell, task.prompt_tokens(cell.task), model)
+
+
+def _refuse_wrong_budgets(cell: Cell, prompt: int | None, model: Model) -> None:
+    """Refuse a policy whose table of budgets does not fit the model, before anything is measured.
+
+    Args:
+        cell: to be measured.
+        prompt: length of its prompts, if they have one.
+        model: of the cell.
+
+    Raises:
+        UserError: the table has another shape, its budgets don't add up, or heads keep more at least than on average.
+    """
+    if cell.capacity is None:
+        return
+    config = CacheConfig(cell.policy, cell.capacity, evict=cell.evict)
+    try:
+        static_table(model, config, prompt if cell.evict == "prompt" else None)
+        floor_of(cell.policy.bind(cell.capacity), cell.capacity)
+    except Exception as error:  # a user's policy may raise anything
+        why = str(error) if isinstance(error, ValueError) else described(error)
+        raise UserError(f"{cell.place}{': ' if cell.place else ''}{cell.label}: {why}") from error
 
 
 class _Attempt:
@@ -182,7 +234,7 @@ class _Attempt:
 
 
 def _try_task(
-    attempts: Sequence[_Attempt], models: _LastModel, options: RunOptions, watcher: Watcher, finish: _Finish
+    attempts: Sequence[_Attempt], models: _LastModel, options: RunOptions, watcher: RunWatcher, finish: _Finish
 ) -> float | None:
     """Run the task. An error that is not the user's becomes the result of every cell that has no outcome yet.
 
@@ -192,11 +244,6 @@ def _try_task(
     folder = attempts[0].trace.parent
     try:
         first = attempts[0].item
-        if first.task.apart and options.device.type == "cpu":
-            return _run_in_subprocess(attempts[0], options, watcher)
-        if PROCESS.failed:
-            models.drop()
-            return _run_in_new_process(attempts, options, watcher)
         return _run_task(attempts, models.load(first), options, watcher, finish)
     except UserError:
         raise
@@ -210,27 +257,7 @@ def _try_task(
         _release_memory(options.device)
 
 
-def _run_in_subprocess(attempt: _Attempt, options: RunOptions, watcher: Watcher) -> float:
-    """Measure one cell in its own process. Returns the seconds of the task's own work."""
-    method, block = "walk" if options.walk else "as the policy allows", options.block or PLAIN_BLOCK_TOKENS
-    attempt.facts.update({"block": block, "method": method})
-    result = apart.measure(_cell_run(attempt, options, block), watcher.advance)
-    attempt.facts.update(result.model)
-    attempt.result = attempt.item.task.metrics.from_json(result.metrics)
-    return result.seconds
-
-
-def _run_in_new_process(attempts: Sequence[_Attempt], options: RunOptions, watcher: Watcher) -> float:
-    """Measure the cells of a group in a new process, because a capture has failed in this one. Returns the task's seconds."""
-    task = attempts[0].item.task
-    result = apart.measure_group([_cell_run(attempt, options, options.block) for attempt in attempts], watcher.advance)
-    for attempt, cell in zip(attempts, result.cells, strict=True):
-        attempt.facts.update(result.model | cell["facts"])
-        attempt.result = ApartError(cell["failure"]) if "failure" in cell else task.metrics.from_json(cell["metrics"])
-    return result.seconds
-
-
-def _run_task(attempts: Sequence[_Attempt], model: Model, options: RunOptions, watcher: Watcher, finish: _Finish) -> float:
+def _run_task(attempts: Sequence[_Attempt], model: Model, options: RunOptions, watcher: RunWatcher, finish: _Finish) -> float:
     """Measure the cells of a group, and finish each as soon as it has a result.
 
     Returns:
@@ -263,13 +290,17 @@ def _partial_trace(item: Prepared, folder: RecordStore) -> Path:
         raise UserError(f"{trace.parent}: can't be written to ({error.strerror}); finished cells are kept") from error
 
 
-def _job(attempt: _Attempt, model: Model, options: RunOptions, watcher: Watcher) -> Job:
+def _job(attempt: _Attempt, model: Model, options: RunOptions, watcher: RunWatcher) -> Job:
     """The cell's job."""
     item, cell = attempt.item, attempt.item.cell
     config = CacheConfig(cell.policy, cell.capacity, cell.positions, cell.limit, cell.seed, cell.evict)
+    if _plainly(item, options):  # a check would take memory of its own
+        method, block = TOKEN_BY_TOKEN if options.walk else EAGER, options.block or PLAIN_BLOCK_TOKENS
+        attempt.facts.update({"block": block, "method": "walk" if options.walk else "as the policy allows"})
+        return Job(model, config, item.data, block, method, attempt.trace, watcher.advance, reference=attempt.reference)
     method, block, facts, slow = choose_reading(model, config, item.task, cell.task, options.block, options.walk)
     watcher.note(cell.label, slow)
-    reading = Reading(model, config, method, block, options.block is not None, item.task.block_of_all)
+    reading = StreamReading(model, config, method, block, options.block is not None, item.task.block_of_all)
     side = choose_side_by_side(reading, item.task.independent(cell.task, item.data), attempt.keep_map is not None)
     attempt.facts.update(facts | side.facts)
     job = Job(
@@ -277,31 +308,6 @@ def _job(attempt: _Attempt, model: Model, options: RunOptions, watcher: Watcher)
         at_once=side.streams,
     )  # fmt: skip
     return job if attempt.keep_map is None else attempt.keep_map.recorded(job)
-
-
-def _cell_run(attempt: _Attempt, options: RunOptions, block: int | None) -> apart.CellRun:
-    """The cell for a subprocess. block: tokens that pass a layer at once; chosen there when None.
-
-    Raises:
-        MeasurementError: its policy is a class that another process can't import, or a keep map is asked for.
-    """
-    if attempt.keep_map is not None:
-        raise MeasurementError("its keep map can't be written by another process: run it again, alone")
-    item, cell, spec = attempt.item, attempt.item.cell, attempt.item.cell.model
-    if type(cell.policy).__module__ == "__main__":
-        name = type(cell.policy).__name__
-        raise MeasurementError(
-            f"this task runs in another process, which can't import {name}: write it to a file, and give file.py:{name}"
-        )
-    return apart.CellRun(
-        directory=item.directory, random=is_random(spec.id), dtype=spec.dtype, rope_length=spec.rope_length, pickle=spec.pickle,
-        devices=spec.devices,
-        task=cell.task.model_dump(exclude_none=True), data=options.data, policy=cell.name,
-        parameters=parameters_of(cell.policy), capacity=cell.capacity, positions=cell.positions, limit=cell.limit,
-        seed=cell.seed, evict=cell.evict, device=str(options.device), block=block, walk=options.walk,
-        threads=torch.get_num_threads(), trace=attempt.trace,
-        reference=None if attempt.reference is None else attempt.reference.as_json(),
-    )  # fmt: skip
 
 
 def _check_result(attempt: _Attempt) -> None:
@@ -318,6 +324,33 @@ def _check_result(attempt: _Attempt) -> None:
             raise MeasurementError(f"better than is possible: {'; '.join(impossible)}")
     except Exception as error:  # a user's task may return anything
         attempt.result = error
+
+
+def machine_facts(device: torch.device, seconds: float, task_seconds: float | None, tokens: int | None) -> dict[str, Any]:
+    """Facts about the machine and the time that a cell took.
+
+    Args:
+        device: that it was measured on.
+        seconds: from beginning to end.
+        task_seconds: of the task's own work; None if it failed.
+        tokens: that it read in this time; None if other cells were measured meanwhile.
+    """
+    packages = ("torch", "transformers", "numpy")
+    tf32 = allows_tf32(device)
+    speed = {} if task_seconds is None else {"measured_seconds": round(task_seconds, 3)}
+    if task_seconds is not None and tokens is not None:
+        speed["tokens_per_second"] = round(tokens / task_seconds, 1)
+    return {
+        "device": device_name(device),
+        "instructions": instructions(device),
+        **({} if tf32 is None else {"tf32": tf32}),
+        "threads": torch.get_num_threads(),
+        "seconds": round(seconds, 3),
+        "calibration_ms": calibration_ms(device),
+        **speed,
+        "versions": {"kv-bench": __version__, "python": platform.python_version(), **{p: version(p) for p in packages}},
+        "platform": f"{platform.system()} {platform.machine()}",
+    }  # fmt: skip
 
 
 def _release_memory(device: torch.device) -> None:

@@ -9,27 +9,46 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
+import psutil
+
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.run.executor import Ledger
+from kvbench.harness.run.executor import Group, Ledger
 from kvbench.harness.run.fleet import Fleet, first_line
-from kvbench.harness.run.group import Group
-from kvbench.harness.run.guard import Guard, descendants
+from kvbench.harness.run.messages import pack
 from kvbench.harness.run.options import RunOptions
 from kvbench.harness.run.prepare import MachineFacts
 from kvbench.harness.run.ray_loop import Loop, works
 from kvbench.harness.run.resources import needs, number_of_workers
-from kvbench.harness.run.worker import pack
 from kvbench.harness.suite import Cell
 
 LOCAL = "local"  # the address that means: start Ray on this machine
 CONNECT_S = 5.0
 OBJECT_STORE_BYTES = 2**29  # holds the texts, and a trace a worker
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+_GUARD = """
+import sys
+import psutil
+processes = []
+for pid in sys.argv[1:]:
+    try:
+        processes.append(psutil.Process(int(pid)))
+    except psutil.NoSuchProcess:
+        pass
+print(flush=True)
+sys.stdin.read()  # ends when the other end is closed, or its process has ended
+for process in processes:
+    try:
+        process.kill()  # not another process that has got its number since
+    except psutil.NoSuchProcess:
+        pass
+"""
 
 
 @dataclass(frozen=True)
@@ -67,7 +86,7 @@ class RayExecutor:
         self._ray = _import_ray()
         self._fleet: Fleet | None = None
         self._owns_ray = False
-        self._guard: Guard | None = None
+        self._guard: _Guard | None = None
         self._device = "cpu"
 
     def __enter__(self) -> Self:
@@ -98,7 +117,7 @@ class RayExecutor:
         numbers = {cell.id: number for number, cell in enumerate(cells)}
         prepared = {item.cell.id: item for group in groups for item in group}
         order, texts = pack(cells, prepared, self._options, self._device, self._settings.threads)
-        self._fleet.give(order, texts)
+        self._fleet.give(order.to_json(), texts)
         kinds = {(i.cell.model.model_dump_json(), i.facts["policy_sha256"], id(i.data)): i.cell.id for i in prepared.values()}
         self._fleet.check([numbers[cell] for cell in kinds.values()])
         Loop(self._fleet, works(groups, self.machine.device), groups, numbers, ledger).run()
@@ -111,10 +130,10 @@ class RayExecutor:
         """
         ray, settings = self._ray, self._settings
         if not ray.is_initialized():
-            others = descendants()
+            others = _descendants()
             _connect(ray, settings.address)
             self._owns_ray = True
-            self._guard = Guard(others) if settings.address == LOCAL else None
+            self._guard = _Guard(others) if settings.address == LOCAL else None
         where = "this machine" if settings.address == LOCAL else settings.address
         machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         gpus = sum(machine.get("GPU", 0.0) for machine in machines)
@@ -194,3 +213,28 @@ def _refuse_silence(address: str) -> None:
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise UserError(f"--ray {address}: no cluster for worker-1: {why}") from error
+
+
+def _descendants() -> list[psutil.Process]:
+    """The processes that this one has started, and those that they have started."""
+    return psutil.Process().children(recursive=True)
+
+
+class _Guard:
+    """A process that ends processes once this one has ended, even if it was killed.
+
+    Ray ends its workers then, but its helpers go on for a minute, because they wait for a server that is gone.
+    """
+
+    def __init__(self, others: Sequence[psutil.Process]) -> None:
+        """From now on, all processes that this one has started end with it, but not the others."""
+        pids = [str(process.pid) for process in _descendants() if process not in others]
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _GUARD, *pids], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        )
+        assert self._process.stdout
+        self._process.stdout.readline()  # it knows them
+
+    def end(self) -> None:
+        """End the processes now, and the guard itself."""
+        self._process.communicate()

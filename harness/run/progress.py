@@ -34,7 +34,7 @@ class StderrConsole(Console):
 
 
 class NoProgress:
-    """A `Watcher` that shows nothing."""
+    """A `RunWatcher` that shows nothing."""
 
     def begin(self, label: str, number: int, cells: int, total: int, worker: str = "") -> None:
         """Ignore it."""
@@ -53,7 +53,7 @@ class NoProgress:
 
 
 class ProgressView:
-    """A `Watcher` that shows progress on a console."""
+    """A `RunWatcher` that shows progress on a console."""
 
     def __init__(self, console: Console, tracebacks: bool = False) -> None:
         """Watch a run.

@@ -11,7 +11,7 @@ from kvbench.harness.core import plugins
 from kvbench.harness.core.errors import UserError, did_you_mean
 from kvbench.harness.core.parameters import parameters_of
 from kvbench.harness.report.frame import Records
-from kvbench.harness.run.keep_steps import KeepSteps
+from kvbench.harness.run.options import KeepSteps
 from kvbench.harness.run.request import RunRequest
 from kvbench.harness.suite import Cell
 from kvbench.policies import Policy

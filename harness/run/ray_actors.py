@@ -61,24 +61,28 @@ def worker_class(ray: Any) -> Any:
             return facts | {"node": ray.get_runtime_context().get_node_id()}
 
         def machine(self, device: str, threads: int) -> Any:
+            from dataclasses import asdict
+
             from kvbench.harness.core.errors import UserError
             from kvbench.harness.run.worker import machine_here
 
             try:
-                return machine_here(device, threads)
+                return asdict(machine_here(device, threads))
             except UserError as error:
                 return str(error)
 
-        def open(self, order: Any, texts: list[Any]) -> str:
+        def open(self, order: str, texts: list[Any]) -> str:
             import tempfile
             from pathlib import Path
 
             from kvbench.harness.core.errors import UserError
+            from kvbench.harness.run.messages import RunOrder
             from kvbench.harness.run.worker import Worker
 
             try:
                 self._scratch = tempfile.mkdtemp(prefix="kv-bench-")
-                self._worker = Worker(order, lambda number: ray.get(texts[number]), self._report, Path(self._scratch))
+                read = RunOrder.from_json(order)
+                self._worker = Worker(read, lambda number: ray.get(texts[number]), self._report, Path(self._scratch))
             except UserError as error:
                 return str(error)
             return ""
@@ -87,7 +91,7 @@ def worker_class(ray: Any) -> Any:
             return self._worker.check(numbers)
 
         def measure(self, numbers: list[int], references: list[Any]) -> Any:
-            return self._worker.measure(numbers, references)
+            return self._worker.measure(numbers, references).to_json()
 
         def close(self) -> None:
             import shutil

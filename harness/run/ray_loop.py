@@ -8,17 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.core.files import new_partial
 from kvbench.harness.records.facts import Failure
 from kvbench.harness.run.estimate import estimates
-from kvbench.harness.run.executor import Ledger
+from kvbench.harness.run.executor import Group, Ledger, Outcome, needs_machine
 from kvbench.harness.run.fleet import Fleet, FleetWorker
-from kvbench.harness.run.group import Group, needs_machine
-from kvbench.harness.run.keep_map import ReceivedMap
-from kvbench.harness.run.outcome import Outcome, trace_suffix
-from kvbench.harness.run.prepare import Prepared
+from kvbench.harness.run.messages import GroupAnswer
 from kvbench.harness.run.schedule import Schedule, Work
-from kvbench.harness.run.worker import Answer, CellAnswer
 
 LOST_S = 60.0  # how long to wait for a new worker if no other is left
 SILENT_S = 10.0  # how long Ray's control service may not answer: after 60 s, Ray ends this process
@@ -123,14 +118,13 @@ class Loop:
         work = worker.work
         assert work is not None
         try:
-            answer: Answer = self._ray.get(ref)
+            line = self._ray.get(ref)
         except self._ray.exceptions.RayTaskError:
             raise  # a bug of ours
         except self._ray.exceptions.RayError:
             self._bury(worker)
             return
-        if answer.mistake:
-            raise UserError(f"{worker.label}: {answer.mistake}")
+        answer = GroupAnswer.from_json(line, worker.label)
         later = not self._schedule.awaited(work.number)
         self._ledger.watcher.idle(worker.label)
         if later:  # the worker goes on while the records are written
@@ -139,29 +133,10 @@ class Loop:
         for label, text in answer.notes:
             self._ledger.watcher.note(label, text)
         for item in self._groups[work.number]:
-            self._write(item, answer.cells[self._numbers[item.cell.id]])
+            answer.cells[self._numbers[item.cell.id]].deliver(item, self._ledger.store, self._ledger.done)
         self._ledger.end(self._groups[work.number])
         if not later:
             self._schedule.done(worker.name)
-
-    def _write(self, item: Prepared, answer: CellAnswer) -> None:
-        trace = None
-        if answer.failure is None:
-            trace = self._ledger.store.trace_path(item.record, trace_suffix(item))
-            try:
-                trace.parent.mkdir(parents=True, exist_ok=True)
-                trace = new_partial(trace)
-                trace.write_bytes(answer.trace or b"")
-            except OSError as error:
-                raise UserError(f"{trace.parent}: can't be written to ({error.strerror}); finished cells are kept") from error
-        metrics = None if answer.metrics is None else item.task.metrics.from_json(answer.metrics)
-        failure = None if answer.failure is None else Failure.from_json(answer.failure)
-        kept = None if answer.keep_map is None else ReceivedMap(*answer.keep_map)
-        try:
-            self._ledger.done(item, Outcome(answer.facts, metrics, failure, trace, kept))
-        finally:
-            if trace is not None:
-                trace.unlink(missing_ok=True)
 
     def _bury(self, worker: FleetWorker) -> None:
         """A worker has died: start another, and give up the group if that was its last try."""

@@ -14,9 +14,8 @@ from kvbench.harness.core.errors import UserError
 
 if TYPE_CHECKING:
     from kvbench.harness.records import Record, RecordStore
-    from kvbench.harness.run.keep_steps import KeepSteps
-    from kvbench.harness.run.options import RunOptions
-    from kvbench.harness.run.watcher import Watcher
+    from kvbench.harness.run.executor import RunWatcher
+    from kvbench.harness.run.options import KeepSteps, RunOptions
     from kvbench.harness.suite import Cell
 
 PUBLISHED = Path("leaderboard/results")  # in a checkout: any cell of the published page can be measured again
@@ -103,7 +102,7 @@ class RunRequest:
 
         options = self._options(block, walk, fresh, keep)
         with ExitStack() as stack:
-            watcher: Watcher = NoProgress()
+            watcher: RunWatcher = NoProgress()
             if progress:
                 view = ProgressView if self.ray is None else WorkersView
                 watcher = stack.enter_context(view(StderrConsole(), tracebacks))
@@ -129,7 +128,7 @@ class RunRequest:
         device = device_of(self.device if self.ray is None else "cpu")  # workers choose their own
         return RunOptions(device, directory, block, walk, fresh, keep)
 
-    def _run(self, cells: Sequence[Cell], store: RecordStore, options: RunOptions, watcher: Watcher) -> list[Record]:
+    def _run(self, cells: Sequence[Cell], store: RecordStore, options: RunOptions, watcher: RunWatcher) -> list[Record]:
         from kvbench.harness.run.runner import run
 
         if self.ray is None:

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import Any
 
+from kvbench.harness.core.errors import UserError
 from kvbench.harness.records import Record, RecordStore
-from kvbench.harness.run.executor import Executor, InProcess
-from kvbench.harness.run.group import Group, groups
-from kvbench.harness.run.keep_map import refuse_unmappable, steps_wanted
+from kvbench.harness.records.facts import Facts
+from kvbench.harness.run.executor import Executor, Group, Ledger, Outcome, RunWatcher, groups, trace_suffix
+from kvbench.harness.run.keep_map import refuse_unmappable, settle_map, steps_wanted
+from kvbench.harness.run.machine import Machine
 from kvbench.harness.run.options import RunOptions
-from kvbench.harness.run.outcome import Outcome, write_record
 from kvbench.harness.run.prepare import MachineFacts, Prepared, prepare
-from kvbench.harness.run.watcher import Watcher
 from kvbench.harness.suite import Cell, labels
 
 __all__ = ["RunOptions", "run"]
 
 
 def run(
-    cells: Sequence[Cell], store: RecordStore, options: RunOptions, watcher: Watcher, executor: Executor | None = None,
+    cells: Sequence[Cell], store: RecordStore, options: RunOptions, watcher: RunWatcher, executor: Executor | None = None,
     measured_on: MachineFacts | None = None,
 ) -> list[Record]:  # fmt: skip
     """Measure every cell that is not finished.
@@ -49,8 +51,26 @@ def run(
         book = _Book(store, watcher, labels(cells))
         left = [group for group in groups(prepared) if not book.skip(group, options)]
         if left:
-            (executor or InProcess(options)).measure(left, cells, book)
+            (executor or _InProcess(options)).measure(left, cells, book)
         return [book.records[cell.id] for cell in cells]
+
+
+class _InProcess:
+    """Measures one group after the other in this process."""
+
+    def __init__(self, options: RunOptions) -> None:
+        self._options = options
+
+    def measure(self, groups: Sequence[Group], cells: Sequence[Cell], ledger: Ledger) -> None:
+        """See `Executor`."""
+        machine = Machine(self._options, cells, ledger.store)
+        try:
+            for group in groups:
+                ledger.begin(group)
+                machine.measure(group, ledger.references(group), ledger.watcher, ledger.done)
+                ledger.end(group)  # here, because a reader of stderr that is gone ends the run, and fails no cell
+        finally:
+            machine.close()
 
 
 class _Book:
@@ -62,7 +82,7 @@ class _Book:
         records: by cell id.
     """
 
-    def __init__(self, store: RecordStore, watcher: Watcher, names: dict[str, str]) -> None:
+    def __init__(self, store: RecordStore, watcher: RunWatcher, names: dict[str, str]) -> None:
         self.store, self.watcher, self.records = store, watcher, dict[str, Record]()
         self._names = names
 
@@ -93,9 +113,29 @@ class _Book:
 
     def done(self, item: Prepared, outcome: Outcome) -> None:
         """Write a cell's record."""
-        self.records[item.cell.id] = write_record(item, outcome, self.store)
+        self.records[item.cell.id] = _write_record(item, outcome, self.store)
 
     def end(self, group: Group, *, skipped: bool = False) -> None:
         """Say that all cells of a group have their records."""
         for item in group:
             self.watcher.end(self._names[item.cell.id], self.records[item.cell.id], skipped)
+
+
+def _write_record(item: Prepared, outcome: Outcome, store: RecordStore) -> Record:
+    """Complete the cell's record, and write it with its trace and its keep map.
+
+    Raises:
+        UserError: the folder can't be written to, or the clock is wrong.
+    """
+    result: dict[str, Any] = {"status": "failed", "error": outcome.failure}
+    if outcome.metrics is not None:
+        result = {"metrics": outcome.metrics}
+    finished = store.stamp(item.record, datetime.datetime.now(datetime.UTC))
+    record = dataclasses.replace(item.record, **result, facts=Facts.from_json(outcome.facts), finished=finished)
+    has_trace = outcome.trace is not None and outcome.trace.stat().st_size > 0
+    try:
+        settle_map(outcome.keep_map, record, store)
+        store.write(record, outcome.trace if has_trace else None, trace_suffix(item))
+    except OSError as error:
+        raise UserError(f"{store.path(record)}: can't be written ({error.strerror}); finished cells are kept") from error
+    return record

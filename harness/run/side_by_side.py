@@ -61,8 +61,8 @@ class Chosen:
 
 
 @dataclass(frozen=True)
-class Reading:
-    """How a cell is read.
+class StreamReading:
+    """How the streams of a cell are read.
 
     Attributes:
         model: of the cell.
@@ -87,7 +87,7 @@ class Reading:
         return self.block if self.keeps_block else min(self.block, max(PLAIN_BLOCK_TOKENS, self.block // streams))
 
 
-def choose_side_by_side(reading: Reading, independent: Independent | None, keep_map: bool = False) -> Chosen:
+def choose_side_by_side(reading: StreamReading, independent: Independent | None, keep_map: bool = False) -> Chosen:
     """The number of streams that are read at once.
 
     Args:
@@ -158,7 +158,7 @@ def search(count: int, limit: int, trial: Callable[[int], Trial], trials: dict[i
         tried = following
 
 
-def _trial(reading: Reading, independent: Independent, streams: int) -> Trial:
+def _trial(reading: StreamReading, independent: Independent, streams: int) -> Trial:
     """Read random tokens with full caches."""
     device = reading.model.device
     _release(device)

@@ -1,18 +1,12 @@
-"""What a worker does for a run: it makes the cells from what the run's own process sent, and measures groups of them.
-
-Everything that passes between the two is plain: JSON, bytes and numbers of cells. Nothing is read from a shared folder: a user's
-own files and the texts come as bytes, and models from the worker's own disk or the hub.
-"""
+"""A worker of a run, on Ray or at the other end of a pipe: makes the cells of an order, and measures groups of them."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,173 +16,27 @@ import torch
 from kvbench.harness.core import plugins
 from kvbench.harness.core.device import device_name, free_bytes
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.core.parameters import names_inside, parameters_of, policy_from
+from kvbench.harness.core.parameters import policy_from
 from kvbench.harness.core.sources import source_digest
 from kvbench.harness.models.hub import model_directory, weights_digest
 from kvbench.harness.models.load import device_of, load_tokenizer
 from kvbench.harness.models.vision import load_image_reader
 from kvbench.harness.records import Record, RecordStore
 from kvbench.harness.records.cell import CellSpec
-from kvbench.harness.run.keep_steps import KeepSteps
+from kvbench.harness.run.executor import Outcome
 from kvbench.harness.run.machine import Machine
+from kvbench.harness.run.messages import CellAnswer, CellOrder, GroupAnswer, RunOrder, data_from_json
 from kvbench.harness.run.options import RunOptions
-from kvbench.harness.run.outcome import Outcome
 from kvbench.harness.run.prepare import MachineFacts, Prepared
 from kvbench.harness.run.progress import NoProgress
 from kvbench.harness.suite import Cell
 from kvbench.harness.suite.file import ModelSpec
 from kvbench.harness.tasks.task import Data
 
-_PLAIN = ("suite", "suite_version", "name", "capacity", "positions", "limit", "seed", "evict", "place")  # fields of a cell
 _TEXTS_KEPT = 4
 _SECONDS_BETWEEN_REPORTS = 0.5
 
 Report = Callable[[int, str], None]
-
-
-@dataclass(frozen=True)
-class CellOrder:
-    """A cell as it is sent to a worker.
-
-    Attributes:
-        cell: fields of the cell that are plain already.
-        model: fields of its `ModelSpec`.
-        task: options of its task.
-        parameters: of its policy.
-        id: of the cell.
-        key: of its record.
-        facts: of its record that are known before it is measured.
-        data: number of its data among those that were sent; None if they can't be sent.
-        data_sha256: fingerprint of the data.
-    """
-
-    cell: dict[str, Any]
-    model: dict[str, Any]
-    task: dict[str, Any]
-    parameters: dict[str, Any]
-    id: str
-    key: str
-    facts: dict[str, Any]
-    data: int | None
-    data_sha256: str
-
-
-@dataclass(frozen=True)
-class Order:
-    """What every worker of a run gets once.
-
-    Attributes:
-        cells: all cells of the run.
-        files: content of a user's own policies and tasks, by the path that names them.
-        folder: that the run was started in; a worker that has it works there.
-        data: directory of the text, for tasks whose data can't be sent.
-        device: to measure on.
-        threads: of the CPU.
-        block: tokens that pass a layer at once; chosen by method and free memory when None.
-        walk: always read token by token inside the layers.
-        keep: write keep maps of these steps.
-    """
-
-    cells: list[CellOrder]
-    files: dict[str, bytes]
-    folder: str
-    data: Path | None
-    device: str
-    threads: int
-    block: int | None
-    walk: bool
-    keep: KeepSteps | None
-
-
-@dataclass(frozen=True)
-class CellAnswer:
-    """An `Outcome` as it is sent back.
-
-    Attributes:
-        facts: of the record.
-        metrics: its figures as JSON; None if it failed.
-        failure: why it failed, as JSON; None if it went well.
-        trace: content of its trace; None if it has none.
-        keep_map: content and steps of its keep map; None if it has none.
-    """
-
-    facts: dict[str, Any]
-    metrics: dict[str, Any] | None
-    failure: dict[str, Any] | None
-    trace: bytes | None
-    keep_map: tuple[bytes, str] | None
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a worker answers to a group.
-
-    Attributes:
-        cells: by number; empty after a mistake.
-        notes: (label, text) of everything worth knowing about policies.
-        mistake: a user's mistake, which ends the run; empty if there is none.
-    """
-
-    cells: dict[int, CellAnswer]
-    notes: list[tuple[str, str]]
-    mistake: str = ""
-
-
-def pack(
-    cells: Sequence[Cell], prepared: Mapping[str, Prepared], options: RunOptions, device: str, threads: int
-) -> tuple[Order, list[bytes]]:
-    """The order of a run, and the texts that go with it.
-
-    Args:
-        cells: all of the run.
-        prepared: by cell id, those that are to be measured; the others are only known to exist.
-        options: of the run.
-        device: of a worker.
-        threads: of a worker.
-
-    Raises:
-        UserError: a policy is defined where no other process can import it, or its file can't be read.
-    """
-    texts: list[bytes] = []
-    numbers: dict[int, int | None] = {}
-    for item in prepared.values():
-        if id(item.data) not in numbers:
-            content = _packed(item.data)
-            numbers[id(item.data)] = None if content is None else len(texts)
-            texts += [] if content is None else [content]
-    orders, files = [], dict[str, bytes]()
-    for cell in cells:
-        wanted, parameters = prepared.get(cell.id), parameters_of(cell.policy)
-        for name in (cell.name, cell.task.name, *names_inside(parameters)):
-            _add_file(name, files)
-        local = Path(cell.model.id).expanduser()
-        model = cell.model.model_dump() | ({"id": str(local.resolve())} if local.is_dir() else {})
-        plain = {name: getattr(cell, name) for name in _PLAIN}
-        task = cell.task.model_dump(exclude_none=True)
-        where = None if wanted is None else numbers[id(wanted.data)]
-        sha256 = "" if wanted is None else wanted.data.ids_sha256
-        key, facts = ("", {}) if wanted is None else (wanted.record.key, wanted.facts)
-        orders.append(CellOrder(plain, model, task, parameters, cell.id, key, facts, where, sha256))
-    return Order(orders, files, os.getcwd(), options.data, device, threads, options.block, options.walk, options.keep), texts
-
-
-def _packed(data: Data) -> bytes | None:
-    """The data as bytes; None if a task's own class can't be sent."""
-    try:
-        return pickle.dumps(data, protocol=5)
-    except Exception:  # a user's task may hold anything
-        return None
-
-
-def _add_file(name: str, files: dict[str, bytes]) -> None:
-    where, colon, attribute = name.rpartition(":")
-    if where == "__main__":
-        raise UserError(f"{name}: a worker can't import {attribute}: write it to a file, and give file.py:{attribute}")
-    if colon and where.endswith(".py") and where not in files:
-        try:
-            files[where] = Path(where).expanduser().read_bytes()
-        except OSError as error:
-            raise UserError(f"{where}: can't be read ({error.strerror})") from error
 
 
 class _Progress(NoProgress):
@@ -213,14 +61,17 @@ class _Progress(NoProgress):
 class Worker:
     """Measures groups of the cells of one run."""
 
-    def __init__(self, order: Order, text: Callable[[int], bytes], report: Report, scratch: Path) -> None:
+    def __init__(
+        self, order: RunOrder, text: Callable[[int], str], report: Report, scratch: Path, own_process: bool = False
+    ) -> None:
         """Make the cells.
 
         Args:
             order: of the run.
-            text: gives the content of some data, by number.
+            text: gives some data as JSON, by number.
             report: called with the tokens done and the figure so far.
             scratch: an empty folder for copies of a user's files, and for what is being measured.
+            own_process: this process is there for one group, which needs no other.
 
         Raises:
             UserError: a cell is another one here.
@@ -234,7 +85,7 @@ class Worker:
         self._opened: OrderedDict[int | str, Data] = OrderedDict()
         options = RunOptions(device_of(order.device), order.data, order.block, order.walk, True, order.keep)
         self._folder = RecordStore(scratch / "records")
-        self._machine = Machine(options, self._cells, self._folder)
+        self._machine = Machine(options, self._cells, self._folder, own_process)
 
     def check(self, numbers: Sequence[int]) -> str:
         """Look for the models, the code and the data of cells. Returns what is wrong; empty if nothing is."""
@@ -255,7 +106,7 @@ class Worker:
             return str(error)
         return ""
 
-    def measure(self, numbers: Sequence[int], references: Sequence[dict[str, Any] | None]) -> Answer:
+    def measure(self, numbers: Sequence[int], references: Sequence[dict[str, Any] | None]) -> GroupAnswer:
         """Measure the cells of a group.
 
         Args:
@@ -273,8 +124,8 @@ class Worker:
             known = [None if value is None else Record.from_json(value) for value in references]
             self._machine.measure(items, known, progress, done)
         except UserError as error:
-            return Answer({}, progress.notes, str(error))
-        return Answer(answers, progress.notes)
+            return GroupAnswer.from_mistake(error, progress.notes)
+        return GroupAnswer(answers, progress.notes)
 
     def _answer(self, item: Prepared, outcome: Outcome) -> CellAnswer:
         trace, kept = None, None
@@ -330,12 +181,14 @@ class Worker:
         order = self._order.cells[number]
         name = order.data if order.data is not None else order.data_sha256
         if name not in self._opened:
-            # what is unpickled was sent by the run that this worker belongs to
-            self._opened[name] = self._loaded(number) if order.data is None else pickle.loads(self._text(order.data))
+            self._opened[name] = self._loaded(number) if order.data is None else self._received(number, order.data)
         self._opened.move_to_end(name)
         while len(self._opened) > _TEXTS_KEPT:
             self._opened.popitem(last=False)
         return self._opened[name]
+
+    def _received(self, number: int, text: int) -> Data:
+        return data_from_json(self._text(text), partial(load_tokenizer, self._directory(self._cells[number])))
 
     def _loaded(self, number: int) -> Data:
         """The data of a cell from here.

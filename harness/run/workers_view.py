@@ -39,7 +39,7 @@ class _InFlight:
 
 
 class WorkersView(ProgressView):
-    """A `Watcher` of several workers: cells done, what each worker measures, tokens per second of all, and the time left."""
+    """A `RunWatcher` of several workers: cells done, what each worker measures, tokens per second of all, and the time left."""
 
     def __init__(self, console: Console, tracebacks: bool = False) -> None:
         """Watch a run.
