@@ -15,7 +15,7 @@ from conftest import DEVICE, model_of
 from factories import needs_compiler, needs_triton
 from test_fastcheck import Graph, OnCuda
 
-from kvbench.harness.engine import banded, closed_form, fastcheck, flex, trial, walk
+from kvbench.harness.engine import banded, closed_form, fastcheck, flex, shortcuts, trial
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fastcheck import FastCheck, fast_method
 from kvbench.harness.engine.kernels import choose, cpu, cpu_walk, cuda, rope
@@ -251,9 +251,9 @@ def test_a_prompt_read_in_one_go(monkeypatch, policy, broken):
     assert found.method.fill
     assert (found.blocks, found.refused) == ("full attention", "")
     if broken == "seen":
-        wrapped(monkeypatch, walk.Walk, "_read_runs", blind)
+        wrapped(monkeypatch, shortcuts.Shortcuts, "_read_runs", blind)
     else:
-        wrapped(monkeypatch, walk.Walk, "_fill", lambda plain, *args: 1.01 * plain(*args))
+        wrapped(monkeypatch, shortcuts.Shortcuts, "_fill", lambda plain, *args: 1.01 * plain(*args))
     found = fast_method(model_of("llama"), config)
     assert not found.method.fill
     assert found.blocks == "walk"
@@ -272,7 +272,7 @@ def test_attention_of_a_block_in_one_go(monkeypatch):
     def delayed(plain, query, keys, values, terms, *more):
         return plain(query, keys.roll(1, 2), values.roll(1, 2), terms, *more)
 
-    wrapped(monkeypatch, walk, "causal", delayed)
+    wrapped(monkeypatch, shortcuts, "causal", delayed)
     with pytest.raises(UnsupportedModelError):
         check(model_of("llama"))
 

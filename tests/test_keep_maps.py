@@ -7,7 +7,6 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -368,11 +367,3 @@ def test_replay_keeps_the_rules_and_waits_for_no_device(tmp_path):
     _evicted(on_meta.file, on_meta.sha256, META)  # moved to the device once, at the first step
     for sizes in ([1] * 14, [20, 1, 10]):
         read_in(CachedDecoder(meta_model("llama"), CacheConfig(on_meta, 8), 2), sizes)
-
-
-def test_another_process_writes_no_map():
-    from kvbench.harness.run.machine import MeasurementError, _cell_run
-
-    attempt = SimpleNamespace(keep_map=object())
-    with pytest.raises(MeasurementError, match="can't be written by another process"):
-        _cell_run(attempt, None, None)
