@@ -15,6 +15,7 @@ import torch
 from conftest import bench_in as bench
 from conftest import model_of
 
+from kvbench.harness.core import device
 from kvbench.harness.core.device import Marks
 from kvbench.harness.core.intervals import median_interval
 from kvbench.harness.engine.decoder import CacheConfig
@@ -121,6 +122,27 @@ def test_what_is_possible_depends_on_whether_a_processors_cache_may_hold_it(meas
         assert len([*LatencyMetrics.from_json(found | {"step_ms": ms, "roofline": bound}).impossible()]) == sentences
     busy = {"bytes": 1, "operations": DEVICE["multiply_rate"] / 1e3, "ms": 1.0}
     assert [*LatencyMetrics.from_json(found | {"step_ms": 0.7, "roofline": busy}).impossible()]
+
+
+def test_a_busy_moment_before_the_steps_makes_no_bound(measured, monkeypatch):
+    """Rates are measured before and after; the faster ones are what the device can do."""
+    slow = iter([1e3, 1e11])
+    monkeypatch.setattr(measure, "multiply_rate", lambda device, dtype: next(slow))
+    (found,) = measured([CacheConfig(RecomputeWindow(), 16)])
+    assert found["device"]["multiply_rate"] == 1e11
+    assert not [*LatencyMetrics.from_json(found).impossible()]
+
+
+def test_rates_of_a_device_are_the_better_of_all_threads_and_one(monkeypatch):
+    """Beside other work two threads wait for each other: a product took 2 s instead of 30 ms, and honest steps looked impossible."""
+    monkeypatch.setattr(device, "best_seconds", lambda work, on, repeats: 2.0 if torch.get_num_threads() > 1 else 0.5)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert device.multiply_rate(torch.device("cpu"), torch.float32) == 2 * 1024**3 / 0.5
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_what_does_not_settle_is_flagged_with_its_spread(measured):

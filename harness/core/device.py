@@ -104,12 +104,24 @@ def bandwidth(device: torch.device) -> float:
     size = min(_BUFFER_BYTES.get(device.type, _BUFFER_BYTES["cpu"]), free_bytes(device) // 8)
     x = torch.ones(size // 4, device=device)
     y = torch.empty_like(x)
-    by_copying = 2 * size / best_seconds(lambda: y.copy_(x), device, _TIMED_COPIES)
-    return max(by_copying, size / best_seconds(lambda: x.sum(), device, _TIMED_COPIES))
+    by_copying = 2 * size / _best_of_threads(lambda: y.copy_(x), device, _TIMED_COPIES)
+    return max(by_copying, size / _best_of_threads(lambda: x.sum(), device, _TIMED_COPIES))
 
 
 def multiply_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Floating-point operations per second in a product of large matrices."""
     side = _MATRIX_SIDE.get(device.type, _MATRIX_SIDE["cpu"])
     x = torch.rand(side, side, device=device, dtype=torch.float32).to(dtype)
-    return 2 * side**3 / best_seconds(lambda: x @ x, device, _TIMED_PRODUCTS)
+    return 2 * side**3 / _best_of_threads(lambda: x @ x, device, _TIMED_PRODUCTS)
+
+
+def _best_of_threads(work: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """The shortest time with all threads or, on a CPU, with one: beside other work all wait for the slowest."""
+    seconds, threads = best_seconds(work, device, repeats), torch.get_num_threads()
+    if device.type == "cuda" or threads == 1:
+        return seconds
+    torch.set_num_threads(1)
+    try:
+        return min(seconds, best_seconds(work, device, repeats))
+    finally:
+        torch.set_num_threads(threads)

@@ -31,17 +31,23 @@ def measure(options: LatencyOptions, jobs: Sequence[Job]) -> Iterator[tuple[int,
         The index of a job, and its figures or its error: first those that don't fit, then each group when it is finished.
     """
     model = jobs[0].model
-    device = {"bandwidth": bandwidth(model.device), "multiply_rate": multiply_rate(model.device, model.dtype)}
+    rates = _rates(model)
     lanes = [Lane(options, job) for job in jobs]
     groups = _groups_that_fit(lanes)
     yield from [(number, lane.error) for number, lane in enumerate(lanes) if lane.error is not None]
     for number, group in enumerate(groups):
         together = f"{time.time_ns():x}-{number}"
         forward_ms = _measure(options, group)
+        rates = {name: max(rate, rates[name]) for name, rate in _rates(model).items()}  # one moment may have been a busy one
         for lane in group:
-            lane.finish(device, together, forward_ms)
+            lane.finish(rates, together, forward_ms)
         for lane in group:
             yield lanes.index(lane), lane.result if lane.error is None else lane.error
+
+
+def _rates(model: Model) -> dict[str, float]:
+    """What the device can do now: bandwidth in bytes per second, multiply_rate in operations per second."""
+    return {"bandwidth": bandwidth(model.device), "multiply_rate": multiply_rate(model.device, model.dtype)}
 
 
 def _groups_that_fit(lanes: Sequence[Lane]) -> list[list[Lane]]:
