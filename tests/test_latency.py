@@ -134,7 +134,7 @@ def test_a_busy_moment_before_the_steps_makes_no_bound(measured, monkeypatch):
 
 
 def test_rates_of_a_device_are_the_better_of_all_threads_and_one(monkeypatch):
-    """Beside other work two threads wait for each other: a product took 2 s instead of 30 ms, and honest steps looked impossible."""
+    """Beside other work two threads wait for each other: a product took 2 s instead of 30 ms, and a step looked impossible."""
     monkeypatch.setattr(device, "best_seconds", lambda work, on, repeats: 2.0 if torch.get_num_threads() > 1 else 0.5)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)

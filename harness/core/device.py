@@ -11,8 +11,8 @@ import torch
 
 _BUFFER_BYTES = {"cuda": 2**30, "cpu": 2**28}  # far larger than any cache
 _MATRIX_SIDE = {"cuda": 8192, "cpu": 1024}
-_WARM_UP_RUNS = 3
-_TIMED_COPIES, _TIMED_PRODUCTS = 10, 5
+_WARM_UP_RUNS = 2
+_TIMED_COPIES, _TIMED_PRODUCTS = 3, 3
 
 
 def device_name(device: torch.device) -> str:
