@@ -1,0 +1,202 @@
+"""Whether size or seed of a small model changes how policies are ordered: a section of docs/validity.md.
+
+    bench run sizes --model pretrained/wide1/model --results results/wide1
+    python docs/model_sizes.py wide1=pretrained/wide1/model=results/wide1 ...   # writes docs/data/sizes.jsonl
+
+The records are thousands, so a line for each cell is kept: a line has its answers and its record's key. P policies, R draws.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rank_agreement import Scores, Values, differ, drawn, tau
+
+from kvbench.harness.records import RecordStore
+from kvbench.harness.records.metrics import QuestionMetrics
+from kvbench.harness.report.markdown import table
+
+FILE = Path(__file__).parent / "data" / "sizes.jsonl"
+MODES = ("stream", "cache")
+QUESTIONS = ("unseen", "seen")
+_ABOUT = """
+## Do size and seed of a small model matter?
+
+The suite `sizes` asks {models} models of {sizes} sizes what {policies} rules of kvpress' leaderboard still know of a prompt of
+which they keep a quarter to a half (96 of 203 to 443 tokens): {questions} questions of each of {tasks} tasks, seen or unseen at
+the cut, with kept keys at their positions in the text (`stream`) or at their ranks (`cache`). The models come from one recipe,
+`bench pretrain recall --set name=NAME --set seed=SEED --set shape.hidden=WIDTH`; what dense answers says how well each has
+learnt it.
+"""
+_FIGURES = """
+Kendall's tau between the orders of two models: the mean over tasks in which the scores of both differ by more than noise, then
+over pairs of models; in brackets 95 % over the choice of questions, as above. *Other questions* is one model on every second
+question against the same model on the others: the noise of the instrument, seen from its lower side, as half as many questions
+order less surely. *Other seed* is the same size trained again: the ceiling for what another size can share.
+"""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model of the comparison.
+
+    Attributes:
+        name: in the lines of its cells.
+        parameters: number of weights.
+        hidden: width of a layer.
+        seed: of its weights and samples.
+        tokens: of its training.
+    """
+
+    name: str
+    parameters: int
+    hidden: int
+    seed: int
+    tokens: int
+
+
+def collect(sources: Sequence[tuple[str, Path, Path]], file: Path = FILE) -> None:
+    """Write models and their cells' answers. Each source is a name, the model's folder and the folder of its records."""
+    lines: list[dict[str, Any]] = []
+    for name, model, results in sources:
+        lines.append({"name": name, **_facts(model)})
+        for record in RecordStore(results).read_all()[0]:
+            answers, cell = record.measured(QuestionMetrics), record.cell
+            if answers and answers.outcomes:
+                policy = {"policy": cell.policy, "parameters": cell.parameters, "capacity": cell.capacity}
+                asked = {"task": cell.options["tasks"], "question": cell.options.get("question", "seen"), "positions": cell.positions}
+                lines.append({"model": name, **policy, **asked, "outcomes": answers.outcomes, "key": record.key})
+    file.write_text("".join(text + "\n" for text in sorted(json.dumps(line) for line in lines)), encoding="utf-8")
+
+
+def _facts(model: Path) -> dict[str, int]:
+    """Of a model that `bench pretrain` made."""
+    from safetensors import safe_open
+
+    seed = re.search(r"; seed (\d+)", (model / "README.md").read_text(encoding="utf-8"))
+    assert seed, model
+    with safe_open(model / "model.safetensors", framework="np") as weights:
+        parameters = sum(int(np.prod(weights.get_slice(key).get_shape())) for key in weights.keys())  # noqa: SIM118
+    return {
+        "parameters": parameters, "hidden": json.loads((model / "config.json").read_bytes())["hidden_size"],
+        "seed": int(seed[1]), "tokens": json.loads((model / "training.jsonl").read_text().splitlines()[-1])["tokens"],
+    }  # fmt: skip
+
+
+class Answers:
+    """All models and what each of them answered."""
+
+    def __init__(self, file: Path = FILE) -> None:
+        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        models = [Model(**line) for line in lines if "model" not in line]
+        self.models = sorted(models, key=lambda model: (model.parameters, model.seed))
+        self.cells = [line for line in lines if "model" in line]
+        rules = {_rule(x): None for x in sorted(self.cells, key=_rule) if x["policy"] != "dense"}
+        self.rules = list(rules)
+        self.tasks = sorted({str(x["task"]) for x in self.cells})
+        self._outcomes = {(x["model"], x["task"], x["question"], x["positions"], _rule(x)): x["outcomes"] for x in self.cells}
+
+    @property
+    def questions(self) -> int:
+        """Of each task."""
+        return len(self.cells[0]["outcomes"])
+
+    def dense(self, model: str, task: str) -> float:
+        """Share of questions that dense answers."""
+        right = [x["outcomes"] for x in self.cells if (x["model"], x["task"], x["policy"]) == (model, task, "dense")]
+        return right[0].count("1") / len(right[0])
+
+    def scores(self, model: str, task: str, question: str, positions: str, half: slice = slice(None)) -> Scores:
+        """Of all rules, in the order of `rules`; of some of the questions, if asked so."""
+        outcomes = [self._outcomes[model, task, question, positions, rule] for rule in self.rules]
+        units = np.array([[int(digit) for digit in text[half]] for text in outcomes], float)
+        return Scores(units, drawn(units, answers=True))
+
+
+def _rule(line: Mapping[str, Any]) -> str:
+    return f"{line['policy']} {json.dumps(line['parameters'], sort_keys=True)}"
+
+
+def alike(pairs: Sequence[tuple[Scores, Scores]]) -> Values | None:
+    """Mean tau of pairs of scores that differ by more than noise, as measured and drawn anew: [1 + R]; None without a pair."""
+    everybody = frozenset(range(len(pairs[0][0].units)))
+    taus = [tau(one.draws.T, other.draws.T) for one, other in pairs if differ(one, everybody) and differ(other, everybody)]
+    return np.nanmean(taus, axis=0) if taus else None
+
+
+def section(answers: Answers) -> list[str]:
+    """The section of docs/validity.md."""
+    sizes = {model.parameters for model in answers.models}
+    about = _ABOUT.format(
+        models=len(answers.models),
+        sizes=len(sizes),
+        policies=len(answers.rules),
+        questions=answers.questions,
+        tasks=len(answers.tasks),
+    )
+    rows = [
+        [model.name, f"{model.parameters / 1e6:.2f}", str(model.hidden), str(model.seed), f"{model.tokens / 1e6:.1f}"]
+        + [f"{100 * answers.dense(model.name, task):.0f} %" for task in answers.tasks]
+        for model in answers.models
+    ]
+    head = ["model", "million parameters", "width", "seed", "million tokens", *(f"dense, `{task}`" for task in answers.tasks)]
+    lines = [about, *table(head, rows, "lrrrr" + "r" * len(answers.tasks)), _FIGURES]
+    cases = [(question, mode) for question in QUESTIONS for mode in MODES]
+    found = [[_words(draws) for draws in (kind(question, mode) for question, mode in cases)] for kind in _kinds(answers).values()]
+    shown = [[name, *cells] for name, cells in zip(_kinds(answers), found, strict=True)]
+    return [*lines, *table(["between", *(f"{question}, `{mode}`" for question, mode in cases)], shown, "lrrrr")]
+
+
+def _kinds(answers: Answers) -> dict[str, Any]:
+    """What is compared, by name: functions of question and positions."""
+    models = answers.models
+
+    def between(pairs: Sequence[tuple[Model, Model]], question: str, mode: str) -> Values | None:
+        return alike([
+            (answers.scores(a.name, task, question, mode), answers.scores(b.name, task, question, mode))
+            for a, b in pairs for task in answers.tasks
+        ])  # fmt: skip
+
+    def other_questions(question: str, mode: str) -> Values | None:
+        halves = (slice(0, None, 2), slice(1, None, 2))
+        each = [[answers.scores(m.name, task, question, mode, half) for half in halves] for m in models for task in answers.tasks]
+        return alike([(one, other) for one, other in each])
+
+    def of(pairs: Sequence[tuple[Model, Model]]) -> Any:
+        return lambda question, mode: between(pairs, question, mode)
+
+    pairs = list(combinations(models, 2))
+    kinds: dict[str, Any] = {"other questions": other_questions}
+    same = [(a, b) for a, b in pairs if a.parameters == b.parameters]
+    for size in sorted({a.parameters for a, _ in same}):
+        kinds[f"other seed, {size / 1e6:.2f} million"] = of([(a, b) for a, b in same if a.parameters == size])
+    for small, large in combinations(sorted({m.parameters for m in models}), 2):
+        name = f"{small / 1e6:.2f} and {large / 1e6:.2f} million"
+        kinds[name] = of([(a, b) for a, b in pairs if {a.parameters, b.parameters} == {small, large}])
+    return kinds
+
+
+def _words(draws: Values | None) -> str:
+    if draws is None:
+        return "–"
+    low, high = np.nanpercentile(draws[1:], [2.5, 97.5])
+    return f"{draws[0]:+.2f} [{low:+.2f}, {high:+.2f}]"
+
+
+def main() -> Iterator[tuple[str, Path, Path]]:
+    """The command line: NAME=MODEL=RESULTS each."""
+    for argument in sys.argv[1:]:
+        name, model, results = argument.split("=")
+        yield name, Path(model), Path(results)
+
+
+if __name__ == "__main__":
+    collect([*main()])
