@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -72,7 +73,8 @@ def collect(sources: Sequence[tuple[str, Path, Path]], file: Path = FILE) -> Non
             answers, cell = record.measured(QuestionMetrics), record.cell
             if answers and answers.outcomes:
                 policy = {"policy": cell.policy, "parameters": cell.parameters, "capacity": cell.capacity}
-                asked = {"task": cell.options["tasks"], "question": cell.options.get("question", "seen"), "positions": cell.positions}
+                seen = cell.options.get("question", "seen")
+                asked = {"task": cell.options["tasks"], "question": seen, "positions": cell.positions}
                 lines.append({"model": name, **policy, **asked, "outcomes": answers.outcomes, "key": record.key})
     file.write_text("".join(text + "\n" for text in sorted(json.dumps(line) for line in lines)), encoding="utf-8")
 
@@ -103,6 +105,13 @@ class Answers:
         self.rules = list(rules)
         self.tasks = sorted({str(x["task"]) for x in self.cells})
         self._outcomes = {(x["model"], x["task"], x["question"], x["positions"], _rule(x)): x["outcomes"] for x in self.cells}
+
+    @property
+    def records(self) -> list[Any]:
+        """The rules as far as a record tells them: what `validity.Ours` compares with published ones."""
+        by_rule = {_rule(x): x for x in self.cells}
+        cells = [SimpleNamespace(**{k: by_rule[rule][k] for k in ("policy", "parameters", "capacity")}) for rule in self.rules]
+        return [SimpleNamespace(cell=cell) for cell in cells]
 
     @property
     def questions(self) -> int:

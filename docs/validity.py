@@ -13,6 +13,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import model_sizes
 import numpy as np
 import yaml
 from rank_agreement import LEVEL, Agreement, Scores, Table, Values, agreement, chance, drawn, tau
@@ -59,6 +60,10 @@ _MODES = """Published codes that cut a prompt leave its keys at their positions 
 counts the tokens that are left anew; a record in it stands in where there is none in `stream`."""
 _ALIKE = """
 How alike can one expect? Two tables of one source, which differ in model or budget, agree like this:
+"""
+_BY_SIZE = """
+And with published tables? A model scores a policy by the share of right answers over all tasks of the suite, as a leaderboard
+has it; Kendall's tau with the tables of large models, as in the tables above:
 """
 TableScores = dict[str, float]
 
@@ -246,7 +251,26 @@ def page(sources: Sequence[Source], ours: Sequence[Ours]) -> str:
         rivals = [source for source in sources if source.question == question]
         tasks = [task for task in ours if task.question in (question, "-")]
         lines += [f"\n## {words}\n", *_by_task(found[question]), "", *_by_source(rivals, tasks)]
+    if model_sizes.FILE.exists():
+        answers = model_sizes.Answers()
+        lines += [*model_sizes.section(answers), _BY_SIZE, *by_size(sources, answers)]
     return "\n".join(lines) + "\n"
+
+
+def by_size(sources: Sequence[Source], answers: model_sizes.Answers) -> list[str]:
+    """How each model of the suite `sizes` agrees with published tables: a row a model, a column for each question and mode."""
+    rows = []
+    cases = [(question, mode) for question in model_sizes.QUESTIONS for mode in model_sizes.MODES]
+    for model in answers.models:
+        cells = []
+        for question, mode in cases:
+            units = np.concatenate([answers.scores(model.name, task, question, mode).units for task in answers.tasks], axis=1)
+            ours = Ours(model.name, "all", question, answers.records, Scores(units, drawn(units, answers=True)))
+            alike = agreement(ours.scores, in_common([source for source in sources if source.question == question], ours))
+            cells.append(_figure(alike.tau, alike.tau_interval) if alike else "–")
+        rows.append([model.name, f"{model.parameters / 1e6:.2f}", *cells])
+    head = ["model", "million parameters", *(f"{question}, `{mode}`" for question, mode in cases)]
+    return table(head, rows, "lr" + "r" * len(cases))
 
 
 def _verdict(found: Mapping[str, Sequence[Comparison]]) -> str:
