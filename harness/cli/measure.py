@@ -20,6 +20,7 @@ from kvbench.harness.run.request import RunRequest
 @click.command()
 @click.argument("suite")
 @suite_options
+@click.option("--only", "tasks", multiple=True, metavar="TASK", help="Measure only this task of the suite; repeatable.")
 @click.option(
     "--block",
     type=click.IntRange(1),
@@ -58,6 +59,7 @@ def run(
     \b
     bench run quickstart
     bench run suites/pg19.yaml --model ./my-model --data ./books --set tokens=20000
+    bench run quickstart --only perplexity
     bench run 128d93c6 --fresh
     bench run quickstart --trace kept=128,256,end
     bench run pg19 --ray --workers 4 --threads 2
