@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import click
 
 from kvbench import __version__
-from kvbench.harness.cli import judge, keep, lm_eval, look, measure, pages, probe, show
+from kvbench.harness.cli import doctor, judge, listing, lm_eval, measure, pages, policy, records, show
 from kvbench.harness.cli import submit as submission
 from kvbench.harness.cli.output import debugging
 from kvbench.harness.core import plugins
@@ -55,16 +55,16 @@ for _command in (
     judge.compare,
     judge.check,
     judge.baseline,
-    keep.records,
+    records.records,
     submission.submit,
     submission.review,
     show.show,
-    probe.probe,
+    measure.probe,
     measure.pretrain,
-    look.list_,
-    look.policy,
-    look.schema,
-    look.doctor,
+    listing.list_,
+    policy.policy,
+    listing.schema,
+    doctor.doctor,
 ):
     cli.add_command(_command)
 
