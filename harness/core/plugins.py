@@ -88,11 +88,7 @@ def working_tasks() -> dict[str, type[Any]]:
 
 
 def ignored_plugins(name: str | None = None) -> dict[str, str]:
-    """Entry points of policies whose name is taken: "package.module:Class" of each, and why it is ignored.
-
-    Args:
-        name: only those of this name.
-    """
+    """Entry points of policies whose name is taken: "package.module:Class" of each, and why it is ignored."""
     builtin, taken, ignored = _modules(_POLICY), set[str](), {}
     for entry in entry_points(group=_POLICY.group):
         if name not in (None, entry.name):

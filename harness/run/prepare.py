@@ -74,11 +74,7 @@ def prepare(
 ) -> list[Prepared]:
     """Get the data, weights and record keys of all cells.
 
-    Args:
-        cells: to measure, each after its reference.
-        device: to try policies on.
-        data: directory of the text; the task's own source when None.
-        measured_on: the machine that measures; this one, on this device, when None.
+    A cell comes after its reference. Policies are tried on `device`; without `measured_on`, it is also the one that measures.
 
     Raises:
         UserError: a user's policy breaks a rule; a model's files, its tokenizer or the data are not available; or a cache
@@ -163,10 +159,7 @@ def refuse_if_too_large(cell: Cell, needed: int, free: int, device: torch.device
 def _refuse_spread(cells: Sequence[Cell], device: torch.device, elsewhere: bool) -> None:
     """Refuse what a model on several devices can't do.
 
-    Args:
-        cells: to measure.
-        device: of this process.
-        elsewhere: whether other machines measure them, which have devices of their own.
+    `elsewhere`: other machines measure, which have devices of their own.
 
     Raises:
         UserError: names the first.

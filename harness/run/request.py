@@ -91,26 +91,15 @@ class RunRequest:
     ) -> list[Record]:  # fmt: skip
         """Measure the cells that have no record yet. Returns the records of all.
 
-        Args:
-            results: folder of the records.
-            cells: to measure.
-            fresh: measure finished cells again.
-            block: tokens that pass a layer at once; chosen by method and free memory when None.
-            walk: always read token by token inside the layers.
-            progress: show it on stderr.
-            tracebacks: show those of failed cells there, too.
-            keep: write keep maps of these steps; none when None.
+        `tracebacks` shows those of failed cells on stderr; for the others see `RunOptions`.
         """
         from kvbench.harness.records import RecordStore
-        from kvbench.harness.run.progress import NoProgress, ProgressView, StderrConsole
-        from kvbench.harness.run.workers_view import WorkersView
+        from kvbench.harness.run.executor import RunWatcher
+        from kvbench.harness.run.progress import ProgressView, StderrConsole
 
         options = self._options(block, walk, fresh, keep)
         with ExitStack() as stack:
-            watcher: RunWatcher = NoProgress()
-            if progress:
-                view = ProgressView if self.ray is None else WorkersView
-                watcher = stack.enter_context(view(StderrConsole(), tracebacks))
+            watcher = stack.enter_context(ProgressView(StderrConsole(), tracebacks)) if progress else RunWatcher()
             watcher.note("this machine", "" if self.ray else _crowded(options.device.type))
             return self._run(cells, RecordStore(results), options, watcher)
 
