@@ -22,6 +22,7 @@ from kvbench.harness.report.agreement import disagreements
 from kvbench.harness.report.leaderboard import render
 from kvbench.harness.report.review import Review, markdown
 from kvbench.harness.report.task import task_of
+from kvbench.harness.run import submission
 from kvbench.harness.run.request import RunRequest
 from kvbench.harness.run.submission import MAX_TRACE_BYTES, drawn, local_paths
 
@@ -342,8 +343,6 @@ def test_the_draw_depends_on_the_seed_alone():
 
 
 def test_a_cell_that_can_not_be_measured_here_is_not_counted_as_repeated(submitted, monkeypatch):
-    from kvbench.harness.run import submission
-
     def unavailable(*arguments, **options):
         raise UserError("the text is out of reach")
 
@@ -353,6 +352,16 @@ def test_a_cell_that_can_not_be_measured_here_is_not_counted_as_repeated(submitt
     assert "Measured again: 0 of 4 cells" in done.stdout
     assert "not measured: the text is out of reach" in done.stdout
     assert "0 records marked" in done.stderr
+
+
+def test_a_cell_that_is_compared_with_another_is_repeated_after_it(tmp_path):
+    text = SUITE.replace("perplexity, data: prose, tokens: 512", "divergence, data: prose, tokens: 256") % ""
+    (tmp_path / "tiny.yaml").write_text(text.replace("  - {name: streameval, lines: 20, distance: 2}\n", ""))
+    request = RunRequest(str(tmp_path / "tiny.yaml"), threads=1)
+    request.measure(tmp_path / "results", request.cells(), progress=False)
+    files = [(path, read(path)) for path in (tmp_path / "results").rglob("window-*.json")]
+    (repeat,) = submission._repeats(files, 1, None)
+    assert (repeat.again.cell_id, repeat.differs) == (files[0][1].cell_id, [])
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from kvbench.harness.core import plugins
 from kvbench.harness.core.errors import DISK_ERRNOS, Exit, UserError
 
 
-class _Bench(click.Group):
+class _Commands(click.Group):
     """All commands. When a pipe closes, click would exit with 1, which some commands use as an answer."""
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -30,7 +30,7 @@ class _Bench(click.Group):
             _exit_closed_pipe()
 
 
-@click.group(cls=_Bench, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="bench")
 @click.option("--debug", is_flag=True, help="Show a traceback with every error, and with every failed cell.")
 @click.option(

@@ -1,4 +1,4 @@
-"""What a run and whoever measures its cells say to each other: groups of cells go in, outcomes and progress come back."""
+"""The interface between a run and an executor, which measures its cells: groups go in, outcomes and progress come back."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class RunWatcher:
 
 
 class Ledger(Protocol):
-    """What a run offers to whoever measures its cells."""
+    """What a run offers to an executor."""
 
     store: RecordStore
     watcher: RunWatcher

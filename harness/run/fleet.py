@@ -54,7 +54,7 @@ class Fleet:
     """
 
     def __init__(self, ray: Any, need: Mapping[str, float], device: str, threads: int) -> None:
-        """No worker has started.
+        """Set up the fleet, without starting a worker.
 
         `need` is what one worker takes: CPU, GPU, memory in bytes; `device` and `threads` are those of every worker.
         """
@@ -234,6 +234,7 @@ def worker_class(ray: Any) -> Any:
 
         def open(self, order: str, texts: list[Any]) -> str:
             import tempfile
+            from functools import partial
             from pathlib import Path
 
             from kvbench.harness.core.errors import UserError
@@ -242,8 +243,8 @@ def worker_class(ray: Any) -> Any:
 
             try:
                 self._scratch = tempfile.mkdtemp(prefix="kv-bench-")
-                read = RunOrder.from_json(order)
-                self._worker = Worker(read, lambda number: ray.get(texts[number]), self._report, Path(self._scratch))
+                read, report = RunOrder.from_json(order), partial(self._board.put.remote, self._name)
+                self._worker = Worker(read, lambda number: ray.get(texts[number]), report, Path(self._scratch))
             except UserError as error:
                 return str(error)
             return ""
@@ -258,9 +259,6 @@ def worker_class(ray: Any) -> Any:
             import shutil
 
             shutil.rmtree(self._scratch, ignore_errors=True)
-
-        def _report(self, tokens: int, text: str) -> None:
-            self._board.put.remote(self._name, tokens, text)
 
     return ray.remote(Remote)
 

@@ -49,7 +49,7 @@ class Machine:
     """This machine, as it measures one group of cells after the other. It keeps the model that was loaded last."""
 
     def __init__(self, options: RunOptions, cells: Sequence[Cell], folder: RecordStore, own_process: bool = False) -> None:
-        """Nothing is loaded yet.
+        """Set up the machine, without loading a model.
 
         `cells` are all that may be measured: a cache that does not fit is reported when its model is loaded. While a cell is
         measured, its trace and keep map are written to `folder`. `own_process`: this process is there for one group.
@@ -217,7 +217,7 @@ class _Attempt:
         self.result: _Result = RuntimeError("not measured")
 
     def outcome(self) -> Outcome:
-        """What its record is made of."""
+        """Facts, figures or failure, and files for the record."""
         if isinstance(self.result, (Exception, SystemExit)):
             return Outcome(self.facts, None, Failure.from_json(failure(self.result)), None, None)
         return Outcome(self.facts, self.result, None, self.trace, self.keep_map)

@@ -90,12 +90,12 @@ class RunOrder:
     keep: KeepSteps | None
 
     def to_json(self) -> str:
-        """One line."""
+        """The message as one line of JSON."""
         return _message(asdict(self))
 
     @classmethod
     def from_json(cls, line: str) -> Self:
-        """Parse that line.
+        """Parse a line that the other side wrote.
 
         Raises:
             UserError: the sender writes another version.
@@ -185,12 +185,12 @@ class GroupAnswer:
         return cls({number: CellAnswer(of_cell, None, failure(error)) for number, of_cell in enumerate(facts)}, [])
 
     def to_json(self) -> str:
-        """One line."""
+        """The message as one line of JSON."""
         return _message(asdict(self))
 
     @classmethod
     def from_json(cls, line: str, worker: str = "") -> Self:
-        """Parse that line.
+        """Parse a line that the other side wrote.
 
         `worker` is who sent it, for messages.
 
@@ -259,7 +259,7 @@ def data_to_json(data: Data) -> str | None:
 
 
 def data_from_json(line: str, tokenizer: Callable[[], PreTrainedTokenizerBase]) -> Data:
-    """Parse that line.
+    """Parse a line that the other side wrote.
 
     `tokenizer` loads the model's, which stands for any tokenizer in the data.
 
@@ -291,7 +291,7 @@ def _tree(value: Any) -> Any:
 
 
 def _value(tree: Any, tokenizer: Callable[[], PreTrainedTokenizerBase]) -> Any:
-    """The value that this JSON is of."""
+    """The inverse of `_tree`."""
     if isinstance(tree, list):
         return [_value(one, tokenizer) for one in tree]
     if not isinstance(tree, dict):

@@ -69,10 +69,10 @@ class RaySettings:
 
 
 class RayExecutor:
-    """An `Executor` whose workers are Ray actors. They live inside of its context, and so does a Ray that it started."""
+    """An `Executor` whose workers are Ray actors. They live as long as its context, and so does a Ray that it started."""
 
     def __init__(self, settings: RaySettings, options: RunOptions, cells: Sequence[Cell]) -> None:
-        """Nothing is started yet.
+        """Set up a run on Ray, without starting anything.
 
         The suite of the cells says what a worker needs. The device is each worker's own.
 
@@ -99,7 +99,7 @@ class RayExecutor:
 
     @property
     def machine(self) -> MachineFacts:
-        """What must be known of the workers before anything is measured: those of the first, and the least free memory."""
+        """Device and threads of the first worker, and the least free memory of any."""
         assert self._fleet is not None
         machines = [worker.machine for worker in self._fleet.workers.values()]
         return MachineFacts(machines[0].device, machines[0].threads, min(machine.free_bytes for machine in machines))
@@ -204,7 +204,7 @@ def _words(amounts: Mapping[str, float]) -> str:
 
 
 def _import_ray() -> Any:
-    """Ray.
+    """Import Ray.
 
     Raises:
         UserError: it is not installed.

@@ -43,15 +43,10 @@ class Prepared:
     record: Record  # without figures and facts
     facts: dict[str, Any]  # that are known before the cell is measured
 
-    @property
-    def streams(self) -> int:
-        """Streams that must be read side by side."""
-        return self.task.at_once(self.cell.task)
-
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """What must be known of the machine that measures before anything is measured.
+    """What a run needs to know of the measuring machine before it starts.
 
     Attributes:
         device: name of its device.
@@ -65,7 +60,7 @@ class MachineFacts:
 
     @classmethod
     def here(cls, device: torch.device) -> Self:
-        """Those of this process."""
+        """Facts about this process."""
         return cls(device_name(device), torch.get_num_threads(), free_bytes(device))
 
 

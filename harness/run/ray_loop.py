@@ -26,7 +26,7 @@ class Loop:
     def __init__(
         self, fleet: Fleet, works: Sequence[Work], groups: Sequence[Group], numbers: dict[str, int], ledger: Ledger
     ) -> None:
-        """Nothing is sent yet.
+        """Plan the groups, without sending any.
 
         The workers of the fleet know the order of the run, in which the cells have `numbers`, by id.
         """

@@ -55,7 +55,7 @@ class Schedule:
     """The groups that are left, and the workers."""
 
     def __init__(self, works: Sequence[Work], tries: int = 3) -> None:
-        """No worker is there yet.
+        """Begin with all groups waiting and no worker.
 
         A group is given up after `tries` workers died with it.
         """
