@@ -23,7 +23,7 @@ from kvbench.harness.records.cell import CellSpec
 from kvbench.harness.report.markdown import short_titles, title
 from kvbench.harness.report.names import _settings
 from kvbench.harness.report.rows import rows
-from kvbench.harness.run.policy_check import run_checks
+from kvbench.harness.run.policy_check import check
 from kvbench.harness.suite.overrides import Overrides
 from kvbench.policies import Composed
 from kvbench.policies.h2o import H2O
@@ -207,7 +207,7 @@ def test_a_share_of_the_prompt_is_the_cell_of_as_many_tokens(tmp_path):
 @example(100, 290)
 def test_a_share_is_rounded_down_exactly(prompt, thousandths):
     """Not by float: 0.29 x 100 is 28.999999999999996."""
-    from kvbench.harness.suite.budget import _of_prompt
+    from kvbench.harness.suite.entries import _of_prompt
 
     expected = int(Fraction(thousandths, 1000) * prompt)
     if expected:
@@ -372,7 +372,7 @@ def test_the_source_of_the_policy_inside_is_part_of_the_digest():
 def test_policies_inside_are_checked_by_name_and_by_mapping(mine):
     name = f"{mine}:Holds"
     for score in ("h2o", "{name: h2o, window: 3}"):
-        assert all(f.ok for f in run_checks(name, [f"score={score}"], [16]))
+        assert all(f.ok for f in check(name, [f"score={score}"], [16]).findings)
     for setting, said in [
         ("score={name: h2o, windo: 3}", "--set score: unknown key 'windo', did you mean 'window'?"),
         ("score=h20", "--set score: unknown policy 'h20', did you mean 'h2o'?"),
@@ -382,7 +382,7 @@ def test_policies_inside_are_checked_by_name_and_by_mapping(mine):
         ("scor=h2o", f"{name} has no parameter 'scor', did you mean 'score'?"),
     ]:
         with pytest.raises(UserError) as caught:
-            run_checks(name, [setting], [16])
+            check(name, [setting], [16])
         assert str(caught.value) == said
 
 

@@ -15,6 +15,7 @@ import pytest
 from conftest import bench_in as bench
 from conftest import bench_process
 
+from kvbench.harness import suite
 from kvbench.harness.records import LOCK, RecordStore
 
 POLICY = """
@@ -244,6 +245,15 @@ def test_a_dry_run_lists_cells_and_measures_nothing(tmp_path, model_dir, text_di
     assert len(rows) == 6
     assert {r["kv_bytes"] for r in rows if r["policy"] == "h2o"} == {33 * 256 * 2}
     assert not list(tmp_path.iterdir())
+
+
+def test_only_chooses_among_a_suites_tasks(tmp_path):
+    options = ["--only", "memory", "--only", "latency", "--dry-run", "--json"]
+    rows = json.loads(bench("run", "quickstart", *options, cwd=tmp_path).stdout)
+    chosen = [cell for cell in suite.load(suite.find("quickstart"))[1] if cell.task.name in ("memory", "latency")]
+    assert [row["cell"] for row in rows] == [cell.id[:8] for cell in chosen]
+    wrong = bench("run", "quickstart", "--only", "perplexty", cwd=tmp_path)
+    assert (wrong.returncode, wrong.stderr) == (2, "bench: the suite has no task 'perplexty', did you mean 'perplexity'?\n")
 
 
 def test_a_closed_pipe_is_no_error(tmp_path):

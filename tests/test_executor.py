@@ -13,12 +13,12 @@ from kvbench.harness.core.errors import UserError
 from kvbench.harness.records import RecordStore
 from kvbench.harness.report.leaderboard import render
 from kvbench.harness.run import runner
+from kvbench.harness.run.executor import RunWatcher
 from kvbench.harness.run.messages import GroupAnswer, RunOrder, pack
+from kvbench.harness.run.on_ray import needs, number_of_workers
 from kvbench.harness.run.options import KeepSteps, RunOptions
 from kvbench.harness.run.prepare import MachineFacts, prepare
-from kvbench.harness.run.progress import NoProgress
 from kvbench.harness.run.request import RunRequest
-from kvbench.harness.run.resources import needs, number_of_workers
 from kvbench.harness.run.worker import Worker
 from kvbench.harness.suite import Resources
 
@@ -101,8 +101,8 @@ def same(records, others):
 def test_what_comes_back_as_messages_makes_the_same_records_and_the_same_page(request_, tmp_path):
     cells = request_.cells()
     options = request_._options(None, False, False, KeepSteps.from_option("kept=100,end"))
-    here = runner.run(cells, RecordStore(tmp_path / "here"), options, NoProgress())
-    there = runner.run(cells, RecordStore(tmp_path / "there"), options, NoProgress(), ByMessages(options))
+    here = runner.run(cells, RecordStore(tmp_path / "here"), options, RunWatcher())
+    there = runner.run(cells, RecordStore(tmp_path / "there"), options, RunWatcher(), ByMessages(options))
     same(here, there)
     assert sum(record.facts.keep_map is not None for record in there) == 10
     for folder in ("here", "there"):

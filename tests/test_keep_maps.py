@@ -24,7 +24,7 @@ from kvbench.harness.report import keep_map as reading
 from kvbench.harness.report.keep_map import Map, evictions
 from kvbench.harness.rules.rules import case, cheap_findings
 from kvbench.harness.run import policy_check
-from kvbench.harness.run.keep_map import KeepMap, RecordingDecoder, write_replay
+from kvbench.harness.run.keep_map import KeepMapWriter, RecordingDecoder, write_replay
 from kvbench.harness.run.options import KeepSteps
 from kvbench.policies import Policy
 from kvbench.policies.dense import Dense
@@ -39,7 +39,7 @@ Kept = list[list[list[list[int]]]]  # positions by layer, stream, head
 
 def mapped(path: Path, read: CachedDecoder, tokens: torch.Tensor, block: int, asked: str = "all") -> torch.Tensor:
     """Reads tokens in blocks and writes a keep map. -> NLLs."""
-    keep_map = KeepMap(path.with_suffix(".partial"), KeepSteps(asked), KeepSteps(asked).of(tokens.shape[1]))
+    keep_map = KeepMapWriter(path.with_suffix(".partial"), KeepSteps(asked), KeepSteps(asked).of(tokens.shape[1]))
     logits = in_blocks(RecordingDecoder(read, keep_map), tokens, block)
     keep_map.put_in_place(path)
     return nll(logits, tokens)
@@ -124,7 +124,7 @@ def test_a_map_holds_what_was_kept_and_changes_no_number(tmp_path, policy, block
 def test_only_the_logits_that_are_asked_for_come_back(tmp_path):
     """A block that is split in four parts, one of which no kept token is in."""
     tokens, keep = tokens_of(40), torch.tensor([0, 3, 20, 21, 39])
-    keep_map = KeepMap(tmp_path / "m", KeepSteps("3,10,20"), [3, 10, 20])
+    keep_map = KeepMapWriter(tmp_path / "m", KeepSteps("3,10,20"), [3, 10, 20])
     split = RecordingDecoder(CachedDecoder(model_of("llama"), CacheConfig(H2O(), 8)), keep_map)(tokens, keep=keep)
     whole = CachedDecoder(model_of("llama"), CacheConfig(H2O(), 8))(tokens, keep=keep)
     torch.testing.assert_close(split, whole, atol=1e-4, rtol=1e-4)

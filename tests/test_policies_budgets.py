@@ -536,9 +536,9 @@ def test_fastgen_takes_lists_as_a_file_has_them():
 @pytest.mark.parametrize("name", ["headkv", "duo_attention"])
 def test_policies_with_a_table_pass_the_checks_and_ask_for_it(name, table):
     settings = [f"file={table({'importance': [row[:2] for row in IMPORTANCE]})}"]
-    assert [f for f in policy_check.run_checks(name, settings, [16, 17]) if not f.ok] == []
+    assert [f for f in policy_check.check(name, settings, [16, 17]).findings if not f.ok] == []
     with pytest.raises(UserError, match=f"{name} needs the parameter 'file': --set file="):
-        policy_check.run_checks(name)
+        policy_check.check(name)
 
 
 def test_policies_that_hold_another_delegate_to_it(table):

@@ -25,7 +25,7 @@ from kvbench.policies.sink_window import SinkWindow
 
 @pytest.mark.parametrize("name", default_policies())
 def test_our_policies_pass(name):
-    assert [f for f in policy_check.run_checks(name) if not f.ok] == []
+    assert [f for f in policy_check.check(name).findings if not f.ok] == []
 
 
 class Half(Policy):
@@ -98,7 +98,7 @@ class Undeclared(Policy):
 )  # fmt: skip
 def test_what_is_wrong_is_said(kind, word, monkeypatch):
     monkeypatch.setattr(plugins, "policy_class", lambda name: kind)
-    problems = [f.problem for f in policy_check.run_checks("theirs")]
+    problems = [f.problem for f in policy_check.check("theirs").findings]
     assert any(word in p for p in problems), problems
 
 
@@ -108,7 +108,7 @@ def test_a_policy_from_a_file_needs_no_change_of_ours(tmp_path: Path):
         "from kvbench import CacheView, Policy\n\n\nclass SmallKeys(Policy):\n"
         "    def importance(self, view: CacheView):\n        return -view.keys.float().norm(dim=-1)\n"
     )
-    assert all(f.ok for f in policy_check.run_checks(f"{file}:SmallKeys"))
+    assert all(f.ok for f in policy_check.check(f"{file}:SmallKeys").findings)
 
 
 class Near(Policy):

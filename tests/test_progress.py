@@ -32,13 +32,13 @@ def test_on_a_terminal_a_live_line_shows_the_cell_and_its_speed(clock):
     screen = console(terminal=True)
     with ProgressView(screen) as view:
         view.begin("h2o 8", 1, 3, 12800)
-        cells, task = view._live.progress.tasks
+        cells, task = view._rows.tasks
         assert (cells.total, cells.completed) == (3, 0)
-        assert (task.description, task.total, task.fields["speed"]) == ("h2o 8", 12800, "")
+        assert (task.description, task.total, task.fields["text"]) == ("h2o 8", 12800, "")
         clock[0] += 2
         view.advance(6400, "nll 2.0")
-        assert (task.completed, task.fields["speed"]) == (6400, "3,200 tokens/s, nll 2.0")
-        view._live.progress.refresh()
+        assert (task.completed, task.fields["text"]) == (6400, "3,200 tokens/s, nll 2.0")
+        view._rows.refresh()
         live = screen.file.getvalue()
         assert "h2o 8" in live
         assert "3,200 tokens/s, nll 2.0" in live
@@ -47,7 +47,7 @@ def test_on_a_terminal_a_live_line_shows_the_cell_and_its_speed(clock):
         assert "left" not in screen.file.getvalue(), "no plain lines beside the live one"
         view.end("h2o 8", finished(), False)
         view.end("window 8", finished(status="failed", error={"kind": "MemoryError", "message": "no room"}), False)
-        assert (cells.completed, cells.fields["speed"]) == (2, "2 of 3, 1 failed")
+        assert (cells.completed, cells.fields["text"]) == (2, "2 of 3 cells, 1 failed")
     assert "perplexity 7" not in screen.file.getvalue(), "finished cells leave no line behind"
 
 
@@ -59,7 +59,7 @@ def test_the_live_display_is_two_lines_of_any_terminal(clock):
             view.begin("my_policy.py:MyVeryLongPolicyName 128, sinks 4, window 124, [odd] distance 20", 1, 3, 12800)
             clock[0] += 2
             view.advance(6400, "perplexity 123.45, and much else that a task may have to say about it")
-            lines = screen.render_lines(view._live.progress.get_renderable(), pad=False)
+            lines = screen.render_lines(view._rows.get_renderable(), pad=False)
         assert len(lines) == 2
         assert all(sum(segment.cell_length for segment in line) <= width for line in lines)
 
@@ -82,8 +82,8 @@ def test_a_task_of_unknown_length_has_no_share(clock):
     with ProgressView(console(terminal=True)) as view:
         view.begin("h2o 8", 1, 1, 0)
         view.advance(6400, "2 sittings")
-        _, task = view._live.progress.tasks
-        assert (task.total, task.completed, task.fields["speed"]) == (None, 0, "2 sittings")
+        _, task = view._rows.tasks
+        assert (task.total, task.completed, task.fields["text"]) == (None, 0, "2 sittings")
 
 
 def test_elsewhere_a_line_is_written_now_and_then(clock):
@@ -101,3 +101,46 @@ def test_elsewhere_a_line_is_written_now_and_then(clock):
     lines = screen.file.getvalue().splitlines()
     assert lines[1] == "[2/2] random 8: FAILED, MemoryError: no room"
     assert lines[2] == "1 cell was finished before and skipped (--fresh measures it again)"
+
+
+def test_on_a_terminal_every_worker_has_a_line_and_all_have_one(clock):
+    screen = console(terminal=True)
+    with ProgressView(screen) as view:
+        view.begin("h2o 8", 1, 4, 1000, "worker-1 on a")
+        view.begin("window 8", 1, 4, 1000, "worker-2 on b")
+        clock[0] += 10
+        view.advance(500, "nll 2.0", "worker-1 on a")
+        view.advance(250, "nll 3.0", "worker-2 on b")
+        view.advance(250, "nll 3.0", "a worker that has died")
+        everything, first, second = view._rows.tasks
+        assert everything.fields["text"] == "0 of 4 cells, 75 tokens/s"
+        assert (first.description, first.completed, first.total) == ("worker-1 on a: h2o 8", 500, 1000)
+        assert second.fields["text"] == "25 tokens/s, nll 3.0"
+        view.idle("worker-2 on b")
+        view.end("window 8", finished(), False)
+        assert everything.fields["text"] == "1 of 4 cells, 50 tokens/s, about 30 s left"
+        assert len(view._rows.tasks) == 2
+    assert "perplexity" not in screen.file.getvalue(), "finished cells leave no line behind"
+
+
+def test_elsewhere_a_line_is_written_now_and_then_and_one_for_each_result(clock):
+    screen = console(terminal=False)
+    with ProgressView(screen) as view:
+        view.end("dense", finished(), True)
+        view.begin("h2o 8", 2, 4, 1000, "worker-1")
+        view.begin("latency", 2, 4, 0, "worker-2")
+        clock[0] += 15
+        view.advance(150, "nll 2.0", "worker-1")
+        assert screen.file.getvalue() == ""
+        clock[0] += 10
+        view.advance(250, "nll 2.0", "worker-1")
+        view.note("worker-2", "died; what it measured is measured again")
+        view.idle("worker-1")
+        view.end("h2o 8", finished(status="failed", error={"kind": "MemoryError", "message": "no room"}), False)
+    lines = screen.file.getvalue().splitlines()
+    assert lines == [
+        "[1/4] 1 of 4 cells, 10 tokens/s (worker-1: h2o 8, worker-2: latency)",
+        "worker-2: died; what it measured is measured again",
+        "[2/4] h2o 8: FAILED, MemoryError: no room",
+        "1 cell was finished before and skipped (--fresh measures it again)",
+    ]

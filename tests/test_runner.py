@@ -10,8 +10,7 @@ import pytest
 import torch
 from conftest import bench
 
-from kvbench.harness.core.errors import UserError
-from kvbench.harness.core.failure import failure, ran_out_of_memory
+from kvbench.harness.core.errors import UserError, failure, ran_out_of_memory
 from kvbench.harness.run import apart, machine, request
 from kvbench.harness.run.messages import GroupAnswer, RunOrder
 from kvbench.harness.run.request import RunRequest

@@ -13,7 +13,7 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.method import EAGER
 from kvbench.harness.run import side_by_side
 from kvbench.harness.run.request import RunRequest
-from kvbench.harness.run.side_by_side import StreamReading, Trial, choose_side_by_side, search
+from kvbench.harness.run.side_by_side import StreamReading, StreamsTrial, choose_side_by_side, search
 from kvbench.harness.tasks.common.side_by_side import Independent
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
@@ -66,8 +66,8 @@ def test_the_number_at_once_changes_no_figure(asked, all_at_once, tmp_path):
             assert found.limit_bytes > 0
 
 
-def steady(count: int) -> Trial:
-    return Trial(100, 10.0 * count)
+def steady(count: int) -> StreamsTrial:
+    return StreamsTrial(100, 10.0 * count)
 
 
 @pytest.mark.parametrize(
@@ -88,12 +88,12 @@ def test_the_search_obeys_the_memory(count, limit, expected):
 
 
 def test_the_search_ends_where_more_streams_are_no_faster():
-    assert search(64, 10**6, lambda n: Trial(1, 10.0 * min(n, 4)), {}) == (4, "more are no faster")
+    assert search(64, 10**6, lambda n: StreamsTrial(1, 10.0 * min(n, 4)), {}) == (4, "more are no faster")
 
 
 def test_one_slow_trial_does_not_end_the_search():
     speeds = {1: 10.0, 2: 10.0, 4: 30.0, 8: 31.0, 16: 31.0}
-    assert search(64, 10**6, lambda n: Trial(1, speeds[n]), {}) == (4, "more are no faster")
+    assert search(64, 10**6, lambda n: StreamsTrial(1, speeds[n]), {}) == (4, "more are no faster")
 
 
 def test_a_trial_that_runs_out_of_memory_ends_the_search():

@@ -22,9 +22,9 @@ from kvbench.harness.report.agreement import disagreements
 from kvbench.harness.report.leaderboard import render
 from kvbench.harness.report.review import Review, markdown
 from kvbench.harness.report.task import task_of
+from kvbench.harness.run import submission
 from kvbench.harness.run.request import RunRequest
-from kvbench.harness.run.review import Draw
-from kvbench.harness.run.submission import MAX_TRACE_BYTES, local_paths
+from kvbench.harness.run.submission import MAX_TRACE_BYTES, drawn, local_paths
 
 ROOT = Path(__file__).parents[1]
 SUITE = """suite: tiny
@@ -154,7 +154,7 @@ def test_a_forged_trace_passes_verification_and_its_repeated_cell_differs(submit
     forge(path)
     assert bench_in("records", "verify", path.parent, cwd=submitted).stderr.startswith("6 records are correct, 0 are not")
     files = [(p, read(p)) for p in path.parent.glob("*.json") if p.name.startswith(("sink_window", "h2o"))]
-    seed = next(seed for seed in map(str, range(100)) if Draw(seed, 1).order(files)[0][0] == path)
+    seed = next(seed for seed in map(str, range(100)) if drawn(files, seed)[0][0] == path)
     done = reviewed(submitted, "--sample", 1, "--seed", seed)
     assert done.returncode == 1
     (row,) = [line for line in done.stdout.splitlines() if "**differs**" in line]
@@ -337,23 +337,31 @@ def test_a_review_of_nothing_claims_nothing():
 
 def test_the_draw_depends_on_the_seed_alone():
     files = [(Path("x"), record(capacity=n)) for n in range(1, 30)]
-    first = Draw("a", 4).order(files)
-    assert Draw("a", 4).order(files[::-1]) == first
-    assert Draw("b", 4).order(files)[:4] != first[:4]
+    first = drawn(files, "a")
+    assert drawn(files[::-1], "a") == first
+    assert drawn(files, "b")[:4] != first[:4]
 
 
 def test_a_cell_that_can_not_be_measured_here_is_not_counted_as_repeated(submitted, monkeypatch):
-    from kvbench.harness.run import review
-
     def unavailable(*arguments, **options):
         raise UserError("the text is out of reach")
 
-    monkeypatch.setattr(review.RunRequest, "measure", unavailable)
+    monkeypatch.setattr(submission.RunRequest, "measure", unavailable)
     done = reviewed(submitted, "--write")
     assert done.returncode == 0
     assert "Measured again: 0 of 4 cells" in done.stdout
     assert "not measured: the text is out of reach" in done.stdout
     assert "0 records marked" in done.stderr
+
+
+def test_a_cell_that_is_compared_with_another_is_repeated_after_it(tmp_path):
+    text = SUITE.replace("perplexity, data: prose, tokens: 512", "divergence, data: prose, tokens: 256") % ""
+    (tmp_path / "tiny.yaml").write_text(text.replace("  - {name: streameval, lines: 20, distance: 2}\n", ""))
+    request = RunRequest(str(tmp_path / "tiny.yaml"), threads=1)
+    request.measure(tmp_path / "results", request.cells(), progress=False)
+    files = [(path, read(path)) for path in (tmp_path / "results").rglob("window-*.json")]
+    (repeat,) = submission._repeats(files, 1, None)
+    assert (repeat.again.cell_id, repeat.differs) == (files[0][1].cell_id, [])
 
 
 @pytest.mark.parametrize(

@@ -184,6 +184,8 @@ def test_a_policy_may_have_seeds_of_its_own(tmp_path):
         ("sinks=50", "--set sinks=50: sink_window: capacity 8 can't hold sinks 50"),
         ("window=-3", "--set window=-3: sink_window: capacity 8 can't hold sinks 1 + window -3"),
         ("tokens=0", "--set tokens=0: tokens: Input should be greater than or equal to 2, not 0"),
+        ("tasks=perplexity", "--set tasks=perplexity: give --only perplexity to measure only some of the suite's tasks"),
+        ("task=[perplexity]", "--set task=[perplexity]: give --only perplexity to measure"),
     ],
 )
 def test_a_wrong_setting_is_told_as_one(tmp_path, setting, error):

@@ -12,14 +12,14 @@ from typing import Any, NoReturn
 import click
 
 from kvbench import __version__
-from kvbench.harness.cli import judge, keep, lm_eval, look, measure, pages, probe, show
+from kvbench.harness.cli import doctor, judge, listing, lm_eval, measure, pages, policy, records, show
 from kvbench.harness.cli import submit as submission
 from kvbench.harness.cli.output import debugging
 from kvbench.harness.core import plugins
 from kvbench.harness.core.errors import DISK_ERRNOS, Exit, UserError
 
 
-class _Bench(click.Group):
+class _Commands(click.Group):
     """All commands. When a pipe closes, click would exit with 1, which some commands use as an answer."""
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -30,7 +30,7 @@ class _Bench(click.Group):
             _exit_closed_pipe()
 
 
-@click.group(cls=_Bench, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="bench")
 @click.option("--debug", is_flag=True, help="Show a traceback with every error, and with every failed cell.")
 @click.option(
@@ -55,16 +55,16 @@ for _command in (
     judge.compare,
     judge.check,
     judge.baseline,
-    keep.records,
+    records.records,
     submission.submit,
     submission.review,
     show.show,
-    probe.probe,
+    measure.probe,
     measure.pretrain,
-    look.list_,
-    look.policy,
-    look.schema,
-    look.doctor,
+    listing.list_,
+    policy.policy,
+    listing.schema,
+    doctor.doctor,
 ):
     cli.add_command(_command)
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import click
+
 from kvbench import __version__
+from kvbench.harness.cli.output import FILLED
+from kvbench.harness.core.errors import Exit
 
 _PACKAGES = ("torch", "transformers", "numpy", "datasets", "lm-eval", "pyarrow", "pydantic", "triton", "vl-convert-python")
 _HUB_TIMEOUT_S = 4
@@ -16,13 +21,33 @@ _HUB_TIMEOUT_S = 4
 Line = tuple[str, str]
 
 
+@click.command()
+@click.option("--model", metavar="DIR|HUB_ID", type=FILLED, help="Also look for this model.")
+@click.option(
+    "--data", metavar="DIR", envvar="BENCH_DATA", type=FILLED, help="Also read from this directory of text (or BENCH_DATA)."
+)
+@click.option("--quick", is_flag=True, help="Leave out facts that take seconds: speed, the hub, the model families.")
+def doctor(model: str | None, data: str | None, quick: bool) -> None:
+    """Show the facts that a bug report needs.
+
+    These are versions, device, what can be reached, and which model families work.
+
+    \b
+    bench doctor
+    bench doctor --model ./my-model --data ./books
+    """
+    failed = False
+    for name, fact in report(model, Path(data).expanduser() if data else None, quick):
+        click.echo(f"{name:<16} {fact}")
+        failed |= fact.startswith("FAILED")
+    if failed:
+        sys.exit(Exit.NO)
+
+
 def report(model: str | None = None, data: Path | None = None, quick: bool = False) -> Iterator[Line]:
     """Yield the name and value of each fact as soon as it is known. A failure becomes the value, and the others still run.
 
-    Args:
-        model: a directory or hub id to look for, if any.
-        data: a directory of text to read from, if any.
-        quick: leave out facts that take seconds: speed, the hub, the model families.
+    `quick` leaves out facts that take seconds: speed, the hub, the model families.
     """
     parts: list[tuple[str, Callable[[], str]]] = [
         ("kv-bench", lambda: f"{__version__}, python {platform.python_version()}, {platform.system()} {platform.machine()}"),

@@ -1,17 +1,47 @@
-"""The rows of `bench list`."""
+"""The commands `bench list` and `bench schema`: the policies, suites, tasks and models that there are."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import json
+from typing import TYPE_CHECKING, Any
 
-from kvbench.harness import suite as suite_files
+import click
+
+from kvbench.harness.cli.output import print_rows
 from kvbench.harness.core import plugins
 from kvbench.harness.core.errors import UserError, described
-from kvbench.harness.engine.kernels.compiler import why_not
-from kvbench.policies import Policy
+
+if TYPE_CHECKING:
+    from kvbench.policies import Policy
 
 _CAPACITIES = (64, 1024, 16384)  # tokens; the first that a policy can serve shows how it is read
+
+
+@click.command("list")
+@click.argument("what", type=click.Choice(["policies", "suites", "tasks", "models"]))
+@click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
+def list_(what: str, as_json: bool) -> None:
+    """List policies, suites, tasks or model families. For each family, a tiny random model goes through the self-check.
+
+    \b
+    bench list policies
+    bench list models
+    """
+    rows = {"policies": policies, "suites": suites, "tasks": tasks, "models": models}
+    print_rows(rows[what](), as_json)
+
+
+@click.command()
+def schema() -> None:
+    """Print the JSON schema of suite files, for editors.
+
+    \b
+    bench schema > suite.schema.json
+    """
+    from kvbench.harness import suite
+
+    click.echo(json.dumps(suite.schema(), indent=1))
 
 
 def policies() -> list[dict[str, Any]]:
@@ -45,6 +75,8 @@ def _policy(name: str, policy: type[Policy]) -> dict[str, Any]:
 
 def _parameter(field: dataclasses.Field[Any]) -> str:
     """A parameter with its default."""
+    from kvbench.policies import Policy
+
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     if default is dataclasses.MISSING:
         return f"{field.name} (needed)"
@@ -61,6 +93,8 @@ def _with_defaults(policy: type[Policy]) -> Policy | None:
 
 def _blocks(policy_class: type[Policy]) -> str:
     """How blocks of tokens are read under a policy with its defaults, on a CPU."""
+    from kvbench.harness.engine.kernels.compiler import why_not
+
     if not policy_class.caches:
         return "windows run afresh"
     if not policy_class.evicts:
@@ -99,6 +133,8 @@ def tasks() -> list[dict[str, Any]]:
 
 def suites() -> list[dict[str, Any]]:
     """A row per suite that comes with the project."""
+    from kvbench.harness import suite as suite_files
+
     rows = []
     for path in suite_files.shipped_suites():
         suite, cells = suite_files.load(path)

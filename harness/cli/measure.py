@@ -1,9 +1,10 @@
-"""The commands `bench run` and `bench pretrain`."""
+"""The commands `bench run`, `bench pretrain` and `bench probe`, and the options of every command that runs a suite."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,41 @@ import click
 
 from kvbench.harness.cli.closing import show_closing
 from kvbench.harness.cli.output import FILLED, debugging, print_rows, results_option, writable
-from kvbench.harness.cli.running import suite_options
-from kvbench.harness.core.errors import Exit
+from kvbench.harness.core.errors import Exit, UserError
 from kvbench.harness.run.options import KeepSteps
 from kvbench.harness.run.request import RunRequest
+
+_OPTIONS: list[Callable[[Any], Any]] = [
+    click.option("--model", metavar="DIR|HUB_ID", type=FILLED, help="Use this model, or all models in a folder."),
+    click.option(
+        "--data", metavar="DIR", envvar="BENCH_DATA", type=FILLED,
+        help="Directory of the text, .parquet or .txt, or of images (or BENCH_DATA).",
+    ),
+    click.option(
+        "--policy", "policies", multiple=True, metavar="POLICY",
+        help="Measure only this policy: a name, file.py:Class or '{name: h2o, window: 8}'; repeatable.",
+    ),
+    click.option(
+        "--set", "settings", multiple=True, metavar="KEY=VALUE",
+        help="Change a value of the suite: --set tokens=20000 --set capacity=[128,256].",
+    ),
+    click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:1."),
+    click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Type of the weights and the cache."),
+    click.option("--threads", type=click.IntRange(1), help="CPU threads. Default: torch's."),
+]  # fmt: skip
+
+
+def suite_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that `bench run` and `bench baseline update` share."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
 
 
 @click.command()
 @click.argument("suite")
 @suite_options
+@click.option("--only", "tasks", multiple=True, metavar="TASK", help="Measure only this task of the suite; repeatable.")
 @click.option(
     "--block",
     type=click.IntRange(1),
@@ -58,6 +85,7 @@ def run(
     \b
     bench run quickstart
     bench run suites/pg19.yaml --model ./my-model --data ./books --set tokens=20000
+    bench run quickstart --only perplexity
     bench run 128d93c6 --fresh
     bench run quickstart --trace kept=128,256,end
     bench run pg19 --ray --workers 4 --threads 2
@@ -130,3 +158,33 @@ def pretrain(
         click.echo(str(model))
     else:
         click.echo(f"stopped early: 'bench pretrain {config}' goes on from here", err=True)
+
+
+@click.command()
+@click.argument("model", type=FILLED)
+@click.option("--out", type=FILLED, required=True, help="File of the table, JSON.")
+@click.option("--dtype", default="float32", show_default=True, help="Of the weights.")
+def probe(model: str, out: str, dtype: str) -> None:
+    """Measure which heads of a model retrieve.
+
+    MODEL is an id or a directory. Random tokens are read twice in a row; a head's score is the share of its attention that goes
+    to the token that followed the same token before. The policies headkv and duo_attention read the table.
+
+    \b
+    bench probe builtin:sink_2 --out heads.json
+    bench run quickstart --policy '{name: headkv, file: heads.json}'
+    """
+    import torch
+
+    from kvbench.harness.models.hub import model_directory
+    from kvbench.harness.models.load import load_model
+    from kvbench.harness.run.head_table import write_head_table
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    loaded = load_model(model_directory(model, None, False), dtype, device)
+    try:
+        scores = write_head_table(loaded, Path(out))
+    except OSError as error:
+        raise UserError(f"{out}: can't be written ({error.strerror})") from error
+    best = max(max(row) for row in scores)
+    click.echo(f"{out}: {len(scores)} layers of {len(scores[0])} KV heads, the best retrieves {best:.0%}")

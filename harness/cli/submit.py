@@ -40,11 +40,12 @@ def submit(folder: str, to: str, replace: bool) -> None:
     from kvbench.harness.run.submission import check, lay_down, not_standing, read_files
 
     files, wrong = read_files(Path(folder))
+    cells = len({record.cell_id for _, record in files})
     if not files and not wrong:
         raise UserError(f"{folder}: no records there: run a suite first, or name another folder")
     new = not_standing(files, Path(to), replace)
     if not new and not wrong:
-        raise UserError(f"{folder}: its {len(files)} cells all stand in {to}; --replace submits newer records of them")
+        raise UserError(f"{folder}: its {cells} cells all stand in {to}; --replace submits newer records of them")
     wrong += check(new, RecordStore(Path(to)).read_all()[0])
     if wrong:
         for line in wrong:
@@ -52,8 +53,8 @@ def submit(folder: str, to: str, replace: bool) -> None:
         click.echo(f"{len(wrong)} problem{'' if len(wrong) == 1 else 's'}, nothing laid down", err=True)
         sys.exit(Exit.NO)
     written = lay_down(new, writable(Path(to)))
-    if len(new) < len(files):
-        click.echo(f"{len(files) - len(new)} cells stand already, and were left as they are", err=True)
+    if len(new) < cells:
+        click.echo(f"{cells - len(new)} cells stand already, and were left as they are", err=True)
     size = sum(path.stat().st_size for path in written)
     click.echo(f"{len(new)} records in {len(written)} files, {size / 2**20:.1f} MiB -> {to}")
     _say_what_is_next(Path(to), sorted({str(path.parent) for path in written}))
@@ -94,14 +95,13 @@ def review(folder: str, base: str, sample: int, seed: str | None, data: str | No
     """
     from kvbench.harness.report.review import markdown
     from kvbench.harness.report.sources import open_folder
-    from kvbench.harness.run.review import Draw
-    from kvbench.harness.run.review import review as reviewed
+    from kvbench.harness.run import submission
 
     if not Path(folder).is_dir():
         raise UserError(f"{folder}: no such folder")
     seed = seed or _last_commit()
     with open_folder(base) as before:
-        result = reviewed(Path(folder), before, Draw(seed, sample, data))
+        result = submission.review(Path(folder), before, seed, sample, data)
     click.echo(markdown(result), nl=False)
     if not result.accepted:
         sys.exit(Exit.NO)

@@ -31,9 +31,7 @@ class Reference:
     def __init__(self, device: torch.device, work: Callable[[], object]) -> None:
         """Warm up.
 
-        Args:
-            device: that does the work.
-            work: one step of it.
+        `work` is one step.
         """
         self.rounds: list[float] = []
         self._device, self._work = device, work

@@ -1,4 +1,4 @@
-"""Errors that are the user's mistake, exit codes, and which line of a user's code an error comes from."""
+"""Errors: the user's mistakes, exit codes, which line of a user's code raised one, and what a failed cell's record keeps."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from collections.abc import Iterable
 from enum import IntEnum
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 _LIBRARIES = frozenset({"kvbench", "torch", "transformers", *sys.stdlib_module_names})
 
 DISK_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})  # the disk is full or read-only
 MOST_NAMES = 60  # in a message
+_TRACEBACK_LINES = 30  # the last ones
+_MAX_LINE_CHARACTERS = 300
 
 
 class Exit(IntEnum):
@@ -78,3 +81,37 @@ def described(error: BaseException) -> str:
 
 def _is_installed(frame: FrameType) -> bool:
     return not {"site-packages", "dist-packages"}.isdisjoint(Path(frame.f_code.co_filename).parts)
+
+
+def failure(error: BaseException) -> dict[str, Any]:
+    """An error as the record of a failed cell keeps it. Files are named without folders, which are the user's business."""
+    kind = "out of memory" if ran_out_of_memory(error) else type(error).__name__
+    return {"kind": kind, "message": first_line(error), "where": where(error), "traceback": _traceback(error)}
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether the host or the device ran out of memory."""
+    cuda = any(c.__name__ == "OutOfMemoryError" and c.__module__.split(".")[0] == "torch" for c in type(error).__mro__)
+    return cuda or isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:_MAX_LINE_CHARACTERS] if lines else ""
+
+
+def _traceback(error: BaseException) -> list[str]:
+    """The last lines of a traceback, without folders."""
+    exception = traceback.TracebackException.from_exception(error)
+    _remove_folders(exception)
+    lines = [line[:_MAX_LINE_CHARACTERS] for part in exception.format() for line in part.splitlines()]
+    return lines[-_TRACEBACK_LINES:]
+
+
+def _remove_folders(exception: traceback.TracebackException) -> None:
+    for frame in exception.stack:
+        frame.filename = Path(frame.filename).name
+    for cause in (exception.__cause__, exception.__context__):
+        if cause is not None:
+            _remove_folders(cause)

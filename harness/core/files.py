@@ -51,9 +51,7 @@ def put_in_place(partial: Path, path: Path) -> None:
 def atomic_write(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
     """Open a file that replaces `path` once it is completely written. After an error, `path` is unchanged.
 
-    Args:
-        path: of the finished file; its folder must exist.
-        mode: "w" for text in UTF-8, "wb" for bytes.
+    Its folder must exist. The mode is "w" for text in UTF-8, or "wb" for bytes.
 
     Raises:
         OSError: the folder is not writable, or the disk is full.

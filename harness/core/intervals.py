@@ -65,9 +65,7 @@ class Interval:
         return None if self.low is None or self.high is None else (self.high - self.low) / 2
 
 
-def interval(
-    sums: NDArray[np.float64], tokens: NDArray[np.float64], size: int, capacity: int, looks: int = 1
-) -> Interval:  # fmt: skip
+def interval(sums: NDArray[np.float64], tokens: NDArray[np.float64], size: int, capacity: int, looks: int = 1) -> Interval:
     """The mean over the tokens of one text, with its interval.
 
     Whether there is an interval depends only on lengths, never on the data. A text in which a rare event happens not to
@@ -115,9 +113,7 @@ def reach(tokens: NDArray[np.float64]) -> float | None:
 def look_lengths(tokens: int, capacity: int) -> list[int]:
     """The planned looks at a text that is read until its interval is narrow: doubling lengths, the last of them the whole text.
 
-    Args:
-        tokens: of the whole text.
-        capacity: the largest cache in the comparison, in tokens.
+    `capacity` is that of the largest cache in the comparison, in tokens.
 
     Returns:
         Tokens read at each look. The first is the shortest that has an interval after the cache has filled.
@@ -142,9 +138,7 @@ def clustered(sums: NDArray[np.float64], tokens: NDArray[np.float64], looks: int
     return _student(sums, tokens, round(float(tokens.mean())), neighbours=False, looks=looks)
 
 
-def _student(
-    sums: NDArray[np.float64], tokens: NDArray[np.float64], block: int, neighbours: bool, looks: int
-) -> Interval:  # fmt: skip
+def _student(sums: NDArray[np.float64], tokens: NDArray[np.float64], block: int, neighbours: bool, looks: int) -> Interval:
     """Student's interval of the ratio of two sums over blocks, with its p-value.
 
     Args:
@@ -203,9 +197,7 @@ def _skewness(values: NDArray[np.float64]) -> float:
 def _symmetric(t: float, skew: float) -> float:
     """The t statistic of a mean, with the skewness of its distribution removed; monotone in `t`.
 
-    Args:
-        t: mean over its standard error.
-        skew: skewness of a block / (6 sqrt(blocks)).
+    `skew` is the skewness of a block / (6 sqrt(blocks)).
 
     Source: Hall 1992, Journal of the Royal Statistical Society B 54(1).
     """

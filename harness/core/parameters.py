@@ -17,9 +17,7 @@ from kvbench.policies import Policy
 def parameters_of(policy: Policy, recorded: bool = False) -> dict[str, Any]:
     """The parameters by name, without those marked `metadata={"added": True}` that have their default.
 
-    Args:
-        policy: whose parameters.
-        recorded: name the policies inside without the folders of their files, as records do.
+    `recorded` names the policies inside without the folders of their files, as records do.
     """
     fields = dataclasses.fields(policy)
     return {f.name: _as_json(getattr(policy, f.name), recorded) for f in fields if not _is_left_out(policy, f)}

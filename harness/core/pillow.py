@@ -10,9 +10,6 @@ from kvbench.harness.core.errors import UserError
 def require_pillow(who: str) -> None:
     """Check that Pillow is installed.
 
-    Args:
-        who: needs it, for the error.
-
     Raises:
         UserError: it is not.
     """

@@ -88,11 +88,7 @@ def working_tasks() -> dict[str, type[Any]]:
 
 
 def ignored_plugins(name: str | None = None) -> dict[str, str]:
-    """Entry points of policies whose name is taken: "package.module:Class" of each, and why it is ignored.
-
-    Args:
-        name: only those of this name.
-    """
+    """Entry points of policies whose name is taken: "package.module:Class" of each, and why it is ignored."""
     builtin, taken, ignored = _modules(_POLICY), set[str](), {}
     for entry in entry_points(group=_POLICY.group):
         if name not in (None, entry.name):
@@ -160,7 +156,7 @@ def known_task(name: str) -> type[Any] | None:
 
 @lru_cache
 def _installed_task(name: str, path: tuple[str, ...]) -> type[Any] | None:  # noqa: ARG001 - decides what is installed
-    """path: `sys.path`."""
+    """A built-in or installed task; None if there is none. `path` is `sys.path`: the cache is void when that changes."""
     with contextlib.suppress(UserError):
         return _find(_TASK, name) if name in task_names() else None
     return None

@@ -50,7 +50,7 @@ class Record:
         key: hash of everything that determines the figures: cell id, token ids, weights, the policy's source, the task's version,
             NUMERICS_VERSION.
         status: "ok", or "failed": then `error` says why and `metrics` may be empty.
-        error: of a failed cell (harness/core/failure.py).
+        error: of a failed cell (harness/core/errors.py).
         metrics: the task's figures; of the task's own class if the cell went well and the task is installed.
         data: what was read.
         facts: what may differ without changing the figures.

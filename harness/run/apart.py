@@ -48,10 +48,7 @@ def order_of(group: Group, options: RunOptions) -> RunOrder:
 def measure(order: RunOrder, references: Sequence[Record | None], progress: Callable[[int, str], None]) -> GroupAnswer:
     """Measure the cells of an order in a fresh process, which does not outlive this one, nor this call.
 
-    Args:
-        order: of one group.
-        references: for each cell, the record that it is compared with while it is measured; None if there is none.
-        progress: called with the tokens done and the figure so far.
+    `references` has a record for each cell that is compared with one; `progress` gets the tokens done and the figure so far.
 
     Raises:
         UserError: the child raised one; its model can't be driven exactly, for example.

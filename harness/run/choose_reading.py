@@ -40,18 +40,10 @@ class Reading(NamedTuple):
     slow: str = ""
 
 
-def choose_reading(
-    model: Model, config: CacheConfig, task: type[Task], options: Any, block: int | None, walk: bool
-) -> Reading:  # fmt: skip
+def choose_reading(model: Model, config: CacheConfig, task: type[Task], options: Any, block: int | None, walk: bool) -> Reading:
     """The reading of a cell: faster than the plain walk only if a check on this model found that both agree.
 
-    Args:
-        model: of the cell.
-        config: of its cache.
-        task: that reads.
-        options: of the task.
-        block: tokens that pass a layer at once; chosen by method and free memory when None.
-        walk: always read token by token inside the layers.
+    `block` and `walk` are the options of the run.
     """
     facts: dict[str, Any] = {}
     check = FastCheck(TOKEN_BY_TOKEN, "windows run afresh", "windows run afresh", 0.0)

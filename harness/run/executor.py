@@ -1,4 +1,4 @@
-"""What a run and whoever measures its cells say to each other: groups of cells go in, outcomes and progress come back."""
+"""The interface between a run and an executor, which measures its cells: groups go in, outcomes and progress come back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from kvbench.harness.records import Record, RecordStore, digest
 from kvbench.harness.records.facts import Failure
 from kvbench.harness.records.metrics import Metrics
-from kvbench.harness.run.keep_map import KeepMap, ReceivedMap
+from kvbench.harness.run.keep_map import KeepMapWriter, ReceivedMap
 from kvbench.harness.run.prepare import Prepared
 from kvbench.harness.suite import Cell
 
@@ -48,7 +48,7 @@ class Outcome:
     metrics: Metrics | None
     failure: Failure | None
     trace: Path | None
-    keep_map: KeepMap | ReceivedMap | None
+    keep_map: KeepMapWriter | ReceivedMap | None
 
 
 Done = Callable[[Prepared, Outcome], None]
@@ -59,8 +59,8 @@ def trace_suffix(item: Prepared) -> str:
     return item.task.trace or ".trace"  # a task without a trace leaves the file empty
 
 
-class RunWatcher(Protocol):
-    """Receives the progress of a run."""
+class RunWatcher:
+    """Receives the progress of a run. This one ignores it."""
 
     def begin(self, label: str, number: int, cells: int, total: int, worker: str = "") -> None:
         """A cell, or a group of cells side by side, starts. It has `total` tokens; 0 if tokens don't measure its progress.
@@ -82,7 +82,7 @@ class RunWatcher(Protocol):
 
 
 class Ledger(Protocol):
-    """What a run offers to whoever measures its cells."""
+    """What a run offers to an executor."""
 
     store: RecordStore
     watcher: RunWatcher
@@ -114,10 +114,7 @@ class Executor(Protocol):
     def measure(self, groups: Sequence[Group], cells: Sequence[Cell], ledger: Ledger) -> None:
         """Measure all groups, and hand the outcome of every cell to the ledger.
 
-        Args:
-            groups: to measure, each after those that it needs a record of.
-            cells: all of the run, finished ones included.
-            ledger: of the run.
+        A group comes after those that it needs a record of. `cells` are all of the run, finished ones included.
 
         Raises:
             UserError: a model can't be driven exactly, a cache doesn't fit, or a record can't be written.

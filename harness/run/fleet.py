@@ -1,4 +1,7 @@
-"""The workers of a run on Ray: started, compared with this process, told what will be asked, replaced when they die."""
+"""The workers of a run on Ray: started, compared with this process, told what will be asked, replaced when they die.
+
+Ray sends the classes of the actors by value, so that a worker can say that it has no KV Bench, or another one.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,8 @@ import socket
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from kvbench.harness.core.errors import UserError
+from kvbench.harness.core.errors import UserError, first_line
 from kvbench.harness.run.prepare import MachineFacts
-from kvbench.harness.run.ray_actors import about_here, board_class, worker_class
 from kvbench.harness.run.schedule import Work
 
 START_S = 120.0
@@ -52,13 +54,9 @@ class Fleet:
     """
 
     def __init__(self, ray: Any, need: Mapping[str, float], device: str, threads: int) -> None:
-        """No worker has started.
+        """Set up the fleet, without starting a worker.
 
-        Args:
-            ray: the package, connected.
-            need: of one worker: CPU, GPU, memory in bytes.
-            device: of every worker: cpu or cuda.
-            threads: of every worker.
+        `need` is what one worker takes: CPU, GPU, memory in bytes; `device` and `threads` are those of every worker.
         """
         self.ray, self.workers = ray, dict[str, FleetWorker]()
         self._need, self._device, self._threads = need, device, threads
@@ -167,7 +165,118 @@ class Fleet:
         return answer
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message that is not empty."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:200] if lines else type(error).__name__
+def about_here() -> dict[str, str]:
+    """What a worker must have in common with the run's own process, and where it is."""
+    about: dict[str, str] = _about()()
+    return about
+
+
+def _about() -> Any:
+    def about() -> dict[str, str]:
+        import hashlib
+        import importlib.util
+        import socket
+        from importlib.metadata import PackageNotFoundError, version
+        from pathlib import Path
+
+        facts = {"host": socket.gethostname()}
+        spec = importlib.util.find_spec("kvbench")
+        if spec is None or spec.origin is None:
+            return facts
+        import kvbench
+
+        root = Path(spec.origin).parent
+        digest = hashlib.sha256()
+        for package in ("policies", "harness"):
+            for file in sorted((root / package).resolve().rglob("*.py"), key=str):
+                digest.update(file.name.encode() + file.read_bytes())
+        facts |= {"kv-bench": kvbench.__version__, "kv-bench's code": digest.hexdigest()[:12]}
+        for package in ("torch", "transformers"):
+            try:
+                facts[package] = version(package)
+            except PackageNotFoundError:
+                facts[package] = ""
+        return facts
+
+    return about
+
+
+def worker_class(ray: Any) -> Any:
+    """The class of a worker."""
+    about_worker = _about()
+
+    class Remote:
+        """A worker. Its answers to all but `measure` are a value, or a mistake in words."""
+
+        def __init__(self, name: str, board: Any) -> None:
+            self._name, self._board = name, board
+            self._worker: Any = None
+            self._scratch = ""
+
+        def about(self) -> dict[str, str]:
+            facts: dict[str, str] = about_worker()
+            return facts | {"node": ray.get_runtime_context().get_node_id()}
+
+        def machine(self, device: str, threads: int) -> Any:
+            from dataclasses import asdict
+
+            import torch
+
+            from kvbench.harness.core.errors import UserError
+            from kvbench.harness.models.load import device_of
+            from kvbench.harness.run.prepare import MachineFacts
+
+            torch.set_num_threads(threads)
+            try:
+                return asdict(MachineFacts.here(device_of(device)))
+            except UserError as error:
+                return str(error)
+
+        def open(self, order: str, texts: list[Any]) -> str:
+            import tempfile
+            from functools import partial
+            from pathlib import Path
+
+            from kvbench.harness.core.errors import UserError
+            from kvbench.harness.run.messages import RunOrder
+            from kvbench.harness.run.worker import Worker
+
+            try:
+                self._scratch = tempfile.mkdtemp(prefix="kv-bench-")
+                read, report = RunOrder.from_json(order), partial(self._board.put.remote, self._name)
+                self._worker = Worker(read, lambda number: ray.get(texts[number]), report, Path(self._scratch))
+            except UserError as error:
+                return str(error)
+            return ""
+
+        def check(self, numbers: list[int]) -> Any:
+            return self._worker.check(numbers)
+
+        def measure(self, numbers: list[int], references: list[Any]) -> Any:
+            return self._worker.measure(numbers, references).to_json()
+
+        def close(self) -> None:
+            import shutil
+
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+    return ray.remote(Remote)
+
+
+def board_class(ray: Any) -> Any:
+    """The class of the board that workers report their progress to."""
+
+    class Board:
+        """Holds the latest progress of every worker."""
+
+        def __init__(self) -> None:
+            self._latest: dict[str, tuple[int, str]] = {}
+
+        def put(self, name: str, tokens: int, text: str) -> None:
+            self._latest[name] = (tokens, text)
+
+        def read(self) -> dict[str, tuple[int, str]]:
+            latest, self._latest = self._latest, {}
+            return latest
+
+    return ray.remote(Board)

@@ -56,11 +56,7 @@ class _Retrieval:
 def retrieval_scores(model: Model, tokens: int = 64, streams: int = 16, seed: int = 0) -> list[list[float]]:
     """The share of attention with which each KV head retrieves: that of its best query head. [L][H].
 
-    Args:
-        model: to probe.
-        tokens: of the sequence that is repeated.
-        streams: sequences, which the score is the mean over.
-        seed: of the random tokens.
+    The mean over `streams` sequences of `tokens` random tokens, each repeated once.
     """
     vocabulary = model.hf.config.get_text_config().vocab_size
     draw = torch.Generator().manual_seed(seed)

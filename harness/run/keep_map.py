@@ -59,16 +59,13 @@ def refuse_unmappable(prepared: Sequence[Prepared], steps: KeepSteps) -> None:
         raise UserError(f"--trace kept: only perplexity under policies with a cache has a keep map, and this runs {names}")
 
 
-class KeepMap:
+class KeepMapWriter:
     """A keep map while it is written: a parquet file with a row per stream, chosen step, layer and KV head."""
 
     def __init__(self, path: Path, asked: KeepSteps, steps: Sequence[int]) -> None:
         """Begin the file.
 
-        Args:
-            path: to write to.
-            asked: the option that chose the steps.
-            steps: after which to note what is kept.
+        `asked` is the option that chose the steps.
         """
         pa, parquet = arrow()
         self._path, self._asked = path, asked
@@ -161,7 +158,7 @@ class ReceivedMap:
 class RecordingDecoder:
     """A decoder of streams of equal length that notes what it keeps after chosen steps. Its forks note nothing."""
 
-    def __init__(self, decoder: CachedDecoder, keep_map: KeepMap) -> None:
+    def __init__(self, decoder: CachedDecoder, keep_map: KeepMapWriter) -> None:
         self._decoder, self._map = decoder, keep_map
         self._seen = 0  # tokens of each stream
 
@@ -232,7 +229,7 @@ def _parts(cuts: Sequence[int], count: int) -> Iterator[tuple[int, int]]:
     return zip([0, *ends], ends, strict=False)
 
 
-def open_map(item: Prepared, store: RecordStore, asked: KeepSteps | None) -> KeepMap | None:
+def open_map(item: Prepared, store: RecordStore, asked: KeepSteps | None) -> KeepMapWriter | None:
     """The keep map of a cell that is about to be measured; None if none is asked for, or it can have none.
 
     Raises:
@@ -241,10 +238,10 @@ def open_map(item: Prepared, store: RecordStore, asked: KeepSteps | None) -> Kee
     steps = None if asked is None else mapped_steps(item, asked)
     if asked is None or steps is None:
         return None
-    return KeepMap(new_partial(store.trace_path(item.record, SUFFIX)), asked, steps)
+    return KeepMapWriter(new_partial(store.trace_path(item.record, SUFFIX)), asked, steps)
 
 
-def settle_map(keep_map: KeepMap | ReceivedMap | None, record: Record, store: RecordStore) -> None:
+def settle_map(keep_map: KeepMapWriter | ReceivedMap | None, record: Record, store: RecordStore) -> None:
     """Put the keep map of a measured cell in its place, and name it in the record. The map of an earlier record goes.
 
     Raises:
@@ -259,11 +256,6 @@ def settle_map(keep_map: KeepMap | ReceivedMap | None, record: Record, store: Re
 
 def write_replay(record: Record, kept: Map, path: Path) -> None:
     """Write the table of evictions that the policy `replay` reads.
-
-    Args:
-        record: of the cell.
-        kept: its keep map.
-        path: of the table.
 
     Raises:
         UserError: the map can't be replayed, or the file can't be written.

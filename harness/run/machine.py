@@ -17,8 +17,7 @@ from kvbench import __version__
 from kvbench.harness.core import plugins
 from kvbench.harness.core.calibration import calibration_ms
 from kvbench.harness.core.device import allows_tf32, device_name, free_bytes, instructions, wait_for
-from kvbench.harness.core.errors import DISK_ERRNOS, UserError, described
-from kvbench.harness.core.failure import failure
+from kvbench.harness.core.errors import DISK_ERRNOS, UserError, described, failure
 from kvbench.harness.core.files import new_partial
 from kvbench.harness.engine.budgets import floor_of, static_table
 from kvbench.harness.engine.captured import PROCESS
@@ -33,7 +32,7 @@ from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.run import apart
 from kvbench.harness.run.choose_reading import PLAIN_BLOCK_TOKENS, choose_reading
 from kvbench.harness.run.executor import Done, Group, Outcome, RunWatcher, trace_suffix
-from kvbench.harness.run.keep_map import KeepMap, open_map
+from kvbench.harness.run.keep_map import KeepMapWriter, open_map
 from kvbench.harness.run.messages import GroupAnswer
 from kvbench.harness.run.options import RunOptions
 from kvbench.harness.run.prepare import Prepared, refuse_if_too_large
@@ -50,13 +49,10 @@ class Machine:
     """This machine, as it measures one group of cells after the other. It keeps the model that was loaded last."""
 
     def __init__(self, options: RunOptions, cells: Sequence[Cell], folder: RecordStore, own_process: bool = False) -> None:
-        """Nothing is loaded yet.
+        """Set up the machine, without loading a model.
 
-        Args:
-            options: how to run.
-            cells: all that may be measured; a cache that does not fit is reported when its model is loaded.
-            folder: where traces and keep maps are written while a cell is measured.
-            own_process: this process is there for one group, which needs no other.
+        `cells` are all that may be measured: a cache that does not fit is reported when its model is loaded. While a cell is
+        measured, its trace and keep map are written to `folder`. `own_process`: this process is there for one group.
         """
         self._options, self._folder, self._own_process = options, folder, own_process
         self._models = _LastModel(options.device, cells)
@@ -69,11 +65,8 @@ class Machine:
     def measure(self, group: Group, references: Sequence[Record | None], watcher: RunWatcher, done: Done) -> None:
         """Measure the cells of a group. `done` gets each cell's outcome as soon as it is known.
 
-        Args:
-            group: of one model and task.
-            references: for each cell, the record that it is compared with while it is measured; None if there is none.
-            watcher: receives the progress.
-            done: may move the outcome's files away; what it leaves is removed.
+        `references` has a record for each cell that is compared with one. `done` may move the outcome's files away; what it
+        leaves is removed.
 
         Raises:
             UserError: the model can't be driven exactly, a cache doesn't fit, or the folder can't be written to.
@@ -188,10 +181,7 @@ def _check_capacities(cells: Sequence[Cell], model: Model) -> None:
 def _refuse_wrong_budgets(cell: Cell, prompt: int | None, model: Model) -> None:
     """Refuse a policy whose table of budgets does not fit the model, before anything is measured.
 
-    Args:
-        cell: to be measured.
-        prompt: length of its prompts, if they have one.
-        model: of the cell.
+    `prompt` is the length of the cell's prompts, if they have one.
 
     Raises:
         UserError: the table has another shape, its budgets don't add up, or heads keep more at least than on average.
@@ -220,14 +210,14 @@ class _Attempt:
         finished: its outcome has been handed over.
     """
 
-    def __init__(self, item: Prepared, trace: Path, keep_map: KeepMap | None, reference: Record | None) -> None:
+    def __init__(self, item: Prepared, trace: Path, keep_map: KeepMapWriter | None, reference: Record | None) -> None:
         self.item, self.trace, self.keep_map, self.reference = item, trace, keep_map, reference
         self.finished = False
         self.facts: dict[str, Any] = dict(item.facts)
         self.result: _Result = RuntimeError("not measured")
 
     def outcome(self) -> Outcome:
-        """What its record is made of."""
+        """Facts, figures or failure, and files for the record."""
         if isinstance(self.result, (Exception, SystemExit)):
             return Outcome(self.facts, None, Failure.from_json(failure(self.result)), None, None)
         return Outcome(self.facts, self.result, None, self.trace, self.keep_map)
@@ -329,11 +319,7 @@ def _check_result(attempt: _Attempt) -> None:
 def machine_facts(device: torch.device, seconds: float, task_seconds: float | None, tokens: int | None) -> dict[str, Any]:
     """Facts about the machine and the time that a cell took.
 
-    Args:
-        device: that it was measured on.
-        seconds: from beginning to end.
-        task_seconds: of the task's own work; None if it failed.
-        tokens: that it read in this time; None if other cells were measured meanwhile.
+    `task_seconds` are those of the task's own work, in which it read `tokens`; None if unknown.
     """
     packages = ("torch", "transformers", "numpy")
     tf32 = allows_tf32(device)
@@ -350,7 +336,7 @@ def machine_facts(device: torch.device, seconds: float, task_seconds: float | No
         **speed,
         "versions": {"kv-bench": __version__, "python": platform.python_version(), **{p: version(p) for p in packages}},
         "platform": f"{platform.system()} {platform.machine()}",
-    }  # fmt: skip
+    }
 
 
 def _release_memory(device: torch.device) -> None:

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from kvbench.harness.core.errors import RefusedModelError, UserError
-from kvbench.harness.core.failure import failure
+from kvbench.harness.core.errors import RefusedModelError, UserError, failure
 from kvbench.harness.core.files import new_partial
 from kvbench.harness.core.parameters import names_inside, parameters_of
 from kvbench.harness.records import RECORD_VERSION, RecordStore
@@ -91,12 +90,12 @@ class RunOrder:
     keep: KeepSteps | None
 
     def to_json(self) -> str:
-        """One line."""
+        """The message as one line of JSON."""
         return _message(asdict(self))
 
     @classmethod
     def from_json(cls, line: str) -> Self:
-        """Parse that line.
+        """Parse a line that the other side wrote.
 
         Raises:
             UserError: the sender writes another version.
@@ -186,16 +185,14 @@ class GroupAnswer:
         return cls({number: CellAnswer(of_cell, None, failure(error)) for number, of_cell in enumerate(facts)}, [])
 
     def to_json(self) -> str:
-        """One line."""
+        """The message as one line of JSON."""
         return _message(asdict(self))
 
     @classmethod
     def from_json(cls, line: str, worker: str = "") -> Self:
-        """Parse that line.
+        """Parse a line that the other side wrote.
 
-        Args:
-            line: the message.
-            worker: that sent it, for messages.
+        `worker` is who sent it, for messages.
 
         Raises:
             UserError: the worker found a user's mistake, or writes another version.
@@ -212,13 +209,8 @@ def pack(
 ) -> tuple[RunOrder, list[str]]:
     """The order of a run, and the data that go with it as JSON.
 
-    Args:
-        cells: all of the run.
-        prepared: by cell id, those that are to be measured; the others are only known to exist.
-        options: of the run.
-        device: of a worker.
-        threads: of a worker.
-        here: the worker is on this machine, so it reads files and data itself.
+    `prepared` has, by cell id, the cells that are to be measured; the others are only known to exist. A worker that is `here`, on
+    this machine, reads files and data itself.
 
     Raises:
         UserError: a policy is defined where no other process can import it, or its file can't be read.
@@ -267,11 +259,9 @@ def data_to_json(data: Data) -> str | None:
 
 
 def data_from_json(line: str, tokenizer: Callable[[], PreTrainedTokenizerBase]) -> Data:
-    """Parse that line.
+    """Parse a line that the other side wrote.
 
-    Args:
-        line: the message.
-        tokenizer: loads the model's, which stands for any tokenizer in the data.
+    `tokenizer` loads the model's, which stands for any tokenizer in the data.
 
     Raises:
         UserError: the sender writes another version.
@@ -301,7 +291,7 @@ def _tree(value: Any) -> Any:
 
 
 def _value(tree: Any, tokenizer: Callable[[], PreTrainedTokenizerBase]) -> Any:
-    """The value that this JSON is of."""
+    """The inverse of `_tree`."""
     if isinstance(tree, list):
         return [_value(one, tokenizer) for one in tree]
     if not isinstance(tree, dict):

@@ -7,26 +7,26 @@ if it dies, another one is started in its place, and its group is measured again
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
 import psutil
 
-from kvbench.harness.core.errors import UserError
+from kvbench.harness.core.errors import UserError, first_line
 from kvbench.harness.run.executor import Group, Ledger
-from kvbench.harness.run.fleet import Fleet, first_line
+from kvbench.harness.run.fleet import Fleet
 from kvbench.harness.run.messages import pack
 from kvbench.harness.run.options import RunOptions
 from kvbench.harness.run.prepare import MachineFacts
 from kvbench.harness.run.ray_loop import Loop, works
-from kvbench.harness.run.resources import needs, number_of_workers
-from kvbench.harness.suite import Cell
+from kvbench.harness.suite import Cell, Resources
 
 LOCAL = "local"  # the address that means: start Ray on this machine
 CONNECT_S = 5.0
@@ -69,15 +69,12 @@ class RaySettings:
 
 
 class RayExecutor:
-    """An `Executor` whose workers are Ray actors. They live inside of its context, and so does a Ray that it started."""
+    """An `Executor` whose workers are Ray actors. They live as long as its context, and so does a Ray that it started."""
 
     def __init__(self, settings: RaySettings, options: RunOptions, cells: Sequence[Cell]) -> None:
-        """Nothing is started yet.
+        """Set up a run on Ray, without starting anything.
 
-        Args:
-            settings: where to run.
-            options: how to run; the device is each worker's own.
-            cells: of the run; their suite says what a worker needs.
+        The suite of the cells says what a worker needs. The device is each worker's own.
 
         Raises:
             UserError: Ray is not installed.
@@ -102,7 +99,7 @@ class RayExecutor:
 
     @property
     def machine(self) -> MachineFacts:
-        """What must be known of the workers before anything is measured: those of the first, and the least free memory."""
+        """Device and threads of the first worker, and the least free memory of any."""
         assert self._fleet is not None
         machines = [worker.machine for worker in self._fleet.workers.values()]
         return MachineFacts(machines[0].device, machines[0].threads, min(machine.free_bytes for machine in machines))
@@ -152,8 +149,62 @@ class RayExecutor:
             self._guard.end()
 
 
+def needs(resources: Resources, device: str, threads: int, cluster_gpus: float) -> dict[str, float]:
+    """What one worker takes.
+
+    `device` and `threads` are options of the command line.
+
+    Raises:
+        UserError: another device than cpu, cuda or auto, or a suite that needs GPUs is to run on CPUs.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise UserError(f"--device {device}: with --ray, each worker gets its own devices: give auto, cpu or cuda")
+    gpus = resources.gpus
+    if gpus is None:
+        gpus = 1.0 if device == "cuda" or (device == "auto" and cluster_gpus) else 0.0
+    if device == "cuda" and not gpus:
+        raise UserError("--device cuda: the suite's resources say gpus: 0")
+    gpus = 0.0 if device == "cpu" else gpus
+    need = {"CPU": float(resources.cpus or threads), "GPU": gpus, "memory": float(resources.memory or 0)}
+    return {name: amount for name, amount in need.items() if amount}
+
+
+def room(machine: Mapping[str, float], need: Mapping[str, float]) -> int:
+    """How many workers a machine has room for."""
+    return min((math.floor(machine.get(name, 0.0) / amount + 1e-9) for name, amount in need.items()), default=0)
+
+
+def number_of_workers(
+    asked: int | None, machines: Sequence[Mapping[str, float]], need: Mapping[str, float], cells: int, where: str
+) -> int:
+    """How many workers to start: as many as were asked for, else as many as find room, but not more than there are cells.
+
+    `where` names the cluster in messages.
+
+    Raises:
+        UserError: names the first worker that finds no room.
+    """
+    places = sum(room(machine, need) for machine in machines)
+    wanted = max(asked or 1, 1)
+    if places < wanted:
+        has = f"{len(machines)} machine{'s' if len(machines) != 1 else ''} with {_words(_total(machines, need)) or 'nothing'}"
+        raise UserError(f"worker-{places + 1} of {wanted}: no room: a worker takes {_words(need)}, and {where} has {has}")
+    return min(asked or places, cells)
+
+
+def _total(machines: Sequence[Mapping[str, float]], need: Mapping[str, float]) -> dict[str, float]:
+    return {name: sum(machine.get(name, 0.0) for machine in machines) for name in need}
+
+
+def _words(amounts: Mapping[str, float]) -> str:
+    units = {"CPU": "cores", "GPU": "GPUs"}
+    parts = [f"{amount:g} {units[name]}" for name, amount in amounts.items() if name in units]
+    parts += [f"{amounts['memory'] / 2**30:,.1f} GiB"] if "memory" in amounts else []
+    return ", ".join(parts)
+
+
 def _import_ray() -> Any:
-    """Ray.
+    """Import Ray.
 
     Raises:
         UserError: it is not installed.
@@ -191,7 +242,8 @@ def _connect(ray: Any, address: str) -> None:
     try:
         ray.init(address, **quiet)
     except (ConnectionError, RuntimeError, ValueError, AssertionError, TimeoutError) as error:
-        why = f"{first_line(error)}; a cluster that asks for a token (Ray's default) needs RAY_AUTH_MODE=token here, too"
+        why = first_line(error) or type(error).__name__
+        why += "; a cluster that asks for a token (Ray's default) needs RAY_AUTH_MODE=token here, too"
         raise UserError(f"--ray {address}: no cluster for worker-1: {why}") from error
 
 

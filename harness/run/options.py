@@ -41,9 +41,6 @@ class KeepSteps:
     def of(self, tokens: int) -> list[int]:
         """The steps of a stream, in order. A step is the index of the token that was processed last.
 
-        Args:
-            tokens: that are read of the stream.
-
         Raises:
             UserError: the stream has no such step.
         """

@@ -36,20 +36,17 @@ _PROMPT_BLOCK = 64  # tokens
 _BINDS = "a capacity can serve it"
 
 
-class Checked(NamedTuple):
+class CheckedPolicy(NamedTuple):
     """The result of checking a policy."""
 
     findings: list[Finding]
     reading: str  # how blocks of tokens are read under it, and how fast; empty if a rule is broken
 
 
-def check(name: str, settings: Sequence[str] = (), capacities: Sequence[int] = ()) -> Checked:
+def check(name: str, settings: Sequence[str] = (), capacities: Sequence[int] = ()) -> CheckedPolicy:
     """Check every rule on a policy.
 
-    Args:
-        name: as on the command line.
-        settings: its parameters, "key=value".
-        capacities: to check; `DEFAULT_CAPACITIES` if empty.
+    `settings` are its parameters, "key=value"; without `capacities`, it is checked at `DEFAULT_CAPACITIES`.
 
     Raises:
         UserError: the policy is unknown, or has no such parameter.
@@ -59,12 +56,7 @@ def check(name: str, settings: Sequence[str] = (), capacities: Sequence[int] = (
     by_case = [(on, _findings(on)) for on in bound]
     findings = [_merged(rule, by_case, policy.evicts) for rule, _ in (*FOUNDATIONS, *OTHERS, *_IN_THE_LOOP) if by_case]
     ok = bool(by_case) and all(f.ok for f in (*findings, *refusals))
-    return Checked([*refusals, *findings], _reading(bound[-1]) if ok else "")
-
-
-def run_checks(name: str, settings: Sequence[str] = (), capacities: Sequence[int] = ()) -> list[Finding]:
-    """The findings of `check`."""
-    return check(name, settings, capacities).findings
+    return CheckedPolicy([*refusals, *findings], _reading(bound[-1]) if ok else "")
 
 
 def _instance(name: str, policy: type[Policy], settings: Sequence[str]) -> Policy:

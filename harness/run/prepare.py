@@ -43,15 +43,10 @@ class Prepared:
     record: Record  # without figures and facts
     facts: dict[str, Any]  # that are known before the cell is measured
 
-    @property
-    def streams(self) -> int:
-        """Streams that must be read side by side."""
-        return self.task.at_once(self.cell.task)
-
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """What must be known of the machine that measures before anything is measured.
+    """What a run needs to know of the measuring machine before it starts.
 
     Attributes:
         device: name of its device.
@@ -65,7 +60,7 @@ class MachineFacts:
 
     @classmethod
     def here(cls, device: torch.device) -> Self:
-        """Those of this process."""
+        """Facts about this process."""
         return cls(device_name(device), torch.get_num_threads(), free_bytes(device))
 
 
@@ -74,11 +69,7 @@ def prepare(
 ) -> list[Prepared]:
     """Get the data, weights and record keys of all cells.
 
-    Args:
-        cells: to measure, each after its reference.
-        device: to try policies on.
-        data: directory of the text; the task's own source when None.
-        measured_on: the machine that measures; this one, on this device, when None.
+    A cell comes after its reference. Policies are tried on `device`; without `measured_on`, it is also the one that measures.
 
     Raises:
         UserError: a user's policy breaks a rule; a model's files, its tokenizer or the data are not available; or a cache
@@ -163,10 +154,7 @@ def refuse_if_too_large(cell: Cell, needed: int, free: int, device: torch.device
 def _refuse_spread(cells: Sequence[Cell], device: torch.device, elsewhere: bool) -> None:
     """Refuse what a model on several devices can't do.
 
-    Args:
-        cells: to measure.
-        device: of this process.
-        elsewhere: whether other machines measure them, which have devices of their own.
+    `elsewhere`: other machines measure, which have devices of their own.
 
     Raises:
         UserError: names the first.

@@ -1,24 +1,26 @@
-"""Shows the progress of a run on stderr: a live display on a terminal, one line per cell when piped."""
+"""Shows the progress of a run on stderr: a live display on a terminal, a line now and then when piped."""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
 from kvbench.harness.core.errors import Exit
 from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Record
 from kvbench.harness.report.sections import headline
+from kvbench.harness.run.executor import RunWatcher
 
-SECONDS_BETWEEN_LINES = 20.0  # about one cell, when piped
+_SECONDS_BETWEEN_LINES = 20.0  # about work in progress, when piped
 
 
 class StderrConsole(Console):
@@ -33,47 +35,44 @@ class StderrConsole(Console):
         raise SystemExit(Exit.CLOSED_PIPE)
 
 
-class NoProgress:
-    """A `RunWatcher` that shows nothing."""
+@dataclass
+class _InFlight:
+    """What a worker, or this process, measures now."""
 
-    def begin(self, label: str, number: int, cells: int, total: int, worker: str = "") -> None:
-        """Ignore it."""
+    label: str
+    number: int  # of the cell
+    total: int  # tokens; 0 if they don't measure its progress
+    started: float
+    row: TaskID | None  # of the live display
+    tokens: int = 0  # done
 
-    def advance(self, tokens: int, text: str, worker: str = "") -> None:
-        """Ignore it."""
-
-    def idle(self, worker: str) -> None:
-        """Ignore it."""
-
-    def note(self, label: str, text: str) -> None:
-        """Ignore it."""
-
-    def end(self, label: str, record: Record, skipped: bool) -> None:
-        """Ignore it."""
+    def speed(self, now: float) -> float:
+        """Tokens per second."""
+        return self.tokens / max(now - self.started, 1e-9) if self.total else 0.0
 
 
-class ProgressView:
-    """A `RunWatcher` that shows progress on a console."""
+class ProgressView(RunWatcher):
+    """Shows on a console how many cells are done, and what this process or each of several workers measures."""
 
     def __init__(self, console: Console, tracebacks: bool = False) -> None:
-        """Watch a run.
-
-        Args:
-            console: to show progress on.
-            tracebacks: show those of failed cells, too.
-        """
+        """Watch a run. `tracebacks` shows those of failed cells, too."""
         self._console, self._tracebacks = console, tracebacks
-        self._live = _LiveDisplay(console) if console.is_terminal else None
-        self._head, self._total, self._started, self._last_line = "", 0, 0.0, 0.0
+        self._rows = _rows(console) if console.is_terminal else None
+        self._all = None if self._rows is None else self._rows.add_task("cells", total=None, text="")
+        self._in_flight: dict[str, _InFlight] = {}  # by worker; "" is this process
+        self._begun = self._last_line = time.monotonic()
         self._cells = self._done = self._skipped = self._failed = 0
+        self._has_workers = False
         self._noted = set[str]()  # labels of policies about which something was said
 
     def __enter__(self) -> Self:
-        self.start_display()
+        if self._rows is not None:
+            self._rows.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.stop_display()
+        if self._rows is not None:
+            self._rows.stop()
         if self._skipped:
             cells = f"{self._skipped} cells were" if self._skipped > 1 else "1 cell was"
             again = "them" if self._skipped > 1 else "it"
@@ -81,38 +80,37 @@ class ProgressView:
         if kind is not None and issubclass(kind, KeyboardInterrupt) and self._cells:
             self._line(f"{self._done} of {self._cells} cells are finished")
 
-    def start_display(self) -> None:
-        """Show the live display, if there is one."""
-        if self._live is not None:
-            self._live.start()
-
-    def stop_display(self) -> None:
-        """Remove it."""
-        if self._live is not None:
-            self._live.stop()
-
     def begin(self, label: str, number: int, cells: int, total: int, worker: str = "") -> None:
         """Show that a cell, or a group of cells side by side, starts."""
-        self._head, self._total = f"[{number}/{cells}] {label}", total
-        self._done, self._cells = number - 1, cells
-        self._started = self._last_line = time.monotonic()
-        if self._live is not None:
-            self._live.cell(label, self._done, cells, total)
+        now, self._cells, self._has_workers = time.monotonic(), cells, bool(worker)
+        if not (self._in_flight or self._measured):
+            self._begun = self._last_line = now
+        if not worker:
+            self._last_line = now
+        self.idle(worker)
+        row = None
+        if self._rows is not None:
+            name = f"{worker}: {label}" if worker else label
+            row = self._rows.add_task(escape(visible(name)), total=total or None, text="")
+        self._in_flight[worker] = _InFlight(label, number, total, now, row)
+        self._show(now)
 
     def advance(self, tokens: int, text: str, worker: str = "") -> None:
         """Show how much of it is done, and the figure so far."""
-        now = time.monotonic()
-        spent = now - self._started
-        speed = f"{tokens / max(spent, 1e-9):,.0f} tokens/s, {text}" if self._total else text
-        if self._live is not None:
-            self._live.advance(tokens if self._total else 0, speed)
-        elif now - self._last_line > SECONDS_BETWEEN_LINES:
-            self._last_line = now
-            left = f"{tokens:,} of {self._total:,} tokens, {speed}, {spent * (self._total - tokens) / max(tokens, 1):.0f} s left"
-            self._line(f"{self._head}: {left if self._total else text}")
+        flight, now = self._in_flight.get(worker), time.monotonic()
+        if flight is None:
+            return
+        flight.tokens = tokens if flight.total else 0
+        speed = f"{flight.speed(now):,.0f} tokens/s, {text}" if flight.total else text
+        if self._rows is not None and flight.row is not None:
+            self._rows.update(flight.row, completed=flight.tokens, text=escape(visible(speed)))
+        self._show(now, speed)
 
     def idle(self, worker: str) -> None:
-        """A single worker is never idle."""
+        """Show a worker no longer."""
+        flight = self._in_flight.pop(worker, None)
+        if flight is not None and flight.row is not None and self._rows is not None:
+            self._rows.remove_task(flight.row)
 
     def note(self, label: str, text: str) -> None:
         """Say something about a policy, once a run."""
@@ -122,59 +120,63 @@ class ProgressView:
 
     def end(self, label: str, record: Record, skipped: bool) -> None:
         """Show the result of a cell."""
+        self.idle("")
         self._done += 1
         self._skipped += skipped
         self._failed += record.status == "failed"
-        if self._live is not None:
-            self._live.cells(self._done, self._failed)
-        elif not skipped:
+        if self._rows is None and not skipped:
             self._line(f"[{self._done}/{self._cells}] {label}: {_outcome(record)}")
         if record.error and self._tracebacks:
             for line in record.error.traceback:
                 self._line(line)
+        self._show(time.monotonic())
+
+    @property
+    def _measured(self) -> int:
+        """Cells that this run has measured."""
+        return self._done - self._skipped
+
+    def _show(self, now: float, speed: str = "") -> None:
+        """Update the live display or, now and then, write a line: about this process's cell, or about all workers."""
+        if self._rows is not None and self._all is not None:
+            self._rows.update(self._all, total=self._cells or None, completed=self._done, text=self._summary(now))
+        elif self._in_flight and now - self._last_line > _SECONDS_BETWEEN_LINES:
+            self._last_line = now
+            here = self._in_flight.get("")
+            busy = ", ".join(f"{worker}: {flight.label}" for worker, flight in self._in_flight.items())
+            self._line(
+                f"[{self._done}/{self._cells}] {self._summary(now)} ({busy})" if here is None else self._of(here, now, speed)
+            )
+
+    def _of(self, flight: _InFlight, now: float, speed: str) -> str:
+        """The line about the cell that this process measures."""
+        left = (now - flight.started) * (flight.total - flight.tokens) / max(flight.tokens, 1)
+        done = f"{flight.tokens:,} of {flight.total:,} tokens, {speed}, {left:.0f} s left" if flight.total else speed
+        return f"[{flight.number}/{self._cells}] {flight.label}: {done}"
+
+    def _summary(self, now: float) -> str:
+        """How many cells are done; of several workers also the speed of all and the time left."""
+        parts = [f"{self._done} of {self._cells} cells", *([f"{self._failed} failed"] if self._failed else [])]
+        if not self._has_workers:
+            return ", ".join(parts)
+        speed = sum(flight.speed(now) for flight in self._in_flight.values())
+        parts += [f"{speed:,.0f} tokens/s"] if speed else []
+        if self._measured:
+            parts.append(f"about {(now - self._begun) / self._measured * (self._cells - self._done):,.0f} s left")
+        return ", ".join(parts)
 
     def _line(self, text: str) -> None:
         self._console.print(visible(text), markup=False, highlight=False, soft_wrap=True)
 
 
-class _LiveDisplay:
-    """Two lines of a terminal: the number of finished cells, and the progress of the current cell."""
-
-    def __init__(self, console: Console) -> None:
-        # Long text is cut, so that it fits on one line.
-        label = Column(ratio=1, no_wrap=True, overflow="ellipsis")
-        speed = Column(ratio=1, no_wrap=True, overflow="ellipsis")
-        self.progress = Progress(
-            SpinnerColumn(), TextColumn("{task.description}", table_column=label), BarColumn(bar_width=10),
-            TextColumn("{task.fields[speed]}", table_column=speed), TimeRemainingColumn(compact=True),
-            console=console, transient=True, expand=True,
-        )  # fmt: skip
-        self._all = self.progress.add_task("cells", total=None, speed="")
-        self._one = self.progress.add_task("", total=None, speed="", visible=False)
-
-    def start(self) -> None:
-        """Show the display."""
-        self.progress.start()
-
-    def stop(self) -> None:
-        """Remove the display."""
-        self.progress.stop()
-
-    def cell(self, label: str, done: int, cells: int, total: int) -> None:
-        """Show a new cell of `total` tokens; 0 if unknown."""
-        self.progress.update(self._all, total=cells, completed=done)
-        self.progress.remove_task(self._one)
-        self._one = self.progress.add_task(escape(visible(label)), total=total or None, speed="")
-
-    def advance(self, tokens: int, speed: str) -> None:
-        """Show the progress of the current cell."""
-        self.progress.update(self._one, completed=tokens, speed=escape(visible(speed)))
-
-    def cells(self, done: int, failed: int) -> None:
-        """Show how many cells are done and how many of them failed."""
-        total = self.progress.tasks[0].total
-        counted = f"{done} of {total:.0f}" if total else f"{done}"
-        self.progress.update(self._all, completed=done, speed=f"{counted}, {failed} failed" if failed else counted)
+def _rows(console: Console) -> Progress:
+    """A line for all cells, and one for each that is being measured; long text is cut, so that it fits."""
+    label, text = (Column(ratio=1, no_wrap=True, overflow="ellipsis") for _ in range(2))
+    return Progress(
+        SpinnerColumn(), TextColumn("{task.description}", table_column=label), BarColumn(bar_width=10),
+        TextColumn("{task.fields[text]}", table_column=text), TimeRemainingColumn(compact=True),
+        console=console, transient=True, expand=True,
+    )  # fmt: skip
 
 
 def _outcome(record: Record) -> str:

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.harness.core import plugins
-from kvbench.harness.core.errors import UserError, did_you_mean
 from kvbench.harness.core.parameters import parameters_of
 from kvbench.harness.report.frame import Records
 from kvbench.harness.run.options import KeepSteps
 from kvbench.harness.run.request import RunRequest
-from kvbench.harness.suite import Cell
 from kvbench.policies import Policy
 
 PolicyEntry = str | type[Policy] | Policy | Mapping[str, Any]
@@ -70,24 +68,11 @@ def run(
     request = RunRequest(
         str(suite), None if model is None else str(model), None if data is None else str(data),
         tuple(_yaml(entry) for entry in entries), tuple(f"{name}={json.dumps(value)}" for name, value in settings.items()),
-        device, dtype, threads, ray, workers,
+        device, dtype, threads, ray, workers, (tasks,) if isinstance(tasks, str) else tuple(tasks),
     )  # fmt: skip
     folder = Path(results).expanduser()
     keep = None if trace is None else KeepSteps.from_option(trace)
-    cells = _of_tasks(request.cells(folder), {tasks} if isinstance(tasks, str) else set(tasks))
-    return Records(request.measure(folder, cells, fresh, block, walk, progress=progress, keep=keep))
-
-
-def _of_tasks(cells: list[Cell], names: set[str]) -> list[Cell]:
-    """The cells of these tasks; all cells if there are no names.
-
-    Raises:
-        UserError: the suite has no such task.
-    """
-    known = {cell.task.name for cell in cells}
-    for name in sorted(names - known):
-        raise UserError(f"the suite has no task '{name}'{did_you_mean(name, known)}")
-    return [cell for cell in cells if not names or cell.task.name in names]
+    return Records(request.measure(folder, request.cells(folder), fresh, block, walk, progress=progress, keep=keep))
 
 
 def _yaml(entry: PolicyEntry) -> str:

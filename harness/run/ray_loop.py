@@ -26,14 +26,9 @@ class Loop:
     def __init__(
         self, fleet: Fleet, works: Sequence[Work], groups: Sequence[Group], numbers: dict[str, int], ledger: Ledger
     ) -> None:
-        """Nothing is sent yet.
+        """Plan the groups, without sending any.
 
-        Args:
-            fleet: the workers, who know the order of the run.
-            works: the groups, for the schedule.
-            groups: of cells.
-            numbers: of the cells in the order, by id.
-            ledger: of the run.
+        The workers of the fleet know the order of the run, in which the cells have `numbers`, by id.
         """
         self._fleet, self._groups, self._numbers, self._ledger = fleet, groups, numbers, ledger
         self._ray = fleet.ray
@@ -186,9 +181,7 @@ class Loop:
 def works(groups: Sequence[Group], device: str) -> list[Work]:
     """The groups for the schedule.
 
-    Args:
-        groups: to measure.
-        device: of the workers that measure times and memory.
+    `device` is that of the workers that measure times and memory.
     """
     number_of = {item.cell.id: number for number, group in enumerate(groups) for item in group}
     seconds = {e.cell.id: e.seconds or 1.0 for e in estimates([item.cell for group in groups for item in group], "cpu")}

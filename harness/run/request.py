@@ -6,11 +6,11 @@ import os
 import re
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from kvbench.harness.core.errors import UserError
+from kvbench.harness.core.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from kvbench.harness.records import Record, RecordStore
@@ -35,28 +35,33 @@ class RunRequest:
     threads: int | None = None
     ray: str | None = None  # address of a cluster, or "local"; None: this process measures
     workers: int | None = None  # on Ray
-
-    def changes(self) -> dict[str, Any]:
-        """The options that are set, as JSON."""
-        plain = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
-        return {k: v for k, v in plain.items() if k not in ("suite", "ray", "workers") and v and v != "auto"}
+    tasks: Sequence[str] = ()  # only these of the suite, by name; all if empty
 
     def cells(self, results: Path | None = None) -> list[Cell]:
         """The cells of the suite. If `suite` is the beginning of a cell id, the cell of that record, after its reference.
 
-        Args:
-            results: folder to find that record in. The published records are searched next.
+        That record is in the folder `results`, or among the published ones.
 
         Raises:
-            UserError: there is no such suite or record, or the suite has a mistake.
+            UserError: there is no such suite, task or record, or the suite has a mistake.
         """
         from kvbench.harness import suite as suites
-        from kvbench.harness.suite.overrides import Overrides
 
         if results is not None and re.fullmatch("[0-9a-f]{8,64}", self.suite) and not Path(self.suite).exists():
-            return suites.with_references([self._recorded_cell(results)])
-        overrides = Overrides(self.model, self.dtype, self.policies, self.settings)
-        return suites.load(suites.find(self.suite), overrides)[1]
+            return self._of_tasks(suites.with_references([self._recorded_cell(results)]))
+        overrides = suites.Overrides(self.model, self.dtype, self.policies, self.settings)
+        return self._of_tasks(suites.load(suites.find(self.suite), overrides)[1])
+
+    def _of_tasks(self, cells: list[Cell]) -> list[Cell]:
+        """The cells of the chosen tasks.
+
+        Raises:
+            UserError: the suite has no such task.
+        """
+        known = {cell.task.name for cell in cells}
+        for name in sorted(set(self.tasks) - known):
+            raise UserError(f"the suite has no task '{name}'{did_you_mean(name, known)}")
+        return [cell for cell in cells if not self.tasks or cell.task.name in self.tasks]
 
     def _recorded_cell(self, results: Path) -> Cell:
         from kvbench.harness import suite as suites
@@ -86,26 +91,15 @@ class RunRequest:
     ) -> list[Record]:  # fmt: skip
         """Measure the cells that have no record yet. Returns the records of all.
 
-        Args:
-            results: folder of the records.
-            cells: to measure.
-            fresh: measure finished cells again.
-            block: tokens that pass a layer at once; chosen by method and free memory when None.
-            walk: always read token by token inside the layers.
-            progress: show it on stderr.
-            tracebacks: show those of failed cells there, too.
-            keep: write keep maps of these steps; none when None.
+        `tracebacks` shows those of failed cells on stderr; for the others see `RunOptions`.
         """
         from kvbench.harness.records import RecordStore
-        from kvbench.harness.run.progress import NoProgress, ProgressView, StderrConsole
-        from kvbench.harness.run.workers_view import WorkersView
+        from kvbench.harness.run.executor import RunWatcher
+        from kvbench.harness.run.progress import ProgressView, StderrConsole
 
         options = self._options(block, walk, fresh, keep)
         with ExitStack() as stack:
-            watcher: RunWatcher = NoProgress()
-            if progress:
-                view = ProgressView if self.ray is None else WorkersView
-                watcher = stack.enter_context(view(StderrConsole(), tracebacks))
+            watcher = stack.enter_context(ProgressView(StderrConsole(), tracebacks)) if progress else RunWatcher()
             watcher.note("this machine", "" if self.ray else _crowded(options.device.type))
             return self._run(cells, RecordStore(results), options, watcher)
 

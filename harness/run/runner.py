@@ -18,8 +18,6 @@ from kvbench.harness.run.options import RunOptions
 from kvbench.harness.run.prepare import MachineFacts, Prepared, prepare
 from kvbench.harness.suite import Cell, labels
 
-__all__ = ["RunOptions", "run"]
-
 
 def run(
     cells: Sequence[Cell], store: RecordStore, options: RunOptions, watcher: RunWatcher, executor: Executor | None = None,
@@ -27,13 +25,7 @@ def run(
 ) -> list[Record]:  # fmt: skip
     """Measure every cell that is not finished.
 
-    Args:
-        cells: to measure, each after its reference.
-        store: folder of the records.
-        options: how to run.
-        watcher: receives the progress.
-        executor: who measures; this process when None.
-        measured_on: the machine that measures, if it is not this one.
+    A cell comes after its reference. Without an executor, this process measures; `measured_on` is the machine if it is another.
 
     Returns:
         One record per cell, those of earlier runs included, in the order of the cells.

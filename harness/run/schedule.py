@@ -35,7 +35,7 @@ class Work:
 
 
 @dataclass
-class _Worker:
+class _WorkerState:
     """A worker.
 
     Attributes:
@@ -55,14 +55,12 @@ class Schedule:
     """The groups that are left, and the workers."""
 
     def __init__(self, works: Sequence[Work], tries: int = 3) -> None:
-        """No worker is there yet.
+        """Begin with all groups waiting and no worker.
 
-        Args:
-            works: all groups.
-            tries: how often a group is measured before it is given up, if its workers die.
+        A group is given up after `tries` workers died with it.
         """
         self._tries = tries
-        self._workers: dict[str, _Worker] = {}
+        self._workers: dict[str, _WorkerState] = {}
         self._machines: dict[str, set[str]] = defaultdict(set)  # names of the busy workers
         self._waiting = {w.number: set(w.after) for w in works if w.after}
         self._followers: dict[int, list[Work]] = defaultdict(list)  # groups that wait for this one
@@ -70,7 +68,7 @@ class Schedule:
         self._seconds: dict[tuple[bool, Hashable], float] = defaultdict(float)  # of the groups in these heaps
         self._again: list[tuple[Work, frozenset[str]]] = []  # whose worker died, and the machines where that was
         self._deaths: dict[int, list[str]] = defaultdict(list)  # machines where a worker died with this group
-        self._left = {w.number: w.seconds for w in works}
+        self._left = {w.number for w in works}
         for work in works:
             for before in work.after:
                 self._followers[before].append(work)
@@ -83,18 +81,13 @@ class Schedule:
         """Number of groups that are not finished, those being measured included."""
         return len(self._left)
 
-    @property
-    def seconds_left(self) -> float:
-        """Estimated seconds of work in them."""
-        return sum(self._left.values())
-
     def awaited(self, number: int) -> bool:
         """Whether a group that is not finished needs the records of this one."""
         return any(w.number in self._waiting for w in self._followers.get(number, ()))
 
     def add(self, worker: str, machine: str, device: str = "") -> None:
         """A worker has come."""
-        self._workers[worker] = _Worker(machine, device)
+        self._workers[worker] = _WorkerState(machine, device)
 
     def next(self, worker: str) -> Work | None:
         """The group that a free worker measures now; None if there is none for it at the moment."""
@@ -135,7 +128,7 @@ class Schedule:
         return me.work, deaths
 
     def _finish(self, work: Work) -> None:
-        del self._left[work.number]
+        self._left.remove(work.number)
         for follower in self._followers.pop(work.number, ()):
             missing = self._waiting[follower.number]
             missing.discard(work.number)
@@ -148,7 +141,7 @@ class Schedule:
         heapq.heappush(self._ready[key], (-work.seconds, work.number, work))
         self._seconds[key] += work.seconds
 
-    def _take_again(self, me: _Worker, idle: bool) -> Work | None:
+    def _take_again(self, me: _WorkerState, idle: bool) -> Work | None:
         """A group whose worker died: on another machine if there is one."""
         machines = {worker.machine for worker in self._workers.values()}
         for place, (work, tried) in enumerate(self._again):
@@ -158,7 +151,7 @@ class Schedule:
                 return work
         return None
 
-    def _take(self, me: _Worker, alone: bool) -> Work | None:
+    def _take(self, me: _WorkerState, alone: bool) -> Work | None:
         keys = [key for key, heap in self._ready.items() if heap and key[0] == alone and heap[0][2].device in (None, me.device)]
         if not keys:
             return None

@@ -17,7 +17,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from kvbench.harness.core.device import free_bytes, wait_for
-from kvbench.harness.core.failure import ran_out_of_memory
+from kvbench.harness.core.errors import ran_out_of_memory
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import Method
@@ -33,7 +33,7 @@ _TIMED_READS = 2  # after one that warms up
 _ACTIVATIONS = 16  # hidden vectors of a token that are held at once, roughly; on a CPU nothing counts them
 
 
-class Trial(NamedTuple):
+class StreamsTrial(NamedTuple):
     """What a number of streams at once took.
 
     Attributes:
@@ -90,15 +90,12 @@ class StreamReading:
 def choose_side_by_side(reading: StreamReading, independent: Independent | None, keep_map: bool = False) -> Chosen:
     """The number of streams that are read at once.
 
-    Args:
-        reading: how they are read.
-        independent: the streams; None if their number at once is part of what is measured.
-        keep_map: a keep map is written, by the one decoder that holds all streams.
+    `independent` is None if their number at once is part of what is measured. A keep map needs one decoder with all streams.
     """
     if independent is None:
         return Chosen(None, reading.block, {})
     count = independent.count
-    trials: dict[int, Trial] = {}
+    trials: dict[int, StreamsTrial] = {}
     limit = None
     if keep_map:
         streams, because = count, "a keep map holds all streams"
@@ -126,14 +123,10 @@ def choose_side_by_side(reading: StreamReading, independent: Independent | None,
     return Chosen(streams, block, {"block": block, "side_by_side": chosen})
 
 
-def search(count: int, limit: int, trial: Callable[[int], Trial], trials: dict[int, Trial]) -> tuple[int, str]:
+def search(count: int, limit: int, trial: Callable[[int], StreamsTrial], trials: dict[int, StreamsTrial]) -> tuple[int, str]:
     """The number of streams at once, and why no more.
 
-    Args:
-        count: of the streams.
-        limit: bytes that they may take.
-        trial: reads with a number of streams; may run out of memory.
-        trials: filled with what each number that was tried took.
+    They may take `limit` bytes. `trial` reads with a number of streams, and may run out of memory; `trials` gets what each took.
     """
     best, tried, misses = 1, 1, 0
     while True:
@@ -158,7 +151,7 @@ def search(count: int, limit: int, trial: Callable[[int], Trial], trials: dict[i
         tried = following
 
 
-def _trial(reading: StreamReading, independent: Independent, streams: int) -> Trial:
+def _trial(reading: StreamReading, independent: Independent, streams: int) -> StreamsTrial:
     """Read random tokens with full caches."""
     device = reading.model.device
     _release(device)
@@ -178,7 +171,7 @@ def _trial(reading: StreamReading, independent: Independent, streams: int) -> Tr
         if device.type != "cuda":
             used = decoder.kv_bytes + decoder.state_bytes + streams * tokens * _bytes_per_token(reading.model)
         rest_of_block = (block - tokens) * _bytes_per_token(reading.model)
-        return Trial(-(-used // streams) + largest * independent.caches - held + rest_of_block, speed)
+        return StreamsTrial(-(-used // streams) + largest * independent.caches - held + rest_of_block, speed)
     finally:
         decoder = None  # type: ignore[assignment]
         _release(device)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from kvbench.harness.core import plugins
-from kvbench.harness.core.device import device_name, free_bytes
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.parameters import policy_from
 from kvbench.harness.core.sources import source_digest
@@ -23,12 +22,11 @@ from kvbench.harness.models.load import device_of, load_tokenizer
 from kvbench.harness.models.vision import load_image_reader
 from kvbench.harness.records import Record, RecordStore
 from kvbench.harness.records.cell import CellSpec
-from kvbench.harness.run.executor import Outcome
+from kvbench.harness.run.executor import Outcome, RunWatcher
 from kvbench.harness.run.machine import Machine
 from kvbench.harness.run.messages import CellAnswer, CellOrder, GroupAnswer, RunOrder, data_from_json
 from kvbench.harness.run.options import RunOptions
-from kvbench.harness.run.prepare import MachineFacts, Prepared
-from kvbench.harness.run.progress import NoProgress
+from kvbench.harness.run.prepare import Prepared
 from kvbench.harness.suite import Cell
 from kvbench.harness.suite.file import ModelSpec
 from kvbench.harness.tasks.task import Data
@@ -39,7 +37,7 @@ _SECONDS_BETWEEN_REPORTS = 0.5
 Report = Callable[[int, str], None]
 
 
-class _Progress(NoProgress):
+class _Progress(RunWatcher):
     """Reports the tokens now and then, and keeps the notes."""
 
     def __init__(self, report: Report) -> None:
@@ -66,12 +64,8 @@ class Worker:
     ) -> None:
         """Make the cells.
 
-        Args:
-            order: of the run.
-            text: gives some data as JSON, by number.
-            report: called with the tokens done and the figure so far.
-            scratch: an empty folder for copies of a user's files, and for what is being measured.
-            own_process: this process is there for one group, which needs no other.
+        `text` gives some data as JSON, by number; `report` gets the tokens done and the figure so far. Copies of a user's files
+        and what is being measured go to `scratch`, an empty folder. `own_process`: this one is there for one group.
 
         Raises:
             UserError: a cell is another one here.
@@ -109,9 +103,7 @@ class Worker:
     def measure(self, numbers: Sequence[int], references: Sequence[dict[str, Any] | None]) -> GroupAnswer:
         """Measure the cells of a group.
 
-        Args:
-            numbers: of the cells, among those of the order.
-            references: for each, the record that it is compared with while it is measured, as JSON.
+        `numbers` are those of the order; `references` has the JSON of a record for each cell that is compared with one.
         """
         progress, answers, places = _Progress(self._report), dict[int, CellAnswer](), dict[str, int]()
 
@@ -203,17 +195,6 @@ class Worker:
         if data.ids_sha256 != order.data_sha256:
             raise UserError(f"task {cell.task.name}: its data differ from those of the process that started the run")
         return data
-
-
-def machine_here(device: str, threads: int) -> MachineFacts:
-    """What a run must know of this machine.
-
-    Raises:
-        UserError: it has no such device.
-    """
-    torch.set_num_threads(threads)
-    target = device_of(device)
-    return MachineFacts(device_name(target), threads, free_bytes(target))
 
 
 def _written(files: Mapping[str, bytes], folder: Path) -> dict[str, Path]:

@@ -3,9 +3,8 @@
 from kvbench.harness.suite.cells import Cell, cell_from_spec, find, labels, load, shipped_suites, with_references
 from kvbench.harness.suite.editor_schema import schema
 from kvbench.harness.suite.entries import entry_schema, parameter_schema, policies_from
-from kvbench.harness.suite.file import ModelSpec, SuiteFile
+from kvbench.harness.suite.file import ModelSpec, Resources, SuiteFile
 from kvbench.harness.suite.overrides import Overrides
-from kvbench.harness.suite.resources import Resources
 from kvbench.harness.suite.text import Settings
 
 __all__ = [

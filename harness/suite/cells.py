@@ -21,11 +21,9 @@ from kvbench.harness.core.parameters import names_inside, parameters_of, policy_
 from kvbench.harness.records import digest
 from kvbench.harness.records.cell import CellSpec, flat
 from kvbench.harness.suite.axes import Evict, evict_as_json, evict_from, evict_words, multiplied
-from kvbench.harness.suite.budget import capacity_of
-from kvbench.harness.suite.entries import Entry, entries
-from kvbench.harness.suite.file import ModelSpec, SuiteFile
+from kvbench.harness.suite.entries import Entry, capacity_of, entries
+from kvbench.harness.suite.file import ModelSpec, Resources, SuiteFile
 from kvbench.harness.suite.overrides import Overrides, apply
-from kvbench.harness.suite.resources import Resources
 from kvbench.harness.suite.text import Location, Source, items, spread, validated
 from kvbench.policies import Policy, PositionMode
 
@@ -213,9 +211,7 @@ def _bounded(values: Iterable[T], path: Path) -> list[T]:
 def cell_from_spec(recorded: CellSpec, model: str | None = None) -> Cell:
     """The cell of a record, to measure it again.
 
-    Args:
-        recorded: the record's cell.
-        model: where a local model is now; the recorded model when None.
+    `model` says where a local model is now.
 
     Raises:
         UserError: this version can't run the cell, or its policy or task is in a user's file, which records don't keep.

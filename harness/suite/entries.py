@@ -1,4 +1,4 @@
-"""The entries of a suite's policies: their parameters, the policies inside them, and their axes."""
+"""The entries of a suite's policies: their parameters, the policies inside them, and their axes, budgets in tokens included."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ import dataclasses
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
 from typing import Annotated, Any
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, create_model
 from pydantic_core import PydanticCustomError
 
 from kvbench.harness.core import plugins
 from kvbench.harness.core.errors import UserError, described
 from kvbench.harness.core.parameters import policy_fields, tuple_fields
+from kvbench.harness.models.shape import ModelShape, readable_shape
 from kvbench.harness.suite.axes import Budget, Evict, OneCapacity, OneEvict, multiplied
-from kvbench.harness.suite.file import SuiteFile
+from kvbench.harness.suite.file import ModelSpec, SuiteFile
 from kvbench.harness.suite.text import Location, Source, spread, validated
 from kvbench.policies import Policy, PositionMode
 
@@ -97,6 +101,42 @@ def entries(suite: SuiteFile, index: int, source: Source) -> Iterator[Entry]:
         yield entry
 
 
+def capacity_of(budget: dict[str, Any], model: ModelSpec, prompt: int | None, evict: Evict) -> int:
+    """Tokens per KV head kept between steps, of a budget in shares of the prompt or in bytes of the K/V slots of one stream.
+
+    `prompt` is the length of the task's prompts, if they have one. Evicting `b` tokens at once needs `capacity + b` slots.
+
+    Raises:
+        ValueError: it can't be known, or is less than one token.
+    """
+    return _of_prompt(budget["share"], prompt) if "share" in budget else _of_bytes(budget["bytes"], model, evict)
+
+
+def _of_prompt(share: float, prompt: int | None) -> int:
+    if prompt is None:
+        raise ValueError("a share of the prompt, but this task has no prompts of one known length; give tokens")
+    tokens = int(Fraction(str(share)) * prompt)
+    if tokens < 1:
+        raise ValueError(f"{share} of a prompt of {prompt:,} tokens is less than one token")
+    return tokens
+
+
+def _of_bytes(size: int, model: ModelSpec, evict: Evict) -> int:
+    shape = _shape(model.id, model.revision)
+    if shape is None:
+        raise ValueError(f"the config of {model.id} can't be read, so the bytes of a token are unknown; give tokens")
+    itemsize, spare = getattr(torch, model.dtype).itemsize, 1 if evict == "prompt" else evict
+    tokens = shape.capacity_within(size, itemsize, spare)
+    if tokens < 1:
+        raise ValueError(f"{size:,} bytes, but the smallest cache of {model.id} takes {shape.kv_bytes(spare, 1, itemsize):,}")
+    return tokens
+
+
+@cache
+def _shape(model: str, revision: str | None) -> ModelShape | None:
+    return readable_shape(model, revision)
+
+
 def entry_schema(name: str, policy: type[Policy]) -> type[BaseModel]:
     """The fields of this policy's entry in a suite: its parameters and the axes that apply to it."""
     axes: dict[str, Any] = {"seed": (int, 0)}
@@ -165,9 +205,7 @@ def _tuples(value: list[Any]) -> list[tuple[Any, ...]]:
     return [tuple(item) for item in value] if several else [tuple(value)]
 
 
-def _made(
-    name: str, kind: type[Policy], parameters: dict[str, Any], source: Source, at: Location, blamed: Location
-) -> Policy:  # fmt: skip
+def _made(name: str, kind: type[Policy], parameters: dict[str, Any], source: Source, at: Location, blamed: Location) -> Policy:
     try:
         return kind(**parameters)
     except ValueError as error:

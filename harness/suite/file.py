@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 
-from kvbench.harness.suite.axes import Capacities, Evicts
-from kvbench.harness.suite.resources import Resources
+from kvbench.harness.suite.axes import Capacities, Evicts, size_in_bytes
 from kvbench.policies import PositionMode
 
 
@@ -44,6 +43,28 @@ class ModelSpec(BaseModel):
         name = local.resolve().name if local.is_dir() else self.id
         spread = {"devices": self.devices, "parallel": self.parallel} if self.devices > 1 else {}
         return {"id": name, "revision": self.revision, "dtype": self.dtype, "rope_length": self.rope_length} | spread
+
+
+class Resources(BaseModel):
+    """What every worker of a run needs. It changes no number, so it is in no cell id."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    gpus: float | None = Field(
+        None, ge=0, le=64, description="of a worker: 0, 1, or a share such as 0.5; 1 if not given and the machine has some"
+    )
+    cpus: int | None = Field(None, ge=1, description="cores of a worker; as many as its threads if not given")
+    memory: Annotated[
+        int | None,
+        BeforeValidator(lambda v: None if v is None else size_in_bytes(v)),
+        WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string"}]}),
+    ] = Field(None, description="of a worker: bytes, or a size such as 20GiB")
+
+    @model_validator(mode="after")
+    def _has_whole_gpus(self) -> Self:
+        if self.gpus is not None and self.gpus > 1 and self.gpus % 1:
+            raise ValueError("gpus is a whole number, or less than 1")
+        return self
 
 
 class SuiteFile(BaseModel):

@@ -39,7 +39,21 @@ def apply(source: Source, overrides: Overrides) -> None:
         key, equals, text = setting.partition("=")
         if not equals or not key:
             raise UserError(f"--set {setting}: expected KEY=VALUE")
-        _set(source, key, _yaml_value(text, f"--set {setting}"), f"--set {setting}")
+        value = _yaml_value(text, f"--set {setting}")
+        _refuse_choice_of_tasks(source, key, value, f"--set {setting}")
+        _set(source, key, value, f"--set {setting}")
+
+
+def _refuse_choice_of_tasks(source: Source, key: str, value: Any, place: str) -> None:
+    """Refuse to choose among the suite's tasks with `tasks`, which is an option of the task `lm_eval`.
+
+    Raises:
+        UserError: the value names a task of the suite.
+    """
+    tasks = {task.get("name") for _, task in items(source.data.get("task")) if isinstance(task, dict)}
+    chosen = [f"--only {name}" for _, name in items(value) if isinstance(name, str) and name in tasks]
+    if key in ("task", "tasks") and chosen:
+        raise UserError(f"{place}: give {' '.join(chosen)} to measure only some of the suite's tasks")
 
 
 def _models(model: str) -> dict[str, Any] | list[dict[str, Any]]:

@@ -17,8 +17,8 @@ from statistics import median
 
 from kvbench.harness.records import RecordStore
 from kvbench.harness.run import on_ray
+from kvbench.harness.run.executor import RunWatcher
 from kvbench.harness.run.on_ray import RayExecutor, RaySettings
-from kvbench.harness.run.progress import NoProgress
 from kvbench.harness.run.request import RunRequest
 from kvbench.harness.run.runner import run
 
@@ -70,7 +70,7 @@ def wall(suite: Path, workers: int, count: int, results: Path) -> float:
     options = request._options(None, False, False, None)
     started = time.perf_counter()
     with RayExecutor(RaySettings(workers=workers, threads=1, device="cpu"), options, cells) as executor:
-        records = run(cells, RecordStore(results), options, NoProgress(), executor, executor.machine)
+        records = run(cells, RecordStore(results), options, RunWatcher(), executor, executor.machine)
     before, seconds = time.perf_counter() - started - TimedLoop.seconds, TimedLoop.seconds
     inside = sum(record.facts.seconds or 0 for record in records)
     assert all(record.status == "ok" for record in records)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from kvbench.harness.core.failure import ran_out_of_memory
+from kvbench.harness.core.errors import ran_out_of_memory
 from kvbench.harness.data.facts import told
 from kvbench.harness.engine.decoder import Decoder
 from kvbench.harness.records.aggregates import nll_figures, scored_mask

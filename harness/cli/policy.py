@@ -1,0 +1,55 @@
+"""The command `bench policy check`."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+
+import click
+
+from kvbench.harness.cli.output import debugging
+from kvbench.harness.core.errors import Exit
+
+
+@click.group()
+def policy() -> None:
+    """Check a policy.
+
+    \b
+    bench policy check my_policy.py:MyPolicy
+    """
+
+
+@policy.command("check")
+@click.argument("name")
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Set a parameter of the policy.")
+@click.option(
+    "--capacity", "capacities", multiple=True, type=click.IntRange(1, 8192), metavar="TOKENS",
+    help="Check at this capacity; repeatable. Default: 16, 17, 64 and 256.",
+)  # fmt: skip
+def check(name: str, settings: tuple[str, ...], capacities: tuple[int, ...]) -> None:
+    """Check every rule of the interface on a policy, and show how fast text is read under it and why.
+
+    \b
+    bench policy check h2o
+    bench policy check my_policy.py:MyPolicy --set window=8 --capacity 128
+    """
+    import torch
+
+    from kvbench.harness.core.plugins import ignored_plugins
+    from kvbench.harness.run.policy_check import check as checked
+
+    torch.set_num_threads(1)  # faster for tiny models
+    for plugin, reason in ignored_plugins(name).items():
+        click.echo(f"bench: the plug-in {plugin} is {reason}", err=True)
+    result = checked(name, settings, capacities)
+    for finding in result.findings:
+        state = "-    " if finding.note else "ok   " if finding.ok else "WRONG"
+        detail = finding.problem or finding.note
+        click.echo(f"{state} {finding.rule}{detail and ': '}{detail}")
+        if finding.error is not None and debugging():
+            traceback.print_exception(finding.error)
+    if result.reading:
+        click.echo(f"reads {result.reading}")
+    if not all(f.ok for f in result.findings):
+        sys.exit(Exit.NO)
