@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvbench.harness.tasks.attention.intervals import ends
 from kvbench.harness.tasks.attention.patches import NORM_CUTOFF, patch_figures
-from kvbench.harness.tasks.common.sample_options import buckets
+from kvbench.harness.tasks.common.samples import buckets
 
 Arrays = Mapping[str, NDArray[Any]]
 _LISTED = 20  # sinks and massive activations

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvbench.harness.engine.watch import Chunk
-from kvbench.harness.tasks.common.sample_options import buckets
+from kvbench.harness.tasks.common.samples import buckets
 
 MASSIVE, MASSIVE_TIMES_MEDIAN = 100.0, 1000.0  # Sun et al. 2024, arXiv:2402.17762, Section 2
 _LATER_QUERIES = 4  # one over the share of a sample that must follow a token, for its attention to say something

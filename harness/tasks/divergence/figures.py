@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvbench.harness.core.intervals import Interval, interval
-from kvbench.harness.tasks.common.sample_options import buckets
+from kvbench.harness.tasks.common.samples import buckets
 
 # What the trace holds of each prediction: KL(dense || policy) in nats, whether the top token is the same, and the NLL of the
 # token that comes, in nats, under the policy and under dense.

@@ -9,7 +9,7 @@ from pydantic import Field
 from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.records.rules import EXACT, MEAN_NATS, PART_NATS, RUN_NATS, SUM, near
 from kvbench.harness.records.types import Amount, Count, Nats, Number, Part, Positive, Share
-from kvbench.harness.tasks.common.sample_options import SampleOptions
+from kvbench.harness.tasks.common.samples import SampleOptions
 
 _SHARE = near(2e-3)  # rounding may change the top token where two are about as likely
 Ends = Annotated[list[Number], Field(min_length=2, max_length=2)]

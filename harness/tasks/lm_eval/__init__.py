@@ -20,10 +20,9 @@ from kvbench.harness.report import compare
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.difference import Difference, Traces
 from kvbench.harness.tasks.common.answers import right_answers
-from kvbench.harness.tasks.common.side_by_side import Independent
 from kvbench.harness.tasks.lm_eval import page
 from kvbench.harness.tasks.lm_eval.schema import LmEvalFacts, LmEvalMetrics, LmEvalOptions
-from kvbench.harness.tasks.task import Job, Options, Task, Tokenizer
+from kvbench.harness.tasks.task import Independent, Job, Options, Task, Tokenizer
 
 if TYPE_CHECKING:
     from kvbench.harness.engine.decoder import Evict

@@ -23,11 +23,10 @@ from kvbench.harness.report import compare
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.difference import Difference, Traces
 from kvbench.harness.report.pairing import question
-from kvbench.harness.tasks.common.side_by_side import Independent
 from kvbench.harness.tasks.perplexity import page
 from kvbench.harness.tasks.perplexity.schema import PerplexityMetrics, PerplexityOptions
 from kvbench.harness.tasks.perplexity.until import Precision
-from kvbench.harness.tasks.task import Job, Options, Task, Tokenizer
+from kvbench.harness.tasks.task import Independent, Job, Options, Task, Tokenizer
 
 if TYPE_CHECKING:
     from kvbench.harness.data.stream import TokenStream

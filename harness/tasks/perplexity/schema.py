@@ -11,8 +11,7 @@ from kvbench.harness.core.intervals import MIN_BLOCK_TOKENS, MIN_BLOCKS
 from kvbench.harness.records.metrics import NllMetrics
 from kvbench.harness.records.rules import BYTES, EXACT, RUN_NATS, SUM, near
 from kvbench.harness.records.types import Count, Nats, Number, Part, Positive
-from kvbench.harness.tasks.common.side_by_side import SideBySide
-from kvbench.harness.tasks.task import MAX_TOKENS, Options
+from kvbench.harness.tasks.task import MAX_TOKENS, Options, SideBySide
 
 _MAX_PROSE_TOKENS = 2**24  # generated in memory
 
