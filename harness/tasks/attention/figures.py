@@ -1,6 +1,11 @@
-"""Figures of the attention task, from what was noted of each sample. Imports no torch.
+"""Figures of the attention task, from what was noted of each sample or image. Imports no torch.
 
-Axis letters: N samples, L layers, Q query heads, T tokens, M tokens of a map, K buckets of positions.
+Source, of outliers among patches: Darcet et al. 2023, arXiv:2309.16588, Section 2: large vision transformers turn a few patches
+    of little content into registers, whose norm at the model's output is about ten times that of the others. Their criterion is
+    a cutoff picked by hand for DINOv2-g, `NORM_CUTOFF`, which they say varies with the model.
+Differs: `OUTLIER_TIMES_MEDIAN` is ours, for models of any scale.
+
+Axis letters: N samples, L layers, Q query heads, T tokens, K buckets of positions, P patches, which are the last of the tokens.
 """
 
 from __future__ import annotations
@@ -12,23 +17,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvbench.harness.tasks.attention.intervals import ends
-from kvbench.harness.tasks.attention.patches import NORM_CUTOFF, patch_figures
+from kvbench.harness.core.intervals import MIN_BLOCKS, clustered
 from kvbench.harness.tasks.common.samples import buckets
 
 Arrays = Mapping[str, NDArray[Any]]
-_LISTED = 20  # sinks and massive activations
+_LISTED = 20  # sinks, massive activations, and positions of outliers
 
 
 def figures(noted: Arrays, epsilon: float, norm_cutoff: float | None = None) -> dict[str, Any]:
     """The figures of a record, but for the texts of tokens.
 
-    Args:
-        noted: `first`, `late`, `entropy`, `largest_logit` and perhaps `rest`, [N, L, Q]; perhaps `hidden_largest` and
-            `hidden_median`, [N, L], `key_norm` and `value_norm`, [N, L, 2], and `lost`, [N, L, K], with the queries of each
-            bucket in `queries`, [K]; `tokens`, the length of a sample; of images, what `patch_figures` needs.
-        epsilon: attention that makes a token a head's sink.
-        norm_cutoff: norm above which a patch counts as an outlier of Darcet et al.; theirs when None.
+    `noted` has `first`, `late`, `entropy`, `largest_logit` and perhaps `rest`, [N, L, Q]; perhaps `hidden_largest` and
+    `hidden_median`, [N, L], `key_norm` and `value_norm`, [N, L, 2], and `lost`, [N, L, K], with the queries of each bucket in
+    `queries`, [K]; `tokens`, the length of a sample; of images, what `patch_figures` needs.
     """
     first, tokens = noted["first"], int(noted["tokens"])
     shares = (first > epsilon).mean((1, 2))
@@ -94,3 +95,69 @@ def massive_activations(rows: Sequence[tuple[int, int, str, int, float]]) -> lis
         for (layer, dim, text), group in groups.items()
     ]  # fmt: skip
     return sorted(found, key=lambda row: (-row["magnitude"], row["layer"]))[:_LISTED]
+
+
+Arrays = Mapping[str, NDArray[Any]]
+NORM_CUTOFF = 150.0  # Darcet et al.: of the hidden states after the last layer of DINOv2-g
+OUTLIER_TIMES_MEDIAN = 4.0  # ours: of the norms of one image's patches after one layer
+
+
+def patch_figures(noted: Arrays, norm_cutoff: float) -> dict[str, Any]:
+    """Outliers among patches, the norms of patches and the attention they get, by layer.
+
+    `noted` has `token_norm`, of the hidden states after each layer, and `token_received`, the attention that a token gets, mean
+    over heads and queries, [N, L, T]; `grid`: rows and columns of patches, special tokens, and registers among these.
+    """
+    rows, columns, special, registers = (int(x) for x in noted["grid"])
+    norms = noted["token_norm"][..., special:]
+    far = norms > OUTLIER_TIMES_MEDIAN * np.median(norms, -1, keepdims=True)
+    over, outlying = norms[:, -1] > norm_cutoff, far[:, -1]  # [N, P]
+    found = {
+        "rows": rows, "columns": columns, "special": special, "registers": registers, "norm_cutoff": norm_cutoff,
+        "over_cutoff": float(over.mean()), "over_cutoff_interval": ends(over.mean(1)),
+        "outliers": float(outlying.mean()), "outliers_interval": ends(outlying.mean(1)),
+        "layers": [
+            _patch_layer(norms[:, layer], far[:, layer], noted["token_received"][:, layer], outlying, registers)
+            for layer in range(norms.shape[1])
+        ],
+        "positions": _positions(norms[:, -1], outlying, columns),
+    }  # fmt: skip
+    return {name: x for name, x in found.items() if x is not None}
+
+
+def _patch_layer(
+    norms: NDArray[Any], far: NDArray[Any], received: NDArray[Any], outlying: NDArray[Any], registers: int
+) -> dict[str, float]:  # fmt: skip
+    """One layer's figures. norms, far, outlying: [N, P]; received: [N, T]."""
+    special = received.shape[1] - norms.shape[1]
+    to_patches = received[:, special:]
+    found = {
+        "norm_median": float(np.median(norms)), "norm_largest": float(norms.max()), "outliers": float(far.mean()),
+        "to_patch": float(to_patches[~outlying].mean()),
+    }  # fmt: skip
+    if outlying.any():
+        found["to_outlier"] = float(to_patches[outlying].mean())
+    if registers:
+        found["to_register"] = float(received[:, special - registers : special].mean())
+    return found
+
+
+def _positions(norms: NDArray[Any], outlying: NDArray[Any], columns: int) -> list[dict[str, Any]]:
+    """Where outliers are, the most frequent patch first. norms, outlying: [N, P]."""
+    times = outlying.sum(0)
+    return [
+        {
+            "row": int(patch) // columns, "column": int(patch) % columns, "times": int(times[patch]),
+            "norm": float(norms[outlying[:, patch], patch].max()),
+        }
+        for patch in np.argsort(-times, kind="stable")[:_LISTED]
+        if times[patch]
+    ]  # fmt: skip
+
+
+def ends(values: NDArray[Any]) -> list[float] | None:
+    """95 % interval of a mean over samples; None with too few of them. values: [N]."""
+    if len(values) < MIN_BLOCKS:
+        return None
+    interval = clustered(values.astype(np.float64), np.ones(len(values)))
+    return None if interval.low is None or interval.high is None else [interval.low, interval.high]

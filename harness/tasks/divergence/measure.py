@@ -12,8 +12,7 @@ from torch import Tensor
 from kvbench.harness.engine.decoder import CacheConfig, Decoder
 from kvbench.harness.engine.method import EAGER
 from kvbench.harness.tasks.common.samples import Samples
-from kvbench.harness.tasks.divergence.figures import COMPARED, figures
-from kvbench.harness.tasks.divergence.schema import DivergenceMetrics, DivergenceOptions
+from kvbench.harness.tasks.divergence.schema import COMPARED, DivergenceMetrics, DivergenceOptions, figures
 from kvbench.harness.tasks.task import Job, MeasurementError
 from kvbench.policies.dense import Dense
 

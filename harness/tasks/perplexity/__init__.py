@@ -24,8 +24,7 @@ from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.difference import Difference, Traces
 from kvbench.harness.report.pairing import question
 from kvbench.harness.tasks.perplexity import page
-from kvbench.harness.tasks.perplexity.schema import PerplexityMetrics, PerplexityOptions
-from kvbench.harness.tasks.perplexity.until import Precision
+from kvbench.harness.tasks.perplexity.schema import PerplexityMetrics, PerplexityOptions, Precision
 from kvbench.harness.tasks.task import Independent, Job, Options, Task, Tokenizer
 
 if TYPE_CHECKING:
