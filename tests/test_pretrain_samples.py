@@ -17,7 +17,7 @@ from kvbench.harness.models.families import tiny_model
 from kvbench.harness.pretrain import card as card_module
 from kvbench.harness.pretrain import text, tokenizer, train
 from kvbench.harness.pretrain.config import Mix, PretrainConfig, Repeats
-from kvbench.harness.pretrain.probe import right_answers
+from kvbench.harness.pretrain.held_out import right_answers
 from kvbench.harness.pretrain.samples import NAMES, Samples, kinds_of, repeats
 from kvbench.harness.pretrain.train import _Trainer, pretrain
 

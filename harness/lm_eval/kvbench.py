@@ -23,7 +23,6 @@ from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.parameters import parameters_of
 from kvbench.harness.data.stream import newline
 from kvbench.harness.lm_eval.arguments import Arguments
-from kvbench.harness.lm_eval.question import common_length
 from kvbench.harness.lm_eval.reading import Reader
 
 _GREEDY_SETTINGS = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0}
@@ -232,7 +231,7 @@ class KVBench(HFLM):  # type: ignore[misc]
         Raises:
             UserError: the text before the question is no longer the same tokens when the question follows.
         """
-        length = min(common_length(before, prompt), len(prompt) - 1)
+        length = min(_common_length(before, prompt), len(prompt) - 1)
         if length < len(before) - _MAX_JOINED_TOKENS:
             raise UserError("question unseen: this tokenizer gives a text other tokens when a question follows it")
         return max(1, length - dropped)
@@ -257,3 +256,8 @@ class KVBench(HFLM):  # type: ignore[misc]
 
     def _progress(self, total: int, what: str, hidden: bool) -> tqdm:
         return tqdm(total=total, desc=f"Running {what}", disable=hidden or self._on_progress is not None)
+
+
+def _common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two texts begin with alike."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -1,4 +1,4 @@
-"""The model card of a reference model, written from its configuration and training log."""
+"""What is stored beside a reference model: its card, and its training curve, both written from the training log."""
 
 from __future__ import annotations
 
@@ -31,12 +31,8 @@ def card(
 ) -> str:  # fmt: skip
     """The text of the model's README.
 
-    Args:
-        config: of the model.
-        log: training log, one line of JSON per step.
-        parameters: number of parameters.
-        found: right answers and questions of each sample, by kind, after training.
-        about: device, threads and versions of the training run.
+    `log` has one line of JSON per step; `found`, by kind, (right answers, questions) of each sample after training; `about`, the
+    device, threads and versions of the training run.
     """
     rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
     last = rows[-_FINAL_LOSS_STEPS:]
@@ -115,3 +111,20 @@ def _samples(config: PretrainConfig) -> str:
 
 def _shares(parts: dict[str, float]) -> str:
     return ", ".join(f"{name} {share / sum(parts.values()):.0%}" for name, share in parts.items() if share)
+
+
+CURVE_NAME = "training.jsonl"  # of the training curve, in a model's directory
+_MAX_POINTS = 150
+
+
+def curve(log: Path) -> str:
+    """The log, thinned for a chart, as lines of JSON: tokens so far, mean loss, and the latest attention to the first token."""
+    rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    stride = max(1, len(rows) // _MAX_POINTS)
+    lines = []
+    for start in range(0, len(rows), stride):
+        steps = rows[start : start + stride]
+        probes = [row["attention_to_first"] for row in steps if "attention_to_first" in row]
+        line = {"tokens": steps[-1]["tokens"], "loss": round(sum(row["loss"] for row in steps) / len(steps), 5)}
+        lines.append(line | ({"attention_to_first": {k: round(v, 5) for k, v in probes[-1].items()}} if probes else {}))
+    return "".join(f"{json.dumps(line)}\n" for line in lines)

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 from transformers.trainer_callback import PrinterCallback
 
 from kvbench.harness.core.device import device_name
-from kvbench.harness.pretrain import curve, sigma_reparam, text, tokenizer
-from kvbench.harness.pretrain.card import card
+from kvbench.harness.pretrain import sigma_reparam, text, tokenizer
+from kvbench.harness.pretrain.card import CURVE_NAME, card, curve
 from kvbench.harness.pretrain.config import PretrainConfig, Training
 from kvbench.harness.pretrain.held_out import HeldOut
 from kvbench.harness.pretrain.new_model import new_model
@@ -175,7 +175,7 @@ def _save_model(
     about = {"device": device_name(device), "threads": torch.get_num_threads(), "torch": torch.__version__}
     about["transformers"] = version("transformers")
     parameters = sum(p.numel() for p in model.parameters())
-    (out / "model" / curve.NAME).write_text(curve.curve(out / "log.jsonl"), encoding="utf-8")
+    (out / "model" / CURVE_NAME).write_text(curve(out / "log.jsonl"), encoding="utf-8")
     (out / "model" / "README.md").write_text(card(config, out / "log.jsonl", parameters, found, about), encoding="utf-8")
 
 

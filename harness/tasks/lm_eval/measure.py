@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
@@ -18,13 +19,18 @@ from kvbench.harness.core.errors import UserError
 from kvbench.harness.data.stream import fingerprint
 from kvbench.harness.lm_eval import catalogue
 from kvbench.harness.lm_eval.kvbench import KVBench
-from kvbench.harness.lm_eval.question import question_start
 from kvbench.harness.lm_eval.reading import Reader
 from kvbench.harness.records.aggregates import sample_figures
 from kvbench.harness.tasks.lm_eval.schema import LmEvalMetrics, LmEvalOptions
 from kvbench.harness.tasks.task import Job, MeasurementError
 
 _FIRST_VERSION = "1.0"
+_AFTER_A_TEXT = r"\nQuestion: "
+_PATTERNS = (  # names of tasks, and what the question begins with
+    ("kvbench_(?!cloze|prose).*|ruler_.*", _AFTER_A_TEXT),
+    ("kvbench_cloze.*", r"(?<=[.!?])\s[^.!?]*$"),  # the sentence that breaks off
+    ("niah_.*", r"\nWhat (is|are all) the special magic "),
+)
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,7 @@ def requests(options: LmEvalOptions, tokenizer: PreTrainedTokenizerBase) -> LmEv
         )  # fmt: skip
     if options.question == "unseen":
         for instance in task.instances:
-            start_of(instance, options)
+            _start_of(instance, options)
     ids_of_requests = [
         tokenizer("".join(str(part) for part in i.args[:2] if isinstance(part, str)))["input_ids"] for i in task.instances
     ]
@@ -86,16 +92,28 @@ def requests(options: LmEvalOptions, tokenizer: PreTrainedTokenizerBase) -> LmEv
     return LmEvalData(loaded, tokenizer, source, version, questions, tuple(len(x) for x in ids_of_requests), ids)
 
 
-def start_of(instance: Instance, options: LmEvalOptions) -> int:
-    """The index of the first character of a request's question.
+def question_start(prompt: str, task: str, document: Mapping[str, Any], pattern: str | None = None) -> int:
+    """The index of the question's first character: the last match of a pattern or, in LongBench, the end of the context.
+
+    `prompt` includes examples and chat template; `document` is what it was made of. The pattern is known for RULER and our tasks.
 
     Raises:
-        UserError: it is not found.
+        UserError: there is no question, or nothing before it.
     """
-    try:
-        return question_start(instance.args[0], options.tasks, instance.doc, options.question_from)
-    except ValueError as error:
-        raise UserError(str(error)) from None
+    pattern = pattern or next((p for names, p in _PATTERNS if re.fullmatch(names, task)), None)
+    start = -1
+    if pattern is not None:
+        start = max((match.start() for match in re.finditer(pattern, prompt)), default=-1)
+    elif isinstance(document.get("context"), str) and document["context"] in prompt:
+        start = prompt.rindex(document["context"]) + len(document["context"])
+    if not 0 < start < len(prompt):
+        what = "it has no context before it" if pattern is None else f"nothing before its end matches {pattern!r}"
+        raise UserError(f"{task}: where does the question begin? {what}; give question_from: REGEX")
+    return start
+
+
+def _start_of(instance: Instance, options: LmEvalOptions) -> int:
+    return question_start(instance.args[0], options.tasks, instance.doc, options.question_from)
 
 
 def _template(tokenizer: PreTrainedTokenizerBase) -> Any:
@@ -127,7 +145,7 @@ def measure(options: LmEvalOptions, job: Job) -> LmEvalMetrics:
         done += requests
         job.progress(min(data.tokens, round(done * mean_tokens)), f"{done} of {len(data.lengths)} requests")
 
-    start = partial(start_of, options=options) if options.question == "unseen" else None
+    start = partial(_start_of, options=options) if options.question == "unseen" else None
     model = KVBench(reader, data.tokenizer, on_progress=report_progress, question_start=start)
     ((name, task),) = data.loaded["tasks"].items()
     task.set_fewshot_seed(seed=options.data_seed)

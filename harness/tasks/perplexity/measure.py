@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from kvbench.harness.core.failure import ran_out_of_memory
-from kvbench.harness.data.facts import told
+from kvbench.harness.data.prose import fact_costs
 from kvbench.harness.engine.decoder import Decoder
 from kvbench.harness.records.aggregates import nll_figures, scored_mask
 from kvbench.harness.records.metrics import Look, NllMetrics
@@ -70,7 +70,7 @@ def _figures(options: PerplexityOptions, job: Job, nll: NDArray[np.float32]) -> 
     figures["bytes"] = int(byte_counts[np.isfinite(nll)].sum())  # of the scored tokens' text
     figures["bits_per_byte"] = figures["nll"] * figures["tokens"] / math.log(2) / max(1, figures["bytes"])
     if options.data == "prose":
-        figures["facts"] = told(nll, byte_counts, options.data_seed or 0)
+        figures["facts"] = fact_costs(nll, byte_counts, options.data_seed or 0)
     return figures
 
 
