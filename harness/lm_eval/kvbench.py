@@ -23,7 +23,7 @@ from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.parameters import parameters_of
 from kvbench.harness.data.stream import newline
 from kvbench.harness.lm_eval.arguments import Arguments
-from kvbench.harness.lm_eval.reading import Reader
+from kvbench.harness.lm_eval.reading import RequestReader
 
 _GREEDY_SETTINGS = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0}
 _MAX_JOINED_TOKENS = 8  # at the end of a text, that may become others when something follows
@@ -35,7 +35,7 @@ class KVBench(HFLM):  # type: ignore[misc]
 
     def __init__(
         self,
-        reader: Reader,
+        reader: RequestReader,
         tokenizer: PreTrainedTokenizerBase,
         max_length: int | None = None,
         add_bos_token: bool | None = None,

@@ -48,7 +48,7 @@ class _Group:
     last_tokens: dict[int, int] = field(default_factory=dict)  # by the request's number
 
 
-class _Layout(NamedTuple):
+class _BatchTensors(NamedTuple):
     """A batch of groups as tensors."""
 
     ids: Tensor  # the streams, padded at the end. [B, L] int64
@@ -58,7 +58,7 @@ class _Layout(NamedTuple):
     scored: Tensor  # the targets that are in the continuation. [R, L] bool
 
 
-def _layout(batch: Sequence[_Group]) -> _Layout:
+def _batch_tensors(batch: Sequence[_Group]) -> _BatchTensors:
     texts = [group.context + group.continuation for group in batch]
     length = max(len(text) for text in texts)
     requests = [(row, number, last) for row, group in enumerate(batch) for number, last in group.last_tokens.items()]
@@ -66,7 +66,7 @@ def _layout(batch: Sequence[_Group]) -> _Layout:
     starts = torch.tensor([len(group.context) - 1 for group in batch])[streams, None]
     ends = torch.tensor([len(text) for text in texts])[streams, None]
     place = torch.arange(length)
-    return _Layout(
+    return _BatchTensors(
         ids=torch.tensor([text + [0] * (length - len(text)) for text in texts]),
         numbers=[number for _, number, _ in requests],
         streams=streams,
@@ -78,7 +78,7 @@ def _layout(batch: Sequence[_Group]) -> _Layout:
 class _Totals:
     """The scores of a batch, summed up as logits come in."""
 
-    def __init__(self, layout: _Layout) -> None:
+    def __init__(self, layout: _BatchTensors) -> None:
         self._layout = layout
         self._logprob = torch.zeros(len(layout.numbers), dtype=torch.float64)
         self._greedy = torch.ones(len(layout.numbers), dtype=torch.bool)
@@ -113,7 +113,7 @@ class _Totals:
 
 
 @dataclass
-class Reader:
+class RequestReader:
     """Reads requests, each as a stream of its own with a fresh cache.
 
     Attributes:
@@ -252,9 +252,9 @@ class Reader:
             decoder = self._open(len(opening))
             self._prefill(decoder, opening)
             decoder = decoder.fork(rows)
-        return self._scored_from(decoder, _layout(batch), shared, logits)
+        return self._scored_from(decoder, _batch_tensors(batch), shared, logits)
 
-    def _scored_from(self, decoder: Decoder, layout: _Layout, start: int, logits: Tensor | None) -> dict[int, Scored]:
+    def _scored_from(self, decoder: Decoder, layout: _BatchTensors, start: int, logits: Tensor | None) -> dict[int, Scored]:
         """Read the rest of the streams and score their requests.
 
         Args:

@@ -14,7 +14,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from kvbench.harness.engine.own_attention import attention_by
 from kvbench.harness.engine.variants.base import attention_weights, weighed, weighing_of
 from kvbench.harness.pretrain.config import PretrainConfig
-from kvbench.harness.pretrain.samples import NAMES, Samples
+from kvbench.harness.pretrain.samples import NAMES, TrainingSamples
 
 _NAME = "kv_bench_probe"
 _FIRST_QUERY = 64  # earlier queries have too few keys to choose from
@@ -86,7 +86,8 @@ class HeldOut:
         self._count, shares = len(ids) // config.training.sample, config.kinds.model_dump() | {"repeats": config.repeats.share}
         self._asking = [kind for kind in ("repeats", *NAMES) if kind != "text" and shares[kind]]
         self._samples = {
-            kind: Samples(config, [kind] * self._count, ids, tokenizer, seed, staged=False) for kind in ("text", *self._asking)
+            kind: TrainingSamples(config, [kind] * self._count, ids, tokenizer, seed, staged=False)
+            for kind in ("text", *self._asking)
         }
 
     def attention_to_first(self, model: Any) -> Tensor:

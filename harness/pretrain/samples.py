@@ -50,7 +50,7 @@ def kinds_of(config: PretrainConfig, seed: int) -> list[str]:
     return ["repeats" if again else NAMES[kind] for again, kind in zip(repeated, drawn, strict=True)]
 
 
-class Samples(Dataset[dict[str, Tensor]]):
+class TrainingSamples(Dataset[dict[str, Tensor]]):
     """Samples, each after the model's sinks, shorter ones in the beginning. Every model is scored on the same tokens."""
 
     def __init__(

@@ -24,7 +24,7 @@ from kvbench.harness.pretrain.config import PretrainConfig, Training
 from kvbench.harness.pretrain.held_out import HeldOut
 from kvbench.harness.pretrain.new_model import new_model
 from kvbench.harness.pretrain.ortho_adam import OrthoAdam
-from kvbench.harness.pretrain.samples import READING, Samples, kinds_of
+from kvbench.harness.pretrain.samples import READING, TrainingSamples, kinds_of
 
 Tell = Callable[[str], None]
 _LOG_SAMPLES, _CARD_SAMPLES = 8, 96  # held out, of a kind
@@ -148,7 +148,7 @@ def pretrain(
     kinds = kinds_of(config, config.seed)
     ends = training.sample * np.cumsum([sum(kind in READING for kind in kinds), _LOG_SAMPLES, _CARD_SAMPLES])
     ids = text.token_file(out / "text.u16", plain, text.pieces(config.text, config.seed, data), int(ends[-1]))  # type: ignore[no-untyped-call]
-    samples = Samples(config, kinds, ids[: ends[0]], plain, config.seed)
+    samples = TrainingSamples(config, kinds, ids[: ends[0]], plain, config.seed)
     for_log = HeldOut(config, ids[ends[0] : ends[1]], plain, config.seed + 1)
     for_card = HeldOut(config, ids[ends[1] :], plain, config.seed + 2)
     trainer = _trainer(config, new_model(config), out, device, samples)
@@ -226,7 +226,9 @@ def _optimizer(config: PretrainConfig) -> tuple[type[OrthoAdam], dict[str, Any]]
     return OrthoAdam, {"lr": training.learning_rate, "betas": (0.9, training.beta2), "seed": config.seed}
 
 
-def _trainer(config: PretrainConfig, model: PreTrainedModel, out: Path, device: torch.device, samples: Samples) -> _Trainer:
+def _trainer(
+    config: PretrainConfig, model: PreTrainedModel, out: Path, device: torch.device, samples: TrainingSamples
+) -> _Trainer:
     training, steps = config.training, config.steps
     arguments = TrainingArguments(
         output_dir=str(out), max_steps=steps, per_device_train_batch_size=training.batch, learning_rate=training.learning_rate,

@@ -37,7 +37,7 @@ _LATER_TOKENS = (100, 1_000, 10_000, 100_000, 1_000_000)
 
 
 @dataclass(frozen=True)
-class Finding:
+class RuleResult:
     """The result of checking one rule.
 
     Attributes:
@@ -94,7 +94,7 @@ def case(policy: Policy, capacity: int | None, device: torch.device = CPU) -> Ca
     return Case(policy.bind(capacity), policy, capacity, device)
 
 
-def tried(rules: Iterable[Rule], on: Case, before: Sequence[Finding] = ()) -> list[Finding]:
+def tried(rules: Iterable[Rule], on: Case, before: Sequence[RuleResult] = ()) -> list[RuleResult]:
     """Check rules on a policy. The same error is reported only once.
 
     Args:
@@ -102,30 +102,30 @@ def tried(rules: Iterable[Rule], on: Case, before: Sequence[Finding] = ()) -> li
         on: the policy.
         before: earlier findings about it.
     """
-    findings: list[Finding] = []
+    findings: list[RuleResult] = []
     reported = {f.problem for f in before if f.error is not None}
     for name, test in rules:
         try:
             with torch.inference_mode():  # like in a run
-                findings.append(Finding(name, test(on)))
+                findings.append(RuleResult(name, test(on)))
         except (Exception, SystemExit) as error:  # a user's policy may raise anything
             problem = f"it raised {described(error)}"
             repeated = problem in reported
-            findings.append(Finding(name, note="not tried: see above") if repeated else Finding(name, problem, error=error))
+            findings.append(RuleResult(name, note="not tried: see above") if repeated else RuleResult(name, problem, error=error))
             reported.add(problem)
     return findings
 
 
-def cheap_findings(on: Case) -> list[Finding]:
+def cheap_findings(on: Case) -> list[RuleResult]:
     """Check all rules of this module. If one of `FOUNDATIONS` is broken, the others are skipped."""
-    findings: list[Finding] = []
+    findings: list[RuleResult] = []
     for number, (name, test) in enumerate((*FOUNDATIONS, *OTHERS)):
         broken = number >= 1 and not all(f.ok for f in findings[: len(FOUNDATIONS)])
-        findings += [Finding(name, note="not tried: see above")] if broken else tried([(name, test)], on, findings)
+        findings += [RuleResult(name, note="not tried: see above")] if broken else tried([(name, test)], on, findings)
     return findings
 
 
-def broken_rules(policy: Policy, capacity: int | None, device: torch.device = CPU) -> list[Finding]:
+def broken_rules(policy: Policy, capacity: int | None, device: torch.device = CPU) -> list[RuleResult]:
     """The rules of this module that a policy breaks at a capacity.
 
     Args:
@@ -140,9 +140,9 @@ def broken_rules(policy: Policy, capacity: int | None, device: torch.device = CP
         on = case(policy, None if capacity is None else min(capacity, LARGEST), device)
         small = _smaller(on)
     except ValueError as error:
-        return [] if (capacity or 0) > LARGEST else [Finding("it can be bound to the capacity", str(error), error=error)]
+        return [] if (capacity or 0) > LARGEST else [RuleResult("it can be bound to the capacity", str(error), error=error)]
     except (Exception, SystemExit) as error:
-        return [Finding("it can be bound to the capacity", f"it raised {described(error)}", error=error)]
+        return [RuleResult("it can be bound to the capacity", f"it raised {described(error)}", error=error)]
     if small is None:
         return [f for f in cheap_findings(on) if not f.ok]
     return [f for f in (*cheap_findings(small), *tried([_AT_CAPACITY], on)) if not f.ok]

@@ -22,12 +22,10 @@ if TYPE_CHECKING:
     from kvbench.harness.engine.decoder import CacheConfig, Decoder, Evict
     from kvbench.harness.engine.method import Method
     from kvbench.harness.engine.model import Model
-    from kvbench.harness.models.vision import ImageReader
 
-__all__ = ["MAX_TOKENS", "Data", "Job", "MeasurementError", "Metrics", "Options", "RandomTokens", "Reader", "Task", "Tokenizer"]
+__all__ = ["MAX_TOKENS", "Data", "Job", "MeasurementError", "Metrics", "Options", "RandomTokens", "Task", "Tokenizer"]
 
 Tokenizer = Callable[[], "PreTrainedTokenizerBase"]  # loads the tokenizer
-Reader = Callable[[], "ImageReader"]  # loads what reads images
 
 MAX_TOKENS = 10**9  # a stream that takes days to read
 

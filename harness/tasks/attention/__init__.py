@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _TOKENS_OF_AN_IMAGE = 257  # for estimates: 224 pixels in patches of 14, and [CLS]
 
 
-class Attention(Task):
+class AttentionTask(Task):
     """What heads attend to, under full attention and under policies."""
 
     options: ClassVar[type[Options]] = AttentionOptions

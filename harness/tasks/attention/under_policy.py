@@ -95,7 +95,7 @@ class Recorder:
 
 
 @dataclass(frozen=True)
-class _Look(Statistic):
+class _RecordingStatistic(Statistic):
     """Tells the recorder of every step, and keeps a 0."""
 
     sees = ("weights", "logits")
@@ -116,7 +116,7 @@ class _Look(Statistic):
 
 
 @dataclass(frozen=True)
-class _Recorded(Composed):
+class _RecordedPolicy(Composed):
     """A policy that keeps what the one inside keeps, while a recorder looks."""
 
     recorder: Recorder = field(compare=False, kw_only=True)
@@ -124,7 +124,7 @@ class _Recorded(Composed):
     @property
     def statistics(self) -> tuple[Statistic, ...]:
         """Those of the policy inside, and the look."""
-        return (*self.score.statistics, _Look(self.recorder))
+        return (*self.score.statistics, _RecordingStatistic(self.recorder))
 
     @property
     def outcome(self) -> bool:  # type: ignore[override]  # of the class elsewhere
@@ -152,7 +152,7 @@ def read_recorded(
         The decoder, and the last query that saw each token, by layer; -1 for none. [B, H, T] int64 each.
     """
     recorder = Recorder(model.layers, model.readers, ids, watcher, sunk)
-    decoder = CachedDecoder(model, replace(config, policy=_Recorded(config.policy, recorder=recorder)), len(ids))
+    decoder = CachedDecoder(model, replace(config, policy=_RecordedPolicy(config.policy, recorder=recorder)), len(ids))
     decoder.around_bookkeeping = recorder.shown
     if prompt:
         decoder.read_prompt(ids[:, :prompt], recorder.steps)

@@ -19,7 +19,7 @@ from kvbench.harness.core.errors import UserError
 from kvbench.harness.data.stream import fingerprint
 from kvbench.harness.lm_eval import catalogue
 from kvbench.harness.lm_eval.kvbench import KVBench
-from kvbench.harness.lm_eval.reading import Reader
+from kvbench.harness.lm_eval.reading import RequestReader
 from kvbench.harness.records.aggregates import sample_figures
 from kvbench.harness.tasks.lm_eval.schema import LmEvalMetrics, LmEvalOptions
 from kvbench.harness.tasks.task import Job, MeasurementError
@@ -135,7 +135,7 @@ def measure(options: LmEvalOptions, job: Job) -> LmEvalMetrics:
     data: LmEvalData = job.data
     batch = job.at_once or (1 if options.batch == "auto" else options.batch)
     try:
-        reader = Reader(job.model, job.config, options.prompt, options.prompt_tokens, batch, job.block, job.method)
+        reader = RequestReader(job.model, job.config, options.prompt, options.prompt_tokens, batch, job.block, job.method)
     except ValueError as error:
         raise MeasurementError(str(error)) from None
     mean_tokens, done = data.tokens / len(data.lengths), 0

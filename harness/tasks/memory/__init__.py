@@ -16,7 +16,7 @@ from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.difference import Difference, Traces
 from kvbench.harness.report.markdown import count, in_bytes, label, md, status, table, task_line
 from kvbench.harness.report.recomputed import kv_bytes
-from kvbench.harness.tasks.memory.schema import MemoryMetrics, MemoryOptions, Point
+from kvbench.harness.tasks.memory.schema import MemoryMetrics, MemoryOptions, MemoryPoint
 from kvbench.harness.tasks.task import Job, Options, RandomTokens, Task, Tokenizer
 
 
@@ -130,5 +130,5 @@ def _curve(measured: Sequence[tuple[Record, MemoryMetrics]]) -> list[str]:
     return ["Peak so far, and mean time per token since the previous point, over the stream:\n", *lines]
 
 
-def _point(point: Point, name: str) -> str:
+def _point(point: MemoryPoint, name: str) -> str:
     return in_bytes(point.peak_bytes) if name == "peak" else f"{point.token_ms:.3g}"
