@@ -24,14 +24,10 @@ _ASKED = 0.35  # questions a line, on average, once there is a line
 
 @dataclass
 class Lookups:
-    """A text, and where its answers are.
-
-    Attributes:
-        answers: (start, end) of every answer that follows from the text before it, in characters.
-    """
+    """A text, and where its answers are."""
 
     text: str = ""
-    answers: list[tuple[int, int]] = field(default_factory=list)
+    answers: list[tuple[int, int]] = field(default_factory=list)  # (start, end) in characters, of what follows from before
 
     def ask(self, prompt: str, completion: str) -> None:
         """Append a question and its answer."""

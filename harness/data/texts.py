@@ -20,13 +20,8 @@ def texts(
 ) -> tuple[str, Iterator[Text]]:  # fmt: skip
     """A description of the source, and its texts in order.
 
-    Args:
-        source: books (pg19) or generated prose.
-        split: of the books.
-        book: only the one with this Project Gutenberg number; all if None.
-        seed: of the prose.
-        tokens: that are read at most; as much prose is generated.
-        directory: of the books; the hub if None.
+    `book` is the Project Gutenberg number of the only one to read. The seed is that of the prose, of which as much is generated
+    as `tokens` may need.
 
     Raises:
         UserError: the books are not available, or there is no such book.

@@ -44,19 +44,12 @@ class KVBench(HFLM):  # type: ignore[misc]
         on_progress: Callable[[int], None] | None = None,
         question_start: Callable[[Instance], int] | None = None,
     ) -> None:
-        """Wrap a reader.
+        """Wrap a reader. What is not explained here is as in lm-eval's `hf`.
 
-        Args:
-            reader: model, policy, and how prompts are read.
-            tokenizer: of the model.
-            max_length: tokens kept of a longer request: the last ones. By default lm-eval's choice for a policy that never
-                evicts, and no limit for one that does.
-            add_bos_token: same as in lm-eval's `hf`.
-            prefix_token_id: same as in lm-eval's `hf`.
-            chat_template_args: same as in lm-eval's `hf`.
-            on_progress: called with the number of requests just done, instead of a progress bar.
-            question_start: index of the first character of a request's question, which is read after the prompt before it has
-                been cut; None if the question is part of the prompt.
+        `max_length` is the number of tokens kept of a longer request, the last ones; by default it is lm-eval's choice for a
+        policy that never evicts, and no limit for one that does. `on_progress` is called with the number of requests just done,
+        and replaces the progress bar. `question_start` gives the index of the first character of a request's question, which is
+        read after the prompt before it has been cut; None if the question is part of the prompt.
         """
         self.reader, self._on_progress, self._question_start = reader, on_progress, question_start
         self._before_question: dict[str, str] = {}  # by prompt: its text before the question
@@ -221,12 +214,7 @@ class KVBench(HFLM):  # type: ignore[misc]
             self._before_question |= {r.args[0]: r.args[0][: self._question_start(r)] for r in requests}
 
     def _cut(self, before: Sequence[int], prompt: Sequence[int], dropped: int) -> int:
-        """Tokens of a prompt before its question.
-
-        Args:
-            before: the text before the question, as tokens.
-            prompt: the whole of it.
-            dropped: tokens that were cut off at its start.
+        """Tokens of a prompt before its question, of which `dropped` were cut off at its start.
 
         Raises:
             UserError: the text before the question is no longer the same tokens when the question follows.

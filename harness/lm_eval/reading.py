@@ -84,11 +84,7 @@ class _Totals:
         self._greedy = torch.ones(len(layout.numbers), dtype=torch.bool)
 
     def add(self, logits: Tensor, columns: Tensor) -> None:
-        """Add the scores of the targets in some columns.
-
-        Args:
-            logits: after the tokens in these columns. [B, K, V].
-            columns: of the layout. [K] int64.
+        """Add the scores of the targets in some columns, [K], given the logits after the tokens in them, [B, K, V].
 
         Raises:
             ArithmeticError: a log-probability is not finite.
@@ -116,30 +112,20 @@ class _Totals:
 class RequestReader:
     """Reads requests, each as a stream of its own with a fresh cache.
 
-    Attributes:
-        model: to drive.
-        config: which tokens the cache keeps.
-        prompt: how to read a prompt longer than the cache. `stream`: as `config.evict` says; `once`: the whole prompt under full
-            attention, then one eviction, then as `config.evict` says; `truncate`: only its first and last tokens.
-        longest: tokens of a prompt that `truncate` keeps; the capacity when None.
-        batch: requests run together.
-        block: tokens per forward pass, all streams together.
-        method: shortcuts that decoders may take.
-        kv_bytes: largest size so far that is allocated for a stream's K and V.
-        held_bytes: largest size so far of the K and V that a stream holds.
-        state_bytes: largest size of a stream's other state so far.
+    `prompt` says how a prompt longer than the cache is read. `stream`: as `config.evict` says; `once`: the whole prompt under
+    full attention, then one eviction, then as `config.evict` says; `truncate`: only its first and last tokens.
     """
 
     model: Model
     config: CacheConfig
     prompt: Prompt = "stream"
-    longest: int | None = None
-    batch: int = 16
-    block: int = 2048
+    longest: int | None = None  # tokens of a prompt that `truncate` keeps; the capacity when None
+    batch: int = 16  # requests run together
+    block: int = 2048  # tokens per forward pass, all streams together
     method: Method = EAGER
-    kv_bytes: int = 0
-    held_bytes: int = 0
-    state_bytes: int = 0
+    kv_bytes: int = 0  # largest so far that is allocated for a stream's K and V
+    held_bytes: int = 0  # largest so far of the K and V that a stream holds
+    state_bytes: int = 0  # largest so far of a stream's other state
 
     def __post_init__(self) -> None:
         if self.prompt == "truncate" and self.longest is None:
@@ -163,13 +149,10 @@ class RequestReader:
     def loglikelihoods(
         self, requests: Sequence[Request], done: Callable[[int], Any] = _ignore_progress, prompts: Sequence[int] | None = None
     ) -> list[Scored]:  # fmt: skip
-        """Score the continuation of every request.
+        """Score the continuation of every request, which has at least one token.
 
-        Args:
-            requests: a continuation has at least one token.
-            done: called with the number of requests just done.
-            prompts: how many tokens of each context are its prompt; the question after it is read when the prompt has been cut.
-                All when None.
+        `done` is called with the number of requests just done. `prompts` are the tokens of each context that are its prompt (all
+        when None); the question after them is read when the prompt has been cut.
 
         Raises:
             ArithmeticError: a log-probability is not finite.
@@ -191,17 +174,10 @@ class RequestReader:
         self, prompts: Sequence[Sequence[int]], max_tokens: int, ended: Callable[[list[int]], bool],
         done: Callable[[int], Any] = _ignore_progress, cuts: Sequence[int] | None = None,
     ) -> list[list[int]]:  # fmt: skip
-        """Generate greedily after every prompt.
+        """Generate greedily after every prompt, which has at least one token. An answer includes the token that completed it.
 
-        Args:
-            prompts: token ids, at least one each.
-            max_tokens: per answer.
-            ended: whether an answer is complete.
-            done: called with the number of prompts just done.
-            cuts: how many tokens of each are the prompt that is cut; the question after it is read then. All when None.
-
-        Returns:
-            Token ids of each answer, including the one that completed it.
+        `ended` says whether an answer is complete; `done` is called with the number of prompts just done. `cuts` are the tokens
+        of each prompt that are cut (all when None); the question after them is read then.
         """
         shortened = [list(self.shortened(prompt)) for prompt in prompts]
         lengths = [len(x) for x in shortened] if cuts is None or not self.reads_whole_prompts else cuts
@@ -255,13 +231,9 @@ class RequestReader:
         return self._scored_from(decoder, _batch_tensors(batch), shared, logits)
 
     def _scored_from(self, decoder: Decoder, layout: _BatchTensors, start: int, logits: Tensor | None) -> dict[int, Scored]:
-        """Read the rest of the streams and score their requests.
+        """Read on from the first `start` tokens of every stream, and score their requests.
 
-        Args:
-            decoder: has read the first `start` tokens of every stream.
-            layout: of the batch.
-            start: tokens read.
-            logits: after the last of them, if a request needs those. [B, V].
+        `logits` are those after the last of these tokens, if a request needs them. [B, V].
         """
         streams, length = layout.ids.shape
         totals = _Totals(layout)

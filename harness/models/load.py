@@ -116,15 +116,10 @@ def load_model(
 
     TF32 is turned off, because float32 on a GPU would fail that check.
 
-    Args:
-        directory: of the model's files; with `random`, its config file.
-        dtype: of the weights and the cache.
-        device: to put it on.
-        rope_length: longest position + 1, in tokens, for RoPE types whose tables depend on it.
-        allow_pickle: accept weights that are not safetensors.
-        random: draw the weights on the device instead of reading them, the same at every call.
-        watched: accept a model that the loop can't drive, such as an encoder or a vision transformer; it has no layers then.
-        devices: number of devices that its layers are spread over, `device` the first.
+    With `random`, `directory` is the config file, and weights are drawn on the device, the same at every call. `rope_length` is
+    the longest position + 1, in tokens, for RoPE types whose tables depend on it. `watched` accepts a model that the loop can't
+    drive, such as an encoder or a vision transformer; it has no layers then. With several devices, its layers are spread over
+    them, `device` the first.
 
     Raises:
         UserError: it is not a causal language model, its files are damaged or don't match its config, its logits are not

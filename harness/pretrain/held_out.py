@@ -41,7 +41,7 @@ AttentionInterface.register(_NAME, _attention)
 def attention_to_first(model: PreTrainedModel, samples: Tensor) -> Tensor:
     """Mean softmax weight that each query head gives to the first token, over queries from the 64th on. [L, Q] float32.
 
-    samples: [B, T] int64, T > 64. The model's mode and attention implementation are restored afterwards.
+    Samples are [B, T] int64, T > 64. The model's mode and attention implementation are restored afterwards.
     """
     training = model.training
     model.eval()
@@ -57,7 +57,7 @@ def attention_to_first(model: PreTrainedModel, samples: Tensor) -> Tensor:
 def right_answers(model: PreTrainedModel, samples: Tensor, answers: Tensor) -> tuple[Tensor, Tensor]:
     """Of each sample: answers of which the model predicts every token, given the text before it; and all. [B], [B].
 
-    samples: [B, T] int64; answers: whether a token belongs to an answer, [B, T] bool. The model keeps its mode.
+    Samples are [B, T] int64; `answers` says whether a token belongs to an answer, [B, T] bool. The model keeps its mode.
     """
     training = model.training
     model.eval()
@@ -79,9 +79,9 @@ class HeldOut:
     """Whole samples of every kind that the model's recipe has."""
 
     def __init__(self, config: PretrainConfig, ids: NDArray[np.uint16], tokenizer: Any, seed: int) -> None:
-        """There are as many samples of a kind as `ids` has text for.
+        """Keep what samples are drawn from: as many of a kind as there is text for.
 
-        ids: running text that is not trained on, [N]; tokenizer: without sinks; seed: another than that of training.
+        `ids` is running text that is not trained on, [N]; the tokenizer has no sinks; the seed is another than that of training.
         """
         self._count, shares = len(ids) // config.training.sample, config.kinds.model_dump() | {"repeats": config.repeats.share}
         self._asking = [kind for kind in ("repeats", *NAMES) if kind != "text" and shares[kind]]

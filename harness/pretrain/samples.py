@@ -57,15 +57,10 @@ class TrainingSamples(Dataset[dict[str, Tensor]]):
         self, config: PretrainConfig, kinds: list[str], ids: NDArray[np.uint16], tokenizer: PreTrainedTokenizerFast, seed: int,
         staged: bool = True,
     ) -> None:  # fmt: skip
-        """Share out the running text.
+        """Share out the running text `ids`, [N], among the samples, whose kinds are given in order.
 
-        Args:
-            config: of the model.
-            kinds: of all samples.
-            ids: the running text. [N].
-            tokenizer: without sinks.
-            seed: of the order of the running text, and of what is drawn.
-            staged: shorter samples and fewer kinds of tokens in the beginning, as in training.
+        The tokenizer has no sinks. The seed decides the order of the running text, and what is drawn. If `staged`, samples are
+        shorter and have fewer kinds of tokens in the beginning, as in training.
         """
         self._staged = staged
         self._config, self._kinds, self._ids, self._tokenizer, self._seed = config, kinds, ids, tokenizer, seed

@@ -120,19 +120,11 @@ def pretrain(
     tell: Callable[[str], None],
     steps: int | None = None,
 ) -> Path:
-    """Train a model, or resume from the checkpoint in `out`.
+    """Train a model, or resume from the checkpoint in `out`. Returns the model's directory.
 
-    Args:
-        config: of the model.
-        out: folder for checkpoints, text, log (`log.jsonl`), models that the recipe keeps on the way (`models/`) and, at the
-            end, `model/`.
-        data: directory of the books; the hub when None.
-        device: to train on.
-        tell: called with progress messages.
-        steps: stop after this many steps, as if killed; the learning-rate schedule stays that of the whole run.
-
-    Returns:
-        The model's directory.
+    `out` gets checkpoints, text, log (`log.jsonl`), models that the recipe keeps on the way (`models/`) and, at the end,
+    `model/`. The books come from the directory `data`, or from the hub. `tell` is called with progress messages. Training stops
+    after `steps`, as if killed; the learning-rate schedule stays that of the whole run.
 
     Raises:
         UserError: the books are not available.

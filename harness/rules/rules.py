@@ -38,19 +38,12 @@ _LATER_TOKENS = (100, 1_000, 10_000, 100_000, 1_000_000)
 
 @dataclass(frozen=True)
 class RuleResult:
-    """The result of checking one rule.
+    """The result of checking one rule."""
 
-    Attributes:
-        rule: what the interface demands.
-        problem: what is wrong with the policy; empty if nothing.
-        note: why the rule was not checked; empty if it was.
-        error: what the policy raised, if anything.
-    """
-
-    rule: str
-    problem: str = ""
-    note: str = ""
-    error: Exception | SystemExit | None = None
+    rule: str  # what the interface demands
+    problem: str = ""  # what is wrong with the policy; empty if nothing
+    note: str = ""  # why the rule was not checked; empty if it was
+    error: Exception | SystemExit | None = None  # what the policy raised, if anything
 
     @property
     def ok(self) -> bool:
@@ -60,18 +53,11 @@ class RuleResult:
 
 @dataclass(frozen=True)
 class Case:
-    """A policy at one capacity.
+    """A policy at one capacity."""
 
-    Attributes:
-        policy: bound to the capacity, if it evicts.
-        unbound: the policy before that.
-        capacity: of the caches that it is shown.
-        device: of their tensors.
-    """
-
-    policy: Policy
-    unbound: Policy
-    capacity: int
+    policy: Policy  # bound to the capacity, if it evicts
+    unbound: Policy  # the policy before that
+    capacity: int  # of the caches that it is shown
     device: torch.device = CPU
 
     @property
@@ -95,13 +81,7 @@ def case(policy: Policy, capacity: int | None, device: torch.device = CPU) -> Ca
 
 
 def tried(rules: Iterable[Rule], on: Case, before: Sequence[RuleResult] = ()) -> list[RuleResult]:
-    """Check rules on a policy. The same error is reported only once.
-
-    Args:
-        rules: to check.
-        on: the policy.
-        before: earlier findings about it.
-    """
+    """Check rules on a policy. An error that it raised before, as results in `before` say, is not reported again."""
     findings: list[RuleResult] = []
     reported = {f.problem for f in before if f.error is not None}
     for name, test in rules:
@@ -126,13 +106,10 @@ def cheap_findings(on: Case) -> list[RuleResult]:
 
 
 def broken_rules(policy: Policy, capacity: int | None, device: torch.device = CPU) -> list[RuleResult]:
-    """The rules of this module that a policy breaks at a capacity.
+    """The rules of this module that an unbound policy breaks at a capacity (None: it never evicts).
 
-    Args:
-        policy: unbound.
-        capacity: of the cell; None for a policy that never evicts. At most `LARGEST` is checked. A policy that compares slots
-            meets one such large cache, and every rule at a smaller one, because what it does can cost much more than its slots.
-        device: where the policy is to run.
+    At most `LARGEST` is checked. A policy that compares slots meets one such large cache, and every rule at a smaller one,
+    because what it does can cost much more than its slots.
     """
     if not policy.caches:  # its importance is never used
         return []
@@ -159,15 +136,9 @@ def _smaller(on: Case) -> Case | None:
 
 
 def refuse_if_broken(name: str, policy: Policy, capacity: int | None, device: torch.device) -> None:
-    """Refuse a user's policy that breaks a rule.
+    """Refuse a user's unbound policy that breaks a rule.
 
     A policy that raises is let through: its cell fails, and the other cells still run.
-
-    Args:
-        name: of the policy, for the message.
-        policy: unbound.
-        capacity: of the cell.
-        device: where it is to run.
 
     Raises:
         UserError: the policy breaks a rule.

@@ -125,12 +125,7 @@ class Lost:
     """The attention that queries give to tokens that a policy evicted before them."""
 
     def __init__(self, tokens: int, last_seen: Sequence[Tensor]) -> None:
-        """Look up what was evicted.
-
-        Args:
-            tokens: T.
-            last_seen: the last query that saw a token, under the policy, by layer. [B, H, T] int64 each.
-        """
+        """Look up what was evicted. `last_seen`: by layer, the last query that saw a token under the policy. [B, H, T] each."""
         self._last_seen = last_seen
         edges = buckets(tokens)
         self._bucket = torch.zeros(tokens, dtype=torch.int64, device=last_seen[0].device)

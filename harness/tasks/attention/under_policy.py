@@ -33,14 +33,9 @@ class Recorder:
     def __init__(
         self, shapes: Sequence[LayerShape], readers: Sequence[LayerCache], ids: Tensor, watcher: Watcher, sunk: Collection[int]
     ) -> None:
-        """Begin with empty samples.
+        """Begin with empty samples, [B, T].
 
-        Args:
-            shapes: of the caches.
-            readers: of each layer, the cache that it reads.
-            ids: of the samples. [B, T].
-            watcher: sees the chunks.
-            sunk: layers in which some weight goes to no token.
+        `readers` has, for each layer, the cache that it reads. `sunk` are the layers in which some weight goes to no token.
         """
         self._shapes, self._readers, self._watcher, self._sunk = shapes, readers, watcher, sunk
         streams, self._tokens = ids.shape
@@ -138,18 +133,11 @@ class _RecordedPolicy(Composed):
 def read_recorded(
     model: Model, config: CacheConfig, ids: Tensor, prompt: int, watcher: Watcher, sunk: Collection[int]
 ) -> tuple[CachedDecoder, list[Tensor]]:  # fmt: skip
-    """Read samples under a policy, and show every step's attention.
+    """Read samples, [B, T] int64, under a policy, and show every step's attention to the watcher.
 
-    Args:
-        model: to drive.
-        config: what to keep.
-        ids: of the samples. [B, T] int64.
-        prompt: first tokens that are the prompt; 0 for none.
-        watcher: sees the attention.
-        sunk: layers in which some weight goes to no token.
+    The first `prompt` tokens are the prompt. `sunk` are the layers in which some weight goes to no token.
 
-    Returns:
-        The decoder, and the last query that saw each token, by layer; -1 for none. [B, H, T] int64 each.
+    Returns the decoder, and the last query that saw each token, by layer; -1 for none. [B, H, T] int64 each.
     """
     recorder = Recorder(model.layers, model.readers, ids, watcher, sunk)
     decoder = CachedDecoder(model, replace(config, policy=_RecordedPolicy(config.policy, recorder=recorder)), len(ids))

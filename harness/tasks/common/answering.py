@@ -33,12 +33,9 @@ class Answer:
 
 
 def answer_questions(job: Job, context: Context, parse: Callable[[str], str]) -> AnswerMetrics:
-    """Read each stream of the job's data with a fresh cache, and answer its questions greedily.
+    """Read each stream of the job's `QuizData` with a fresh cache, and answer its questions greedily.
 
-    Args:
-        job: its data is a `QuizData`. The trace gets one line of JSON per question.
-        context: what a question leaves in the stream: the right answer, the model's answer, or nothing.
-        parse: extracts the answer from a completion.
+    The trace gets one line of JSON per question. `parse` extracts the answer from a completion.
     """
     data: QuizData = job.data
     answers: list[Answer] = []

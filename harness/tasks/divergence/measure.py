@@ -50,17 +50,10 @@ def measure(options: DivergenceOptions, job: Job) -> DivergenceMetrics:
 
 
 def _compared(ids: Tensor, dense: Decoder, read: Decoder, prompt: int, block: int) -> NDArray[np.void]:
-    """Read samples with both decoders, block by block.
+    """Read samples, [B, T] int64, with both decoders, full attention's and the policy's.
 
-    Args:
-        ids: of the samples. [B, T] int64.
-        dense: reads under full attention.
-        read: reads under the policy.
-        prompt: first tokens that are the prompt; 0 for none.
-        block: tokens of each sample that pass a layer at once.
-
-    Returns:
-        The predictions of all tokens after the first, or after the prompt. [B, P] `COMPARED`.
+    `block` tokens of each sample pass a layer at once; the first `prompt` tokens are the prompt. The result has the predictions
+    of all tokens after the first, or after the prompt. [B, P] `COMPARED`.
     """
     parts = []
     if prompt:
@@ -74,17 +67,9 @@ def _compared(ids: Tensor, dense: Decoder, read: Decoder, prompt: int, block: in
 
 
 def compare(dense: Tensor, policy: Tensor, targets: Tensor) -> NDArray[np.void]:
-    """Compare predictions of the same tokens, in float64.
+    """Compare predictions of the same tokens, in float64. Logits [B, T, V] and targets [B, T] int64 -> [B, T] `COMPARED`.
 
     KL(dense || policy) = sum over the vocabulary of p (log p - log q), p the probabilities under dense, q under the policy.
-
-    Args:
-        dense: logits under full attention. [B, T, V].
-        policy: logits under the policy. [B, T, V].
-        targets: the tokens that come. [B, T] int64.
-
-    Returns:
-        [B, T] `COMPARED`.
 
     Raises:
         MeasurementError: a KL divergence is not finite.

@@ -26,27 +26,17 @@ _BOOKKEEPING_STEPS = 16
 
 
 class Lane:
-    """One cell that is measured beside others.
-
-    Attributes:
-        result: its figures; empty before `finish`.
-        error: why it could not be measured, if so. The other cells go on.
-        round_ms: milliseconds of each step, by round since the last `advance`.
-        sitting_ms: `round_ms` at the end of the stream, by sitting.
-        position: tokens read.
-        read: the decoder.
-        tokens: input of the next step. [B, 1].
-    """
+    """One cell that is measured beside others."""
 
     def __init__(self, options: LatencyOptions, job: Job) -> None:
         self.options, self.job = options, job
-        self.result = Metrics()
-        self.error: Exception | None = None
-        self.round_ms: list[list[float]] = []
-        self.sitting_ms: list[list[list[float]]] = []
-        self.position = 0
+        self.result = Metrics()  # its figures; empty before `finish`
+        self.error: Exception | None = None  # why it could not be measured; the other cells go on
+        self.round_ms: list[list[float]] = []  # of each step, by round since the last `advance`
+        self.sitting_ms: list[list[list[float]]] = []  # `round_ms` at the end of the stream, by sitting
+        self.position = 0  # tokens read
         self.read: Decoder | None = None
-        self.tokens: Tensor | None = None
+        self.tokens: Tensor | None = None  # input of the next step. [B, 1]
         self._generator = torch.Generator().manual_seed(0)
         self._curve: list[dict[str, Any]] = []
         self._first_token_ms: list[float] = []
@@ -231,14 +221,9 @@ def can_be_filled(read: Decoder | None) -> bool:
 def roofline(model: Model, read: Decoder, batch: int, device: dict[str, float]) -> dict[str, float]:
     """The shortest time a step can take: bytes to move over the bandwidth, or operations over the rate.
 
-    Args:
-        model: a step reads its weights once, but the input embedding only if that is the output head too.
-        read: a step reads its K/V in use and its state once; recomputing a window multiplies once per token of the window.
-        batch: number of streams.
-        device: bandwidth in bytes per second, multiply_rate in operations per second.
-
-    Returns:
-        bytes, operations, ms.
+    A step reads the model's weights once, but the input embedding only if that is the output head too; and its K/V in use and its
+    state once. Recomputing a window multiplies once per token of the window. `device` has rates per second; the result has bytes,
+    operations and ms.
     """
     hf = model.hf
     inputs: Any = hf.get_input_embeddings()

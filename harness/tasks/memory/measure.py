@@ -77,13 +77,7 @@ def _figures(
 
 
 def _kv_bytes(model: Model, config: CacheConfig, tokens: int) -> int:
-    """Bytes of the K and V slots of one stream, by the model's shapes and the policy's budgets.
-
-    Args:
-        model: whose layers they are for.
-        config: of the cache.
-        tokens: read, for a cache that only grows.
-    """
+    """Bytes of the K and V slots of one stream, by the model's shapes and the policy's budgets, after that many tokens."""
     if not config.policy.caches:
         return 0
     table, total = static_table(model, config, None), 0

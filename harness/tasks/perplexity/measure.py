@@ -94,8 +94,7 @@ def _read(
 ) -> tuple[list[Look], Counter[str]]:  # fmt: skip
     """Read, and write NLLs, until the interval is narrow or the text ends.
 
-    Returns:
-        The looks taken, and the bytes of all streams' caches, whether they were held at once or one after another.
+    Returns the looks taken, and the bytes of all streams' caches, whether they were held at once or one after another.
 
     Raises:
         MemoryError: several streams at once don't fit.
@@ -147,16 +146,9 @@ def _score(
     options: PerplexityOptions, job: Job, read: Decoder, nll: NDArray[np.float32], looks: Sequence[int], part: range,
     so_far: _Mean,
 ) -> Iterator[int]:  # fmt: skip
-    """Read streams side by side, and write each token's NLL in nats.
+    """Read the streams numbered `part` side by side with an empty decoder, and write each token's NLL in nats to `nll`, [N].
 
-    Args:
-        options: of the task.
-        job: the cell.
-        read: its decoder, empty.
-        nll: written to. [N].
-        looks: tokens of text after which a block must end.
-        part: the numbers of the streams.
-        so_far: the mean of all NLLs, for progress.
+    A block ends after each number of tokens in `looks`. `so_far` is the mean of all NLLs, for progress.
 
     Yields:
         After each block, how many tokens of a stream have an NLL now, its prefix included.
