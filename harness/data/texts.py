@@ -17,7 +17,7 @@ _CHARACTERS_PER_TOKEN = 8  # generated; more than any of our tokenizers puts int
 
 def texts(
     source: Source, split: Split, book: int | None, seed: int, tokens: int, directory: Path | None
-) -> tuple[str, Iterator[Text]]:  # fmt: skip
+) -> tuple[str, Iterator[Text]]:
     """A description of the source, and its texts in order.
 
     `book` is the Project Gutenberg number of the only one to read. The seed is that of the prose, of which as much is generated

@@ -177,9 +177,7 @@ class KVBench(HFLM):  # type: ignore[misc]
         tail = max((len(s) for s in stops), default=0) + 4  # tokens; nearly every token is a character or more
 
         def ended(answer: list[int]) -> bool:
-            return answer[-1] in end_tokens or any(
-                s in self.tok_decode(answer[-tail:], skip_special_tokens=False) for s in stops
-            )  # fmt: skip
+            return answer[-1] in end_tokens or any(s in self.tok_decode(answer[-tail:], skip_special_tokens=False) for s in stops)
 
         prompts = [self._prompt(context, room) for context in contexts]
         self._count(len(prompt) + max_tokens - 1 for prompt in prompts)

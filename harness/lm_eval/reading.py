@@ -148,7 +148,7 @@ class RequestReader:
 
     def loglikelihoods(
         self, requests: Sequence[Request], done: Callable[[int], Any] = _ignore_progress, prompts: Sequence[int] | None = None
-    ) -> list[Scored]:  # fmt: skip
+    ) -> list[Scored]:
         """Score the continuation of every request, which has at least one token.
 
         `done` is called with the number of requests just done. `prompts` are the tokens of each context that are its prompt (all
@@ -197,9 +197,7 @@ class RequestReader:
         first = self.longest // 2
         return [*prompt[:first], *prompt[len(prompt) - (self.longest - first) :]]
 
-    def _batches(
-        self, order: Sequence[Item], length: Callable[[Item], int], max_difference: int | None
-    ) -> Iterator[list[Item]]:  # fmt: skip
+    def _batches(self, order: Sequence[Item], length: Callable[[Item], int], max_difference: int | None) -> Iterator[list[Item]]:
         """Split items, sorted by length, into batches whose lengths differ by at most `max_difference` (None: any)."""
         batch: list[Item] = []
         for item in order:
@@ -253,7 +251,7 @@ class RequestReader:
     @torch.inference_mode()
     def _answers(
         self, prompts: Sequence[list[int]], shared: int, max_tokens: int, ended: Callable[[list[int]], bool]
-    ) -> list[list[int]]:  # fmt: skip
+    ) -> list[list[int]]:
         """Answer a batch of prompts, whose first `shared` tokens are read in blocks.
 
         Then all streams step together: longer prompts are still being read while others answer.

@@ -158,9 +158,7 @@ def _placed(
     return hf.eval().to(device)
 
 
-def _adopted(
-    hf: PreTrainedModel, name: str, dtype: str, rope_length: int | None, watched: bool
-) -> Model:  # fmt: skip
+def _adopted(hf: PreTrainedModel, name: str, dtype: str, rope_length: int | None, watched: bool) -> Model:
     """Adopt and check a model. Logits that are not finite are reported as such, even if another check fails first."""
     refused: UnsupportedModelError | None = None
     try:

@@ -28,7 +28,7 @@ _OPTIMIZERS = {"adamw": "AdamW", "ortho_adam": "OrthoAdam"}
 
 def card(
     config: PretrainConfig, log: Path, parameters: int, found: dict[str, list[tuple[int, int]]], about: dict[str, Any]
-) -> str:  # fmt: skip
+) -> str:
     """The text of the model's README.
 
     `log` has one line of JSON per step; `found`, by kind, (right answers, questions) of each sample after training; `about`, the

@@ -34,9 +34,11 @@ def learn(texts: Iterator[str], shape: Shape) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     digits = 10  # each is a byte and a number at once
     trainer = trainers.BpeTrainer(
-        vocab_size=shape.vocabulary - len(_WHOLE) + digits, special_tokens=list(SINKS), show_progress=False,
+        vocab_size=shape.vocabulary - len(_WHOLE) + digits,
+        special_tokens=list(SINKS),
+        show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
+    )
     tokenizer.train_from_iterator(itertools.islice(texts, _TRAINING_PIECES), trainer)
     split = pre_tokenizers.Split(Regex(_DIGITS), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, bytewise])  # type: ignore[assignment]

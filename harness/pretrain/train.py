@@ -63,7 +63,7 @@ class _Log(TrainerCallback):
 
     def __init__(
         self, path: Path, config: PretrainConfig, losses: list[tuple[int, Tensor]], held_out: HeldOut, tell: Tell
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._path, self._config, self._losses, self._held_out, self._tell = path, config, losses, held_out, tell
         self._rows: list[dict[str, Any]] = []
 
@@ -160,7 +160,7 @@ def pretrain(
 
 def _save_model(
     config: PretrainConfig, model: Any, found: dict[str, list[tuple[int, int]]], out: Path, device: torch.device
-) -> None:  # fmt: skip
+) -> None:
     """Write weights, training curve and model card. found: right answers and questions of each sample, by kind."""
     model = sigma_reparam.plain(model).half()  # float16 halves the size
     model.save_pretrained(out / "model")

@@ -36,4 +36,4 @@ __all__ = [
     "Tokenizer",
     "Unchecked",
     "near",
-]  # fmt: skip
+]

@@ -207,8 +207,9 @@ def _panel(records: Sequence[Record], capacity: int) -> dict[str, Any]:
             *marks(reach),
             {"data": {"values": values}, "mark": {"type": "rule", "strokeWidth": 1}, "encoding": errors},
             {
-                "data": {"values": values}, "mark": {"type": "line", "point": {"size": 50}, "strokeWidth": 2},
+                "data": {"values": values},
+                "mark": {"type": "line", "point": {"size": 50}, "strokeWidth": 2},
                 "encoding": {"x": back, "y": right} | channels,
             },
         ]
-    }  # fmt: skip
+    }

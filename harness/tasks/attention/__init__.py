@@ -150,8 +150,9 @@ def _outstanding(record: Record) -> list[str]:
     found = [
         "Other sinks under full attention: " + ("; ".join(sinks) if sinks else "none") + ".",
         "Massive activations (over 100 and 1,000 times the median of their layer): "
-        + ("; ".join(massive) if massive else "none") + ".",
-    ]  # fmt: skip
+        + ("; ".join(massive) if massive else "none")
+        + ".",
+    ]
     return ["\n\n".join(found) + "\n"]
 
 
@@ -169,7 +170,7 @@ def _in_words(patches: Patches) -> str:
     before += f", {patches.registers} of them registers," if patches.registers else ""
     where = "; ".join(f"row {x.row}, column {x.column} ({x.times:,} times)" for x in patches.positions[:_SHOWN])
     most = [] if last.to_outlier is None else [max(_ratio(x.to_outlier, x.to_patch) for x in patches.layers)]
-    return " ".join([
+    sentences = [
         f"An image is {patches.rows} x {patches.columns} patches, with {before} before them.",
         f"Outliers, by the norm after the last layer: {percent(patches.outliers, patches.outliers_interval)} of patches over "
         f"{OUTLIER_TIMES_MEDIAN:g} times the median of their image (our criterion);",
@@ -177,7 +178,8 @@ def _in_words(patches: Patches) -> str:
         f"The median norm is {last.norm_median:.4g}, the largest {last.norm_largest:.4g}.",
         *(f"An outlier gets up to {x:.3g} times the attention of another patch, in one layer." for x in most),
         *([f"Most often they are at {where}."] if where else []),
-    ])  # fmt: skip
+    ]
+    return " ".join(sentences)
 
 
 def _ratio(outlier: float | None, patch: float) -> float:

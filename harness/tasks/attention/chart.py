@@ -93,8 +93,10 @@ def patches(record: Record, metrics: AttentionMetrics, patches: Patches) -> Char
     """Curves over layers: norms of patches, and the attention that one token of each kind gets."""
     norms, received = [], []
     for number, (layer, first) in enumerate(zip(patches.layers, metrics.layers, strict=True)):
-        norms += [{"layer": number, "of": name, "norm": x} for name, x in (
-            ("median", layer.norm_median), ("largest", layer.norm_largest))]  # fmt: skip
+        norms += [
+            {"layer": number, "of": name, "norm": x}
+            for name, x in (("median", layer.norm_median), ("largest", layer.norm_largest))
+        ]
         kinds = {"outlier": layer.to_outlier, "other patch": layer.to_patch, "register": layer.to_register}
         kinds |= {"[CLS]": first.first} if patches.special > patches.registers else {}
         received += [{"layer": number, "token": name, "attention": x} for name, x in kinds.items() if x is not None]

@@ -75,11 +75,13 @@ def sink_tokens(rows: Sequence[tuple[str, int, float]]) -> list[dict[str, Any]]:
     times = Counter(text for text, _, _ in rows)
     return [
         {
-            "text": text, "position": min(p for t, p, _ in rows if t == text), "times": count,
+            "text": text,
+            "position": min(p for t, p, _ in rows if t == text),
+            "times": count,
             "heads": sum(h for t, _, h in rows if t == text) / count,
         }
         for text, count in times.most_common(_LISTED)
-    ]  # fmt: skip
+    ]
 
 
 def massive_activations(rows: Sequence[tuple[int, int, str, int, float]]) -> list[dict[str, Any]]:
@@ -127,14 +129,16 @@ def patch_figures(noted: Arrays, norm_cutoff: float) -> dict[str, Any]:
 
 def _patch_layer(
     norms: NDArray[Any], far: NDArray[Any], received: NDArray[Any], outlying: NDArray[Any], registers: int
-) -> dict[str, float]:  # fmt: skip
+) -> dict[str, float]:
     """One layer's figures. norms, far, outlying: [N, P]; received: [N, T]."""
     special = received.shape[1] - norms.shape[1]
     to_patches = received[:, special:]
     found = {
-        "norm_median": float(np.median(norms)), "norm_largest": float(norms.max()), "outliers": float(far.mean()),
+        "norm_median": float(np.median(norms)),
+        "norm_largest": float(norms.max()),
+        "outliers": float(far.mean()),
         "to_patch": float(to_patches[~outlying].mean()),
-    }  # fmt: skip
+    }
     if outlying.any():
         found["to_outlier"] = float(to_patches[outlying].mean())
     if registers:
@@ -147,12 +151,14 @@ def _positions(norms: NDArray[Any], outlying: NDArray[Any], columns: int) -> lis
     times = outlying.sum(0)
     return [
         {
-            "row": int(patch) // columns, "column": int(patch) % columns, "times": int(times[patch]),
+            "row": int(patch) // columns,
+            "column": int(patch) % columns,
+            "times": int(times[patch]),
             "norm": float(norms[outlying[:, patch], patch].max()),
         }
         for patch in np.argsort(-times, kind="stable")[:_LISTED]
         if times[patch]
-    ]  # fmt: skip
+    ]
 
 
 def ends(values: NDArray[Any]) -> list[float] | None:

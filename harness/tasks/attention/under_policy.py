@@ -59,7 +59,7 @@ class Recorder:
 
     def _enter(
         self, layer: int, heads: list[int], step: int, position: Tensor, valid: Tensor, weights: Tensor, logits: Tensor
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Enter one step of some heads of a layer. position, valid: [B, h, S]; weights, logits: [B, h, G, S]."""
         at, stop = step - self._first, min(self._tokens, self._first + self.steps)
         if layer not in self._rows:
@@ -132,7 +132,7 @@ class _RecordedPolicy(Composed):
 
 def read_recorded(
     model: Model, config: CacheConfig, ids: Tensor, prompt: int, watcher: Watcher, sunk: Collection[int]
-) -> tuple[CachedDecoder, list[Tensor]]:  # fmt: skip
+) -> tuple[CachedDecoder, list[Tensor]]:
     """Read samples, [B, T] int64, under a policy, and show every step's attention to the watcher.
 
     The first `prompt` tokens are the prompt. `sunk` are the layers in which some weight goes to no token.

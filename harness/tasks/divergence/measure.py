@@ -39,9 +39,10 @@ def measure(options: DivergenceOptions, job: Job) -> DivergenceMetrics:
         dense, read = job.open(job.model, CacheConfig(Dense()), len(ids), EAGER), job.decoder(len(ids))
         parts.append(_compared(ids, dense, read, options.prompt or 0, max(1, job.block // len(ids))))
         sizes = {
-            "kv_bytes": read.kv_bytes // len(ids), "kv_held_bytes": read.held_bytes // len(ids),
+            "kv_bytes": read.kv_bytes // len(ids),
+            "kv_held_bytes": read.held_bytes // len(ids),
             "state_bytes": read.state_bytes // len(ids),
-        }  # fmt: skip
+        }
         job.progress(samples.tokens * (start + len(ids)) // options.samples, f"KL {np.mean(parts[-1]['kl']):.4f}")
     compared = np.concatenate(parts)
     with job.trace.open("wb") as file:

@@ -162,9 +162,9 @@ class Lane:
         bounds = roofline(model, self.read, options.batch, device)
         medians = np.median(steps, 1)
         first, first_error = timing([[[ms] for ms in self._first_token_ms[1:]]])
-        flags = [] if self.settled else [
-            f"unsettled: medians of {len(steps)} rounds lie between {medians.min():.3g} and {medians.max():.3g} ms"
-        ]  # fmt: skip
+        flags = []
+        if not self.settled:
+            flags.append(f"unsettled: medians of {len(steps)} rounds lie between {medians.min():.3g} and {medians.max():.3g} ms")
         kv_bytes = self.read.kv_bytes
         if self.job.config.capacity is not None and kv_bytes != self.kv_bytes:
             flags.append(f"its K/V takes {kv_bytes:,} bytes, but by the model's shapes {self.kv_bytes:,}")

@@ -122,10 +122,12 @@ def _template(tokenizer: PreTrainedTokenizerBase) -> Any:
     def apply(history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         return str(
             tokenizer.apply_chat_template(
-                history, tokenize=False, add_generation_prompt=add_generation_prompt,
+                history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
                 continue_final_message=not add_generation_prompt,
             )
-        )  # fmt: skip
+        )
 
     return apply
 

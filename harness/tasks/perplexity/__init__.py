@@ -47,9 +47,7 @@ class Perplexity(Task):
         from kvbench.harness.data.stream import newline, stream
         from kvbench.harness.data.texts import texts
 
-        source, books = texts(
-            options.data, options.split, options.book, options.data_seed or 0, options.tokens, directory
-        )  # fmt: skip
+        source, books = texts(options.data, options.split, options.book, options.data_seed or 0, options.tokens, directory)
         prefix = None if options.newlines is None else [newline(tokenizer())] * options.newlines
         return stream(books, source, tokenizer(), options.tokens, prefix, short=options.book is not None)
 

@@ -66,7 +66,7 @@ def _figures(options: PerplexityOptions, job: Job, nll: NDArray[np.float32]) -> 
     starts, byte_counts = [start for _, start in job.data.starts], job.data.byte_counts[: len(nll)]
     figures = nll_figures(
         nll, job.data.prefix, starts, options.stride, options.streams or 1, options.prompt or 0, len(job.data.ids)
-    )  # fmt: skip
+    )
     figures["bytes"] = int(byte_counts[np.isfinite(nll)].sum())  # of the scored tokens' text
     figures["bits_per_byte"] = figures["nll"] * figures["tokens"] / math.log(2) / max(1, figures["bytes"])
     if options.data == "prose":
@@ -91,7 +91,7 @@ def _cut(path: Path, nll: NDArray[np.float32]) -> NDArray[np.float32]:
 
 def _read(
     options: PerplexityOptions, job: Job, nll: NDArray[np.float32], precision: Precision | None
-) -> tuple[list[Look], Counter[str]]:  # fmt: skip
+) -> tuple[list[Look], Counter[str]]:
     """Read, and write NLLs, until the interval is narrow or the text ends.
 
     Returns the looks taken, and the bytes of all streams' caches, whether they were held at once or one after another.

@@ -156,9 +156,7 @@ class Precision:
     def look(self, nll: NDArray[np.float32]) -> Look:
         """The difference after the beginning of the text. nll: of the prefix and that beginning, in nats. [N]."""
         read, whole = len(nll) - self.prefix, self.prefix + self.tokens
-        figures = nll_figures(
-            nll, self.prefix, self.starts, self.options.stride, prompt=self.options.prompt or 0, length=whole
-        )  # fmt: skip
+        figures = nll_figures(nll, self.prefix, self.starts, self.options.stride, prompt=self.options.prompt or 0, length=whole)
         so_far = NllMetrics.from_json(figures | {"tokens_read": read})
         found = mean_difference(so_far, self.reference, self.capacity, self.prefix, len(self.lengths))
         low, mean, high = (None, None, None) if found is None else (found.low, found.mean, found.high)
@@ -172,6 +170,8 @@ class Precision:
         """What the record keeps. taken: in order."""
         narrow = self.is_narrow(taken[-1])
         return Looks(
-            reference=self.file, planned=len(self.lengths), taken=list(taken),
+            reference=self.file,
+            planned=len(self.lengths),
+            taken=list(taken),
             reason="interval reached" if narrow else "limit reached",
-        )  # fmt: skip
+        )
