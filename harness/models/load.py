@@ -152,8 +152,8 @@ def _placed(
             return dispatch(_random_model(config, dtype, torch.device("cpu"), AutoModelForCausalLM), places)
         return read_weights(directory, config, dtype, allow_pickle, device_map=places)
     if random:
-        made, kind = (config, AutoModelForCausalLM) if tower is None else (tower, AutoModel)
-        return _random_model(made, dtype, device, kind)
+        drawn, kind = (config, AutoModelForCausalLM) if tower is None else (tower, AutoModel)
+        return _random_model(drawn, dtype, device, kind)
     hf = (read_weights if tower is None else read_vision_weights)(directory, config, dtype, allow_pickle)
     return hf.eval().to(device)
 

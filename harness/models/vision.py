@@ -73,8 +73,8 @@ class ImageReader:
         if self.processor is None:
             return torch.cat([_fitted(image, _pair(self.config.image_size)) for image in images])
         try:
-            made = self.processor(images=list(images), input_data_format="channels_last", return_tensors="pt")
-            pixels: Tensor = made["pixel_values"].float()
+            inputs = self.processor(images=list(images), input_data_format="channels_last", return_tensors="pt")
+            pixels: Tensor = inputs["pixel_values"].float()
         except Exception as error:  # image processors raise many kinds
             raise UserError(f"{self.name}: its image processor fails ({type(error).__name__}: {first_cause(error)})") from error
         if pixels.ndim != 4:

@@ -27,12 +27,12 @@ _OPTIMIZERS = {"adamw": "AdamW", "ortho_adam": "OrthoAdam"}
 
 
 def card(
-    config: PretrainConfig, log: Path, parameters: int, found: dict[str, list[tuple[int, int]]], about: dict[str, Any]
+    config: PretrainConfig, log: Path, parameters: int, answers: dict[str, list[tuple[int, int]]], about: dict[str, Any]
 ) -> str:
     """The text of the model's README.
 
-    `log` has one line of JSON per step; `found`, by kind, (right answers, questions) of each sample after training; `about`, the
-    device, threads and versions of the training run.
+    `log` has one line of JSON per step. `answers` has, by kind, (right answers, questions) of each sample after training;
+    `about`, the device, threads and versions of the training run.
     """
     rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
     last = rows[-_FINAL_LOSS_STEPS:]
@@ -64,7 +64,7 @@ A Llama with {parameters:,} parameters for measuring KV-cache policies, made by 
 | trained on | {", ".join(f"{k} {v}" for k, v in about.items())} |
 | weights | float16 |
 
-{_answers(found)}Attention to the first token during training, on held-out samples, over queries from the 64th on (the head with the most, and the
+{_answers(answers)}Attention to the first token during training, on held-out samples, over queries from the 64th on (the head with the most, and the
 mean of all heads):
 
 | tokens | largest | mean |
@@ -73,11 +73,11 @@ mean of all heads):
 """  # noqa: E501
 
 
-def _answers(found: dict[str, list[tuple[int, int]]]) -> str:
+def _answers(answers: dict[str, list[tuple[int, int]]]) -> str:
     """A table of the answers; empty if nothing was asked."""
-    if not found:
+    if not answers:
         return ""
-    rows = "\n".join(f"| {kind} | {_share(samples)} | {len(samples)} |" for kind, samples in found.items())
+    rows = "\n".join(f"| {kind} | {_share(samples)} | {len(samples)} |" for kind, samples in answers.items())
     return f"""Questions about held-out samples, every token of an answer right (dense, float32; for repeats, stretches).
 Intervals (95 %) have samples as their units, as the questions of one resemble each other:
 

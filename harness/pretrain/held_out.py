@@ -97,12 +97,12 @@ class HeldOut:
 
     def answers(self, model: Any) -> dict[str, list[tuple[int, int]]]:
         """(right answers, questions) of each sample, of every kind that asks; of repeats, stretches."""
-        found = {}
+        answers = {}
         for kind in self._asking:
             parts = [{name: x.to(model.device) for name, x in part.items()} for part in self._parts(kind)]
             counts = [torch.stack(right_answers(model, part["input_ids"], part["answers"]), 1) for part in parts]
-            found[kind] = [(right, count) for right, count in torch.cat(counts).tolist() if count] if counts else []
-        return {kind: samples for kind, samples in found.items() if samples}
+            answers[kind] = [(right, count) for right, count in torch.cat(counts).tolist() if count] if counts else []
+        return {kind: samples for kind, samples in answers.items() if samples}
 
     def _parts(self, kind: str) -> Iterator[dict[str, Tensor]]:
         samples = self._samples[kind]

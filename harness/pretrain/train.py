@@ -87,9 +87,9 @@ class _Log(TrainerCallback):
     def _measured(self, model: Any) -> dict[str, Any]:
         """Attention to the first token, and the share of answers that are right, by kind."""
         shares, answers = self._held_out.attention_to_first(model), self._held_out.answers(model)
-        found: dict[str, Any] = {"attention_to_first": {"largest": float(shares.max()), "mean": float(shares.mean())}}
+        row: dict[str, Any] = {"attention_to_first": {"largest": float(shares.max()), "mean": float(shares.mean())}}
         sums = {kind: [sum(x) for x in zip(*samples, strict=True)] for kind, samples in answers.items()}
-        return found | ({"right": {kind: round(right / count, 4) for kind, (right, count) in sums.items()}} if answers else {})
+        return row | ({"right": {kind: round(right / count, 4) for kind, (right, count) in sums.items()}} if answers else {})
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Write the log, so that it covers every step of the checkpoint."""
@@ -159,16 +159,16 @@ def pretrain(
 
 
 def _save_model(
-    config: PretrainConfig, model: Any, found: dict[str, list[tuple[int, int]]], out: Path, device: torch.device
+    config: PretrainConfig, model: Any, answers: dict[str, list[tuple[int, int]]], out: Path, device: torch.device
 ) -> None:
-    """Write weights, training curve and model card. found: right answers and questions of each sample, by kind."""
+    """Write weights, training curve and model card. answers: right answers and questions of each sample, by kind."""
     model = sigma_reparam.plain(model).half()  # float16 halves the size
     model.save_pretrained(out / "model")
     about = {"device": device_name(device), "threads": torch.get_num_threads(), "torch": torch.__version__}
     about["transformers"] = version("transformers")
     parameters = sum(p.numel() for p in model.parameters())
     (out / "model" / CURVE_NAME).write_text(curve(out / "log.jsonl"), encoding="utf-8")
-    (out / "model" / "README.md").write_text(card(config, out / "log.jsonl", parameters, found, about), encoding="utf-8")
+    (out / "model" / "README.md").write_text(card(config, out / "log.jsonl", parameters, answers, about), encoding="utf-8")
 
 
 class _Keep(TrainerCallback):

@@ -180,11 +180,11 @@ def _panel(records: Sequence[Record], capacity: int) -> dict[str, Any]:
     values: list[dict[str, Any]] = []
     pairs = []
     for name, record in zip(short_titles(records), records, strict=True):
-        found = answers([record])
-        assert found is not None
+        accuracy = answers([record])
+        assert accuracy is not None
         pairs.append((name + on_device(record, records), record.cell.policy))
-        low, high = found.ends or (found.share, found.share)
-        share = {"right": found.share, "low": low, "high": high}
+        low, high = accuracy.ends or (accuracy.share, accuracy.share)
+        share = {"right": accuracy.share, "low": low, "high": high}
         values.append(
             {
                 "policy": pairs[-1][0],

@@ -147,13 +147,13 @@ def _outstanding(record: Record) -> list[str]:
         f"layer {x.layer}, dim {x.dim}: {x.magnitude:,.0f} at `{md(x.text)}` (position {x.position}, {x.times:,} times)"
         for x in metrics.massive[:_SHOWN]
     ]
-    found = [
+    sentences = [
         "Other sinks under full attention: " + ("; ".join(sinks) if sinks else "none") + ".",
         "Massive activations (over 100 and 1,000 times the median of their layer): "
         + ("; ".join(massive) if massive else "none")
         + ".",
     ]
-    return ["\n\n".join(found) + "\n"]
+    return ["\n\n".join(sentences) + "\n"]
 
 
 def _patches(record: Record) -> list[str | Chart]:

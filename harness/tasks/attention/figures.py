@@ -33,7 +33,7 @@ def figures(noted: Arrays, epsilon: float, norm_cutoff: float | None = None) -> 
     """
     first, tokens = noted["first"], int(noted["tokens"])
     shares = (first > epsilon).mean((1, 2))
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "samples": len(first), "tokens": tokens, "heads": first[0].size,
         "sink_heads": float(shares.mean()), "sink_heads_interval": ends(shares),
         "first": float(first.mean()), "first_interval": ends(first.mean((1, 2))),
@@ -42,32 +42,32 @@ def figures(noted: Arrays, epsilon: float, norm_cutoff: float | None = None) -> 
         "layers": [_layer(noted, layer) for layer in range(first.shape[1])],
     }  # fmt: skip
     if "rest" in noted:
-        found["rest"] = float(noted["rest"].mean())
+        result["rest"] = float(noted["rest"].mean())
     if "hidden_largest" in noted:
-        found["hidden_largest"] = float(noted["hidden_largest"].max())
+        result["hidden_largest"] = float(noted["hidden_largest"].max())
     if "lost" in noted:
         queries = noted["queries"]
         of_samples = (noted["lost"].mean(1) * queries).sum(-1) / queries.sum()
-        found |= {"lost": float(of_samples.mean()), "lost_interval": ends(of_samples)}
+        result |= {"lost": float(of_samples.mean()), "lost_interval": ends(of_samples)}
         means = noted["lost"].mean((0, 1))
-        found["lost_at"] = [
+        result["lost_at"] = [
             {"from": start, "to": stop, "lost": float(x)} for (start, stop), x in zip(buckets(tokens), means, strict=True)
         ]
     if "grid" in noted:
-        found["patches"] = patch_figures(noted, norm_cutoff or NORM_CUTOFF)
-    return {name: x for name, x in found.items() if x is not None}
+        result["patches"] = patch_figures(noted, norm_cutoff or NORM_CUTOFF)
+    return {name: x for name, x in result.items() if x is not None}
 
 
 def _layer(noted: Arrays, layer: int) -> dict[str, Any]:
     """One layer's figures."""
     late = noted["late"][:, layer]
-    found: dict[str, Any] = {name: float(noted[name][:, layer].mean()) for name in ("first", "late", "entropy", "largest_logit")}
-    found["late_deviation"] = float(late.std())
-    found |= {x: float(noted[x][:, layer].mean()) for x in ("rest", "hidden_largest", "hidden_median") if x in noted}
-    found |= {name: noted[name][:, layer].mean(0).tolist() for name in ("key_norm", "value_norm") if name in noted}
+    result: dict[str, Any] = {name: float(noted[name][:, layer].mean()) for name in ("first", "late", "entropy", "largest_logit")}
+    result["late_deviation"] = float(late.std())
+    result |= {x: float(noted[x][:, layer].mean()) for x in ("rest", "hidden_largest", "hidden_median") if x in noted}
+    result |= {name: noted[name][:, layer].mean(0).tolist() for name in ("key_norm", "value_norm") if name in noted}
     if "lost" in noted:
-        found["lost"] = float(np.average(noted["lost"][:, layer].mean(0), weights=noted["queries"]))
-    return found
+        result["lost"] = float(np.average(noted["lost"][:, layer].mean(0), weights=noted["queries"]))
+    return result
 
 
 def sink_tokens(rows: Sequence[tuple[str, int, float]]) -> list[dict[str, Any]]:
@@ -89,14 +89,14 @@ def massive_activations(rows: Sequence[tuple[int, int, str, int, float]]) -> lis
     groups: dict[tuple[int, int, str], list[tuple[int, float]]] = {}
     for layer, dim, text, position, magnitude in rows:
         groups.setdefault((layer, dim, text), []).append((position, magnitude))
-    found: list[dict[str, Any]] = [
+    result: list[dict[str, Any]] = [
         {
             "layer": layer, "dim": dim, "text": text, "position": min(p for p, _ in group), "times": len(group),
             "magnitude": max(m for _, m in group),
         }
         for (layer, dim, text), group in groups.items()
     ]  # fmt: skip
-    return sorted(found, key=lambda row: (-row["magnitude"], row["layer"]))[:_LISTED]
+    return sorted(result, key=lambda row: (-row["magnitude"], row["layer"]))[:_LISTED]
 
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -114,7 +114,7 @@ def patch_figures(noted: Arrays, norm_cutoff: float) -> dict[str, Any]:
     norms = noted["token_norm"][..., special:]
     far = norms > OUTLIER_TIMES_MEDIAN * np.median(norms, -1, keepdims=True)
     over, outlying = norms[:, -1] > norm_cutoff, far[:, -1]  # [N, P]
-    found = {
+    result = {
         "rows": rows, "columns": columns, "special": special, "registers": registers, "norm_cutoff": norm_cutoff,
         "over_cutoff": float(over.mean()), "over_cutoff_interval": ends(over.mean(1)),
         "outliers": float(outlying.mean()), "outliers_interval": ends(outlying.mean(1)),
@@ -124,7 +124,7 @@ def patch_figures(noted: Arrays, norm_cutoff: float) -> dict[str, Any]:
         ],
         "positions": _positions(norms[:, -1], outlying, columns),
     }  # fmt: skip
-    return {name: x for name, x in found.items() if x is not None}
+    return {name: x for name, x in result.items() if x is not None}
 
 
 def _patch_layer(
@@ -133,17 +133,17 @@ def _patch_layer(
     """One layer's figures. norms, far, outlying: [N, P]; received: [N, T]."""
     special = received.shape[1] - norms.shape[1]
     to_patches = received[:, special:]
-    found = {
+    result = {
         "norm_median": float(np.median(norms)),
         "norm_largest": float(norms.max()),
         "outliers": float(far.mean()),
         "to_patch": float(to_patches[~outlying].mean()),
     }
     if outlying.any():
-        found["to_outlier"] = float(to_patches[outlying].mean())
+        result["to_outlier"] = float(to_patches[outlying].mean())
     if registers:
-        found["to_register"] = float(received[:, special - registers : special].mean())
-    return found
+        result["to_register"] = float(received[:, special - registers : special].mean())
+    return result
 
 
 def _positions(norms: NDArray[Any], outlying: NDArray[Any], columns: int) -> list[dict[str, Any]]:

@@ -99,21 +99,21 @@ class Notes:
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Notes by sample, as `figures` takes them."""
         first = self.mean_received()[..., 0].float()
-        found = {"first": first, "late": torch.stack(self._late), "largest_logit": torch.stack(self._largest)}
-        found["entropy"] = torch.stack(self._entropy) / self._tokens
+        arrays = {"first": first, "late": torch.stack(self._late), "largest_logit": torch.stack(self._largest)}
+        arrays["entropy"] = torch.stack(self._entropy) / self._tokens
         if self._sunk:
-            found["rest"] = torch.stack(self._rest) / self._tokens
+            arrays["rest"] = torch.stack(self._rest) / self._tokens
         if self._norms:
-            found |= {name: torch.stack([x[at] for x in self._norms]) for at, name in enumerate(("key_norm", "value_norm"))}
+            arrays |= {name: torch.stack([x[at] for x in self._norms]) for at, name in enumerate(("key_norm", "value_norm"))}
         if self._hidden:
             names = ("hidden_largest", "hidden_median")
-            found |= {name: torch.stack([x[at] for x in self._hidden]) for at, name in enumerate(names)}
-        return {name: x.transpose(0, 1).float().cpu().numpy() for name, x in found.items()}
+            arrays |= {name: torch.stack([x[at] for x in self._hidden]) for at, name in enumerate(names)}
+        return {name: x.transpose(0, 1).float().cpu().numpy() for name, x in arrays.items()}
 
     def by_token(self) -> dict[str, NDArray[Any]]:
         """Norms of the hidden states after each layer, and the attention that a token gets, mean over heads. [B, L, T] each."""
-        found = {"token_norm": torch.stack(self._token_norms), "token_received": self.mean_received().mean(2)}
-        return {name: x.transpose(0, 1).float().cpu().numpy() for name, x in found.items()}
+        arrays = {"token_norm": torch.stack(self._token_norms), "token_received": self.mean_received().mean(2)}
+        return {name: x.transpose(0, 1).float().cpu().numpy() for name, x in arrays.items()}
 
     def logit_maps(self) -> NDArray[np.float32]:
         """Mean logits among the first tokens; NaN where a key is hidden. [L, Q, M, M]."""

@@ -81,8 +81,8 @@ def percent_or_status(record: Record | None) -> str:
     """Percent right with its interval; the status if the cell failed."""
     if record is None:
         return ""
-    found = answers([record])
-    return status(record) if found is None else f"{100 * found.share:.1f}{bracketed(found.ends, 1)}"
+    accuracy = answers([record])
+    return status(record) if accuracy is None else f"{100 * accuracy.share:.1f}{bracketed(accuracy.ends, 1)}"
 
 
 def about_intervals(records: Sequence[Record]) -> str:

@@ -158,8 +158,8 @@ class Precision:
         read, whole = len(nll) - self.prefix, self.prefix + self.tokens
         figures = nll_figures(nll, self.prefix, self.starts, self.options.stride, prompt=self.options.prompt or 0, length=whole)
         so_far = NllMetrics.from_json(figures | {"tokens_read": read})
-        found = mean_difference(so_far, self.reference, self.capacity, self.prefix, len(self.lengths))
-        low, mean, high = (None, None, None) if found is None else (found.low, found.mean, found.high)
+        change = mean_difference(so_far, self.reference, self.capacity, self.prefix, len(self.lengths))
+        low, mean, high = (None, None, None) if change is None else (change.low, change.mean, change.high)
         return Look(tokens=read, mean=mean, low=low, high=high)
 
     def is_narrow(self, look: Look) -> bool:
