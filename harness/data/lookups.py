@@ -120,10 +120,10 @@ def needle(place: str, number: int) -> str:
 
 
 def needle_question(place: str) -> str:
-    """The question about it."""
+    """The question about a needle."""
     return f"\nQuestion: What is the secret number of {place}?\nAnswer:"
 
 
 def needle_answer(number: int) -> str:
-    """The right answer."""
+    """The right answer to the question about a needle."""
     return f" {number}.\n"

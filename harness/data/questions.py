@@ -71,7 +71,7 @@ class QuizData:
 
 @dataclass
 class Script:
-    """Builds a quiz as text, and remembers in characters where its lines and questions are."""
+    """Builds a quiz as text, and keeps the places of its lines and questions, in characters."""
 
     text: str = ""
     lines: list[tuple[int, int]] = field(default_factory=list)  # (start, end) of every record line

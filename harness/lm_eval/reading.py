@@ -287,12 +287,12 @@ class RequestReader:
         return open_decoder(self.model, self.config, streams, self.method)
 
     def _read_whole(self, prompts: Sequence[Sequence[int]]) -> tuple[Decoder, Tensor]:
-        """Read prompts of equal length in full, then evict. -> the decoder, and the logits after the last token. [B, V]."""
+        """Read prompts of equal length in full, then evict. Returns the decoder, and the logits after the last token, [B, V]."""
         decoder, tokens = self._open(len(prompts)), torch.tensor(prompts, device=self.model.device)
         return decoder, decoder.read_prompt(tokens, self._width(len(prompts)), once=self.prompt == "once")
 
     def _prefill(self, decoder: Decoder, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Read prompts of equal length. -> logits after the last token. [B, V]."""
+        """Read prompts of equal length. Returns the logits after the last token, [B, V]."""
         tokens = torch.tensor(prompts, device=self.model.device)
         for part in tokens.split(self._width(len(prompts)), 1):
             logits = decoder(part, keep=torch.tensor([part.shape[1] - 1], device=self.model.device))
@@ -309,6 +309,6 @@ class RequestReader:
 
 
 def _numbered(items: Iterator[Any]) -> list[int]:
-    """Number distinct items from 0 in order of appearance. -> the number of every item."""
+    """The number of every item, where distinct items are numbered from 0 in order of appearance."""
     numbers: dict[Any, int] = {}
     return [numbers.setdefault(item, len(numbers)) for item in items]

@@ -50,7 +50,7 @@ def device_of(name: str) -> torch.device:
 
 
 def _dtype(name: str) -> torch.dtype:
-    """One of `DTYPES`, or float64, in which two ways to compute the same can be held to each other."""
+    """One of `DTYPES`; or float64, to compare two computations almost without rounding."""
     return torch.float64 if name == "float64" else DTYPES[name]
 
 

@@ -47,7 +47,7 @@ class _SharedKVAttention(Qwen3Attention):
 
 
 class _Layers(Qwen3Model):
-    """The layers, which hand K and V on."""
+    """The layers of Qwen3. Each hands its K and V on to the layers after it."""
 
     def __init__(self, config: SharedKVConfig) -> None:
         super().__init__(config)
@@ -56,7 +56,7 @@ class _Layers(Qwen3Model):
         self.post_init()  # type: ignore[no-untyped-call]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """That of Qwen3."""
+        """The forward pass of Qwen3, with an empty dict for the layers' K and V."""
         return super().forward(*args, vectors={}, **kwargs)
 
 

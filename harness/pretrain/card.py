@@ -89,7 +89,7 @@ Intervals (95 %) have samples as their units, as the questions of one resemble e
 
 
 def _share(samples: list[tuple[int, int]]) -> str:
-    """Of right answers, with its interval."""
+    """Share of right answers, with its interval."""
     right, asked = (np.array(x, np.float64) for x in zip(*samples, strict=True))
     ends = clustered_share(right, asked) if len(samples) >= MIN_BLOCKS else None
     interval = "" if ends is None else f" [{100 * ends[0]:.1f}, {100 * ends[1]:.1f}]"

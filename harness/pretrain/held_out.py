@@ -76,7 +76,7 @@ _TOGETHER = 8  # samples read at once
 
 
 class HeldOut:
-    """Whole samples of every kind that the model's recipe has."""
+    """Samples of every kind in the recipe, in full length."""
 
     def __init__(self, config: PretrainConfig, ids: NDArray[np.uint16], tokenizer: Any, seed: int) -> None:
         """Keep what samples are drawn from: as many of a kind as there is text for.
@@ -96,7 +96,7 @@ class HeldOut:
         return torch.stack(shares).mean(0)
 
     def answers(self, model: Any) -> dict[str, list[tuple[int, int]]]:
-        """(right answers, questions) of each sample, of every kind that asks; of repeats, stretches."""
+        """(right answers, questions) of each sample, by kind; of repeats, repeated stretches."""
         answers = {}
         for kind in self._asking:
             parts = [{name: x.to(model.device) for name, x in part.items()} for part in self._parts(kind)]

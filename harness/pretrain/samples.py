@@ -36,7 +36,7 @@ class Sample(NamedTuple):
 
 
 def kinds_of(config: PretrainConfig, seed: int) -> list[str]:
-    """What each sample is, in order of training; the same for every model of one recipe."""
+    """The kind of each sample, in order of training; the same for every model of one recipe."""
     training, repeats = config.training, config.repeats
     draw, total = np.random.default_rng(seed), config.steps * training.batch
     early = np.arange(total) < repeats.until * total

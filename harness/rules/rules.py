@@ -62,7 +62,7 @@ class Case:
 
     @property
     def steps(self) -> int:
-        """For how many steps the policy makes its own choices."""
+        """Number of steps for which the policy makes its own choices."""
         return max(2, min(_MAX_STEPS, _MAX_SLOTS_OF_ALL_STEPS // (self.capacity + 1)))
 
 

@@ -30,7 +30,7 @@ def random_view(policy: Policy, capacity: int, device: torch.device, seed: int =
 
 
 def first_full_view(policy: Policy, capacity: int, device: torch.device, seed: int = 0) -> CacheView:
-    """A cache that has just become full, so it holds every token so far. It has the arguments of `random_view`."""
+    """A cache that has just become full, so it holds every token so far. Its arguments are those of `random_view`."""
     kept = torch.arange(capacity + 1).expand(_STREAMS * _HEADS, -1)
     return _view(policy, kept, capacity, device, torch.Generator().manual_seed(seed))
 

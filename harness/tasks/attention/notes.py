@@ -41,12 +41,12 @@ class Notes:
         self.massive: list[tuple[int, int, int, int, float]] = []  # layer, sample, position, dim, magnitude
 
     def see_vectors(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Norms. [B, H, T, D], [B, H, T, Dv]."""
+        """Note norms of keys, [B, H, T, D], and values, [B, H, T, Dv]."""
         norms = [x.float().norm(dim=-1).mean(1) for x in (keys, values)]  # [B, T]
         self._norms.append(tuple(torch.stack([x[:, 0], x[:, 1:].mean(1)], -1) for x in norms))  # type: ignore[arg-type]
 
     def see_chunk(self, chunk: Chunk) -> None:
-        """Sums over the chunk's queries."""
+        """Add up what the queries of a chunk show."""
         weights, logits, layer, keys = chunk.weights, chunk.logits, chunk.layer, chunk.weights.shape[-1]
         if layer == len(self._received):
             shape, device = weights.shape[:2], weights.device
@@ -72,7 +72,7 @@ class Notes:
             self._late[layer] = weights[:, :, -1, 0].float()
 
     def see_hidden(self, layer: int, hidden: Tensor) -> None:
-        """Magnitudes. [B, T, E]."""
+        """Note magnitudes of the hidden states after a layer, [B, T, E]."""
         size = hidden.float().abs()
         median, largest = size.flatten(1).median(1).values, size.flatten(1).amax(1)
         self._hidden.append((largest, median))
@@ -138,7 +138,7 @@ class Lost:
         """Nothing to note."""
 
     def see_chunk(self, chunk: Chunk) -> None:
-        """Weights of what is gone, by bucket."""
+        """Add up the weights of evicted tokens, by bucket."""
         weights, keys = chunk.weights, chunk.weights.shape[-1]
         if chunk.layer == len(self._sums):
             self._sums.append(torch.zeros(*weights.shape[:2], len(self.queries), dtype=torch.float64, device=weights.device))

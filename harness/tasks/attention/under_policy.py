@@ -28,7 +28,7 @@ _MOST_STEPS, _MAX_NUMBERS = 64, 2**25  # of a block: kept until they are shown
 
 
 class Recorder:
-    """Turns steps, which attend over slots, into chunks over positions, and shows them after every block."""
+    """Turns steps over slots into chunks over positions, and shows them to a watcher after every block."""
 
     def __init__(
         self, shapes: Sequence[LayerShape], readers: Sequence[LayerCache], ids: Tensor, watcher: Watcher, sunk: Collection[int]
@@ -48,7 +48,7 @@ class Recorder:
         self._rows: dict[int, tuple[Tensor, Tensor]] = {}  # weights and logits by cache, [B, H, G, t, L]
 
     def note(self, attention: Attention, view: CacheView) -> None:
-        """Enter one step of the caches and heads that the view shows, perhaps of several caches stacked."""
+        """Enter one step of the caches and heads in a view; several caches may be stacked in it."""
         layers, of_head, streams = view.layer.flatten().tolist(), view.head[..., 0].tolist(), len(self.last_seen[0])
         for start in range(0, len(view.position), streams):
             layer, heads = (x[start if len(x) > 1 else 0] for x in (layers, of_head))
@@ -77,7 +77,7 @@ class Recorder:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Around the end of a block: show its steps, layer by layer."""
+        """Show the steps of a block to the watcher, layer by layer, when the wrapped code has ended it."""
         yield
         stop = self._first + self._count
         for layer, (cache, place) in enumerate(self._readers):
@@ -91,7 +91,7 @@ class Recorder:
 
 @dataclass(frozen=True)
 class _RecordingStatistic(Statistic):
-    """Tells the recorder of every step, and keeps a 0."""
+    """A statistic that passes every step to a recorder. Its own state stays 0."""
 
     sees = ("weights", "logits")
     per = "head"
@@ -101,33 +101,33 @@ class _RecordingStatistic(Statistic):
 
     @property
     def last(self) -> int | None:
-        """All steps of a prompt, too."""
+        """None: it sees every step of a prompt, too."""
         return None
 
     def update(self, state: Tensor, attention: Attention, view: CacheView) -> Tensor:
-        """Unchanged. [B, H]."""
+        """The state, unchanged. [B, H]."""
         self.recorder.note(attention, view)
         return state
 
 
 @dataclass(frozen=True)
 class _RecordedPolicy(Composed):
-    """A policy that keeps what the one inside keeps, while a recorder looks."""
+    """A policy whose steps are recorded. It keeps what the policy inside keeps."""
 
     recorder: Recorder = field(compare=False, kw_only=True)
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
-        """Those of the policy inside, and the look."""
+        """Those of the policy inside, and the one that records."""
         return (*self.score.statistics, _RecordingStatistic(self.recorder))
 
     @property
     def outcome(self) -> bool:  # type: ignore[override]  # of the class elsewhere
-        """As the policy says that is looked at."""
+        """That of the policy inside."""
         return self.score.outcome
 
     def band(self, capacity: int) -> None:
-        """None: what is computed in closed form can't be looked at."""
+        """None: attention that is computed in closed form can't be recorded."""
 
 
 def read_recorded(

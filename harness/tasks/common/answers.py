@@ -86,7 +86,7 @@ def percent_or_status(record: Record | None) -> str:
 
 
 def about_intervals(records: Sequence[Record]) -> str:
-    """Of what the intervals in a table are, or why there are none."""
+    """What the intervals in a table are over, or why there are none."""
     streams = {count(of_questions) for r in records if (of_questions := streams_of(r)) is not None}
     if not streams:
         return "95 % Wilson intervals"

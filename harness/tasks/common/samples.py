@@ -44,7 +44,7 @@ class SampleOptions(Options):
 
 
 def buckets(tokens: int) -> list[tuple[int, int]]:
-    """Positions of a sample, cut where they double."""
+    """Buckets of a sample's positions as (start, stop); each stops at twice the stop of the one before."""
     edges = [0]
     while edges[-1] < tokens:
         edges.append(min(tokens, max(_FIRST_BUCKET_TOKENS, 2 * edges[-1])))

@@ -100,5 +100,5 @@ def per_token(sums: NDArray[np.floating[Any]] | NDArray[np.integer[Any]], positi
 
 
 def _ends(mean: Interval, low: float = -np.inf, high: float = np.inf) -> list[float] | None:
-    """The ends of an interval, within the range of what it is about; None if the text is too short for one."""
+    """An interval's ends, clipped to the range of its figure; None if the text is too short for an interval."""
     return None if mean.low is None or mean.high is None else [max(low, mean.low), min(high, mean.high)]

@@ -59,7 +59,7 @@ class Lane:
             self.error, self.read = error, None
 
     def _new_decoder(self) -> Decoder:
-        """A decoder with an empty cache, whose second step is captured: while warming up."""
+        """A decoder with an empty cache that captures its second step, so that warming up includes the capture."""
         read = self.job.decoder(self.options.batch)
         if isinstance(read, CachedDecoder) and read.graphs is not None:
             read.graphs = read.graphs.fresh(after=1)
@@ -77,7 +77,7 @@ class Lane:
         self.position = self.options.prompt
 
     def advance(self, position: int) -> None:
-        """Go on to a position in the stream, and warm up there. The tokens up to it are read, or stood for by random K and V."""
+        """Go on to a position in the stream, and warm up there. Tokens up to it are read, or random K and V take their place."""
         missing = position - self.position
         if missing > 0:
             if can_be_filled(self.read):
@@ -214,7 +214,7 @@ class Lane:
 
 
 def can_be_filled(read: Decoder | None) -> bool:
-    """Whether random K and V may stand for tokens that were read: on a GPU, where reading takes minutes."""
+    """Whether random K and V may take the place of tokens of the stream: on a GPU, where reading them would take minutes."""
     return isinstance(read, CachedDecoder) and read.model.device.type == "cuda"
 
 

@@ -88,7 +88,7 @@ class LatencyMetrics(StepMetrics):
     device: DeviceRates = Field(description="rates measured on the device")
 
     def impossible(self) -> Iterator[str]:
-        """Steps in less time than their bytes and operations take at the device's measured rates."""
+        """Flags a step that is faster than its bytes and operations allow at the device's measured rates."""
         if self.roofline is None:
             return
         moved, done, rates = self.roofline.bytes, self.roofline.operations, self.device

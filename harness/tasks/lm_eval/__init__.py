@@ -78,7 +78,7 @@ class LmEval(Task):
 
     @classmethod
     def has_prompt(cls, options: LmEvalOptions) -> bool:
-        """Every request begins with one. A task that scores whole texts is only found when it runs."""
+        """True; a task that scores whole texts is only noticed when it runs."""
         return True
 
     @classmethod
@@ -88,7 +88,7 @@ class LmEval(Task):
 
     @classmethod
     def why_not(cls, options: LmEvalOptions, evict: Evict) -> str:
-        """Eviction after the prompt is a way of its own to read it."""
+        """Eviction after the prompt is itself a way to read prompts, so it excludes the option `prompt`."""
         if evict == "prompt" and options.prompt != "stream":
             return f"prompt reads the whole prompt and evicts at its end, so this task can't have prompt: {options.prompt}"
         return super().why_not(options, evict)

@@ -171,7 +171,10 @@ class _ProcessMeter(_Meter):
 
 
 def _give_back() -> None:
-    """Give memory that was freed while the model was loaded back to the system: a cache that moves in there would seem free."""
+    """Return memory that was freed while the model was loaded to the system.
+
+    Otherwise a cache that is allocated there would seem to take no memory.
+    """
     with contextlib.suppress(OSError, AttributeError):  # glibc alone has it
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -69,7 +69,7 @@ class Perplexity(Task):
 
     @classmethod
     def independent(cls, options: PerplexityOptions, data: TokenStream) -> Independent | None:
-        """The streams, if it is said how many of them are read at once."""
+        """The streams, unless all of them must be read at once."""
         if options.side_by_side is None:
             return None
         streams = cls.streams(options)
@@ -78,7 +78,7 @@ class Perplexity(Task):
 
     @classmethod
     def reference(cls, options: PerplexityOptions) -> str | None:
-        """The policy that decides, compared with the cell's own, how far is read."""
+        """The policy whose difference to the cell decides how far the text is read."""
         return None if options.until is None else options.until.reference
 
     @classmethod

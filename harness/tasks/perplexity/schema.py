@@ -154,7 +154,7 @@ class Precision:
         return look_lengths(self.tokens, self.capacity)
 
     def look(self, nll: NDArray[np.float32]) -> Look:
-        """The difference after the beginning of the text. nll: of the prefix and that beginning, in nats. [N]."""
+        """The difference after the beginning of the text. nll: of the prefix and that beginning, in nats, [N]."""
         read, whole = len(nll) - self.prefix, self.prefix + self.tokens
         figures = nll_figures(nll, self.prefix, self.starts, self.options.stride, prompt=self.options.prompt or 0, length=whole)
         so_far = NllMetrics.from_json(figures | {"tokens_read": read})
@@ -167,7 +167,7 @@ class Precision:
         return look.low is not None and look.high is not None and look.high - look.low <= 2 * self.until.interval
 
     def looks(self, taken: Sequence[Look]) -> Looks:
-        """What the record keeps. taken: in order."""
+        """What the record keeps of the looks taken, in order."""
         narrow = self.is_narrow(taken[-1])
         return Looks(
             reference=self.file,
