@@ -99,7 +99,6 @@ def massive_activations(rows: Sequence[tuple[int, int, str, int, float]]) -> lis
     return sorted(result, key=lambda row: (-row["magnitude"], row["layer"]))[:_LISTED]
 
 
-Arrays = Mapping[str, NDArray[Any]]
 NORM_CUTOFF = 150.0  # Darcet et al.: of the hidden states after the last layer of DINOv2-g
 OUTLIER_TIMES_MEDIAN = 4.0  # ours: of the norms of one image's patches after one layer
 
