@@ -26,7 +26,7 @@ from kvbench.harness.tasks.attention.figures import figures, massive_activations
 from kvbench.harness.tasks.attention.notes import Lost, Notes
 from kvbench.harness.tasks.attention.schema import Massive
 from kvbench.harness.tasks.attention.under_policy import read_recorded
-from kvbench.harness.tasks.common.sample_options import buckets
+from kvbench.harness.tasks.common.samples import buckets
 from kvbench.policies.fastgen import FastGen
 from kvbench.policies.h2o import H2O
 from kvbench.policies.knorm import Knorm

@@ -12,7 +12,7 @@ from kvbench.harness.report import chart, paper
 from kvbench.harness.report.charts.stream import over_the_stream
 from kvbench.harness.report.charts.training import curves
 from kvbench.harness.report.leaderboard import render
-from kvbench.harness.tasks.streameval.chart import over_distance
+from kvbench.harness.tasks.streameval import over_distance
 
 
 def test_the_same_records_give_the_same_drawing_in_any_order_of_pages():

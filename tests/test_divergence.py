@@ -17,8 +17,8 @@ from kvbench.harness.engine.method import EAGER
 from kvbench.harness.report.compare import differences
 from kvbench.harness.report.leaderboard import render
 from kvbench.harness.tasks.divergence import Divergence, DivergenceOptions
-from kvbench.harness.tasks.divergence.figures import COMPARED, figures
 from kvbench.harness.tasks.divergence.measure import compare
+from kvbench.harness.tasks.divergence.schema import COMPARED, figures
 from kvbench.harness.tasks.task import Job, MeasurementError
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O

@@ -29,8 +29,7 @@ from kvbench.harness.report.leaderboard import render
 from kvbench.harness.report.verify import problems
 from kvbench.harness.run.request import RunRequest
 from kvbench.harness.tasks.lm_eval import LmEval, LmEvalOptions
-from kvbench.harness.tasks.lm_eval.measure import _sample
-from kvbench.harness.tasks.lm_eval.requests import _template
+from kvbench.harness.tasks.lm_eval.measure import _sample, _template
 from kvbench.harness.tasks.task import MeasurementError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # lm-eval and its packages give warnings

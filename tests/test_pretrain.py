@@ -19,7 +19,7 @@ from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.load import load_model, load_tokenizer
 from kvbench.harness.models.selfcheck import check
 from kvbench.harness.pretrain.config import PretrainConfig, find, load
-from kvbench.harness.pretrain.probe import attention_to_first
+from kvbench.harness.pretrain.held_out import attention_to_first
 from kvbench.harness.pretrain.text import pieces
 from kvbench.harness.pretrain.train import new_model, pretrain
 from kvbench.policies.dense import Dense

@@ -17,8 +17,8 @@ from kvbench.harness.models.families import tiny_model
 from kvbench.harness.pretrain import card as card_module
 from kvbench.harness.pretrain import text, tokenizer, train
 from kvbench.harness.pretrain.config import Mix, PretrainConfig, Repeats
-from kvbench.harness.pretrain.probe import right_answers
-from kvbench.harness.pretrain.samples import NAMES, Samples, kinds_of, repeats
+from kvbench.harness.pretrain.held_out import right_answers
+from kvbench.harness.pretrain.samples import NAMES, TrainingSamples, kinds_of, repeats
 from kvbench.harness.pretrain.train import _Trainer, pretrain
 
 PROSE = Mix(pg19=0, prose=1)
@@ -38,9 +38,9 @@ def tokens():
     return tokenizer.wrapped(tokenizer.learn(text.for_tokenizer(PROSE, 0, None), config().shape), 0)
 
 
-def samples(tokens, kinds, seed=0, staged=True, **changes) -> Samples:
+def samples(tokens, kinds, seed=0, staged=True, **changes) -> TrainingSamples:
     ids = np.array(tokens(next(text.pieces(PROSE, 0, None)))["input_ids"], np.uint16)
-    return Samples(config(**changes), kinds, np.resize(ids, 64 * (len(kinds) + 1)), tokens, seed, staged)
+    return TrainingSamples(config(**changes), kinds, np.resize(ids, 64 * (len(kinds) + 1)), tokens, seed, staged)
 
 
 def test_numbers_below_a_thousand_are_one_token_and_what_stands_around_them_too(tokens):
@@ -219,9 +219,9 @@ def test_an_answer_is_right_if_all_its_tokens_are():
 
 def test_log_and_card_measure_on_what_is_not_trained_on(tmp_path, monkeypatch):
     made = []
-    for name in ("Samples", "HeldOut"):
+    for name in ("TrainingSamples", "HeldOut"):
         kind = getattr(train, name)
-        at = 2 if name == "Samples" else 1  # the running text
+        at = 2 if name == "TrainingSamples" else 1  # the running text
         monkeypatch.setattr(train, name, lambda *a, kind=kind, at=at: made.append((a[at], a[-1])) or kind(*a))
     pretrain(
         config(training={"tokens": 64 * 2 * 2, "sample": 64, "batch": 2, "compile": False}),

@@ -22,9 +22,8 @@ from kvbench.harness.models.load import load_model
 from kvbench.harness.models.selfcheck import check
 from kvbench.harness.pretrain import ortho_adam, sigma_reparam
 from kvbench.harness.pretrain.config import PretrainConfig, find, load
-from kvbench.harness.pretrain.held_out import HeldOut
+from kvbench.harness.pretrain.held_out import HeldOut, attention_to_first
 from kvbench.harness.pretrain.new_model import new_model
-from kvbench.harness.pretrain.probe import attention_to_first
 from kvbench.harness.pretrain.train import pretrain
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # accelerate and the Trainer give warnings

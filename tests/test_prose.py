@@ -9,8 +9,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from kvbench.harness.data.facts import told
-from kvbench.harness.data.prose import FACTS, MAX_WORDS_BETWEEN, MIN_WORDS_BETWEEN, Prose
+from kvbench.harness.data.prose import FACTS, MAX_WORDS_BETWEEN, MIN_WORDS_BETWEEN, Prose, fact_costs
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +70,7 @@ def test_what_a_fact_costs_is_counted_by_how_far_back_it_was_told():
     for telling in prose.tellings:
         forgotten = telling.words_back is None or telling.words_back > 256
         nll[telling.start : telling.end] = math.log(16) / (telling.end - telling.start) if forgotten else 0
-    rows = told(nll, np.ones(len(text), np.int64), 7)
+    rows = fact_costs(nll, np.ones(len(text), np.int64), 7)
     assert [r["words_back"] for r in rows][:2] == [None, [32, 64]]
     assert sum(r["tellings"] for r in rows) > 2000
     for row in rows:

@@ -11,8 +11,8 @@ import yaml
 from conftest import bench
 
 from kvbench.harness.lm_eval import catalogue
-from kvbench.harness.lm_eval.question import question_start
 from kvbench.harness.records import RecordStore
+from kvbench.harness.tasks.lm_eval.measure import question_start
 from kvbench.harness.tasks.lm_eval.schema import LmEvalOptions
 
 LONGBENCH = sorted((Path(lm_eval.__file__).parent / "tasks" / "longbench").glob("[!_]*.yaml"))

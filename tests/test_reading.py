@@ -12,7 +12,7 @@ from reference import ListBackend, MaskBackend
 
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.method import EAGER, FASTEST, TOKEN_BY_TOKEN
-from kvbench.harness.lm_eval.reading import Reader
+from kvbench.harness.lm_eval.reading import RequestReader
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
 from kvbench.policies.recompute_window import RecomputeWindow
@@ -45,7 +45,7 @@ def by_lists(policy, mode, context, continuation, first_eviction=0):
 @pytest.mark.parametrize("prompt", ["stream", "once"])
 def test_a_continuation_is_worth_what_lists_say(policy, mode, prompt):
     asked = requests()
-    reader = Reader(model_of("llama"), CacheConfig(policy, CAPACITY, mode, 12), prompt, batch=4, block=40)
+    reader = RequestReader(model_of("llama"), CacheConfig(policy, CAPACITY, mode, 12), prompt, batch=4, block=40)
     for (context, continuation), found in zip(asked, reader.loglikelihoods(asked), strict=True):
         first = len(context) - 1 if prompt == "once" else 0
         total, greedy = by_lists(policy, mode, context, continuation, first)
@@ -57,7 +57,7 @@ def test_a_continuation_is_worth_what_lists_say(policy, mode, prompt):
 @pytest.mark.parametrize("prompt", ["stream", "once"])
 def test_what_is_said_is_what_lists_say(policy, prompt):
     prompts = [context for context, _ in requests(4, 1)][::3]
-    reader = Reader(model_of("llama"), CacheConfig(policy, CAPACITY), prompt, batch=3)
+    reader = RequestReader(model_of("llama"), CacheConfig(policy, CAPACITY), prompt, batch=3)
     for context, said in zip(prompts, reader.generate(prompts, 6, lambda ids: ids[-1] % 5 == 0), strict=True):
         first = len(context) - 1 if prompt == "once" else 0
         assert by_lists(policy, "cache", context, said, first)[1], "each token is the likeliest"
@@ -70,8 +70,8 @@ def test_what_is_said_is_what_lists_say(policy, prompt):
 @pytest.mark.parametrize("method", [EAGER, FASTEST, TOKEN_BY_TOKEN])
 def test_batch_and_block_change_nothing(policy, prompt, method):
     asked, config = requests(7, 2), CacheConfig(policy, CAPACITY)
-    one = Reader(model_of("llama"), config, prompt, batch=1, block=10_000)
-    many = Reader(model_of("llama"), config, prompt, batch=8, block=24, method=method)
+    one = RequestReader(model_of("llama"), config, prompt, batch=1, block=10_000)
+    many = RequestReader(model_of("llama"), config, prompt, batch=8, block=24, method=method)
     for a, b in zip(one.loglikelihoods(asked), many.loglikelihoods(asked), strict=True):
         assert a.logprob == pytest.approx(b.logprob, abs=1e-3)
     prompts = [context for context, _ in asked]
@@ -84,10 +84,10 @@ def test_batch_and_block_change_nothing(policy, prompt, method):
 )
 def test_a_capacity_that_covers_every_request_is_dense_and_a_smaller_one_is_not(config):
     asked = requests(5, 3)
-    dense = Reader(model_of("llama"), CacheConfig(Dense())).loglikelihoods(asked)
-    for a, b in zip(dense, Reader(model_of("llama"), config).loglikelihoods(asked), strict=True):
+    dense = RequestReader(model_of("llama"), CacheConfig(Dense())).loglikelihoods(asked)
+    for a, b in zip(dense, RequestReader(model_of("llama"), config).loglikelihoods(asked), strict=True):
         assert a.logprob == pytest.approx(b.logprob, abs=1e-3)
-    small = Reader(model_of("llama"), CacheConfig(config.policy, CAPACITY)).loglikelihoods(asked)
+    small = RequestReader(model_of("llama"), CacheConfig(config.policy, CAPACITY)).loglikelihoods(asked)
     for (context, continuation), a, b in zip(asked, dense, small, strict=True):
         fits = len(context) + len(continuation) - 1 <= CAPACITY + 1
         assert (abs(a.logprob - b.logprob) < 1e-3) == fits, (len(context), len(continuation))
@@ -104,9 +104,9 @@ def test_a_prompt_longer_than_the_cache_is_scored_as_if_what_was_evicted_were_ma
     lists.run(tokens)
     logits = MaskBackend(model, lists.kept).run(tokens)[0].double().log_softmax(-1)
     total = sum(float(logits[t, tokens[0, t + 1]]) for t in range(len(context) - 1, len(context) + len(continuation) - 1))
-    (found,) = Reader(model, CacheConfig(policy, CAPACITY, "stream"), prompt).loglikelihoods([(context, continuation)])
+    (found,) = RequestReader(model, CacheConfig(policy, CAPACITY, "stream"), prompt).loglikelihoods([(context, continuation)])
     assert found.logprob == pytest.approx(total, abs=1e-3)
-    (dense,) = Reader(model, CacheConfig(Dense())).loglikelihoods([(context, continuation)])
+    (dense,) = RequestReader(model, CacheConfig(Dense())).loglikelihoods([(context, continuation)])
     assert abs(found.logprob - dense.logprob) > 1e-2
 
 
@@ -123,7 +123,7 @@ def kept_of_a_cut_prompt(policy, context, continuation):
 @pytest.mark.parametrize("batch", [1, 4])
 def test_after_a_prompt_that_is_cut_at_its_end_the_cache_grows(policy, batch):
     model, asked = model_of("llama"), requests(4, 6)
-    reader = Reader(model, CacheConfig(policy, CAPACITY, "stream", evict="prompt"), batch=batch, block=24)
+    reader = RequestReader(model, CacheConfig(policy, CAPACITY, "stream", evict="prompt"), batch=batch, block=24)
     for (context, continuation), found in zip(asked, reader.loglikelihoods(asked), strict=True):
         tokens = torch.tensor([[*context, *continuation]], device=DEVICE)
         kept = kept_of_a_cut_prompt(policy, context, continuation)
@@ -139,7 +139,7 @@ def test_a_question_after_the_cut_is_not_seen_by_the_policy(policy, batch):
     model, draw = model_of("llama"), random.Random(8)
     asked = [([draw.randrange(96) for _ in range(n)], [draw.randrange(96) for _ in range(4)]) for n in (30, 33, 30, 24)]
     cuts = [21, 21, 28, 21]
-    reader = Reader(model, CacheConfig(policy, CAPACITY, "stream", evict="prompt"), batch=batch, block=24)
+    reader = RequestReader(model, CacheConfig(policy, CAPACITY, "stream", evict="prompt"), batch=batch, block=24)
     found = reader.loglikelihoods(asked, prompts=cuts)
     said = reader.generate([context for context, _ in asked], 5, lambda ids: False, cuts=cuts)
     for (context, continuation), cut, one, answer in zip(asked, cuts, found, said, strict=True):
@@ -159,17 +159,17 @@ def test_a_question_after_the_cut_is_not_seen_by_the_policy(policy, batch):
 @pytest.mark.parametrize("policy", [H2O(), SinkWindow(sinks=2)], ids=str)
 def test_answers_after_a_cut_prompt_do_not_depend_on_the_batch(policy):
     config, prompts = CacheConfig(policy, CAPACITY, evict="prompt"), [context for context, _ in requests(6, 7)]
-    one, many = (Reader(model_of("llama"), config, batch=batch) for batch in (1, 8))
+    one, many = (RequestReader(model_of("llama"), config, batch=batch) for batch in (1, 8))
     said = one.generate(prompts, 12, lambda ids: False)
     assert said == many.generate(prompts, 12, lambda ids: False)
-    assert said != Reader(model_of("llama"), CacheConfig(policy, CAPACITY)).generate(prompts, 12, lambda ids: False)
+    assert said != RequestReader(model_of("llama"), CacheConfig(policy, CAPACITY)).generate(prompts, 12, lambda ids: False)
     per_token = model_of("llama").kv_bytes(0)
     assert one.held_bytes == (max(min(len(p), CAPACITY) for p in prompts) + 11) * per_token <= one.kv_bytes
 
 
 @pytest.mark.parametrize("prompt", ["stream", "once"])
 def test_bytes_held_are_those_of_the_tokens_that_are_kept(prompt):
-    reader = Reader(model_of("llama"), CacheConfig(H2O(), CAPACITY), prompt)
+    reader = RequestReader(model_of("llama"), CacheConfig(H2O(), CAPACITY), prompt)
     reader.loglikelihoods(requests())
     assert (reader.held_bytes, reader.kv_bytes) == (
         model_of("llama").kv_bytes(CAPACITY - 1),
@@ -181,10 +181,10 @@ def test_truncate_reads_first_and_last_tokens_and_no_others():
     asked = requests(5, 4)
     cut = [(c if len(c) <= 7 else [*c[:3], *c[-4:]], a) for c, a in asked]
     config = CacheConfig(Dense())
-    found = Reader(model_of("llama"), config, "truncate", 7).loglikelihoods(asked)
-    assert found == Reader(model_of("llama"), config).loglikelihoods(cut)
-    by_capacity = Reader(model_of("llama"), CacheConfig(SinkWindow(sinks=2), 7), "truncate").loglikelihoods(asked)
-    assert by_capacity == Reader(model_of("llama"), CacheConfig(SinkWindow(sinks=2), 7)).loglikelihoods(cut)
+    found = RequestReader(model_of("llama"), config, "truncate", 7).loglikelihoods(asked)
+    assert found == RequestReader(model_of("llama"), config).loglikelihoods(cut)
+    by_capacity = RequestReader(model_of("llama"), CacheConfig(SinkWindow(sinks=2), 7), "truncate").loglikelihoods(asked)
+    assert by_capacity == RequestReader(model_of("llama"), CacheConfig(SinkWindow(sinks=2), 7)).loglikelihoods(cut)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_truncate_reads_first_and_last_tokens_and_no_others():
 )  # fmt: skip
 def test_what_does_not_go_together_is_refused(config, prompt, longest, says):
     with pytest.raises(ValueError, match=says):
-        Reader(model_of("llama"), config, prompt, longest)
+        RequestReader(model_of("llama"), config, prompt, longest)
 
 
 def test_what_is_not_finite_is_no_score():
@@ -207,7 +207,7 @@ def test_what_is_not_finite_is_no_score():
         with torch.no_grad():
             head.fill_(float("nan"))
         with pytest.raises(ArithmeticError):
-            Reader(model, CacheConfig(Dense())).loglikelihoods([([1, 2], [3])])
+            RequestReader(model, CacheConfig(Dense())).loglikelihoods([([1, 2], [3])])
     finally:
         with torch.no_grad():
             head.copy_(kept)

@@ -12,9 +12,9 @@ import pytest
 
 from kvbench.harness.data.lookups import KINDS
 from kvbench.harness.lm_eval import catalogue
-from kvbench.harness.lm_eval.question import question_start
 from kvbench.harness.records import read
 from kvbench.harness.report.verify import problems
+from kvbench.harness.tasks.lm_eval.measure import question_start
 
 RESULTS = Path(__file__).parents[1] / "leaderboard/results/recall"
 

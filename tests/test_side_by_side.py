@@ -14,7 +14,7 @@ from kvbench.harness.engine.method import EAGER
 from kvbench.harness.run import side_by_side
 from kvbench.harness.run.request import RunRequest
 from kvbench.harness.run.side_by_side import StreamReading, StreamsTrial, choose_side_by_side, search
-from kvbench.harness.tasks.common.side_by_side import Independent
+from kvbench.harness.tasks.task import Independent
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
 from kvbench.policies.recompute_window import RecomputeWindow

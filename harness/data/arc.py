@@ -29,13 +29,10 @@ class Item:
 
 
 def items(subset: str, split: str, directory: Path | None) -> tuple[str, list[Item]]:
-    """A description of the source, and its questions in order.
+    """A description of the source, and the questions of "ARC-Easy" or "ARC-Challenge" in order.
 
-    Args:
-        subset: "ARC-Easy" or "ARC-Challenge".
-        split: "train", "validation" or "test".
-        directory: of parquet or JSON-lines files with the hub's columns. Where files or folders are named after subsets or
-            splits, only the matching ones are read.
+    The directory has parquet or JSON-lines files with the hub's columns. Where files or folders are named after subsets or
+    splits, only the matching ones are read.
 
     Raises:
         UserError: no questions were found.

@@ -26,17 +26,11 @@ _DRAWN_SIZE = 256  # height and width of a drawn image
 
 @dataclass(frozen=True)
 class Images:
-    """Images in order.
-
-    Attributes:
-        source: description of where they come from.
-        load: returns the image with a number, counted from 0; raises UserError if it can't be read.
-        count: of the images; None if there is no end of them.
-    """
+    """Images in order."""
 
     source: str
-    load: Callable[[int], Image]
-    count: int | None
+    load: Callable[[int], Image]  # the image with a number, from 0; raises UserError if it is unreadable
+    count: int | None  # None if there is no end of them
 
 
 def shapes(seed: int) -> Images:
@@ -61,14 +55,9 @@ def in_directory(directory: Path) -> Images:
 
 
 def on_hub(dataset: str, split: str, most: int) -> Images:
-    """The first images of a dataset, from the hub or a local directory that `datasets` can load.
+    """The first `most` images of "owner/name" or "owner/name@revision" on the hub, or of a directory that `datasets` can load.
 
     Rows are streamed, so that no more than those images are downloaded, and held as the files that they are.
-
-    Args:
-        dataset: "owner/name", "owner/name@revision", or a directory.
-        split: of the dataset.
-        most: images to read.
 
     Raises:
         UserError: it can't be loaded, it has no column of images, or Pillow is not installed.

@@ -24,14 +24,10 @@ _ASKED = 0.35  # questions a line, on average, once there is a line
 
 @dataclass
 class Lookups:
-    """A text, and where its answers are.
-
-    Attributes:
-        answers: (start, end) of every answer that follows from the text before it, in characters.
-    """
+    """A text, and where its answers are."""
 
     text: str = ""
-    answers: list[tuple[int, int]] = field(default_factory=list)
+    answers: list[tuple[int, int]] = field(default_factory=list)  # (start, end) in characters, of what follows from before
 
     def ask(self, prompt: str, completion: str) -> None:
         """Append a question and its answer."""
@@ -42,14 +38,14 @@ class Lookups:
 
 def registers(draw: random.Random, lines: int) -> Lookups:
     """StreamEval's record: numbered lines, and questions about any line before."""
-    made, first, contents = Lookups(), 1 if draw.random() < 0.3 else draw.randrange(1, 10_000 - lines), []
+    result, first, contents = Lookups(), 1 if draw.random() < 0.3 else draw.randrange(1, 10_000 - lines), []
     for number in range(first, first + lines):
         contents.append(draw.randint(1, 50_000))
-        made.text += record_line(number, contents[-1])
+        result.text += record_line(number, contents[-1])
         while draw.random() < _ASKED / (1 + _ASKED):
             at = draw.randrange(len(contents))
-            made.ask(question(first + at), answer(contents[at]))
-    return made
+            result.ask(question(first + at), answer(contents[at]))
+    return result
 
 
 def key_line(key: int, values: list[int]) -> str:
@@ -69,15 +65,15 @@ def key_answer(values: list[int]) -> str:
 
 def keys(draw: random.Random, lines: int) -> Lookups:
     """Keys in no order, with one to four values each."""
-    made, known = Lookups(), draw.sample(range(1, 1000), lines)
+    result, known = Lookups(), draw.sample(range(1, 1000), lines)
     values: list[list[int]] = []
     for key in known:
         values.append([draw.randrange(1, 1000) for _ in range(draw.randint(1, 4))])
-        made.text += key_line(key, values[-1])
+        result.text += key_line(key, values[-1])
         while draw.random() < _ASKED / (1 + _ASKED):
             at = draw.randrange(len(values))
-            made.ask(key_question(known[at]), key_answer(values[at]))
-    return made
+            result.ask(key_question(known[at]), key_answer(values[at]))
+    return result
 
 
 def pointer_line(key: int, other: int) -> str:
@@ -97,20 +93,20 @@ def chain_answer(key: int, value: int) -> str:
 
 def chains(draw: random.Random, lines: int) -> Lookups:
     """Keys that name other keys, which hold a value: two look-ups a question. Half of the lines come before what they need."""
-    made, pairs = Lookups(), max(1, lines // 2)
+    result, pairs = Lookups(), max(1, lines // 2)
     drawn = draw.sample(range(1, 1000), 2 * pairs)
     held = {key: draw.randrange(1, 1000) for key in drawn[pairs:]}
-    told = [(key, None) for key in held] + list(zip(drawn[:pairs], held, strict=True))
-    draw.shuffle(told)
+    order = [(key, None) for key in held] + list(zip(drawn[:pairs], held, strict=True))
+    draw.shuffle(order)
     known: set[int] = set()
-    for key, other in told:
-        made.text += key_line(key, [held[key]]) if other is None else pointer_line(key, other)
+    for key, other in order:
+        result.text += key_line(key, [held[key]]) if other is None else pointer_line(key, other)
         known.add(key)
         answerable = [(a, b) for a, b in zip(drawn[:pairs], held, strict=True) if a in known and b in known]
         while answerable and draw.random() < _ASKED / (1 + _ASKED):
             a, b = draw.choice(answerable)
-            made.ask(chain_question(a), chain_answer(b, held[b]))
-    return made
+            result.ask(chain_question(a), chain_answer(b, held[b]))
+    return result
 
 
 def is_exact(said: str, answer: str) -> bool:
@@ -124,10 +120,10 @@ def needle(place: str, number: int) -> str:
 
 
 def needle_question(place: str) -> str:
-    """The question about it."""
+    """The question about a needle."""
     return f"\nQuestion: What is the secret number of {place}?\nAnswer:"
 
 
 def needle_answer(number: int) -> str:
-    """The right answer."""
+    """The right answer to the question about a needle."""
     return f" {number}.\n"

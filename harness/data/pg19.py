@@ -35,10 +35,8 @@ def book(number: int, split: str, directory: Path | None) -> tuple[str, Iterator
 def books(split: str, directory: Path | None) -> tuple[str, Iterator[Text]]:
     """A description of the source, and its books in order.
 
-    Args:
-        split: "train", "validation" or "test".
-        directory: of parquet files with a `text` column or of .txt files, or one such file. If files are named after splits,
-            only those of `split` are read; otherwise all of them, sorted by name.
+    The directory has parquet files with a `text` column or .txt files, or is one such file. If files are named after splits
+    ("train", "validation", "test"), only those of `split` are read; otherwise all of them, sorted by name.
 
     Raises:
         UserError: there is no text, or the directory or the hub can't be reached.

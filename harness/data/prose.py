@@ -12,8 +12,13 @@ from __future__ import annotations
 import heapq
 import math
 import random
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 ONSETS = ["b", "br", "c", "cl", "d", "dr", "f", "g", "gr", "h", "j", "k", "l", "m", "n", "p", "r", "s", "st", "t", "th", "v", "w"]
 VOWELS = ["a", "e", "i", "o", "u", "ai", "ea", "oo"]
@@ -74,32 +79,19 @@ MIN_WORDS_BETWEEN, MAX_WORDS_BETWEEN = 32, 8192  # between tellings of a fact, l
 
 @dataclass(frozen=True)
 class Telling:
-    """One telling of a fact.
+    """One telling of a fact."""
 
-    Attributes:
-        start: character index of the fact's words in the text.
-        end: character index after them.
-        words_back: words since the previous telling; None for the first.
-        choices: number of values it was drawn from. A first telling costs the logarithm of that.
-    """
-
-    start: int
-    end: int
-    words_back: int | None
-    choices: int
+    start: int  # character index of the fact's words in the text
+    end: int  # character index after them
+    words_back: int | None  # words since the previous telling; None for the first
+    choices: int  # number of values it was drawn from; a first telling costs the logarithm of that
 
 
 class Prose:
     """An endless generator of sentences."""
 
     def __init__(self, seed: int, retold: float = 0.35, new: float = 0.15) -> None:
-        """Start at the first sentence.
-
-        Args:
-            seed: of the whole text.
-            retold: share of sentences that repeat a fact, while facts are due.
-            new: share of sentences that tell a new fact.
-        """
+        """retold: share of sentences that repeat a fact, while facts are due; new: of those that tell a new one."""
         self._draw = random.Random(f"prose/{seed}")
         self._retold, self._new = retold, new
         self._due: list[tuple[int, int, str, str, str, int]] = []  # word, number, name, kind, value, word of the last telling
@@ -159,3 +151,35 @@ class Prose:
         if last is None or self._draw.random() < RETELL_PROBABILITY:
             heapq.heappush(self._due, (word + distance, self._facts, name, kind, value, word))
         return text
+
+
+_MARGIN_CHARACTERS = 4096
+
+
+def fact_costs(nll: NDArray[np.float32], byte_counts: NDArray[np.integer[Any]], seed: int) -> list[dict[str, Any]]:
+    """Mean cost of a fact's words by distance from their last telling: what a cache has forgotten.
+
+    `nll` is of the prose of this seed, nats per token, NaN where not scored, [N]; `byte_counts` are UTF-8 bytes per token, [N].
+    A row for first tellings and one per doubling of the distance: words_back [from, to) (None for first tellings), tellings,
+    nats (summed over the tokens of the fact's words, mean over tellings), drawn_nats (mean log of the number of choices).
+    """
+    ends = np.cumsum(byte_counts)
+    prose = Prose(seed)
+    prose.text(int(ends[-1]) + _MARGIN_CHARACTERS)
+    groups: dict[int | None, list[tuple[float, float]]] = defaultdict(list)
+    for telling in prose.tellings:
+        first = int(np.searchsorted(ends, telling.start, side="right"))  # token with the first byte of the fact's words
+        last = int(np.searchsorted(ends, telling.end, side="left"))
+        if last >= len(nll) or not np.isfinite(nll[first : last + 1]).all():
+            continue
+        doubling = None if telling.words_back is None else telling.words_back.bit_length()
+        groups[doubling].append((float(nll[first : last + 1].sum(dtype=np.float64)), float(np.log(telling.choices))))
+    rows = []
+    for doubling in sorted(groups, key=lambda d: -1 if d is None else d):
+        costs = np.array(groups[doubling])
+        between = None if doubling is None else [2 ** (doubling - 1), 2**doubling]
+        rows.append({
+            "words_back": between, "tellings": len(costs), "nats": float(costs[:, 0].mean()),
+            "drawn_nats": float(costs[:, 1].mean()),
+        })  # fmt: skip
+    return rows

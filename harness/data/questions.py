@@ -18,22 +18,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Question:
-    """One question of a stream. Places are token indices; ends are exclusive.
-
-    Attributes:
-        start: first token of the question.
-        prompt_end: end of the question, where the answer starts.
-        answer_end: end of the answer, its newline included.
-        answer: the right answer, as text.
-        evidence: (start, end) of the text that states the answer; None if the stream has none.
-    """
+class QuizQuestion:
+    """One question of a stream. Places are token indices; ends are exclusive."""
 
     start: int
-    prompt_end: int
-    answer_end: int
-    answer: str
-    evidence: tuple[int, int] | None
+    prompt_end: int  # where the answer starts
+    answer_end: int  # its newline included
+    answer: str  # the right one
+    evidence: tuple[int, int] | None  # (start, end) of the text that states the answer, if the stream has it
 
 
 @dataclass(frozen=True)
@@ -42,20 +34,13 @@ class Quiz:
 
     ids: NDArray[np.int64]  # [N], prefix included
     prefix: int  # tokens
-    questions: tuple[Question, ...]
+    questions: tuple[QuizQuestion, ...]
     line_tokens: NDArray[np.int64]  # tokens of each record line; empty if there are none
 
 
 @dataclass(frozen=True)
 class QuizData:
-    """The data of a question task: one or more independent streams.
-
-    Attributes:
-        quizzes: the streams.
-        source: description of where they came from.
-        tokenizer: to decode answers.
-        text_sha256: of all texts.
-    """
+    """The data of a question task: one or more independent streams."""
 
     quizzes: tuple[Quiz, ...]
     source: str
@@ -86,11 +71,13 @@ class QuizData:
 
 @dataclass
 class Script:
-    """Builds a quiz as text, and remembers in characters where its lines and questions are."""
+    """Builds a quiz as text, and keeps the places of its lines and questions, in characters."""
 
     text: str = ""
     lines: list[tuple[int, int]] = field(default_factory=list)  # (start, end) of every record line
-    questions: list[tuple[int, int, int, str, int | None]] = field(default_factory=list)  # `Question`, evidence as a line number
+    questions: list[tuple[int, int, int, str, int | None]] = field(
+        default_factory=list
+    )  # `QuizQuestion`, evidence as a line number
 
     def line(self, text: str) -> None:
         """Append a record line that questions can refer to. Lines are numbered from 0."""
@@ -124,7 +111,7 @@ def quiz(script: Script, tokenizer: PreTrainedTokenizerBase) -> Quiz:
 
     spans = [(token(start), token(end)) for start, end in script.lines]
     questions = [
-        Question(token(start), token(prompt_end), token(answer_end), answer, None if line is None else spans[line])
+        QuizQuestion(token(start), token(prompt_end), token(answer_end), answer, None if line is None else spans[line])
         for start, prompt_end, answer_end, answer, line in script.questions
     ]
     lengths = np.array([end - start for start, end in spans], np.int64)

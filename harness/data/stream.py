@@ -34,23 +34,14 @@ class Text:
 
 @dataclass(frozen=True)
 class TokenStream:
-    """Texts, one after the other, as one stream of tokens.
+    """Texts, one after the other with nothing between them, as one stream of tokens."""
 
-    Attributes:
-        ids: the prefix, then the texts with nothing between them. [N] integers; `stream` keeps them on disk.
-        prefix: number of tokens that open the stream and are never scored.
-        byte_counts: UTF-8 bytes of text per token; 0 in the prefix. [N] integers, also on disk.
-        starts: (title, index of the first token) of every text.
-        source: description of where the texts came from.
-        text_sha256: of the UTF-8 bytes of the text that the tokens cover.
-    """
-
-    ids: NDArray[np.integer[Any]]
-    prefix: int
-    byte_counts: NDArray[np.integer[Any]]
-    starts: tuple[tuple[str, int], ...]
-    source: str
-    text_sha256: str
+    ids: NDArray[np.integer[Any]]  # the prefix, then the texts. [N] integers; `stream` keeps them on disk
+    prefix: int  # tokens that open the stream and are never scored
+    byte_counts: NDArray[np.integer[Any]]  # UTF-8 bytes of text per token, 0 in the prefix. [N], also on disk
+    starts: tuple[tuple[str, int], ...]  # (title, index of the first token) of every text
+    source: str  # where the texts came from
+    text_sha256: str  # of the UTF-8 bytes of the text that the tokens cover
 
     @property
     def ids_sha256(self) -> str:
@@ -133,17 +124,9 @@ def stream(
     prefix: list[int] | None = None,
     short: bool = False,
 ) -> TokenStream:
-    """A prefix, then the first `tokens` tokens of the texts.
+    """A prefix, by default the tokenizer's own BOS, then the first `tokens` tokens of the texts (fewer if `short`).
 
     Each text is tokenised by itself, without special tokens. Nothing is put between texts.
-
-    Args:
-        texts: in order.
-        source: description of where they came from.
-        tokenizer: the model's.
-        tokens: how many, prefix not counted.
-        prefix: token ids that open the stream; when None, the tokenizer's own BOS, if any.
-        short: accept texts with fewer tokens.
 
     Raises:
         UserError: the texts have too few tokens.

@@ -17,16 +17,11 @@ _CHARACTERS_PER_TOKEN = 8  # generated; more than any of our tokenizers puts int
 
 def texts(
     source: Source, split: Split, book: int | None, seed: int, tokens: int, directory: Path | None
-) -> tuple[str, Iterator[Text]]:  # fmt: skip
+) -> tuple[str, Iterator[Text]]:
     """A description of the source, and its texts in order.
 
-    Args:
-        source: books (pg19) or generated prose.
-        split: of the books.
-        book: only the one with this Project Gutenberg number; all if None.
-        seed: of the prose.
-        tokens: that are read at most; as much prose is generated.
-        directory: of the books; the hub if None.
+    `book` is the Project Gutenberg number of the only one to read. The seed is that of the prose, of which as much is generated
+    as `tokens` may need.
 
     Raises:
         UserError: the books are not available, or there is no such book.

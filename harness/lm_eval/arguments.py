@@ -15,7 +15,7 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fastcheck import fast_method
 from kvbench.harness.engine.method import EAGER
 from kvbench.harness.engine.model import Model
-from kvbench.harness.lm_eval.reading import Prompt, Reader
+from kvbench.harness.lm_eval.reading import Prompt, RequestReader
 from kvbench.harness.models.hub import model_directory
 from kvbench.harness.models.load import DTYPES, device_of, load_model, load_tokenizer
 from kvbench.harness.rules.rules import refuse_if_broken
@@ -65,7 +65,7 @@ class Arguments(BaseModel):
             first = error.errors()[0]
             raise UserError(f"--model_args: {'.'.join(str(p) for p in first['loc'])}: {first['msg']}") from None
 
-    def loaded(self) -> tuple[Reader, PreTrainedTokenizerBase]:
+    def loaded(self) -> tuple[RequestReader, PreTrainedTokenizerBase]:
         """Load the model: its reader and its tokenizer.
 
         Raises:
@@ -104,11 +104,11 @@ class Arguments(BaseModel):
         return config
 
 
-def reader_of(model: Model, config: CacheConfig, prompt: Prompt, prompt_tokens: int | None, batch: int) -> Reader:
+def reader_of(model: Model, config: CacheConfig, prompt: Prompt, prompt_tokens: int | None, batch: int) -> RequestReader:
     """A reader with the fastest method that agrees with the plain walk.
 
     Raises:
         ValueError: the arguments contradict each other.
     """
     method = fast_method(model, config, batch).method if config.policy.caches else EAGER
-    return Reader(model, config, prompt, prompt_tokens, batch, _BLOCK, method)
+    return RequestReader(model, config, prompt, prompt_tokens, batch, _BLOCK, method)

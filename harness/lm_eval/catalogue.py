@@ -49,12 +49,8 @@ def quiet() -> Iterator[None]:
 def task(name: str, fewshot: int | None, seed: int, include: Sequence[str], metadata: dict[str, Any]) -> dict[str, Any]:
     """Load one task and its data, in the form that lm-eval's `evaluate` takes.
 
-    Args:
-        name: of a task, not a group.
-        fewshot: examples before each question; the task's own number when None.
-        seed: of the examples and of everything else that the task draws.
-        include: folders with more tasks.
-        metadata: for tasks that generate their questions.
+    `fewshot` is the number of examples before each question, the task's own when None. The seed is that of everything that the
+    task draws, `include` are folders with more tasks, and `metadata` is for tasks that generate their questions.
 
     Raises:
         UserError: there is no such task, it is a group, or its data is not available.

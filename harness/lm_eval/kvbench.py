@@ -23,8 +23,7 @@ from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.parameters import parameters_of
 from kvbench.harness.data.stream import newline
 from kvbench.harness.lm_eval.arguments import Arguments
-from kvbench.harness.lm_eval.question import common_length
-from kvbench.harness.lm_eval.reading import Reader
+from kvbench.harness.lm_eval.reading import RequestReader
 
 _GREEDY_SETTINGS = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0}
 _MAX_JOINED_TOKENS = 8  # at the end of a text, that may become others when something follows
@@ -36,7 +35,7 @@ class KVBench(HFLM):  # type: ignore[misc]
 
     def __init__(
         self,
-        reader: Reader,
+        reader: RequestReader,
         tokenizer: PreTrainedTokenizerBase,
         max_length: int | None = None,
         add_bos_token: bool | None = None,
@@ -45,19 +44,12 @@ class KVBench(HFLM):  # type: ignore[misc]
         on_progress: Callable[[int], None] | None = None,
         question_start: Callable[[Instance], int] | None = None,
     ) -> None:
-        """Wrap a reader.
+        """Wrap a reader. What is not explained here is as in lm-eval's `hf`.
 
-        Args:
-            reader: model, policy, and how prompts are read.
-            tokenizer: of the model.
-            max_length: tokens kept of a longer request: the last ones. By default lm-eval's choice for a policy that never
-                evicts, and no limit for one that does.
-            add_bos_token: same as in lm-eval's `hf`.
-            prefix_token_id: same as in lm-eval's `hf`.
-            chat_template_args: same as in lm-eval's `hf`.
-            on_progress: called with the number of requests just done, instead of a progress bar.
-            question_start: index of the first character of a request's question, which is read after the prompt before it has
-                been cut; None if the question is part of the prompt.
+        `max_length` is the number of tokens kept of a longer request, the last ones; by default it is lm-eval's choice for a
+        policy that never evicts, and no limit for one that does. `on_progress` is called with the number of requests just done,
+        and replaces the progress bar. `question_start` gives the index of the first character of a request's question, which is
+        read after the prompt before it has been cut; None if the question is part of the prompt.
         """
         self.reader, self._on_progress, self._question_start = reader, on_progress, question_start
         self._before_question: dict[str, str] = {}  # by prompt: its text before the question
@@ -185,9 +177,7 @@ class KVBench(HFLM):  # type: ignore[misc]
         tail = max((len(s) for s in stops), default=0) + 4  # tokens; nearly every token is a character or more
 
         def ended(answer: list[int]) -> bool:
-            return answer[-1] in end_tokens or any(
-                s in self.tok_decode(answer[-tail:], skip_special_tokens=False) for s in stops
-            )  # fmt: skip
+            return answer[-1] in end_tokens or any(s in self.tok_decode(answer[-tail:], skip_special_tokens=False) for s in stops)
 
         prompts = [self._prompt(context, room) for context in contexts]
         self._count(len(prompt) + max_tokens - 1 for prompt in prompts)
@@ -222,17 +212,12 @@ class KVBench(HFLM):  # type: ignore[misc]
             self._before_question |= {r.args[0]: r.args[0][: self._question_start(r)] for r in requests}
 
     def _cut(self, before: Sequence[int], prompt: Sequence[int], dropped: int) -> int:
-        """Tokens of a prompt before its question.
-
-        Args:
-            before: the text before the question, as tokens.
-            prompt: the whole of it.
-            dropped: tokens that were cut off at its start.
+        """Tokens of a prompt before its question, of which `dropped` were cut off at its start.
 
         Raises:
             UserError: the text before the question is no longer the same tokens when the question follows.
         """
-        length = min(common_length(before, prompt), len(prompt) - 1)
+        length = min(_common_length(before, prompt), len(prompt) - 1)
         if length < len(before) - _MAX_JOINED_TOKENS:
             raise UserError("question unseen: this tokenizer gives a text other tokens when a question follows it")
         return max(1, length - dropped)
@@ -257,3 +242,8 @@ class KVBench(HFLM):  # type: ignore[misc]
 
     def _progress(self, total: int, what: str, hidden: bool) -> tqdm:
         return tqdm(total=total, desc=f"Running {what}", disable=hidden or self._on_progress is not None)
+
+
+def _common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two texts begin with alike."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -48,7 +48,7 @@ class _Group:
     last_tokens: dict[int, int] = field(default_factory=dict)  # by the request's number
 
 
-class _Layout(NamedTuple):
+class _BatchTensors(NamedTuple):
     """A batch of groups as tensors."""
 
     ids: Tensor  # the streams, padded at the end. [B, L] int64
@@ -58,7 +58,7 @@ class _Layout(NamedTuple):
     scored: Tensor  # the targets that are in the continuation. [R, L] bool
 
 
-def _layout(batch: Sequence[_Group]) -> _Layout:
+def _batch_tensors(batch: Sequence[_Group]) -> _BatchTensors:
     texts = [group.context + group.continuation for group in batch]
     length = max(len(text) for text in texts)
     requests = [(row, number, last) for row, group in enumerate(batch) for number, last in group.last_tokens.items()]
@@ -66,7 +66,7 @@ def _layout(batch: Sequence[_Group]) -> _Layout:
     starts = torch.tensor([len(group.context) - 1 for group in batch])[streams, None]
     ends = torch.tensor([len(text) for text in texts])[streams, None]
     place = torch.arange(length)
-    return _Layout(
+    return _BatchTensors(
         ids=torch.tensor([text + [0] * (length - len(text)) for text in texts]),
         numbers=[number for _, number, _ in requests],
         streams=streams,
@@ -78,17 +78,13 @@ def _layout(batch: Sequence[_Group]) -> _Layout:
 class _Totals:
     """The scores of a batch, summed up as logits come in."""
 
-    def __init__(self, layout: _Layout) -> None:
+    def __init__(self, layout: _BatchTensors) -> None:
         self._layout = layout
         self._logprob = torch.zeros(len(layout.numbers), dtype=torch.float64)
         self._greedy = torch.ones(len(layout.numbers), dtype=torch.bool)
 
     def add(self, logits: Tensor, columns: Tensor) -> None:
-        """Add the scores of the targets in some columns.
-
-        Args:
-            logits: after the tokens in these columns. [B, K, V].
-            columns: of the layout. [K] int64.
+        """Add the scores of the targets in some columns, [K], given the logits after the tokens in them, [B, K, V].
 
         Raises:
             ArithmeticError: a log-probability is not finite.
@@ -113,33 +109,23 @@ class _Totals:
 
 
 @dataclass
-class Reader:
+class RequestReader:
     """Reads requests, each as a stream of its own with a fresh cache.
 
-    Attributes:
-        model: to drive.
-        config: which tokens the cache keeps.
-        prompt: how to read a prompt longer than the cache. `stream`: as `config.evict` says; `once`: the whole prompt under full
-            attention, then one eviction, then as `config.evict` says; `truncate`: only its first and last tokens.
-        longest: tokens of a prompt that `truncate` keeps; the capacity when None.
-        batch: requests run together.
-        block: tokens per forward pass, all streams together.
-        method: shortcuts that decoders may take.
-        kv_bytes: largest size so far that is allocated for a stream's K and V.
-        held_bytes: largest size so far of the K and V that a stream holds.
-        state_bytes: largest size of a stream's other state so far.
+    `prompt` says how a prompt longer than the cache is read. `stream`: as `config.evict` says; `once`: the whole prompt under
+    full attention, then one eviction, then as `config.evict` says; `truncate`: only its first and last tokens.
     """
 
     model: Model
     config: CacheConfig
     prompt: Prompt = "stream"
-    longest: int | None = None
-    batch: int = 16
-    block: int = 2048
+    longest: int | None = None  # tokens of a prompt that `truncate` keeps; the capacity when None
+    batch: int = 16  # requests run together
+    block: int = 2048  # tokens per forward pass, all streams together
     method: Method = EAGER
-    kv_bytes: int = 0
-    held_bytes: int = 0
-    state_bytes: int = 0
+    kv_bytes: int = 0  # largest so far that is allocated for a stream's K and V
+    held_bytes: int = 0  # largest so far of the K and V that a stream holds
+    state_bytes: int = 0  # largest so far of a stream's other state
 
     def __post_init__(self) -> None:
         if self.prompt == "truncate" and self.longest is None:
@@ -162,14 +148,11 @@ class Reader:
 
     def loglikelihoods(
         self, requests: Sequence[Request], done: Callable[[int], Any] = _ignore_progress, prompts: Sequence[int] | None = None
-    ) -> list[Scored]:  # fmt: skip
-        """Score the continuation of every request.
+    ) -> list[Scored]:
+        """Score the continuation of every request, which has at least one token.
 
-        Args:
-            requests: a continuation has at least one token.
-            done: called with the number of requests just done.
-            prompts: how many tokens of each context are its prompt; the question after it is read when the prompt has been cut.
-                All when None.
+        `done` is called with the number of requests just done. `prompts` are the tokens of each context that are its prompt (all
+        when None); the question after them is read when the prompt has been cut.
 
         Raises:
             ArithmeticError: a log-probability is not finite.
@@ -191,17 +174,10 @@ class Reader:
         self, prompts: Sequence[Sequence[int]], max_tokens: int, ended: Callable[[list[int]], bool],
         done: Callable[[int], Any] = _ignore_progress, cuts: Sequence[int] | None = None,
     ) -> list[list[int]]:  # fmt: skip
-        """Generate greedily after every prompt.
+        """Generate greedily after every prompt, which has at least one token. An answer includes the token that completed it.
 
-        Args:
-            prompts: token ids, at least one each.
-            max_tokens: per answer.
-            ended: whether an answer is complete.
-            done: called with the number of prompts just done.
-            cuts: how many tokens of each are the prompt that is cut; the question after it is read then. All when None.
-
-        Returns:
-            Token ids of each answer, including the one that completed it.
+        `ended` says whether an answer is complete; `done` is called with the number of prompts just done. `cuts` are the tokens
+        of each prompt that are cut (all when None); the question after them is read then.
         """
         shortened = [list(self.shortened(prompt)) for prompt in prompts]
         lengths = [len(x) for x in shortened] if cuts is None or not self.reads_whole_prompts else cuts
@@ -221,9 +197,7 @@ class Reader:
         first = self.longest // 2
         return [*prompt[:first], *prompt[len(prompt) - (self.longest - first) :]]
 
-    def _batches(
-        self, order: Sequence[Item], length: Callable[[Item], int], max_difference: int | None
-    ) -> Iterator[list[Item]]:  # fmt: skip
+    def _batches(self, order: Sequence[Item], length: Callable[[Item], int], max_difference: int | None) -> Iterator[list[Item]]:
         """Split items, sorted by length, into batches whose lengths differ by at most `max_difference` (None: any)."""
         batch: list[Item] = []
         for item in order:
@@ -252,16 +226,12 @@ class Reader:
             decoder = self._open(len(opening))
             self._prefill(decoder, opening)
             decoder = decoder.fork(rows)
-        return self._scored_from(decoder, _layout(batch), shared, logits)
+        return self._scored_from(decoder, _batch_tensors(batch), shared, logits)
 
-    def _scored_from(self, decoder: Decoder, layout: _Layout, start: int, logits: Tensor | None) -> dict[int, Scored]:
-        """Read the rest of the streams and score their requests.
+    def _scored_from(self, decoder: Decoder, layout: _BatchTensors, start: int, logits: Tensor | None) -> dict[int, Scored]:
+        """Read on from the first `start` tokens of every stream, and score their requests.
 
-        Args:
-            decoder: has read the first `start` tokens of every stream.
-            layout: of the batch.
-            start: tokens read.
-            logits: after the last of them, if a request needs those. [B, V].
+        `logits` are those after the last of these tokens, if a request needs them. [B, V].
         """
         streams, length = layout.ids.shape
         totals = _Totals(layout)
@@ -281,7 +251,7 @@ class Reader:
     @torch.inference_mode()
     def _answers(
         self, prompts: Sequence[list[int]], shared: int, max_tokens: int, ended: Callable[[list[int]], bool]
-    ) -> list[list[int]]:  # fmt: skip
+    ) -> list[list[int]]:
         """Answer a batch of prompts, whose first `shared` tokens are read in blocks.
 
         Then all streams step together: longer prompts are still being read while others answer.
@@ -317,12 +287,12 @@ class Reader:
         return open_decoder(self.model, self.config, streams, self.method)
 
     def _read_whole(self, prompts: Sequence[Sequence[int]]) -> tuple[Decoder, Tensor]:
-        """Read prompts of equal length in full, then evict. -> the decoder, and the logits after the last token. [B, V]."""
+        """Read prompts of equal length in full, then evict. Returns the decoder, and the logits after the last token, [B, V]."""
         decoder, tokens = self._open(len(prompts)), torch.tensor(prompts, device=self.model.device)
         return decoder, decoder.read_prompt(tokens, self._width(len(prompts)), once=self.prompt == "once")
 
     def _prefill(self, decoder: Decoder, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Read prompts of equal length. -> logits after the last token. [B, V]."""
+        """Read prompts of equal length. Returns the logits after the last token, [B, V]."""
         tokens = torch.tensor(prompts, device=self.model.device)
         for part in tokens.split(self._width(len(prompts)), 1):
             logits = decoder(part, keep=torch.tensor([part.shape[1] - 1], device=self.model.device))
@@ -339,6 +309,6 @@ class Reader:
 
 
 def _numbered(items: Iterator[Any]) -> list[int]:
-    """Number distinct items from 0 in order of appearance. -> the number of every item."""
+    """The number of every item, where distinct items are numbered from 0 in order of appearance."""
     numbers: dict[Any, int] = {}
     return [numbers.setdefault(item, len(numbers)) for item in items]

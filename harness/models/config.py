@@ -19,10 +19,7 @@ _COUNTS = (
 
 
 def read_config(directory: Path) -> PreTrainedConfig:
-    """Read the config of a model.
-
-    Args:
-        directory: of the model's files, or the config file itself.
+    """Read the config of a model, given its directory or the config file itself.
 
     Raises:
         UserError: transformers can't read it; the message says why.

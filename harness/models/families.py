@@ -51,12 +51,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def tiny_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """A two-layer model of a family, with random float32 weights, on the CPU.
-
-    Args:
-        family: transformers' model type.
-        seed: of the weights.
-        overrides: config values.
+    """A two-layer model of a family, with random float32 weights, on the CPU. `overrides` are values of its config.
 
     Raises:
         KeyError: the installed transformers does not know the family.

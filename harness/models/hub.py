@@ -71,10 +71,8 @@ def _shape(name: str) -> Path:
 def model_directory(model: str, revision: str | None, allow_pickle: bool) -> Path:
     """The directory of a model's files, downloaded if necessary. For random weights, only the config file.
 
-    Args:
-        model: a local directory, a hub id, "builtin:" and a name, or "random:" and a shape.
-        revision: commit, branch or tag of a hub model.
-        allow_pickle: accept weights that are not safetensors.
+    A model is a local directory, a hub id (with a commit, branch or tag), "builtin:" and a name, or "random:" and a shape.
+    Weights that are not safetensors need `allow_pickle`.
 
     Raises:
         UserError: there is no such model, it has no weights, or the hub is out of reach.

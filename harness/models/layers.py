@@ -47,12 +47,12 @@ def device_map(config: PreTrainedConfig, dtype: torch.dtype, devices: Sequence[t
     limit = total / len(devices)
     logging.getLogger("accelerate.utils.modeling").setLevel(logging.ERROR)  # warns of devices that this machine lacks
     while limit <= total:
-        found = infer_auto_device_map(
+        places = infer_auto_device_map(
             model, max_memory=dict.fromkeys(range(len(devices)), int(limit)), no_split_module_classes=whole, dtype=dtype
         )
-        if set(found.values()) == set(range(len(devices))):
-            of_module = {name: devices[int(place)] for name, place in found.items()}
-            idle = [name for name in found if not any(True for _ in model.get_submodule(name).parameters())]
+        if set(places.values()) == set(range(len(devices))):
+            of_module = {name: devices[int(place)] for name, place in places.items()}
+            idle = [name for name in places if not any(True for _ in model.get_submodule(name).parameters())]
             return of_module | dict.fromkeys(idle, devices[0])  # such as RoPE, which every layer waits for
         limit *= _LIMIT_STEP
     raise UserError(f"model.devices: {len(devices)}, but its layers can't be placed on so many")

@@ -50,7 +50,7 @@ def device_of(name: str) -> torch.device:
 
 
 def _dtype(name: str) -> torch.dtype:
-    """One of `DTYPES`, or float64, in which two ways to compute the same can be held to each other."""
+    """One of `DTYPES`; or float64, to compare two computations almost without rounding."""
     return torch.float64 if name == "float64" else DTYPES[name]
 
 
@@ -116,15 +116,10 @@ def load_model(
 
     TF32 is turned off, because float32 on a GPU would fail that check.
 
-    Args:
-        directory: of the model's files; with `random`, its config file.
-        dtype: of the weights and the cache.
-        device: to put it on.
-        rope_length: longest position + 1, in tokens, for RoPE types whose tables depend on it.
-        allow_pickle: accept weights that are not safetensors.
-        random: draw the weights on the device instead of reading them, the same at every call.
-        watched: accept a model that the loop can't drive, such as an encoder or a vision transformer; it has no layers then.
-        devices: number of devices that its layers are spread over, `device` the first.
+    With `random`, `directory` is the config file, and weights are drawn on the device, the same at every call. `rope_length` is
+    the longest position + 1, in tokens, for RoPE types whose tables depend on it. `watched` accepts a model that the loop can't
+    drive, such as an encoder or a vision transformer; it has no layers then. With several devices, its layers are spread over
+    them, `device` the first.
 
     Raises:
         UserError: it is not a causal language model, its files are damaged or don't match its config, its logits are not
@@ -157,15 +152,13 @@ def _placed(
             return dispatch(_random_model(config, dtype, torch.device("cpu"), AutoModelForCausalLM), places)
         return read_weights(directory, config, dtype, allow_pickle, device_map=places)
     if random:
-        made, kind = (config, AutoModelForCausalLM) if tower is None else (tower, AutoModel)
-        return _random_model(made, dtype, device, kind)
+        drawn, kind = (config, AutoModelForCausalLM) if tower is None else (tower, AutoModel)
+        return _random_model(drawn, dtype, device, kind)
     hf = (read_weights if tower is None else read_vision_weights)(directory, config, dtype, allow_pickle)
     return hf.eval().to(device)
 
 
-def _adopted(
-    hf: PreTrainedModel, name: str, dtype: str, rope_length: int | None, watched: bool
-) -> Model:  # fmt: skip
+def _adopted(hf: PreTrainedModel, name: str, dtype: str, rope_length: int | None, watched: bool) -> Model:
     """Adopt and check a model. Logits that are not finite are reported as such, even if another check fails first."""
     refused: UnsupportedModelError | None = None
     try:

@@ -15,21 +15,13 @@ from kvbench.harness.models.shared_kv_config import kv_sources
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes that decide what a model costs to run.
+    """The sizes that decide what a model costs to run."""
 
-    Attributes:
-        heads: KV heads per layer.
-        head_dim: of K and of V.
-        parameters: approximate number.
-        windows: for every layer, the tokens that a query sees, itself included; None if all.
-        sources: for every layer, the one whose K and V it reads.
-    """
-
-    heads: int
-    head_dim: int
-    parameters: int
-    windows: tuple[int | None, ...]
-    sources: tuple[int, ...]
+    heads: int  # KV heads per layer
+    head_dim: int  # of K and of V
+    parameters: int  # approximate number
+    windows: tuple[int | None, ...]  # for every layer, the tokens that a query sees, itself included; None if all
+    sources: tuple[int, ...]  # for every layer, the one whose K and V it reads
 
     @property
     def layers(self) -> int:
@@ -37,24 +29,15 @@ class ModelShape:
         return len(self.windows)
 
     def kv_bytes(self, capacity: int, streams: int, itemsize: int) -> int:
-        """Bytes of a cache's K/V slots: `capacity + 1` per layer that has its own, or the sliding window if that is smaller.
-
-        Args:
-            capacity: tokens kept between steps.
-            streams: streams in the batch.
-            itemsize: bytes per number.
-        """
+        """Bytes of a cache's K/V slots: `capacity + 1` per layer that has its own, or the sliding window if that is smaller."""
         windows = [self.windows[layer] for layer in sorted(set(self.sources))]
         slots = sum(capacity + 1 if window is None else min(capacity + 1, window) for window in windows)
         return 2 * streams * self.heads * self.head_dim * itemsize * slots
 
     def capacity_within(self, size: int, itemsize: int, spare: int = 1) -> int:
-        """The largest capacity whose K/V slots for one stream take at most `size` bytes; 0 if there is none.
+        """The largest capacity that `size` bytes of K/V slots allow one stream; 0 if there is none.
 
-        Args:
-            size: bytes.
-            itemsize: bytes per number.
-            spare: slots beyond the capacity.
+        `spare` slots are allocated beyond the capacity.
         """
         low, high = 0, size // (2 * self.heads * self.head_dim * itemsize) + 1
         while high - low > 1:

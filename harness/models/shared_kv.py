@@ -17,7 +17,7 @@ from kvbench.harness.models.shared_kv_config import SharedKVConfig, kv_sources
 Vectors = dict[int, tuple[Tensor, Tensor]]  # K and V of the layers so far. [B, H, T, D] each
 
 
-class _Attention(Qwen3Attention):
+class _SharedKVAttention(Qwen3Attention):
     """Attention over the K and V of this layer, or of an earlier one."""
 
     def __init__(self, config: SharedKVConfig, layer: int, source: int) -> None:
@@ -47,16 +47,16 @@ class _Attention(Qwen3Attention):
 
 
 class _Layers(Qwen3Model):
-    """The layers, which hand K and V on."""
+    """The layers of Qwen3. Each hands its K and V on to the layers after it."""
 
     def __init__(self, config: SharedKVConfig) -> None:
         super().__init__(config)
         for layer, source in enumerate(kv_sources(config)):
-            self.layers[layer].self_attn = _Attention(config, layer, source)
+            self.layers[layer].self_attn = _SharedKVAttention(config, layer, source)
         self.post_init()  # type: ignore[no-untyped-call]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """That of Qwen3."""
+        """The forward pass of Qwen3, with an empty dict for the layers' K and V."""
         return super().forward(*args, vectors={}, **kwargs)
 
 

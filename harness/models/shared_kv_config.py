@@ -22,11 +22,9 @@ class SharedKVConfig(Qwen3Config):
 
 
 def kv_sources(config: Any) -> list[int]:
-    """For every layer, the one whose K and V it reads, as far as the config says so.
+    """For every layer of any decoder in transformers, the one whose K and V it reads, as far as the config says so.
 
-    Args:
-        config: of any decoder in transformers. `num_kv_shared_layers` (Gemma) counts layers at the end that read the last layer
-            of their kind before them.
+    `num_kv_shared_layers` (Gemma) counts layers at the end that read the last layer of their kind before them.
 
     Raises:
         ValueError: a layer reads one that does not come before it, or that reads another itself.

@@ -30,19 +30,12 @@ _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """What the tokens of an image are: special tokens ([CLS], then registers), then patches row by row.
+    """What the tokens of an image are: special tokens ([CLS], then registers), then patches row by row."""
 
-    Attributes:
-        rows: of patches.
-        columns: of patches.
-        special: tokens before the patches.
-        registers: the last of those that are register tokens.
-    """
-
-    rows: int
-    columns: int
-    special: int
-    registers: int
+    rows: int  # of patches
+    columns: int  # of patches
+    special: int  # tokens before the patches
+    registers: int  # the last of those that are register tokens
 
     @property
     def tokens(self) -> int:
@@ -61,18 +54,15 @@ class TokenLayout:
 
 @dataclass(frozen=True)
 class ImageReader:
-    """Turns images into a vision transformer's input.
+    """Turns images into a vision transformer's input, with the model's own image processor.
 
-    Attributes:
-        config: of the model, or of its vision tower.
-        processor: the model's own image processor. None: the shorter side is resized to the config's `image_size`, the middle
-            is cut out, and colours are scaled to [-1, 1].
-        name: of the model, for errors.
+    Without one, the shorter side is resized to the config's `image_size`, the middle is cut out, and colours are scaled to
+    between -1 and 1.
     """
 
-    config: PreTrainedConfig
+    config: PreTrainedConfig  # of the model, or of its vision tower
     processor: Any
-    name: str
+    name: str  # of the model, for errors
 
     def pixels(self, images: Sequence[NDArray[np.uint8]]) -> Tensor:
         """The model's input. [height, width, 3] each -> [B, 3, H, W] float32.
@@ -83,8 +73,8 @@ class ImageReader:
         if self.processor is None:
             return torch.cat([_fitted(image, _pair(self.config.image_size)) for image in images])
         try:
-            made = self.processor(images=list(images), input_data_format="channels_last", return_tensors="pt")
-            pixels: Tensor = made["pixel_values"].float()
+            inputs = self.processor(images=list(images), input_data_format="channels_last", return_tensors="pt")
+            pixels: Tensor = inputs["pixel_values"].float()
         except Exception as error:  # image processors raise many kinds
             raise UserError(f"{self.name}: its image processor fails ({type(error).__name__}: {first_cause(error)})") from error
         if pixels.ndim != 4:
@@ -122,10 +112,7 @@ def vision_config(config: PreTrainedConfig) -> PreTrainedConfig | None:
 
 
 def load_image_reader(directory: Path) -> ImageReader:
-    """What reads images for a model.
-
-    Args:
-        directory: of the model's files; for random weights, its config file.
+    """What reads images for a model, given the directory of its files or, for random weights, its config file.
 
     Raises:
         UserError: it is no vision transformer, or its image processor can't be loaded.
@@ -146,12 +133,6 @@ def load_image_reader(directory: Path) -> ImageReader:
 
 def read_vision_weights(directory: Path, config: PreTrainedConfig, dtype: torch.dtype, allow_pickle: bool) -> PreTrainedModel:
     """A vision transformer without its head, or the vision tower of a model with two, with all its weights.
-
-    Args:
-        directory: of the model's files.
-        config: of the whole model.
-        dtype: of the weights.
-        allow_pickle: accept weights that are not safetensors.
 
     Raises:
         UserError: a file is damaged, or its tensors don't match the config; or the model has no tower of its own.

@@ -26,13 +26,7 @@ def read_weights(
 ) -> PreTrainedModel:  # fmt: skip
     """Read a model with all its weights.
 
-    Args:
-        directory: of the model's files.
-        config: of the model.
-        dtype: of the weights.
-        allow_pickle: accept weights that are not safetensors.
-        model_class: of transformers, that loads it.
-        placed: options of `from_pretrained` that say on which devices its parts go; the CPU without.
+    `placed` are options of `from_pretrained` that say on which devices its parts go; without them, on the CPU.
 
     Raises:
         UserError: a file is damaged, or its tensors don't match the config.
@@ -73,12 +67,9 @@ def _refuse_damaged(directory: Path) -> None:
 
 
 def _refuse_misfits(model: PreTrainedModel, info: Mapping[str, Any], name: str) -> None:
-    """Refuse files whose tensors don't match the config.
+    """Refuse files whose tensors don't match the config. Missing tensors of the model were drawn at random.
 
-    Args:
-        model: as loaded, its missing tensors drawn at random.
-        info: transformers' loading info: names of missing and unexpected keys; (name, shape, shape) of mismatched ones.
-        name: of the model.
+    `info` is transformers' loading info: names of missing and unexpected keys, and (name, shape, shape) of mismatched ones.
     """
     mismatched = {key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]}
     tensors = dict(model.named_parameters(remove_duplicate=False))

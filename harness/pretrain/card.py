@@ -1,4 +1,4 @@
-"""The model card of a reference model, written from its configuration and training log."""
+"""What is stored beside a reference model: its card, and its training curve, both written from the training log."""
 
 from __future__ import annotations
 
@@ -27,16 +27,12 @@ _OPTIMIZERS = {"adamw": "AdamW", "ortho_adam": "OrthoAdam"}
 
 
 def card(
-    config: PretrainConfig, log: Path, parameters: int, found: dict[str, list[tuple[int, int]]], about: dict[str, Any]
-) -> str:  # fmt: skip
+    config: PretrainConfig, log: Path, parameters: int, answers: dict[str, list[tuple[int, int]]], about: dict[str, Any]
+) -> str:
     """The text of the model's README.
 
-    Args:
-        config: of the model.
-        log: training log, one line of JSON per step.
-        parameters: number of parameters.
-        found: right answers and questions of each sample, by kind, after training.
-        about: device, threads and versions of the training run.
+    `log` has one line of JSON per step. `answers` has, by kind, (right answers, questions) of each sample after training;
+    `about`, the device, threads and versions of the training run.
     """
     rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
     last = rows[-_FINAL_LOSS_STEPS:]
@@ -68,7 +64,7 @@ A Llama with {parameters:,} parameters for measuring KV-cache policies, made by 
 | trained on | {", ".join(f"{k} {v}" for k, v in about.items())} |
 | weights | float16 |
 
-{_answers(found)}Attention to the first token during training, on held-out samples, over queries from the 64th on (the head with the most, and the
+{_answers(answers)}Attention to the first token during training, on held-out samples, over queries from the 64th on (the head with the most, and the
 mean of all heads):
 
 | tokens | largest | mean |
@@ -77,11 +73,11 @@ mean of all heads):
 """  # noqa: E501
 
 
-def _answers(found: dict[str, list[tuple[int, int]]]) -> str:
+def _answers(answers: dict[str, list[tuple[int, int]]]) -> str:
     """A table of the answers; empty if nothing was asked."""
-    if not found:
+    if not answers:
         return ""
-    rows = "\n".join(f"| {kind} | {_share(samples)} | {len(samples)} |" for kind, samples in found.items())
+    rows = "\n".join(f"| {kind} | {_share(samples)} | {len(samples)} |" for kind, samples in answers.items())
     return f"""Questions about held-out samples, every token of an answer right (dense, float32; for repeats, stretches).
 Intervals (95 %) have samples as their units, as the questions of one resemble each other:
 
@@ -93,7 +89,7 @@ Intervals (95 %) have samples as their units, as the questions of one resemble e
 
 
 def _share(samples: list[tuple[int, int]]) -> str:
-    """Of right answers, with its interval."""
+    """Share of right answers, with its interval."""
     right, asked = (np.array(x, np.float64) for x in zip(*samples, strict=True))
     ends = clustered_share(right, asked) if len(samples) >= MIN_BLOCKS else None
     interval = "" if ends is None else f" [{100 * ends[0]:.1f}, {100 * ends[1]:.1f}]"
@@ -115,3 +111,20 @@ def _samples(config: PretrainConfig) -> str:
 
 def _shares(parts: dict[str, float]) -> str:
     return ", ".join(f"{name} {share / sum(parts.values()):.0%}" for name, share in parts.items() if share)
+
+
+CURVE_NAME = "training.jsonl"  # of the training curve, in a model's directory
+_MAX_POINTS = 150
+
+
+def curve(log: Path) -> str:
+    """The log, thinned for a chart, as lines of JSON: tokens so far, mean loss, and the latest attention to the first token."""
+    rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    stride = max(1, len(rows) // _MAX_POINTS)
+    lines = []
+    for start in range(0, len(rows), stride):
+        steps = rows[start : start + stride]
+        probes = [row["attention_to_first"] for row in steps if "attention_to_first" in row]
+        line = {"tokens": steps[-1]["tokens"], "loss": round(sum(row["loss"] for row in steps) / len(steps), 5)}
+        lines.append(line | ({"attention_to_first": {k: round(v, 5) for k, v in probes[-1].items()}} if probes else {}))
+    return "".join(f"{json.dumps(line)}\n" for line in lines)

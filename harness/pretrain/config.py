@@ -205,9 +205,7 @@ def find(name: str) -> Path:
 def load(path: Path, changes: Sequence[str] = ()) -> PretrainConfig:
     """Load a configuration. With `like: FILE`, missing values come from that file in the same folder.
 
-    Args:
-        path: of the file.
-        changes: KEY=VALUE, such as "seed=1" or "shape.hidden=256", in place of the file's.
+    A change is KEY=VALUE, such as "seed=1" or "shape.hidden=256", and replaces the file's value.
 
     Raises:
         UserError: the file doesn't exist, or it or a change is invalid.

@@ -8,31 +8,86 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
 
+from kvbench.harness.engine.own_attention import attention_by
+from kvbench.harness.engine.variants.base import attention_weights, weighed, weighing_of
 from kvbench.harness.pretrain.config import PretrainConfig
-from kvbench.harness.pretrain.probe import attention_to_first, right_answers
-from kvbench.harness.pretrain.samples import NAMES, Samples
+from kvbench.harness.pretrain.samples import NAMES, TrainingSamples
+
+_NAME = "kv_bench_probe"
+_FIRST_QUERY = 64  # earlier queries have too few keys to choose from
+_layer_shares: list[Tensor] = []  # filled by `_attention`, one [Q] per layer of the current forward pass
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
+    scaling: float | None = None, dropout: float = 0.0, s_aux: Tensor | None = None, **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Causal attention that records the weight of the first token. [B, Q, T, D], [B, H, T, D] -> [B, T, Q, D]."""
+    if getattr(module.config, "zero_sink", False):
+        s_aux = query.new_zeros(query.shape[1])
+    weights, weighing = attention_weights(module, query, key, scaling, s_aux), weighing_of(module.config)
+    shares = weights.to(value.dtype) if weighing is None else weighing.shares(weights.to(value.dtype))
+    _layer_shares.append(shares[:, :, _FIRST_QUERY:, 0].float().mean((0, 2)))
+    return weighed(weights, value), None
+
+
+AttentionInterface.register(_NAME, _attention)
+
+
+@torch.inference_mode()
+def attention_to_first(model: PreTrainedModel, samples: Tensor) -> Tensor:
+    """Mean softmax weight that each query head gives to the first token, over queries from the 64th on. [L, Q] float32.
+
+    Samples are [B, T] int64, T > 64. The model's mode and attention implementation are restored afterwards.
+    """
+    training = model.training
+    model.eval()
+    _layer_shares.clear()
+    with attention_by(model, _NAME):
+        model(input_ids=samples, use_cache=False)
+        shares = torch.stack(list(_layer_shares))
+    model.train(training)
+    return shares
+
+
+@torch.inference_mode()
+def right_answers(model: PreTrainedModel, samples: Tensor, answers: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each sample: answers of which the model predicts every token, given the text before it; and all. [B], [B].
+
+    Samples are [B, T] int64; `answers` says whether a token belongs to an answer, [B, T] bool. The model keeps its mode.
+    """
+    training = model.training
+    model.eval()
+    right = model(input_ids=samples, use_cache=False).logits[:, :-1].argmax(-1) == samples[:, 1:]
+    model.train(training)
+    asked = answers[:, 1:]
+    starts = asked & ~answers[:, :-1]
+    number = starts.flatten().cumsum(0)[asked.flatten()] - 1  # of the answer that a token belongs to
+    wrong = (~right).flatten()[asked.flatten()].float()
+    is_right = wrong.new_zeros(int(starts.sum())).index_add_(0, number, wrong) == 0
+    sample = starts.nonzero()[:, 0]  # of each answer
+    return torch.bincount(sample[is_right], minlength=len(samples)), starts.sum(1)
+
 
 _TOGETHER = 8  # samples read at once
 
 
 class HeldOut:
-    """Whole samples of every kind that the model's recipe has."""
+    """Samples of every kind in the recipe, in full length."""
 
     def __init__(self, config: PretrainConfig, ids: NDArray[np.uint16], tokenizer: Any, seed: int) -> None:
-        """Keep what samples are drawn from.
+        """Keep what samples are drawn from: as many of a kind as there is text for.
 
-        Args:
-            config: of the model.
-            ids: running text that is not trained on; there are as many samples of a kind as it has text for. [N].
-            tokenizer: without sinks.
-            seed: of what is drawn, another than that of training.
+        `ids` is running text that is not trained on, [N]; the tokenizer has no sinks; the seed is another than that of training.
         """
         self._count, shares = len(ids) // config.training.sample, config.kinds.model_dump() | {"repeats": config.repeats.share}
         self._asking = [kind for kind in ("repeats", *NAMES) if kind != "text" and shares[kind]]
         self._samples = {
-            kind: Samples(config, [kind] * self._count, ids, tokenizer, seed, staged=False) for kind in ("text", *self._asking)
+            kind: TrainingSamples(config, [kind] * self._count, ids, tokenizer, seed, staged=False)
+            for kind in ("text", *self._asking)
         }
 
     def attention_to_first(self, model: Any) -> Tensor:
@@ -41,13 +96,13 @@ class HeldOut:
         return torch.stack(shares).mean(0)
 
     def answers(self, model: Any) -> dict[str, list[tuple[int, int]]]:
-        """(right answers, questions) of each sample, of every kind that asks; of repeats, stretches."""
-        found = {}
+        """(right answers, questions) of each sample, by kind; of repeats, repeated stretches."""
+        answers = {}
         for kind in self._asking:
             parts = [{name: x.to(model.device) for name, x in part.items()} for part in self._parts(kind)]
             counts = [torch.stack(right_answers(model, part["input_ids"], part["answers"]), 1) for part in parts]
-            found[kind] = [(right, count) for right, count in torch.cat(counts).tolist() if count] if counts else []
-        return {kind: samples for kind, samples in found.items() if samples}
+            answers[kind] = [(right, count) for right, count in torch.cat(counts).tolist() if count] if counts else []
+        return {kind: samples for kind, samples in answers.items() if samples}
 
     def _parts(self, kind: str) -> Iterator[dict[str, Tensor]]:
         samples = self._samples[kind]

@@ -21,15 +21,10 @@ class OrthoAdam(torch.optim.Optimizer):
         self, params: Iterable[Any], lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
         weight_decay: float = 0.0, seed: int = 0,
     ) -> None:  # fmt: skip
-        """Draw the bases.
+        """Draw the bases of parameters, which have one or two axes, from the seed.
 
-        Args:
-            params: parameters with one or two axes, or groups of them.
-            lr: learning rate.
-            betas: decay of the first and second moment.
-            eps: added to the root of the second moment.
-            weight_decay: share of a weight that a step takes away, times the learning rate.
-            seed: of the bases. They are drawn again when training resumes, so that checkpoints stay small.
+        They are drawn again when training resumes, so that checkpoints stay small. `weight_decay` is the share of a weight that a
+        step takes away, times the learning rate.
         """
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         generator = torch.Generator().manual_seed(seed)

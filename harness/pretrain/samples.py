@@ -36,7 +36,7 @@ class Sample(NamedTuple):
 
 
 def kinds_of(config: PretrainConfig, seed: int) -> list[str]:
-    """What each sample is, in order of training; the same for every model of one recipe."""
+    """The kind of each sample, in order of training; the same for every model of one recipe."""
     training, repeats = config.training, config.repeats
     draw, total = np.random.default_rng(seed), config.steps * training.batch
     early = np.arange(total) < repeats.until * total
@@ -50,22 +50,17 @@ def kinds_of(config: PretrainConfig, seed: int) -> list[str]:
     return ["repeats" if again else NAMES[kind] for again, kind in zip(repeated, drawn, strict=True)]
 
 
-class Samples(Dataset[dict[str, Tensor]]):
+class TrainingSamples(Dataset[dict[str, Tensor]]):
     """Samples, each after the model's sinks, shorter ones in the beginning. Every model is scored on the same tokens."""
 
     def __init__(
         self, config: PretrainConfig, kinds: list[str], ids: NDArray[np.uint16], tokenizer: PreTrainedTokenizerFast, seed: int,
         staged: bool = True,
     ) -> None:  # fmt: skip
-        """Share out the running text.
+        """Share out the running text `ids`, [N], among the samples, whose kinds are given in order.
 
-        Args:
-            config: of the model.
-            kinds: of all samples.
-            ids: the running text. [N].
-            tokenizer: without sinks.
-            seed: of the order of the running text, and of what is drawn.
-            staged: shorter samples and fewer kinds of tokens in the beginning, as in training.
+        The tokenizer has no sinks. The seed decides the order of the running text, and what is drawn. If `staged`, samples are
+        shorter and have fewer kinds of tokens in the beginning, as in training.
         """
         self._staged = staged
         self._config, self._kinds, self._ids, self._tokenizer, self._seed = config, kinds, ids, tokenizer, seed

@@ -34,9 +34,11 @@ def learn(texts: Iterator[str], shape: Shape) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     digits = 10  # each is a byte and a number at once
     trainer = trainers.BpeTrainer(
-        vocab_size=shape.vocabulary - len(_WHOLE) + digits, special_tokens=list(SINKS), show_progress=False,
+        vocab_size=shape.vocabulary - len(_WHOLE) + digits,
+        special_tokens=list(SINKS),
+        show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
+    )
     tokenizer.train_from_iterator(itertools.islice(texts, _TRAINING_PIECES), trainer)
     split = pre_tokenizers.Split(Regex(_DIGITS), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, bytewise])  # type: ignore[assignment]
@@ -45,11 +47,11 @@ def learn(texts: Iterator[str], shape: Shape) -> Tokenizer:
 
 def _with_numbers(tokenizer: Tokenizer) -> Tokenizer:
     """The same with a token for each number and for each fixed text."""
-    made = json.loads(tokenizer.to_str())
-    learnt = sorted(made["model"]["vocab"], key=made["model"]["vocab"].__getitem__)
+    spec = json.loads(tokenizer.to_str())
+    learnt = sorted(spec["model"]["vocab"], key=spec["model"]["vocab"].__getitem__)
     names = list(dict.fromkeys([*SINKS, *NUMBERS, *learnt]))
-    made["model"] |= {"vocab": {name: i for i, name in enumerate(names)}, "ignore_merges": True}
-    tokenizer = Tokenizer.from_str(json.dumps(made))
+    spec["model"] |= {"vocab": {name: i for i, name in enumerate(names)}, "ignore_merges": True}
+    tokenizer = Tokenizer.from_str(json.dumps(spec))
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in FIXED])
     return tokenizer
 

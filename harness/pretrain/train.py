@@ -18,13 +18,13 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 from transformers.trainer_callback import PrinterCallback
 
 from kvbench.harness.core.device import device_name
-from kvbench.harness.pretrain import curve, sigma_reparam, text, tokenizer
-from kvbench.harness.pretrain.card import card
+from kvbench.harness.pretrain import sigma_reparam, text, tokenizer
+from kvbench.harness.pretrain.card import CURVE_NAME, card, curve
 from kvbench.harness.pretrain.config import PretrainConfig, Training
 from kvbench.harness.pretrain.held_out import HeldOut
 from kvbench.harness.pretrain.new_model import new_model
 from kvbench.harness.pretrain.ortho_adam import OrthoAdam
-from kvbench.harness.pretrain.samples import READING, Samples, kinds_of
+from kvbench.harness.pretrain.samples import READING, TrainingSamples, kinds_of
 
 Tell = Callable[[str], None]
 _LOG_SAMPLES, _CARD_SAMPLES = 8, 96  # held out, of a kind
@@ -63,7 +63,7 @@ class _Log(TrainerCallback):
 
     def __init__(
         self, path: Path, config: PretrainConfig, losses: list[tuple[int, Tensor]], held_out: HeldOut, tell: Tell
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._path, self._config, self._losses, self._held_out, self._tell = path, config, losses, held_out, tell
         self._rows: list[dict[str, Any]] = []
 
@@ -87,9 +87,9 @@ class _Log(TrainerCallback):
     def _measured(self, model: Any) -> dict[str, Any]:
         """Attention to the first token, and the share of answers that are right, by kind."""
         shares, answers = self._held_out.attention_to_first(model), self._held_out.answers(model)
-        found: dict[str, Any] = {"attention_to_first": {"largest": float(shares.max()), "mean": float(shares.mean())}}
+        row: dict[str, Any] = {"attention_to_first": {"largest": float(shares.max()), "mean": float(shares.mean())}}
         sums = {kind: [sum(x) for x in zip(*samples, strict=True)] for kind, samples in answers.items()}
-        return found | ({"right": {kind: round(right / count, 4) for kind, (right, count) in sums.items()}} if answers else {})
+        return row | ({"right": {kind: round(right / count, 4) for kind, (right, count) in sums.items()}} if answers else {})
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Write the log, so that it covers every step of the checkpoint."""
@@ -120,19 +120,11 @@ def pretrain(
     tell: Callable[[str], None],
     steps: int | None = None,
 ) -> Path:
-    """Train a model, or resume from the checkpoint in `out`.
+    """Train a model, or resume from the checkpoint in `out`. Returns the model's directory.
 
-    Args:
-        config: of the model.
-        out: folder for checkpoints, text, log (`log.jsonl`), models that the recipe keeps on the way (`models/`) and, at the
-            end, `model/`.
-        data: directory of the books; the hub when None.
-        device: to train on.
-        tell: called with progress messages.
-        steps: stop after this many steps, as if killed; the learning-rate schedule stays that of the whole run.
-
-    Returns:
-        The model's directory.
+    `out` gets checkpoints, text, log (`log.jsonl`), models that the recipe keeps on the way (`models/`) and, at the end,
+    `model/`. The books come from the directory `data`, or from the hub. `tell` is called with progress messages. Training stops
+    after `steps`, as if killed; the learning-rate schedule stays that of the whole run.
 
     Raises:
         UserError: the books are not available.
@@ -148,7 +140,7 @@ def pretrain(
     kinds = kinds_of(config, config.seed)
     ends = training.sample * np.cumsum([sum(kind in READING for kind in kinds), _LOG_SAMPLES, _CARD_SAMPLES])
     ids = text.token_file(out / "text.u16", plain, text.pieces(config.text, config.seed, data), int(ends[-1]))  # type: ignore[no-untyped-call]
-    samples = Samples(config, kinds, ids[: ends[0]], plain, config.seed)
+    samples = TrainingSamples(config, kinds, ids[: ends[0]], plain, config.seed)
     for_log = HeldOut(config, ids[ends[0] : ends[1]], plain, config.seed + 1)
     for_card = HeldOut(config, ids[ends[1] :], plain, config.seed + 2)
     trainer = _trainer(config, new_model(config), out, device, samples)
@@ -167,16 +159,16 @@ def pretrain(
 
 
 def _save_model(
-    config: PretrainConfig, model: Any, found: dict[str, list[tuple[int, int]]], out: Path, device: torch.device
-) -> None:  # fmt: skip
-    """Write weights, training curve and model card. found: right answers and questions of each sample, by kind."""
+    config: PretrainConfig, model: Any, answers: dict[str, list[tuple[int, int]]], out: Path, device: torch.device
+) -> None:
+    """Write weights, training curve and model card. answers: right answers and questions of each sample, by kind."""
     model = sigma_reparam.plain(model).half()  # float16 halves the size
     model.save_pretrained(out / "model")
     about = {"device": device_name(device), "threads": torch.get_num_threads(), "torch": torch.__version__}
     about["transformers"] = version("transformers")
     parameters = sum(p.numel() for p in model.parameters())
-    (out / "model" / curve.NAME).write_text(curve.curve(out / "log.jsonl"), encoding="utf-8")
-    (out / "model" / "README.md").write_text(card(config, out / "log.jsonl", parameters, found, about), encoding="utf-8")
+    (out / "model" / CURVE_NAME).write_text(curve(out / "log.jsonl"), encoding="utf-8")
+    (out / "model" / "README.md").write_text(card(config, out / "log.jsonl", parameters, answers, about), encoding="utf-8")
 
 
 class _Keep(TrainerCallback):
@@ -226,7 +218,9 @@ def _optimizer(config: PretrainConfig) -> tuple[type[OrthoAdam], dict[str, Any]]
     return OrthoAdam, {"lr": training.learning_rate, "betas": (0.9, training.beta2), "seed": config.seed}
 
 
-def _trainer(config: PretrainConfig, model: PreTrainedModel, out: Path, device: torch.device, samples: Samples) -> _Trainer:
+def _trainer(
+    config: PretrainConfig, model: PreTrainedModel, out: Path, device: torch.device, samples: TrainingSamples
+) -> _Trainer:
     training, steps = config.training, config.steps
     arguments = TrainingArguments(
         output_dir=str(out), max_steps=steps, per_device_train_batch_size=training.batch, learning_rate=training.learning_rate,

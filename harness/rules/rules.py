@@ -37,20 +37,13 @@ _LATER_TOKENS = (100, 1_000, 10_000, 100_000, 1_000_000)
 
 
 @dataclass(frozen=True)
-class Finding:
-    """The result of checking one rule.
+class RuleResult:
+    """The result of checking one rule."""
 
-    Attributes:
-        rule: what the interface demands.
-        problem: what is wrong with the policy; empty if nothing.
-        note: why the rule was not checked; empty if it was.
-        error: what the policy raised, if anything.
-    """
-
-    rule: str
-    problem: str = ""
-    note: str = ""
-    error: Exception | SystemExit | None = None
+    rule: str  # what the interface demands
+    problem: str = ""  # what is wrong with the policy; empty if nothing
+    note: str = ""  # why the rule was not checked; empty if it was
+    error: Exception | SystemExit | None = None  # what the policy raised, if anything
 
     @property
     def ok(self) -> bool:
@@ -60,23 +53,16 @@ class Finding:
 
 @dataclass(frozen=True)
 class Case:
-    """A policy at one capacity.
+    """A policy at one capacity."""
 
-    Attributes:
-        policy: bound to the capacity, if it evicts.
-        unbound: the policy before that.
-        capacity: of the caches that it is shown.
-        device: of their tensors.
-    """
-
-    policy: Policy
-    unbound: Policy
-    capacity: int
+    policy: Policy  # bound to the capacity, if it evicts
+    unbound: Policy  # the policy before that
+    capacity: int  # of the caches that it is shown
     device: torch.device = CPU
 
     @property
     def steps(self) -> int:
-        """For how many steps the policy makes its own choices."""
+        """Number of steps for which the policy makes its own choices."""
         return max(2, min(_MAX_STEPS, _MAX_SLOTS_OF_ALL_STEPS // (self.capacity + 1)))
 
 
@@ -94,45 +80,36 @@ def case(policy: Policy, capacity: int | None, device: torch.device = CPU) -> Ca
     return Case(policy.bind(capacity), policy, capacity, device)
 
 
-def tried(rules: Iterable[Rule], on: Case, before: Sequence[Finding] = ()) -> list[Finding]:
-    """Check rules on a policy. The same error is reported only once.
-
-    Args:
-        rules: to check.
-        on: the policy.
-        before: earlier findings about it.
-    """
-    findings: list[Finding] = []
+def tried(rules: Iterable[Rule], on: Case, before: Sequence[RuleResult] = ()) -> list[RuleResult]:
+    """Check rules on a policy. An error that it raised before, as results in `before` say, is not reported again."""
+    findings: list[RuleResult] = []
     reported = {f.problem for f in before if f.error is not None}
     for name, test in rules:
         try:
             with torch.inference_mode():  # like in a run
-                findings.append(Finding(name, test(on)))
+                findings.append(RuleResult(name, test(on)))
         except (Exception, SystemExit) as error:  # a user's policy may raise anything
             problem = f"it raised {described(error)}"
             repeated = problem in reported
-            findings.append(Finding(name, note="not tried: see above") if repeated else Finding(name, problem, error=error))
+            findings.append(RuleResult(name, note="not tried: see above") if repeated else RuleResult(name, problem, error=error))
             reported.add(problem)
     return findings
 
 
-def cheap_findings(on: Case) -> list[Finding]:
+def cheap_findings(on: Case) -> list[RuleResult]:
     """Check all rules of this module. If one of `FOUNDATIONS` is broken, the others are skipped."""
-    findings: list[Finding] = []
+    findings: list[RuleResult] = []
     for number, (name, test) in enumerate((*FOUNDATIONS, *OTHERS)):
         broken = number >= 1 and not all(f.ok for f in findings[: len(FOUNDATIONS)])
-        findings += [Finding(name, note="not tried: see above")] if broken else tried([(name, test)], on, findings)
+        findings += [RuleResult(name, note="not tried: see above")] if broken else tried([(name, test)], on, findings)
     return findings
 
 
-def broken_rules(policy: Policy, capacity: int | None, device: torch.device = CPU) -> list[Finding]:
-    """The rules of this module that a policy breaks at a capacity.
+def broken_rules(policy: Policy, capacity: int | None, device: torch.device = CPU) -> list[RuleResult]:
+    """The rules of this module that an unbound policy breaks at a capacity (None: it never evicts).
 
-    Args:
-        policy: unbound.
-        capacity: of the cell; None for a policy that never evicts. At most `LARGEST` is checked. A policy that compares slots
-            meets one such large cache, and every rule at a smaller one, because what it does can cost much more than its slots.
-        device: where the policy is to run.
+    At most `LARGEST` is checked. A policy that compares slots meets one such large cache, and every rule at a smaller one,
+    because what it does can cost much more than its slots.
     """
     if not policy.caches:  # its importance is never used
         return []
@@ -140,9 +117,9 @@ def broken_rules(policy: Policy, capacity: int | None, device: torch.device = CP
         on = case(policy, None if capacity is None else min(capacity, LARGEST), device)
         small = _smaller(on)
     except ValueError as error:
-        return [] if (capacity or 0) > LARGEST else [Finding("it can be bound to the capacity", str(error), error=error)]
+        return [] if (capacity or 0) > LARGEST else [RuleResult("it can be bound to the capacity", str(error), error=error)]
     except (Exception, SystemExit) as error:
-        return [Finding("it can be bound to the capacity", f"it raised {described(error)}", error=error)]
+        return [RuleResult("it can be bound to the capacity", f"it raised {described(error)}", error=error)]
     if small is None:
         return [f for f in cheap_findings(on) if not f.ok]
     return [f for f in (*cheap_findings(small), *tried([_AT_CAPACITY], on)) if not f.ok]
@@ -159,15 +136,9 @@ def _smaller(on: Case) -> Case | None:
 
 
 def refuse_if_broken(name: str, policy: Policy, capacity: int | None, device: torch.device) -> None:
-    """Refuse a user's policy that breaks a rule.
+    """Refuse a user's unbound policy that breaks a rule.
 
     A policy that raises is let through: its cell fails, and the other cells still run.
-
-    Args:
-        name: of the policy, for the message.
-        policy: unbound.
-        capacity: of the cell.
-        device: where it is to run.
 
     Raises:
         UserError: the policy breaks a rule.

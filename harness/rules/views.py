@@ -21,11 +21,7 @@ _DIM, _DIM_OF_LARGE, _LARGE_SLOTS = 8, 2, 4096  # caches with more slots have sm
 def random_view(policy: Policy, capacity: int, device: torch.device, seed: int = 0) -> CacheView:
     """A full cache with random tokens of a stream 2.5 times as long, in random slots, with statistics after three steps.
 
-    Args:
-        policy: whose statistics to keep.
-        capacity: tokens kept between steps; there is one more slot.
-        device: of the tensors.
-        seed: of all random numbers.
+    It has `capacity + 1` slots; `seed` is that of all random numbers.
     """
     draw = torch.Generator().manual_seed(seed)
     newest = capacity + capacity * 3 // 2
@@ -34,7 +30,7 @@ def random_view(policy: Policy, capacity: int, device: torch.device, seed: int =
 
 
 def first_full_view(policy: Policy, capacity: int, device: torch.device, seed: int = 0) -> CacheView:
-    """A cache that has just become full, so it holds every token so far. It has the arguments of `random_view`."""
+    """A cache that has just become full, so it holds every token so far. Its arguments are those of `random_view`."""
     kept = torch.arange(capacity + 1).expand(_STREAMS * _HEADS, -1)
     return _view(policy, kept, capacity, device, torch.Generator().manual_seed(seed))
 
@@ -95,13 +91,9 @@ def updated(view: CacheView, step: Attention) -> dict[Statistic, Tensor]:
 
 
 def cache_over_steps(policy: Policy, capacity: int, steps: int, device: torch.device) -> Iterator[CacheView]:
-    """Full caches that result from a policy's own choices, from the first eviction on.
+    """Full caches that result from a bound policy's own choices, for `steps` new tokens from the first eviction on.
 
-    Args:
-        policy: bound. The views are copies, which it may change.
-        capacity: tokens kept between steps.
-        steps: number of new tokens.
-        device: of the tensors.
+    The views are copies, which the policy may change.
     """
     draw, view = torch.Generator().manual_seed(0), first_full_view(policy, capacity, device)
     for _ in range(steps):

@@ -21,7 +21,7 @@ from kvbench.harness.engine.method import PLAIN_WALK, TOKEN_BY_TOKEN, Method
 from kvbench.harness.engine.model import Model, adopt
 from kvbench.harness.engine.recompute import RecomputeDecoder
 from kvbench.harness.models.families import tiny_model
-from kvbench.harness.rules.rules import FOUNDATIONS, OTHERS, Case, Finding, Rule, case, cheap_findings, tried
+from kvbench.harness.rules.rules import FOUNDATIONS, OTHERS, Case, Rule, RuleResult, case, cheap_findings, tried
 from kvbench.harness.suite import Settings, parameter_schema, policies_from
 from kvbench.policies import Policy
 from kvbench.policies.dense import Dense
@@ -39,7 +39,7 @@ _BINDS = "a capacity can serve it"
 class CheckedPolicy(NamedTuple):
     """The result of checking a policy."""
 
-    findings: list[Finding]
+    findings: list[RuleResult]
     reading: str  # how blocks of tokens are read under it, and how fast; empty if a rule is broken
 
 
@@ -87,7 +87,7 @@ def _instance(name: str, policy: type[Policy], settings: Sequence[str]) -> Polic
         raise UserError(f"{name}: {described(error)}") from error
 
 
-def _cases(policy: Policy, capacities: Iterable[int]) -> tuple[list[Case], list[Finding]]:
+def _cases(policy: Policy, capacities: Iterable[int]) -> tuple[list[Case], list[RuleResult]]:
     """The policy bound to each capacity that it accepts, and a finding about the others."""
     if not policy.evicts:
         return [case(policy, None)], []
@@ -99,21 +99,21 @@ def _cases(policy: Policy, capacities: Iterable[int]) -> tuple[list[Case], list[
         except ValueError as error:
             refused[capacity] = str(error)
         except (Exception, SystemExit) as error:  # a user's policy may raise anything
-            return [], [Finding(_BINDS, f"bind({capacity}) raised {described(error)}", error=error)]
+            return [], [RuleResult(_BINDS, f"bind({capacity}) raised {described(error)}", error=error)]
     tried_at = ", ".join(map(str, refused))
     if refused and not bound:
         *_, last = refused.values()
-        return [], [Finding(_BINDS, f"it refuses every capacity tried ({tried_at}): {last}; --capacity names another")]
+        return [], [RuleResult(_BINDS, f"it refuses every capacity tried ({tried_at}): {last}; --capacity names another")]
     first = next(iter(refused.values()), "")
-    return bound, [Finding(_BINDS, note=f"not applicable at {tried_at}: {first}")] if refused else []
+    return bound, [RuleResult(_BINDS, note=f"not applicable at {tried_at}: {first}")] if refused else []
 
 
-def _findings(on: Case) -> list[Finding]:
+def _findings(on: Case) -> list[RuleResult]:
     """Check every rule at one capacity."""
     cheap = cheap_findings(on)
     why_not = "see above" if not all(f.ok for f in cheap[: len(FOUNDATIONS)]) else _no_table(on)
     if why_not:
-        return cheap + [Finding(name, note=f"not tried: {why_not}") for name, _ in _IN_THE_LOOP]
+        return cheap + [RuleResult(name, note=f"not tried: {why_not}") for name, _ in _IN_THE_LOOP]
     return cheap + tried(_IN_THE_LOOP, on, cheap)
 
 
@@ -130,7 +130,7 @@ def _no_table(on: Case) -> str:
     return ""
 
 
-def _merged(rule: str, by_case: Sequence[tuple[Case, list[Finding]]], evicts: bool) -> Finding:
+def _merged(rule: str, by_case: Sequence[tuple[Case, list[RuleResult]]], evicts: bool) -> RuleResult:
     """Merge a rule's findings at all capacities into one."""
     of_rule = [(on.capacity, f) for on, findings in by_case for f in findings if f.rule == rule]
     wrong = [(capacity, f) for capacity, f in of_rule if not f.ok]
@@ -139,7 +139,7 @@ def _merged(rule: str, by_case: Sequence[tuple[Case, list[Finding]]], evicts: bo
     capacity, first = wrong[0]
     also = f", and at {', '.join(str(c) for c, _ in wrong[1:])}" if wrong[1:] else ""
     where = f" (at capacity {capacity}{also})" if evicts else ""
-    return Finding(rule, first.problem + where, error=first.error)
+    return RuleResult(rule, first.problem + where, error=first.error)
 
 
 def _tiny(vocabulary: int = _VOCABULARY) -> Model:

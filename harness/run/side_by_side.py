@@ -24,7 +24,7 @@ from kvbench.harness.engine.method import Method
 from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.recompute import MAX_BATCH_TOKENS
 from kvbench.harness.run.choose_reading import PLAIN_BLOCK_TOKENS
-from kvbench.harness.tasks.common.side_by_side import Independent
+from kvbench.harness.tasks.task import Independent
 
 MEMORY_SHARE = {"cuda": 0.8, "cpu": 0.5}  # of what is free; the rest is for what the trial doesn't see, and other processes
 MIN_GAIN = 1.05  # in tokens per second, over the best so far

@@ -1,4 +1,8 @@
-"""Tasks, one file or package each, and the names that a task imports ("A task of your own" in CONTRIBUTING.md)."""
+"""Tasks, one file or package each, and the names that a task imports ("A task of your own" in CONTRIBUTING.md).
+
+In a package, `__init__` holds the task and its page, and `schema` its options and figures; both work without torch. `measure`
+runs it.
+"""
 
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import AnswerMetrics, NllMetrics, PeakMetrics, ScoreMetrics, StepMetrics
@@ -36,4 +40,4 @@ __all__ = [
     "Tokenizer",
     "Unchecked",
     "near",
-]  # fmt: skip
+]

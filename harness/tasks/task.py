@@ -6,13 +6,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
+
+from pydantic import BeforeValidator
+from pydantic_core import PydanticCustomError
 
 from kvbench.harness.records import Record
 from kvbench.harness.records.cell import Options
 from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.report.task import TaskReport
-from kvbench.harness.tasks.common.side_by_side import Independent
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -20,14 +22,21 @@ if TYPE_CHECKING:
     from kvbench.harness.engine.decoder import CacheConfig, Decoder, Evict
     from kvbench.harness.engine.method import Method
     from kvbench.harness.engine.model import Model
-    from kvbench.harness.models.vision import ImageReader
 
-__all__ = ["MAX_TOKENS", "Data", "Job", "MeasurementError", "Metrics", "Options", "RandomTokens", "Reader", "Task", "Tokenizer"]
+__all__ = ["MAX_TOKENS", "Data", "Job", "MeasurementError", "Metrics", "Options", "RandomTokens", "Task", "Tokenizer"]
 
 Tokenizer = Callable[[], "PreTrainedTokenizerBase"]  # loads the tokenizer
-Reader = Callable[[], "ImageReader"]  # loads what reads images
 
 MAX_TOKENS = 10**9  # a stream that takes days to read
+
+
+def _streams_at_once(value: Any) -> Any:
+    if value == "auto" or value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return value
+    raise PydanticCustomError("side_by_side", "auto, or a whole number from 1 on")
+
+
+SideBySide = Annotated[int | Literal["auto"], BeforeValidator(_streams_at_once)]  # streams read at once; auto: a trial decides
 
 
 class Data(Protocol):
@@ -65,35 +74,32 @@ def _new_decoder(*args: Any, **kwargs: Any) -> Decoder:
 
 @dataclass(frozen=True)
 class Job:
-    """One cell, ready to be measured.
+    """One cell, ready to be measured."""
 
-    Attributes:
-        model: passed the self-check.
-        config: policy and capacity of the cache.
-        data: returned by the task's `data`.
-        block: tokens per block.
-        method: faster methods that decoders may use.
-        trace: file to write figures per token, question or step to.
-        progress: called with (tokens done, the figure so far as text).
-        open: creates a decoder; tests replace it.
-        reference: record of the cell that the task's `reference` names; None if there is none.
-        at_once: streams to read at once, of the task's `independent` ones; as the options say when None.
-    """
-
-    model: Model
+    model: Model  # has passed the self-check
     config: CacheConfig
-    data: Any
-    block: int
-    method: Method
-    trace: Path
-    progress: Callable[[int, str], None]
-    open: Callable[..., Decoder] = field(default=_new_decoder)
-    reference: Record | None = None
-    at_once: int | None = None
+    data: Any  # returned by the task's `data`
+    block: int  # tokens per block
+    method: Method  # faster methods that decoders may use
+    trace: Path  # file to write figures per token, question or step to
+    progress: Callable[[int, str], None]  # called with (tokens done, the figure so far as text)
+    open: Callable[..., Decoder] = field(default=_new_decoder)  # creates a decoder; tests replace it
+    reference: Record | None = None  # of the cell that the task's `reference` names
+    at_once: int | None = None  # streams to read at once, of the task's `independent` ones; as the options say when None
 
     def decoder(self, streams: int = 1) -> Decoder:
         """A decoder with an empty cache."""
         return self.open(self.model, self.config, streams, self.method)
+
+
+@dataclass(frozen=True)
+class Independent:
+    """Streams that give the same figures, up to rounding, whether they are read at once or one after another."""
+
+    count: int
+    tokens: int  # of the longest
+    at_once: int | None = None  # as the suite asks; None: a trial decides
+    caches: int = 1  # held at a time per stream: 2 while a stream is forked
 
 
 class MeasurementError(RuntimeError):
@@ -104,22 +110,14 @@ class Task(TaskReport, ABC):
     """One kind of measurement: its data, how it runs (`run` or `run_together`), and how its records are shown.
 
     A task's module imports torch, transformers and the engine inside functions only, because pages are rendered without them.
-
-    Attributes:
-        of_device: figures depend on the device and the number of threads, so both are part of a record's key.
-        times_steps: figures are times of single tokens, so it pays to compile the step of a model.
-        together: cells with the same model and options are measured side by side, interleaved, and finish together.
-        apart: on a CPU, each cell runs in its own process.
-        block_of_all: a job's `block` counts the tokens of all streams together, not of each.
-        watches: it can measure models that the loop can't drive; they come without layers.
     """
 
-    of_device: ClassVar[bool] = False
-    times_steps: ClassVar[bool] = False
-    together: ClassVar[bool] = False
-    apart: ClassVar[bool] = False
-    block_of_all: ClassVar[bool] = False
-    watches: ClassVar[bool] = False
+    of_device: ClassVar[bool] = False  # figures depend on the device and the number of threads: both join the record's key
+    times_steps: ClassVar[bool] = False  # figures are times of single tokens, so it pays to compile the step of a model
+    together: ClassVar[bool] = False  # cells of one model and the same options are measured interleaved, and finish together
+    apart: ClassVar[bool] = False  # on a CPU, each cell runs in its own process
+    block_of_all: ClassVar[bool] = False  # a job's `block` counts the tokens of all streams together, not of each
+    watches: ClassVar[bool] = False  # can measure models that the loop can't drive; they come without layers
 
     @staticmethod
     @abstractmethod

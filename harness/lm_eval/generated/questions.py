@@ -68,9 +68,11 @@ def _registers() -> Iterator[dict[str, Any]]:
         choices = [contents[line], *wrong[: _CHOICES - 1]]
         draw.shuffle(choices)
         yield {
-            "text": text, "choices": [answer(c).strip() for c in choices], "gold": choices.index(contents[line]),
+            "text": text,
+            "choices": [answer(c).strip() for c in choices],
+            "gold": choices.index(contents[line]),
             "answer": answer(contents[line]).strip(),
-        }  # fmt: skip
+        }
 
 
 def _passages() -> Iterator[dict[str, Any]]:

@@ -21,7 +21,7 @@ _RECENT = 5  # lines at the end, of which `recent` asks one
 _POPULAR, _ASKED = 3, 10  # keys that are asked for in the middle of a text, and how often in all
 _PROSE_CHARACTERS = 1200
 _PROSE_SEED = 1_800_000  # of the first passage; pretraining and the suites use others
-Question = dict[str, Any]
+Document = dict[str, Any]
 
 
 def recent(**_: Any) -> dict[str, Dataset]:
@@ -59,17 +59,17 @@ def needle(**_: Any) -> dict[str, Dataset]:
     return _splits("needle", _needle)
 
 
-def exact_match(document: Question, said: list[str]) -> dict[str, float]:
+def exact_match(document: Document, said: list[str]) -> dict[str, float]:
     """The score of an answer; lm-eval has cut it at the stop string."""
     return {"exact_match": float(lookups.is_exact(said[0], document["answer"]))}
 
 
-def _splits(name: str, generate: Callable[[random.Random], Question]) -> dict[str, Dataset]:
+def _splits(name: str, generate: Callable[[random.Random], Document]) -> dict[str, Dataset]:
     draw = random.Random(f"kvbench_{name}")
     return {split: Dataset.from_list([generate(draw) for _ in range(count)]) for split, count in _QUESTIONS.items()}
 
 
-def _question(text: str, asked: str, answer: str) -> Question:
+def _question(text: str, asked: str, answer: str) -> Document:
     return {"text": text + asked, "answer": answer.strip().rstrip(".")}
 
 
@@ -78,7 +78,7 @@ def _records(draw: random.Random, count: int = 1) -> dict[int, list[int]]:
     return {key: [draw.randrange(1, 1000) for _ in range(count)] for key in draw.sample(range(1, 1000), _KEYS)}
 
 
-def _told(draw: random.Random, asked: range, count: int = 1) -> Question:
+def _told(draw: random.Random, asked: range, count: int = 1) -> Document:
     """Keys, and a question about one of those at the places `asked`."""
     records = _records(draw, count)
     key = list(records)[draw.choice(asked)]
@@ -86,7 +86,7 @@ def _told(draw: random.Random, asked: range, count: int = 1) -> Question:
     return _question(text, lookups.key_question(key), lookups.key_answer(records[key]))
 
 
-def _after_questions(draw: random.Random, popular: bool) -> Question:
+def _after_questions(draw: random.Random, popular: bool) -> Document:
     """Keys with questions about a few of them in between, and a question about one of those, or about another."""
     records = _records(draw)
     keys = list(records)
@@ -103,7 +103,7 @@ def _after_questions(draw: random.Random, popular: bool) -> Question:
     return _question(text, lookups.key_question(key), lookups.key_answer(records[key]))
 
 
-def _chain(draw: random.Random) -> Question:
+def _chain(draw: random.Random) -> Document:
     """Half of the keys name one of the others; of each pair either may come first."""
     records = _records(draw)
     keys = draw.sample(list(records), _KEYS)
@@ -115,7 +115,7 @@ def _chain(draw: random.Random) -> Question:
     return _question(text, lookups.chain_question(key), lookups.chain_answer(names[key], *records[names[key]]))
 
 
-def _needle(draw: random.Random) -> Question:
+def _needle(draw: random.Random) -> Document:
     sentences = _sentences(draw)
     place, number = draw.choice(lookups.PLACES), draw.randrange(1, 1000)
     at = draw.randrange(len(sentences) // 2)

@@ -17,9 +17,11 @@ from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.report import logit_maps
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.tasks.attention import page
-from kvbench.harness.tasks.attention.figures import figures
-from kvbench.harness.tasks.attention.schema import AttentionMetrics, AttentionOptions
+from kvbench.harness.report.machines import row_label
+from kvbench.harness.report.markdown import count, md, number, percent, status, table, task_line
+from kvbench.harness.tasks.attention import chart
+from kvbench.harness.tasks.attention.figures import OUTLIER_TIMES_MEDIAN, figures
+from kvbench.harness.tasks.attention.schema import AttentionMetrics, AttentionOptions, Patches
 from kvbench.harness.tasks.task import Job, Options, Task
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 _TOKENS_OF_AN_IMAGE = 257  # for estimates: 224 pixels in patches of 14, and [CLS]
 
 
-class Attention(Task):
+class AttentionTask(Task):
     """What heads attend to, under full attention and under policies."""
 
     options: ClassVar[type[Options]] = AttentionOptions
@@ -88,9 +90,97 @@ class Attention(Task):
     @classmethod
     def headline(cls, record: Record) -> str:
         """The sink metric."""
-        return page.headline(record)
+        metrics = record.measured(AttentionMetrics)
+        if metrics is None:
+            return ""
+        lost = "" if metrics.lost is None else f", {100 * metrics.lost:.1f} % of attention lost"
+        outliers = "" if metrics.patches is None else f", {100 * metrics.patches.outliers:.1f} % of patches outliers"
+        return f"first token a sink of {100 * metrics.sink_heads:.0f} % of heads{lost}{outliers}"
 
     @classmethod
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:
         """A row per policy, heads as heatmaps, curves over layers, and lists of sinks and massive activations."""
-        return page.body(records)
+        measured = [r for r in records if r.measured(AttentionMetrics)]
+        epsilon = records[0].cell.task_options(AttentionOptions).epsilon
+        about = (
+            f"{task_line(records[0])}A head's sink gets more than {epsilon:g} of its attention, mean over queries. Attention "
+            "lost is what full attention would have given to tokens that were evicted before. With 95 % intervals over samples:\n"
+        )
+        rows = [_row(record, records) for record in records]
+        head, alignment = ["policy", "capacity", *_FIGURES, "status"], "lr" + "r" * len(_FIGURES) + "l"
+        lines: list[str | Chart] = [about, *table(head, rows, alignment)]
+        if measured:
+            full = [r for r in measured if r.cell.policy == "dense"][:1]
+            lines += [
+                *map(chart.heads, full),
+                chart.over_layers(measured),
+                *(line for r in full for line in (*_patches(r), *_outstanding(r))),
+            ]
+        return lines
+
+
+_FIGURES = ("sink heads", "first token", "no token", "entropy", "largest logit", "largest activation", "lost")
+_SHOWN = 8  # other sinks, massive activations, and positions of outliers
+
+
+def _row(record: Record, records: Sequence[Record]) -> list[str]:
+    m = record.measured(AttentionMetrics)
+    if m is None:
+        return [row_label(record, records), count(record.cell.capacity), *[""] * len(_FIGURES), status(record)]
+    return [
+        row_label(record, records), count(record.cell.capacity), percent(m.sink_heads, m.sink_heads_interval),
+        percent(m.first, m.first_interval), "" if m.rest is None else percent(m.rest, None), f"{m.entropy:.3f}",
+        number(m.largest_logit), number(m.hidden_largest), "" if m.lost is None else percent(m.lost, m.lost_interval),
+        status(record),
+    ]  # fmt: skip
+
+
+def _outstanding(record: Record) -> list[str]:
+    """Other sinks and massive activations, in words."""
+    metrics = record.measured(AttentionMetrics)
+    assert metrics is not None
+    sinks = [
+        f"`{md(x.text)}` ({x.times:,} times, from position {x.position}; {100 * x.heads:.0f} % of heads)"
+        for x in metrics.sinks[:_SHOWN]
+    ]
+    massive = [
+        f"layer {x.layer}, dim {x.dim}: {x.magnitude:,.0f} at `{md(x.text)}` (position {x.position}, {x.times:,} times)"
+        for x in metrics.massive[:_SHOWN]
+    ]
+    sentences = [
+        "Other sinks under full attention: " + ("; ".join(sinks) if sinks else "none") + ".",
+        "Massive activations (over 100 and 1,000 times the median of their layer): "
+        + ("; ".join(massive) if massive else "none")
+        + ".",
+    ]
+    return ["\n\n".join(sentences) + "\n"]
+
+
+def _patches(record: Record) -> list[str | Chart]:
+    """Sentences and a chart; nothing for a text."""
+    metrics = record.measured(AttentionMetrics)
+    if metrics is None or metrics.patches is None:
+        return []
+    return [f"{_in_words(metrics.patches)}\n", chart.patches(record, metrics, metrics.patches)]
+
+
+def _in_words(patches: Patches) -> str:
+    last = patches.layers[-1]
+    before = f"{patches.special} special token{'' if patches.special == 1 else 's'}"
+    before += f", {patches.registers} of them registers," if patches.registers else ""
+    where = "; ".join(f"row {x.row}, column {x.column} ({x.times:,} times)" for x in patches.positions[:_SHOWN])
+    most = [] if last.to_outlier is None else [max(_ratio(x.to_outlier, x.to_patch) for x in patches.layers)]
+    sentences = [
+        f"An image is {patches.rows} x {patches.columns} patches, with {before} before them.",
+        f"Outliers, by the norm after the last layer: {percent(patches.outliers, patches.outliers_interval)} of patches over "
+        f"{OUTLIER_TIMES_MEDIAN:g} times the median of their image (our criterion);",
+        f"{percent(patches.over_cutoff, patches.over_cutoff_interval)} over {patches.norm_cutoff:g} (Darcet et al. 2023).",
+        f"The median norm is {last.norm_median:.4g}, the largest {last.norm_largest:.4g}.",
+        *(f"An outlier gets up to {x:.3g} times the attention of another patch, in one layer." for x in most),
+        *([f"Most often they are at {where}."] if where else []),
+    ]
+    return " ".join(sentences)
+
+
+def _ratio(outlier: float | None, patch: float) -> float:
+    return 0.0 if outlier is None or not patch else outlier / patch

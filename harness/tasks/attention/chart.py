@@ -1,4 +1,4 @@
-"""Charts of the attention task: heads as a heatmap, curves over layers."""
+"""Charts of the attention task: heads as a heatmap, curves over layers, and patches of images."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvbench.harness.records import Record
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.markdown import short_titles
 from kvbench.harness.report.pairing import question
-from kvbench.harness.tasks.attention.schema import AttentionMetrics
+from kvbench.harness.tasks.attention.schema import AttentionMetrics, Patches
 
 _CELL_PIXELS, _MOST_PIXELS = 26, 480
 _SHADES = {"scheme": "blues"}
@@ -87,6 +87,41 @@ def over_layers(records: Sequence[Record]) -> Chart:
     return Chart.from_record(
         records[0], "attention layers", f"{question(records[0])} {records[0].cell.capacity}", f"{alt}.", {"hconcat": panels}
     )
+
+
+def patches(record: Record, metrics: AttentionMetrics, patches: Patches) -> Chart:
+    """Curves over layers: norms of patches, and the attention that one token of each kind gets."""
+    norms, received = [], []
+    for number, (layer, first) in enumerate(zip(patches.layers, metrics.layers, strict=True)):
+        norms += [
+            {"layer": number, "of": name, "norm": x}
+            for name, x in (("median", layer.norm_median), ("largest", layer.norm_largest))
+        ]
+        kinds = {"outlier": layer.to_outlier, "other patch": layer.to_patch, "register": layer.to_register}
+        kinds |= {"[CLS]": first.first} if patches.special > patches.registers else {}
+        received += [{"layer": number, "token": name, "attention": x} for name, x in kinds.items() if x is not None]
+    x = {"field": "layer", "type": "quantitative", "title": "layer", "axis": {"tickMinStep": 1, "format": "d"}}
+    line = {"type": "line", "point": True, "strokeWidth": 2}
+    panels: list[dict[str, Any]] = [
+        {
+            "title": "norms of patches", "data": {"values": norms}, "mark": line, "encoding": {
+                "x": x, "y": {"field": "norm", "type": "quantitative", "title": "norm", "scale": {"type": "symlog"}},
+                "color": {"field": "of", "type": "nominal", "title": "norm"},
+            },
+        },
+        {
+            "title": "attention that a token gets", "data": {"values": received}, "mark": line, "encoding": {
+                "x": x, "y": {"field": "attention", "type": "quantitative", "title": "attention", "axis": {"format": ".1%"}},
+                "color": {"field": "token", "type": "nominal", "title": "token"},
+            },
+        },
+    ]  # fmt: skip
+    alt = "Over the layers of {model}: norms of patches, and attention to [CLS], registers, outliers and other patches"
+    spec = {
+        "hconcat": [{"width": 240, "height": 200} | panel for panel in panels],
+        "resolve": {"scale": {"color": "independent"}},
+    }
+    return Chart.from_record(record, "attention patches", record.cell_id, f"{alt}, {metrics.samples} images.", spec)
 
 
 def _size(columns: int, rows: int) -> dict[str, int]:

@@ -1,6 +1,11 @@
-"""Figures of the attention task, from what was noted of each sample. Imports no torch.
+"""Figures of the attention task, from what was noted of each sample or image. Imports no torch.
 
-Axis letters: N samples, L layers, Q query heads, T tokens, M tokens of a map, K buckets of positions.
+Source, of outliers among patches: Darcet et al. 2023, arXiv:2309.16588, Section 2: large vision transformers turn a few patches
+    of little content into registers, whose norm at the model's output is about ten times that of the others. Their criterion is
+    a cutoff picked by hand for DINOv2-g, `NORM_CUTOFF`, which they say varies with the model.
+Differs: `OUTLIER_TIMES_MEDIAN` is ours, for models of any scale.
+
+Axis letters: N samples, L layers, Q query heads, T tokens, K buckets of positions, P patches, which are the last of the tokens.
 """
 
 from __future__ import annotations
@@ -12,27 +17,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvbench.harness.tasks.attention.intervals import ends
-from kvbench.harness.tasks.attention.patches import NORM_CUTOFF, patch_figures
-from kvbench.harness.tasks.common.sample_options import buckets
+from kvbench.harness.core.intervals import MIN_BLOCKS, clustered
+from kvbench.harness.tasks.common.samples import buckets
 
 Arrays = Mapping[str, NDArray[Any]]
-_LISTED = 20  # sinks and massive activations
+_LISTED = 20  # sinks, massive activations, and positions of outliers
 
 
 def figures(noted: Arrays, epsilon: float, norm_cutoff: float | None = None) -> dict[str, Any]:
     """The figures of a record, but for the texts of tokens.
 
-    Args:
-        noted: `first`, `late`, `entropy`, `largest_logit` and perhaps `rest`, [N, L, Q]; perhaps `hidden_largest` and
-            `hidden_median`, [N, L], `key_norm` and `value_norm`, [N, L, 2], and `lost`, [N, L, K], with the queries of each
-            bucket in `queries`, [K]; `tokens`, the length of a sample; of images, what `patch_figures` needs.
-        epsilon: attention that makes a token a head's sink.
-        norm_cutoff: norm above which a patch counts as an outlier of Darcet et al.; theirs when None.
+    `noted` has `first`, `late`, `entropy`, `largest_logit` and perhaps `rest`, [N, L, Q]; perhaps `hidden_largest` and
+    `hidden_median`, [N, L], `key_norm` and `value_norm`, [N, L, 2], and `lost`, [N, L, K], with the queries of each bucket in
+    `queries`, [K]; `tokens`, the length of a sample; of images, what `patch_figures` needs.
     """
     first, tokens = noted["first"], int(noted["tokens"])
     shares = (first > epsilon).mean((1, 2))
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "samples": len(first), "tokens": tokens, "heads": first[0].size,
         "sink_heads": float(shares.mean()), "sink_heads_interval": ends(shares),
         "first": float(first.mean()), "first_interval": ends(first.mean((1, 2))),
@@ -41,32 +42,32 @@ def figures(noted: Arrays, epsilon: float, norm_cutoff: float | None = None) -> 
         "layers": [_layer(noted, layer) for layer in range(first.shape[1])],
     }  # fmt: skip
     if "rest" in noted:
-        found["rest"] = float(noted["rest"].mean())
+        result["rest"] = float(noted["rest"].mean())
     if "hidden_largest" in noted:
-        found["hidden_largest"] = float(noted["hidden_largest"].max())
+        result["hidden_largest"] = float(noted["hidden_largest"].max())
     if "lost" in noted:
         queries = noted["queries"]
         of_samples = (noted["lost"].mean(1) * queries).sum(-1) / queries.sum()
-        found |= {"lost": float(of_samples.mean()), "lost_interval": ends(of_samples)}
+        result |= {"lost": float(of_samples.mean()), "lost_interval": ends(of_samples)}
         means = noted["lost"].mean((0, 1))
-        found["lost_at"] = [
+        result["lost_at"] = [
             {"from": start, "to": stop, "lost": float(x)} for (start, stop), x in zip(buckets(tokens), means, strict=True)
         ]
     if "grid" in noted:
-        found["patches"] = patch_figures(noted, norm_cutoff or NORM_CUTOFF)
-    return {name: x for name, x in found.items() if x is not None}
+        result["patches"] = patch_figures(noted, norm_cutoff or NORM_CUTOFF)
+    return {name: x for name, x in result.items() if x is not None}
 
 
 def _layer(noted: Arrays, layer: int) -> dict[str, Any]:
     """One layer's figures."""
     late = noted["late"][:, layer]
-    found: dict[str, Any] = {name: float(noted[name][:, layer].mean()) for name in ("first", "late", "entropy", "largest_logit")}
-    found["late_deviation"] = float(late.std())
-    found |= {x: float(noted[x][:, layer].mean()) for x in ("rest", "hidden_largest", "hidden_median") if x in noted}
-    found |= {name: noted[name][:, layer].mean(0).tolist() for name in ("key_norm", "value_norm") if name in noted}
+    result: dict[str, Any] = {name: float(noted[name][:, layer].mean()) for name in ("first", "late", "entropy", "largest_logit")}
+    result["late_deviation"] = float(late.std())
+    result |= {x: float(noted[x][:, layer].mean()) for x in ("rest", "hidden_largest", "hidden_median") if x in noted}
+    result |= {name: noted[name][:, layer].mean(0).tolist() for name in ("key_norm", "value_norm") if name in noted}
     if "lost" in noted:
-        found["lost"] = float(np.average(noted["lost"][:, layer].mean(0), weights=noted["queries"]))
-    return found
+        result["lost"] = float(np.average(noted["lost"][:, layer].mean(0), weights=noted["queries"]))
+    return result
 
 
 def sink_tokens(rows: Sequence[tuple[str, int, float]]) -> list[dict[str, Any]]:
@@ -74,11 +75,13 @@ def sink_tokens(rows: Sequence[tuple[str, int, float]]) -> list[dict[str, Any]]:
     times = Counter(text for text, _, _ in rows)
     return [
         {
-            "text": text, "position": min(p for t, p, _ in rows if t == text), "times": count,
+            "text": text,
+            "position": min(p for t, p, _ in rows if t == text),
+            "times": count,
             "heads": sum(h for t, _, h in rows if t == text) / count,
         }
         for text, count in times.most_common(_LISTED)
-    ]  # fmt: skip
+    ]
 
 
 def massive_activations(rows: Sequence[tuple[int, int, str, int, float]]) -> list[dict[str, Any]]:
@@ -86,11 +89,80 @@ def massive_activations(rows: Sequence[tuple[int, int, str, int, float]]) -> lis
     groups: dict[tuple[int, int, str], list[tuple[int, float]]] = {}
     for layer, dim, text, position, magnitude in rows:
         groups.setdefault((layer, dim, text), []).append((position, magnitude))
-    found: list[dict[str, Any]] = [
+    result: list[dict[str, Any]] = [
         {
             "layer": layer, "dim": dim, "text": text, "position": min(p for p, _ in group), "times": len(group),
             "magnitude": max(m for _, m in group),
         }
         for (layer, dim, text), group in groups.items()
     ]  # fmt: skip
-    return sorted(found, key=lambda row: (-row["magnitude"], row["layer"]))[:_LISTED]
+    return sorted(result, key=lambda row: (-row["magnitude"], row["layer"]))[:_LISTED]
+
+
+NORM_CUTOFF = 150.0  # Darcet et al.: of the hidden states after the last layer of DINOv2-g
+OUTLIER_TIMES_MEDIAN = 4.0  # ours: of the norms of one image's patches after one layer
+
+
+def patch_figures(noted: Arrays, norm_cutoff: float) -> dict[str, Any]:
+    """Outliers among patches, the norms of patches and the attention they get, by layer.
+
+    `noted` has `token_norm`, of the hidden states after each layer, and `token_received`, the attention that a token gets, mean
+    over heads and queries, [N, L, T]; `grid`: rows and columns of patches, special tokens, and registers among these.
+    """
+    rows, columns, special, registers = (int(x) for x in noted["grid"])
+    norms = noted["token_norm"][..., special:]
+    far = norms > OUTLIER_TIMES_MEDIAN * np.median(norms, -1, keepdims=True)
+    over, outlying = norms[:, -1] > norm_cutoff, far[:, -1]  # [N, P]
+    result = {
+        "rows": rows, "columns": columns, "special": special, "registers": registers, "norm_cutoff": norm_cutoff,
+        "over_cutoff": float(over.mean()), "over_cutoff_interval": ends(over.mean(1)),
+        "outliers": float(outlying.mean()), "outliers_interval": ends(outlying.mean(1)),
+        "layers": [
+            _patch_layer(norms[:, layer], far[:, layer], noted["token_received"][:, layer], outlying, registers)
+            for layer in range(norms.shape[1])
+        ],
+        "positions": _positions(norms[:, -1], outlying, columns),
+    }  # fmt: skip
+    return {name: x for name, x in result.items() if x is not None}
+
+
+def _patch_layer(
+    norms: NDArray[Any], far: NDArray[Any], received: NDArray[Any], outlying: NDArray[Any], registers: int
+) -> dict[str, float]:
+    """One layer's figures. norms, far, outlying: [N, P]; received: [N, T]."""
+    special = received.shape[1] - norms.shape[1]
+    to_patches = received[:, special:]
+    result = {
+        "norm_median": float(np.median(norms)),
+        "norm_largest": float(norms.max()),
+        "outliers": float(far.mean()),
+        "to_patch": float(to_patches[~outlying].mean()),
+    }
+    if outlying.any():
+        result["to_outlier"] = float(to_patches[outlying].mean())
+    if registers:
+        result["to_register"] = float(received[:, special - registers : special].mean())
+    return result
+
+
+def _positions(norms: NDArray[Any], outlying: NDArray[Any], columns: int) -> list[dict[str, Any]]:
+    """Where outliers are, the most frequent patch first. norms, outlying: [N, P]."""
+    times = outlying.sum(0)
+    return [
+        {
+            "row": int(patch) // columns,
+            "column": int(patch) % columns,
+            "times": int(times[patch]),
+            "norm": float(norms[outlying[:, patch], patch].max()),
+        }
+        for patch in np.argsort(-times, kind="stable")[:_LISTED]
+        if times[patch]
+    ]
+
+
+def ends(values: NDArray[Any]) -> list[float] | None:
+    """95 % interval of a mean over samples; None with too few of them. values: [N]."""
+    if len(values) < MIN_BLOCKS:
+        return None
+    interval = clustered(values.astype(np.float64), np.ones(len(values)))
+    return None if interval.low is None or interval.high is None else [interval.low, interval.high]

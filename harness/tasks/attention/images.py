@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,24 +15,16 @@ from kvbench.harness.core.errors import UserError
 from kvbench.harness.data.images import Images, in_directory, on_hub, shapes
 from kvbench.harness.models.vision import ImageReader, TokenLayout
 from kvbench.harness.tasks.attention.schema import AttentionOptions
-from kvbench.harness.tasks.task import Reader
 
 
 @dataclass(frozen=True)
 class ImageSamples:
-    """Images, each of which is a sample.
-
-    Attributes:
-        images: in order.
-        reader: turns them into pixels.
-        count: of the samples.
-        layout: of the tokens that the model makes of each.
-    """
+    """Images, each of which is a sample."""
 
     images: Images
-    reader: ImageReader
-    count: int
-    layout: TokenLayout
+    reader: ImageReader  # turns them into pixels
+    count: int  # of the samples
+    layout: TokenLayout  # of the tokens that the model makes of an image
 
     @cached_property
     def ids_sha256(self) -> str:
@@ -68,7 +61,7 @@ class ImageSamples:
         return self.layout.name(position)
 
 
-def image_samples(options: AttentionOptions, reader: Reader, directory: Path | None) -> ImageSamples:
+def image_samples(options: AttentionOptions, reader: Callable[[], ImageReader], directory: Path | None) -> ImageSamples:
     """The first images of the data.
 
     Raises:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvbench.harness.engine.watch import Chunk
-from kvbench.harness.tasks.common.sample_options import buckets
+from kvbench.harness.tasks.common.samples import buckets
 
 MASSIVE, MASSIVE_TIMES_MEDIAN = 100.0, 1000.0  # Sun et al. 2024, arXiv:2402.17762, Section 2
 _LATER_QUERIES = 4  # one over the share of a sample that must follow a token, for its attention to say something
@@ -41,12 +41,12 @@ class Notes:
         self.massive: list[tuple[int, int, int, int, float]] = []  # layer, sample, position, dim, magnitude
 
     def see_vectors(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Norms. [B, H, T, D], [B, H, T, Dv]."""
+        """Note norms of keys, [B, H, T, D], and values, [B, H, T, Dv]."""
         norms = [x.float().norm(dim=-1).mean(1) for x in (keys, values)]  # [B, T]
         self._norms.append(tuple(torch.stack([x[:, 0], x[:, 1:].mean(1)], -1) for x in norms))  # type: ignore[arg-type]
 
     def see_chunk(self, chunk: Chunk) -> None:
-        """Sums over the chunk's queries."""
+        """Add up what the queries of a chunk show."""
         weights, logits, layer, keys = chunk.weights, chunk.logits, chunk.layer, chunk.weights.shape[-1]
         if layer == len(self._received):
             shape, device = weights.shape[:2], weights.device
@@ -72,7 +72,7 @@ class Notes:
             self._late[layer] = weights[:, :, -1, 0].float()
 
     def see_hidden(self, layer: int, hidden: Tensor) -> None:
-        """Magnitudes. [B, T, E]."""
+        """Note magnitudes of the hidden states after a layer, [B, T, E]."""
         size = hidden.float().abs()
         median, largest = size.flatten(1).median(1).values, size.flatten(1).amax(1)
         self._hidden.append((largest, median))
@@ -99,21 +99,21 @@ class Notes:
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Notes by sample, as `figures` takes them."""
         first = self.mean_received()[..., 0].float()
-        found = {"first": first, "late": torch.stack(self._late), "largest_logit": torch.stack(self._largest)}
-        found["entropy"] = torch.stack(self._entropy) / self._tokens
+        arrays = {"first": first, "late": torch.stack(self._late), "largest_logit": torch.stack(self._largest)}
+        arrays["entropy"] = torch.stack(self._entropy) / self._tokens
         if self._sunk:
-            found["rest"] = torch.stack(self._rest) / self._tokens
+            arrays["rest"] = torch.stack(self._rest) / self._tokens
         if self._norms:
-            found |= {name: torch.stack([x[at] for x in self._norms]) for at, name in enumerate(("key_norm", "value_norm"))}
+            arrays |= {name: torch.stack([x[at] for x in self._norms]) for at, name in enumerate(("key_norm", "value_norm"))}
         if self._hidden:
             names = ("hidden_largest", "hidden_median")
-            found |= {name: torch.stack([x[at] for x in self._hidden]) for at, name in enumerate(names)}
-        return {name: x.transpose(0, 1).float().cpu().numpy() for name, x in found.items()}
+            arrays |= {name: torch.stack([x[at] for x in self._hidden]) for at, name in enumerate(names)}
+        return {name: x.transpose(0, 1).float().cpu().numpy() for name, x in arrays.items()}
 
     def by_token(self) -> dict[str, NDArray[Any]]:
         """Norms of the hidden states after each layer, and the attention that a token gets, mean over heads. [B, L, T] each."""
-        found = {"token_norm": torch.stack(self._token_norms), "token_received": self.mean_received().mean(2)}
-        return {name: x.transpose(0, 1).float().cpu().numpy() for name, x in found.items()}
+        arrays = {"token_norm": torch.stack(self._token_norms), "token_received": self.mean_received().mean(2)}
+        return {name: x.transpose(0, 1).float().cpu().numpy() for name, x in arrays.items()}
 
     def logit_maps(self) -> NDArray[np.float32]:
         """Mean logits among the first tokens; NaN where a key is hidden. [L, Q, M, M]."""
@@ -125,12 +125,7 @@ class Lost:
     """The attention that queries give to tokens that a policy evicted before them."""
 
     def __init__(self, tokens: int, last_seen: Sequence[Tensor]) -> None:
-        """Look up what was evicted.
-
-        Args:
-            tokens: T.
-            last_seen: the last query that saw a token, under the policy, by layer. [B, H, T] int64 each.
-        """
+        """Look up what was evicted. `last_seen`: by layer, the last query that saw a token under the policy. [B, H, T] each."""
         self._last_seen = last_seen
         edges = buckets(tokens)
         self._bucket = torch.zeros(tokens, dtype=torch.int64, device=last_seen[0].device)
@@ -143,7 +138,7 @@ class Lost:
         """Nothing to note."""
 
     def see_chunk(self, chunk: Chunk) -> None:
-        """Weights of what is gone, by bucket."""
+        """Add up the weights of evicted tokens, by bucket."""
         weights, keys = chunk.weights, chunk.weights.shape[-1]
         if chunk.layer == len(self._sums):
             self._sums.append(torch.zeros(*weights.shape[:2], len(self.queries), dtype=torch.float64, device=weights.device))

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.records.rules import EXACT, PART_NATS, SUM, near
 from kvbench.harness.records.types import Amount, Count, Number, Part, Positive, Share
-from kvbench.harness.tasks.common.sample_options import SampleOptions
+from kvbench.harness.tasks.common.samples import SampleOptions
 from kvbench.harness.tasks.task import Options
 
 MOST_SHOWN = 100  # characters of a token

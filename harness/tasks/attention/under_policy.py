@@ -28,19 +28,14 @@ _MOST_STEPS, _MAX_NUMBERS = 64, 2**25  # of a block: kept until they are shown
 
 
 class Recorder:
-    """Turns steps, which attend over slots, into chunks over positions, and shows them after every block."""
+    """Turns steps over slots into chunks over positions, and shows them to a watcher after every block."""
 
     def __init__(
         self, shapes: Sequence[LayerShape], readers: Sequence[LayerCache], ids: Tensor, watcher: Watcher, sunk: Collection[int]
     ) -> None:
-        """Begin with empty samples.
+        """Begin with empty samples, [B, T].
 
-        Args:
-            shapes: of the caches.
-            readers: of each layer, the cache that it reads.
-            ids: of the samples. [B, T].
-            watcher: sees the chunks.
-            sunk: layers in which some weight goes to no token.
+        `readers` has, for each layer, the cache that it reads. `sunk` are the layers in which some weight goes to no token.
         """
         self._shapes, self._readers, self._watcher, self._sunk = shapes, readers, watcher, sunk
         streams, self._tokens = ids.shape
@@ -53,7 +48,7 @@ class Recorder:
         self._rows: dict[int, tuple[Tensor, Tensor]] = {}  # weights and logits by cache, [B, H, G, t, L]
 
     def note(self, attention: Attention, view: CacheView) -> None:
-        """Enter one step of the caches and heads that the view shows, perhaps of several caches stacked."""
+        """Enter one step of the caches and heads in a view; several caches may be stacked in it."""
         layers, of_head, streams = view.layer.flatten().tolist(), view.head[..., 0].tolist(), len(self.last_seen[0])
         for start in range(0, len(view.position), streams):
             layer, heads = (x[start if len(x) > 1 else 0] for x in (layers, of_head))
@@ -64,7 +59,7 @@ class Recorder:
 
     def _enter(
         self, layer: int, heads: list[int], step: int, position: Tensor, valid: Tensor, weights: Tensor, logits: Tensor
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Enter one step of some heads of a layer. position, valid: [B, h, S]; weights, logits: [B, h, G, S]."""
         at, stop = step - self._first, min(self._tokens, self._first + self.steps)
         if layer not in self._rows:
@@ -82,7 +77,7 @@ class Recorder:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Around the end of a block: show its steps, layer by layer."""
+        """Show the steps of a block to the watcher, layer by layer, when the wrapped code has ended it."""
         yield
         stop = self._first + self._count
         for layer, (cache, place) in enumerate(self._readers):
@@ -95,8 +90,8 @@ class Recorder:
 
 
 @dataclass(frozen=True)
-class _Look(Statistic):
-    """Tells the recorder of every step, and keeps a 0."""
+class _RecordingStatistic(Statistic):
+    """A statistic that passes every step to a recorder. Its own state stays 0."""
 
     sees = ("weights", "logits")
     per = "head"
@@ -106,53 +101,46 @@ class _Look(Statistic):
 
     @property
     def last(self) -> int | None:
-        """All steps of a prompt, too."""
+        """None: it sees every step of a prompt, too."""
         return None
 
     def update(self, state: Tensor, attention: Attention, view: CacheView) -> Tensor:
-        """Unchanged. [B, H]."""
+        """The state, unchanged. [B, H]."""
         self.recorder.note(attention, view)
         return state
 
 
 @dataclass(frozen=True)
-class _Recorded(Composed):
-    """A policy that keeps what the one inside keeps, while a recorder looks."""
+class _RecordedPolicy(Composed):
+    """A policy whose steps are recorded. It keeps what the policy inside keeps."""
 
     recorder: Recorder = field(compare=False, kw_only=True)
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
-        """Those of the policy inside, and the look."""
-        return (*self.score.statistics, _Look(self.recorder))
+        """Those of the policy inside, and the one that records."""
+        return (*self.score.statistics, _RecordingStatistic(self.recorder))
 
     @property
     def outcome(self) -> bool:  # type: ignore[override]  # of the class elsewhere
-        """As the policy says that is looked at."""
+        """That of the policy inside."""
         return self.score.outcome
 
     def band(self, capacity: int) -> None:
-        """None: what is computed in closed form can't be looked at."""
+        """None: attention that is computed in closed form can't be recorded."""
 
 
 def read_recorded(
     model: Model, config: CacheConfig, ids: Tensor, prompt: int, watcher: Watcher, sunk: Collection[int]
-) -> tuple[CachedDecoder, list[Tensor]]:  # fmt: skip
-    """Read samples under a policy, and show every step's attention.
+) -> tuple[CachedDecoder, list[Tensor]]:
+    """Read samples, [B, T] int64, under a policy, and show every step's attention to the watcher.
 
-    Args:
-        model: to drive.
-        config: what to keep.
-        ids: of the samples. [B, T] int64.
-        prompt: first tokens that are the prompt; 0 for none.
-        watcher: sees the attention.
-        sunk: layers in which some weight goes to no token.
+    The first `prompt` tokens are the prompt. `sunk` are the layers in which some weight goes to no token.
 
-    Returns:
-        The decoder, and the last query that saw each token, by layer; -1 for none. [B, H, T] int64 each.
+    Returns the decoder, and the last query that saw each token, by layer; -1 for none. [B, H, T] int64 each.
     """
     recorder = Recorder(model.layers, model.readers, ids, watcher, sunk)
-    decoder = CachedDecoder(model, replace(config, policy=_Recorded(config.policy, recorder=recorder)), len(ids))
+    decoder = CachedDecoder(model, replace(config, policy=_RecordedPolicy(config.policy, recorder=recorder)), len(ids))
     decoder.around_bookkeeping = recorder.shown
     if prompt:
         decoder.read_prompt(ids[:, :prompt], recorder.steps)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.harness.data.questions import Question, Quiz, QuizData
+from kvbench.harness.data.questions import Quiz, QuizData, QuizQuestion
 from kvbench.harness.engine.decoder import Decoder
 from kvbench.harness.records.aggregates import answer_figures
 from kvbench.harness.records.metrics import AnswerMetrics
@@ -33,19 +33,16 @@ class Answer:
 
 
 def answer_questions(job: Job, context: Context, parse: Callable[[str], str]) -> AnswerMetrics:
-    """Read each stream of the job's data with a fresh cache, and answer its questions greedily.
+    """Read each stream of the job's `QuizData` with a fresh cache, and answer its questions greedily.
 
-    Args:
-        job: its data is a `QuizData`. The trace gets one line of JSON per question.
-        context: what a question leaves in the stream: the right answer, the model's answer, or nothing.
-        parse: extracts the answer from a completion.
+    The trace gets one line of JSON per question. `parse` extracts the answer from a completion.
     """
     data: QuizData = job.data
     answers: list[Answer] = []
     sizes, tokens_before = {"kv_bytes": 0, "kv_held_bytes": 0, "state_bytes": 0}, 0
     with job.trace.open("w", encoding="utf-8") as trace:
         for number, quiz in enumerate(data.quizzes):
-            reader = _Reader(job, quiz, context)
+            reader = _StreamReader(job, quiz, context)
             for index, question in enumerate(quiz.questions):
                 completion, held, reach = reader.answer(question)
                 answer = parse(completion)
@@ -61,7 +58,7 @@ def answer_questions(job: Job, context: Context, parse: Callable[[str], str]) ->
     return AnswerMetrics.from_json({**figures, **sizes})
 
 
-class _Reader:
+class _StreamReader:
     """Reads one stream with a fresh cache."""
 
     def __init__(self, job: Job, quiz: Quiz, context: Context) -> None:
@@ -74,7 +71,7 @@ class _Reader:
         self._shifts: list[tuple[int, int]] = []  # (script index, position - index from there on)
         self._max_answer_tokens = max((q.answer_end - q.prompt_end for q in quiz.questions), default=0) + _EXTRA_ANSWER_TOKENS
 
-    def answer(self, question: Question) -> tuple[str, float | None, int | None]:
+    def answer(self, question: QuizQuestion) -> tuple[str, float | None, int | None]:
         """Read on to a question and answer it. Returns the completion, and `held` and `reach` of an `Answer`."""
         leaves_nothing = self._context == "none"
         self._shifts.append((self._index, self._position - self._index))

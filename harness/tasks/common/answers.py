@@ -81,12 +81,12 @@ def percent_or_status(record: Record | None) -> str:
     """Percent right with its interval; the status if the cell failed."""
     if record is None:
         return ""
-    found = answers([record])
-    return status(record) if found is None else f"{100 * found.share:.1f}{bracketed(found.ends, 1)}"
+    accuracy = answers([record])
+    return status(record) if accuracy is None else f"{100 * accuracy.share:.1f}{bracketed(accuracy.ends, 1)}"
 
 
 def about_intervals(records: Sequence[Record]) -> str:
-    """Of what the intervals in a table are, or why there are none."""
+    """What the intervals in a table are over, or why there are none."""
     streams = {count(of_questions) for r in records if (of_questions := streams_of(r)) is not None}
     if not streams:
         return "95 % Wilson intervals"

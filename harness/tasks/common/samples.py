@@ -1,41 +1,64 @@
-"""Samples: consecutive pieces of running text of one length."""
+"""Samples: consecutive pieces of running text of one length, each read with an empty cache. Imports torch only to read them."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-import torch
-from torch import Tensor
+from pydantic import Field, model_validator
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.data.stream import TokenStream, opening, stream
 from kvbench.harness.data.texts import texts
-from kvbench.harness.tasks.common.sample_options import SampleOptions
-from kvbench.harness.tasks.task import Tokenizer
+from kvbench.harness.tasks.task import Options, Tokenizer
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-MOST_CHECKED = 2048  # tokens of a sample
+MOST_CHECKED = 2048  # tokens of a sample, in the check of a model's attention
+_FIRST_BUCKET_TOKENS = 32  # each later bucket ends at twice the position of the one before
+
+
+class SampleOptions(Options):
+    """Which text is read, and into how many samples of which length it is cut."""
+
+    data: Literal["pg19", "prose"] = Field("pg19", description="the text: books (pg19) or generated prose")
+    split: Literal["train", "validation", "test"] = Field("test", description="split of the data")
+    data_seed: int | None = Field(None, ge=0, description="seed of generated prose; 0 if not given")
+    samples: int = Field(64, ge=1, le=100_000, description="pieces of the text that are looked at, one after the other")
+    tokens: int = Field(128, ge=2, le=2**20, description="length of a sample, the tokens that open it included")
+    prompt: int | None = Field(
+        None,
+        ge=1,
+        description="first tokens of each sample that are its prompt, after which policies may evict; none if not given",
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.prompt is not None and self.prompt >= self.tokens:
+            raise ValueError(f"prompt {self.prompt:,} leaves nothing of a sample of {self.tokens:,} tokens")
+        return self
+
+
+def buckets(tokens: int) -> list[tuple[int, int]]:
+    """Buckets of a sample's positions as (start, stop); each stops at twice the stop of the one before."""
+    edges = [0]
+    while edges[-1] < tokens:
+        edges.append(min(tokens, max(_FIRST_BUCKET_TOKENS, 2 * edges[-1])))
+    return list(itertools.pairwise(edges))
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Consecutive pieces of a text, each after the stream's prefix.
-
-    Attributes:
-        stream: prefix and text.
-        length: tokens of a sample, its prefix and its end included.
-        tokenizer: to show tokens.
-        end: tokens that close every sample: the [SEP] of an encoder.
-    """
+    """Consecutive pieces of a text, each after the stream's prefix."""
 
     stream: TokenStream
-    length: int
+    length: int  # tokens of a sample, its prefix and its end included
     tokenizer: PreTrainedTokenizerBase
-    end: tuple[int, ...] = ()
+    end: tuple[int, ...] = ()  # tokens that close every sample: the [SEP] of an encoder
 
     @property
     def ids_sha256(self) -> str:
@@ -61,6 +84,8 @@ class Samples:
 
     def batch(self, start: int, stop: int) -> Tensor:
         """Token ids of the samples from `start` to `stop` - 1. [B, T] int64."""
+        import torch
+
         prefix, new = self.stream.prefix, self.length - self.stream.prefix - len(self.end)
         ids = torch.from_numpy(self.stream.ids[prefix + start * new : prefix + stop * new].copy()).long().view(-1, new)
         first = torch.from_numpy(self.stream.ids[:prefix].copy()).long().expand(len(ids), -1)

@@ -12,8 +12,7 @@ from torch import Tensor
 from kvbench.harness.engine.decoder import CacheConfig, Decoder
 from kvbench.harness.engine.method import EAGER
 from kvbench.harness.tasks.common.samples import Samples
-from kvbench.harness.tasks.divergence.figures import COMPARED, figures
-from kvbench.harness.tasks.divergence.schema import DivergenceMetrics, DivergenceOptions
+from kvbench.harness.tasks.divergence.schema import COMPARED, DivergenceMetrics, DivergenceOptions, figures
 from kvbench.harness.tasks.task import Job, MeasurementError
 from kvbench.policies.dense import Dense
 
@@ -40,9 +39,10 @@ def measure(options: DivergenceOptions, job: Job) -> DivergenceMetrics:
         dense, read = job.open(job.model, CacheConfig(Dense()), len(ids), EAGER), job.decoder(len(ids))
         parts.append(_compared(ids, dense, read, options.prompt or 0, max(1, job.block // len(ids))))
         sizes = {
-            "kv_bytes": read.kv_bytes // len(ids), "kv_held_bytes": read.held_bytes // len(ids),
+            "kv_bytes": read.kv_bytes // len(ids),
+            "kv_held_bytes": read.held_bytes // len(ids),
             "state_bytes": read.state_bytes // len(ids),
-        }  # fmt: skip
+        }
         job.progress(samples.tokens * (start + len(ids)) // options.samples, f"KL {np.mean(parts[-1]['kl']):.4f}")
     compared = np.concatenate(parts)
     with job.trace.open("wb") as file:
@@ -51,17 +51,10 @@ def measure(options: DivergenceOptions, job: Job) -> DivergenceMetrics:
 
 
 def _compared(ids: Tensor, dense: Decoder, read: Decoder, prompt: int, block: int) -> NDArray[np.void]:
-    """Read samples with both decoders, block by block.
+    """Read samples, [B, T] int64, with both decoders, full attention's and the policy's.
 
-    Args:
-        ids: of the samples. [B, T] int64.
-        dense: reads under full attention.
-        read: reads under the policy.
-        prompt: first tokens that are the prompt; 0 for none.
-        block: tokens of each sample that pass a layer at once.
-
-    Returns:
-        The predictions of all tokens after the first, or after the prompt. [B, P] `COMPARED`.
+    `block` tokens of each sample pass a layer at once; the first `prompt` tokens are the prompt. The result has the predictions
+    of all tokens after the first, or after the prompt. [B, P] `COMPARED`.
     """
     parts = []
     if prompt:
@@ -75,17 +68,9 @@ def _compared(ids: Tensor, dense: Decoder, read: Decoder, prompt: int, block: in
 
 
 def compare(dense: Tensor, policy: Tensor, targets: Tensor) -> NDArray[np.void]:
-    """Compare predictions of the same tokens, in float64.
+    """Compare predictions of the same tokens, in float64. Logits [B, T, V] and targets [B, T] int64 -> [B, T] `COMPARED`.
 
     KL(dense || policy) = sum over the vocabulary of p (log p - log q), p the probabilities under dense, q under the policy.
-
-    Args:
-        dense: logits under full attention. [B, T, V].
-        policy: logits under the policy. [B, T, V].
-        targets: the tokens that come. [B, T] int64.
-
-    Returns:
-        [B, T] `COMPARED`.
 
     Raises:
         MeasurementError: a KL divergence is not finite.

@@ -26,27 +26,17 @@ _BOOKKEEPING_STEPS = 16
 
 
 class Lane:
-    """One cell that is measured beside others.
-
-    Attributes:
-        result: its figures; empty before `finish`.
-        error: why it could not be measured, if so. The other cells go on.
-        round_ms: milliseconds of each step, by round since the last `advance`.
-        sitting_ms: `round_ms` at the end of the stream, by sitting.
-        position: tokens read.
-        read: the decoder.
-        tokens: input of the next step. [B, 1].
-    """
+    """One cell that is measured beside others."""
 
     def __init__(self, options: LatencyOptions, job: Job) -> None:
         self.options, self.job = options, job
-        self.result = Metrics()
-        self.error: Exception | None = None
-        self.round_ms: list[list[float]] = []
-        self.sitting_ms: list[list[list[float]]] = []
-        self.position = 0
+        self.result = Metrics()  # its figures; empty before `finish`
+        self.error: Exception | None = None  # why it could not be measured; the other cells go on
+        self.round_ms: list[list[float]] = []  # of each step, by round since the last `advance`
+        self.sitting_ms: list[list[list[float]]] = []  # `round_ms` at the end of the stream, by sitting
+        self.position = 0  # tokens read
         self.read: Decoder | None = None
-        self.tokens: Tensor | None = None
+        self.tokens: Tensor | None = None  # input of the next step. [B, 1]
         self._generator = torch.Generator().manual_seed(0)
         self._curve: list[dict[str, Any]] = []
         self._first_token_ms: list[float] = []
@@ -69,7 +59,7 @@ class Lane:
             self.error, self.read = error, None
 
     def _new_decoder(self) -> Decoder:
-        """A decoder with an empty cache, whose second step is captured: while warming up."""
+        """A decoder with an empty cache that captures its second step, so that warming up includes the capture."""
         read = self.job.decoder(self.options.batch)
         if isinstance(read, CachedDecoder) and read.graphs is not None:
             read.graphs = read.graphs.fresh(after=1)
@@ -87,7 +77,7 @@ class Lane:
         self.position = self.options.prompt
 
     def advance(self, position: int) -> None:
-        """Go on to a position in the stream, and warm up there. The tokens up to it are read, or stood for by random K and V."""
+        """Go on to a position in the stream, and warm up there. Tokens up to it are read, or random K and V take their place."""
         missing = position - self.position
         if missing > 0:
             if can_be_filled(self.read):
@@ -172,9 +162,9 @@ class Lane:
         bounds = roofline(model, self.read, options.batch, device)
         medians = np.median(steps, 1)
         first, first_error = timing([[[ms] for ms in self._first_token_ms[1:]]])
-        flags = [] if self.settled else [
-            f"unsettled: medians of {len(steps)} rounds lie between {medians.min():.3g} and {medians.max():.3g} ms"
-        ]  # fmt: skip
+        flags = []
+        if not self.settled:
+            flags.append(f"unsettled: medians of {len(steps)} rounds lie between {medians.min():.3g} and {medians.max():.3g} ms")
         kv_bytes = self.read.kv_bytes
         if self.job.config.capacity is not None and kv_bytes != self.kv_bytes:
             flags.append(f"its K/V takes {kv_bytes:,} bytes, but by the model's shapes {self.kv_bytes:,}")
@@ -224,21 +214,16 @@ class Lane:
 
 
 def can_be_filled(read: Decoder | None) -> bool:
-    """Whether random K and V may stand for tokens that were read: on a GPU, where reading takes minutes."""
+    """Whether random K and V may take the place of tokens of the stream: on a GPU, where reading them would take minutes."""
     return isinstance(read, CachedDecoder) and read.model.device.type == "cuda"
 
 
 def roofline(model: Model, read: Decoder, batch: int, device: dict[str, float]) -> dict[str, float]:
     """The shortest time a step can take: bytes to move over the bandwidth, or operations over the rate.
 
-    Args:
-        model: a step reads its weights once, but the input embedding only if that is the output head too.
-        read: a step reads its K/V in use and its state once; recomputing a window multiplies once per token of the window.
-        batch: number of streams.
-        device: bandwidth in bytes per second, multiply_rate in operations per second.
-
-    Returns:
-        bytes, operations, ms.
+    A step reads the model's weights once, but the input embedding only if that is the output head too; and its K/V in use and its
+    state once. Recomputing a window multiplies once per token of the window. `device` has rates per second; the result has bytes,
+    operations and ms.
     """
     hf = model.hf
     inputs: Any = hf.get_input_embeddings()

@@ -70,8 +70,7 @@ def _groups_that_fit(lanes: Sequence[Lane]) -> list[list[Lane]]:
 def _measure(options: LatencyOptions, lanes: Sequence[Lane]) -> list[float]:
     """Repeat sittings until all lanes are settled; each starts with fresh caches. The order of lanes is random in each round.
 
-    Returns:
-        Milliseconds of the model's own forward pass in each round at the end of the stream.
+    Returns the milliseconds of the model's own forward pass in each round at the end of the stream.
     """
     draw, forward = random.Random(0), _own_forward(lanes[0].job.model, options.batch)
     forward_ms: list[float] = []

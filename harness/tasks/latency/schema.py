@@ -44,7 +44,7 @@ class LatencyOptions(Options):
         return self
 
 
-class Point(Part):
+class LatencyPoint(Part):
     """The time of a step at one point of the stream."""
 
     position: Annotated[Positive, EXACT] = Field(description="tokens read before")
@@ -81,14 +81,14 @@ class LatencyMetrics(StepMetrics):
     tokens_per_second: Annotated[Amount, TIME] = Field(description="tokens per second of all streams together")
     first_token_error: Annotated[Amount, TIME] = Field(description="half the relative 95 % interval of first_token_ms")
     position: Annotated[Count, EXACT] = Field(0, description="tokens read before the last steps")
-    curve: list[Point] = Field(min_length=1, description="step times over the stream")
+    curve: list[LatencyPoint] = Field(min_length=1, description="step times over the stream")
     bookkeeping_share: Annotated[Number, TIME] = Field(description="share of a step spent on statistics, scoring and eviction")
     roofline: Roofline | None = Field(None, description="the shortest time a step can take")
     over_roofline: Annotated[Amount, TIME] = Field(description="step_ms as a multiple of the roofline")
     device: DeviceRates = Field(description="rates measured on the device")
 
     def impossible(self) -> Iterator[str]:
-        """Steps in less time than their bytes and operations take at the device's measured rates."""
+        """Flags a step that is faster than its bytes and operations allow at the device's measured rates."""
         if self.roofline is None:
             return
         moved, done, rates = self.roofline.bytes, self.roofline.operations, self.device

@@ -7,7 +7,8 @@ Differs: lm-eval's prompts and scores differ from those in the paper (docs/tasks
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,17 +19,17 @@ from kvbench.harness.records.facts import Data
 from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.report import compare
 from kvbench.harness.report.chart import Chart
+from kvbench.harness.report.compare import differences
 from kvbench.harness.report.difference import Difference, Traces
+from kvbench.harness.report.machines import row_label
+from kvbench.harness.report.markdown import cache_bytes, count, md, status, table
 from kvbench.harness.tasks.common.answers import right_answers
-from kvbench.harness.tasks.common.side_by_side import Independent
-from kvbench.harness.tasks.lm_eval import page
 from kvbench.harness.tasks.lm_eval.schema import LmEvalFacts, LmEvalMetrics, LmEvalOptions
-from kvbench.harness.tasks.task import Job, Options, Task, Tokenizer
+from kvbench.harness.tasks.task import Independent, Job, Options, Task, Tokenizer
 
 if TYPE_CHECKING:
     from kvbench.harness.engine.decoder import Evict
-    from kvbench.harness.tasks.lm_eval.requests import LmEvalData
-
+    from kvbench.harness.tasks.lm_eval.measure import LmEvalData
 
 _RECALL = frozenset(f"kvbench_{kind}" for kind in KINDS)
 
@@ -48,7 +49,7 @@ class LmEval(Task):
     @staticmethod
     def data(options: LmEvalOptions, tokenizer: Tokenizer, directory: Path | None) -> LmEvalData:
         """The task's questions as requests."""
-        from kvbench.harness.tasks.lm_eval.requests import requests
+        from kvbench.harness.tasks.lm_eval.measure import requests
 
         return requests(options, tokenizer())
 
@@ -77,7 +78,7 @@ class LmEval(Task):
 
     @classmethod
     def has_prompt(cls, options: LmEvalOptions) -> bool:
-        """Every request begins with one. A task that scores whole texts is only found when it runs."""
+        """True; a task that scores whole texts is only noticed when it runs."""
         return True
 
     @classmethod
@@ -87,7 +88,7 @@ class LmEval(Task):
 
     @classmethod
     def why_not(cls, options: LmEvalOptions, evict: Evict) -> str:
-        """Eviction after the prompt is a way of its own to read it."""
+        """Eviction after the prompt is itself a way to read prompts, so it excludes the option `prompt`."""
         if evict == "prompt" and options.prompt != "stream":
             return f"prompt reads the whole prompt and evicts at its end, so this task can't have prompt: {options.prompt}"
         return super().why_not(options, evict)
@@ -125,7 +126,8 @@ class LmEval(Task):
     @classmethod
     def headline(cls, record: Record) -> str:
         """The score, and the number of questions."""
-        return page.headline(record)
+        metrics = record.measured(LmEvalMetrics)
+        return "" if metrics is None else f"{metrics.metric} {_figure(metrics)} of {metrics.questions}"
 
     @classmethod
     def heading(cls, record: Record) -> str:
@@ -136,9 +138,95 @@ class LmEval(Task):
     @classmethod
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:
         """A row per policy and a column per task: scores, then paired differences to dense."""
-        return page.body(records)
+        names = sorted({_column(r) for r in records})
+        rows: dict[tuple[str, str], dict[str, Record]] = {}
+        for record in records:
+            rows.setdefault((row_label(record, records), count(record.cell.capacity)), {})[_column(record)] = record
+        head = ["policy", "capacity", *map(md, names), "over capacity", "K/V"]
+        lines = [
+            [*policy, *(_score(row.get(n)) for n in names), _over_capacity(row.values()), _bytes(row.values())]
+            for policy, row in rows.items()
+        ]
+        options = records[0].cell.task_options(LmEvalOptions)
+        about = _UNSEEN if options.question else _PROMPTS[options.prompt]
+        about += _EVICT_PROMPT if any(r.cell.evict == "prompt" for r in records) else ""
+        intro = (
+            f"lm-eval's tasks. {about} Scores are percentages with their standard errors; for whole texts, perplexities. "
+            "Over capacity: share of requests longer than the capacity; only these can differ from dense.\n"
+        )
+        result: list[str | Chart] = [intro, *table(head, lines, "lr" + "r" * len(names) + "rr")]
+        dense = next((row for row in rows.values() if all(r.cell.policy == "dense" for r in row.values())), None)
+        others = [(policy, row) for policy, row in rows.items() if row is not dense]
+        if dense is None or not others:
+            return result
+        lines = [[*policy, *(_difference(dense.get(n), row.get(n)) for n in names)] for policy, row in others]
+        about = "Differences to dense, paired by question (percentage points or nats, with 95 % intervals):\n"
+        return [*result, about, *table(["policy", "capacity", *map(md, names)], lines, "lr" + "r" * len(names))]
 
     @classmethod
     def differences(cls, a: Record, b: Record, traces: Traces) -> list[Difference]:
         """Scores, paired by question."""
         return [*compare.accuracy(a, b), *compare.score(a, b)]
+
+
+_PROMPTS = {
+    "stream": "Prompts are read token by token, so the policy evicts before it has seen the question (query-blind).",
+    "once": "Prompts are read in full, then the policy evicts once, having seen the question (query-aware). The cache holds the "
+    "whole prompt until then; K/V counts what remains.",
+    "truncate": "Of a prompt that is too long, the model reads the first and the last tokens, half each.",
+}
+_UNSEEN = "Where a prompt is cut at its end, it ends before the question, which is read afterwards: the policy has not seen it."
+_EVICT_PROMPT = " Rows with evict prompt read it in full, evict once, at its end, and evict no more."
+
+
+def _column(record: Record) -> str:
+    """The task, with the options that differ within a section."""
+    options = record.cell.task_options(LmEvalOptions)
+    extra = [f"{options.num_fewshot}-shot"] if options.num_fewshot else []
+    extra += [f"{options.max_seq_length:,} tokens"] if options.max_seq_length else []
+    extra += [options.metric] if options.metric else []
+    return options.tasks + (f" ({', '.join(extra)})" if extra else "")
+
+
+def _score(record: Record | None) -> str:
+    if record is None:
+        return ""
+    metrics = record.measured(LmEvalMetrics)
+    return status(record) if metrics is None else _figure(metrics)
+
+
+def _figure(metrics: LmEvalMetrics) -> str:
+    """The score in percent with its standard error; for log-likelihoods, the perplexity per word or byte."""
+    score, error, digits = 100.0 * metrics.score, 100.0 * (metrics.stderr or 0.0), ".1f"
+    if metrics.weights is not None:
+        score = math.exp(min(-metrics.score, 700.0))
+        error, digits = score * error / 100, ".3g"
+    return format(score, digits) + (f" ± {format(error, digits)}" if metrics.stderr is not None else "")
+
+
+def _difference(base: Record | None, record: Record | None) -> str:
+    """The paired difference; empty if a record is missing or failed."""
+    metrics = None if record is None else record.measured(LmEvalMetrics)
+    if base is None or record is None or base.status != "ok" or metrics is None:
+        return ""
+    difference = next((d for d in differences(base, record) if d.metric in ("accuracy", "score")), None)
+    if difference is None or difference.change is None:
+        return ""
+    scale, digits = (1.0, "+.3f") if metrics.weights is not None else (100.0, "+.1f")
+    return f"{format(scale * difference.change, digits)}{_interval(difference, scale, digits)}"
+
+
+def _interval(difference: Difference, scale: float, digits: str) -> str:
+    if difference.low is None or difference.high is None:
+        return ""
+    return f" [{format(scale * difference.low, digits)}, {format(scale * difference.high, digits)}]"
+
+
+def _over_capacity(records: Iterable[Record]) -> str:
+    metrics = [m for r in records if (m := r.measured(LmEvalMetrics))]
+    requests = sum(m.requests for m in metrics)
+    return f"{100 * sum(m.over_capacity for m in metrics) / requests:.0f} %" if requests else ""
+
+
+def _bytes(records: Iterable[Record]) -> str:
+    return cache_bytes(max((m.kv_bytes for r in records if (m := r.measured(LmEvalMetrics))), default=None))

@@ -1,22 +1,135 @@
-"""Runs a task of lm-eval with our decode loop."""
+"""Loads a task of lm-eval as requests, and runs it with our decode loop."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from importlib import metadata
+from typing import Any, NoReturn
 
 import numpy as np
+from lm_eval.api.instance import Instance
 from lm_eval.evaluator import evaluate
+from transformers import PreTrainedTokenizerBase
 
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.data.stream import fingerprint
 from kvbench.harness.lm_eval import catalogue
 from kvbench.harness.lm_eval.kvbench import KVBench
-from kvbench.harness.lm_eval.reading import Reader
+from kvbench.harness.lm_eval.reading import RequestReader
 from kvbench.harness.records.aggregates import sample_figures
-from kvbench.harness.tasks.lm_eval.requests import LmEvalData, start_of
 from kvbench.harness.tasks.lm_eval.schema import LmEvalMetrics, LmEvalOptions
 from kvbench.harness.tasks.task import Job, MeasurementError
+
+_FIRST_VERSION = "1.0"
+_AFTER_A_TEXT = r"\nQuestion: "
+_PATTERNS = (  # names of tasks, and what the question begins with
+    ("kvbench_(?!cloze|prose).*|ruler_.*", _AFTER_A_TEXT),
+    ("kvbench_cloze.*", r"(?<=[.!?])\s[^.!?]*$"),  # the sentence that breaks off
+    ("niah_.*", r"\nWhat (is|are all) the special magic "),
+)
+
+
+@dataclass(frozen=True)
+class LmEvalData:
+    """A task's questions, as requests."""
+
+    loaded: dict[str, Any]  # the argument of lm-eval's `evaluate`
+    tokenizer: PreTrainedTokenizerBase
+    source: str  # name and version of the task
+    version: str  # of the task; raised when the same answer gets another score
+    questions: int
+    lengths: tuple[int, ...]  # tokens of each request
+    ids_sha256: str  # of all requests
+
+    def __reduce__(self) -> NoReturn:
+        """A task of lm-eval holds functions from files that it loads itself, so each process loads its own."""
+        raise TypeError("the questions of lm-eval can't be sent to another process")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all requests."""
+        return sum(self.lengths)
+
+    def facts(self) -> dict[str, Any]:
+        """The record's `data`."""
+        return {
+            "source": self.source, "ids_sha256": self.ids_sha256, "tokens": self.tokens, "questions": self.questions,
+            "requests": len(self.lengths), "longest_request": max(self.lengths), "lm_eval": metadata.version("lm-eval"),
+            **({} if self.version == _FIRST_VERSION else {"task_version": self.version}),
+        }  # fmt: skip
+
+
+def requests(options: LmEvalOptions, tokenizer: PreTrainedTokenizerBase) -> LmEvalData:
+    """Load a task and build its requests."""
+    lengths: dict[str, Any] = {} if options.max_seq_length is None else {"max_seq_lengths": (options.max_seq_length,)}
+    lengths |= {"tokenizer": tokenizer.name_or_path} if lengths else {}
+    include = [] if options.include is None else [options.include]
+    loaded = catalogue.task(options.tasks, options.num_fewshot, options.data_seed, include, lengths)
+    (task,) = loaded["tasks"].values()
+    task.set_fewshot_seed(seed=options.data_seed)
+    with catalogue.quiet():
+        task.build_all_requests(
+            limit=options.limit, rank=0, world_size=1, apply_chat_template=bool(options.chat_template),
+            chat_template=_template(tokenizer) if options.chat_template else None,
+            fewshot_as_multiturn=bool(options.chat_template),
+        )  # fmt: skip
+    if options.question == "unseen":
+        for instance in task.instances:
+            _start_of(instance, options)
+    ids_of_requests = [
+        tokenizer("".join(str(part) for part in i.args[:2] if isinstance(part, str)))["input_ids"] for i in task.instances
+    ]
+    if not ids_of_requests:
+        raise UserError(f"lm-eval finds no questions in task {options.tasks}")
+    questions = len({i.doc_id for i in task.instances})
+    ids = fingerprint(np.concatenate([np.array(x, np.int64) for x in ids_of_requests]))
+    version = str(task.VERSION)
+    source = f"lm-eval, {options.tasks} version {version}"
+    return LmEvalData(loaded, tokenizer, source, version, questions, tuple(len(x) for x in ids_of_requests), ids)
+
+
+def question_start(prompt: str, task: str, document: Mapping[str, Any], pattern: str | None = None) -> int:
+    """The index of the question's first character: the last match of a pattern or, in LongBench, the end of the context.
+
+    `prompt` includes examples and chat template; `document` is what it was made of. The pattern is known for RULER and our tasks.
+
+    Raises:
+        UserError: there is no question, or nothing before it.
+    """
+    pattern = pattern or next((p for names, p in _PATTERNS if re.fullmatch(names, task)), None)
+    start = -1
+    if pattern is not None:
+        start = max((match.start() for match in re.finditer(pattern, prompt)), default=-1)
+    elif isinstance(document.get("context"), str) and document["context"] in prompt:
+        start = prompt.rindex(document["context"]) + len(document["context"])
+    if not 0 < start < len(prompt):
+        what = "it has no context before it" if pattern is None else f"nothing before its end matches {pattern!r}"
+        raise UserError(f"{task}: where does the question begin? {what}; give question_from: REGEX")
+    return start
+
+
+def _start_of(instance: Instance, options: LmEvalOptions) -> int:
+    return question_start(instance.args[0], options.tasks, instance.doc, options.question_from)
+
+
+def _template(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """The tokenizer's chat template with the signature that lm-eval calls."""
+
+    def apply(history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        return str(
+            tokenizer.apply_chat_template(
+                history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+        )
+
+    return apply
 
 
 def measure(options: LmEvalOptions, job: Job) -> LmEvalMetrics:
@@ -24,7 +137,7 @@ def measure(options: LmEvalOptions, job: Job) -> LmEvalMetrics:
     data: LmEvalData = job.data
     batch = job.at_once or (1 if options.batch == "auto" else options.batch)
     try:
-        reader = Reader(job.model, job.config, options.prompt, options.prompt_tokens, batch, job.block, job.method)
+        reader = RequestReader(job.model, job.config, options.prompt, options.prompt_tokens, batch, job.block, job.method)
     except ValueError as error:
         raise MeasurementError(str(error)) from None
     mean_tokens, done = data.tokens / len(data.lengths), 0
@@ -34,7 +147,7 @@ def measure(options: LmEvalOptions, job: Job) -> LmEvalMetrics:
         done += requests
         job.progress(min(data.tokens, round(done * mean_tokens)), f"{done} of {len(data.lengths)} requests")
 
-    start = partial(start_of, options=options) if options.question == "unseen" else None
+    start = partial(_start_of, options=options) if options.question == "unseen" else None
     model = KVBench(reader, data.tokenizer, on_progress=report_progress, question_start=start)
     ((name, task),) = data.loaded["tasks"].items()
     task.set_fewshot_seed(seed=options.data_seed)

@@ -11,8 +11,7 @@ from kvbench.harness.records.facts import Data
 from kvbench.harness.records.metrics import ScoreMetrics
 from kvbench.harness.records.rules import BYTES, EXACT, PART_NATS, Unchecked, near
 from kvbench.harness.records.types import Count, Number
-from kvbench.harness.tasks.common.side_by_side import SideBySide
-from kvbench.harness.tasks.task import Options
+from kvbench.harness.tasks.task import Options, SideBySide
 
 
 class LmEvalOptions(Options):

@@ -77,13 +77,7 @@ def _figures(
 
 
 def _kv_bytes(model: Model, config: CacheConfig, tokens: int) -> int:
-    """Bytes of the K and V slots of one stream, by the model's shapes and the policy's budgets.
-
-    Args:
-        model: whose layers they are for.
-        config: of the cache.
-        tokens: read, for a cache that only grows.
-    """
+    """Bytes of the K and V slots of one stream, by the model's shapes and the policy's budgets, after that many tokens."""
     if not config.policy.caches:
         return 0
     table, total = static_table(model, config, None), 0
@@ -177,7 +171,10 @@ class _ProcessMeter(_Meter):
 
 
 def _give_back() -> None:
-    """Give memory that was freed while the model was loaded back to the system: a cache that moves in there would seem free."""
+    """Return memory that was freed while the model was loaded to the system.
+
+    Otherwise a cache that is allocated there would seem to take no memory.
+    """
     with contextlib.suppress(OSError, AttributeError):  # glibc alone has it
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -21,7 +21,7 @@ class MemoryOptions(Options):
     batch: int = Field(1, ge=1, description="number of streams side by side")
 
 
-class Point(Part):
+class MemoryPoint(Part):
     """Memory at one point of the stream."""
 
     position: Annotated[Positive, EXACT] = Field(description="tokens read")
@@ -34,6 +34,6 @@ class MemoryMetrics(PeakMetrics):
 
     expected_kv_bytes: Annotated[Count | None, BYTES] = Field(None, description="K and V by the shapes of the model's layers")
     weight_bytes: Annotated[Count, BYTES] = Field(description="bytes of the model's weights")
-    curve: list[Point] = Field(min_length=1, description="memory over the stream")
+    curve: list[MemoryPoint] = Field(min_length=1, description="memory over the stream")
     kv_bytes: Annotated[Count, BYTES] = Field(description="bytes of K and V, as reported")
     state_bytes: Annotated[Count, BYTES] = Field(description="bytes of the policy's statistics, as reported")

@@ -23,11 +23,9 @@ from kvbench.harness.report import compare
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.difference import Difference, Traces
 from kvbench.harness.report.pairing import question
-from kvbench.harness.tasks.common.side_by_side import Independent
 from kvbench.harness.tasks.perplexity import page
-from kvbench.harness.tasks.perplexity.schema import PerplexityMetrics, PerplexityOptions
-from kvbench.harness.tasks.perplexity.until import Precision
-from kvbench.harness.tasks.task import Job, Options, Task, Tokenizer
+from kvbench.harness.tasks.perplexity.schema import PerplexityMetrics, PerplexityOptions, Precision
+from kvbench.harness.tasks.task import Independent, Job, Options, Task, Tokenizer
 
 if TYPE_CHECKING:
     from kvbench.harness.data.stream import TokenStream
@@ -49,9 +47,7 @@ class Perplexity(Task):
         from kvbench.harness.data.stream import newline, stream
         from kvbench.harness.data.texts import texts
 
-        source, books = texts(
-            options.data, options.split, options.book, options.data_seed or 0, options.tokens, directory
-        )  # fmt: skip
+        source, books = texts(options.data, options.split, options.book, options.data_seed or 0, options.tokens, directory)
         prefix = None if options.newlines is None else [newline(tokenizer())] * options.newlines
         return stream(books, source, tokenizer(), options.tokens, prefix, short=options.book is not None)
 
@@ -73,7 +69,7 @@ class Perplexity(Task):
 
     @classmethod
     def independent(cls, options: PerplexityOptions, data: TokenStream) -> Independent | None:
-        """The streams, if it is said how many of them are read at once."""
+        """The streams, unless all of them must be read at once."""
         if options.side_by_side is None:
             return None
         streams = cls.streams(options)
@@ -82,7 +78,7 @@ class Perplexity(Task):
 
     @classmethod
     def reference(cls, options: PerplexityOptions) -> str | None:
-        """The policy that decides, compared with the cell's own, how far is read."""
+        """The policy whose difference to the cell decides how far the text is read."""
         return None if options.until is None else options.until.reference
 
     @classmethod

@@ -18,12 +18,11 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from kvbench.harness.core.errors import ran_out_of_memory
-from kvbench.harness.data.facts import told
+from kvbench.harness.data.prose import fact_costs
 from kvbench.harness.engine.decoder import Decoder
 from kvbench.harness.records.aggregates import nll_figures, scored_mask
 from kvbench.harness.records.metrics import Look, NllMetrics
-from kvbench.harness.tasks.perplexity.schema import PerplexityMetrics, PerplexityOptions
-from kvbench.harness.tasks.perplexity.until import Precision
+from kvbench.harness.tasks.perplexity.schema import PerplexityMetrics, PerplexityOptions, Precision
 from kvbench.harness.tasks.task import Job, MeasurementError
 
 
@@ -67,11 +66,11 @@ def _figures(options: PerplexityOptions, job: Job, nll: NDArray[np.float32]) -> 
     starts, byte_counts = [start for _, start in job.data.starts], job.data.byte_counts[: len(nll)]
     figures = nll_figures(
         nll, job.data.prefix, starts, options.stride, options.streams or 1, options.prompt or 0, len(job.data.ids)
-    )  # fmt: skip
+    )
     figures["bytes"] = int(byte_counts[np.isfinite(nll)].sum())  # of the scored tokens' text
     figures["bits_per_byte"] = figures["nll"] * figures["tokens"] / math.log(2) / max(1, figures["bytes"])
     if options.data == "prose":
-        figures["facts"] = told(nll, byte_counts, options.data_seed or 0)
+        figures["facts"] = fact_costs(nll, byte_counts, options.data_seed or 0)
     return figures
 
 
@@ -92,11 +91,10 @@ def _cut(path: Path, nll: NDArray[np.float32]) -> NDArray[np.float32]:
 
 def _read(
     options: PerplexityOptions, job: Job, nll: NDArray[np.float32], precision: Precision | None
-) -> tuple[list[Look], Counter[str]]:  # fmt: skip
+) -> tuple[list[Look], Counter[str]]:
     """Read, and write NLLs, until the interval is narrow or the text ends.
 
-    Returns:
-        The looks taken, and the bytes of all streams' caches, whether they were held at once or one after another.
+    Returns the looks taken, and the bytes of all streams' caches, whether they were held at once or one after another.
 
     Raises:
         MemoryError: several streams at once don't fit.
@@ -148,16 +146,9 @@ def _score(
     options: PerplexityOptions, job: Job, read: Decoder, nll: NDArray[np.float32], looks: Sequence[int], part: range,
     so_far: _Mean,
 ) -> Iterator[int]:  # fmt: skip
-    """Read streams side by side, and write each token's NLL in nats.
+    """Read the streams numbered `part` side by side with an empty decoder, and write each token's NLL in nats to `nll`, [N].
 
-    Args:
-        options: of the task.
-        job: the cell.
-        read: its decoder, empty.
-        nll: written to. [N].
-        looks: tokens of text after which a block must end.
-        part: the numbers of the streams.
-        so_far: the mean of all NLLs, for progress.
+    A block ends after each number of tokens in `looks`. `so_far` is the mean of all NLLs, for progress.
 
     Yields:
         After each block, how many tokens of a stream have an NLL now, its prefix included.

@@ -172,7 +172,7 @@ def _facts(records: Sequence[Record]) -> list[str]:
         f"NLL of a fact in nats, by words since its previous mention. A new fact is one of "
         f"{round(math.exp(drawn))}, so it costs {drawn:.2f} nats; a model that remembers it pays almost none:\n",
         *table(["policy", "capacity", *heads], rows, "lr" + "r" * len(heads)),
-    ]  # fmt: skip
+    ]
 
 
 def _span(cost: FactCost) -> tuple[int, int]:

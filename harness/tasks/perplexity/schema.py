@@ -1,18 +1,29 @@
-"""Options and figures of the perplexity task."""
+"""Options and figures of the perplexity task, and when it stops reading.
+
+With `until`, the difference to a reference is looked at after doubling lengths of the text. Every look's interval is corrected
+for the number of planned looks (`core/intervals.py`), so the one at which reading stops holds as often as an interval of a text
+of fixed length.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from kvbench.harness.core.intervals import MIN_BLOCK_TOKENS, MIN_BLOCKS
-from kvbench.harness.records.metrics import NllMetrics
+from kvbench.harness.core.intervals import MIN_BLOCK_TOKENS, MIN_BLOCKS, look_lengths
+from kvbench.harness.records.aggregates import nll_figures
+from kvbench.harness.records.metrics import Look, Looks, NllMetrics
 from kvbench.harness.records.rules import BYTES, EXACT, RUN_NATS, SUM, near
 from kvbench.harness.records.types import Count, Nats, Number, Part, Positive
-from kvbench.harness.tasks.common.side_by_side import SideBySide
-from kvbench.harness.tasks.task import MAX_TOKENS, Options
+from kvbench.harness.report.pairing import mean_difference
+from kvbench.harness.tasks.task import MAX_TOKENS, Options, SideBySide
 
 _MAX_PROSE_TOKENS = 2**24  # generated in memory
 
@@ -122,3 +133,45 @@ class PerplexityMetrics(NllMetrics):
     bits_per_byte: Annotated[Number, near(relative=SUM)] = Field(description="bits per byte of the scored text")
     facts: Annotated[list[FactCost], EXACT] = Field(default_factory=list, description="NLL of facts in generated prose")
     kv_bytes: Annotated[Count, BYTES] = Field(description="bytes allocated for K and V of all streams")
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Looks at how precisely the difference to the reference is known."""
+
+    options: PerplexityOptions
+    until: Until
+    prefix: int  # tokens that open the stream
+    tokens: int  # of the whole text
+    starts: Sequence[int]  # index of each text's first token in the stream
+    capacity: int
+    reference: NllMetrics  # on the whole text
+    file: str  # of the reference's record
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Tokens of the text read at each planned look."""
+        return look_lengths(self.tokens, self.capacity)
+
+    def look(self, nll: NDArray[np.float32]) -> Look:
+        """The difference after the beginning of the text. nll: of the prefix and that beginning, in nats, [N]."""
+        read, whole = len(nll) - self.prefix, self.prefix + self.tokens
+        figures = nll_figures(nll, self.prefix, self.starts, self.options.stride, prompt=self.options.prompt or 0, length=whole)
+        so_far = NllMetrics.from_json(figures | {"tokens_read": read})
+        change = mean_difference(so_far, self.reference, self.capacity, self.prefix, len(self.lengths))
+        low, mean, high = (None, None, None) if change is None else (change.low, change.mean, change.high)
+        return Look(tokens=read, mean=mean, low=low, high=high)
+
+    def is_narrow(self, look: Look) -> bool:
+        """Whether a look's interval is as narrow as asked for."""
+        return look.low is not None and look.high is not None and look.high - look.low <= 2 * self.until.interval
+
+    def looks(self, taken: Sequence[Look]) -> Looks:
+        """What the record keeps of the looks taken, in order."""
+        narrow = self.is_narrow(taken[-1])
+        return Looks(
+            reference=self.file,
+            planned=len(self.lengths),
+            taken=list(taken),
+            reason="interval reached" if narrow else "limit reached",
+        )

@@ -1,0 +1,215 @@
+"""StreamEval: an endless record of numbered lines, and questions about the line `distance` lines back.
+
+Source: Xiao et al. 2023, arXiv:2309.17453, Section 4.3, Figures 8 and 9, Table 7. Lines follow LongEval (Li et al. 2023). The
+authors released neither data nor code; what the paper leaves open is an option here (docs/tasks/streameval.md).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from kvbench.harness.data.registers import HEADER, answer, question, record_line, said
+from kvbench.harness.records import Record
+from kvbench.harness.records.metrics import AnswerMetrics
+from kvbench.harness.report import chart
+from kvbench.harness.report.chart import Chart
+from kvbench.harness.report.charts.parts import marks, panels
+from kvbench.harness.report.machines import on_device, row_label
+from kvbench.harness.report.markdown import cache_bytes, count, short_titles, table, task_line
+from kvbench.harness.report.shares import answers
+from kvbench.harness.tasks.common.answers import AnsweringTask, Context, QuizFacts, about_intervals, percent_or_status
+from kvbench.harness.tasks.task import Job, MeasurementError, Options, Tokenizer
+
+if TYPE_CHECKING:
+    from kvbench.harness.data.questions import QuizData, Script
+
+_MAX_LINES = 10**6  # of all streams, generated in memory
+
+
+class StreamEvalOptions(Options):
+    """Options of the StreamEval task."""
+
+    name: Literal["streameval"] = "streameval"
+    lines: int = Field(1000, ge=1, description="record lines per stream")
+    query_every: int = Field(10, ge=1, description="lines between questions")
+    distance: int = Field(20, ge=1, description="a question is about the line this many lines back; 1 is the last line")
+    streams: int = Field(1, ge=1, description="number of independent streams; each is read with a fresh cache")
+    lowest: int = Field(1, ge=0, description="smallest register content")
+    highest: int = Field(50000, ge=1, description="largest register content")
+    context: Context = Field(
+        "gold",
+        description="what a question leaves in the stream: the right answer (gold), the model's (model), or nothing (none)",
+    )
+    data_seed: int = Field(0, ge=0, description="seed of the registers' contents")
+
+    @model_validator(mode="after")
+    def _can_be_asked(self) -> Self:
+        if self.distance > self.lines - self.lines % self.query_every:
+            raise ValueError(
+                f"distance {self.distance} is beyond the stream: its last question comes after line "
+                f"{self.lines - self.lines % self.query_every}"
+            )
+        if self.streams * self.lines > _MAX_LINES:
+            raise ValueError(f"{self.streams:,} streams of {self.lines:,} lines have more than {_MAX_LINES:,} lines together")
+        if self.highest < self.lowest:
+            raise ValueError(f"highest {self.highest} is below lowest {self.lowest}")
+        return self
+
+
+class StreamEval(AnsweringTask):
+    """Accuracy of answers about an earlier line of an endless record."""
+
+    options: ClassVar[type[Options]] = StreamEvalOptions
+    axes: ClassVar[tuple[str, ...]] = ("distance",)
+    named_by: ClassVar[tuple[str, ...]] = ("distance",)
+    shown_options: ClassVar[tuple[str, ...] | None] = ("distance", "streams")
+
+    @staticmethod
+    def data(options: StreamEvalOptions, tokenizer: Tokenizer, directory: Path | None) -> QuizData:
+        """Generated text, the same for every policy and machine."""
+        from kvbench.harness.data.questions import quiz_data
+
+        scripts = [script(options, stream) for stream in range(options.streams)]
+        return quiz_data(scripts, f"generated, data seed {options.data_seed}", tokenizer())
+
+    @staticmethod
+    def total(options: StreamEvalOptions) -> int:
+        """About 25 tokens per line."""
+        return options.streams * options.lines * 25
+
+    @classmethod
+    def longest(cls, options: StreamEvalOptions) -> int:
+        """One stream, because streams are read one after the other."""
+        return cls.total(options) // options.streams
+
+    @classmethod
+    def windows(cls, options: StreamEvalOptions) -> float:
+        """About ten tokens per answer."""
+        return options.streams * 10 * options.lines / options.query_every
+
+    @staticmethod
+    def run(options: StreamEvalOptions, job: Job) -> AnswerMetrics:
+        """Read the streams and answer their questions; the trace gets each answer."""
+        from kvbench.harness.tasks.common.answering import answer_questions
+
+        longest = max(int(q.line_tokens.max()) for q in job.data.quizzes)
+        if job.config.capacity is not None and longest > job.config.capacity:
+            raise MeasurementError(f"a record line takes {longest} tokens, but the cache holds {job.config.capacity}")
+        return answer_questions(job, options.context, said)
+
+    @classmethod
+    def body(cls, records: Sequence[Record]) -> list[str | Chart]:
+        """Accuracy by distance, and by whether the line was still in the cache."""
+        distances = sorted({_distance(r) for r in records})
+        length = _line_tokens(records[0])
+        rows: dict[tuple[str, str], dict[int, Record]] = {}
+        for record in records:
+            name = (row_label(record, records), count(record.cell.capacity))
+            rows.setdefault(name, {})[_distance(record)] = record
+        head = ["policy", "capacity", *(f"{d} lines back" for d in distances)]
+        lines = [[*name, *(percent_or_status(row.get(d)) for d in distances)] for name, row in rows.items()]
+        about = (
+            f"{task_line(records[0])}A line takes {length} tokens on average. Percent right with {about_intervals(records)}:\n"
+        )
+        return [about, *table(head, lines, "lr" + "r" * len(distances)), *over_distance(records), *_by_cache(records)]
+
+
+def script(options: StreamEvalOptions, stream: int) -> Script:
+    """The text of one stream. The lines depend only on the data seed and the stream's number."""
+    from kvbench.harness.data.questions import Script
+
+    draw = random.Random(f"{options.data_seed}/{stream}")
+    text, contents = Script(HEADER), []
+    for number in range(1, options.lines + 1):
+        contents.append(draw.randint(options.lowest, options.highest))
+        text.line(record_line(number, contents[-1]))
+        target = number - options.distance
+        if number % options.query_every == 0 and target >= 0:
+            text.ask(question(1 + target), str(contents[target]), answer(contents[target]), target)
+    return text
+
+
+def _by_cache(records: Sequence[Record]) -> list[str]:
+    """Accuracy by how much of the line was in the cache when the answer began."""
+    parts = ("whole", "in part", "gone")
+    rows: dict[tuple[str, str, str], dict[str, list[int]]] = {}
+    for record in records:
+        metrics = record.measured(AnswerMetrics)
+        if metrics is None:
+            continue
+        name = (row_label(record, records), count(record.cell.capacity), cache_bytes(metrics.kv_bytes))
+        row = rows.setdefault(name, {})
+        for part, counts in metrics.in_cache.items():
+            total = row.setdefault(part, [0, 0])
+            total[0], total[1] = total[0] + counts.right, total[1] + counts.questions
+    lines = [
+        [*name, *(f"{100 * row[part][0] / row[part][1]:.1f} of {row[part][1]:,}" if part in row else "" for part in parts)]
+        for name, row in rows.items()
+    ]
+    head = ["policy", "capacity", "K/V", "whole line in the cache", "in part", "gone"]
+    about = "Over all distances, by how much of the line was in the cache when the answer began:\n"
+    return [about, *table(head, lines, "lrrrrr")]
+
+
+def _distance(record: Record) -> int:
+    """Lines between a question and the line that it asks about."""
+    return record.cell.task_options(StreamEvalOptions).distance
+
+
+def _line_tokens(record: Record) -> float | None:
+    """Mean tokens per line."""
+    return record.data.line_tokens if isinstance(record.data, QuizFacts) else None
+
+
+def over_distance(records: Sequence[Record]) -> list[chart.Chart]:
+    """A panel per capacity with a line per policy; none if there is only one distance."""
+    measured = [r for r in records if r.measured(AnswerMetrics)]
+    if len({_distance(r) for r in measured}) < 2:
+        return []
+    return panels(
+        measured, "Share of right answers of {model} over how many lines back the answer is, one line per policy", _panel
+    )
+
+
+def _panel(records: Sequence[Record], capacity: int) -> dict[str, Any]:
+    values: list[dict[str, Any]] = []
+    pairs = []
+    for name, record in zip(short_titles(records), records, strict=True):
+        accuracy = answers([record])
+        assert accuracy is not None
+        pairs.append((name + on_device(record, records), record.cell.policy))
+        low, high = accuracy.ends or (accuracy.share, accuracy.share)
+        share = {"right": accuracy.share, "low": low, "high": high}
+        values.append(
+            {
+                "policy": pairs[-1][0],
+                "lines back": _distance(record),
+                **{k: round(100 * v, 2) for k, v in share.items()},
+            }
+        )
+    values.sort(key=lambda v: v["lines back"])
+    line = _line_tokens(records[0])
+    reach = [{"at": round(capacity / line, 2), "what": "reach of the cache"}] if line else []
+    back = {
+        "field": "lines back", "type": "quantitative", "title": "lines back", "scale": {"type": "log", "base": 2},
+        "axis": {"format": ",d", "values": sorted({v["lines back"] for v in values})},
+    }  # fmt: skip
+    right = {"field": "right", "type": "quantitative", "title": "percent right", "scale": {"domain": [0, 100]}}
+    errors = {"x": back, "y": {**right, "field": "low"}, "y2": {"field": "high"}, "color": chart.by_policy("color", pairs)}
+    channels = {c: chart.by_policy(c, pairs) for c in ("color", "strokeDash", "shape")}
+    return {
+        "layer": [
+            *marks(reach),
+            {"data": {"values": values}, "mark": {"type": "rule", "strokeWidth": 1}, "encoding": errors},
+            {
+                "data": {"values": values},
+                "mark": {"type": "line", "point": {"size": 50}, "strokeWidth": 2},
+                "encoding": {"x": back, "y": right} | channels,
+            },
+        ]
+    }
