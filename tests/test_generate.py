@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -468,6 +470,16 @@ def test_the_hub_recipe_runs_from_a_folder():
     assert torch.equal(logits_of(out), logits_of(expected))
     del out, expected  # they hold their caches
     assert is_untouched(model)
+
+
+def test_the_page_runs_as_it_stands(tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/generate.md").read_text(encoding="utf-8"), re.S)
+    assert len(blocks) == 4
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", "\n".join(blocks)], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "'policy': 'h2o'" in done.stdout
+    assert "'kept': 64.0" in done.stdout
 
 
 def test_importing_kvbench_imports_no_torch():
