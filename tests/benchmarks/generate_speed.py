@@ -43,9 +43,8 @@ def main() -> None:
             ours, theirs = (statistics.median(of_cache) for of_cache in times.values())
             held = sum(x.nbytes for layer in caches["DynamicCache"].layers for x in (layer.keys, layer.values))
             bytes_of = caches["ours"].report()["allocated_bytes"], held
-            print(
-                f"{piece * PIECE:8,d} | {ours:.2f} {theirs:.2f} {ours / theirs:.2f} | {bytes_of[0] / 1e6:.2f} {bytes_of[1] / 1e6:.2f}"
-            )
+            speed = f"{ours:.2f} {theirs:.2f} {ours / theirs:.2f}"
+            print(f"{piece * PIECE:8,d} | {speed} | {bytes_of[0] / 1e6:.2f} {bytes_of[1] / 1e6:.2f}", flush=True)
             times = {name: [] for name in caches}
 
 
