@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 __all__ = [
-    "Attention", "AttentionSum", "CacheView", "Composed", "HeadSizes", "KeyNorm", "Policy", "PositionMode", "RecentAttention",
-    "Record", "Records", "Scope", "Seen", "Statistic", "TokenId", "UserError", "ValueNorm", "Written", "load_records", "run",
+    "Attention", "AttentionSum", "Cache", "CacheView", "Composed", "HeadSizes", "KeyNorm", "Policy", "PositionMode",
+    "RecentAttention", "Record", "Records", "Scope", "Seen", "Statistic", "TokenId", "UserError", "ValueNorm", "Written",
+    "load_records", "run",
 ]  # fmt: skip
 
 if not (Path(__file__).parent / "policies").is_dir():  # an archive, or a checkout on Windows, without its symbolic links
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from kvbench.harness.core.errors import UserError
     from kvbench.harness.records import Record
     from kvbench.harness.report.frame import Records, load_records
+    from kvbench.harness.run.generate import Cache
     from kvbench.harness.run.python import run
     from kvbench.policies import (
         Attention,
@@ -40,7 +42,7 @@ else:
     _MODULES = {
         "UserError": "kvbench.harness.core.errors", "Record": "kvbench.harness.records",
         "Records": "kvbench.harness.report.frame", "load_records": "kvbench.harness.report.frame",
-        "run": "kvbench.harness.run.python",
+        "Cache": "kvbench.harness.run.generate", "run": "kvbench.harness.run.python",
     }  # fmt: skip
 
     def __getattr__(name: str) -> object:

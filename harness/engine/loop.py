@@ -223,8 +223,8 @@ class CachedDecoder:
         assert logits is not None
         return logits
 
-    def begin_prompt(self, tokens: int) -> None:
-        """Note that the next `tokens` tokens of every stream are its prompt, which is read like any others."""
+    def begin_prompt(self, tokens: int | Tensor) -> None:
+        """Note that the next `tokens` tokens of every stream are its prompt, which is read like any others. Or of each: [B]."""
         for walk in self.walks:
             walk.slots.begin_prompt(tokens)
 

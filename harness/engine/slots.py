@@ -309,9 +309,9 @@ class Slots:
         """Whether whole layers live here."""
         return all(part.heads is None for part in self.parts)
 
-    def begin_prompt(self, tokens: int, quiet: int = 0) -> None:
-        """Note that streams open with a prompt of this length. quiet: see the attribute."""
-        self.prompt = torch.full_like(self.prompt, tokens)
+    def begin_prompt(self, tokens: int | Tensor, quiet: int = 0) -> None:
+        """Note that streams open with a prompt of this length, or of these. [B] int64. quiet: see the attribute."""
+        self.prompt = torch.zeros_like(self.prompt).add_(torch.as_tensor(tokens, device=self.device))
         self.quiet, self.windows = quiet, {}
         self.version += 1
 
