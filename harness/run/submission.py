@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.core.files import atomic_write
+from kvbench.harness.core.packed import content, stored, write_packed, write_plain
 from kvbench.harness.core.sources import source_digest
 from kvbench.harness.models.hub import is_local_name
 from kvbench.harness.records import (
@@ -135,10 +136,8 @@ def lay_down(files: Files, results: Path) -> list[Path]:
         target.parent.mkdir(parents=True, exist_ok=True)
         names = [part.file for part in files_beside(record)]
         for name in (*names, path.name):  # the record comes last, so that none lacks its trace
-            copy = target if name == path.name else target.with_name(name)
-            with atomic_write(copy, "wb") as file:
-                file.write(path.with_name(name).read_bytes())
-            written.append(copy)
+            copy, data = target if name == path.name else target.with_name(name), content(path.with_name(name))
+            written.append(write_packed(copy, data) if copy.suffix == ".jsonl" else write_plain(copy, data))
         entries.setdefault(target.parent, []).append(Submitted(record=record.stem, sha256=fingerprint(record)))
     for folder, lines in entries.items():
         add_submitted(folder, lines)
@@ -173,10 +172,10 @@ def _record_problems(path: Path, record: Record, cell: Cell | None) -> Iterator[
         yield f"the source of {record.cell.policy} has changed since: measure it again"
     if record.numerics != NUMERICS_VERSION:
         yield f"it has numerics version {record.numerics}, this is {NUMERICS_VERSION}: measure it again"
-    if path.is_symlink():
+    if stored(path).is_symlink():
         yield "its file is a link"
     for part in files_beside(record):
-        if not (path.with_name(part.file).exists() or path.with_name(part.file).is_symlink()):
+        if not os.path.lexists(stored(path.with_name(part.file))):
             yield f"its file {part.file} is missing (git ignores some: add it with git add --force)"
     yield from verify_problems(record, path.parent) or ()
 
@@ -216,7 +215,7 @@ def _incomplete(spec: CellSpec, missing: Sequence[Cell], total: int) -> list[str
 
 def _too_large(files: Files) -> list[str]:
     """Traces that are too large for the repository."""
-    traces = [path.with_name(record.trace.file) for path, record in files if record.trace is not None]
+    traces = [stored(path.with_name(record.trace.file)) for path, record in files if record.trace is not None]
     sizes = {trace: trace.stat().st_size for trace in traces if trace.is_file()}
     wrong = [
         f"{trace.name}: {size / 2**20:.1f} MiB; a trace may have {MAX_TRACE_BYTES >> 20} MiB"
