@@ -28,7 +28,8 @@ from unittest.mock import patch
 
 from kvbench.harness.cli import main as bench
 from kvbench.harness.core.errors import Exit
-from kvbench.harness.records import digest
+from kvbench.harness.core.packed import content, stored, write_plain
+from kvbench.harness.records import RecordStore, digest
 
 ROOT = Path(__file__).parents[1]
 BASELINE = ROOT / "leaderboard/baselines/quickstart"
@@ -58,8 +59,8 @@ def sound() -> list[tuple[Path, str]]:
     found = []
     for folder, wanted in SOUND.items():
         left = Counter(wanted)
-        for path in sorted(folder.rglob("*.json"), key=lambda p: hashlib.sha256(p.name.encode()).digest()):
-            task = json.loads(path.read_text())["cell"]["task"]["name"]
+        for path, record in sorted(RecordStore(folder).files(), key=lambda x: hashlib.sha256(x[0].name.encode()).digest()):
+            task = record.cell.task.name
             if left[task]:
                 left[task] -= 1
                 found.append((path, task))
@@ -145,18 +146,18 @@ def spoil_trace(path: Path, draw: random.Random) -> None:
     if not record["trace"]:
         return
     trace = path.parent / record["trace"]["file"]
-    trace.unlink(missing_ok=True)
+    stored(trace).unlink(missing_ok=True)
     header = b"\x93NUMPY\x01\x00v\x00{'descr': '<f4', 'fortran_order': False, 'shape': (999999999999,), }"
-    content = draw.choice([b"", b"\x93NUMPY", header.ljust(127) + b"\n", b"{}\n", b"[[[\n", b"null\n" * 9, draw.randbytes(99)])
+    spoilt = draw.choice([b"", b"\x93NUMPY", header.ljust(127) + b"\n", b"{}\n", b"[[[\n", b"null\n" * 9, draw.randbytes(99)])
     how = draw.random()
     if how < 0.1:
         os.mkfifo(trace)
     elif how < 0.2:
         trace.mkdir()
     else:
-        trace.write_bytes(content)
+        trace.write_bytes(spoilt)
         if how < 0.6:
-            record["trace"]["sha256"] = hashlib.sha256(content).hexdigest()
+            record["trace"]["sha256"] = hashlib.sha256(spoilt).hexdigest()
             path.write_text(json.dumps(record))
 
 
@@ -233,10 +234,9 @@ def _folder(folder: Path, files: list[tuple[Path, str]], draw: random.Random, co
     for number, (source, task) in enumerate(files):
         path = folder / task / source.name
         path.parent.mkdir(exist_ok=True)
-        shutil.copy(source, path)
-        for trace in source.parent.glob(f"{glob_escaped(source.stem)}.*"):
-            if trace.suffix != ".json":
-                shutil.copy(trace, path.parent)
+        for file in source.parent.glob(f"{glob_escaped(source.stem)}.*"):
+            shutil.copy(file, path.parent)
+        write_plain(path, content(source))
         if number not in chosen:
             continue
         how = draw.random()

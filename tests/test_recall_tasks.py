@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from kvbench.harness.core.packed import json_lines
 from kvbench.harness.data.lookups import KINDS
 from kvbench.harness.lm_eval import catalogue
-from kvbench.harness.records import read
+from kvbench.harness.records import RecordStore
 from kvbench.harness.report.verify import problems
 from kvbench.harness.tasks.lm_eval.measure import question_start
 
@@ -101,9 +102,9 @@ def test_an_answer_is_exact_or_wrong(said, answer, right):
 
 def test_a_published_answer_that_was_judged_otherwise_is_found(tmp_path):
     """Its trace and its figures agree with each other, but not with what was said."""
-    path = next(p for p in sorted(RESULTS.glob("*/h2o*.json")) if read(p).cell.options["tasks"] == "kvbench_once")
-    record = read(path)
-    samples = [json.loads(line) for line in path.with_suffix(".samples.jsonl").read_text().splitlines()]
+    files = [(p, r) for p, r in RecordStore(RESULTS).files() if r.cell.policy == "h2o"]
+    path, record = next((p, r) for p, r in files if r.cell.options["tasks"] == "kvbench_once")
+    samples = json_lines(path.with_suffix(".samples.jsonl"))
     assert problems(record, path.parent) == []
     wrong = next(s for s in samples if s["score"] == 0)
     wrong["said"], wrong["score"] = [f"{wrong['target']} # = 62"], 1.0

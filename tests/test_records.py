@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from factories import changed, record
 
+from kvbench.harness.core.packed import content
 from kvbench.harness.records import RECORD_VERSION, Problem, Record, RecordStore, digest, newest, read
 from kvbench.harness.report.leaderboard import md, render
 
@@ -136,7 +137,7 @@ def test_all_published_records_are_read():
     """Reads those of the leaderboard and of the gate's baselines, and none changes."""
     for path, found in RecordStore(Path(__file__).parents[1] / "leaderboard").files():
         assert isinstance(found, Record), (path, found)
-        assert found.as_json() == json.loads(path.read_text())
+        assert found.as_json() == json.loads(content(path))
 
 
 def test_the_newest_is_told_by_the_clock_and_not_by_the_letters():

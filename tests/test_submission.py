@@ -375,8 +375,8 @@ def test_a_local_path_is_one_from_the_root_or_from_home(text, path):
 
 
 def test_no_published_record_names_a_local_path():
-    for path in (ROOT / "leaderboard/results").rglob("*.json"):
-        assert list(local_paths(json.loads(path.read_text()))) == [], path
+    for published in RecordStore(ROOT / "leaderboard/results").read_all()[0]:
+        assert list(local_paths(published.as_json())) == [], published.stem
 
 
 def test_the_workflow_on_a_pull_request_may_only_read_and_runs_no_foreign_text():

@@ -103,9 +103,10 @@ def _found(name: str, results: Path) -> tuple[Record, Path]:
     Raises:
         UserError: there is none, or several cells have ids that begin like this.
     """
+    from kvbench.harness.core.packed import stored
     from kvbench.harness.records import Problem, RecordStore, newest, read
 
-    if not re.fullmatch("[0-9a-f]{8,64}", name) or Path(name).exists():
+    if not re.fullmatch("[0-9a-f]{8,64}", name) or stored(Path(name)).exists():
         record = read(Path(name))
         if isinstance(record, Problem):
             raise UserError(f"{name}: {record.reason}")

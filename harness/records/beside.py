@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvbench.harness.core.packed import digest, stored
 from kvbench.harness.records.facts import KeepMap, Trace
 from kvbench.harness.records.record import Record
 
@@ -16,11 +16,14 @@ def files_beside(record: Record) -> Sequence[Trace | KeepMap]:
 
 
 def file_problem(path: Path, sha256: str) -> str:
-    """What is wrong with a file that a record names; empty if it is the one that was measured, and no link to another."""
+    """What is wrong with a file that a record names, plain or compressed; empty if it is what was measured, and no link."""
+    path = stored(path)
     if path.is_symlink() or (path.exists() and not path.is_file()):
         return "is not a regular file"
     if not path.exists():
         return "is missing"
-    with path.open("rb") as file:
-        same = hashlib.file_digest(file, "sha256").hexdigest() == sha256
+    try:
+        same = digest(path) == sha256
+    except (OSError, ValueError) as error:
+        return f"can't be read ({error})"
     return "" if same else "has changed since it was measured: its sha256 differs"

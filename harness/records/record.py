@@ -17,6 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import from_json
 
 from kvbench.harness.core import plugins
+from kvbench.harness.core.packed import content, stored
 from kvbench.harness.core.visible import visible
 from kvbench.harness.records.cell import CellSpec
 from kvbench.harness.records.facts import Data, Facts, Failure, Trace
@@ -168,12 +169,13 @@ class Problem:
 
 
 def read(path: Path) -> Record | Problem:
-    """Read a record from its file. Never raises and never blocks, whatever the file is."""
+    """Read a record from its file, plain or compressed. Never raises and never blocks, whatever the file is."""
+    path = stored(path)
     try:
         reason = _why_not_opened(path.stat())
         if reason is not None:
             return Problem(path, reason)
-        value = from_json(path.read_bytes(), allow_inf_nan=False)  # nesting that is too deep is a ValueError
+        value = from_json(content(path, _MAX_FILE_BYTES), allow_inf_nan=False)  # nesting that is too deep is a ValueError
     except FileNotFoundError:
         return Problem(path, "does not exist")
     except (OSError, ValueError) as error:

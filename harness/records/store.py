@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from kvbench.harness.core import packed
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.files import atomic_write, put_in_place, remove_partials
+from kvbench.harness.records.beside import files_beside
 from kvbench.harness.records.facts import Trace
 from kvbench.harness.records.record import MAX_CLOCK_SKEW, Problem, Record, parse_time, read, slug
 
@@ -22,7 +25,7 @@ FEED = "feed.json"  # lies beside the pages, so it may be in the folder of recor
 
 
 class RecordStore:
-    """The folder of records: `<suite>/<model>/<policy>-<capacity>-<cell id>-<key>.json`."""
+    """The folder of records: `<suite>/<model>/<policy>-<capacity>-<cell id>-<key>.json`, or the same with `.bz2`."""
 
     def __init__(self, folder: Path) -> None:
         """Use a folder, which need not exist yet."""
@@ -72,7 +75,8 @@ class RecordStore:
             UserError: another record of the cell lies more than a day in the future.
         """
         latest = now
-        for path in self.path(record).parent.glob(f"*-{record.cell_id[:8]}-*.json"):
+        named = f"*-{record.cell_id[:8]}-*.json"
+        for path in itertools.chain(*(self.path(record).parent.glob(named + end) for end in ("", packed.SUFFIX))):
             other = read(path)
             if isinstance(other, Problem) or other.cell_id != record.cell_id:
                 continue
@@ -101,9 +105,11 @@ class RecordStore:
             target = self.trace_path(record, suffix)
             record.trace = Trace(file=target.name, sha256=hashlib.sha256(trace.read_bytes()).hexdigest())
             put_in_place(trace, target)
+            packed.packed(target).unlink(missing_ok=True)
         with atomic_write(path) as file:
             json.dump(record.as_json(), file, indent=1, ensure_ascii=False, allow_nan=False)
             file.write("\n")
+        packed.packed(path).unlink(missing_ok=True)
         return path
 
     def finished(self, record: Record, keep_map: str | None = None) -> Record | None:
@@ -121,17 +127,17 @@ class RecordStore:
             if stored.facts.keep_map is None or stored.facts.keep_map.steps != keep_map:
                 return None
             named.append(stored.facts.keep_map.file)
-        return stored if all((self.path(stored).parent / name).exists() for name in named) else None
+        return stored if all(packed.stored(self.path(stored).parent / name).exists() for name in named) else None
 
     def files(self) -> Iterator[tuple[Path, Record | Problem]]:
-        """Every file of the folder with its record, or its problem, ordered by path.
+        """Every file of the folder with its record, or its problem, ordered by path. A compressed one has the plain one's path.
 
         Raises:
             UserError: the folder is a file.
         """
         if self.folder.exists() and not self.folder.is_dir():
             raise UserError(f"{self.folder} is a file; pass the folder that holds the records")
-        for path in sorted(_json_files(self.folder)):
+        for path in sorted(set(_json_files(self.folder))):
             if path.name != FEED:
                 yield path, read(path)
 
@@ -141,12 +147,29 @@ class RecordStore:
         return [x for x in contents if isinstance(x, Record)], [x for x in contents if isinstance(x, Problem)]
 
 
+def pack(folder: Path) -> Iterator[Path]:
+    """Compress the records of a folder and their traces of JSON lines where they lie. Yields the compressed files.
+
+    Arrays stay as they are: they hardly get smaller, and are mapped into memory.
+
+    Raises:
+        UserError: the folder is a file.
+        OSError: it can't be written to.
+    """
+    for path, record in RecordStore(folder).files():
+        if isinstance(record, Record):
+            lines = [path.with_name(part.file) for part in files_beside(record) if part.file.endswith(".jsonl")]
+            for file in (*lines, path):
+                if file.is_file() and not file.is_symlink():
+                    yield packed.write_packed(file, file.read_bytes())
+
+
 def _json_files(folder: Path) -> Iterator[Path]:
     """Files that may be records. Hidden folders, Python environments and links to folders are not ours to read."""
     if not folder.is_dir() or (folder / "pyvenv.cfg").exists():
         return
     for entry in os.scandir(folder):
-        if entry.name.endswith(".json"):
-            yield folder / entry.name
+        if entry.name.endswith((".json", f".json{packed.SUFFIX}")):
+            yield packed.unpacked(folder / entry.name)
         elif entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
             yield from _json_files(folder / entry.name)

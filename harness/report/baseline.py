@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import secrets
 import shutil
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.files import atomic_write
+from kvbench.harness.core.packed import digest, stored, unpacked
 from kvbench.harness.records import LOCK, Problem, Record, RecordStore, read
 from kvbench.harness.report.baseline_file import FILE, Baseline, CellFiles, OutdatedBaselineError, parse, text
 
@@ -25,7 +25,7 @@ def load(folder: Path) -> tuple[Baseline, list[Record]]:
     baseline = parse(folder / FILE)
     records = [_read_listed(folder, cell_id, files) for cell_id, files in baseline.cells.items()]
     listed = {folder / files.record for files in baseline.cells.values()}
-    extra = sorted(set(folder.rglob("*.json")) - listed)
+    extra = sorted({path for path, _ in RecordStore(folder).files()} - listed)
     if extra:
         raise UserError(f"{extra[0]}: {FILE} does not list this record: move it out of the baseline")
     return baseline, records
@@ -81,9 +81,9 @@ def _read_listed(folder: Path, cell_id: str, files: CellFiles) -> Record:
         if name is None:
             continue
         path = folder / name
-        if not path.is_file():
+        if not stored(path).is_file():
             raise UserError(f"{path}: missing, but listed in {FILE}: restore it, or make a new baseline")
-        if _sha256(path) != expected:
+        if digest(path) != expected:
             raise UserError(
                 f"{path}: has changed since it was measured (sha256 differs from {FILE}): restore it, or make a new baseline"
             )
@@ -107,17 +107,13 @@ def _list_files(folder: Path) -> dict[str, CellFiles]:
     for record in records:
         path = store.path(record)
         trace = path.parent / Path(record.trace.file).name if record.trace else None
-        if record.cell_id in listed or not path.exists() or (trace and not trace.exists()):
+        if record.cell_id in listed or not stored(path).exists() or (trace and not stored(trace).exists()):
             raise UserError(f"{path}: a duplicate record of its cell, misplaced, or without its trace")
         listed[record.cell_id] = CellFiles(
-            status=record.status, record=path.relative_to(folder).as_posix(), sha256=_sha256(path),
-            trace=trace.relative_to(folder).as_posix() if trace else None, trace_sha256=_sha256(trace) if trace else None,
+            status=record.status, record=path.relative_to(folder).as_posix(), sha256=digest(path),
+            trace=trace.relative_to(folder).as_posix() if trace else None, trace_sha256=digest(trace) if trace else None,
         )  # fmt: skip
     return listed
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _foreign_files(folder: Path) -> Iterator[Path]:
@@ -127,7 +123,7 @@ def _foreign_files(folder: Path) -> Iterator[Path]:
         here = Path(root)
         links = [name for name in folders if (here / name).is_symlink()]
         for path in (here / name for name in [*files, *links]):
-            if path.is_symlink() or path not in expected:
+            if path.is_symlink() or unpacked(path) not in expected:
                 yield path.relative_to(folder)
         if here != folder and not folders and not files:
             yield here.relative_to(folder)
@@ -139,7 +135,7 @@ def _baseline_files(folder: Path) -> set[Path]:
     try:
         listed = parse(folder / FILE).cells.values()
     except OutdatedBaselineError:
-        records = [(path, record) for path in folder.rglob("*.json") if isinstance(record := read(path), Record)]
+        records = [(path, record) for path, record in RecordStore(folder).files() if isinstance(record, Record)]
         return own | {p for p, _ in records} | {p.parent / Path(r.trace.file).name for p, r in records if r.trace}
     except UserError:
         return set()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from kvbench.harness.core import plugins
+from kvbench.harness.core.packed import json_lines, stored
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics
 from kvbench.harness.records.rules import RUN_NATS, SUM, Checked
@@ -141,9 +141,9 @@ def _judged_otherwise(pair: Pair) -> dict[int, str]:
 
 
 def _lines(path: Path | None) -> list[dict[str, Any]] | None:
-    if path is None or not path.exists():
+    if path is None or not stored(path).exists():
         return None
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    lines = json_lines(path)
     if not all(isinstance(line, dict) for line in lines):
         raise ValueError("a line is not an answer")
     return lines

@@ -28,14 +28,14 @@ not been measured here; the command below its table does that.
 
 def render(records: Iterable[Record]) -> chart.Page:
     """The page in Markdown, with its charts."""
-    current = newest(list(records))
+    current = [(record, _flat(record)) for record in newest(list(records))]
     lines: list[str | chart.Chart] = [_INTRODUCTION]
     for path in sorted(_FOLDER.glob("*.yaml")):
         lines += _section(yaml.safe_load(path.read_text(encoding="utf-8")), current)
     return chart.page(lines)
 
 
-def _section(published: dict[str, Any], records: Sequence[Record]) -> list[str | chart.Chart]:
+def _section(published: dict[str, Any], records: Sequence[tuple[Record, dict[str, Any]]]) -> list[str | chart.Chart]:
     columns, rows = published["columns"], published["rows"]
     fixed = published["where"] | ({"model": published["model"]} if "model" in published else {})
     matches = [[_find(records, fixed | row["match"] | column.get("match", {})) for column in columns] for row in rows]
@@ -60,7 +60,7 @@ def _section(published: dict[str, Any], records: Sequence[Record]) -> list[str |
     return [
         f"## {published['title']}\n", about, *table(head, lines, "l" + "r" * len(columns)),
         f"What differs: {published['differs']}\n", *_missing(published, matches), *_devices(matches), *_charts(published),
-        *_others(published, columns, records),
+        *_others(published, columns, [record for record, _ in records]),
     ]  # fmt: skip
 
 
@@ -79,11 +79,10 @@ def _flat(record: Record) -> dict[str, Any]:
     } | evict  # fmt: skip
 
 
-def _find(records: Sequence[Record], wanted: dict[str, Any]) -> Record | None:
-    """The first record with these values; evict defaults to every step, positions to "cache", the seed to 0."""
+def _find(records: Sequence[tuple[Record, dict[str, Any]]], wanted: dict[str, Any]) -> Record | None:
+    """The first record with these options (`_flat`); evict defaults to every step, positions to "cache", the seed to 0."""
     wanted = {"evict": None, "positions": "cache", "seed": 0} | wanted
-    for record in records:
-        options = _flat(record)
+    for record, options in records:
         if all(options.get(name) == value for name, value in wanted.items()):
             return record
     return None

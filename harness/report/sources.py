@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import io
+import itertools
 import subprocess
 import tarfile
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from kvbench.harness.core.errors import UserError
+from kvbench.harness.core.packed import SUFFIX, stored, unpacked
 from kvbench.harness.records import Problem, Record, RecordStore, newest, read
 
 _DEFAULT_FOLDER = "leaderboard/results"  # of a revision
@@ -30,7 +32,7 @@ def open_records(source: str, on_problem: Callable[[Problem], None] = lambda _: 
         UserError: there are no records.
     """
     path = Path(source).expanduser()
-    if path.is_file():
+    if stored(path).is_file():
         record = read(path)
         if isinstance(record, Problem):
             raise UserError(f"{source}: {record.reason}")
@@ -60,11 +62,12 @@ def open_folder(source: str) -> Iterator[Path]:
 
 
 def find_trace(record: Record, folder: Path) -> Path | None:
-    """The file of a record's per-token figures in a folder; None if missing."""
+    """The file of a record's per-token figures in a folder, without the suffix of a compressed one; None if missing."""
     if record.trace is None:
         return None
-    matches = folder.rglob(glob.escape(Path(record.trace.file).name))
-    return next(iter(sorted(path for path in matches if path.is_file())), None)
+    name = glob.escape(Path(record.trace.file).name)
+    matches = itertools.chain(folder.rglob(name), folder.rglob(name + SUFFIX))
+    return next(iter(sorted(unpacked(path) for path in matches if path.is_file())), None)
 
 
 def _read_folder(folder: Path, source: str, on_problem: Callable[[Problem], None]) -> list[Record]:

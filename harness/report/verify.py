@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvbench.harness.core.packed import stored
 from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Record
 from kvbench.harness.records.beside import file_problem
@@ -53,7 +55,7 @@ def verify(record: Record, folder: Path) -> Verdict:
     if record.status != "ok":
         return Verdict([], [])
     path = None if record.trace is None else folder / Path(record.trace.file).name
-    missing = path is not None and not (path.exists() or path.is_symlink())
+    missing = path is not None and not os.path.lexists(stored(path))
     wrong = [*([] if missing else _trace_problems(record, path)), *_keep_map_problems(record, folder)]
     sources = (_from_record, *([] if wrong or missing else [_from_trace]))
     wrong += record.metrics.impossible()
@@ -90,7 +92,7 @@ def _keep_map_problems(record: Record, folder: Path) -> list[str]:
     """Problems of the keep map's file, which may be missing: no figure follows from it."""
     kept = record.facts.keep_map
     path = None if kept is None else folder / Path(kept.file).name
-    if kept is None or path is None or not (path.exists() or path.is_symlink()):
+    if kept is None or path is None or not os.path.lexists(stored(path)):
         return []
     found = file_problem(path, kept.sha256)
     return [f"its keep map {path.name} {found}"] if found else []

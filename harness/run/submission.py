@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 from kvbench.harness.core import plugins
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.core.files import atomic_write
+from kvbench.harness.core.packed import content, stored, write_packed, write_plain
 from kvbench.harness.core.sources import source_digest
 from kvbench.harness.models.hub import BUILTIN, is_local_name
 from kvbench.harness.records import (
@@ -126,11 +127,10 @@ def lay_down(files: Files, results: Path) -> list[Path]:
     for path, record in files:
         target = store.path(record)
         target.parent.mkdir(parents=True, exist_ok=True)
-        copies = [(path.with_name(part.file), target.with_name(part.file)) for part in files_beside(record)]
-        for source, copy in (*copies, (path, target)):  # the record comes last, so that none lacks its trace
-            with atomic_write(copy, "wb") as file:
-                file.write(source.read_bytes())
-            written.append(copy)
+        names = [part.file for part in files_beside(record)]
+        for name in (*names, path.name):  # the record comes last, so that none lacks its trace
+            copy, data = target if name == path.name else target.with_name(name), content(path.with_name(name))
+            written.append(write_packed(copy, data) if copy.suffix == ".jsonl" else write_plain(copy, data))
         add_submitted(target.parent, [Submitted(record=record.stem, sha256=fingerprint(record))])
     return written
 
@@ -158,11 +158,11 @@ def _record_problems(path: Path, record: Record, cell: Cell | None) -> Iterator[
         yield f"the source of {spec.policy} has changed since: measure it again"
     if record.numerics != NUMERICS_VERSION:
         yield f"it has numerics version {record.numerics}, this is {NUMERICS_VERSION}: measure it again"
-    if path.is_symlink():
+    if stored(path).is_symlink():
         yield "its file is a link"
-    for file in (path.with_name(part.file) for part in files_beside(record)):
-        if not (file.exists() or file.is_symlink()):
-            yield f"its file {file.name} is missing (git ignores some: add it with git add --force)"
+    for part in files_beside(record):
+        if not os.path.lexists(stored(path.with_name(part.file))):
+            yield f"its file {part.file} is missing (git ignores some: add it with git add --force)"
     yield from verify.problems(record, path.parent) or ()
 
 
@@ -186,7 +186,7 @@ def _incomplete(spec: CellSpec, missing: Sequence[Cell], total: int) -> list[str
 
 def _too_large(files: Files) -> Iterator[str]:
     """Traces that are too large for the repository."""
-    traces = [path.with_name(record.trace.file) for path, record in files if record.trace is not None]
+    traces = [stored(path.with_name(record.trace.file)) for path, record in files if record.trace is not None]
     sizes = {trace: trace.stat().st_size for trace in traces if trace.is_file()}
     for trace, size in sizes.items():
         if size > MAX_TRACE_BYTES:

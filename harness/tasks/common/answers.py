@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -10,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from kvbench.harness.core.intervals import MIN_BLOCKS
+from kvbench.harness.core.packed import json_lines
 from kvbench.harness.records import Record
 from kvbench.harness.records.aggregates import answer_figures
 from kvbench.harness.records.facts import Data
@@ -43,7 +43,7 @@ class AnsweringTask(Task):
     @classmethod
     def from_trace(cls, record: Record, trace: Path) -> Mapping[str, Any]:
         """All figures; each answer is compared with the right one again."""
-        answers = [json.loads(line) for line in trace.read_text(encoding="utf-8").splitlines()]
+        answers = json_lines(trace)
         return answer_figures([a | ({"right": a["said"] == a["gold"]} if {"said", "gold"} <= set(a) else {}) for a in answers])
 
     @classmethod

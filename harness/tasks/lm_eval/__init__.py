@@ -6,12 +6,12 @@ Differs: lm-eval's prompts and scores differ from those in the paper (docs/tasks
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from kvbench.harness.core.packed import json_lines
 from kvbench.harness.data.lookups import KINDS, is_exact
 from kvbench.harness.records import Record
 from kvbench.harness.records.aggregates import sample_figures
@@ -103,7 +103,7 @@ class LmEval(Task):
     @classmethod
     def from_trace(cls, record: Record, trace: Path) -> Mapping[str, Any]:
         """All figures that follow from the scores; an answer of `kvbench_recall` is compared with the right one again."""
-        samples = [json.loads(line) for line in trace.read_text(encoding="utf-8").splitlines()]
+        samples = json_lines(trace)
         if record.cell.task_options(LmEvalOptions).tasks in _RECALL:
             samples = [s | {"score": float(is_exact(s["said"][0], s["target"]))} for s in samples]
         return sample_figures(samples)
