@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 RAN: Counter[str] = Counter()  # how often each shortcut has answered in this process: the fast check accepts none that did not
 SHORTCUTS = {  # by the field of `Method` that allows it
@@ -15,6 +16,18 @@ SHORTCUTS = {  # by the field of `Method` that allows it
     "step_kernel": "step kernel",
     "captured": "captured step",
 }
+
+
+class OwnLoop(NamedTuple):
+    """How a model reads with somebody else's cache.
+
+    Attributes:
+        attention: of transformers that computes it; as the contestant says when empty.
+        blocks: first tokens of a stream that may be read in blocks, because a check found that single tokens give the same.
+    """
+
+    attention: str = ""
+    blocks: int = 0
 
 
 @dataclass(frozen=True)
@@ -32,6 +45,7 @@ class Method:
         step_kernel: take a single token in by compiled kernels.
         captured: replay single tokens as CUDA graphs.
         fused: capture them from code that is compiled as a whole, a minute's work for a model and number of streams.
+        own_loop: how a model reads with somebody else's cache, to which none of the others apply.
     """
 
     fill: bool = True
@@ -42,6 +56,7 @@ class Method:
     step_kernel: bool = False
     captured: bool = False
     fused: bool = False
+    own_loop: OwnLoop = OwnLoop()
 
     def limited_to(self, ran: Mapping[str, int]) -> Method:
         """Without the shortcuts that have not answered. ran: how often each has, as in `RAN`."""
