@@ -113,7 +113,7 @@ class ForeignDecoder:
         """Whether `reorder_cache` reaches all that is held of each stream. Transformers' reaches the layers' keys and values."""
         if type(self.cache).reorder_cache is not Cache.reorder_cache:
             return True
-        known = [layer for layer in self._layers if type(layer).reorder_cache is not CacheLayerMixin.reorder_cache]
+        known = [layer for layer in self.cache.layers if type(layer).reorder_cache is not CacheLayerMixin.reorder_cache]
         reached = [[layer.keys, layer.values] for layer in self._layers]
         seen = {id(t) for t in tensors_in([known, reached], _NOT_OF_A_CACHE)}
         return all(t.ndim == 0 or id(t) in seen for t in tensors_in(self.cache, _NOT_OF_A_CACHE))
