@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from conftest import DEVICE, FAMILIES, in_blocks, model_of, nll, tokens_of
+from conftest import DEVICE, FAMILIES, bench, in_blocks, model_of, nll, tokens_of
 
 from kvbench.harness.core import contestants, plugins
 from kvbench.harness.core.errors import UserError
@@ -24,6 +25,7 @@ from kvbench.harness.engine.method import EAGER, OwnLoop
 from kvbench.harness.engine.model import adopt
 from kvbench.harness.engine.stored import storage_bytes, tensors_in
 from kvbench.harness.models.families import tiny_model
+from kvbench.harness.records import RecordStore
 from kvbench.policies.dense import Dense
 from kvbench.policies.sink_window import SinkWindow
 from kvbench.policies.window import Window
@@ -249,7 +251,75 @@ check(model)
 """
 
 
-@pytest.mark.parametrize("code", [WRAPPED + "wrap()\n" + IMPORTS + RUNS, IMPORTS + WRAPPED + "wrap()\n" + RUNS], ids=["first", "last"])
+@pytest.mark.parametrize(
+    "code", [WRAPPED + "wrap()\n" + IMPORTS + RUNS, IMPORTS + WRAPPED + "wrap()\n" + RUNS], ids=["first", "last"]
+)
 def test_who_wraps_attention_functions_may_pass_dropout_by_position(code):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+SUITE = """
+suite: theirs
+version: 1
+model: {id: "builtin:sink_1"}
+task:
+  - {name: perplexity, data: prose, tokens: 120}
+  - {name: memory, tokens: 64, points: 4}
+capacity: [16, 24]
+positions: [cache, stream]
+policies: [dense, sink_window, "hf:DynamicCache", {name: "mine.py:Recent", tokens: 16}]
+"""
+
+
+def documented() -> str:
+    """The layer of the documentation."""
+    page = (Path(__file__).parents[1] / "docs" / "contestants.md").read_text()
+    return page.split("```python\n")[1].split("```")[0]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("theirs")
+    (folder / "mine.py").write_text(documented())
+    (folder / "theirs.yaml").write_text(SUITE)
+    done = bench("run", "theirs.yaml", "--threads", 1, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "its own" in done.stdout, "the closing table"
+    return folder
+
+
+def test_a_suite_measures_a_contestant_once_as_it_does_dense(ran):
+    records, problems = RecordStore(ran / "results").read_all()
+    assert not problems
+    counts = Counter((r.cell.policy, r.cell.task.name) for r in records)
+    assert {policy: n for (policy, task), n in counts.items() if task == "perplexity"} == {
+        "dense": 1, "sink_window": 4, "hf:DynamicCache": 1, "mine.py:Recent": 1,
+    }  # fmt: skip
+    of = {r.cell.policy: r for r in records if r.cell.task.name == "perplexity"}
+    theirs, mine = of["hf:DynamicCache"], of["mine.py:Recent"]
+    assert abs(theirs.metrics.nll - of["dense"].metrics.nll) < 1e-5
+    assert (theirs.facts.code, theirs.facts.wrong_length) == (f"transformers {transformers.__version__}", None)
+    assert theirs.facts.method == "the model's own attention (sdpa), in blocks"
+    assert mine.facts.method == "the model's own attention (sdpa), token by token"
+    assert mine.facts.wrong_length == "get_seq_length says 16 after 256 tokens"
+    assert (mine.cell.capacity, mine.cell.positions, mine.cell.parameters) == (None, "stream", {"attention": None, "tokens": 16})
+
+
+def test_its_records_verify_and_are_not_measured_again(ran):
+    done = bench("records", "verify", "results", cwd=ran)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "finished before and skipped" in bench("run", "theirs.yaml", "--threads", 1, cwd=ran).stderr
+
+
+@pytest.mark.parametrize(("entry", "message"), [
+    ("{name: hf:DynamicCache, capacity: 64}", "hf:DynamicCache decides capacity itself: leave it out"),
+    ("{name: hf:DynamicCache, positions: cache}", "hf:DynamicCache decides positions itself: leave it out"),
+    ("{name: hf:QuantizedCache, backend: quanto}", "its backend is not installed: pip install optimum-quanto"),
+    ("hf:StaticCache", "'max_cache_len' is missing"),
+])  # fmt: skip
+def test_what_it_decides_itself_is_refused_in_one_line(ran, entry, message):
+    done = bench("run", "theirs.yaml", "--policy", entry, cwd=ran)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1

@@ -59,7 +59,8 @@ class Contestant(Policy):
         given = parameters_of(self)
         del given["attention"]
         if not issubclass(self.cache_class, Cache):
-            return Cache(layer_class_to_replicate=functools.partial(self.cache_class, **given))  # type: ignore[arg-type]
+            layer: Any = functools.partial(self.cache_class, **given)
+            return Cache(layer_class_to_replicate=layer)
         if "config" in inspect.signature(self.cache_class).parameters:
             given["config"] = config
         made: Cache = self.cache_class(**given)
@@ -114,7 +115,7 @@ def library_class(attribute: str) -> type[Contestant]:
 
 
 @functools.cache
-def _dataclass(name: str, cache_class: type[Any]) -> type[Contestant]:
+def _dataclass(name: str, cache_class: Any) -> type[Contestant]:
     """The parameters of a constructor as fields. A record names those that differ from their defaults."""
     fields: list[Any] = []
     for parameter in inspect.signature(cache_class).parameters.values():
@@ -122,7 +123,7 @@ def _dataclass(name: str, cache_class: type[Any]) -> type[Contestant]:
             continue
         if parameter.name in (*AXES, "name", *dir(Contestant)):
             raise UserError(f"{name}: its parameter '{parameter.name}' means something else here: give it another name")
-        default = MISSING if parameter.default is parameter.empty else functools.partial(_unchanged, parameter.default)
+        default: Any = MISSING if parameter.default is parameter.empty else functools.partial(_unchanged, parameter.default)
         fields.append((parameter.name, Any, field(default_factory=default, metadata={"added": True})))
     inside = {"cache_class": cache_class, "__module__": __name__, "__doc__": inspect.getdoc(cache_class)}
     return make_dataclass(name, fields, bases=(Contestant,), namespace=inside, frozen=True, kw_only=True)

@@ -105,7 +105,8 @@ class ForeignDecoder:
         if list(streams) != list(range(self.streams)):
             if not self._reorders:
                 raise ValueError("its cache holds more than keys and values, and has no reorder_cache of its own")
-            other.cache.reorder_cache(torch.tensor(streams, device=self.model.device))
+            index: Any = torch.tensor(streams, device=self.model.device)
+            other.cache.reorder_cache(index)
         return other
 
     @property
@@ -121,7 +122,8 @@ class ForeignDecoder:
     @property
     def _layers(self) -> list[Any]:
         """The layers that hold keys as a tensor; others hold them in a form of their own."""
-        return [layer for layer in self.cache.layers if isinstance(getattr(layer, "keys", None), Tensor) and layer.keys.ndim == 4]
+        layers: list[Any] = self.cache.layers
+        return [layer for layer in layers if isinstance(getattr(layer, "keys", None), Tensor) and layer.keys.ndim == 4]
 
     @property
     def longest(self) -> float:
@@ -136,7 +138,9 @@ class ForeignDecoder:
     @property
     def slots(self) -> tuple[float, float]:
         """(tokens held, tokens attended), averaged over layers. What holds keys in a form of its own counts as all tokens."""
-        lengths = [self._read if hasattr(layer, "_quantized_keys") else layer.keys.shape[2] for layer in self._layers] or [self._read]
+        lengths = [self._read if hasattr(layer, "_quantized_keys") else layer.keys.shape[2] for layer in self._layers] or [
+            self._read
+        ]
         return sum(min(n, self._read) for n in lengths) / len(lengths), sum(lengths) / len(lengths)
 
     @property

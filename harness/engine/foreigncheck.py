@@ -79,7 +79,7 @@ def _attention_that_agrees(model: Model, policy: Contestant, ids: Tensor) -> str
     for name in (usual, "eager"):
         with attention_by(model.hf, name):
             logits.append(model.hf(input_ids=ids, use_cache=False).logits.float())
-    return usual if _agree(*logits, model) else "eager"
+    return usual if _agree(logits[0], logits[1], model) else "eager"
 
 
 def _agree(logits: Tensor, expected: Tensor, model: Model) -> bool:

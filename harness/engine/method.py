@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 RAN: Counter[str] = Counter()  # how often each shortcut has answered in this process: the fast check accepts none that did not
 SHORTCUTS = {  # by the field of `Method` that allows it
@@ -28,6 +28,9 @@ class OwnLoop(NamedTuple):
 
     attention: str = ""
     blocks: int = 0
+
+
+_UNCHECKED = OwnLoop()
 
 
 @dataclass(frozen=True)
@@ -56,11 +59,12 @@ class Method:
     step_kernel: bool = False
     captured: bool = False
     fused: bool = False
-    own_loop: OwnLoop = OwnLoop()
+    own_loop: OwnLoop = _UNCHECKED
 
     def limited_to(self, ran: Mapping[str, int]) -> Method:
         """Without the shortcuts that have not answered. ran: how often each has, as in `RAN`."""
-        method = replace(self, **{field: getattr(self, field) and ran.get(name, 0) > 0 for field, name in SHORTCUTS.items()})
+        used: dict[str, Any] = {field: getattr(self, field) and ran.get(name, 0) > 0 for field, name in SHORTCUTS.items()}
+        method = replace(self, **used)
         return replace(method, fused=method.fused and method.captured)
 
 

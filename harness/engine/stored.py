@@ -30,7 +30,8 @@ def tensors_in(value: Any, leave_out: tuple[type[Any], ...], visited: set[int] |
         yield value
         return
     if isinstance(value, torch.Tensor):
-        parts: list[Any] = [getattr(value, name) for name in value.__tensor_flatten__()[0]]
+        wrapper: Any = value
+        parts: list[Any] = [getattr(value, name) for name in wrapper.__tensor_flatten__()[0]]
     elif isinstance(value, dict):
         parts = [*value.values()]
     elif isinstance(value, (list, tuple, set)):

@@ -95,8 +95,8 @@ def entries(suite: SuiteFile, index: int, source: Source) -> Iterator[Entry]:
         blamed = (*place, *(overridden or ["capacity"])[:1])
         policy = _made(name, kind, chosen, source, at, blamed)
         limit = limit if positions == "clamped" else None
-        positions = positions or ("stream" if is_contestant else "cache")  # a model rotates keys before it caches them
-        entry = Entry(name, policy, budget, evict or 1, positions, limit, seed or 0, at, blamed)
+        usual: PositionMode = "stream" if is_contestant else "cache"  # a model rotates keys before it caches them
+        entry = Entry(name, policy, budget, evict or 1, positions or usual, limit, seed or 0, at, blamed)
         entry.refuse_if_unfit(budget if isinstance(budget, int) else None, source)
         yield entry
 

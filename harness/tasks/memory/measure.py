@@ -7,7 +7,7 @@ import ctypes
 import gc
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
