@@ -259,17 +259,17 @@ def ran(tmp_path_factory) -> Path:
 def test_the_suite_runs_without_model_data_or_network(ran):
     records, problems = RecordStore(ran / "results").read_all()
     assert not problems
-    assert {r.cell.policy for r in records} == {"dense", "recompute_window", "window", "sink_window", "h2o"}
+    assert {r.cell.policy for r in records} == {"dense", "recompute_window", "window", "sink_window", "h2o", "hf:DynamicCache"}
     assert {r.cell.model.id for r in records} == {"random:stories-260k"}
     assert len({r.metrics.together for r in records}) == 1
     page = bench("leaderboard", "--out", "-", cwd=ran).stdout
     assert "speed-up over dense" in page
-    assert page.count("× [") == 4 + 3, "on dense: all but dense; on recompute: all but it and dense"
+    assert page.count("× [") == 5 + 3, "on dense: all but dense; on recompute: all but it and dense"
 
 
 def test_cells_measured_side_by_side_are_finished_together_or_measured_again_together(ran):
     args = json.loads((ran / "args.json").read_text())
-    assert bench(*args, cwd=ran).stderr.count("5 cells were finished before and skipped") == 1
+    assert bench(*args, cwd=ran).stderr.count("6 cells were finished before and skipped") == 1
     next((ran / "results").rglob("*dense*.npy")).unlink()
     assert "skipped" not in bench(*args, cwd=ran).stderr
 

@@ -128,6 +128,8 @@ def name_of(policy: type[Policy]) -> str:
 def policy_class(name: str) -> type[Policy]:
     """The policy with this name, or that of `package.module:Class` or `path/to/file.py:Class`.
 
+    A class of a cache, or `hf:Class` of transformers, becomes a `Contestant`.
+
     Raises:
         UserError: there is none, or it can't be imported.
     """
@@ -189,6 +191,8 @@ def _find(kind: _Kind, name: str) -> type[Any]:
     base = kind.base_class()
     if ":" in name:
         where, _, attribute = name.rpartition(":")
+        if kind is _POLICY and where == "hf":
+            return _contestants().library_class(attribute)
         module = _user_module(where)
         plugin = getattr(module, attribute, None)
         if plugin is None:
@@ -203,8 +207,16 @@ def _find(kind: _Kind, name: str) -> type[Any]:
             raise UserError(f"unknown {kind.noun} '{name}'{did_you_mean(name, _names(kind))}")
         plugin = _load_entry_point(entries[0])
     if not (inspect.isclass(plugin) and issubclass(plugin, base)):
+        contestant = _contestants().contestant_class(name, plugin) if kind is _POLICY else None
+        if contestant is not None:
+            return contestant
         raise UserError(f"{name} is not a {kind.base_name}")
     return plugin
+
+
+def _contestants() -> ModuleType:
+    """The module of caches from elsewhere, imported late because it imports this one."""
+    return importlib.import_module("kvbench.harness.core.contestants")
 
 
 def _modules(kind: _Kind) -> list[str]:

@@ -13,10 +13,17 @@ if TYPE_CHECKING:
 
 
 def source_digest(policy: Policy) -> str:
-    """sha256 of the source that decides what a policy keeps: its modules, its statistics, and the policies inside it."""
+    """sha256 of the source that decides what a policy keeps: its modules, its statistics, and the policies inside it.
+
+    Of somebody else's cache: versions of packages, and the source of what is outside transformers.
+    """
+    from kvbench.harness.core.contestants import Contestant
     from kvbench.harness.core.parameters import policies_inside
     from kvbench.policies import Policy
 
+    if isinstance(policy, Contestant):
+        texts = [_source(sys.modules[name]) or _members(policy.cache_class) for name in policy.modules]
+        return hashlib.sha256("\0".join([policy.code, *texts]).encode()).hexdigest()
     kinds = [c for c in type(policy).__mro__ if issubclass(c, Policy) and c is not Policy]
     parts = []
     for module in dict.fromkeys(c.__module__ for c in kinds):

@@ -57,8 +57,8 @@ def _attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None = None,
+    dropout: float = 0.0,  # sixth, as in transformers' own: who wraps attention functions passes it by position
     scaling: float | None = None,
-    dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,

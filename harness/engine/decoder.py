@@ -89,8 +89,11 @@ class Decoder(Protocol):
     def fork(self, streams: Sequence[int]) -> Decoder:
         """A decoder whose streams are copies of these, with nothing shared."""
 
-    def held(self, positions: Sequence[int]) -> float:
-        """Share of these tokens of the first stream that are held, over layers and KV heads. Syncs with the host."""
+    def held(self, positions: Sequence[int]) -> float | None:
+        """Share of these tokens of the first stream that are held, over layers and KV heads; None if unknown.
+
+        Syncs with the host.
+        """
 
     @property
     def slots(self) -> tuple[float, float]:

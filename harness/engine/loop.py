@@ -17,10 +17,12 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from kvbench.harness.core.contestants import Contestant
 from kvbench.harness.engine.attention import Terms
 from kvbench.harness.engine.budgets import Layout, Table, static_table
 from kvbench.harness.engine.captured import StepGraphs
 from kvbench.harness.engine.decoder import CacheConfig, Decoder
+from kvbench.harness.engine.foreign import ForeignDecoder
 from kvbench.harness.engine.method import EAGER, Method
 from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.plan import Block
@@ -45,6 +47,8 @@ def decoder(model: Model, config: CacheConfig, streams: int = 1, method: Method 
     Raises:
         ValueError: the policy can't serve this capacity.
     """
+    if isinstance(config.policy, Contestant):
+        return ForeignDecoder(model, config, streams, method)
     if not config.policy.caches:
         return RecomputeDecoder(model, config, streams)
     return CachedDecoder(model, config, streams, method)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 RAN: Counter[str] = Counter()  # how often each shortcut has answered in this process: the fast check accepts none that did not
 SHORTCUTS = {  # by the field of `Method` that allows it
@@ -15,6 +16,21 @@ SHORTCUTS = {  # by the field of `Method` that allows it
     "step_kernel": "step kernel",
     "captured": "captured step",
 }
+
+
+class OwnLoop(NamedTuple):
+    """How a model reads with somebody else's cache.
+
+    Attributes:
+        attention: of transformers that computes it; as the contestant says when empty.
+        blocks: first tokens of a stream that may be read in blocks, because a check found that single tokens give the same.
+    """
+
+    attention: str = ""
+    blocks: int = 0
+
+
+_UNCHECKED = OwnLoop()
 
 
 @dataclass(frozen=True)
@@ -32,6 +48,7 @@ class Method:
         step_kernel: take a single token in by compiled kernels.
         captured: replay single tokens as CUDA graphs.
         fused: capture them from code that is compiled as a whole, a minute's work for a model and number of streams.
+        own_loop: how a model reads with somebody else's cache, to which none of the others apply.
     """
 
     fill: bool = True
@@ -42,10 +59,12 @@ class Method:
     step_kernel: bool = False
     captured: bool = False
     fused: bool = False
+    own_loop: OwnLoop = _UNCHECKED
 
     def limited_to(self, ran: Mapping[str, int]) -> Method:
         """Without the shortcuts that have not answered. ran: how often each has, as in `RAN`."""
-        method = replace(self, **{field: getattr(self, field) and ran.get(name, 0) > 0 for field, name in SHORTCUTS.items()})
+        used: dict[str, Any] = {field: getattr(self, field) and ran.get(name, 0) > 0 for field, name in SHORTCUTS.items()}
+        method = replace(self, **used)
         return replace(method, fused=method.fused and method.captured)
 
 

@@ -178,7 +178,7 @@ class Bench:
             if block.shape[1] > 1:
                 keep = torch.arange(max(0, block.shape[1] - _BLOCK_TOKENS), block.shape[1], device=model.device)
             logits, expected = (read(block, keep=keep).float() for read in (fast, plain))
-            rounding = _ROUNDING.get(model.dtype, _ROUNDING_16_BITS) * expected.abs().amax().clamp(min=1)
+            rounding = rounding_of(model.dtype) * expected.abs().amax().clamp(min=1)
             worst = max(worst, float(((logits - expected).abs().amax() / rounding).nan_to_num(torch.inf)))
         self.worst = max(self.worst, worst)
         if worst > 1:
@@ -203,6 +203,11 @@ class Bench:
                 break
         ours, plainly = (1e3 * median(of_decoder) for of_decoder in seconds)
         return f"a {what} takes {ours:.3g} ms, and {plainly:.3g} ms plainly" if ours > plainly else ""
+
+
+def rounding_of(dtype: torch.dtype) -> float:
+    """By how much two ways of computing the same logits may differ, relative to the largest."""
+    return _ROUNDING.get(dtype, _ROUNDING_16_BITS)
 
 
 def blocks_by(read: CachedDecoder) -> str:

@@ -87,6 +87,7 @@ _PASS: ContextVar[_Pass] = ContextVar("pass")
 
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
+    dropout: float = 0.0,  # noqa: ARG001 - sixth, as in transformers' own: wrappers pass it by position
     scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
     s_aux: Tensor | None = None, is_causal: bool | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip

@@ -19,7 +19,7 @@ ZERO_SINK = "kv_bench_zero_sink"
 
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
-    scaling: float | None = None, dropout: float = 0.0, **_: Any,
+    dropout: float = 0.0, scaling: float | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Causal attention with a token of zeros before the text. [B, Q, T, D], [B, H, T, D] -> [B, T, Q, D]."""
     tokens = query.shape[2]

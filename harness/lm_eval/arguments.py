@@ -9,10 +9,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from kvbench.harness.core import plugins
+from kvbench.harness.core.contestants import Contestant
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.parameters import policy_from
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fastcheck import fast_method
+from kvbench.harness.engine.foreigncheck import own_loop
 from kvbench.harness.engine.method import EAGER
 from kvbench.harness.engine.model import Model
 from kvbench.harness.lm_eval.reading import Prompt, RequestReader
@@ -100,7 +102,8 @@ class Arguments(BaseModel):
                 config.policy.bind(self.capacity)
         except (ValueError, TypeError) as error:
             raise UserError(str(error)) from None
-        refuse_if_broken(self.policy, config.policy, config.capacity, device_of(self.device))
+        if not isinstance(policy, Contestant):
+            refuse_if_broken(self.policy, config.policy, config.capacity, device_of(self.device))
         return config
 
 
@@ -110,5 +113,8 @@ def reader_of(model: Model, config: CacheConfig, prompt: Prompt, prompt_tokens: 
     Raises:
         ValueError: the arguments contradict each other.
     """
-    method = fast_method(model, config, batch).method if config.policy.caches else EAGER
+    if isinstance(config.policy, Contestant):
+        method = dataclasses.replace(EAGER, own_loop=own_loop(model, config).loop)
+    else:
+        method = fast_method(model, config, batch).method if config.policy.caches else EAGER
     return RequestReader(model, config, prompt, prompt_tokens, batch, _BLOCK, method)

@@ -23,7 +23,7 @@ _layer_shares: list[Tensor] = []  # filled by `_attention`, one [Q] per layer of
 
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
-    scaling: float | None = None, dropout: float = 0.0, s_aux: Tensor | None = None, **_: Any,
+    dropout: float = 0.0, scaling: float | None = None, s_aux: Tensor | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Causal attention that records the weight of the first token. [B, Q, T, D], [B, H, T, D] -> [B, T, Q, D]."""
     if getattr(module.config, "zero_sink", False):

@@ -70,6 +70,12 @@ class Facts(Document):
 
     weights_sha256: Annotated[str, Elsewhere("data")] = Field("", description="hash of the model's weights")
     policy_sha256: Annotated[str, CODE] = Field("", description="hash of the source of the policy and its statistics")
+    code: Annotated[str | None, CODE] = Field(
+        None, description="of somebody else's cache: whose code ran, with versions; None: a policy in our loop"
+    )
+    wrong_length: Annotated[str | None, EXACT] = Field(
+        None, description="what somebody else's cache says that it has read, where that is wrong; positions don't depend on it"
+    )
     task_sha256: Annotated[str, CODE] = Field("", description="hash of the source of a task outside this package")
     block: Annotated[Positive | None, _MACHINES] = Field(None, description="tokens per block")
     side_by_side: Annotated[AtOnce | None, _MACHINES] = Field(

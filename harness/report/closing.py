@@ -124,7 +124,7 @@ def _table(records: Sequence[Record], options: Sequence[str], positions: str, ma
     capacities = {row.cell.capacity for row in policies if row.cell.capacity is not None}
     columns = {
         "policy": [c.name for c in contenders],
-        "capacity": ["all" if row.cell.capacity is None else f"{row.cell.capacity:,}" for row in policies],
+        "capacity": [_capacity(row) for row in policies],
         "perplexity": ["" if c.nll is None else f"{math.exp(min(c.nll, 700)):.4g}" for c in contenders],
         "right": ["" if c.wrong is None else f"{100 * (1 - c.wrong):.0f} %" for c in contenders],
         "result": [_other_figure(row) for row in policies],
@@ -140,6 +140,13 @@ def _table(records: Sequence[Record], options: Sequence[str], positions: str, ma
     parts = [f"positions {positions}" if positions else "", f"on {machine}" if machine else ""]
     heading = visible(", ".join(part for part in [_heading(records[0], capacities, in_heading), *parts] if part))
     return Table(heading, list(shown), list(zip(*shown.values(), strict=True)), [*best_policies(contenders), *notes])
+
+
+def _capacity(row: Row) -> str:
+    """Tokens that it keeps; what somebody else's cache keeps, only its code says."""
+    if row.cell.capacity is not None:
+        return f"{row.cell.capacity:,}"
+    return "all" if row.records[0].facts.code is None else "its own"
 
 
 def _heading(record: Record, capacities: set[int], options: Sequence[str]) -> str:

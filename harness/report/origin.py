@@ -32,7 +32,7 @@ def origin(policy: str) -> Origin:
     """Where the policy of this name comes from."""
     module, colon, _ = policy.partition(":")
     if colon:
-        return Origin(Path(module).name, "", "")
+        return Origin("transformers" if module == "hf" else Path(module).name, "", "")
     path = _POLICIES / f"{policy}.py"
     if not re.fullmatch(r"[a-z0-9_]+", policy) or not path.is_file():
         return Origin("a plug-in", "", "")

@@ -55,7 +55,7 @@ def kv_bytes(record: Record) -> int | None:
     A sliding-window layer keeps no more than its window. Where a prompt was cut, or budgets differ, the slots are unknown.
     """
     cell, shapes = record.cell, record.facts.kv_shapes
-    if record.facts.budgets:  # heads hold different numbers of tokens
+    if record.facts.budgets or record.facts.code:  # heads hold different numbers of tokens, or only its code knows how many
         return None
     if cell.policy in CACHELESS or record.facts.method == "windows run afresh":
         return 0

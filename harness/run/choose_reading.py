@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
+from kvbench.harness.core.contestants import Contestant
 from kvbench.harness.core.device import free_bytes, wait_for
 from kvbench.harness.engine.budgets import static_table
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fastcheck import FastCheck, fast_method
+from kvbench.harness.engine.foreigncheck import own_loop
 from kvbench.harness.engine.loop import CachedDecoder
-from kvbench.harness.engine.method import TOKEN_BY_TOKEN, Method
+from kvbench.harness.engine.method import EAGER, TOKEN_BY_TOKEN, Method
 from kvbench.harness.engine.model import Model
 from kvbench.harness.tasks.task import Task
 from kvbench.policies import Composed, Policy
@@ -45,6 +48,8 @@ def choose_reading(model: Model, config: CacheConfig, task: type[Task], options:
 
     `block` and `walk` are the options of the run.
     """
+    if isinstance(config.policy, Contestant):
+        return _own_reading(model, config, task, options, block, walk)
     facts: dict[str, Any] = {}
     check = FastCheck(TOKEN_BY_TOKEN, "windows run afresh", "windows run afresh", 0.0)
     if config.policy.caches:
@@ -64,6 +69,21 @@ def choose_reading(model: Model, config: CacheConfig, task: type[Task], options:
         speed = _walk_speed(model, config, check.method, streams)
         slow = f"plain walk, about {speed:,.0f} tokens/s ({check.refused or check.plain_because})"
     return Reading(check.method, block, facts, slow)
+
+
+def _own_reading(
+    model: Model, config: CacheConfig, task: type[Task], options: Any, block: int | None, walk: bool
+) -> Reading:  # fmt: skip
+    """The reading of somebody else's cache. The arguments are those of `choose_reading`."""
+    check = own_loop(model, config, walk)
+    streams = 1 if task.block_of_all else task.at_once(options)
+    block = block or (_block_that_fits(model, streams) if check.loop.blocks > MAX_BLOCK_TOKENS else PLAIN_BLOCK_TOKENS)
+    how = f"the model's own attention ({check.loop.attention})"
+    facts = {"block": block, "method": f"{how}, {'token by token' if check.slow else 'in blocks'}", "step": how}
+    facts |= {"wrong_length": check.wrong_length} if check.wrong_length else {}
+    facts |= {"plain_because": check.slow} if check.slow else {}
+    slow = f"token by token: {check.slow}" if check.slow and not walk else ""
+    return Reading(replace(EAGER, own_loop=check.loop), block, facts, "; ".join(filter(None, [slow, check.wrong_length])))
 
 
 def _walk_speed(model: Model, config: CacheConfig, method: Method, streams: int) -> float:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvbench.harness.core.contestants import Contestant
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.files import atomic_write, new_partial, put_in_place
 from kvbench.harness.engine.decoder import Decoder
@@ -33,13 +34,14 @@ _POSITIONS_PER_ROW_GROUP = 2**20
 
 
 def mapped_steps(item: Prepared, steps: KeepSteps) -> list[int] | None:
-    """The steps of a cell's keep map; None if it has none: the policy keeps no cache, or the task reads no plain streams.
+    """The steps of a cell's keep map; None if it has none: the policy keeps no cache of ours, or the task reads no plain streams.
 
     Raises:
         UserError: its streams have no such step.
     """
     tokens = item.task.tokens_read(item.cell.task, item.data)
-    return None if tokens is None or not item.cell.policy.caches else steps.of(tokens)
+    policy = item.cell.policy
+    return None if tokens is None or not policy.caches or isinstance(policy, Contestant) else steps.of(tokens)
 
 
 def steps_wanted(item: Prepared, asked: KeepSteps | None) -> str | None:

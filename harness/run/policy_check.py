@@ -11,6 +11,7 @@ import yaml
 from torch import Tensor
 
 from kvbench.harness.core import plugins
+from kvbench.harness.core.contestants import Contestant
 from kvbench.harness.core.errors import UserError, described, did_you_mean
 from kvbench.harness.core.parameters import policy_fields
 from kvbench.harness.engine.budgets import static_table
@@ -52,6 +53,8 @@ def check(name: str, settings: Sequence[str] = (), capacities: Sequence[int] = (
         UserError: the policy is unknown, or has no such parameter.
     """
     policy = _instance(name, plugins.policy_class(name), settings)
+    if isinstance(policy, Contestant):
+        raise UserError(f"{name} is a cache, not a policy, and the rules are for policies: measure it beside dense")
     bound, refusals = _cases(policy, capacities or DEFAULT_CAPACITIES)
     by_case = [(on, _findings(on)) for on in bound]
     findings = [_merged(rule, by_case, policy.evicts) for rule, _ in (*FOUNDATIONS, *OTHERS, *_IN_THE_LOOP) if by_case]

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from kvbench.harness.core import plugins
+from kvbench.harness.core.contestants import Contestant
 from kvbench.harness.core.device import device_name, free_bytes
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.sources import source_digest, task_digest
@@ -108,10 +109,16 @@ def prepare(
         keys[cell.id] = key
         record = Record(CellSpec.from_json(cell.as_json()), cell.id, key, "ok", data=facts_of_data)
         facts = {
-            "weights_sha256": weights, "policy_sha256": source, **task_source, "tokenizer_differs": differs.get(cell.model),
+            "weights_sha256": weights, "policy_sha256": source, **_code(cell), **task_source,
+            "tokenizer_differs": differs.get(cell.model),
         }  # fmt: skip
         prepared.append(Prepared(cell, task, tokens, directory, record, facts))
     return prepared
+
+
+def _code(cell: Cell) -> dict[str, str]:
+    """The record's fact of whose code a contestant is."""
+    return {"code": cell.policy.code} if isinstance(cell.policy, Contestant) else {}
 
 
 def _data_facts(task: type[Task], data: Data) -> DataFacts:
@@ -173,6 +180,6 @@ def _refuse_rule_breakers(cells: Sequence[Cell], device: torch.device) -> None:
     Raises:
         UserError: names the first.
     """
-    distinct = {(c.name, repr(c.policy), c.capacity): c for c in cells}
+    distinct = {(c.name, repr(c.policy), c.capacity): c for c in cells if not isinstance(c.policy, Contestant)}
     for cell in distinct.values():
         refuse_if_broken(cell.name, cell.policy, cell.capacity, device)

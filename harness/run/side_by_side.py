@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import cross_entropy
 
+from kvbench.harness.core.contestants import Contestant
 from kvbench.harness.core.device import free_bytes, wait_for
 from kvbench.harness.core.errors import ran_out_of_memory
 from kvbench.harness.engine.decoder import CacheConfig
@@ -103,6 +104,8 @@ def choose_side_by_side(reading: StreamReading, independent: Independent | None,
         streams, because = min(count, independent.at_once), "as the suite says"
     elif len(reading.model.devices) > 1:
         streams, because = 1, "the model is on several devices, whose memory no trial counts"
+    elif isinstance(reading.config.policy, Contestant):
+        streams, because = 1, "somebody else's cache, which no trial can fill"
     elif not reading.config.policy.caches:
         assert reading.config.capacity is not None
         streams = min(count, max(1, MAX_BATCH_TOKENS // (reading.config.capacity + 1)))

@@ -217,7 +217,7 @@ def cell_from_spec(recorded: CellSpec, model: str | None = None) -> Cell:
         UserError: this version can't run the cell, or its policy or task is in a user's file, which records don't keep.
     """
     for name in (recorded.policy, *names_inside(recorded.parameters)):
-        if ":" in name:
+        if ":" in name and not name.startswith("hf:"):
             raise UserError(f"the policy {name} is defined in a user's file: run its suite with --policy instead")
     if ":" in recorded.task.name:
         raise UserError(f"the task {recorded.task.name} is defined in a user's file: run its suite instead")

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchem
 from pydantic_core import PydanticCustomError
 
 from kvbench.harness.core import plugins
+from kvbench.harness.core.contestants import AXES, Contestant
 from kvbench.harness.core.errors import UserError, described
 from kvbench.harness.core.parameters import policy_fields, tuple_fields
 from kvbench.harness.models.shape import ModelShape, readable_shape
@@ -22,8 +23,6 @@ from kvbench.harness.suite.axes import Budget, Evict, OneCapacity, OneEvict, mul
 from kvbench.harness.suite.file import ModelSpec, SuiteFile
 from kvbench.harness.suite.text import Location, Source, spread, validated
 from kvbench.policies import Policy, PositionMode
-
-_AXES = ("capacity", "evict", "positions", "limit", "seed")  # given in a policy's entry, or once for the whole suite
 
 
 @dataclass(frozen=True)
@@ -75,6 +74,10 @@ def entries(suite: SuiteFile, index: int, source: Source) -> Iterator[Entry]:
     """
     at: Location = ("policies", index)
     name, kind, given = _named(suite.policies[index], source, at)
+    is_contestant = issubclass(kind, Contestant)
+    for key in AXES if is_contestant else ():
+        if key in given:
+            raise source.error((*at, key), f"{name} decides {key} itself: leave it out")
     schema = entry_schema(name, kind)
     defaults = {"capacity": suite.capacity, "evict": suite.evict, "positions": suite.positions, "limit": suite.limit}
     defaults["seed"] = suite.seed
@@ -88,7 +91,7 @@ def entries(suite: SuiteFile, index: int, source: Source) -> Iterator[Entry]:
         fixed["positions"] = ["cache", *(mode for mode in modes if mode not in ("stream", "cache"))]
     for one in _spread(kind, fixed, source, at):
         chosen = _values(validated(schema, one, source, at))
-        budget, evict, positions, limit, seed = (chosen.pop(k, None) for k in _AXES)
+        budget, evict, positions, limit, seed = (chosen.pop(k, None) for k in AXES)
         if "capacity" in schema.model_fields and budget is None:
             raise source.error(at, f"{name} needs a capacity")
         overridden = [key for key in one if key != "seed" and source.is_overridden((*at, key))]
@@ -96,7 +99,8 @@ def entries(suite: SuiteFile, index: int, source: Source) -> Iterator[Entry]:
         blamed = (*place, *(overridden or ["capacity"])[:1])
         policy = _made(name, kind, chosen, source, at, blamed)
         limit = limit if positions == "clamped" else None
-        entry = Entry(name, policy, budget, evict or 1, positions or "cache", limit, seed, at, blamed)
+        usual: PositionMode = "stream" if is_contestant else "cache"  # a model rotates keys before it caches them
+        entry = Entry(name, policy, budget, evict or 1, positions or usual, limit, seed or 0, at, blamed)
         entry.refuse_if_unfit(budget if isinstance(budget, int) else None, source)
         yield entry
 
@@ -139,6 +143,8 @@ def _shape(model: str, revision: str | None) -> ModelShape | None:
 
 def entry_schema(name: str, policy: type[Policy]) -> type[BaseModel]:
     """The fields of this policy's entry in a suite: its parameters and the axes that apply to it."""
+    if issubclass(policy, Contestant):
+        return parameter_schema(name, policy)
     axes: dict[str, Any] = {"seed": (int, 0)}
     if policy.evicts and not policy.outcome:
         axes["capacity"] = (OneCapacity, None)

@@ -79,7 +79,7 @@ def weighing_of(config: Any) -> Weighing | None:
 
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
-    scaling: float | None = None, dropout: float = 0.0, s_aux: Tensor | None = None, **_: Any,
+    dropout: float = 0.0, scaling: float | None = None, s_aux: Tensor | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Causal attention of a variant, all logits at once. [B, Q, T, D], [B, H, T, D] -> [B, T, Q, D]."""
     return weighed(attention_weights(module, query, key, scaling, s_aux), value), None

@@ -93,7 +93,9 @@ class Question:
 
 
 def is_reference(record: Record) -> bool:
-    """Whether the policy evicts nothing, or keeps no cache: the others are compared with it."""
+    """Whether it has no capacity to compare at: the policy evicts nothing, or keeps no cache, or is somebody else's."""
+    if record.facts.code is not None:
+        return True
     return record.cell.policy == "dense" or record.cell.policy in CACHELESS or record.facts.method == "windows run afresh"
 
 

@@ -62,7 +62,7 @@ def row_json(question: Question, placed: Placed, names: dict[str, str], provenan
         provenance: collects the facts that many rows share.
     """
     row, cell = placed.row, placed.row.cell
-    whose = origin(cell.policy)
+    whose, theirs = origin(cell.policy), row.records[0].facts.code
     dense_loss = None if placed.loss and placed.loss.to is question.dense else loss(question, row, question.dense)
     return {
         "id": row_id(row), "policy": visible(cell.policy), "name": placed.name,
@@ -73,7 +73,7 @@ def row_json(question: Question, placed: Placed, names: dict[str, str], provenan
         "perplexity": figure(_perplexity(question, row)), "tokens_read": _tokens_read(row), "answers": _answers(row),
         "kv_bytes": row.kv_bytes, "kv_share": _share(row.kv_bytes, dense_bytes(question)[0]),
         "ms": figure(row.step_ms), "times_dense": _times_dense(question, row),
-        "code": visible(whose.code), "paper": whose.paper, "arxiv": whose.arxiv, "status": _status(question, row),
+        "code": visible(theirs or whose.code), "paper": whose.paper, "arxiv": whose.arxiv, "status": _status(question, row),
         "parameters": {visible(k): v for k, v in cell.settings.items()}, "positions": visible(cell.positions),
         "evict": visible(cell.evicts), "seed": cell.seed,
         "cells": [_cell(record, provenance) for record in row.records],

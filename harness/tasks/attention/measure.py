@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvbench.harness.core.contestants import Contestant
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.watch import NotWatchableError, check, watch
@@ -29,6 +30,8 @@ def measure(options: AttentionOptions, job: Job) -> AttentionMetrics:
     Raises:
         MeasurementError: the model's attention can't be shown, or the policy keeps no cache.
     """
+    if isinstance(job.config.policy, Contestant):
+        raise MeasurementError("what somebody else's cache keeps can't be seen: this task is for policies in our own loop")
     if not job.config.policy.caches:
         raise MeasurementError("it keeps no cache, so nothing is evicted, and its attention is that of many short texts")
     if not job.config.policy.evicts and job.config.positions == "clamped":

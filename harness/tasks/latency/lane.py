@@ -14,6 +14,7 @@ from kvbench.harness.core.device import Marks
 from kvbench.harness.engine.decoder import Decoder
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.model import Model
+from kvbench.harness.engine.recompute import RecomputeDecoder
 from kvbench.harness.records.aggregates import step_figures, timing
 from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.tasks.latency.schema import LatencyMetrics, LatencyOptions
@@ -232,11 +233,13 @@ def roofline(model: Model, read: Decoder, batch: int, device: dict[str, float]) 
     tied = head is not None and head.weight.data_ptr() == inputs.weight.data_ptr()
     weights = [p for p in parameters.values() if tied or p.data_ptr() != inputs.weight.data_ptr()]
     used, _ = read.slots
-    cached = isinstance(read, CachedDecoder)
+    cached = not isinstance(read, RecomputeDecoder)
     moved = sum(p.nbytes for p in weights)
-    if cached:
+    if isinstance(read, CachedDecoder):
         full = model.kv_bytes(round(used) - 1, batch)
         moved += full + round(read.state_bytes * full / max(read.kv_bytes, 1))
+    elif cached:
+        moved += read.held_bytes
     operations = 2 * sum(p.numel() for p in weights) * batch * (1 if cached else round(used))
     seconds = max(moved / device["bandwidth"], operations / device["multiply_rate"])
     return {"bytes": moved, "operations": operations, "ms": 1e3 * seconds}

@@ -7,18 +7,20 @@ import ctypes
 import gc
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from kvbench.harness.core.contestants import Contestant
 from kvbench.harness.engine.budgets import static_table
 from kvbench.harness.engine.decoder import CacheConfig, Decoder
 from kvbench.harness.engine.loop import decoder
 from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.rotary import Rotation
 from kvbench.harness.engine.slots import BUCKET
+from kvbench.harness.engine.stored import storage_bytes, tensors_in
 from kvbench.harness.records.metrics import READ_AT_POINTS
 from kvbench.harness.tasks.memory.schema import MemoryMetrics, MemoryOptions
 from kvbench.harness.tasks.task import Job
@@ -64,8 +66,9 @@ def _figures(
     flags = []
     if abs(allocated - reported) > max(_RELATIVE_TOLERANCE * reported, _TOLERANCE_BYTES):
         flags.append(f"the cache reports {reported:,} bytes, but {allocated:,} are allocated")
-    expected = options.batch * _kv_bytes(job.model, job.config, options.tokens)
-    if read.kv_bytes != expected:
+    is_ours = not isinstance(job.config.policy, Contestant)
+    expected = options.batch * _kv_bytes(job.model, job.config, options.tokens) if is_ours else None
+    if expected is not None and read.kv_bytes != expected:
         flags.append(f"its K/V takes {read.kv_bytes:,} bytes, but by the model's shapes {expected:,}")
     if capacity is not None and growth > _MAX_GROWTH_BYTES.get(job.model.device.type, 2**23):
         flags.append(f"the peak rose by {growth:,} bytes after the cache was full")
@@ -181,22 +184,4 @@ def _give_back() -> None:
 
 def tensor_bytes(decoder: Decoder) -> int:
     """Bytes of all tensors that a decoder holds. Each storage counts once; the model's do not count."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(decoder, set())}
-    return sum(storages.values())
-
-
-def _tensors(value: Any, visited: set[int]) -> Iterator[torch.Tensor]:
-    if id(value) in visited or isinstance(value, (Model, Rotation)):
-        return
-    visited.add(id(value))
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
-    if isinstance(value, dict):
-        parts: list[Any] = [*value.values()]
-    elif isinstance(value, (list, tuple, set)):
-        parts = [*value]
-    else:
-        parts = [*vars(value).values()] if hasattr(value, "__dict__") and not isinstance(value, type) else []
-    for part in parts:
-        yield from _tensors(part, visited)
+    return storage_bytes(tensors_in(decoder, (Model, Rotation)))

@@ -1,0 +1,140 @@
+"""Somebody else's cache as an entry beside the policies: `hf:DynamicCache`, `file.py:MyCache`, `package.module:TheirCache`.
+
+It is a policy in name only. It runs in the unmodified model's own loop, and decides itself which tokens it keeps; its parameters
+are those of the constructor. A class of one layer's cache stands for a cache that has one in every layer.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import sys
+from dataclasses import MISSING, dataclass, field, make_dataclass
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from torch import Tensor
+
+from kvbench.harness.core.errors import UserError, did_you_mean
+from kvbench.harness.core.parameters import parameters_of
+from kvbench.policies import CacheView, Policy
+
+if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedConfig
+
+AXES = ("capacity", "evict", "positions", "limit", "seed")  # of policies: a contestant has none
+_CACHES = "transformers.cache_utils"
+_BACKENDS = {"quanto": "optimum-quanto", "hqq": "hqq"}  # packages by which transformers quantizes
+_BY_VERSION = ("transformers", "torch", "abc", "builtins", "typing")  # packages whose source a version stands for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contestant(Policy):
+    """A cache that keeps what its own code says. The fields of each subclass are its constructor's parameters.
+
+    Attributes:
+        cache_class: of the cache, or of one layer's.
+        attention: of the model, `sdpa` or `eager`; None: `sdpa` where both compute the same.
+    """
+
+    evicts: ClassVar[bool] = False  # it takes no capacity
+    cache_class: ClassVar[type[Any]]
+
+    attention: Literal["sdpa", "eager"] | None = None
+
+    def __post_init__(self) -> None:
+        if self._backend is not None and _version(self._backend) is None:
+            raise ValueError(f"its backend is not installed: pip install {self._backend}")
+
+    def importance(self, view: CacheView) -> Tensor:
+        """Never asked: no loop of ours holds its tokens."""
+        raise NotImplementedError
+
+    def new_cache(self, config: PreTrainedConfig) -> Cache:
+        """An empty cache for a model of this config."""
+        from transformers import Cache
+
+        given = parameters_of(self)
+        del given["attention"]
+        if not issubclass(self.cache_class, Cache):
+            layer: Any = functools.partial(self.cache_class, **given)
+            return Cache(layer_class_to_replicate=layer)
+        if "config" in inspect.signature(self.cache_class).parameters:
+            given["config"] = config
+        made: Cache = self.cache_class(**given)
+        return made
+
+    @property
+    def modules(self) -> list[str]:
+        """Modules outside transformers that define it."""
+        names = dict.fromkeys(c.__module__ for c in self.cache_class.__mro__)
+        return [name for name in names if name.split(".")[0] not in _BY_VERSION]
+
+    @property
+    def code(self) -> str:
+        """Whose code runs, in words: files, and packages with their versions."""
+        known, named = packages_distributions() if self.modules else {}, list[str]()
+        for module in self.modules:
+            packages = known.get(module.split(".")[0], [])
+            file = Path(getattr(sys.modules[module], "__file__", None) or module).name
+            named += [f"{package} {_version(package)}" for package in packages] or [file]
+        packages = ["transformers"] if self._backend is None else [self._backend, "transformers"]
+        return ", ".join(dict.fromkeys([*named, *(f"{package} {_version(package)}" for package in packages)]))
+
+    @property
+    def _backend(self) -> str | None:
+        return _BACKENDS.get(getattr(self, "backend", ""))
+
+
+def contestant_class(name: str, found: object) -> type[Contestant] | None:
+    """The contestant for what a user named; None if that is no class of a cache or of one layer's.
+
+    Raises:
+        UserError: a parameter of its constructor has the name of something else.
+    """
+    caches: Any = sys.modules.get(_CACHES)
+    if caches is None or not inspect.isclass(found) or not issubclass(found, (caches.Cache, caches.CacheLayerMixin)):
+        return None
+    return _dataclass(name, found)
+
+
+def library_class(attribute: str) -> type[Contestant]:
+    """The contestant for a cache of transformers.
+
+    Raises:
+        UserError: it has no such cache.
+    """
+    module = importlib.import_module(_CACHES)
+    made = contestant_class(f"hf:{attribute}", getattr(module, attribute, None))
+    if made is None:
+        names = [name for name, found in vars(module).items() if inspect.isclass(found) and issubclass(found, module.Cache)]
+        raise UserError(f"transformers {_version('transformers')} has no cache '{attribute}'{did_you_mean(attribute, names)}")
+    return made
+
+
+@functools.cache
+def _dataclass(name: str, cache_class: Any) -> type[Contestant]:
+    """The parameters of a constructor as fields. A record names those that differ from their defaults."""
+    fields: list[Any] = []
+    for parameter in inspect.signature(cache_class).parameters.values():
+        if parameter.name == "config" or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        if parameter.name in (*AXES, "name", *dir(Contestant)):
+            raise UserError(f"{name}: its parameter '{parameter.name}' means something else here: give it another name")
+        default: Any = MISSING if parameter.default is parameter.empty else functools.partial(_unchanged, parameter.default)
+        fields.append((parameter.name, Any, field(default_factory=default, metadata={"added": True})))
+    inside = {"cache_class": cache_class, "__module__": __name__, "__doc__": inspect.getdoc(cache_class)}
+    return make_dataclass(name, fields, bases=(Contestant,), namespace=inside, frozen=True, kw_only=True)
+
+
+def _unchanged(value: Any) -> Any:
+    return value
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,186 @@
+"""A decoder with somebody else's cache: the unmodified model in its own loop, with its own attention.
+
+Positions are counted here and passed explicitly, because a cache that evicts may not know how much it has read. What it keeps
+is its own affair; keys are cached as the model rotates them, at their stream positions.
+
+Axis letters: B streams, T tokens, N tokens of a text, K tokens whose logits are returned, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy, deepcopy
+from math import inf
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from kvbench.harness.core.contestants import Contestant
+from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.method import EAGER, Method
+from kvbench.harness.engine.model import Model
+from kvbench.harness.engine.own_attention import attention_by
+from kvbench.harness.engine.stored import storage_bytes, tensors_in
+from kvbench.harness.engine.variants.base import VariantForCausalLM
+
+_NOT_OF_A_CACHE = (nn.Module, type)
+
+
+class ForeignDecoder:
+    """Reads with a cache that a contestant makes.
+
+    Attributes:
+        model: that it drives.
+        config: names the contestant.
+        cache: that the model writes to.
+        streams: B.
+    """
+
+    def __init__(self, model: Model, config: CacheConfig, streams: int = 1, method: Method = EAGER) -> None:
+        """Make the cache.
+
+        Raises:
+            ValueError: transformers' own attention leaves out a part of the model.
+        """
+        assert isinstance(config.policy, Contestant)
+        self.model, self.config, self.streams = model, config, streams
+        self.cache = config.policy.new_cache(model.hf.config)
+        self._loop = method.own_loop
+        if not self._loop.attention:
+            self._loop = self._loop._replace(attention=usual_attention(model.hf, config.policy))
+        self._read = 0  # tokens of each stream
+
+    @torch.inference_mode()
+    def __call__(self, tokens: Tensor, valid: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
+        """Read a block, token by token where its blocks are not known to give the same. Then `keep` syncs with the host.
+
+        Raises:
+            ValueError: the streams are of unequal length, or longer than the cache.
+        """
+        if valid is not None:
+            raise ValueError("streams of unequal length side by side, which somebody else's cache can't hold")
+        count = tokens.shape[1]
+        if count == 1 or self._read + count <= self._loop.blocks:
+            return self._forward(tokens, keep)
+        wanted = range(count) if keep is None else keep.tolist()
+        logits = {t: self._forward(tokens[:, t : t + 1]) for t in range(count)}
+        return torch.cat([logits[t] for t in wanted], 1) if len(wanted) else logits[0][:, :0]
+
+    def _forward(self, tokens: Tensor, keep: Tensor | None = None) -> Tensor:
+        """The model's own forward pass over a block. [B, T] int64 -> [B, T or K, V]."""
+        end = self._read + tokens.shape[1]
+        if end > self.longest:
+            raise ValueError(f"a stream of {end} tokens or more, but the cache ends at {self.longest:.0f}: raise max_cache_len")
+        positions = torch.arange(self._read, end, device=tokens.device).expand(len(tokens), -1)
+        with _attention(self.model.hf, self._loop.attention):
+            out = self.model.hf(
+                input_ids=tokens, position_ids=positions, past_key_values=self.cache, use_cache=True,
+                logits_to_keep=0 if keep is None else keep,
+            )  # fmt: skip
+        self._read = end
+        logits: Tensor = out.logits
+        return logits
+
+    @torch.inference_mode()
+    def read_prompt(self, tokens: Tensor, block: int, once: bool = False) -> Tensor:
+        """Read prompts in one pass, as `generate` does. [B, N] int64 -> logits after the last token, [B, V]."""
+        return self._forward(tokens, torch.tensor([tokens.shape[1] - 1], device=tokens.device))[:, -1]
+
+    def reserve(self, tokens: int) -> None:
+        """Does nothing: the cache allocates when it wants to."""
+
+    @torch.inference_mode()
+    def fork(self, streams: Sequence[int]) -> Self:
+        """A decoder whose streams are copies of these, with nothing shared.
+
+        Raises:
+            ValueError: the cache can't choose streams.
+        """
+        other = copy(self)
+        other.cache, other.streams = deepcopy(self.cache), len(streams)
+        if list(streams) != list(range(self.streams)):
+            if not self._reorders:
+                raise ValueError("its cache holds more than keys and values, and has no reorder_cache of its own")
+            index: Any = torch.tensor(streams, device=self.model.device)
+            other.cache.reorder_cache(index)
+        return other
+
+    @property
+    def _reorders(self) -> bool:
+        """Whether `reorder_cache` reaches all that is held of each stream. Transformers' reaches the layers' keys and values."""
+        if type(self.cache).reorder_cache is not Cache.reorder_cache:
+            return True
+        known = [layer for layer in self.cache.layers if type(layer).reorder_cache is not CacheLayerMixin.reorder_cache]
+        reached = [[layer.keys, layer.values] for layer in self._layers]
+        seen = {id(t) for t in tensors_in([known, reached], _NOT_OF_A_CACHE)}
+        return all(t.ndim == 0 or id(t) in seen for t in tensors_in(self.cache, _NOT_OF_A_CACHE))
+
+    @property
+    def _layers(self) -> list[Any]:
+        """The layers that hold keys as a tensor; others hold them in a form of their own."""
+        layers: list[Any] = self.cache.layers
+        return [layer for layer in layers if isinstance(getattr(layer, "keys", None), Tensor) and layer.keys.ndim == 4]
+
+    @property
+    def longest(self) -> float:
+        """Tokens of the longest stream that fits; infinite if the cache grows or evicts."""
+        full = [layer for layer in self.cache.layers if not getattr(layer, "is_sliding", False)]
+        return min((layer.max_cache_len for layer in full if hasattr(layer, "max_cache_len")), default=inf)
+
+    def held(self, positions: Sequence[int]) -> float | None:
+        """1 if every layer has room for all tokens; None, unknown, if one has not: which tokens it keeps can't be seen."""
+        return 1.0 if self.slots[0] == self._read else None
+
+    @property
+    def slots(self) -> tuple[float, float]:
+        """(tokens held, tokens attended), averaged over layers. What holds keys in a form of its own counts as all tokens."""
+        lengths = [self._read if hasattr(layer, "_quantized_keys") else layer.keys.shape[2] for layer in self._layers] or [
+            self._read
+        ]
+        return sum(min(n, self._read) for n in lengths) / len(lengths), sum(lengths) / len(lengths)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes allocated for all tensors of the cache."""
+        return storage_bytes(tensors_in(self.cache, _NOT_OF_A_CACHE))
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of these tensors, without slots that no token has filled yet."""
+        tensors = {(t.data_ptr(), t.shape): t.nbytes for t in tensors_in(self.cache, _NOT_OF_A_CACHE)}
+        free = (1 - min(1, self._read / layer.keys.shape[2]) for layer in self._layers if layer.keys.shape[2])
+        sizes = (layer.keys.nbytes + layer.values.nbytes for layer in self._layers if layer.keys.shape[2])
+        return round(sum(tensors.values()) - sum(part * size for part, size in zip(free, sizes, strict=True)))
+
+    @property
+    def state_bytes(self) -> int:
+        """0: what is state and what are keys, only its code knows."""
+        return 0
+
+
+def usual_attention(hf: PreTrainedModel, policy: Contestant) -> str:
+    """The attention that was asked for, or else `sdpa` where the family has it.
+
+    Raises:
+        ValueError: it leaves out a part of the model.
+    """
+    if isinstance(hf, VariantForCausalLM) or getattr(hf.config.get_text_config(), "zero_sink", False):
+        raise ValueError("its attention is not transformers' own, so only our loop can read it with a cache")
+    name = policy.attention or ("sdpa" if hf._supports_sdpa else "eager")
+    with attention_by(hf, name):  # raises if the family does not have it
+        return name
+
+
+@contextmanager
+def _attention(hf: PreTrainedModel, name: str) -> Iterator[None]:
+    """As `attention_by`, ten times as fast, for an attention that was set before: a step is timed with it."""
+    before = hf.config._attn_implementation
+    hf.config._attn_implementation = name
+    try:
+        yield
+    finally:
+        hf.config._attn_implementation = before

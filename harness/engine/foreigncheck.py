@@ -1,0 +1,87 @@
+"""The check that decides how somebody else's cache is read: in blocks only where single tokens give the same.
+
+A cache that evicts gives other results in blocks, where all tokens of a block see what it evicts for the last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from kvbench.harness.core.contestants import Contestant
+from kvbench.harness.core.errors import described
+from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.foreign import ForeignDecoder, usual_attention
+from kvbench.harness.engine.method import EAGER, OwnLoop
+from kvbench.harness.engine.model import Model
+from kvbench.harness.engine.own_attention import attention_by
+from kvbench.harness.engine.trial import rounding_of
+
+_BLOCKS = (16, 48)  # tokens
+_TOKENS = 96  # read by a cache of transformers, whose blocks are trusted beyond
+_TOKENS_OF_OTHERS = 256  # later it may evict for the first time, so later tokens are read one by one
+_ALL = 2**62
+
+
+@dataclass(frozen=True)
+class OwnLoopCheck:
+    """What a check of a contestant found.
+
+    Attributes:
+        loop: how it may be read.
+        slow: why tokens are read one by one; empty if blocks give the same.
+        wrong_length: what the cache says that it has read, where that is wrong.
+    """
+
+    loop: OwnLoop
+    slow: str = ""
+    wrong_length: str | None = None
+
+
+@torch.inference_mode()
+def own_loop(model: Model, config: CacheConfig, walk: bool = False) -> OwnLoopCheck:
+    """Whether a contestant reads blocks as single tokens, on random ones. walk: always read one by one."""
+    read = ForeignDecoder(model, config)
+    policy = config.policy
+    assert isinstance(policy, Contestant)
+    is_trusted = issubclass(policy.cache_class, Cache) and not policy.modules and not hasattr(policy, "backend")
+    tokens = int(min(_TOKENS if is_trusted else _TOKENS_OF_OTHERS, read.longest))
+    vocabulary = model.hf.config.get_text_config().vocab_size
+    ids = torch.randint(vocabulary, (1, tokens), generator=torch.Generator().manual_seed(1)).to(model.device)
+    loop = OwnLoop(_attention_that_agrees(model, policy, ids))
+    singly = ForeignDecoder(model, config, method=replace(EAGER, own_loop=loop))
+    expected = singly(ids).float()
+    said = singly.cache.get_seq_length()
+    wrong = None if int(said) == tokens else f"get_seq_length says {int(said)} after {tokens} tokens"
+    if walk:
+        return OwnLoopCheck(loop, "as asked", wrong)
+    in_blocks = OwnLoop(loop.attention, tokens)
+    for size in _BLOCKS:
+        try:
+            other = ForeignDecoder(model, config, method=replace(EAGER, own_loop=in_blocks))
+            logits = torch.cat([other(block) for block in ids.split(size, 1)], 1).float()
+        except Exception as error:  # a user's cache may raise anything
+            return OwnLoopCheck(loop, f"blocks of {size} tokens: {described(error)}", wrong)
+        if not _agree(logits, expected, model) or other.held_bytes != singly.held_bytes:
+            return OwnLoopCheck(loop, f"blocks of {size} tokens give other results than single tokens", wrong)
+    return OwnLoopCheck(in_blocks._replace(blocks=_ALL) if is_trusted else in_blocks, "", wrong)
+
+
+def _attention_that_agrees(model: Model, policy: Contestant, ids: Tensor) -> str:
+    """The attention that was asked for, or else `sdpa` if it computes what `eager` does: it leaves out some families' softcap."""
+    usual = usual_attention(model.hf, policy)
+    if policy.attention is not None or usual == "eager":
+        return usual
+    logits = []
+    for name in (usual, "eager"):
+        with attention_by(model.hf, name):
+            logits.append(model.hf(input_ids=ids, use_cache=False).logits.float())
+    return usual if _agree(logits[0], logits[1], model) else "eager"
+
+
+def _agree(logits: Tensor, expected: Tensor, model: Model) -> bool:
+    """Whether logits differ by rounding alone. Any shape."""
+    return bool((logits - expected).abs().amax() <= rounding_of(model.dtype) * expected.abs().amax().clamp(min=1))

@@ -1,0 +1,325 @@
+"""Somebody else's cache in the model's own loop: what it must equal, what is refused, and what its records say."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from conftest import DEVICE, FAMILIES, bench, in_blocks, model_of, nll, tokens_of
+
+from kvbench.harness.core import contestants, plugins
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.core.parameters import policy_from
+from kvbench.harness.core.sources import source_digest
+from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.foreign import ForeignDecoder
+from kvbench.harness.engine.foreigncheck import own_loop
+from kvbench.harness.engine.loop import decoder
+from kvbench.harness.engine.method import EAGER, OwnLoop
+from kvbench.harness.engine.model import adopt
+from kvbench.harness.engine.stored import storage_bytes, tensors_in
+from kvbench.harness.models.families import tiny_model
+from kvbench.harness.records import RecordStore
+from kvbench.policies.dense import Dense
+from kvbench.policies.sink_window import SinkWindow
+from kvbench.policies.window import Window
+
+HALF = '''"""A layer that keeps the newest tokens, and the first."""
+from transformers.cache_utils import DynamicLayer
+import torch
+
+class Half(DynamicLayer):
+    def __init__(self, tokens=32):
+        super().__init__()
+        self.tokens = tokens
+
+    def update(self, keys, values, *args, **kwargs):
+        keys, values = super().update(keys, values)
+        if keys.shape[2] > self.tokens:
+            self.keys, self.values = (torch.cat([x[:, :, :1], x[:, :, 1 - self.tokens:]], 2) for x in (keys, values))
+        return keys, values
+'''
+
+
+@pytest.fixture
+def half(tmp_path: Path) -> str:
+    (tmp_path / "mine.py").write_text(HALF)
+    return f"{tmp_path / 'mine.py'}:Half"
+
+
+def contestant(name: str, **parameters: object) -> CacheConfig:
+    return CacheConfig(policy_from(name, parameters), positions="stream")
+
+
+def opened(family: str, name: str, streams: int = 1, blocks: int = 0, **parameters: object) -> ForeignDecoder:
+    read = decoder(model_of(family), contestant(name, **parameters), streams, replace(EAGER, own_loop=OwnLoop(blocks=blocks)))
+    assert isinstance(read, ForeignDecoder)
+    return read
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "gemma2", "gemma3_text", "olmo2", "phi3"])
+@pytest.mark.parametrize("name", ["hf:DynamicCache", "hf:StaticCache"])
+@pytest.mark.parametrize("blocks", [0, 10**6], ids=["steps", "blocks"])
+def test_a_cache_that_keeps_everything_equals_dense(family, name, blocks):
+    tokens, model = tokens_of(90, 2), model_of(family)
+    expected = nll(decoder(model, CacheConfig(Dense()), 2)(tokens), tokens)
+    parameters = {"max_cache_len": 90} if "Static" in name else {}
+    config = contestant(name, **parameters)
+    loop = own_loop(model, config).loop
+    assert loop.blocks > 10**6, "its blocks were not found to equal its steps"
+    read = decoder(model, config, 2, replace(EAGER, own_loop=loop._replace(blocks=blocks)))
+    found = nll(in_blocks(read, tokens, 30), tokens)
+    assert (found - expected).abs().max() < 3e-4
+    assert abs(found.mean() - expected.mean()) < 1e-5
+
+
+def test_an_evicting_layer_is_read_step_by_step_and_equals_the_policy_that_keeps_the_same(half):
+    """Its positions are ours: by its own length, which stays at 32, RoPE would put every later token at one place."""
+    model, tokens = model_of("llama"), tokens_of(120)
+    config = contestant(half)
+    check = own_loop(model, config)
+    assert (check.loop.blocks, check.wrong_length) == (0, "get_seq_length says 32 after 256 tokens")
+    assert check.slow == "blocks of 16 tokens give other results than single tokens"
+    found = decoder(model, config, 1, replace(EAGER, own_loop=check.loop))(tokens)
+    expected = decoder(model, CacheConfig(SinkWindow(sinks=1), 32, "stream"))(tokens)
+    assert (found - expected).abs().max() < 1e-4
+
+
+def test_a_layer_of_transformers_stands_for_a_cache_of_them():
+    tokens, name = tokens_of(80), "hf:DynamicSlidingWindowLayer"
+    config = contestant(name, sliding_window=17)  # the query's own token included
+    read = decoder(model_of("qwen3"), config)
+    expected = decoder(model_of("qwen3"), CacheConfig(Window(), 16, "stream"))(tokens)
+    assert (read(tokens) - expected).abs().max() < 1e-4
+    assert read.slots == (16, 16)
+    assert read.held([0]) is None
+    assert own_loop(model_of("qwen3"), config).loop.blocks == 0
+
+
+def test_blocks_of_a_users_cache_are_trusted_as_far_as_they_were_checked(half):
+    """It would evict its first token after 400, which the check does not reach."""
+    model, tokens = model_of("llama"), tokens_of(500)
+    config = contestant(half, tokens=400)
+    loop = own_loop(model, config).loop
+    assert loop.blocks == 256
+    singly, in_one = (decoder(model, config, 1, replace(EAGER, own_loop=x)) for x in (loop._replace(blocks=0), loop))
+    assert (singly(tokens) - in_blocks(in_one, tokens, 100)).abs().max() < 1e-4
+    assert singly.held_bytes == in_one.held_bytes
+
+
+def test_attention_is_sdpa_where_that_computes_what_eager_does():
+    usual = {family: own_loop(model_of(family), contestant("hf:DynamicCache")).loop.attention for family in ("llama", "gemma2")}
+    assert usual == {"llama": "sdpa", "gemma2": "eager"}  # transformers' sdpa leaves out Gemma 2's softcap
+    assert own_loop(model_of("llama"), contestant("hf:DynamicCache", attention="eager")).loop.attention == "eager"
+
+
+def test_only_the_logits_asked_for_are_returned(half):
+    tokens, keep = tokens_of(40), torch.tensor([3, 4, 39], device=DEVICE)
+    for read in (opened("llama", half), opened("llama", "hf:DynamicCache", blocks=100)):
+        fresh = read.fork([0])
+        assert torch.equal(read(tokens, keep=keep).argmax(-1), fresh(tokens)[:, keep].argmax(-1))
+        assert read(tokens[:, :3], keep=keep[:0]).shape[:2] == (1, 0)
+
+
+def test_bytes_are_those_of_the_cache_s_storages(half):
+    shape, tokens = model_of("llama").layers, tokens_of(70, 2)
+    token = 2 * sum(s.kv_bytes_per_token(torch.float32) for s in shape)  # of both streams
+    grown, static = opened("llama", "hf:DynamicCache", 2), opened("llama", "hf:StaticCache", 2, max_cache_len=100)
+    for read in (grown, static):
+        read(tokens)
+    assert (grown.kv_bytes, grown.held_bytes, grown.slots) == (70 * token, 70 * token, (70, 70))
+    counters = sum(layer.cumulative_length.nbytes for layer in static.cache.layers)
+    assert (static.kv_bytes, static.held_bytes) == (100 * token + counters, 70 * token + counters)
+    assert (static.slots, static.held([0])) == ((70, 100), 1)
+    evicting = opened("llama", half, 2)
+    evicting(tokens)
+    assert (evicting.kv_bytes, evicting.slots) == (32 * token, (32, 32))
+
+
+def test_quantized_bytes_are_counted_and_its_blocks_refused():
+    config = contestant("hf:QuantizedCache", backend="fp8")
+    read = decoder(model_of("llama"), config)
+    read(tokens_of(50))
+    full = model_of("llama").kv_bytes(49)
+    assert full / 4 <= read.kv_bytes < full / 4 + 100  # a byte for each of 4, and the scales
+    assert read.slots == (50, 50)
+    check = own_loop(model_of("llama"), config)
+    assert check.loop.blocks == 0  # its scale is that of the first block
+
+
+def test_a_wrapper_s_tensors_are_counted():
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    assert storage_bytes(tensors_in({"x": TwoTensor(torch.zeros(8), torch.zeros(8))}, ())) == 64
+
+
+@pytest.mark.parametrize("name", ["hf:DynamicCache", "hf:StaticCache", "fp8", "half"])
+def test_a_fork_is_a_replay(name, half):
+    given = {"hf:StaticCache": {"max_cache_len": 60}, "fp8": {"backend": "fp8"}}.get(name, {})
+    name = {"fp8": "hf:QuantizedCache", "half": half}.get(name, name)
+    tokens, rows = tokens_of(60, 2), [1, 1, 0]
+    read, replayed = opened("llama", name, 2, **given), opened("llama", name, 3, **given)
+    read(tokens[:, :50])
+    fork, same = read.fork(rows), read.fork([0, 1])
+    assert fork.streams == 3
+    replayed(tokens[rows, :50])
+    expected = replayed(tokens[rows, 50:])
+    tolerance = 1e-4 if "Quantized" not in name else 0.5  # one scale for all streams
+    assert (fork(tokens[rows, 50:]) - expected).abs().max() < tolerance
+    assert torch.equal(same(tokens[:, 50:]), read(tokens[:, 50:]))
+
+
+def test_a_cache_that_holds_more_than_keys_and_values_is_not_reordered_by_halves(tmp_path):
+    text = HALF.replace("return keys, values", "self.scores = keys.sum((1, 3)); return keys, values")
+    (tmp_path / "scored.py").write_text(text)
+    read = opened("llama", f"{tmp_path / 'scored.py'}:Half", 2)
+    read(tokens_of(4, 2))
+    assert read.fork([0, 1]).streams == 2
+    with pytest.raises(ValueError, match="holds more than keys and values, and has no reorder_cache"):
+        read.fork([1, 0])
+
+
+def test_a_prompt_is_read_in_one_pass(half):
+    """As `generate` hands it over: a cache that evicts does so after the whole prompt."""
+    tokens = tokens_of(60, 2)
+    read = opened("llama", half, 2)
+    logits = read.read_prompt(tokens, 8)
+    expected = decoder(model_of("llama"), CacheConfig(Dense()), 2)(tokens)[:, -1]
+    assert (logits - expected).abs().max() < 1e-4
+    assert read.slots == (32, 32)
+
+
+def test_what_it_can_t_do_is_refused():
+    tokens = tokens_of(8, 2)
+    with pytest.raises(ValueError, match="unequal length"):
+        opened("llama", "hf:DynamicCache", 2)(tokens, valid=torch.ones_like(tokens, dtype=torch.bool))
+    with pytest.raises(ValueError, match="the cache ends at 7: raise max_cache_len"):
+        opened("llama", "hf:StaticCache", 2, max_cache_len=7)(tokens)
+    with pytest.raises(UserError, match=r"^transformers 5\.\d+\.\d+ has no cache 'DynamicCach', did you mean 'DynamicCache'\?$"):
+        plugins.policy_class("hf:DynamicCach")
+    with pytest.raises(ValueError, match=r"^its backend is not installed: pip install hqq$"):
+        contestant("hf:QuantizedCache", backend="hqq")
+    with pytest.raises(ValueError, match="only our loop can read it"):
+        decoder(adopt(tiny_model("llama", vocab_size=96, zero_sink=True)), contestant("hf:DynamicCache"))
+
+
+def test_the_key_holds_versions_and_the_user_s_source(half, monkeypatch, tmp_path):
+    dynamic, mine = contestant("hf:DynamicCache").policy, contestant(half).policy
+    assert dynamic.code == f"transformers {transformers.__version__}"
+    assert mine.code == f"mine.py, transformers {transformers.__version__}"
+    (tmp_path / "yours.py").write_text(HALF.replace("1 - self.tokens", "2 - self.tokens"))
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy" / "mine.py").write_text(HALF)
+    same, other = (contestant(f"{tmp_path / file}:Half").policy for file in ("copy/mine.py", "yours.py"))
+    digests = [source_digest(x) for x in (dynamic, mine, same, other)]
+    assert digests[1] == digests[2]
+    assert len({*digests}) == 3
+    monkeypatch.setattr(contestants, "version", lambda package: "9.9")
+    assert source_digest(dynamic) != digests[0]
+    assert source_digest(mine) != digests[1]
+
+
+def test_a_parameter_that_means_something_else_is_refused(tmp_path):
+    (tmp_path / "mine.py").write_text(HALF.replace("tokens=32", "capacity=32").replace("self.tokens = tokens", "self.tokens = 1"))
+    with pytest.raises(UserError, match="its parameter 'capacity' means something else here: give it another name"):
+        plugins.policy_class(f"{tmp_path / 'mine.py'}:Half")
+
+
+WRAPPED = """
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+def by_position(function):
+    def wrapper(module, query, key, value, attention_mask, dropout, **kwargs):
+        return function(module, query, key, value, attention_mask, dropout, **kwargs)
+    return wrapper
+
+def wrap():
+    for name, function in list(ALL_ATTENTION_FUNCTIONS.items()):
+        ALL_ATTENTION_FUNCTIONS[name] = by_position(function)
+"""
+IMPORTS = "import torch; from kvbench.harness.engine.model import adopt; from kvbench.harness.models.families import tiny_model\n"
+RUNS = """
+from kvbench.harness.models.selfcheck import check
+model = adopt(tiny_model("llama", vocab_size=96))
+check(model)
+"""
+
+
+@pytest.mark.parametrize(
+    "code", [WRAPPED + "wrap()\n" + IMPORTS + RUNS, IMPORTS + WRAPPED + "wrap()\n" + RUNS], ids=["first", "last"]
+)
+def test_who_wraps_attention_functions_may_pass_dropout_by_position(code):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+SUITE = """
+suite: theirs
+version: 1
+model: {id: "builtin:sink_1"}
+task:
+  - {name: perplexity, data: prose, tokens: 120}
+  - {name: memory, tokens: 64, points: 4}
+capacity: [16, 24]
+positions: [cache, stream]
+policies: [dense, sink_window, "hf:DynamicCache", {name: "mine.py:Recent", tokens: 16}]
+"""
+
+
+def documented() -> str:
+    """The layer of the documentation."""
+    page = (Path(__file__).parents[1] / "docs" / "contestants.md").read_text()
+    return page.split("```python\n")[1].split("```")[0]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("theirs")
+    (folder / "mine.py").write_text(documented())
+    (folder / "theirs.yaml").write_text(SUITE)
+    done = bench("run", "theirs.yaml", "--threads", 1, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "its own" in done.stdout, "the closing table"
+    return folder
+
+
+def test_a_suite_measures_a_contestant_once_as_it_does_dense(ran):
+    records, problems = RecordStore(ran / "results").read_all()
+    assert not problems
+    counts = Counter((r.cell.policy, r.cell.task.name) for r in records)
+    assert {policy: n for (policy, task), n in counts.items() if task == "perplexity"} == {
+        "dense": 1, "sink_window": 4, "hf:DynamicCache": 1, "mine.py:Recent": 1,
+    }  # fmt: skip
+    of = {r.cell.policy: r for r in records if r.cell.task.name == "perplexity"}
+    theirs, mine = of["hf:DynamicCache"], of["mine.py:Recent"]
+    assert abs(theirs.metrics.nll - of["dense"].metrics.nll) < 1e-5
+    assert (theirs.facts.code, theirs.facts.wrong_length) == (f"transformers {transformers.__version__}", None)
+    assert theirs.facts.method == "the model's own attention (sdpa), in blocks"
+    assert mine.facts.method == "the model's own attention (sdpa), token by token"
+    assert mine.facts.wrong_length == "get_seq_length says 16 after 256 tokens"
+    assert (mine.cell.capacity, mine.cell.positions, mine.cell.parameters) == (None, "stream", {"attention": None, "tokens": 16})
+
+
+def test_its_records_verify_and_are_not_measured_again(ran):
+    done = bench("records", "verify", "results", cwd=ran)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "finished before and skipped" in bench("run", "theirs.yaml", "--threads", 1, cwd=ran).stderr
+
+
+@pytest.mark.parametrize(("entry", "message"), [
+    ("{name: hf:DynamicCache, capacity: 64}", "hf:DynamicCache decides capacity itself: leave it out"),
+    ("{name: hf:DynamicCache, positions: cache}", "hf:DynamicCache decides positions itself: leave it out"),
+    ("{name: hf:QuantizedCache, backend: quanto}", "its backend is not installed: pip install optimum-quanto"),
+    ("hf:StaticCache", "'max_cache_len' is missing"),
+])  # fmt: skip
+def test_what_it_decides_itself_is_refused_in_one_line(ran, entry, message):
+    done = bench("run", "theirs.yaml", "--policy", entry, cwd=ran)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
