@@ -19,6 +19,8 @@ Dv value dim, P pairs of dims.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -26,7 +28,7 @@ from kvbench.harness.engine.attention import Terms, logits_of, weights
 from kvbench.harness.engine.closed_form import ClosedForm, closed_form
 from kvbench.harness.engine.kernels.choose import Kernels, kernels_for
 from kvbench.harness.engine.method import EAGER, RAN, Method
-from kvbench.harness.engine.plan import Block, Places, PlainWalk, Plan, Runs, Step
+from kvbench.harness.engine.plan import Block, Closed, CompiledWalk, Fill, Places, PlainWalk, Plan, Runs, Step
 from kvbench.harness.engine.rotary import Placement, QueryFactors, rotate
 from kvbench.harness.engine.rows import Rows, writes
 from kvbench.harness.engine.shortcuts import Shortcuts
@@ -89,7 +91,7 @@ class Walk:
         places = self._places(block, self.slots.rows(attended, self.slots.layers[0]))  # they are the same in every layer
         lengths = self._shortcuts.runs(block)
         if lengths is None:
-            return PlainWalk(places, attended)
+            return PlainWalk(places, self._query_factors(places), attended)
         updates = bool(self.slots.sees) and (block.end or 0) > self.slots.quiet
         return Runs(lengths, places, attended, updates)
 
@@ -115,6 +117,15 @@ class Walk:
             ragged=seen is None,
             ids=block.ids.T.index_select(1, head).unbind(0) if self._writes else (),
         )
+
+    def _query_factors(self, places: Places) -> Sequence[QueryFactors | None]:
+        """RoPE of the query of each token of a block, where its rank is known. [N, 1, P] each."""
+        known = [rank for rank in places.ranks if rank is not None]
+        of_block = None
+        if known:
+            ranks, steps = torch.stack(known)[..., None], torch.stack(list(places.steps))[..., None]
+            of_block = self._placement.of_queries(ranks.clamp(max=self.slots.num_slots), steps, self.slots.num_slots)
+        return [None] * len(places.ranks) if of_block is None else [QueryFactors(x) for x in of_block.factors.unbind(0)]
 
     def _begin_step(self, block: Block) -> Step:
         """Enter a token in the account of the free slot of every row, and place its query and the keys held."""
@@ -177,8 +188,14 @@ class Walk:
                 return self._step_by_kernel(plan, layer, query, keys, values, terms)
             case PlainWalk():
                 return self._walk(plan, layer, query, keys, values, terms)
-            case _:
-                return self._shortcuts.attend(plan, layer, query, keys, values, terms, place)
+            case Runs():
+                return self._shortcuts.read_runs(plan, layer, query, keys, values, terms)
+            case Fill():
+                return self._shortcuts.fill(plan, layer, query, keys, values, terms, place)
+            case Closed():
+                return self._shortcuts.attend_in_band(plan, layer, query, keys, values, terms, place)
+            case CompiledWalk():
+                return self._shortcuts.walk_by_kernel(plan, layer, query, keys, values, terms)
 
     def _step(self, plan: Step, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms, place: int) -> Tensor:
         """One token in one layer: write and attend."""
@@ -223,13 +240,13 @@ class Walk:
         by_token = [x.movedim(-2, 0).flatten(1, 2).contiguous().unbind(0) for x in parts]
         out = values.new_empty(tokens, streams * heads, self._group, values.shape[3])  # one tensor: many small ones are slow
         for t, (q, k, v) in enumerate(zip(*by_token, strict=True)):
-            rank, step, valid = places.ranks[t], places.steps[t], places.valid[t]
+            rank, step, valid, own = places.ranks[t], places.steps[t], places.valid[t], plan.query_factors[t]
             if rank is None:
                 rank = rows.count()
                 if valid is not None:
                     rank = rank.masked_fill(~valid.expand(-1, heads, 1).flatten(), slots.empty_rank)
+                own = self._placement.of_queries(rank[:, None].clamp(max=slots.num_slots), step[:, None], slots.num_slots)
             rows.place(rank, step, places.now[t])
-            own = self._placement.of_queries(rank[:, None].clamp(max=slots.num_slots), step[:, None], slots.num_slots)
             rows.write(rotate(k, own.factors[:, 0]) if own is not None and rows.keys_rotated else k, v)
             if self._writes:
                 self._note_written(rows, places, t, rows.free, k[:, None], v[:, None])
@@ -266,7 +283,7 @@ class Walk:
             What statistics read. [N, G, ...] each.
         """
         keys = rows.keys if key_factors is None else rotate(rows.keys, key_factors)
-        scaled = query * terms.scaling if query_factors is None else rotate(query, query_factors.scaled(terms.scaling))
+        scaled = query * terms.scaling if query_factors is None else query_factors.rotated(query, terms.scaling)
         scores = torch.bmm(scaled, keys.transpose(1, 2))
         mass = weights(scores, terms, rows.heads, used)
         torch.bmm(mass.to(rows.values.dtype), rows.values, out=into)
