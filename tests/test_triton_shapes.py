@@ -27,6 +27,7 @@ from kvbench.harness.engine.kernels import choose, cuda, cuda_attention
 from kvbench.harness.engine.method import TOKEN_BY_TOKEN, Method
 from kvbench.harness.engine.plan import Block, Step
 from kvbench.harness.engine.rotary import LONGEST_STREAM, Rotation
+from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.slots import LayerShape, Slots
 from kvbench.harness.engine.walk import Walk
 from kvbench.policies import Policy
@@ -375,7 +376,7 @@ def test_bookkeeping_is_the_plain_one(of):
     for by_kernel in (True, False):
         slots = slots_of(case, torch.float32, of.window)
         attended = slots.attended(None if full else of.seen + 1)
-        rows, step = slots.rows(attended), torch.full((8,), of.seen, device=DEVICE)
+        rows, step = Rows(slots, attended), torch.full((8,), of.seen, device=DEVICE)
         if of.ties:
             for state in slots.tensors.states.values():
                 state.remainder_(2).floor_()

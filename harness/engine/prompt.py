@@ -31,7 +31,7 @@ class Whole:
         self.length, self._bound = length, bound
         of_layer = {layer: group for group in slots for layer in group.layers}
         self._slots = [of_layer[layer] for layer in sorted(of_layer)]
-        self.rows = [group.rows(group.num_slots, layer) for layer, group in sorted(of_layer.items())]
+        self.rows = [Rows(group, group.num_slots, layer) for layer, group in sorted(of_layer.items())]
         for rows in self.rows:
             rows.view.step = torch.full_like(rows.view.layer, length - 1)
 

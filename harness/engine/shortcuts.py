@@ -17,7 +17,7 @@ from kvbench.harness.engine.kernels.choose import Kernels
 from kvbench.harness.engine.method import RAN, Method
 from kvbench.harness.engine.plan import Block, Closed, CompiledWalk, Fill, Plan, Runs
 from kvbench.harness.engine.rotary import Placement, rotate
-from kvbench.harness.engine.rows import Held, Rows, writes
+from kvbench.harness.engine.rows import Held, Rows, Windows, writes
 from kvbench.harness.engine.runs import Run, RunReader
 from kvbench.harness.engine.slots import Slots
 from kvbench.policies import Statistic
@@ -32,18 +32,12 @@ class Shortcuts:
         form: the closed form of the blocks, if they have one and it may be used.
     """
 
-    def __init__(self, slots: Slots, placement: Placement, form: ClosedForm | None, kernels: Kernels, method: Method) -> None:
-        """Read into some slots.
-
-        Args:
-            slots: of the layers.
-            placement: RoPE of the layers.
-            form: see the attribute.
-            kernels: that serve the slots and may be used.
-            method: shortcuts that may be taken.
-        """
+    def __init__(
+        self, slots: Slots, rows: Windows, placement: Placement, form: ClosedForm | None, kernels: Kernels, method: Method
+    ) -> None:
+        """Read into slots and their rows, by shortcuts that `method` allows."""
         self.form = form
-        self._slots, self._placement, self._kernels, self._method = slots, placement, kernels, method
+        self._slots, self._rows, self._placement, self._kernels, self._method = slots, rows, placement, kernels, method
         self._writes = any(writes(s) for s in slots.tensors.states)
 
     def plan(self, block: Block, ordered: bool) -> Fill | Closed | CompiledWalk | None:
@@ -103,7 +97,7 @@ class Shortcuts:
     def fill(self, plan: Fill, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms, place: int) -> Tensor:
         """A block that all fits: causal attention in one go."""
         end, streams, rotation = plan.seen + keys.shape[2], query.shape[0], self._placement.rotation
-        rows = self._slots.rows(self._slots.num_slots, layer)
+        rows = self._rows(self._slots.num_slots, layer)
         query, keys = self._paired(query, keys)
         factors = None
         if rotation is not None:
@@ -120,7 +114,7 @@ class Shortcuts:
         self, plan: Closed, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms, place: int
     ) -> Tensor:
         """A block of which it is known beforehand what each token sees."""
-        slots, rows = self._slots, self._slots.rows(self._slots.num_slots, layer)
+        slots, rows = self._slots, self._rows(self._slots.num_slots, layer)
         held = plan.held[layer] if place else rows.oldest_first(min(plan.seen, slots.capacity or 0), plan.ordered)
         if place == 0 and slots.shape.readers > 1:  # these may be views of slots that change now
             plan.held[layer] = held = Held(held.keys.clone(), held.values.clone(), held.position.clone(), [])
@@ -129,7 +123,7 @@ class Shortcuts:
 
     def walk_by_kernel(self, plan: CompiledWalk, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
         """A block that a kernel walks."""
-        rows, scaling, own = self._slots.rows(plan.attended, layer), terms.scaling, plan.query_factors
+        rows, scaling, own = self._rows(plan.attended, layer), terms.scaling, plan.query_factors
         if plan.kernel.rotates:
             query = query.unflatten(1, (keys.shape[1], -1))
         else:
@@ -143,7 +137,7 @@ class Shortcuts:
     def read_runs(self, plan: Runs, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
         """Runs without evictions, one after the other."""
         query, keys = self._paired(query, keys)
-        rows, places = self._slots.rows(plan.attended, layer), plan.places
+        rows, places = self._rows(plan.attended, layer), plan.places
         steps = torch.stack(list(places.steps), 1)
         ids = torch.stack(list(places.ids), 1) if places.ids else steps
         read = RunReader(rows, terms, self._placement.mode, self._placement.rotation, plan.updates)

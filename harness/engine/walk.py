@@ -30,7 +30,7 @@ from kvbench.harness.engine.kernels.choose import Kernels, kernels_for
 from kvbench.harness.engine.method import EAGER, RAN, Method
 from kvbench.harness.engine.plan import Block, Closed, CompiledWalk, Fill, Places, PlainWalk, Plan, Runs, Step
 from kvbench.harness.engine.rotary import Placement, QueryFactors, rotate
-from kvbench.harness.engine.rows import Rows, writes
+from kvbench.harness.engine.rows import Rows, Windows, writes
 from kvbench.harness.engine.shortcuts import Shortcuts
 from kvbench.harness.engine.slots import Slots
 from kvbench.policies import PositionMode, Seen
@@ -43,6 +43,7 @@ class Walk:
 
     Attributes:
         slots: of the layers.
+        rows: of the slots.
         rotation: of the layers; None without RoPE.
         ordered: the slots hold their tokens oldest first.
         steady: where the next token goes as the one before did, its rank in all rows, [R] int64, and RoPE of its queries.
@@ -60,7 +61,7 @@ class Walk:
             method: shortcuts that may be taken.
             like: a walk over other streams of such slots, whose kernels serve these too.
         """
-        self.slots, self.rotation, self._method = slots, slots.shape.rotation, method
+        self.slots, self.rows, self.rotation, self._method = slots, Windows(slots), slots.shape.rotation, method
         self._placement = Placement(self.rotation, positions, limit, slots.tensors.keys.dtype, slots.keys_rotated)
         form: ClosedForm | None = None
         kernels = Kernels()
@@ -74,7 +75,7 @@ class Walk:
             elif method.walk_kernel or method.step_kernel:
                 kernels = kernels_for(slots, positions, limit, self._placement.max_position, method.walk_graphs)
         self._kernels: Kernels = kernels
-        self._shortcuts: Shortcuts = Shortcuts(slots, self._placement, form, kernels, method)
+        self._shortcuts: Shortcuts = Shortcuts(slots, self.rows, self._placement, form, kernels, method)
         self._group, self._writes = slots.shape.group_of_reader, any(writes(s) for s in slots.tensors.states)
         self.ordered = True
         self.steady: tuple[Tensor, QueryFactors] | None = None
@@ -88,7 +89,7 @@ class Walk:
         if plan is not None:
             return plan
         attended = self.slots.attended(block.end)
-        places = self._places(block, self.slots.rows(attended, self.slots.layers[0]))  # they are the same in every layer
+        places = self._places(block, self.rows(attended, self.slots.layers[0]))  # they are the same in every layer
         lengths = self._shortcuts.runs(block)
         if lengths is None:
             return PlainWalk(places, self._query_factors(places), attended)
@@ -131,7 +132,7 @@ class Walk:
         """Enter a token in the account of the free slot of every row, and place its query and the keys held."""
         slots, placement = self.slots, self._placement
         attended = slots.attended(None if block.seen is None else block.seen + 1)
-        rows, layers = slots.rows(attended), len(slots.layers)
+        rows, layers = self.rows(attended), len(slots.layers)
         places = self._places(block, rows)
         rank, step, evicts = places.ranks[0], places.steps[0], places.evicts[0]
         if rank is None:
@@ -199,7 +200,7 @@ class Walk:
 
     def _step(self, plan: Step, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms, place: int) -> Tensor:
         """One token in one layer: write and attend."""
-        at, rows, group = self.slots.layers.index(layer), self.slots.rows(plan.attended, layer), self._group
+        at, rows, group = self.slots.layers.index(layer), self.rows(plan.attended, layer), self._group
         if self.rotation is not None:
             query, keys = self.rotation.pair(query), self.rotation.pair(keys)
         streams, size, step, own = query.shape[0], len(rows.keys), plan.places.steps[0], plan.query_factors[at]
@@ -221,7 +222,7 @@ class Walk:
     def _step_by_kernel(self, plan: Step, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
         """The same by a compiled kernel."""
         assert plan.kernel is not None
-        rows, seen = self.slots.rows(plan.attended, layer), plan.seen_of_layer[self.slots.layers.index(layer)]
+        rows, seen = self.rows(plan.attended, layer), plan.seen_of_layer[self.slots.layers.index(layer)]
         free = rows.free.clone() if self._writes else rows.free
         RAN["step kernel"] += 1
         out = plan.kernel(self.slots, rows, query, keys, values, terms.scaling, seen.get("weights"))
@@ -234,7 +235,7 @@ class Walk:
         """The definition, token by token inside one layer: write, attend, update, evict."""
         if self.rotation is not None:
             query, keys = self.rotation.pair(query), self.rotation.pair(keys)
-        slots, places, rows = self.slots, plan.places, self.slots.rows(plan.attended, layer)
+        slots, places, rows = self.slots, plan.places, self.rows(plan.attended, layer)
         streams, heads, tokens = keys.shape[:3]
         parts = query.unflatten(1, (heads, -1)), keys, values
         by_token = [x.movedim(-2, 0).flatten(1, 2).contiguous().unbind(0) for x in parts]
