@@ -399,7 +399,7 @@ def test_parts_cover_the_slots_once(group, capacity):
     """No part is empty, and there are no more programs than fill the chip unless rows alone are more."""
     layers = LayerShape(1, group, 8, 8, None, None)
     slots = slots_for(layers, CacheConfig(Random(), capacity), [0], 1, dtype=torch.float16)
-    attention, chunks = cuda_attention.Attention(slots, "cache", LIMIT, None), ceil(group / 16)
+    attention, chunks = cuda_attention.AttentionKernels(slots, "cache", LIMIT, None), ceil(group / 16)
     for size, attended in itertools.product([1, 3, 8, 64, 263, 264, 1000], {1, min(256, capacity + 1), capacity + 1}):
         parts, part = attention.parts(size, attended)
         covered = [range(i * part, min((i + 1) * part, attended)) for i in range(parts)]

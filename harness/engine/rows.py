@@ -72,11 +72,11 @@ class Rows:
         self.stream_of_block = streams.repeat(layers.stop - layers.start)  # [L * B]
         self.stream_of_row = self.stream_of_block.repeat_interleave(heads)  # [R]
         rank, position, keys, values = (x.unflatten(0, (-1, heads)) for x in (self.rank, self.position, self.keys, self.values))
-        layer = of_layer[:, None, None]  # stands in for the step until the first token
+        index = of_layer[:, None, None]  # of the layer; stands in for the step until the first token
         head = slots.head_index[layers].repeat_interleave(slots.streams, 0)[..., None]
         prompt = slots.prompt[self.stream_of_block][:, None, None]
         self.view = CacheView(
-            rank, position, layer, keys, values, self.states, layer, head, prompt, slots.num_layers, slots.seed, self._rotated
+            rank, position, index, keys, values, self.states, index, head, prompt, slots.num_layers, slots.seed, self._rotated
         )
         if slots.keys_rotated:  # nobody looks at them
             del self.view.keys
