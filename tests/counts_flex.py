@@ -30,6 +30,7 @@ from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import Method
 from kvbench.harness.engine.model import adopt
 from kvbench.harness.engine.rotary import Rotation
+from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.slots import LayerShape
 from kvbench.harness.models.families import tiny_model
 from kvbench.policies import Policy
@@ -176,7 +177,7 @@ def bytes_of_a_block(with_kernels: bool, shape: Shape = Shape()) -> BytesMoved: 
     slots = slots_for(layer, config, [0], 1, 1, torch.bfloat16, device)
     form, rows, moved = (
         closed_form(slots, "cache", 4096, 2 * shape.capacity, flex=True),
-        slots.rows(slots.num_slots, 0),
+        Rows(slots, slots.num_slots, 0),
         BytesMoved(),
     )
     assert form is not None

@@ -29,7 +29,7 @@ from factories import slots_for
 from triton.backends.compiler import GPUTarget
 
 from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.kernels.cuda_attention import Attention
+from kvbench.harness.engine.kernels.cuda_attention import AttentionKernels
 from kvbench.policies.h2o import H2O
 
 
@@ -67,7 +67,7 @@ def programs(streams: int, capacity: int) -> int:
     shape, config = compile_kernels.SHAPES["llama-3-8b"], CacheConfig(H2O(), capacity)
     slots = slots_for(shape, config, [0], 1, streams, torch.bfloat16, torch.device("meta"))
     rows = streams * shape.heads
-    return rows * Attention(slots, "cache", 0, None).parts(rows, slots.num_slots)[0]
+    return rows * AttentionKernels(slots, "cache", 0, None).parts(rows, slots.num_slots)[0]
 
 
 def counts() -> Iterator[Count]:

@@ -25,6 +25,7 @@ from triton.backends.compiler import GPUTarget
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.kernels import cuda
 from kvbench.harness.engine.rotary import Rotation
+from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.slots import LayerShape
 from kvbench.policies.h2o import H2O
 
@@ -99,7 +100,7 @@ def walked(in_graphs: bool, rounds: int = 5) -> Host:
     with stand_in() as driver:
         kernel = cuda.WalkKernel.from_slots(slots, "cache", 0, None, in_graphs)
         assert kernel is not None
-        rows, seconds = slots.rows(slots.num_slots, 0), []
+        rows, seconds = Rows(slots, slots.num_slots, 0), []
         for _ in range(rounds + 1):  # the first compiles and captures
             launches, start = driver.launches, time.perf_counter()
             kernel(slots, rows, 0, query, key, value, 1.0, ordered=False, seen=2 * CAPACITY)

@@ -251,9 +251,9 @@ def test_a_prompt_read_in_one_go(monkeypatch, policy, broken):
     assert found.method.fill
     assert (found.blocks, found.refused) == ("full attention", "")
     if broken == "seen":
-        wrapped(monkeypatch, shortcuts.Shortcuts, "_read_runs", blind)
+        wrapped(monkeypatch, shortcuts.Shortcuts, "read_runs", blind)
     else:
-        wrapped(monkeypatch, shortcuts.Shortcuts, "_fill", lambda plain, *args: 1.01 * plain(*args))
+        wrapped(monkeypatch, shortcuts.Shortcuts, "fill", lambda plain, *args: 1.01 * plain(*args))
     found = fast_method(model_of("llama"), config)
     assert not found.method.fill
     assert found.blocks == "walk"

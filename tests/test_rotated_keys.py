@@ -82,8 +82,8 @@ def test_a_key_is_rotated_to_its_position_however_it_came_in(policy, evict, meth
     dense, read = CachedDecoder(model, CacheConfig(Dense())), CachedDecoder(model, config_of(policy, evict), 1, method)
     logits_of(read, tokens)
     dense(tokens)
-    keys, rotation = dense.walks[0].slots.rows(tokens.shape[1], 0).keys, model.layers[0].rotation
-    rows = read.walks[0].slots.rows(read.walks[0].slots.num_slots, 0)
+    keys, rotation = dense.walks[0].rows(tokens.shape[1], 0).keys, model.layers[0].rotation
+    rows = read.walks[0].rows(read.walks[0].slots.num_slots, 0)
     assert rows.keys_rotated
     for head, (rank, position) in enumerate(zip(rows.rank, rows.position, strict=True)):
         held = rank < rows.rank.shape[1]

@@ -20,6 +20,7 @@ from kvbench.harness.engine.kernels.tracing import TRITON, traced
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import KERNELS, TOKEN_BY_TOKEN
 from kvbench.harness.engine.rotary import Rotation, rotate
+from kvbench.harness.engine.rows import Rows, Windows
 from kvbench.harness.engine.slots import Budget, LayerShape, Slots
 from kvbench.policies import Attention, AttentionSum, KeyNorm, Policy, Statistic, Written
 from kvbench.policies.h2o import H2O
@@ -118,7 +119,7 @@ class Layer(NamedTuple):
         query, keys, values, ids = self.inputs()
         written, rotation, policy = self.written(keys, values, ids), self.rotation(), self.policy.bind(self.capacity)
         slots = self.slots()
-        view = slots.rows(slots.num_slots).view
+        view = Rows(slots, slots.num_slots).view
         position = torch.zeros(2, self.heads, 0, dtype=torch.int64, device=DEVICE)
         state = {s: torch.zeros(2, self.heads, 0, *s.shape(slots.shape.sizes), device=DEVICE) for s in policy.statistics}
         out = torch.zeros_like(query)
@@ -151,11 +152,11 @@ class Layer(NamedTuple):
         slots, (query, keys, values, ids), seen, out = self.slots(), self.inputs(), 0, []
         walk = module.WalkKernel.from_slots(slots, self.mode, LIMIT, 200)
         step, release = module.StepKernel.from_slots(slots, self.mode, LIMIT, 200), module.ReleaseKernel.from_slots(slots)
-        ordered = True
+        ordered, windows = True, Windows(slots)
         for size in sizes:
             q, k, v, token_ids = (x[..., seen : seen + size, :] for x in (query, keys, values, ids[..., None]))
             written = self.written(k, v, token_ids[..., 0], seen)
-            rows = slots.rows(slots.num_slots, 2)
+            rows = windows(slots.num_slots, 2)
             if size > 1:
                 given = q if walk.rotates else self.rotated(q, seen, slots)
                 out.append(walk(slots, rows, 2, given, k, v, self.dim**-0.5, ordered, seen, written))
@@ -175,7 +176,7 @@ class Layer(NamedTuple):
 
     def stepped(self, step, release, slots: Slots, q: Tensor, k: Tensor, v: Tensor, written, seen: int) -> Tensor:
         """One token by the kernels of a step. Its account is entered as `Rows.place` would."""
-        rows, tensors = slots.rows(slots.num_slots), slots.tensors
+        rows, tensors = Rows(slots, slots.num_slots), slots.tensors
         held, size = slots.cadence.held(seen), len(rows.rank)
         rows.place(torch.full((size,), held, device=DEVICE), torch.full((size,), seen, device=DEVICE), rows.view.layer)
         for s, first in written.items():
@@ -363,7 +364,7 @@ def test_dtypes_and_operators_mean_what_they_mean_in_pytorch(rule):
 
 def test_first_values_that_are_constants_take_no_memory():
     slots = Layer(Mixed(), 5, 1, "cache", 0).slots()
-    rows = slots.rows(slots.num_slots)
+    rows = Rows(slots, slots.num_slots)
     assert states.widths_of(rows) == (3, 3, 3, 1, 1, 1, 2, 2)
     first = states.first_values(rows, None, 1000)
     assert (first.shape, first.stride()[:2]) == ((4, 1000, 8), (0, 0))

@@ -27,6 +27,7 @@ from kvbench.harness.engine.kernels import choose, cuda, cuda_attention
 from kvbench.harness.engine.method import TOKEN_BY_TOKEN, Method
 from kvbench.harness.engine.plan import Block, Step
 from kvbench.harness.engine.rotary import LONGEST_STREAM, Rotation
+from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.slots import LayerShape, Slots
 from kvbench.harness.engine.walk import Walk
 from kvbench.policies import Policy
@@ -375,7 +376,7 @@ def test_bookkeeping_is_the_plain_one(of):
     for by_kernel in (True, False):
         slots = slots_of(case, torch.float32, of.window)
         attended = slots.attended(None if full else of.seen + 1)
-        rows, step = slots.rows(attended), torch.full((8,), of.seen, device=DEVICE)
+        rows, step = Rows(slots, attended), torch.full((8,), of.seen, device=DEVICE)
         if of.ties:
             for state in slots.tensors.states.values():
                 state.remainder_(2).floor_()
@@ -398,7 +399,7 @@ def test_parts_cover_the_slots_once(group, capacity):
     """No part is empty, and there are no more programs than fill the chip unless rows alone are more."""
     layers = LayerShape(1, group, 8, 8, None, None)
     slots = slots_for(layers, CacheConfig(Random(), capacity), [0], 1, dtype=torch.float16)
-    attention, chunks = cuda_attention.Attention(slots, "cache", LIMIT, None), ceil(group / 16)
+    attention, chunks = cuda_attention.AttentionKernels(slots, "cache", LIMIT, None), ceil(group / 16)
     for size, attended in itertools.product([1, 3, 8, 64, 263, 264, 1000], {1, min(256, capacity + 1), capacity + 1}):
         parts, part = attention.parts(size, attended)
         covered = [range(i * part, min((i + 1) * part, attended)) for i in range(parts)]

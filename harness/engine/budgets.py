@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.model import Model
-from kvbench.harness.engine.rows import writes
+from kvbench.harness.engine.rows import Rows, writes
 from kvbench.harness.engine.slots import Budget, Cadence, LayerShape, Part, Slots
 from kvbench.policies import Policy, Statistic
 
@@ -188,7 +188,7 @@ class Layout:
         if not _names(policy).isdisjoint(("keys", "rotated_keys")):
             return True
         slots = self._slots(shape, [Part(0)], policy, cadence, Budget(kept), policy.statistics, torch.device("meta"))
-        rows = slots.rows(slots.num_slots)
+        rows = Rows(slots, slots.num_slots)
         if any(s.per == "head" and writes(s) for s in rows.states):
             return True
         del rows.view.keys

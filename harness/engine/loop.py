@@ -31,6 +31,7 @@ from kvbench.harness.engine.prompt import Whole, move
 from kvbench.harness.engine.random_fill import fill_randomly
 from kvbench.harness.engine.recompute import RecomputeDecoder
 from kvbench.harness.engine.rotary import LONGEST_STREAM
+from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.slots import Slots
 from kvbench.harness.engine.walk import Walk
 
@@ -251,7 +252,7 @@ class CachedDecoder:
             slots.begin_prompt(length)
             for part in slots.parts:
                 longest = int(kept[part.layer].sum(-1).max()) if slots.uneven else slots.cadence.held(length)
-                into = slots.rows(slots.num_slots, part.layer)
+                into = Rows(slots, slots.num_slots, part.layer)
                 move(whole.rows[part.layer], kept[part.layer], into, self.streams, part.heads, longest)
         if self.graphs is not None:
             self.graphs = self.graphs.fresh()
@@ -310,7 +311,7 @@ class CachedDecoder:
     def _run_captured(self, tokens: Tensor, graphs: StepGraphs, seen: int) -> Tensor:
         """Read a token by a captured step where there is one."""
         slots, phase = tuple(walk.slots.version for walk in self.walks), tuple(walk.phase(seen) for walk in self.walks)
-        alive = [dict(walk.slots.windows) for walk in self.walks]
+        alive = [dict(walk.rows.made) for walk in self.walks]
         around = partial(self.model.fused_steps, self.streams) if self._fused else nullcontext
         logits, replayed = graphs(slots, phase, alive, self._run_independent, tokens, around)
         for walk in self.walks if replayed else []:

@@ -149,10 +149,13 @@ class PlainWalk:
 
     Attributes:
         places: of its tokens, for the rows of one layer.
+        query_factors: RoPE of each token's query, alike in every layer; None without RoPE, and where only the device knows ranks.
+            [N, 1, P] each.
         attended: slots a token looks at.
     """
 
     places: Places
+    query_factors: Sequence[QueryFactors | None]
     attended: int
 
 

@@ -31,9 +31,9 @@ class Whole:
         self.length, self._bound = length, bound
         of_layer = {layer: group for group in slots for layer in group.layers}
         self._slots = [of_layer[layer] for layer in sorted(of_layer)]
-        self.rows = [group.rows(group.num_slots, layer) for layer, group in sorted(of_layer.items())]
+        self.rows = [Rows(group, group.num_slots, layer) for layer, group in sorted(of_layer.items())]
         for rows in self.rows:
-            rows.view.step = torch.full_like(rows.view.layer, length - 1)
+            rows.see(torch.full_like(rows.view.layer, length - 1))
 
     def cut(self, capacity: int | None, table: Table | None) -> tuple[list[Tensor], list[list[int]] | None]:
         """The tokens that stay: of each head as many as its budget says, those worth most. Asked once.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.slots import Slots
 
 
@@ -25,7 +26,7 @@ def fill_randomly(slots: Slots, tokens: int, generator: torch.Generator) -> None
     position = torch.arange(count, device=device)
     position = torch.where(position < _sinks(slots), position, position + tokens - count)
     for layer in slots.layers:
-        rows = slots.rows(slots.num_slots, layer)
+        rows = Rows(slots, slots.num_slots, layer)
         keys, values = (x[:, :count].normal_(generator=generator) for x in (rows.keys, rows.values))
         rows.put(keys, values, position.expand(len(keys), -1))
         for statistic, state in rows.states.items():

@@ -119,11 +119,14 @@ class QueryFactors:
     factors: Tensor
     _scaled: dict[float, Tensor] = field(default_factory=dict)
 
-    def scaled(self, scaling: float) -> Tensor:
-        """The factors times the scaling of scores; computed once for all layers that share it. Same shape."""
+    def rotated(self, query: Tensor, scaling: float) -> Tensor:
+        """Paired queries, rotated and multiplied by the scaling of scores. [..., D] -> [..., D].
+
+        The factors times the scaling are computed once for all layers that share them.
+        """
         if scaling not in self._scaled:
             self._scaled[scaling] = self.factors * scaling
-        return self._scaled[scaling]
+        return rotate(query, self._scaled[scaling])
 
 
 class Placement:

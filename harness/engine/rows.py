@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvbench.harness.engine.rotary import LONGEST_STREAM, rotate
+from kvbench.harness.engine.slots import Slots
 from kvbench.harness.engine.victims import of_heads, of_layers, ranks_without
 from kvbench.policies import Attention, CacheView, Policy, Seen, Statistic, Written
-
-if TYPE_CHECKING:
-    from kvbench.harness.engine.slots import Slots
 
 
 class Held(NamedTuple):
@@ -50,14 +48,10 @@ def effective_importance(policy: Policy, view: CacheView, sliding_window: int | 
 class Rows:
     """A window on some rows of `Slots`."""
 
-    def __init__(self, slots: Slots, layers: slice, attended: int) -> None:
-        """Look at part of the slots.
-
-        Args:
-            slots: to look at.
-            layers: which of its layers.
-            attended: only the first `attended` slots are looked at.
-        """
+    def __init__(self, slots: Slots, attended: int, layer: int | None = None) -> None:
+        """Look at the first `attended` slots of one layer (its index in the model), or of all."""
+        at = 0 if layer is None else slots.layers.index(layer)
+        layers = slice(at, len(slots.layers) if layer is None else at + 1)
         heads, tensors = slots.shape.heads, slots.tensors
         per_layer = slots.streams * heads
         part = slice(layers.start * per_layer, layers.stop * per_layer)
@@ -78,11 +72,11 @@ class Rows:
         self.stream_of_block = streams.repeat(layers.stop - layers.start)  # [L * B]
         self.stream_of_row = self.stream_of_block.repeat_interleave(heads)  # [R]
         rank, position, keys, values = (x.unflatten(0, (-1, heads)) for x in (self.rank, self.position, self.keys, self.values))
-        layer = of_layer[:, None, None]  # stands in for the step until the first token
+        index = of_layer[:, None, None]  # of the layer; stands in for the step until the first token
         head = slots.head_index[layers].repeat_interleave(slots.streams, 0)[..., None]
         prompt = slots.prompt[self.stream_of_block][:, None, None]
         self.view = CacheView(
-            rank, position, layer, keys, values, self.states, layer, head, prompt, slots.num_layers, slots.seed, self._rotated
+            rank, position, index, keys, values, self.states, index, head, prompt, slots.num_layers, slots.seed, self._rotated
         )
         if slots.keys_rotated:  # nobody looks at them
             del self.view.keys
@@ -333,6 +327,27 @@ class Rows:
             worst = worst.masked_fill(worst < 0, empty)
         self.rank.sub_((self.rank > worst).long())
         self._tensors.flat_rank.index_fill_(0, self.free, empty)
+
+
+class Windows:
+    """The rows of `Slots` that steps look at, each made once for as long as its tensors last.
+
+    Attributes:
+        made: the rows made so far, by (slots attended, layer).
+    """
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots, self._version = slots, slots.version
+        self.made: dict[tuple[int, int | None], Rows] = {}
+
+    def __call__(self, attended: int, layer: int | None = None) -> Rows:
+        """The rows of one layer (its index in the model), or of all."""
+        if self._version != self._slots.version:
+            self._version, self.made = self._slots.version, {}
+        if (attended, layer) not in self.made:
+            self.made = {key: rows for key, rows in self.made.items() if key[0] == attended}
+            self.made[attended, layer] = Rows(self._slots, attended, layer)
+        return self.made[attended, layer]
 
 
 def writes(statistic: Statistic) -> bool:

@@ -17,7 +17,7 @@ from kvbench.harness.engine.kernels.choose import Kernels
 from kvbench.harness.engine.method import RAN, Method
 from kvbench.harness.engine.plan import Block, Closed, CompiledWalk, Fill, Plan, Runs
 from kvbench.harness.engine.rotary import Placement, rotate
-from kvbench.harness.engine.rows import Held, Rows, writes
+from kvbench.harness.engine.rows import Held, Rows, Windows, writes
 from kvbench.harness.engine.runs import Run, RunReader
 from kvbench.harness.engine.slots import Slots
 from kvbench.policies import Statistic
@@ -32,18 +32,12 @@ class Shortcuts:
         form: the closed form of the blocks, if they have one and it may be used.
     """
 
-    def __init__(self, slots: Slots, placement: Placement, form: ClosedForm | None, kernels: Kernels, method: Method) -> None:
-        """Read into some slots.
-
-        Args:
-            slots: of the layers.
-            placement: RoPE of the layers.
-            form: see the attribute.
-            kernels: that serve the slots and may be used.
-            method: shortcuts that may be taken.
-        """
+    def __init__(
+        self, slots: Slots, rows: Windows, placement: Placement, form: ClosedForm | None, kernels: Kernels, method: Method
+    ) -> None:
+        """Read into slots and their rows, by shortcuts that `method` allows."""
         self.form = form
-        self._slots, self._placement, self._kernels, self._method = slots, placement, kernels, method
+        self._slots, self._rows, self._placement, self._kernels, self._method = slots, rows, placement, kernels, method
         self._writes = any(writes(s) for s in slots.tensors.states)
 
     def plan(self, block: Block, ordered: bool) -> Fill | Closed | CompiledWalk | None:
@@ -98,38 +92,13 @@ class Shortcuts:
         fits = slots.capacity is None or end <= slots.capacity
         return fits and (self._placement.mode != "clamped" or end <= self._placement.limit)
 
-    def attend(self, plan: Plan, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms, place: int) -> Tensor:
-        """Take a block into one layer. Arguments and result are those of `Walk.attend`."""
-        slots, rotation = self._slots, self._placement.rotation
-        if rotation is not None and not isinstance(plan, Closed) and not (isinstance(plan, CompiledWalk) and plan.kernel.rotates):
-            query, keys = rotation.pair(query), rotation.pair(keys)
-        query = query.unflatten(1, (keys.shape[1], -1))
-        match plan:
-            case Fill():
-                out = self._fill(plan, layer, query, keys, values, terms, place)
-            case Closed():
-                rows = slots.rows(slots.num_slots, layer)
-                held = plan.held[layer] if place else rows.oldest_first(min(plan.seen, slots.capacity or 0), plan.ordered)
-                if place == 0 and slots.shape.readers > 1:  # these may be views of slots that change now
-                    plan.held[layer] = held = Held(held.keys.clone(), held.values.clone(), held.position.clone(), [])
-                out = plan.form(rows, query, keys, values, terms, held, plan.seen)
-            case CompiledWalk():
-                if not plan.kernel.rotates:
-                    own, scaling = plan.query_factors, terms.scaling
-                    query = query * scaling if own is None else rotate(query, own.scaled(scaling))
-                RAN["compiled walk"] += 1
-                rows, written = slots.rows(plan.attended, layer), self._written(plan, layer, keys, values)
-                out = plan.kernel(slots, rows, layer, query, keys, values, terms.scaling, plan.ordered, plan.seen, written)
-            case Runs():
-                out = self._read_runs(plan, layer, query, keys, values, terms)
-            case _:
-                raise AssertionError(f"{type(plan).__name__} is no shortcut")
-        return out.flatten(1, 2)
+    # Each of these takes a block into one layer. Arguments and results are those of `Walk.attend`.
 
-    def _fill(self, plan: Fill, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms, place: int) -> Tensor:
-        """A block that all fits: causal attention in one go. -> [B, H, G, T, Dv]."""
+    def fill(self, plan: Fill, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms, place: int) -> Tensor:
+        """A block that all fits: causal attention in one go."""
         end, streams, rotation = plan.seen + keys.shape[2], query.shape[0], self._placement.rotation
-        rows = self._slots.rows(self._slots.num_slots, layer)
+        rows = self._rows(self._slots.num_slots, layer)
+        query, keys = self._paired(query, keys)
         factors = None
         if rotation is not None:
             factors = rotation.factors(torch.arange(end, device=keys.device), keys.dtype, end)
@@ -139,7 +108,52 @@ class Shortcuts:
         all_keys, all_values = (x[:, :end].unflatten(0, (streams, -1)) for x in (rows.keys, rows.values))
         if factors is not None and not rows.keys_rotated:
             all_keys = rotate(all_keys, factors)
-        return causal(query, all_keys, all_values, terms)
+        return causal(query, all_keys, all_values, terms).flatten(1, 2)
+
+    def attend_in_band(
+        self, plan: Closed, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms, place: int
+    ) -> Tensor:
+        """A block of which it is known beforehand what each token sees."""
+        slots, rows = self._slots, self._rows(self._slots.num_slots, layer)
+        held = plan.held[layer] if place else rows.oldest_first(min(plan.seen, slots.capacity or 0), plan.ordered)
+        if place == 0 and slots.shape.readers > 1:  # these may be views of slots that change now
+            plan.held[layer] = held = Held(held.keys.clone(), held.values.clone(), held.position.clone(), [])
+        query = query.unflatten(1, (keys.shape[1], -1))
+        return plan.form(rows, query, keys, values, terms, held, plan.seen).flatten(1, 2)
+
+    def walk_by_kernel(self, plan: CompiledWalk, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
+        """A block that a kernel walks."""
+        rows, scaling, own = self._rows(plan.attended, layer), terms.scaling, plan.query_factors
+        if plan.kernel.rotates:
+            query = query.unflatten(1, (keys.shape[1], -1))
+        else:
+            query, keys = self._paired(query, keys)
+            query = query * scaling if own is None else own.rotated(query, scaling)
+        RAN["compiled walk"] += 1
+        written = self._written(plan, rows, keys, values)
+        out = plan.kernel(self._slots, rows, layer, query, keys, values, scaling, plan.ordered, plan.seen, written)
+        return out.flatten(1, 2)
+
+    def read_runs(self, plan: Runs, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
+        """Runs without evictions, one after the other."""
+        query, keys = self._paired(query, keys)
+        rows, places = self._rows(plan.attended, layer), plan.places
+        steps = torch.stack(list(places.steps), 1)
+        ids = torch.stack(list(places.ids), 1) if places.ids else steps
+        read = RunReader(rows, terms, self._placement.mode, self._placement.rotation, plan.updates)
+        by_head, out, first = query.shape[:2], [], 0
+        query, keys, values = query.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1)
+        for length in plan.lengths:
+            at = slice(first, first + length)
+            first += length
+            run = Run(query[..., at, :], keys[:, at], values[:, at], steps[:, at], ids[:, at])
+            out.append(read(run, places.now[at], places.evicts[first - 1]))
+        return torch.cat(out, 2).unflatten(0, by_head).flatten(1, 2)
+
+    def _paired(self, query: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Both with paired dims side by side, and queries by KV head. [B, H * G, T, D], [B, H, T, D] -> [B, H, G, T, D], keys."""
+        rotation, query = self._placement.rotation, query.unflatten(1, (keys.shape[1], -1))
+        return (query, keys) if rotation is None else (rotation.pair(query), rotation.pair(keys))
 
     def _enter(self, plan: Fill, rows: Rows, keys: Tensor, values: Tensor, factors: Tensor | None) -> None:
         """Write a block that all fits. keys: paired; factors: RoPE of all positions up to its end, None without RoPE."""
@@ -152,27 +166,11 @@ class Shortcuts:
             rows.note_written(free, keys.flatten(0, 1), values.flatten(0, 1), steps, rows.of_streams(plan.ids))
         rows.free += keys.shape[2]
 
-    def _written(self, plan: CompiledWalk, layer: int, keys: Tensor, values: Tensor) -> dict[Statistic, Tensor]:
+    def _written(self, plan: CompiledWalk, rows: Rows, keys: Tensor, values: Tensor) -> dict[Statistic, Tensor]:
         """What statistics compute of a block's tokens before a kernel walks it. [N, T, *k] each."""
         if not self._writes:
             return {}
         if plan.kernel.rotates and self._placement.rotation is not None:
             keys = self._placement.rotation.pair(keys)
-        rows = self._slots.rows(plan.attended, layer)
         steps, ids = rows.of_streams(plan.block.steps), rows.of_streams(plan.block.ids)
         return rows.written(keys.flatten(0, 1), values.flatten(0, 1), steps, ids)
-
-    def _read_runs(self, plan: Runs, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
-        """Runs without evictions, one after the other. -> [B, H, G, T, Dv]."""
-        rows, places = self._slots.rows(plan.attended, layer), plan.places
-        steps = torch.stack(list(places.steps), 1)
-        ids = torch.stack(list(places.ids), 1) if places.ids else steps
-        read = RunReader(rows, terms, self._placement.mode, self._placement.rotation, plan.updates)
-        by_head, out, first = query.shape[:2], [], 0
-        query, keys, values = query.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1)
-        for length in plan.lengths:
-            at = slice(first, first + length)
-            first += length
-            run = Run(query[..., at, :], keys[:, at], values[:, at], steps[:, at], ids[:, at])
-            out.append(read(run, places.now[at], places.evicts[first - 1]))
-        return torch.cat(out, 2).unflatten(0, by_head)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from kvbench.harness.engine.rotary import Rotation
-from kvbench.harness.engine.rows import Rows
 from kvbench.policies import HeadSizes, Policy, Statistic
 
 BUCKET = 256  # slots; a cache that is not full attends over the next multiple of it
@@ -235,8 +234,7 @@ class Slots:
         prompt: tokens of each stream's prompt, 0 if it has none. [B] int64.
         quiet: statistics that see attention don't look at the first `quiet` tokens.
         tensors: K, V, ranks, positions and statistics.
-        windows: the `Rows` made so far, by (slots attended, layer).
-        version: number of times the tensors were replaced.
+        version: number of times the tensors, or the prompt, were replaced: `Rows` made before are out of date.
     """
 
     def __init__(
@@ -294,7 +292,6 @@ class Slots:
             offset=torch.zeros(rows, dtype=torch.int64, device=device),
         )
         self.device, self.num_slots, self.empty_rank = self.tensors.keys.device, slots, slots
-        self.windows: dict[tuple[int, int | None], Rows] = {}
         self.version = 0
 
     def _first_state(self, statistic: Statistic, rows: int, slots: int, device: torch.device) -> Tensor:
@@ -312,17 +309,8 @@ class Slots:
     def begin_prompt(self, tokens: int | Tensor, quiet: int = 0) -> None:
         """Note that streams open with a prompt of this length, or of these. [B] int64. quiet: see the attribute."""
         self.prompt = torch.zeros_like(self.prompt).add_(torch.as_tensor(tokens, device=self.device))
-        self.quiet, self.windows = quiet, {}
+        self.quiet = quiet
         self.version += 1
-
-    def rows(self, attended: int, layer: int | None = None) -> Rows:
-        """The rows of one layer (its index in the model), or of all."""
-        if (attended, layer) not in self.windows:
-            at = 0 if layer is None else self.layers.index(layer)
-            layers = slice(at, len(self.layers) if layer is None else at + 1)
-            self.windows = {key: rows for key, rows in self.windows.items() if key[0] == attended}
-            self.windows[attended, layer] = Rows(self, layers, attended)
-        return self.windows[attended, layer]
 
     @property
     def kv_bytes(self) -> int:
@@ -369,10 +357,11 @@ class Slots:
 
     def kept(self, layer: int) -> list[list[list[int]]]:
         """Positions held, oldest first, per stream and KV head. Syncs with the host."""
-        rows = self.rows(self.num_slots, layer)
+        at = self.layers.index(layer)
+        rank, position = (x.unflatten(0, (len(self.layers), -1))[at] for x in (self.tensors.rank, self.tensors.position))
         held = [
             [p for r, p in sorted(zip(ranks, positions, strict=True)) if r < self.empty_rank]
-            for ranks, positions in zip(rows.rank.tolist(), rows.position.tolist(), strict=True)
+            for ranks, positions in zip(rank.tolist(), position.tolist(), strict=True)
         ]
         heads = self.shape.heads
         return [held[b * heads : (b + 1) * heads] for b in range(self.streams)]
@@ -392,6 +381,6 @@ class Slots:
         return other
 
     def _replace(self, tensors: SlotTensors) -> None:
-        self.tensors, self.windows = tensors, {}
+        self.tensors = tensors
         self.num_slots = self.empty_rank = tensors.rank.shape[1]
         self.version += 1

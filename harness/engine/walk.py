@@ -19,6 +19,8 @@ Dv value dim, P pairs of dims.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -26,9 +28,9 @@ from kvbench.harness.engine.attention import Terms, logits_of, weights
 from kvbench.harness.engine.closed_form import ClosedForm, closed_form
 from kvbench.harness.engine.kernels.choose import Kernels, kernels_for
 from kvbench.harness.engine.method import EAGER, RAN, Method
-from kvbench.harness.engine.plan import Block, Places, PlainWalk, Plan, Runs, Step
+from kvbench.harness.engine.plan import Block, Closed, CompiledWalk, Fill, Places, PlainWalk, Plan, Runs, Step
 from kvbench.harness.engine.rotary import Placement, QueryFactors, rotate
-from kvbench.harness.engine.rows import Rows, writes
+from kvbench.harness.engine.rows import Rows, Windows, writes
 from kvbench.harness.engine.shortcuts import Shortcuts
 from kvbench.harness.engine.slots import Slots
 from kvbench.policies import PositionMode, Seen
@@ -41,6 +43,7 @@ class Walk:
 
     Attributes:
         slots: of the layers.
+        rows: of the slots.
         rotation: of the layers; None without RoPE.
         ordered: the slots hold their tokens oldest first.
         steady: where the next token goes as the one before did, its rank in all rows, [R] int64, and RoPE of its queries.
@@ -58,7 +61,7 @@ class Walk:
             method: shortcuts that may be taken.
             like: a walk over other streams of such slots, whose kernels serve these too.
         """
-        self.slots, self.rotation, self._method = slots, slots.shape.rotation, method
+        self.slots, self.rows, self.rotation, self._method = slots, Windows(slots), slots.shape.rotation, method
         self._placement = Placement(self.rotation, positions, limit, slots.tensors.keys.dtype, slots.keys_rotated)
         form: ClosedForm | None = None
         kernels = Kernels()
@@ -72,7 +75,7 @@ class Walk:
             elif method.walk_kernel or method.step_kernel:
                 kernels = kernels_for(slots, positions, limit, self._placement.max_position, method.walk_graphs)
         self._kernels: Kernels = kernels
-        self._shortcuts: Shortcuts = Shortcuts(slots, self._placement, form, kernels, method)
+        self._shortcuts: Shortcuts = Shortcuts(slots, self.rows, self._placement, form, kernels, method)
         self._group, self._writes = slots.shape.group_of_reader, any(writes(s) for s in slots.tensors.states)
         self.ordered = True
         self.steady: tuple[Tensor, QueryFactors] | None = None
@@ -86,10 +89,10 @@ class Walk:
         if plan is not None:
             return plan
         attended = self.slots.attended(block.end)
-        places = self._places(block, self.slots.rows(attended, self.slots.layers[0]))  # they are the same in every layer
+        places = self._places(block, self.rows(attended, self.slots.layers[0]))  # they are the same in every layer
         lengths = self._shortcuts.runs(block)
         if lengths is None:
-            return PlainWalk(places, attended)
+            return PlainWalk(places, self._query_factors(places), attended)
         updates = bool(self.slots.sees) and (block.end or 0) > self.slots.quiet
         return Runs(lengths, places, attended, updates)
 
@@ -116,11 +119,20 @@ class Walk:
             ids=block.ids.T.index_select(1, head).unbind(0) if self._writes else (),
         )
 
+    def _query_factors(self, places: Places) -> Sequence[QueryFactors | None]:
+        """RoPE of the query of each token of a block, where its rank is known. [N, 1, P] each."""
+        known = [rank for rank in places.ranks if rank is not None]
+        of_block = None
+        if known:
+            ranks, steps = torch.stack(known)[..., None], torch.stack(list(places.steps))[..., None]
+            of_block = self._placement.of_queries(ranks.clamp(max=self.slots.num_slots), steps, self.slots.num_slots)
+        return [None] * len(places.ranks) if of_block is None else [QueryFactors(x) for x in of_block.factors.unbind(0)]
+
     def _begin_step(self, block: Block) -> Step:
         """Enter a token in the account of the free slot of every row, and place its query and the keys held."""
         slots, placement = self.slots, self._placement
         attended = slots.attended(None if block.seen is None else block.seen + 1)
-        rows, layers = slots.rows(attended), len(slots.layers)
+        rows, layers = self.rows(attended), len(slots.layers)
         places = self._places(block, rows)
         rank, step, evicts = places.ranks[0], places.steps[0], places.evicts[0]
         if rank is None:
@@ -177,12 +189,18 @@ class Walk:
                 return self._step_by_kernel(plan, layer, query, keys, values, terms)
             case PlainWalk():
                 return self._walk(plan, layer, query, keys, values, terms)
-            case _:
-                return self._shortcuts.attend(plan, layer, query, keys, values, terms, place)
+            case Runs():
+                return self._shortcuts.read_runs(plan, layer, query, keys, values, terms)
+            case Fill():
+                return self._shortcuts.fill(plan, layer, query, keys, values, terms, place)
+            case Closed():
+                return self._shortcuts.attend_in_band(plan, layer, query, keys, values, terms, place)
+            case CompiledWalk():
+                return self._shortcuts.walk_by_kernel(plan, layer, query, keys, values, terms)
 
     def _step(self, plan: Step, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms, place: int) -> Tensor:
         """One token in one layer: write and attend."""
-        at, rows, group = self.slots.layers.index(layer), self.slots.rows(plan.attended, layer), self._group
+        at, rows, group = self.slots.layers.index(layer), self.rows(plan.attended, layer), self._group
         if self.rotation is not None:
             query, keys = self.rotation.pair(query), self.rotation.pair(keys)
         streams, size, step, own = query.shape[0], len(rows.keys), plan.places.steps[0], plan.query_factors[at]
@@ -204,7 +222,7 @@ class Walk:
     def _step_by_kernel(self, plan: Step, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
         """The same by a compiled kernel."""
         assert plan.kernel is not None
-        rows, seen = self.slots.rows(plan.attended, layer), plan.seen_of_layer[self.slots.layers.index(layer)]
+        rows, seen = self.rows(plan.attended, layer), plan.seen_of_layer[self.slots.layers.index(layer)]
         free = rows.free.clone() if self._writes else rows.free
         RAN["step kernel"] += 1
         out = plan.kernel(self.slots, rows, query, keys, values, terms.scaling, seen.get("weights"))
@@ -217,19 +235,19 @@ class Walk:
         """The definition, token by token inside one layer: write, attend, update, evict."""
         if self.rotation is not None:
             query, keys = self.rotation.pair(query), self.rotation.pair(keys)
-        slots, places, rows = self.slots, plan.places, self.slots.rows(plan.attended, layer)
+        slots, places, rows = self.slots, plan.places, self.rows(plan.attended, layer)
         streams, heads, tokens = keys.shape[:3]
         parts = query.unflatten(1, (heads, -1)), keys, values
         by_token = [x.movedim(-2, 0).flatten(1, 2).contiguous().unbind(0) for x in parts]
         out = values.new_empty(tokens, streams * heads, self._group, values.shape[3])  # one tensor: many small ones are slow
         for t, (q, k, v) in enumerate(zip(*by_token, strict=True)):
-            rank, step, valid = places.ranks[t], places.steps[t], places.valid[t]
+            rank, step, valid, own = places.ranks[t], places.steps[t], places.valid[t], plan.query_factors[t]
             if rank is None:
                 rank = rows.count()
                 if valid is not None:
                     rank = rank.masked_fill(~valid.expand(-1, heads, 1).flatten(), slots.empty_rank)
+                own = self._placement.of_queries(rank[:, None].clamp(max=slots.num_slots), step[:, None], slots.num_slots)
             rows.place(rank, step, places.now[t])
-            own = self._placement.of_queries(rank[:, None].clamp(max=slots.num_slots), step[:, None], slots.num_slots)
             rows.write(rotate(k, own.factors[:, 0]) if own is not None and rows.keys_rotated else k, v)
             if self._writes:
                 self._note_written(rows, places, t, rows.free, k[:, None], v[:, None])
@@ -266,7 +284,7 @@ class Walk:
             What statistics read. [N, G, ...] each.
         """
         keys = rows.keys if key_factors is None else rotate(rows.keys, key_factors)
-        scaled = query * terms.scaling if query_factors is None else rotate(query, query_factors.scaled(terms.scaling))
+        scaled = query * terms.scaling if query_factors is None else query_factors.rotated(query, terms.scaling)
         scores = torch.bmm(scaled, keys.transpose(1, 2))
         mass = weights(scores, terms, rows.heads, used)
         torch.bmm(mass.to(rows.values.dtype), rows.values, out=into)

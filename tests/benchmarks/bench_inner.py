@@ -16,6 +16,7 @@ from kvbench.harness.core import plugins
 from kvbench.harness.engine.attention import Terms, causal, weights
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import decoder
+from kvbench.harness.engine.rows import Rows
 from kvbench.harness.models.hub import model_directory
 from kvbench.harness.models.load import load_model
 
@@ -77,7 +78,7 @@ def test_block(benchmark, model, name):
 @pytest.mark.benchmark(group="slots of all layers")
 def test_slot_write(benchmark, model):
     slots = filled(model, "window").walks[0].slots
-    rows = slots.rows(slots.num_slots)
+    rows = Rows(slots, slots.num_slots)
     key, value = torch.rand(len(rows.keys), slots.shape.key_dim), torch.rand(len(rows.keys), slots.shape.value_dim)
     benchmark(rows.write, key, value)
 
@@ -86,7 +87,7 @@ def test_slot_write(benchmark, model):
 @pytest.mark.benchmark(group="importance, all layers")
 def test_importance(benchmark, model, name):
     slots = filled(model, name).walks[0].slots
-    view = slots.rows(slots.num_slots).view
+    view = Rows(slots, slots.num_slots).view
     view.step = torch.full_like(view.layer, CAPACITY + 64)
     assert benchmark(slots.policy.importance, view).shape == view.rank.shape
 
@@ -95,7 +96,7 @@ def test_importance(benchmark, model, name):
 @pytest.mark.benchmark(group="eviction, all layers")
 def test_eviction(benchmark, model, name):
     slots = filled(model, name).walks[0].slots
-    rows = slots.rows(slots.num_slots)
+    rows = Rows(slots, slots.num_slots)
     rows.view.step = torch.full_like(rows.view.layer, CAPACITY + 64)
 
     def step() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvbench.harness.engine.kernels.compiler import Built, built_of, why_untraced
-from kvbench.harness.engine.kernels.states import Written, first_values, heads_of, numbers_of, prompts_of, why_unserved
+from kvbench.harness.engine.kernels.states import FirstValues, first_values, heads_of, numbers_of, prompts_of, why_unserved
 from kvbench.harness.engine.rotary import LONGEST_STREAM, rotate
 from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.slots import Slots
@@ -109,7 +109,7 @@ class WalkKernel:
 
     def __call__(
         self, slots: Slots, rows: Rows, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float,
-        ordered: bool, seen: int, written: Written | None = None,
+        ordered: bool, seen: int, written: FirstValues | None = None,
     ) -> Tensor:  # fmt: skip
         """Walk a block of streams of equal length.
 

@@ -22,8 +22,8 @@ from kvbench.harness.core.files import atomic_write
 from kvbench.harness.core.user_cache import private_folder
 from kvbench.harness.engine.captured import replayable
 from kvbench.harness.engine.kernels import cuda_attention, states
-from kvbench.harness.engine.kernels.cuda_attention import BOOKKEEPING_BLOCK, Attention, arrays_of, next_power
-from kvbench.harness.engine.kernels.states import Written, first_values, heads_of, prompts_of, sees_weights, widths_of
+from kvbench.harness.engine.kernels.cuda_attention import BOOKKEEPING_BLOCK, AttentionKernels, arrays_of, next_power
+from kvbench.harness.engine.kernels.states import FirstValues, first_values, heads_of, prompts_of, sees_weights, widths_of
 from kvbench.harness.engine.kernels.tracing import TRITON, Formulas, NotTraceableError, traced
 from kvbench.harness.engine.method import RAN
 from kvbench.harness.engine.rows import Rows
@@ -106,7 +106,7 @@ class StepKernel:
     """The decode step of the layers of one `Slots`."""
 
     def __init__(self, slots: Slots, mode: PositionMode, limit: int, longest: int | None) -> None:
-        self._attention = Attention(slots, mode, limit, longest)
+        self._attention = AttentionKernels(slots, mode, limit, longest)
 
     @classmethod
     def from_slots(cls, slots: Slots, mode: PositionMode, limit: int, longest: int | None) -> Self | None:
@@ -153,7 +153,7 @@ class ReleaseKernel:
             rows: of these layers.
             mass: softmax weights, if a statistic sees them. [R, G, S].
             layers: their indices in the model. [L] int64.
-            clock: to be moved on, as `Attention` reads it; None if there is none. [2] int64.
+            clock: to be moved on, as `AttentionKernels` reads it; None if there is none. [2] int64.
         """
         heads, attended, reads, unused = slots.shape.heads, rows.rank.shape[1], self._reads, rows.free
         block = min(BOOKKEEPING_BLOCK, max(_THREADS, next_power(attended)))  # at least a slot a thread
@@ -179,7 +179,7 @@ class _Buffers:
     """A block's queries, keys and values where the kernels read them, in every layer: the same tensors, whatever the block.
 
     Attributes:
-        query, key, value, first, out: as `Attention.launcher` takes them, for blocks of up to T tokens.
+        query, key, value, first, out: as `AttentionKernels.launcher` takes them, for blocks of up to T tokens.
         mass: softmax weights of a token; None if no statistic sees them. [N * G * S] float32.
         clock: a token's step, and that of its block's first token. [2] int64.
     """
@@ -253,7 +253,7 @@ class WalkKernel:
     leaves_ordered = False  # tokens stay in their slots
     rotates = True  # takes queries and keys as the model made them
 
-    def __init__(self, attention: Attention, release: ReleaseKernel, in_graphs: bool) -> None:
+    def __init__(self, attention: AttentionKernels, release: ReleaseKernel, in_graphs: bool) -> None:
         self._attention, self._release, self.in_graphs = attention, release, in_graphs
         self._buffers: _Buffers | None = None
         self._layers: WeakKeyDictionary[Rows, _LayerWalk] = WeakKeyDictionary()
@@ -266,11 +266,11 @@ class WalkKernel:
         release = ReleaseKernel.from_slots(slots)
         if release is None or not _serves(slots):
             return None
-        return cls(Attention(slots, mode, limit, longest), release, in_graphs and slots.device.type in _GRAPH_DEVICES)
+        return cls(AttentionKernels(slots, mode, limit, longest), release, in_graphs and slots.device.type in _GRAPH_DEVICES)
 
     def __call__(
         self, slots: Slots, rows: Rows, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float,
-        ordered: bool, seen: int, written: Written | None = None,
+        ordered: bool, seen: int, written: FirstValues | None = None,
     ) -> Tensor:  # fmt: skip
         """Walk a block of streams of equal length. Arguments and result are those of the CPU kernel."""
         tokens = keys.shape[2]

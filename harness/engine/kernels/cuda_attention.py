@@ -76,7 +76,7 @@ def next_power(x: int) -> int:
     return 1 << (x - 1).bit_length()
 
 
-class Attention:
+class AttentionKernels:
     """`attend` and `join` for the layers of one `Slots`."""
 
     def __init__(self, slots: Slots, mode: PositionMode, limit: int, longest: int | None) -> None:

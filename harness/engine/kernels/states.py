@@ -15,7 +15,7 @@ from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.slots import Slots
 from kvbench.policies import Statistic
 
-Written = Mapping[Statistic, Tensor]  # first values of a block's tokens, for statistics that compute them. [N, T, *k]
+FirstValues = Mapping[Statistic, Tensor]  # first values of a block's tokens, for statistics that compute them. [N, T, *k]
 
 
 def may_outlive_window(slots: Slots) -> bool:
@@ -45,7 +45,7 @@ def widths_of(rows: Rows) -> tuple[int, ...]:
     return tuple(x.stride(1) for x in numbers_of(rows))
 
 
-def first_values(rows: Rows, written: Written | None, tokens: int) -> Tensor:
+def first_values(rows: Rows, written: FirstValues | None, tokens: int) -> Tensor:
     """The numbers of each token of a block when it is written. [N, T, K] float32; its strides are 0 if all are constants."""
     size = len(rows.rank)
     parts = {s: (s.initial, x.shape[3:].numel()) for s, x in rows.states.items()}
