@@ -8,7 +8,7 @@ RESULTS ?= $(or $(BENCH_RESULTS),results)
 GPU_PYTHON ?= $(if $(wildcard .venv/ready),.venv/bin/python,python3)
 BIN = .venv/bin
 
-.PHONY: bench leaderboard test check docs picture injections microbench peers image gpu gpu-tree gpu-wheels clean
+.PHONY: bench leaderboard test test-fast lint types check docs picture injections microbench peers image gpu gpu-tree gpu-wheels clean
 
 bench: .venv/ready  ## all policies on a built-in model, or: make bench SUITE=suites/pg19.yaml MODEL=dir-or-hub-id DATA=dir RESULTS=dir
 	@code=0; $(BIN)/bench run $(SUITE) $(if $(MODEL),--model '$(MODEL)') $(if $(DATA),--data '$(DATA)') --results '$(RESULTS)' $(ARGS) \
@@ -19,15 +19,21 @@ bench: .venv/ready  ## all policies on a built-in model, or: make bench SUITE=su
 leaderboard: .venv/ready  ## the published page, from the published records
 	$(BIN)/bench leaderboard --results leaderboard/results --out leaderboard/README.md
 
-test: .venv/ready  ## all tests
-	$(BIN)/python -m pytest -n auto -m 'not alone' --durations=25
-	$(BIN)/python -m pytest -m alone
+test: .venv/ready  ## all tests, and that what microbench times still runs
+	$(BIN)/python -m pytest -n auto -m 'not alone' --durations=25 --benchmark-disable tests tests/benchmarks/bench_inner.py
+	$(BIN)/python -m pytest -m alone $$(grep -l mark.alone tests/test_*.py)
 
-check: .venv/ready  ## what CI checks: lint, format, types, tests
+test-fast: .venv/ready  ## in a minute: the first case of each test, without those marked slow, alone or browser
+	$(BIN)/python -m pytest -n auto -m 'not alone and not browser' --fast
+
+lint: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: .venv/ready
 	$(BIN)/mypy
-	$(MAKE) test
+
+check: lint types test  ## what CI checks: lint, format, types, tests
 
 injections: .venv/ready  ## every regression we thought of, injected, here and under another CPU's name: each must be red; an hour or two
 	$(BIN)/python tests/gate_experiment.py --runs 3 --out '$(RESULTS)/injections.jsonl'

@@ -153,6 +153,7 @@ def test_files_and_functions_stay_short():
                 assert node.end_lineno - node.lineno < 60, f"{path}:{node.name}"
 
 
+@pytest.mark.slow("all published records")
 def test_the_page_in_the_repository_is_the_page_of_its_records(board):
     from kvbench.harness.records import RecordStore, read_submitted
     from kvbench.harness.report import feed, paper

@@ -270,6 +270,7 @@ def test_buckets_double():
     assert buckets(16) == [(0, 16)]
 
 
+@pytest.mark.slow("takes seconds")
 def test_the_task_as_a_user_runs_it(tmp_path: Path):
     suite = tmp_path / "look.yaml"
     suite.write_text(
@@ -291,6 +292,7 @@ def test_the_task_as_a_user_runs_it(tmp_path: Path):
     assert checked.returncode == 0, checked.stdout
 
 
+@pytest.mark.slow("takes seconds")
 def test_maps_of_logits_are_drawn_and_refused_in_one_line(tmp_path: Path):
     suite = tmp_path / "look.yaml"
     suite.write_text(
@@ -313,6 +315,7 @@ def test_maps_of_logits_are_drawn_and_refused_in_one_line(tmp_path: Path):
     assert "Other sinks under full attention: " in page
 
 
+@pytest.mark.slow("takes seconds")
 def test_an_encoder_is_looked_at_and_its_cache_is_not(tmp_path: Path):
     """Its samples end in [SEP], which is a sink here because every query of head 0 in layer 1 is made to look for it."""
     words = [

@@ -127,6 +127,7 @@ def run_suite(tmp_path, folder, options, *more, policy="dense"):
     return bench_in("run", "look.yaml", "--results", "r", "--threads", 1, *more, cwd=tmp_path)
 
 
+@pytest.mark.slow("takes seconds")
 def test_a_suite_on_shapes_as_a_user_runs_it(tmp_path):
     folder = vision_folder(tmp_path / "dino", with_outlier(0))
     ran = run_suite(tmp_path, folder, "data: shapes, samples: 3, map_tokens: 6")
@@ -149,6 +150,7 @@ def test_a_suite_on_shapes_as_a_user_runs_it(tmp_path):
     assert run_suite(tmp_path, folder, "data: shapes, samples: 3", policy="{name: h2o, capacity: 8}").returncode == 2
 
 
+@pytest.mark.slow("takes seconds")
 def test_a_random_configuration_is_looked_at(tmp_path):
     folder = vision_folder(tmp_path / "vit", vision_model("vit"))
     ran = run_suite(tmp_path, f"random:{folder}", "data: shapes, samples: 2")
@@ -261,6 +263,7 @@ def test_images_of_a_dataset_are_those_that_were_stored(photos, tmp_path):
         on_hub(str(tmp_path / "none"), "test", 5)
 
 
+@pytest.mark.slow("takes seconds")
 def test_a_model_with_its_image_processor_reads_photographs(photos, tmp_path):
     from transformers import BitImageProcessorPil
 

@@ -129,6 +129,7 @@ def test_one_token_at_a_time_is_the_cell_that_it_was(tmp_path, same):
     assert [c.id for c in cells] == [c.id for c in plain]
 
 
+@pytest.mark.slow("all published records")
 @pytest.mark.parametrize("folder", ["results", "baselines"])
 def test_published_records_are_still_the_cells_that_they_were(folder):
     """Parameters that policies have got since are not in them."""
@@ -371,6 +372,7 @@ def test_the_source_of_the_policy_inside_is_part_of_the_digest():
     assert source_digest(Around(H2O(window=1))) == source_digest(Around(H2O(window=2)))
 
 
+@pytest.mark.slow("takes seconds")
 def test_policies_inside_are_checked_by_name_and_by_mapping(mine):
     name = f"{mine}:Holds"
     for score in ("h2o", "{name: h2o, window: 3}"):
@@ -388,6 +390,7 @@ def test_policies_inside_are_checked_by_name_and_by_mapping(mine):
         assert str(caught.value) == said
 
 
+@pytest.mark.slow("takes seconds")
 def test_the_schema_for_editors_knows_axes_and_policies_inside(monkeypatch):
     from kvbench.harness.core import plugins
 

@@ -43,6 +43,7 @@ policies:
 """
 
 
+@pytest.mark.slow("measures suites")
 @pytest.mark.parametrize(
     ("entry", "words"),
     [

@@ -253,6 +253,7 @@ def test_bands_come_back_as_they_were(folder, tmp_path):
     assert baseline.load(folder)[0].bands == {"a" * 64: band}
 
 
+@pytest.mark.slow("measures suites")
 def test_from_the_command_line(suite, tmp_path, capsys):
     small = ["--policy", "window", "--policy", "dense", "--threads", 1]
     folder = tmp_path / "baselines" / "prose"
@@ -277,6 +278,7 @@ def test_from_the_command_line(suite, tmp_path, capsys):
     assert baseline.load(folder)[0].who == "me"
 
 
+@pytest.mark.slow("measures suites")
 def test_a_local_model_is_kept_by_name_and_asked_for(suite, model_dir, tmp_path, capsys):
     folder, small = tmp_path / "mine", ["--policy", "window", "--set", "tokens=64"]
     code, _, err = bench(capsys, "baseline", "update", folder, "--suite", suite, "--model", model_dir, *small, "--why", "x")
@@ -300,6 +302,7 @@ def test_an_absolute_path_in_an_option_is_refused_before_anything_is_measured(su
         assert (code, "must work on other machines" in err, err.count("\n")) == (Exit.MISTAKE, True, 1)
 
 
+@pytest.mark.slow("measures suites")
 def test_a_model_that_is_refused_now_is_a_regression_and_a_typo_is_not(suite, tmp_path, capsys):
     folder = tmp_path / "mine"
     assert bench(capsys, "baseline", "update", folder, "--suite", suite, "--policy", "window", "--why", "x")[0] == 0

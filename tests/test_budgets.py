@@ -190,6 +190,7 @@ def test_a_prompt_that_is_cut_once_and_grows_equals_the_lists(worth, mode, kind)
     check(model, tokens, CacheConfig(policy, CAPACITY, mode, 40), going_on, (1, 4, 1), prompt=prompt)
 
 
+@pytest.mark.slow("many drawn cases")
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_budgets_any_cadence_any_block_in_any_batch(data):

@@ -75,6 +75,7 @@ def test_captured_steps_follow_the_host(config, monkeypatch):
     torch.testing.assert_close(fork(tokens[:, :1]), plain(tokens[:, :1]))
 
 
+@pytest.mark.slow("takes seconds")
 @on_cpu
 def test_graphs_do_not_keep_outgrown_caches_alive():
     """Of all K that dense has had in 1,300 steps, only the present one is alive."""
@@ -89,6 +90,7 @@ def test_graphs_do_not_keep_outgrown_caches_alive():
     assert [version for version, alive in keys.items() if alive() is not None] == [max(keys)]
 
 
+@pytest.mark.slow("takes seconds")
 @on_cpu
 @pytest.mark.parametrize("every", [2, 16, 64, 256])
 def test_graphs_are_kept_while_evictions_come_and_go(monkeypatch, every):

@@ -22,6 +22,8 @@ from kvbench.harness.engine.model import adopt
 from kvbench.harness.models.families import tiny_model
 from kvbench.policies.h2o import H2O
 
+pytestmark = pytest.mark.slow("Triton's compiler")
+
 try:
     import triton
     import triton.language as tl

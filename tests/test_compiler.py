@@ -288,6 +288,7 @@ def test_what_has_no_kernel_by_its_nature_is_no_fall_back_and_says_why():
     assert odd.plain_because == "no kernel walks blocks of such layers in this dtype"
 
 
+@pytest.mark.slow("processes")
 @needs_compiler
 def test_processes_that_build_at_once_all_have_their_function(cache):
     code = (
@@ -300,6 +301,7 @@ def test_processes_that_build_at_once_all_have_their_function(cache):
     assert not list((cache / "kv-bench/kernels").glob("*.partial"))
 
 
+@pytest.mark.slow("measures suites")
 @pytest.mark.parametrize("compiler_command", ["false", "no-such-compiler"])
 def test_the_record_says_why_there_was_no_compiled_walk(tmp_path, model_dir, text_dir, capsys, monkeypatch, compiler_command):
     monkeypatch.setenv("CC", compiler_command)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from conftest import bench
 
@@ -37,6 +38,7 @@ def test_a_hub_out_of_reach_is_a_finding_and_no_failure(monkeypatch):
     assert doctor._hub().startswith("out of reach")
 
 
+@pytest.mark.slow("measures suites")
 def test_speed_and_families_are_measured(monkeypatch):
     monkeypatch.setattr(
         "kvbench.harness.cli.listing.models", lambda: [{"family": "a", "state": "works"}, {"family": "b", "state": "refused"}]

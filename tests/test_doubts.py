@@ -31,6 +31,7 @@ def foreign(tmp_path):
     return folder
 
 
+@pytest.mark.slow("measures suites")
 def test_a_foreign_tokenizer_that_fits_flags_every_row(foreign, tmp_path, capsys):
     """One gave perplexity 6,511, and no word was said."""
     suite = tmp_path / "mine.yaml"

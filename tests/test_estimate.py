@@ -42,6 +42,7 @@ def suite(tmp_path):
     return path
 
 
+@pytest.mark.slow("processes of bench")
 @pytest.mark.filterwarnings("ignore")  # lm-eval and its packages have opinions of their own
 def test_what_is_estimated_is_what_is_measured(suite, tmp_path):
     """A record of lm_eval gives the bytes of one stream; all others give those of the whole cell."""

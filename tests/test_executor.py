@@ -98,6 +98,7 @@ def same(records, others):
     assert render(records, {}).text == render(others, {}).text
 
 
+@pytest.mark.slow("measures suites")
 def test_what_comes_back_as_messages_makes_the_same_records_and_the_same_page(request_, tmp_path):
     cells = request_.cells()
     options = request_._options(None, False, False, KeepSteps.from_option("kept=100,end"))

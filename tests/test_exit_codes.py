@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from conftest import bench
 
 from kvbench.harness.core.errors import Exit
@@ -17,6 +18,7 @@ def test_the_documentation_lists_every_exit_code():
     assert listed == set(Exit)
 
 
+@pytest.mark.slow("measures suites")
 def test_a_crash_of_ours_has_its_own_code_and_its_traceback(monkeypatch, capsys):
     from kvbench.harness.report import leaderboard
 

@@ -34,6 +34,7 @@ def read_in(read: CachedDecoder, tokens: torch.Tensor, sizes: list[int]) -> torc
     return torch.cat(out, 1)
 
 
+@pytest.mark.slow("many drawn cases")
 @settings(max_examples=120)
 @given(
     family=st.sampled_from(FAMILIES),
@@ -103,6 +104,7 @@ def test_the_closed_form_in_16_bits_differs_by_rounding(dtype):
     assert (ours - theirs).mean().abs() < 0.01
 
 
+@pytest.mark.slow("many drawn cases")
 @needs_compiler
 @settings(max_examples=100)
 @given(
@@ -150,6 +152,7 @@ def test_the_compiled_walk_does_not_depend_on_threads(threads):
     torch.testing.assert_close(found, again, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow("many drawn cases")
 @needs_compiler
 @settings(max_examples=120)
 @given(

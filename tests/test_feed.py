@@ -62,6 +62,7 @@ def test_the_feed_is_what_its_schema_says():
     jsonschema.validate(feeds.feed([]), SCHEMA)
 
 
+@pytest.mark.slow("all published records")
 def test_the_published_feed_is_what_its_schema_says(board):
     jsonschema.validate(json.loads((board / "feed.json").read_text(encoding="utf-8")), SCHEMA)
 

@@ -17,6 +17,7 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tor
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+@pytest.mark.slow("torch.compile")
 def test_flex_attention_is_compiled_once_for_each_padded_shape():
     """Cells of many capacities, with and without sinks, and blocks that cross into eviction at an odd position.
 
@@ -27,6 +28,7 @@ def test_flex_attention_is_compiled_once_for_each_padded_shape():
     assert found.ran == found.calls > found.compiled
 
 
+@pytest.mark.slow("torch.compile")
 def test_more_shapes_than_allowed_are_an_error(monkeypatch):
     """PyTorch alone would go on uncompiled, with all scores in memory."""
     monkeypatch.setattr(flex, "_DEVICES", {"cpu"})

@@ -96,6 +96,7 @@ def test_a_model_whose_rotation_does_something_at_position_0_keeps_it(monkeypatc
     assert not functions.places
 
 
+@pytest.mark.slow("torch.compile")
 @on_cpu
 @pytest.mark.parametrize("family", KERNELS)
 def test_kernels_of_a_layer(family):
@@ -127,6 +128,7 @@ def compiled_by(monkeypatch, tmp_path):
     torch._dynamo.reset()
 
 
+@pytest.mark.slow("torch.compile")
 @pytest.mark.parametrize(
     ("family", "backend"),
     [("llama", "inductor"), *((family, "aot_eager") for family in ("qwen3", "gemma3_text", "gpt_neox", "qwen3_moe"))],
@@ -147,6 +149,7 @@ def in_steps(model: Model, tokens: torch.Tensor) -> torch.Tensor:
     return torch.cat([read(block) for block in (tokens[:, :8], *tokens[:, 8:].split(1, 1))], 1)
 
 
+@pytest.mark.slow("torch.compile")
 def test_a_model_that_cannot_be_compiled_is_refused_on_entry(monkeypatch, compiled_by):
     model, compiled = adopt(tiny_model("llama").to(DEVICE)), compiled_by("eager")
     mlp = model.hf.base_model.layers[1].mlp
@@ -159,6 +162,7 @@ def test_a_model_that_cannot_be_compiled_is_refused_on_entry(monkeypatch, compil
     assert torch.equal(in_steps(model, tokens_of(12)), expected)
 
 
+@pytest.mark.slow("torch.compile")
 def test_each_number_of_streams_is_compiled_once_up_to_a_limit(monkeypatch, compiled_by):
     """Beyond it a step is refused, while the compiler by itself would run the model's own code."""
     monkeypatch.setattr(fused, "_MOST_COMPILATIONS", 2)

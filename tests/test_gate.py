@@ -65,6 +65,7 @@ def states(before, records, folder, check):
     return {f.state for f in findings if f.check == check}, gate.exit_code(findings)
 
 
+@pytest.mark.slow("measures suites")
 def test_nothing_changed_is_green(before, suite, tmp_path):
     records = measured(suite, tmp_path, QUALITY)
     findings = judged(before, records, tmp_path)
@@ -76,6 +77,7 @@ def test_nothing_changed_is_green(before, suite, tmp_path):
 NEEDS_MORE = ("peak", "all answers wrong")  # memory cells; a model that is sometimes right
 
 
+@pytest.mark.slow("measures suites")
 @pytest.mark.parametrize("name", [n for n, t in TAMPERED.items() if t.side == "now" and not any(x in n for x in NEEDS_MORE)])
 def test_a_record_that_was_changed_is_red(name, before, tmp_path):
     """This holds for every figure on a page, and for traces."""
@@ -87,6 +89,7 @@ def test_a_record_that_was_changed_is_red(name, before, tmp_path):
     assert tampering.caught in {f.check for f in findings if f.state in gate.CODES}
 
 
+@pytest.mark.slow("measures suites")
 def test_a_trace_that_is_the_baselines_own_may_be_missing(before, tmp_path):
     """Large traces stay out of git; the record names its trace by its hash."""
     folder = copied(before[1], tmp_path / "copy")
@@ -103,6 +106,7 @@ def give_right_answers(folder):
             path.write_text(json.dumps(value))
 
 
+@pytest.mark.slow("measures suites")
 @pytest.mark.parametrize(("nats", "check"), [(0.0009, "figures"), (0.005, "quality")])
 def test_a_little_more_on_every_token_is_red(nats, check, before, suite, tmp_path):
     with injected.worse(nats):
@@ -110,6 +114,7 @@ def test_a_little_more_on_every_token_is_red(nats, check, before, suite, tmp_pat
     assert states(before, records, tmp_path, check) == ({"regression"}, 1)
 
 
+@pytest.mark.slow("measures suites")
 def test_a_mean_that_is_computed_wrongly_now_is_red_even_elsewhere(before, suite, tmp_path):
     """The baseline's own figures no longer follow from its traces."""
     with injected.wrong_mean():
@@ -118,6 +123,7 @@ def test_a_mean_that_is_computed_wrongly_now_is_red_even_elsewhere(before, suite
         assert "regression" in states(before, records, tmp_path, "trace")[0]
 
 
+@pytest.mark.slow("measures suites")
 def test_answers_are_held_one_by_one(before, suite, tmp_path):
     """The number of right answers is the same, but for other questions."""
     with injected.other_gold(shifted=True):
@@ -128,6 +134,7 @@ def test_answers_are_held_one_by_one(before, suite, tmp_path):
     assert states(before, elsewhere, tmp_path, "answers")[0] == {"regression"}, "the right answers are the same on any device"
 
 
+@pytest.mark.slow("measures suites")
 def test_a_silent_fall_back_to_the_plain_walk_is_red(before, tmp_path):
     base = [changed(r, facts={"method": "closed form", "step": "compiled"}) for r in before[0]]
     now = [changed(r, facts={"refused": "its logits differ"}) for r in before[0]]
@@ -146,6 +153,7 @@ def test_a_silent_fall_back_to_the_plain_walk_is_red(before, tmp_path):
         assert states((base, before[1]), now, before[1], "method")[0] == {state}
 
 
+@pytest.mark.slow("measures suites")
 def test_a_figure_that_is_gone_is_red_and_one_without_a_rule_is_not_passed_over(before):
     records, folder = before
     lost = [changed(r, without=["bits_per_byte"]) for r in records]
@@ -155,6 +163,7 @@ def test_a_figure_that_is_gone_is_red_and_one_without_a_rule_is_not_passed_over(
     assert states(before, new, folder, "figures")[0] == {"ok"}, "a figure that the baseline did not have yet"
 
 
+@pytest.mark.slow("measures suites")
 def test_other_weights_can_not_be_compared(before):
     records, folder = before
     other = [changed(r, facts={"weights_sha256": "f" * 64}) for r in records]
@@ -164,6 +173,7 @@ def test_other_weights_can_not_be_compared(before):
 WRONG = [None, "x", -1, float("nan"), float("inf"), [], {}, True, 10**400]
 
 
+@pytest.mark.slow("measures suites")
 def test_a_figure_of_another_kind_is_neither_green_nor_a_crash(before):
     """Replace any metric of a record by any value."""
     records, folder = before
@@ -280,6 +290,7 @@ def test_a_verdict_says_how_much_was_compared():
     assert gate.verdict(unlike[:3]).endswith("too little was compared for a verdict")
 
 
+@pytest.mark.slow("measures suites")
 def test_a_wrong_rank_is_red(before, suite, tmp_path):
     with injected.wrong_rank():
         records = measured(suite, tmp_path, {"perplexity"})
@@ -288,6 +299,7 @@ def test_a_wrong_rank_is_red(before, suite, tmp_path):
     assert code == 1
 
 
+@pytest.mark.slow("measures suites")
 def test_a_cache_one_slot_too_large_is_red(before, suite, tmp_path):
     with injected.other_capacity():
         records = measured(suite, tmp_path, {"perplexity"})
@@ -296,6 +308,7 @@ def test_a_cache_one_slot_too_large_is_red(before, suite, tmp_path):
     assert code == 1
 
 
+@pytest.mark.slow("measures suites")
 def test_half_a_percent_of_perplexity_is_red_where_tokens_alone_would_not_show_it(before, suite, tmp_path):
     """On a GPU tokens may differ slightly, so the paired mean must show it."""
     with injected.worse():
@@ -411,6 +424,7 @@ def test_a_band_is_as_wide_as_what_was_seen_and_never_narrow():
     assert bands.ratio(dense, [dense]) is None, "of a record that is older than the forward pass"
 
 
+@pytest.mark.slow("measures suites")
 def test_what_is_missing_or_of_another_text_can_not_be_compared(before):
     records, folder = before
     assert gate.exit_code(gate.check((records, folder), (records[1:], folder), {})) == Exit.NOT_COMPARABLE
@@ -424,6 +438,7 @@ def test_what_is_missing_or_of_another_text_can_not_be_compared(before):
     assert gate.exit_code([]) == Exit.NOT_COMPARABLE, "a baseline of nothing holds nobody to anything"
 
 
+@pytest.mark.slow("measures suites")
 def test_the_traces_of_a_baseline_belong_to_it(before, tmp_path):
     """Without traces the tokens can't be compared. The gate says so and does not pass."""
     findings = gate.check(([before[0][0]], tmp_path), ([before[0][0]], tmp_path), {})

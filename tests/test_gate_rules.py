@@ -63,6 +63,7 @@ def fresh(tmp_path_factory):
     return records
 
 
+@pytest.mark.slow("processes of its own")
 def test_of_a_fresh_run_of_every_task(fresh):
     assert not without_rule(fresh)
     assert {"calibration_ms", "tokens_per_second"} <= set(fresh[0].facts.as_json())
@@ -70,6 +71,7 @@ def test_of_a_fresh_run_of_every_task(fresh):
     assert len(latency.metrics.forward_ms) == len(latency.metrics.rounds_ms)
 
 
+@pytest.mark.slow("measures suites")
 @pytest.mark.parametrize("folder", ["results", "baselines"])
 def test_of_every_record_of_the_leaderboard(folder):
     """Tasks that need a data set (arc_stream, lm_eval) are covered, or have the same figures as covered ones."""
@@ -83,6 +85,7 @@ def test_a_figure_that_nobody_thought_of_is_noticed():
     assert without_rule([cell_record({"curve": [{"peak_bytes": 1}]}, task={"name": "streameval"})])
 
 
+@pytest.mark.slow("measures suites")
 def test_every_field_says_how_it_is_held_and_is_used(fresh):
     """A field that no record has is a name misspelt, or a figure that is gone."""
     records = [*fresh, *RecordStore(LEADERBOARD).read_all()[0]]

@@ -87,6 +87,7 @@ FLEX_BREAKS = {
 }
 
 
+@pytest.mark.slow("takes seconds")
 @needs_triton
 @pytest.mark.parametrize("name", [None, *FLEX_BREAKS])
 @pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
@@ -103,6 +104,7 @@ def test_flex_attention_and_the_kernels_around_it(monkeypatch, flexible, name):
         assert is_refused(found, "FlexAttention", "flex")
 
 
+@pytest.mark.slow("takes seconds")
 @needs_triton
 @pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
 def test_blocks_that_flex_attention_leaves_to_plain_code(monkeypatch, flexible):
@@ -132,6 +134,7 @@ def stale(launches, device):
     return lambda: None
 
 
+@pytest.mark.slow("takes seconds")
 @needs_triton
 @pytest.mark.parametrize("replayable", [None, stale])
 def test_chunks_of_a_walk_in_graphs(monkeypatch, replayable):
@@ -223,6 +226,7 @@ def test_captured_steps(monkeypatch, captured, graph, every):
         assert f"captured kernels: {DIFFERS}" in found.refused
 
 
+@pytest.mark.slow("takes seconds")
 @needs_compiler
 def test_captured_steps_of_compiled_code(monkeypatch, captured):
     monkeypatch.setattr("kvbench.harness.engine.fused._BACKEND", "eager")

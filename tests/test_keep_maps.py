@@ -220,6 +220,7 @@ def one(measured_once, tmp_path, monkeypatch):
     return path, made
 
 
+@pytest.mark.slow("measures suites")
 def test_a_run_writes_a_map_beside_the_record_and_measures_again_where_it_lacks_one(one, tmp_path):
     shutil.rmtree("r")
     path, plain = measured(tmp_path, "more.yaml")
@@ -242,6 +243,7 @@ def test_a_run_writes_a_map_beside_the_record_and_measures_again_where_it_lacks_
     assert not list(tmp_path.rglob("*.parquet")), "no record names it any longer"
 
 
+@pytest.mark.slow("measures suites")
 def test_a_run_under_replay_gives_the_same_nlls(capsys, one):
     path, made = one
     assert bench(capsys, "show", "kept", path, "--replay", "table.pt")[:2] == (0, "table.pt\n")

@@ -32,7 +32,7 @@ from kvbench.harness.tasks.lm_eval import LmEval, LmEvalOptions
 from kvbench.harness.tasks.lm_eval.measure import _sample, _template
 from kvbench.harness.tasks.task import MeasurementError
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # lm-eval and its packages give warnings
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow("lm-eval")]  # lm-eval and its packages give warnings
 TASKS = ["kvbench_cloze", "kvbench_cloze_said", "kvbench_registers", "kvbench_prose"]
 SUITE = """
 suite: lm

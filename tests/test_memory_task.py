@@ -35,6 +35,8 @@ from kvbench.policies.h2o import H2O
 from kvbench.policies.recompute_window import RecomputeWindow
 from kvbench.policies.sink_window import SinkWindow
 
+pytestmark = pytest.mark.slow("processes of bench")
+
 ROOT = Path(__file__).parents[1]
 OPTIONS = MemoryOptions(tokens=160, points=4)
 

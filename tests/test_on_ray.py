@@ -19,6 +19,7 @@ from kvbench.harness.run import on_ray as on_ray_module
 from kvbench.harness.run.request import RunRequest
 
 ray = pytest.importorskip("ray", reason="Ray is not installed")
+pytestmark = pytest.mark.slow("starts Ray")
 
 ROOT = Path(__file__).parents[1]
 SMALL = """

@@ -57,6 +57,7 @@ def rewritten(record: Record, **figures) -> Record:
     return Record.from_json(json.loads(json.dumps(record.as_json() | {"metrics": record.metrics.as_json() | figures})))
 
 
+@pytest.mark.slow("takes seconds")
 def test_its_records_are_typed_and_name_no_folder(ran):
     records = records_of(ran / "results")
     assert len(records) == 3
@@ -69,6 +70,7 @@ def test_its_records_are_typed_and_name_no_folder(ran):
         assert record.facts.task_sha256
 
 
+@pytest.mark.slow("measures suites")
 def test_they_are_verified_shown_and_compared(ran):
     done = bench(ran, "records", "verify", "results")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -84,6 +86,7 @@ def test_they_are_verified_shown_and_compared(ran):
     assert {d.verdict for d in differences(record, record)} == {"same"}
 
 
+@pytest.mark.slow("measures suites")
 def test_the_gate_catches_a_change_of_a_figure_and_lets_times_be(ran):
     folder = ran / "results"
     records = records_of(folder)
@@ -96,6 +99,7 @@ def test_the_gate_catches_a_change_of_a_figure_and_lets_times_be(ran):
     assert "trace" in found
 
 
+@pytest.mark.slow("measures suites")
 def test_a_process_that_was_not_told_of_it_shows_and_compares_plain_numbers(ran, monkeypatch):
     page = bench_process("leaderboard", "--results", "results", "--out", "-", cwd=ran)
     assert page.returncode == 0, page.stderr
@@ -110,6 +114,7 @@ def test_a_process_that_was_not_told_of_it_shows_and_compares_plain_numbers(ran,
     assert said == "the task hits.py:Hits is not installed: install it to compare"
 
 
+@pytest.mark.slow("measures suites")
 def test_no_file_is_imported_because_a_record_names_it(ran, monkeypatch):
     monkeypatch.chdir(ran)
     monkeypatch.setattr(plugins, "_tasks_of_files", {})

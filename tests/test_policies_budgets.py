@@ -533,6 +533,7 @@ def test_fastgen_takes_lists_as_a_file_has_them():
 # What holds for all
 
 
+@pytest.mark.slow("takes seconds")
 @pytest.mark.parametrize("name", ["headkv", "duo_attention"])
 def test_policies_with_a_table_pass_the_checks_and_ask_for_it(name, table):
     settings = [f"file={table({'importance': [row[:2] for row in IMPORTANCE]})}"]

@@ -52,6 +52,7 @@ def whole(books, tmp_path_factory):
     return trained(tmp_path_factory.mktemp("whole"), books)
 
 
+@pytest.mark.slow("training")
 def test_the_log_has_every_step(whole):
     _, log = whole
     assert [row["step"] for row in log] == list(range(1, STEPS + 1))
@@ -61,6 +62,7 @@ def test_the_log_has_every_step(whole):
     assert log[0]["learning_rate"] > log[-1]["learning_rate"]
 
 
+@pytest.mark.slow("training")
 def test_again_from_the_same_seed_and_stopped_and_resumed_it_is_the_same_to_the_last_digit(whole, books, tmp_path):
     _, again = trained(tmp_path / "again", books)
     assert again == whole[1]
@@ -71,6 +73,7 @@ def test_again_from_the_same_seed_and_stopped_and_resumed_it_is_the_same_to_the_
     assert trained(tmp_path / "other", books, seed=1)[1] != whole[1]
 
 
+@pytest.mark.slow("training")
 @pytest.mark.parametrize(
     ("changes", "prefix"), [({}, []), ({"sinks": 1}, [0]), ({"sinks": 2}, [0, 1]), ({"zero_sink": True}, [])]
 )

@@ -217,6 +217,7 @@ def test_an_answer_is_right_if_all_its_tokens_are():
     assert counted() == ([0, 1], [1, 2])
 
 
+@pytest.mark.slow("training")
 def test_log_and_card_measure_on_what_is_not_trained_on(tmp_path, monkeypatch):
     made = []
     for name in ("TrainingSamples", "HeldOut"):
@@ -236,6 +237,7 @@ def test_log_and_card_measure_on_what_is_not_trained_on(tmp_path, monkeypatch):
     assert [len(text) // 64 for text in texts[1:]] == [8, 96]
 
 
+@pytest.mark.slow("training")
 def test_the_card_says_how_many_held_out_questions_are_answered(tmp_path):
     """An exam of every kind, after training, of samples that neither training nor its log has seen."""
     recipe = config(

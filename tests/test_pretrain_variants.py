@@ -141,6 +141,7 @@ def test_weights_that_it_shares_with_vanilla_begin_the_same(name):
     assert all(torch.equal(plain[key], renamed[key]) for key in plain)
 
 
+@pytest.mark.slow("training")
 @pytest.mark.parametrize("name", CHANGES)
 def test_it_trains_and_is_loaded_as_it_was_trained(name, tmp_path, monkeypatch):
     """The saved model's logits, through transformers and through our attention, are those of the model that was trained."""
@@ -254,6 +255,7 @@ def test_ortho_adam_is_adam_of_the_parameters_in_another_basis():
             torch.testing.assert_close(bases[0] @ x @ bases[1].T, y, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow("training")
 @pytest.mark.parametrize("name", ["sigma_reparam", "ortho_adam"])
 def test_stopped_and_resumed_it_is_the_same_to_the_last_digit(name, tmp_path):
     logs = []

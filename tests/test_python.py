@@ -38,6 +38,7 @@ def main_module(code: str, cwd: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow("processes of its own")
 def test_the_page_runs_as_it_stands(tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(encoding="utf-8"), re.S)
     assert len(blocks) == 4
@@ -49,6 +50,7 @@ def test_the_page_runs_as_it_stands(tmp_path):
     assert set(frame["status"]) == {"ok"}
 
 
+@pytest.mark.slow("measures suites")
 def test_run_gives_the_records_that_bench_run_would_keep(tmp_path, capsys):
     records = run("quickstart", policies=[Newest, "window", H2O(window=8), {"name": "h2o", "window": [16, 32]}],
                   results=tmp_path, progress=False, **SMALL)  # fmt: skip
@@ -103,6 +105,7 @@ print(source_digest(Mine()))
 """
 
 
+@pytest.mark.slow("processes of its own")
 def test_a_class_without_a_file_has_a_digest_of_its_own_text(tmp_path):
     """Or its cells would not be measured again after a change."""
     texts = ("view.age.float()", "view.age.float()", "-view.age.float()")
@@ -115,6 +118,7 @@ def test_every_name_is_found_again():
         assert plugins.policy_class(plugins.name_of(policy)) is policy
 
 
+@pytest.mark.slow("processes of its own")
 def test_a_class_of_the_program_itself_fails_where_another_process_measures(tmp_path):
     code = """
 from kvbench import Policy, run

@@ -105,6 +105,7 @@ policies:
 """
 
 
+@pytest.mark.slow("measures suites")
 def test_questions_that_are_not_seen_change_what_a_cut_prompt_knows_and_nothing_else(tmp_path, capsys):
     (tmp_path / "asked.yaml").write_text(SUITE)
     code, _, err = bench(capsys, "run", tmp_path / "asked.yaml", "--results", tmp_path / "r", "--device", "cpu")

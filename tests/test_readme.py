@@ -77,6 +77,7 @@ def test_the_pictures_are_drawn_from_the_records(name, request):
         assert f"docs/images/{name}" in README
 
 
+@pytest.mark.slow("takes seconds")
 def test_figures_in_prose_are_those_of_the_records(figures):
     today, marked = figures.figures(), 0
     for page_ in figures.PAGES:
@@ -123,6 +124,7 @@ def test_what_the_readme_concludes_from_answers_is_so(recall):
     assert np.mean(ahead) > 3 * np.std(ahead, ddof=1) / len(ahead) ** 0.5
 
 
+@pytest.mark.slow("takes seconds")
 @pytest.mark.parametrize("name", ["SmallKeys", "Fading"])
 def test_its_policies_keep_the_rules(name, tmp_path):
     file = tmp_path / "policy.py"
@@ -136,6 +138,7 @@ def test_its_examples_are_as_short_as_it_says():
     assert len(statistic.splitlines()) <= 10
 
 
+@pytest.mark.slow("measures suites")
 def test_its_commands_measure_its_policies(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("small_keys.py").write_text(CODE["SmallKeys"])
@@ -160,12 +163,14 @@ def written(tmp_path, monkeypatch) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.slow("takes seconds")
 def test_the_examples_of_every_kind_keep_the_rules(written):
     assert len(written) == 4
     for name, settings in written.items():
         assert [f for f in policy_check.check(name, settings, [24]).findings if not f.ok] == [], name
 
 
+@pytest.mark.slow("measures suites")
 def test_the_examples_of_every_kind_are_measured(written, capsys):
     """By the suite beside them, at every moment of eviction."""
     suite = re.search(r"```yaml\n(.*?)```", page("policies.md"), re.S)[1]

@@ -42,6 +42,7 @@ def ran(tmp_path, asked):
     return tmp_path
 
 
+@pytest.mark.slow("measures suites")
 def test_all_verbs_share_one_folder(ran, monkeypatch):
     assert bench("records", "verify", cwd=ran).returncode == 0
     assert bench("records", "export", "flat.csv", cwd=ran).returncode == 0
@@ -80,6 +81,7 @@ def test_an_empty_argument_is_a_mistake(command, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow("measures suites")
 def test_a_row_of_the_published_page_can_be_measured_again(ran, asked):
     """Its records are not the user's: the new record goes to the user's folder."""
     published = ran / "leaderboard" / "results"
@@ -94,6 +96,7 @@ def test_a_row_of_the_published_page_can_be_measured_again(ran, asked):
     assert "no record in results has a cell id that begins" in bench("run", "0" * 8, cwd=ran).stderr
 
 
+@pytest.mark.slow("measures suites")
 def test_piped_output_is_a_row_a_cell_and_the_closing_is_on_stderr(tmp_path, asked):
     first = bench(*asked, cwd=tmp_path)
     head, *rows = (line.split("\t") for line in first.stdout.splitlines())
@@ -131,6 +134,7 @@ def on_terminal(command, cwd: Path) -> tuple[int, str]:
     return os.waitstatus_to_exitcode(status), written.decode()
 
 
+@pytest.mark.slow("processes of its own")
 def test_on_a_terminal_a_run_ends_with_a_table_that_fits(tmp_path, asked):
     (tmp_path / "bad.py").write_text(BAD)
     code, written = on_terminal([*asked, "--policy", "bad.py:Bad"], tmp_path)

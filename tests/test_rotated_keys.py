@@ -109,6 +109,7 @@ def test_only_an_angle_that_never_changes_is_applied_once(mode):
     assert [w.slots.keys_rotated for w in read.walks] == [mode == "stream"]
 
 
+@pytest.mark.slow("takes seconds")
 @needs_triton
 @pytest.mark.parametrize("rotated", [True, False])
 def test_kernels_for_cuda_take_either(monkeypatch, rotated):

@@ -50,6 +50,7 @@ def run_request(tmp_path):
     return RunRequest(str(path), threads=1, device="cpu")
 
 
+@pytest.mark.slow("processes of its own")
 def test_only_the_work_of_the_task_is_timed_for_tokens_per_second(run_request, tmp_path, monkeypatch):
     """The time excludes loading and checking the model (slowed by a second here) and starting a subprocess."""
     plain = machine.load_model
@@ -62,6 +63,7 @@ def test_only_the_work_of_the_task_is_timed_for_tokens_per_second(run_request, t
     assert [r.cell.task.name for r in records] == ["perplexity", "memory"]
 
 
+@pytest.mark.slow("processes of its own")
 def test_a_crash_in_a_policy_shows_its_line_and_the_record_keeps_the_traceback(tmp_path, capsys, run_request, monkeypatch):
     """This holds in this process and in a subprocess, and later cells still run."""
     monkeypatch.chdir(tmp_path)

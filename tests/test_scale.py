@@ -28,6 +28,7 @@ def options(command: str):
     return measure.run.make_context("run", arguments).params
 
 
+@pytest.mark.slow("takes seconds")
 def test_the_table_is_what_the_script_prints(capsys):
     spec = importlib.util.spec_from_file_location("scale", DOCS / "scale.py")
     script = importlib.util.module_from_spec(spec)

@@ -42,6 +42,7 @@ def all_at_once(tmp_path_factory):
     return measured(tmp_path_factory.mktemp("all"), "all", "")
 
 
+@pytest.mark.slow("measures suites")
 @pytest.mark.parametrize("asked", ["1", "2", "auto"])
 def test_the_number_at_once_changes_no_figure(asked, all_at_once, tmp_path):
     records, traces = measured(tmp_path, "side", f", side_by_side: {asked}")

@@ -15,7 +15,7 @@ from kvbench.harness.records import RecordStore
 from kvbench.harness.report.charts import over_steps
 from kvbench.harness.report.leaderboard import render
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # accelerate and the Trainer give warnings
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow("training")]  # accelerate and the Trainer give warnings
 KEPT = ["tiny-step-000000", "tiny-step-000001", "tiny-step-000003", "tiny-step-000006"]
 TRAINING = {"tokens": 70 * 2 * 6, "sample": 70, "batch": 2, "compile": False, "probe_every": 2, "checkpoint_every": 4}
 PROSE = {"pg19": 0, "prose": 1}

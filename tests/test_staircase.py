@@ -30,6 +30,7 @@ def test_published_records_are_table_7s_staircase():
         assert set(metrics.in_cache) == {"whole" if distance <= HELD[capacity] else "gone"}
 
 
+@pytest.mark.slow("takes seconds")
 @pytest.mark.parametrize(("distance", "least", "most"), [(3, 0.9, 1.0), (12, 0.0, 0.1)])
 def test_a_stream_much_longer_than_its_training_length(tmp_path: Path, distance, least, most):
     suite = tmp_path / "s.yaml"

@@ -112,6 +112,7 @@ def rewrite(path: Path, change) -> None:
         lines.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
 
 
+@pytest.mark.slow("takes seconds")
 def test_a_good_submission_is_accepted_and_its_repeated_cells_agree(submitted):
     assert len(git(submitted, "ls-files", "*.nll.npy").split()) == 2, "traces that git ignores travel, too"
     done = reviewed(submitted, "--sample", 2)
@@ -124,6 +125,7 @@ def test_a_good_submission_is_accepted_and_its_repeated_cells_agree(submitted):
     assert "against the 1 at its capacity" in done.stdout
 
 
+@pytest.mark.slow("measures suites")
 def test_a_forged_aggregate_is_refused_and_nothing_is_measured(submitted):
     path = path_of(submitted, "h2o")
     rewrite(path, lambda value: value["metrics"].update(nll=value["metrics"]["nll"] - 0.1))
@@ -149,6 +151,7 @@ def forge(path: Path, factor: float = 0.97) -> None:
     rewrite(path, change)
 
 
+@pytest.mark.slow("takes seconds")
 def test_a_forged_trace_passes_verification_and_its_repeated_cell_differs(submitted):
     path = path_of(submitted, "h2o")
     forge(path)
@@ -268,6 +271,7 @@ def test_what_is_wrong_is_one_clear_line_and_nothing_is_laid_down(reason, checko
     assert "?? leaderboard" not in git(checkout, "status", "--porcelain")
 
 
+@pytest.mark.slow("measures suites")
 def test_cells_that_stand_are_left_and_replaced_only_by_newer_ones(submitted, measured, tmp_path):
     done = bench_in("submit", measured, cwd=submitted)
     assert (done.returncode, "its 8 cells all stand" in done.stderr) == (2, True)
@@ -282,6 +286,7 @@ def test_cells_that_stand_are_left_and_replaced_only_by_newer_ones(submitted, me
     assert bench_in("submit", tmp_path / "nowhere", cwd=submitted).returncode == 2
 
 
+@pytest.mark.slow("measures suites")
 def test_what_a_pull_request_may_not_do_to_the_folder(submitted):
     """Remove a row, mark its own rows as repeated, hide that a row was submitted, or put a record where another belongs."""
     folder = submitted / RESULTS
@@ -304,6 +309,7 @@ def test_what_a_pull_request_may_not_do_to_the_folder(submitted):
     says(": stood before and is missing")
 
 
+@pytest.mark.slow("all published records")
 def test_a_mark_is_of_one_record_and_an_edit_voids_it(submitted):
     assert reviewed(submitted, "--sample", 1, "--write").returncode == 0
     records, entries = RecordStore(submitted / RESULTS).read_all()[0], read_submitted(submitted / RESULTS)
@@ -342,6 +348,7 @@ def test_the_draw_depends_on_the_seed_alone():
     assert drawn(files, "b")[:4] != first[:4]
 
 
+@pytest.mark.slow("measures suites")
 def test_a_cell_that_can_not_be_measured_here_is_not_counted_as_repeated(submitted, monkeypatch):
     def unavailable(*arguments, **options):
         raise UserError("the text is out of reach")
@@ -374,6 +381,7 @@ def test_a_local_path_is_one_from_the_root_or_from_home(text, path):
     assert list(local_paths({"a": [text]})) == ([("a.0", path)] if path else [])
 
 
+@pytest.mark.slow("all published records")
 def test_no_published_record_names_a_local_path():
     for published in RecordStore(ROOT / "leaderboard/results").read_all()[0]:
         assert list(local_paths(published.as_json())) == [], published.stem

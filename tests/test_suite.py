@@ -110,6 +110,7 @@ def places(value, at=()):
         yield from places(inner, (*at, key))
 
 
+@pytest.mark.slow("many drawn cases")
 @FUZZ
 @given(st.data())
 def test_suites_with_anything_anywhere_never_end_in_anything_but_a_user_error(tmp_path_factory, data):
@@ -201,6 +202,7 @@ def test_a_local_models_place_is_not_part_of_the_cell(tmp_path, model_dir):
     assert str(model_dir.parent) not in str(first.as_json())
 
 
+@pytest.mark.slow("takes seconds")
 @pytest.mark.parametrize("path", suites.shipped_suites(), ids=lambda p: p.stem)
 def test_shipped_suites_load_and_fit_the_exported_schema(path):
     suite, cells = suites.load(path)
@@ -314,6 +316,7 @@ def test_labels_say_what_differs_among_cells_of_one_policy_and_task(tmp_path):
     }  # fmt: skip
 
 
+@pytest.mark.slow("takes seconds")
 @pytest.mark.parametrize(
     "lists",
     [
@@ -330,6 +333,7 @@ def test_more_cells_than_anyone_measures_are_refused(tmp_path, lists):
         load(tmp_path, kept.replace("version: 1\n", f"version: 1\n{lists}\n"))
 
 
+@pytest.mark.slow("takes seconds")
 @pytest.mark.parametrize("opening", ["[", "{", "- ", "[{a: "])
 def test_brackets_without_end_are_refused_in_one_line(tmp_path, opening):
     with pytest.raises(UserError, match=r"mine\.yaml.*(nested too deeply|not YAML|not a suite)"):

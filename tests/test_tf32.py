@@ -46,6 +46,7 @@ def test_a_cpu_has_no_such_setting(allowed):
     assert allows_tf32(torch.device("cpu")) is None
 
 
+@pytest.mark.slow("measures suites")
 @pytest.mark.parametrize("state", [None, True, False])
 def test_the_record_says_whether_it_is_allowed(tmp_path, monkeypatch, state):
     (tmp_path / "s.yaml").write_text(

@@ -16,6 +16,8 @@ from kvbench.harness.core.errors import UserError
 from kvbench.harness.records import LOCK, RecordStore, from_the_future, newest
 from kvbench.harness.report.verify import problems
 
+pytestmark = pytest.mark.slow("processes of bench")
+
 NOW = datetime.datetime(2026, 1, 1, 12, tzinfo=datetime.UTC)
 
 

@@ -23,6 +23,8 @@ from kvbench.harness.models.families import tiny_model
 from kvbench.policies import KeyNorm, Policy
 from kvbench.policies.h2o import H2O
 
+pytestmark = pytest.mark.slow("Triton's interpreter")
+
 ROOT = Path(__file__).parents[1]
 MOST_HOST_US = 5  # a token and layer
 

@@ -14,6 +14,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 pytest.importorskip("hatchling", reason="hatchling builds the wheel")
 
+pytestmark = pytest.mark.slow("builds a wheel")
+
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
