@@ -58,7 +58,7 @@ def test_a_run_leaves_one_record_a_cell_and_a_page(ran):
     assert first.returncode == 0
     bench("leaderboard", cwd=folder)
     assert page == (folder / "results/README.md").read_bytes()
-    assert b"sink\\_window (sinks 4, window 28)" in page
+    assert b"sink\\_window" in page
 
 
 def test_the_record_agrees_with_its_trace(ran):

@@ -11,12 +11,12 @@ from factories import cell_record, drawn, edit, record
 from kvbench.harness.report import chart, paper
 from kvbench.harness.report.charts.stream import over_the_stream
 from kvbench.harness.report.charts.training import curves
-from kvbench.harness.report.leaderboard import render
+from kvbench.harness.report.sections import section
 from kvbench.harness.tasks.streameval import over_distance
 
 
 def test_the_same_records_give_the_same_drawing_in_any_order_of_pages():
-    one, two = render(drawn()), render(drawn()[::-1])
+    one, two = (section(drawn()[0], records) for records in (drawn(), drawn()[::-1]))
     assert one.charts == two.charts
     assert one.charts[0].svg("light") == two.charts[0].svg("light")
     assert one.charts[0].svg("light") != one.charts[0].svg("dark")
@@ -50,7 +50,7 @@ def test_what_is_drawn_is_what_was_measured():
 
 
 def test_a_drawing_has_no_markup_of_a_record_and_needs_nothing_from_elsewhere():
-    page = render(drawn())
+    page = section(drawn()[0], drawn())
     assert "<script" not in page.text
     for theme in ("light", "dark"):
         svg = page.charts[0].svg(theme)
@@ -61,7 +61,7 @@ def test_a_drawing_has_no_markup_of_a_record_and_needs_nothing_from_elsewhere():
 
 
 def test_a_picture_says_what_it_shows_to_those_who_do_not_see_it():
-    shown = render(drawn()).charts[0].markdown()
+    shown = section(drawn()[0], drawn()).charts[0].markdown()
     assert 'alt="Perplexity over the stream of m' in shown
     assert shown.count(".svg") == 2
     assert "<b" not in chart.Chart("x", 'a "b" <b>', {}).markdown()
@@ -71,7 +71,7 @@ def test_the_drawings_are_those_that_the_page_names(tmp_path):
     folder = tmp_path / "charts"
     chart.write({}, folder)
     assert not folder.exists()
-    page = render(drawn())
+    page = section(drawn()[0], drawn())
     chart.write(chart.draw(page.charts), folder)
     assert {p.name for p in folder.iterdir()} == {f"{page.charts[0].name}{t}.svg" for t in ("", "-dark")}
     assert chart.drawing_files(page.text) == {p.name for p in folder.iterdir()}

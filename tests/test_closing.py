@@ -11,7 +11,7 @@ from factories import edit, record
 from kvbench.harness.cli import closing as terminal
 from kvbench.harness.records import RecordStore
 from kvbench.harness.report.closing import closing
-from kvbench.harness.report.leaderboard import groups
+from kvbench.harness.report.groups import groups
 
 PUBLISHED = Path(__file__).parents[1] / "leaderboard" / "results"
 NUMBER = re.compile(r"[-+]?\d+(\.\d+)?(e-\d+)?")

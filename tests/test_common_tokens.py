@@ -8,18 +8,16 @@ import re
 
 import numpy as np
 import pytest
-from factories import cell_record, edit, record
-from test_overview import table_of
+from factories import cell_record, record
+from test_tables import table_of
 
 from kvbench.harness.records import Record
 from kvbench.harness.records.aggregates import nll_figures, scored_mask
 from kvbench.harness.report import site, summary
-from kvbench.harness.report.charts.bytes import against_bytes
 from kvbench.harness.report.charts.stream import over_the_stream
 from kvbench.harness.report.common_tokens import Common, common_tokens, on_common
-from kvbench.harness.report.leaderboard import render
-from kvbench.harness.report.overview import overview
-from kvbench.harness.report.sections import headline
+from kvbench.harness.report.feed import feed
+from kvbench.harness.report.sections import headline, section
 
 STRIDE, TOKENS = 16, 20_000
 WANTED = scored_mask(TOKENS + 1, 1, STRIDE)
@@ -47,31 +45,32 @@ def expected(worse: float, where=WANTED) -> str:
     return f"{math.exp(NLL[where].mean(dtype=np.float64) + worse):.4g}"
 
 
-def test_all_rows_of_the_overview_are_over_the_tokens_that_all_scored():
-    shown = table_of(overview(three()))
-    assert {p: row["perplexity"] for p, row in shown.items()} == {
-        "h2o": expected(-0.1), "window": expected(0.1), "recompute\\_window": expected(0.0),
+def test_all_rows_of_a_question_are_over_the_tokens_that_all_scored():
+    (question,) = feed(three())["questions"]
+    rows = [*question["budgets"][0]["rows"], *question["references"]]
+    assert {row["policy"]: f"{row['perplexity']:.4g}" for row in rows} == {
+        "h2o": expected(-0.1), "window": expected(0.1), "recompute_window": expected(0.0),
     }  # fmt: skip
-    everything = np.arange(1, TOKENS + 1)
-    assert shown["h2o"]["on all tokens"] == expected(-0.1, everything) != expected(-0.1)
-    assert shown["recompute\\_window"]["on all tokens"] == ""
 
 
 def test_so_are_those_of_the_section_which_says_which_tokens_they_are():
-    section = render(three()).text.split("### perplexity")[1]
-    assert "Perplexity is over the 1,250 tokens that every row scored, one in 16" in section
-    shown = table_of(section.split("<picture>")[0].splitlines())
+    text = section(three()[0], three()).text
+    assert "Perplexity is over the 1,250 tokens that every row scored, one in 16" in text
+    shown = table_of(text.split("<picture>")[0].splitlines())
     assert [row["perplexity"].split()[0] for row in shown.values()] == [expected(w) for w in (0.0, -0.1, 0.1)]
     assert [row["bits/byte"] for row in shown.values()] == ["", "1.500", "1.500"]
-    assert [bool(row["on all tokens"]) for row in shown.values()] == [False, True, True]
+    everything = np.arange(1, TOKENS + 1)
+    on_all = [row["on all tokens"].split()[:1] for row in shown.values()]
+    assert on_all == [[], [expected(-0.1, everything)], [expected(0.1, everything)]]
     assert [row["K/V"] for row in shown.values()] == ["–", "640 B", "640 B"]
 
 
 def test_where_each_scored_every_token_there_is_one_column():
-    shown = table_of(overview(three()[1:]))
-    assert shown["h2o"]["perplexity"] == expected(-0.1, np.arange(1, TOKENS + 1))
+    text = section(three()[1], three()[1:]).text
+    shown = table_of(text.split("<picture>")[0].splitlines())
+    assert shown["h2o"]["perplexity"].split()[0] == expected(-0.1, np.arange(1, TOKENS + 1))
     assert "on all tokens" not in shown["h2o"]
-    assert "over all tokens" not in render(three()[1:]).text.split("### perplexity")[1]
+    assert "over all tokens" not in text
 
 
 def test_a_summary_of_a_run_compares_on_the_same_tokens():
@@ -97,15 +96,11 @@ def test_pictures_show_only_who_scored_every_token():
     (stream,) = over_the_stream(three())
     *_, lines = stream.spec["layer"]
     assert {v["policy"] for v in lines["data"]["values"]} == {"window", "h2o"}
-    assert "Not in the chart: recompute\\_window, which scored one token in 16." in render(three()).text
-    larger = read("window", -0.2)
-    edit(larger, cell={"capacity": 16}, metrics={"kv_bytes": 1280})
-    (bytes_,) = against_bytes([*three(), larger])
-    assert {v["policy"] for v in bytes_.spec["data"]["values"]} == {"window", "h2o"}
+    assert "Not in the chart: recompute\\_window, which scored one token in 16." in section(three()[0], three()).text
 
 
 def test_by_position_recompute_is_compared_on_its_tokens_alone():
-    page = render(three()).text.split("Perplexity by position")
+    page = section(three()[0], three()).text.split("Perplexity by position")
     assert "recompute" not in page[1].split("<details>")[0]
     assert ", over the 1,250 tokens that every row scored" in page[2]
     first = table_of(page[2].split("</details>")[0].splitlines())["recompute\\_window"]["256 to 512"]

@@ -15,7 +15,7 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import decoder
 from kvbench.harness.engine.method import EAGER
 from kvbench.harness.report.compare import differences
-from kvbench.harness.report.leaderboard import render
+from kvbench.harness.report.sections import section
 from kvbench.harness.tasks.divergence import Divergence, DivergenceOptions
 from kvbench.harness.tasks.divergence.measure import compare
 from kvbench.harness.tasks.divergence.schema import COMPARED, figures
@@ -152,7 +152,7 @@ def test_two_policies_are_compared_sample_by_sample():
 
 
 def test_the_page_has_a_row_a_policy():
-    text = render([made(drawn(0.01)), made(drawn(0.02), policy="window")]).text
+    text = section(made(drawn(0.01)), [made(drawn(0.02), policy="window")]).text
     assert "top-1 agreement" in text
     assert "KL divergence by position" in text
     assert "| 0.03" in text

@@ -11,7 +11,7 @@ from conftest import bench
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.records import RecordStore
-from kvbench.harness.report.leaderboard import render
+from kvbench.harness.report.feed import feed
 from kvbench.harness.run import runner
 from kvbench.harness.run.executor import RunWatcher
 from kvbench.harness.run.messages import GroupAnswer, RunOrder, pack
@@ -95,7 +95,7 @@ def same(records, others):
         for name in ("threads", "method", "block", "weights_sha256", "policy_sha256", "keep_map"):
             assert getattr(record.facts, name) == getattr(other.facts, name), name
         other.facts, other.finished = record.facts, record.finished
-    assert render(records, {}).text == render(others, {}).text
+    assert feed(records, {}) == feed(others, {})
 
 
 @pytest.mark.slow("measures suites")

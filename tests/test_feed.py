@@ -11,9 +11,9 @@ import pytest
 from factories import cell_record, changed, edit, record
 
 from kvbench.harness.report import feed as feeds
-from kvbench.harness.report.answer import answer
 from kvbench.harness.report.charts.lost import over_budgets
 from kvbench.harness.report.feed.question import questions
+from kvbench.harness.report.leaderboard import render
 from kvbench.harness.report.marks import _PLACES, VARIANTS, mark
 from kvbench.harness.report.origin import origin
 
@@ -174,7 +174,7 @@ def test_suites_without_quality_have_no_question():
 
 def test_the_markdown_page_begins_with_the_same_answer():
     made = feeds.feed(of_budgets())
-    text = "\n".join(part for part in answer(made) if isinstance(part, str))
+    text = render(made).text
     question = made["questions"][0]
     assert all(budget["answer"].split(": ")[1][:20] in text.replace("\\", "") for budget in question["budgets"])
     assert "| policy |" in text

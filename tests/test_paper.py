@@ -12,7 +12,7 @@ from factories import cell_record, edit
 from kvbench.harness import suite
 from kvbench.harness.core import plugins
 from kvbench.harness.report import paper
-from kvbench.harness.report.sections import headline, section_key
+from kvbench.harness.report.sections import headline, section, section_key
 from kvbench.harness.report.summary import rows
 from kvbench.harness.report.task import TaskReport
 
@@ -97,10 +97,8 @@ def test_latency_ratios_are_of_ours_and_never_against_dense():
 
 
 def test_a_task_without_a_section_of_its_own_shows_its_plain_numbers():
-    from kvbench.harness.report.leaderboard import render
-
     made = cell_record({"widgets": 12345, "ratio": 0.123456, "curve": []}, task={"name": "unheard_of", "size": 3})
-    page = render([made]).text
+    page = section(made, []).text
     assert "| widgets | ratio |" in page
     assert "| 12,345 | 0.1235 |" in page
     assert "unheard\\_of" in page

@@ -12,7 +12,8 @@ from factories import changed, record
 
 from kvbench.harness.core.packed import content
 from kvbench.harness.records import RECORD_VERSION, Problem, Record, RecordStore, digest, newest, read
-from kvbench.harness.report.leaderboard import md, render
+from kvbench.harness.report.markdown import md
+from kvbench.harness.report.sections import section
 
 
 def test_what_is_written_is_read_back(tmp_path: Path):
@@ -159,24 +160,24 @@ def test_the_newest_record_of_a_cell_is_shown():
 
 def test_the_page_is_the_same_for_the_same_records_in_any_order():
     records = [record("dense", None, 1.9), record("recompute_window"), record("h2o", 8, 2.1), record("h2o", 16, 2.05)]
-    assert render(records) == render(records[::-1])
+    assert section(records[0], records) == section(records[0], records[::-1])
 
 
 def test_differences_are_paired_and_after_the_cache_filled():
-    page = render([record("dense", None, 1.9), record("recompute_window", 8, 2.0), record("h2o", 8, 2.1)]).text
-    row = next(line for line in page.split("### perplexity")[1].splitlines() if line.startswith("| h2o"))
+    page = section(record("dense", None, 1.9), [record("recompute_window", 8, 2.0), record("h2o", 8, 2.1)]).text
+    row = next(line for line in page.splitlines() if line.startswith("| h2o"))
     assert "+0.1000 [+0.1000, +0.1000]" in row, "the same noise on both sides leaves no width"
     assert "640 B" in row
 
 
 def test_a_failed_cell_is_shown_as_failed():
     failed = record(status="failed", error={"kind": "out of memory", "message": "x"}, metrics={})
-    assert "**failed**: out of memory" in render([failed]).text
+    assert "**failed**: out of memory" in section(failed, []).text
 
 
 def test_nothing_in_a_record_can_be_markup():
     evil = "<script>alert(1)</script> | [x](javascript:y) `z` \n# head"
-    page = render([record(policy=evil)]).text
+    page = section(record(policy=evil), []).text
     assert "<script" not in page
     assert "\n# head" not in page
     assert "](javascript" not in page
@@ -188,7 +189,7 @@ def test_nothing_in_a_record_is_invisible_on_the_page():
     made = record(evil, data={"source": evil, "texts": [evil]}, facts={"device": evil, "versions": {evil: evil}})
     other = record("window", data=made.data.as_json(), facts={"device": evil})
     made, other = (changed(r, cell={"model": {"id": evil, "dtype": "float32"}}) for r in (made, other))
-    page = render([made, other])
+    page = section(made, [other])
     shown = [page.text, *(c.suite + json.dumps(c.spec, ensure_ascii=False) for c in page.charts)]
     assert page.charts
     assert all(c.isprintable() or c == "\n" for text in shown for c in text)
@@ -197,6 +198,6 @@ def test_nothing_in_a_record_is_invisible_on_the_page():
 
 def test_dense_beyond_its_training_length_has_a_trend_and_no_interval():
     facts = {"training_length": 512}
-    page = render([record("dense", None, facts=facts), record("h2o", facts=facts)]).text.split("### perplexity")[1]
+    page = section(record("dense", None, facts=facts), [record("h2o", facts=facts)]).text
     assert "(trend)" in next(line for line in page.splitlines() if line.startswith("| dense"))
     assert "| trend |" in next(line for line in page.splitlines() if line.startswith("| h2o"))

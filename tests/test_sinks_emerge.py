@@ -13,7 +13,7 @@ from test_pretrain import trained
 from kvbench.harness.models.load import load_model, load_tokenizer
 from kvbench.harness.records import RecordStore
 from kvbench.harness.report.charts import over_steps
-from kvbench.harness.report.leaderboard import render
+from kvbench.harness.report.sections import section
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow("training")]  # accelerate and the Trainer give warnings
 KEPT = ["tiny-step-000000", "tiny-step-000001", "tiny-step-000003", "tiny-step-000006"]
@@ -72,7 +72,7 @@ def test_a_folder_of_models_is_measured_and_drawn_over_steps(made, tmp_path):
     wanted = {r.cell.model.id: r.metrics.sink_heads for r in records if r.cell.policy == "dense"}
     assert {f"tiny-step-{v['step']:06d}": v["value"] for v in points if v["figure"] == "sink heads"} == wanted
     assert len([v for v in points if v["figure"] == "perplexity"]) == 2 * len(KEPT)
-    assert "## sinks-emerge: over training steps" in render(records).text
+    assert "## sinks-emerge: over training steps" in section(records[0], records).text
     assert "<svg" in chart.svg("light")
 
 

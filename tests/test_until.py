@@ -19,8 +19,8 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.method import EAGER
 from kvbench.harness.records import RecordStore
 from kvbench.harness.report.common_tokens import common_tokens, on_common
-from kvbench.harness.report.leaderboard import render
 from kvbench.harness.report.pairing import paired, perplexity
+from kvbench.harness.report.sections import section
 from kvbench.harness.report.verify import problems
 from kvbench.harness.run.request import RunRequest
 from kvbench.harness.tasks.perplexity import Perplexity, PerplexityOptions, schema
@@ -172,7 +172,7 @@ def test_cells_of_unequal_length_are_compared_on_what_both_read(base, tmp_path):
 
 def test_the_page_says_how_far_each_was_read(base, tmp_path):
     made, _ = measured(WORSE, options_of(1e-9), tmp_path, reference=base)
-    text = render([base, made]).text
+    text = section(base, [made]).text
     assert "tokens read" in text
     assert "262,144 (limit)" in text
     assert "corrected for 4 planned looks" in text

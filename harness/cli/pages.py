@@ -195,12 +195,12 @@ def _rendered(
     from kvbench.harness.report import chart, feed, paper, site
     from kvbench.harness.report import leaderboard as board
 
-    render = {"leaderboard": lambda part: board.render(part, submitted), "paper": paper.render}
-    rendered = {name: render[name](records) for name in render if name in targets}
+    made = feed.feed(records, submitted)
+    render = {"leaderboard": lambda: board.render(made), "paper": lambda: paper.render(records)}
+    rendered = {name: render[name]() for name in render if name in targets}
     pages = {targets[name][1]: page.text for name, page in rendered.items()}
     if "site" in targets:
-        pages[targets["site"][1]] = site.render(records, paths, submitted)
-        pages[targets["feed"][1]] = feed.text(feed.feed(records, submitted))
+        pages |= {targets["site"][1]: site.render(records, paths, submitted, made), targets["feed"][1]: feed.text(made)}
     drawings: dict[Path, dict[str, str]] = {}
     for name, page in rendered.items():
         if targets[name][1] != STDOUT:

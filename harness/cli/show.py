@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvbench.harness.cli.output import FILLED, results_option
+from kvbench.harness.cli.output import FILLED, results_option, writable
 from kvbench.harness.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 @click.group()
 def show() -> None:
-    """Draw what a record holds.
+    """Show what a record holds.
 
     \b
+    bench show table 128d93c6
     bench show kept 128d93c6
     bench show attention 1a2d4db3
     """
@@ -95,6 +96,38 @@ def attention(record: str, results: str, out: str | None, head: int | None, laye
     title = f"Mean attention logits of {given.cell.model.id}, {given.cell.policy}: {of_heads}"
     chart.picture(maps(logits, layers or range(len(logits)), title), target)
     click.echo(str(target))
+
+
+@show.command()
+@click.argument("record", type=FILLED)
+@results_option
+@click.option(
+    "--out", type=FILLED, help="File of the table, with its pictures in charts/ beside it. Default: stdout, no pictures."
+)
+def table(record: str, results: str, out: str | None) -> None:
+    """Print the table of a cell's task, in Markdown.
+
+    RECORD is a record's file, or the beginning of a cell id. The table has a row for every policy that was measured in the same
+    task of its suite and model, with all figures of the task. If the suite was measured on the kept models of a pretraining,
+    curves over its steps come first.
+
+    \b
+    bench show table 128d93c6
+    bench show table 128d93c6 --out streameval.md
+    """
+    from kvbench.harness.core.files import atomic_write
+    from kvbench.harness.records import RecordStore
+    from kvbench.harness.report import chart, sections
+
+    given, _ = _found(record, Path(results))
+    page = sections.section(given, RecordStore(Path(results)).read_all()[0])
+    if out is None:
+        click.echo("\n".join(line for line in page.text.splitlines() if not line.startswith("<picture>")))
+        return
+    chart.write(chart.draw(page.charts), writable(Path(out).parent) / chart.FOLDER)
+    with atomic_write(Path(out)) as file:
+        file.write(page.text)
+    click.echo(out)
 
 
 def _found(name: str, results: Path) -> tuple[Record, Path]:

@@ -14,7 +14,7 @@ from kvbench.harness.records.metrics import NllMetrics
 from kvbench.harness.report.chart import Chart, file_name, make_visible
 from kvbench.harness.report.markdown import md, number, short_titles, table
 
-_KEPT = re.compile(r"(.+)-step-(\d+)")
+KEPT = re.compile(r"(.+)-step-(\d+)")
 _FIGURES = {"sink_heads": "sink heads", "hidden_largest": "largest activation"}  # of a task's metrics
 _PERPLEXITY = "perplexity"
 
@@ -41,7 +41,7 @@ def body(suite: str, records: Sequence[Record]) -> list[str | Chart]:
 
 def _values(record: Record) -> list[dict[str, Any]]:
     """Figures of a kept model's record, each a point of a curve."""
-    kept = _KEPT.fullmatch(record.cell.model.id)
+    kept = KEPT.fullmatch(record.cell.model.id)
     if kept is None:
         return []
     training, step = kept[1], int(kept[2])

@@ -17,7 +17,7 @@ from kvbench.harness.report.feed import labels
 from kvbench.harness.report.feed.loss import loss, ranks, reference
 from kvbench.harness.report.feed.question import Question, questions
 from kvbench.harness.report.feed.row import Placed, Provenance, dense_bytes, figure, row_id, row_json
-from kvbench.harness.report.feed.sentence import sentence
+from kvbench.harness.report.feed.sentence import finding, size
 from kvbench.harness.report.names import short_names
 from kvbench.harness.report.rows import Row
 
@@ -109,15 +109,15 @@ def _budget(
         for row, rank in zip(rows, ranks(question, rows), strict=True)
     ]
     placed.sort(key=lambda p: _order(question, p.row, p.rank))
-    sizes = [row.kv_bytes for row in rows if row.kv_bytes]
     whole, _ = dense_bytes(question)
-    size = max(sizes, default=None)
-    made: dict[str, Any] = {
-        "capacity": capacity, "kv_bytes": size, "kv_share": figure(size / whole) if size and whole else None,
-        "reference": None if base is None else row_id(base),
-        "rows": [row_json(question, p, names, provenance) for p in placed],
+    most = max((row.kv_bytes for row in rows if row.kv_bytes), default=None)
+    shown = [row_json(question, p, names, provenance) for p in placed]
+    found = finding(shown, question.measure)
+    return {
+        "capacity": capacity, "kv_bytes": most, "kv_share": figure(most / whole) if most and whole else None,
+        "reference": None if base is None else row_id(base), "rows": shown, "finding": found,
+        "answer": f"At {size(capacity)}, {heading}: {found}",
     }  # fmt: skip
-    return {**made, "answer": sentence(made, heading, question.measure)}
 
 
 def _order(question: Question, row: Row, rank: tuple[int, int] | None) -> tuple[float, float, float]:

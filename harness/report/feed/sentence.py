@@ -10,21 +10,15 @@ from kvbench.harness.report.shares import too_few
 _MAX_NAMES = 3
 
 
-def sentence(budget: dict[str, Any], heading: str, measure: str) -> str:
-    """Which policy does best at a budget, what it loses and what it saves.
+def size(capacity: int | None) -> str:
+    """A budget, in words."""
+    return f"{capacity:,} tokens" if capacity is not None else "a budget that the prompt decides"
 
-    Args:
-        budget: of the feed, with its rows in their order.
-        heading: model and text.
-        measure: "perplexity" or "answers".
-    """
-    rows = [row for row in budget["rows"] if _value(row, measure) is not None]
-    size = f"{budget['capacity']:,} tokens" if budget["capacity"] is not None else "a budget that the prompt decides"
-    where = f"At {size}, {heading}:"
-    if not rows:
-        return f"{where} nothing was measured."
-    best = rows[0]
-    return f"{where} {_leaders(rows, measure)} {_price(best, measure)}"
+
+def finding(rows: Sequence[dict[str, Any]], measure: str) -> str:
+    """Which policy of a budget does best, what it loses and what it saves. rows: of the feed, in their order."""
+    judged = [row for row in rows if _value(row, measure) is not None]
+    return f"{_leaders(judged, measure)} {_price(judged[0], measure)}".strip() if judged else "Nothing was measured."
 
 
 def _value(row: dict[str, Any], measure: str) -> float | None:
@@ -81,6 +75,13 @@ def _lost(loss: dict[str, Any] | None, measure: str) -> list[str]:
     near, far = sorted((abs(low), abs(high)))
     verb = "loses" if value > 0 else "gains"
     return [f"{verb} {_short(abs(value))}{unit} [{_short(near)}, {_short(far)}] {'to' if value > 0 else 'on'} {loss['to_name']}"]
+
+
+def loss_text(loss: dict[str, Any]) -> str:
+    """A loss with its interval, for tables."""
+    short = "too short" if loss["nats"] else "too few streams"
+    interval = short if loss["low"] is None else f"{signed(loss['low'])}, {signed(loss['high'])}"
+    return f"{signed(loss['value'])}{' %' if loss['nats'] else ''} [{interval}]"
 
 
 def _short(value: float) -> str:

@@ -32,19 +32,17 @@ _EXPORT = re.compile(r"^export (?=const|function|class)", re.M)
 
 
 def render(
-    records: Sequence[Record], files: Mapping[int, Path] | None = None, submitted: Mapping[str, Submitted] | None = None
-) -> str:
-    """The page in HTML; the same records always give the same bytes.
+    records: Sequence[Record], files: Mapping[int, Path] | None = None, submitted: Mapping[str, Submitted] | None = None,
+    feed: dict[str, Any] | None = None,
+) -> str:  # fmt: skip
+    """The page in HTML, of the newest record of each cell; the same records always give the same bytes.
 
-    Args:
-        records: to show; only the newest of each cell appears.
-        files: path of each record, by `id`, to find the maps beside it.
-        submitted: those that were submitted, from `read_submitted`; all are ours when None.
+    Maps are found beside the path of their record, by `id` in `files`. `feed` is that of the records, if it is made already.
     """
     asked, shown = questions(records), groups(records)
     rows = cells(shown, submitted or {})
     data = {
-        "feed": of_questions(asked, submitted), "sums": sums(asked), "columns": COLUMNS, "cells": rows,
+        "feed": feed or of_questions(asked, submitted), "sums": sums(asked), "columns": COLUMNS, "cells": rows,
         "marks": {name: [asdict(mark(name, n)) for n in range(VARIANTS)] for name in sorted({row[-1] for row in rows})},
         "maps": maps([r for group in shown for r in group], files or {}), "margins": MARGINS, "min_blocks": MIN_BLOCKS,
     }  # fmt: skip

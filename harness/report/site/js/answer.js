@@ -92,7 +92,7 @@ function fitting(question, budget, state, fits) {
 function halved(question, budget) {
   if (budget.capacity === null) return "";
   const half = question.budgets.filter((other) => other.capacity !== null && other.capacity <= budget.capacity / 2).at(-1);
-  return half ? `With half of that? ${half.answer.replace(`, ${question.model}, ${question.subject}:`, ":")}` : "";
+  return half ? `With half of that? At ${budgetName(half.capacity)}: ${half.finding}` : "";
 }
 
 function showCost(question, budget, state) {
