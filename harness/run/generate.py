@@ -262,8 +262,9 @@ class _Route:
             for parameter in trained:
                 parameter.requires_grad_(True)
         before = vars(hf).get("forward")  # Accelerate puts one there, and a copy of a routed model has ours
-        is_method = isinstance(before, MethodType) and before.__self__ is hf
-        own, instead = (before.__func__, None) if is_method else (type(hf).forward, before)
+        own, instead = type(hf).forward, before
+        if isinstance(before, MethodType) and before.__self__ is hf:
+            own, instead = before.__func__, None
         routed = MethodType(_routed(own, instead), hf)
         hf.forward = routed
         finalize(self, _put_back, hf, routed, before)
