@@ -97,7 +97,8 @@ def contestant_class(name: str, found: Any) -> type[Contestant] | None:
     caches: Any = sys.modules.get(_CACHES)
     if caches is None or not inspect.isclass(found) or not issubclass(found, (caches.Cache, caches.CacheLayerMixin)):
         return None
-    return _dataclass(name, found)
+    cache_class: Any = found
+    return _dataclass(name, cache_class)
 
 
 def library_class(attribute: str) -> type[Contestant]:
