@@ -265,7 +265,7 @@ version: 1
 model: {id: "builtin:sink_1"}
 task:
   - {name: perplexity, data: prose, tokens: 120}
-  - {name: memory, tokens: 64, points: 4}
+  - {name: memory, tokens: 64, points: 4, policies: ["mine.py:Recent"]}  # each in a process of its own
 capacity: [16, 24]
 positions: [cache, stream]
 policies: [dense, sink_window, "hf:DynamicCache", {name: "mine.py:Recent", tokens: 16}]
