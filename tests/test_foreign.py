@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import DEVICE, FAMILIES, bench, in_blocks, model_of, nll, tokens_of
+from conftest import DEVICE, FAMILIES, bench_in, in_blocks, model_of, nll, tokens_of
 
 from kvbench.harness.core import contestants, plugins
 from kvbench.harness.core.errors import UserError
@@ -265,7 +265,7 @@ version: 1
 model: {id: "builtin:sink_1"}
 task:
   - {name: perplexity, data: prose, tokens: 120}
-  - {name: memory, tokens: 64, points: 4}
+  - {name: memory, tokens: 64, points: 4, policies: ["mine.py:Recent"]}  # each in a process of its own
 capacity: [16, 24]
 positions: [cache, stream]
 policies: [dense, sink_window, "hf:DynamicCache", {name: "mine.py:Recent", tokens: 16}]
@@ -283,7 +283,7 @@ def ran(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("theirs")
     (folder / "mine.py").write_text(documented())
     (folder / "theirs.yaml").write_text(SUITE)
-    done = bench("run", "theirs.yaml", "--threads", 1, cwd=folder)
+    done = bench_in("run", "theirs.yaml", "--threads", 1, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "its own" in done.stdout, "the closing table"
     return folder
@@ -307,9 +307,9 @@ def test_a_suite_measures_a_contestant_once_as_it_does_dense(ran):
 
 
 def test_its_records_verify_and_are_not_measured_again(ran):
-    done = bench("records", "verify", "results", cwd=ran)
+    done = bench_in("records", "verify", "results", cwd=ran)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "finished before and skipped" in bench("run", "theirs.yaml", "--threads", 1, cwd=ran).stderr
+    assert "finished before and skipped" in bench_in("run", "theirs.yaml", "--threads", 1, cwd=ran).stderr
 
 
 @pytest.mark.parametrize(("entry", "message"), [
@@ -319,7 +319,7 @@ def test_its_records_verify_and_are_not_measured_again(ran):
     ("hf:StaticCache", "'max_cache_len' is missing"),
 ])  # fmt: skip
 def test_what_it_decides_itself_is_refused_in_one_line(ran, entry, message):
-    done = bench("run", "theirs.yaml", "--policy", entry, cwd=ran)
+    done = bench_in("run", "theirs.yaml", "--policy", entry, cwd=ran)
     assert done.returncode == 2
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1

@@ -40,7 +40,7 @@ class Contestant(Policy):
     """
 
     evicts: ClassVar[bool] = False  # it takes no capacity
-    cache_class: ClassVar[type[Any]]
+    cache_class: ClassVar[Any]
 
     attention: Literal["sdpa", "eager"] | None = None
 
@@ -88,7 +88,7 @@ class Contestant(Policy):
         return _BACKENDS.get(getattr(self, "backend", ""))
 
 
-def contestant_class(name: str, found: object) -> type[Contestant] | None:
+def contestant_class(name: str, found: Any) -> type[Contestant] | None:
     """The contestant for what a user named; None if that is no class of a cache or of one layer's.
 
     Raises:
@@ -97,7 +97,8 @@ def contestant_class(name: str, found: object) -> type[Contestant] | None:
     caches: Any = sys.modules.get(_CACHES)
     if caches is None or not inspect.isclass(found) or not issubclass(found, (caches.Cache, caches.CacheLayerMixin)):
         return None
-    return _dataclass(name, found)
+    cache_class: Any = found
+    return _dataclass(name, cache_class)
 
 
 def library_class(attribute: str) -> type[Contestant]:
