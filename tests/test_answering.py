@@ -72,6 +72,7 @@ class Oracle:
         return sum(p >= len(self.seen) - self.capacity for p in positions) / len(positions)
 
 
+@pytest.mark.slow("long streams")
 @pytest.mark.parametrize("context", ["gold", "model", "none"])
 def test_an_oracle_of_the_last_tokens_is_right_inside_its_cache_and_never_beyond(tokenizer, tmp_path, context):
     """This holds at every distance, and the task knows for every question whether its line was still held."""

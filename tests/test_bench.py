@@ -44,6 +44,7 @@ def ran(tmp_path_factory, model_dir, text_dir):
     return folder, done
 
 
+@pytest.mark.slow("processes of its own")
 def test_a_run_leaves_one_record_a_cell_and_a_page(ran):
     folder, done = ran
     records, problems = RecordStore(folder / "results").read_all()
@@ -61,6 +62,7 @@ def test_a_run_leaves_one_record_a_cell_and_a_page(ran):
     assert b"sink\\_window" in page
 
 
+@pytest.mark.slow("measures suites")
 def test_the_record_agrees_with_its_trace(ran):
     folder, _ = ran
     store = RecordStore(folder / "results")
@@ -74,6 +76,7 @@ def test_the_record_agrees_with_its_trace(ran):
         assert record.metrics.kv_bytes == {"dense": 512, "recompute_window": 0}.get(record.cell.policy, 33) * 256 * 2
 
 
+@pytest.mark.slow("measures suites")
 def test_a_second_run_skips_what_is_done_and_fresh_does_not(ran, model_dir, text_dir):
     folder, _ = ran
     args = ("run", "smoke", "--model", model_dir, "--data", text_dir, "--policy", "window")
@@ -83,6 +86,7 @@ def test_a_second_run_skips_what_is_done_and_fresh_does_not(ran, model_dir, text
     assert "skipped" not in bench(*args, "--set", "tokens=400", cwd=folder).stderr, "another question"
 
 
+@pytest.mark.slow("measures suites")
 def test_blocks_and_token_by_token_give_the_same_trace(ran, model_dir, text_dir, tmp_path):
     folder, _ = ran
     done = bench("run", "smoke", "--model", model_dir, "--data", text_dir, "--block", 1, "--policy", "h2o", cwd=tmp_path)
@@ -92,6 +96,7 @@ def test_blocks_and_token_by_token_give_the_same_trace(ran, model_dir, text_dir,
     np.testing.assert_allclose(one, many, atol=1e-4)
 
 
+@pytest.mark.slow("measures suites")
 def test_a_policy_of_the_users_own_runs_from_its_file(tmp_path, model_dir, text_dir):
     (tmp_path / "mine.py").write_text(POLICY)
     done = bench(
@@ -105,6 +110,7 @@ def test_a_policy_of_the_users_own_runs_from_its_file(tmp_path, model_dir, text_
     assert bench("policy", "check", "mine.py:Newest", cwd=tmp_path).returncode == 0
 
 
+@pytest.mark.slow("processes of its own")
 def test_a_policy_of_a_package_beside_the_user_is_found(tmp_path):
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "__init__.py").touch()
@@ -119,6 +125,7 @@ def test_a_policy_of_a_package_beside_the_user_is_found(tmp_path):
     assert missing.stderr == "bench: theirs.newest has no 'Oldest'; name the class, e.g. theirs.newest:Newest\n"
 
 
+@pytest.mark.slow("processes of its own")
 def test_a_changed_policy_file_is_measured_again(tmp_path, model_dir, text_dir):
     args = ("run", "smoke", "--model", model_dir, "--data", text_dir, "--policy", "mine.py:Newest", "--set", "tokens=100")
     (tmp_path / "mine.py").write_text(POLICY)
@@ -128,6 +135,7 @@ def test_a_changed_policy_file_is_measured_again(tmp_path, model_dir, text_dir):
     assert "skipped" not in bench_process(*args, cwd=tmp_path).stderr
 
 
+@pytest.mark.slow("measures suites")
 def test_a_failing_cell_becomes_a_record_and_the_rest_go_on(tmp_path, model_dir, text_dir):
     (tmp_path / "bad.py").write_text(
         POLICY.replace("return view", "raise RuntimeError('broken on purpose')\n        return view")
@@ -214,6 +222,7 @@ def test_a_family_that_cannot_be_driven_is_refused_before_anything_is_written(tm
     assert not list(tmp_path.rglob("*-c32-*"))
 
 
+@pytest.mark.slow("processes of its own")
 def test_ctrl_c_loses_only_the_cell_in_flight(tmp_path, model_dir, text_dir):
     command = [
         sys.executable, "-m", "kvbench", "run", "smoke", "--model", str(model_dir), "--data", str(text_dir), "--block", "1",
@@ -256,6 +265,7 @@ def test_only_chooses_among_a_suites_tasks(tmp_path):
     assert (wrong.returncode, wrong.stderr) == (2, "bench: the suite has no task 'perplexty', did you mean 'perplexity'?\n")
 
 
+@pytest.mark.slow("processes of its own")
 def test_a_closed_pipe_is_no_error(tmp_path):
     done = subprocess.run(
         f"{sys.executable} -m kvbench schema | head -1", shell=True, cwd=tmp_path, capture_output=True, text=True,
@@ -265,6 +275,7 @@ def test_a_closed_pipe_is_no_error(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow("processes of its own")
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
 @pytest.mark.parametrize(("args", "code"), [("list tasks", 0), ("run nonsense", 2)])
 def test_a_closed_stream_is_no_error(tmp_path, args, code, closed):
@@ -277,6 +288,7 @@ def test_a_closed_stream_is_no_error(tmp_path, args, code, closed):
     assert "Traceback" not in done.stdout + done.stderr
 
 
+@pytest.mark.slow("processes of its own")
 @pytest.mark.parametrize(("args", "stream"), [("run smoke", "stderr"), ("schema", "stdout")])
 def test_who_listens_no_more_ends_a_run_as_sigpipe_does(tmp_path, model_dir, text_dir, args, stream):
     more = ["--model", str(model_dir), "--data", str(text_dir), "--set", "tokens=64"] if args == "run smoke" else []
@@ -290,6 +302,7 @@ def test_who_listens_no_more_ends_a_run_as_sigpipe_does(tmp_path, model_dir, tex
     assert not [r for r in records if r.status == "failed"]
 
 
+@pytest.mark.slow("measures suites")
 def test_the_cell_of_a_record_whose_model_was_a_directory_asks_for_it(ran, model_dir, text_dir, tmp_path):
     folder, _ = ran
     record = RecordStore(folder / "results").read_all()[0][0]

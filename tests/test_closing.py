@@ -161,6 +161,7 @@ def test_names_of_others_move_no_cursor():
     assert all(cell.isprintable() for t in said.tables for line in t.lines for cell in line)
 
 
+@pytest.mark.slow("all published records")
 @pytest.mark.parametrize("width", [40, 80, 100])
 def test_no_line_is_wider_than_the_terminal(width, monkeypatch, capsys):
     """Of any published suite, and of a policy with a very long name; only paths may be."""

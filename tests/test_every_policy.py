@@ -81,6 +81,7 @@ def test_a_prompt_is_cut_to_what_the_definition_keeps(name, policies):
     assert read.kept() == kept_by_definition(policy, tokens, CAPACITY, counts, table)
 
 
+@pytest.mark.slow("many drawn cases")
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_a_prompt_of_any_length_is_cut_at_any_capacity(policies, data):

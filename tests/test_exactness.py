@@ -93,6 +93,7 @@ def test_policies_equal_the_list_based_reference(family, policy, mode, dtype):
         assert [layer[0] for layer in read.kept()] == reference.kept[t], f"step {t}"
 
 
+@pytest.mark.slow("many drawn cases")
 @settings(max_examples=60)
 @given(
     family=st.sampled_from(FAMILIES),
@@ -306,6 +307,7 @@ class Recorder(H2O):
         return out
 
 
+@pytest.mark.slow("takes seconds")
 def test_16_bits_h2o_chooses_another_victim_only_within_rounding(shared):
     """Token by token against blocks, in bfloat16, on a real model: the first differing victims have nearly equal importance."""
     model = adopt(AutoModelForCausalLM.from_pretrained(shared / "models/stories260K", dtype=torch.bfloat16).eval().to(DEVICE))

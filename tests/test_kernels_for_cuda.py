@@ -17,6 +17,8 @@ from kvbench.policies.h2o import H2O
 from kvbench.policies.random import Random
 from kvbench.policies.sink_window import SinkWindow
 
+pytestmark = pytest.mark.slow("Triton's interpreter")
+
 
 @pytest.fixture
 def in_triton(monkeypatch):

@@ -90,6 +90,7 @@ def test_cells_that_all_are_too_large_fail_one_by_one(measured, monkeypatch):
     assert [type(result) for result in results] == [MemoryError, MemoryError]
 
 
+@pytest.mark.slow("measures suites")
 def test_a_step_in_less_time_than_its_bytes_take_fails_the_cell(tmp_path, monkeypatch):
     """The forward pass has slipped out of the clock."""
 
@@ -256,6 +257,7 @@ def ran(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow("measures suites")
 def test_the_suite_runs_without_model_data_or_network(ran):
     records, problems = RecordStore(ran / "results").read_all()
     assert not problems
@@ -267,6 +269,7 @@ def test_the_suite_runs_without_model_data_or_network(ran):
     assert page.count("× [") == 5 + 3, "on dense: all but dense; on recompute: all but it and dense"
 
 
+@pytest.mark.slow("measures suites")
 def test_cells_measured_side_by_side_are_finished_together_or_measured_again_together(ran):
     args = json.loads((ran / "args.json").read_text())
     assert bench(*args, cwd=ran).stderr.count("6 cells were finished before and skipped") == 1
@@ -274,12 +277,14 @@ def test_cells_measured_side_by_side_are_finished_together_or_measured_again_tog
     assert "skipped" not in bench(*args, cwd=ran).stderr
 
 
+@pytest.mark.slow("measures suites")
 def test_threads_are_part_of_the_question(ran):
     args = json.loads((ran / "args.json").read_text())
     args[args.index("--threads") + 1] = "2"
     assert "skipped" not in bench(*args, cwd=ran).stderr
 
 
+@pytest.mark.slow("measures suites")
 def test_times_over_the_stream_are_kept_per_point(ran):
     records, _ = RecordStore(ran / "results").read_all()
     for record in records:
@@ -288,6 +293,7 @@ def test_times_over_the_stream_are_kept_per_point(ran):
         assert points[-1] == 64
 
 
+@pytest.mark.slow("measures suites")
 def test_a_run_that_is_killed_keeps_the_records_of_finished_groups(tmp_path, monkeypatch):
     """Two cells whose caches don't fit side by side; the run is killed in the second group."""
     (tmp_path / "two.yaml").write_text("""

@@ -34,11 +34,13 @@ def peak(policy: str, tokens: int) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.slow("processes of its own")
 @pytest.mark.parametrize("policy", ["window", "sink_window", "h2o", "random", "recompute_window"])
 def test_peak_memory_is_flat_over_the_stream(policy):
     short, long = peak(policy, 1_000), peak(policy, 8_000)
     assert long - short < 8 * 2**20  # bytes; K/V of 7,000 tokens would be 3.5 MiB, twice that with copies
 
 
+@pytest.mark.slow("processes of its own")
 def test_the_same_measurement_sees_a_cache_that_does_grow():
     assert peak("dense", 30_000) - peak("dense", 1_000) > 16 * 2**20

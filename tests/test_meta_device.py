@@ -131,6 +131,7 @@ def read_in(read, sizes: list[int], ragged: bool = False, streams: int = 2) -> N
         assert (logits.device, logits.shape) == (META, (streams, size, VOCABULARY))
 
 
+@pytest.mark.slow("takes seconds")
 @pytest.mark.parametrize(("policy", "mode"), [(p, m) for p in STREAMING for m in MODES if m == "cache" or p in IN_EVERY_MODE])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=list(SIZES))
 @pytest.mark.parametrize("ragged", [False, True], ids=["alike", "ragged"])

@@ -108,6 +108,7 @@ def _rendered(results, out, started):
     sys.exit(0 if done.returncode == 0 and not done.stderr else 1)
 
 
+@pytest.mark.slow("processes of its own")
 def test_two_renderings_at_once_leave_whole_pages(results, tmp_path, capsys):
     out = tmp_path / "board" / "README.md"
     assert bench(capsys, "leaderboard", "--results", results, "--out", out)[0] == 0
@@ -209,6 +210,7 @@ def test_a_pair_that_can_not_be_compared_is_a_row_of_its_own(tmp_path, capsys):
     assert [str(tmp_path / name / "broken.json") in err for name in ("a", "b")] == [True, True], "what is skipped is named"
 
 
+@pytest.mark.slow("takes seconds")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_no_mutated_record_breaks_a_verb():
     """The full experiment: `python tests/fuzz_records.py --mutations 1000`."""

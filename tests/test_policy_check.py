@@ -23,6 +23,7 @@ from kvbench.policies.h2o import H2O
 from kvbench.policies.sink_window import SinkWindow
 
 
+@pytest.mark.slow("takes seconds")
 @pytest.mark.parametrize("name", default_policies())
 def test_our_policies_pass(name):
     assert [f for f in policy_check.check(name).findings if not f.ok] == []
@@ -102,6 +103,7 @@ def test_what_is_wrong_is_said(kind, word, monkeypatch):
     assert any(word in p for p in problems), problems
 
 
+@pytest.mark.slow("takes seconds")
 def test_a_policy_from_a_file_needs_no_change_of_ours(tmp_path: Path):
     file = tmp_path / "norm.py"
     file.write_text(
@@ -165,6 +167,7 @@ def wrong(found):
     return [f for f in found.findings if not f.ok]
 
 
+@pytest.mark.slow("takes seconds")
 def test_the_rules_hold_at_the_capacity_that_is_asked_for(monkeypatch):
     """A window of 16 protected tokens needs a capacity of at least 16."""
     (finding,) = wrong(checked(monkeypatch, Near, capacities=[8, 16, 64]))
@@ -201,6 +204,7 @@ def test_a_band_that_is_not_kept_is_found(monkeypatch):
     assert finding.problem == "after 17 tokens it keeps [1] where its band says [0] (at capacity 16)"
 
 
+@pytest.mark.slow("takes seconds")
 def test_it_says_how_the_policy_will_be_read_and_how_fast(monkeypatch):
     assert checked(monkeypatch, SinkWindow).reading.startswith("closed form, ")
     plain = checked(monkeypatch, Tova).reading
@@ -252,6 +256,7 @@ def test_a_policy_that_breaks_a_rule_only_later_is_refused(kind, word):
     assert word in found.problem
 
 
+@pytest.mark.slow("takes seconds")
 def test_a_large_cache_is_made_up_small(monkeypatch):
     """The view of a cache of 100,000 tokens takes tens of MB for every model, and larger ones are not made."""
     seen = []
@@ -300,6 +305,7 @@ class Near(Policy):
 """
 
 
+@pytest.mark.slow("measures suites")
 def test_a_run_refuses_it_before_anything_is_measured(tmp_path, model_dir, text_dir, capsys):
     """The refusal is one line. A policy that keeps the rules runs."""
     file = tmp_path / "near.py"
@@ -325,6 +331,7 @@ def test_bind_that_crashes_is_told_with_its_line(tmp_path, capsys):
     assert "ZeroDivisionError: division by zero (mine.py:5, in bind)" in err
 
 
+@pytest.mark.slow("measures suites")
 def test_policy_check_tries_the_capacities_it_is_given(tmp_path, capsys):
     file = tmp_path / "near.py"
     file.write_text(NEAR)
@@ -374,6 +381,7 @@ def importance_order(policy, view):
     return policy.importance(view).take_along_dim(by_rank, -1).argsort(dim=-1, stable=True)
 
 
+@pytest.mark.slow("measures suites")
 def test_a_policy_that_exits_ends_no_verb_with_success(tmp_path, model_dir, text_dir, capsys):
     (tmp_path / "exits.py").write_text(
         "from kvbench import Policy\n\n\nclass Exits(Policy):\n    def importance(self, view):\n        raise SystemExit(0)\n"

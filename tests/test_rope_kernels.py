@@ -28,7 +28,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Two results that are rounded from nearly the same float32 number differ by one unit in the last place at most.
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
-pytestmark = needs_triton
+pytestmark = [needs_triton, pytest.mark.slow("Triton's interpreter")]
 
 
 @pytest.fixture

@@ -107,6 +107,7 @@ policies: [bad.py:Bad, window]
 """
 
 
+@pytest.mark.slow("measures suites")
 def test_latency_goes_on_with_the_cells_whose_policy_does_not_crash(tmp_path, capsys, monkeypatch):
     """Cells that are measured together are first tried separately."""
     monkeypatch.chdir(tmp_path)
@@ -169,6 +170,7 @@ policies:
 """
 
 
+@pytest.mark.slow("processes of its own")
 def test_cells_after_a_failed_capture_are_measured_in_a_new_process(tmp_path, monkeypatch):
     """With the same figures and methods. The capture fails while the first cell is measured."""
     (tmp_path / "two.yaml").write_text(TWO_CELLS)
@@ -196,6 +198,7 @@ def test_cells_after_a_failed_capture_are_measured_in_a_new_process(tmp_path, mo
             assert facts.get(name) == others.get(name), name
 
 
+@pytest.mark.slow("measures suites")
 def test_cells_side_by_side_are_measured_in_one_new_process(tmp_path, monkeypatch, capsys):
     """Latency, whose cells are one group, without the process. A cell that crashes has its error in its record."""
     groups = []

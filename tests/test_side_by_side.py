@@ -190,6 +190,7 @@ def test_nonsense_is_refused_in_one_line(options, error, tmp_path):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow("measures suites")
 def test_a_cell_that_does_not_fit_after_all_says_what_to_do(tmp_path, monkeypatch):
     from kvbench.harness.engine import loop
 
@@ -210,6 +211,7 @@ def test_a_cell_that_does_not_fit_after_all_says_what_to_do(tmp_path, monkeypatc
         assert record.error.message == "4 streams at once don't fit: give side_by_side: 2"
 
 
+@pytest.mark.slow("measures suites")
 def test_requests_of_a_batch_that_a_trial_chose_are_answered_alike(tmp_path):
     found = {}
     for batch in ("auto", "3"):

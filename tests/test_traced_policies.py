@@ -48,6 +48,7 @@ def check_decoders(
     assert fast.kept() == plain.kept()
 
 
+@pytest.mark.slow("many drawn cases")
 @needs_compiler
 @settings(max_examples=60)
 @given(
@@ -63,6 +64,7 @@ def test_several_statistics_are_compiled(policy, capacity, every, sizes, streams
     check_decoders(policy, capacity, [*sizes, 1], streams, mode, family, every)
 
 
+@pytest.mark.slow("takes seconds")
 @needs_triton
 def test_several_statistics_in_triton(monkeypatch):
     monkeypatch.setitem(choose._MODULES, DEVICE.type, cuda)
@@ -205,6 +207,7 @@ def check_layer(layer: Layer, module, sizes: list[int]) -> None:
 POLICIES = [*PLAIN, *WRITTEN, H2O(), Random(), SinkWindow(1)]
 
 
+@pytest.mark.slow("many drawn cases")
 @needs_compiler
 @settings(max_examples=100)
 @given(
@@ -223,6 +226,7 @@ def test_a_layer_in_c_is_the_plain_reference(policy, capacity, every, mode, size
     check_layer(Layer(policy, capacity, every, mode, 0, heads, group, seed=seed), cpu, [*sizes, 1])
 
 
+@pytest.mark.slow("takes seconds")
 @needs_triton
 @pytest.mark.parametrize(("policy", "mode"), list(zip(POLICIES, MODES * len(POLICIES), strict=False)), ids=str)
 def test_a_layer_in_triton_is_the_plain_reference(policy, mode):
@@ -329,6 +333,7 @@ def test_what_is_no_elementwise_rule_is_refused_and_says_why(why):
     assert why in str(found.value)
 
 
+@pytest.mark.slow("takes seconds")
 @needs_compiler
 @needs_triton
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from kvbench.policies.h2o import H2O
 from kvbench.policies.random import Random
 from kvbench.policies.sink_window import SinkWindow
 
-pytestmark = needs_triton
+pytestmark = [needs_triton, pytest.mark.slow("Triton's interpreter")]
 
 BY_KERNELS = Method(fill=False, closed_form=False, walk_kernel=True, step_kernel=True)
 LIMIT = 45  # tokens; the largest distance of mode `clamped`

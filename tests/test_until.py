@@ -213,6 +213,7 @@ def run(folder, half_width, policies="window", **options):
     return request.measure(folder / "results", request.cells(), **options)
 
 
+@pytest.mark.slow("measures suites")
 def test_a_suite_measures_the_reference_first_and_stops_at_the_same_place_every_time(short_blocks, tmp_path):
     reference, *others = run(tmp_path, 0.1)
     assert [r.status for r in (reference, *others)] == ["ok"] * 3
@@ -229,6 +230,7 @@ def test_a_suite_measures_the_reference_first_and_stops_at_the_same_place_every_
     assert [c.id for c in lone] == [reference.cell_id, others[0].cell_id]
 
 
+@pytest.mark.slow("all published records")
 def test_looks_are_verified_from_the_traces_and_the_reference(short_blocks, tmp_path):
     _, record, _ = run(tmp_path, 0.1)
     store = RecordStore(tmp_path / "results")

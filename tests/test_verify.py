@@ -137,6 +137,7 @@ def quick(folder, seed):
     return with_trace(folder, cell_record(metrics, task=task, capacity=9), ".steps.npy", steps.astype("<f4"))
 
 
+@pytest.mark.slow("takes seconds")
 def test_steps_below_a_millisecond_hold_and_a_forged_one_does_not(tmp_path):
     """A round's median is rounded to 1e-5 ms. The float32 trace may round it the other way."""
     made = [quick(tmp_path, seed) for seed in range(300)]
@@ -212,6 +213,7 @@ def test_a_models_facts_tell_its_kv_bytes(window):
     assert kv_bytes(made) == model.kv_bytes(8) > 0
 
 
+@pytest.mark.slow("measures suites")
 def test_what_a_run_leaves_holds_and_a_bad_answer_is_seen(tmp_path):
     (tmp_path / "s.yaml").write_text(
         "suite: s\nversion: 1\nmodel: {id: 'builtin:sink_1'}\ntask:\n  - {name: perplexity, data: prose, tokens: 300}\n"
