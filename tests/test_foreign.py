@@ -285,7 +285,7 @@ def ran(tmp_path_factory) -> Path:
     (folder / "theirs.yaml").write_text(SUITE)
     done = bench_in("run", "theirs.yaml", "--threads", 1, cwd=folder)
     assert done.returncode == 0, done.stderr
-    assert "its own" in done.stdout, "the closing table"
+    assert "its own" in done.stderr, "the closing table"
     return folder
 
 

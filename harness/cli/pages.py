@@ -192,11 +192,12 @@ def _rendered(
     targets: Mapping[str, tuple[str, str]],
 ) -> _Pages:  # fmt: skip
     """Render all pages and their drawings. paths: of the records' files, by `id`."""
-    from kvbench.harness.report import chart, feed, paper, site
+    from kvbench.harness.report import chart, feed, paper, sections, site
     from kvbench.harness.report import leaderboard as board
 
     made = feed.feed(records, submitted)
-    render = {"leaderboard": lambda: board.render(made), "paper": lambda: paper.render(records)}
+    unasked = sections.unasked(records, {(q["suite"], q["suite_version"]) for q in made["questions"]})
+    render = {"leaderboard": lambda: board.render(made, unasked), "paper": lambda: paper.render(records)}
     rendered = {name: render[name]() for name in render if name in targets}
     pages = {targets[name][1]: page.text for name, page in rendered.items()}
     if "site" in targets:

@@ -132,7 +132,7 @@ def _table(records: Sequence[Record], options: Sequence[str], positions: str, ma
         "ms/step": ["" if row.step_ms is None else f"{row.step_ms:.3g}" for row in policies],
         "status": [_status(row.records) for row in policies],
     }
-    if len(capacities) < 2:
+    if len(capacities) < 2 and "its own" not in columns["capacity"]:
         del columns["capacity"]
     shown = {head: cells for head, cells in columns.items() if any(cells)}
     notes = [f"Perplexity is over {describe_tokens(scored, common)}."] if not common.are_all else []

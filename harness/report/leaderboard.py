@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 from kvbench.harness.report.chart import Chart, Page, page
@@ -21,11 +22,14 @@ _MOST_ROWS = 5  # of the table
 _MOST_NAMES = 3  # of a question
 
 
-def render(feed: dict[str, Any]) -> Page:
-    """The page, with its chart: the default question with its best policies, then each other question in a sentence."""
+def render(feed: dict[str, Any], unasked: Sequence[str | Chart] = ()) -> Page:
+    """The page, with its charts: the default question with its best policies, each other question in a sentence, and the rest.
+
+    unasked: tables of suites that answer no question.
+    """
     questions = feed["questions"]
     lines: list[str | Chart] = [_HEAD]
-    if not questions:
+    if not questions and not unasked:
         lines.append("No record has a perplexity or right answers yet: `bench run suites/pg19.yaml`.\n")
     for question in questions:
         if question["id"] == feed["default"]:
@@ -33,7 +37,9 @@ def render(feed: dict[str, Any]) -> Page:
     lines += ["## All questions\n"] if questions else []
     for suite, asked in itertools.groupby(questions, key=lambda q: (q["suite"], q["suite_version"])):
         lines += _suite(suite, list(asked))
-    return page(lines)
+    folded = bool(questions and unasked)
+    head, foot = ("<details><summary>Times, memory and attention</summary>\n", "\n</details>\n") if folded else ("", "")
+    return page([*lines, *filter(None, [head]), *unasked, *filter(None, [foot])])
 
 
 def _default(question: dict[str, Any]) -> list[str | Chart]:
@@ -43,7 +49,7 @@ def _default(question: dict[str, Any]) -> list[str | Chart]:
     picture = over_budgets(question, _PICTURE)
     return [
         f"## {md(question['model'])}, {md(question['subject'])}\n", f"**{md(shown['answer'])}**\n",
-        *([*others, ""] if others else []), *([picture] if picture else []), *_table(question, shown),
+        *([*others, ""] if others else []), *([picture] if picture else []), *_table(question, shown), _flagged(question, shown),
     ]  # fmt: skip
 
 
@@ -67,7 +73,16 @@ def _line(question: dict[str, Any]) -> str:
     named = [f"{_rank(row)} {row['name']}{_lost(row)}" for row in budget["rows"][:_MOST_NAMES]]
     best = f" Best: {md('; '.join(named))}." if len(budget["rows"]) > 1 else ""
     asked = f"[{md(question['model'])}, {md(question['subject'])}](index.html#q={question['id']})"
-    return f"- {asked}, {size(budget['capacity'])}: {md(budget['finding'])}{best}"
+    return f"- {asked}, {size(budget['capacity'])}: {md(budget['finding'])}{best}{_flagged(question, budget)}"
+
+
+def _flagged(question: dict[str, Any], budget: dict[str, Any]) -> str:
+    """What is wrong with rows of a budget or with what they are compared with; empty if nothing is."""
+    by_status: dict[str, list[str]] = {}
+    for row in (*budget["rows"], *question["references"]):
+        if row["status"] != "ok":
+            by_status.setdefault(row["status"], []).append(row["name"])
+    return "".join(f" **Flagged**, {md(', '.join(names))}: {md(status)}." for status, names in by_status.items())
 
 
 def _table(question: dict[str, Any], budget: dict[str, Any]) -> list[str]:

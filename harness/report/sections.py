@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from kvbench.harness.records import Record, newest
-from kvbench.harness.report.chart import Page, page
+from kvbench.harness.report.chart import Chart, Page, page
 from kvbench.harness.report.charts import over_steps
 from kvbench.harness.report.groups import order
 from kvbench.harness.report.markdown import md
@@ -34,11 +34,25 @@ def section(record: Record, records: Iterable[Record]) -> Page:
     If the model is one that a pretraining kept on the way, curves over the steps of the training come first.
     """
     suite = [r for r in newest([*records, record]) if _suite(r) == _suite(record)]
-    cell, task = record.cell, task_of(record)
-    rows = sorted((r for r in suite if section_key(r) == section_key(record)), key=order)
+    curves = over_steps.body(record.cell.suite, suite) if over_steps.KEPT.fullmatch(record.cell.model.id) else []
+    return page([*curves, *_table([r for r in suite if section_key(r) == section_key(record)])])
+
+
+def unasked(records: Iterable[Record], asked: Collection[tuple[str, int]]) -> list[str | Chart]:
+    """The tables of suites that answer no question, as they have no perplexity or right answers: times, memory, attention."""
+    groups: dict[str, list[Record]] = {}
+    for record in newest(list(records)):
+        if _suite(record) not in asked:
+            groups.setdefault(section_key(record), []).append(record)
+    return [line for group in groups.values() for line in _table(group)]
+
+
+def _table(records: Iterable[Record]) -> list[str | Chart]:
+    """The table of records of one section, with its heading."""
+    rows = sorted(records, key=order)
+    cell, task = rows[0].cell, task_of(rows[0])
     of_what = f"{md(cell.suite)} v{md(cell.suite_version)}: {md(cell.model.id)}, {md(cell.model.dtype)}.\n"
-    curves = over_steps.body(cell.suite, suite) if over_steps.KEPT.fullmatch(cell.model.id) else []
-    return page([*curves, f"## {md(task.heading(record))}\n", of_what, *task.body(rows)])
+    return [f"## {md(task.heading(rows[0]))}\n", of_what, *task.body(rows)]
 
 
 def _suite(record: Record) -> tuple[str, int]:
