@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvbench.harness.core.packed import content, stored, unpacked, write_plain
 from kvbench.harness.report.baseline_file import FILE
 
 Edit = Callable[[dict[str, Any]], None]  # changes a record's JSON value
@@ -30,7 +31,9 @@ class Tampering:
 
 
 def _records(folder: Path, task: str) -> list[Path]:
-    found = [p for p in sorted(folder.rglob("*.json")) if json.loads(p.read_text())["cell"]["task"]["name"] == task]
+    """Records of a task, by the name that they have when they are not packed."""
+    files = sorted(unpacked(path) for pattern in ("*.json", "*.json.bz2") for path in folder.rglob(pattern))
+    found = [path for path in files if json.loads(content(path))["cell"]["task"]["name"] == task]
     assert found, f"no records of {task} in {folder}"
     return found
 
@@ -40,9 +43,9 @@ def edited(task: str, edit: Edit) -> Callable[[Path], None]:
 
     def change(folder: Path) -> None:
         for path in _records(folder, task):
-            value = json.loads(path.read_text())
+            value = json.loads(content(path))
             edit(value)
-            path.write_text(json.dumps(value, indent=1))
+            write_plain(path, json.dumps(value, indent=1).encode())
 
     return change
 
@@ -95,7 +98,7 @@ def _failed(value: dict[str, Any]) -> None:
 
 
 def _delete(folder: Path) -> None:
-    _records(folder, "perplexity")[0].unlink()
+    stored(_records(folder, "perplexity")[0]).unlink()
 
 
 def _trace(folder: Path) -> Path:
