@@ -172,7 +172,7 @@ def test_cells_of_unequal_length_are_compared_on_what_both_read(base, tmp_path):
 
 def test_the_page_says_how_far_each_was_read(base, tmp_path):
     made, _ = measured(WORSE, options_of(1e-9), tmp_path, reference=base)
-    text = section(base, [made]).text
+    text = section(made, [base]).text
     assert "tokens read" in text
     assert "262,144 (limit)" in text
     assert "corrected for 4 planned looks" in text
