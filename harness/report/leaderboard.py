@@ -37,9 +37,9 @@ def render(feed: dict[str, Any], unasked: Sequence[str | Chart] = ()) -> Page:
     lines += ["## All questions\n"] if questions else []
     for suite, asked in itertools.groupby(questions, key=lambda q: (q["suite"], q["suite_version"])):
         lines += _suite(suite, list(asked))
-    folded = bool(questions and unasked)
-    head, foot = ("<details><summary>Times, memory and attention</summary>\n", "\n</details>\n") if folded else ("", "")
-    return page([*lines, *filter(None, [head]), *unasked, *filter(None, [foot])])
+    if questions and unasked:
+        return page([*lines, "<details><summary>Times, memory and attention</summary>\n", *unasked, "\n</details>\n"])
+    return page([*lines, *unasked])
 
 
 def _default(question: dict[str, Any]) -> list[str | Chart]:
