@@ -4,6 +4,7 @@ MODEL ?=
 DATA ?=
 SUITE ?= suites/quickstart.yaml
 ARGS ?=
+SITE = https://kv-bench.github.io/kv-bench/leaderboard/page.html
 RESULTS ?= $(or $(BENCH_RESULTS),results)
 GPU_PYTHON ?= $(if $(wildcard .venv/ready),.venv/bin/python,python3)
 BIN = .venv/bin
@@ -17,7 +18,7 @@ bench: .venv/ready  ## all policies on a built-in model, or: make bench SUITE=su
 	exit $$code  # 4: some cells failed; the page shows which
 
 leaderboard: .venv/ready  ## the published page, from the published records
-	$(BIN)/bench leaderboard --results leaderboard/results --out leaderboard/README.md
+	$(BIN)/bench leaderboard --results leaderboard/results --out leaderboard/README.md --site $(SITE)
 
 test: .venv/ready  ## all tests, and that what microbench times still runs
 	$(BIN)/python -m pytest -n auto -m 'not alone' --durations=25 --benchmark-disable tests tests/benchmarks/bench_inner.py
@@ -97,7 +98,7 @@ clean:
 .PHONY: docs picture validity
 
 docs: .venv/docs  ## the documentation and the leaderboard as a site, in site/
-	$(BIN)/bench leaderboard --results leaderboard/results --out leaderboard/README.md
+	$(BIN)/bench leaderboard --results leaderboard/results --out leaderboard/README.md --site $(SITE)
 	$(BIN)/python -m mkdocs build --strict
 
 picture: .venv/ready  ## the README's pictures, and figures in prose, from the records in leaderboard/results

@@ -164,7 +164,8 @@ def test_the_page_in_the_repository_is_the_page_of_its_records(board):
     charts = []
     made = feed.feed(records)
     unasked = sections.unasked(records, {(q["suite"], q["suite_version"]) for q in made["questions"]})
-    for page, file in ((render(made, unasked), "README.md"), (paper.render(records), "paper.md")):
+    site = re.search(r"^SITE = (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M).group(1)
+    for page, file in ((render(made, unasked, site), "README.md"), (paper.render(records), "paper.md")):
         assert page.text == (board / file).read_text(encoding="utf-8")
         charts += [f"{c.name}{theme}.svg" for c in page.charts for theme in ("", "-dark")]
     assert sorted(charts) == sorted(p.name for p in (board / "charts").iterdir())

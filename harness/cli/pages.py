@@ -51,7 +51,8 @@ class _Pages:
 @click.option(
     "--paper", type=FILLED, help="File of the page with published figures; - for stdout. Default: paper.md beside --out."
 )
-def leaderboard(results: str, out: str | None, paper: str | None) -> None:
+@click.option("--site", metavar="URL", default="index.html", help="Where index.html is published, for links from the leaderboard.")
+def leaderboard(results: str, out: str | None, paper: str | None, site: str) -> None:
     """Write the pages of a folder of records.
 
     These are the leaderboard, a page that compares the records with published figures, `index.html`, which answers questions and
@@ -73,7 +74,7 @@ def leaderboard(results: str, out: str | None, paper: str | None) -> None:
         _refuse_foreign_charts(path, option)
     records, paths, forged = _read(results)
     submitted = read_submitted(Path(results))
-    output, broken = make_without_broken(records, lambda part: _rendered(part, paths, submitted, targets))
+    output, broken = make_without_broken(records, lambda part: _rendered(part, paths, submitted, targets, site))
     for record, error in broken:
         click.echo(
             f"bench: {visible(paths[id(record)])}: left out, because rendering it failed ({visible(repr(error))})", err=True
@@ -189,15 +190,15 @@ def _read(results: str) -> tuple[list[Record], dict[int, Path], int]:
 
 def _rendered(
     records: Sequence[Record], paths: Mapping[int, Path], submitted: Mapping[str, Submitted],
-    targets: Mapping[str, tuple[str, str]],
+    targets: Mapping[str, tuple[str, str]], address: str,
 ) -> _Pages:  # fmt: skip
-    """Render all pages and their drawings. paths: of the records' files, by `id`."""
+    """Render all pages and their drawings. paths: of the records' files, by `id`. address: of the site, for links."""
     from kvbench.harness.report import chart, feed, paper, sections, site
     from kvbench.harness.report import leaderboard as board
 
     made = feed.feed(records, submitted)
     unasked = sections.unasked(records, {(q["suite"], q["suite_version"]) for q in made["questions"]})
-    render = {"leaderboard": lambda: board.render(made, unasked), "paper": lambda: paper.render(records)}
+    render = {"leaderboard": lambda: board.render(made, unasked, address), "paper": lambda: paper.render(records)}
     rendered = {name: render[name]() for name in render if name in targets}
     pages = {targets[name][1]: page.text for name, page in rendered.items()}
     if "site" in targets:

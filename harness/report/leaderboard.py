@@ -22,10 +22,10 @@ _MOST_ROWS = 5  # of the table
 _MOST_NAMES = 3  # of a question
 
 
-def render(feed: dict[str, Any], unasked: Sequence[str | Chart] = ()) -> Page:
+def render(feed: dict[str, Any], unasked: Sequence[str | Chart] = (), site: str = "index.html") -> Page:
     """The page, with its charts: the default question with its best policies, each other question in a sentence, and the rest.
 
-    unasked: tables of suites that answer no question.
+    unasked: tables of suites that answer no question. site: where links to the page of a question lead.
     """
     questions = feed["questions"]
     lines: list[str | Chart] = [_HEAD]
@@ -36,7 +36,7 @@ def render(feed: dict[str, Any], unasked: Sequence[str | Chart] = ()) -> Page:
             lines += _default(question)
     lines += ["## All questions\n"] if questions else []
     for suite, asked in itertools.groupby(questions, key=lambda q: (q["suite"], q["suite_version"])):
-        lines += _suite(suite, list(asked))
+        lines += _suite(suite, list(asked), site)
     if questions and unasked:
         return page([*lines, "<details><summary>Times, memory and attention</summary>\n", *unasked, "\n</details>\n"])
     return page([*lines, *unasked])
@@ -59,20 +59,20 @@ def _middle(question: dict[str, Any]) -> dict[str, Any]:
     return middle
 
 
-def _suite(suite: tuple[str, str], questions: list[dict[str, Any]]) -> list[str]:
+def _suite(suite: tuple[str, str], questions: list[dict[str, Any]], site: str) -> list[str]:
     """The questions of a suite, folded."""
     models = ", ".join(dict.fromkeys(question["model"] for question in questions))
     count = f"{len(questions)} question{'' if len(questions) == 1 else 's'}"
     head = f"<details><summary>{md(suite[0])} v{md(suite[1])}: {count} on {md(models)}</summary>\n"
-    return [head, *map(_line, questions), "\n</details>\n"]
+    return [head, *(_line(question, site) for question in questions), "\n</details>\n"]
 
 
-def _line(question: dict[str, Any]) -> str:
+def _line(question: dict[str, Any], site: str) -> str:
     """A question with the link to its page, the sentence of its middle budget, and the best policies with what they lose."""
     budget = _middle(question)
     named = [f"{_rank(row)} {row['name']}{_lost(row)}" for row in budget["rows"][:_MOST_NAMES]]
     best = f" Best: {md('; '.join(named))}." if len(budget["rows"]) > 1 else ""
-    asked = f"[{md(question['model'])}, {md(question['subject'])}](index.html#q={question['id']})"
+    asked = f"[{md(question['model'])}, {md(question['subject'])}]({site}#q={question['id']})"
     return f"- {asked}, {size(budget['capacity'])}: {md(budget['finding'])}{best}{_flagged(question, budget)}"
 
 
