@@ -13,6 +13,7 @@ from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics
 from kvbench.harness.report import sections
 from kvbench.harness.report.best import Contender, best_policies
 from kvbench.harness.report.common_tokens import Common, common_tokens, describe_tokens, on_common
+from kvbench.harness.report.enough import longer_text
 from kvbench.harness.report.feed.question import is_reference
 from kvbench.harness.report.machines import by_machine
 from kvbench.harness.report.markdown import cache_bytes
@@ -135,7 +136,9 @@ def _table(records: Sequence[Record], options: Sequence[str], positions: str, ma
     if len(capacities) < 2 and "its own" not in columns["capacity"]:
         del columns["capacity"]
     shown = {head: cells for head, cells in columns.items() if any(cells)}
-    notes = [f"Perplexity is over {describe_tokens(scored, common)}."] if not common.are_all else []
+    longer = longer_text(scored)
+    notes = [f"Long enough for an interval: {longer}."] if longer else []
+    notes += [f"Perplexity is over {describe_tokens(scored, common)}."] if not common.are_all else []
     in_heading = [key for key in options if len({repr(r.cell.options.get(key)) for r in records if _text_or_prompt(r)}) == 1]
     parts = [f"positions {positions}" if positions else "", f"on {machine}" if machine else ""]
     heading = visible(", ".join(part for part in [_heading(records[0], capacities, in_heading), *parts] if part))
