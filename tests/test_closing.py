@@ -154,15 +154,37 @@ def test_texts_and_models_have_a_table_each():
     elsewhere = edit(measured("h2o", 2.5), cell={"model": {"id": "n", "dtype": "float32"}})
     tables = closing([measured("h2o", 2.0), other, elsewhere]).tables
     assert [t.heading for t in tables] == [
-        "s, m, 8 tokens cached", "s, m, 8 tokens cached, book 7", "s, n, 8 tokens cached",
+        "s, m, 8 tokens cached, perplexity, 32,768 tokens", "s, m, 8 tokens cached, perplexity, 32,768 tokens, book 7",
+        "s, n, 8 tokens cached, perplexity, 32,768 tokens",
     ]  # fmt: skip
+
+
+def test_a_heading_speaks_of_tasks_and_not_of_keys():
+    """Where the run has several tables, each says what was read or asked, and not which options differ."""
+    once, popular = ({"name": "lm_eval", "tasks": f"kvbench_{kind}", "limit": 100, "batch": 32} for kind in ("once", "popular"))
+    asked = [edit(answered("h2o", "1"), cell={"task": task | question})
+             for question in ({}, {"question": "unseen"}) for task in (once, popular)]  # fmt: skip
+    tables = closing([measured("h2o", 2.0), *asked]).tables
+    assert [t.heading.removeprefix("s, m, 8 tokens cached, ") for t in tables] == [
+        "perplexity, 32,768 tokens", "once and popular", "once and popular, question unseen",
+    ]  # fmt: skip
+
+
+def test_dense_past_its_training_length_has_no_perplexity():
+    """Its mean depends on where reading stopped, and stood beside those of caches as if it were one of them."""
+    dense = measured("dense", 9.0, None, facts={"training_length": 512})
+    (table,) = closing([dense, measured("h2o", 2.0)]).tables
+    assert [line[list(table.head).index("perplexity")] for line in table.lines] == ["–", "7.389"]
+    assert any("past its training length" in note for note in table.notes)
 
 
 def test_two_machines_never_share_a_row():
     """A copied folder of records has figures of quality that were measured elsewhere; they are finished, and skipped."""
     here, there = answered("h2o", "11", facts={"device": "here"}), measured("h2o", 2.0, facts={"device": "there"})
     tables = closing([here, there]).tables
-    assert [t.heading for t in tables] == ["s, m, 8 tokens cached, on here", "s, m, 8 tokens cached, on there"]
+    assert [t.heading.removeprefix("s, m, 8 tokens cached, ") for t in tables] == [
+        "StreamEval, on here", "perplexity, 32,768 tokens, on there",
+    ]  # fmt: skip
     assert [t.lines[0][1] for t in tables] == ["100 %", "7.389"]
 
 
