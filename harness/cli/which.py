@@ -19,7 +19,7 @@ from kvbench.harness.run.request import RunRequest
 
 if TYPE_CHECKING:
     from kvbench.harness.records import Record
-    from kvbench.harness.run.which import Asked
+    from kvbench.harness.run.which import Asked, Plan
 
 
 class _Budget(click.ParamType[int]):
@@ -83,10 +83,14 @@ def which(
     asked = Asked(model, budget, minutes, data, device, dtype)
     folder = Path(results) if dry_run else writable(Path(results))
     suite = folder / "which" / f"{re.sub(r'[^A-Za-z0-9.-]+', '_', model).strip('_')}-{budget}.yaml"
-    if not _is_kept(suite, asked) or fresh or dry_run:
-        _choose(asked, suite, dry_run)
     if dry_run:
+        _say(_chosen(asked), as_json)
         return
+    if fresh or not _is_kept(suite, asked):
+        chosen = _chosen(asked)
+        for line in [*chosen.notes, chosen.says]:
+            click.echo(line, err=True)
+        chosen.write(suite, asked.command)
     request = RunRequest(str(suite), None, data, device=device, threads=threads)
     records = _measure(request, suite, folder, fresh)
     _show(records, asked, results, as_json)
@@ -102,16 +106,20 @@ def _is_kept(suite: Path, asked: Asked) -> bool:
         return False
 
 
-def _choose(asked: Asked, suite: Path, dry_run: bool) -> None:
-    """Make the suite, and say what it measures; with `dry_run` on stdout, and nothing is kept."""
+def _chosen(asked: Asked) -> Plan:
+    """What is measured, after a trial of each policy."""
     from kvbench.harness.run.which import plan
 
     click.echo(f"trying policies on {asked.model}, to see what fits into {asked.minutes:g} min", err=True)
-    chosen = plan(asked)
-    for note in [*chosen.notes, chosen.says]:
-        click.echo(note, err=not dry_run)
-    if not dry_run:
-        chosen.write(suite, asked.command)
+    return plan(asked)
+
+
+def _say(chosen: Plan, as_json: bool) -> None:
+    """Say what would be measured."""
+    if as_json:
+        click.echo(json.dumps({"suite": chosen.suite, "seconds": chosen.seconds, "notes": list(chosen.notes)}, indent=1))
+    else:
+        click.echo("\n".join([*chosen.notes, chosen.says]))
 
 
 def _measure(request: RunRequest, suite: Path, folder: Path, fresh: bool) -> list[Record]:
@@ -133,7 +141,7 @@ def _show(records: list[Record], asked: Asked, results: str, as_json: bool) -> N
     """Print the sentence and the table, and write the page."""
     from kvbench.harness.report.closing import closing
     from kvbench.harness.report.doubts import with_doubts
-    from kvbench.harness.report.which import BEST, which
+    from kvbench.harness.report.which import LEGEND, which
 
     found, troubles = which(records, asked.budget), closing(with_doubts(records)).troubles
     if as_json:
@@ -143,7 +151,7 @@ def _show(records: list[Record], asked: Asked, results: str, as_json: bool) -> N
         print_rows(list(found.rows), False)
         click.echo()
         click.echo(click.wrap_text(found.sentence, line_width()))
-        click.echo(f"{BEST.strip()}: no other policy is surely better (95 % confidence).")
+        click.echo(click.wrap_text(LEGEND, line_width()))
     for trouble in troubles:
         click.echo(trouble, err=True)
     with contextlib.redirect_stdout(sys.stderr):

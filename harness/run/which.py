@@ -33,7 +33,8 @@ _CELL_S = 1.5  # of a cell, before it reads: its method is checked
 _ANSWER_TOKENS = 8
 _LATENCY = {"rounds": 6, "sittings": 2, "most_sittings": 3, "steps": 8, "precision": 0.1}
 _LATENCY_STEPS = 200  # of a cell, warming up included
-_LINE_TOKENS = 30  # of StreamEval, at most, questions included
+_LINE_TOKENS = 30  # of StreamEval, roughly, questions included
+_FEWEST_LINES = 6
 
 
 @dataclass(frozen=True)
@@ -114,9 +115,9 @@ def plan(asked: Asked) -> Plan:
     speeds = Speeds.of(spec, device)
     length = _stream_length(asked, speeds.training_length)
     text, most = _text(asked, length, tokenizer)
-    asking, tokens, notes = _questions(asked.budget, length, tokenizer)
+    asking, tokens, notes = _questions(asked, length, speeds.training_length, tokenizer)
     many = {"side_by_side": "auto"} if device.type == "cuda" else {}
-    least = {
+    least: dict[str, Any] = {
         "suite": SUITE, "version": 1, "description": f"Which policy at {asked.budget} tokens",
         "model": {"id": asked.model, "dtype": asked.dtype},
         "task": [text | many, *asking, {"name": "latency", "tokens": length, "prompt": 64, **_LATENCY, "evict": "step"}],
@@ -210,39 +211,36 @@ def _text(asked: Asked, length: int, tokenizer: Any) -> tuple[dict[str, Any], in
     raise UserError(f"{problem}; or leave out --data, to read built-in prose") from problem
 
 
-def _questions(budget: int, length: int, tokenizer: Any) -> tuple[list[dict[str, Any]], int, list[str]]:
-    """The tasks with questions, the tokens of a prompt, and what is to be said about them."""
-    ours = _lm_eval(["kvbench_once", "kvbench_needle"])
-    shortest, mean = _prompts(ours, tokenizer)
-    if shortest >= budget + _LEAST_EVICTED and mean <= length:
-        return [ours], mean, []
-    why = f"Our short questions have {shortest:,} tokens"
-    if shortest < budget + _LEAST_EVICTED and importlib.util.find_spec("wonderwords"):  # RULER's extra
-        ruler = _lm_eval(["niah_single_1"]) | {"max_seq_length": length}
-        return [ruler], length, [f"{why}, which the budget holds: RULER's needle is asked instead."]
+def _questions(asked: Asked, length: int, trained: int | None, tokenizer: Any) -> tuple[list[dict[str, Any]], int, list[str]]:
+    """The tasks with questions, the mean tokens of a prompt or stream, and what is to be said about them."""
+    kinds = {kind: _prompts(kind, tokenizer) for kind in ("kvbench_once", "kvbench_needle")}
+    least = asked.budget + _LEAST_EVICTED
+    usable = [kind for kind, tokens in kinds.items() if tokens[0] >= least and (trained is None or tokens[-1] <= trained)]
+    if usable:
+        return [_lm_eval(usable)], sum(sum(kinds[kind]) for kind in usable) // sum(len(kinds[kind]) for kind in usable), []
+    if all(tokens[0] < least for tokens in kinds.values()):
+        why = f"Our questions have only {min(tokens[0] for tokens in kinds.values()):,} tokens"
+        if importlib.util.find_spec("wonderwords"):  # of RULER's extra
+            ruler = _lm_eval(["niah_single_1"]) | {"max_seq_length": length}
+            return [ruler], length, [f"{why}: RULER's needle is asked for instead, in {length:,}."]
+    else:
+        why = "Our questions have more tokens than the model was trained on"
     lines = length // _LINE_TOKENS
-    if lines < 4:
-        return [], 0, [f"{why}, and no others fit: no questions are asked."]
-    stream = {"name": "streameval", "lines": lines, "distance": max(1, lines // 3), "query_every": max(1, lines // 6)}
+    if lines < _FEWEST_LINES:
+        return [], 0, [f"{why}, and no others fit: none are asked."]
+    stream = {"name": "streameval", "lines": lines, "distance": lines // 3, "query_every": max(1, lines // 6)}
     return [stream | {"streams": MIN_BLOCKS, "evict": "step"}], length, [f"{why}: lines of a record are asked for instead."]
 
 
 def _lm_eval(tasks: list[str]) -> dict[str, Any]:
-    return {
-        "name": "lm_eval",
-        "tasks": tasks,
-        "question": ["seen", "unseen"],
-        "limit": MIN_BLOCKS,
-        "batch": 16,
-        "evict": "prompt",
-    }
+    asked = {"question": ["seen", "unseen"], "limit": MIN_BLOCKS, "batch": 16}
+    return {"name": "lm_eval", "tasks": tasks} | asked | {"evict": "prompt"}
 
 
-def _prompts(task: dict[str, Any], tokenizer: Any) -> tuple[int, int]:
-    """(fewest, mean) tokens of the prompts of lm-eval's tasks."""
+def _prompts(kind: str, tokenizer: Any) -> list[int]:
+    """Tokens of some prompts of a task of lm-eval, the shortest first."""
     lm_eval = plugins.task_class("lm_eval")
-    kinds = [lm_eval.data(lm_eval.options(tasks=kind, limit=MIN_BLOCKS), lambda: tokenizer, None) for kind in task["tasks"]]
-    return min(min(kind.lengths) for kind in kinds), sum(kind.tokens for kind in kinds) // (MIN_BLOCKS * len(kinds))
+    return sorted(lm_eval.data(lm_eval.options(tasks=kind, limit=MIN_BLOCKS), lambda: tokenizer, None).lengths)
 
 
 @dataclass(frozen=True)
