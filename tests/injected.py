@@ -445,7 +445,7 @@ INJECTIONS: dict[str, Injection] = {
     "closed form c - 1": _of(narrower_band, NATS, "method"),
     "closed form c - 1 in blocks > 256": _of(lambda: narrower_band(256), NATS, "exactness"),
     "group not summed": _of(group_not_summed, NATS, "exactness", walk=True),
-    "RoPE +1 from 10,000": _of(lambda: late_rope(LATE), NATS, "exactness"),
+    "RoPE +1 from 300": _of(lambda: late_rope(300), NATS, "exactness"),  # dense reads streams of 512 tokens
     "attention x0.98 after 10,000": _of(lambda: late_attention(LATE), NATS, "exactness"),
     "last NLL of each block +1 %": _of(worse_last, NATS, "exactness"),
     "every token +0.005 nats": _of(worse, NATS, "quality"),

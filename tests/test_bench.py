@@ -72,8 +72,8 @@ def test_the_record_agrees_with_its_trace(ran):
         assert record.metrics.nll == pytest.approx(scored.mean(), abs=1e-9)
         assert len(scored) == record.metrics.tokens == sum(record.metrics.blocks.tokens)
         assert sum(record.metrics.blocks.nll_sum) == pytest.approx(scored.sum(), abs=1e-2)
-        assert len(scored) == (128 if record.cell.policy == "recompute_window" else 511)
-        assert record.metrics.kv_bytes == {"dense": 512, "recompute_window": 0}.get(record.cell.policy, 33) * 256 * 2
+        assert len(scored) == 20 * (16 if record.cell.policy == "recompute_window" else 255)
+        assert record.metrics.kv_bytes == 20 * {"dense": 256, "recompute_window": 0}.get(record.cell.policy, 33) * 256 * 2
 
 
 @pytest.mark.slow("measures suites")
@@ -252,7 +252,7 @@ def test_a_dry_run_lists_cells_and_measures_nothing(tmp_path, model_dir, text_di
     done = bench("run", "smoke", "--model", model_dir, "--data", text_dir, "--dry-run", "--json", cwd=tmp_path)
     rows = json.loads(done.stdout)
     assert len(rows) == 6
-    assert {r["kv_bytes"] for r in rows if r["policy"] == "h2o"} == {33 * 256 * 2}
+    assert {r["kv_bytes"] for r in rows if r["policy"] == "h2o"} == {20 * 33 * 256 * 2}
     assert not list(tmp_path.iterdir())
 
 

@@ -16,7 +16,7 @@ def test_a_cache_that_can_not_fit_is_refused_before_anything_is_measured(capsys,
     assert out == ""
     *_, last = err.splitlines()
     assert "window" in last
-    assert "its K/V slots take 476,837.2 GiB" in last.replace("476837.2", "476,837.2")  # 2 layers, 2 heads, 16 dims, K and V
+    assert "its K/V slots take 9,536,743.2 GiB" in last  # 20 streams, 2 layers, 2 heads, 16 dims, K and V
     assert "lower the capacity" in last
     assert "Traceback" not in err
     assert not list(tmp_path.rglob("*.json")), "the cell of 8 tokens was not measured either"

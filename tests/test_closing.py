@@ -9,6 +9,7 @@ import pytest
 from factories import edit, record
 
 from kvbench.harness.cli import closing as terminal
+from kvbench.harness.core.intervals import long_enough
 from kvbench.harness.records import RecordStore
 from kvbench.harness.report.closing import closing
 from kvbench.harness.report.groups import groups
@@ -90,12 +91,36 @@ def test_without_intervals_nothing_is_claimed():
         measured("dense", 1.9, None, tokens=1024),
         *(measured(p, n, tokens=1024) for p, n in (("h2o", 2.0), ("window", 3.0))),
     ]
-    assert sentences(*short) == [
+    assert sentences(*short)[:1] == [
         "At N tokens, the best of N policies by perplexity can't be determined: the text is too short for an interval."
     ]
-    assert sentences(*short[:2]) == [
+    assert sentences(*short[:2])[:1] == [
         "At N tokens, hNo can't be compared with dense (the text is too short for an interval) and keeps N/N of dense's K/V."
     ]
+
+
+@pytest.mark.parametrize("capacity", [8, 64, 1024])
+def test_a_text_that_is_too_short_is_told_what_would_do(capacity):
+    """That much has an interval, and half of it has none; the time is that of all rows, per token."""
+    data, facts = record().data.as_json() | {"tokens": 1024}, {"seconds": 15.0}
+    short = [measured(p, n, capacity, tokens=1024, data=data, facts=facts) for p, n in (("h2o", 2.0), ("window", 3.0))]
+    (table,) = closing(short).tables
+    said = re.fullmatch(r"Long enough for an interval: --set tokens=(\d+), about (\d+) min.", table.notes[-1])
+    tokens = int(said[1])
+    assert int(said[2]) == round(30 * tokens / 1024 / 60)
+    assert long_enough((tokens - capacity - 1) // 32, 32, capacity)
+    assert not long_enough(tokens // 2 // 32, 32, capacity)
+
+
+def test_streams_that_are_too_few_or_too_short_are_told_so():
+    def notes(streams: int, each: int):
+        data = record().data.as_json() | {"tokens": streams * each}
+        rows = [measured(p, 2.0, 64, tokens=streams * each, data=data, facts={"seconds": 1.0}) for p in ("h2o", "window")]
+        return closing([edit(r, metrics={"stream_tokens": each}) for r in rows]).tables[0].notes
+
+    assert notes(10, 256)[-1] == "Long enough for an interval: --set streams=20 --set tokens=5120, about 4 s."
+    assert notes(32, 64)[-1] == "Long enough for an interval: --set streams=32 --set tokens=8192, about 8 s."
+    assert not any("Long enough" in note for note in notes(20, 256))
 
 
 def test_dense_past_its_training_length_is_no_yardstick():
@@ -129,15 +154,37 @@ def test_texts_and_models_have_a_table_each():
     elsewhere = edit(measured("h2o", 2.5), cell={"model": {"id": "n", "dtype": "float32"}})
     tables = closing([measured("h2o", 2.0), other, elsewhere]).tables
     assert [t.heading for t in tables] == [
-        "s, m, 8 tokens cached", "s, m, 8 tokens cached, book 7", "s, n, 8 tokens cached",
+        "s, m, 8 tokens cached, perplexity, 32,768 tokens", "s, m, 8 tokens cached, perplexity, 32,768 tokens, book 7",
+        "s, n, 8 tokens cached, perplexity, 32,768 tokens",
     ]  # fmt: skip
+
+
+def test_a_heading_speaks_of_tasks_and_not_of_keys():
+    """Where the run has several tables, each says what was read or asked, and not which options differ."""
+    once, popular = ({"name": "lm_eval", "tasks": f"kvbench_{kind}", "limit": 100, "batch": 32} for kind in ("once", "popular"))
+    asked = [edit(answered("h2o", "1"), cell={"task": task | question})
+             for question in ({}, {"question": "unseen"}) for task in (once, popular)]  # fmt: skip
+    tables = closing([measured("h2o", 2.0), *asked]).tables
+    assert [t.heading.removeprefix("s, m, 8 tokens cached, ") for t in tables] == [
+        "perplexity, 32,768 tokens", "once and popular", "once and popular, question unseen",
+    ]  # fmt: skip
+
+
+def test_dense_past_its_training_length_has_no_perplexity():
+    """Its mean depends on where reading stopped, and stood beside those of caches as if it were one of them."""
+    dense = measured("dense", 9.0, None, facts={"training_length": 512})
+    (table,) = closing([dense, measured("h2o", 2.0)]).tables
+    assert [line[list(table.head).index("perplexity")] for line in table.lines] == ["–", "7.389"]
+    assert any("past its training length" in note for note in table.notes)
 
 
 def test_two_machines_never_share_a_row():
     """A copied folder of records has figures of quality that were measured elsewhere; they are finished, and skipped."""
     here, there = answered("h2o", "11", facts={"device": "here"}), measured("h2o", 2.0, facts={"device": "there"})
     tables = closing([here, there]).tables
-    assert [t.heading for t in tables] == ["s, m, 8 tokens cached, on here", "s, m, 8 tokens cached, on there"]
+    assert [t.heading.removeprefix("s, m, 8 tokens cached, ") for t in tables] == [
+        "StreamEval, on here", "perplexity, 32,768 tokens, on there",
+    ]  # fmt: skip
     assert [t.lines[0][1] for t in tables] == ["100 %", "7.389"]
 
 

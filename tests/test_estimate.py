@@ -63,6 +63,15 @@ def test_the_streams_of_a_cell_are_what_its_task_holds_side_by_side(suite):
     assert LmEval.streams(LmEval.options(tasks="x")) == 16
 
 
+def test_a_policy_whose_loop_is_not_compiled_takes_longer(suite):
+    """From shapes alone both would take equally long. One stream: side by side they share what a step costs."""
+    request = RunRequest(str(suite), policies=("{name: sink_window, capacity: 32}", "{name: snapkv, capacity: 32}"))
+    cells = [c for c in request.cells() if c.task.name == "perplexity" and c.task.streams is None]
+    guessed, tried = ([e.seconds for e in estimates(cells, "cpu", tried)] for tried in (False, True))
+    assert guessed[0] == guessed[1]
+    assert tried[1] > 2 * tried[0]
+
+
 WINDOWS = {"sliding_window": 9}
 
 

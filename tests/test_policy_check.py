@@ -386,7 +386,7 @@ def test_a_policy_that_exits_ends_no_verb_with_success(tmp_path, model_dir, text
     (tmp_path / "exits.py").write_text(
         "from kvbench import Policy\n\n\nclass Exits(Policy):\n    def importance(self, view):\n        raise SystemExit(0)\n"
     )
-    policy, options = f"{tmp_path / 'exits.py'}:Exits", ("--set", "tokens=40", "--set", "capacity=8")
+    policy, options = f"{tmp_path / 'exits.py'}:Exits", ("--set", "tokens=400", "--set", "capacity=8")
     code, out, _ = bench(capsys, "policy", "check", policy)
     assert code == 1
     assert "it raised SystemExit: 0 (exits.py:6, in importance)" in out

@@ -47,7 +47,7 @@ def test_on_a_terminal_a_live_line_shows_the_cell_and_its_speed(clock):
         assert "left" not in screen.file.getvalue(), "no plain lines beside the live one"
         view.end("h2o 8", finished(), False)
         view.end("window 8", finished(status="failed", error={"kind": "MemoryError", "message": "no room"}), False)
-        assert (cells.completed, cells.fields["text"]) == (2, "2 of 3 cells, 1 failed")
+        assert (cells.completed, cells.fields["text"]) == (2, "2 of 3 cells, 1 failed, about 31 s left")
     assert "perplexity 7" not in screen.file.getvalue(), "finished cells leave no line behind"
 
 
@@ -76,6 +76,20 @@ def test_skipped_cells_and_an_interruption_are_told_in_a_line_each(clock):
         "2 cells were finished before and skipped (--fresh measures them again)",
         "2 of 5 cells are finished",
     ]
+
+
+def test_each_result_says_how_long_the_others_will_take(clock):
+    """Skipped cells took no time, and say nothing about the others."""
+    screen = console(terminal=False)
+    with ProgressView(screen) as view:
+        view.end("dense", finished(), True)
+        for place, name in enumerate(("h2o 8", "window 8", "random 8")):
+            view.begin(name, 2 + place, 4, 1000)
+            clock[0] += (40, 160, 10)[place]
+            view.end(name, finished(), False)
+    assert [line.rpartition(", ")[2] for line in screen.file.getvalue().splitlines()[:3]] == [
+        "about 80 s left", "about 2 min left", "2.0 s",
+    ]  # fmt: skip
 
 
 def test_a_task_of_unknown_length_has_no_share(clock):

@@ -189,6 +189,7 @@ def test_a_policy_may_have_seeds_of_its_own(tmp_path):
         ("tokens=0", "--set tokens=0: tokens: Input should be greater than or equal to 2, not 0"),
         ("tasks=perplexity", "--set tasks=perplexity: give --only perplexity to measure only some of the suite's tasks"),
         ("task=[perplexity]", "--set task=[perplexity]: give --only perplexity to measure"),
+        ("tasks=streameval", "--set tasks=streameval: this suite has no task 'streameval', only perplexity"),
     ],
 )
 def test_a_wrong_setting_is_told_as_one(tmp_path, setting, error):

@@ -12,6 +12,7 @@ import click
 
 from kvbench.harness.cli.closing import show_closing
 from kvbench.harness.cli.output import FILLED, debugging, print_rows, results_option, writable
+from kvbench.harness.core.durations import about
 from kvbench.harness.core.errors import Exit, UserError
 from kvbench.harness.run.options import KeepSteps
 from kvbench.harness.run.request import RunRequest
@@ -97,7 +98,9 @@ def run(
     if dry_run:
         from kvbench.harness.run.estimate import estimates
 
-        print_rows([row.cells() for row in estimates(cells, request.device)], as_json)
+        expected = estimates(cells, request.device, tried=True)
+        print_rows([row.cells() for row in expected], as_json)
+        click.echo(f"{about(sum(row.seconds or 0.0 for row in expected))} in all, without loading", err=True)
         return
     records = request.measure(writable(Path(results)), cells, fresh, block, walk, tracebacks=debugging(), keep=keep)
     from kvbench.harness.report.doubts import with_doubts

@@ -13,11 +13,13 @@ from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics
 from kvbench.harness.report import sections
 from kvbench.harness.report.best import Contender, best_policies
 from kvbench.harness.report.common_tokens import Common, common_tokens, describe_tokens, on_common
+from kvbench.harness.report.enough import longer_text
+from kvbench.harness.report.feed import labels
 from kvbench.harness.report.feed.question import is_reference
 from kvbench.harness.report.machines import by_machine
 from kvbench.harness.report.markdown import cache_bytes
 from kvbench.harness.report.names import short_names, without_folder
-from kvbench.harness.report.pairing import question
+from kvbench.harness.report.pairing import past_training, question
 from kvbench.harness.report.rows import Row, rows
 from kvbench.harness.report.task import task_of
 
@@ -61,11 +63,26 @@ def closing(records: Sequence[Record]) -> Closing:
         records: of the run, including those of cells that were already finished.
     """
     groups = [(machine, mode, part) for machine, group in _comparable(records) for mode, part in _by_positions(group)]
-    tasks = [group[0].cell.options for _, _, group in groups if _text_or_prompt(group[0])]
-    keys = dict.fromkeys(key for task in tasks for key in task)
-    options = [key for key in keys if len({repr(task.get(key)) for task in tasks}) > 1]
-    tables = [_table(group, options, mode, machine) for machine, mode, group in groups]
+    subjects = [_subject(group) for _, _, group in groups]
+    several = len(set(subjects)) > 1
+    tables = [
+        _table(group, subject if several else "", mode, machine)
+        for (machine, mode, group), subject in zip(groups, subjects, strict=True)
+    ]
     return Closing(tables, [*_failures(records), *_flags(records)])
+
+
+def _subject(records: Sequence[Record]) -> str:
+    """The text of a table, or its tasks, those with the same words behind them together."""
+    read = next((r for r in records if r.measures(NllMetrics)), None)
+    if read is not None:
+        prompt = read.cell.options.get("prompt")
+        return labels.text(read) + (f", prompts of {prompt:,} tokens" if prompt else "")
+    asked = (labels.task(r) if r.measures(QuestionMetrics) else _task(r) for r in records)
+    tasks: dict[str, list[str]] = {}
+    for name, _, how in (label.partition(", ") for label in dict.fromkeys(asked)):
+        tasks.setdefault(how, []).append(name)
+    return "; ".join(", ".join([" and ".join(names), *([how] if how else [])]) for how, names in tasks.items())
 
 
 def _comparable(records: Sequence[Record]) -> Iterable[tuple[str, list[Record]]]:
@@ -105,12 +122,12 @@ def _text_or_prompt(record: Record) -> str:
     return " ".join(str(options[name]) for name in names if name in options)
 
 
-def _table(records: Sequence[Record], options: Sequence[str], positions: str, machine: str) -> Table:
+def _table(records: Sequence[Record], subject: str, positions: str, machine: str) -> Table:
     """The table of comparable records.
 
     Args:
         records: to show.
-        options: task options that differ between the tables of the run.
+        subject: text or tasks, for the heading; empty if all tables of the run have the same.
         positions: mode for the heading; empty if no policy was measured in several.
         machine: name for the heading; empty if the run has only one machine.
     """
@@ -125,7 +142,7 @@ def _table(records: Sequence[Record], options: Sequence[str], positions: str, ma
     columns = {
         "policy": [c.name for c in contenders],
         "capacity": [_capacity(row) for row in policies],
-        "perplexity": ["" if c.nll is None else f"{math.exp(min(c.nll, 700)):.4g}" for c in contenders],
+        "perplexity": [_perplexity(c) for c in contenders],
         "right": ["" if c.wrong is None else f"{100 * (1 - c.wrong):.0f} %" for c in contenders],
         "result": [_other_figure(row) for row in policies],
         "K/V": [cache_bytes(row.kv_bytes) for row in policies],
@@ -135,10 +152,11 @@ def _table(records: Sequence[Record], options: Sequence[str], positions: str, ma
     if len(capacities) < 2 and "its own" not in columns["capacity"]:
         del columns["capacity"]
     shown = {head: cells for head, cells in columns.items() if any(cells)}
-    notes = [f"Perplexity is over {describe_tokens(scored, common)}."] if not common.are_all else []
-    in_heading = [key for key in options if len({repr(r.cell.options.get(key)) for r in records if _text_or_prompt(r)}) == 1]
-    parts = [f"positions {positions}" if positions else "", f"on {machine}" if machine else ""]
-    heading = visible(", ".join(part for part in [_heading(records[0], capacities, in_heading), *parts] if part))
+    longer = longer_text(scored)
+    notes = [f"Long enough for an interval: {longer}."] if longer else []
+    notes += [f"Perplexity is over {describe_tokens(scored, common)}."] if not common.are_all else []
+    parts = [subject, f"positions {positions}" if positions else "", f"on {machine}" if machine else ""]
+    heading = visible(", ".join(part for part in [_heading(records[0], capacities), *parts] if part))
     return Table(heading, list(shown), list(zip(*shown.values(), strict=True)), [*best_policies(contenders), *notes])
 
 
@@ -149,13 +167,18 @@ def _capacity(row: Row) -> str:
     return "all" if row.records[0].facts.code is None else "its own"
 
 
-def _heading(record: Record, capacities: set[int], options: Sequence[str]) -> str:
-    """Suite, model, capacity, and the options that distinguish the table from the others of the run."""
-    cell = record.cell
-    parts = [f"{cell.suite}, {cell.model.id}"]
-    parts += [f"{next(iter(capacities)):,} tokens cached"] if len(capacities) == 1 else []
-    parts += [f"{option} {cell.options[option]}" for option in options if option in cell.options]
-    return ", ".join(parts)
+def _heading(record: Record, capacities: set[int]) -> str:
+    """Suite, model and capacity."""
+    parts = [f"{record.cell.suite}, {record.cell.model.id}"]
+    return ", ".join([*parts, *([f"{next(iter(capacities)):,} tokens cached"] if len(capacities) == 1 else [])])
+
+
+def _perplexity(contender: Contender) -> str:
+    """The perplexity; a dash where it has a trend, so that its mean depends on where reading stopped."""
+    if contender.nll is None:
+        return ""
+    read = contender.row.perplexity
+    return "–" if read is not None and past_training(read) else f"{math.exp(min(contender.nll, 700)):.4g}"
 
 
 def _nll(row: Row, common: Common) -> float | None:

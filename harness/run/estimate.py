@@ -1,21 +1,26 @@
-"""Rough estimates of a suite's time and memory, from model shapes and two short measurements. Loads no weights."""
+"""Rough estimates of a suite's time and memory, from the shapes of models and how fast this machine is."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvbench.harness.core import plugins
 from kvbench.harness.core.device import best_seconds, multiply_rate
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.models.hub import BUILTIN, is_random
 from kvbench.harness.models.load import DTYPES, device_of
 from kvbench.harness.models.shape import ModelShape, readable_shape
+from kvbench.harness.run.speed import Speeds
 from kvbench.harness.suite import Cell
 from kvbench.harness.suite.file import ModelSpec
 
+_TRIED_BYTES = 2**30  # of weights: larger models, and those that must be downloaded, are not loaded for an estimate
 _WALK_OPS = 35  # small tensor operations of the walk, per token and layer
 _MODEL_OPS = 60  # small tensor operations of the model, per block and layer
 
@@ -38,12 +43,17 @@ class Estimate:
         }  # fmt: skip
 
 
-def estimates(cells: Sequence[Cell], device_name: str) -> list[Estimate]:
-    """An estimate for every cell on a device."""
+def estimates(cells: Sequence[Cell], device_name: str, tried: bool = False) -> list[Estimate]:
+    """An estimate for every cell on a device.
+
+    `tried`: small models that are here are loaded, and read a few tokens under each policy. It takes seconds, and tells a policy
+    whose loop is compiled from one whose loop is not.
+    """
     device = device_of(device_name)
     rates: dict[str, float] = {}
     overhead = best_seconds(lambda: torch.ones(4, device=device).add_(1), device, 300)
     shapes = {spec: _shape(spec) for spec in dict.fromkeys(c.model for c in cells)}
+    speeds = {spec: _speeds(spec, shape, device) for spec, shape in shapes.items() if tried and shape is not None}
     result = []
     for cell in cells:
         shape, dtype = shapes[cell.model], cell.model.dtype
@@ -52,21 +62,35 @@ def estimates(cells: Sequence[Cell], device_name: str) -> list[Estimate]:
             continue
         if dtype not in rates:
             rates[dtype] = multiply_rate(device, DTYPES[dtype])
-        result.append(_estimate(cell, shape, rates[dtype], overhead))
+        task, speed = plugins.task_class(cell.task.name), speeds.get(cell.model)
+        streams = task.at_once(cell.task)
+        rate = None if speed is None or task.of_device else speed.tokens_per_second(cell, streams)
+        seconds = _seconds(cell, shape, rates[dtype], overhead) if rate is None else task.total(cell.task) / rate
+        result.append(Estimate(cell, seconds, kv_bytes(cell, shape), shape.parameters * DTYPES[dtype].itemsize))
     return result
 
 
-def _estimate(cell: Cell, shape: ModelShape, rate: float, overhead: float) -> Estimate:
+def _speeds(spec: ModelSpec, shape: ModelShape, device: torch.device) -> Speeds | None:
+    """Trials on a model; None if it is large or not here, or can't be loaded: the run will say why."""
+    here = is_random(spec.id) or spec.id.startswith(BUILTIN) or Path(spec.id).expanduser().is_dir()
+    if not here or shape.parameters * DTYPES[spec.dtype].itemsize > _TRIED_BYTES:
+        return None
+    try:
+        return Speeds.of(spec, device)
+    except UserError:
+        return None
+
+
+def _seconds(cell: Cell, shape: ModelShape, rate: float, overhead: float) -> float:
+    """Of a cell, without a trial: products of matrices, and small operations of the walk."""
     task = plugins.task_class(cell.task.name)
-    tokens, itemsize = task.total(cell.task), DTYPES[cell.model.dtype].itemsize
+    tokens = task.total(cell.task)
     attended = (cell.capacity or task.longest(cell.task)) + 1
     per_token = 2 * shape.parameters + 4 * shape.layers * shape.heads * shape.head_dim * attended
     if not cell.policy.caches:
-        seconds = task.windows(cell.task) * attended * per_token / rate
-    else:
-        walked = tokens if cell.policy.evicts else tokens / 256
-        seconds = tokens * per_token / rate + shape.layers * overhead * (_WALK_OPS * walked + _MODEL_OPS * tokens / 256)
-    return Estimate(cell, seconds, kv_bytes(cell, shape), shape.parameters * itemsize)
+        return task.windows(cell.task) * attended * per_token / rate
+    walked = tokens if cell.policy.evicts else tokens / 256
+    return tokens * per_token / rate + shape.layers * overhead * (_WALK_OPS * walked + _MODEL_OPS * tokens / 256)
 
 
 def kv_bytes(cell: Cell, shape: ModelShape) -> int:

@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
+from kvbench.harness.core.durations import about
 from kvbench.harness.core.errors import Exit
 from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Record
@@ -125,7 +126,8 @@ class ProgressView(RunWatcher):
         self._skipped += skipped
         self._failed += record.status == "failed"
         if self._rows is None and not skipped:
-            self._line(f"[{self._done}/{self._cells}] {label}: {_outcome(record)}")
+            left = self._left(time.monotonic()) if record.status == "ok" else []
+            self._line(", ".join([f"[{self._done}/{self._cells}] {label}: {_outcome(record)}", *left]))
         if record.error and self._tracebacks:
             for line in record.error.traceback:
                 self._line(line)
@@ -155,15 +157,16 @@ class ProgressView(RunWatcher):
         return f"[{flight.number}/{self._cells}] {flight.label}: {done}"
 
     def _summary(self, now: float) -> str:
-        """How many cells are done; of several workers also the speed of all and the time left."""
+        """How many cells are done; from the second one on the time left; the speed of several workers together."""
         parts = [f"{self._done} of {self._cells} cells", *([f"{self._failed} failed"] if self._failed else [])]
-        if not self._has_workers:
-            return ", ".join(parts)
-        speed = sum(flight.speed(now) for flight in self._in_flight.values())
+        speed = sum(flight.speed(now) for flight in self._in_flight.values()) if self._has_workers else 0.0
         parts += [f"{speed:,.0f} tokens/s"] if speed else []
-        if self._measured:
-            parts.append(f"about {(now - self._begun) / self._measured * (self._cells - self._done):,.0f} s left")
-        return ", ".join(parts)
+        return ", ".join([*parts, *self._left(now)])
+
+    def _left(self, now: float) -> list[str]:
+        """The time left, if the other cells take as long as those that this run has measured."""
+        left = self._cells - self._done
+        return [f"{about((now - self._begun) / self._measured * left)} left"] if self._measured and left > 0 else []
 
     def _line(self, text: str) -> None:
         self._console.print(visible(text), markup=False, highlight=False, soft_wrap=True)

@@ -48,12 +48,15 @@ def _refuse_choice_of_tasks(source: Source, key: str, value: Any, place: str) ->
     """Refuse to choose among the suite's tasks with `tasks`, which is an option of the task `lm_eval`.
 
     Raises:
-        UserError: the value names a task of the suite.
+        UserError: the value names a task of the suite, or one of ours that it does not have.
     """
     tasks = {task.get("name") for _, task in items(source.data.get("task")) if isinstance(task, dict)}
-    chosen = [f"--only {name}" for _, name in items(value) if isinstance(name, str) and name in tasks]
-    if key in ("task", "tasks") and chosen:
-        raise UserError(f"{place}: give {' '.join(chosen)} to measure only some of the suite's tasks")
+    names = [name for _, name in items(value) if isinstance(name, str) and name in {*tasks, *plugins.task_names()}]
+    if key not in ("task", "tasks") or not names:
+        return
+    for name in set(names) - tasks:
+        raise UserError(f"{place}: this suite has no task '{name}', only {', '.join(sorted(map(str, tasks)))}")
+    raise UserError(f"{place}: give {' '.join(f'--only {n}' for n in names)} to measure only some of the suite's tasks")
 
 
 def _models(model: str) -> dict[str, Any] | list[dict[str, Any]]:
