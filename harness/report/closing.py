@@ -11,9 +11,9 @@ from kvbench.harness.records import Record
 from kvbench.harness.records.facts import Failure
 from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics
 from kvbench.harness.report import sections
-from kvbench.harness.report.best import Contender, best_policies
-from kvbench.harness.report.common_tokens import Common, common_tokens, describe_tokens, on_common
-from kvbench.harness.report.feed.question import is_reference
+from kvbench.harness.report.common_tokens import describe_tokens
+from kvbench.harness.report.feed import feed
+from kvbench.harness.report.feed.question import Question, is_reference
 from kvbench.harness.report.machines import by_machine
 from kvbench.harness.report.markdown import cache_bytes
 from kvbench.harness.report.names import short_names, without_folder
@@ -32,7 +32,7 @@ class Table:
         heading: what the rows have in common.
         head: names of the columns; the first is the policy.
         lines: one row per policy, as text.
-        notes: sentences on which policy is best and at what price, and on what the columns mean.
+        notes: the feed's sentences on which policy is best and at what price, and on what the columns mean.
     """
 
     heading: str
@@ -116,17 +116,15 @@ def _table(records: Sequence[Record], options: Sequence[str], positions: str, ma
     """
     policies = sorted(rows(records), key=lambda row: row.cell.capacity or 0)
     scored = [row.perplexity for row in policies if row.perplexity is not None and row.nll is not None]
-    common, questions = common_tokens(scored), {task for row in policies for task in _answered(row)}
-    contenders = [
-        Contender(row, name, _nll(row, common), _wrong(row) if set(_answered(row)) == questions else None)
-        for row, name in zip(policies, short_names(policies), strict=True)
-    ]
+    together, tasks = Question("perplexity", scored, policies, "", "", ""), {task for row in policies for task in _answered(row)}
+    nlls = [together.figure(row) for row in policies]
+    shares = [row.answers.share if row.answers and set(_answered(row)) == tasks else None for row in policies]
     capacities = {row.cell.capacity for row in policies if row.cell.capacity is not None}
     columns = {
-        "policy": [c.name for c in contenders],
+        "policy": short_names(policies),
         "capacity": [_capacity(row) for row in policies],
-        "perplexity": ["" if c.nll is None else f"{math.exp(min(c.nll, 700)):.4g}" for c in contenders],
-        "right": ["" if c.wrong is None else f"{100 * (1 - c.wrong):.0f} %" for c in contenders],
+        "perplexity": ["" if nll is None else f"{math.exp(min(nll, 700)):.4g}" for nll in nlls],
+        "right": ["" if share is None else f"{100 * share:.0f} %" for share in shares],
         "result": [_other_figure(row) for row in policies],
         "K/V": [cache_bytes(row.kv_bytes) for row in policies],
         "ms/step": ["" if row.step_ms is None else f"{row.step_ms:.3g}" for row in policies],
@@ -135,11 +133,11 @@ def _table(records: Sequence[Record], options: Sequence[str], positions: str, ma
     if len(capacities) < 2 and "its own" not in columns["capacity"]:
         del columns["capacity"]
     shown = {head: cells for head, cells in columns.items() if any(cells)}
-    notes = [f"Perplexity is over {describe_tokens(scored, common)}."] if not common.are_all else []
+    notes = [f"Perplexity is over {describe_tokens(scored, together.common)}."] if not together.common.are_all else []
     in_heading = [key for key in options if len({repr(r.cell.options.get(key)) for r in records if _text_or_prompt(r)}) == 1]
     parts = [f"positions {positions}" if positions else "", f"on {machine}" if machine else ""]
     heading = visible(", ".join(part for part in [_heading(records[0], capacities, in_heading), *parts] if part))
-    return Table(heading, list(shown), list(zip(*shown.values(), strict=True)), [*best_policies(contenders), *notes])
+    return Table(heading, list(shown), list(zip(*shown.values(), strict=True)), [*_findings(records), *notes])
 
 
 def _capacity(row: Row) -> str:
@@ -158,20 +156,20 @@ def _heading(record: Record, capacities: set[int], options: Sequence[str]) -> st
     return ", ".join(parts)
 
 
-def _nll(row: Row, common: Common) -> float | None:
-    """NLL over the tokens that all rows scored."""
-    record = on_common(row.perplexity, common) if row.perplexity is not None and row.nll is not None else None
-    metrics = None if record is None else record.measured(NllMetrics)
-    return None if metrics is None else metrics.nll
+def _findings(records: Sequence[Record]) -> list[str]:
+    """The sentences of the feed on the records' texts; on their tasks if they have no text."""
+    asked = feed(records)["questions"]
+    texts = [question for question in asked if question["measure"] == "perplexity"]
+    return [
+        budget["answer"].replace(f", {question['model']}, ", ", ", 1)
+        for question in texts or asked
+        for budget in question["budgets"]
+    ]
 
 
 def _answered(row: Row) -> list[str]:
     """The tasks whose questions it answered."""
     return [repr(r.cell.options) for r in row.records if (m := r.measured(QuestionMetrics)) and m.right is not None]
-
-
-def _wrong(row: Row) -> float | None:
-    return None if row.answers is None else 1 - row.answers.share
 
 
 def _other_figure(row: Row) -> str:

@@ -18,6 +18,7 @@ from kvbench.harness.report.feed.labels import task
 from kvbench.harness.report.feed.loss import CONTROL, Loss, loss
 from kvbench.harness.report.feed.question import Question, is_reference
 from kvbench.harness.report.origin import origin
+from kvbench.harness.report.ranks import Place
 from kvbench.harness.report.rows import Row
 from kvbench.harness.report.shares import answers
 from kvbench.harness.report.speed import round_ratios
@@ -32,13 +33,13 @@ class Placed:
     Attributes:
         row: its records.
         name: the shortest name that tells it from the others of its capacity.
-        rank: best and worst possible rank among the caches of its capacity; None if unknown.
+        place: among the caches of its capacity.
         loss: to the question's reference; None if it can't be paired with it.
     """
 
     row: Row
     name: str
-    rank: tuple[int, int] | None
+    place: Place
     loss: Loss | None
 
 
@@ -67,7 +68,8 @@ def row_json(question: Question, placed: Placed, names: dict[str, str], provenan
     return {
         "id": row_id(row), "policy": visible(cell.policy), "name": placed.name,
         "kind": "reference" if is_reference(row.records[0]) else "control" if cell.policy == CONTROL else "cache",
-        "capacity": cell.capacity, "rank": None if placed.rank is None else list(placed.rank),
+        "capacity": cell.capacity, "rank": None if placed.place.rank is None else list(placed.place.rank),
+        "beats": [row_id(question.rows[worse]) for worse in placed.place.beats],
         "loss": None if placed.loss is None else loss_json(row, placed.loss, names),
         "loss_to_dense": None if dense_loss is None else loss_json(row, dense_loss, names),
         "perplexity": figure(_perplexity(question, row)), "tokens_read": _tokens_read(row), "answers": _answers(row),

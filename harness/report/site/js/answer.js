@@ -3,7 +3,7 @@ import { budgetName, byId, bytes, el, feed, number, rowName, share, short, signe
 import { address, chosenBudget, chosenQuestion, go, read, UNITS } from "./state.js";
 import { drawChart } from "./chart.js";
 import { details } from "./details.js";
-import { answerMetrics, nllMetric } from "./pairs.js";
+import { answerMetric, nllMetric } from "./pairs.js";
 
 const weight = (question) => Math.max(...question.budgets.map(({ rows }) => rows.length)) + (question.measure === "perplexity" ? 1000 : 0);
 const sorted = [...feed.questions].sort((x, y) => weight(y) - weight(x));
@@ -108,14 +108,14 @@ function showCost(question, budget, state) {
 
 // In words, what the second loses to the first.
 export function cost(a, b) {
-  const nll = a.question.measure === "perplexity" ? nllMetric(a, b) : null;
-  const metric = nll ?? answerMetrics(a, b).find(({ metric: task }) => b.row.answers.some((answers) => task.startsWith(answers.task)));
+  const nll = a.question.measure === "perplexity", metric = nll ? nllMetric(a, b) : answerMetric(a, b);
   if (!metric || metric.change === null) return `That can't be told: ${metric?.why || "nothing was measured of both"}.`;
   const unit = nll ? " % of perplexity" : " points of right answers", scale = nll ? 1 : -100;
-  const [value, low, high] = [metric.change, metric.low, metric.high].map((part) => (part === null ? null : scale * part)), ends = [low, high].sort((p, q) => p - q);
-  if (low === null) return `${signed(value)}${unit}, but ${metric.why || "there is no interval"}.`;
-  if (ends[0] <= 0 && ends[1] >= 0) return `They don't surely differ: ${signed(value)}${unit} [${ends.map(signed).join(", ")}].`;
-  const sizes = ends.map(Math.abs).sort((p, q) => p - q);
+  const [value, ...ends] = [metric.change, metric.low, metric.high].map((part) => (part === null ? null : scale * part));
+  if (ends[0] === null) return `${signed(value)}${unit}, but ${metric.why || "there is no interval"}.`;
+  const [low, high] = ends.sort((p, q) => p - q);
+  if (low <= 0 && high >= 0) return `The difference is within the noise: ${signed(value)}${unit} [${signed(low)}, ${signed(high)}].`;
+  const sizes = [low, high].map(Math.abs).sort((p, q) => p - q);
   return `${value > 0 ? "It loses" : "It gains"} ${short(value)}${unit} [${sizes.map(short).join(", ")}].`;
 }
 
