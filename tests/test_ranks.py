@@ -42,7 +42,7 @@ def separated(count, pairs):
 
 @pytest.mark.parametrize("shared", [False, True], ids=["independent", "sharing tokens"])
 @pytest.mark.parametrize("policies", [5, 10])
-def test_of_equal_policies_none_is_surely_better_in_19_tables_of_20(policies, shared):
+def test_of_equal_policies_none_is_told_apart_in_19_tables_of_20(policies, shared):
     rng = np.random.default_rng(policies)
     pairs = [table(policies, shared, rng) for _ in range(TABLES)]
     told_apart = sum(set(separated(policies, p)) != {(1, policies)} for p in pairs)
@@ -64,8 +64,8 @@ def test_holm_corrects_step_by_step():
 
 
 def test_a_rank_widens_by_what_is_not_known():
-    sure = {(0, 1): (-1.0, 1e-9)}
-    assert separated(4, sure) == [(1, 3), (2, 4), None, None]
+    told = {(0, 1): (-1.0, 1e-9)}
+    assert separated(4, told) == [(1, 3), (2, 4), None, None]
     assert separated(1, {}) == [None]
 
 

@@ -1,4 +1,4 @@
-"""Questions of one stream are one unit: below 20 streams there is no interval, and no policy is sure to be better."""
+"""Questions of one stream are one unit: below 20 streams there is no interval, and no policy is better than another."""
 
 from __future__ import annotations
 
