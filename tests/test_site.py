@@ -142,6 +142,68 @@ def test_a_budget_is_chosen_in_tokens_bytes_or_as_a_share_and_the_address_keeps_
 
 
 @IN_BROWSER
+def test_what_nobody_measured_is_said_with_the_command_that_would(opened):
+    page = opened(of_budgets())
+    page.fill("#most", "12")
+    page.press("#most", "Tab")
+    assert page.inner_text("#fit").startswith("Within 12 tokens, the largest cache measured here keeps 8 tokens in 720 B")
+    assert page.inner_text("#fit").endswith("To measure 12 tokens: bench run s --set capacity=[12]")
+    page.fill("#most", "16")
+    page.press("#most", "Tab")
+    assert page.inner_text("#fit") == ""
+    page.select_option("#model", "")
+    page.fill("#other-model", "org/model")
+    page.press("#other-model", "Tab")
+    assert page.inner_text("#fit") == "Nobody measured org/model here: bench run s --model org/model does. Below is m."
+    page.fill("#other-model", "m")
+    page.press("#other-model", "Tab")
+    assert page.inner_text("#fit") == ""
+
+
+@IN_BROWSER
+def test_a_column_that_says_the_same_in_every_row_is_part_of_the_caption(opened):
+    page = opened([r for r in of_budgets() if r.cell.policy != "random"])
+    assert page.inner_text("#policies-caption").endswith("all run the code of KV Bench, status of all: ok")
+    assert not {"Code", "Status"} & set(page.locator("#policies-head th").all_inner_texts())
+    flagged = [edit(r, metrics={"flags": ["odd"]}) if r.cell.policy == "h2o" else r for r in of_budgets()]
+    assert "Status" in opened(flagged).locator("#policies-head th").all_inner_texts()
+
+
+@IN_BROWSER
+def test_policies_stand_against_the_questions_of_a_suite(opened):
+    asks = [changed(r, cell={"suite": "s"}) for r in everything() if r.cell.suite == "asks"]
+    asks = [changed(r, cell={"capacity": r.cell.capacity and 16}) for r in asks]
+    page = opened([changed(r, facts={"device": "a device"}) for r in (*of_budgets(), *asks)], address="#tab=good")
+    assert page.locator("#good-head th").all_inner_texts() == [
+        "Policy",
+        "May be best in",
+        "perplexity, 32,768 tokens",
+        "StreamEval, 60 lines",
+    ]
+    rows = {
+        row[0]: row[1:]
+        for row in page.locator("#good-body tr").evaluate_all("all => all.map((tr) => [...tr.cells].map((x) => x.textContent))")
+    }
+    assert set(rows) == {"window", "h2o", "random"}
+    assert [rows["h2o"][2], rows["window"][2], rows["random"][2]] == ["50", "25", ""]
+    page.select_option("#good-budget", "8")
+    assert "budget=8" in page.url
+
+
+@IN_BROWSER
+@pytest.mark.parametrize("width", [1440, 1024, 390])
+def test_no_page_scrolls_sideways_and_no_name_of_a_chart_is_cut(width, opened):
+    long = [
+        edit(r, cell={"parameters": {"window": 4}}) if r.cell.policy == "h2o" else r for r in of_budgets() if r.cell.capacity != 8
+    ]
+    page = opened(long, size={"width": width, "height": 900})
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    left = page.locator("#chart svg").evaluate("svg => Math.min(...[...svg.querySelectorAll('text')].map((x) => x.getBBox().x))")
+    assert left >= 0
+    assert page.locator(".scroll:visible").evaluate("x => x.scrollWidth - x.clientWidth") <= 0
+
+
+@IN_BROWSER
 def test_a_text_or_task_is_chosen_and_addresses_that_mean_nothing_do_no_harm(opened):
     page = opened()
     asks = page.locator("#question option").evaluate_all("all => all.find((o) => o.textContent.includes('StreamEval')).value")
@@ -348,7 +410,9 @@ def test_on_a_phone_rows_are_cards_and_nothing_scrolls_sideways(tab, opened):
 
 @IN_BROWSER
 @pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("tab", ["", "#random=0", "#tab=compare", "#tab=cells&sort=policy", "#tab=cells&find=nothing+at+all"])
+@pytest.mark.parametrize(
+    "tab", ["", "#random=0", "#tab=good", "#tab=compare", "#tab=cells&sort=policy", "#tab=cells&find=nothing+at+all"]
+)
 def test_axe_finds_no_violation(tab, theme, opened):
     from axe_playwright_python.sync_playwright import Axe
 
@@ -361,7 +425,7 @@ def test_axe_finds_no_violation(tab, theme, opened):
 
 @IN_BROWSER
 def test_every_control_is_reached_and_named(opened):
-    for tab in ("", "#tab=compare", "#tab=cells"):
+    for tab in ("", "#tab=good", "#tab=compare", "#tab=cells"):
         page = opened(address=tab)
         wanted = page.locator("a:visible, button:visible:enabled, select:visible, input:visible, summary:visible").count()
         seen = set()
@@ -437,13 +501,17 @@ def test_tokens_read_are_shown_where_reading_could_stop(opened):
 
 
 @IN_BROWSER
-def test_a_policy_off_the_scale_is_named_at_its_end(opened):
+def test_small_differences_are_legible_beside_large_ones_of_either_sign(opened):
     losses = {"a": -60, "b": -0.2, "c": -0.1, "d": 0.1, "e": 0.2, "f": 60}
     records = [noisy("recompute_window", 16, 2.0, 9), *(noisy(name, 16, 2.0 + x / 100, 9) for name, x in losses.items())]
     page = opened(records)
-    texts = page.locator("#chart text").all_text_contents()
-    assert len([x for x in texts if x.startswith("← −45")]) == 1
-    assert len([x for x in texts if x.endswith(" →")]) == 1
+    points = page.locator("#chart .mark path").evaluate_all(
+        "all => all.map((x) => Number(x.getAttribute('transform').match(/[\\d.]+/)[0]))"
+    )
+    assert len(set(points)) == len(losses)
+    assert points == sorted(points)
+    assert min(b - a for a, b in itertools.pairwise(points)) > 10
+    assert "(logarithmic beyond 0.2)" in page.text_content("#chart")
 
 
 @IN_BROWSER

@@ -14,6 +14,7 @@ from kvbench.harness.report import sections
 from kvbench.harness.report.common_tokens import describe_tokens
 from kvbench.harness.report.feed import feed
 from kvbench.harness.report.feed.question import Question, is_reference
+from kvbench.harness.report.feed.sentence import size
 from kvbench.harness.report.machines import by_machine
 from kvbench.harness.report.markdown import cache_bytes
 from kvbench.harness.report.names import short_names, without_folder
@@ -159,10 +160,11 @@ def _heading(record: Record, capacities: set[int], options: Sequence[str]) -> st
 def _findings(records: Sequence[Record]) -> list[str]:
     """The sentences of the feed on the records' texts; on their tasks if they have no text."""
     asked = feed(records)["questions"]
-    texts = [question for question in asked if question["measure"] == "perplexity"]
+    chosen = [question for question in asked if question["measure"] == "perplexity"] or asked
+    about = {question["id"]: f", {question['subject']}" if len(chosen) > 1 else "" for question in chosen}
     return [
-        budget["answer"].replace(f", {question['model']}, ", ", ", 1)
-        for question in texts or asked
+        f"At {size(budget['capacity'])}{about[question['id']]}: {budget['finding']}"
+        for question in chosen
         for budget in question["budgets"]
     ]
 

@@ -93,6 +93,7 @@ def _question(question: Question, provenance: Provenance) -> dict[str, Any]:
     return {
         "id": labels.identifier(question), "suite": visible(cell.suite), "suite_version": cell.suite_version,
         "model": visible(cell.model.id), "dtype": visible(cell.model.dtype), "machine": visible(question.machine),
+        "about": labels.about(question),
         "subject": labels.subject(question), "evict": labels.evicting(question.evicts), "measure": question.measure,
         "dense_bytes": whole, "dense_measured": measured,
         "references": [row_json(question, placed, names, provenance) for placed in references],

@@ -78,7 +78,7 @@ def row_json(question: Question, placed: Placed, names: dict[str, str], provenan
         "code": visible(theirs or whose.code), "paper": whose.paper, "arxiv": whose.arxiv, "status": _status(question, row),
         "parameters": {visible(k): v for k, v in cell.settings.items()}, "positions": visible(cell.positions),
         "evict": visible(cell.evicts), "seed": cell.seed,
-        "cells": [_cell(record, provenance) for record in row.records],
+        "cells": [_cell(record, provenance, _shown(question, row, record)) for record in row.records],
     }  # fmt: skip
 
 
@@ -151,12 +151,19 @@ def _status(question: Question, row: Row) -> str:
     return visible("; ".join(faults(row, question.rows))) or "ok"
 
 
-def _cell(record: Record, provenance: Provenance) -> dict[str, Any]:
+def _shown(question: Question, row: Row, record: Record) -> str:
+    """The main figure of a cell; of a perplexity the row's, and that of all tokens that the record scored if they are more."""
+    of_row = _perplexity(question, row) if record is row.perplexity and not question.common.are_all else None
+    headline = sections.headline(record)
+    return headline if of_row is None else f"perplexity {of_row:.4g} on the tokens that every row scored; on all: {headline}"
+
+
+def _cell(record: Record, provenance: Provenance, shown: str) -> dict[str, Any]:
     """A measured cell: its main figure, and the command that measures it again."""
     books = " --data BOOKS" if record.cell.options.get("data") in _NEEDS_BOOKS else ""
     local = "" if "/" in record.cell.model.id or ":" in record.cell.model.id else " --model FOLDER"
     return {
-        "cell": record.cell_id, "task": visible(record.cell.task.name), "figure": visible(sections.headline(record)),
+        "cell": record.cell_id, "task": visible(record.cell.task.name), "figure": visible(shown),
         "status": "ok" if record.status == "ok" else visible(record.error.kind if record.error else "failed"),
         "measured": record.finished[:10], "command": f"bench run {record.cell_id[:8]} --fresh{books}{local}",
         "provenance": provenance.index(record),

@@ -25,7 +25,7 @@ from kvbench.harness.report.site.maps import maps
 from kvbench.harness.report.site.sums import sums
 
 _HERE = Path(__file__).parent
-_SCRIPTS = ("dom", "state", "pairs", "axes", "chart", "details", "answer", "compare", "cells", "main")
+_SCRIPTS = ("dom", "state", "pairs", "axes", "chart", "details", "answer", "good", "compare", "cells", "main")
 _IMPORT = re.compile(r'^import \{[^}]*\} from "\./\w+\.js";\n', re.M)
 _EXPORT = re.compile(r"^export (?=const|function|class)", re.M)
 

@@ -102,6 +102,14 @@ export function answerMetric(a, b) {
 // Where the interval of two rows is that the page does not hold.
 const repeated = (a, b) => `of two questions: bench compare judges the records of cells ${a.row.cells[0].cell.slice(0, 8)} and ${b.row.cells[0].cell.slice(0, 8)}`;
 
+// Milliseconds a token, of any suite that timed the same policy of this model on this machine.
+let times = null;
+export function stepTime(question, row) {
+  const key = (q, r) => [q.model, q.dtype, q.machine, sumsOf(q, r).twin].join("\n");
+  times ??= new Map(feed.questions.flatMap((q) => rowsOf(q).filter((r) => r.ms !== null).map((r) => [key(q, r), r.ms])));
+  return row.ms ?? times.get(key(question, row)) ?? null;
+}
+
 export function timeMetric(a, b) {
   if (a.row.ms === null || b.row.ms === null) return null;
   const value = { metric: "ms/token", a: a.row.ms, b: b.row.ms, change: b.row.ms / a.row.ms - 1, low: null, high: null, verdict: "can't tell" };
