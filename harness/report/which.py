@@ -17,8 +17,8 @@ _MAX_NAMES = 3  # in a sentence
 _BEST = " *"  # behind a figure than which no other is surely better
 LEGEND = (
     "*: no other is surely better (95 % confidence). text: perplexity lost to dense, beside which stands the perplexity itself; "
-    "tokens are evicted at every step, and kept ones stand at their ranks. seen, unseen: right answers about a prompt that was cut "
-    "once, after or before the question was seen; kept tokens stand at their positions in the text. K/V: of dense's bytes."
+    "tokens are evicted at every step, and kept ones stand at their ranks. seen, unseen: right answers about a prompt that was "
+    "cut once, after or before the question was seen; kept tokens stand at their positions in the text. K/V: of dense's bytes."
 )
 
 
