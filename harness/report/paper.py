@@ -83,7 +83,10 @@ def _find(records: Sequence[tuple[Record, dict[str, Any]]], wanted: dict[str, An
     """The first record with these options (`_flat`); evict defaults to every step, positions to "cache", the seed to 0."""
     wanted = {"evict": None, "positions": "cache", "seed": 0} | wanted
     for record, options in records:
-        if all(options.get(name) == value for name, value in wanted.items()):
+        for name, value in wanted.items():
+            if options.get(name) != value:
+                break
+        else:
             return record
     return None
 

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from kvbench.harness.core.intervals import Interval
 from kvbench.harness.records import Record
@@ -119,11 +120,10 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def sign_test(differences: Sequence[float]) -> float:
-    """Two-sided p-value of the hypothesis that differences are as often above 0 as below; zeros don't count."""
-    signs = [d > 0 for d in differences if d != 0]
-    fewer = min(sum(signs), len(signs) - sum(signs))
-    return min(1.0, 2 * sum(math.comb(len(signs), k) for k in range(fewer + 1)) / 2 ** len(signs))
+@lru_cache(maxsize=4096)
+def sign_test(above: int, below: int) -> float:
+    """Two-sided p-value of the hypothesis that differences are as often above 0 as below."""
+    return min(1.0, 2 * sum(math.comb(above + below, k) for k in range(min(above, below) + 1)) / 2 ** (above + below))
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from functools import cached_property
 
 from kvbench.harness.records import Record
 from kvbench.harness.records.cell import CellSpec
-from kvbench.harness.records.metrics import NllMetrics, StepMetrics
-from kvbench.harness.report.shares import Answers, answers
+from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics, StepMetrics
+from kvbench.harness.report.pairing import task_version
+from kvbench.harness.report.shares import Answers, Stream, answers, streams_of
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,28 @@ class Row:
         metrics = self.perplexity.measured(NllMetrics) if self.perplexity is not None else None
         return None if metrics is None else metrics.nll
 
-    @property
+    @cached_property
     def answers(self) -> Answers | None:
         """Right answers over all tasks with questions."""
         return answers(self.records)
+
+    @cached_property
+    def answered(self) -> dict[str, tuple[Record, str]]:
+        """Records and their outcomes, by task and text."""
+        return {
+            repr([r.cell.options, r.data.ids_sha256, *task_version(r)]): (r, metrics.outcomes)
+            for r in self.records
+            if (metrics := r.measured(QuestionMetrics)) and metrics.outcomes
+        }
+
+    @cached_property
+    def answered_streams(self) -> list[Stream] | None:
+        """The stream of each question, in order; a question with a cache of its own is one, too. None if all are."""
+        streams = {key: streams_of(record) for key, (record, _) in self.answered.items()}
+        if not any(streams.values()):
+            return None
+        alone = {key: [(key, i) for i in range(len(outcomes))] for key, (_, outcomes) in self.answered.items()}
+        return [stream for key in self.answered for stream in streams[key] or alone[key]]
 
     @property
     def kv_bytes(self) -> int | None:

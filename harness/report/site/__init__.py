@@ -17,7 +17,7 @@ from kvbench.harness.records import Record, Submitted
 from kvbench.harness.report.chart import make_visible
 from kvbench.harness.report.compare import MARGINS
 from kvbench.harness.report.feed import of_questions
-from kvbench.harness.report.feed.question import questions
+from kvbench.harness.report.feed.question import Question, questions
 from kvbench.harness.report.groups import groups
 from kvbench.harness.report.marks import VARIANTS, mark
 from kvbench.harness.report.site.cells import COLUMNS, cells
@@ -32,21 +32,22 @@ _EXPORT = re.compile(r"^export (?=const|function|class)", re.M)
 
 def render(
     records: Sequence[Record], files: Mapping[int, Path] | None = None, submitted: Mapping[str, Submitted] | None = None,
-    feed: dict[str, Any] | None = None,
+    feed: dict[str, Any] | None = None, asked: Sequence[Question] | None = None,
 ) -> str:  # fmt: skip
     """The page in HTML, of the newest record of each cell; the same records always give the same bytes.
 
-    Maps are found beside the path of their record, by `id` in `files`. `feed` is that of the records, if it is made already.
+    Maps are found beside the path of their record, by `id` in `files`. `feed` and `asked` are those of the records, if
+    they are made already.
     """
-    asked, shown = questions(records), groups(records)
-    rows = cells(shown, submitted or {})
+    asked, shown = questions(records) if asked is None else asked, groups(records)
+    made, rows = feed or of_questions(asked, submitted), cells(shown, submitted or {})
     data = {
-        "feed": feed or of_questions(asked, submitted), "sums": sums(asked), "columns": COLUMNS, "cells": rows,
+        "sums": sums(asked), "columns": COLUMNS, "cells": rows,
         "marks": {name: [asdict(mark(name, n)) for n in range(VARIANTS)] for name in sorted({row[-1] for row in rows})},
         "maps": maps([r for group in shown for r in group], files or {}), "margins": MARGINS,
     }  # fmt: skip
     frame, css = ((_HERE / f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css"))
-    parts = {"css": css, "data": _embedded(data), "js": script()}
+    parts = {"css": css, "data": _embedded({"feed": made} | make_visible(data)), "js": script()}
     return re.sub(r"/\*(css|data|js)\*/", lambda place: parts[place[1]], frame)  # in one pass, because parts may contain marks
 
 
@@ -58,5 +59,5 @@ def script() -> str:
 
 def _embedded(data: dict[str, Any]) -> str:
     """JSON in which no text can end the script element."""
-    text = json.dumps(make_visible(data), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
