@@ -151,7 +151,7 @@ def test_a_record_that_breaks_a_section_is_named_and_left_out(results, tmp_path,
         return common_perplexity(record, common)
 
     monkeypatch.setattr(verify, "problems", lambda record, folder: [])
-    monkeypatch.setattr(sys.modules["kvbench.harness.report.site.cells"], "common_perplexity", overflowing)
+    monkeypatch.setattr(sys.modules["kvbench.harness.report.site"], "common_perplexity", overflowing)
     path = RecordStore(results).write(record("keydiff", 16))
     out = tmp_path / "board" / "README.md"
     code, _, err = bench(capsys, "leaderboard", "--results", results, "--out", out)
