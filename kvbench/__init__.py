@@ -18,7 +18,7 @@ if not (Path(__file__).parent / "policies").is_dir():  # an archive, or a checko
 if TYPE_CHECKING:
     from kvbench.harness.core.errors import UserError
     from kvbench.harness.records import Record
-    from kvbench.harness.report.frame import Records, load_records
+    from kvbench.harness.report.export import Records, load_records
     from kvbench.harness.run.generate import Cache
     from kvbench.harness.run.python import run
     from kvbench.policies import (
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 else:
     _MODULES = {
         "UserError": "kvbench.harness.core.errors", "Record": "kvbench.harness.records",
-        "Records": "kvbench.harness.report.frame", "load_records": "kvbench.harness.report.frame",
+        "Records": "kvbench.harness.report.export", "load_records": "kvbench.harness.report.export",
         "Cache": "kvbench.harness.run.generate", "run": "kvbench.harness.run.python",
     }  # fmt: skip
 

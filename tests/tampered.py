@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.harness.core.packed import content, stored, unpacked, write_plain
-from kvbench.harness.report.baseline_file import FILE
+from kvbench.harness.report.baseline import FILE
 
 Edit = Callable[[dict[str, Any]], None]  # changes a record's JSON value
 

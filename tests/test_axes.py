@@ -23,8 +23,7 @@ from kvbench.harness.models.shape import readable_shape
 from kvbench.harness.records import RecordStore
 from kvbench.harness.records.cell import CellSpec
 from kvbench.harness.report.markdown import short_titles, title
-from kvbench.harness.report.names import _settings
-from kvbench.harness.report.rows import rows
+from kvbench.harness.report.rows import _settings, rows
 from kvbench.harness.run.policy_check import check
 from kvbench.harness.suite.overrides import Overrides
 from kvbench.policies import Composed

@@ -17,7 +17,7 @@ from kvbench.harness.core.errors import Exit, UserError
 from kvbench.harness.records import LOCK, RecordStore
 from kvbench.harness.report import baseline
 from kvbench.harness.report.bands import Band
-from kvbench.harness.report.baseline_file import FILE, Baseline, MeasuredWith
+from kvbench.harness.report.baseline import FILE, Baseline, MeasuredWith
 
 SUITE = """
 suite: prose

@@ -9,8 +9,8 @@ import pytest
 from factories import cell_record, drawn, edit, record
 
 from kvbench.harness.report import chart, paper
-from kvbench.harness.report.charts.stream import over_the_stream
-from kvbench.harness.report.charts.training import curves
+from kvbench.harness.report.charts.parts import over_the_stream
+from kvbench.harness.report.paper import curves
 from kvbench.harness.report.sections import section
 from kvbench.harness.tasks.streameval import over_distance
 

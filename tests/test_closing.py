@@ -13,7 +13,7 @@ from kvbench.harness.core.intervals import long_enough
 from kvbench.harness.records import RecordStore
 from kvbench.harness.report.closing import closing
 from kvbench.harness.report.feed import feed
-from kvbench.harness.report.groups import groups
+from kvbench.harness.report.sections import groups
 
 PUBLISHED = Path(__file__).parents[1] / "leaderboard" / "results"
 NUMBER = re.compile(r"[-+]?\d+(\.\d+)?(e-\d+)?")

@@ -14,7 +14,7 @@ from kvbench.harness.records import RecordStore
 from kvbench.harness.records.cell import CellSpec
 from kvbench.harness.records.facts import Facts, Failure, Trace
 from kvbench.harness.records.rules import Checked, Elsewhere, rules
-from kvbench.harness.report.gate_rules import figures, rule_of
+from kvbench.harness.report.gate_figures import figures, rule_of
 from kvbench.harness.report.gate_times import CHECKS
 from kvbench.harness.run.request import RunRequest
 

@@ -145,13 +145,13 @@ def test_a_forged_record_is_named_and_left_out_and_the_exit_code_says_so(results
 
 
 def test_a_record_that_breaks_a_section_is_named_and_left_out(results, tmp_path, capsys, monkeypatch):
-    def overflowing(record, others):
+    def overflowing(record, common):
         if record.cell.policy == "keydiff":
             raise OverflowError("math range error")
-        return common_perplexity(record, others)
+        return common_perplexity(record, common)
 
     monkeypatch.setattr(verify, "problems", lambda record, folder: [])
-    monkeypatch.setattr(sys.modules["kvbench.harness.report.site.cells"], "common_perplexity", overflowing)
+    monkeypatch.setattr(sys.modules["kvbench.harness.report.site"], "common_perplexity", overflowing)
     path = RecordStore(results).write(record("keydiff", 16))
     out = tmp_path / "board" / "README.md"
     code, _, err = bench(capsys, "leaderboard", "--results", results, "--out", out)

@@ -92,7 +92,7 @@ def test_without_an_interval_nothing_is_told():
 
 
 def test_the_sign_test_counts_signs():
-    assert sign_test([1.0] * 6) == 2 / 2**6
-    assert sign_test([1.0, -1.0, 0.0]) == 1.0
-    assert sign_test([2.0] * 9 + [-5.0]) == 2 * 11 / 2**10
-    assert sign_test([]) == 1.0
+    assert sign_test(6, 0) == 2 / 2**6
+    assert sign_test(1, 1) == 1.0
+    assert sign_test(9, 1) == 2 * 11 / 2**10
+    assert sign_test(0, 0) == 1.0

@@ -7,7 +7,7 @@ from factories import cell_record, record
 
 from kvbench.harness.core.intervals import wilson
 from kvbench.harness.report.compare import differences
-from kvbench.harness.report.outcomes import answer_comparison
+from kvbench.harness.report.ranks import answer_comparison
 from kvbench.harness.report.rows import Row
 from kvbench.harness.report.shares import answers, difference_ends, paired_shares
 from kvbench.harness.tasks.common.answers import about_intervals, percent_or_status

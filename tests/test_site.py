@@ -18,8 +18,7 @@ from test_feed import answered, everything, noisy, of_budgets
 from kvbench.harness.records import RecordStore, Submitted, fingerprint
 from kvbench.harness.report import compare, keep_map, site
 from kvbench.harness.report import feed as feeds
-from kvbench.harness.report.feed.loss import percent
-from kvbench.harness.report.feed.question import questions
+from kvbench.harness.report.feed.question import percent, questions
 from kvbench.harness.report.feed.sentence import signed
 from kvbench.harness.report.site.sums import sums
 

@@ -18,9 +18,8 @@ from factories import record
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.records import RecordStore, Submitted, fingerprint, read, read_submitted, standing
-from kvbench.harness.report.agreement import disagreements
 from kvbench.harness.report.feed import feed
-from kvbench.harness.report.review import Review, markdown
+from kvbench.harness.report.review import Review, disagreements, markdown
 from kvbench.harness.report.task import task_of
 from kvbench.harness.run import submission
 from kvbench.harness.run.request import RunRequest

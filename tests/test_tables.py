@@ -9,8 +9,8 @@ from factories import cell_record, drawn, edit, record
 
 from kvbench.harness.records import RecordStore
 from kvbench.harness.report.chart import drawing_files
-from kvbench.harness.report.charts.latency import over_capacity
-from kvbench.harness.report.faults import cliff, faults
+from kvbench.harness.report.charts.parts import over_capacity
+from kvbench.harness.report.doubts import cliff, faults
 from kvbench.harness.report.feed import feed
 from kvbench.harness.report.leaderboard import render
 from kvbench.harness.report.rows import rows

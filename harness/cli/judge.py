@@ -21,7 +21,7 @@ from kvbench.harness.run.request import RunRequest
 
 if TYPE_CHECKING:
     from kvbench.harness.records import Record
-    from kvbench.harness.report.baseline_file import Baseline
+    from kvbench.harness.report.baseline import Baseline
     from kvbench.harness.report.gate import Finding, Measured
 
 _MIN_MERGED_ROWS = 4
@@ -168,7 +168,7 @@ def update(folder: str, suite: str, runs: int, why: str, who: str | None, **opti
     from kvbench.harness.records.metrics import StepMetrics
     from kvbench.harness.report import bands
     from kvbench.harness.report import baseline as baselines
-    from kvbench.harness.report.baseline_file import Baseline
+    from kvbench.harness.report.baseline import Baseline
 
     request = RunRequest(suite, **options)
     target = baselines.replaceable(Path(folder))

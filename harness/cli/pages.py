@@ -197,14 +197,16 @@ def _rendered(
     """Render all pages and their drawings. paths: of the records' files, by `id`. address: of the site, for links."""
     from kvbench.harness.report import chart, feed, paper, sections, site
     from kvbench.harness.report import leaderboard as board
+    from kvbench.harness.report.feed.question import questions
 
-    made = feed.feed(records, submitted)
+    asked = questions(records)
+    made = feed.of_questions(asked, submitted)
     unasked = sections.unasked(records, {(q["suite"], q["suite_version"]) for q in made["questions"]})
     render = {"leaderboard": lambda: board.render(made, unasked, address), "paper": lambda: paper.render(records)}
     rendered = {name: render[name]() for name in render if name in targets}
     pages = {targets[name][1]: page.text for name, page in rendered.items()}
     if "site" in targets:
-        pages |= {targets["site"][1]: site.render(records, paths, submitted, made), targets["feed"][1]: feed.text(made)}
+        pages |= {targets["site"][1]: site.render(records, paths, submitted, made, asked), targets["feed"][1]: feed.text(made)}
     drawings: dict[Path, dict[str, str]] = {}
     for name, page in rendered.items():
         if targets[name][1] != STDOUT:

@@ -13,7 +13,7 @@ from kvbench.harness.run.request import RunRequest
 
 if TYPE_CHECKING:
     from kvbench.harness.records import Record
-    from kvbench.harness.report.baseline_file import Baseline, MeasuredWith
+    from kvbench.harness.report.baseline import Baseline, MeasuredWith
     from kvbench.harness.suite import Cell
 
 
@@ -27,7 +27,7 @@ def portable(request: RunRequest, folder: Path) -> tuple[str, MeasuredWith]:
     Raises:
         UserError: an option names an absolute path.
     """
-    from kvbench.harness.report.baseline_file import MeasuredWith
+    from kvbench.harness.report.baseline import MeasuredWith
 
     file = Path(request.suite)
     suite = Path(os.path.relpath(file.resolve(), folder)).as_posix() if file.is_file() else request.suite

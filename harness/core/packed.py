@@ -9,6 +9,7 @@ import bz2
 import hashlib
 import json
 import os
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,13 @@ def content(path: Path, limit: int = _MAX_BYTES) -> bytes:
     path = stored(path)
     if path.suffix != SUFFIX:
         return path.read_bytes()
+    found = path.stat()
+    return _unpacked_content(path, limit, (found.st_ino, found.st_mtime_ns, found.st_size))
+
+
+@lru_cache(maxsize=1)
+def _unpacked_content(path: Path, limit: int, _: tuple[int, ...]) -> bytes:
+    """Cached, because a trace is read after its hash was checked. `_` changes when the file does."""
     with bz2.open(path) as file:
         try:
             data = file.read(limit + 1)
@@ -55,7 +63,11 @@ def content(path: Path, limit: int = _MAX_BYTES) -> bytes:
 
 def json_lines(path: Path) -> list[Any]:
     """The values in a file of JSON lines, plain or compressed; raises as `content` does, or a `ValueError`."""
-    return [json.loads(line) for line in content(path).decode("utf-8").splitlines()]
+    lines = content(path).decode("utf-8").splitlines()
+    values: list[Any] = json.loads(f"[{','.join(lines)}]")  # a call a line takes three times as long
+    if len(values) != len(lines):
+        raise ValueError("a line has several values")
+    return values
 
 
 def digest(path: Path) -> str:

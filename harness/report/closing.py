@@ -18,9 +18,8 @@ from kvbench.harness.report.feed.question import Question, is_reference
 from kvbench.harness.report.feed.sentence import size
 from kvbench.harness.report.machines import by_machine
 from kvbench.harness.report.markdown import cache_bytes
-from kvbench.harness.report.names import short_names, without_folder
 from kvbench.harness.report.pairing import past_training, question
-from kvbench.harness.report.rows import Row, rows
+from kvbench.harness.report.rows import Row, rows, short_names, without_folder
 from kvbench.harness.report.task import task_of
 
 _MAX_NAMES = 3  # in a line, before "and 4 more"

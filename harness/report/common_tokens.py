@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import Blocks, Bucket, NllMetrics, StrideBlocks
-from kvbench.harness.report.pairing import on_all_tokens, on_stride, question
+from kvbench.harness.report.pairing import on_all_tokens, on_stride
 
 _FIRST_BUCKET = 256  # positions
 
@@ -77,11 +77,10 @@ def on_common(record: Record, common: Common) -> Record | None:
     return replace(record, metrics=figures)
 
 
-def common_perplexity(record: Record, records: Sequence[Record]) -> float | None:
-    """Perplexity over the tokens scored by all records of the same question; None if not measured."""
-    rivals = [r for r in records if question(r) == question(record)]
-    common = on_common(record, common_tokens(rivals))
-    metrics = None if common is None else common.measured(NllMetrics)
+def common_perplexity(record: Record, common: Common) -> float | None:
+    """Perplexity over these tokens; None if not measured."""
+    shared = on_common(record, common)
+    metrics = None if shared is None else shared.measured(NllMetrics)
     return None if metrics is None else metrics.perplexity
 
 

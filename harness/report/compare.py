@@ -19,6 +19,25 @@ from kvbench.harness.report.pairing import paired, task_version
 from kvbench.harness.report.shares import Ends, count, difference_ends, shares, streams_of, too_few
 from kvbench.harness.report.task import task_of
 
+
+def speed_up(record: Record, bases: Sequence[Record]) -> str:
+    """Speed-up over the base that was timed in the same rounds, with its interval; empty if there is none."""
+    ratios = next((r for base in bases if (r := round_ratios(base, record)) is not None), None)
+    if ratios is None:
+        return ""
+    low, high = median_interval(ratios)
+    return f"{np.median(ratios):.3g}× [{low:.3g}, {high:.3g}]"
+
+
+def round_ratios(a: Record, b: Record) -> list[float] | None:
+    """Step time of a over that of b, round by round; None if they were not timed in the same rounds."""
+    x, y = a.measured(StepMetrics), b.measured(StepMetrics)
+    if a is b or x is None or y is None or x.together != y.together:
+        return None
+    ratios: list[float] = (np.array(x.rounds_ms) / np.array(y.rounds_ms)).tolist()
+    return ratios
+
+
 # Differences too small to matter: an interval inside them is "same".
 MARGINS = {"nll": 0.001, "accuracy": 0.01, "score": 0.01, "step_ms": 0.03}
 

@@ -3,19 +3,99 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from kvbench.harness.core import plugins
 from kvbench.harness.core.packed import json_lines, stored
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics
-from kvbench.harness.records.rules import RUN_NATS, SUM, Checked
-from kvbench.harness.report.compare import token_differences
-from kvbench.harness.report.gate_pair import Pair, Result
-from kvbench.harness.report.gate_rules import figures, rule_of
+from kvbench.harness.records.rules import RUN_NATS, SUM, Checked, Rule, rule_in
+from kvbench.harness.records.types import Document
+from kvbench.harness.report.compare import setup_changes, token_differences
+from kvbench.harness.report.sources import find_trace
 from kvbench.harness.report.verify import problems
+
+_BY_POSITION = ("closed form", "windows run afresh")  # ways to read blocks
+State = Literal["ok", "better", "regression", "could not compare", "not compared"]
+Result = tuple[str, State, str]  # (check, state, figures)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same cell, measured then and now.
+
+    Attributes:
+        base: the baseline's record.
+        now: the record to judge.
+        folders: of the two records and their traces.
+        run: all records of the run that measured `now`.
+        base_run: all records of the baseline.
+    """
+
+    base: Record
+    now: Record
+    folders: tuple[Path, Path]
+    run: Sequence[Record] = ()
+    base_run: Sequence[Record] = ()
+
+    @cached_property
+    def setup_changes(self) -> str:
+        """In words, which of device, threads, instructions, TF32 and torch differ; empty on the same machine."""
+        return setup_changes(self.base, self.now, "torch")
+
+    @cached_property
+    def rounding_differs(self) -> str:
+        """Why figures may differ by more than rounding in float32; empty if they may not."""
+        return self.setup_changes or ("" if self.base.cell.model.dtype == "float32" else "not float32")
+
+    @cached_property
+    def between_cpus(self) -> bool:
+        """Whether float32 was rounded otherwise, by another CPU or another number of its threads, and nothing else differs."""
+        cpus = all(r.facts.instructions and not r.facts.instructions.startswith("sm_") for r in (self.base, self.now))
+        return bool(self.setup_changes) and cpus and self.base.cell.model.dtype == "float32"
+
+    @property
+    def by_position(self) -> bool:
+        """Whether the policy keeps tokens by their positions alone, so that rounding can't change which."""
+        return self.base.facts.method in _BY_POSITION
+
+    @cached_property
+    def traces(self) -> tuple[Path | None, Path | None]:
+        """Files of per-token or per-question figures. The baseline's stands in for a missing one of the same hash."""
+        base, now = find_trace(self.base, self.folders[0]), find_trace(self.now, self.folders[1])
+        return base, base if now is None and self.base.trace == self.now.trace else now
+
+
+Name = tuple[str, ...]  # of a figure in a record: ("metrics", "buckets", "3", "nll")
+
+
+def figures(record: Record) -> Iterator[tuple[Name, Any]]:
+    """Every plain value of a record's metrics, data and facts, with its name; an empty list or mapping is a value too."""
+    for part in ("metrics", "data", "facts"):
+        yield from _leaves((part,), getattr(record, part).as_json())
+
+
+def rule_of(record: Record, name: Name) -> Rule | None:
+    """The rule of a figure; None if its field declares none."""
+    part, *path = name
+    model: type[Document] = type(getattr(record, part))
+    return rule_in(model, tuple(path)) if path else None
+
+
+def _leaves(name: Name, value: Any) -> Iterator[tuple[Name, Any]]:
+    if isinstance(value, dict) and (value or len(name) == 1):
+        for key, inner in value.items():
+            yield from _leaves((*name, str(key)), inner)
+    elif isinstance(value, list) and value:
+        for index, inner in enumerate(value):
+            yield from _leaves((*name, str(index)), inner)
+    else:
+        yield name, value
+
 
 MAX_TOKEN_NATS = 1e-3  # difference of one token's NLL, in float32 on the same machine
 # Share of tokens, or of questions, that another CPU may change where a policy keeps what it computes to be important: a token

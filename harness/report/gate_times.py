@@ -16,7 +16,7 @@ from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import PeakMetrics, StepMetrics
 from kvbench.harness.report.bands import Band, is_dense, ratio
 from kvbench.harness.report.compare import setup_changes
-from kvbench.harness.report.gate_pair import Pair, Result, State
+from kvbench.harness.report.gate_figures import Pair, Result, State
 from kvbench.harness.report.task import task_of
 
 CHECKS = ("latency", "prompt", "speed", "memory")

@@ -5,6 +5,7 @@ Each YAML file in `published/` has one table with its source, and for each row a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,68 @@ import yaml
 
 from kvbench.harness.records import Record, newest
 from kvbench.harness.report import chart
-from kvbench.harness.report.charts.training import curves, training_logs
 from kvbench.harness.report.markdown import md, table
+
+_BUILTIN = Path(__file__).parents[1] / "models/builtin"
+
+
+def training_logs() -> list[Path]:
+    """Folders of the built-in models with a training log."""
+    return sorted(p.parent for p in _BUILTIN.glob("*/training.jsonl"))
+
+
+def curves(models: Sequence[Path]) -> list[chart.Chart]:
+    """Loss and attention to the first token over tokens seen, a line per model; no chart without logs.
+
+    Args:
+        models: folders, each with the `training.jsonl` that `bench pretrain` writes.
+    """
+    logs = {m.name: [json.loads(x) for x in (m / "training.jsonl").read_text(encoding="utf-8").splitlines()] for m in models}
+    if not logs:
+        return []
+    loss, attention = _losses(logs), _attention(logs)
+    return [
+        chart.Chart(
+            "pretraining",
+            f"Training loss, and attention to the first token, over tokens seen, of {', '.join(logs)}.",
+            {
+                "hconcat": [
+                    _panel(loss, list(logs), "loss", "loss, nats per token", {"type": "linear", "zero": False, "nice": False}),
+                    _panel(attention, list(logs), "attention", "attention to the first token", {"type": "linear", "zero": True}),
+                ]
+            },
+        )
+    ]
+
+
+def _losses(logs: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Leaves out the first steep drop, which would flatten the rest."""
+    return [
+        {"model": name, "tokens": row["tokens"] / 1e6, "loss": round(row["loss"], 4)}
+        for name, rows in logs.items()
+        for row in rows[len(rows) // 50 :]
+    ]
+
+
+def _attention(logs: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    return [
+        {"model": name, "tokens": row["tokens"] / 1e6, "attention": round(row["attention_to_first"]["largest"], 4)}
+        for name, rows in logs.items()
+        for row in rows
+        if "attention_to_first" in row
+    ]
+
+
+def _panel(values: list[dict[str, Any]], names: list[str], field: str, title: str, scale: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "width": 340, "height": 260, "data": {"values": values}, "mark": {"type": "line", "strokeWidth": 1.5},
+        "encoding": {
+            "x": {"field": "tokens", "type": "quantitative", "title": "million tokens"},
+            "y": {"field": field, "type": "quantitative", "title": title, "scale": scale},
+            "color": {"field": "model", "type": "nominal", "sort": names, "title": None},
+        },
+    }  # fmt: skip
+
 
 _FOLDER = Path(__file__).parent / "published"
 _INTRODUCTION = """# Papers beside ours
@@ -83,7 +144,10 @@ def _find(records: Sequence[tuple[Record, dict[str, Any]]], wanted: dict[str, An
     """The first record with these options (`_flat`); evict defaults to every step, positions to "cache", the seed to 0."""
     wanted = {"evict": None, "positions": "cache", "seed": 0} | wanted
     for record, options in records:
-        if all(options.get(name) == value for name, value in wanted.items()):
+        for name, value in wanted.items():
+            if options.get(name) != value:
+                break
+        else:
             return record
     return None
 

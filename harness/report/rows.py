@@ -1,15 +1,47 @@
-"""Rows of tables: one policy at one capacity."""
+"""Rows of tables: one policy at one capacity, and the shortest names that tell them apart."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
+from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Record
 from kvbench.harness.records.cell import CellSpec
-from kvbench.harness.records.metrics import NllMetrics, StepMetrics
-from kvbench.harness.report.shares import Answers, answers
+from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics, StepMetrics
+from kvbench.harness.report.pairing import task_version
+from kvbench.harness.report.shares import Answers, Stream, answers, streams_of
+
+
+def short_names(policies: Sequence[Row]) -> list[str]:
+    """Each policy with the settings in which it differs from others of its name and capacity."""
+    names = []
+    for row in policies:
+        rivals = [r for r in policies if (r.cell.policy, r.cell.capacity) == (row.cell.policy, row.cell.capacity)]
+        alternatives: list[dict[str, object]] = [_settings(r) for r in rivals]
+        kept = [key for key in alternatives[0] if len({repr(a.get(key)) for a in alternatives}) > 1]
+        for key in reversed(kept):  # drop what follows from the rest, such as a window from the sinks
+            others = [k for k in kept if k != key]
+            if len({repr([a.get(k) for k in others]) for a in alternatives}) == len(alternatives):
+                kept = others
+        settings = _settings(row)
+        extra = ", ".join(f"{key} {settings[key]}" for key in kept if settings.get(key) is not None)
+        names.append(visible(without_folder(row.cell.policy) + (f" ({extra})" if extra else "")))
+    return names
+
+
+def without_folder(name: str) -> str:
+    """The policy's name without the folder of its file."""
+    path, colon, rest = name.partition(":")
+    return f"{Path(path).name}{colon}{rest}"
+
+
+def _settings(row: Row) -> dict[str, object]:
+    """Everything in which two rows of one policy and capacity can differ."""
+    cell = row.cell
+    return {**cell.settings, "evict": cell.evicts, "positions": cell.positions, "limit": cell.limit, "seed": cell.seed}
 
 
 @dataclass(frozen=True)
@@ -39,10 +71,28 @@ class Row:
         metrics = self.perplexity.measured(NllMetrics) if self.perplexity is not None else None
         return None if metrics is None else metrics.nll
 
-    @property
+    @cached_property
     def answers(self) -> Answers | None:
         """Right answers over all tasks with questions."""
         return answers(self.records)
+
+    @cached_property
+    def answered(self) -> dict[str, tuple[Record, str]]:
+        """Records and their outcomes, by task and text."""
+        return {
+            repr([r.cell.options, r.data.ids_sha256, *task_version(r)]): (r, metrics.outcomes)
+            for r in self.records
+            if (metrics := r.measured(QuestionMetrics)) and metrics.outcomes
+        }
+
+    @cached_property
+    def answered_streams(self) -> list[Stream] | None:
+        """The stream of each question, in order; a question with a cache of its own is one, too. None if all are."""
+        streams = {key: streams_of(record) for key, (record, _) in self.answered.items()}
+        if not any(streams.values()):
+            return None
+        alone = {key: [(key, i) for i in range(len(outcomes))] for key, (_, outcomes) in self.answered.items()}
+        return [stream for key in self.answered for stream in streams[key] or alone[key]]
 
     @property
     def kv_bytes(self) -> int | None:

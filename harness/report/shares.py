@@ -140,8 +140,9 @@ def paired_shares(a: str, b: str, comparisons: int = 1) -> Ends:
 
     Source: Newcombe 1998, Statistics in Medicine 17, 2635-2650, method 10: Wilson intervals combined with their correlation.
     """
-    n, pairs = len(a), list(zip(a, b, strict=True))
-    both, only_a, only_b, none = (pairs.count(kind) for kind in (("1", "1"), ("1", "0"), ("0", "1"), ("0", "0")))
+    n, of_a, of_b = len(a), int(a, 2), int(b, 2)
+    both, only_a, only_b = (bits.bit_count() for bits in (of_a & of_b, of_a & ~of_b, of_b & ~of_a))
+    none = n - both - only_a - only_b
     x, y = (both + only_a) / n, (both + only_b) / n
     (low_a, high_a), (low_b, high_b) = wilson(both + only_a, n, comparisons), wilson(both + only_b, n, comparisons)
     scale = math.sqrt((both + only_a) * (only_b + none) * (both + only_b) * (only_a + none))

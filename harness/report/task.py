@@ -11,9 +11,60 @@ from kvbench.harness.records import Record
 from kvbench.harness.records.cell import Options
 from kvbench.harness.records.facts import Data
 from kvbench.harness.records.metrics import Metrics
-from kvbench.harness.report import plain
+from kvbench.harness.records.rules import compared
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.difference import Difference, Traces
+from kvbench.harness.report.difference import Difference, Traces, judge_interval
+from kvbench.harness.report.markdown import count, label, md, number, status, table, task_line
+
+_COMPARED_FOR_EVERY_TASK = ("kv_bytes", "state_bytes")
+
+
+def _headline(record: Record, columns: Sequence[str] = ()) -> str:
+    """The first plain number."""
+    figures = _plain(record)
+    return next((f"{name} {number(figures[name])}" for name in columns or figures if name in figures), "")
+
+
+def _body(records: Sequence[Record], columns: Sequence[str] = ()) -> list[str | Chart]:
+    """One row per record, one column per plain number."""
+    names = list(columns) or list(dict.fromkeys(name for r in records for name in _plain(r)))
+    rows = []
+    for record in records:
+        figures = _plain(record)
+        rows.append([
+            label(record), count(record.cell.capacity), *(number(figures.get(name)) for name in names), status(record),
+        ])  # fmt: skip
+    heads = [md(_title(records[0], name)) for name in names]
+    return [task_line(records[0]), *table(["policy", "capacity", *heads, "status"], rows, "lr" + "r" * len(names) + "l")]
+
+
+def _differences(a: Record, b: Record) -> list[Difference]:
+    """Compare the figures that declare which way is better; if none does, all plain numbers."""
+    x, y = _plain(a), _plain(b)
+    marks = compared(type(b.metrics))
+    result = []
+    for name in (n for n in (marks or x) if n in x and n in y and n not in _COMPARED_FOR_EVERY_TASK):
+        change = y[name] - x[name]
+        if name in marks:
+            verdict = judge_interval(change, change, marks[name].margin, marks[name].more_is_better)
+            result.append(Difference(name, x[name], y[name], change, change, change, verdict))
+        elif not change:
+            result.append(Difference(name, x[name], y[name], 0.0, 0.0, 0.0, "same"))
+        else:
+            result.append(
+                Difference(name, x[name], y[name], change, None, None, "can't tell", "its task doesn't say which way is better")
+            )
+    return result
+
+
+def _plain(record: Record) -> dict[str, Any]:
+    return {k: v for k, v in record.metrics.as_json().items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+
+
+def _title(record: Record, name: str) -> str:
+    """Heading of a column: the field's title, or its name."""
+    field = type(record.metrics).model_fields.get(name)
+    return (field.title if field is not None else None) or name
 
 
 class TaskReport:
@@ -80,7 +131,7 @@ class TaskReport:
     @classmethod
     def headline(cls, record: Record) -> str:
         """The main figure of a finished cell, in words."""
-        return plain.headline(record, cls.columns)
+        return _headline(record, cls.columns)
 
     @classmethod
     def heading(cls, record: Record) -> str:
@@ -90,12 +141,12 @@ class TaskReport:
     @classmethod
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:
         """Lines and charts of a section."""
-        return plain.body(records, cls.columns)
+        return _body(records, cls.columns)
 
     @classmethod
     def differences(cls, a: Record, b: Record, traces: Traces) -> list[Difference]:
         """Compare two successful records; each difference has a verdict on the second."""
-        return plain.differences(a, b)
+        return _differences(a, b)
 
 
 class UnknownTask(TaskReport):

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvbench.harness.core import plugins
 from kvbench.harness.core.parameters import parameters_of
-from kvbench.harness.report.frame import Records
+from kvbench.harness.report.export import Records
 from kvbench.harness.run.options import KeepSteps
 from kvbench.harness.run.request import RunRequest
 from kvbench.policies import Policy

@@ -30,8 +30,7 @@ from kvbench.harness.records import (
 from kvbench.harness.records.beside import files_beside
 from kvbench.harness.records.cell import CellSpec
 from kvbench.harness.report import verify
-from kvbench.harness.report.agreement import disagreements
-from kvbench.harness.report.review import Repeat, Review
+from kvbench.harness.report.review import Repeat, Review, disagreements
 from kvbench.harness.run.request import RunRequest
 from kvbench.harness.suite import Cell, Overrides, cell_from_spec, labels, load, shipped_suites, with_references
 

@@ -1,13 +1,102 @@
-"""Common parts of charts: a panel per capacity, logarithmic axes, marks on the x axis."""
+"""Charts of step times and of NLL over a stream, and what charts of several tasks share."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from kvbench.harness.records import Record
+from kvbench.harness.records.metrics import NllMetrics, StepMetrics
 from kvbench.harness.report import chart
+from kvbench.harness.report.common_tokens import scores_all
+from kvbench.harness.report.markdown import short_titles
 from kvbench.harness.report.pairing import question
+
+_FIRST_POINT_TOKENS = 64
+_POINTS_PER_DOUBLING = 2
+_MIN_SCORED_TOKENS = 24  # of a point
+
+
+def over_the_stream(records: Sequence[Record]) -> list[chart.Chart]:
+    """A line per policy, a panel per capacity; no chart with fewer than two lines.
+
+    Every line is over all tokens, so policies that scored only every `stride`-th are left out.
+    """
+    complete = [r for r in records if (m := r.measured(NllMetrics)) and m.stream_tokens is None and scores_all(r)]
+    return panels(complete, "Perplexity over the stream of {model}, one line per policy", _panel) if len(complete) > 1 else []
+
+
+def _panel(records: Sequence[Record], capacity: int) -> dict[str, Any]:
+    names = short_titles(records)
+    values: list[dict[str, Any]] = [point | {"policy": n} for r, n in zip(records, names, strict=True) for point in _points(r)]
+    pairs = [(n, r.cell.policy) for r, n in zip(records, names, strict=True)]
+    last = max(v["token"] for v in values)
+    length = next((r.facts.training_length for r in records if r.facts.training_length), None)
+    lines_at = [{"at": capacity, "what": "cache full"}]
+    lines_at += [{"at": length, "what": "training length"}] if length is not None and length < last else []
+    powers = [2**i for i in range(5, 40) if 2**i <= last]
+    encoding = {"x": log_axis("token", "token of the stream", base=2, values=powers), "y": log_axis("perplexity", "perplexity")}
+    lines = {
+        "data": {"values": values}, "mark": {"type": "line", "strokeWidth": 2},
+        "encoding": encoding | {c: chart.by_policy(c, pairs) for c in ("color", "strokeDash")},
+    }  # fmt: skip
+    return {"layer": [*marks(lines_at), lines]}
+
+
+def _points(record: Record) -> list[dict[str, float]]:
+    """Points of a line: `_POINTS_PER_DOUBLING` per doubling of the stream, each over enough scored tokens."""
+    metrics = record.measured(NllMetrics)
+    assert metrics is not None
+    sums, tokens, size = np.array(metrics.blocks.nll_sum), np.array(metrics.blocks.tokens), metrics.blocks.size
+    points, low, edge = [], 0, float(_FIRST_POINT_TOKENS)
+    while low < len(sums):
+        high = min(len(sums), max(low + 1, round(edge / size)))
+        edge *= 2 ** (1 / _POINTS_PER_DOUBLING)
+        if tokens[low:high].sum() >= _MIN_SCORED_TOKENS:
+            nll = float(sums[low:high].sum() / tokens[low:high].sum())
+            middle = math.sqrt(max(low * size, size / 2) * high * size)
+            points.append({"token": round(middle, 1), "perplexity": float(f"{math.exp(min(nll, 700)):.5g}")})
+            low = high
+        elif high == len(sums):  # the rest is too short for a point
+            break
+    return points
+
+
+def over_capacity(records: Sequence[Record], machine: str = "") -> list[chart.Chart]:
+    """Milliseconds per token over the capacity, a line per policy, dense dashed; no chart with fewer than two capacities.
+
+    Args:
+        records: of one section, measured on one machine.
+        machine: its name, if the section has several.
+    """
+    timed = [(r, m) for r in records if (m := r.measured(StepMetrics))]
+    bounded = [r for r, _ in timed if r.cell.capacity is not None]
+    if len({r.cell.capacity for r in bounded}) < 2:
+        return []
+    names = dict(zip(map(id, bounded), short_titles(bounded), strict=True))
+    values = [
+        {"policy": names[id(r)], "capacity": r.cell.capacity, "ms": float(f"{m.step_ms:.4g}")}
+        for r, m in timed
+        if r.cell.capacity is not None
+    ]
+    unbounded = [{"policy": r.cell.policy, "ms": float(f"{m.step_ms:.4g}")} for r, m in timed if r.cell.capacity is None]
+    capacities = sorted({c for r in bounded if (c := r.cell.capacity) is not None})
+    y = log_axis("ms", "ms per token", padding=12)
+    encoding = {"x": log_axis("capacity", "capacity, tokens", base=2, padding=16, values=capacities), "y": y}
+    dense = [r.cell.policy for r, _ in timed if r.cell.capacity is None]
+    pairs = [*((names[id(r)], r.cell.policy) for r in bounded), *zip(dense, dense, strict=True)]
+    channels = {c: chart.by_policy(c, pairs) for c in ("color", "strokeDash", "shape")}
+    level = {"mark": {"type": "rule", "strokeDash": [6, 3], "strokeWidth": 2}, "data": {"values": unbounded}}
+    line = {"mark": {"type": "line", "point": {"size": 60}, "strokeWidth": 2}, "data": {"values": values}}
+    levels = [level | {"encoding": {"y": y, "color": channels["color"]}}] if unbounded else []
+    spec = {"width": 560, "height": 260, "layer": [line | {"encoding": encoding | channels}, *levels]}
+    where = f" on {machine}" if machine else ""
+    alt = f"Milliseconds per token of {{model}} over the capacity{where}, one line per policy; dense is dashed."
+    return [chart.Chart.from_record(records[0], "latency", question(records[0]) + machine, alt, spec)]
+
 
 _SHARED = {"resolve": {"scale": {"color": "shared", "strokeDash": "shared"}}}
 

@@ -14,13 +14,11 @@ from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Record, Submitted
 from kvbench.harness.report.chart import make_visible
 from kvbench.harness.report.feed import labels
-from kvbench.harness.report.feed.loss import loss, reference
-from kvbench.harness.report.feed.question import Question, questions
+from kvbench.harness.report.feed.question import Question, loss, questions, reference
 from kvbench.harness.report.feed.row import Placed, Provenance, dense_bytes, figure, row_id, row_json
 from kvbench.harness.report.feed.sentence import finding, size
-from kvbench.harness.report.names import short_names
 from kvbench.harness.report.ranks import Place
-from kvbench.harness.report.rows import Row
+from kvbench.harness.report.rows import Row, short_names
 
 VERSION = 1  # raised when a reader of version 1 would misread the feed
 NAME = "kv-bench"  # its first field, by which a file is recognised

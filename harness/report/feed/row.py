@@ -13,15 +13,13 @@ from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Record, Submitted, standing
 from kvbench.harness.records.metrics import QuestionMetrics
 from kvbench.harness.report import recomputed, sections
-from kvbench.harness.report.faults import faults
-from kvbench.harness.report.feed.labels import task
-from kvbench.harness.report.feed.loss import CONTROL, Loss, loss
-from kvbench.harness.report.feed.question import Question, is_reference
-from kvbench.harness.report.origin import origin
+from kvbench.harness.report.compare import round_ratios
+from kvbench.harness.report.doubts import faults
+from kvbench.harness.report.feed.labels import origin, task
+from kvbench.harness.report.feed.question import CONTROL, Loss, Question, is_reference, loss
 from kvbench.harness.report.ranks import Place
 from kvbench.harness.report.rows import Row
 from kvbench.harness.report.shares import answers
-from kvbench.harness.report.speed import round_ratios
 
 _NEEDS_BOOKS = ("pg19",)
 

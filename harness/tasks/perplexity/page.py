@@ -9,7 +9,7 @@ from kvbench.harness.core.intervals import Interval
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import Bucket, NllMetrics
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.charts.stream import over_the_stream
+from kvbench.harness.report.charts.parts import over_the_stream
 from kvbench.harness.report.common_tokens import (
     Common,
     common_tokens,
