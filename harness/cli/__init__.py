@@ -14,6 +14,7 @@ import click
 from kvbench import __version__
 from kvbench.harness.cli import doctor, judge, listing, lm_eval, measure, pages, policy, records, show
 from kvbench.harness.cli import submit as submission
+from kvbench.harness.cli import which as which_policy
 from kvbench.harness.cli.output import debugging
 from kvbench.harness.core import plugins
 from kvbench.harness.core.errors import DISK_ERRNOS, Exit, UserError
@@ -42,6 +43,7 @@ def cli(debug: bool, tasks: tuple[str, ...]) -> None:  # noqa: ARG001 - `output.
 
     \b
     bench run quickstart      measure every policy; results go to ./results
+    bench which MODEL         find the policy for a model of yours
     bench leaderboard         write the pages of ./results: index.html and README.md
     """
     for task in tasks:
@@ -50,6 +52,7 @@ def cli(debug: bool, tasks: tuple[str, ...]) -> None:  # noqa: ARG001 - `output.
 
 for _command in (
     measure.run,
+    which_policy.which,
     pages.leaderboard,
     lm_eval.lm_eval,
     judge.compare,

@@ -21,6 +21,7 @@ from kvbench.policies.dense import Dense
 
 _ENOUGH_SECONDS = 0.1  # of a read; a shorter one is followed by a longer one
 _FIRST_TOKENS, _MOST_TOKENS = 8, 512  # of each stream, in a read
+_SIDE_BY_SIDE = {"cpu": 20, "cuda": 4}
 _DENSE = Dense()
 _DENSE_TOKENS = 512  # that are cached where nothing bounds them
 
@@ -49,6 +50,16 @@ class Speeds:
         """
         directory, random = model_directory(spec.id, spec.revision, spec.pickle), is_random(spec.id)
         return cls(load_model(directory, spec.dtype, device, spec.rope_length, spec.pickle, random=random, devices=spec.devices))
+
+    @property
+    def training_length(self) -> int | None:
+        """Tokens; None if the model's config does not say."""
+        return self._model.training_length
+
+    @property
+    def side_by_side(self) -> int:
+        """Streams for a trial: fewer on a GPU, whose memory their caches might not fit into."""
+        return _SIDE_BY_SIDE.get(self._model.device.type, 1)
 
     def tokens_per_second(self, cell: Cell, streams: int) -> float | None:
         """Of all streams together; None for what keeps no cache of ours."""
