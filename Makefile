@@ -21,7 +21,7 @@ leaderboard: .venv/ready  ## the published page, from the published records
 	$(BIN)/bench leaderboard --results leaderboard/results --out leaderboard/README.md --site $(SITE)
 
 test: .venv/ready  ## all tests, and that what microbench times still runs
-	$(BIN)/python -m pytest -n auto -m 'not alone' --durations=25 --benchmark-disable tests tests/benchmarks/bench_inner.py
+	$(BIN)/python -m pytest -n auto --dist worksteal -m 'not alone' --durations=25 --benchmark-disable tests tests/benchmarks/bench_inner.py
 	$(BIN)/python -m pytest -m alone $$(grep -l mark.alone tests/test_*.py)
 
 test-fast: .venv/ready  ## in a minute: the first case of each test, without those marked slow, alone or browser
@@ -52,6 +52,7 @@ microbench: .venv/ready  ## the inner pieces; perplexity beside frozen loops, a 
 	$(if $(MODEL),$(BIN)/python tests/benchmarks/decode_speed.py --model '$(MODEL)' --capacity 128 --threads 1)
 
 peers: .venv/ready .cache/peers/ready  ## our policies beside other people's code: docs/peers.md; red if a row differs that must not
+	OMP_NUM_THREADS=1 .cache/peers/bin/python -m pytest -q -p no:cacheprovider tests/test_presses.py
 	PYTHONPATH=tests:. OMP_NUM_THREADS=1 $(BIN)/python -m peers.compare --kvpress-python .cache/peers/bin/python
 
 .cache/peers/ready: tests/peers/requirements.txt  # kvpress wants an older transformers, so it has an environment of its own

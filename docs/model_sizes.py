@@ -37,9 +37,9 @@ _ABOUT = """
 The suite `sizes` asks {models} models of {sizes} sizes what {policies} rules of kvpress' leaderboard still know of a prompt of
 which they keep a quarter to a half (96 of 203 to 443 tokens): {questions} questions of each of {tasks} tasks, seen or unseen at
 the cut, with kept keys at their positions in the text (`stream`) or at their ranks (`cache`). The models come from one recipe,
-`bench pretrain recall --set name=NAME --set seed=SEED --set shape.hidden=WIDTH --tokens 12672000`, with an MLP of 2.7 times the
-width and, at 256, 8 heads and 4 KV heads instead of 4 and 2 (`recall` is the shipped one, trained for longer). What dense answers
-says how well each has learnt it: at a width of 64 hardly.
+`bench pretrain recall --set name=NAME --set seed=SEED --set shape.hidden=WIDTH`, with an MLP of 2.7 times the width and, at 256,
+8 heads and 4 KV heads instead of 4 and 2; the larger ones but `recall`, the shipped model, with `--tokens 12672000`. What dense
+answers says how well each has learnt it.
 """
 _FIGURES = """
 Kendall's tau between the orders of two models: the mean over tasks in which the scores of both differ by more than noise, then

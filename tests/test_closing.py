@@ -12,6 +12,7 @@ from kvbench.harness.cli import closing as terminal
 from kvbench.harness.core.intervals import long_enough
 from kvbench.harness.records import RecordStore
 from kvbench.harness.report.closing import closing
+from kvbench.harness.report.feed import feed
 from kvbench.harness.report.groups import groups
 
 PUBLISHED = Path(__file__).parents[1] / "leaderboard" / "results"
@@ -40,9 +41,9 @@ def answered(policy: str, outcomes: str, capacity: int | None = 8, **changes):
 
 
 def sentences(*records) -> list[str]:
-    """Without numbers, which `test_compare.py` and `test_intervals.py` hold."""
+    """Without numbers, which `test_compare.py` and `test_intervals.py` hold, and without what they are about."""
     (table,) = closing(records).tables
-    return [NUMBER.sub("N", note) for note in table.notes]
+    return [NUMBER.sub("N", note).replace("At N tokens: ", "") for note in table.notes]
 
 
 def test_one_row_a_policy_with_all_its_tasks():
@@ -55,9 +56,16 @@ def test_one_row_a_policy_with_all_its_tasks():
 
 def test_the_winner_and_its_price():
     assert sentences(measured("dense", 1.9, None), measured("h2o", 2.0), measured("window", 2.1)) == [
-        "At N tokens, hNo is surely the best of N policies by perplexity: it loses N nats per token [N, N] against dense and "
-        "keeps N/N of dense's K/V."
+        "hNo is best of N (N % confidence). It loses N % of perplexity [N, N] to dense and holds N/N of dense's bytes."
     ]
+
+
+@pytest.mark.parametrize("text", [True, False])
+def test_its_sentences_are_those_of_the_feed(text):
+    outcomes, nlls = {"h2o": "10" * 100, "window": "0" * 200}, {"h2o": 2.0, "window": 2.1}
+    made = [measured(*one) for one in nlls.items()] if text else [answered(*one) for one in outcomes.items()]
+    (table,), (question,) = closing(made).tables, feed(made)["questions"]
+    assert [note.split(": ")[1] for note in table.notes] == [budget["finding"] for budget in question["budgets"]]
 
 
 def test_a_table_has_one_mode_of_positions():
@@ -66,7 +74,7 @@ def test_a_table_has_one_mode_of_positions():
     both = closing([measured("dense", 1.9, None), measured("h2o", 2.0), measured("window", 2.1), *stream]).tables
     assert [table.heading for table in both] == [f"s, m, 8 tokens cached, positions {mode}" for mode in ("cache", "stream")]
     assert [[line[0] for line in table.lines] for table in both] == [["dense", "h2o", "window"]] * 2
-    assert ["surely the best of 2 policies" in table.notes[0] for table in both] == [True, True]
+    assert ["is best of 2 (95 % confidence)" in table.notes[0] for table in both] == [True, True]
     (one,) = closing([measured("h2o", 2.0), stream[1]]).tables
     assert one.heading == "s, m, 8 tokens cached", "each policy in a mode of its own"
 
@@ -75,15 +83,14 @@ def test_equal_policies_are_not_told_apart():
     """Also where one has the lower figure."""
     sinks = [measured("sink_window", 2.0, 8, {"sinks": n, "window": 8 - n}) for n in (1, 2)]
     assert sentences(*sinks, measured("random", 3.0)) == [
-        "At N tokens, the best of N policies by perplexity is sink_window (sinks N) or sink_window (sinks N); "
-        "the differences between them are within the noise."
+        "sink_window (sinks N) has the lowest perplexity of N; its lead over sink_window (sinks N) is within the noise. "
+        "It gains N % of perplexity [N, N] on random."
     ]
-    assert sentences(*sinks) == ["At N tokens, none is surely the best of N policies by perplexity."]
 
 
 def test_a_difference_to_dense_that_may_be_none_is_no_loss():
     (line,) = sentences(measured("dense", 2.0, None), measured("window", 2.0))
-    assert line.startswith("At N tokens, window doesn't surely differ from dense (N nats per token [N, N])")
+    assert "It is within the noise of dense (N % of perplexity [−N, N])" in line
 
 
 def test_without_intervals_nothing_is_claimed():
@@ -92,11 +99,10 @@ def test_without_intervals_nothing_is_claimed():
         *(measured(p, n, tokens=1024) for p, n in (("h2o", 2.0), ("window", 3.0))),
     ]
     assert sentences(*short)[:1] == [
-        "At N tokens, the best of N policies by perplexity can't be determined: the text is too short for an interval."
+        "hNo has the lowest perplexity, but the text is too short to tell it from the others. It can't be told from dense "
+        "(N % of perplexity, too short for an interval) and holds N/N of dense's bytes."
     ]
-    assert sentences(*short[:2])[:1] == [
-        "At N tokens, hNo can't be compared with dense (the text is too short for an interval) and keeps N/N of dense's K/V."
-    ]
+    assert sentences(*short[:2])[0].startswith("hNo is the only policy measured. It can't be told from dense")
 
 
 @pytest.mark.parametrize("capacity", [8, 64, 1024])
@@ -126,19 +132,19 @@ def test_streams_that_are_too_few_or_too_short_are_told_so():
 def test_dense_past_its_training_length_is_no_yardstick():
     dense = measured("dense", 3.0, None, facts={"training_length": 512})
     assert sentences(dense, measured("recompute_window", 1.9), measured("h2o", 2.0)) == [
-        "At N tokens, hNo loses N nats per token [N, N] against recompute_window and keeps N/N of dense's K/V.",
-        "Dense read past its training length, so its perplexity is not used as a yardstick.",
+        "hNo is the only policy measured. It loses N % of perplexity [N, N] to recompute_window and holds N/N of dense's bytes."
     ]
-    assert sentences(dense, measured("h2o", 2.0))[0] == "At N tokens, hNo keeps N/N of dense's K/V."
+    alone = "hNo is the only policy measured. It has perplexity N and holds N/N of dense's bytes."
+    assert sentences(dense, measured("h2o", 2.0)) == [alone]
 
 
 def test_right_answers_decide_where_there_is_no_perplexity():
     half = "10" * 100
     assert sentences(answered("dense", "1" * 200, None), answered("h2o", half), answered("window", "0" * 200)) == [
-        "At N tokens, hNo is surely the best of N policies by right answers: it gets N points fewer right [N, N] than dense and "
-        "keeps N/N of dense's K/V."
+        "hNo is best of N (N % confidence). It answers N % [N, N] right, "
+        "loses N points of right answers [N, N] to dense and holds N/N of dense's bytes."
     ]
-    assert "none is surely the best" in sentences(answered("h2o", half), answered("window", half[::-1]))[0]
+    assert "is within the noise" in sentences(answered("h2o", half), answered("window", half[::-1]))[0]
 
 
 def test_a_policy_that_did_not_answer_everything_has_no_share_of_right_answers():
@@ -175,7 +181,7 @@ def test_dense_past_its_training_length_has_no_perplexity():
     dense = measured("dense", 9.0, None, facts={"training_length": 512})
     (table,) = closing([dense, measured("h2o", 2.0)]).tables
     assert [line[list(table.head).index("perplexity")] for line in table.lines] == ["–", "7.389"]
-    assert any("past its training length" in note for note in table.notes)
+    assert any("past the training length" in note for note in table.notes)
 
 
 def test_two_machines_never_share_a_row():
@@ -221,7 +227,8 @@ def test_no_line_is_wider_than_the_terminal(width, monkeypatch, capsys):
         assert max(len(line) for line in lines if "\x1b]8;;" not in line) <= width
         assert not [line for line in lines if "…" in line], "nothing is cut off"
         tables = closing(records).tables
-        assert len(lines) < 8 + sum(len(t.lines) + 12 for t in tables) or width < 80, "a row a policy, a dozen about it"
+        about = sum(len(t.lines) + 10 + 3 * max(1, len(t.notes)) for t in tables)
+        assert len(lines) < 8 + about or width < 80, "a row a policy, three lines a budget, two a heading"
 
 
 def test_paths_can_be_clicked_on_a_terminal_and_are_plain_elsewhere(tmp_path):

@@ -131,7 +131,7 @@ def test_every_figure_of_a_sentence_is_in_its_row(made):
             best = budget["rows"][0]
             shown = json.dumps([best["loss"], best["loss_to_dense"], best["answers"], best["kv_share"], best["times_dense"]])
             stated = {f"{float(x):.2g}" for x in re.findall(r"-?\d+\.?\d*(?:e-?\d+)?", shown)}
-            said = budget["answer"].split(" has the best ")[-1].split("]")[0].replace("−", "-").replace("+", "")
+            said = budget["answer"].split(" has the lowest ")[-1].split("]")[0].replace("−", "-").replace("+", "")
             for number in re.findall(r"(?<![\w.])-?\d+\.\d+", said.split(question["subject"])[-1]):
                 assert f"{float(number):.2g}" in stated, budget["answer"]
 
@@ -140,10 +140,10 @@ def test_a_sentence_says_that_a_difference_may_be_chance():
     records = [noisy("window", 8, 2.0, 1), noisy("h2o", 8, 2.0, 2), noisy("recompute_window", 8, 2.0, 3)]
     (question,) = feeds.feed(records)["questions"]
     said = question["budgets"][0]["answer"]
-    assert "is not surely better than" in said
-    assert "does not surely differ from recompute_window (" in said
+    assert "is within the noise" in said
+    assert "is within the noise of recompute_window (" in said
     sure = feeds.feed([noisy("window", 8, 2.5, 1), *records[1:]])["questions"][0]["budgets"][0]
-    assert "is surely the best of 2" in sure["answer"]
+    assert "is best of 2 (95 % confidence)" in sure["answer"]
     assert [row["rank"] for row in sure["rows"]] == [[1, 1], [2, 2]]
 
 

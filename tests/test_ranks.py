@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from kvbench.harness.report.ranks import holm, rank_intervals, sign_test, surely_less
+from kvbench.harness.report.ranks import Comparison, corrected, holm, places, sign_test
 
 TABLES = 1000
 AT_MOST = 0.072  # of tables: 5 %, and 3.2 standard errors of a share of 1,000
@@ -30,12 +30,22 @@ def table(policies: int, shared: bool, rng: np.random.Generator) -> dict[tuple[i
     }
 
 
+def separated(count, pairs):
+    """Ranks, where the interval of a pair is normal and its test is that of its p-value."""
+
+    def comparison(change, p):
+        return Comparison(-change, p, lambda k: (-1.0, 1.0) if p * k > 0.05 else (0.5, 1.0) if change < 0 else (-1.0, -0.5))
+
+    found = places(range(count), corrected({pair: comparison(*known) for pair, known in pairs.items()}))
+    return [found[i].rank for i in range(count)]
+
+
 @pytest.mark.parametrize("shared", [False, True], ids=["independent", "sharing tokens"])
 @pytest.mark.parametrize("policies", [5, 10])
-def test_of_equal_policies_none_is_surely_better_in_19_tables_of_20(policies, shared):
+def test_of_equal_policies_none_is_told_apart_in_19_tables_of_20(policies, shared):
     rng = np.random.default_rng(policies)
     pairs = [table(policies, shared, rng) for _ in range(TABLES)]
-    told_apart = sum(set(rank_intervals(policies, p)) != {(1, policies)} for p in pairs)
+    told_apart = sum(set(separated(policies, p)) != {(1, policies)} for p in pairs)
     assert told_apart / TABLES <= AT_MOST
     uncorrected = sum(any(p < 0.05 for _, p in found.values()) for found in pairs)
     assert uncorrected / TABLES > 3 * AT_MOST, "without a correction this would fail"
@@ -44,7 +54,7 @@ def test_of_equal_policies_none_is_surely_better_in_19_tables_of_20(policies, sh
 def test_what_differs_is_told_apart():
     means = [0.0, 1.0, 2.0, 2.01, 5.0]
     pairs = {(i, j): (means[i] - means[j], p_value((means[i] - means[j]) / 0.1)) for i in range(5) for j in range(i + 1, 5)}
-    assert rank_intervals(5, pairs) == [(1, 1), (2, 2), (3, 4), (3, 4), (5, 5)]
+    assert separated(5, pairs) == [(1, 1), (2, 2), (3, 4), (3, 4), (5, 5)]
 
 
 def test_holm_corrects_step_by_step():
@@ -54,25 +64,31 @@ def test_holm_corrects_step_by_step():
 
 
 def test_a_rank_widens_by_what_is_not_known():
-    sure = {(0, 1): (-1.0, 1e-9)}
-    assert rank_intervals(4, sure) == [(1, 3), (2, 4), None, None]
-    assert rank_intervals(1, {}) == [None]
+    told = {(0, 1): (-1.0, 1e-9)}
+    assert separated(4, told) == [(1, 3), (2, 4), None, None]
+    assert separated(1, {}) == [None]
 
 
-def test_what_follows_from_two_sure_pairs_is_sure():
-    """0 is less than 1, and 1 is less than 2. 2 can only be compared with 1."""
-    assert surely_less({(0, 1): (-1.0, 1e-9), (1, 2): (-1.0, 1e-9)}) == {(0, 1), (1, 2), (0, 2)}
-    assert rank_intervals(3, {(0, 1): (-1.0, 1e-9), (1, 2): (-1.0, 1e-9)}) == [(1, 1), (2, 2), (3, 3)]
-    round_about = {(0, 1): (-1.0, 1e-9), (1, 2): (-1.0, 1e-9), (0, 2): (1.0, 1e-9)}
-    assert surely_less(round_about) == set(), "a contradiction proves nothing"
+def test_an_interval_is_that_of_its_step_of_holms_procedure():
+    """With four pairs, the smallest p is tested among 4, the next among 3; the first that fails stops the others, too."""
+    asked = {}
+
+    def comparison(name, p):
+        return Comparison(1.0, p, lambda k: (asked.setdefault(name, k) and 0.1, 2.0))
+
+    pairs = {(0, i): comparison(i, p) for i, p in enumerate((0.001, 0.02, 0.03, 0.01), start=1)}
+    changes = corrected(pairs)
+    assert asked == {1: 4, 4: 3, 2: 2, 3: 1}
+    assert [changes[0, i].sign for i in range(1, 5)] == [1, 1, 1, 1]
+    asked.clear()
+    changes = corrected({**pairs, (0, 2): comparison(2, 0.03)})
+    assert asked == {1: 4, 4: 3, 2: 2, 3: 2}
+    assert [changes[0, i].sign for i in range(1, 5)] == [1, 0, 0, 1], "extended to 0, as the test finds nothing"
 
 
-def test_the_closure_is_whole_for_long_chains():
-    chain = {(i, i + 1): (-1.0 if i % 2 else 1.0, 1e-9) for i in range(5)}
-    straight = {tuple(sorted((a, b))): (-1.0 if a < b else 1.0, 1e-9) for a, b in [(4, 1), (1, 5), (5, 0), (0, 3), (3, 2)]}
-    assert surely_less(chain) == {(1, 0), (1, 2), (3, 2), (3, 4), (5, 4)}
-    order = [4, 1, 5, 0, 3, 2]
-    assert surely_less(straight) == {(order[i], order[j]) for i in range(6) for j in range(i + 1, 6)}
+def test_without_an_interval_nothing_is_told():
+    changes = corrected({(0, 1): Comparison(1.0, None, lambda _: None), (0, 2): Comparison(1.0, 1e-9, lambda _: (0.5, 2.0))})
+    assert (changes[0, 1].low, changes[0, 1].sign, changes[0, 2].sign) == (None, 0, 1)
 
 
 def test_the_sign_test_counts_signs():

@@ -21,7 +21,7 @@ FOLDER = Path(__file__).parent
 RESULTS = FOLDER.parents[1] / "leaderboard" / "results"
 MOMENTS = {"step": "evicting at every step", "prompt": "evicting once, after the prompt"}
 POSITIONS = {"step": "cache", "prompt": "stream"}  # of each panel
-BETTER, ALIKE, WORSE = _VERDICTS = ("surely better", "not surely different", "surely worse")
+BETTER, ALIKE, WORSE = _VERDICTS = ("better (95 % confidence)", "within the noise", "worse (95 % confidence)")
 _COLOURS = ("#009e73", "#8c8c8c", "#d55e00")  # legible on light and dark pages
 _ALT = (
     "Perplexity that each policy loses to a random choice beside sinks and newest tokens, a panel for every moment of eviction."

@@ -51,7 +51,9 @@ class _Pages:
 @click.option(
     "--paper", type=FILLED, help="File of the page with published figures; - for stdout. Default: paper.md beside --out."
 )
-@click.option("--site", metavar="URL", default="index.html", help="Where index.html is published, for links from the leaderboard.")
+@click.option(
+    "--site", metavar="URL", default="index.html", help="Where index.html is published, for links from the leaderboard."
+)
 def leaderboard(results: str, out: str | None, paper: str | None, site: str) -> None:
     """Write the pages of a folder of records.
 

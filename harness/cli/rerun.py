@@ -49,7 +49,6 @@ def request_from_baseline(baseline: Baseline, folder: Path, model: str | None, d
 
     Args:
         baseline: to measure again.
-        folder: of the baseline.
         model: where its local model is, or a mirror of its hub model; the baseline's own model when None.
         data: directory of the text.
 
@@ -73,8 +72,6 @@ def cells_of_baseline(request: RunRequest, records: Sequence[Record], folder: Pa
 
     Args:
         request: from `request_from_baseline`.
-        records: of the baseline.
-        folder: of the baseline.
 
     Raises:
         UserError: the baseline has no record of any of them. The model differs, or the suite has changed.

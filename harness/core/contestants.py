@@ -35,12 +35,12 @@ class Contestant(Policy):
     """A cache that keeps what its own code says. The fields of each subclass are its constructor's parameters.
 
     Attributes:
-        cache_class: of the cache, or of one layer's.
+        named_class: of the cache, of one layer's, or of a press.
         attention: of the model, `sdpa` or `eager`; None: `sdpa` where both compute the same.
     """
 
     evicts: ClassVar[bool] = False  # it takes no capacity
-    cache_class: ClassVar[Any]
+    named_class: ClassVar[Any]
 
     attention: Literal["sdpa", "eager"] | None = None
 
@@ -58,18 +58,23 @@ class Contestant(Policy):
 
         given = parameters_of(self)
         del given["attention"]
-        if not issubclass(self.cache_class, Cache):
-            layer: Any = functools.partial(self.cache_class, **given)
+        if not issubclass(self.named_class, Cache):
+            layer: Any = functools.partial(self.named_class, **given)
             return Cache(layer_class_to_replicate=layer)
-        if "config" in inspect.signature(self.cache_class).parameters:
+        if "config" in inspect.signature(self.named_class).parameters:
             given["config"] = config
-        made: Cache = self.cache_class(**given)
+        made: Cache = self.named_class(**given)
         return made
+
+    @staticmethod
+    def hint(parameter: inspect.Parameter) -> Any:
+        """The type of a parameter of the constructor."""
+        return Any
 
     @property
     def modules(self) -> list[str]:
         """Modules outside transformers that define it."""
-        names = dict.fromkeys(c.__module__ for c in self.cache_class.__mro__)
+        names = dict.fromkeys(c.__module__ for c in self.named_class.__mro__)
         return [name for name in names if name.split(".")[0] not in _BY_VERSION]
 
     @property
@@ -89,16 +94,20 @@ class Contestant(Policy):
 
 
 def contestant_class(name: str, found: Any) -> type[Contestant] | None:
-    """The contestant for what a user named; None if that is no class of a cache or of one layer's.
+    """The contestant for what a user named; None if that is no class of a cache, of one layer's or of a press.
 
     Raises:
-        UserError: a parameter of its constructor has the name of something else.
+        UserError: a parameter of its constructor has the name of something else, or a press can't run here.
     """
+    presses: Any = importlib.import_module("kvbench.harness.core.presses")  # imported late because it imports this one
+    if presses.is_press(found):
+        presses.refuse_other_versions(name)
+        return _dataclass(name, found, presses.Press)
     caches: Any = sys.modules.get(_CACHES)
     if caches is None or not inspect.isclass(found) or not issubclass(found, (caches.Cache, caches.CacheLayerMixin)):
         return None
-    cache_class: Any = found
-    return _dataclass(name, cache_class)
+    named_class: Any = found
+    return _dataclass(name, named_class, Contestant)
 
 
 def library_class(attribute: str) -> type[Contestant]:
@@ -116,18 +125,19 @@ def library_class(attribute: str) -> type[Contestant]:
 
 
 @functools.cache
-def _dataclass(name: str, cache_class: Any) -> type[Contestant]:
+def _dataclass(name: str, named_class: Any, base: type[Contestant]) -> type[Contestant]:
     """The parameters of a constructor as fields. A record names those that differ from their defaults."""
     fields: list[Any] = []
-    for parameter in inspect.signature(cache_class).parameters.values():
+    for parameter in inspect.signature(named_class).parameters.values():
+        has_default = parameter.default is not parameter.empty
         if parameter.name == "config" or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
         if parameter.name in (*AXES, "name", *dir(Contestant)):
             raise UserError(f"{name}: its parameter '{parameter.name}' means something else here: give it another name")
-        default: Any = MISSING if parameter.default is parameter.empty else functools.partial(_unchanged, parameter.default)
-        fields.append((parameter.name, Any, field(default_factory=default, metadata={"added": True})))
-    inside = {"cache_class": cache_class, "__module__": __name__, "__doc__": inspect.getdoc(cache_class)}
-    return make_dataclass(name, fields, bases=(Contestant,), namespace=inside, frozen=True, kw_only=True)
+        default: Any = functools.partial(_unchanged, parameter.default) if has_default else MISSING
+        fields.append((parameter.name, base.hint(parameter), field(default_factory=default, metadata={"added": True})))
+    inside = {"named_class": named_class, "__module__": __name__, "__doc__": inspect.getdoc(named_class)}
+    return make_dataclass(name, fields, bases=(base,), namespace=inside, frozen=True, kw_only=True)
 
 
 def _unchanged(value: Any) -> Any:

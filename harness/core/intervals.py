@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import NormalDist
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,22 @@ _MAX_CORRELATION = 0.8  # of neighbouring blocks; makes the interval three times
 _MORE_CLUSTERS = 0.2  # added for the design effect; without them, intervals of rare answers cover as little as 87 %
 _NEGLIGIBLE_SKEW = 1e-8
 _NEGLIGIBLE_ERROR = 1e-12  # relative to the mean: all blocks are equal
+
+
+class Spread(NamedTuple):
+    """How a mean over blocks is distributed.
+
+    Attributes:
+        error: its standard error.
+        degrees: of freedom of Student's t.
+        skew: skewness of a block / (6 sqrt(blocks)).
+        looks: planned ones, and comparisons; each interval misses as rarely as all of them together may.
+    """
+
+    error: float
+    degrees: float
+    skew: float
+    looks: int
 
 
 @dataclass(frozen=True)
@@ -50,6 +67,7 @@ class Interval:
             equal length would be as informative.
         p: two-sided p-value of the hypothesis that the mean is 0. It is below 1 - `LEVEL` exactly if the interval excludes
             0, corrected for looks as the interval is; None without an interval.
+        spread: what the ends follow from; None without an interval, or where all blocks are equal.
     """
 
     mean: float
@@ -58,6 +76,13 @@ class Interval:
     block: int
     blocks: float
     p: float | None = None
+    spread: Spread | None = field(default=None, repr=False, compare=False)
+
+    def among(self, comparisons: int) -> Interval:
+        """The interval as one of so many, which all hold at once at `LEVEL` (Bonferroni's bound)."""
+        if self.spread is None:
+            return self
+        return _with_ends(self.mean, self.block, self.blocks, self.spread._replace(looks=self.spread.looks * comparisons))
 
     @property
     def half_width(self) -> float | None:
@@ -148,8 +173,6 @@ def _student(sums: NDArray[np.float64], tokens: NDArray[np.float64], block: int,
         neighbours: consecutive blocks may be correlated.
         looks: planned ones; each interval misses as rarely as all of them together may.
     """
-    from scipy.special import stdtr, stdtrit  # a third of a second: only where there is an interval
-
     count, mean = len(sums), float(sums.sum() / tokens.sum())
     degrees = _degrees_of_freedom(tokens)
     if degrees < _MIN_DEGREES_OF_FREEDOM:
@@ -159,11 +182,18 @@ def _student(sums: NDArray[np.float64], tokens: NDArray[np.float64], block: int,
     error = math.sqrt(variance * (_inflation(influence) if neighbours else 1.0))
     if error <= _NEGLIGIBLE_ERROR * abs(mean):
         return Interval(mean, mean, mean, block, count, float(mean == 0))
-    skew = _skewness(influence) / (6 * math.sqrt(count))
+    return _with_ends(mean, block, count, Spread(error, degrees, _skewness(influence) / (6 * math.sqrt(count)), looks))
+
+
+def _with_ends(mean: float, block: int, blocks: float, spread: Spread) -> Interval:
+    """The interval of a mean over blocks, with its p-value."""
+    from scipy.special import stdtr, stdtrit  # a third of a second: only where there is an interval
+
+    error, degrees, skew, looks = spread
     reach = float(stdtrit(degrees, 1 - (1 - LEVEL) / 2 / looks))
     low, high = (mean - error * _skewed(t, skew) for t in (reach, -reach))
     p = min(1.0, 2 * looks * float(stdtr(degrees, -abs(_symmetric(mean / error, skew)))))
-    return Interval(mean, low, high, block, count, p)
+    return Interval(mean, low, high, block, blocks, p, spread)
 
 
 def _degrees_of_freedom(tokens: NDArray[np.float64]) -> float:
@@ -211,12 +241,12 @@ def _skewed(t: float, skew: float) -> float:
     return (float(np.cbrt(1 + 6 * skew * (t - skew))) - 1) / (2 * skew)
 
 
-def wilson(hits: int, trials: int) -> tuple[float, float]:
-    """Confidence interval of a share of independent trials, at `LEVEL`.
+def wilson(hits: int, trials: int, comparisons: int = 1) -> tuple[float, float]:
+    """Confidence interval of a share of independent trials, at `LEVEL`, or as one of so many that all hold at once.
 
     Source: Wilson 1927, Journal of the American Statistical Association 22.
     """
-    return _score_interval(hits / trials, trials, NormalDist().inv_cdf((1 + LEVEL) / 2))
+    return _score_interval(hits / trials, trials, NormalDist().inv_cdf(1 - (1 - LEVEL) / 2 / comparisons))
 
 
 def clustered_share(hits: NDArray[np.float64], trials: NDArray[np.float64]) -> tuple[float, float] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import itertools
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -55,13 +56,14 @@ def tuple_fields(kind: type[Policy]) -> frozenset[str]:
 
 def policies_inside(policy: Policy) -> Iterator[Policy]:
     """The policies that its parameters are."""
-    values = (getattr(policy, f.name) for f in dataclasses.fields(policy))
-    return (value for value in values if isinstance(value, Policy))
+    for f in dataclasses.fields(policy):
+        value = getattr(policy, f.name)
+        yield from (x for x in (value if isinstance(value, tuple) else (value,)) if isinstance(x, Policy))
 
 
 def names_inside(parameters: Mapping[str, Any]) -> Iterator[str]:
     """Names of the policies in parameters of the form of `parameters_of`, at any depth."""
-    for value in parameters.values():
+    for value in itertools.chain.from_iterable(x if isinstance(x, list) else [x] for x in parameters.values()):
         if isinstance(value, Mapping):
             if isinstance(value.get("name"), str):
                 yield value["name"]
@@ -85,7 +87,7 @@ def _as_json(value: Any, recorded: bool) -> Any:
         return {"name": plugins.recorded_name(name) if recorded else name} | parameters_of(value, recorded)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
-    return list(value) if isinstance(value, tuple) else copy.deepcopy(value)
+    return [_as_json(item, recorded) for item in value] if isinstance(value, tuple) else copy.deepcopy(value)
 
 
 def _is_left_out(policy: Policy, field: dataclasses.Field[Any]) -> bool:

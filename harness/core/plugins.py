@@ -63,6 +63,7 @@ _TASK = _Kind(
     "task", "kvbench.harness.tasks", frozenset({"task", "common"}), "bench.tasks", "kvbench.harness.tasks:Task",
     "kvbench.harness.tasks.Task",
 )  # fmt: skip
+_CONTESTANTS = "kvbench.harness.core.contestants"
 _PREFIX_OF_FILES = "bench_user_"  # of the names of modules loaded from a user's files
 _tasks_of_files: dict[str, type[Any]] = {}  # that this process has loaded, by their name in records
 
@@ -109,13 +110,16 @@ def is_ours(plugin: type[Any]) -> bool:
 def name_of(policy: type[Policy]) -> str:
     """The name by which `policy_class` finds a class.
 
-    It is a built-in policy's own name, the name of a plug-in's entry point, `path/to/file.py:Class`, or `module:Class`.
+    It is a built-in policy's own name, the name of a plug-in's entry point, `path/to/file.py:Class`, or `module:Class`. A
+    contestant's is the one it was found by.
 
     Raises:
         UserError: it was defined inside a function or a class.
     """
     if is_ours(policy):
         return policy.__module__.rpartition(".")[2]
+    if policy.__module__ == _CONTESTANTS:
+        return policy.__name__
     if "." in policy.__qualname__:
         raise UserError(f"{policy.__qualname__}: define the policy at the top of its file or notebook, so that it can be found")
     module = policy.__module__
@@ -216,7 +220,7 @@ def _find(kind: _Kind, name: str) -> type[Any]:
 
 def _contestants() -> ModuleType:
     """The module of caches from elsewhere, imported late because it imports this one."""
-    return importlib.import_module("kvbench.harness.core.contestants")
+    return importlib.import_module(_CONTESTANTS)
 
 
 def _modules(kind: _Kind) -> list[str]:

@@ -22,7 +22,8 @@ def source_digest(policy: Policy) -> str:
     from kvbench.policies import Policy
 
     if isinstance(policy, Contestant):
-        texts = [_source(sys.modules[name]) or _members(policy.cache_class) for name in policy.modules]
+        texts = [_source(sys.modules[name]) or _members(policy.named_class) for name in policy.modules]
+        texts += [source_digest(inside) for inside in policies_inside(policy)]
         return hashlib.sha256("\0".join([policy.code, *texts]).encode()).hexdigest()
     kinds = [c for c in type(policy).__mro__ if issubclass(c, Policy) and c is not Policy]
     parts = []

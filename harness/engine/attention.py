@@ -202,7 +202,6 @@ def causal(query: Tensor, keys: Tensor, values: Tensor, terms: Terms, padding: T
         query: rotated. [B, H, G, T, D].
         keys: rotated. [B, H, L, D].
         values: [B, H, L, Dv].
-        terms: of this layer's attention.
         padding: number of padding tokens at the start of each stream; none when None. Their output is finite but
             meaningless. [B] int64.
 

@@ -51,7 +51,7 @@ def banded(
         values: [B, H, L, Dv].
         window: tokens before a query that it sees.
         sinks: the tokens at positions 0, 1, ...; None if there are none.
-        terms: of this layer's attention. Its sliding window is ignored.
+        terms: a sliding window in them is ignored.
         first: position of the first key.
         padding: keys at the end that stand for no token; 0 unless FlexAttention takes them.
         by_flex: the window by FlexAttention, which must support it (`can_be_flex`).
@@ -147,7 +147,6 @@ def _merged(near: Tensor, log_sum: Tensor, sinks: Sinks, outside: Tensor, terms:
         log_sum: [B, H, G, T], float32 or wider.
         sinks: without `rope`.
         outside: sinks before a query's window. [T, E] bool.
-        terms: of this layer's attention.
 
     Returns:
         [B, H, G, T, Dv].

@@ -27,7 +27,6 @@ def static_table(model: Model, config: CacheConfig, prompt: int | None) -> Table
 
     Args:
         model: whose layers they are for.
-        config: of the cache.
         prompt: tokens of the prompt, if eviction waits for its end.
 
     Raises:

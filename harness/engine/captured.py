@@ -112,7 +112,6 @@ class CudaGraph:
         """Capture a step.
 
         Args:
-            step: to capture.
             tokens: [B, 1].
         """
         self._tokens = tokens.clone()
@@ -134,7 +133,6 @@ def dry_run(step: Step, tokens: Tensor) -> tuple[Tensor, str]:
     and run again it would count its attention twice.
 
     Args:
-        step: to run.
         tokens: [B, 1].
 
     Returns:

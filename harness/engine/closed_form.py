@@ -23,7 +23,6 @@ def closed_form(slots: Slots, mode: PositionMode, limit: int, rope_length: int, 
     """The closed form for the layers of one `Slots`; None where what they keep is not known beforehand.
 
     Args:
-        slots: of the layers.
         mode: where RoPE puts a cached token.
         limit: the largest distance of mode `clamped`, in tokens.
         rope_length: bounds the positions that RoPE is asked for.
@@ -75,7 +74,6 @@ class ClosedForm:
             query: unrotated, unscaled, dims in the model's order. [B, H, G, T, D].
             keys: unrotated, dims in the model's order. [B, H, T, D].
             values: [B, H, T, Dv].
-            terms: of this layer's attention.
             held: before the block.
             seen: tokens before the block.
 
@@ -211,7 +209,6 @@ class ClosedForm:
         """`_keep` from where the tokens are, without joining them first.
 
         Args:
-            rows: of the layer.
             held: before the block; perhaps views of the slots.
             keys: of the block, unrotated. [B, H, T, D].
             values: of the block. [B, H, T, D].

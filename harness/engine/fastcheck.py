@@ -65,7 +65,6 @@ def fast_method(model: Model, config: CacheConfig, streams: int = 1, fused: bool
     and only the last 32 slots and up to 300 tokens more are read.
 
     Args:
-        model: of the cell.
         config: of the cell; a policy that keeps a cache.
         streams: of the cell, for times on CUDA; elsewhere one stream is read.
         fused: also try captured steps whose code is compiled as a whole, which takes up to a minute.
@@ -149,7 +148,6 @@ def _choose(
 
     Args:
         bench: that tries methods.
-        ladder: to choose from.
         whole: the trial of all that is fast at once. If it did not fail, it stands for the first of the ladder.
         slow: why a trial's blocks, or steps, are too slow.
 

@@ -47,7 +47,6 @@ def flex(query: Tensor, keys: Tensor, values: Tensor, padding: int, window: int,
         values: finite, also those of the padding. [B, H, L, D].
         padding: keys at the end that stand for no token.
         window: tokens before a query that it sees.
-        terms: of this layer's attention.
 
     Returns:
         [B, H, G, T, D], and its log-sum-exp [B, H, G, T] float32.
@@ -91,7 +90,6 @@ def _block_mask(tokens: int, length: int, before: int, window: int, device: torc
         length: of the padded keys, whole tiles.
         before: keys before the block.
         window: tokens before a query that it sees.
-        device: of the mask.
     """
     from torch.nn.attention.flex_attention import BlockMask
 

@@ -9,7 +9,7 @@ Axis letters: B streams, T tokens, N tokens of a text, K tokens whose logits are
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import copy, deepcopy
 from math import inf
 from typing import Any, Self
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvbench.harness.core.contestants import Contestant
+from kvbench.harness.core.presses import Press
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.method import EAGER, Method
 from kvbench.harness.engine.model import Model
@@ -28,6 +29,41 @@ from kvbench.harness.engine.stored import storage_bytes, tensors_in
 from kvbench.harness.engine.variants.base import VariantForCausalLM
 
 _NOT_OF_A_CACHE = (nn.Module, type)
+
+
+class Hooks:
+    """A press' hooks: on the model only while one decoder reads. What the press has noted until then is kept for the next block.
+
+    A press notes things on itself, and indices of masked keys on the model's attention modules.
+    """
+
+    def __init__(self, policy: Press) -> None:
+        self._press = policy.new_press()
+        self.notes: list[tuple[Any, dict[str, Any]]] = []  # of every press inside, and its attributes
+        self._masked: list[Any] = []  # of every attention module
+
+    @contextmanager
+    def on(self, modules: Sequence[nn.Module], hf: PreTrainedModel) -> Iterator[None]:
+        """Hook the model."""
+        with self._press(hf):
+            for press, attributes in self.notes:
+                vars(press).update(attributes)
+            for module, indices in zip(modules, self._masked, strict=False):
+                module.masked_key_indices = indices
+            try:
+                yield
+            finally:
+                self.notes = [(press, dict(vars(press))) for press in _presses(self._press)]
+                self._masked = [vars(module).pop("masked_key_indices", None) for module in modules]
+
+
+def _presses(press: Any) -> Iterator[Any]:
+    """A press and those inside it."""
+    yield press
+    for value in vars(press).values():
+        for inside in value if isinstance(value, list) else [value]:
+            if hasattr(inside, "forward_hook"):
+                yield from _presses(inside)
 
 
 class ForeignDecoder:
@@ -53,6 +89,8 @@ class ForeignDecoder:
         if not self._loop.attention:
             self._loop = self._loop._replace(attention=usual_attention(model.hf, config.policy))
         self._read = 0  # tokens of each stream
+        self._hooks = Hooks(config.policy) if isinstance(config.policy, Press) else None
+        self._modules = [module for module in model.hf.modules() if hasattr(module, "layer_idx")] if self._hooks else []
 
     @torch.inference_mode()
     def __call__(self, tokens: Tensor, valid: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
@@ -63,6 +101,8 @@ class ForeignDecoder:
         """
         if valid is not None:
             raise ValueError("streams of unequal length side by side, which somebody else's cache can't hold")
+        if self._read == 0 and isinstance(self.config.policy, Press) and self.config.policy.cuts_prompts:
+            raise ValueError("a press cuts what the first pass reads, and this task has no prompt: give it one, as `prompt: 256`")
         count = tokens.shape[1]
         if count == 1 or self._read + count <= self._loop.blocks:
             return self._forward(tokens, keep)
@@ -76,7 +116,8 @@ class ForeignDecoder:
         if end > self.longest:
             raise ValueError(f"a stream of {end} tokens or more, but the cache ends at {self.longest:.0f}: raise max_cache_len")
         positions = torch.arange(self._read, end, device=tokens.device).expand(len(tokens), -1)
-        with _attention(self.model.hf, self._loop.attention):
+        hooked = nullcontext() if self._hooks is None else self._hooks.on(self._modules, self.model.hf)
+        with _attention(self.model.hf, self._loop.attention), hooked:
             out = self.model.hf(
                 input_ids=tokens, position_ids=positions, past_key_values=self.cache, use_cache=True,
                 logits_to_keep=0 if keep is None else keep,
@@ -101,7 +142,7 @@ class ForeignDecoder:
             ValueError: the cache can't choose streams.
         """
         other = copy(self)
-        other.cache, other.streams = deepcopy(self.cache), len(streams)
+        other.cache, other._hooks, other.streams = deepcopy(self.cache), deepcopy(self._hooks), len(streams)
         if list(streams) != list(range(self.streams)):
             if not self._reorders:
                 raise ValueError("its cache holds more than keys and values, and has no reorder_cache of its own")
@@ -112,6 +153,8 @@ class ForeignDecoder:
     @property
     def _reorders(self) -> bool:
         """Whether `reorder_cache` reaches all that is held of each stream. Transformers' reaches the layers' keys and values."""
+        if self._hooks is not None and any(tensors_in(self._hooks, _NOT_OF_A_CACHE)):
+            return False
         if type(self.cache).reorder_cache is not Cache.reorder_cache:
             return True
         known = [layer for layer in self.cache.layers if type(layer).reorder_cache is not CacheLayerMixin.reorder_cache]

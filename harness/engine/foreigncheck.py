@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 
 from kvbench.harness.core.contestants import Contestant
 from kvbench.harness.core.errors import described
+from kvbench.harness.core.presses import Press
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.foreign import ForeignDecoder, usual_attention
 from kvbench.harness.engine.method import EAGER, OwnLoop
@@ -47,15 +48,18 @@ def own_loop(model: Model, config: CacheConfig, walk: bool = False) -> OwnLoopCh
     read = ForeignDecoder(model, config)
     policy = config.policy
     assert isinstance(policy, Contestant)
-    is_trusted = issubclass(policy.cache_class, Cache) and not policy.modules and not hasattr(policy, "backend")
+    is_trusted = issubclass(policy.named_class, Cache) and not policy.modules and not hasattr(policy, "backend")
     tokens = int(min(_TOKENS if is_trusted else _TOKENS_OF_OTHERS, read.longest))
     vocabulary = model.hf.config.get_text_config().vocab_size
     ids = torch.randint(vocabulary, (1, tokens), generator=torch.Generator().manual_seed(1)).to(model.device)
     loop = OwnLoop(_attention_that_agrees(model, policy, ids))
     singly = ForeignDecoder(model, config, method=replace(EAGER, own_loop=loop))
+    if isinstance(policy, Press):
+        singly.read_prompt(ids[:, :-1], tokens)
+        singly(ids[:, -1:])
+        return OwnLoopCheck(loop, "kvpress' hooks tell a prompt by the length of a block", _wrong_length(singly, tokens))
     expected = singly(ids).float()
-    said = singly.cache.get_seq_length()
-    wrong = None if int(said) == tokens else f"get_seq_length says {int(said)} after {tokens} tokens"
+    wrong = _wrong_length(singly, tokens)
     if walk:
         return OwnLoopCheck(loop, "as asked", wrong)
     in_blocks = OwnLoop(loop.attention, tokens)
@@ -68,6 +72,11 @@ def own_loop(model: Model, config: CacheConfig, walk: bool = False) -> OwnLoopCh
         if not _agree(logits, expected, model) or other.held_bytes != singly.held_bytes:
             return OwnLoopCheck(loop, f"blocks of {size} tokens give other results than single tokens", wrong)
     return OwnLoopCheck(in_blocks._replace(blocks=_ALL) if is_trusted else in_blocks, "", wrong)
+
+
+def _wrong_length(read: ForeignDecoder, tokens: int) -> str | None:
+    said = int(read.cache.get_seq_length())
+    return None if said == tokens else f"get_seq_length says {said} after {tokens} tokens"
 
 
 def _attention_that_agrees(model: Model, policy: Contestant, ids: Tensor) -> str:

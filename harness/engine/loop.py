@@ -72,7 +72,6 @@ class BlockInLayers:
         """Plan the block.
 
         Args:
-            walks: of the decoder.
             shares: the walks that answer for each cache.
             readers: of each layer, the cache that it reads.
             block: to read.
@@ -271,7 +270,6 @@ class CachedDecoder:
         """Put an empty decoder into the state after `tokens` tokens, with random K, V and statistics.
 
         Args:
-            tokens: of each stream.
             seed: decoders of one shape that are filled with the same seed hold the same numbers.
 
         Raises:

@@ -111,7 +111,6 @@ def move(source: Rows, kept: Tensor, into: Rows, streams: int, heads: Sequence[i
     """Copy the tokens that stay, oldest first.
 
     Args:
-        source: of a whole layer.
         kept: slots whose tokens stay. [N, S] bool.
         into: empty rows of the same layer, of some of its heads.
         streams: B.

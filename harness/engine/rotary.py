@@ -143,10 +143,6 @@ class Placement:
         """Prepare what every step needs.
 
         Args:
-            rotation: of the layers.
-            mode: see the attribute.
-            limit: see the attribute.
-            dtype: of keys and queries.
             keys_rotated: the cache holds keys rotated to their positions in the stream.
         """
         self.rotation, self.mode, self.limit, self._dtype, self._keys_rotated = rotation, mode, limit, dtype, keys_rotated

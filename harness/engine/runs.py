@@ -40,10 +40,7 @@ class RunReader:
         """Set up for the runs of a block.
 
         Args:
-            rows: of the layer.
-            terms: of this layer's attention.
             mode: where RoPE puts a cached token; `clamped` only as long as nothing is farther away than the limit.
-            rotation: of the layer.
             updates: statistics see the attention of each token.
         """
         self._rows, self._terms, self._mode, self._rotation = rows, terms, mode, rotation
@@ -139,7 +136,6 @@ def _attend(
         keys: rotated. [N, S, D].
         values: [N, S, Dv].
         sees: [N, T, S] bool.
-        terms: of this layer's attention.
         heads: H.
         asked: what statistics read.
 

@@ -256,18 +256,11 @@ class Slots:
         """Allocate.
 
         Args:
-            shape: of each layer.
             parts: which heads of which layers, as many of each.
             policy: bound to the tokens these layers keep.
-            statistics: to keep.
             cadence: when tokens are evicted.
             budget: what rows may hold.
-            num_layers: of the whole model.
             streams: B.
-            seed: of the policy's randomness.
-            device: of the slots.
-            dtype: of K and V.
-            keys_rotated: see the attribute.
         """
         self.policy, self.cadence, self.budget, self.parts = policy, cadence, budget, list(parts)
         self.capacity, self.every = cadence.capacity, cadence.every

@@ -18,7 +18,6 @@ def tensors_in(value: Any, leave_out: tuple[type[Any], ...], visited: set[int] |
     """All tensors that an object holds, at any depth; of a quantized one, those that it consists of.
 
     Args:
-        value: to look through.
         leave_out: types whose tensors don't count.
         visited: ids of what was seen before.
     """

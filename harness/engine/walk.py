@@ -55,7 +55,6 @@ class Walk:
         """Set up for a decoder's life.
 
         Args:
-            slots: of the layers.
             positions: where RoPE puts a cached token.
             limit: the largest distance of mode `clamped`, in tokens.
             method: shortcuts that may be taken.
@@ -171,12 +170,10 @@ class Walk:
         """Take a block into one layer, each token seeing what is kept when it comes.
 
         Args:
-            plan: of the block.
             layer: the cache's index in the model.
             query: unrotated. [B, H * G, T, D]; G of this layer alone.
             keys: unrotated. [B, H, T, D].
             values: [B, H, T, Dv].
-            terms: of this layer's attention.
             place: of the layer among those that read this cache. The first one writes, the others find the block there.
 
         Returns:
@@ -272,9 +269,7 @@ class Walk:
         """One query a row over all that is held.
 
         Args:
-            rows: of the layer.
             query: unrotated. [N, G, D].
-            terms: of this layer's attention.
             used: slots that hold a token; all when None. [N, 1, S] bool.
             key_factors: RoPE that the cached keys still need; None if they need none. [N, S, P].
             query_factors: RoPE of the query; None without RoPE. [N, 1, P].

@@ -94,7 +94,6 @@ class RecordStore:
         Args:
             record: to write.
             trace: the finished trace, which is moved here; None if there is none.
-            suffix: of the trace's new name.
 
         Raises:
             OSError: the folder can't be written to.
@@ -116,7 +115,6 @@ class RecordStore:
         """The stored record with the same cell and key, if it went well and its files still exist.
 
         Args:
-            record: of the cell.
             keep_map: it must have a keep map of these steps, too; it need not when None.
         """
         stored = read(self.path(record))

@@ -42,7 +42,6 @@ def standing(record: Record, submitted: Mapping[str, Submitted]) -> Standing:
     """Who measured a record.
 
     Args:
-        record: of a folder of records.
         submitted: of the same folder, from `read_submitted`.
     """
     entry = submitted.get(record.stem)

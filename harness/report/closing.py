@@ -11,11 +11,11 @@ from kvbench.harness.records import Record
 from kvbench.harness.records.facts import Failure
 from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics
 from kvbench.harness.report import sections
-from kvbench.harness.report.best import Contender, best_policies
-from kvbench.harness.report.common_tokens import Common, common_tokens, describe_tokens, on_common
+from kvbench.harness.report.common_tokens import describe_tokens
 from kvbench.harness.report.enough import longer_text
-from kvbench.harness.report.feed import labels
-from kvbench.harness.report.feed.question import is_reference
+from kvbench.harness.report.feed import feed, labels
+from kvbench.harness.report.feed.question import Question, is_reference
+from kvbench.harness.report.feed.sentence import size
 from kvbench.harness.report.machines import by_machine
 from kvbench.harness.report.markdown import cache_bytes
 from kvbench.harness.report.names import short_names, without_folder
@@ -34,7 +34,7 @@ class Table:
         heading: what the rows have in common.
         head: names of the columns; the first is the policy.
         lines: one row per policy, as text.
-        notes: sentences on which policy is best and at what price, and on what the columns mean.
+        notes: the feed's sentences on which policy is best and at what price, and on what the columns mean.
     """
 
     heading: str
@@ -133,17 +133,15 @@ def _table(records: Sequence[Record], subject: str, positions: str, machine: str
     """
     policies = sorted(rows(records), key=lambda row: row.cell.capacity or 0)
     scored = [row.perplexity for row in policies if row.perplexity is not None and row.nll is not None]
-    common, questions = common_tokens(scored), {task for row in policies for task in _answered(row)}
-    contenders = [
-        Contender(row, name, _nll(row, common), _wrong(row) if set(_answered(row)) == questions else None)
-        for row, name in zip(policies, short_names(policies), strict=True)
-    ]
+    together, tasks = Question("perplexity", scored, policies, "", "", ""), {task for row in policies for task in _answered(row)}
+    nlls = [together.figure(row) for row in policies]
+    shares = [row.answers.share if row.answers and set(_answered(row)) == tasks else None for row in policies]
     capacities = {row.cell.capacity for row in policies if row.cell.capacity is not None}
     columns = {
-        "policy": [c.name for c in contenders],
+        "policy": short_names(policies),
         "capacity": [_capacity(row) for row in policies],
-        "perplexity": [_perplexity(c) for c in contenders],
-        "right": ["" if c.wrong is None else f"{100 * (1 - c.wrong):.0f} %" for c in contenders],
+        "perplexity": [_perplexity(row, nll) for row, nll in zip(policies, nlls, strict=True)],
+        "right": ["" if share is None else f"{100 * share:.0f} %" for share in shares],
         "result": [_other_figure(row) for row in policies],
         "K/V": [cache_bytes(row.kv_bytes) for row in policies],
         "ms/step": ["" if row.step_ms is None else f"{row.step_ms:.3g}" for row in policies],
@@ -154,10 +152,12 @@ def _table(records: Sequence[Record], subject: str, positions: str, machine: str
     shown = {head: cells for head, cells in columns.items() if any(cells)}
     longer = longer_text(scored)
     notes = [f"Long enough for an interval: {longer}."] if longer else []
-    notes += [f"Perplexity is over {describe_tokens(scored, common)}."] if not common.are_all else []
+    if "–" in columns["perplexity"]:
+        notes.append("–: read past the training length, so its perplexity depends on where reading stopped.")
+    notes += [f"Perplexity is over {describe_tokens(scored, together.common)}."] if not together.common.are_all else []
     parts = [subject, f"positions {positions}" if positions else "", f"on {machine}" if machine else ""]
     heading = visible(", ".join(part for part in [_heading(records[0], capacities), *parts] if part))
-    return Table(heading, list(shown), list(zip(*shown.values(), strict=True)), [*best_policies(contenders), *notes])
+    return Table(heading, list(shown), list(zip(*shown.values(), strict=True)), [*_findings(records), *notes])
 
 
 def _capacity(row: Row) -> str:
@@ -173,28 +173,28 @@ def _heading(record: Record, capacities: set[int]) -> str:
     return ", ".join([*parts, *([f"{next(iter(capacities)):,} tokens cached"] if len(capacities) == 1 else [])])
 
 
-def _perplexity(contender: Contender) -> str:
+def _perplexity(row: Row, nll: float | None) -> str:
     """The perplexity; a dash where it has a trend, so that its mean depends on where reading stopped."""
-    if contender.nll is None:
+    if nll is None:
         return ""
-    read = contender.row.perplexity
-    return "–" if read is not None and past_training(read) else f"{math.exp(min(contender.nll, 700)):.4g}"
+    return "–" if row.perplexity is not None and past_training(row.perplexity) else f"{math.exp(min(nll, 700)):.4g}"
 
 
-def _nll(row: Row, common: Common) -> float | None:
-    """NLL over the tokens that all rows scored."""
-    record = on_common(row.perplexity, common) if row.perplexity is not None and row.nll is not None else None
-    metrics = None if record is None else record.measured(NllMetrics)
-    return None if metrics is None else metrics.nll
+def _findings(records: Sequence[Record]) -> list[str]:
+    """The sentences of the feed on the records' texts; on their tasks if they have no text."""
+    asked = feed(records)["questions"]
+    chosen = [question for question in asked if question["measure"] == "perplexity"] or asked
+    about = {question["id"]: f", {question['subject']}" if len(chosen) > 1 else "" for question in chosen}
+    return [
+        f"At {size(budget['capacity'])}{about[question['id']]}: {budget['finding']}"
+        for question in chosen
+        for budget in question["budgets"]
+    ]
 
 
 def _answered(row: Row) -> list[str]:
     """The tasks whose questions it answered."""
     return [repr(r.cell.options) for r in row.records if (m := r.measured(QuestionMetrics)) and m.right is not None]
-
-
-def _wrong(row: Row) -> float | None:
-    return None if row.answers is None else 1 - row.answers.share
 
 
 def _other_figure(row: Row) -> str:

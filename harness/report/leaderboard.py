@@ -48,7 +48,7 @@ def _default(question: dict[str, Any]) -> list[str | Chart]:
     others = [f"- {md(budget['answer'])}" for budget in question["budgets"] if budget is not shown]
     picture = over_budgets(question, _PICTURE)
     return [
-        f"## {md(question['model'])}, {md(question['subject'])}\n", f"**{md(shown['answer'])}**\n",
+        f"## {md(question['model'])}, {md(question['subject'])}\n", f"{md(question['about'])}\n", f"**{md(shown['answer'])}**\n",
         *([*others, ""] if others else []), *([picture] if picture else []), *_table(question, shown), _flagged(question, shown),
     ]  # fmt: skip
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from kvbench.harness.core.intervals import MIN_BLOCKS
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import QuestionMetrics
 from kvbench.harness.report.pairing import task_version
-from kvbench.harness.report.ranks import Pairs, sign_test
+from kvbench.harness.report.ranks import Comparison, compared, sign_test
 from kvbench.harness.report.rows import Row
-from kvbench.harness.report.shares import Ends, Stream, by_stream, count, difference_ends, streams_of
+from kvbench.harness.report.shares import Ends, Stream, by_stream, difference, difference_ends, paired_shares, streams_of
 
 
 @dataclass(frozen=True)
@@ -66,24 +66,25 @@ def _streams(answered: dict[str, tuple[Record, str]]) -> list[Stream] | None:
     return [stream for key in answered for stream in streams[key] or alone[key]]
 
 
-def answer_pairs(rows: Sequence[Row]) -> Pairs:
-    """Difference in the share of wrong answers, with the p-value of a sign test over questions (McNemar's test), or over streams.
+def answer_comparison(a: Row, b: Row) -> Comparison | None:
+    """The share of right answers that b loses to a; None unless they answered the same questions.
 
-    Rows that share too few streams for an interval are no pair.
+    The p-value is that of a sign test over questions (McNemar's test), or over streams.
     """
-    pairs = {}
-    for j, b in enumerate(rows):
-        for i, a in enumerate(rows[:j]):
-            shared = shared_outcomes(a, b)
-            if shared is not None and (shared.streams is None or count(shared.streams) >= MIN_BLOCKS):
-                pairs[i, j] = shared.change, _p_value(shared)
-    return pairs
-
-
-def _p_value(shared: Shared) -> float:
-    """Of the sign test; 1 if most streams say the opposite of the mean."""
+    shared = shared_outcomes(b, a)
+    if shared is None:
+        return None
     if shared.streams is None:
-        return sign_test([int(y) - int(x) for x, y in zip(shared.a, shared.b, strict=True)])
-    sums, _ = by_stream(shared.a, shared.b, shared.streams)
+        p = sign_test([int(y) - int(x) for x, y in zip(shared.a, shared.b, strict=True)])
+        return Comparison(shared.change, p, partial(paired_shares, shared.a, shared.b))
+    interval = difference(shared.a, shared.b, shared.streams)
+    if interval is None:
+        return Comparison(shared.change, None, lambda _: None)
+    return compared(interval, None if interval.p is None else _p_value(shared, shared.streams))
+
+
+def _p_value(shared: Shared, streams: Sequence[Stream]) -> float:
+    """Of the sign test over streams; 1 if most streams say the opposite of the mean."""
+    sums, _ = by_stream(shared.a, shared.b, streams)
     majority = sum(x > 0 for x in sums) - sum(x < 0 for x in sums)
     return sign_test(sums) if majority * shared.change > 0 else 1.0

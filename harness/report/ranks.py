@@ -1,46 +1,110 @@
-"""Which policies are surely better than others: paired differences, corrected for the number of pairs."""
+"""Which policies are better than others at 95 % confidence: paired differences, corrected for the number of pairs.
+
+A pair has one interval, and everything that is said of the two follows from it: one beats the other if the interval excludes 0.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
+from kvbench.harness.core.intervals import Interval
 from kvbench.harness.records import Record
 from kvbench.harness.report.pairing import paired
+from kvbench.harness.report.shares import Ends
 
-FAMILY_WISE = 0.05  # chance of any false "surely" among all pairs, if no two differ
+FAMILY_WISE = 0.05  # chance of any false difference among all pairs, if no two differ
 
 Pair = tuple[int, int]
-Pairs = Mapping[Pair, tuple[float, float]]  # (first minus second, two-sided p-value)
 
 
-def nll_pairs(records: Sequence[Record | None]) -> dict[Pair, tuple[float, float]]:
-    """Paired differences in NLL of all comparable pairs of records, by their indices.
+@dataclass(frozen=True)
+class Change:
+    """What the second of a pair loses to the first: nats per token, or the share of right answers. Above 0 is worse.
 
-    Args:
-        records: of one question; None for a policy without perplexity.
+    Attributes:
+        value: the difference.
+        low: lower end of its interval; None if the text is too short for one, or streams are too few.
+        high: upper end.
     """
-    pairs = {}
-    for (i, a), (j, b) in itertools.combinations(enumerate(records), 2):
-        difference = None if a is None or b is None else paired(a, b)
-        if difference is not None and difference.p is not None:
-            pairs[i, j] = difference.mean, difference.p
-    return pairs
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def sign(self) -> int:
+        """1 or -1 if the interval excludes 0, else 0."""
+        if self.low is None or self.high is None:
+            return 0
+        return (self.low > 0) - (self.high < 0)
+
+    def reversed(self) -> Change:
+        """What the first loses to the second."""
+        return Change(-self.value, None if self.high is None else -self.high, None if self.low is None else -self.low)
 
 
-def surely_less(pairs: Pairs) -> set[Pair]:
-    """All (i, j) where i is surely less than j, by Holm-corrected p-values or by transitivity.
+@dataclass(frozen=True)
+class Comparison:
+    """A pair, before it is known how many are compared.
 
-    If i is less than k, and k less than j, then i is less than j, even if the two are not comparable.
+    Attributes:
+        value: as of `Change`.
+        p: two-sided p-value of the hypothesis that the two do not differ; None without an interval.
+        ends: the interval, as one of so many that all hold at once.
     """
-    adjusted = holm([p for _, p in pairs.values()])
-    sure = [(pair, change) for (pair, (change, _)), p in zip(pairs.items(), adjusted, strict=True) if p <= FAMILY_WISE]
-    less = {pair if change < 0 else pair[::-1] for pair, change in sure}
-    for k, i, j in itertools.product(sorted({place for pair in less for place in pair}), repeat=3):
-        if (i, k) in less and (k, j) in less:
-            less.add((i, j))
-    return {pair for pair in less if pair[::-1] not in less}  # contradictions prove nothing
+
+    value: float
+    p: float | None
+    ends: Callable[[int], Ends | None]
+
+    def among(self, comparisons: int = 1) -> Change:
+        """The change with its interval as one of so many."""
+        return Change(self.value, *(self.ends(comparisons) or (None, None)))
+
+
+def nll_comparison(a: Record, b: Record) -> Comparison | None:
+    """What b loses to a, in nats per token; None if the two can't be paired."""
+    found = paired(b, a)
+    return None if found is None else compared(found, found.p)
+
+
+def compared(interval: Interval, p: float | None) -> Comparison:
+    """A pair with this interval for what the second loses, and this p-value."""
+
+    def ends(comparisons: int) -> Ends | None:
+        found = interval.among(comparisons)
+        return None if found.low is None or found.high is None else (found.low, found.high)
+
+    return Comparison(interval.mean, p, ends)
+
+
+def corrected(comparisons: Mapping[Pair, Comparison]) -> dict[Pair, Change]:
+    """Every change with the interval at the level at which Holm's procedure tests its pair.
+
+    It excludes 0 only if the test finds a difference. Where the test is another than that of the interval, as for answers, the
+    interval is extended to 0 if the test finds none.
+
+    Source: Holm 1979, Scandinavian Journal of Statistics 6(2), 65-70.
+    """
+    result = {pair: comparison.among() for pair, comparison in comparisons.items() if comparison.p is None}
+    tested = sorted((comparison.p, pair) for pair, comparison in comparisons.items() if comparison.p is not None)
+    untold = len(tested)
+    for place, (p, pair) in enumerate(tested):
+        differs = untold == len(tested) - place and p * untold <= FAMILY_WISE
+        change = comparisons[pair].among(untold)
+        result[pair] = change if differs else _with_zero(change)
+        untold -= differs
+    return result
+
+
+def _with_zero(change: Change) -> Change:
+    if change.low is None or change.high is None:
+        return change
+    return Change(change.value, min(change.low, 0.0), max(change.high, 0.0))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -62,17 +126,35 @@ def sign_test(differences: Sequence[float]) -> float:
     return min(1.0, 2 * sum(math.comb(len(signs), k) for k in range(fewer + 1)) / 2 ** len(signs))
 
 
-def rank_intervals(count: int, pairs: Pairs) -> list[tuple[int, int] | None]:
-    """(best, worst) possible rank of each policy; None if it is comparable with no other.
+@dataclass(frozen=True)
+class Place:
+    """Where a policy stands among others.
 
-    A rival that is not comparable may be better or worse, so it widens the interval.
+    Attributes:
+        rank: (best, worst) possible; None if it is comparable with no other.
+        beats: numbers of those that it is better than.
+    """
+
+    rank: tuple[int, int] | None
+    beats: Sequence[int] = ()
+
+
+def places(rivals: Collection[int], changes: Mapping[Pair, Change]) -> dict[int, Place]:
+    """The place of each of these policies among them.
+
+    A rival that is not comparable may be better or worse, so it widens the rank.
 
     Args:
-        count: number of policies.
-        pairs: differences of comparable policies; less is better.
+        rivals: numbers of the policies.
+        changes: of comparable pairs, of others too.
     """
-    better, compared = surely_less(pairs), set(itertools.chain.from_iterable(pairs))
-    return [
-        (1 + sum(j == place for _, j in better), count - sum(i == place for i, _ in better)) if place in compared else None
-        for place in range(count)
-    ]
+    among = set(rivals)
+    known = {pair: change for pair, change in changes.items() if change.low is not None and among.issuperset(pair)}
+    better = sorted(pair[:: change.sign] for pair, change in known.items() if change.sign)
+    beats = {rival: [worse for other, worse in better if other == rival] for rival in rivals}
+    beaten = Counter(worse for _, worse in better)
+    compared = set(itertools.chain.from_iterable(known))
+    return {
+        rival: Place((1 + beaten[rival], len(rivals) - len(beats[rival])) if rival in compared else None, beats[rival])
+        for rival in rivals
+    }

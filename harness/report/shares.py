@@ -130,19 +130,20 @@ def too_few(streams: int) -> str:
     return f"too few streams for an interval: {streams} of {MIN_BLOCKS}"
 
 
-def paired_shares(a: str, b: str) -> Ends:
+def paired_shares(a: str, b: str, comparisons: int = 1) -> Ends:
     """95 % interval of the difference of two shares of right answers to the same independent questions, b's minus a's.
 
     Args:
         a: outcomes, one "0" or "1" per question; "1" is right.
         b: likewise.
+        comparisons: the interval is one of so many that all hold at once.
 
     Source: Newcombe 1998, Statistics in Medicine 17, 2635-2650, method 10: Wilson intervals combined with their correlation.
     """
     n, pairs = len(a), list(zip(a, b, strict=True))
     both, only_a, only_b, none = (pairs.count(kind) for kind in (("1", "1"), ("1", "0"), ("0", "1"), ("0", "0")))
     x, y = (both + only_a) / n, (both + only_b) / n
-    (low_a, high_a), (low_b, high_b) = wilson(both + only_a, n), wilson(both + only_b, n)
+    (low_a, high_a), (low_b, high_b) = wilson(both + only_a, n, comparisons), wilson(both + only_b, n, comparisons)
     scale = math.sqrt((both + only_a) * (only_b + none) * (both + only_b) * (only_a + none))
     covariance = both * none - only_a * only_b
     phi = (max(covariance - n / 2, 0) if covariance > 0 else covariance) / scale if scale else 0.0

@@ -69,7 +69,6 @@ class Cache(transformers.Cache):
             positions: where RoPE puts a cached token: `cache`, `stream` or `clamped`.
             evict: `step`, `prompt` or `{"every": TOKENS}`.
             limit: largest distance with positions `clamped`, in tokens; the model's training length when None.
-            seed: of the policy's random numbers.
             fast: use the fastest method that agrees with the plain walk, found when the first text is read, in seconds.
             rope_length: longest position + 1, in tokens, for RoPE types whose tables depend on it.
             **parameters: of the policy.

@@ -80,7 +80,7 @@ def _instance(name: str, policy: type[Policy], settings: Sequence[str]) -> Polic
     if missing:
         raise UserError(f"{name} needs the parameter '{missing[0]}': --set {missing[0]}=...")
     for key in held & parameters.keys():
-        inside = list(policies_from(parameters[key], Settings(f"--set {key}"), ()))
+        inside = list(policies_from(policy, parameters[key], Settings(f"--set {key}"), ()))
         if len(inside) != 1:
             raise UserError(f"--set {key}: {len(inside)} policies; check one at a time")
         (parameters[key],) = inside

@@ -161,7 +161,7 @@ def parameter_schema(name: str, policy: type[Policy]) -> type[BaseModel]:
     return _model(f"{name}_inside", _parameter_fields(policy))
 
 
-def policies_from(value: Any, source: Source, at: Location) -> Iterator[Policy]:
+def policies_from(holder: type[Policy], value: Any, source: Source, at: Location) -> Iterator[Policy]:
     """The policies that a parameter stands for: a name, or a mapping with a name and parameters, its lists multiplied out.
 
     Raises:
@@ -170,7 +170,9 @@ def policies_from(value: Any, source: Source, at: Location) -> Iterator[Policy]:
     listed = isinstance(value, list)
     for place, item in [((*at, i), v) for i, v in enumerate(value)] if listed else [(at, value)]:
         name, kind, given = _named(item, source, place)
-        if not kind.evicts or not kind.caches or kind.outcome:
+        if issubclass(holder, Contestant) != issubclass(kind, Contestant):
+            raise source.error(place, f"{name} and what holds it run in different loops")
+        if not issubclass(kind, Contestant) and (not kind.evicts or not kind.caches or kind.outcome):
             why = "keeps no cache" if not kind.caches else "never evicts" if not kind.evicts else "takes no capacity"
             raise source.error(place, f"{name} {why}, so no policy can hold it")
         schema = parameter_schema(name, kind)
@@ -199,7 +201,7 @@ def _named(entry: Any, source: Source, at: Location) -> tuple[str, type[Policy],
 def _spread(kind: type[Policy], given: dict[str, Any], source: Source, at: Location) -> Iterator[dict[str, Any]]:
     """Multiply out the lists of an entry, those inside its axes and the policies it holds included."""
     held = policy_fields(kind)
-    made = {k: list(policies_from(v, source, (*at, k))) for k, v in given.items() if k in held and v is not None}
+    made = {k: list(policies_from(kind, v, source, (*at, k))) for k, v in given.items() if k in held and v is not None}
     axes = {k: multiplied(v) for k, v in given.items() if k in ("capacity", "evict")}
     sequences = {k: _tuples(v) for k, v in given.items() if k in tuple_fields(kind) and isinstance(v, list)}
     yield from spread(given | axes | made | sequences)

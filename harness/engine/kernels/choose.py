@@ -31,7 +31,6 @@ def kernels_for(slots: Slots, mode: PositionMode, limit: int, longest: int | Non
     """The kernels for some layers under their policy.
 
     Args:
-        slots: of the layers.
         mode: where RoPE puts a cached token.
         limit: largest distance in mode `clamped`, in tokens.
         longest: bound of the angles; the number of slots when None.

@@ -51,7 +51,6 @@ def built(template: str, name: str, replaced: tuple[tuple[str, str], ...]) -> Bu
 
     Args:
         template: name of the file.
-        name: of the function.
         replaced: pairs of a text in the file and its replacement.
     """
     source = (_HERE / template).read_text(encoding="utf-8")

@@ -40,7 +40,6 @@ class StepKernel:
         """The kernel for some layers; None if there is none.
 
         Args:
-            slots: of the layers.
             mode: where RoPE puts a cached token.
             limit: largest distance in mode `clamped`, in tokens.
             longest: bound of the angles; the number of slots when None.
@@ -67,12 +66,9 @@ class StepKernel:
         """Read a token of each stream in one layer. Its rank and position are already in its slot.
 
         Args:
-            slots: of the layer.
-            rows: of the layer.
             query: unrotated, in the model's order of dims. [B, H * G, 1, D].
             key: unrotated, in the model's order of dims. [B, H, 1, D].
             value: [B, H, 1, E].
-            scaling: of the scores.
             mass: written: the softmax weights; None if they are not needed. [N, G, S].
 
         Returns:
@@ -128,8 +124,7 @@ class ReleaseKernel:
         """Update the statistics and choose the next token's slot.
 
         Args:
-            slots: of the layers. First values of the token's statistics are already in its slot.
-            rows: of all layers.
+            slots: the first values of the token's statistics are already in its slot.
             mass: softmax weights, if a statistic sees them. [R, G, S].
             step: of the token. [R] int64.
             full: every stream holds `capacity + every` tokens and evicts `every` of them; if False, none does.

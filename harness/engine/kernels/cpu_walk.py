@@ -114,8 +114,6 @@ class WalkKernel:
         """Walk a block of streams of equal length.
 
         Args:
-            slots: of the layer.
-            rows: of the layer.
             layer: its index in the model.
             query: rotated and scaled, paired dims side by side; or if the kernel `rotates`,
                 as the model made it. [B, H, G, T, D].

@@ -149,8 +149,6 @@ class ReleaseKernel:
         """The kernel, ready to be launched; it is told whether every row evicts.
 
         Args:
-            slots: of the layers.
-            rows: of these layers.
             mass: softmax weights, if a statistic sees them. [R, G, S].
             layers: their indices in the model. [L] int64.
             clock: to be moved on, as `AttentionKernels` reads it; None if there is none. [2] int64.

@@ -98,12 +98,9 @@ class AttentionKernels:
         """Both kernels, ready to be launched for one token of each row.
 
         Args:
-            slots: of the layer.
-            rows: of the layer.
             query: unrotated, in the model's order of dims. [N, G, T, D].
             key: the same. [N, T, D].
             value: [N, T, E].
-            scaling: of the scores.
             mass: written: the softmax weights; None if they are not needed. [N, G, S].
             out: written: the token's output. [N, G, T, E].
             clock: the token's step and that of the first of the T; the token is then entered in its slot here. None: T is 1, and

@@ -76,7 +76,6 @@ class Expression:
         """Record an operation.
 
         Args:
-            kind: of the result.
             form: a format string of the operands, or the name of a field of `Dialect`.
             operands: expressions and numbers.
             reads: the variable that it reads itself.

@@ -85,7 +85,6 @@ def merge(
         keys: rotated, paired dims side by side. [B, H, E, D].
         values: [B, H, E, D].
         gap: query t sees sink e apart from its window where e < t + gap.
-        scaling: of scores.
 
     Returns:
         [B, H, G, T, D].

@@ -14,11 +14,12 @@ from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Record, Submitted
 from kvbench.harness.report.chart import make_visible
 from kvbench.harness.report.feed import labels
-from kvbench.harness.report.feed.loss import loss, ranks, reference
+from kvbench.harness.report.feed.loss import loss, reference
 from kvbench.harness.report.feed.question import Question, questions
 from kvbench.harness.report.feed.row import Placed, Provenance, dense_bytes, figure, row_id, row_json
 from kvbench.harness.report.feed.sentence import finding, size
 from kvbench.harness.report.names import short_names
+from kvbench.harness.report.ranks import Place
 from kvbench.harness.report.rows import Row
 
 VERSION = 1  # raised when a reader of version 1 would misread the feed
@@ -87,14 +88,15 @@ def _question(question: Question, provenance: Provenance) -> dict[str, Any]:
     cell = question.first.cell
     names = {row_id(row): name for row, name in zip(question.rows, short_names(question.rows), strict=True)}
     whole, measured = dense_bytes(question)
+    references = [Placed(r, names[row_id(r)], Place(None), loss(question, r, question.dense)) for r in question.references]
     heading = f"{visible(cell.model.id)}, {labels.subject(question)}"
     return {
         "id": labels.identifier(question), "suite": visible(cell.suite), "suite_version": cell.suite_version,
         "model": visible(cell.model.id), "dtype": visible(cell.model.dtype), "machine": visible(question.machine),
+        "about": labels.about(question),
         "subject": labels.subject(question), "evict": labels.evicting(question.evicts), "measure": question.measure,
         "dense_bytes": whole, "dense_measured": measured,
-        "references": [row_json(question, Placed(row, names[row_id(row)], None, loss(question, row, question.dense)), names,
-                                provenance) for row in question.references],
+        "references": [row_json(question, placed, names, provenance) for placed in references],
         "budgets": [_budget(question, capacity, names, heading, provenance) for capacity in question.capacities],
     }  # fmt: skip
 
@@ -104,11 +106,11 @@ def _budget(
 ) -> dict[str, Any]:
     """All policies of a capacity, the best first."""
     rows, base = question.at(capacity), reference(question, capacity)
+    places, alone = question.places(capacity), Place(None)
     placed = [
-        Placed(row, names[row_id(row)], rank, loss(question, row, base))
-        for row, rank in zip(rows, ranks(question, rows), strict=True)
+        Placed(row, names[row_id(row)], places.get(question.numbers[id(row)], alone), loss(question, row, base)) for row in rows
     ]
-    placed.sort(key=lambda p: _order(question, p.row, p.rank))
+    placed.sort(key=lambda p: _order(question, p.row, p.place.rank))
     whole, _ = dense_bytes(question)
     most = max((row.kv_bytes for row in rows if row.kv_bytes), default=None)
     shown = [row_json(question, p, names, provenance) for p in placed]

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Record
 from kvbench.harness.report.chart import file_name
 from kvbench.harness.report.feed.question import Question
 
+_BUILTIN = Path(__file__).parents[2] / "models" / "builtin"
 _TEXTS = {"pg19": "books (PG-19)", "prose": "generated prose"}
 _TASKS = {"streameval": "StreamEval", "arc_stream": "ARC as a stream"}
+
+
+def about(question: Question) -> str:
+    """Which model answers: how large it is, where it was trained, and where kept tokens stand."""
+    cell, facts = question.first.cell, question.first.facts
+    readme = _BUILTIN / cell.model.id.removeprefix("builtin:") / "README.md"
+    ours = cell.model.id.startswith("builtin:") and readme.is_file()
+    counted = re.search(r"[\d,]+ parameters", readme.read_text(encoding="utf-8")) if ours else None
+    layers = sum(shape.layers for shape in facts.kv_shapes or ())
+    parts = [facts.model_type or "", f"{layers} layers" if layers else "", counted[0] if counted else ""]
+    long = f" on texts of up to {facts.training_length:,} tokens" if facts.training_length else ""
+    never = cell.model.id.startswith("random:")
+    parts += ["random weights" if never else f"trained in this project{long}" if ours else long and f"trained{long}"]
+    modes = dict.fromkeys(row.cell.positions for row in question.caches)
+    parts += [f"kept tokens at {' or '.join(modes)} positions"] if modes else []
+    return visible(f"{cell.model.id}: {', '.join(part for part in parts if part)}.")
 
 
 def subject(question: Question) -> str:

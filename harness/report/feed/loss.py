@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from kvbench.harness.report.compare import MARGINS
 from kvbench.harness.report.difference import Verdict, judge_interval
 from kvbench.harness.report.feed.question import Question
-from kvbench.harness.report.outcomes import answer_pairs, shared_outcomes
-from kvbench.harness.report.pairing import paired, past_training
-from kvbench.harness.report.ranks import nll_pairs, rank_intervals
+from kvbench.harness.report.pairing import past_training
 from kvbench.harness.report.rows import Row
 
 CONTROL = "random"  # a policy that does no better gains nothing from choosing its tokens
@@ -38,45 +36,23 @@ class Loss:
     nats: tuple[float, float | None, float | None] | None
     verdict: Verdict
 
-    @property
-    def sure(self) -> bool:
-        """Whether the interval excludes 0."""
-        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
-
 
 def loss(question: Question, row: Row, base: Row | None) -> Loss | None:
     """What a row loses to another; None if the two can't be paired."""
-    if base is None or row is base:
+    change = None if base is None or row is base else question.change(row, base)
+    if base is None or change is None:
         return None
-    return _nll_loss(row, base) if question.measure == "perplexity" else _answer_loss(row, base)
-
-
-def _nll_loss(row: Row, base: Row) -> Loss | None:
-    if row.perplexity is None or base.perplexity is None:
-        return None
-    interval = paired(row.perplexity, base.perplexity)
-    if interval is None:
-        return None
-    value, low, high = (None if x is None else percent(x) for x in (interval.mean, interval.low, interval.high))
+    of_text = question.measure == "perplexity"
+    verdict = judge_interval(change.low, change.high, MARGINS["nll" if of_text else "accuracy"])
+    ends = change.value, change.low, change.high
+    value, low, high = (None if x is None else percent(x) if of_text else 100 * x for x in ends)
     assert value is not None
-    verdict = judge_interval(interval.low, interval.high, MARGINS["nll"])
-    return Loss(base, value, low, high, (interval.mean, interval.low, interval.high), verdict)
+    return Loss(base, value, low, high, ends if of_text else None, verdict)
 
 
 def percent(nats: float) -> float:
     """A difference in nats per token, as % of perplexity."""
     return 100 * math.expm1(min(nats, _MAX_NATS))
-
-
-def _answer_loss(row: Row, base: Row) -> Loss | None:
-    shared = shared_outcomes(base, row)
-    if shared is None:
-        return None
-    if shared.ends is None:
-        return Loss(base, -100 * shared.change, None, None, None, "can't tell")
-    low, high = shared.ends
-    verdict = judge_interval(low, high, MARGINS["accuracy"], more_is_better=True)
-    return Loss(base, -100 * shared.change, -100 * high, -100 * low, None, verdict)
 
 
 def reference(question: Question, capacity: int | None) -> Row | None:
@@ -107,21 +83,3 @@ def _has_trend(question: Question, dense: Row) -> bool:
     if question.measure == "answers":
         return dense.answers is None
     return dense.perplexity is None or dense.nll is None or past_training(dense.perplexity)
-
-
-def ranks(question: Question, rows: Sequence[Row]) -> list[tuple[int, int] | None]:
-    """(best, worst) possible rank of each row among those that have a figure; None if it is comparable with no other.
-
-    Args:
-        question: that they answer.
-        rows: caches of one capacity.
-    """
-    rivals = [i for i, row in enumerate(rows) if question.figure(row) is not None]
-    if question.measure == "perplexity":
-        pairs = nll_pairs([rows[i].perplexity for i in rivals])
-    else:
-        pairs = dict(answer_pairs([rows[i] for i in rivals]))
-    result: list[tuple[int, int] | None] = [None] * len(rows)
-    for i, rank in zip(rivals, rank_intervals(len(rivals), pairs), strict=True):
-        result[i] = rank
-    return result

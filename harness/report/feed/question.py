@@ -5,6 +5,7 @@ Rows of a question can be compared with each other. No question has two texts or
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +16,8 @@ from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics, StepMet
 from kvbench.harness.report.common_tokens import Common, common_tokens, on_common
 from kvbench.harness.report.groups import groups, usual_positions
 from kvbench.harness.report.machines import by_machine
+from kvbench.harness.report.outcomes import answer_comparison
+from kvbench.harness.report.ranks import Change, Comparison, Pair, Place, corrected, nll_comparison, places
 from kvbench.harness.report.recomputed import CACHELESS
 from kvbench.harness.report.rows import Row, rows
 from kvbench.harness.report.sections import section_key
@@ -77,6 +80,43 @@ class Question:
         if self.measure == "perplexity":
             return self._common_nll(row)
         return None if row.answers is None else 1 - row.answers.share
+
+    @cached_property
+    def changes(self) -> dict[Pair, Change]:
+        """What the second of each comparable pair of rows loses to the first, by their numbers, the first one smaller.
+
+        Intervals among the caches of a capacity are corrected for the number of pairs. Any other pair is a comparison of its own.
+        """
+        found = {}
+        for pair in itertools.combinations(range(len(self.rows)), 2):
+            comparison = self._comparison(*(self.rows[place] for place in pair))
+            if comparison is not None:
+                found[pair] = comparison
+        changes: dict[Pair, Change] = {}
+        for capacity in self.capacities:
+            rivals = {self.numbers[id(row)] for row in self.at(capacity)}
+            changes |= corrected({pair: comparison for pair, comparison in found.items() if rivals.issuperset(pair)})
+        return {pair: changes.get(pair) or comparison.among() for pair, comparison in found.items()}
+
+    @cached_property
+    def numbers(self) -> dict[int, int]:
+        """The place of each row among `rows`, by `id`."""
+        return {id(row): place for place, row in enumerate(self.rows)}
+
+    def places(self, capacity: int | None) -> dict[int, Place]:
+        """The places of the caches of a capacity that have a figure, by their numbers."""
+        return places([self.numbers[id(row)] for row in self.at(capacity) if self.figure(row) is not None], self.changes)
+
+    def _comparison(self, a: Row, b: Row) -> Comparison | None:
+        if self.measure == "answers":
+            return answer_comparison(a, b)
+        return None if a.perplexity is None or b.perplexity is None else nll_comparison(a.perplexity, b.perplexity)
+
+    def change(self, row: Row, base: Row) -> Change | None:
+        """What a row loses to another; None if the two can't be paired."""
+        i, j = self.numbers[id(base)], self.numbers[id(row)]
+        found = self.changes.get((min(i, j), max(i, j)))
+        return found if found is None or i < j else found.reversed()
 
     @cached_property
     def common(self) -> Common:

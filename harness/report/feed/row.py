@@ -18,6 +18,7 @@ from kvbench.harness.report.feed.labels import task
 from kvbench.harness.report.feed.loss import CONTROL, Loss, loss
 from kvbench.harness.report.feed.question import Question, is_reference
 from kvbench.harness.report.origin import origin
+from kvbench.harness.report.ranks import Place
 from kvbench.harness.report.rows import Row
 from kvbench.harness.report.shares import answers
 from kvbench.harness.report.speed import round_ratios
@@ -32,13 +33,13 @@ class Placed:
     Attributes:
         row: its records.
         name: the shortest name that tells it from the others of its capacity.
-        rank: best and worst possible rank among the caches of its capacity; None if unknown.
+        place: among the caches of its capacity.
         loss: to the question's reference; None if it can't be paired with it.
     """
 
     row: Row
     name: str
-    rank: tuple[int, int] | None
+    place: Place
     loss: Loss | None
 
 
@@ -67,7 +68,8 @@ def row_json(question: Question, placed: Placed, names: dict[str, str], provenan
     return {
         "id": row_id(row), "policy": visible(cell.policy), "name": placed.name,
         "kind": "reference" if is_reference(row.records[0]) else "control" if cell.policy == CONTROL else "cache",
-        "capacity": cell.capacity, "rank": None if placed.rank is None else list(placed.rank),
+        "capacity": cell.capacity, "rank": None if placed.place.rank is None else list(placed.place.rank),
+        "beats": [row_id(question.rows[worse]) for worse in placed.place.beats],
         "loss": None if placed.loss is None else loss_json(row, placed.loss, names),
         "loss_to_dense": None if dense_loss is None else loss_json(row, dense_loss, names),
         "perplexity": figure(_perplexity(question, row)), "tokens_read": _tokens_read(row), "answers": _answers(row),
@@ -76,7 +78,7 @@ def row_json(question: Question, placed: Placed, names: dict[str, str], provenan
         "code": visible(theirs or whose.code), "paper": whose.paper, "arxiv": whose.arxiv, "status": _status(question, row),
         "parameters": {visible(k): v for k, v in cell.settings.items()}, "positions": visible(cell.positions),
         "evict": visible(cell.evicts), "seed": cell.seed,
-        "cells": [_cell(record, provenance) for record in row.records],
+        "cells": [_cell(record, provenance, _shown(question, row, record)) for record in row.records],
     }  # fmt: skip
 
 
@@ -149,12 +151,19 @@ def _status(question: Question, row: Row) -> str:
     return visible("; ".join(faults(row, question.rows))) or "ok"
 
 
-def _cell(record: Record, provenance: Provenance) -> dict[str, Any]:
+def _shown(question: Question, row: Row, record: Record) -> str:
+    """The main figure of a cell; of a perplexity the row's, and that of all tokens that the record scored if they are more."""
+    of_row = _perplexity(question, row) if record is row.perplexity and not question.common.are_all else None
+    headline = sections.headline(record)
+    return headline if of_row is None else f"perplexity {of_row:.4g} on the tokens that every row scored; on all: {headline}"
+
+
+def _cell(record: Record, provenance: Provenance, shown: str) -> dict[str, Any]:
     """A measured cell: its main figure, and the command that measures it again."""
     books = " --data BOOKS" if record.cell.options.get("data") in _NEEDS_BOOKS else ""
     local = "" if "/" in record.cell.model.id or ":" in record.cell.model.id else " --model FOLDER"
     return {
-        "cell": record.cell_id, "task": visible(record.cell.task.name), "figure": visible(sections.headline(record)),
+        "cell": record.cell_id, "task": visible(record.cell.task.name), "figure": visible(shown),
         "status": "ok" if record.status == "ok" else visible(record.error.kind if record.error else "failed"),
         "measured": record.finished[:10], "command": f"bench run {record.cell_id[:8]} --fresh{books}{local}",
         "provenance": provenance.index(record),

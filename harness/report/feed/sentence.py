@@ -28,17 +28,17 @@ def _value(row: dict[str, Any], measure: str) -> float | None:
 
 def _leaders(rows: Sequence[dict[str, Any]], measure: str) -> str:
     """Who may be best."""
-    best, figure = rows[0], "perplexity" if measure == "perplexity" else "right answers"
+    best, leads = rows[0], "has the lowest perplexity" if measure == "perplexity" else "answers most correctly"
     if len(rows) == 1:
         return f"{best['name']} is the only policy measured."
     if best["rank"] is None:
         short = "the text is too short" if measure == "perplexity" else "there are too few streams"
-        return f"{best['name']} has the best {figure}, but {short} to tell it from the others."
+        return f"{best['name']} {leads}, but {short} to tell it from the others."
     rivals = [row["name"] for row in rows[1:] if row["rank"] is None or row["rank"][0] == 1]
     if not rivals:
-        return f"{best['name']} is surely the best of {len(rows)}."
+        return f"{best['name']} is best of {len(rows)} (95 % confidence)."
     some = ", ".join(rivals[:_MAX_NAMES]) if len(rivals) <= _MAX_NAMES else f"{len(rivals)} others"
-    return f"{best['name']} has the best {figure} of {len(rows)}, but is not surely better than {some}."
+    return f"{best['name']} {leads} of {len(rows)}; its lead over {some} is within the noise."
 
 
 def _price(row: dict[str, Any], measure: str) -> str:
@@ -71,7 +71,7 @@ def _lost(loss: dict[str, Any] | None, measure: str) -> list[str]:
         short = "too short" if measure == "perplexity" else "too few streams"
         return [f"can't be told from {loss['to_name']} ({signed(value)}{unit}, {short} for an interval)"]
     if low <= 0 <= high:
-        return [f"does not surely differ from {loss['to_name']} ({signed(value)}{unit} [{signed(low)}, {signed(high)}])"]
+        return [f"is within the noise of {loss['to_name']} ({signed(value)}{unit} [{signed(low)}, {signed(high)}])"]
     near, far = sorted((abs(low), abs(high)))
     verb = "loses" if value > 0 else "gains"
     return [f"{verb} {_short(abs(value))}{unit} [{_short(near)}, {_short(far)}] {'to' if value > 0 else 'on'} {loss['to_name']}"]

@@ -13,7 +13,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kvbench.harness.core.intervals import MIN_BLOCKS
 from kvbench.harness.records import Record, Submitted
 from kvbench.harness.report.chart import make_visible
 from kvbench.harness.report.compare import MARGINS
@@ -26,7 +25,7 @@ from kvbench.harness.report.site.maps import maps
 from kvbench.harness.report.site.sums import sums
 
 _HERE = Path(__file__).parent
-_SCRIPTS = ("dom", "state", "statistics", "pairs", "axes", "chart", "details", "answer", "compare", "cells", "main")
+_SCRIPTS = ("dom", "state", "pairs", "axes", "chart", "details", "answer", "good", "compare", "cells", "main")
 _IMPORT = re.compile(r'^import \{[^}]*\} from "\./\w+\.js";\n', re.M)
 _EXPORT = re.compile(r"^export (?=const|function|class)", re.M)
 
@@ -44,7 +43,7 @@ def render(
     data = {
         "feed": feed or of_questions(asked, submitted), "sums": sums(asked), "columns": COLUMNS, "cells": rows,
         "marks": {name: [asdict(mark(name, n)) for n in range(VARIANTS)] for name in sorted({row[-1] for row in rows})},
-        "maps": maps([r for group in shown for r in group], files or {}), "margins": MARGINS, "min_blocks": MIN_BLOCKS,
+        "maps": maps([r for group in shown for r in group], files or {}), "margins": MARGINS,
     }  # fmt: skip
     frame, css = ((_HERE / f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css"))
     parts = {"css": css, "data": _embedded(data), "js": script()}

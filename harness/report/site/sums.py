@@ -1,39 +1,46 @@
-"""What the page needs to compare any two rows itself: sums of NLL over blocks, outcomes of questions, times of rounds.
+"""What the page shows of any two rows of a question: their difference with its interval, and what it can draw of it.
 
-The page computes the same intervals as `report/compare.py`; a test holds it to that.
+The page computes no interval: those of `pairs` are the ones that the feed's sentences and ranks follow from.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from kvbench.harness.core.intervals import MIN_BLOCKS, batches, long_enough, reach
+from kvbench.harness.core.intervals import MIN_BLOCKS, batches, long_enough
 from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Record
-from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics, StepMetrics, StrideBlocks
+from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics, StrideBlocks
 from kvbench.harness.report.common_tokens import Common, on_common
+from kvbench.harness.report.compare import step_time
 from kvbench.harness.report.feed import labels
 from kvbench.harness.report.feed.question import Question
 from kvbench.harness.report.feed.row import row_id
 from kvbench.harness.report.pairing import on_all_tokens, past_training, task_version, units
 from kvbench.harness.report.rows import Row
-from kvbench.harness.report.shares import streams_of
 from kvbench.harness.report.task import task_of
 
 
 def sums(questions: Sequence[Question]) -> dict[str, Any]:
-    """By question and row: see `_row`. `grids` are the tokens of blocks, which the rows of a question share."""
+    """By question: what the page knows of its rows (`_row`) and of their pairs.
+
+    `grids` are the tokens of blocks, which the rows share. `pairs` has an entry for each two of `order` (0 1, 0 2, ..., 1 2,
+    ...): [value, low, high] of what the second loses to the first, in nats per token or as a share of right answers; only the
+    value if there is no interval, and 0 if the two can't be paired. `times` are those of `_times`.
+    """
     result = {}
     for question in questions:
         grids = _Grids()
         capacities = sorted({row.cell.capacity or 0 for row in question.rows})
         rows = {row_id(row): _row(row, capacities, question.common, grids) for row in question.rows}
-        result[labels.identifier(question)] = {"grids": grids.grids, "rows": rows}
+        result[labels.identifier(question)] = {
+            "grids": grids.grids, "rows": rows, "order": list(rows), "pairs": _pairs(question), "times": _times(question.rows),
+        }  # fmt: skip
     return result
 
 
@@ -56,8 +63,7 @@ def _row(row: Row, capacities: Sequence[int], common: Common, grids: _Grids) -> 
     """What is compared of a row.
 
     `twin` is the same for the same policy in other questions. `nll` and `strided` have, for all tokens and for those of the
-    stride, [grid, sums] by capacity, and the mean NLL by position. `answers` has [task, text, outcomes, streams]. `rounds` has
-    the step times in milliseconds and which records were timed together.
+    stride, [grid, sums] by capacity, and the mean NLL by position. `answers` has [task, text, outcomes].
     """
     cell = row.cell
     twin = repr([cell.policy, cell.parameters, cell.capacity, cell.positions, cell.limit, cell.seed])
@@ -72,22 +78,25 @@ def _row(row: Row, capacities: Sequence[int], common: Common, grids: _Grids) -> 
         made["trend"] = past_training(record)
     answered = [(r, m) for r in row.records if (m := r.measured(QuestionMetrics)) and m.outcomes]
     if answered:
-        made["answers"] = [
-            [_asked(r), "".join([r.data.ids_sha256[:12], *task_version(r)]), m.outcomes, _streams(r)] for r, m in answered
-        ]
-    timed = None if row.latency is None else row.latency.measured(StepMetrics)
-    if timed is not None:
-        made["rounds"] = {"together": timed.together[:24], "ms": [float(f"{ms:.6g}") for ms in timed.rounds_ms]}
+        made["answers"] = [[_asked(r), "".join([r.data.ids_sha256[:12], *task_version(r)]), m.outcomes] for r, m in answered]
     return made
 
 
-def _streams(record: Record) -> dict[str, Any] | None:
-    """Questions of each stream, in order, and Student's t for them; None if every question has a cache of its own."""
-    streams = streams_of(record)
-    if streams is None:
-        return None
-    asked = list(Counter(streams).values())
-    return {"tokens": asked, "reach": reach(np.array(asked, np.float64)) if len(asked) >= MIN_BLOCKS else None}
+def _pairs(question: Question) -> list[Any]:
+    changes = (question.changes.get(pair) for pair in itertools.combinations(range(len(question.rows)), 2))
+    ends = (None if change is None else (change.value, change.low, change.high) for change in changes)
+    return [0 if parts is None else [float(f"{x:.5g}") for x in parts if x is not None] for parts in ends]
+
+
+def _times(rows: Sequence[Row]) -> list[list[Any]]:
+    """[first row, second row, change, low, high, verdict, why] of each two that were timed, as `bench compare` has it."""
+    timed = [row for row in rows if row.latency is not None and row.step_ms is not None]
+    return [
+        [row_id(a), row_id(b), *(None if x is None else float(f"{x:.5g}") for x in (d.change, d.low, d.high)), d.verdict, d.why]
+        for a, b in itertools.permutations(timed, 2)
+        if a.latency is not None and b.latency is not None
+        for d in step_time(a.latency, b.latency)
+    ]
 
 
 def _asked(record: Record) -> str:
@@ -121,7 +130,7 @@ def _batched(record: Record, blocks: StrideBlocks, capacity: int, grids: _Grids)
     if not independent:
         nll, tokens = (batches(nll), batches(tokens)) if enough else (nll.sum(keepdims=True), tokens.sum(keepdims=True))
     grid = {
-        "tokens": [int(n) for n in tokens], "neighbours": not independent, "reach": reach(tokens) if enough else None,
+        "tokens": [int(n) for n in tokens],
         "start": 0 if len(blocks.texts.tokens) > MIN_BLOCKS else capacity + 1,
     }  # fmt: skip
     return [grids.place(f"{key} {capacity} {blocks.size}", grid), [float(f"{x:.9g}") for x in nll]]

@@ -22,7 +22,7 @@ from kvbench.harness.engine.rotary import Rotation
 from kvbench.harness.engine.slots import BUCKET
 from kvbench.harness.engine.stored import storage_bytes, tensors_in
 from kvbench.harness.records.metrics import READ_AT_POINTS
-from kvbench.harness.tasks.memory.schema import MemoryMetrics, MemoryOptions
+from kvbench.harness.tasks.memory import MemoryMetrics, MemoryOptions
 from kvbench.harness.tasks.task import Job
 from kvbench.policies.window import Window
 

@@ -3,7 +3,7 @@ import { budgetName, byId, bytes, el, feed, number, rowName, share, short, signe
 import { address, chosenBudget, chosenQuestion, go, read, UNITS } from "./state.js";
 import { drawChart } from "./chart.js";
 import { details } from "./details.js";
-import { answerMetrics, nllMetric } from "./pairs.js";
+import { answerMetric, nllMetric, stepTime } from "./pairs.js";
 
 const weight = (question) => Math.max(...question.budgets.map(({ rows }) => rows.length)) + (question.measure === "perplexity" ? 1000 : 0);
 const sorted = [...feed.questions].sort((x, y) => weight(y) - weight(x));
@@ -20,15 +20,22 @@ const machines = (question) => new Set(feed.questions.filter((q) => q.suite === 
 
 export function setUpAnswer() {
   const model = byId("model"), question = byId("question"), unit = byId("unit");
-  model.append(...[...new Set([...feed.questions].map(modelOf))].sort().map((name) => new Option(name, name)));
+  model.append(...[...new Set([...feed.questions].map(modelOf))].sort().map((name) => new Option(name, name)), new Option("another model", ""));
   unit.append(...Object.entries(UNITS).map(([name, { label }]) => new Option(label, name)));
-  model.addEventListener("change", () => go({ q: sameSubject(model.value), open: "" }));
+  model.addEventListener("change", () => go(model.value ? { q: sameSubject(model.value), model: "", open: "" } : { model: "?" }));
+  byId("other-model").addEventListener("change", (event) => go(otherModel(event.target.value)));
   question.addEventListener("change", () => go({ q: question.value, open: "" }));
   unit.addEventListener("change", () => go({ unit: unit.value === "tokens" ? "" : unit.value, budget: startOf(unit.value) }));
   byId("most").addEventListener("change", (event) => go({ budget: event.target.value }));
   byId("control").addEventListener("change", (event) => go({ random: event.target.checked ? "" : "0" }));
   for (const name of ["x", "y"]) byId(`cost-${name}`).addEventListener("change", (event) => go({ [name]: event.target.value }));
   byId("ask").addEventListener("submit", (event) => event.preventDefault());
+}
+
+// A model that was measured is chosen; of another, the page says how to measure it.
+function otherModel(name) {
+  const known = feed.questions.find((question) => [question.model, modelOf(question)].includes(name.trim()));
+  return known ? { q: sameSubject(modelOf(known)), model: "", open: "" } : { model: name.trim() || "?" };
 }
 
 // The question of another model that is most like the one shown.
@@ -54,6 +61,7 @@ export function showAnswer() {
   }
   const { budget, fits } = chosenBudget(question, state);
   fillControls(question, budget, state);
+  byId("about").textContent = question.about;
   byId("sentence").textContent = budget.answer;
   byId("fit").textContent = fitting(question, budget, state, fits);
   byId("half").textContent = halved(question, budget);
@@ -63,7 +71,9 @@ export function showAnswer() {
 }
 
 function fillControls(question, budget, state) {
-  byId("model").value = modelOf(question);
+  byId("model").value = state.model ? "" : modelOf(question);
+  byId("other-model").parentElement.hidden = !state.model;
+  byId("other-model").value = state.model === "?" ? "" : state.model ?? "";
   const those = sorted.filter((other) => modelOf(other) === modelOf(question));
   byId("question").replaceChildren(...those.map((other) => new Option(questionName(other), other.id, false, other === question)));
   byId("unit").value = state.unit in UNITS ? state.unit : "tokens";
@@ -71,8 +81,7 @@ function fillControls(question, budget, state) {
     type: "button", "aria-pressed": String(other === budget), textContent: budgetLabel(other, byId("unit").value),
     title: `${budgetName(other.capacity)}, ${bytes(other.kv_bytes)}`, onclick: () => go({ budget: UNITS[byId("unit").value].of(other) }),
   })));
-  byId("most").parentElement.hidden = byId("unit").value === "tokens";
-  byId("most").value = state.budget ?? "";
+  byId("most").value = Number(state.budget) > 0 ? state.budget : "";
 }
 
 function budgetLabel(budget, unit) {
@@ -80,13 +89,20 @@ function budgetLabel(budget, unit) {
   return value === null ? "–" : number(value, unit === "tokens" ? 9 : 2);
 }
 
+// What the reader asked for and nobody measured, with the command that would.
 function fitting(question, budget, state, fits) {
-  const unit = byId("unit").value;
-  if (unit === "tokens" || !(Number(state.budget) > 0)) return "";
-  if (UNITS[unit].of(budget) === null) return "The bytes of these caches are not known as that.";
-  const limit = unit === "share" ? `${number(Number(state.budget), 4)} % of dense's bytes${question.dense_bytes ? ` (${bytes((question.dense_bytes * Number(state.budget)) / 100)})` : ""}` : `${number(Number(state.budget), 6)} KiB`;
+  const unit = byId("unit").value, most = Number(state.budget), said = [];
+  if (state.model) said.push(`Nobody measured ${state.model === "?" ? "another model" : state.model} here: bench run ${question.suite} --model ${state.model === "?" ? "FOLDER_OR_HUB_ID" : state.model} does. Below is ${question.model}.`);
+  if (!(most > 0)) return said.join(" ");
+  const measured = UNITS[unit].of(budget);
+  if (measured === null) return [...said, "The bytes of these caches are not known as that."].join(" ");
+  if (Math.abs(measured - most) <= 1e-6 * most) return said.join(" ");
+  const limit = { tokens: `${number(most, 9)} tokens`, kib: `${number(most, 6)} KiB`, share: `${number(most, 4)} % of dense's bytes${question.dense_bytes ? ` (${bytes((question.dense_bytes * most) / 100)})` : ""}` }[unit];
   const holds = `${budgetName(budget.capacity)} in ${bytes(budget.kv_bytes)}${budget.kv_share === null ? "" : `, ${share(budget.kv_share)} of dense`}`;
-  return fits ? `Within ${limit}, the largest cache measured here keeps ${holds}.` : `No cache measured here is within ${limit}; the smallest keeps ${holds}.`;
+  said.push(fits ? `Within ${limit}, the largest cache measured here keeps ${holds}.` : `No cache measured here is within ${limit}; the smallest keeps ${holds}.`);
+  const capacity = budget.capacity === null ? 0 : Math.floor(((budget.capacity + 1) * most) / (unit === "tokens" ? budget.capacity + 1 : measured)) - (unit === "tokens" ? 0 : 1);
+  if (capacity > 0 && capacity !== budget.capacity) said.push(`To measure ${number(capacity, 9)} tokens: bench run ${question.suite} --set capacity=[${capacity}]`);
+  return said.join(" ");
 }
 
 function halved(question, budget) {
@@ -108,14 +124,14 @@ function showCost(question, budget, state) {
 
 // In words, what the second loses to the first.
 export function cost(a, b) {
-  const nll = a.question.measure === "perplexity" ? nllMetric(a, b) : null;
-  const metric = nll ?? answerMetrics(a, b).find(({ metric: task }) => b.row.answers.some((answers) => task.startsWith(answers.task)));
+  const nll = a.question.measure === "perplexity", metric = nll ? nllMetric(a, b) : answerMetric(a, b);
   if (!metric || metric.change === null) return `That can't be told: ${metric?.why || "nothing was measured of both"}.`;
   const unit = nll ? " % of perplexity" : " points of right answers", scale = nll ? 1 : -100;
-  const [value, low, high] = [metric.change, metric.low, metric.high].map((part) => (part === null ? null : scale * part)), ends = [low, high].sort((p, q) => p - q);
-  if (low === null) return `${signed(value)}${unit}, but ${metric.why || "there is no interval"}.`;
-  if (ends[0] <= 0 && ends[1] >= 0) return `They don't surely differ: ${signed(value)}${unit} [${ends.map(signed).join(", ")}].`;
-  const sizes = ends.map(Math.abs).sort((p, q) => p - q);
+  const [value, ...ends] = [metric.change, metric.low, metric.high].map((part) => (part === null ? null : scale * part));
+  if (ends[0] === null) return `${signed(value)}${unit}, but ${metric.why || "there is no interval"}.`;
+  const [low, high] = ends.sort((p, q) => p - q);
+  if (low <= 0 && high >= 0) return `The difference is within the noise: ${signed(value)}${unit} [${signed(low)}, ${signed(high)}].`;
+  const sizes = [low, high].map(Math.abs).sort((p, q) => p - q);
   return `${value > 0 ? "It loses" : "It gains"} ${short(value)}${unit} [${sizes.map(short).join(", ")}].`;
 }
 
@@ -139,12 +155,12 @@ function columns(question, rows) {
     { head: "Perplexity", value: (row) => row.perplexity, best: -1, text: (row) => number(row.perplexity, 4) },
     ...tasks.map((task) => ({ head: `${task}, % right`, value: (row) => answersOf(row, task)?.share ?? null, best: 1, text: (row) => answersText(answersOf(row, task)) })),
     { head: "K/V of dense", value: (row) => row.kv_share, text: (row) => (row.kv_bytes === 0 ? "no cache" : row.kv_share === null ? bytes(row.kv_bytes) : `${share(row.kv_share)} (${bytes(row.kv_bytes)})`) },
-    { head: "ms/token", value: (row) => row.ms, best: -1, text: (row) => number(row.ms) },
+    { head: "ms/token", value: (row) => stepTime(question, row), best: -1, text: (row) => number(stepTime(question, row)) },
     { head: "× dense", value: (row) => row.times_dense?.[0] ?? null, best: -1, text: (row) => (row.times_dense ? number(row.times_dense[0]) : "") },
     { head: "Tokens read", value: (row) => row.tokens_read, text: (row) => (row.tokens_read === null ? "" : row.tokens_read.toLocaleString("en")) },
-    { head: "Code", text: (row) => row.code },
-    ...(submitted ? [{ head: "Measured by", text: standing }] : []),
-    { head: "Status", text: (row) => row.status, wide: true },
+    { head: "Code", text: (row) => row.code, fact: "all run the code of" },
+    ...(submitted ? [{ head: "Measured by", text: standing, fact: "all measured by:" }] : []),
+    { head: "Status", text: (row) => row.status, fact: "status of all:" },
   ].filter(({ value }) => !value || rows.some((row) => value(row) !== null));
 }
 
@@ -156,9 +172,11 @@ const lossText = (row) => (!row.loss ? "" : `${signed(row.loss.value)}${row.loss
 const answersText = (answers) => (answers ? `${Math.round(100 * answers.share)} [${answers.low === null ? "too few streams" : `${Math.round(100 * answers.low)}, ${Math.round(100 * answers.high)}`}]` : "");
 
 function showTable(question, budget, state) {
-  const rows = [...budget.rows, ...question.references], shown = columns(question, rows);
+  const rows = [...budget.rows, ...question.references], all = columns(question, rows);
+  const same = all.filter(({ fact, text }) => fact && rows.length > 1 && rows.every((row) => text(row) === text(rows[0])));  // a fact is no column
+  const shown = all.filter((column) => !same.includes(column));
   const bests = shown.map(({ value, best }) => (best ? budget.rows.map(value).filter((x) => x !== null).reduce((x, y) => (best * y > best * x ? y : x), -best * Infinity) : null));
-  byId("policies-caption").textContent = `Policies at ${budgetName(budget.capacity)}, ${question.model}, ${question.subject}, evicting ${question.evict}, on ${question.machine}`;
+  byId("policies-caption").textContent = `Policies at ${budgetName(budget.capacity)}, ${question.model}, ${question.subject}, evicting ${question.evict}, on ${question.machine}${same.map(({ fact, text }) => `, ${fact} ${text(rows[0])}`).join("")}`;
   byId("policies-head").replaceChildren(...shown.map(({ head, value }) => el("th", { scope: "col", role: "columnheader", className: numeric(head, value), textContent: head })));
   byId("policies-body").replaceChildren(...rows.flatMap((row) => {
     const open = state.open === row.id;

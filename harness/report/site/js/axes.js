@@ -19,6 +19,23 @@ export function ticks([low, high], count = 5) {
   return found;
 }
 
+// Almost linear around 0 and logarithmic beyond `bend`, so that small and large values of either sign are legible.
+export function bent([low, high], bend, range) {
+  const scale = linear([Math.asinh(low / bend), Math.asinh(high / bend)], range);
+  return Object.assign((value) => scale(Math.asinh(value / bend)), { domain: [low, high] });
+}
+
+// Ticks of a bent scale: 0 and powers of ten that are `room` apart.
+export function bentTicks(scale, bend, room) {
+  const found = [0], [low, high] = scale.domain;
+  for (let power = Math.floor(Math.log10(bend)); 10 ** power <= Math.max(-low, high); power++) {
+    for (const value of [10 ** power, -(10 ** power)]) {
+      if (value >= low && value <= high && found.every((other) => Math.abs(scale(other) - scale(value)) >= room)) found.push(Number(value.toPrecision(12)));
+    }
+  }
+  return found.sort((x, y) => x - y);
+}
+
 // Where an axis ends. A value far beyond the others would flatten them, so it is left to be drawn at the edge.
 const FAR = 8, NEAR_ZERO = 0.05;
 export function withoutOutliers(values) {
@@ -41,7 +58,7 @@ export function horizontal(scale, values, { top, bottom, title, text = (value) =
   return svg("g", { class: "axis" },
     ...values.map((value) => svg("line", { x1: scale(value), x2: scale(value), y1: top, y2: bottom, class: "grid" })),
     ...values.map((value) => label(scale(value), bottom + 18, text(value), { "text-anchor": "middle" })),
-    label(middle, bottom + 38, title, { "text-anchor": "middle", class: "title" }));
+    ...title.split("\n").map((line, i) => label(middle, bottom + 38 + 14 * i, line, { "text-anchor": "middle", class: "title" })));
 }
 
 export function vertical(scale, values, { left, right, title }) {

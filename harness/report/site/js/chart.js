@@ -1,9 +1,10 @@
 // Quality lost against the budget: a line a policy, or, with a single budget, an interval a policy.
 import { budgetName, dashes, el, marked, number, point, rowName, signed, svg, swatch } from "./dom.js";
-import { horizontal, label, linear, logarithmic, ticks, vertical, withoutOutliers } from "./axes.js";
+import { bent, bentTicks, horizontal, label, linear, logarithmic, ticks, vertical, withoutOutliers } from "./axes.js";
 import { UNITS } from "./state.js";
 
-const HEIGHT = 330, LINE_HEIGHT = 20, EDGE = 10;
+const HEIGHT = 330, LINE_HEIGHT = 20, EDGE = 10, LETTER = 6.7;
+const FAR_BEYOND = 8, SMALL = 0.05;  // times the median difference; from there on an axis is bent
 
 // The loss of a row, or without a reference its figure.
 function valueOf(question, row) {
@@ -98,25 +99,26 @@ function references(question, points, { y, left, right }) {
   ]);
 }
 
+// Above the intervals on a narrow page, where names have no room beside them.
 function atOneBudget(question, points, { width, title }) {
-  const left = Math.min(230, width * 0.42), right = width - 24, top = 10, height = top + points.length * LINE_HEIGHT + 52, bottom = height - 48;
-  const x = linear(domain(points), [left + EDGE, right]);
-  const [low, high] = x.domain, inside = (value) => x(Math.min(Math.max(value, low), high));
-  const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img" }, horizontal(x, ticks(x.domain, width < 500 ? 3 : 6), { top, bottom, title }));
-  if (points[0].row.loss) root.append(svg("line", { x1: x(0), x2: x(0), y1: top, y2: bottom, class: "reference" }));
+  const longest = Math.max(...points.map(({ row }) => row.name.length)) * LETTER, narrow = longest > width * 0.4, step = narrow ? 2 * LINE_HEIGHT : LINE_HEIGHT;
+  const left = narrow ? EDGE : longest + 16, right = width - 24, top = 10, height = top + points.length * step + 66, bottom = height - 62;
+  const ends = points.flatMap(({ drawn }) => [drawn.low, drawn.high]), sizes = points.map(({ drawn }) => Math.abs(drawn.value)).sort((x, y) => x - y);
+  const losses = points[0].row.loss, all = losses ? [0, ...ends] : ends, room = (x) => 0.06 * (x[1] - x[0] || 1), range = [left + EDGE, right - EDGE];
+  const typical = Math.max(sizes[Math.floor(sizes.length / 2)], SMALL), lowest = Math.min(...all), highest = Math.max(...all), far = losses && sizes.at(-1) > FAR_BEYOND * typical;
+  const extent = far ? [lowest, highest] : [lowest - room([lowest, highest]), highest + room([lowest, highest])];
+  const bending = far ? `${width < 560 ? "\n" : " "}(logarithmic beyond ${number(typical, 1)})` : "";
+  const x = far ? bent(extent, typical, range) : linear(extent, range);
+  const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img" }, horizontal(x, far ? bentTicks(x, typical, 44) : ticks(x.domain, width < 500 ? 3 : 6), { top, bottom, title: `${title}${bending}` }));
+  if (losses) root.append(svg("line", { x1: x(0), x2: x(0), y1: top, y2: bottom, class: "reference" }));
   points.forEach(({ row, drawn }, i) => {
-    const y = top + (i + 0.5) * LINE_HEIGHT, above = drawn.value > high, below = drawn.value < low;
-    root.append(titled(label(left - 8, y + 4, clipped(row.name, left), { "text-anchor": "end" }), row.name), titled(marked(row.policy,
-      above || below ? null : svg("line", { x1: inside(drawn.low), x2: inside(drawn.high), y1: y, y2: y, stroke: "currentColor", "stroke-width": 2 }),
-      svg("rect", { x: left, y: y - LINE_HEIGHT / 2, width: right - left, height: LINE_HEIGHT, fill: "transparent" }), point(row.policy, inside(drawn.value), y),
-      above ? label(right - 10, y + 4, `${signed(drawn.value)} →`, { "text-anchor": "end" }) : null,
-      below ? label(left + EDGE + 12, y + 4, `← ${signed(drawn.value)}`) : null), said(row, drawn)));
+    const y = top + (i + 0.5) * step + (narrow ? 8 : 0), name = narrow ? label(left, y - 14, row.name) : label(left - 8, y + 4, row.name, { "text-anchor": "end" });
+    root.append(name, titled(marked(row.policy,
+      svg("line", { x1: x(drawn.low), x2: x(drawn.high), y1: y, y2: y, stroke: "currentColor", "stroke-width": 2 }),
+      svg("rect", { x: left, y: y - LINE_HEIGHT / 2, width: right - left, height: LINE_HEIGHT, fill: "transparent" }), point(row.policy, x(drawn.value), y)), said(row, drawn)));
   });
   root.setAttribute("aria-label", `${title}, at ${budgetName(points[0].row.capacity)}. The table below has the same figures.`);
   return { root, legend: null };
 }
-
-// Names of the table are never cut; beside a chart there may be no room.
-const clipped = (name, room) => (name.length * 6.4 > room ? `${name.slice(0, Math.floor(room / 6.4) - 1)}…` : name);
 
 export const legend = (names) => el("ul", { className: "legend" }, ...names.map(([name, policy, variant]) => el("li", {}, swatch(policy, variant), name)));

@@ -3,8 +3,7 @@ import { budgetName, byId, bytes, el, feed, marked, number, point, questions, ro
 import { chosenBudget, chosenQuestion, go, read } from "./state.js";
 import { horizontal, linear, ticks, vertical } from "./axes.js";
 import { questionName } from "./answer.js";
-import { answerMetrics, bytesMetric, byPosition, nllMetric, pairedNll, timeMetric } from "./pairs.js";
-import { agreement } from "./statistics.js";
+import { answerMetrics, blocksOf, bytesMetric, byPosition, nllMetric, timeMetric } from "./pairs.js";
 
 const SIDES = ["a", "b"];
 
@@ -87,13 +86,14 @@ function table(a, b, metrics) {
 }
 
 function byStream(a, b) {
-  const paired = pairedNll(a, b), buckets = byPosition(a, b);
-  if (!paired || (!buckets.length && !paired.differences)) return [];
-  const note = paired.mean === undefined ? `Over the whole stream they can't be compared: ${paired.why}.`
-    : `Over the whole stream: ${signedNats(paired.mean)} nats per token${paired.low === null ? "; the text is too short for an interval" : ` [${signedNats(paired.low)}, ${signedNats(paired.high)}]`}. A stretch has no interval of its own: it is too short for one.`;
+  const metric = nllMetric(a, b), drawn = blocksOf(a, b), buckets = byPosition(a, b);
+  if (!metric || (!buckets.length && !drawn)) return [];
+  const [mean, low, high] = metric.nats ?? [];
+  const note = mean === undefined ? `Over the whole stream they can't be compared: ${metric.why}.`
+    : `Over the whole stream: ${signedNats(mean)} nats per token${low === null ? "; the text is too short for an interval" : ` [${signedNats(low)}, ${signedNats(high)}]`}. A stretch has no interval of its own: it is too short for one.`;
   const rows = buckets.map(([from, to, x, y]) => el("tr", {}, el("th", { scope: "row", textContent: `${from.toLocaleString("en")} to ${to.toLocaleString("en")}` }),
     ...[number(Math.exp(Math.min(x, 700)), 5), number(Math.exp(Math.min(y, 700)), 5), `${signed(100 * Math.expm1(Math.min(y - x, 700)))} %`].map((text) => el("td", { className: "number", textContent: text }))));
-  return [el("h2", { textContent: "By position in the stream" }), el("p", { className: "note", textContent: note }), ...(paired.differences?.length > 1 ? [blocks(b, paired)] : []),
+  return [el("h2", { textContent: "By position in the stream" }), el("p", { className: "note", textContent: note }), ...(mean !== undefined && drawn?.differences.length > 1 ? [blocks(b, drawn, mean)] : []),
     rows.length ? el("div", { className: "scroll", tabIndex: 0, role: "region", "aria-label": "Perplexity by position" }, el("table", { className: "plain" },
       el("thead", {}, el("tr", {}, ...["Tokens", `${a.row.name}, perplexity`, `${b.row.name}, perplexity`, "Difference"].map((text, i) => el("th", { scope: "col", className: i ? "number" : "", textContent: text })))), el("tbody", {}, ...rows))) : ""];
 }
@@ -101,7 +101,7 @@ function byStream(a, b) {
 const signedNats = (value) => `${value < 0 ? "−" : "+"}${number(Math.abs(value), 2)}`;
 
 // The difference in each block of the stream, the mean as a line.
-function blocks(b, { differences, grid, mean }) {
+function blocks(b, { differences, grid }, mean) {
   const width = Math.max(300, Math.min(1200, byId("compared").clientWidth || 880)), height = 220, left = 64, right = width - 10, top = 28, bottom = height - 46;
   const values = differences.map((sum, i) => sum / grid.tokens[i]), starts = [0];
   for (const tokens of grid.tokens) starts.push(starts.at(-1) + tokens);
@@ -118,13 +118,13 @@ const KINDS = { both: "both right", a: "only the first", b: "only the second", n
 
 // A strip a task: one mark a question.
 function byQuestion(a, b, answers) {
-  const paired = answers.filter(({ outcomes }) => outcomes);
-  if (!paired.length) return [];
+  const strips = answers.flatMap(({ outcomes }) => outcomes);
+  if (!strips.length) return [];
   return [el("h2", { textContent: "By question" }), el("p", { className: "legend-line" }, ...Object.entries(KINDS).map(([kind, text]) => el("span", {}, square(kind), text))),
-    ...paired.map(({ metric, outcomes: [x, y] }) => {
-      const counts = agreement(x, y), said = Object.entries(KINDS).map(([kind, text]) => `${text} ${counts[kind]}`).join(", ");
-      const marks = [...x].map((_, i) => square(x[i] === "1" ? (y[i] === "1" ? "both" : "a") : y[i] === "1" ? "b" : "neither", i));
-      return el("figure", { className: "strip" }, el("figcaption", {}, el("b", { textContent: metric }), ` ${said}`), el("div", { role: "img", "aria-label": `${metric}: ${said}` }, ...marks));
+    ...strips.map(({ task, pair: [x, y] }) => {
+      const kinds = [...x].map((right, i) => (right === "1" ? (y[i] === "1" ? "both" : "a") : y[i] === "1" ? "b" : "neither"));
+      const said = Object.entries(KINDS).map(([kind, text]) => `${text} ${kinds.filter((other) => other === kind).length}`).join(", ");
+      return el("figure", { className: "strip" }, el("figcaption", {}, el("b", { textContent: task }), ` ${said}`), el("div", { role: "img", "aria-label": `${task}: ${said}` }, ...kinds.map(square)));
     })];
 }
 

@@ -1,6 +1,6 @@
 // The page's data, elements, and numbers as text.
 export const data = JSON.parse(document.getElementById("data").textContent);
-export const { feed, sums, marks, maps, margins, min_blocks: minStreams } = data;
+export const { feed, sums, marks, maps, margins } = data;
 export const questions = new Map(feed.questions.map((question) => [question.id, question]));
 export const byId = (id) => document.getElementById(id);
 

@@ -2,10 +2,11 @@
 import { byId, feed } from "./dom.js";
 import { address, read, whenChanged } from "./state.js";
 import { setUpAnswer, showAnswer } from "./answer.js";
+import { setUpGood, showGood } from "./good.js";
 import { setUpCompare, showCompare } from "./compare.js";
 import { setUpCells, showCells } from "./cells.js";
 
-const VIEWS = { answer: showAnswer, compare: showCompare, cells: showCells };
+const VIEWS = { answer: showAnswer, good: showGood, compare: showCompare, cells: showCells };
 
 function render() {
   const { tab } = read(), view = tab in VIEWS ? tab : "answer";
@@ -20,6 +21,7 @@ function render() {
 }
 
 setUpAnswer();
+setUpGood();
 setUpCompare();
 setUpCells();
 whenChanged(render);
