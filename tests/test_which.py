@@ -139,7 +139,7 @@ def test_what_dense_can_not_answer_is_left_out(small, tmp_path, capsys, monkeypa
 def test_a_policy_that_leads_everywhere_is_the_answer():
     text = [measured("dense", 1.9, None), measured("h2o", 2.0), measured("window", 3.0)]
     found = which(text, 8)
-    assert found.sentence == "m, 8 tokens: h2o: no other is surely better at anything that was measured."
+    assert found.sentence == "m, 8 tokens: h2o: no other is better, at 95 % confidence, at anything that was measured."
     assert [row["policy"] for row in found.rows] == ["dense", "h2o", "window"]
     assert [row["text"].endswith(" *") for row in found.rows] == [False, True, False]
 
@@ -150,7 +150,7 @@ def test_where_none_leads_everywhere_each_has_its_own():
     asked = [answered("dense", "1" * 200, None), answered("h2o", "0" * 200), answered("window", half)]
     questions = [edit(r, cell={"evict": "prompt"}) if r.cell.capacity else r for r in asked]
     assert which([*text, *questions], 8).sentence == (
-        "m, 8 tokens: no policy leads in everything. No other is surely better than these. text: h2o; StreamEval, seen: window."
+        "m, 8 tokens: no policy leads in everything. At 95 % confidence no other is better than these. text: h2o; StreamEval, seen: window."
     )
 
 
