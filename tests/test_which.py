@@ -150,7 +150,8 @@ def test_where_none_leads_everywhere_each_has_its_own():
     asked = [answered("dense", "1" * 200, None), answered("h2o", "0" * 200), answered("window", half)]
     questions = [edit(r, cell={"evict": "prompt"}) if r.cell.capacity else r for r in asked]
     assert which([*text, *questions], 8).sentence == (
-        "m, 8 tokens: no policy leads in everything. At 95 % confidence no other is better than these. text: h2o; StreamEval, seen: window."
+        "m, 8 tokens: no policy leads in everything. At 95 % confidence no other is better than these. "
+        "text: h2o; StreamEval, seen: window."
     )
 
 

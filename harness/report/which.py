@@ -81,7 +81,7 @@ def _figure(row: dict[str, Any], measure: str) -> str:
 
 
 def _sentence(leaders: dict[str, list[str]]) -> str:
-    """Who leads in everything, or who in what. leaders: by what was asked, the policies that no other beats at 95 % confidence."""
+    """Who leads in everything, or who in what. leaders: of what was asked, those that no other beats at 95 % confidence."""
     judged = {head: names for head, names in leaders.items() if names}
     if not judged:
         return "nothing tells the policies apart."
