@@ -51,8 +51,9 @@ microbench: .venv/ready  ## the inner pieces; perplexity beside frozen loops, a 
 	$(BIN)/python tests/benchmarks/prefill_speed.py
 	$(if $(MODEL),$(BIN)/python tests/benchmarks/decode_speed.py --model '$(MODEL)' --capacity 128 --threads 1)
 
-peers: .venv/ready .cache/peers/ready  ## our policies beside other people's code: docs/peers.md; red if a row differs that must not
+peers: .venv/ready .cache/peers/ready  ## our policies beside other people's code: docs/peers.md, docs/audit.md; red if a row differs that must not
 	OMP_NUM_THREADS=1 .cache/peers/bin/python -m pytest -q -p no:cacheprovider tests/test_presses.py
+	PYTHONPATH=tests:. OMP_NUM_THREADS=1 .cache/peers/bin/python -m peers.audit
 	PYTHONPATH=tests:. OMP_NUM_THREADS=1 $(BIN)/python -m peers.compare --kvpress-python .cache/peers/bin/python
 
 .cache/peers/ready: tests/peers/requirements.txt  # kvpress wants an older transformers, so it has an environment of its own
