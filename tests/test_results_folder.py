@@ -31,7 +31,7 @@ CONTROL = re.compile(r"\x1b\]8;;[^\x1b]*\x1b\\|\x1b\[[0-9;?]*[A-Za-z]")
 @pytest.fixture(scope="module")
 def asked(model_dir, text_dir):
     """A run of two cells, and one that fails if a `bad.py` is there."""
-    options = ["--model", model_dir, "--data", text_dir, "--threads", 1, "--set", "tokens=1000"]
+    options = ["--model", model_dir, "--data", text_dir, "--threads", 1, "--set", "tokens=100", "--set", "streams=1"]
     return ["run", "smoke", *options, "--policy", "dense", "--policy", "window"]
 
 

@@ -14,9 +14,9 @@ from kvbench.harness.report.feed.loss import CONTROL
 from kvbench.harness.report.feed.sentence import loss_text
 
 _MAX_NAMES = 3  # in a sentence
-_BEST = " *"  # behind a figure than which no other is surely better
+_BEST = " *"  # behind a figure that no other beats at 95 % confidence
 LEGEND = (
-    "*: no other is surely better (95 % confidence). text: perplexity lost to dense, beside which stands the perplexity itself; "
+    "*: no other is better at 95 % confidence. text: perplexity lost to dense, beside which stands the perplexity itself; "
     "tokens are evicted at every step, and kept ones stand at their ranks. seen, unseen: right answers about a prompt that was "
     "cut once, after or before the question was seen; kept tokens stand at their positions in the text. K/V: of dense's bytes."
 )
@@ -67,7 +67,7 @@ def _head(question: dict[str, Any]) -> str:
 
 
 def _leads(row: dict[str, Any]) -> bool:
-    """Whether no other is surely better."""
+    """Whether no other is better at 95 % confidence."""
     return row["rank"] is not None and row["rank"][0] == 1
 
 
@@ -81,18 +81,18 @@ def _figure(row: dict[str, Any], measure: str) -> str:
 
 
 def _sentence(leaders: dict[str, list[str]]) -> str:
-    """Who leads in everything, or who in what. leaders: by what was asked, the policies that no other is surely better than."""
+    """Who leads in everything, or who in what. leaders: of what was asked, those that no other beats at 95 % confidence."""
     judged = {head: names for head, names in leaders.items() if names}
     if not judged:
         return "nothing tells the policies apart."
     everywhere = [name for name in next(iter(judged.values())) if all(name in names for names in judged.values())]
     if everywhere:
-        return f"{_names(everywhere)}: no other is surely better at anything that was measured."
+        return f"{_names(everywhere)}: no other is better, at 95 % confidence, at anything that was measured."
     by_leaders: dict[str, list[str]] = {}
     for head, names in judged.items():
         by_leaders.setdefault(_names(sorted(names)), []).append(head)
     parts = [f"{' and '.join(heads)}: {names}" for names, heads in by_leaders.items()]
-    return f"no policy leads in everything. No other is surely better than these. {'; '.join(parts)}."
+    return f"no policy leads in everything. At 95 % confidence no other is better than these. {'; '.join(parts)}."
 
 
 def _names(names: Sequence[str]) -> str:

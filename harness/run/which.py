@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,8 @@ _CELL_S = 1.5  # of a cell, before it reads: its method is checked
 _ANSWER_TOKENS = 8
 _LATENCY = {"rounds": 6, "sittings": 2, "most_sittings": 3, "steps": 8, "precision": 0.1}
 _LATENCY_STEPS = 200  # of a cell, warming up included
-_LINE_TOKENS = 30  # of StreamEval, roughly, questions included
-_FEWEST_LINES = 6
+_ASKED_OFTEN = {"query_every": 4}  # lines of StreamEval
+_SOME_LINES, _FEWEST_LINES = 40, 12
 
 
 @dataclass(frozen=True)
@@ -220,16 +220,23 @@ def _questions(asked: Asked, length: int, trained: int | None, tokenizer: Any) -
         return [_lm_eval(usable)], sum(sum(kinds[kind]) for kind in usable) // sum(len(kinds[kind]) for kind in usable), []
     if all(tokens[0] < least for tokens in kinds.values()):
         why = f"Our questions have only {min(tokens[0] for tokens in kinds.values()):,} tokens"
-        if importlib.util.find_spec("wonderwords"):  # of RULER's extra
+        if find_spec("wonderwords"):  # of RULER's extra
             ruler = _lm_eval(["niah_single_1"]) | {"max_seq_length": length}
             return [ruler], length, [f"{why}: RULER's needle is asked for instead, in {length:,}."]
     else:
         why = "Our questions have more tokens than the model was trained on"
-    lines = length // _LINE_TOKENS
+    lines = _lines(length, tokenizer)
     if lines < _FEWEST_LINES:
         return [], 0, [f"{why}, and no others fit: none are asked."]
-    stream = {"name": "streameval", "lines": lines, "distance": lines // 3, "query_every": max(1, lines // 6)}
+    stream = {"name": "streameval", "lines": lines, "distance": [lines // 3, 3 * lines // 4]} | _ASKED_OFTEN
     return [stream | {"streams": MIN_BLOCKS, "evict": "step"}], length, [f"{why}: lines of a record are asked for instead."]
+
+
+def _lines(length: int, tokenizer: Any) -> int:
+    """Lines of StreamEval's record in a stream of so many tokens, its questions included."""
+    streameval = plugins.task_class("streameval")
+    some = streameval.options.model_validate({"lines": _SOME_LINES, "distance": 1} | _ASKED_OFTEN)
+    return int(length * _SOME_LINES / streameval.data(some, lambda: tokenizer, None).tokens)
 
 
 def _lm_eval(tasks: list[str]) -> dict[str, Any]:
