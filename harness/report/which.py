@@ -10,7 +10,7 @@ from typing import Any
 from kvbench.harness.records import Record
 from kvbench.harness.report.feed import feed
 from kvbench.harness.report.feed.labels import evicting
-from kvbench.harness.report.feed.loss import CONTROL
+from kvbench.harness.report.feed.question import CONTROL
 from kvbench.harness.report.feed.sentence import loss_text
 
 _MAX_NAMES = 3  # in a sentence
