@@ -77,6 +77,21 @@ BLOCKS = STEPS._replace(
     rows=[(1, 2, 1), (2, 1, 1), (1, 1, 2)],
     parts=[2, 1],
 )
+FURTHER: list[Case] = []
+if DEVICE.type == "cpu":  # where a case takes the interpreter seconds
+    STEPS = STEPS._replace(
+        group=[1, 4, 7, 17], dims=[(8, 8), (80, 80), (24, 16)], cache=[(21, 900), (37, 20), (37, 37), (300, 100), (None, 40)],
+        rows=[(1, 2, 1), (2, 1, 1), (1, 1, 2)], policy=[H2O(), Random(), Odd()],
+    )  # fmt: skip
+    BLOCKS = BLOCKS._replace(dims=[(24, 16), (80, 80)], dtype=[torch.bfloat16, torch.float32], policy=STEPS.policy)
+    # What these leave out, once each.
+    FURTHER = [
+        Case(3, (64, 64), torch.bfloat16, "cache", (70, 400), (1, 1, 1), 3, 2, SinkWindow(2), False),
+        Case(8, (96, 96), torch.float16, "stream", (131, 131), (1, 1, 1), 1, 1, SinkWindow(2), True),
+        Case(71, (128, 128), torch.float32, "clamped", (70, 400), (1, 1, 1), 3, 1, H2O(), False),
+        Case(3, (256, 256), torch.float32, "stream", (21, 900), (1, 1, 1), 1, 2, SinkWindow(2), False),
+        Case(8, (192, 128), torch.bfloat16, "clamped", (37, 20), (1, 1, 1), 3, 1, SinkWindow(2), False),
+    ]
 
 
 def covering(choices: Case) -> list[Case]:
@@ -251,7 +266,7 @@ def small_tables(monkeypatch):
     return small
 
 
-@pytest.mark.parametrize("case", covering(STEPS), ids=name_of)
+@pytest.mark.parametrize("case", [*covering(STEPS), *FURTHER], ids=name_of)
 def test_a_step_is_the_plain_one(in_triton, small_tables, case):
     small_tables(case)
     check(case)
@@ -307,7 +322,7 @@ def test_angles_of_a_very_long_stream(in_triton, monkeypatch, mode, limit):
 
 
 @pytest.mark.parametrize("seen", [400, 20])
-@pytest.mark.parametrize("case", covering(BLOCKS)[:6], ids=name_of)
+@pytest.mark.parametrize("case", covering(BLOCKS)[:3], ids=name_of)
 def test_streams_of_unequal_length(in_triton, small_tables, case, seen):
     """A token that does not count leaves everything as it was, where a stream is full and where it fills."""
     case = case._replace(rows=(1, 3, 1), cache=(37, seen))
