@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from conftest import DEVICE
+from conftest import DEVICE, FAMILIES
 from reference import after_sinks, by_number, lightest, oldest
 
 from kvbench.harness.core import plugins
@@ -41,6 +41,12 @@ CLOSE = {torch.float64: 1e-5, torch.float32: 1e-4}
 BOTH = pytest.mark.parametrize("dtype", list(CLOSE), ids=str)
 needs_compiler = pytest.mark.skipif(
     DEVICE.type != "cpu" or shutil.which("cc") is None, reason="compiled walks are for CPUs and need a C compiler"
+)
+# Every two of a family, a policy and a position mode occur together.
+SETTINGS = pytest.mark.parametrize(
+    ("family", "policy", "mode"),
+    [(FAMILIES[(i + j) % 3], policy, mode) for i, policy in enumerate(POLICIES) for j, mode in enumerate(MODES)],
+    ids=str,
 )
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 from conftest import DEVICE, FAMILIES, in_blocks, model_of, nll, tokens_of
-from factories import BOTH, CLOSE, MODES, POLICIES, chooser
+from factories import BOTH, CLOSE, MODES, POLICIES, SETTINGS, chooser
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import ListBackend, MaskBackend
@@ -45,9 +45,7 @@ def test_dense_equals_the_models_own_forward_pass(family, size, method):
     torch.testing.assert_close(ours, own_forward(family, tokens), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
-@pytest.mark.parametrize("mode", MODES)
+@SETTINGS
 @BOTH
 def test_a_capacity_that_covers_the_stream_equals_dense(family, policy, mode, dtype):
     tokens, model = tokens_of(40), model_of(family, dtype)
@@ -77,9 +75,7 @@ def test_recompute_with_sinks_equals_the_models_own_forward_pass_over_first_and_
     assert read.slots == (capacity + 1, capacity + 1)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
-@pytest.mark.parametrize("mode", MODES)
+@SETTINGS
 @BOTH
 def test_policies_equal_the_list_based_reference(family, policy, mode, dtype):
     """Exactly the same positions are kept at every step, and the logits are the same."""

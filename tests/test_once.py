@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import FAMILIES, model_of, tokens_of
-from factories import BOTH, CLOSE, MODES, POLICIES, chooser
+from conftest import model_of, tokens_of
+from factories import BOTH, CLOSE, MODES, POLICIES, SETTINGS, chooser
 from reference import ListBackend
 from torch import Tensor
 
@@ -25,9 +25,7 @@ def read_once(model: Model, config: CacheConfig, tokens: Tensor, block: int, met
     return read, read.read_prompt(tokens, block, once=True)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
-@pytest.mark.parametrize("mode", MODES)
+@SETTINGS
 @BOTH
 def test_a_prompt_cut_once_and_what_follows_equal_the_lists(family, policy, mode, dtype):
     model, tokens, capacity, limit, length = model_of(family, dtype), tokens_of(40), 9, 12, 30
