@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ def instances(folder: Path, names: list[str] | None = None) -> dict[str, Policy]
     return {name: plugins.policy_class(name)(**parameters.get(name, {})) for name in names or evicting()}
 
 
+@cache
 def evicting() -> list[str]:
     """Names of the shipped policies that evict from a cache."""
     kinds = {name: plugins.policy_class(name) for name in plugins.policy_names()}
