@@ -21,7 +21,7 @@ leaderboard: .venv/ready  ## the published page, from the published records
 	$(BIN)/bench leaderboard --results leaderboard/results --out leaderboard/README.md --site $(SITE)
 
 test: .venv/ready  ## all tests, and that what microbench times still runs
-	$(BIN)/python -m pytest -n auto -m 'not alone' --durations=25 --benchmark-disable tests tests/benchmarks/bench_inner.py
+	$(BIN)/python -m pytest -n auto --dist worksteal -m 'not alone' --durations=25 --benchmark-disable tests tests/benchmarks/bench_inner.py
 	$(BIN)/python -m pytest -m alone $$(grep -l mark.alone tests/test_*.py)
 
 test-fast: .venv/ready  ## in a minute: the first case of each test, without those marked slow, alone or browser
