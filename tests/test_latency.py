@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -278,10 +279,23 @@ def test_cells_measured_side_by_side_are_finished_together_or_measured_again_tog
 
 
 @pytest.mark.slow("measures suites")
-def test_threads_are_part_of_the_question(ran):
+def test_threads_are_part_of_the_question(ran, tmp_path, monkeypatch):
+    """Two threads of a tiny model spend minutes waiting for each other, so they are only said to be two."""
+    threads = [1]
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
+
+    def measured(options, jobs):
+        return [(i, RuntimeError("it is measured")) for i in range(len(jobs))]
+
+    folder = shutil.copytree(ran, tmp_path / "ran")
     args = json.loads((ran / "args.json").read_text())
+    monkeypatch.setattr(Latency, "run_together", measured)
+    assert "6 cells were finished before and skipped" in bench(*args, cwd=folder).stderr
     args[args.index("--threads") + 1] = "2"
-    assert "skipped" not in bench(*args, cwd=ran).stderr
+    said = bench(*args, cwd=folder).stderr
+    assert "skipped" not in said
+    assert said.count("FAILED, RuntimeError: it is measured") == 6
 
 
 @pytest.mark.slow("measures suites")
