@@ -39,7 +39,7 @@ class Newest(Policy):
 def ran(tmp_path_factory, model_dir, text_dir):
     """A folder with the results of one run of the smoke suite."""
     folder = tmp_path_factory.mktemp("ran")
-    done = bench_process("run", "smoke", "--model", model_dir, "--data", text_dir, "--threads", 1, cwd=folder)
+    done = bench("run", "smoke", "--model", model_dir, "--data", text_dir, "--threads", 1, cwd=folder)
     assert done.returncode == 0, done.stderr
     return folder, done
 
@@ -111,7 +111,7 @@ def test_a_policy_of_the_users_own_runs_from_its_file(tmp_path, model_dir, text_
 
 
 @pytest.mark.slow("processes of its own")
-def test_a_policy_of_a_package_beside_the_user_is_found(tmp_path):
+def test_a_policy_of_a_package_beside_the_user_is_found(tmp_path, monkeypatch):
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "__init__.py").touch()
     (tmp_path / "theirs" / "newest.py").write_text(POLICY)
@@ -121,18 +121,19 @@ def test_a_policy_of_a_package_beside_the_user_is_found(tmp_path):
     assert rules
     assert all(line.startswith("ok ") for line in rules)
     assert reads.startswith("reads ")
-    missing = bench_process("policy", "check", "theirs.newest:Oldest", cwd=tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))  # of a new process, the folder it starts in
+    missing = bench("policy", "check", "theirs.newest:Oldest", cwd=tmp_path)
     assert missing.stderr == "bench: theirs.newest has no 'Oldest'; name the class, e.g. theirs.newest:Newest\n"
 
 
-@pytest.mark.slow("processes of its own")
+@pytest.mark.slow("measures suites")
 def test_a_changed_policy_file_is_measured_again(tmp_path, model_dir, text_dir):
     args = ("run", "smoke", "--model", model_dir, "--data", text_dir, "--policy", "mine.py:Newest", "--set", "tokens=100")
     (tmp_path / "mine.py").write_text(POLICY)
-    bench_process(*args, cwd=tmp_path)
-    assert "skipped" in bench_process(*args, cwd=tmp_path).stderr
+    bench(*args, cwd=tmp_path)
+    assert "skipped" in bench(*args, cwd=tmp_path).stderr
     (tmp_path / "mine.py").write_text(POLICY + "\n# changed\n")
-    assert "skipped" not in bench_process(*args, cwd=tmp_path).stderr
+    assert "skipped" not in bench(*args, cwd=tmp_path).stderr
 
 
 @pytest.mark.slow("measures suites")
@@ -276,8 +277,9 @@ def test_a_closed_pipe_is_no_error(tmp_path):
 
 
 @pytest.mark.slow("processes of its own")
-@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
-@pytest.mark.parametrize(("args", "code"), [("list tasks", 0), ("run nonsense", 2)])
+@pytest.mark.parametrize(
+    ("args", "code", "closed"), [("list tasks", 0, ">&-"), ("run nonsense", 2, "2>&-"), ("list tasks", 0, ">&- 2>&-")]
+)  # the stream that something is written to, and both
 def test_a_closed_stream_is_no_error(tmp_path, args, code, closed):
     """A reader that closes the pipe gets no error message."""
     done = subprocess.run(
