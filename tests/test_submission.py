@@ -360,7 +360,7 @@ def test_a_cell_that_can_not_be_measured_here_is_not_counted_as_repeated(submitt
 
 
 def test_a_cell_that_is_compared_with_another_is_repeated_after_it(tmp_path):
-    text = SUITE.replace("perplexity, data: prose, tokens: 512", "divergence, data: prose, tokens: 256") % ""
+    text = SUITE.replace("perplexity, data: prose, tokens: 512", "divergence, data: prose, tokens: 64") % ""
     (tmp_path / "tiny.yaml").write_text(text.replace("  - {name: streameval, lines: 20, distance: 2}\n", ""))
     request = RunRequest(str(tmp_path / "tiny.yaml"), threads=1)
     request.measure(tmp_path / "results", request.cells(), progress=False)
