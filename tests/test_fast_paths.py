@@ -35,7 +35,7 @@ def read_in(read: CachedDecoder, tokens: torch.Tensor, sizes: list[int]) -> torc
 
 
 @pytest.mark.slow("many drawn cases")
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(
     family=st.sampled_from(FAMILIES),
     mode=st.sampled_from(MODES),
@@ -106,7 +106,7 @@ def test_the_closed_form_in_16_bits_differs_by_rounding(dtype):
 
 @pytest.mark.slow("many drawn cases")
 @needs_compiler
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(
     family=st.sampled_from([*FAMILIES, "mistral"]),
     policy=st.sampled_from([H2O(), Random(), H2O(3)]),
@@ -154,7 +154,7 @@ def test_the_compiled_walk_does_not_depend_on_threads(threads):
 
 @pytest.mark.slow("many drawn cases")
 @needs_compiler
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(
     family=st.sampled_from([*FAMILIES, "mistral", "deepseek_v3", "smollm3"]),
     policy=st.sampled_from([H2O(), Random(), SinkWindow(2), Window(), Dense()]),

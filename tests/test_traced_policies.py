@@ -230,7 +230,7 @@ def test_a_layer_in_c_is_the_plain_reference(policy, capacity, every, mode, size
 @needs_triton
 @pytest.mark.parametrize(("policy", "mode"), list(zip(POLICIES, MODES * len(POLICIES), strict=False)), ids=str)
 def test_a_layer_in_triton_is_the_plain_reference(policy, mode):
-    check_layer(Layer(policy, 5, 1, mode, 0), cuda, [4, 4, 1, 1])
+    check_layer(Layer(policy, 5, 1, mode, 0), cuda, [3, 3, 1, 1])
 
 
 @needs_compiler
@@ -364,7 +364,7 @@ def test_dtypes_and_operators_mean_what_they_mean_in_pytorch(rule):
 
     policy = made(lambda view: view.state(policy.statistics[0]), Value())
     for module, sizes in ((cpu, [4, 9, 1, 1]), (cuda, [4, 4, 1])):
-        check_layer(Layer(policy, 5, 1, "stream", 0), module, sizes)
+        check_layer(Layer(policy, 5, 1, "stream", 0, heads=1, group=1), module, sizes)
 
 
 def test_first_values_that_are_constants_take_no_memory():
