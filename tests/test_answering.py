@@ -78,7 +78,7 @@ def test_an_oracle_of_the_last_tokens_is_right_inside_its_cache_and_never_beyond
     """This holds at every distance, and the task knows for every question whether its line was still held."""
     capacity, seen = 700, {}
     config = CacheConfig(Window(), capacity)
-    for distance in range(1, 26, 2):
+    for distance in range(1, 26, 4):
         options = StreamEvalOptions(distance=distance, lines=60, query_every=5, context=context)
         data = StreamEval.data(options, lambda: tokenizer, None)
 

@@ -131,11 +131,11 @@ def compiled_by(monkeypatch, tmp_path):
 @pytest.mark.slow("torch.compile")
 @pytest.mark.parametrize(
     ("family", "backend"),
-    [("llama", "inductor"), *((family, "aot_eager") for family in ("qwen3", "gemma3_text", "gpt_neox", "qwen3_moe"))],
-)
+    [("llama", "inductor"), *((family, "aot_eager") for family in ("gemma3_text", "gpt_neox", "qwen3_moe"))],
+)  # sliding windows, partial RoPE, experts and norms of queries and keys
 def test_compiled_steps_give_the_logits_of_eager_ones(family, backend, compiled_by):
     """One compilation serves all steps, and only single tokens are compiled."""
-    model, compiled, tokens = model_of(family), compiled_by(backend), tokens_of(20, 2)
+    model, compiled, tokens = model_of(family), compiled_by(backend), tokens_of(14, 2)
     expected = in_steps(model, tokens)
     with model.fused_steps(2):
         torch.testing.assert_close(in_steps(model, tokens), expected, atol=1e-4, rtol=0)

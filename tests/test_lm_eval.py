@@ -101,12 +101,17 @@ def answers(samples):
     return [r[0] for s in samples for r in s["resps"]]
 
 
-@pytest.fixture(scope="module", params=["random", "builtin:sink_2", "builtin:vanilla"])
+@pytest.fixture
 def directory(request, model_dir):
     return model_dir if request.param == "random" else model_directory(request.param, None, False)
 
 
-@pytest.mark.parametrize(("max_length", "fewshot"), [(None, None), (100, None), (700, 1)])
+@pytest.mark.parametrize(
+    ("directory", "max_length", "fewshot"),
+    [*(("random", *how) for how in ((None, None), (100, None), (700, 1))), ("builtin:sink_2", 100, None),
+     ("builtin:vanilla", 700, 1)],
+    indirect=["directory"],
+)  # fmt: skip
 def test_dense_is_lm_evals_own_model(directory, max_length, fewshot):
     """Compares log-likelihoods, greedy flags, scores of whole texts and answers, also of truncated requests."""
     tasks = TASKS if fewshot is None else TASKS[:3]
