@@ -21,7 +21,7 @@ suite: gate
 version: 1
 model: {id: "builtin:sink_1"}
 task:
-  - {name: perplexity, data: prose, tokens: 2048, stride: 32}
+  - {name: perplexity, data: prose, tokens: 1024, stride: 32}
   - {name: streameval, lines: 30, query_every: 5, distance: 2}
   - {name: latency, tokens: 128, prompt: 32, rounds: 8, sittings: 2, most_sittings: 2, steps: 8, precision: 0.1}
 capacity: 24
