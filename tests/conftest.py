@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import io
 import os
@@ -40,6 +41,15 @@ use_full_float32(DEVICE)
 settings.register_profile("default", deadline=None, derandomize=True)
 settings.load_profile("default")
 LEFT_OUT = pytest.StashKey[dict[str, int]]()  # cases that --fast leaves out, by reason
+
+
+def pytest_sessionstart() -> None:
+    gc.disable()  # the modules and cases that are made until all are collected stay
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
