@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from conftest import DEVICE, model_of, nll, tokens_of
@@ -12,7 +14,7 @@ from kvbench.harness.engine.kernels import choose, cuda, cuda_attention
 from kvbench.harness.engine.kernels.tracing import TRITON, traced
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import KERNELS, PLAIN_WALK
-from kvbench.harness.engine.model import adopt
+from kvbench.harness.engine.model import Model, adopt
 from kvbench.harness.models.families import tiny_model
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
@@ -25,6 +27,12 @@ pytestmark = pytest.mark.slow("Triton's interpreter")
 @pytest.fixture
 def in_triton(monkeypatch):
     monkeypatch.setitem(choose._MODULES, DEVICE.type, cuda)
+
+
+@cache
+def one_layer() -> Model:
+    """Every layer takes the interpreter seconds, and the odd shapes have several."""
+    return adopt(tiny_model("llama", vocab_size=96, num_hidden_layers=1).to(DEVICE))
 
 
 def both(model, config: CacheConfig, streams: int = 1) -> tuple[CachedDecoder, CachedDecoder]:
@@ -40,7 +48,7 @@ def both(model, config: CacheConfig, streams: int = 1) -> tuple[CachedDecoder, C
 )  # each takes the interpreter seconds, and positions don't depend on the policy
 def test_walk_and_step_are_the_plain_ones(in_triton, policy, mode):
     """Filling the cache, walking a block and single tokens give the same NLL and keep exactly the same tokens."""
-    model, tokens = model_of("llama"), tokens_of(9, 2)
+    model, tokens = one_layer(), tokens_of(9, 2)
     fast, plain = both(model, CacheConfig(policy, 5, mode, 6, seed=2**40 + 5), 2)
     assert fast.walks[0].is_compiled
     assert fast.walks[0].steps_by_kernel
@@ -66,7 +74,7 @@ def test_odd_shapes(in_triton, family):
 def test_a_step_over_several_parts(in_triton, monkeypatch, config):
     """Uses parts of 16 slots, of which the last has one, and angles from two tables."""
     monkeypatch.setattr(cuda_attention, "_MAX_TILE_BYTES", 16)
-    model, tokens = model_of("llama"), tokens_of(18)
+    model, tokens = one_layer(), tokens_of(18)
     fast, plain = both(model, config)
     ours, theirs = (torch.cat([read(x) for x in tokens.split([15, 1, 1, 1], 1)], 1) for read in (fast, plain))
     torch.testing.assert_close(nll(ours, tokens), nll(theirs, tokens), atol=1e-4, rtol=0)
@@ -75,7 +83,7 @@ def test_a_step_over_several_parts(in_triton, monkeypatch, config):
 
 @needs_triton
 def test_streams_of_unequal_length(in_triton):
-    model, tokens = model_of("llama"), tokens_of(14, 2)
+    model, tokens = one_layer(), tokens_of(14, 2)
     valid = torch.rand(2, 14, generator=torch.Generator().manual_seed(1)) < 0.7
     valid[:, 0] = True
     valid = valid.to(DEVICE)

@@ -182,7 +182,7 @@ def test_a_prompt_that_is_evicted_once(family, policy, mode):
     model, config = meta_model(family), config_of(policy, mode)
     with OnlyDevice():
         read = CachedDecoder(model, config, 2)
-        logits = read.read_prompt(tokens_of(40), 16, once=True)
+        logits = read.read_prompt(tokens_of(20), 16, once=True)
     assert logits.shape == (2, VOCABULARY)
     read_in(read, [1, 3, 1])
 
@@ -281,7 +281,7 @@ def test_the_code_around_the_kernels_in_triton(monkeypatch, policy, mode):
     monkeypatch.setattr(cuda_attention, "kernels", lambda: kernels)
     config = config_of(policy, mode)
     read = CachedDecoder(meta_model("llama"), config, 2, KERNELS)
-    read_in(read, [5, 1, 10, 1, 1])
+    read_in(read, [5, 1, 4, 1])
     assert any(walk.steps_by_kernel for walk in read.walks) == (launched >= {"attend", "join"})
     released = [not why_untraced(w.slots.policy) and not why_unserved(w.slots) and w.slots.capacity for w in read.walks]
     assert ("release" in launched) == any(released)
