@@ -9,7 +9,7 @@ RESULTS ?= $(or $(BENCH_RESULTS),results)
 GPU_PYTHON ?= $(if $(wildcard .venv/ready),.venv/bin/python,python3)
 BIN = .venv/bin
 
-.PHONY: bench leaderboard test test-fast lint types check docs picture injections microbench peers image gpu gpu-tree gpu-wheels clean
+.PHONY: bench leaderboard test test-fast lint types check docs picture injections microbench peers peers-speed image gpu gpu-tree gpu-wheels clean
 
 bench: .venv/ready  ## all policies on a built-in model, or: make bench SUITE=suites/pg19.yaml MODEL=dir-or-hub-id DATA=dir RESULTS=dir
 	@code=0; $(BIN)/bench run $(SUITE) $(if $(MODEL),--model '$(MODEL)') $(if $(DATA),--data '$(DATA)') --results '$(RESULTS)' $(ARGS) \
@@ -55,6 +55,9 @@ peers: .venv/ready .cache/peers/ready  ## our policies beside other people's cod
 	OMP_NUM_THREADS=1 .cache/peers/bin/python -m pytest -q -p no:cacheprovider tests/test_presses.py
 	PYTHONPATH=tests:. OMP_NUM_THREADS=1 .cache/peers/bin/python -m peers.audit
 	PYTHONPATH=tests:. OMP_NUM_THREADS=1 $(BIN)/python -m peers.compare --kvpress-python .cache/peers/bin/python
+
+peers-speed: .cache/peers/ready  ## other harnesses and ours, timed on the same work: docs/peers-speed.md
+	cd tests/benchmarks && OMP_NUM_THREADS=1 PYTHONPATH=../.. ../../.cache/peers/bin/python peers_speed.py
 
 .cache/peers/ready: tests/peers/requirements.txt  # kvpress wants an older transformers, so it has an environment of its own
 	$(PYTHON) -m venv .cache/peers
