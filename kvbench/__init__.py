@@ -9,7 +9,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Attention", "AttentionSum", "Cache", "CacheView", "Composed", "HeadSizes", "KeyNorm", "Policy", "PositionMode",
     "RecentAttention", "Record", "Records", "Scope", "Seen", "Statistic", "TokenId", "UserError", "ValueNorm", "Written",
-    "load_records", "run",
+    "compare", "figures", "load_records", "losses", "run",
 ]  # fmt: skip
 
 if not (Path(__file__).parent / "policies").is_dir():  # an archive, or a checkout on Windows, without its symbolic links
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvbench.harness.core.errors import UserError
     from kvbench.harness.records import Record
     from kvbench.harness.report.export import Records, load_records
+    from kvbench.harness.report.losses import compare, figures, losses
     from kvbench.harness.run.generate import Cache
     from kvbench.harness.run.python import run
     from kvbench.policies import (
@@ -42,6 +43,8 @@ else:
     _MODULES = {
         "UserError": "kvbench.harness.core.errors", "Record": "kvbench.harness.records",
         "Records": "kvbench.harness.report.export", "load_records": "kvbench.harness.report.export",
+        "compare": "kvbench.harness.report.losses", "figures": "kvbench.harness.report.losses",
+        "losses": "kvbench.harness.report.losses",
         "Cache": "kvbench.harness.run.generate", "run": "kvbench.harness.run.python",
     }  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -60,6 +61,17 @@ def test_a_run_leaves_one_record_a_cell_and_a_page(ran):
     bench("leaderboard", cwd=folder)
     assert page == (folder / "results/README.md").read_bytes()
     assert b"sink\\_window" in page
+
+
+@pytest.mark.slow("processes of its own")
+def test_a_log_of_both_streams_has_the_table_and_no_rows_for_programs(ran, model_dir, text_dir):
+    folder, _ = ran
+    command = [sys.executable, "-m", "kvbench", "run", "smoke", "--model", model_dir, "--data", text_dir, "--threads", "1"]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
+    assert done.returncode == 0
+    assert "\t" not in done.stdout
+    assert re.search(r"^policy +perplexity ", done.stdout, re.M)
 
 
 @pytest.mark.slow("measures suites")

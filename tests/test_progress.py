@@ -48,7 +48,31 @@ def test_on_a_terminal_a_live_line_shows_the_cell_and_its_speed(clock):
         view.end("h2o 8", finished(), False)
         view.end("window 8", finished(status="failed", error={"kind": "MemoryError", "message": "no room"}), False)
         assert (cells.completed, cells.fields["text"]) == (2, "2 of 3 cells, 1 failed, about 31 s left")
-    assert "perplexity 7" not in screen.file.getvalue(), "finished cells leave no line behind"
+    left = screen.file.getvalue()
+    assert "FAILED, MemoryError: no room" in left, "which is worth a look before the end of a long run"
+    assert "[1/3]" not in left, "finished cells leave no line behind"
+
+
+def test_the_best_so_far_at_each_capacity_is_told_once_a_minute(clock):
+    """Of cells of one question; a reference leads at none."""
+    screen = console(terminal=False)
+    cells = [("recompute_window 8", 8, 1.0), ("h2o 8", 8, 2.0), ("window 8", 8, 2.1), ("window 16", 16, 1.5), ("h2o 16", 16, 1.4)]
+    cells += [("dense", None, 1.0)]
+    with ProgressView(screen) as view:
+        for place, (label, capacity, nll) in enumerate(cells):
+            view.begin(label, place + 1, 7, 1000)
+            clock[0] += 25
+            view.end(label, finished(policy=label.split()[0], capacity=capacity, nll=nll), False)
+    told = [line for line in screen.file.getvalue().splitlines() if "best" in line]
+    assert told == [
+        "3 of 7 cells, about 2 min left; best so far: h2o 8 (perplexity 7.389)",
+        "6 of 7 cells, about 25 s left; best so far: h2o 8 (perplexity 7.389), h2o 16 (perplexity 4.055)",
+    ]
+    live = console(terminal=True)
+    with ProgressView(live) as view:
+        view.end("h2o 8", finished(), False)
+        view._rows.refresh()
+        assert "best so far: h2o 8 (perplexity 7.389)" in live.file.getvalue()
 
 
 def test_the_live_display_is_two_lines_of_any_terminal(clock):
@@ -87,7 +111,7 @@ def test_each_result_says_how_long_the_others_will_take(clock):
             view.begin(name, 2 + place, 4, 1000)
             clock[0] += (40, 160, 10)[place]
             view.end(name, finished(), False)
-    assert [line.rpartition(", ")[2] for line in screen.file.getvalue().splitlines()[:3]] == [
+    assert [line.rpartition(", ")[2] for line in screen.file.getvalue().splitlines() if line.startswith("[")] == [
         "about 80 s left", "about 2 min left", "2.0 s",
     ]  # fmt: skip
 
@@ -104,12 +128,12 @@ def test_elsewhere_a_line_is_written_now_and_then(clock):
     screen = console(terminal=False)
     with ProgressView(screen) as view:
         view.begin("h2o 8", 1, 2, 1000)
-        clock[0] += 10
+        clock[0] += 50
         view.advance(100, "nll 2.0")
         assert screen.file.getvalue() == ""
-        clock[0] += 15
+        clock[0] += 50
         view.advance(250, "nll 2.0")
-        assert screen.file.getvalue() == "[1/2] h2o 8: 250 of 1,000 tokens, 10 tokens/s, nll 2.0, 75 s left\n"
+        assert screen.file.getvalue() == "[1/2] h2o 8: 250 of 1,000 tokens, 2 tokens/s, nll 2.0, 300 s left\n"
         view.end("h2o 8", finished(), True)
         view.end("random 8", finished(status="failed", error={"kind": "MemoryError", "message": "no room"}), False)
     lines = screen.file.getvalue().splitlines()
@@ -134,7 +158,7 @@ def test_on_a_terminal_every_worker_has_a_line_and_all_have_one(clock):
         view.end("window 8", finished(), False)
         assert everything.fields["text"] == "1 of 4 cells, 50 tokens/s, about 30 s left"
         assert len(view._rows.tasks) == 2
-    assert "perplexity" not in screen.file.getvalue(), "finished cells leave no line behind"
+    assert "[1/4]" not in screen.file.getvalue(), "finished cells leave no line behind"
 
 
 def test_elsewhere_a_line_is_written_now_and_then_and_one_for_each_result(clock):
@@ -146,8 +170,8 @@ def test_elsewhere_a_line_is_written_now_and_then_and_one_for_each_result(clock)
         clock[0] += 15
         view.advance(150, "nll 2.0", "worker-1")
         assert screen.file.getvalue() == ""
-        clock[0] += 10
-        view.advance(250, "nll 2.0", "worker-1")
+        clock[0] += 47
+        view.advance(620, "nll 2.0", "worker-1")
         view.note("worker-2", "died; what it measured is measured again")
         view.idle("worker-1")
         view.end("h2o 8", finished(status="failed", error={"kind": "MemoryError", "message": "no room"}), False)

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from kvbench.harness.cli.closing import show_closing
-from kvbench.harness.cli.output import FILLED, debugging, print_rows, results_option, writable
+from kvbench.harness.cli.output import FILLED, debugging, print_rows, results_option, stdout_is_stderr, writable
 from kvbench.harness.core.durations import about
 from kvbench.harness.core.errors import Exit, UserError
 from kvbench.harness.run.options import KeepSteps
@@ -81,7 +81,7 @@ def run(
     SUITE is a file, the name of a suite that comes with the project, or the cell id of a record.
 
     Cells that have a record are skipped. A run ends with a table, one row per policy. If stdout is piped, it gets one row per
-    cell, tab-separated or as JSON, and the table goes to stderr.
+    cell, tab-separated or as JSON, and the table goes to stderr; if both go to one place, as with 2>&1, there is only the table.
 
     \b
     bench run quickstart
@@ -109,7 +109,7 @@ def run(
     shown = with_doubts(records)
     if as_json:
         click.echo(json.dumps([r.as_json() for r in records], indent=1, ensure_ascii=False))
-    elif not on_terminal:
+    elif not on_terminal and not stdout_is_stderr():
         from kvbench.harness.report.summary import rows
 
         print_rows(rows(shown), False)

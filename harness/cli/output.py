@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -73,6 +74,14 @@ def writable(folder: Path) -> Path:
     except OSError as error:
         raise UserError(f"{folder}: can't be written to ({error.strerror})") from error
     return folder
+
+
+def stdout_is_stderr() -> bool:
+    """Whether both go to one file or pipe, as with 2>&1: a log, which a person reads and no program parses."""
+    try:
+        return os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno())
+    except (OSError, ValueError):  # a stream that is no file
+        return False
 
 
 def report_skipped(problem: Problem) -> None:

@@ -19,6 +19,7 @@ from kvbench.harness.core.visible import visible
 
 if TYPE_CHECKING:
     from kvbench.harness.records import Record, Submitted
+    from kvbench.harness.report.chart import Chart
 
 STDOUT = "-"
 _PAGE_MARKS = (  # a page of ours begins with one of these; older pages have only the title
@@ -37,10 +38,12 @@ class _Pages:
     Attributes:
         pages: text by path, or `STDOUT`.
         drawings: SVG by file name, by the folder of the page.
+        figures: one per question, for files of their own.
     """
 
     pages: dict[str, str]
     drawings: dict[Path, dict[str, str]]
+    figures: list[Chart]
 
 
 @click.command()
@@ -54,7 +57,9 @@ class _Pages:
 @click.option(
     "--site", metavar="URL", default="index.html", help="Where index.html is published, for links from the leaderboard."
 )
-def leaderboard(results: str, out: str | None, paper: str | None, site: str) -> None:
+@click.option("--figures", metavar="DIR", type=FILLED, help="Also draw each question's losses as a file of its own, for a paper.")
+@click.option("--format", "form", type=click.Choice(["pdf", "svg", "png"]), help="Of --figures. Default: pdf.")
+def leaderboard(results: str, out: str | None, paper: str | None, site: str, figures: str | None, form: str | None) -> None:
     """Write the pages of a folder of records.
 
     These are the leaderboard, a page that compares the records with published figures, `index.html`, which answers questions and
@@ -65,11 +70,14 @@ def leaderboard(results: str, out: str | None, paper: str | None, site: str) -> 
     bench leaderboard
     bench leaderboard --results leaderboard/results --out leaderboard/README.md
     bench leaderboard --out - --paper -
+    bench leaderboard --figures figures --format svg
     """
     from kvbench.harness.records import read_submitted
-    from kvbench.harness.report import chart
+    from kvbench.harness.report import chart, losses
     from kvbench.harness.report.fence import make_without_broken
 
+    if form and not figures:
+        raise UserError("--format: give --figures, too")
     targets = _targets(str(Path(results) / "README.md") if out is None else out, paper)
     for option, path in targets.values():
         _refuse_foreign_file(path, option)
@@ -92,8 +100,10 @@ def leaderboard(results: str, out: str | None, paper: str | None, site: str) -> 
     for folder, drawings in output.drawings.items():
         for file in shown[folder] - _drawings_shown(output.pages, folder):
             (folder / chart.FOLDER / file).unlink(missing_ok=True)
-        pictures = len(drawings) // 2
-        click.echo(f"{pictures} picture{'' if pictures == 1 else 's'} -> {folder / chart.FOLDER}")
+        _report_pictures(len(drawings) // 2, folder / chart.FOLDER)
+    if figures:
+        files = losses.write(output.figures, writable(Path(figures)), form or "pdf")
+        _report_pictures(len(files), Path(figures))
     if forged:
         click.echo(f"bench: {forged} of {forged + len(records)} records are not correct: see bench records verify", err=True)
         sys.exit(Exit.NO)
@@ -195,7 +205,7 @@ def _rendered(
     targets: Mapping[str, tuple[str, str]], address: str,
 ) -> _Pages:  # fmt: skip
     """Render all pages and their drawings. paths: of the records' files, by `id`. address: of the site, for links."""
-    from kvbench.harness.report import chart, feed, paper, sections, site
+    from kvbench.harness.report import chart, feed, losses, paper, sections, site
     from kvbench.harness.report import leaderboard as board
     from kvbench.harness.report.feed.question import questions
 
@@ -211,7 +221,7 @@ def _rendered(
     for name, page in rendered.items():
         if targets[name][1] != STDOUT:
             drawings.setdefault(Path(targets[name][1]).parent, {}).update(chart.draw(page.charts))
-    return _Pages(pages, drawings)
+    return _Pages(pages, drawings, losses.charts(made))
 
 
 def _drawings_shown(pages: Mapping[str, str], folder: Path) -> set[str]:
@@ -220,6 +230,10 @@ def _drawings_shown(pages: Mapping[str, str], folder: Path) -> set[str]:
 
     existing = (Path(page) for page in pages if page != STDOUT and Path(page).parent == folder and Path(page).is_file())
     return {file for path in existing for file in chart.drawing_files(path.read_text(encoding="utf-8", errors="replace"))}
+
+
+def _report_pictures(count: int, folder: Path) -> None:
+    click.echo(f"{count} picture{'' if count == 1 else 's'} -> {folder}")
 
 
 def _write(text: str, page: str, records: int) -> None:

@@ -30,7 +30,7 @@ def show() -> None:
 @show.command()
 @click.argument("record", type=FILLED)
 @results_option
-@click.option("--out", type=FILLED, help="File of the picture, .png or .svg. Default: .kept.png beside the record.")
+@click.option("--out", type=FILLED, help="File of the picture, .png, .svg or .pdf. Default: .kept.png beside the record.")
 @click.option("--stream", type=click.IntRange(0), default=0, show_default=True, help="Draw this stream of several.")
 @click.option("--json", "as_json", is_flag=True, help="Print the map as JSON, and draw nothing.")
 @click.option("--replay", type=FILLED, metavar="FILE", help="Write the table that the policy replay reads, and draw nothing.")
@@ -72,7 +72,7 @@ def kept(record: str, results: str, out: str | None, stream: int, as_json: bool,
 @show.command()
 @click.argument("record", type=FILLED)
 @results_option
-@click.option("--out", type=FILLED, help="File of the picture, .png or .svg. Default: .attention.png beside the record.")
+@click.option("--out", type=FILLED, help="File of the picture, .png, .svg or .pdf. Default: .attention.png beside the record.")
 @click.option("--head", type=click.IntRange(0), help="Draw this query head. Default: the mean of all heads.")
 @click.option("--layer", "layers", type=click.IntRange(0), multiple=True, help="Draw this layer; may be repeated. Default: all.")
 def attention(record: str, results: str, out: str | None, head: int | None, layers: tuple[int, ...]) -> None:

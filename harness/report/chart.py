@@ -80,7 +80,7 @@ def mark(policy: str, variant: int = 0) -> Mark:
     return Mark(family, light, dark, shape, _DASHES[at % len(_DASHES)])
 
 
-PICTURES = (".png", ".svg")
+PICTURES = (".png", ".svg", ".pdf")
 FOLDER = "charts"  # beside the page
 VEGA_LITE = "6.4"
 _FONT = "Liberation Sans, Arial, Helvetica, sans-serif"  # the first is bundled with vl-convert, which uses it for the layout
@@ -246,18 +246,20 @@ def write(drawings: Mapping[str, str], folder: Path) -> None:
 
 
 def picture(spec: dict[str, Any], path: Path) -> None:
-    """Draw a specification as a file of its own, .png or .svg, on white.
+    """Draw a specification as a file of its own, .png, .svg or .pdf, on white.
 
     Raises:
         UserError: the suffix is another, or the file can't be written.
     """
     if path.suffix not in PICTURES:
-        raise UserError(f"{path}: a picture is written as {' or '.join(PICTURES)}: change the suffix")
+        raise UserError(f"{path}: a picture is written as {', '.join(PICTURES[:-1])} or {PICTURES[-1]}: change the suffix")
     import vl_convert
 
     whole = {**themed(spec, "light"), "config": config("light") | {"background": "white"}}
     if path.suffix == ".svg":
         drawn = vl_convert.vegalite_to_svg(whole, vl_version=VEGA_LITE).encode()
+    elif path.suffix == ".pdf":
+        drawn = vl_convert.vegalite_to_pdf(whole, vl_version=VEGA_LITE)
     else:
         drawn = vl_convert.vegalite_to_png(whole, vl_version=VEGA_LITE, scale=2)
     try:

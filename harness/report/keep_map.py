@@ -158,7 +158,7 @@ def replayable_capacities(record: Record, evicted: NDArray[np.int32]) -> list[in
 
 
 def draw(kept: Map, title: str, path: Path) -> None:
-    """Draw a map of one stream as .png or .svg.
+    """Draw a map of one stream as .png, .svg or .pdf.
 
     Raises:
         UserError: the suffix is another, or the file can't be written.

@@ -5,23 +5,28 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column
+from rich.text import Text
 
 from kvbench.harness.core.durations import about
 from kvbench.harness.core.errors import Exit
 from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Record
+from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics
+from kvbench.harness.report.feed.question import is_reference
+from kvbench.harness.report.pairing import question
 from kvbench.harness.report.sections import headline
 from kvbench.harness.run.executor import RunWatcher
 
-_SECONDS_BETWEEN_LINES = 20.0  # about work in progress, when piped
+_SECONDS_BETWEEN_LINES = 60.0  # about work in progress, and about all cells, when piped
 
 
 class StderrConsole(Console):
@@ -52,6 +57,47 @@ class _InFlight:
         return self.tokens / max(now - self.started, 1e-9) if self.total else 0.0
 
 
+class _Rows(Progress):
+    """A line for all cells, one for each that is being measured, and one for the best so far."""
+
+    best = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """The lines."""
+        yield from super().get_renderables()
+        if self.best:
+            yield Text(self.best, no_wrap=True, overflow="ellipsis")
+
+
+class _Leaders:
+    """The best cell so far at each capacity, for every question."""
+
+    def __init__(self) -> None:
+        self._best: dict[tuple[str, ...], dict[int, tuple[float, str]]] = {}
+        self._last: tuple[str, ...] = ()
+
+    def add(self, label: str, record: Record) -> None:
+        """Compare a finished cell with those before. References have no capacity to be the best at."""
+        worth, cell = _worth(record), record.cell
+        if worth is None or cell.capacity is None or is_reference(record):
+            return
+        self._last = (question(record), cell.evicts, cell.positions)
+        best = self._best.setdefault(self._last, {})
+        if cell.capacity not in best or worth > best[cell.capacity][0]:
+            best[cell.capacity] = worth, f"{label} ({headline(record)})"
+
+    def text(self) -> str:
+        """Who leads at each capacity of the question that was measured last; empty if nobody does."""
+        leaders = [text for _, (_, text) in sorted(self._best.get(self._last, {}).items())]
+        return f"best so far: {', '.join(leaders)}" if leaders else ""
+
+
+def _worth(record: Record) -> float | None:
+    """What cells of one question are compared by, more is better: nats per token, or the share of right answers."""
+    nll, answers = record.measured(NllMetrics), record.measured(QuestionMetrics)
+    return -nll.nll if nll is not None else None if answers is None else answers.accuracy
+
+
 class ProgressView(RunWatcher):
     """Shows on a console how many cells are done, and what this process or each of several workers measures."""
 
@@ -61,9 +107,10 @@ class ProgressView(RunWatcher):
         self._rows = _rows(console) if console.is_terminal else None
         self._all = None if self._rows is None else self._rows.add_task("cells", total=None, text="")
         self._in_flight: dict[str, _InFlight] = {}  # by worker; "" is this process
-        self._begun = self._last_line = time.monotonic()
+        self._begun = self._last_line = self._last_summary = time.monotonic()
         self._cells = self._done = self._skipped = self._failed = 0
         self._has_workers = False
+        self._leaders = _Leaders()
         self._noted = set[str]()  # labels of policies about which something was said
 
     def __enter__(self) -> Self:
@@ -85,7 +132,7 @@ class ProgressView(RunWatcher):
         """Show that a cell, or a group of cells side by side, starts."""
         now, self._cells, self._has_workers = time.monotonic(), cells, bool(worker)
         if not (self._in_flight or self._measured):
-            self._begun = self._last_line = now
+            self._begun = self._last_line = self._last_summary = now
         if not worker:
             self._last_line = now
         self.idle(worker)
@@ -124,14 +171,19 @@ class ProgressView(RunWatcher):
         self.idle("")
         self._done += 1
         self._skipped += skipped
-        self._failed += record.status == "failed"
-        if self._rows is None and not skipped:
-            left = self._left(time.monotonic()) if record.status == "ok" else []
+        self._leaders.add(label, record)
+        now, failed = time.monotonic(), record.status == "failed"
+        self._failed += failed
+        if not skipped and (self._rows is None or failed):
+            left = [] if failed else self._left(now)
             self._line(", ".join([f"[{self._done}/{self._cells}] {label}: {_outcome(record)}", *left]))
         if record.error and self._tracebacks:
             for line in record.error.traceback:
                 self._line(line)
-        self._show(time.monotonic())
+        self._show(now)
+        if self._rows is None and not skipped and self._done < self._cells and now - self._last_summary > _SECONDS_BETWEEN_LINES:
+            self._last_summary = now
+            self._line("; ".join(part for part in (self._summary(now), self._leaders.text()) if part))
 
     @property
     def _measured(self) -> int:
@@ -141,10 +193,12 @@ class ProgressView(RunWatcher):
     def _show(self, now: float, speed: str = "") -> None:
         """Update the live display or, now and then, write a line: about this process's cell, or about all workers."""
         if self._rows is not None and self._all is not None:
+            self._rows.best = visible(self._leaders.text())
             self._rows.update(self._all, total=self._cells or None, completed=self._done, text=self._summary(now))
         elif self._in_flight and now - self._last_line > _SECONDS_BETWEEN_LINES:
             self._last_line = now
             here = self._in_flight.get("")
+            self._last_summary = now if here is None else self._last_summary
             busy = ", ".join(f"{worker}: {flight.label}" for worker, flight in self._in_flight.items())
             self._line(
                 f"[{self._done}/{self._cells}] {self._summary(now)} ({busy})" if here is None else self._of(here, now, speed)
@@ -172,10 +226,10 @@ class ProgressView(RunWatcher):
         self._console.print(visible(text), markup=False, highlight=False, soft_wrap=True)
 
 
-def _rows(console: Console) -> Progress:
-    """A line for all cells, and one for each that is being measured; long text is cut, so that it fits."""
+def _rows(console: Console) -> _Rows:
+    """The live display; long text is cut, so that it fits."""
     label, text = (Column(ratio=1, no_wrap=True, overflow="ellipsis") for _ in range(2))
-    return Progress(
+    return _Rows(
         SpinnerColumn(), TextColumn("{task.description}", table_column=label), BarColumn(bar_width=10),
         TextColumn("{task.fields[text]}", table_column=text), TimeRemainingColumn(compact=True),
         console=console, transient=True, expand=True,

@@ -1,0 +1,161 @@
+"""What the page says, for notebooks and papers: a frame of the feed's rows, the comparison of two policies, and figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvbench.harness.core.errors import UserError, did_you_mean
+from kvbench.harness.core.visible import visible
+from kvbench.harness.records import Record
+from kvbench.harness.report import chart
+from kvbench.harness.report.charts.lost import over_budgets
+from kvbench.harness.report.doubts import with_doubts
+from kvbench.harness.report.feed import feed, labels
+from kvbench.harness.report.feed.question import Question, is_reference, loss, questions
+from kvbench.harness.report.feed.row import loss_json
+from kvbench.harness.report.feed.row import row_id as id_of
+from kvbench.harness.report.feed.sentence import loss_text
+from kvbench.harness.report.rows import Row, short_names
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+_UNITS = {"perplexity": "% of perplexity", "answers": "points"}
+_COUNTS = ("capacity", "best_rank", "worst_rank", "kv_bytes")
+_FIGURES = ("loss", "low", "high", "perplexity", "right", "kv_share", "ms")
+_ABOUT = ("suite", "model", "subject")  # of a question, in every frame
+
+
+def losses(records: Sequence[Record]) -> DataFrame:
+    """One row per policy, capacity and question, as `feed.json` has them: by budget and rank, after them the references.
+
+    `loss`, `low` and `high` are to `reference`, in `unit`; above 0 is worse. `interval` is the same as text, `+2.1 [+1.9, +2.3]`.
+    `perplexity` and `right` (%) are the figures themselves. `kv_share` is of dense's bytes, `ms` is per token. `status` is ok, or
+    what is wrong with the row.
+    """
+    from pandas import DataFrame
+
+    table = [
+        _about(question) | _figures(row, question["measure"])
+        for question in feed(with_doubts(records))["questions"]
+        for row in [*(row for budget in question["budgets"] for row in budget["rows"]), *question["references"]]
+    ]
+    return _typed(DataFrame.from_records(table))
+
+
+def _about(question: dict[str, Any]) -> dict[str, Any]:
+    return {name: question[name] for name in _ABOUT}
+
+
+def _figures(row: dict[str, Any], measure: str) -> dict[str, Any]:
+    """The columns of a row. row: of the feed."""
+    best, worst = row["rank"] or (None, None)
+    asked = row["answers"][0] if measure == "answers" and row["answers"] else None
+    return {
+        "evict": row["evict"], "positions": row["positions"], "capacity": row["capacity"], "policy": row["name"],
+        "kind": row["kind"], "best_rank": best, "worst_rank": worst, **_loss(row["loss"], measure),
+        "perplexity": row["perplexity"], "right": None if asked is None else 100 * asked["share"],
+        "kv_bytes": row["kv_bytes"], "kv_share": row["kv_share"], "ms": row["ms"], "status": row["status"],
+    }  # fmt: skip
+
+
+def _loss(lost: dict[str, Any] | None, measure: str) -> dict[str, Any]:
+    """A loss of the feed as columns. pdfLaTeX does not know the minus sign of the page."""
+    text = "" if lost is None else loss_text(lost).replace("−", "-").replace(" %", "")
+    part = lost or {}
+    ends = {name: part.get(key) for name, key in (("loss", "value"), ("low", "low"), ("high", "high"))}
+    figures = {name: None if value is None else value + 0.0 for name, value in ends.items()}  # 0 has no sign
+    return {**figures, "interval": text, "unit": _UNITS[measure], "reference": part.get("to_name")}
+
+
+def _typed(frame: DataFrame) -> DataFrame:
+    """The frame with columns of numbers, even where some are missing."""
+    kinds = dict.fromkeys(_COUNTS, "Int64") | dict.fromkeys(_FIGURES, "float64")
+    return frame.astype({name: kind for name, kind in kinds.items() if name in frame})
+
+
+def compare(records: Sequence[Record], a: str, b: str) -> DataFrame:
+    """What policy `a` loses to policy `b`, one row per question and budget; above 0, `a` is worse.
+
+    The intervals are those of the page: among the caches of a budget they are corrected for the number of pairs. `loss` is
+    missing where the two can't be paired.
+
+    Args:
+        records: of one or several suites.
+        a: a row's name on the page, such as `random (seed 1)`, or a policy's, which means all its rows.
+        b: the same.
+
+    Raises:
+        UserError: no row has that name, or no question has both.
+    """
+    from pandas import DataFrame
+
+    asked = [(question, short_names(question.rows)) for question in questions(with_doubts(records))]
+    known = {name for question, names in asked for name in [*names, *(row.cell.policy for row in question.rows)]}
+    for name in (a, b):
+        if name not in known:
+            raise UserError(f"no policy is called '{name}'{did_you_mean(name, known)}")
+    table = [
+        _compared(question, x, y, dict(zip(map(id_of, question.rows), names, strict=True)))
+        for question, names in asked
+        for x in _named(question.rows, names, a)
+        for y in _named(question.rows, names, b)
+        if x is not y and (x.cell.capacity == y.cell.capacity or any(is_reference(row.records[0]) for row in (x, y)))
+    ]
+    if not table:
+        raise UserError(f"'{a}' and '{b}' were not measured for the same question at the same capacity")
+    return _typed(DataFrame.from_records(table))
+
+
+def _named(rows: Sequence[Row], names: Sequence[str], name: str) -> list[Row]:
+    """The rows of that name; at a capacity without any, the rows of the policy of that name."""
+    exact = {row.cell.capacity for row, shown in zip(rows, names, strict=True) if shown == name}
+    return [
+        row for row, shown in zip(rows, names, strict=True)
+        if shown == name or (row.cell.policy == name and row.cell.capacity not in exact)
+    ]  # fmt: skip
+
+
+def _compared(question: Question, row: Row, base: Row, names: dict[str, str]) -> dict[str, Any]:
+    """A row of the comparison. names: of the question's rows, by id."""
+    cell, lost = question.first.cell, loss(question, row, base)
+    part = None if lost is None else loss_json(row, lost, names)
+    cache = base if is_reference(row.records[0]) else row
+    about = {"suite": visible(cell.suite), "model": visible(cell.model.id), "subject": labels.subject(question)}
+    return {
+        **about, "evict": visible(cache.cell.evicts), "positions": visible(cache.cell.positions),
+        "capacity": cache.cell.capacity, "policy": names[id_of(row)],
+        **_loss(part, question.measure), "reference": names[id_of(base)], "verdict": part["verdict"] if part else "can't tell",
+    }  # fmt: skip
+
+
+def charts(made: dict[str, Any]) -> list[chart.Chart]:
+    """What each policy loses at each budget: a chart per question of the feed whose losses have intervals."""
+    return [drawn for question in made["questions"] if (drawn := over_budgets(question, question["id"]))]
+
+
+def figures(records: Sequence[Record], folder: str | Path, *, format: str = "pdf") -> list[Path]:  # noqa: A002 - as in matplotlib
+    """Draw what each policy loses at each budget, a file per question.
+
+    Args:
+        records: of one or several suites.
+        folder: of the files; their names are the questions' ids in `feed.json`.
+        format: pdf, svg or png.
+
+    Raises:
+        UserError: there is no such format, or a file can't be written.
+    """
+    target = Path(folder).expanduser()
+    target.mkdir(parents=True, exist_ok=True)
+    return write(charts(feed(with_doubts(records))), target, format)
+
+
+def write(drawn: Iterable[chart.Chart], folder: Path, form: str) -> list[Path]:
+    """Write charts to a folder, as files of their own."""
+    files = []
+    for one in drawn:
+        files.append(folder / f"{one.name}.{form}")
+        chart.picture(one.spec, files[-1])
+    return files
