@@ -52,7 +52,8 @@ GREEDY = {"do_sample": False, "max_new_tokens": NEW, "return_dict_in_generate": 
 @cache
 def _plain(family: str):
     model = tiny_model(family, vocab_size=96, eos_token_id=None)
-    model.set_attn_implementation("eager")  # transformers' sdpa leaves out Gemma 2's softcap
+    if family == "gemma2":
+        model.set_attn_implementation("eager")  # transformers' sdpa leaves out its softcap
     return model
 
 

@@ -284,7 +284,7 @@ def test_mistakes_get_one_line(capsys, one):
     assert "expected kept" in said(*run, "--trace", "keep")
     only = "--trace kept: only perplexity under policies with a cache has a keep map, and this runs streameval"
     assert only in said("run", "questions.yaml", *run[2:], "--trace", "kept")
-    assert "change the suffix" in said("show", "kept", path, "--out", "m.pdf")
+    assert "change the suffix" in said("show", "kept", path, "--out", "m.gif")
     assert "the keep map has no stream 1: its last one is 0" in said("show", "kept", path, "--stream", 1)
     assert "no record has a cell id that begins like this" in said("show", "kept", "0123456789", "--results", "r")
     assert "does not exist" in said("show", "kept", "none.json")

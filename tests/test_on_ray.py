@@ -179,7 +179,7 @@ def test_a_stopped_run_leaves_no_worker_and_keeps_its_records(folder, how):
     children = psutil.Process(run.pid).children(recursive=True)
     assert sum("ray::" in " ".join(child.cmdline()) for child in children) >= 2
     os.kill(run.pid, how) if how == signal.SIGKILL else os.killpg(run.pid, how)
-    _, err = run.communicate(timeout=30)
+    _, err = run.communicate(timeout=60)
     if how == signal.SIGINT:
         assert run.returncode == Exit.STOPPED
         assert "bench: stopped; finished cells are kept" in err

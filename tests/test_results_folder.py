@@ -148,7 +148,8 @@ def test_on_a_terminal_a_run_ends_with_a_table_that_fits(tmp_path, asked):
     assert [line.split()[-1] for line in end[2:5]] == ["ok", "ok", "failed"]
     assert any(line.startswith("failed, perplexity of bad.py:Bad: ZeroDivisionError: x (bad.py:5") for line in end)
     assert all(len(line) <= COLUMNS for line in end)
-    assert not re.search(r"\[\d/3\]", written), "one live display, no line a cell"
+    told = set(re.findall(r"\[\d/3\] (\S+)", CONTROL.sub("", written)))
+    assert told == {"bad.py:Bad"}, "a line for what failed, and for no other cell"
     assert "tokens/s\t" not in written
     assert "\x1b]8;;file://" in written
 
