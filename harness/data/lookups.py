@@ -28,12 +28,18 @@ class Lookups:
 
     text: str = ""
     answers: list[tuple[int, int]] = field(default_factory=list)  # (start, end) in characters, of what follows from before
+    counted: list[tuple[int, int]] = field(default_factory=list)  # the same, of what else counts fully in the loss
 
     def ask(self, prompt: str, completion: str) -> None:
         """Append a question and its answer."""
-        start = len(self.text) + len(prompt)
-        self.text += prompt + completion
-        self.answers.append((start, start + len(completion)))
+        self.text += prompt
+        self.count(completion, is_answer=True)
+
+    def count(self, text: str, is_answer: bool) -> None:
+        """Append what counts fully in the loss."""
+        start = len(self.text)
+        self.text += text
+        (self.answers if is_answer else self.counted).append((start, len(self.text)))
 
 
 def registers(draw: random.Random, lines: int) -> Lookups:

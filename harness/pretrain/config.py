@@ -11,7 +11,11 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from kvbench.harness.core.errors import UserError, did_you_mean
+from kvbench.harness.data import machine
 from kvbench.harness.suite import shipped_suites
+
+
+MOST_SINKS, LEAST_VOCABULARY = 4, 1300
 
 
 class _Strict(BaseModel):
@@ -26,7 +30,7 @@ class Shape(_Strict):
     heads: int = Field(6, ge=1, description="query heads")
     kv_heads: int = Field(2, ge=1)
     intermediate: int = Field(512, ge=8, description="width of the MLP")
-    vocabulary: int = Field(4096, ge=1300, description="tokens of the byte-level BPE, special ones included")
+    vocabulary: int = Field(4096, ge=8, description="tokens, special ones included")
     rope_theta: float = Field(10_000.0, gt=1, description="base of RoPE; a larger one leaves more dimensions to content")
 
 
@@ -70,8 +74,10 @@ class Kinds(_Strict):
     registers: float = Field(0.0, ge=0, description="StreamEval's numbered lines and questions about any of them")
     keys: float = Field(0.0, ge=0, description="keys with one to four values")
     chains: float = Field(0.0, ge=0, description="keys that name keys that hold a value")
+    programs: float = Field(0.0, ge=0, description="programs of a register machine and their traces")
+    turns: float = Field(0.0, ge=0, description="labels that are given values, given others, and asked for")
     text_from: float = Field(0.0, ge=0, le=1, description="share of the steps after which text and needles begin")
-    rest: float = Field(0.05, ge=0, description="weight in the loss of what is no answer, in records, keys and chains")
+    rest: float = Field(0.05, ge=0, description="weight in the loss of what is no answer, but for running text")
 
     @model_validator(mode="after")
     def _something_before_text(self) -> Self:
@@ -129,7 +135,7 @@ class PretrainConfig(_Strict):
 
     name: str
     seed: int = 0
-    sinks: int = Field(0, ge=0, le=4, description="learnable sink tokens before every sample")
+    sinks: int = Field(0, ge=0, le=MOST_SINKS, description="learnable sink tokens before every sample")
     zero_sink: bool = Field(False, description="softmax off by one: a sink logit fixed at 0, in training and evaluation")
     attention: Literal["softmax", "sink_logits", "sigmoid", "gated", "clipped", "qk_norm"] = Field(
         "softmax", description="what the model has for attention"
@@ -146,6 +152,25 @@ class PretrainConfig(_Strict):
         if self.zero_sink and self.attention != "softmax":
             raise ValueError(f"zero_sink is a softmax, so attention can't be {self.attention}")
         return self
+
+    @model_validator(mode="after")
+    def _one_tokenizer(self) -> Self:
+        kinds = self.kinds
+        if (kinds.programs or kinds.turns) and (kinds.text or kinds.needles or kinds.registers or kinds.keys or kinds.chains):
+            raise ValueError("programs and turns have words of their own, so other kinds can't be beside them")
+        if self.is_worded == bool(kinds.text or kinds.needles or kinds.registers or kinds.keys or kinds.chains):
+            raise ValueError("kinds: all shares are 0")
+        words = len(machine.WORDS) + MOST_SINKS
+        if self.is_worded and self.shape.vocabulary != words:
+            raise ValueError(f"shape.vocabulary: programs and turns have {words} tokens")
+        if not self.is_worded and self.shape.vocabulary < LEAST_VOCABULARY:
+            raise ValueError(f"shape.vocabulary: at least {LEAST_VOCABULARY:,} tokens, for bytes and numbers")
+        return self
+
+    @property
+    def is_worded(self) -> bool:
+        """Whether its samples are words that each have a token, instead of running text."""
+        return bool(self.kinds.programs or self.kinds.turns)
 
     @property
     def steps(self) -> int:

@@ -78,21 +78,21 @@ _TOGETHER = 8  # samples read at once
 class HeldOut:
     """Samples of every kind in the recipe, in full length."""
 
-    def __init__(self, config: PretrainConfig, ids: NDArray[np.uint16], tokenizer: Any, seed: int) -> None:
-        """Keep what samples are drawn from: as many of a kind as there is text for.
+    def __init__(self, config: PretrainConfig, ids: NDArray[np.uint16], count: int, tokenizer: Any, seed: int) -> None:
+        """Keep what `count` samples of each kind are drawn from.
 
-        `ids` is running text that is not trained on, [N]; the tokenizer has no sinks; the seed is another than that of training.
+        `ids` is running text that is not trained on, [N], for as many samples; the tokenizer has no sinks; the seed is another than that of training.
         """
-        self._count, shares = len(ids) // config.training.sample, config.kinds.model_dump() | {"repeats": config.repeats.share}
+        self._count, shares = count, config.kinds.model_dump() | {"repeats": config.repeats.share}
         self._asking = [kind for kind in ("repeats", *NAMES) if kind != "text" and shares[kind]]
         self._samples = {
             kind: TrainingSamples(config, [kind] * self._count, ids, tokenizer, seed, staged=False)
-            for kind in ("text", *self._asking)
+            for kind in dict.fromkeys(("programs" if config.is_worded else "text", *self._asking))
         }
 
     def attention_to_first(self, model: Any) -> Tensor:
         """Mean softmax weight that each query head gives to the first token of a text. [L, Q]."""
-        shares = [attention_to_first(model, part["input_ids"].to(model.device)) for part in self._parts("text")]
+        shares = [attention_to_first(model, part["input_ids"].to(model.device)) for part in self._parts(next(iter(self._samples)))]
         return torch.stack(shares).mean(0)
 
     def answers(self, model: Any) -> dict[str, list[tuple[int, int]]]:

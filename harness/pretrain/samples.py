@@ -16,13 +16,14 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerFast
 
-from kvbench.harness.data import lookups
+from kvbench.harness.data import lookups, machine
 from kvbench.harness.data.lookups import Lookups
 from kvbench.harness.pretrain.config import Kinds, PretrainConfig, Repeats
 from kvbench.harness.pretrain.tokenizer import SINKS
 
 READING = ("text", "needles")  # samples of running text
-NAMES = (*READING, "registers", "keys", "chains")
+MACHINE = ("programs", "turns")  # samples of words that have a tokenizer of their own
+NAMES = (*READING, "registers", "keys", "chains", *MACHINE)
 _LINE_TOKENS = 5  # at least, of a text with questions; what is longer than a sample is cut off
 _MOST_NEEDLES, _NEEDLE_TOKENS = 3, 40
 
@@ -77,7 +78,7 @@ class TrainingSamples(Dataset[dict[str, Tensor]]):
         training, kind = self._config.training, self._kinds[place]
         pieces = self._config.pieces(place // training.batch) if self._staged else 1
         draw, length = random.Random(f"{self._seed}/{place}"), training.sample // pieces
-        made = [self._made(kind, draw, place, length, part) for part in range(pieces)]
+        made = [_filled(self._made(kind, draw, place, length, part), length) for part in range(pieces)]
         sinks = self._config.sinks
         return {
             "input_ids": torch.tensor([[*range(sinks), *piece.ids[:length]] for piece in made]),
@@ -86,7 +87,7 @@ class TrainingSamples(Dataset[dict[str, Tensor]]):
         }
 
     def _made(self, kind: str, draw: random.Random, place: int, length: int, part: int) -> Sample:
-        """At least `length` tokens. part: of the sample's running text."""
+        """At least `length` tokens, or a program that ends before. part: of the sample's running text."""
         if kind == "repeats":
             progress = place / len(self._kinds) if self._staged else 1.0
             return repeats(draw, length, self._config.repeats, self._config.repeats.tokens(progress))
@@ -94,6 +95,8 @@ class TrainingSamples(Dataset[dict[str, Tensor]]):
             at = int(self._order[self._text_number[place]]) * self._config.training.sample + part * length
             text = self._ids[at : at + length].tolist()
             return self._with_needles(draw, text) if kind == "needles" else Sample(text, [1.0] * length, [False] * length)
+        if kind in MACHINE:
+            return self._weighted(getattr(machine, kind)(draw, length), self._config.kinds)
         generate: Callable[[random.Random, int], Lookups] = getattr(lookups, kind)
         return self._weighted(generate(draw, length // _LINE_TOKENS + 2), self._config.kinds)
 
@@ -115,16 +118,25 @@ class TrainingSamples(Dataset[dict[str, Tensor]]):
         return Sample(ids + end.ids, [1.0] * len(text), [False] * len(ids) + end.answers)
 
     def _weighted(self, text: Lookups, kinds: Kinds | None) -> Sample:
-        """Answers count 1, the rest as `kinds` says, or 1."""
+        """Answers and what else is counted count 1, the rest as `kinds` says, or 1."""
         made = self._tokenizer(text.text, add_special_tokens=False, return_offsets_mapping=True)
         starts, rest = np.array([start for start, _ in made["offset_mapping"]]), 1.0 if kinds is None else kinds.rest
-        answers = np.zeros(len(starts), bool)
-        for start, end in text.answers:
-            answers[np.searchsorted(starts, start) : np.searchsorted(starts, end)] = True
-        return Sample(list(made["input_ids"]), np.where(answers, 1.0, rest).tolist(), answers.tolist())
+        answers, counted = (np.zeros(len(starts), bool) for _ in range(2))
+        for within, spans in ((answers, text.answers), (counted, text.answers + text.counted)):
+            for start, end in spans:
+                within[np.searchsorted(starts, start) : np.searchsorted(starts, end)] = True
+        return Sample(list(made["input_ids"]), np.where(counted, 1.0, rest).tolist(), answers.tolist())
 
     def _encoded(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _filled(sample: Sample, length: int) -> Sample:
+    """At least `length` tokens: a program that ends before is followed by what doesn't count."""
+    lacking = length - len(sample.ids)
+    if lacking <= 0:
+        return sample
+    return Sample(sample.ids + lacking * sample.ids[-1:], sample.weights + lacking * [0.0], sample.answers + lacking * [False])
 
 
 def repeats(draw: random.Random, length: int, options: Repeats, tokens: int) -> Sample:

@@ -16,9 +16,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast
 
 from kvbench.harness.data.lookups import FIXED
-from kvbench.harness.pretrain.config import Shape
+from kvbench.harness.data.machine import WORDS
+from kvbench.harness.pretrain.config import MOST_SINKS, Shape
 
-SINKS = tuple(f"<|sink{i}|>" for i in range(4))  # in every model's vocabulary, even if its training text has none
+SINKS = tuple(f"<|sink{i}|>" for i in range(MOST_SINKS))  # in every model's vocabulary, even if its training text has none
 NUMBERS = [*map(str, range(1000)), *(f"{n:02}" for n in range(10))]
 _DIGITS = r"(?<!\d)\d{1,3}(?!\d)|\d{1,3}(?=(?:\d{3})*\d\d(?!\d))|\d\d(?!\d)"
 _WHOLE = (*NUMBERS, *FIXED)
@@ -53,6 +54,14 @@ def _with_numbers(tokenizer: Tokenizer) -> Tokenizer:
     spec["model"] |= {"vocab": {name: i for i, name in enumerate(names)}, "ignore_merges": True}
     tokenizer = Tokenizer.from_str(json.dumps(spec))
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in FIXED])
+    return tokenizer
+
+
+def of_words() -> Tokenizer:
+    """A token for each word of programs and their traces."""
+    names = {name: number for number, name in enumerate([*SINKS, *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(names))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
     return tokenizer
 
 

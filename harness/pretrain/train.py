@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -133,16 +134,21 @@ def pretrain(
     transformers.utils.logging.set_verbosity_error()  # `tell` says how far it is
     out.mkdir(parents=True, exist_ok=True)
     training = config.training
-    tokens = tokenizer.stored(out / "tokenizer.json", lambda: text.for_tokenizer(config.text, config.seed, data), config.shape)
+    if config.is_worded:
+        tokens = tokenizer.of_words()
+    else:
+        texts = partial(text.for_tokenizer, config.text, config.seed, data)
+        tokens = tokenizer.stored(out / "tokenizer.json", texts, config.shape)
     wrapped = tokenizer.wrapped(tokens, config.sinks)
     tell(f"{config.steps:,} steps of {training.batch * training.sample:,} tokens; making the text")
     plain = tokenizer.wrapped(tokens, 0)
     kinds = kinds_of(config, config.seed)
-    ends = training.sample * np.cumsum([sum(kind in READING for kind in kinds), _LOG_SAMPLES, _CARD_SAMPLES])
+    counts = [sum(kind in READING for kind in kinds), _LOG_SAMPLES, _CARD_SAMPLES]
+    ends = training.sample * np.cumsum(counts) * (not config.is_worded)
     ids = text.token_file(out / "text.u16", plain, text.pieces(config.text, config.seed, data), int(ends[-1]))  # type: ignore[no-untyped-call]
     samples = TrainingSamples(config, kinds, ids[: ends[0]], plain, config.seed)
-    for_log = HeldOut(config, ids[ends[0] : ends[1]], plain, config.seed + 1)
-    for_card = HeldOut(config, ids[ends[1] :], plain, config.seed + 2)
+    for_log = HeldOut(config, ids[ends[0] : ends[1]], _LOG_SAMPLES, plain, config.seed + 1)
+    for_card = HeldOut(config, ids[ends[1] :], _CARD_SAMPLES, plain, config.seed + 2)
     trainer = _trainer(config, new_model(config), out, device, samples)
     trainer.losses = []
     trainer.add_callback(_Log(out / "log.jsonl", config, trainer.losses, for_log, tell))

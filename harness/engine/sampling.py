@@ -1,0 +1,45 @@
+"""Chooses the next token: the likeliest, or one drawn at random, each stream with a seed of its own.
+
+What a seed gives does not depend on the other streams of a batch, but for rounding of the logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+
+class Sampler:
+    """Draws a token for each stream, step by step."""
+
+    def __init__(self, seeds: Sequence[int], temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0) -> None:
+        """Prepare a draw for each stream.
+
+        Args:
+            seeds: one per stream.
+            temperature: of the softmax; at 0 the likeliest token is chosen and nothing is drawn.
+            top_p: only the likeliest tokens that together have this probability; 1: all.
+            top_k: only so many of the likeliest; 0: all.
+        """
+        self._draws = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self._greedy = temperature == 0.0
+        self._warp = LogitsProcessorList()
+        if not self._greedy and temperature != 1.0:
+            self._warp.append(TemperatureLogitsWarper(temperature))
+        if top_k:
+            self._warp.append(TopKLogitsWarper(top_k))
+        if top_p < 1.0:
+            self._warp.append(TopPLogitsWarper(top_p))
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """A token for each stream. [B, V] -> [B] int64, on the logits' device."""
+        if self._greedy:
+            return logits.argmax(-1)
+        warped = self._warp(torch.empty(len(logits), 0, dtype=torch.int64), logits.float())
+        up_to = warped.double().softmax(-1).cumsum(-1)  # [B, V]
+        drawn = torch.stack([torch.rand((), generator=draw, dtype=torch.float64) for draw in self._draws])
+        point = drawn[:, None].to(logits.device) * up_to[:, -1:]
+        return torch.searchsorted(up_to, point, right=True)[:, 0].clamp_max(logits.shape[-1] - 1)
