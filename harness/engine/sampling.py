@@ -34,12 +34,16 @@ class Sampler:
         if top_p < 1.0:
             self._warp.append(TopPLogitsWarper(top_p))
 
-    def __call__(self, logits: Tensor) -> Tensor:
-        """A token for each stream. [B, V] -> [B] int64, on the logits' device."""
+    def __call__(self, logits: Tensor, streams: Sequence[int] | None = None) -> Tensor:
+        """A token for each stream. [B, V] -> [B] int64, on the logits' device.
+
+        `streams` says whose logits these are, if not those of all streams in order. The others draw nothing.
+        """
         if self._greedy:
             return logits.argmax(-1)
         warped = self._warp(torch.empty(len(logits), 0, dtype=torch.int64), logits.float())
         up_to = warped.double().softmax(-1).cumsum(-1)  # [B, V]
-        drawn = torch.stack([torch.rand((), generator=draw, dtype=torch.float64) for draw in self._draws])
+        draws = self._draws if streams is None else [self._draws[stream] for stream in streams]
+        drawn = torch.stack([torch.rand((), generator=draw, dtype=torch.float64) for draw in draws])
         point = drawn[:, None].to(logits.device) * up_to[:, -1:]
         return torch.searchsorted(up_to, point, right=True)[:, 0].clamp_max(logits.shape[-1] - 1)

@@ -43,6 +43,7 @@ class Arguments(BaseModel):
     prompt: Prompt = Field("stream", description="how a prompt longer than the cache is read: stream, once or truncate")
     prompt_tokens: int | None = Field(None, ge=2, description="tokens that truncate keeps; the capacity if not given")
     seed: int = Field(0, description="of the policy's random numbers")
+    sample_seed: int = Field(0, ge=0, description="of the answers, where lm-eval's gen_kwargs say do_sample=true")
     revision: str | None = Field(None, description="commit, branch or tag of a hub model")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="the model's own if auto")
     device: str = Field("auto", description="auto, cpu, cuda")

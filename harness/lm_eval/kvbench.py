@@ -6,9 +6,12 @@ are those of `hf`; only the code that runs the model is ours.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -22,12 +25,14 @@ from transformers import PreTrainedTokenizerBase
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.parameters import parameters_of
 from kvbench.harness.data.stream import newline
+from kvbench.harness.engine.sampling import Sampler
 from kvbench.harness.lm_eval.arguments import Arguments
 from kvbench.harness.lm_eval.reading import RequestReader
 
-_GREEDY_SETTINGS = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0}
+_TAKEN = ("do_sample", "temperature", "top_p", "top_k", "until", "max_gen_toks")  # of generation_kwargs
+_NO_EFFECT = {"num_beams": 1, "repetition_penalty": 1.0}
+_TOP_K = 50  # transformers' default
 _MAX_JOINED_TOKENS = 8  # at the end of a text, that may become others when something follows
-_IGNORED_BY_GREEDY = {"temperature", "top_p", "top_k", "until"}
 
 
 class KVBench(HFLM):  # type: ignore[misc]
@@ -41,17 +46,20 @@ class KVBench(HFLM):  # type: ignore[misc]
         add_bos_token: bool | None = None,
         prefix_token_id: int | None = None,
         chat_template_args: dict[str, Any] | None = None,
+        sample_seed: int = 0,
         on_progress: Callable[[int], None] | None = None,
         question_start: Callable[[Instance], int] | None = None,
     ) -> None:
         """Wrap a reader. What is not explained here is as in lm-eval's `hf`.
 
         `max_length` is the number of tokens kept of a longer request, the last ones; by default it is lm-eval's choice for a
-        policy that never evicts, and no limit for one that does. `on_progress` is called with the number of requests just done,
-        and replaces the progress bar. `question_start` gives the index of the first character of a request's question, which is
-        read after the prompt before it has been cut; None if the question is part of the prompt.
+        policy that never evicts, and no limit for one that does. `sample_seed` is that of answers that are drawn. `on_progress`
+        is called with the number of requests just done, and replaces the progress bar. `question_start` gives the index of the
+        first character of a request's question, which is read after the prompt before it has been cut; None if the question is
+        part of the prompt.
         """
         self.reader, self._on_progress, self._question_start = reader, on_progress, question_start
+        self._sample_seed = sample_seed
         self._before_question: dict[str, str] = {}  # by prompt: its text before the question
         log = logging.getLogger("lm_eval.models.huggingface")
         level = log.level
@@ -86,7 +94,7 @@ class KVBench(HFLM):  # type: ignore[misc]
         arguments = Arguments.from_model_args(dict(arg_dict) | options)
         return cls(
             *arguments.loaded(), arguments.max_length, arguments.add_bos_token, arguments.prefix_token_id,
-            arguments.chat_template_args,
+            arguments.chat_template_args, arguments.sample_seed,
         )  # fmt: skip
 
     @property
@@ -107,7 +115,7 @@ class KVBench(HFLM):  # type: ignore[misc]
         return {
             "policy": type(config.policy).__name__, "parameters": parameters_of(config.policy), "capacity": config.capacity,
             "evict": config.evict, "positions": config.positions, "prompt": self.reader.prompt, "requests": self.requests,
-            "over_capacity": self.over_capacity, "truncated": self.truncated,
+            "over_capacity": self.over_capacity, "truncated": self.truncated, "sample_seed": self._sample_seed,
         }  # fmt: skip
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
@@ -124,7 +132,7 @@ class KVBench(HFLM):  # type: ignore[misc]
         cuts = [
             self._cut(self.tok_encode(self._before_question[texts[0]]), context, len(context) - len(kept))
             if self._question_start
-            else len(kept)
+            else len(kept) * (texts is not None)  # a text that is scored as a whole has no prompt
             for (texts, context, _), (kept, _) in zip(requests, fitting, strict=True)
         ]
         with self._progress(len(fitting), "loglikelihoods", disable_tqdm or override_bs is not None) as bar:
@@ -145,31 +153,33 @@ class KVBench(HFLM):  # type: ignore[misc]
         return scores
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Generate answers greedily."""
+        """Generate answers, several to a request that comes several times."""
         self._find_questions(requests)
         answers: dict[int, str] = {}
         groups: dict[str, list[int]] = {}
+        repeats: Counter[int] = Counter()  # of each request so far
+        seeds = []
         for number, request in enumerate(requests):
             groups.setdefault(repr(request.args[1]), []).append(number)
+            seeds.append(_seed(self._sample_seed, request.doc_id, repeats[id(request)]))
+            repeats[id(request)] += 1
         with self._progress(len(requests), "generations", disable_tqdm) as bar:
             for numbers in groups.values():
-                texts = self._generated([requests[n].args[0] for n in numbers], requests[numbers[0]].args[1], bar)
+                contexts, settings = [requests[n].args[0] for n in numbers], requests[numbers[0]].args[1]
+                texts = self._generated(contexts, settings, [seeds[n] for n in numbers], bar)
                 answers |= dict(zip(numbers, texts, strict=True))
         for number, request in enumerate(requests):
             self.cache_hook.add_partial("generate_until", request.args, answers[number])
         return [answers[n] for n in range(len(requests))]
 
-    def _generated(self, contexts: Sequence[str], gen_kwargs: dict[str, Any], bar: tqdm) -> list[str]:
-        """Answers to prompts that have the same generation settings."""
+    def _generated(self, contexts: Sequence[str], gen_kwargs: dict[str, Any], seeds: Sequence[int], bar: tqdm) -> list[str]:
+        """Answers to prompts that have the same generation settings, each with a seed of its own."""
         settings: dict[str, Any] = dict(normalize_gen_kwargs(gen_kwargs, self.max_gen_toks))
         end = self.eot_token_id
         eos = None if end is None else self.tok_decode(end, skip_special_tokens=False)
         stops = [s for s in handle_stop_sequences(settings.pop("until", None), eos=eos) if s]
         max_tokens = settings.pop("max_gen_toks")
-        relevant = {k: v for k, v in settings.items() if k not in _IGNORED_BY_GREEDY}
-        unsupported = [f"{k}={v}" for k, v in relevant.items() if k not in _GREEDY_SETTINGS or v != _GREEDY_SETTINGS[k]]
-        if unsupported:
-            raise UserError(f"kvbench generates greedily; it does not support {', '.join(unsupported)}")
+        sampler = self._sampler(settings)
         room = self.max_length - max_tokens
         if room < 1:
             raise UserError(f"max_gen_toks {max_tokens} leaves no room for a prompt in {self.max_length} tokens")
@@ -186,10 +196,33 @@ class KVBench(HFLM):  # type: ignore[misc]
             whole = [self._ids(text) for text in contexts]
             before = [self._ids(self._before_question[text]) for text in contexts]
             cuts = [self._cut(b, ids, max(0, len(ids) - room)) for b, ids in zip(before, whole, strict=True)]
-        for answer in self.reader.generate(prompts, max_tokens, ended, self._on_progress or bar.update, cuts):
+        done = self._on_progress or bar.update
+        for answer in self.reader.generate(prompts, max_tokens, ended, done, cuts, seeds, sampler):
             length = next((place for place, token in enumerate(answer) if token in end_tokens), len(answer))
             texts.append(postprocess_generated_text(self.tok_decode(answer[:length]), stops, None))
         return texts
+
+    def _sampler(self, settings: dict[str, Any]) -> Callable[[Sequence[int]], Sampler]:
+        """What chooses tokens, by lm-eval's settings. As in `hf`, top_k and top_p that are not given are those of the model.
+
+        Raises:
+            UserError: a setting is not supported.
+        """
+        given = {k: v for k, v in settings.items() if v is not None and _NO_EFFECT.get(k) != v}
+        unsupported = [f"{k}={v}" for k, v in given.items() if k not in _TAKEN]
+        if unsupported:
+            raise UserError(
+                f"kvbench does not support {', '.join(unsupported)}; of generation_kwargs it takes {', '.join(_TAKEN)}"
+            )
+        if not given["do_sample"]:
+            return Sampler
+        temperature = float(given.get("temperature", 0.0))
+        if temperature <= 0:
+            raise UserError("do_sample needs a temperature above 0")
+        own = self.model.generation_config
+        top_p = float(given.get("top_p", 1.0 if own.top_p is None else own.top_p))
+        top_k = int(given.get("top_k", _TOP_K if own.top_k is None else own.top_k))
+        return partial(Sampler, temperature=temperature, top_p=top_p, top_k=top_k)
 
     def _end_tokens(self) -> set[int]:
         """Tokens that end an answer: the tokenizer's, and those of the model's generation config."""
@@ -242,6 +275,11 @@ class KVBench(HFLM):  # type: ignore[misc]
 
     def _progress(self, total: int, what: str, hidden: bool) -> tqdm:
         return tqdm(total=total, desc=f"Running {what}", disable=hidden or self._on_progress is not None)
+
+
+def _seed(*parts: Any) -> int:
+    """A seed for an answer, which depends on nothing else."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big", signed=True)
 
 
 def _common_length(a: Sequence[int], b: Sequence[int]) -> int:

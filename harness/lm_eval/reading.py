@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from kvbench.harness.engine.decoder import CacheConfig, Decoder
+from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.loop import decoder as open_decoder
 from kvbench.harness.engine.method import EAGER, Method
 from kvbench.harness.engine.model import Model
+from kvbench.harness.engine.sampling import Sampler
 
 Prompt = Literal["stream", "once", "truncate"]
 Request = tuple[Sequence[int], Sequence[int]]  # token ids of a context, at least one, and of its continuation
@@ -152,7 +154,7 @@ class RequestReader:
         """Score the continuation of every request, which has at least one token.
 
         `done` is called with the number of requests just done. `prompts` are the tokens of each context that are its prompt (all
-        when None); the question after them is read when the prompt has been cut.
+        when None, 0 if it has none); the question after them is read when the prompt has been cut.
 
         Raises:
             ArithmeticError: a log-probability is not finite.
@@ -172,20 +174,23 @@ class RequestReader:
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, ended: Callable[[list[int]], bool],
-        done: Callable[[int], Any] = _ignore_progress, cuts: Sequence[int] | None = None,
+        done: Callable[[int], Any] = _ignore_progress, cuts: Sequence[int] | None = None, seeds: Sequence[int] | None = None,
+        sampler: Callable[[Sequence[int]], Sampler] = Sampler,
     ) -> list[list[int]]:  # fmt: skip
-        """Generate greedily after every prompt, which has at least one token. An answer includes the token that completed it.
+        """Generate after every prompt, which has at least one token. An answer includes the token that completed it.
 
         `ended` says whether an answer is complete; `done` is called with the number of prompts just done. `cuts` are the tokens
-        of each prompt that are cut (all when None); the question after them is read then.
+        of each prompt that are cut (all when None); the question after them is read then. `seeds` are those of the answers, from
+        which `sampler` makes what chooses the tokens; it is greedy by default.
         """
         shortened = [list(self.shortened(prompt)) for prompt in prompts]
-        lengths = [len(x) for x in shortened] if cuts is None or not self.reads_whole_prompts else cuts
+        lengths = [len(x) for x in shortened] if cuts is None else cuts
         order = sorted(range(len(shortened)), key=lambda i: (lengths[i], len(shortened[i]), shortened[i]))
         answers: dict[int, list[int]] = {}
         max_difference = 0 if self.reads_whole_prompts else _MAX_LENGTH_DIFFERENCE
         for batch in self._batches(order, lambda i: lengths[i], max_difference):
-            said = self._answers([shortened[i] for i in batch], lengths[batch[0]], max_tokens, ended)
+            draw = sampler([0 if seeds is None else seeds[i] for i in batch])
+            said = self._answers([shortened[i] for i in batch], [lengths[i] for i in batch], max_tokens, ended, draw)
             answers |= dict(zip(batch, said, strict=True))
             done(len(batch))
         return [answers[i] for i in range(len(shortened))]
@@ -215,15 +220,16 @@ class RequestReader:
         contexts = [group.context for group in batch]
         logits: Tensor | None = None
         shared = batch[0].prompt if self.reads_whole_prompts else min(map(len, contexts)) - 1  # tokens before a scored one
-        rows = _numbered(tuple(context[:shared]) for context in contexts)
-        opening = [contexts[rows.index(row)][:shared] for row in range(max(rows) + 1)]
+        rows = _numbered((group.prompt, *group.context[:shared]) for group in batch)
+        distinct = [batch[rows.index(row)] for row in range(max(rows) + 1)]
+        opening = [group.context[:shared] for group in distinct]
         if self.reads_whole_prompts:
             decoder, logits = self._read_whole(opening)
             decoder, logits = decoder.fork(rows), logits[rows]
         elif len(opening) == len(batch) or not shared:  # nothing in common
-            shared, decoder = 0, self._open(len(batch))
+            shared, decoder = 0, self._open([group.prompt for group in batch])
         else:
-            decoder = self._open(len(opening))
+            decoder = self._open([group.prompt for group in distinct])
             self._prefill(decoder, opening)
             decoder = decoder.fork(rows)
         return self._scored_from(decoder, _batch_tensors(batch), shared, logits)
@@ -250,28 +256,34 @@ class RequestReader:
 
     @torch.inference_mode()
     def _answers(
-        self, prompts: Sequence[list[int]], shared: int, max_tokens: int, ended: Callable[[list[int]], bool]
-    ) -> list[list[int]]:
-        """Answer a batch of prompts, whose first `shared` tokens are read in blocks.
+        self, prompts: Sequence[list[int]], cuts: Sequence[int], max_tokens: int, ended: Callable[[list[int]], bool],
+        draw: Sampler,
+    ) -> list[list[int]]:  # fmt: skip
+        """Answer a batch of prompts. As many of their tokens as the shortest has are read in blocks, those of equal prompts once.
 
         Then all streams step together: longer prompts are still being read while others answer.
         """
-        opening = [prompt[:shared] for prompt in prompts]
+        shared, numbers = min(cuts), _numbered(zip(map(tuple, prompts), cuts, strict=True))
+        distinct = [numbers.index(number) for number in range(max(numbers) + 1)]
+        opening = [prompts[which][:shared] for which in distinct]
         if self.reads_whole_prompts:
             decoder, logits = self._read_whole(opening)
         else:
-            decoder = self._open(len(prompts))
+            decoder = self._open([cuts[which] for which in distinct])
             logits = self._prefill(decoder, opening)
+        if len(distinct) < len(prompts):
+            decoder, logits = decoder.fork(numbers), logits[numbers]
         answers: list[list[int]] = [[] for _ in prompts]
         rows = list(range(len(prompts)))  # the prompt that each stream reads
         unfinished = set(rows)
         for place in itertools.count(shared):
-            best, following = logits.argmax(-1).tolist(), []
-            for row, which in enumerate(rows):
-                prompt = prompts[which]
-                following.append(prompt[place] if place < len(prompt) else best[row])
-                if place >= len(prompt) and which in unfinished:
-                    answers[which].append(best[row])
+            answering = [row for row, which in enumerate(rows) if place >= len(prompts[which])]
+            chosen = iter(draw(logits[answering], [rows[row] for row in answering]).tolist() if answering else [])
+            following = [prompts[which][place] if place < len(prompts[which]) else next(chosen) for which in rows]
+            for row in answering:
+                which = rows[row]
+                if which in unfinished:
+                    answers[which].append(following[row])
                     if len(answers[which]) >= max_tokens or ended(answers[which]):
                         unfinished.remove(which)
             if not unfinished:
@@ -283,12 +295,16 @@ class RequestReader:
         self._note_bytes(decoder, len(rows))
         return answers
 
-    def _open(self, streams: int) -> Decoder:
-        return open_decoder(self.model, self.config, streams, self.method)
+    def _open(self, prompts: Sequence[int]) -> Decoder:
+        """A decoder of a stream for each of these prompts, given by their tokens, which it passes on to the policy."""
+        decoder = open_decoder(self.model, self.config, len(prompts), self.method)
+        if isinstance(decoder, CachedDecoder):
+            decoder.begin_prompt(torch.tensor(prompts))
+        return decoder
 
     def _read_whole(self, prompts: Sequence[Sequence[int]]) -> tuple[Decoder, Tensor]:
         """Read prompts of equal length in full, then evict. Returns the decoder, and the logits after the last token, [B, V]."""
-        decoder, tokens = self._open(len(prompts)), torch.tensor(prompts, device=self.model.device)
+        decoder, tokens = self._open([len(prompt) for prompt in prompts]), torch.tensor(prompts, device=self.model.device)
         return decoder, decoder.read_prompt(tokens, self._width(len(prompts)), once=self.prompt == "once")
 
     def _prefill(self, decoder: Decoder, prompts: Sequence[Sequence[int]]) -> Tensor:

@@ -84,7 +84,7 @@ def sample_figures(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
     Args:
         samples: one per question, each with `score`. If they have a `weight`, the mean is the sum of scores over the sum of
-            weights.
+            weights. If they have `scores`, one per answer, `score` is the mean of these, and there is pass@k if all are 0 or 1.
     """
     scores = np.array([s["score"] for s in samples], np.float64)
     weights = np.array([s.get("weight", 1) for s in samples], np.float64)
@@ -94,11 +94,31 @@ def sample_figures(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {"questions": count, "score": mean, "stderr": error, "scores": scores.tolist()}
     if any("weight" in s for s in samples):
         return result | {"weights": weights.tolist()}
+    if "scores" in samples[0]:
+        answers = np.array([s["scores"] for s in samples], np.float64)
+        number = answers.shape[1]
+        if np.isin(answers, (0.0, 1.0)).all():
+            result["pass_at"] = {str(k): float(pass_at(answers.sum(1), number, k).mean()) for k in pass_sizes(number)}
+        return result | {"samples": number}
     if set(scores.tolist()) <= {0.0, 1.0}:
         right = int(scores.sum())
         result |= {"right": right, "accuracy": right / count, "outcomes": "".join("01"[int(s)] for s in scores)}
         del result["scores"]  # outcomes hold the same
     return result
+
+
+def pass_sizes(number: int) -> list[int]:
+    """The k for which pass@k of so many answers is recorded: 1, 2, 4, ... and all."""
+    return sorted({*(1 << bits for bits in range(number.bit_length())), number})
+
+
+def pass_at(right: NDArray[np.float64], number: int, k: int) -> NDArray[np.float64]:
+    """The chance that one of k answers is right, if `right` of `number` are: 1 - C(n - c, k) / C(n, k). [questions].
+
+    Source: Chen et al. 2021, arXiv:2107.03374, Section 2.1.
+    """
+    wrong = number - right[:, None] - np.arange(k)  # those that are left, one drawn after the other
+    return np.asarray(1.0 - np.prod(np.maximum(wrong, 0) / (number - np.arange(k)), axis=1))
 
 
 def step_figures(steps: NDArray[np.float64], batch: int) -> dict[str, Any]:

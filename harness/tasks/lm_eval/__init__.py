@@ -11,6 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+
+from kvbench.harness.core.intervals import MIN_BLOCKS, clustered_share
 from kvbench.harness.core.packed import json_lines
 from kvbench.harness.data.lookups import KINDS, is_exact
 from kvbench.harness.records import Record
@@ -22,7 +25,7 @@ from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.compare import differences
 from kvbench.harness.report.difference import Difference, Traces
 from kvbench.harness.report.machines import row_label
-from kvbench.harness.report.markdown import cache_bytes, count, md, status, table
+from kvbench.harness.report.markdown import bracketed, cache_bytes, count, md, status, table
 from kvbench.harness.tasks.common.answers import right_answers
 from kvbench.harness.tasks.lm_eval.schema import LmEvalFacts, LmEvalMetrics, LmEvalOptions
 from kvbench.harness.tasks.task import Independent, Job, Options, Task, Tokenizer
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from kvbench.harness.engine.decoder import Evict
     from kvbench.harness.tasks.lm_eval.measure import LmEvalData
 
+_GENERATION = ("max_gen_toks", "temperature", "top_p", "top_k", "samples", "sample_seed")
 _RECALL = frozenset(f"kvbench_{kind}" for kind in KINDS)
 
 
@@ -41,7 +45,7 @@ class LmEval(Task):
     metrics: ClassVar[type[Metrics]] = LmEvalMetrics
     data_facts: ClassVar[type[Data]] = LmEvalFacts
     trace: ClassVar[str | None] = ".samples.jsonl"
-    axes: ClassVar[tuple[str, ...]] = ("tasks", "metric", "limit", "num_fewshot", "max_seq_length")
+    axes: ClassVar[tuple[str, ...]] = ("tasks", "metric", "limit", "num_fewshot", "max_seq_length", *_GENERATION)
     shown_options: ClassVar[tuple[str, ...] | None] = ("batch", "tasks", "prompt", "question")
     never_pooled_over: ClassVar[tuple[str, ...]] = ("prompt", "question")  # query-aware and query-blind scores don't mix
     block_of_all: ClassVar[bool] = True
@@ -55,8 +59,9 @@ class LmEval(Task):
 
     @staticmethod
     def total(options: LmEvalOptions) -> int:
-        """A guess: a thousand questions, four answers each, a hundred tokens per answer."""
-        return 400 * (options.limit or 1000)
+        """A guess: a thousand questions, four answers each, a hundred tokens per answer, unless options set the last two."""
+        answers = (options.samples or 1) * options.max_gen_toks if options.max_gen_toks else 400 * (options.samples or 1)
+        return answers * (options.limit or 1000)
 
     @classmethod
     def streams(cls, options: LmEvalOptions) -> int:
@@ -74,7 +79,7 @@ class LmEval(Task):
     @classmethod
     def longest(cls, options: LmEvalOptions) -> int:
         """A guess, unless an option sets the length of prompts."""
-        return options.max_seq_length or options.prompt_tokens or 1000
+        return (options.max_seq_length or options.prompt_tokens or 1000) + (options.max_gen_toks or 0)
 
     @classmethod
     def has_prompt(cls, options: LmEvalOptions) -> bool:
@@ -105,16 +110,18 @@ class LmEval(Task):
         """All figures that follow from the scores; an answer of `kvbench_recall` is compared with the right one again."""
         samples = json_lines(trace)
         if record.cell.task_options(LmEvalOptions).tasks in _RECALL:
-            samples = [s | {"score": float(is_exact(s["said"][0], s["target"]))} for s in samples]
+            samples = [_checked(s) for s in samples]
         return sample_figures(samples)
 
     @classmethod
     def derived(cls, record: Record) -> Iterator[tuple[str, Any]]:
-        """Right answers from the outcomes; if there are outcomes, accuracy is the score."""
+        """Right answers from the outcomes; if there are outcomes, accuracy is the score. pass@k from the scores."""
         yield from right_answers(record)
         metrics = record.measured(LmEvalMetrics)
         if metrics is not None and metrics.accuracy is not None:
             yield "score", metrics.accuracy
+        if metrics is not None and metrics.pass_at is not None:
+            yield from ((f"pass_at.{k}", float(metrics.solved(int(k)).mean())) for k in metrics.pass_at)
 
     @classmethod
     def cached_tokens(cls, record: Record) -> tuple[int, int] | None:
@@ -157,11 +164,11 @@ class LmEval(Task):
         result: list[str | Chart] = [intro, *table(head, lines, "lr" + "r" * len(names) + "rr")]
         dense = next((row for row in rows.values() if all(r.cell.policy == "dense" for r in row.values())), None)
         others = [(policy, row) for policy, row in rows.items() if row is not dense]
-        if dense is None or not others:
-            return result
-        lines = [[*policy, *(_difference(dense.get(n), row.get(n)) for n in names)] for policy, row in others]
-        about = "Differences to dense, paired by question (percentage points or nats, with 95 % intervals):\n"
-        return [*result, about, *table(["policy", "capacity", *map(md, names)], lines, "lr" + "r" * len(names))]
+        if dense is not None and others:
+            lines = [[*policy, *(_difference(dense.get(n), row.get(n)) for n in names)] for policy, row in others]
+            about = "Differences to dense, paired by question (percentage points or nats, with 95 % intervals):\n"
+            result += [about, *table(["policy", "capacity", *map(md, names)], lines, "lr" + "r" * len(names))]
+        return [*result, *_passes(rows)]
 
     @classmethod
     def differences(cls, a: Record, b: Record, traces: Traces) -> list[Difference]:
@@ -179,12 +186,19 @@ _UNSEEN = "Where a prompt is cut at its end, it ends before the question, which 
 _EVICT_PROMPT = " Rows with evict prompt read it in full, evict once, at its end, and evict no more."
 
 
+def _checked(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """A question's line in the trace, its answers compared with the right one."""
+    scores = [float(is_exact(said, sample["target"])) for said in sample["said"]]
+    return {**sample, "score": sum(scores) / len(scores), **({"scores": scores} if "scores" in sample else {})}
+
+
 def _column(record: Record) -> str:
     """The task, with the options that differ within a section."""
     options = record.cell.task_options(LmEvalOptions)
     extra = [f"{options.num_fewshot}-shot"] if options.num_fewshot else []
     extra += [f"{options.max_seq_length:,} tokens"] if options.max_seq_length else []
     extra += [options.metric] if options.metric else []
+    extra += [f"{name} {value}" for name in _GENERATION if (value := getattr(options, name)) is not None]
     return options.tasks + (f" ({', '.join(extra)})" if extra else "")
 
 
@@ -202,6 +216,34 @@ def _figure(metrics: LmEvalMetrics) -> str:
         score = math.exp(min(-metrics.score, 700.0))
         error, digits = score * error / 100, ".3g"
     return format(score, digits) + (f" ± {format(error, digits)}" if metrics.stderr is not None else "")
+
+
+def _passes(rows: Mapping[tuple[str, str], Mapping[str, Record]]) -> list[str | Chart]:
+    """A table of pass@k, where several answers were drawn."""
+    passed = {
+        (*policy, column): metrics
+        for policy, row in rows.items()
+        for column, record in row.items()
+        if (metrics := record.measured(LmEvalMetrics)) is not None and metrics.pass_at
+    }
+    if not passed:
+        return []
+    sizes = sorted({int(k) for metrics in passed.values() for k in metrics.pass_at or ()})
+    lines = [[label, tokens, md(column), *(_pass_at(m, k) for k in sizes)] for (label, tokens, column), m in passed.items()]
+    about = (
+        "Percent of questions of which at least one of k answers is right: the unbiased estimate of Chen et al. 2021, "
+        "arXiv:2107.03374, with 95 % intervals over questions.\n"
+    )
+    return [about, *table(["policy", "capacity", "task", *(f"pass@{k}" for k in sizes)], lines, "lrl" + "r" * len(sizes))]
+
+
+def _pass_at(metrics: LmEvalMetrics, k: int) -> str:
+    """Percent with an interval, whose units are questions: the answers to one of them are alike."""
+    if metrics.pass_at is None or str(k) not in metrics.pass_at:
+        return ""
+    solved = metrics.solved(k)
+    ends = clustered_share(solved, np.ones(len(solved))) if len(solved) >= MIN_BLOCKS else None
+    return f"{100 * metrics.pass_at[str(k)]:.1f}{bracketed(ends, 1)}"
 
 
 def _difference(base: Record | None, record: Record | None) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from typing import Any, NoReturn
@@ -42,7 +42,7 @@ class LmEvalData:
     source: str  # name and version of the task
     version: str  # of the task; raised when the same answer gets another score
     questions: int
-    lengths: tuple[int, ...]  # tokens of each request
+    lengths: tuple[int, ...]  # tokens of each request, as often as it is answered
     ids_sha256: str  # of all requests
 
     def __reduce__(self) -> NoReturn:
@@ -70,6 +70,7 @@ def requests(options: LmEvalOptions, tokenizer: PreTrainedTokenizerBase) -> LmEv
     include = [] if options.include is None else [options.include]
     loaded = catalogue.task(options.tasks, options.num_fewshot, options.data_seed, include, lengths)
     (task,) = loaded["tasks"].values()
+    _set_generation(task, options)
     task.set_fewshot_seed(seed=options.data_seed)
     with catalogue.quiet():
         task.build_all_requests(
@@ -85,11 +86,33 @@ def requests(options: LmEvalOptions, tokenizer: PreTrainedTokenizerBase) -> LmEv
     ]
     if not ids_of_requests:
         raise UserError(f"lm-eval finds no questions in task {options.tasks}")
+    lengths_of_all = tuple(len(x) for x, i in zip(ids_of_requests, task.instances, strict=True) for _ in range(i.repeats))
     questions = len({i.doc_id for i in task.instances})
     ids = fingerprint(np.concatenate([np.array(x, np.int64) for x in ids_of_requests]))
     version = str(task.VERSION)
     source = f"lm-eval, {options.tasks} version {version}"
-    return LmEvalData(loaded, tokenizer, source, version, questions, tuple(len(x) for x in ids_of_requests), ids)
+    return LmEvalData(loaded, tokenizer, source, version, questions, lengths_of_all, ids)
+
+
+def _set_generation(task: Any, options: LmEvalOptions) -> None:
+    """Change how answers are generated, and how many.
+
+    Raises:
+        UserError: the task generates none, or an option has no effect.
+    """
+    changes = options.generation
+    if (changes or options.samples) and task.OUTPUT_TYPE != "generate_until":
+        raise UserError(f"{options.tasks}: no answers are generated, so leave out {', '.join([*changes] or ['samples'])}")
+    if changes:
+        task.set_config("generation_kwargs", (task.config.generation_kwargs or {}) | changes)
+    if options.samples:
+        task.set_config("repeats", options.samples)
+    settings = task.config.generation_kwargs or {}
+    if not settings.get("do_sample", settings.get("temperature", 0) > 0):
+        useless = {"top_p": options.top_p, "top_k": options.top_k, "sample_seed": options.sample_seed}
+        useless |= {"samples": options.samples if options.samples != 1 else None}
+        if names := [name for name, value in useless.items() if value is not None]:
+            raise UserError(f"{options.tasks}: nothing is drawn, so {', '.join(names)} would have no effect; give a temperature")
 
 
 def question_start(prompt: str, task: str, document: Mapping[str, Any], pattern: str | None = None) -> int:
@@ -148,7 +171,8 @@ def measure(options: LmEvalOptions, job: Job) -> LmEvalMetrics:
         job.progress(min(data.tokens, round(done * mean_tokens)), f"{done} of {len(data.lengths)} requests")
 
     start = partial(_start_of, options=options) if options.question == "unseen" else None
-    model = KVBench(reader, data.tokenizer, on_progress=report_progress, question_start=start)
+    seed = options.sample_seed or 0
+    model = KVBench(reader, data.tokenizer, sample_seed=seed, on_progress=report_progress, question_start=start)
     ((name, task),) = data.loaded["tasks"].items()
     task.set_fewshot_seed(seed=options.data_seed)
     with catalogue.quiet():
@@ -159,15 +183,20 @@ def measure(options: LmEvalOptions, job: Job) -> LmEvalMetrics:
     results = _numbers(output["results"][name])
     metrics = list(output["samples"][name][0]["metrics"])
     length = str(options.max_seq_length)  # RULER names its metrics after the prompt length
-    metric = options.metric or (length if length in metrics else metrics[0])
-    if metric not in metrics:
-        raise MeasurementError(f"{name} has no metric {metric}; it has {', '.join(metrics)}")
-    samples = [_sample(sample, metric) for sample in _of_first_filter(output["samples"][name])]
+    metric, _, asked = (options.metric or (length if length in metrics else metrics[0])).partition(",")
+    chosen = asked or output["samples"][name][0]["filter"]
+    filtered = sorted((s for s in output["samples"][name] if s["filter"] == chosen), key=lambda s: s["doc_id"])
+    if metric not in metrics or not filtered:
+        known = dict.fromkeys(f"{m},{s['filter']}" for s in output["samples"][name] for m in metrics)
+        raise MeasurementError(f"{name} has no metric {options.metric or metric}; it has {', '.join(known)}")
+    samples = [_sample(sample, metric) for sample in filtered]
+    if task.config.repeats > 1:
+        samples = [s | _of_answers(v) for s, v in zip(samples, _every_score(task, filtered, metric, chosen), strict=True)]
     job.trace.write_text("".join(json.dumps(s, ensure_ascii=False, default=str) + "\n" for s in samples), encoding="utf-8")
     weighted = any("weight" in s for s in samples)  # then scores are log-likelihoods, even if the metric is a perplexity
     higher = weighted or output["higher_is_better"][name].get(metric) is not False
     return LmEvalMetrics.from_json({
-        **sample_figures(samples), "metric": metric, "higher_is_better": higher, "lm_eval": results,
+        **sample_figures(samples), "metric": options.metric or metric, "higher_is_better": higher, "lm_eval": results,
         "over_capacity": model.over_capacity, "truncated": model.truncated, "requests": model.requests,
         "kv_bytes": reader.kv_bytes, "kv_held_bytes": reader.held_bytes, "state_bytes": reader.state_bytes,
     })  # fmt: skip
@@ -178,10 +207,21 @@ def _numbers(results: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in results.items() if "," in k and isinstance(v, (int, float)) and not isinstance(v, bool)}
 
 
-def _of_first_filter(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One sample per question, in order."""
-    first = samples[0]["filter"]
-    return sorted((s for s in samples if s["filter"] == first), key=lambda s: s["doc_id"])
+def _every_score(task: Any, samples: Sequence[dict[str, Any]], metric: str, chosen: str) -> Iterator[list[float]]:
+    """The scores of each question's answers, of which lm-eval scores what its filter leaves: often the first alone."""
+    (ensemble,) = [f for f in task._filters if f.name == chosen]
+    repeats = []
+    for repeat in range(task.config.repeats):
+        answers = [replace(i, resps=[i.resps[repeat]], filtered_resps={}) for i in task.instances]
+        ensemble.apply(answers)
+        repeats.append({i.doc_id: i.filtered_resps[chosen] for i in answers})
+    for sample in samples:
+        results = [task.process_results(sample["doc"], [filtered[sample["doc_id"]]]) for filtered in repeats]
+        yield [_sample(sample | result, metric)["score"] for result in results]
+
+
+def _of_answers(scores: list[float]) -> dict[str, Any]:
+    return {"score": sum(scores) / len(scores), "scores": scores}
 
 
 def _sample(sample: dict[str, Any], metric: str) -> dict[str, Any]:
@@ -194,7 +234,7 @@ def _sample(sample: dict[str, Any], metric: str) -> dict[str, Any]:
         raise MeasurementError(f"metric {metric} has no number per question; choose another with the option metric")
     line: dict[str, Any] = {"question": sample["doc_id"], "score": round(float(value), 6)}
     line |= {} if weight is None else {"weight": weight}
-    return line | {"target": sample["target"], "said": [_rounded(r[0]) for r in sample["resps"]]}
+    return line | {"target": sample["target"], "said": [_rounded(x) for r in sample["resps"] for x in r]}
 
 
 def _rounded(answer: Any) -> Any:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, field_validator, model_validator
 
+from kvbench.harness.records.aggregates import pass_at, pass_sizes
 from kvbench.harness.records.facts import Data
 from kvbench.harness.records.metrics import ScoreMetrics
-from kvbench.harness.records.rules import BYTES, EXACT, PART_NATS, Unchecked, near
-from kvbench.harness.records.types import Count, Number
+from kvbench.harness.records.rules import BYTES, EXACT, PART_NATS, SUM, Unchecked, near
+from kvbench.harness.records.types import Count, Number, Share
 from kvbench.harness.tasks.task import Options, SideBySide
+
+MOST_SAMPLES = 10_000
 
 
 class LmEvalOptions(Options):
@@ -40,6 +45,20 @@ class LmEvalOptions(Options):
     max_seq_length: int | None = Field(
         None, ge=1, description="length of prompts in tokens, for tasks that generate them (RULER)"
     )
+    temperature: float | None = Field(
+        None, ge=0, allow_inf_nan=False, description="draw answers at this temperature, 0: don't; the task's own if not given"
+    )
+    top_p: float | None = Field(
+        None, gt=0, le=1, description="draw from the likeliest tokens that together have this probability; the model's by default"
+    )
+    top_k: int | None = Field(
+        None, ge=0, description="draw from so many of the likeliest tokens, 0: all; the model's or 50 by default"
+    )
+    samples: int | None = Field(
+        None, ge=1, le=MOST_SAMPLES, description="answers to each question; the task's own number if not given"
+    )
+    sample_seed: int | None = Field(None, ge=0, description="seed of the answers; 0 if not given")
+    max_gen_toks: int | None = Field(None, ge=1, description="tokens of an answer at most; the task's own if not given")
     include: str | None = Field(None, description="folder with more tasks in lm-eval's format")
     batch: SideBySide = Field(16, description="number of requests read at once; auto: as many as fit and make reading faster")
 
@@ -47,6 +66,18 @@ class LmEvalOptions(Options):
     @classmethod
     def _seen_is_the_default(cls, value: str | None) -> str | None:
         return None if value == "seen" else value  # the cell is the one that it was before there was a choice
+
+    @field_validator("sample_seed")
+    @classmethod
+    def _zero_is_the_default(cls, value: int | None) -> int | None:
+        return value or None
+
+    @property
+    def generation(self) -> dict[str, Any]:
+        """What these options change in the generation settings of a task."""
+        named = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "max_gen_toks": self.max_gen_toks}
+        settings = {k: v for k, v in named.items() if v is not None}
+        return settings if self.temperature is None else settings | {"do_sample": self.temperature > 0}
 
     @model_validator(mode="after")
     def _question_is_found(self) -> Self:
@@ -67,11 +98,30 @@ class LmEvalMetrics(ScoreMetrics):
     lm_eval: Annotated[dict[str, Number], near(PART_NATS, 1e-3)] = Field(
         default_factory=dict, description="lm-eval's own figures with their standard errors, by metric and filter"
     )
+    samples: Annotated[int | None, EXACT] = Field(
+        None, ge=2, le=MOST_SAMPLES, description="answers to each question, if several; its score is their mean"
+    )
+    pass_at: Annotated[dict[str, Share] | None, near(PART_NATS, SUM)] = Field(
+        None, description="by k: the chance that one of k answers is right, mean over questions, if answers are right or wrong"
+    )
     over_capacity: Annotated[Count, EXACT] = Field(description="requests longer than the capacity")
     truncated: Annotated[Count, EXACT] = Field(0, description="requests cut to the model's maximum length")
     requests: Annotated[Count, EXACT] = Field(description="number of requests")
     kv_bytes: Annotated[Count, BYTES] = Field(description="largest number of bytes allocated for K and V per request")
     state_bytes: Annotated[Count, BYTES] = Field(description="bytes of the policy's statistics")
+
+    @model_validator(mode="after")
+    def _passes_have_scores(self) -> Self:
+        if self.pass_at is not None and (self.samples is None or self.scores is None):
+            raise ValueError("pass_at needs samples and scores")
+        if self.pass_at is not None and {*self.pass_at} != {str(k) for k in pass_sizes(self.samples or 0)}:
+            raise ValueError("pass_at must have 1, 2, 4, ... and the number of samples")
+        return self
+
+    def solved(self, k: int) -> NDArray[np.float64]:
+        """The chance that one of k answers to each question is right. [questions]."""
+        assert self.samples is not None
+        return pass_at(np.round(np.array(self.scores) * self.samples), self.samples, k)
 
 
 class LmEvalFacts(Data):
