@@ -41,7 +41,7 @@ class Sampler:
         """
         if self._greedy:
             return logits.argmax(-1)
-        warped = self._warp(torch.empty(len(logits), 0, dtype=torch.int64), logits.float())
+        warped = self._warp(torch.empty(len(logits), 0, dtype=torch.int64), logits.float())  # type: ignore[arg-type]
         up_to = warped.double().softmax(-1).cumsum(-1)  # [B, V]
         draws = self._draws if streams is None else [self._draws[stream] for stream in streams]
         drawn = torch.stack([torch.rand((), generator=draw, dtype=torch.float64) for draw in draws])
