@@ -5,17 +5,25 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import re
+from collections import Counter
 from functools import cache
+from itertools import combinations, product
 
 import lm_eval.tasks
 import numpy as np
 import pytest
+import torch
 import transformers
 from conftest import bench
+from lm_eval.api.instance import Instance
 from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
+from scipy.stats import chi2, chi2_contingency
 
 from kvbench.harness.core.errors import UserError
+from kvbench.harness.core.intervals import wilson
+from kvbench.harness.core.packed import json_lines
 from kvbench.harness.data.stream import newline
 from kvbench.harness.lm_eval import catalogue
 from kvbench.harness.lm_eval.arguments import Arguments
@@ -23,12 +31,13 @@ from kvbench.harness.lm_eval.kvbench import KVBench
 from kvbench.harness.models.hub import model_directory
 from kvbench.harness.models.load import load_tokenizer
 from kvbench.harness.records import RecordStore
+from kvbench.harness.records.aggregates import pass_at, pass_sizes
 from kvbench.harness.report import gate
 from kvbench.harness.report.compare import differences
 from kvbench.harness.report.sections import section
 from kvbench.harness.report.verify import problems
 from kvbench.harness.run.request import RunRequest
-from kvbench.harness.tasks.lm_eval import LmEval, LmEvalOptions
+from kvbench.harness.tasks.lm_eval import LmEval, LmEvalMetrics, LmEvalOptions, _pass_at
 from kvbench.harness.tasks.lm_eval.measure import _sample, _template
 from kvbench.harness.tasks.task import MeasurementError
 
@@ -359,7 +368,182 @@ def test_a_task_in_the_chat_template_asks_other_questions(chatting):
     assert plain.ids_sha256 != chat.ids_sha256
 
 
-def test_sampling_is_refused():
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [({"num_beams": 4}, "num_beams=4"), ({"repetition_penalty": 1.2}, "repetition_penalty=1.2"), ({"min_p": 0.1}, "min_p=0.1"),
+     ({"do_sample": True}, "temperature above 0")],
+)  # fmt: skip
+def test_settings_that_would_be_ignored_are_refused(settings, says):
     model = ours(model_directory("builtin:vanilla", None, False))
-    with pytest.raises(UserError, match="generates greedily"):
-        model._generated(["a"], {"do_sample": True, "temperature": 0.7, "until": []}, None)
+    with pytest.raises(UserError, match=says):
+        model._generated(["a"], {"until": [], "num_beams": 1} | settings, [0], None)
+
+
+CONTEXTS = ["The wind came from the", "He said that she", "Line 7: the register holds <", "It was", "The old"]
+
+
+def drawn(model, **settings):
+    """How often each short answer comes, to each context."""
+    requests = [
+        Instance("generate_until", {}, (text, {"until": [], **settings}), 0, ("drawn", number, 200))
+        for number, text in enumerate(CONTEXTS)
+    ]
+    answers = model.generate_until([request for request in requests for _ in range(request.repeats)])
+    return [Counter(answers[start : start + 200]) for start in range(0, len(answers), 200)]
+
+
+def unlike(a, b) -> float:
+    """The p-value of two lists of counts coming from the same distributions. Answers given less than ten times count as one."""
+    statistic, degrees = 0.0, 0
+    for x, y in zip(a, b, strict=True):
+        often = [answer for answer, count in (x + y).items() if count >= 10]
+        table = np.array([[c[answer] for answer in often] + [c.total() - sum(c[answer] for answer in often)] for c in (x, y)])
+        found = chi2_contingency(table[:, table.sum(0) > 0], correction=False)
+        statistic, degrees = statistic + found.statistic, degrees + found.dof
+    return float(chi2.sf(statistic, degrees))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"temperature": 0.8, "top_k": 0}, {"temperature": 1.5, "top_k": 3}, {"temperature": 1.2, "top_p": 0.6, "top_k": 0},
+     {"temperature": 1.0}],
+    ids=str,
+)  # fmt: skip
+def test_answers_are_drawn_from_the_distribution_of_lm_evals_own_model(settings):
+    """Shares of 200 answers to each of five prompts, by a test that another temperature fails."""
+    directory = model_directory("builtin:vanilla", None, False)
+    sampling = {"do_sample": True, "max_gen_toks": 2, **settings}
+    reference = theirs(directory)
+    reference.batch_size_per_gpu = 100
+    torch.manual_seed(1)
+    expected = drawn(reference, **sampling)
+    assert unlike(drawn(ours(directory, batch_size=100), **sampling), expected) > 0.01
+    other = {"temperature": settings["temperature"] * 2}
+    assert unlike(drawn(ours(directory, batch_size=100), **sampling | other), expected) < 1e-4
+
+
+def test_a_models_own_generation_config_counts_where_nothing_is_given():
+    """As in `hf`: top_k and top_p of the model, and transformers' 50, but never its temperature."""
+    model = ours(model_directory("builtin:vanilla", None, False))
+    asked = {"do_sample": True, "temperature": 0.7}
+    assert model._sampler(asked).keywords == {"temperature": 0.7, "top_p": 1.0, "top_k": 50}
+    model.model.generation_config = transformers.GenerationConfig(temperature=9.0, top_p=0.9, top_k=7)
+    assert model._sampler(asked).keywords == {"temperature": 0.7, "top_p": 0.9, "top_k": 7}
+    assert model._sampler(asked | {"top_p": 1, "top_k": 0}).keywords == {"temperature": 0.7, "top_p": 1.0, "top_k": 0}
+
+
+SAMPLED = """
+suite: sampled
+version: 1
+model: {id: "builtin:sink_2"}
+task: {name: lm_eval, tasks: kvbench_cloze_said, limit: 24, temperature: 2.0, max_gen_toks: 4}
+capacity: 48
+policies: [dense, h2o]
+"""
+
+
+def sampled(folder, *settings):
+    """Records of the suite, and their traces."""
+    (folder / "sampled.yaml").write_text(SAMPLED)
+    request = RunRequest(str(folder / "sampled.yaml"), threads=1, settings=settings)
+    store = folder / "-".join(["results", *settings]).replace(":", "")
+    records = request.measure(store, request.cells())
+    assert all(r.status == "ok" for r in records)
+    return records, [json_lines(RecordStore(store).trace_path(r, ".samples.jsonl")) for r in records], store
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    """Four answers to each question."""
+    return sampled(tmp_path_factory.mktemp("sampled"), "samples=4")
+
+
+def test_several_answers_give_pass_at_k_and_lm_evals_own_figures_stay_its_own(four):
+    """lm-eval takes the first answer alone, and so are its figures."""
+    records, traces, store = four
+    for record, trace in zip(records, traces, strict=True):
+        figures = record.measured(LmEvalMetrics)
+        assert (figures.samples, figures.requests, figures.outcomes, figures.accuracy) == (4, 96, None, None)
+        assert all(len(line["said"]) == len(line["scores"]) == 4 for line in trace)
+        assert figures.score == pytest.approx(np.mean([line["scores"] for line in trace])) == figures.pass_at["1"]
+        assert figures.lm_eval["exact_match,first-word"] == pytest.approx(np.mean([line["scores"][0] for line in trace]))
+        by_hand = [np.mean([any(c) for line in trace for c in combinations(line["scores"], k)]) for k in (1, 2, 4)]
+        assert list(figures.pass_at) == ["1", "2", "4"]
+        assert list(figures.pass_at.values()) == pytest.approx(by_hand)
+        assert figures.pass_at["1"] < figures.pass_at["2"] < figures.pass_at["4"]
+        assert problems(record, RecordStore(store).path(record).parent) == []
+        wrong = figures.model_copy(update={"pass_at": figures.pass_at | {"4": 1.0}})
+        assert any("pass_at.4" in p for p in problems(dataclasses.replace(record, metrics=wrong, trace=None), store))
+    (found,) = [d for d in differences(*records) if d.metric == "score"]
+    assert found.why == "question by question"
+    assert found.low < found.change < found.high
+    page = section(records[0], records).text
+    row = next(line for line in page.splitlines() if "pass@4" in line)
+    assert [cell.strip() for cell in row.split("|")[1:-1]] == ["policy", "capacity", "task", "pass@1", "pass@2", "pass@4"]
+    assert f"{100 * records[0].metrics.pass_at['4']:.1f} [" in page
+
+
+def test_intervals_of_pass_at_k_are_over_questions(four):
+    """Answers to one question are alike: intervals are those of 24 questions, and wider than those of 96 answers."""
+    metrics = four[0][0].measured(LmEvalMetrics)
+    shown = re.fullmatch(r"[\d.]+ \[([\d.]+), ([\d.]+)\]", _pass_at(metrics, 1))
+    low, high = wilson(round(metrics.score * 96), 96)
+    assert float(shown[2]) - float(shown[1]) > 100 * (high - low)
+
+
+def test_the_same_seed_gives_the_same_answers_in_any_batch(four, tmp_path):
+    _, again, _ = sampled(tmp_path, "samples=4", "batch=5")
+    assert [line["said"] for trace in again for line in trace] == [line["said"] for trace in four[1] for line in trace]
+    _, fewer, _ = sampled(tmp_path, "samples=2")
+    assert [line["said"] for line in fewer[0]] == [line["said"][:2] for line in four[1][0]], "and however many are drawn"
+    _, others, _ = sampled(tmp_path, "samples=4", "sample_seed=1")
+    assert sum(a["said"] == b["said"] for a, b in zip(others[0], four[1][0], strict=True)) < 6
+
+
+def test_lm_evals_own_command_draws_the_same_answers(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.utils.collect_env.get_pretty_env_info", lambda: "")  # asks pip and others for what is installed
+    (record, _), _, _ = sampled(tmp_path, "sample_seed=3")
+    code, _, err = bench(
+        capsys, "lm-eval", "--model_args", "pretrained=builtin:sink_2,dtype=float32,sample_seed=3", "--tasks",
+        "kvbench_cloze_said", "--limit", 24, "--device", "cpu", "--output_path", tmp_path / "out", "--log_samples",
+        "--gen_kwargs", "do_sample=true,temperature=2.0,max_gen_toks=4",
+    )  # fmt: skip
+    assert code == 0, err
+    (file,) = (tmp_path / "out").rglob("samples_*.jsonl")
+    said = {line["doc_id"]: line["resps"][0][0] for line in map(json.loads, file.read_text().splitlines())}
+    trace = json_lines(RecordStore(tmp_path / "results-sample_seed=3").trace_path(record, ".samples.jsonl"))
+    assert said == {line["question"]: line["said"][0] for line in trace}
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [({"tasks": "kvbench_registers", "temperature": 1.0}, "no answers are generated, so leave out temperature"),
+     ({"tasks": "kvbench_registers", "samples": 2}, "no answers are generated, so leave out samples"),
+     ({"tasks": "kvbench_cloze_said", "samples": 2}, "nothing is drawn, so samples would"),
+     ({"tasks": "kvbench_cloze_said", "temperature": 0, "top_p": 0.9, "sample_seed": 2}, "so top_p, sample_seed would")],
+)  # fmt: skip
+def test_options_without_effect_are_refused(options, says, chatting):
+    with pytest.raises(UserError, match=says):
+        LmEval.data(LmEvalOptions(limit=2, **options), lambda: chatting, None)
+
+
+def test_settings_of_one_cell_are_not_those_of_the_next(chatting):
+    for temperature, expected in ((0.5, {"do_sample": True, "temperature": 0.5}), (None, {"do_sample": False})):
+        data = LmEval.data(LmEvalOptions(tasks="kvbench_cloze_said", limit=1, temperature=temperature), lambda: chatting, None)
+        (task,) = data.loaded["tasks"].values()
+        assert {k: v for k, v in task.instances[0].args[1].items() if k not in ("until", "max_gen_toks")} == expected
+
+
+def test_what_is_not_asked_for_leaves_the_cell_as_it_was():
+    plain = LmEvalOptions(tasks="a").model_dump(exclude_none=True)
+    assert plain == LmEvalOptions(tasks="a", sample_seed=0).model_dump(exclude_none=True)
+    assert not {"temperature", "top_p", "top_k", "samples", "sample_seed", "max_gen_toks"} & {*plain}
+
+
+@pytest.mark.parametrize("number", [1, 2, 7, 8])
+def test_pass_at_k_counts_choices(number):
+    """By hand: all choices of k answers, of c right ones and the others wrong."""
+    for k, right in product(range(1, number + 1), range(number + 1)):
+        choices = [any(c) for c in combinations([i < right for i in range(number)], k)]
+        assert pass_at(np.array([float(right)]), number, k)[0] == pytest.approx(sum(choices) / len(choices))
+    assert pass_sizes(number) == {1: [1], 2: [1, 2], 7: [1, 2, 4, 7], 8: [1, 2, 4, 8]}[number]

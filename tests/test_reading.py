@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -12,9 +13,11 @@ from reference import ListBackend, MaskBackend
 
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.method import EAGER, FASTEST, TOKEN_BY_TOKEN
+from kvbench.harness.engine.sampling import Sampler
 from kvbench.harness.lm_eval.reading import RequestReader
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
+from kvbench.policies.random import Random
 from kvbench.policies.recompute_window import RecomputeWindow
 from kvbench.policies.sink_window import SinkWindow
 
@@ -213,3 +216,61 @@ def test_what_is_not_finite_is_no_score():
     finally:
         with torch.no_grad():
             head.copy_(kept)
+
+
+def kept_after(policy, prompts, batch: int, monkeypatch, generating: bool, whole_texts: bool = False):
+    """Positions that each head holds when 12 tokens have followed a prompt: by prompt, for all layers and heads."""
+    reader, opened, kept = RequestReader(model_of("llama"), CacheConfig(policy, CAPACITY), batch=batch), [], []
+    open_one = reader._open
+    monkeypatch.setattr(reader, "_open", lambda lengths: opened.append(open_one(lengths)) or opened[-1])
+
+    def ended(answer):
+        if len(answer) == 12 and len(kept) < len(opened):
+            kept.append(opened[-1].kept())
+        return False
+
+    if generating:
+        reader.generate(prompts, 13, ended)
+    else:
+        reader.loglikelihoods([(p, [*range(13)]) for p in prompts], prompts=[0] * len(prompts) if whole_texts else None)
+        kept = [decoder.kept() for decoder in opened]
+    return [[set(held) for layer in layers for held in layer[stream]] for layers in kept for stream in range(len(layers[0]))]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("generating", [True, False])
+def test_a_policy_is_told_where_a_streamed_prompt_ends(batch, generating, monkeypatch):
+    """`keep_prompt` keeps all of it, and draws from what follows."""
+    draw = random.Random(3)
+    prompts = [[draw.randrange(96) for _ in range(length)] for length in (4, 5, 7)]
+    kept = kept_after(Random(keep_prompt=True), prompts, batch, monkeypatch, generating)
+    assert len(kept) == 3
+    for prompt, heads in zip(prompts, kept, strict=True):
+        assert all(len(held) == CAPACITY and held >= {*range(len(prompt))} for held in heads)
+        assert len({frozenset(held) for held in heads}) > 1, "heads draw on their own"
+    others = kept_after(Random(), prompts, batch, monkeypatch, generating)
+    if not generating:
+        others += kept_after(Random(keep_prompt=True), prompts, batch, monkeypatch, False, whole_texts=True)
+    for prompt, heads in zip(prompts * 2, others, strict=False):
+        assert not all(held >= {*range(len(prompt))} for held in heads)
+
+
+@pytest.mark.parametrize(
+    ("policy", "evict"),
+    [(H2O(), 1), (H2O(), "prompt"), (Random(keep_prompt=True), 1), (Random(keep_prompt=True), 4), (RecomputeWindow(), 1)],
+    ids=str,
+)
+def test_a_seed_draws_the_same_answer_alone_and_among_others(policy, evict):
+    """Also where a prompt comes several times, is read once, and others are longer or done before."""
+    prompts = [context for context, _ in requests(5, 9) for _ in range(2)][:9]
+    config, seeds, hot = CacheConfig(policy, CAPACITY, evict=evict), [*range(9)], partial(Sampler, temperature=1.5, top_p=0.95)
+    one, many = (RequestReader(model_of("llama"), config, batch=batch) for batch in (1, 8))
+
+    def said(reader, seeds, prompts=prompts):
+        return reader.generate(prompts, 8, lambda ids: ids[-1] % 5 == 0, seeds=seeds, sampler=hot)
+
+    answers = said(many, seeds)
+    assert answers == said(many, seeds) == said(one, seeds)
+    assert said(many, seeds[::-1], prompts[::-1]) == answers[::-1]
+    assert len({tuple(x) for x in answers[:6]}) == 6, "another seed, another answer, to the same prompt, too"
+    assert len({len(x) for x in answers}) > 2

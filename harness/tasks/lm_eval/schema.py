@@ -16,7 +16,7 @@ from kvbench.harness.records.rules import BYTES, EXACT, PART_NATS, SUM, Unchecke
 from kvbench.harness.records.types import Count, Number, Share
 from kvbench.harness.tasks.task import Options, SideBySide
 
-MOST_SAMPLES = 10_000
+MOST_SAMPLES = 10_000  # answers to a question
 
 
 class LmEvalOptions(Options):
