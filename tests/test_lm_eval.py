@@ -31,7 +31,7 @@ from kvbench.harness.lm_eval.kvbench import KVBench
 from kvbench.harness.models.hub import model_directory
 from kvbench.harness.models.load import load_tokenizer
 from kvbench.harness.records import RecordStore
-from kvbench.harness.records.aggregates import pass_at, pass_sizes
+from kvbench.harness.records.aggregates import pass_at, pass_sizes, sample_figures
 from kvbench.harness.report import gate
 from kvbench.harness.report.compare import differences
 from kvbench.harness.report.sections import section
@@ -472,8 +472,8 @@ def test_several_answers_give_pass_at_k_and_lm_evals_own_figures_stay_its_own(fo
         assert list(figures.pass_at.values()) == pytest.approx(by_hand)
         assert figures.pass_at["1"] < figures.pass_at["2"] < figures.pass_at["4"]
         assert problems(record, RecordStore(store).path(record).parent) == []
-        wrong = figures.model_copy(update={"pass_at": figures.pass_at | {"4": 1.0}})
-        assert any("pass_at.4" in p for p in problems(dataclasses.replace(record, metrics=wrong, trace=None), store))
+        wrong = LmEvalMetrics.from_json(figures.as_json() | {"pass_at": figures.pass_at | {"4": 0.5}})
+        assert any("pass_at.4 is 0.5" in p for p in problems(dataclasses.replace(record, metrics=wrong, trace=None), store))
     (found,) = [d for d in differences(*records) if d.metric == "score"]
     assert found.why == "question by question"
     assert found.low < found.change < found.high
@@ -484,11 +484,21 @@ def test_several_answers_give_pass_at_k_and_lm_evals_own_figures_stay_its_own(fo
 
 
 def test_intervals_of_pass_at_k_are_over_questions(four):
-    """Answers to one question are alike: intervals are those of 24 questions, and wider than those of 96 answers."""
-    metrics = four[0][0].measured(LmEvalMetrics)
-    shown = re.fullmatch(r"[\d.]+ \[([\d.]+), ([\d.]+)\]", _pass_at(metrics, 1))
-    low, high = wilson(round(metrics.score * 96), 96)
-    assert float(shown[2]) - float(shown[1]) > 100 * (high - low)
+    """Where the four answers to a question are alike, 24 questions are worth 24 answers; fewer than 20 have no interval."""
+
+    def shown(right, questions=24):
+        """pass@1 of four answers to each question, so many of which are right. -> its width, and the text."""
+        figures = sample_figures([{"score": c / 4, "scores": [1.0] * c + [0.0] * (4 - c)} for c in right[:questions]])
+        kept = {k: v for k, v in four[0][0].metrics.as_json().items() if k not in figures}
+        text = _pass_at(LmEvalMetrics.from_json(kept | figures), 1)
+        ends = re.search(r"\[([\d.]+), ([\d.]+)\]", text)
+        return (float(ends[2]) - float(ends[1])) / 100 if ends else None, text
+
+    alike, mixed = [4] * 18 + [0] * 6, [3] * 24
+    of_questions, of_answers = (float(np.diff(wilson(18 * n, 24 * n))[0]) for n in (1, 4))
+    assert shown(alike)[0] == pytest.approx(of_questions, rel=0.1)
+    assert shown(mixed)[0] == pytest.approx(of_answers, rel=0.1)
+    assert shown(alike, 19) == (None, f"{100 * 18 / 19:.1f}")
 
 
 def test_the_same_seed_gives_the_same_answers_in_any_batch(four, tmp_path):

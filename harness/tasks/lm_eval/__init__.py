@@ -239,10 +239,10 @@ def _passes(rows: Mapping[tuple[str, str], Mapping[str, Record]]) -> list[str | 
 
 def _pass_at(metrics: LmEvalMetrics, k: int) -> str:
     """Percent with an interval, whose units are questions: the answers to one of them are alike."""
-    if metrics.pass_at is None or str(k) not in metrics.pass_at:
+    if metrics.pass_at is None or metrics.samples is None or str(k) not in metrics.pass_at:
         return ""
-    solved = metrics.solved(k)
-    ends = clustered_share(solved, np.ones(len(solved))) if len(solved) >= MIN_BLOCKS else None
+    answers = np.full(metrics.questions, metrics.samples, np.float64)
+    ends = clustered_share(answers * metrics.solved(k), answers) if metrics.questions >= MIN_BLOCKS else None
     return f"{100 * metrics.pass_at[str(k)]:.1f}{bracketed(ends, 1)}"
 
 
