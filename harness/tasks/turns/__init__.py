@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from kvbench.harness.data import scbench
 from kvbench.harness.data.registers import said
@@ -102,7 +102,7 @@ class Turns(AnsweringTask):
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:
         """Right answers by kind and by turn; seeds of one policy are one row."""
         groups = _without_seeds(records)
-        measured = [m for r in records if (m := r.measured(AnswerMetrics))]
+        measured = _measured(records)
         kinds = [kind for kind in _KINDS if any(kind in (m.kinds or {}) for m in measured)]
         turns = [str(n) for n in sorted({int(turn) for m in measured for turn in m.turns or {}})]
         old = ["old value said"] if "corrected" in kinds else []
@@ -110,11 +110,8 @@ class Turns(AnsweringTask):
         length = f"The text has {data.prompt_tokens:,.0f} tokens. " if isinstance(data, QuizFacts) and data.prompt_tokens else ""
         about = f"{task_line(records[0])}{length}Percent right with {about_intervals(records)}, by what is asked for:\n"
         heads = ["policy", "capacity", "K/V", "all", *kinds, *old], ["policy", "capacity", "K/V", *turns]
-        by_kind = [
-            [*_name(group, records), _all(group), *_parts(group, "kinds", kinds), *(_stale(group) for _ in old)]
-            for group in groups
-        ]
-        by_turn = [[*_name(group, records), *_parts(group, "turns", turns)] for group in groups]
+        by_kind = [[*_name(group, records), _all(group), *_by_kind(group, kinds)] for group in groups]
+        by_turn = [[*_name(group, records), *_by_turn(group, turns)] for group in groups]
         return [
             about, *table(heads[0], by_kind, "l" + "r" * (len(heads[0]) - 1)),
             "Percent right by the turn:\n", *table(heads[1], by_turn, "l" + "r" * (len(heads[1]) - 1)),
@@ -144,30 +141,34 @@ def _all(group: Sequence[Record]) -> str:
     return status((failed or group)[0]) if failed or share is None else f"{100 * share.share:.1f}{bracketed(share.ends, 1)}"
 
 
-def _counts(group: Sequence[Record], by: str) -> dict[str, tuple[int, int]]:
+def _counts(group: Sequence[Record], by: Literal["kinds", "turns"]) -> dict[str, tuple[int, int]]:
     """(right answers, questions) of each kind or turn."""
     right, asked = Counter[str](), Counter[str]()
-    for record in group:
-        for part, counts in (getattr(record.metrics, by, None) or {}).items():
+    for metrics in _measured(group):
+        for part, counts in ((metrics.kinds if by == "kinds" else metrics.turns) or {}).items():
             right[part] += counts.right
             asked[part] += counts.questions
     return {part: (right[part], questions) for part, questions in asked.items()}
 
 
-def _parts(group: Sequence[Record], by: str, parts: Sequence[str]) -> list[str]:
-    """Percent right of each kind or turn."""
-    counts = _counts(group, by)
-    shown = {
-        part: f"{100 * right / asked:.1f}" + (f" of {asked:,}" if by == "kinds" else "")
-        for part, (right, asked) in counts.items()
-    }
-    return [shown.get(part, "") for part in parts]
+def _by_kind(group: Sequence[Record], kinds: Sequence[str]) -> list[str]:
+    """Percent right of each kind; the last column, percent of answers that are an old value, goes with corrected ones."""
+    counts = _counts(group, "kinds")
+    shown = {kind: f"{100 * right / asked:.1f} of {asked:,}" for kind, (right, asked) in counts.items()}
+    stale = sum(metrics.stale or 0 for metrics in _measured(group))
+    old = [f"{100 * stale / counts['corrected'][1]:.1f}" if "corrected" in counts else ""] if "corrected" in kinds else []
+    return [*(shown.get(kind, "") for kind in kinds), *old]
 
 
-def _stale(group: Sequence[Record]) -> str:
-    """Percent of questions about corrected values that were answered with the old one."""
-    _, asked = _counts(group, "kinds").get("corrected", (0, 0))
-    return f"{100 * sum(getattr(r.metrics, 'stale', None) or 0 for r in group) / asked:.1f}" if asked else ""
+def _by_turn(group: Sequence[Record], turns: Sequence[str]) -> list[str]:
+    """Percent right in each turn."""
+    counts = _counts(group, "turns")
+    return [f"{100 * counts[turn][0] / counts[turn][1]:.1f}" if turn in counts else "" for turn in turns]
+
+
+def _measured(records: Sequence[Record]) -> list[AnswerMetrics]:
+    """The figures of those that went well."""
+    return [metrics for r in records if (metrics := r.measured(AnswerMetrics))]
 
 
 def over_turns(records: Sequence[Record]) -> list[Chart]:
