@@ -26,6 +26,7 @@ task:
   - {name: perplexity, data: prose, tokens: 90}
   - {name: perplexity, data: prose, tokens: 90, streams: 3}
   - {name: streameval, lines: 20, distance: 2, streams: 2}
+  - {name: turns, data: keys, streams: 2, turns: 2, facts: 4, filler: 1}
   - {name: latency, tokens: 40, prompt: 16, rounds: 6, sittings: 2, most_sittings: 2, steps: 1, batch: 3}
   - {name: memory, tokens: 64, points: 4, batch: 3}
   - {name: lm_eval, tasks: kvbench_registers, limit: 4, batch: 4}
