@@ -38,7 +38,7 @@ class Sampler:
         """A token for each stream. [B, V] -> [B] int64, on the logits' device."""
         if self._greedy:
             return logits.argmax(-1)
-        warped = self._warp(torch.empty(len(logits), 0, dtype=torch.int64), logits.float())
+        warped = self._warp(torch.empty(len(logits), 0, dtype=torch.int64), logits.float())  # type: ignore[arg-type]
         up_to = warped.double().softmax(-1).cumsum(-1)  # [B, V]
         drawn = torch.stack([torch.rand((), generator=draw, dtype=torch.float64) for draw in self._draws])
         point = drawn[:, None].to(logits.device) * up_to[:, -1:]

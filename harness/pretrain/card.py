@@ -22,17 +22,21 @@ _ATTENTION = {
     "clipped": "clipped softmax",
     "qk_norm": "softmax, with an RMSNorm of queries and keys",
 }
+_WORDS = "a token for each word"
+_BYTES = "byte-level BPE trained on the same text, numbers below 1,000 are one token, of longer ones the last two digits"
 _SIGMA = " of sigma-reparametrised linear layers"
 _OPTIMIZERS = {"adamw": "AdamW", "ortho_adam": "OrthoAdam"}
 
 
 def card(
-    config: PretrainConfig, log: Path, parameters: int, answers: dict[str, list[tuple[int, int]]], about: dict[str, Any]
-) -> str:
+    config: PretrainConfig, log: Path, parameters: int, answers: dict[str, list[tuple[int, int]]],
+    unbroken: dict[int, tuple[int, int]], about: dict[str, Any],
+) -> str:  # fmt: skip
     """The text of the model's README.
 
     `log` has one line of JSON per step. `answers` has, by kind, (right answers, questions) of each sample after training;
-    `about`, the device, threads and versions of the training run.
+    `unbroken`, by tokens of a trace, (traces right up to there, traces as long); `about`, the device,
+    threads and versions of the training run.
     """
     rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
     last = rows[-_FINAL_LOSS_STEPS:]
@@ -56,7 +60,7 @@ A Llama with {parameters:,} parameters for measuring KV-cache policies, made by 
 | | |
 |---|---|
 | shape | {shape.layers} layers, width {shape.hidden}, {shape.heads} query and {shape.kv_heads} KV heads, MLP {shape.intermediate}, tied embeddings, RoPE |
-| vocabulary | {shape.vocabulary:,}, byte-level BPE trained on the same text, numbers below 1,000 are one token, of longer ones the last two digits |
+| vocabulary | {shape.vocabulary:,}, {_WORDS if config.is_worded else _BYTES} |
 | samples | {_samples(config)}; seed {config.seed} |
 | training | {rows[-1]["tokens"]:,} tokens, one pass, in samples of {training.sample}, {training.batch} samples per step |
 | optimiser | {_OPTIMIZERS[training.optimizer]}{_SIGMA if config.sigma_reparam else ""}, learning rate {training.learning_rate:g}, weight decay {training.weight_decay:g}, warm-up {training.warmup:.0%}, {schedule} |
@@ -64,7 +68,7 @@ A Llama with {parameters:,} parameters for measuring KV-cache policies, made by 
 | trained on | {", ".join(f"{k} {v}" for k, v in about.items())} |
 | weights | float16 |
 
-{_answers(answers)}Attention to the first token during training, on held-out samples, over queries from the 64th on (the head with the most, and the
+{_answers(answers)}{_unbroken(unbroken)}Attention to the first token during training, on held-out samples, over queries from the 64th on (the head with the most, and the
 mean of all heads):
 
 | tokens | largest | mean |
@@ -88,6 +92,20 @@ Intervals (95 %) have samples as their units, as the questions of one resemble e
 """
 
 
+def _unbroken(traces: dict[int, tuple[int, int]]) -> str:
+    """A table of whole traces; empty if the model has learnt none."""
+    if not traces:
+        return ""
+    rows = "\n".join(f"| {at:,} | {100 * right / count:.1f} % | {count} |" for at, (right, count) in traces.items())
+    return f"""Traces of held-out programs without one wrong token, up to so many tokens of the trace (dense, greedy, float32):
+
+| tokens | right | traces |
+|---:|---:|---:|
+{rows}
+
+"""
+
+
 def _share(samples: list[tuple[int, int]]) -> str:
     """Share of right answers, with its interval."""
     right, asked = (np.array(x, np.float64) for x in zip(*samples, strict=True))
@@ -101,7 +119,7 @@ def _samples(config: PretrainConfig) -> str:
     mix, repeats = config.text, config.repeats
     sources = _shares({"PG-19 train books": mix.pg19, "generated prose": mix.prose})
     kinds = _shares({name: getattr(config.kinds, name) for name in NAMES})
-    words = f"{kinds} (running text: {sources})"
+    words = kinds if config.is_worded else f"{kinds} (running text: {sources})"
     if repeats.share:
         words += (
             f"; {repeats.share:.0%} of all, and {repeats.later:.0%} after {repeats.until:.0%} of the steps, are repeats instead"

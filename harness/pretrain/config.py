@@ -14,7 +14,6 @@ from kvbench.harness.core.errors import UserError, did_you_mean
 from kvbench.harness.data import machine
 from kvbench.harness.suite import shipped_suites
 
-
 MOST_SINKS, LEAST_VOCABULARY = 4, 1300
 
 

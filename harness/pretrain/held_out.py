@@ -73,6 +73,7 @@ def right_answers(model: PreTrainedModel, samples: Tensor, answers: Tensor) -> t
 
 
 _TOGETHER = 8  # samples read at once
+_TRACED = (50, 100, 200, 400, 600, 800)  # tokens of a trace
 
 
 class HeldOut:
@@ -81,7 +82,8 @@ class HeldOut:
     def __init__(self, config: PretrainConfig, ids: NDArray[np.uint16], count: int, tokenizer: Any, seed: int) -> None:
         """Keep what `count` samples of each kind are drawn from.
 
-        `ids` is running text that is not trained on, [N], for as many samples; the tokenizer has no sinks; the seed is another than that of training.
+        `ids` is running text that is not trained on, [N], for as many samples; the tokenizer has no sinks; the
+        seed is another than that of training.
         """
         self._count, shares = count, config.kinds.model_dump() | {"repeats": config.repeats.share}
         self._asking = [kind for kind in ("repeats", *NAMES) if kind != "text" and shares[kind]]
@@ -92,7 +94,9 @@ class HeldOut:
 
     def attention_to_first(self, model: Any) -> Tensor:
         """Mean softmax weight that each query head gives to the first token of a text. [L, Q]."""
-        shares = [attention_to_first(model, part["input_ids"].to(model.device)) for part in self._parts(next(iter(self._samples)))]
+        shares = [
+            attention_to_first(model, part["input_ids"].to(model.device)) for part in self._parts(next(iter(self._samples)))
+        ]
         return torch.stack(shares).mean(0)
 
     def answers(self, model: Any) -> dict[str, list[tuple[int, int]]]:
@@ -104,8 +108,27 @@ class HeldOut:
             answers[kind] = [(right, count) for right, count in torch.cat(counts).tolist() if count] if counts else []
         return {kind: samples for kind, samples in answers.items() if samples}
 
+    @torch.inference_mode()
+    def unbroken(self, model: Any) -> dict[int, tuple[int, int]]:
+        """(traces right up to there, traces as long) by tokens of a trace, greedy. Empty if the recipe has no programs."""
+        if "programs" not in self._samples:
+            return {}
+        rights, lengths = [], []
+        model.eval()
+        for part in self._parts("programs"):
+            ids, counted = part["input_ids"].to(model.device), part["weights"][:, 1:].to(model.device) == 1
+            wrong = (model(input_ids=ids, use_cache=False).logits[:, :-1].argmax(-1) != ids[:, 1:]) & counted
+            traced = counted.cumsum(1)
+            rights += torch.where(wrong, traced - 1, traced[:, -1:]).amin(1).tolist()
+            lengths += traced[:, -1].tolist()
+        return {
+            at: (sum(right >= at for right in rights), sum(length >= at for length in lengths))
+            for at in _TRACED
+            if max(lengths) >= at
+        }
+
     def _parts(self, kind: str) -> Iterator[dict[str, Tensor]]:
         samples = self._samples[kind]
         for at in range(0, self._count, _TOGETHER):
             every = [samples[place] for place in range(at, min(at + _TOGETHER, self._count))]
-            yield {name: torch.cat([x[name] for x in every]) for name in ("input_ids", "answers")}
+            yield {name: torch.cat([x[name] for x in every]) for name in ("input_ids", "answers", "weights")}

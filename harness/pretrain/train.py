@@ -145,7 +145,9 @@ def pretrain(
     kinds = kinds_of(config, config.seed)
     counts = [sum(kind in READING for kind in kinds), _LOG_SAMPLES, _CARD_SAMPLES]
     ends = training.sample * np.cumsum(counts) * (not config.is_worded)
-    ids = text.token_file(out / "text.u16", plain, text.pieces(config.text, config.seed, data), int(ends[-1]))  # type: ignore[no-untyped-call]
+    ids = np.zeros(0, np.uint16)
+    if not config.is_worded:
+        ids = text.token_file(out / "text.u16", plain, text.pieces(config.text, config.seed, data), int(ends[-1]))  # type: ignore[no-untyped-call]
     samples = TrainingSamples(config, kinds, ids[: ends[0]], plain, config.seed)
     for_log = HeldOut(config, ids[ends[0] : ends[1]], _LOG_SAMPLES, plain, config.seed + 1)
     for_card = HeldOut(config, ids[ends[1] :], _CARD_SAMPLES, plain, config.seed + 2)
@@ -160,21 +162,22 @@ def pretrain(
     if trainer.state.global_step >= config.steps:
         wrapped.save_pretrained(out / "model")
         trained = getattr(trainer.model, "_orig_mod", trainer.model)  # of torch.compile
-        _save_model(config, trained, for_card.answers(trained), out, device)
+        _save_model(config, trained, for_card, out, device)
     return out / "model"
 
 
-def _save_model(
-    config: PretrainConfig, model: Any, answers: dict[str, list[tuple[int, int]]], out: Path, device: torch.device
-) -> None:
-    """Write weights, training curve and model card. answers: right answers and questions of each sample, by kind."""
+def _save_model(config: PretrainConfig, model: Any, exam: HeldOut, out: Path, device: torch.device) -> None:
+    """Write weights, training curve and model card."""
+    answers, unbroken = exam.answers(model), exam.unbroken(model)
     model = sigma_reparam.plain(model).half()  # float16 halves the size
     model.save_pretrained(out / "model")
     about = {"device": device_name(device), "threads": torch.get_num_threads(), "torch": torch.__version__}
     about["transformers"] = version("transformers")
     parameters = sum(p.numel() for p in model.parameters())
     (out / "model" / CURVE_NAME).write_text(curve(out / "log.jsonl"), encoding="utf-8")
-    (out / "model" / "README.md").write_text(card(config, out / "log.jsonl", parameters, answers, about), encoding="utf-8")
+    (out / "model" / "README.md").write_text(
+        card(config, out / "log.jsonl", parameters, answers, unbroken, about), encoding="utf-8"
+    )
 
 
 class _Keep(TrainerCallback):

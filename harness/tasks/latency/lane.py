@@ -223,8 +223,8 @@ def roofline(model: Model, read: Decoder, batch: int, device: dict[str, float]) 
     """The shortest time a step can take: bytes to move over the bandwidth, or operations over the rate.
 
     A step reads the model's weights once, but the input embedding only if that is the output head too; and its K/V in use and its
-    state once. Recomputing a window multiplies once per token of the window. `device` has rates per second; the result has bytes,
-    operations and ms.
+    state once. Recomputing a window multiplies once per token of the window, but the output head's weights once per step.
+    `device` has rates per second; the result has bytes, operations and ms.
     """
     hf = model.hf
     inputs: Any = hf.get_input_embeddings()
@@ -240,6 +240,8 @@ def roofline(model: Model, read: Decoder, batch: int, device: dict[str, float]) 
         moved += full + round(read.state_bytes * full / max(read.kv_bytes, 1))
     elif cached:
         moved += read.held_bytes
-    operations = 2 * sum(p.numel() for p in weights) * batch * (1 if cached else round(used))
+    last = 0 if head is None else head.weight.numel()  # only the last token's logits are computed
+    multiplied = last + (sum(p.numel() for p in weights) - last) * (1 if cached else round(used))
+    operations = 2 * multiplied * batch
     seconds = max(moved / device["bandwidth"], operations / device["multiply_rate"])
     return {"bytes": moved, "operations": operations, "ms": 1e3 * seconds}
