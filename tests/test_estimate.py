@@ -60,7 +60,7 @@ def test_what_is_estimated_is_what_is_measured(suite, tmp_path):
 
 def test_the_streams_of_a_cell_are_what_its_task_holds_side_by_side(suite):
     cells = RunRequest(str(suite)).cells()
-    assert [plugins.task_class(c.task.name).streams(c.task) for c in cells] == [1, 3, 1, 3, 3, 4, 1, 1]
+    assert [plugins.task_class(c.task.name).streams(c.task) for c in cells] == [1, 3, 1, 1, 3, 3, 4, 1, 1]
     assert LmEval.streams(LmEval.options(tasks="x")) == 16
 
 
