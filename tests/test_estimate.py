@@ -26,6 +26,7 @@ task:
   - {name: perplexity, data: prose, tokens: 90}
   - {name: perplexity, data: prose, tokens: 90, streams: 3}
   - {name: streameval, lines: 20, distance: 2, streams: 2}
+  - {name: turns, data: keys, streams: 2, turns: 2, facts: 4, filler: 1}
   - {name: latency, tokens: 40, prompt: 16, rounds: 6, sittings: 2, most_sittings: 2, steps: 1, batch: 3}
   - {name: memory, tokens: 64, points: 4, batch: 3}
   - {name: lm_eval, tasks: kvbench_registers, limit: 4, batch: 4}
@@ -59,7 +60,7 @@ def test_what_is_estimated_is_what_is_measured(suite, tmp_path):
 
 def test_the_streams_of_a_cell_are_what_its_task_holds_side_by_side(suite):
     cells = RunRequest(str(suite)).cells()
-    assert [plugins.task_class(c.task.name).streams(c.task) for c in cells] == [1, 3, 1, 3, 3, 4, 1, 1]
+    assert [plugins.task_class(c.task.name).streams(c.task) for c in cells] == [1, 3, 1, 1, 3, 3, 4, 1, 1]
     assert LmEval.streams(LmEval.options(tasks="x")) == 16
 
 

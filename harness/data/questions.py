@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ class QuizQuestion:
     answer_end: int  # its newline included
     answer: str  # the right one
     evidence: tuple[int, int] | None  # (start, end) of the text that states the answer, if the stream has it
+    about: Mapping[str, Any] = field(default_factory=dict)  # what else the trace says of it, such as its kind
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Quiz:
     prefix: int  # tokens
     questions: tuple[QuizQuestion, ...]
     line_tokens: NDArray[np.int64]  # tokens of each record line; empty if there are none
+    prompt: int | None = None  # tokens of the text that is read before the first question, prefix included, if it is a prompt
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,8 @@ class QuizData:
     source: str
     tokenizer: PreTrainedTokenizerBase
     text_sha256: str
+    stop: str | None = "\n"  # ends what a model answers
+    most: int | None = None  # tokens of such an answer; a few more than the longest right one when None
 
     @property
     def ids_sha256(self) -> str:
@@ -60,12 +65,14 @@ class QuizData:
     def facts(self) -> dict[str, Any]:
         """Facts about the data, for the record."""
         lines = np.concatenate([q.line_tokens for q in self.quizzes])
+        prompts = [q.prompt for q in self.quizzes if q.prompt is not None]
         first = self.quizzes[0]
         return {
             "source": self.source, "text_sha256": self.text_sha256, "ids_sha256": self.ids_sha256, "tokens": self.tokens,
             "prefix": [int(i) for i in first.ids[: first.prefix]], "streams": len(self.quizzes),
             "questions": sum(len(q.questions) for q in self.quizzes),
             **({"line_tokens": round(float(lines.mean()), 2)} if len(lines) else {}),
+            **({"prompt_tokens": round(sum(prompts) / len(prompts), 1)} if prompts else {}),
         }  # fmt: skip
 
 
@@ -75,19 +82,32 @@ class Script:
 
     text: str = ""
     lines: list[tuple[int, int]] = field(default_factory=list)  # (start, end) of every record line
-    questions: list[tuple[int, int, int, str, int | None]] = field(
+    questions: list[tuple[int, int, int, str, int | None, Mapping[str, Any]]] = field(
         default_factory=list
     )  # `QuizQuestion`, evidence as a line number
+    prompt: int | None = None  # where the text ends that is a prompt
+    apart: bool = False  # tokenise each part by itself, as if each had come alone
 
     def line(self, text: str) -> None:
         """Append a record line that questions can refer to. Lines are numbered from 0."""
         self.lines.append((len(self.text), len(self.text) + len(text)))
         self.text += text
 
-    def ask(self, prompt: str, answer: str, completion: str, line: int | None = None) -> None:
-        """Append a question and its completion, which contains the answer. `line` is the number of the line that states it."""
-        start, middle = len(self.text), len(self.text) + len(prompt)
-        self.questions.append((start, middle, middle + len(completion), answer, line))
+    def ask(
+        self, prompt: str, answer: str, completion: str, line: int | None = None, start: int | None = None, **about: Any
+    ) -> None:
+        """Append a question and its completion, which contains the answer.
+
+        Args:
+            prompt: the question.
+            answer: the right one.
+            completion: what stands after the question.
+            line: number of the line that states the answer.
+            start: where the question begins, if text before it belongs to it.
+            about: what the trace says of it.
+        """
+        middle = len(self.text) + len(prompt)
+        self.questions.append((len(self.text) if start is None else start, middle, middle + len(completion), answer, line, about))
         self.text += prompt + completion
 
 
@@ -98,8 +118,15 @@ def quiz(script: Script, tokenizer: PreTrainedTokenizerBase) -> Quiz:
         UserError: a token crosses the border of a line, a question or an answer.
     """
     prefix = opening(tokenizer)
-    new, ends = tokenise(tokenizer, script.text, len(script.text.encode()) + 1)
     byte_at = np.cumsum([0, *(len(c.encode()) for c in script.text)])
+    borders = {0, len(script.text)}
+    if script.apart:
+        borders |= {script.prompt or 0, *(place for question in script.questions for place in question[:3])}
+    parts = [
+        (tokenise(tokenizer, script.text[start:end], int(byte_at[end]) + 1), byte_at[start])
+        for start, end in itertools.pairwise(sorted(borders))
+    ]
+    new, ends = (np.concatenate(x) for x in zip(*((ids, stops + before) for (ids, stops), before in parts), strict=True))
 
     def token(character: int) -> int:
         """Index of the token that starts at this character."""
@@ -111,14 +138,17 @@ def quiz(script: Script, tokenizer: PreTrainedTokenizerBase) -> Quiz:
 
     spans = [(token(start), token(end)) for start, end in script.lines]
     questions = [
-        QuizQuestion(token(start), token(prompt_end), token(answer_end), answer, None if line is None else spans[line])
-        for start, prompt_end, answer_end, answer, line in script.questions
+        QuizQuestion(token(start), token(prompt_end), token(answer_end), answer, None if line is None else spans[line], about)
+        for start, prompt_end, answer_end, answer, line, about in script.questions
     ]
     lengths = np.array([end - start for start, end in spans], np.int64)
-    return Quiz(np.concatenate([np.array(prefix, np.int64), new]), len(prefix), tuple(questions), lengths)
+    prompt = None if script.prompt is None else token(script.prompt)
+    return Quiz(np.concatenate([np.array(prefix, np.int64), new]), len(prefix), tuple(questions), lengths, prompt)
 
 
-def quiz_data(scripts: Sequence[Script], source: str, tokenizer: PreTrainedTokenizerBase) -> QuizData:
-    """Tokenise scripts, each as a stream of its own."""
+def quiz_data(
+    scripts: Sequence[Script], source: str, tokenizer: PreTrainedTokenizerBase, stop: str | None = "\n", most: int | None = None
+) -> QuizData:
+    """Tokenise scripts, each as a stream of its own. `stop` and `most` end what a model answers."""
     text_sha256 = hashlib.sha256("\0".join(s.text for s in scripts).encode()).hexdigest()
-    return QuizData(tuple(quiz(s, tokenizer) for s in scripts), source, tokenizer, text_sha256)
+    return QuizData(tuple(quiz(s, tokenizer) for s in scripts), source, tokenizer, text_sha256, stop, most)

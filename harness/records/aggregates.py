@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,19 +64,29 @@ def answer_figures(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
     Args:
         answers: one per question, with `right`, `held` (share of the evidence in the cache) and `reach` (tokens back to it).
+            Questions in turns have `turn` and `kind`, and those about a corrected value `old`: the value before.
     """
     right = sum(a["right"] for a in answers)
-    questions: Counter[str] = Counter(_evidence_in_cache(a["held"]) for a in answers)
-    right_answers: Counter[str] = Counter(_evidence_in_cache(a["held"]) for a in answers if a["right"])
+    corrected = [a for a in answers if "old" in a]
     reaches = [a["reach"] for a in answers if a["reach"] is not None]
     return {
         "questions": len(answers),
         "right": right,
         "accuracy": right / len(answers),
-        "in_cache": {part: {"questions": questions[part], "right": right_answers[part]} for part in sorted(questions)},
+        "in_cache": _counts(answers, lambda a: _evidence_in_cache(a["held"])),
+        **({"kinds": _counts(answers, lambda a: a["kind"])} if "kind" in answers[0] else {}),
+        **({"turns": _counts(answers, lambda a: a["turn"])} if "turn" in answers[0] else {}),
+        **({"stale": sum(a["said"] == a["old"] for a in corrected)} if corrected else {}),
         **({"reach": round(sum(reaches) / len(reaches), 1)} if reaches else {}),
         "outcomes": "".join("01"[a["right"]] for a in answers),
     }
+
+
+def _counts(answers: Sequence[dict[str, Any]], part: Callable[[dict[str, Any]], Any]) -> dict[str, dict[str, int]]:
+    """Questions and right answers of each part, in the parts' order."""
+    questions = Counter(part(a) for a in answers)
+    right = Counter(part(a) for a in answers if a["right"])
+    return {str(name): {"questions": questions[name], "right": right[name]} for name in sorted(questions)}
 
 
 def sample_figures(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:

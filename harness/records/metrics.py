@@ -140,8 +140,8 @@ class NllMetrics(Metrics):
         return 1 if self.looks is None else self.looks.planned
 
 
-class EvidenceCounts(Part):
-    """Questions whose evidence was in the cache to the same extent, and right answers among them."""
+class AnswerCounts(Part):
+    """Questions of one sort, such as those whose evidence was in the cache as a whole, and right answers among them."""
 
     questions: Annotated[Positive, EXACT] = Field(description="number of questions")
     right: Annotated[Count, ANSWERED] = Field(description="right answers")
@@ -177,8 +177,17 @@ class AnswerMetrics(QuestionMetrics):
 
     right: Annotated[Count, ANSWERED] = Field(description="right answers")
     accuracy: Annotated[Share, ANSWERED] = Field(description="share of right answers")
-    in_cache: Annotated[dict[str, EvidenceCounts], EXACT] = Field(
+    in_cache: Annotated[dict[str, AnswerCounts], EXACT] = Field(
         description="counts by how much of the evidence was in the cache"
+    )
+    kinds: Annotated[dict[str, AnswerCounts] | None, EXACT] = Field(
+        None, description="counts by kind, where questions are of several kinds"
+    )
+    turns: Annotated[dict[str, AnswerCounts] | None, EXACT] = Field(
+        None, description="counts by the number of the turn, where questions come in turns"
+    )
+    stale: Annotated[Count | None, ANSWERED] = Field(
+        None, description="answers that are a value before it was corrected, where questions are about corrected values"
     )
     reach: Annotated[Amount | None, near()] = Field(None, description="mean distance to the evidence, in tokens")
     outcomes: Annotated[Outcomes, ANSWERED] = Field(description="one digit per question, 1 for a right answer")

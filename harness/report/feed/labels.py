@@ -49,7 +49,7 @@ def origin(policy: str) -> Origin:
 
 _BUILTIN = Path(__file__).parents[2] / "models" / "builtin"
 _TEXTS = {"pg19": "books (PG-19)", "prose": "generated prose"}
-_TASKS = {"streameval": "StreamEval", "arc_stream": "ARC as a stream"}
+_TASKS = {"streameval": "StreamEval", "arc_stream": "ARC as a stream", "turns": "conversations"}
 
 
 def about(question: Question) -> str:
@@ -90,6 +90,7 @@ def task(record: Record) -> str:
     options = record.cell.options
     name = str(options.get("tasks") or _TASKS.get(record.cell.task.name, record.cell.task.name))
     extra = [f"{options['lines']} lines"] if "lines" in options else []
+    extra += [f"asked in {options['mode']}"] if "mode" in options else []
     extra += [f"question {options['question']}"] if options.get("question") else []
     extra += [f"prompt {options['prompt']}"] if options.get("prompt") not in (None, "stream") else []
     return visible(", ".join([name.removeprefix("kvbench_"), *extra]))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import eq
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,13 +34,16 @@ class Answer:
     reach: int | None  # tokens from the start of the evidence to the start of the answer
 
 
-def answer_questions(job: Job, context: Context, parse: Callable[[str], str]) -> AnswerMetrics:
+def answer_questions(
+    job: Job, context: Context, parse: Callable[[str], str], is_right: Callable[[str, str], bool] = eq
+) -> AnswerMetrics:
     """Read each stream of the job's `QuizData` with a fresh cache, and answer its questions greedily.
 
-    The trace gets one line of JSON per question. `parse` extracts the answer from a completion.
+    The trace gets one line of JSON per question. `parse` extracts the answer from a completion; `is_right` compares it with the
+    right one.
     """
     data: QuizData = job.data
-    answers: list[Answer] = []
+    answers: list[dict[str, Any]] = []
     sizes, tokens_before = {"kv_bytes": 0, "kv_held_bytes": 0, "state_bytes": 0}, 0
     with job.trace.open("w", encoding="utf-8") as trace:
         for number, quiz in enumerate(data.quizzes):
@@ -46,16 +51,16 @@ def answer_questions(job: Job, context: Context, parse: Callable[[str], str]) ->
             for index, question in enumerate(quiz.questions):
                 completion, held, reach = reader.answer(question)
                 answer = parse(completion)
-                answers.append(Answer(number, index, question.answer, answer, answer == question.answer, held, reach))
-                trace.write(json.dumps(vars(answers[-1]), ensure_ascii=False) + "\n")
+                right = is_right(answer, question.answer)
+                answers.append(vars(Answer(number, index, question.answer, answer, right, held, reach)) | dict(question.about))
+                trace.write(json.dumps(answers[-1], ensure_ascii=False) + "\n")
                 tokens_done = tokens_before + question.answer_end - quiz.prefix
-                job.progress(tokens_done, f"accuracy {sum(a.right for a in answers) / len(answers):.1%}")
+                job.progress(tokens_done, f"accuracy {sum(a['right'] for a in answers) / len(answers):.1%}")
             tokens_before += len(quiz.ids) - quiz.prefix
             read = reader.read
             now = {"kv_bytes": read.kv_bytes, "kv_held_bytes": read.held_bytes, "state_bytes": read.state_bytes}
             sizes = {name: max(size, now[name]) for name, size in sizes.items()}
-    figures = answer_figures([vars(a) for a in answers])
-    return AnswerMetrics.from_json({**figures, **sizes})
+    return AnswerMetrics.from_json({**answer_figures(answers), **sizes})
 
 
 class _StreamReader:
@@ -68,14 +73,20 @@ class _StreamReader:
         self._ids = torch.from_numpy(quiz.ids)
         self._index = 0  # of the script's next token
         self._position = 0  # of the stream's next token; differs from the index unless the context is "gold"
-        self._shifts: list[tuple[int, int]] = []  # (script index, position - index from there on)
-        self._max_answer_tokens = max((q.answer_end - q.prompt_end for q in quiz.questions), default=0) + _EXTRA_ANSWER_TOKENS
+        self._shifts = [(0, 0)]  # (script index, position - index from there on)
+        longest = max((q.answer_end - q.prompt_end for q in quiz.questions), default=0)
+        self._stop, self._most = job.data.stop, job.data.most or longest + _EXTRA_ANSWER_TOKENS
+        if quiz.prompt is not None:
+            self.read.read_prompt(self._ids[None, : quiz.prompt].to(job.model.device), job.block)
+            self._index = self._position = quiz.prompt
 
     def answer(self, question: QuizQuestion) -> tuple[str, float | None, int | None]:
         """Read on to a question and answer it. Returns the completion, and `held` and `reach` of an `Answer`."""
         leaves_nothing = self._context == "none"
         self._shifts.append((self._index, self._position - self._index))
-        logits = self._read_tokens(self.read, self._ids[self._index : question.start if leaves_nothing else question.prompt_end])
+        start = question.start if leaves_nothing else question.prompt_end
+        if start > self._index:
+            logits = self._read_tokens(self.read, self._ids[self._index : start])
         read = self.read if self._context == "model" else self.read.fork([0])
         if leaves_nothing:
             logits = self._read_tokens(read, self._ids[question.start : question.prompt_end])
@@ -89,20 +100,23 @@ class _StreamReader:
         self._index = question.prompt_end if self._context == "gold" else question.answer_end
         if self._context == "model":
             self._position += len(answer) - 1
-            ended = "\n" in self._text(answer)
-            self._read_tokens(read, torch.tensor(answer[-1:] + ([] if ended else [int(self._ids[self._index - 1])])))
+            whole = self._stop is None or self._ends(answer)
+            self._read_tokens(read, torch.tensor(answer[-1:] + ([] if whole else [int(self._ids[self._index - 1])])))
         return self._text(answer), held, reach
 
     def _stream_position(self, index: int) -> int:
         return index + next(shift for start, shift in reversed(self._shifts) if start <= index)
 
     def _generate(self, read: Decoder, logits: Tensor) -> list[int]:
-        """Greedy tokens until a line ends or the limit is reached. The decoder does not read the last one."""
+        """Greedy tokens until the stop text or the limit is reached. The decoder does not read the last one."""
         tokens = [int(logits[0, -1].argmax())]
-        while "\n" not in self._text(tokens) and len(tokens) < self._max_answer_tokens:
+        while not self._ends(tokens) and len(tokens) < self._most:
             logits = read(torch.tensor([tokens[-1:]], device=self._job.model.device))
             tokens.append(int(logits[0, -1].argmax()))
         return tokens
+
+    def _ends(self, answer: list[int]) -> bool:
+        return self._stop is not None and self._stop in self._tokenizer.decode(answer)
 
     def _text(self, ids: list[int]) -> str:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True)

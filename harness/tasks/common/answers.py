@@ -31,6 +31,9 @@ class QuizFacts(Data):
     streams: Annotated[Count | None, EXACT] = Field(None, description="number of independent streams")
     questions: Annotated[Count | None, EXACT] = Field(None, description="number of questions in all streams")
     line_tokens: Annotated[Duration | None, EXACT] = Field(None, description="mean tokens per line")
+    prompt_tokens: Annotated[Duration | None, EXACT] = Field(
+        None, description="mean tokens of the text before the first question, where that text is a prompt"
+    )
 
 
 class AnsweringTask(Task):
@@ -43,8 +46,16 @@ class AnsweringTask(Task):
     @classmethod
     def from_trace(cls, record: Record, trace: Path) -> Mapping[str, Any]:
         """All figures; each answer is compared with the right one again."""
-        answers = json_lines(trace)
-        return answer_figures([a | ({"right": a["said"] == a["gold"]} if {"said", "gold"} <= set(a) else {}) for a in answers])
+        options, answers = record.cell.task, json_lines(trace)
+        said = {"said", "gold"}
+        return answer_figures([
+            a | ({"right": cls.is_right(options, a["said"], a["gold"])} if said <= set(a) else {}) for a in answers
+        ])  # fmt: skip
+
+    @classmethod
+    def is_right(cls, options: Any, said: str, gold: str) -> bool:
+        """Whether what was said is the right answer."""
+        return said == gold
 
     @classmethod
     def derived(cls, record: Record) -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,201 @@
+"""Conversations: one text, then several questions, with one cache that is carried from turn to turn or copied for each request.
+
+Source: the two ways of SCBench, Li et al. 2024, arXiv:2412.10319.
+Differs: generated conversations also tell facts in turns, correct them, and ask for them later (docs/tasks/turns.md).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from kvbench.harness.data import scbench
+from kvbench.harness.data.registers import said
+from kvbench.harness.records import Record
+from kvbench.harness.records.metrics import AnswerMetrics
+from kvbench.harness.report import chart
+from kvbench.harness.report.chart import Chart
+from kvbench.harness.report.charts.parts import panels
+from kvbench.harness.report.machines import device, on_device, row_label
+from kvbench.harness.report.markdown import bracketed, cache_bytes, count, short_titles, status, table, task_line
+from kvbench.harness.report.shares import answers
+from kvbench.harness.tasks.common.answers import AnsweringTask, QuizFacts, about_intervals
+from kvbench.harness.tasks.task import Job, Options, Tokenizer
+from kvbench.harness.tasks.turns.conversation import STYLES, conversation
+from kvbench.harness.tasks.turns.schema import TurnsOptions
+
+if TYPE_CHECKING:
+    from kvbench.harness.data.questions import QuizData
+
+_KINDS = ("system", "text", "turn", "corrected")
+_SCBENCH_TOKENS = 125_000  # of a context, about
+
+
+class Turns(AnsweringTask):
+    """Right answers in conversations, by kind of question and by turn."""
+
+    options: ClassVar[type[Options]] = TurnsOptions
+    named_by: ClassVar[tuple[str, ...]] = ("mode",)
+    shown_options: ClassVar[tuple[str, ...] | None] = ("data", "mode", "turns", "streams")
+    never_pooled_over: ClassVar[tuple[str, ...]] = ("mode",)
+
+    @staticmethod
+    def data(options: TurnsOptions, tokenizer: Tokenizer, directory: Path | None) -> QuizData:
+        """The conversations, the same for every policy and machine."""
+        from kvbench.harness.data.questions import quiz_data
+
+        if options.data == "scbench":
+            source, scripts = scbench.conversations(options.subset, options.turns, options.streams, directory)
+            reader = tokenizer()
+            return quiz_data(scripts, source, reader, reader.eos_token, scbench.MOST_ANSWER_TOKENS)
+        scripts, style = [conversation(options, stream) for stream in range(options.streams)], STYLES[options.data]
+        return quiz_data(scripts, f"generated, data seed {options.data_seed}", tokenizer(), style.stop, style.most)
+
+    @staticmethod
+    def total(options: TurnsOptions) -> int:
+        """About as many tokens as the words of facts and questions have."""
+        if options.data == "scbench":
+            return options.streams * _SCBENCH_TOKENS
+        style = STYLES[options.data]
+        facts = options.system + options.facts + options.turns * (options.told + options.filler)
+        return options.streams * (style.fact_tokens * facts + style.asked_tokens * options.turns)
+
+    @classmethod
+    def longest(cls, options: TurnsOptions) -> int:
+        """One conversation, because they are read one after the other."""
+        return cls.total(options) // options.streams
+
+    @classmethod
+    def windows(cls, options: TurnsOptions) -> float:
+        """The tokens of answers."""
+        most = scbench.MOST_ANSWER_TOKENS if options.data == "scbench" else STYLES[options.data].most or 6
+        return options.streams * options.turns * most
+
+    @classmethod
+    def has_prompt(cls, options: TurnsOptions) -> bool:
+        """True: the text before the first turn. It is cut before any question is seen."""
+        return True
+
+    @classmethod
+    def is_right(cls, options: TurnsOptions, said: str, gold: str) -> bool:
+        """Equal; in SCBench, the right string is in it."""
+        return scbench.is_right(said, gold) if options.data == "scbench" else said == gold
+
+    @classmethod
+    def run(cls, options: TurnsOptions, job: Job) -> AnswerMetrics:
+        """Hold the conversations; the trace gets each answer."""
+        from kvbench.harness.tasks.common.answering import answer_questions
+
+        context = "none" if options.mode == "requests" else options.context
+        parse = str if options.data == "scbench" else said
+        return answer_questions(job, context, parse, partial(cls.is_right, options))
+
+    @classmethod
+    def heading(cls, record: Record) -> str:
+        """Includes the mode: right answers in turns and to requests never share a table."""
+        return f"Conversations, asked in {record.cell.task_options(TurnsOptions).mode}"
+
+    @classmethod
+    def body(cls, records: Sequence[Record]) -> list[str | Chart]:
+        """Right answers by kind and by turn; seeds of one policy are one row."""
+        groups = _without_seeds(records)
+        measured = _measured(records)
+        kinds = [kind for kind in _KINDS if any(kind in (m.kinds or {}) for m in measured)]
+        turns = [str(n) for n in sorted({int(turn) for m in measured for turn in m.turns or {}})]
+        old = ["old value said"] if "corrected" in kinds else []
+        data = records[0].data
+        length = f"The text has {data.prompt_tokens:,.0f} tokens. " if isinstance(data, QuizFacts) and data.prompt_tokens else ""
+        about = f"{task_line(records[0])}{length}Percent right with {about_intervals(records)}, by what is asked for:\n"
+        heads = ["policy", "capacity", "K/V", "all", *kinds, *old], ["policy", "capacity", "K/V", *turns]
+        by_kind = [[*_name(group, records), _all(group), *_by_kind(group, kinds)] for group in groups]
+        by_turn = [[*_name(group, records), *_by_turn(group, turns)] for group in groups]
+        return [
+            about, *table(heads[0], by_kind, "l" + "r" * (len(heads[0]) - 1)),
+            "Percent right by the turn:\n", *table(heads[1], by_turn, "l" + "r" * (len(heads[1]) - 1)),
+            *over_turns(records),
+        ]  # fmt: skip
+
+
+def _without_seeds(records: Sequence[Record]) -> list[list[Record]]:
+    """Records that differ in the seed alone, together."""
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        cell = record.cell
+        key = [cell.policy, cell.parameters, cell.capacity, cell.positions, cell.limit, cell.evicts, device(record)]
+        groups.setdefault(repr(key), []).append(record)
+    return list(groups.values())
+
+
+def _name(group: Sequence[Record], records: Sequence[Record]) -> list[str]:
+    """The first columns of a row."""
+    seeds = f", {len(group)} seeds" if len(group) > 1 else ""
+    return [row_label(group[0], records) + seeds, count(group[0].cell.capacity), cache_bytes(group[0].metrics.kv_bytes)]
+
+
+def _all(group: Sequence[Record]) -> str:
+    """Percent right of all questions, with its interval; the status of a failed cell."""
+    share, failed = answers(group), [r for r in group if r.status != "ok"]
+    return status((failed or group)[0]) if failed or share is None else f"{100 * share.share:.1f}{bracketed(share.ends, 1)}"
+
+
+def _counts(group: Sequence[Record], by: Literal["kinds", "turns"]) -> dict[str, tuple[int, int]]:
+    """(right answers, questions) of each kind or turn."""
+    right, asked = Counter[str](), Counter[str]()
+    for metrics in _measured(group):
+        for part, counts in ((metrics.kinds if by == "kinds" else metrics.turns) or {}).items():
+            right[part] += counts.right
+            asked[part] += counts.questions
+    return {part: (right[part], questions) for part, questions in asked.items()}
+
+
+def _by_kind(group: Sequence[Record], kinds: Sequence[str]) -> list[str]:
+    """Percent right of each kind; the last column, percent of answers that are an old value, goes with corrected ones."""
+    counts = _counts(group, "kinds")
+    shown = {kind: f"{100 * right / asked:.1f} of {asked:,}" for kind, (right, asked) in counts.items()}
+    stale = sum(metrics.stale or 0 for metrics in _measured(group))
+    old = [f"{100 * stale / counts['corrected'][1]:.1f}" if "corrected" in counts else ""] if "corrected" in kinds else []
+    return [*(shown.get(kind, "") for kind in kinds), *old]
+
+
+def _by_turn(group: Sequence[Record], turns: Sequence[str]) -> list[str]:
+    """Percent right in each turn."""
+    counts = _counts(group, "turns")
+    return [f"{100 * counts[turn][0] / counts[turn][1]:.1f}" if turn in counts else "" for turn in turns]
+
+
+def _measured(records: Sequence[Record]) -> list[AnswerMetrics]:
+    """The figures of those that went well."""
+    return [metrics for r in records if (metrics := r.measured(AnswerMetrics))]
+
+
+def over_turns(records: Sequence[Record]) -> list[Chart]:
+    """A panel per capacity with a line per policy; none if there is only one turn."""
+    measured = [r for r in records if (m := r.measured(AnswerMetrics)) and len(m.turns or {}) > 1]
+    return panels(
+        measured,
+        "Share of right answers of {model} over the turns of a conversation, one line per policy",
+        lambda part, _: _panel(part),
+    )
+
+
+def _panel(records: Sequence[Record]) -> dict[str, Any]:
+    groups = _without_seeds(records)
+    first = [group[0] for group in groups]
+    names = [name + on_device(record, records) for name, record in zip(short_titles(first), first, strict=True)]
+    values: list[dict[str, Any]] = [
+        {"policy": name, "turn": int(turn), "right": round(100 * right / asked, 2)}
+        for name, group in zip(names, groups, strict=True)
+        for turn, (right, asked) in _counts(group, "turns").items()
+    ]
+    turn = {
+        "field": "turn", "type": "quantitative", "title": "turn", "axis": {"format": "d", "tickMinStep": 1},
+        "scale": {"domain": [1, max(v["turn"] for v in values)], "nice": False, "padding": 8},
+    }  # fmt: skip
+    right = {"field": "right", "type": "quantitative", "title": "percent right", "scale": {"domain": [0, 100]}}
+    pairs = [(name, record.cell.policy) for name, record in zip(names, first, strict=True)]
+    channels = {c: chart.by_policy(c, pairs) for c in ("color", "strokeDash", "shape")}
+    line = {"type": "line", "point": {"size": 50}, "strokeWidth": 2}
+    return {"data": {"values": values}, "mark": line, "encoding": {"x": turn, "y": right} | channels}
