@@ -58,9 +58,9 @@ def _with_numbers(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def of_words() -> Tokenizer:
-    """A token for each word of programs and their traces."""
+    """A token for each word of programs and their traces; any other word is the last sink."""
     names = {name: number for number, name in enumerate([*SINKS, *WORDS])}
-    tokenizer = Tokenizer(models.WordLevel(names))
+    tokenizer = Tokenizer(models.WordLevel(names, unk_token=SINKS[-1]))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
     return tokenizer
 
