@@ -123,6 +123,7 @@ def test_the_traces_are_those_that_the_tasks_write():
     assert written == {
         "perplexity": ".nll.npy", "streameval": ".answers.jsonl", "arc_stream": ".answers.jsonl", "latency": ".steps.npy",
         "lm_eval": ".samples.jsonl", "attention": ".attention.npz", "divergence": ".divergence.npy", "memory": None,
+        "trace": ".trace.jsonl",
     }, "memory is read off while it runs"  # fmt: skip
 
 

@@ -30,7 +30,7 @@ def measure(options: TraceOptions, job: Job) -> TraceMetrics:
         MeasurementError: logits are not finite.
     """
     data: TraceData = job.data
-    at_once, lines, sizes = job.at_once or options.answers, [], {"kv_bytes": 0, "kv_held_bytes": 0, "state_bytes": 0}
+    at_once, lines, sizes = job.at_once or options.answers, [], {"kv_bytes": 0, "state_bytes": 0}
     with job.trace.open("w", encoding="utf-8") as trace:
         for start in range(0, options.answers, at_once):
             numbers = range(start, min(start + at_once, options.answers))
@@ -41,8 +41,7 @@ def measure(options: TraceOptions, job: Job) -> TraceMetrics:
                 words = {"prompt": " ".join(prompt), "said": " ".join(data.words(said)), "held": held}
                 lines.append({"program": program, "sample": sample, **words})
                 trace.write(json.dumps(lines[-1]) + "\n")
-            now = {"kv_bytes": decoder.kv_bytes, "kv_held_bytes": decoder.held_bytes, "state_bytes": decoder.state_bytes}
-            sizes = {name: max(size, now[name] // streams) for name, size in sizes.items()}
+            sizes = {name: max(size, getattr(decoder, name) // streams) for name, size in sizes.items()}
             job.progress(data.tokens * len(lines) // options.answers, f"{len(lines):,} of {options.answers:,} answers")
     return TraceMetrics.from_json(figures(lines, options) | sizes)
 
