@@ -48,7 +48,7 @@ def naive(prompt: str) -> str:
     values = dict(re.findall(r"v(\d) (\d)", prompt.rpartition("line")[2]))
     (until, digit), (tell,) = re.search(r"until v(\d) (\d)", prompt).groups(), re.findall(r"tell v(\d)", prompt) or [None]
     label, said = prompt.split()[-1], []
-    while True:
+    for _ in range(1000):
         to, a, b, following = lines[label]
         said += [f"r{to}", f"r{a}", f"r{b}", following] if prompt.startswith("full") else []
         said += [f"v{a}", values[a], f"v{b}", values[b]]
@@ -59,6 +59,7 @@ def naive(prompt: str) -> str:
             return " ".join([*said, "end"])
         said.append(following)
         label = following
+    return "it never ends"
 
 
 @given(
@@ -164,6 +165,8 @@ def test_a_step_obeys_if_it_ends_with_the_register_that_was_asked_for():
     other = told[1].replace("v2 0", "v0 3")
     assert judge(" ".join([told[0], other]), prompt, options).told == [(13, True), (26, False)]
     assert judge(" ".join([STEPS[0], told[1]]), prompt, options).told == [(11, False), (24, True)], "forgotten once"
+    only_the_result = judge(RIGHT, prompt.replace("tell v2", "tell v1"), options).told
+    assert only_the_result == [(11, False), (22, False)], "the result is the register, but it is not told"
     assert judge("ask " * 60, prompt, options).told == [(26, False), (52, False)], "what has no steps disobeys, too"
     assert judge(" ".join(told).replace("v2 0", "v2 7"), prompt, options).told == [(13, True), (26, True)], "a wrong value"
 
@@ -299,7 +302,7 @@ SAMPLED = TINY.model_copy(update={"programs": 2, "samples": 3, "temperature": 1.
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: type(p).__name__)
 def test_the_same_seeds_give_the_same_answers_twice_in_a_batch_and_alone(options, policy, tokenizer, model, tmp_path):
     whole = run(options, tokenizer, model, policy, tmp_path)[0]
-    assert len({answer["said"] for answer in whole}) > 1
+    assert len({answer["said"] for answer in whole}) == len(whole)
     for at_once in (None, 1, 3):
         assert run(options, tokenizer, model, policy, tmp_path, at_once=at_once)[0] == whole
     if options.temperature:
@@ -344,8 +347,9 @@ class PromptFirst(Policy):
 class Oracle:
     """A decoder whose cache is real, and whose next word is right exactly if all that it follows from is held."""
 
-    def __init__(self, read, tokenizer, ids=()):
+    def __init__(self, read, tokenizer, lacked, ids=()):
         self.read, self.tokenizer, self.ids = read, tokenizer, [list(x) for x in ids]
+        self.lacked = lacked  # share of its sources that was held when a program's first word was wrong
 
     def __getattr__(self, name):
         return getattr(self.read, name)
@@ -361,18 +365,21 @@ class Oracle:
         return self.logits()[:, None]
 
     def fork(self, streams):
-        other = Oracle(self.read.fork(streams), self.tokenizer, [self.ids[stream] for stream in streams])
+        other = Oracle(self.read.fork(streams), self.tokenizer, self.lacked, [self.ids[stream] for stream in streams])
         other.prompt = self.prompt
         return other
 
     def logits(self):
         words = []
         for stream, ids in enumerate(self.ids):
-            program = machine.Program.from_prompt(self.tokenizer.convert_ids_to_tokens(ids[1 : self.prompt]))
+            prompt = self.tokenizer.convert_ids_to_tokens(ids[1 : self.prompt])
+            program = machine.Program.from_prompt(prompt)
             trace, place = [word for step in program.steps() for word in step.words], len(ids) - self.prompt
             needed = [1 + source for source in list(sources(program))[place]] if place < len(trace) else [0]
-            held = self.read.fork([stream]).held(needed) == 1.0
-            words.append("end" if place >= len(trace) else trace[place] if held else "ask")
+            held = self.read.fork([stream]).held(needed)
+            words.append("end" if place >= len(trace) else trace[place] if held == 1.0 else "ask")
+            if words[-1] == "ask":
+                self.lacked.setdefault(" ".join(prompt), held)
         ids = self.tokenizer.convert_tokens_to_ids(words)
         return torch.nn.functional.one_hot(torch.tensor(ids), len(self.tokenizer)).float()
 
@@ -384,10 +391,15 @@ def test_evicting_the_prompt_first_is_worse_than_a_random_sample_that_keeps_it(e
     capacity = options.prompt + 1 + 12
 
     def measured(policy, capacity):
-        def open_oracle(*args, **_):
-            return Oracle(decoder(*args), tokenizer)
+        lacked = {}
 
-        return run(options, tokenizer, model, policy, tmp_path, capacity, evict if policy.evicts else 1, open=open_oracle)
+        def open_oracle(*args, **_):
+            return Oracle(decoder(*args), tokenizer, lacked)
+
+        moment = evict if policy.evicts else 1
+        lines, found = run(options, tokenizer, model, policy, tmp_path, capacity, moment, open=open_oracle)
+        assert [answer["held"] for answer in lines] == [lacked.get(answer["prompt"]) for answer in lines]
+        return lines, found
 
     dense, found = measured(Dense(), None)
     assert (found.accuracy, found.held, found.endings) == (1.0, None, {"ended": 8, "looped": 0, "cut": 0})
