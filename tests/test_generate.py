@@ -21,6 +21,7 @@ import kvbench
 from kvbench import CacheView, Policy
 from kvbench.harness.core.parameters import policy_from
 from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.fastcheck import fast_method
 from kvbench.harness.engine.loop import decoder
 from kvbench.harness.engine.model import adopt
 from kvbench.harness.models.families import tiny_model
@@ -252,6 +253,23 @@ def test_fast_writes_the_same():
         plain().generate(tokens_of(40), past_key_values=cache_of("sink_window", fast=fast), **GREEDY) for fast in (False, True)
     )
     assert torch.equal(plainly.sequences, fast.sequences)
+
+
+def test_a_fast_method_is_looked_for_once_for_each_policy_and_size(monkeypatch):
+    model, found = tiny_model("llama"), []
+
+    def noted(_, config, streams):
+        found.append((type(config.policy), config.capacity, streams))
+        return fast_method(_, config, streams)
+
+    monkeypatch.setattr("kvbench.harness.run.generate.fast_method", noted)
+
+    class Mine(H2O):
+        pass
+
+    for policy, capacity, streams in (("h2o", 8, 1), ("h2o", 8, 1), (H2O, 8, 1), ("h2o", 9, 1), ("h2o", 8, 2), (Mine, 8, 1)):
+        model.generate(tokens_of(20, streams), past_key_values=kvbench.Cache(model, policy, capacity, fast=True), **GREEDY)
+    assert found == [(H2O, 8, 1), (H2O, 9, 1), (H2O, 8, 2), (Mine, 8, 1)]
 
 
 def test_a_copy_goes_on_by_itself():

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from copy import copy
 from types import MethodType
 from typing import Any, Self, get_args
-from weakref import WeakValueDictionary, finalize
+from weakref import WeakKeyDictionary, WeakValueDictionary, finalize
 
 import torch
 import transformers
@@ -32,7 +32,7 @@ from kvbench.harness.engine.decoder import CacheConfig, Decoder
 from kvbench.harness.engine.fastcheck import fast_method
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.loop import decoder as open_decoder
-from kvbench.harness.engine.method import EAGER
+from kvbench.harness.engine.method import EAGER, Method
 from kvbench.harness.engine.model import UnsupportedModelError, adopt
 from kvbench.harness.models.selfcheck import check
 from kvbench.harness.rules.rules import refuse_if_broken
@@ -69,7 +69,8 @@ class Cache(transformers.Cache):
             positions: where RoPE puts a cached token: `cache`, `stream` or `clamped`.
             evict: `step`, `prompt` or `{"every": TOKENS}`.
             limit: largest distance with positions `clamped`, in tokens; the model's training length when None.
-            fast: use the fastest method that agrees with the plain walk, found when the first text is read, in seconds.
+            fast: use the fastest method that agrees with the plain walk. It is found when a cache of this configuration first
+                reads a text, in about a second.
             rope_length: longest position + 1, in tokens, for RoPE types whose tables depend on it.
             **parameters: of the policy.
 
@@ -159,9 +160,7 @@ class Cache(transformers.Cache):
         (streams, count), first, evict = tokens.shape, self._decoder is None, self._config.evict
         block = max(1, _BLOCK // streams)
         if self._decoder is None:
-            fast = self._fast and self._config.policy.caches
-            method = fast_method(self._route.model, self._config, streams).method if fast else EAGER
-            self._decoder, self._streams = open_decoder(self._route.model, self._config, streams, method), streams
+            self._decoder, self._streams = open_decoder(self._route.model, self._config, streams, self._method(streams)), streams
         self._in_prompt = first or (self._in_prompt and count > 1)
         self._seen += count
         if evict == "prompt" and self._in_prompt:
@@ -182,6 +181,17 @@ class Cache(transformers.Cache):
             kept = torch.arange(min(max(0, count - keep - start), length), length, device=tokens.device)
             parts.append(self._decoder(part, counts, kept if len(kept) < length else None))
         return torch.cat(parts, 1)  # outside of inference mode, so that the caller may change it
+
+    def _method(self, streams: int) -> Method:
+        """The way of reading; what was once found to agree for a model is not tried again."""
+        config, known = self._config, _METHODS.setdefault(self._route.model.hf, {})
+        if not self._fast or not config.policy.caches:
+            return EAGER
+        cell = (parameters_of(config.policy), config.capacity, config.positions, config.limit, config.evict, streams)
+        key = type(config.policy), repr(cell)
+        if key not in known:
+            known[key] = fast_method(self._route.model, config, streams).method
+        return known[key]
 
     def _select(self, texts: Sequence[int]) -> None:
         """Hold these texts instead of all, some more than once."""
@@ -296,6 +306,7 @@ class _Route:
 
 
 _ROUTES: WeakValueDictionary[int, _Route] = WeakValueDictionary()  # by id of the model, which a route keeps alive
+_METHODS: WeakKeyDictionary[PreTrainedModel, dict[tuple[type[Policy], str], Method]] = WeakKeyDictionary()
 
 
 def _routed(own: Callable[..., Any], before: Callable[..., Any] | None) -> Callable[..., Any]:
