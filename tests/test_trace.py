@@ -206,10 +206,10 @@ def test_pass_at_k_has_an_interval_over_programs():
     assert 0.2 < found["low"] < found["share"] == 0.5 < found["high"] < 0.8
 
 
-def made(said, **task):
+def made(said, cell=(), **task):
     options = {"name": "trace", "programs": len(said), "lines": 2, "registers": 3, "steps": 1} | task
     found = figures([line(one, None if one == RIGHT else 0.5) for one in said], TraceOptions(**options))
-    return cell_record(found | {"kv_bytes": 640, "state_bytes": 0}, task=options, data={"ids_sha256": "x"})
+    return cell_record(found | {"kv_bytes": 640, "state_bytes": 0}, task=options, data={"ids_sha256": "x"}, **dict(cell))
 
 
 def test_the_median_of_the_first_wrong_word_counts_right_answers_as_never_wrong():
@@ -241,6 +241,16 @@ def test_the_page_shows_what_applies():
     assert "words right" not in text
     with_teacher = made([RIGHT], teacher=True)
     assert "right traces read" in section(with_teacher, [with_teacher]).text
+
+
+def test_a_chart_has_one_moment_of_eviction_and_one_mode_of_positions_and_dense():
+    moments = [{}, {"positions": "stream"}, {"evict": {"every": 8}}]
+    records = [made([RIGHT, "ask"], cell=cell) for cell in ({"policy": "dense", "capacity": None}, *moments, {"seed": 1})]
+    charts = section(records[0], records).charts
+    assert len({chart.name for chart in charts}) == len(charts) == 3
+    for chart in charts:
+        values = chart.spec["layer"][-1]["data"]["values"]
+        assert {value["policy"] for value in values} == {"dense", "h2o"}, "seeds are one line"
 
 
 def test_options_that_contradict_each_other():

@@ -18,6 +18,7 @@ from kvbench.harness.report import chart, compare
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.charts.parts import marks, panels
 from kvbench.harness.report.difference import Difference, Traces
+from kvbench.harness.report.feed.question import is_reference
 from kvbench.harness.report.machines import row_label
 from kvbench.harness.report.markdown import bracketed, cache_bytes, count, percent, short_titles, status, table, task_line
 from kvbench.harness.tasks.common.answers import about_intervals, percent_or_status, right_answers
@@ -222,11 +223,18 @@ def _by_distance(records: Sequence[Record], about: str, parts: Callable[[TraceMe
     return [f"{about}\n", *table(head, rows, "lr" + "r" * len(edges))]
 
 
-def _still_right(records: Sequence[Record]) -> list[Chart]:
-    """A panel per capacity with a line per policy, all its seeds together."""
+def _still_right(records: Sequence[Record]) -> Iterator[str | Chart]:
+    """For each moment of eviction and mode of positions a panel per capacity, with a line per policy, all its seeds together."""
     measured = [r for r in records if r.measured(TraceMetrics)]
-    alt = "Share of the answers of {model} without a wrong word, over the words written, one line per policy"
-    return panels(measured, alt, _panel)
+    caches = [r.cell for r in measured if not is_reference(r)]
+    for evicts, positions in dict.fromkeys((cell.evicts, cell.positions) for cell in caches):
+        shown = [r for r in measured if is_reference(r) or (r.cell.evicts, r.cell.positions) == (evicts, positions)]
+        alt = "Share of the answers of {model} without a wrong word, over the words written, one line per policy"
+        only = f"evict {evicts}, {positions} positions"
+        charts = panels(shown, alt, _panel, only)
+        if charts:
+            yield f"Without a wrong word, over the words written, {only}:\n"
+            yield from charts
 
 
 def _panel(records: Sequence[Record], capacity: int) -> dict[str, Any]:
@@ -246,7 +254,8 @@ def _panel(records: Sequence[Record], capacity: int) -> dict[str, Any]:
         "data": {"values": values}, "mark": {"type": "line", "interpolate": "step-after", "strokeWidth": 2},
         "encoding": {"x": words, "y": right} | channels,
     }  # fmt: skip
-    full = capacity - len(records[0].data.prefix) - records[0].cell.task_options(TraceOptions).prompt
+    kept = [r.cell.most_kept or 0 for r in records if r.cell.capacity == capacity and not is_reference(r)]
+    full = max(kept, default=0) - len(records[0].data.prefix) - records[0].cell.task_options(TraceOptions).prompt
     return {"layer": [*marks([{"at": full, "what": "cache full"}] if full > 0 else []), lines]}
 
 
