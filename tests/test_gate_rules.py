@@ -42,6 +42,15 @@ model: {id: MODEL}
 task: {name: attention, data: shapes, samples: 20}
 policies: [dense]
 """
+TRACES = """
+suite: traces
+version: 1
+model: {id: MODEL}
+task:
+  - {name: trace, programs: 20, lines: 2, steps: 1, tell: true, samples: 2, temperature: 1.0}
+  - {name: trace, programs: 2, lines: 2, steps: 1, teacher: true}
+policies: [dense]
+"""
 
 
 def without_rule(records):
@@ -55,13 +64,14 @@ def without_rule(records):
 
 
 @pytest.fixture(scope="module")
-def fresh(tmp_path_factory):
+def fresh(tmp_path_factory, machine_dir):
     folder = tmp_path_factory.mktemp("rules")
     path = folder / "rules.yaml"
     path.write_text(SUITE)
     records = RunRequest(str(path), threads=1).measure(folder / "records", RunRequest(str(path)).cells(), fresh=True)
-    path.write_text(IMAGES.replace("MODEL", str(vision_folder(folder / "model", with_outlier(0)))))
-    records += RunRequest(str(path), threads=1).measure(folder / "images", RunRequest(str(path)).cells(), fresh=True)
+    for text, model in ((IMAGES, vision_folder(folder / "model", with_outlier(0))), (TRACES, machine_dir)):
+        path.write_text(text.replace("MODEL", str(model)))
+        records += RunRequest(str(path), threads=1).measure(folder / model.name, RunRequest(str(path)).cells(), fresh=True)
     assert {r.status for r in records} == {"ok"}
     return records
 

@@ -122,7 +122,8 @@ def test_the_traces_are_those_that_the_tasks_write():
     written = {name: plugins.task_class(name).trace for name in plugins.task_names()}
     assert written == {
         "perplexity": ".nll.npy", "streameval": ".answers.jsonl", "arc_stream": ".answers.jsonl", "latency": ".steps.npy",
-        "turns": ".answers.jsonl", "lm_eval": ".samples.jsonl", "attention": ".attention.npz", "divergence": ".divergence.npy", "memory": None,
+        "turns": ".answers.jsonl", "lm_eval": ".samples.jsonl", "attention": ".attention.npz", "divergence": ".divergence.npy",
+        "memory": None, "trace": ".trace.jsonl",
     }, "memory is read off while it runs"  # fmt: skip
 
 

@@ -8,9 +8,9 @@ round until a register takes the value that the prompt names. Of every step the 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 from kvbench.harness.data.lookups import Lookups
 
@@ -66,6 +66,19 @@ class Program:
     tell: int | None  # register whose value ends each step
     restate: Restate
 
+    @classmethod
+    def from_prompt(cls, words: Sequence[str]) -> Self:
+        """The program that a prompt, all its words, describes."""
+        told = words[1] == "tell"
+        at, lines = 6 if told else 4, dict[int, Line]()
+        until = int(words[at - 2][1:]), int(words[at - 1])
+        while words[at] == "line":
+            label, *line = (int(word[1:]) for word in words[at + 1 : at + LINE_WORDS])
+            lines[label], at = Line(*line), at + LINE_WORDS
+        values = tuple(int(value) for value in words[at + 1 : -2 : 2])
+        restate: Restate = "full" if words[0] == "full" else "reads"
+        return cls(lines, int(words[-1][1:]), values, until, int(words[2][1:]) if told else None, restate)
+
     def prompt(self) -> list[str]:
         """The words of the prompt; the trace follows."""
         words = [self.restate, *([] if self.tell is None else ["tell", f"v{self.tell}"])]
@@ -94,19 +107,28 @@ class Program:
             label = line.jump
 
 
+def prompt_words(lines: int, registers: int, tell: bool) -> int:
+    """Words of a prompt."""
+    return 6 + (2 if tell else 0) + LINE_WORDS * lines + 2 * registers
+
+
 def step_words(restate: Restate, tell: bool) -> int:
     """Words of one step."""
     return STEP_WORDS[restate] + (2 if tell else 0)
 
 
-def program(draw: random.Random, lines: int, restate: Restate, tell: bool, steps: tuple[int, int]) -> Program:
+def program(
+    draw: random.Random, lines: int, restate: Restate, tell: bool, steps: tuple[int, int], registers: int | None = None
+) -> Program:
     """A random program of `lines` lines whose trace ends after at least `steps[0]` and at most `steps[1]` steps.
+
+    The number of its registers is drawn, too, unless it is given.
 
     Raises:
         ValueError: none was found.
     """
     for _ in range(_TRIES):
-        made = _any_program(draw, lines, restate, tell)
+        made = _any_program(draw, lines, restate, tell, registers)
         seen: dict[tuple[int, int], int] = {}
         for number, (step, _) in enumerate(zip(made.steps(), range(steps[1]), strict=False), 1):
             register = made.lines[step.label].target
@@ -117,9 +139,9 @@ def program(draw: random.Random, lines: int, restate: Restate, tell: bool, steps
     raise ValueError(f"no program of {lines} lines ends after {steps[0]:,} to {steps[1]:,} steps")
 
 
-def _any_program(draw: random.Random, lines: int, restate: Restate, tell: bool) -> Program:
+def _any_program(draw: random.Random, lines: int, restate: Restate, tell: bool, registers: int | None) -> Program:
     """A random program; it never ends."""
-    count = draw.randint(3, REGISTERS)
+    count = draw.randint(3, REGISTERS) if registers is None else registers
     labels = draw.sample(range(LABELS), lines)
     jumps = [*labels[1:], labels[0]]
     made = [

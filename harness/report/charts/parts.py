@@ -102,13 +102,16 @@ def over_capacity(records: Sequence[Record], machine: str = "") -> list[chart.Ch
 _SHARED = {"resolve": {"scale": {"color": "shared", "strokeDash": "shared"}}}
 
 
-def panels(records: Sequence[Record], alt: str, panel: Callable[[Sequence[Record], int], dict[str, Any]]) -> list[chart.Chart]:
+def panels(
+    records: Sequence[Record], alt: str, panel: Callable[[Sequence[Record], int], dict[str, Any]], only: str = ""
+) -> list[chart.Chart]:
     """A chart with a panel per capacity, each including the unbounded policies; no chart without a bounded cache.
 
     Args:
         records: of one section.
         alt: what the chart shows; `{model}` is replaced by the model's id.
         panel: makes the specification of a panel, without its size, from its records and capacity.
+        only: which of the section's records these are, if it has several charts.
     """
     capacities = sorted({c for r in records if (c := r.cell.capacity) is not None})
     if not capacities:
@@ -122,8 +125,8 @@ def panels(records: Sequence[Record], alt: str, panel: Callable[[Sequence[Record
     spec = specs[0]
     if several:
         spec = _together("vconcat", [_together("hconcat", specs[i : i + 2]) for i in range(0, len(specs), 2)])
-    alt = f"{alt}, capacity {', '.join(map(str, capacities))}."
-    return [chart.Chart.from_record(records[0], records[0].cell.task.name, question(records[0]), alt, spec)]
+    alt = f"{alt}{only and ', '}{only}, capacity {', '.join(map(str, capacities))}."
+    return [chart.Chart.from_record(records[0], records[0].cell.task.name, question(records[0]) + only, alt, spec)]
 
 
 def _together(how: str, specs: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -91,6 +91,8 @@ def task(record: Record) -> str:
     name = str(options.get("tasks") or _TASKS.get(record.cell.task.name, record.cell.task.name))
     extra = [f"{options['lines']} lines"] if "lines" in options else []
     extra += [f"asked in {options['mode']}"] if "mode" in options else []
+    extra += [f"{options['samples']} answers each"] if options.get("samples", 1) > 1 else []
+    extra += ["right traces read"] if options.get("teacher") else []
     extra += [f"question {options['question']}"] if options.get("question") else []
     extra += [f"prompt {options['prompt']}"] if options.get("prompt") not in (None, "stream") else []
     return visible(", ".join([name.removeprefix("kvbench_"), *extra]))

@@ -17,8 +17,8 @@ class TurnsOptions(Options):
     """Options of the task `turns`; those from `system` to `data_seed` are of generated conversations."""
 
     name: Literal["turns"] = "turns"
-    data: Literal["words", "keys", "scbench"] = Field(
-        "words", description="generated for builtin:machine (words) or builtin:recall (keys), or SCBench's"
+    data: Literal["keys", "words", "scbench"] = Field(
+        "keys", description="generated, for builtin:recall (keys) or a model of `bench pretrain machine` (words); or SCBench's"
     )
     mode: Literal["turns", "requests"] = Field(
         "turns",

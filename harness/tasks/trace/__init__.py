@@ -1,0 +1,269 @@
+"""A model runs the program in its prompt: it writes a trace far longer than the prompt, and every step needs a line of it.
+
+A word of the trace is a copy, a look-up or a sum of two digits, so a wrong one is a word that the model could no longer look up.
+Answers are written by the model itself, where other tasks read a text; one wrong word and the answer is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kvbench.harness.core.packed import json_lines
+from kvbench.harness.records import Record
+from kvbench.harness.records.facts import Data
+from kvbench.harness.records.metrics import Metrics
+from kvbench.harness.report import chart, compare
+from kvbench.harness.report.chart import Chart
+from kvbench.harness.report.charts.parts import marks, panels
+from kvbench.harness.report.difference import Difference, Traces
+from kvbench.harness.report.feed.question import is_reference
+from kvbench.harness.report.machines import row_label
+from kvbench.harness.report.markdown import bracketed, cache_bytes, count, percent, short_titles, status, table, task_line
+from kvbench.harness.tasks.common.answers import about_intervals, percent_or_status, right_answers
+from kvbench.harness.tasks.task import Independent, Job, Options, Task, Tokenizer
+from kvbench.harness.tasks.trace.schema import Between, TraceFacts, TraceMetrics, TraceOptions
+
+if TYPE_CHECKING:
+    from kvbench.harness.tasks.trace.programs import TraceData
+
+
+class Trace(Task):
+    """How many programs a model runs to the end, and where it first goes wrong."""
+
+    options: ClassVar[type[Options]] = TraceOptions
+    metrics: ClassVar[type[Metrics]] = TraceMetrics
+    data_facts: ClassVar[type[Data]] = TraceFacts
+    trace: ClassVar[str | None] = ".trace.jsonl"
+    named_by: ClassVar[tuple[str, ...]] = ("lines", "steps", "restate", "tell", "samples", "teacher")
+    shown_options: ClassVar[tuple[str, ...] | None] = ("programs", *named_by)
+    never_pooled_over: ClassVar[tuple[str, ...]] = ("samples", "temperature", "top_p", "teacher")
+
+    @staticmethod
+    def data(options: TraceOptions, tokenizer: Tokenizer, directory: Path | None) -> TraceData:
+        """Generated programs, the same for every policy and machine."""
+        from kvbench.harness.tasks.trace.programs import trace_data
+
+        return trace_data(options, tokenizer())
+
+    @staticmethod
+    def total(options: TraceOptions) -> int:
+        """All prompts, and answers that are cut."""
+        return options.answers * (options.prompt + options.limit)
+
+    @classmethod
+    def streams(cls, options: TraceOptions) -> int:
+        """Answers written at once; one if a trial decides."""
+        asked = options.side_by_side
+        return 1 if asked == "auto" else min(asked or options.answers, options.answers)
+
+    @classmethod
+    def independent(cls, options: TraceOptions, data: TraceData) -> Independent | None:
+        """The answers, unless all of them are written at once."""
+        if options.side_by_side is None:
+            return None
+        asked = None if options.side_by_side == "auto" else cls.streams(options)
+        forked = 2  # once half of the answers have ended, the caches of the others are copied
+        return Independent(options.answers, options.prompt + options.limit, asked, caches=forked)
+
+    @classmethod
+    def longest(cls, options: TraceOptions) -> int:
+        """A prompt and an answer that is cut."""
+        return options.prompt + options.limit
+
+    @classmethod
+    def windows(cls, options: TraceOptions) -> float:
+        """One a word."""
+        return options.answers * options.limit
+
+    @classmethod
+    def prompt_tokens(cls, options: TraceOptions) -> int | None:
+        """Words of a prompt, without what opens a stream."""
+        return options.prompt
+
+    @staticmethod
+    def run(options: TraceOptions, job: Job) -> TraceMetrics:
+        """Write or read the traces; the trace file gets each answer."""
+        from kvbench.harness.tasks.trace.measure import measure
+
+        return measure(options, job)
+
+    @classmethod
+    def from_trace(cls, record: Record, trace: Path) -> Mapping[str, Any]:
+        """All figures but bytes; the programs are run again."""
+        from kvbench.harness.tasks.trace.figures import figures
+
+        return figures(json_lines(trace), record.cell.task_options(TraceOptions))
+
+    @classmethod
+    def derived(cls, record: Record) -> Iterator[tuple[str, Any]]:
+        """Share and number of right answers, from the outcomes."""
+        return right_answers(record)
+
+    @classmethod
+    def question_streams(cls, record: Record) -> int | None:
+        """The programs, if each has several answers."""
+        options = record.cell.task_options(TraceOptions)
+        return options.programs if options.samples > 1 else None
+
+    @classmethod
+    def cached_tokens(cls, record: Record) -> tuple[int, int] | None:
+        """Those of one answer."""
+        tokens = record.cell.most_kept
+        return None if tokens is None else (1, tokens)
+
+    @classmethod
+    def headline(cls, record: Record) -> str:
+        """Share of right answers, and their number."""
+        metrics = record.measured(TraceMetrics)
+        return "" if metrics is None else f"solved {metrics.accuracy:.1%} of {metrics.questions}"
+
+    @classmethod
+    def heading(cls, record: Record) -> str:
+        """Includes what makes a program long."""
+        options = record.cell.task_options(TraceOptions)
+        how = ", right traces read" if options.teacher else f", {options.samples} answers each" if options.samples > 1 else ""
+        return f"trace, {options.lines} lines, {options.steps} to {2 * options.steps} steps{how}"
+
+    @classmethod
+    def body(cls, records: Sequence[Record]) -> list[str | Chart]:
+        """A row per policy; what is right by distance; and how long answers stay right."""
+        about = (
+            f"{task_line(records[0])}Solved: percent of the answers that are right to the last word, with "
+            f"{about_intervals(records)}. First wrong word: its number in half of the answers, or before it, and its step.\n"
+        )
+        rows = [_row(record, records) for record in records]
+        heads = [head for head in rows[0] if any(row[head] for row in rows)]
+        lines = [[row[head] for head in heads] for row in rows]
+        return [
+            about, *table(heads, lines, "lr" + "r" * (len(heads) - 3) + "l"),
+            *_by_distance(records, "Values said again that are right, by how many words back they were said last:", _reads),
+            *_by_distance(records, "Steps that obey `tell`, by how many words after the prompt they end:", _told),
+            *_still_right(records),
+        ]  # fmt: skip
+
+    @classmethod
+    def differences(cls, a: Record, b: Record, traces: Traces) -> list[Difference]:
+        """Solved programs, paired."""
+        return compare.accuracy(a, b)
+
+
+def _row(record: Record, records: Sequence[Record]) -> dict[str, str]:
+    """The cells of a record's row, by heading; empty where a figure does not apply."""
+    m, seconds = record.measured(TraceMetrics), record.facts.measured_seconds
+    right = None if m is None else m.right
+    endings, told = (m.endings or {}, m.told) if m else ({}, [])
+    return {
+        "policy": row_label(record, records), "capacity": count(record.cell.capacity), "solved": percent_or_status(record),
+        **{f"pass@{k}": _pass_at(m, k) for k in sorted({p.k for r in records for p in _pass_ats(r)})},
+        "words right": percent(m.word_accuracy) if m and m.word_accuracy is not None else "",
+        "first wrong word": _first_wrong(record) if m else "", "final state": count(m.final) if m else "",
+        "ended, looped, cut": ", ".join(count(endings[name]) for name in ("ended", "looped", "cut") if endings),
+        "told": percent(sum(b.right for b in told) / sum(b.count for b in told)) if told else "",
+        "held at the first wrong word": percent(m.held) if m and m.held is not None else "",
+        "K/V": cache_bytes(m.kv_bytes) if m else "",
+        "K/V a solved one": cache_bytes(round(m.kv_bytes * m.questions / right)) if m and right else "",
+        "s a solved one": f"{seconds / right:.3g}" if seconds and right else "",
+        "status": status(record),
+    }  # fmt: skip
+
+
+def _pass_ats(record: Record) -> Sequence[Any]:
+    metrics = record.measured(TraceMetrics)
+    return metrics.pass_at if metrics else ()
+
+
+def _pass_at(metrics: TraceMetrics | None, k: int) -> str:
+    """pass@k in percent, with its interval."""
+    found = next((p for p in metrics.pass_at if p.k == k), None) if metrics else None
+    if found is None:
+        return ""
+    ends = None if found.low is None or found.high is None else (found.low, found.high)
+    return f"{100 * found.share:.1f}{bracketed(ends, 1)}"
+
+
+def first_wrong(metrics: TraceMetrics) -> int | None:
+    """The word before or at which half of the answers have gone wrong, counted from 1; None if fewer ever do."""
+    wrong = sorted(
+        right + 1 for right, outcome in zip(metrics.words_right, metrics.outcomes or "", strict=True) if outcome == "0"
+    )
+    half = (metrics.questions + 1) // 2
+    return wrong[half - 1] if len(wrong) >= half else None
+
+
+def _first_wrong(record: Record) -> str:
+    metrics, step = record.measured(TraceMetrics), record.cell.task_options(TraceOptions).step
+    word = None if metrics is None else first_wrong(metrics)
+    return "–" if word is None else f"{word:,} (step {(word - 1) // step + 1:,})"
+
+
+def _reads(metrics: TraceMetrics) -> Sequence[Between]:
+    return metrics.reads
+
+
+def _told(metrics: TraceMetrics) -> Sequence[Between]:
+    return metrics.told
+
+
+def _by_distance(records: Sequence[Record], about: str, parts: Callable[[TraceMetrics], Sequence[Between]]) -> list[str]:
+    """A table of percent right by distance, with how many there are; none if there are none at all."""
+    measured = [(r, {(p.from_, p.to): p for p in parts(m)}) for r in records if (m := r.measured(TraceMetrics))]
+    edges = sorted({edge for _, found in measured for edge in found})
+    if not edges:
+        return []
+    rows = [
+        [
+            row_label(r, records), count(r.cell.capacity),
+            *(f"{100 * p.right / p.count:.1f} of {p.count:,}" if (p := found.get(edge)) else "" for edge in edges),
+        ]
+        for r, found in measured
+    ]  # fmt: skip
+    head = ["policy", "capacity", *(f"{start:,} to {stop - 1:,}" for start, stop in edges)]
+    return [f"{about}\n", *table(head, rows, "lr" + "r" * len(edges))]
+
+
+def _still_right(records: Sequence[Record]) -> Iterator[str | Chart]:
+    """For each moment of eviction and mode of positions a panel per capacity, with a line per policy, all its seeds together."""
+    measured = [r for r in records if r.measured(TraceMetrics)]
+    caches = [r.cell for r in measured if not is_reference(r)]
+    for evicts, positions in dict.fromkeys((cell.evicts, cell.positions) for cell in caches):
+        shown = [r for r in measured if is_reference(r) or (r.cell.evicts, r.cell.positions) == (evicts, positions)]
+        alt = "Share of the answers of {model} without a wrong word, over the words written, one line per policy"
+        only = f"evict {evicts}, {positions} positions"
+        charts = panels(shown, alt, _panel, only)
+        if charts:
+            yield f"Without a wrong word, over the words written, {only}:\n"
+            yield from charts
+
+
+def _panel(records: Sequence[Record], capacity: int) -> dict[str, Any]:
+    seeds: dict[str, list[Record]] = {}
+    for record in records:
+        cell = record.cell
+        seeds.setdefault(repr([cell.policy, cell.parameters, cell.capacity, cell.positions, cell.evicts]), []).append(record)
+    names = short_titles([group[0] for group in seeds.values()])
+    pairs = [(name, group[0].cell.policy) for name, group in zip(names, seeds.values(), strict=True)]
+    values = [point | {"policy": n} for n, group in zip(names, seeds.values(), strict=True) for point in _curve(group)]
+    words = {"field": "words", "type": "quantitative", "title": "words written"}
+    right = {
+        "field": "right", "type": "quantitative", "title": "percent without a wrong word", "scale": {"domain": [0, 100]},
+    }  # fmt: skip
+    channels = {c: chart.by_policy(c, pairs) for c in ("color", "strokeDash")}
+    lines = {
+        "data": {"values": values}, "mark": {"type": "line", "interpolate": "step-after", "strokeWidth": 2},
+        "encoding": {"x": words, "y": right} | channels,
+    }  # fmt: skip
+    kept = [r.cell.most_kept or 0 for r in records if r.cell.capacity == capacity and not is_reference(r)]
+    full = max(kept, default=0) - len(records[0].data.prefix) - records[0].cell.task_options(TraceOptions).prompt
+    return {"layer": [*marks([{"at": full, "what": "cache full"}] if full > 0 else []), lines]}
+
+
+def _curve(records: Sequence[Record]) -> list[dict[str, float]]:
+    """Percent of answers without a wrong word, after 0 words and after each word that is the first wrong one of any."""
+    found = [m for r in records if (m := r.measured(TraceMetrics))]
+    wrong = sorted(right + 1 for m in found for right, o in zip(m.words_right, m.outcomes or "", strict=True) if o == "0")
+    answers, last = sum(m.questions for m in found), max(right for m in found for right in m.words_right)
+    points = {0: 100.0} | {word: 100 - 100 * number / answers for number, word in enumerate(wrong, 1)}
+    points[max(last, *points)] = 100 - 100 * len(wrong) / answers
+    return [{"words": word, "right": round(share, 2)} for word, share in sorted(points.items())]

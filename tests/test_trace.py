@@ -1,0 +1,493 @@
+"""Programs and their traces; answers that a model writes itself, judged word by word; and what a policy's cache does to them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+from factories import cell_record
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.data import machine
+from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.loop import decoder
+from kvbench.harness.engine.method import EAGER
+from kvbench.harness.models.load import load_model, load_tokenizer
+from kvbench.harness.report.sections import section
+from kvbench.harness.report.shares import answers
+from kvbench.harness.report.verify import problems
+from kvbench.harness.run.estimate import estimates
+from kvbench.harness.run.request import RunRequest
+from kvbench.harness.tasks.task import Job, MeasurementError
+from kvbench.harness.tasks.trace import Trace, _curve, first_wrong
+from kvbench.harness.tasks.trace.figures import figures, judged
+from kvbench.harness.tasks.trace.programs import sources, trace_data
+from kvbench.harness.tasks.trace.schema import TraceOptions
+from kvbench.policies import Policy
+from kvbench.policies.dense import Dense
+from kvbench.policies.h2o import H2O
+from kvbench.policies.random import Random
+from kvbench.policies.recompute_window import RecomputeWindow
+from kvbench.policies.window import Window
+
+CPU = torch.device("cpu")
+
+
+def naive(prompt: str) -> str:
+    """The trace of a prompt, by another interpreter: it looks lines and values up in the text."""
+    lines = {found[0]: found[1:] for found in re.findall(r"line (L\d+) r(\d) r(\d) r(\d) (L\d+)", prompt)}
+    values = dict(re.findall(r"v(\d) (\d)", prompt.rpartition("line")[2]))
+    (until, digit), (tell,) = re.search(r"until v(\d) (\d)", prompt).groups(), re.findall(r"tell v(\d)", prompt) or [None]
+    label, said = prompt.split()[-1], []
+    for _ in range(1000):
+        to, a, b, following = lines[label]
+        said += [f"r{to}", f"r{a}", f"r{b}", following] if prompt.startswith("full") else []
+        said += [f"v{a}", values[a], f"v{b}", values[b]]
+        values[to] = str(int(values[a]) + int(values[b]))[-1]
+        said += [f"v{to}", values[to]]
+        said += [] if tell is None else [f"v{tell}", values[tell]]
+        if (to, values[to]) == (until, digit):
+            return " ".join([*said, "end"])
+        said.append(following)
+        label = following
+    return "it never ends"
+
+
+@given(
+    seed=st.integers(0, 10**9), lines=st.integers(2, 12), registers=st.none() | st.integers(3, 8),
+    restate=st.sampled_from(["full", "reads"]), tell=st.booleans(), steps=st.integers(1, 12),
+)  # fmt: skip
+def test_a_trace_is_what_a_naive_interpreter_says_and_its_words_follow_from_their_sources(
+    seed, lines, registers, restate, tell, steps
+):
+    made = machine.program(random.Random(seed), lines, restate, tell, (steps, 2 * steps + 4), registers)
+    prompt, trace = made.prompt(), [word for step in made.steps() for word in step.words]
+    assert " ".join(trace) == naive(" ".join(prompt))
+    assert machine.Program.from_prompt(prompt) == made
+    assert len(prompt) == machine.prompt_words(lines, registers or len(made.values), tell)
+    assert steps * machine.step_words(restate, tell) <= len(trace) <= (2 * steps + 4) * machine.step_words(restate, tell)
+    text, places = prompt + trace, list(sources(made))
+    assert len(places) == len(trace)
+    for place, (word, source) in enumerate(zip(trace, places, strict=True), len(prompt)):
+        said = [text[at] for at in source]
+        assert max(source) < place
+        if word.isdigit() and len(source) == 2:
+            assert int(word) == (int(said[0]) + int(said[1])) % 10
+        elif word.isdigit():
+            assert said == [word]
+            register = text[place - 1]
+            assert text[source[0] - 1] == register
+            assert register not in text[source[0] : place - 1], "where it was said last"
+        elif len(source) == 3:
+            assert said[1:] == prompt[prompt.index("until") + 1 :][:2]
+            assert word in ("end", said[0])
+        else:
+            assert said[0][1:] == word[1:]
+
+
+# Two lines, three registers; it ends after two steps, as register 1 becomes 5. Each value's place is known.
+PROMPT = "full until v1 5 line L5 r0 r0 r1 L7 line L7 r1 r1 r0 L5 v0 1 v1 2 v2 0 run L5"
+STEPS = ["r0 r0 r1 L7 v0 1 v1 2 v0 3 L7", "r1 r1 r0 L5 v1 2 v0 3 v1 5 end"]
+RIGHT = " ".join(STEPS)
+SMALL = TraceOptions(programs=1, lines=2, registers=3, steps=1)
+READS = [12, 12, 9, 9]  # words from a value to where it was said last: twice the prompt, then the step before
+
+
+def judge(said: str, prompt: str = PROMPT, options: TraceOptions = SMALL):
+    return judged(prompt, said, options)
+
+
+def test_a_right_answer():
+    assert naive(PROMPT) == RIGHT
+    found = judge(RIGHT)
+    assert (found.right, found.final, found.ending, found.words_right, found.words) == (True, True, "ended", 22, 22)
+    assert found.reads == [(distance, True) for distance in READS]
+
+
+def test_after_a_wrong_word_no_read_counts():
+    found = judge(" ".join([STEPS[0], "r1 r1 r0 L5 v1 9 v0 3 v1 2 L5"]))
+    assert (found.right, found.final, found.ending, found.words_right, found.matches) == (False, False, "cut", 16, 19)
+    assert found.reads == [(12, True), (12, True), (9, False)]
+
+
+def test_with_a_teacher_every_read_counts():
+    options = SMALL.model_copy(update={"teacher": True})
+    found = judge(RIGHT.replace("v1 2 v0 3 v1", "v1 9 v0 3 v1"), options=options)
+    assert found.reads == [(12, True), (12, True), (9, False), (9, True)]
+    assert found.words_right == 16
+
+
+def test_an_answer_that_ends_early_is_wrong_at_its_end():
+    found = judge(STEPS[0][:-2] + "end")
+    assert (found.right, found.ending, found.words_right, found.words) == (False, "ended", 10, 11)
+
+
+def test_the_final_state_may_be_right_where_the_answer_is_not():
+    found = judge(RIGHT.replace("L7 v0", "L5 v0"))
+    assert (found.right, found.final, found.words_right) == (False, True, 3)
+    assert not judge(RIGHT.replace("v1 5", "v1 6")).final
+
+
+def test_an_answer_loops_if_as_many_steps_as_it_has_lines_came_before():
+    first, second = STEPS[0], STEPS[1].replace("end", "L5")
+    assert judge(" ".join(["ask", first, second, first, second])).ending == "looped"
+    assert judge(" ".join([first, second, first])).ending == "cut", "one step is too short"
+    assert judge(" ".join([first, second, first, second, "r0"])).ending == "looped", "wherever it is cut"
+    assert judge(" ".join([first, second, first, second.replace("3", "4")])).ending == "cut"
+    assert judge(" ".join([first, second, first, STEPS[1]])).ending == "ended"
+
+
+@given(seed=st.integers(0, 10**9), lines=st.integers(2, 5), restate=st.sampled_from(["full", "reads"]))
+def test_no_beginning_of_a_right_trace_loops(seed, lines, restate):
+    """Else it would go on for ever."""
+    options = TraceOptions(programs=1, lines=lines, registers=3, steps=20, restate=restate)
+    made = machine.program(random.Random(seed), lines, restate, False, (20, 40), 3)
+    words = [word for step in made.steps() for word in step.words]
+    for end in range(options.step, len(words), 5):
+        assert judge(" ".join(words[:end]), " ".join(made.prompt()), options).ending == "cut"
+
+
+def test_a_step_obeys_if_it_ends_with_the_register_that_was_asked_for():
+    prompt = PROMPT.replace("until", "tell v2 until")
+    options = SMALL.model_copy(update={"tell": True})
+    told = [f"{step.rpartition(' ')[0]} v2 0 {step.rpartition(' ')[2]}" for step in STEPS]
+    assert naive(prompt) == " ".join(told)
+    assert judge(" ".join(told), prompt, options).told == [(13, True), (26, True)]
+    other = told[1].replace("v2 0", "v0 3")
+    assert judge(" ".join([told[0], other]), prompt, options).told == [(13, True), (26, False)]
+    assert judge(" ".join([STEPS[0], told[1]]), prompt, options).told == [(11, False), (24, True)], "forgotten once"
+    only_the_result = judge(RIGHT, prompt.replace("tell v2", "tell v1"), options).told
+    assert only_the_result == [(11, False), (22, False)], "the result is the register, but it is not told"
+    assert judge("ask " * 60, prompt, options).told == [(26, False), (52, False)], "what has no steps disobeys, too"
+    assert judge(" ".join(told).replace("v2 0", "v2 7"), prompt, options).told == [(13, True), (26, True)], "a wrong value"
+
+
+def line(said: str, held: float | None = None) -> dict:
+    return {"prompt": PROMPT, "said": said, "held": held}
+
+
+def test_figures_of_a_record_by_hand():
+    wrong = RIGHT.replace("v1 5", "v1 6")
+    found = figures([line(RIGHT), line(wrong, 0.5), line("ask ask", 0.25)], SMALL)
+    assert (found["questions"], found["right"], found["outcomes"]) == (3, 1, "100")
+    assert (found["words"], found["words_right"], found["tokens_read"]) == (46, [22, 20, 0], 46 + 3 * 24)
+    assert found["endings"] == {"ended": 2, "looped": 0, "cut": 1}
+    assert (found["final"], found["held"]) == (1, 0.375)
+    assert found["reads"] == [{"from": 0, "to": 32, "count": 8, "right": 8}]
+    assert not {"told", "pass_at", "word_accuracy"} & set(found)
+
+
+@pytest.mark.parametrize("samples", [4, 6])
+def test_pass_at_k_is_the_mean_over_all_choices_of_k_answers(samples):
+    options = TraceOptions(programs=3, lines=2, registers=3, steps=1, samples=samples, temperature=1.0)
+    rights = [0, 1, 3]
+    said = [RIGHT if sample < right else "ask" for right in rights for sample in range(samples)]
+    found = figures([line(one) for one in said], options)
+    assert [p["k"] for p in found["pass_at"]] == [2, 4]
+    for entry in found["pass_at"]:
+        chosen = [list(itertools.combinations(range(samples), entry["k"])) for _ in rights]
+        expected = [sum(min(c) < r for c in choices) / len(choices) for r, choices in zip(rights, chosen, strict=True)]
+        assert entry["share"] == pytest.approx(sum(expected) / 3)
+        assert "low" not in entry, "three programs are too few"
+
+
+def test_pass_at_k_has_an_interval_over_programs():
+    options = TraceOptions(programs=20, lines=2, registers=3, steps=1, samples=2, temperature=1.0)
+    (found,) = figures([line(RIGHT if n % 4 == 0 else "ask") for n in range(40)], options)["pass_at"]
+    assert 0.2 < found["low"] < found["share"] == 0.5 < found["high"] < 0.8
+
+
+def made(said, cell=(), **task):
+    options = {"name": "trace", "programs": len(said), "lines": 2, "registers": 3, "steps": 1} | task
+    found = figures([line(one, None if one == RIGHT else 0.5) for one in said], TraceOptions(**options))
+    return cell_record(found | {"kv_bytes": 640, "state_bytes": 0}, task=options, data={"ids_sha256": "x"}, **dict(cell))
+
+
+def test_the_median_of_the_first_wrong_word_counts_right_answers_as_never_wrong():
+    at_0, at_10 = "ask", STEPS[0][:-2] + "end"
+    assert first_wrong(made([RIGHT, at_0, at_10, at_10]).metrics) == 11
+    assert first_wrong(made([RIGHT, RIGHT, at_0, at_10]).metrics) == 11
+    assert first_wrong(made([RIGHT, RIGHT, at_0]).metrics) is None
+
+
+def test_the_curve_falls_at_each_first_wrong_word_and_ends_at_what_is_solved():
+    points = [(p["words"], p["right"]) for p in _curve([made([RIGHT, "ask", STEPS[0][:-2] + "end", RIGHT])])]
+    assert points == [(0, 100), (1, 75), (11, 50), (22, 50)]
+    assert [(p["words"], p["right"]) for p in _curve([made(["ask"]), made([STEPS[0] + " ask"])])] == [(0, 100), (1, 50), (12, 0)]
+
+
+def test_several_answers_to_a_program_are_one_cluster():
+    twice = made([RIGHT, RIGHT, "ask", "ask"] * 20, programs=40, samples=2, temperature=1.0)
+    assert len(answers([twice]).streams) == 40
+    low, high = answers([twice]).ends
+    alone_low, alone_high = answers([made([RIGHT, "ask"] * 40)]).ends
+    assert high - low > 1.3 * (alone_high - alone_low)
+
+
+def test_the_page_shows_what_applies():
+    text = section(made([RIGHT, "ask"]), [made([RIGHT, RIGHT]), made([RIGHT, "ask"])]).text
+    assert "| solved | first wrong word |" in text
+    assert "50.0 [9.5, 90.5]" in text
+    assert "pass@" not in text
+    assert "words right" not in text
+    with_teacher = made([RIGHT], teacher=True)
+    assert "right traces read" in section(with_teacher, [with_teacher]).text
+
+
+def test_a_chart_has_one_moment_of_eviction_and_one_mode_of_positions_and_dense():
+    moments = [{}, {"positions": "stream"}, {"evict": {"every": 8}}]
+    records = [made([RIGHT, "ask"], cell=cell) for cell in ({"policy": "dense", "capacity": None}, *moments, {"seed": 1})]
+    charts = section(records[0], records).charts
+    assert len({chart.name for chart in charts}) == len(charts) == 3
+    for chart in charts:
+        values = chart.spec["layer"][-1]["data"]["values"]
+        assert {value["policy"] for value in values} == {"dense", "h2o"}, "seeds are one line"
+
+
+def test_options_that_contradict_each_other():
+    for wrong, message in (
+        ({"samples": 2}, "all of them are the same"),
+        ({"teacher": True, "tokens": 10_000}, "writes nothing"),
+        ({"teacher": True, "temperature": 1.0}, "writes nothing"),
+        ({"tokens": 500}, "can't hold the trace of 48 steps: 528 words"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            TraceOptions(**wrong)
+    assert TraceOptions().limit == 660
+    assert TraceOptions(tokens=528).limit == 528
+
+
+@pytest.fixture(scope="module")
+def tokenizer(machine_dir):
+    return load_tokenizer(machine_dir)
+
+
+@pytest.fixture(scope="module")
+def model(machine_dir):
+    return load_model(machine_dir, "float32", CPU)
+
+
+def run(options, tokenizer, model, policy, tmp_path, capacity=20, evict=1, block=64, at_once=None, **more):
+    """Lines of the trace file, and figures."""
+    data, config = trace_data(options, tokenizer), CacheConfig(policy, capacity, evict=evict)
+    job = Job(model, config, data, block, EAGER, tmp_path / "x.jsonl", lambda *_: None, at_once=at_once, **more)
+    found = Trace.run(options, job)
+    return [json.loads(x) for x in job.trace.read_text().splitlines()], found
+
+
+TINY = TraceOptions(programs=4, lines=2, registers=3, steps=2, tell=True)
+POLICIES = [Window(), H2O(), Random(keep_prompt=True), RecomputeWindow()]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: type(p).__name__)
+def test_answers_are_the_greedy_words_of_one_stream_after_the_other(policy, tokenizer, model, tmp_path):
+    lines, found = run(TINY, tokenizer, model, policy, tmp_path)
+    data = trace_data(TINY, tokenizer)
+    assert data.prompts.shape == (4, 1 + TINY.prompt)
+    for prompt, answer in zip(data.prompts, lines, strict=True):
+        read, said = decoder(model, CacheConfig(policy, 20)), []
+        logits = read.read_prompt(torch.from_numpy(prompt)[None], 1)
+        while len(said) < TINY.limit and said[-1:] != ["end"]:
+            token = int(logits[0].argmax())
+            said += tokenizer.convert_ids_to_tokens([token])
+            logits = read(torch.tensor([[token]]))[:, -1]
+        assert answer["prompt"].split() == tokenizer.convert_ids_to_tokens(prompt[1:].tolist())
+        assert answer["said"].split() == said
+    assert found.kv_bytes == read.kv_bytes
+
+
+SAMPLED = TINY.model_copy(update={"programs": 2, "samples": 3, "temperature": 1.0, "top_p": 0.9})
+
+
+@pytest.mark.parametrize("options", [TINY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: type(p).__name__)
+def test_the_same_seeds_give_the_same_answers_twice_in_a_batch_and_alone(options, policy, tokenizer, model, tmp_path):
+    whole = run(options, tokenizer, model, policy, tmp_path)[0]
+    assert len({answer["said"] for answer in whole}) == len(whole)
+    for at_once in (None, 1, 3):
+        assert run(options, tokenizer, model, policy, tmp_path, at_once=at_once)[0] == whole
+    if options.temperature:
+        other = run(options.model_copy(update={"sample_seed": 1}), tokenizer, model, policy, tmp_path)[0]
+        assert all(a["said"] != b["said"] for a, b in zip(whole, other, strict=True))
+        fewer = run(options.model_copy(update={"samples": 2}), tokenizer, model, policy, tmp_path)[0]
+        assert fewer == [answer for answer in whole if answer["sample"] < 2]
+
+
+@pytest.mark.parametrize("evict", [1, 5, "prompt"])
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: type(p).__name__)
+def test_right_traces_read_in_blocks_give_the_words_of_single_steps(policy, evict, tokenizer, model, tmp_path):
+    if not policy.caches and evict != 1:
+        return
+    options = TINY.model_copy(update={"teacher": True})
+    steps, found = run(options, tokenizer, model, policy, tmp_path, evict=evict, block=1)
+    for block, at_once in ((7, None), (64, 2)):
+        assert run(options, tokenizer, model, policy, tmp_path, evict=evict, block=block, at_once=at_once) == (steps, found)
+
+
+def test_with_a_teacher_dense_says_what_the_models_own_forward_pass_says(tokenizer, model, machine_dir, tmp_path):
+    options = TINY.model_copy(update={"teacher": True})
+    lines, found = run(options, tokenizer, model, Dense(), tmp_path, None)
+    data, matches, theirs = trace_data(options, tokenizer), 0, AutoModelForCausalLM.from_pretrained(machine_dir)
+    for prompt, trace, answer in zip(data.prompts, data.traces, lines, strict=True):
+        ids = torch.tensor([[*prompt, *trace]])
+        likeliest = theirs(ids).logits[0, len(prompt) - 1 : -1].argmax(-1).tolist()
+        assert answer["said"].split() == tokenizer.convert_ids_to_tokens(likeliest)
+        matches += sum(a == b for a, b in zip(likeliest, trace.tolist(), strict=True))
+    assert found.word_accuracy == matches / found.words
+    assert found.endings is None
+
+
+@dataclass(frozen=True)
+class PromptFirst(Policy):
+    """Made to lose the prompt: it goes before anything else."""
+
+    def importance(self, view):
+        return view.age.neg().float() - 1000 * (view.position < view.prompt)
+
+
+class Oracle:
+    """A decoder whose cache is real, and whose next word is right exactly if all that it follows from is held."""
+
+    def __init__(self, read, tokenizer, lacked, ids=()):
+        self.read, self.tokenizer, self.ids = read, tokenizer, [list(x) for x in ids]
+        self.lacked = lacked  # share of its sources that was held when a program's first word was wrong
+
+    def __getattr__(self, name):
+        return getattr(self.read, name)
+
+    def read_prompt(self, tokens, block):
+        self.read.read_prompt(tokens, block)
+        self.ids, self.prompt = tokens.tolist(), tokens.shape[1]
+        return self.logits()
+
+    def __call__(self, tokens):
+        self.read(tokens)
+        self.ids = [[*ids, *more] for ids, more in zip(self.ids, tokens.tolist(), strict=True)]
+        return self.logits()[:, None]
+
+    def fork(self, streams):
+        other = Oracle(self.read.fork(streams), self.tokenizer, self.lacked, [self.ids[stream] for stream in streams])
+        other.prompt = self.prompt
+        return other
+
+    def logits(self):
+        words = []
+        for stream, ids in enumerate(self.ids):
+            prompt = self.tokenizer.convert_ids_to_tokens(ids[1 : self.prompt])
+            program = machine.Program.from_prompt(prompt)
+            trace, place = [word for step in program.steps() for word in step.words], len(ids) - self.prompt
+            needed = [1 + source for source in list(sources(program))[place]] if place < len(trace) else [0]
+            held = self.read.fork([stream]).held(needed)
+            words.append("end" if place >= len(trace) else trace[place] if held == 1.0 else "ask")
+            if words[-1] == "ask":
+                self.lacked.setdefault(" ".join(prompt), held)
+        ids = self.tokenizer.convert_tokens_to_ids(words)
+        return torch.nn.functional.one_hot(torch.tensor(ids), len(self.tokenizer)).float()
+
+
+@pytest.mark.parametrize("evict", [1, 4])
+def test_evicting_the_prompt_first_is_worse_than_a_random_sample_that_keeps_it(evict, tokenizer, model, tmp_path):
+    """The oracle says the wrong word as soon as something it follows from is gone, and that is what a record says, too."""
+    options = TraceOptions(programs=8, lines=3, registers=3, steps=3)
+    capacity = options.prompt + 1 + 12
+
+    def measured(policy, capacity):
+        lacked = {}
+
+        def open_oracle(*args, **_):
+            return Oracle(decoder(*args), tokenizer, lacked)
+
+        moment = evict if policy.evicts else 1
+        lines, found = run(options, tokenizer, model, policy, tmp_path, capacity, moment, open=open_oracle)
+        assert [answer["held"] for answer in lines] == [lacked.get(answer["prompt"]) for answer in lines]
+        return lines, found
+
+    dense, found = measured(Dense(), None)
+    assert (found.accuracy, found.held, found.endings) == (1.0, None, {"ended": 8, "looped": 0, "cut": 0})
+    assert all(answer["held"] is None for answer in dense)
+    kept, random_ = measured(Random(keep_prompt=True, window=11), capacity)
+    lost, prompt_first = measured(PromptFirst(), capacity)
+    assert prompt_first.accuracy == 0 < random_.accuracy
+    assert first_wrong(prompt_first) < (first_wrong(random_) or 10_000)
+    for answer in [*kept, *lost]:
+        is_right = judged(answer["prompt"], answer["said"], options).right
+        assert is_right == (answer["held"] is None) or answer["held"] < 1.0
+    assert prompt_first.held == pytest.approx(sum(a["held"] for a in lost) / len(lost))
+
+
+def test_a_model_without_the_words_and_programs_that_do_not_exist_are_mistakes_of_a_user(tokenizer, model_dir, monkeypatch):
+    monkeypatch.setattr(machine, "_TRIES", 20)
+    with pytest.raises(UserError, match="such as builtin:machine"):
+        trace_data(SMALL, load_tokenizer(model_dir))
+    with pytest.raises(UserError, match="no program of 2 lines ends after 120 to 240 steps: choose other lines"):
+        trace_data(TraceOptions(lines=2, registers=3, steps=120), tokenizer)
+
+
+def test_logits_that_are_not_finite_are_a_failed_cell(tokenizer, tmp_path):
+    broken = SimpleNamespace(read_prompt=lambda tokens, block: torch.full((len(tokens), 103), float("nan")))
+    with pytest.raises(MeasurementError, match="not finite"):
+        run(SMALL, tokenizer, SimpleNamespace(device=CPU), Window(), tmp_path, open=lambda *_, **__: broken)
+
+
+SUITE = """
+suite: traces
+version: 1
+model: {id: MODEL}
+task:
+  - {name: trace, programs: 4, lines: 2, registers: 3, steps: 2, tell: true, side_by_side: 3}
+  - {name: trace, programs: 4, lines: 2, registers: 3, steps: 2, samples: 2, temperature: 1.0, restate: reads, evict: step}
+  - {name: trace, programs: 4, lines: 2, registers: 3, steps: 2, teacher: true, evict: step}
+capacity: 16
+policies: [dense, recompute_window, {name: random, keep_prompt: true}, {name: h2o, evict: [step, {every: 8}, prompt]}]
+"""
+
+
+@pytest.fixture(scope="module")
+def measured(machine_dir, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("traces")
+    path = folder / "traces.yaml"
+    path.write_text(SUITE.replace("MODEL", str(machine_dir)))
+    request = RunRequest(str(path), threads=1, device="cpu")
+    cells = request.cells()
+    return folder / "records", cells, request.measure(folder / "records", cells, progress=False)
+
+
+def file_of(record, folder):
+    return next(folder.rglob(record.trace.file))
+
+
+@pytest.mark.slow("measures a suite")
+def test_every_figure_but_bytes_follows_from_the_trace_file(measured):
+    folder, cells, records = measured
+    assert len(records) == 14
+    for record in records:
+        assert record.status == "ok", record.error
+        path = file_of(record, folder)
+        assert problems(record, path.parent) == []
+        again = Trace.from_trace(record, path)
+        assert set(record.metrics.as_json()) - set(again) == {"kv_bytes", "state_bytes"}
+    sizes = {e.cell.id: e.kv_bytes // Trace.streams(e.cell.task) for e in estimates(cells, "cpu")}
+    bounded = {r.cell_id: r.metrics.kv_bytes for r in records if r.cell.most_kept is not None}
+    assert bounded == {cell: sizes[cell] for cell in bounded}
+
+
+@pytest.mark.slow("measures a suite")
+def test_an_answer_that_was_made_right_afterwards_is_noticed(measured):
+    folder, _, records = measured
+    record = next(r for r in records if r.cell.policy == "dense" and r.cell.task.samples == 1 and not r.cell.task.teacher)
+    path = file_of(record, folder)
+    lines = [json.loads(x) for x in path.read_text().splitlines()]
+    assert Trace.from_trace(record, path)["right"] == record.metrics.right == 0
+    lines[0]["said"] = naive(lines[0]["prompt"])
+    forged = path.with_name("forged.trace.jsonl")
+    forged.write_text("".join(json.dumps(x) + "\n" for x in lines))
+    assert Trace.from_trace(record, forged)["right"] == 1
