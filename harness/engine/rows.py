@@ -56,7 +56,7 @@ class Rows:
         per_layer = slots.streams * heads
         part = slice(layers.start * per_layer, layers.stop * per_layer)
         self._slots, self._tensors = slots, tensors
-        self.keys, self.values = tensors.keys[part, :attended], tensors.values[part, :attended]
+        self._keys, self._values = (x.window(part, attended, tensors.position) for x in (tensors.keys, tensors.values))
         self.rank, self.position = tensors.rank[part, :attended], tensors.position[part, :attended]
         self._all_ranks = tensors.rank[part]
         self.free, self._row_base = tensors.free[part], tensors.row_base[part]
@@ -71,15 +71,28 @@ class Rows:
         streams = torch.arange(slots.streams, device=self.rank.device)
         self.stream_of_block = streams.repeat(layers.stop - layers.start)  # [L * B]
         self.stream_of_row = self.stream_of_block.repeat_interleave(heads)  # [R]
-        rank, position, keys, values = (x.unflatten(0, (-1, heads)) for x in (self.rank, self.position, self.keys, self.values))
+        rank, position = (x.unflatten(0, (-1, heads)) for x in (self.rank, self.position))
         index = of_layer[:, None, None]  # of the layer; stands in for the step until the first token
         head = slots.head_index[layers].repeat_interleave(slots.streams, 0)[..., None]
         prompt = slots.prompt[self.stream_of_block][:, None, None]
+        keys, values = (rank, rank) if slots.codec else (x.unflatten(0, (-1, heads)) for x in (self.keys, self.values))
         self.view = CacheView(
             rank, position, index, keys, values, self.states, index, head, prompt, slots.num_layers, slots.seed, self._rotated
         )
-        if slots.keys_rotated:  # nobody looks at them
+        if slots.codec:
+            self.view = _StoredView(self, self.view)
+        elif slots.keys_rotated:  # nobody looks at them
             del self.view.keys
+
+    @property
+    def keys(self) -> Tensor:
+        """What is stored: of a coded cache, made by each call. [R, S, D], the model's dtype."""
+        return self._keys.read()
+
+    @property
+    def values(self) -> Tensor:
+        """The same of V. [R, S, Dv]."""
+        return self._values.read()
 
     def _rotated(self, x: Tensor, position: Tensor) -> Tensor:
         """`CacheView.rotate`."""
@@ -116,10 +129,10 @@ class Rows:
     def enter(self, free: Tensor, keys: Tensor, values: Tensor, ranks: Tensor, steps: Tensor) -> None:
         """Put a run of tokens into free slots. [R, T], [R, T, D], [R, T, Dv], [R, T], [R, T]."""
         tensors, at = self._tensors, free.flatten()
-        tensors.flat_keys.index_copy_(0, at, keys.flatten(0, 1))
-        tensors.flat_values.index_copy_(0, at, values.flatten(0, 1))
         tensors.flat_rank.index_copy_(0, at, ranks.flatten())
         tensors.flat_position.index_copy_(0, at, steps.flatten())
+        self._keys.write(at, keys.flatten(0, 1))
+        self._values.write(at, values.flatten(0, 1))
         for statistic, state in tensors.flat_states.items():
             state.index_fill_(0, at, statistic.initial)
 
@@ -142,9 +155,9 @@ class Rows:
             self.find_free()
 
     def write(self, key: Tensor, value: Tensor) -> None:
-        """Put the new token's K and V into the free slot. [R, D], [R, Dv]."""
-        self._tensors.flat_keys.index_copy_(0, self.free, key)
-        self._tensors.flat_values.index_copy_(0, self.free, value)
+        """Put the new token's K and V into the free slot, where it was placed. [R, D], [R, Dv]."""
+        self._keys.write(self.free, key)
+        self._values.write(self.free, value)
 
     def note_written(
         self, free: Tensor, key: Tensor, value: Tensor, step: Tensor, ids: Tensor, valid: Tensor | None = None
@@ -193,10 +206,10 @@ class Rows:
 
     def room_for_seen(self) -> dict[Seen, Tensor]:
         """Where a step may put what statistics read of it. [R, G, ...] each."""
-        shape, attended, narrow = self._slots.shape, self.rank.shape[1], self.keys.dtype
+        shape, attended, narrow = self._slots.shape, self.rank.shape[1], self._slots.dtype
         last = {"weights": attended, "logits": attended, "queries": shape.key_dim, "outputs": shape.value_dim}
         types = {"weights": self._slots.wide, "logits": self._slots.wide}
-        return {x: self.keys.new_empty(len(self.rank), shape.group, last[x], dtype=types.get(x, narrow)) for x in self.asked}
+        return {x: self.rank.new_empty(len(self.rank), shape.group, last[x], dtype=types.get(x, narrow)) for x in self.asked}
 
     def update(self, seen: Mapping[Seen, Tensor], valid: Tensor | None) -> None:
         """Update the statistics with the attention of one step. seen: [R, G, ...] each; valid: [L * B, 1, 1]."""
@@ -233,9 +246,9 @@ class Rows:
 
     def put(self, keys: Tensor, values: Tensor, position: Tensor) -> None:
         """Hold these tokens and no others, oldest first in the first slots. [N, n, D], [N, n, Dv], [N, n] int64."""
-        count = position.shape[1]
-        self.keys[:, :count], self.values[:, :count] = keys, values
         self.hold(position)
+        self._keys.put(keys)
+        self._values.put(values)
 
     def hold(self, position: Tensor) -> None:
         """Enter in the account that the first slots hold the tokens at these positions, oldest first. [N, n] int64."""
@@ -327,6 +340,23 @@ class Rows:
             worst = worst.masked_fill(worst < 0, empty)
         self.rank.sub_((self.rank > worst).long())
         self._tensors.flat_rank.index_fill_(0, self.free, empty)
+
+
+class _StoredView(CacheView):
+    """The view of a coded cache, whose keys and values are decoded when they are looked at."""
+
+    def __init__(self, rows: Rows, view: CacheView) -> None:
+        """view: without keys and values of its own."""
+        vars(self).update(vars(view))
+        del self.keys, self.values
+        self._rows = rows
+
+    def __getattr__(self, name: str) -> Tensor:
+        """Keys that are kept rotated are nobody's business."""
+        if name not in ("keys", "values") or (name == "keys" and self._rows.keys_rotated):
+            raise AttributeError(name)
+        x: Tensor = getattr(self._rows, name)
+        return x.unflatten(0, (-1, self._rows.heads))
 
 
 class Windows:
