@@ -52,7 +52,7 @@ def test_a_filled_decoder_is_in_the_state_of_one_that_has_read(family, config, t
         assert torch.equal(slots.free, theirs.free)
         assert torch.equal(slots.position[held], theirs.position[held])
         assert slots.keys.tensor[held].std() > 0.9
-        assert not slots.keys[~held].any()
+        assert not slots.keys.tensor[~held].any()
     assert ours.kept() == read.kept()
     assert (ours._seen, ours._max_seen, ours.slots) == (read._seen, read._max_seen, read.slots)
     assert torch.equal(ours._step, read._step)

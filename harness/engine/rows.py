@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvbench.harness.engine.rotary import LONGEST_STREAM, rotate
 from kvbench.harness.engine.slots import Slots
+from kvbench.harness.engine.store import as_written, is_exempt
 from kvbench.harness.engine.victims import of_heads, of_layers, ranks_without
 from kvbench.policies import Attention, CacheView, Policy, Seen, Statistic, Written
 
@@ -126,24 +127,40 @@ class Rows:
         occupied = (self.rank < self._slots.empty_rank).to(torch.uint8)
         return occupied.argsort(dim=-1, stable=True)[:, :count] + self._row_base[:, None]
 
-    def enter(self, free: Tensor, keys: Tensor, values: Tensor, ranks: Tensor, steps: Tensor) -> None:
-        """Put a run of tokens into free slots. [R, T], [R, T, D], [R, T, Dv], [R, T], [R, T]."""
-        tensors, at = self._tensors, free.flatten()
+    def enter(self, free: Tensor, keys: Tensor, values: Tensor, ranks: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
+        """Put a run of tokens into free slots. [R, T], [R, T, D], [R, T, Dv], [R, T], [R, T].
+
+        Returns:
+            Keys and values that one of them may see, as `Window.entered` does.
+        """
+        tensors, at, old_keys, old_values = self._tensors, free.flatten(), self.keys, self.values
         tensors.flat_rank.index_copy_(0, at, ranks.flatten())
         tensors.flat_position.index_copy_(0, at, steps.flatten())
-        self._keys.write(at, keys.flatten(0, 1))
-        self._values.write(at, values.flatten(0, 1))
         for statistic, state in tensors.flat_states.items():
             state.index_fill_(0, at, statistic.initial)
+        new_keys = self._keys.entered(at, keys.flatten(0, 1), old_keys)
+        return new_keys, self._values.entered(at, values.flatten(0, 1), old_values)
 
     def leave(self, free: Tensor) -> None:
         """Make slots empty again. [R, T] int64."""
         self._tensors.flat_rank.index_fill_(0, free.flatten(), self._slots.empty_rank)
 
     def seen_by(self, ranks: Tensor, steps: Tensor) -> Tensor:
-        """Which slots the tokens of a run see. ranks, steps: of the tokens, [R, T] int64 -> [R, T, S] bool."""
-        sees, window = self.rank[:, None] <= ranks[..., None], self._slots.shape.sliding_window
-        return sees if window is None else sees & (steps[..., None] - self.position[:, None] < window)
+        """What the tokens of a run see of what `enter` returned. ranks, steps: of the tokens, [R, T] int64 -> [R, T, S] bool."""
+        sees, window, codec = self.rank[:, None] <= ranks[..., None], self._slots.shape.sliding_window, self._slots.codec
+        if window is not None:
+            sees = sees & (steps[..., None] - self.position[:, None] < window)
+        if codec is None:
+            return sees
+        exempt = is_exempt(codec, self.position[:, None], steps[..., None])
+        return torch.cat([sees & ~exempt, sees & exempt], -1)
+
+    def by_slot(self, seen: Mapping[Seen, Tensor]) -> dict[Seen, Tensor]:
+        """What statistics read of a run, where each slot was offered twice, and seen once."""
+        if self._slots.codec is None:
+            return dict(seen)
+        twice = {name: x.unflatten(-1, (2, -1)) for name, x in seen.items() if name in ("weights", "logits")}
+        return {**seen, **{name: x.amax(-2) for name, x in twice.items()}}
 
     def end_run(self, free: Tensor, due: bool) -> None:
         """After a run: evict what is due, and find the slot for the next token. free: the run's slots, [R, T] int64."""
@@ -172,6 +189,8 @@ class Rows:
             ids: of the tokens. [N, T] int64.
             valid: tokens that count; all when None. [N, T] bool.
         """
+        if (codec := self._slots.codec) is not None:
+            key, value = as_written(key, step, codec), as_written(value, step, codec)
         for statistic, first in self.written(key, value, step, ids).items():
             if statistic.per == "slot":
                 state = self._tensors.flat_states[statistic]

@@ -114,9 +114,11 @@ class LayerShape:
         """Of one KV head."""
         return HeadSizes(self.group, self.key_dim, self.value_dim)
 
-    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes of one token's K and V in this layer."""
-        return self.heads * (self.key_dim + self.value_dim) * dtype.itemsize
+    def kv_bytes(self, slots: int, dtype: torch.dtype, codec: Codec | None = None) -> int:
+        """Bytes of slots for K and V in this layer."""
+        if codec is None:
+            return slots * self.heads * (self.key_dim + self.value_dim) * dtype.itemsize
+        return self.heads * sum(codec.allocated(slots, dims, dtype.itemsize) for dims in (self.key_dim, self.value_dim))
 
     def kept(self, capacity: int | None) -> int | None:
         """Tokens this layer keeps between steps: a sliding-window layer no more than its window; None if all."""

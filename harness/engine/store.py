@@ -31,6 +31,18 @@ class Window(Protocol):
     def put(self, x: Tensor) -> None:
         """Fill the first slots of each row. [N, n, D]."""
 
+    def entered(self, at: Tensor, x: Tensor, before: Tensor) -> Tensor:
+        """Write a run of tokens, and return all that one of them may see.
+
+        Args:
+            at: as in `write`.
+            x: as in `write`.
+            before: what was read before their positions were entered. [N, S, D].
+
+        Returns:
+            [N, S, D]; of a coded store [N, 2 * S, D]: the code of each slot, and then what it holds while it is exempt.
+        """
+
 
 class Store(Protocol):
     """K or V of all rows."""
@@ -97,6 +109,11 @@ class FloatWindow:
         """Fill the first slots."""
         self._view[:, : x.shape[1]] = x
 
+    def entered(self, at: Tensor, x: Tensor, before: Tensor) -> Tensor:
+        """Write a run of tokens, and return the slots."""
+        self.write(at, x)
+        return before
+
 
 class CodedStore:
     """Tokens as packed integers; those that are exempt are held in the model's dtype, too.
@@ -155,19 +172,15 @@ class CodedWindow:
 
     def read(self) -> Tensor:
         """What the slots hold: the code, or what the token was if it is exempt."""
-        return self.with_exempt(self.decoded())
-
-    def decoded(self) -> Tensor:
-        """What the slots hold of tokens that are no longer exempt. [N, S, D]."""
-        return decoded(self._codes, self._scale, self._zero, self._codec.bits)
-
-    def with_exempt(self, x: Tensor) -> Tensor:
-        """The same with the exempt tokens as they are. [N, S, D]."""
-        if not self._codec.exempt:
+        x, last = self._decoded(), self._codec.exempt - 1
+        if last < 0:
             return x
         place = self._place(self._position[:, : self._slots])[..., None]
-        exact = self._exact.take_along_dim(place.clamp(max=self._codec.exempt - 1), 1)
-        return torch.where(place < self._codec.exempt, exact, x)
+        return torch.where(place <= last, self._exact.take_along_dim(place.clamp(max=last), 1), x)
+
+    def _decoded(self) -> Tensor:
+        """What the slots hold once no token is exempt. [N, S, D]."""
+        return decoded(self._codes, self._scale, self._zero, self._codec.bits)
 
     def write(self, at: Tensor, x: Tensor) -> None:
         """Put vectors into slots, as codes, and into places for exempt ones."""
@@ -189,6 +202,13 @@ class CodedWindow:
         first = torch.arange(len(x), device=x.device)[:, None] * self._position.shape[1] + self._first
         self.write((first + torch.arange(x.shape[1], device=x.device)).flatten(), x.flatten(0, 1))
 
+    def entered(self, at: Tensor, x: Tensor, before: Tensor) -> Tensor:
+        """Write a run of tokens, and return each slot twice: coded, and exempt."""
+        self.write(at, x)
+        of_rows = x.unflatten(0, (len(before), -1))
+        slots = (at % self._position.shape[1]).view(*of_rows.shape[:2], 1).expand_as(of_rows)
+        return torch.cat([self._decoded(), before.scatter(1, slots, of_rows)], 1)
+
     def _place(self, position: Tensor) -> Tensor:
         """Where the tokens of the window's rows are held if they are exempt; E if they aren't. [N, n] int64."""
         codec, newest = self._codec, self._position.amax(-1, keepdim=True)
@@ -200,6 +220,12 @@ class CodedWindow:
 def is_exempt(codec: Codec, position: Tensor, newest: Tensor) -> Tensor:
     """Which tokens are held in the model's dtype. position: -1 where there is none; newest: read so far. Any shape, int64."""
     return ((position < codec.sinks) | (newest - position < codec.recent)) & (position >= 0)
+
+
+def as_written(x: Tensor, position: Tensor, codec: Codec) -> Tensor:
+    """What is stored of tokens when they come. x: [..., D]; position: [...] int64 -> [..., D]."""
+    exempt = is_exempt(codec, position, position)[..., None]
+    return x if codec.recent else torch.where(exempt, x, decoded(*encoded(x, codec), codec.bits))
 
 
 def encoded(x: Tensor, codec: Codec) -> tuple[Tensor, Tensor, Tensor]:
