@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -37,16 +38,19 @@ class Codec:
         """The most tokens per head that are held in the model's dtype."""
         return self.sinks + self.recent
 
-    def groups(self, dims: int) -> int:
-        """Groups of channels in a head.
+    def refuse_unfit(self, dims: int) -> None:
+        """Check that heads of this many channels can be coded.
 
         Raises:
-            ValueError: they don't divide it.
+            ValueError: they can't be cut into groups, or numbers don't fill whole bytes.
         """
         size = min(self.group, dims)
         if dims % size or dims * self.bits % 8:
             raise ValueError(f"kv: heads of {dims} channels can't be cut into groups of {size} in whole bytes of {self.name}")
-        return dims // size
+
+    def groups(self, dims: int) -> int:
+        """Groups of channels in a head."""
+        return -(-dims // self.group)
 
     def bytes_of(self, dims: int, itemsize: int) -> int:
         """Bytes of one coded vector: its numbers, and a scale and a zero per group. itemsize: of the model's dtype."""
@@ -55,6 +59,12 @@ class Codec:
     def allocated(self, slots: int, dims: int, itemsize: int) -> int:
         """Bytes of the slots of one head: a code for each, and room for the exempt tokens beside them."""
         return slots * self.bytes_of(dims, itemsize) + self.exempt * dims * itemsize
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Codec:
+        """The codec that `as_json` wrote."""
+        exempt = value["exempt"]
+        return cls(value["codec"], value["group"], exempt["sinks"], exempt["recent"], value.get("keys", "unrotated"))
 
     def as_json(self) -> dict[str, Any]:
         """The codec as a suite and a record write it, all of it but a default of `keys`."""

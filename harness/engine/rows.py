@@ -15,9 +15,9 @@ from torch import Tensor
 
 from kvbench.harness.engine.rotary import LONGEST_STREAM, rotate
 from kvbench.harness.engine.slots import Slots
-from kvbench.harness.engine.store import as_written, is_exempt
-from kvbench.harness.engine.victims import of_heads, of_layers, ranks_without
-from kvbench.policies import Attention, CacheView, Policy, Seen, Statistic, Written
+from kvbench.harness.engine.store import StoredView, as_written, is_exempt
+from kvbench.harness.engine.victims import effective_importance, of_heads, of_layers, ranks_without
+from kvbench.policies import Attention, CacheView, Seen, Statistic, Written
 
 
 class Held(NamedTuple):
@@ -27,23 +27,6 @@ class Held(NamedTuple):
     values: Tensor  # [N, n, Dv]
     position: Tensor  # [N, n] int64
     states: list[Tensor]  # one a statistic, [N, n]
-
-
-def effective_importance(policy: Policy, view: CacheView, sliding_window: int | None) -> Tensor:
-    """The importance that decides who is evicted: the policy's, and -inf for what no later query may see.
-
-    Args:
-        policy: bound.
-        view: of the cache, after a step.
-        sliding_window: tokens a query of these layers may see, itself included; None if all.
-
-    Returns:
-        [R, S] float32.
-    """
-    importance = policy.importance(view).flatten(0, 1)
-    if sliding_window is not None:
-        importance = importance.masked_fill(view.age.flatten(0, 1) >= sliding_window - 1, float("-inf"))
-    return importance
 
 
 class Rows:
@@ -81,7 +64,7 @@ class Rows:
             rank, position, index, keys, values, self.states, index, head, prompt, slots.num_layers, slots.seed, self._rotated
         )
         if slots.codec:
-            self.view = _StoredView(self, self.view)
+            self.view = StoredView(self.view, None if slots.keys_rotated else self._keys, self._values, heads)
         elif slots.keys_rotated:  # nobody looks at them
             del self.view.keys
 
@@ -359,23 +342,6 @@ class Rows:
             worst = worst.masked_fill(worst < 0, empty)
         self.rank.sub_((self.rank > worst).long())
         self._tensors.flat_rank.index_fill_(0, self.free, empty)
-
-
-class _StoredView(CacheView):
-    """The view of a coded cache, whose keys and values are decoded when they are looked at."""
-
-    def __init__(self, rows: Rows, view: CacheView) -> None:
-        """view: without keys and values of its own."""
-        vars(self).update(vars(view))
-        del self.keys, self.values
-        self._rows = rows
-
-    def __getattr__(self, name: str) -> Tensor:
-        """Keys that are kept rotated are nobody's business."""
-        if name not in ("keys", "values") or (name == "keys" and self._rows.keys_rotated):
-            raise AttributeError(name)
-        x: Tensor = getattr(self._rows, name)
-        return x.unflatten(0, (-1, self._rows.heads))
 
 
 class Windows:

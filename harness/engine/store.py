@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvbench.harness.core.codec import Codec
+from kvbench.policies import CacheView
 
 
 class Window(Protocol):
@@ -135,8 +136,13 @@ class CodedStore:
 
     @classmethod
     def empty(cls, codec: Codec, like: Tensor) -> CodedStore:
-        """For as many rows and slots as a tensor has. like: [R, S, D], the model's dtype."""
+        """For as many rows and slots as a tensor has. like: [R, S, D], the model's dtype.
+
+        Raises:
+            ValueError: heads of this size can't be coded.
+        """
         (rows, slots, dims), groups = like.shape, codec.groups(like.shape[2])
+        codec.refuse_unfit(dims)
         codes = like.new_zeros(rows, slots, dims * codec.bits // 8, dtype=torch.uint8)
         scale, zero = (like.new_zeros(rows, slots, groups) for _ in range(2))
         return cls(codec, codes, scale, zero, like.new_zeros(rows, codec.exempt, dims))
@@ -215,6 +221,23 @@ class CodedWindow:
         place = codec.sinks + position % codec.recent if codec.recent else position
         place = torch.where(position < codec.sinks, position, place)
         return torch.where(is_exempt(codec, position, newest), place, codec.exempt)
+
+
+class StoredView(CacheView):
+    """The view of a coded cache, whose keys and values are decoded when they are looked at."""
+
+    def __init__(self, view: CacheView, keys: Window | None, values: Window, heads: int) -> None:
+        """view: without keys and values of its own; keys: None if they are kept rotated, so that nobody looks at them."""
+        vars(self).update(vars(view))
+        del self.keys, self.values
+        self._stored, self._heads = {"keys": keys, "values": values}, heads
+
+    def __getattr__(self, name: str) -> Tensor:
+        window = vars(self).get("_stored", {}).get(name)
+        if window is None:
+            raise AttributeError(name)
+        read: Tensor = window.read()
+        return read.unflatten(0, (-1, self._heads))
 
 
 def is_exempt(codec: Codec, position: Tensor, newest: Tensor) -> Tensor:
