@@ -23,6 +23,7 @@ from kvbench.policies import Policy
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
 from kvbench.policies.keydiff import KeyDiff
+from kvbench.policies.knorm import Knorm
 from kvbench.policies.random import Random
 from kvbench.policies.recompute_window import RecomputeWindow
 from kvbench.policies.sink_window import SinkWindow
@@ -206,6 +207,25 @@ def test_a_cut_prompt_is_coded_at_the_cut(policy, codec):
         torch.testing.assert_close(ours[held], torch.where(exempt[:, None], x, decoded(*encoded(x, codec), codec.bits)))
     later = tokens[:, 24:]
     torch.testing.assert_close(in_blocks(coded, later, 1), in_blocks(split, later, 5), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("tokens", [0, 5, 30])
+@pytest.mark.parametrize("policy", [H2O(), Dense()], ids=lambda p: type(p).__name__)
+def test_a_coded_cache_that_is_filled_reads_on_in_blocks_as_in_steps(policy, tokens):
+    config = CacheConfig(policy, 20 if policy.evicts else None, kv=Codec("int4", 32, 2, 6))
+    reads = [CachedDecoder(model_of("llama", torch.float64), config) for _ in range(2)]
+    for read in reads:
+        read.fill_randomly(tokens)
+    torch.testing.assert_close(*(in_blocks(read, tokens_of(12), size) for read, size in zip(reads, (1, 5), strict=True)))
+
+
+def test_statistics_of_a_written_token_are_of_what_is_stored():
+    read = CachedDecoder(model_of("llama"), CacheConfig(Knorm(), 9, kv=Codec("int2", sinks=2)))
+    in_blocks(read, tokens_of(LENGTH), 7)
+    rows = read.walks[0].rows(read.walks[0].slots.num_slots, 0)
+    (state,) = rows.states.values()
+    held = rows.rank < rows.rank.shape[1]
+    torch.testing.assert_close(state.flatten(0, 1)[held], rows.keys.norm(dim=-1)[held])
 
 
 @pytest.mark.parametrize("codec", [Codec("int4", sinks=4, recent=16), Codec("int2", 8)], ids=str)

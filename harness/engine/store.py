@@ -193,7 +193,7 @@ class CodedWindow:
         parts = self._store.codes, self._store.scale, self._store.zero
         for part, new in zip(parts, encoded(x, self._codec), strict=True):
             part.flatten(0, 1).index_copy_(0, at, new)
-        if not self._codec.exempt:
+        if not self._codec.exempt or not len(at):
             return
         rows = len(self._exact)
         place = self._place(self._position.flatten()[at - self._first].view(rows, -1))
