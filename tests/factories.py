@@ -54,9 +54,10 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 def default_policies() -> list[str]:
     """Names of the policies that need no parameter, such as a file."""
     return [
-        name for name in plugins.policy_names()
+        name
+        for name in plugins.policy_names()
         if not any(f.default is f.default_factory for f in dataclasses.fields(plugins.policy_class(name)))  # both missing
-    ]  # fmt: skip
+    ]
 
 
 def slots_for(

@@ -46,9 +46,10 @@ class Driver:
     def __init__(self) -> None:
         self.launches = 0
         self.utils = SimpleNamespace(
-            load_binary=lambda *args: (1, 1, 0, 0, 1024), unload_module=lambda module: None,
+            load_binary=lambda *args: (1, 1, 0, 0, 1024),
+            unload_module=lambda module: None,
             get_device_properties=lambda device: {"max_shared_mem": 227 * 2**10, "multiprocessor_count": 132},
-        )  # fmt: skip
+        )
 
     def get_current_device(self) -> int:
         return 0
@@ -82,9 +83,10 @@ def stand_in() -> Iterator[Driver]:
     """Let Triton and graphs be launched by the stand-in."""
     driver = Driver()
     with (
-        patch.object(triton.runtime.driver, "_active", driver), patch.object(cuda, "replayable", driver.replayable),
+        patch.object(triton.runtime.driver, "_active", driver),
+        patch.object(cuda, "replayable", driver.replayable),
         patch.object(cuda, "_GRAPH_DEVICES", {"cpu"}),
-    ):  # fmt: skip
+    ):
         yield driver
 
 

@@ -159,9 +159,7 @@ def coverage_of_looks(series: Array, looks: list[int], planned: int, capacity: i
         planned: looks that intervals are corrected for; 1 for no correction.
         capacity: of the cache.
     """
-    found = [
-        [interval(x[: n // RUN], np.full(n // RUN, float(RUN)), RUN, capacity, planned) for n in looks] for x in series
-    ]  # fmt: skip
+    found = [[interval(x[: n // RUN], np.full(n // RUN, float(RUN)), RUN, capacity, planned) for n in looks] for x in series]
     ends = np.array([[(i.low, i.high) for i in text] for text in found])  # [R, looks, 2]
     held, widths = (ends[..., 0] <= 0) & (ends[..., 1] >= 0), ends[..., 1] - ends[..., 0]
     narrow = widths <= np.median(widths[:, 0]) / 2

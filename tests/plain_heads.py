@@ -74,12 +74,9 @@ def plain(family: str, tokens: Tensor) -> list[list[list[Head]]]:
     """The heads of each layer and stream. L lists of B lists of H heads."""
     model = model_of(family)
     return [
-        [
-            [_head(model, layer, seen, stream, head) for head in range(seen.keys.shape[1])]
-            for stream in range(len(tokens))
-        ]
+        [[_head(model, layer, seen, stream, head) for head in range(seen.keys.shape[1])] for stream in range(len(tokens))]
         for layer, seen in sorted(dense_pass(model, tokens).items())
-    ]  # fmt: skip
+    ]
 
 
 def _head(model, layer: int, seen: Seen, stream: int, head: int) -> Head:

@@ -87,10 +87,9 @@ class ListBackend:
             for self.step in range(tokens.shape[1]):
                 out.append(self.model(tokens[:, self.step : self.step + 1], self))
                 heads = self.model.layers[0].heads
-                self.kept.append([
-                    [[t.position for t in self.held[layer, h]] for h in range(heads)]
-                    for layer in range(len(self.model.layers))
-                ])  # fmt: skip
+                self.kept.append(
+                    [[[t.position for t in self.held[layer, h]] for h in range(heads)] for layer in range(len(self.model.layers))]
+                )
         return torch.cat(out, 1)
 
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:

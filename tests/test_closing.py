@@ -162,9 +162,10 @@ def test_texts_and_models_have_a_table_each():
     elsewhere = edit(measured("h2o", 2.5), cell={"model": {"id": "n", "dtype": "float32"}})
     tables = closing([measured("h2o", 2.0), other, elsewhere]).tables
     assert [t.heading for t in tables] == [
-        "s, m, 8 tokens cached, perplexity, 32,768 tokens", "s, m, 8 tokens cached, perplexity, 32,768 tokens, book 7",
+        "s, m, 8 tokens cached, perplexity, 32,768 tokens",
+        "s, m, 8 tokens cached, perplexity, 32,768 tokens, book 7",
         "s, n, 8 tokens cached, perplexity, 32,768 tokens",
-    ]  # fmt: skip
+    ]
 
 
 def test_a_heading_speaks_of_tasks_and_not_of_keys():
@@ -191,8 +192,9 @@ def test_two_machines_never_share_a_row():
     here, there = answered("h2o", "11", facts={"device": "here"}), measured("h2o", 2.0, facts={"device": "there"})
     tables = closing([here, there]).tables
     assert [t.heading.removeprefix("s, m, 8 tokens cached, ") for t in tables] == [
-        "StreamEval, on here", "perplexity, 32,768 tokens, on there",
-    ]  # fmt: skip
+        "StreamEval, on here",
+        "perplexity, 32,768 tokens, on there",
+    ]
     assert [t.lines[0][1] for t in tables] == ["100 %", "7.389"]
 
 

@@ -236,9 +236,10 @@ class Branching(Window):
 
 
 @pytest.mark.parametrize(
-    ("policy", "why"), [(Norm(), "keys or values"), (Median(), "scope 'head'"), (Sorted(), "'sort'"), (Branching(), "'max'")],
+    ("policy", "why"),
+    [(Norm(), "keys or values"), (Median(), "scope 'head'"), (Sorted(), "'sort'"), (Branching(), "'max'")],
     ids=lambda x: type(x).__name__,
-)  # fmt: skip
+)
 def test_what_can_not_be_traced_is_walked_plainly_and_says_why(policy, why):
     with pytest.raises(NotTraceableError, match=why):
         traced(policy.bind(8))

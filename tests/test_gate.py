@@ -210,8 +210,9 @@ def test_a_fifth_of_the_peak_is_too_good():
     held = memory(peak_bytes=270_000, kv_held_bytes=280_000)
     (found,) = [f for f in gate.check(([memory()], Path()), ([held], Path()), {}) if f.check == "trace"]
     assert (found.state, found.says) == (
-        "regression", "the new record: peak_bytes is 270,000, but 280,000 bytes of K and V were held at the end"
-    )  # fmt: skip
+        "regression",
+        "the new record: peak_bytes is 270,000, but 280,000 bytes of K and V were held at the end",
+    )
 
 
 @pytest.mark.parametrize(

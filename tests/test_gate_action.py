@@ -50,8 +50,9 @@ def test_the_exit_code_is_the_checks(check, compare, tmp_path):
     code, calls = run("Check", tmp_path, BENCH, BASELINE="a base", MODEL="", CHECK=f"{check}", COMPARE=f"{compare}")
     assert code == check
     assert calls == [
-        f"check --baseline a base --keep {tmp_path}/records", f"compare a base {tmp_path}/records --markdown",
-    ]  # fmt: skip
+        f"check --baseline a base --keep {tmp_path}/records",
+        f"compare a base {tmp_path}/records --markdown",
+    ]
     summary = (tmp_path / "summary").read_text()
     assert summary.startswith("a table")
     assert (f"exit code {check}" in summary) == (compare != 0)

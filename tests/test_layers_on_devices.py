@@ -45,8 +45,9 @@ def half_on_meta(family: str = "llama") -> Model:
     model = adopt(tiny_model(family, vocab_size=96))
     places = device_map(model.hf.config, torch.float32, [CPU, META], AutoModelForCausalLM)
     assert {name: places[name].type for name in ("model.layers.0", "model.layers.1")} == {
-        "model.layers.0": "cpu", "model.layers.1": "meta",
-    }  # fmt: skip
+        "model.layers.0": "cpu",
+        "model.layers.1": "meta",
+    }
     dispatch(model.hf, places)
     model.hf._hf_hook.io_same_device = False  # numbers don't come back from `meta`
     shape = model.layers[1]

@@ -25,9 +25,10 @@ from kvbench.harness.report.site.sums import sums
 
 ROOT = Path(__file__).parents[1]
 PUBLISHED = [
-    question for question in json.loads((ROOT / "leaderboard/feed.json").read_text(encoding="utf-8"))["questions"]
+    question
+    for question in json.loads((ROOT / "leaderboard/feed.json").read_text(encoding="utf-8"))["questions"]
     if question["suite"] == "budget"
-]  # fmt: skip
+]
 LOST = {"value": "loss", "low": "low", "high": "high", "to_name": "reference"}
 
 
@@ -70,9 +71,10 @@ def test_the_page_on_papers_runs_as_it_stands_and_its_numbers_are_those_of_the_f
 
 def all_rows():
     return [
-        row for question in PUBLISHED
+        row
+        for question in PUBLISHED
         for row in [*(row for budget in question["budgets"] for row in budget["rows"]), *question["references"]]
-    ]  # fmt: skip
+    ]
 
 
 def test_the_frame_has_every_row_of_the_feed_with_its_figures(frame):

@@ -74,8 +74,9 @@ def local_ray():
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         patch.setenv("PYTHONPATH", str(ROOT))
-        ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error",
-                 object_store_memory=2**27)  # fmt: skip
+        ray.init(
+            "local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error", object_store_memory=2**27
+        )
         yield
         ray.shutdown()
 

@@ -109,7 +109,7 @@ SAYS_BAD = "bad.py: can't be imported: ZeroDivisionError: division by zero (bad.
         ("bad.py:A", "x = 1\ny = x / 0\n", SAYS_BAD),
         ("no_such_package.policies:A", "", "no_such_package.policies: no such module in the current directory or installed"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_with_a_users_file_is_said_in_one_line(tmp_path, monkeypatch, capsys, name, text, says):
     monkeypatch.chdir(tmp_path)
     (tmp_path / name.split(":")[0]).write_text(text)

@@ -49,7 +49,7 @@ CASES = {
     "rkv": (RKV(window=4), rules.rkv(4, 7, 0.1, 0.5, False)),
     "rkv official": (RKV("official", 3, 5, similar=0.2), rules.rkv(3, 5, 0.07, 0.2, False)),
     "rkv prompt": (RKV(window=4, attention=0.9, keep_prompt=True), rules.rkv(4, 7, 0.9, 0.5, True)),
-}  # fmt: skip
+}
 every_case = pytest.mark.parametrize("case", CASES)
 
 

@@ -28,7 +28,7 @@ def view_of(held: list[int], step: int, layer: int, layers: int = LAYERS, empty:
     one, nothing = torch.ones(STREAMS, 1, 1, dtype=torch.int64), torch.zeros(STREAMS, HEADS, slots, 2)
     return CacheView(
         rank, position, one * step, nothing, nothing, {}, one * layer, torch.arange(HEADS)[:, None], one * 0, layers, SEED
-    )  # fmt: skip
+    )
 
 
 def survivors(policy: Policy, view: CacheView, count: int, head: int = 0) -> list[int]:

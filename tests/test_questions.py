@@ -44,7 +44,7 @@ RULER = {
     "ruler_vt": "Memorize.\n\nVAR X = 1\nQuestion: Find all variables of an example. Answer: X\n\nVAR A = 2|\nQuestion: Find all "
     "variables that are assigned the value 2 in the text above.",
     "ruler_qa_squad": "Answer the question.\n\nDocument 1:\nText.\n\nAnswer the question.\n|\nQuestion: Who?",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("task", RULER)

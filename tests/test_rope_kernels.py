@@ -102,7 +102,7 @@ def test_merge_is_one_softmax(in_triton, dim, group, dtype):
         ("llama", "cache", Window(), 300, [128, 256, 128]),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
-)  # fmt: skip
+)
 @pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
 def test_the_closed_form_by_kernels_is_the_walk(in_triton, monkeypatch, family, mode, policy, capacity, sizes):
     """The same NLL, the same tokens kept, and the steps after them; FlexAttention is uncompiled."""

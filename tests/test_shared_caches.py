@@ -138,7 +138,7 @@ Mass = Callable[[float, Tensor], float]  # of a token: before the step, and its 
 
 def h2o_by_eager_attention(
     model: Model, sources: list[int], tokens: Tensor, capacity: int
-) -> tuple[Tensor, dict[int, list[list[int]]]]:  # fmt: skip
+) -> tuple[Tensor, dict[int, list[list[int]]]]:
     """H2O over one stream, by nothing but the model's own forward passes: one a step, with what was evicted masked.
 
     Returns:

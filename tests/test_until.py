@@ -56,9 +56,7 @@ class Reader:
 
 
 def options_of(half_width: float, reference="recompute_window", tokens=TOKENS, stride=1):
-    return PerplexityOptions(
-        data="pg19", tokens=tokens, stride=stride, until={"interval": half_width, "reference": reference}
-    )  # fmt: skip
+    return PerplexityOptions(data="pg19", tokens=tokens, stride=stride, until={"interval": half_width, "reference": reference})
 
 
 def measured(nll, options, folder, policy=None, reference=None, block=5000, training_length=None):
@@ -66,9 +64,7 @@ def measured(nll, options, folder, policy=None, reference=None, block=5000, trai
     policy = policy or Window()
     name = "recompute_window" if reference is None else "window"
     trace, model = folder / f"{name}.nll.npy", SimpleNamespace(device=torch.device("cpu"), training_length=training_length)
-    job = Job(
-        model, CacheConfig(policy, CAPACITY), TEXT, block, EAGER, trace, lambda *_: None, lambda *_: Reader(nll), reference
-    )  # fmt: skip
+    job = Job(model, CacheConfig(policy, CAPACITY), TEXT, block, EAGER, trace, lambda *_: None, lambda *_: Reader(nll), reference)
     metrics = Perplexity.run(options, job).as_json()
     made = cell_record(
         metrics, policy=name, capacity=CAPACITY, task=options.model_dump(exclude_none=True),

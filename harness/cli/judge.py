@@ -72,7 +72,7 @@ def compare(a: str, b: str, as_json: bool, markdown: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print every finding as JSON.")
 def check(
     folder: str, results: str | None, keep: str | None, model: str | None, data: str | None, allow_better: bool, as_json: bool
-) -> None:  # fmt: skip
+) -> None:
     """Check records against a baseline: the regression gate.
 
     It compares every figure of every record, every token's NLL, every answer and the bytes. Times are compared relative to

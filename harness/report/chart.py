@@ -177,9 +177,10 @@ def themed(spec: dict[str, Any], theme: str) -> dict[str, Any]:
 
     def scale(place: dict[str, Any]) -> dict[str, Any]:
         ranges = {
-            "color": [getattr(m, theme) for m in marks.values()], "strokeDash": [list(m.dash) for m in marks.values()],
+            "color": [getattr(m, theme) for m in marks.values()],
+            "strokeDash": [list(m.dash) for m in marks.values()],
             "shape": [m.shape for m in marks.values()],
-        }  # fmt: skip
+        }
         return {"domain": list(marks), "range": ranges[place["marks"]]}
 
     filled: dict[str, Any] = _fill(spec, scale)

@@ -113,9 +113,10 @@ def _named(rows: Sequence[Row], names: Sequence[str], name: str) -> list[Row]:
     """The rows of that name; at a capacity without any, the rows of the policy of that name."""
     exact = {row.cell.capacity for row, shown in zip(rows, names, strict=True) if shown == name}
     return [
-        row for row, shown in zip(rows, names, strict=True)
+        row
+        for row, shown in zip(rows, names, strict=True)
         if shown == name or (row.cell.policy == name and row.cell.capacity not in exact)
-    ]  # fmt: skip
+    ]
 
 
 def _compared(question: Question, row: Row, base: Row, names: dict[str, str]) -> dict[str, Any]:

@@ -71,9 +71,7 @@ def choose_reading(model: Model, config: CacheConfig, task: type[Task], options:
     return Reading(check.method, block, facts, slow)
 
 
-def _own_reading(
-    model: Model, config: CacheConfig, task: type[Task], options: Any, block: int | None, walk: bool
-) -> Reading:  # fmt: skip
+def _own_reading(model: Model, config: CacheConfig, task: type[Task], options: Any, block: int | None, walk: bool) -> Reading:
     """The reading of somebody else's cache. The arguments are those of `choose_reading`."""
     check = own_loop(model, config, walk)
     streams = 1 if task.block_of_all else task.at_once(options)

@@ -136,9 +136,7 @@ def adakv(layers: list[Layer], capacity: int, window: int, kernel: int, floor: f
 
 def group_sums(layer: Layer) -> list[list[float]]:
     """All weights a key has received from all queries and the query group. [H][N]."""
-    return [
-        [sum(query[k] for rows in head for query in rows[k:]) for k in range(len(head[0]))] for head in layer.weights
-    ]  # fmt: skip
+    return [[sum(query[k] for rows in head for query in rows[k:]) for k in range(len(head[0]))] for head in layer.weights]
 
 
 def h2o(layers: list[Layer], capacity: int, window: int | None = None) -> list[Kept]:

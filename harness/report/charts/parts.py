@@ -40,9 +40,10 @@ def _panel(records: Sequence[Record], capacity: int) -> dict[str, Any]:
     powers = [2**i for i in range(5, 40) if 2**i <= last]
     encoding = {"x": log_axis("token", "token of the stream", base=2, values=powers), "y": log_axis("perplexity", "perplexity")}
     lines = {
-        "data": {"values": values}, "mark": {"type": "line", "strokeWidth": 2},
+        "data": {"values": values},
+        "mark": {"type": "line", "strokeWidth": 2},
         "encoding": encoding | {c: chart.by_policy(c, pairs) for c in ("color", "strokeDash")},
-    }  # fmt: skip
+    }
     return {"layer": [*marks(lines_at), lines]}
 
 

@@ -142,5 +142,5 @@ def _batched(record: Record, blocks: StrideBlocks, capacity: int, grids: _Grids)
     grid = {
         "tokens": [int(n) for n in tokens],
         "start": 0 if len(blocks.texts.tokens) > MIN_BLOCKS else capacity + 1,
-    }  # fmt: skip
+    }
     return [grids.place(f"{key} {capacity} {blocks.size}", grid), [float(f"{x:.9g}") for x in nll]]
