@@ -183,8 +183,9 @@ def shared_statistics() -> Iterator[None]:
     def fork(self, streams):
         other, tensors = plain(self, streams), self.tensors
         if len(streams) == self.streams:
-            copies = (x.clone() for x in (tensors.keys, tensors.values, tensors.rank, tensors.position))
-            other._replace(SlotTensors(*copies, tensors.states, tensors.free - tensors.row_base))
+            stores = (x.mapped(torch.clone) for x in (tensors.keys, tensors.values))
+            copies = (x.clone() for x in (tensors.rank, tensors.position))
+            other._replace(SlotTensors(*stores, *copies, tensors.states, tensors.free - tensors.row_base))
         return other
 
     with patch.object(Slots, "fork", fork):

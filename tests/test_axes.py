@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
@@ -10,11 +11,12 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
-from factories import edit, record
+from factories import changed, edit, record
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvbench.harness import suite as suites
+from kvbench.harness.core.codec import Codec
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.packed import content
 from kvbench.harness.core.parameters import parameters_of, policy_from
@@ -22,6 +24,8 @@ from kvbench.harness.core.sources import source_digest
 from kvbench.harness.models.shape import readable_shape
 from kvbench.harness.records import RecordStore
 from kvbench.harness.records.cell import CellSpec
+from kvbench.harness.report.feed import labels
+from kvbench.harness.report.feed.question import questions
 from kvbench.harness.report.markdown import short_titles, title
 from kvbench.harness.report.rows import _settings, rows
 from kvbench.harness.run.policy_check import check
@@ -159,7 +163,7 @@ BAD = [
     ("{name: h2o, evict: propmt}", {}, "mine.yaml:8: evict: expected step, prompt or {every: TOKENS}, not 'propmt'"),
     ("{name: h2o, evict: 4}", {}, "mine.yaml:8: evict: expected step, prompt or {every: TOKENS}, not 4"),
     ("{name: h2o, evict: {evry: 4}}", {}, "mine.yaml:8: evict: expected step, prompt or {every: TOKENS}, not {'evry': 4}"),
-    ("{name: dense, evict: prompt}", {}, "mine.yaml:8: unknown key 'evict'; there are limit, positions"),
+    ("{name: dense, evict: prompt}", {}, "mine.yaml:8: unknown key 'evict'; there are kv, limit, positions"),
     ("{name: recompute_window, evict: {every: 2}}", {}, "mine.yaml:8: unknown key 'evict'; there are capacity"),
     ("{name: h2o, evict: prompt}", {"task": ""},
      "mine.yaml:8: evict: prompt waits for the end of a prompt, but task perplexity has none: give it prompt: TOKENS"),
@@ -461,3 +465,75 @@ def test_a_parameter_that_is_a_sequence_takes_a_list_and_a_list_of_lists_several
     assert [cell.as_json()["parameters"]["global_tokens"] for cell in cells] == [[0, 3], [0], [1, 2]]
     again = suites.cell_from_spec(CellSpec.from_json(cells[0].as_json()))
     assert again.as_json() == cells[0].as_json()
+
+
+def test_codecs_multiply_and_float_cells_stay_what_they_were(tmp_path):
+    plain = load(tmp_path)
+    many = "[dtype, int8, {codec: [int4, int2], exempt: {sinks: [0, 4], recent: 8}}]"
+    cells = load(tmp_path, settings=[f"kv={many}"])
+    assert {c.id for c in plain} < {c.id for c in cells}
+    assert "kv" not in plain[-1].as_json()
+    assert len({c.id for c in cells}) == len(cells) == 6 * len(plain)
+    assert {c.label for c in cells} >= {"dense int8", "h2o 8 int4 recent 8", "h2o 16 int2 sinks 4 recent 8"}
+    coded = next(c for c in cells if c.label == "h2o 16 int4 sinks 4 recent 8")
+    assert coded.as_json()["kv"] == {"codec": "int4", "group": 32, "exempt": {"sinks": 4, "recent": 8}}
+    assert coded.as_json() == {**next(c for c in plain if c.label == "h2o 16").as_json(), "kv": coded.as_json()["kv"]}
+
+
+def test_a_coded_cell_survives_its_record_and_its_order(tmp_path):
+    cell = load(tmp_path, settings=["kv={codec: int4, group: 16, exempt: {sinks: 2}, keys: rotated}", "positions=stream"])[-1]
+    spec = CellSpec.from_json(cell.as_json())
+    assert suites.cell_from_spec(spec) == cell
+    assert (spec.codec, spec.stored, spec.is_dense) == (cell.kv, "int4 group 16 sinks 2 rotated", False)
+    assert Codec.from_json(json.loads(json.dumps(cell.kv.as_json()))) == cell.kv
+
+
+def test_tables_say_the_codec():
+    coded = {"kv": {"codec": "int4", "group": 32, "exempt": {"sinks": 0, "recent": 8}}}
+    several = [record(), changed(record(), cell=coded)]
+    assert [title(r) for r in several] == ["h2o", "h2o (int4 recent 8)"]
+    assert short_titles(several)[1] == "h2o (kv int4 recent 8)"
+    assert len(rows(several)) == 2
+
+
+def test_dense_in_a_codec_is_not_what_others_are_compared_with():
+    coded = {"kv": {"codec": "int4", "group": 32, "exempt": {"sinks": 0, "recent": 8}}}
+    dense, h2o = record("dense", None), record()
+    several = [changed(dense, cell=coded), dense, h2o, changed(h2o, cell=coded)]
+    asked = questions(several)
+    assert [q.stored for q in asked] == ["", "int4 recent 8"]
+    assert [[row.cell.stored for row in q.rows] for q in asked] == [["", ""], ["", "int4 recent 8", "int4 recent 8"]]
+    assert all(q.dense.cell.is_dense for q in asked)
+    assert len({labels.identifier(q) for q in asked}) == 2
+
+
+@pytest.mark.parametrize(
+    ("kv", "message"),
+    [
+        ("int3", "there is no codec 'int3', did you mean 'int8'?"),
+        ("7", "expected dtype, int8, int4, int2 or {codec: ...}"),
+        ("{codec: int4, grop: 3}", "kv has no 'grop', did you mean 'group'?"),
+        ("{codec: int4, exempt: {sink: 4}}", "kv.exempt has no 'sink', did you mean 'sinks'?"),
+        ("{codec: int4, exempt: 4}", "exempt is a mapping"),
+        ("{codec: int4, exempt: {recent: -1}}", "sinks and recent are tokens"),
+        ("{codec: int4, exempt: {recent: a}}", "sinks and recent are tokens"),
+        ("{codec: int4, group: 0}", "at least 1"),
+        ("{codec: int4, keys: rotatd}", "keys can't be 'rotatd', did you mean 'rotated'?"),
+        ("{codec: int4, keys: rotated}", "keys: rotated needs positions: stream"),
+    ],
+)
+def test_mistakes_in_a_codec_are_one_line(tmp_path, kv, message):
+    with pytest.raises(UserError, match=re.escape(message)) as caught:
+        load(tmp_path, settings=[f"kv={kv}"])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_budget_in_bytes_knows_the_codec(tmp_path):
+    """As many tokens as fit, their codes, scales and exempt tokens counted: four bits hold more than twice as many."""
+    shape = readable_shape(MODEL, None)
+    cells = load(tmp_path, settings=["capacity={bytes: 256KiB}", "kv=[dtype, {codec: int4, exempt: {sinks: 4, recent: 32}}]"])
+    plain, coded = (c for c in cells if c.name == "h2o")
+    assert coded.capacity > 2 * plain.capacity
+    for cell in (plain, coded):
+        taken = [shape.kv_bytes(n, 1, 4, cell.kv) for n in (cell.capacity, cell.capacity + 1)]
+        assert taken[0] <= 2**18 < taken[1]

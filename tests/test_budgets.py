@@ -314,7 +314,7 @@ def test_memory_shrinks_at_a_prompts_end_and_held_is_told_from_allocated():
     whole.read_prompt(tokens, 64)
     read = CachedDecoder(model, CacheConfig(H2O(), 64, evict="prompt"))
     read.read_prompt(tokens, 64)
-    per_token = sum(shape.kv_bytes_per_token(model.dtype) for shape in model.layers)
+    per_token = sum(shape.kv_bytes(1, model.dtype) for shape in model.layers)
     assert read.held_bytes == 64 * per_token
     assert read.kv_bytes == 80 * per_token < whole.kv_bytes == 768 * per_token
     assert read.state_bytes < whole.state_bytes

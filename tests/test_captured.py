@@ -84,7 +84,7 @@ def test_graphs_do_not_keep_outgrown_caches_alive():
     for token in tokens_of(1300).split(1, 1):
         read(token)
         slots = read.walks[0].slots
-        keys[slots.version] = weakref.ref(slots.tensors.keys)
+        keys[slots.version] = weakref.ref(slots.tensors.keys.tensor)
     gc.collect()
     assert len(keys) == 6
     assert [version for version, alive in keys.items() if alive() is not None] == [max(keys)]
@@ -157,7 +157,8 @@ def test_a_step_after_a_failed_capture_reads_nothing_that_the_capture_made():
 
     def fail(step, tokens):
         tensors = walk.slots.tensors
-        kept = [tensors.keys, tensors.values, tensors.rank, tensors.position, tensors.free, read._step, *tensors.states.values()]
+        stored = tensors.keys.tensor, tensors.values.tensor, tensors.rank, tensors.position
+        kept = [*stored, tensors.free, read._step, *tensors.states.values()]
         before = [x.clone() for x in kept]
         step(tokens)
         for x, old in zip(kept, before, strict=True):

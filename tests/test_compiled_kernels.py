@@ -204,7 +204,7 @@ def poison(read: CachedDecoder) -> None:
     """Leave in the free slots what an evicted token may have left there."""
     for walk in read.walks:
         tensors = walk.slots.tensors
-        for flat in (tensors.flat_keys, tensors.flat_values, *tensors.flat_states.values()):
+        for flat in (tensors.keys.flat, tensors.values.flat, *tensors.flat_states.values()):
             flat[tensors.free] = float("nan")
         tensors.flat_rank[tensors.free], tensors.flat_position[tensors.free] = 0, 3
 

@@ -340,7 +340,8 @@ def test_slots_stay_where_they_are():
     tensors = read.walks[0].slots.tensors
 
     def places() -> list[int]:
-        return [x.data_ptr() for x in (tensors.keys, tensors.values, tensors.rank, tensors.position, *tensors.states.values())]
+        held = tensors.keys.tensor, tensors.values.tensor, tensors.rank, tensors.position, *tensors.states.values()
+        return [x.data_ptr() for x in held]
 
     before = places()
     in_blocks(read, tokens_of(40), 1)

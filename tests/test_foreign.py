@@ -129,7 +129,7 @@ def test_only_the_logits_asked_for_are_returned(half):
 
 def test_bytes_are_those_of_the_cache_s_storages(half):
     shape, tokens = model_of("llama").layers, tokens_of(70, 2)
-    token = 2 * sum(s.kv_bytes_per_token(torch.float32) for s in shape)  # of both streams
+    token = 2 * sum(s.kv_bytes(1, torch.float32) for s in shape)  # of both streams
     grown, static = opened("llama", "hf:DynamicCache", 2), opened("llama", "hf:StaticCache", 2, max_cache_len=100)
     for read in (grown, static):
         read(tokens)

@@ -240,10 +240,10 @@ def test_growth_is_reserved_before_and_not_inside_a_step():
     read = decoder(model_of("llama"), CacheConfig(Dense()))
     read(torch.zeros(1, 250, dtype=torch.int64))
     read.reserve(400)
-    place = read.walks[0].slots.tensors.keys.data_ptr()
+    place = read.walks[0].slots.tensors.keys.tensor.data_ptr()
     for _ in range(300):
         read(torch.zeros(1, 1, dtype=torch.int64))
-    assert read.walks[0].slots.tensors.keys.data_ptr() == place
+    assert read.walks[0].slots.tensors.keys.tensor.data_ptr() == place
     assert read.slots == (550, 768)
 
 

@@ -260,7 +260,7 @@ def test_k_and_v_are_counted_once(name):
     """Measured, predicted by the model's shapes, in the record's facts, and by its config."""
     model, capacity = model_named(name), 9
     owners = sorted(set(SOURCES[name]))
-    per_token = [s.kv_bytes_per_token(torch.float64) for s in model.layers]
+    per_token = [s.kv_bytes(1, torch.float64) for s in model.layers]
     assert len(per_token) == len(owners)
     read = decoder(model, CacheConfig(H2O(), capacity))
     in_blocks(read, tokens_of(20), 5)

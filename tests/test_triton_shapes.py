@@ -177,8 +177,8 @@ def slots_of(case: Case, dtype: torch.dtype, window: int | None = None, seed: in
     indices = list(range(1, 2 * layers, 2))
     slots = slots_for(shape, config, indices, 4, streams, dtype)
     tensors, generator = slots.tensors, torch.Generator().manual_seed(seed)
-    tensors.keys.copy_(torch.randn(tensors.keys.shape, generator=generator).to(case.dtype))
-    tensors.values.copy_(torch.randn(tensors.values.shape, generator=generator).to(case.dtype))
+    tensors.keys.tensor.copy_(torch.randn(tensors.keys.tensor.shape, generator=generator).to(case.dtype))
+    tensors.values.tensor.copy_(torch.randn(tensors.values.tensor.shape, generator=generator).to(case.dtype))
     held = seen if slots.capacity is None else min(seen, slots.capacity)
     full = slots.capacity is not None and seen >= slots.capacity
     for r in range(len(tensors.rank)):
@@ -191,7 +191,7 @@ def slots_of(case: Case, dtype: torch.dtype, window: int | None = None, seed: in
         for state in tensors.states.values():
             state[r, taken] = torch.randperm(held, generator=generator).to(DEVICE, state.dtype) / 2
             state[r, free] = 1e9
-        tensors.keys[r, free], tensors.values[r, free] = float("nan"), float("nan")
+        tensors.keys.tensor[r, free], tensors.values.tensor[r, free] = float("nan"), float("nan")
         tensors.rank[r, free], tensors.position[r, free] = 1, seen // 2
     return slots
 

@@ -24,7 +24,7 @@ from kvbench.policies import CacheView, Policy
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedConfig
 
-AXES = ("capacity", "evict", "positions", "limit", "seed")  # of policies: a contestant has none
+AXES = ("capacity", "evict", "positions", "limit", "seed", "kv")  # of policies: a contestant has none
 _CACHES = "transformers.cache_utils"
 _BACKENDS = {"quanto": "optimum-quanto", "hqq": "hqq"}  # packages by which transformers quantizes
 _BY_VERSION = ("transformers", "torch", "abc", "builtins", "typing")  # packages whose source a version stands for

@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from kvbench.harness.core.codec import Codec
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.rows import Rows, writes
@@ -74,6 +75,8 @@ class Layout:
         self._needs_output = any(writes(s) for s in bound.statistics)
         self._keys_rotated = False  # while the policy is asked
         self._keys_rotated = config.positions == "stream" and not self._compares_keys()
+        if config.kv is not None:
+            self._keys_rotated = self._coded_rotated(config.kv, bound)
 
     def for_stream(self, table: Table | None) -> list[Slots]:
         """Slots that evict while tokens come in."""
@@ -199,17 +202,32 @@ class Layout:
             return True
         return False
 
+    def _coded_rotated(self, codec: Codec, policy: Policy) -> bool:
+        """Whether keys are rotated before they are coded.
+
+        Raises:
+            ValueError: the policy looks at keys that a code changes in a way that it can't follow.
+        """
+        name, written = type(policy).__name__, [s for s in policy.statistics if writes(s)]
+        if codec.recent and any(s.per == "head" for s in written):
+            raise ValueError(f"kv: {name} sums what a head holds, and a code would change it later: leave exempt.recent out")
+        if codec.keys == "rotated" and (written or not self._keys_rotated):
+            raise ValueError(f"kv: {name} looks at keys before RoPE: leave keys: rotated out")
+        return codec.keys == "rotated"
+
     def _slots(
         self, shape: LayerShape, parts: Sequence[Part], policy: Policy, cadence: Cadence, budget: Budget,
         statistics: Sequence[Statistic] | None = None, device: torch.device | None = None,
     ) -> Slots:  # fmt: skip
+        """Slots; those that are given their statistics are of the model's dtype."""
         model, config = self._model, self._config
+        codec = config.kv if statistics is None else None
         if statistics is None:
             statistics = [s for s in policy.statistics if s.lasts or cadence.capacity is not None]
         return Slots(
             shape, parts=parts, policy=policy, statistics=statistics, cadence=cadence, budget=budget,
             num_layers=len(model.layers), streams=self._streams, seed=config.seed, device=device or shape.device or model.device,
-            dtype=model.dtype, keys_rotated=self._keys_rotated and shape.rotation is not None,
+            dtype=model.dtype, keys_rotated=self._keys_rotated and shape.rotation is not None, codec=codec,
         )  # fmt: skip
 
 

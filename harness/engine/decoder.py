@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
+from kvbench.harness.core.codec import Codec
 from kvbench.policies import Policy, PositionMode
 
 Evict = int | Literal["prompt"]  # tokens that go at once, or: what a prompt leaves over, at its end
@@ -28,6 +29,7 @@ class CacheConfig:
         seed: of the policy's random numbers.
         evict: 1: after every token. b: the cache grows to capacity + b tokens, then b go at once. "prompt": once, after the
             prompt, which is read under full attention; then the cache grows.
+        kv: how K and V are stored; None: in the model's dtype. A prompt that is cut at its end is in that dtype until then.
     """
 
     policy: Policy
@@ -36,6 +38,7 @@ class CacheConfig:
     limit: int | None = None
     seed: int = 0
     evict: Evict = 1
+    kv: Codec | None = None
 
     def __post_init__(self) -> None:
         name, takes_capacity = type(self.policy).__name__, self.policy.evicts and not self.policy.outcome
@@ -47,6 +50,10 @@ class CacheConfig:
             raise ValueError(f"{name} keeps no cache, so there is nothing to evict: leave `evict` out")
         if self.policy.outcome and self.evict != "prompt":
             raise ValueError(f"{name} decides at a prompt's end how much it keeps: it needs evict: prompt")
+        if self.kv is not None and not self.policy.caches:
+            raise ValueError(f"{name} keeps no cache, so there is nothing to code: leave `kv` out")
+        if self.kv is not None and self.kv.keys == "rotated" and self.positions != "stream":
+            raise ValueError("kv: keys: rotated needs positions: stream, where a key's angle never changes")
 
     @property
     def every(self) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from kvbench.harness.core.codec import Codec
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import FASTEST, PLAIN_WALK, TOKEN_BY_TOKEN, Method
@@ -69,6 +70,8 @@ def fast_method(model: Model, config: CacheConfig, streams: int = 1, fused: bool
         streams: of the cell, for times on CUDA; elsewhere one stream is read.
         fused: also try captured steps whose code is compiled as a whole, which takes up to a minute.
     """
+    if config.kv is not None:
+        return _of_coded(Bench(model, config, streams), config, config.kv)
     if config.evict == "prompt":
         return _of_prompt(model, config, streams, fused)
     bench = Bench(model, config, streams)
@@ -98,6 +101,15 @@ def fast_method(model: Model, config: CacheConfig, streams: int = 1, fused: bool
     step = "fused" if method.fused else "captured" if method.captured else "compiled" if method.step_kernel else "plain"
     reasons = dict.fromkeys([*block_reasons, *step_reasons, steps.eager_because or lost])
     return FastCheck(method, blocks, step, bench.worst, "; ".join(filter(None, reasons)), because)
+
+
+def _of_coded(bench: Bench, config: CacheConfig, codec: Codec) -> FastCheck:
+    """How a coded cache is read: by no shortcut but runs."""
+    once = config.evict == "prompt"
+    unfit, because = bench.trial_of_prompt() if once else bench.trial_of_runs(), f"K and V are stored as {codec.name}"
+    if unfit:
+        return FastCheck(TOKEN_BY_TOKEN, "walk", "plain", bench.worst, f"runs: {unfit}", because)
+    return FastCheck(PLAIN_WALK, "full attention" if once else "walk", "plain", bench.worst, "", because)
 
 
 def _of_prompt(model: Model, config: CacheConfig, streams: int, fused: bool) -> FastCheck:

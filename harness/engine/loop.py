@@ -131,6 +131,7 @@ class CachedDecoder:
         self._limit = config.limit if config.limit is not None else model.training_length
         if config.positions == "clamped" and self._limit is None:
             raise ValueError("positions 'clamped' need a limit: the model's config states no training length")
+        method = method if config.kv is None else method.without_shortcuts()
         self.model, self.config, self._method = model, config, method
         self._layout = Layout(model, config, streams)
         self._step = torch.zeros(streams, 1, dtype=torch.int64, device=model.device)  # tokens read, per stream

@@ -61,6 +61,10 @@ class Method:
     fused: bool = False
     own_loop: OwnLoop = _UNCHECKED
 
+    def without_shortcuts(self) -> Method:
+        """For a cache that none of them can read: plain PyTorch, in runs if `fill` allows it."""
+        return PLAIN_WALK if self.fill else TOKEN_BY_TOKEN
+
     def limited_to(self, ran: Mapping[str, int]) -> Method:
         """Without the shortcuts that have not answered. ran: how often each has, as in `RAN`."""
         used: dict[str, Any] = {field: getattr(self, field) and ran.get(name, 0) > 0 for field, name in SHORTCUTS.items()}

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvbench.harness.core.codec import Codec
 from kvbench.harness.engine import probes
 from kvbench.harness.engine.attention import NAME, Backend, RotaryFunctions, answered_by, forward
 from kvbench.harness.engine.fused import FusedStepError, fused_logits
@@ -68,10 +69,9 @@ class Model:
         """The dtype of the weights, and so of K and V."""
         return self.hf.dtype
 
-    def kv_bytes(self, capacity: int, streams: int = 1) -> int:
+    def kv_bytes(self, capacity: int, streams: int = 1, codec: Codec | None = None) -> int:
         """Bytes of a cache's K/V slots: `capacity + 1` slots per layer and KV head, fewer under a sliding window."""
-        slots = ((shape, (shape.kept(capacity) or 0) + 1) for shape in self.layers)
-        return streams * sum(s.kv_bytes_per_token(self.dtype) * count for s, count in slots)
+        return streams * sum(s.kv_bytes((s.kept(capacity) or 0) + 1, self.dtype, codec) for s in self.layers)
 
     @property
     def shares_caches(self) -> bool:

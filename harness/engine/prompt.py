@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from kvbench.harness.engine.budgets import Table
-from kvbench.harness.engine.rows import Rows, effective_importance
+from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.slots import Slots
-from kvbench.harness.engine.victims import of_heads, of_layers
+from kvbench.harness.engine.victims import effective_importance, of_heads, of_layers
 from kvbench.policies import CacheView, Policy, Statistic
 
 

@@ -22,7 +22,7 @@ def fill_randomly(slots: Slots, tokens: int, generator: torch.Generator) -> None
         generator: of the random numbers, on the slots' device.
     """
     count = tokens if slots.capacity is None else min(tokens, slots.capacity)
-    device = slots.tensors.keys.device
+    device = slots.device
     position = torch.arange(count, device=device)
     position = torch.where(position < _sinks(slots), position, position + tokens - count)
     for layer in slots.layers:

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from kvbench.harness.engine.rotary import LONGEST_STREAM, rotate
 from kvbench.harness.engine.slots import Slots
-from kvbench.harness.engine.victims import of_heads, of_layers, ranks_without
-from kvbench.policies import Attention, CacheView, Policy, Seen, Statistic, Written
+from kvbench.harness.engine.store import StoredView, as_written, is_exempt
+from kvbench.harness.engine.victims import effective_importance, of_heads, of_layers, ranks_without
+from kvbench.policies import Attention, CacheView, Seen, Statistic, Written
 
 
 class Held(NamedTuple):
@@ -26,23 +27,6 @@ class Held(NamedTuple):
     values: Tensor  # [N, n, Dv]
     position: Tensor  # [N, n] int64
     states: list[Tensor]  # one a statistic, [N, n]
-
-
-def effective_importance(policy: Policy, view: CacheView, sliding_window: int | None) -> Tensor:
-    """The importance that decides who is evicted: the policy's, and -inf for what no later query may see.
-
-    Args:
-        policy: bound.
-        view: of the cache, after a step.
-        sliding_window: tokens a query of these layers may see, itself included; None if all.
-
-    Returns:
-        [R, S] float32.
-    """
-    importance = policy.importance(view).flatten(0, 1)
-    if sliding_window is not None:
-        importance = importance.masked_fill(view.age.flatten(0, 1) >= sliding_window - 1, float("-inf"))
-    return importance
 
 
 class Rows:
@@ -56,7 +40,7 @@ class Rows:
         per_layer = slots.streams * heads
         part = slice(layers.start * per_layer, layers.stop * per_layer)
         self._slots, self._tensors = slots, tensors
-        self.keys, self.values = tensors.keys[part, :attended], tensors.values[part, :attended]
+        self._keys, self._values = (x.window(part, attended, tensors.position) for x in (tensors.keys, tensors.values))
         self.rank, self.position = tensors.rank[part, :attended], tensors.position[part, :attended]
         self._all_ranks = tensors.rank[part]
         self.free, self._row_base = tensors.free[part], tensors.row_base[part]
@@ -71,15 +55,28 @@ class Rows:
         streams = torch.arange(slots.streams, device=self.rank.device)
         self.stream_of_block = streams.repeat(layers.stop - layers.start)  # [L * B]
         self.stream_of_row = self.stream_of_block.repeat_interleave(heads)  # [R]
-        rank, position, keys, values = (x.unflatten(0, (-1, heads)) for x in (self.rank, self.position, self.keys, self.values))
+        rank, position = (x.unflatten(0, (-1, heads)) for x in (self.rank, self.position))
         index = of_layer[:, None, None]  # of the layer; stands in for the step until the first token
         head = slots.head_index[layers].repeat_interleave(slots.streams, 0)[..., None]
         prompt = slots.prompt[self.stream_of_block][:, None, None]
+        keys, values = (rank, rank) if slots.codec else (x.unflatten(0, (-1, heads)) for x in (self.keys, self.values))
         self.view = CacheView(
             rank, position, index, keys, values, self.states, index, head, prompt, slots.num_layers, slots.seed, self._rotated
         )
-        if slots.keys_rotated:  # nobody looks at them
+        if slots.codec:
+            self.view = StoredView(self.view, None if slots.keys_rotated else self._keys, self._values, heads)
+        elif slots.keys_rotated:  # nobody looks at them
             del self.view.keys
+
+    @property
+    def keys(self) -> Tensor:
+        """What is stored: of a coded cache, made by each call. [R, S, D], the model's dtype."""
+        return self._keys.read()
+
+    @property
+    def values(self) -> Tensor:
+        """The same of V. [R, S, Dv]."""
+        return self._values.read()
 
     def _rotated(self, x: Tensor, position: Tensor) -> Tensor:
         """`CacheView.rotate`."""
@@ -113,24 +110,40 @@ class Rows:
         occupied = (self.rank < self._slots.empty_rank).to(torch.uint8)
         return occupied.argsort(dim=-1, stable=True)[:, :count] + self._row_base[:, None]
 
-    def enter(self, free: Tensor, keys: Tensor, values: Tensor, ranks: Tensor, steps: Tensor) -> None:
-        """Put a run of tokens into free slots. [R, T], [R, T, D], [R, T, Dv], [R, T], [R, T]."""
-        tensors, at = self._tensors, free.flatten()
-        tensors.flat_keys.index_copy_(0, at, keys.flatten(0, 1))
-        tensors.flat_values.index_copy_(0, at, values.flatten(0, 1))
+    def enter(self, free: Tensor, keys: Tensor, values: Tensor, ranks: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
+        """Put a run of tokens into free slots. [R, T], [R, T, D], [R, T, Dv], [R, T], [R, T].
+
+        Returns:
+            Keys and values that one of them may see, as `Window.entered` does.
+        """
+        tensors, at, old_keys, old_values = self._tensors, free.flatten(), self.keys, self.values
         tensors.flat_rank.index_copy_(0, at, ranks.flatten())
         tensors.flat_position.index_copy_(0, at, steps.flatten())
         for statistic, state in tensors.flat_states.items():
             state.index_fill_(0, at, statistic.initial)
+        new_keys = self._keys.entered(at, keys.flatten(0, 1), old_keys)
+        return new_keys, self._values.entered(at, values.flatten(0, 1), old_values)
 
     def leave(self, free: Tensor) -> None:
         """Make slots empty again. [R, T] int64."""
         self._tensors.flat_rank.index_fill_(0, free.flatten(), self._slots.empty_rank)
 
     def seen_by(self, ranks: Tensor, steps: Tensor) -> Tensor:
-        """Which slots the tokens of a run see. ranks, steps: of the tokens, [R, T] int64 -> [R, T, S] bool."""
-        sees, window = self.rank[:, None] <= ranks[..., None], self._slots.shape.sliding_window
-        return sees if window is None else sees & (steps[..., None] - self.position[:, None] < window)
+        """What the tokens of a run see of what `enter` returned. ranks, steps: of the tokens, [R, T] int64 -> [R, T, S] bool."""
+        sees, window, codec = self.rank[:, None] <= ranks[..., None], self._slots.shape.sliding_window, self._slots.codec
+        if window is not None:
+            sees = sees & (steps[..., None] - self.position[:, None] < window)
+        if codec is None:
+            return sees
+        exempt = is_exempt(codec, self.position[:, None], steps[..., None])
+        return torch.cat([sees & ~exempt, sees & exempt], -1)
+
+    def by_slot(self, seen: Mapping[Seen, Tensor]) -> dict[Seen, Tensor]:
+        """What statistics read of a run, where each slot was offered twice, and seen once."""
+        if self._slots.codec is None:
+            return dict(seen)
+        twice = {name: x.unflatten(-1, (2, -1)) for name, x in seen.items() if name in ("weights", "logits")}
+        return {**seen, **{name: x.amax(-2) for name, x in twice.items()}}
 
     def end_run(self, free: Tensor, due: bool) -> None:
         """After a run: evict what is due, and find the slot for the next token. free: the run's slots, [R, T] int64."""
@@ -142,9 +155,9 @@ class Rows:
             self.find_free()
 
     def write(self, key: Tensor, value: Tensor) -> None:
-        """Put the new token's K and V into the free slot. [R, D], [R, Dv]."""
-        self._tensors.flat_keys.index_copy_(0, self.free, key)
-        self._tensors.flat_values.index_copy_(0, self.free, value)
+        """Put the new token's K and V into the free slot, where it was placed. [R, D], [R, Dv]."""
+        self._keys.write(self.free, key)
+        self._values.write(self.free, value)
 
     def note_written(
         self, free: Tensor, key: Tensor, value: Tensor, step: Tensor, ids: Tensor, valid: Tensor | None = None
@@ -159,6 +172,8 @@ class Rows:
             ids: of the tokens. [N, T] int64.
             valid: tokens that count; all when None. [N, T] bool.
         """
+        if (codec := self._slots.codec) is not None:
+            key, value = as_written(key, step, codec), as_written(value, step, codec)
         for statistic, first in self.written(key, value, step, ids).items():
             if statistic.per == "slot":
                 state = self._tensors.flat_states[statistic]
@@ -193,10 +208,10 @@ class Rows:
 
     def room_for_seen(self) -> dict[Seen, Tensor]:
         """Where a step may put what statistics read of it. [R, G, ...] each."""
-        shape, attended, narrow = self._slots.shape, self.rank.shape[1], self.keys.dtype
+        shape, attended, narrow = self._slots.shape, self.rank.shape[1], self._slots.dtype
         last = {"weights": attended, "logits": attended, "queries": shape.key_dim, "outputs": shape.value_dim}
         types = {"weights": self._slots.wide, "logits": self._slots.wide}
-        return {x: self.keys.new_empty(len(self.rank), shape.group, last[x], dtype=types.get(x, narrow)) for x in self.asked}
+        return {x: self.rank.new_empty(len(self.rank), shape.group, last[x], dtype=types.get(x, narrow)) for x in self.asked}
 
     def update(self, seen: Mapping[Seen, Tensor], valid: Tensor | None) -> None:
         """Update the statistics with the attention of one step. seen: [R, G, ...] each; valid: [L * B, 1, 1]."""
@@ -233,9 +248,9 @@ class Rows:
 
     def put(self, keys: Tensor, values: Tensor, position: Tensor) -> None:
         """Hold these tokens and no others, oldest first in the first slots. [N, n, D], [N, n, Dv], [N, n] int64."""
-        count = position.shape[1]
-        self.keys[:, :count], self.values[:, :count] = keys, values
         self.hold(position)
+        self._keys.put(keys)
+        self._values.put(values)
 
     def hold(self, position: Tensor) -> None:
         """Enter in the account that the first slots hold the tokens at these positions, oldest first. [N, n] int64."""

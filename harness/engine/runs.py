@@ -65,8 +65,8 @@ class RunReader:
         if self._rotation is not None:
             own = self._rotation.factors(ranks if self._mode == "cache" else run.steps, run.keys.dtype, LONGEST_STREAM)
         kept = rotate(run.keys, own) if own is not None and rows.keys_rotated else run.keys
-        rows.enter(free, kept, run.values, ranks, run.steps)
-        query, keys = self._rotated(run, own)
+        keys, values = rows.enter(free, kept, run.values, ranks, run.steps)
+        query, keys = self._rotated(run, keys, own)
         one_by_one = bool(self._asked) and not rows.update_in_runs
         out = []
         at_once = max(1, _MAX_SCORES // (size * query.shape[1] * keys.shape[1]))
@@ -78,9 +78,10 @@ class RunReader:
             rows.note_written(free, run.keys, run.values, run.steps, run.ids)
         for number, mask in enumerate(sees):
             part = slice(number * at_once, number * at_once + mask.shape[1])
-            answer, seen = self._attend(query[:, :, part], keys, mask)
+            answer, seen = self._attend(query[:, :, part], keys, values, mask)
             out.append(answer)
             if self._asked:
+                seen = rows.by_slot(seen)
                 seen["queries"] = run.query[:, :, part]
                 if one_by_one:
                     self._update_one_by_one(run, part, free, ranks, seen, now)
@@ -90,24 +91,25 @@ class RunReader:
         rows.end_run(free, due)
         return torch.cat(out, 2)
 
-    def _rotated(self, run: Run, own: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Queries, scaled if all scores are computed, and keys, once the run is among them. [N, G, T, D], [N, S, D].
+    def _rotated(self, run: Run, keys: Tensor, own: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Queries, scaled if all scores are computed, and keys, the run's among them. [N, G, T, D], [N, S, D].
 
         own: RoPE of the run's queries; None without RoPE. [N, T, P].
         """
         rows, rotation = self._rows, self._rotation
         scaling = self._terms.scaling if self._explicit else 1  # rounded once, together with the rotation
         if rotation is None or own is None:
-            return run.query if scaling == 1 else run.query * scaling, rows.keys
+            return run.query if scaling == 1 else run.query * scaling, keys
         query = rotate(run.query, own[:, None] * scaling)
         if rows.keys_rotated:
-            return query, rows.keys
+            return query, keys
         of_keys = rows.rank if self._mode == "cache" else rows.position.clamp(min=0)
-        return query, rotate(rows.keys, rotation.factors(of_keys, run.keys.dtype, LONGEST_STREAM))
+        factors = rotation.factors(of_keys, run.keys.dtype, LONGEST_STREAM)
+        return query, rotate(keys, factors if keys.shape[1] == factors.shape[1] else factors.repeat(1, 2, 1))
 
-    def _attend(self, query: Tensor, keys: Tensor, sees: Tensor) -> tuple[Tensor, dict[Seen, Tensor]]:
+    def _attend(self, query: Tensor, keys: Tensor, values: Tensor, sees: Tensor) -> tuple[Tensor, dict[Seen, Tensor]]:
         """Attention of some queries, [N, G, T, D], to what they see, [N, T, S]. -> [N, G, T, Dv], and what was asked for."""
-        values, terms = self._rows.values, self._terms
+        terms = self._terms
         if self._explicit:
             return _attend(query, keys, values, sees, terms, self._rows.heads, self._asked)
         one_head = keys[:, None], values[:, None], sees[:, None]

@@ -87,6 +87,8 @@ class Shortcuts:
         slots, end = self._slots, block.end
         if end is None or not self._method.fill or slots.cadence.dropped or (slots.sees and end > slots.quiet):
             return False
+        if slots.codec is not None:  # a token may be coded before the block ends
+            return False
         if slots.budget.of_rows is not None:  # of a prompt some heads hold less than others, even if one of them holds all
             return False
         fits = slots.capacity is None or end <= slots.capacity

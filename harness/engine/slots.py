@@ -15,7 +15,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kvbench.harness.core.codec import Codec
 from kvbench.harness.engine.rotary import Rotation
+from kvbench.harness.engine.store import CodedStore, FloatStore, Store, extended
 from kvbench.policies import HeadSizes, Policy, Statistic
 
 BUCKET = 256  # slots; a cache that is not full attends over the next multiple of it
@@ -112,9 +114,11 @@ class LayerShape:
         """Of one KV head."""
         return HeadSizes(self.group, self.key_dim, self.value_dim)
 
-    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes of one token's K and V in this layer."""
-        return self.heads * (self.key_dim + self.value_dim) * dtype.itemsize
+    def kv_bytes(self, slots: int, dtype: torch.dtype, codec: Codec | None = None) -> int:
+        """Bytes of slots for K and V in this layer."""
+        if codec is None:
+            return slots * self.heads * (self.key_dim + self.value_dim) * dtype.itemsize
+        return self.heads * sum(codec.allocated(slots, dims, dtype.itemsize) for dims in (self.key_dim, self.value_dim))
 
     def kept(self, capacity: int | None) -> int | None:
         """Tokens this layer keeps between steps: a sliding-window layer no more than its window; None if all."""
@@ -167,13 +171,13 @@ class SlotTensors:
     """The tensors of `Slots`, and flat views that steps write through. Replaced as a whole when the slots grow."""
 
     def __init__(
-        self, keys: Tensor, values: Tensor, rank: Tensor, position: Tensor, states: dict[Statistic, Tensor], offset: Tensor
+        self, keys: Store, values: Store, rank: Tensor, position: Tensor, states: dict[Statistic, Tensor], offset: Tensor
     ) -> None:
         """Wrap tensors.
 
         Args:
-            keys: [R, S, D].
-            values: [R, S, Dv].
+            keys: of R rows and S slots.
+            values: the same.
             rank: S in an empty slot. [R, S] int64.
             position: -1 in a slot never used. [R, S] int64.
             states: one tensor a statistic. [R, S, *k], or [R, *k] for one that is kept per head.
@@ -183,26 +187,22 @@ class SlotTensors:
         self.keys, self.values, self.rank, self.position, self.states = keys, values, rank, position, states
         self.row_base = torch.arange(rows, device=rank.device) * slots  # flat index of each row's first slot. [R]
         self.free = self.row_base + offset  # flat index of each row's free slot. [R]
-        self.flat_keys, self.flat_values = keys.flatten(0, 1), values.flatten(0, 1)
         self.flat_rank, self.flat_position = rank.flatten(), position.flatten()
         self.flat_states = {s: x.flatten(0, 1) for s, x in states.items() if s.per == "slot"}
 
     def extended(self, slots: int) -> SlotTensors:
         """The same with more slots, the new ones empty."""
         self.rank.masked_fill_(self.rank == self.rank.shape[1], slots)
-
-        def extend(x: Tensor, fill: float) -> Tensor:
-            return torch.cat([x, x.new_full((x.shape[0], slots - x.shape[1], *x.shape[2:]), fill)], 1)
-
-        states = {s: extend(x, s.initial) if s.per == "slot" else x for s, x in self.states.items()}
-        keys, values = extend(self.keys, 0), extend(self.values, 0)
-        return SlotTensors(keys, values, extend(self.rank, slots), extend(self.position, -1), states, self.free - self.row_base)
+        states = {s: extended(x, slots, s.initial) if s.per == "slot" else x for s, x in self.states.items()}
+        keys, values = self.keys.extended(slots), self.values.extended(slots)
+        rank, position = extended(self.rank, slots, slots), extended(self.position, slots, -1)
+        return SlotTensors(keys, values, rank, position, states, self.free - self.row_base)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> SlotTensors:
         """The same with every tensor changed, along its rows."""
         states = {s: change(x) for s, x in self.states.items()}
-        keys, values, rank, position = (change(x) for x in (self.keys, self.values, self.rank, self.position))
-        return SlotTensors(keys, values, rank, position, states, change(self.free - self.row_base))
+        keys, values = self.keys.mapped(change), self.values.mapped(change)
+        return SlotTensors(keys, values, change(self.rank), change(self.position), states, change(self.free - self.row_base))
 
 
 class Slots:
@@ -223,6 +223,8 @@ class Slots:
         evicts_each_step: every row evicts one token after each step, once it is full.
         sees: what statistics read of attention.
         device: where the slots are.
+        dtype: of K and V, as they are read.
+        codec: of K and V, as they are stored; None: in that dtype.
         num_slots: of each row.
         empty_rank: the rank that marks an empty slot: one that no token has.
         keys_rotated: keys are kept rotated to their positions in the stream.
@@ -252,6 +254,7 @@ class Slots:
         device: torch.device,
         dtype: torch.dtype,
         keys_rotated: bool = False,
+        codec: Codec | None = None,
     ) -> None:
         """Allocate.
 
@@ -261,6 +264,11 @@ class Slots:
             cadence: when tokens are evicted.
             budget: what rows may hold.
             streams: B.
+            dtype: see the attribute.
+            codec: see the attribute.
+
+        Raises:
+            ValueError: the codec can't store heads of this size.
         """
         self.policy, self.cadence, self.budget, self.parts = policy, cadence, budget, list(parts)
         self.capacity, self.every = cadence.capacity, cadence.every
@@ -277,15 +285,15 @@ class Slots:
         self.wide = torch.promote_types(dtype, torch.float32)
         rows, slots = len(parts) * streams * shape.heads, budget.slots or self.most or BUCKET
         self.tensors = SlotTensors(
-            keys=torch.zeros(rows, slots, shape.key_dim, device=device, dtype=dtype),
-            values=torch.zeros(rows, slots, shape.value_dim, device=device, dtype=dtype),
+            keys=_store(codec, torch.zeros(rows, slots, shape.key_dim, device=device, dtype=dtype)),
+            values=_store(codec, torch.zeros(rows, slots, shape.value_dim, device=device, dtype=dtype)),
             rank=torch.full((rows, slots), slots, device=device),
             position=torch.full((rows, slots), -1, device=device),
             states={s: self._first_state(s, rows, slots, device) for s in statistics},
             offset=torch.zeros(rows, dtype=torch.int64, device=device),
         )
-        self.device, self.num_slots, self.empty_rank = self.tensors.keys.device, slots, slots
-        self.version = 0
+        self.device, self.num_slots, self.empty_rank = self.tensors.rank.device, slots, slots
+        self.dtype, self.codec, self.version = dtype, codec, 0
 
     def _first_state(self, statistic: Statistic, rows: int, slots: int, device: torch.device) -> Tensor:
         """A statistic of empty slots."""
@@ -332,8 +340,8 @@ class Slots:
     @property
     def held_bytes(self) -> int:
         """Bytes of K and V of the tokens held. Syncs with the host."""
-        held = int((self.tensors.rank < self.empty_rank).sum())
-        return held * self.shape.kv_bytes_per_token(self.tensors.keys.dtype) // self.shape.heads
+        held, position = self.tensors.rank < self.empty_rank, self.tensors.position
+        return self.tensors.keys.held_bytes(held, position) + self.tensors.values.held_bytes(held, position)
 
     def held(self, positions: Tensor) -> Tensor:
         """Which tokens of the first stream are held. positions: [K] int64 -> [L, H, K] bool."""
@@ -377,3 +385,8 @@ class Slots:
         self.tensors = tensors
         self.num_slots = self.empty_rank = tensors.rank.shape[1]
         self.version += 1
+
+
+def _store(codec: Codec | None, like: Tensor) -> Store:
+    """An empty store. like: zeros of its size and dtype. [R, S, D]."""
+    return FloatStore(like) if codec is None else CodedStore.empty(codec, like)

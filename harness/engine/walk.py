@@ -61,7 +61,7 @@ class Walk:
             like: a walk over other streams of such slots, whose kernels serve these too.
         """
         self.slots, self.rows, self.rotation, self._method = slots, Windows(slots), slots.shape.rotation, method
-        self._placement = Placement(self.rotation, positions, limit, slots.tensors.keys.dtype, slots.keys_rotated)
+        self._placement = Placement(self.rotation, positions, limit, slots.dtype, slots.keys_rotated)
         form: ClosedForm | None = None
         kernels = Kernels()
         if like is not None:
@@ -149,7 +149,7 @@ class Walk:
         if self.rotation is None:
             return Step(places, rows, attended, seen, seen_of_layer, None, nothing, used, nothing)
         of_rows = None
-        if rows.keys.numel() <= _MAX_BATCHED_ROPE_ELEMENTS:
+        if rows.rank.numel() * slots.shape.key_dim <= _MAX_BATCHED_ROPE_ELEMENTS:
             of_rows = placement.of_keys(rows.rank, rows.position, step, slots.num_slots)
         key_factors = nothing if of_rows is None else of_rows.unflatten(0, (layers, -1)).unbind(0)
         if self.steady is not None and block.seen is not None:
@@ -200,7 +200,7 @@ class Walk:
         at, rows, group = self.slots.layers.index(layer), self.rows(plan.attended, layer), self._group
         if self.rotation is not None:
             query, keys = self.rotation.pair(query), self.rotation.pair(keys)
-        streams, size, step, own = query.shape[0], len(rows.keys), plan.places.steps[0], plan.query_factors[at]
+        streams, size, step, own = query.shape[0], len(rows.rank), plan.places.steps[0], plan.query_factors[at]
         query, keys, values = query.reshape(size, group, -1), keys.reshape(size, -1), values.reshape(size, -1)
         if place == 0:
             kept = rotate(keys, own.factors[:, 0]) if own is not None and rows.keys_rotated else keys
@@ -278,11 +278,12 @@ class Walk:
         Returns:
             What statistics read. [N, G, ...] each.
         """
-        keys = rows.keys if key_factors is None else rotate(rows.keys, key_factors)
+        keys, values = rows.keys, rows.values
+        keys = keys if key_factors is None else rotate(keys, key_factors)
         scaled = query * terms.scaling if query_factors is None else query_factors.rotated(query, terms.scaling)
         scores = torch.bmm(scaled, keys.transpose(1, 2))
         mass = weights(scores, terms, rows.heads, used)
-        torch.bmm(mass.to(rows.values.dtype), rows.values, out=into)
+        torch.bmm(mass.to(values.dtype), values, out=into)
         seen: dict[Seen, Tensor] = {"weights": mass, "queries": query, "outputs": into}
         if "logits" in rows.asked:
             logits = logits_of(scores, terms)
@@ -342,7 +343,7 @@ class Walk:
     def may_flex(self) -> bool:
         """Whether blocks of whole tiles may be computed by FlexAttention."""
         form, slots = self._shortcuts.form, self.slots
-        return form is not None and form.may_flex(slots.shape, slots.tensors.keys.dtype, slots.device)
+        return form is not None and form.may_flex(slots.shape, slots.dtype, slots.device)
 
     @property
     def is_compiled(self) -> bool:

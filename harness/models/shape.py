@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from kvbench.harness.core.codec import Codec
 from kvbench.harness.models.config import read_config
 from kvbench.harness.models.hub import BUILTIN, is_random, model_directory, quiet
 from kvbench.harness.models.shared_kv_config import kv_sources
@@ -28,21 +29,24 @@ class ModelShape:
         """Number of layers."""
         return len(self.windows)
 
-    def kv_bytes(self, capacity: int, streams: int, itemsize: int) -> int:
+    def kv_bytes(self, capacity: int, streams: int, itemsize: int, codec: Codec | None = None) -> int:
         """Bytes of a cache's K/V slots: `capacity + 1` per layer that has its own, or the sliding window if that is smaller."""
         windows = [self.windows[layer] for layer in sorted(set(self.sources))]
-        slots = sum(capacity + 1 if window is None else min(capacity + 1, window) for window in windows)
-        return 2 * streams * self.heads * self.head_dim * itemsize * slots
+        slots = [capacity + 1 if window is None else min(capacity + 1, window) for window in windows]
+        if codec is not None:
+            return 2 * streams * self.heads * sum(codec.allocated(n, self.head_dim, itemsize) for n in slots)
+        return 2 * streams * self.heads * self.head_dim * itemsize * sum(slots)
 
-    def capacity_within(self, size: int, itemsize: int, spare: int = 1) -> int:
+    def capacity_within(self, size: int, itemsize: int, spare: int = 1, codec: Codec | None = None) -> int:
         """The largest capacity that `size` bytes of K/V slots allow one stream; 0 if there is none.
 
         `spare` slots are allocated beyond the capacity.
         """
-        low, high = 0, size // (2 * self.heads * self.head_dim * itemsize) + 1
+        of_slot = self.head_dim * itemsize if codec is None else codec.bytes_of(self.head_dim, itemsize)
+        low, high = 0, size // (2 * self.heads * of_slot) + 1
         while high - low > 1:
             middle = (low + high) // 2
-            fits = self.kv_bytes(middle + spare - 1, 1, itemsize) <= size
+            fits = self.kv_bytes(middle + spare - 1, 1, itemsize, codec) <= size
             low, high = (middle, high) if fits else (low, middle)
         return low
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, SkipValidation, ValidationError
 
 from kvbench.harness.core import plugins
+from kvbench.harness.core.codec import Codec
 from kvbench.harness.records.types import BadRecordError, Document, Name, Part, Plain, Positive, Whole
 
 OptionsT = TypeVar("OptionsT", bound="Options")
@@ -70,6 +71,22 @@ class Every(Part):
     every: Positive = Field(description="tokens")
 
 
+class CellExempt(Part):
+    """Tokens that a codec leaves as they are."""
+
+    sinks: Whole = Field(description="the first of a stream")
+    recent: Whole = Field(description="the newest")
+
+
+class CellKV(Part):
+    """How K and V are stored."""
+
+    codec: Literal["int8", "int4", "int2"] = Field(description="bits of a number")
+    group: Positive = Field(description="channels that share a scale and a zero")
+    exempt: CellExempt = Field(description="tokens held in the model's dtype")
+    keys: Literal["unrotated", "rotated"] = Field("unrotated", description="whether keys are coded before or after RoPE")
+
+
 class CellSpec(Document):
     """What a cell measures, with all defaults filled in."""
 
@@ -88,6 +105,8 @@ class CellSpec(Document):
     evict: Literal["step", "prompt"] | Every = Field(
         "step", description="when tokens are evicted: after every step, several at once, or once after the prompt"
     )
+
+    kv: CellKV | None = Field(None, description="how K and V are stored; None: in the model's dtype")
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
@@ -130,6 +149,21 @@ class CellSpec(Document):
     def evicts(self) -> str:
         """When tokens are evicted, in words."""
         return self.evict if isinstance(self.evict, str) else f"every {self.evict.every}"
+
+    @property
+    def codec(self) -> Codec | None:
+        """How K and V are stored; None: in the model's dtype."""
+        return None if self.kv is None else Codec.from_json(self.kv.model_dump())
+
+    @property
+    def stored(self) -> str:
+        """The same in words; empty for the model's dtype."""
+        return str(self.codec or "")
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether nothing is lost: no token, and no bit."""
+        return self.policy == "dense" and self.kv is None
 
     @property
     def most_kept(self) -> int | None:

@@ -104,4 +104,4 @@ def ratio(record: Record, run: Sequence[Record]) -> float | None:
 
 def is_dense(record: Record) -> bool:
     """Whether its cache keeps everything."""
-    return record.cell.policy == "dense"
+    return record.cell.is_dense

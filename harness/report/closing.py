@@ -106,7 +106,7 @@ def _by_positions(records: list[Record]) -> list[tuple[str, list[Record]]]:
     modes: dict[tuple[object, ...], set[str]] = {}
     for record in (r for r in records if not is_reference(r)):
         cell = record.cell
-        modes.setdefault((cell.policy, repr(cell.parameters), cell.capacity, cell.evicts), set()).add(cell.positions)
+        modes.setdefault((cell.policy, repr(cell.parameters), cell.capacity, cell.evicts, cell.stored), set()).add(cell.positions)
     if all(len(several) < 2 for several in modes.values()):
         return [("", records)]
     found = list(dict.fromkeys(r.cell.positions for r in records if not is_reference(r)))

@@ -106,7 +106,7 @@ def _doubts(record: Record) -> Iterator[str]:
 def _dense_nats(record: Record) -> float | None:
     """Mean NLL of dense over the positions that the model was trained at; None if it read none, or if this is not dense."""
     metrics, length = record.measured(NllMetrics), record.facts.training_length
-    if metrics is None or record.cell.policy != "dense":
+    if metrics is None or not record.cell.is_dense:
         return None
     known = [bucket for bucket in metrics.buckets if length is None or bucket.to <= length]
     tokens = sum(bucket.tokens for bucket in known)

@@ -11,10 +11,11 @@ from kvbench.harness.records import Record
 
 
 def title(record: Record) -> str:
-    """The policy with its parameters, and evict, positions, limit and seed unless default."""
+    """The policy with its parameters, and evict, kv, positions, limit and seed unless default."""
     cell = record.cell
     extra = [f"{k} {v}" for k, v in cell.settings.items() if v is not None]
     extra += [f"evict {cell.evicts}"] if cell.evicts != "step" else []
+    extra += [cell.stored] if cell.stored else []
     extra += [f"positions {cell.positions}"] if cell.positions != "cache" else []
     extra += [f"limit {cell.limit}"] if cell.limit is not None else []
     extra += [f"seed {cell.seed}"] if cell.seed else []
@@ -28,7 +29,7 @@ def short_titles(records: Sequence[Record]) -> list[str]:
         cell = record.cell
         rivals = [r.cell for r in records if (r.cell.policy, r.cell.capacity) == (cell.policy, cell.capacity)]
         extra = [f"{k} {v}" for k, v in cell.settings.items() if len({repr(c.settings.get(k)) for c in rivals}) > 1]
-        axes = {"evict": "evicts", "positions": "positions", "limit": "limit", "seed": "seed"}
+        axes = {"evict": "evicts", "kv": "stored", "positions": "positions", "limit": "limit", "seed": "seed"}
         for name, attribute in axes.items():
             value = getattr(cell, attribute)
             if value is not None and len({repr(getattr(c, attribute)) for c in rivals}) > 1:

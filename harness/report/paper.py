@@ -133,7 +133,7 @@ def _suites(published: dict[str, Any]) -> list[str]:
 def _flat(record: Record) -> dict[str, Any]:
     """Options of the record's cell, by the names that a suite uses."""
     cell = record.cell
-    evict = {} if cell.evicts == "step" else {"evict": cell.evicts}
+    evict = ({} if cell.evicts == "step" else {"evict": cell.evicts}) | ({"kv": cell.stored} if cell.stored else {})
     return {
         **cell.options, **cell.settings, "suite": cell.suite, "model": cell.model.id, "policy": cell.policy,
         "capacity": cell.capacity, "positions": cell.positions, "seed": cell.seed,
@@ -142,7 +142,7 @@ def _flat(record: Record) -> dict[str, Any]:
 
 def _find(records: Sequence[tuple[Record, dict[str, Any]]], wanted: dict[str, Any]) -> Record | None:
     """The first record with these options (`_flat`); evict defaults to every step, positions to "cache", the seed to 0."""
-    wanted = {"evict": None, "positions": "cache", "seed": 0} | wanted
+    wanted = {"evict": None, "kv": None, "positions": "cache", "seed": 0} | wanted
     for record, options in records:
         for name, value in wanted.items():
             if options.get(name) != value:

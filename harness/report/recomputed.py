@@ -54,7 +54,7 @@ def kv_bytes(record: Record) -> int | None:
     A bounded cache has one slot more than its capacity. An unbounded one has whole buckets of slots for the tokens it read.
     A sliding-window layer keeps no more than its window. Where a prompt was cut, or budgets differ, the slots are unknown.
     """
-    cell, shapes = record.cell, record.facts.kv_shapes
+    cell, shapes, codec = record.cell, record.facts.kv_shapes, record.cell.codec
     if record.facts.budgets or record.facts.code:  # heads hold different numbers of tokens, or only its code knows how many
         return None
     if cell.policy in CACHELESS or record.facts.method == "windows run afresh":
@@ -65,9 +65,12 @@ def kv_bytes(record: Record) -> int | None:
     streams, tokens = held
     slots = tokens + 1 if cell.capacity is not None else whole_buckets(tokens)
     spare = cell.evict.every - 1 if isinstance(cell.evict, Every) else 0
-    return streams * sum(
-        s.layers * s.heads * (s.key_dim + s.value_dim) * item * min(slots, (s.sliding_window or slots) + spare) for s in shapes
-    )
+    total = 0
+    for s in shapes:
+        each = min(slots, (s.sliding_window or slots) + spare)
+        for dims in (s.key_dim, s.value_dim):
+            total += s.layers * s.heads * (each * dims * item if codec is None else codec.allocated(each, dims, item))
+    return streams * total
 
 
 def whole_buckets(tokens: int) -> int:

@@ -142,13 +142,18 @@ def _against(record: Record, stands: Sequence[Record]) -> tuple[list[JudgedMetri
     cell, alike = record.cell, [r for r in stands if question(r) == question(record)]
     rivals = _judged(
         record,
-        [r for r in alike if (r.cell.capacity, r.cell.evicts) == (cell.capacity, cell.evicts) and r.cell_id != record.cell_id],
+        [
+            r
+            for r in alike
+            if (r.cell.capacity, r.cell.evicts, r.cell.stored) == (cell.capacity, cell.evicts, cell.stored)
+            and r.cell_id != record.cell_id
+        ],
     )
     scores = record.measured(ScoreMetrics)
     more_is_better = scores.higher_is_better if scores and scores.scores is not None else not hasattr(record.metrics, "nll")
     best = sorted(rivals, key=lambda j: j.difference.a or 0.0, reverse=more_is_better)[:1]
     replaced = _judged(record, [r for r in stands if r.cell_id == record.cell_id])
-    dense = _judged(record, [r for r in alike if r.cell.policy == "dense"])
+    dense = _judged(record, [r for r in alike if r.cell.is_dense])
     return rivals, list({id(j.a): j for j in [*replaced, *best, *dense]}.values())
 
 

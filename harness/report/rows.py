@@ -41,7 +41,8 @@ def without_folder(name: str) -> str:
 def _settings(row: Row) -> dict[str, object]:
     """Everything in which two rows of one policy and capacity can differ."""
     cell = row.cell
-    return {**cell.settings, "evict": cell.evicts, "positions": cell.positions, "limit": cell.limit, "seed": cell.seed}
+    axes = {"evict": cell.evicts, "kv": cell.stored or None, "positions": cell.positions, "limit": cell.limit, "seed": cell.seed}
+    return {**cell.settings, **axes}
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,6 @@ def rows(records: Sequence[Record]) -> list[Row]:
     groups: dict[str, list[Record]] = {}
     for record in records:
         cell = record.cell
-        key = [cell.policy, cell.parameters, cell.capacity, cell.positions, cell.limit, cell.seed, cell.evicts]
+        key = [cell.policy, cell.parameters, cell.capacity, cell.positions, cell.limit, cell.seed, cell.evicts, cell.stored]
         groups.setdefault(repr(key), []).append(record)
     return [Row(group) for group in groups.values()]

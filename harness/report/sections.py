@@ -31,6 +31,7 @@ def order(record: Record) -> tuple[Any, ...]:
         cell.policy,
         repr(cell.parameters),
         cell.evicts,
+        cell.stored,
         unusual,
         cell.positions,
         cell.seed,

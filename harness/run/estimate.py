@@ -99,7 +99,7 @@ def kv_bytes(cell: Cell, shape: ModelShape) -> int:
         return 0
     task = plugins.task_class(cell.task.name)
     kept = cell.most_kept or task.longest(cell.task)
-    return shape.kv_bytes(kept, task.at_once(cell.task), DTYPES[cell.model.dtype].itemsize)
+    return shape.kv_bytes(kept, task.at_once(cell.task), DTYPES[cell.model.dtype].itemsize, cell.kv)
 
 
 def _shape(spec: ModelSpec) -> ModelShape | None:

@@ -107,7 +107,7 @@ class Cache(transformers.Cache):
         """
         config, decoder, model = self._config, self._decoder, self._route.model
         held, allocated, state = (0, 0, 0) if decoder is None else (decoder.held_bytes, decoder.kv_bytes, decoder.state_bytes)
-        of_token = max(1, self._streams) * sum(shape.kv_bytes_per_token(model.dtype) for shape in model.layers)
+        of_token = max(1, self._streams) * sum(shape.kv_bytes(1, model.dtype) for shape in model.layers)
         return {
             "policy": self._name, "parameters": parameters_of(config.policy), "capacity": config.capacity,
             "positions": config.positions, "evict": evict_as_json(config.evict), "texts": self._streams, "seen": self._seen,

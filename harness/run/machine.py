@@ -174,7 +174,7 @@ def _check_capacities(cells: Sequence[Cell], model: Model) -> None:
                 raise UserError(f"{cell.label}: {name} can be looked at, but the loop can't drive it, so only dense has figures")
             continue
         if cell.most_kept is not None and cell.policy.caches:
-            refuse_if_too_large(cell, model.kv_bytes(cell.most_kept, task.streams(cell.task)), free, model.device)
+            refuse_if_too_large(cell, model.kv_bytes(cell.most_kept, task.streams(cell.task), cell.kv), free, model.device)
         _refuse_wrong_budgets(cell, task.prompt_tokens(cell.task), model)
 
 
@@ -283,7 +283,7 @@ def _partial_trace(item: Prepared, folder: RecordStore) -> Path:
 def _job(attempt: _Attempt, model: Model, options: RunOptions, watcher: RunWatcher) -> Job:
     """The cell's job."""
     item, cell = attempt.item, attempt.item.cell
-    config = CacheConfig(cell.policy, cell.capacity, cell.positions, cell.limit, cell.seed, cell.evict)
+    config = CacheConfig(cell.policy, cell.capacity, cell.positions, cell.limit, cell.seed, cell.evict, cell.kv)
     if _plainly(item, options):  # a check would take memory of its own
         method, block = TOKEN_BY_TOKEN if options.walk else EAGER, options.block or PLAIN_BLOCK_TOKENS
         attempt.facts.update({"block": block, "method": "walk" if options.walk else "as the policy allows"})

@@ -229,7 +229,7 @@ def pack(
             _add_file(name, files)
         local = Path(cell.model.id).expanduser()
         model = cell.model.model_dump() | ({"id": str(local.resolve())} if local.is_dir() else {})
-        plain = {name: getattr(cell, name) for name in _PLAIN}
+        plain = {name: getattr(cell, name) for name in _PLAIN} | {"kv": None if cell.kv is None else cell.kv.as_json()}
         task = cell.task.model_dump(exclude_none=True)
         where = None if wanted is None else numbers[id(wanted.data)]
         sha256 = "" if wanted is None else wanted.data.ids_sha256

@@ -81,7 +81,7 @@ class _Leaders:
         worth, cell = _worth(record), record.cell
         if worth is None or cell.capacity is None or is_reference(record):
             return
-        self._last = (question(record), cell.evicts, cell.positions)
+        self._last = (question(record), cell.evicts, cell.positions, cell.stored)
         best = self._best.setdefault(self._last, {})
         if cell.capacity not in best or worth > best[cell.capacity][0]:
             best[cell.capacity] = worth, f"{label} ({headline(record)})"

@@ -65,10 +65,13 @@ class Speeds:
         """Of all streams together; None for what keeps no cache of ours."""
         if not cell.policy.caches or isinstance(cell.policy, Contestant):
             return None
-        config, name = CacheConfig(cell.policy, cell.capacity, cell.positions, cell.limit, cell.seed, cell.evict), cell.name
+        config, name = (
+            CacheConfig(cell.policy, cell.capacity, cell.positions, cell.limit, cell.seed, cell.evict, cell.kv),
+            cell.name,
+        )
         if cell.evict == "prompt":  # which is read under full attention
             config, name = CacheConfig(_DENSE, None), "dense"
-        asked = _Asked(name, config.capacity, streams)
+        asked = _Asked(f"{name} {config.kv or ''}", config.capacity, streams)
         if asked not in self._known:
             self._known[asked] = _tried(self._model, config, streams)
         return self._known[asked]

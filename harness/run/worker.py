@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from kvbench.harness.core import plugins
+from kvbench.harness.core.codec import Codec
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.parameters import policy_from
 from kvbench.harness.core.sources import source_digest
@@ -137,7 +138,8 @@ class Worker:
         Raises:
             UserError: it has another id here, because the code differs, or it can't be made.
         """
-        fields = dict(order.cell, name=self._here(order.cell["name"]))
+        coded = order.cell["kv"]
+        fields = dict(order.cell, name=self._here(order.cell["name"]), kv=None if coded is None else Codec.from_json(coded))
         task = order.task | {"name": self._here(order.task["name"])}
         try:
             policy = policy_from(fields["name"], self._here(order.parameters))

@@ -1,14 +1,16 @@
-"""The axes of a cell that have several notations in a suite: `capacity`, and `evict`, when tokens are evicted."""
+"""The axes of a cell that have several notations in a suite: `capacity`, `evict` (when) and `kv` (how K and V are stored)."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from kvbench.harness.core.codec import BITS, Codec, Keys
+from kvbench.harness.core.errors import did_you_mean
 from kvbench.harness.suite.text import spread
 
 Evict = int | Literal["prompt"]  # 1: after every token; b: b tokens at once; "prompt": once, after the prompt
@@ -19,7 +21,12 @@ _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
 def multiplied(value: Any) -> list[Any]:
     """The values of an axis: the items of a list, and lists inside a mapping multiplied out."""
     items = value if isinstance(value, list) else [value]
-    return [one for item in items for one in (spread(item) if isinstance(item, dict) else [item])]
+    return [one for item in items for one in (_spread(item) if isinstance(item, dict) else [item])]
+
+
+def _spread(mapping: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Multiply out the lists in a mapping, and those in mappings inside it."""
+    yield from spread({k: multiplied(v) if isinstance(v, dict) else v for k, v in mapping.items()})
 
 
 def evict_from(value: Any) -> Evict:
@@ -44,6 +51,40 @@ def evict_as_json(evict: Evict) -> str | dict[str, int]:
     if evict == "prompt":
         return "prompt"
     return "step" if evict == 1 else {"every": evict}
+
+
+def kv_from(value: Any) -> Codec | None:
+    """How K and V are stored, from a suite's notation: `dtype`, `int4`, or a mapping such as `{codec: int4, group: 32}`.
+
+    Raises:
+        PydanticCustomError: it is none of them.
+    """
+    if value is None or value == "dtype":
+        return None
+    given = {"codec": value} if isinstance(value, str) else value
+    if not isinstance(given, dict) or not isinstance(given.get("codec"), str):
+        raise PydanticCustomError("kv", f"expected dtype, {', '.join(BITS)} or {{codec: ...}}")
+    exempt = given.get("exempt", {})
+    _refuse_unknown(given, ("codec", "group", "exempt", "keys"), "kv has no")
+    _refuse_unknown([given["codec"]], tuple(BITS), "there is no codec")
+    _refuse_unknown([given.get("keys", "rotated")], get_args(Keys), "keys can't be")
+    if not isinstance(exempt, dict):
+        raise PydanticCustomError("kv", "exempt is a mapping: {sinks: TOKENS, recent: TOKENS}")
+    _refuse_unknown(exempt, ("sinks", "recent"), "kv.exempt has no")
+    if not _is_whole(given.get("group", 1)) or not all(tokens == 0 or _is_whole(tokens) for tokens in exempt.values()):
+        raise PydanticCustomError("kv", "group is a number of channels, at least 1; sinks and recent are tokens")
+    return Codec(given["codec"], given.get("group", 32), **exempt, keys=given.get("keys", "unrotated"))
+
+
+def _refuse_unknown(given: Iterable[Any], known: Sequence[str], what: str) -> None:
+    """Refuse names that don't exist.
+
+    Raises:
+        PydanticCustomError: names the first.
+    """
+    for name in given:
+        if name not in known:
+            raise PydanticCustomError("kv", f"{what} '{name}'{did_you_mean(str(name), known)}")
 
 
 def budget_from(value: Any) -> Budget | None:
@@ -112,7 +153,16 @@ _CAPACITY = [
     {"type": "null"},
 ]
 _EVICT = [{"enum": ["step", "prompt"]}, _mapping("every", _TOKENS)]
+_KV = [
+    {"enum": ["dtype", *BITS]},
+    {
+        "type": "object", "required": ["codec"], "additionalProperties": False,
+        "properties": {name: {} for name in ("codec", "group", "exempt", "keys")},
+    },
+]  # fmt: skip
 
+OneKV = Annotated[Any, PlainValidator(kv_from), WithJsonSchema({"anyOf": _KV})]
+KVs = Annotated[Any, PlainValidator(_checked(kv_from)), _notations(_KV)]
 OneEvict = Annotated[Any, PlainValidator(evict_from), WithJsonSchema({"anyOf": _EVICT})]
 OneCapacity = Annotated[Any, PlainValidator(budget_from), WithJsonSchema({"anyOf": _CAPACITY})]
 Evicts = Annotated[Any, PlainValidator(_checked(evict_from)), _notations(_EVICT)]

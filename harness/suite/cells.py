@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 from pydantic import BaseModel
 
 from kvbench.harness.core import plugins
+from kvbench.harness.core.codec import Codec
 from kvbench.harness.core.errors import UserError, did_you_mean
 from kvbench.harness.core.parameters import names_inside, parameters_of, policy_from
 from kvbench.harness.records import digest
@@ -46,13 +47,15 @@ class Cell:
     limit: int | None
     seed: int
     evict: Evict = 1  # tokens at once, or "prompt"
+    kv: Codec | None = None  # how K and V are stored; None: in the model's dtype
     place: str = field(default="", compare=False)  # of its policy in a suite's file, for messages
     resources: Resources = field(default=Resources(), compare=False)  # of a worker that measures it
 
     def as_json(self) -> dict[str, Any]:
         """The cell as its record keeps it, with every default filled in but those of axes and parameters added since."""
         bound = self.policy if self.capacity is None else self.policy.bind(self.capacity)
-        added = {} if self.evict == 1 else {"evict": evict_as_json(self.evict)}
+        added: dict[str, Any] = {} if self.evict == 1 else {"evict": evict_as_json(self.evict)}
+        added |= {} if self.kv is None else {"kv": self.kv.as_json()}
         return {
             "suite": self.suite, "suite_version": self.suite_version, "model": self.model.as_json(),
             "task": self.task.model_dump(exclude_none=True, exclude=set(self.task.not_recorded))
@@ -71,19 +74,22 @@ class Cell:
     def reference(self) -> Cell | None:
         """The cell whose record its task needs while this one is measured; None if it needs none, or is such a cell itself."""
         name = plugins.task_class(self.task.name).reference(self.task)
-        if name is None or self.name == name:
+        if name is None or (self.name == name and self.kv is None):
             return None
         policy = policy_from(name, {})
         if policy.evicts and self.capacity is None:  # nothing bounds this one, so there is nothing to compare
             return None
         capacity = self.capacity if policy.evicts else None
-        return replace(self, name=name, policy=policy, capacity=capacity, positions="cache", limit=None, evict=1, place="")
+        return replace(
+            self, name=name, policy=policy, capacity=capacity, positions="cache", limit=None, evict=1, kv=None, place=""
+        )
 
     @property
     def label(self) -> str:
         """A short name for people."""
         parts = [self.name, *(str(c) for c in [self.capacity] if c is not None), *evict_words(self.evict)]
         parts += [self.positions] if self.positions != "cache" else []
+        parts += [str(self.kv)] if self.kv else []
         return " ".join([*parts, *([f"seed {self.seed}"] if self.seed else [])])
 
     @property
@@ -236,6 +242,7 @@ def cell_from_spec(recorded: CellSpec, model: str | None = None) -> Cell:
             limit=recorded.limit,
             seed=recorded.seed,
             evict=evict_from(recorded.evict_json),
+            kv=recorded.codec,
         )
         same = cell.as_json() | ({"model": spec["model"]} if model else {}) == spec
     except (ValueError, TypeError, KeyError) as error:
@@ -296,7 +303,7 @@ def _tasks(given: dict[str, Any], source: Source, at: Location) -> Iterator[_Tas
 def _cell(suite: SuiteFile, model: ModelSpec, given: _TaskEntry, entry: Entry, source: Source) -> Cell:
     return Cell(
         suite.suite, suite.version, model, given.options, entry.name, entry.policy, _capacity(model, given, entry, source),
-        entry.positions, entry.limit, entry.seed, entry.evict, source.place(entry.at),
+        entry.positions, entry.limit, entry.seed, entry.evict, entry.kv, source.place(entry.at),
     )  # fmt: skip
 
 
@@ -312,7 +319,7 @@ def _capacity(model: ModelSpec, given: _TaskEntry, entry: Entry, source: Source)
     if entry.budget is None or isinstance(entry.budget, int):
         return entry.budget
     try:
-        capacity = capacity_of(entry.budget, model, given.task.prompt_tokens(given.options), entry.evict)
+        capacity = capacity_of(entry.budget, model, given.task.prompt_tokens(given.options), entry.evict, entry.kv)
     except ValueError as error:
         raise source.error((*entry.at, "capacity"), f"capacity: {error}") from None
     entry.refuse_if_unfit(capacity, source)

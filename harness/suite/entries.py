@@ -15,11 +15,12 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchem
 from pydantic_core import PydanticCustomError
 
 from kvbench.harness.core import plugins
+from kvbench.harness.core.codec import Codec
 from kvbench.harness.core.contestants import AXES, Contestant
 from kvbench.harness.core.errors import UserError, described
 from kvbench.harness.core.parameters import policy_fields, tuple_fields
 from kvbench.harness.models.shape import ModelShape, readable_shape
-from kvbench.harness.suite.axes import Budget, Evict, OneCapacity, OneEvict, multiplied
+from kvbench.harness.suite.axes import Budget, Evict, OneCapacity, OneEvict, OneKV, multiplied
 from kvbench.harness.suite.file import ModelSpec, SuiteFile
 from kvbench.harness.suite.text import Location, Source, spread, validated
 from kvbench.policies import Policy, PositionMode
@@ -34,6 +35,7 @@ class Entry:
         policy: not yet bound to a capacity.
         budget: its capacity, as the suite has it; None if it takes none.
         evict: when tokens are evicted.
+        kv: how K and V are stored; None: in the model's dtype.
         positions: where RoPE puts a cached token.
         limit: largest distance of positions `clamped`.
         seed: of the policy's random numbers.
@@ -45,6 +47,7 @@ class Entry:
     policy: Policy
     budget: Budget | None
     evict: Evict
+    kv: Codec | None
     positions: PositionMode
     limit: int | None
     seed: int
@@ -80,7 +83,7 @@ def entries(suite: SuiteFile, index: int, source: Source) -> Iterator[Entry]:
             raise source.error((*at, key), f"{name} decides {key} itself: leave it out")
     schema = entry_schema(name, kind)
     defaults = {"capacity": suite.capacity, "evict": suite.evict, "positions": suite.positions, "limit": suite.limit}
-    defaults["seed"] = suite.seed
+    defaults |= {"seed": suite.seed, "kv": suite.kv}
     if kind.outcome:
         defaults["evict"] = "prompt"
     fixed = {k: v for k, v in defaults.items() if k in schema.model_fields and v is not None} | given
@@ -91,7 +94,7 @@ def entries(suite: SuiteFile, index: int, source: Source) -> Iterator[Entry]:
         fixed["positions"] = ["cache", *(mode for mode in modes if mode not in ("stream", "cache"))]
     for one in _spread(kind, fixed, source, at):
         chosen = _values(validated(schema, one, source, at))
-        budget, evict, positions, limit, seed = (chosen.pop(k, None) for k in AXES)
+        budget, evict, positions, limit, seed, kv = (chosen.pop(k, None) for k in AXES)
         if "capacity" in schema.model_fields and budget is None:
             raise source.error(at, f"{name} needs a capacity")
         overridden = [key for key in one if key != "seed" and source.is_overridden((*at, key))]
@@ -100,20 +103,23 @@ def entries(suite: SuiteFile, index: int, source: Source) -> Iterator[Entry]:
         policy = _made(name, kind, chosen, source, at, blamed)
         limit = limit if positions == "clamped" else None
         usual: PositionMode = "stream" if is_contestant else "cache"  # a model rotates keys before it caches them
-        entry = Entry(name, policy, budget, evict or 1, positions or usual, limit, seed or 0, at, blamed)
+        if kv is not None and kv.keys == "rotated" and positions != "stream":
+            raise source.error((*at, "kv"), "kv: keys: rotated needs positions: stream, where a key's angle never changes")
+        entry = Entry(name, policy, budget, evict or 1, kv, positions or usual, limit, seed or 0, at, blamed)
         entry.refuse_if_unfit(budget if isinstance(budget, int) else None, source)
         yield entry
 
 
-def capacity_of(budget: dict[str, Any], model: ModelSpec, prompt: int | None, evict: Evict) -> int:
+def capacity_of(budget: dict[str, Any], model: ModelSpec, prompt: int | None, evict: Evict, codec: Codec | None = None) -> int:
     """Tokens per KV head kept between steps, of a budget in shares of the prompt or in bytes of the K/V slots of one stream.
 
     `prompt` is the length of the task's prompts, if they have one. Evicting `b` tokens at once needs `capacity + b` slots.
+    The bytes of a codec are those of codes and scales, and of the exempt tokens.
 
     Raises:
         ValueError: it can't be known, or is less than one token.
     """
-    return _of_prompt(budget["share"], prompt) if "share" in budget else _of_bytes(budget["bytes"], model, evict)
+    return _of_prompt(budget["share"], prompt) if "share" in budget else _of_bytes(budget["bytes"], model, evict, codec)
 
 
 def _of_prompt(share: float, prompt: int | None) -> int:
@@ -125,14 +131,15 @@ def _of_prompt(share: float, prompt: int | None) -> int:
     return tokens
 
 
-def _of_bytes(size: int, model: ModelSpec, evict: Evict) -> int:
+def _of_bytes(size: int, model: ModelSpec, evict: Evict, codec: Codec | None) -> int:
     shape = _shape(model.id, model.revision)
     if shape is None:
         raise ValueError(f"the config of {model.id} can't be read, so the bytes of a token are unknown; give tokens")
     itemsize, spare = getattr(torch, model.dtype).itemsize, 1 if evict == "prompt" else evict
-    tokens = shape.capacity_within(size, itemsize, spare)
+    tokens = shape.capacity_within(size, itemsize, spare, codec)
     if tokens < 1:
-        raise ValueError(f"{size:,} bytes, but the smallest cache of {model.id} takes {shape.kv_bytes(spare, 1, itemsize):,}")
+        least = shape.kv_bytes(spare, 1, itemsize, codec)
+        raise ValueError(f"{size:,} bytes, but the smallest cache of {model.id} takes {least:,}")
     return tokens
 
 
@@ -151,6 +158,7 @@ def entry_schema(name: str, policy: type[Policy]) -> type[BaseModel]:
     if policy.evicts and policy.caches:
         axes["evict"] = (_OnlyPrompt if policy.outcome else OneEvict, 1)
     if policy.caches:
+        axes["kv"] = (OneKV, None)
         axes["positions"] = (PositionMode, "cache")
         axes["limit"] = (int | None, Field(None, ge=1))
     return _model(f"{name}_entry", _parameter_fields(policy) | axes)
@@ -202,7 +210,7 @@ def _spread(kind: type[Policy], given: dict[str, Any], source: Source, at: Locat
     """Multiply out the lists of an entry, those inside its axes and the policies it holds included."""
     held = policy_fields(kind)
     made = {k: list(policies_from(kind, v, source, (*at, k))) for k, v in given.items() if k in held and v is not None}
-    axes = {k: multiplied(v) for k, v in given.items() if k in ("capacity", "evict")}
+    axes = {k: multiplied(v) for k, v in given.items() if k in ("capacity", "evict", "kv")}
     sequences = {k: _tuples(v) for k, v in given.items() if k in tuple_fields(kind) and isinstance(v, list)}
     yield from spread(given | axes | made | sequences)
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 
-from kvbench.harness.suite.axes import Capacities, Evicts, size_in_bytes
+from kvbench.harness.suite.axes import Capacities, Evicts, KVs, size_in_bytes
 from kvbench.policies import PositionMode
 
 
@@ -83,6 +83,7 @@ class SuiteFile(BaseModel):
     evict: Evicts = Field(
         "step", description="when tokens are evicted: after every step, {every: TOKENS} at once, or once after the prompt"
     )
+    kv: KVs = Field("dtype", description="how K and V are stored: in the model's dtype, or by a codec such as int4")
     positions: PositionMode | list[PositionMode] = Field("cache", description="where RoPE puts a cached token")
     limit: int | None = Field(None, ge=1, description="largest distance of positions 'clamped'; tokens")
     seed: int | list[int] = 0

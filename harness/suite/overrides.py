@@ -97,7 +97,7 @@ def _set(source: Source, key: str, value: Any, place: str) -> None:
                 source.put(("policies", index, key), value, place)
             is_known = True
     if not is_known:
-        known = {"capacity", "evict", "positions", "limit", "seed", *ModelSpec.model_fields}
+        known = {"capacity", "evict", "kv", "positions", "limit", "seed", *ModelSpec.model_fields}
         for _, holder in items(data.get("task")):
             known |= _options("task", holder) if isinstance(holder, dict) else set()
         for entry in data.get("policies") or []:

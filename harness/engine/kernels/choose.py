@@ -36,9 +36,9 @@ def kernels_for(slots: Slots, mode: PositionMode, limit: int, longest: int | Non
         longest: bound of the angles; the number of slots when None.
         in_graphs: let the kernel that walks blocks replay its launches as CUDA graphs.
     """
-    module = _MODULES.get(slots.tensors.keys.device.type)
+    module = _MODULES.get(slots.device.type)
     if module is None:
-        return Kernels(plain_because=f"no kernels for device '{slots.tensors.keys.device.type}'")
+        return Kernels(plain_because=f"no kernels for device '{slots.device.type}'")
     walk, lost = module.WalkKernel.from_slots(slots, mode, limit, longest, in_graphs), module.lost(slots, mode, limit)
     because = ""
     if walk is None and not lost:

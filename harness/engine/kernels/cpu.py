@@ -55,7 +55,7 @@ class StepKernel:
     def built(slots: Slots) -> Built:
         """The C function. Layers that it does not support (not float32, not a plain softmax) get neither it nor a reason."""
         shape = slots.shape
-        if not shape.plain or slots.tensors.keys.dtype != torch.float32 or may_outlive_window(slots):
+        if not shape.plain or slots.dtype != torch.float32 or may_outlive_window(slots):
             return Built()
         sizes = (("GROUP", str(shape.group)), ("KEY_DIM", str(shape.key_dim)), ("VALUE_DIM", str(shape.value_dim)))
         return built("step.c", "step", sizes)

@@ -52,9 +52,9 @@ class _Rope(NamedTuple):
     @classmethod
     def from_slots(cls, slots: Slots, mode: PositionMode, longest: int | None) -> Self:
         """RoPE of some layers."""
-        rotation, device = slots.shape.rotation, slots.tensors.keys.device
+        rotation, device = slots.shape.rotation, slots.device
         if rotation is None:
-            return cls(0, 0, torch.arange(slots.shape.key_dim, device=device), (slots.tensors.keys,) * 4)
+            return cls(0, 0, torch.arange(slots.shape.key_dim, device=device), (torch.zeros(1, device=device),) * 4)
         near = rotation.cosine_and_sine(_TABLE_ROWS, 1)
         far = rotation.cosine_and_sine(-(-LONGEST_STREAM // _TABLE_ROWS), _TABLE_ROWS)
         level = 0 if (longest or slots.num_slots + 1) <= _TABLE_ROWS else _TABLE_ROWS
@@ -81,7 +81,7 @@ class AttentionKernels:
 
     def __init__(self, slots: Slots, mode: PositionMode, limit: int, longest: int | None) -> None:
         self._mode, self._limit, self._longest = mode, limit, longest
-        self._sizes = sizes(slots.shape, slots.tensors.keys.dtype)
+        self._sizes = sizes(slots.shape, slots.dtype)
         self._rope, self._slots = _Rope.from_slots(slots, mode, longest), slots.num_slots
 
     def parts(self, size: int, attended: int) -> tuple[int, int]:

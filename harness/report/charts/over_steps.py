@@ -50,7 +50,7 @@ def _values(record: Record) -> list[dict[str, Any]]:
     found = [
         point | {"figure": title, "line": training, "value": metrics[name]}
         for name, title in _FIGURES.items()
-        if record.cell.policy == "dense" and isinstance(metrics.get(name), (int, float))
+        if record.cell.is_dense and isinstance(metrics.get(name), (int, float))
     ]
     nll = record.measured(NllMetrics)
     if nll is not None:

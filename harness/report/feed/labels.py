@@ -71,7 +71,8 @@ def about(question: Question) -> str:
 def subject(question: Question) -> str:
     """The text or task, in a few words."""
     said = text(question.first) if question.measure == "perplexity" else task(question.first)
-    return f"{said}, {question.positions} positions" if question.positions else said
+    said = f"{said}, {question.positions} positions" if question.positions else said
+    return f"{said}, K and V as {question.stored}" if question.stored else said
 
 
 def text(record: Record) -> str:
@@ -108,5 +109,5 @@ def identifier(question: Question) -> str:
     cell = question.first.cell
     text = question.first.data.ids_sha256 if question.measure == "perplexity" else ""
     unique = [cell.suite, cell.suite_version, cell.as_json()["model"], cell.options, text, question.evicts, question.machine]
-    unique += [question.positions] if question.positions else []
+    unique += [x for x in (question.positions, question.stored) if x]
     return file_name(f"{cell.suite} {cell.model.id} {subject(question)} {question.evicts}", repr(unique))

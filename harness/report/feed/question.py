@@ -112,6 +112,7 @@ class Question:
         evicts: when its policies evict, in words.
         positions: where its policies' kept tokens stand, if there is a question for each mode, or it is not `cache`; else empty.
         machine: the device, and its set-up where several were timed.
+        stored: how its policies' K and V are stored, in words; empty: in the model's dtype.
     """
 
     measure: Measure
@@ -120,6 +121,7 @@ class Question:
     evicts: str
     positions: str
     machine: str
+    stored: str = ""
 
     @property
     def first(self) -> Record:
@@ -139,7 +141,7 @@ class Question:
     @cached_property
     def dense(self) -> Row | None:
         """The row of the cache that keeps everything."""
-        return next((row for row in self.references if row.cell.policy == "dense"), None)
+        return next((row for row in self.references if row.cell.is_dense), None)
 
     @property
     def capacities(self) -> list[int | None]:
@@ -254,19 +256,21 @@ def _by_text(scored: Sequence[Record]) -> list[list[Record]]:
 
 
 def _by_eviction(measure: Measure, subject: list[Record], beside: list[Record], machine: str) -> Iterator[Question]:
-    """A question for each time of evicting, and mode of positions, at which a cache was measured.
+    """A question for each time of evicting, mode of positions and codec, at which a cache was measured.
 
-    References evict nothing, so they are in all. The first mode is that of the time of evicting (`groups.usual_positions`).
+    References evict nothing, so they are in all, but coded ones only where policies are coded alike. The first mode is that of
+    the time of evicting (`groups.usual_positions`).
     """
-    caches = {(r.cell.evicts, r.cell.positions) for r in subject if not is_reference(r) and r.status == "ok"}
+    caches = {(r.cell.evicts, r.cell.positions, r.cell.stored) for r in subject if not is_reference(r) and r.status == "ok"}
     names = {id(r) for r in subject}
-    for evicts, positions in sorted(caches, key=lambda x: (x[0], x[1] != usual_positions(x[0]), x[1])):
-        several = sum(other == evicts for other, _ in caches) > 1
-        together = [r for r in [*subject, *beside] if is_reference(r) or (r.cell.evicts, r.cell.positions) == (evicts, positions)]
+    for evicts, positions, stored in sorted(caches, key=lambda x: (x[0], x[2], x[1] != usual_positions(x[0]), x[1])):
+        several = len({mode for other, mode, _ in caches if other == evicts}) > 1
+        alike = [r for r in [*subject, *beside] if is_reference(r) or (r.cell.evicts, r.cell.positions) == (evicts, positions)]
+        together = [r for r in alike if r.cell.stored == stored or (is_reference(r) and not r.cell.stored)]
         found = [row for row in rows(together) if any(id(r) in names for r in row.records)]
         shown = [r for r in together if id(r) in names]
         mode = positions if several or positions != "cache" else ""
-        yield Question(measure, shown, found, evicts, mode, machine or subject[0].facts.device)
+        yield Question(measure, shown, found, evicts, mode, machine or subject[0].facts.device, stored)
 
 
 def _answers(record: Record) -> bool:

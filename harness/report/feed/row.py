@@ -100,7 +100,7 @@ def dense_bytes(question: Question) -> tuple[int | None, bool]:
     if measured:
         return measured, True
     record = question.first
-    whole = record.cell.model_copy(update={"policy": "dense", "capacity": None, "evict": "step"})
+    whole = record.cell.model_copy(update={"policy": "dense", "capacity": None, "evict": "step", "kv": None})
     facts = record.facts.model_copy(update={"method": None, "budgets": None})
     return recomputed.kv_bytes(replace(record, cell=whole, facts=facts)), False
 

@@ -66,7 +66,17 @@ def _row(row: Row, capacities: Sequence[int], common: Common, grids: _Grids) -> 
     stride, [grid, sums] by capacity, and the mean NLL by position. `answers` has [task, text, outcomes].
     """
     cell = row.cell
-    twin = repr([cell.policy, cell.parameters, cell.capacity, cell.positions, cell.limit, cell.seed])
+    twin = repr(
+        [
+            cell.policy,
+            cell.parameters,
+            cell.capacity,
+            cell.positions,
+            cell.limit,
+            cell.seed,
+            *([cell.stored] if cell.stored else []),
+        ]
+    )
     made: dict[str, Any] = {"twin": hashlib.sha256(twin.encode()).hexdigest()[:8]}
     record = row.perplexity
     metrics = None if record is None else record.measured(NllMetrics)

@@ -110,7 +110,7 @@ class AttentionTask(Task):
         head, alignment = ["policy", "capacity", *_FIGURES, "status"], "lr" + "r" * len(_FIGURES) + "l"
         lines: list[str | Chart] = [about, *table(head, rows, alignment)]
         if measured:
-            full = [r for r in measured if r.cell.policy == "dense"][:1]
+            full = [r for r in measured if r.cell.is_dense][:1]
             lines += [
                 *map(chart.heads, full),
                 chart.over_layers(measured),

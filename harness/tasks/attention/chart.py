@@ -47,7 +47,7 @@ def over_layers(records: Sequence[Record]) -> Chart:
         assert metrics is not None
         for number, layer in enumerate(metrics.layers):
             values.append({"policy": name, "layer": number, "late": layer.late, "entropy": layer.entropy})
-            if record.cell.policy == "dense":
+            if record.cell.is_dense:
                 low, high = max(0.0, layer.late - layer.late_deviation), min(1.0, layer.late + layer.late_deviation)
                 band.append({"policy": name, "layer": number, "low": low, "high": high})
             if layer.lost is not None:

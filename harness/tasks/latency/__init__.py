@@ -134,7 +134,7 @@ def _row(record: Record, records: Sequence[Record]) -> list[str]:
     name, m = [label(record), count(record.cell.capacity)], record.measured(LatencyMetrics)
     if m is None:
         return [*name, *[""] * 12, status(record)]
-    dense = [r for r in records if r.cell.policy == "dense"]
+    dense = [r for r in records if r.cell.is_dense]
     recompute = [r for r in records if r.cell.policy == "recompute_window" and r.cell.capacity == record.cell.capacity]
     last, tails = m.curve[-1], m.percentiles_ms
     return [

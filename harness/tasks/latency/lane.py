@@ -49,7 +49,7 @@ class Lane:
         config = self.job.config
         if not config.policy.caches:
             return 0
-        return self.job.model.kv_bytes(config.capacity or self.options.tokens, self.options.batch)
+        return self.job.model.kv_bytes(config.capacity or self.options.tokens, self.options.batch, config.kv)
 
     @contextmanager
     def guard(self) -> Iterator[None]:
@@ -236,7 +236,7 @@ def roofline(model: Model, read: Decoder, batch: int, device: dict[str, float]) 
     cached = not isinstance(read, RecomputeDecoder)
     moved = sum(p.nbytes for p in weights)
     if isinstance(read, CachedDecoder):
-        full = model.kv_bytes(round(used) - 1, batch)
+        full = model.kv_bytes(round(used) - 1, batch, read.config.kv)
         moved += full + round(read.state_bytes * full / max(read.kv_bytes, 1))
     elif cached:
         moved += read.held_bytes

@@ -162,7 +162,7 @@ class LmEval(Task):
             "Over capacity: share of requests longer than the capacity; only these can differ from dense.\n"
         )
         result: list[str | Chart] = [intro, *table(head, lines, "lr" + "r" * len(names) + "rr")]
-        dense = next((row for row in rows.values() if all(r.cell.policy == "dense" for r in row.values())), None)
+        dense = next((row for row in rows.values() if all(r.cell.is_dense for r in row.values())), None)
         others = [(policy, row) for policy, row in rows.items() if row is not dense]
         if dense is not None and others:
             lines = [[*policy, *(_difference(dense.get(n), row.get(n)) for n in names)] for policy, row in others]

@@ -91,7 +91,7 @@ def _kv_bytes(model: Model, config: CacheConfig, tokens: int) -> int:
             floor = None if kept is None else config.policy.bind(kept).pool_floor(kept)
             if kept is not None and floor is not None:  # a head may hold what the others leave
                 slots += (shape.heads - 1) * (kept - floor)
-            total += slots * (shape.key_dim + shape.value_dim) * model.dtype.itemsize
+            total += shape.kv_bytes(slots, model.dtype, config.kv) // shape.heads
     return total
 
 

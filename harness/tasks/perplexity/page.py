@@ -60,7 +60,7 @@ def _until(options: PerplexityOptions, records: Sequence[Record]) -> str:
 
 
 def _table(records: Sequence[Record], common: Common) -> list[str]:
-    dense = next((r for r in records if r.cell.policy == "dense"), None)
+    dense = next((r for r in records if r.cell.is_dense), None)
     recompute = {r.cell.capacity: r for r in records if r.cell.policy == "recompute_window"}
     on_all, may_stop = not common.are_all, any(r.metrics.tokens_read for r in records)
     head = ["policy", "capacity", *(["tokens read"] if may_stop else []), "perplexity", *(["on all tokens"] if on_all else []),

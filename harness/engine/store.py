@@ -1,0 +1,283 @@
+"""Stores: how slots hold K, or V. Whoever reads and writes what they hold goes through a window on a store.
+
+Axis letters: R rows of all layers, N rows of a window, S slots, E exempt tokens, D head dim, g groups of channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+from kvbench.harness.core.codec import Codec
+from kvbench.policies import CacheView
+
+
+class Window(Protocol):
+    """Some rows of a store, and their first slots."""
+
+    def read(self) -> Tensor:
+        """What the slots hold. [N, S, D], the model's dtype."""
+
+    def write(self, at: Tensor, x: Tensor) -> None:
+        """Put vectors into slots, as many in each row; their positions are entered before.
+
+        Args:
+            at: flat indices in the store, row by row. [n] int64.
+            x: [n, D].
+        """
+
+    def put(self, x: Tensor) -> None:
+        """Fill the first slots of each row. [N, n, D]."""
+
+    def entered(self, at: Tensor, x: Tensor, before: Tensor) -> Tensor:
+        """Write a run of tokens, and return all that one of them may see.
+
+        Args:
+            at: as in `write`.
+            x: as in `write`.
+            before: what was read before their positions were entered. [N, S, D].
+
+        Returns:
+            [N, S, D]; of a coded store [N, 2 * S, D]: the code of each slot, and then what it holds while it is exempt.
+        """
+
+
+class Store(Protocol):
+    """K or V of all rows."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+
+    def window(self, rows: slice, slots: int, position: Tensor) -> Window:
+        """The first `slots` slots of some rows. position: as in `SlotTensors`, of all rows. [R, S] int64."""
+
+    def extended(self, slots: int) -> Self:
+        """The same with more slots."""
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """The same with every tensor changed, along its rows."""
+
+    def held_bytes(self, held: Tensor, position: Tensor) -> int:
+        """Bytes that the tokens held take. Syncs with the host. held: [R, S] bool; position: [R, S] int64."""
+
+
+class FloatStore:
+    """Tokens in the model's dtype.
+
+    Attributes:
+        tensor: [R, S, D].
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.flat, self.nbytes = tensor, tensor.flatten(0, 1), tensor.nbytes
+
+    def window(self, rows: slice, slots: int, position: Tensor) -> FloatWindow:
+        """The first `slots` slots of some rows."""
+        return FloatWindow(self.tensor[rows, :slots], self.flat)
+
+    def extended(self, slots: int) -> FloatStore:
+        """The same with more slots."""
+        return FloatStore(extended(self.tensor, slots, 0))
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> FloatStore:
+        """The same with the tensor changed."""
+        return FloatStore(change(self.tensor))
+
+    def held_bytes(self, held: Tensor, position: Tensor) -> int:
+        """Bytes that the tokens held take."""
+        return int(held.sum()) * self.tensor.shape[-1] * self.tensor.itemsize
+
+
+class FloatWindow:
+    """Some rows of a float store."""
+
+    def __init__(self, view: Tensor, flat: Tensor) -> None:
+        self._view, self._flat = view, flat
+
+    def read(self) -> Tensor:
+        """The slots themselves."""
+        return self._view
+
+    def write(self, at: Tensor, x: Tensor) -> None:
+        """Put vectors into slots."""
+        self._flat.index_copy_(0, at, x)
+
+    def put(self, x: Tensor) -> None:
+        """Fill the first slots."""
+        self._view[:, : x.shape[1]] = x
+
+    def entered(self, at: Tensor, x: Tensor, before: Tensor) -> Tensor:
+        """Write a run of tokens, and return the slots."""
+        self.write(at, x)
+        return before
+
+
+class CodedStore:
+    """Tokens as packed integers; those that are exempt are held in the model's dtype, too.
+
+    A token is coded when it is written, and also goes to a place for exempt ones, which it loses to the token that comes
+    `recent` steps later. What a slot holds follows from its position and the newest one of its row.
+
+    Attributes:
+        codec: of every token that isn't exempt.
+        codes: [R, S, D * bits / 8] uint8.
+        scale: [R, S, g], the model's dtype.
+        zero: [R, S, g].
+        exact: what the exempt tokens hold. [R, E, D].
+    """
+
+    def __init__(self, codec: Codec, codes: Tensor, scale: Tensor, zero: Tensor, exact: Tensor) -> None:
+        self.codec, self.codes, self.scale, self.zero, self.exact = codec, codes, scale, zero, exact
+        self.nbytes = sum(x.nbytes for x in (codes, scale, zero, exact))
+
+    @classmethod
+    def empty(cls, codec: Codec, like: Tensor) -> CodedStore:
+        """For as many rows and slots as a tensor has. like: [R, S, D], the model's dtype.
+
+        Raises:
+            ValueError: heads of this size can't be coded.
+        """
+        (rows, slots, dims), groups = like.shape, codec.groups(like.shape[2])
+        codec.refuse_unfit(dims)
+        codes = like.new_zeros(rows, slots, dims * codec.bits // 8, dtype=torch.uint8)
+        scale, zero = (like.new_zeros(rows, slots, groups) for _ in range(2))
+        return cls(codec, codes, scale, zero, like.new_zeros(rows, codec.exempt, dims))
+
+    def window(self, rows: slice, slots: int, position: Tensor) -> CodedWindow:
+        """The first `slots` slots of some rows."""
+        return CodedWindow(self, rows, slots, position[rows])
+
+    def extended(self, slots: int) -> CodedStore:
+        """The same with more slots."""
+        codes, scale, zero = (extended(x, slots, 0) for x in (self.codes, self.scale, self.zero))
+        return CodedStore(self.codec, codes, scale, zero, self.exact)
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> CodedStore:
+        """The same with every tensor changed."""
+        return CodedStore(self.codec, *(change(x) for x in (self.codes, self.scale, self.zero, self.exact)))
+
+    def held_bytes(self, held: Tensor, position: Tensor) -> int:
+        """Bytes that the tokens held take: of those that are exempt, as floats."""
+        exempt = int((held & is_exempt(self.codec, position, position.amax(-1, keepdim=True))).sum())
+        dims, itemsize = self.exact.shape[-1], self.exact.itemsize
+        return exempt * dims * itemsize + (int(held.sum()) - exempt) * self.codec.bytes_of(dims, itemsize)
+
+
+class CodedWindow:
+    """Some rows of a coded store."""
+
+    def __init__(self, store: CodedStore, rows: slice, slots: int, position: Tensor) -> None:
+        """position: of all slots of these rows. [N, *] int64."""
+        self._store, self._codec, self._position, self._slots = store, store.codec, position, slots
+        self._codes, self._scale, self._zero = (x[rows, :slots] for x in (store.codes, store.scale, store.zero))
+        self._exact, self._first = store.exact[rows], rows.start * position.shape[1]
+
+    def read(self) -> Tensor:
+        """What the slots hold: the code, or what the token was if it is exempt."""
+        x, last = self._decoded(), self._codec.exempt - 1
+        if last < 0:
+            return x
+        place = self._place(self._position[:, : self._slots])[..., None]
+        return torch.where(place <= last, self._exact.take_along_dim(place.clamp(max=last), 1), x)
+
+    def _decoded(self) -> Tensor:
+        """What the slots hold once no token is exempt. [N, S, D]."""
+        return decoded(self._codes, self._scale, self._zero, self._codec.bits)
+
+    def write(self, at: Tensor, x: Tensor) -> None:
+        """Put vectors into slots, as codes, and into places for exempt ones."""
+        parts = self._store.codes, self._store.scale, self._store.zero
+        for part, new in zip(parts, encoded(x, self._codec), strict=True):
+            part.flatten(0, 1).index_copy_(0, at, new)
+        if not self._codec.exempt or not len(at):
+            return
+        rows = len(self._exact)
+        place = self._place(self._position.flatten()[at - self._first].view(rows, -1))
+        source = place.new_full((rows, self._codec.exempt + 1), -1)  # the token that takes each place; the last for all others
+        source.scatter_(1, place, torch.arange(place.shape[1], device=at.device).expand_as(place))
+        source = source[:, :-1, None]
+        new = x.unflatten(0, (rows, -1)).take_along_dim(source.clamp(min=0), 1)
+        self._exact.copy_(torch.where(source >= 0, new, self._exact))
+
+    def put(self, x: Tensor) -> None:
+        """Fill the first slots of each row."""
+        first = torch.arange(len(x), device=x.device)[:, None] * self._position.shape[1] + self._first
+        self.write((first + torch.arange(x.shape[1], device=x.device)).flatten(), x.flatten(0, 1))
+
+    def entered(self, at: Tensor, x: Tensor, before: Tensor) -> Tensor:
+        """Write a run of tokens, and return each slot twice: coded, and exempt."""
+        self.write(at, x)
+        of_rows = x.unflatten(0, (len(before), -1))
+        slots = (at % self._position.shape[1]).view(*of_rows.shape[:2], 1).expand_as(of_rows)
+        return torch.cat([self._decoded(), before.scatter(1, slots, of_rows)], 1)
+
+    def _place(self, position: Tensor) -> Tensor:
+        """Where the tokens of the window's rows are held if they are exempt; E if they aren't. [N, n] int64."""
+        codec, newest = self._codec, self._position.amax(-1, keepdim=True)
+        place = codec.sinks + position % codec.recent if codec.recent else position
+        place = torch.where(position < codec.sinks, position, place)
+        return torch.where(is_exempt(codec, position, newest), place, codec.exempt)
+
+
+class StoredView(CacheView):
+    """The view of a coded cache, whose keys and values are decoded when they are looked at."""
+
+    def __init__(self, view: CacheView, keys: Window | None, values: Window, heads: int) -> None:
+        """view: without keys and values of its own; keys: None if they are kept rotated, so that nobody looks at them."""
+        vars(self).update(vars(view))
+        del self.keys, self.values
+        self._stored, self._heads = {"keys": keys, "values": values}, heads
+
+    def __getattr__(self, name: str) -> Tensor:
+        window = vars(self).get("_stored", {}).get(name)
+        if window is None:
+            raise AttributeError(name)
+        read: Tensor = window.read()
+        return read.unflatten(0, (-1, self._heads))
+
+
+def is_exempt(codec: Codec, position: Tensor, newest: Tensor) -> Tensor:
+    """Which tokens are held in the model's dtype. position: -1 where there is none; newest: read so far. Any shape, int64."""
+    return ((position < codec.sinks) | (newest - position < codec.recent)) & (position >= 0)
+
+
+def as_written(x: Tensor, position: Tensor, codec: Codec) -> Tensor:
+    """What is stored of tokens when they come. x: [..., D]; position: [...] int64 -> [..., D]."""
+    exempt = is_exempt(codec, position, position)[..., None]
+    return x if codec.recent else torch.where(exempt, x, decoded(*encoded(x, codec), codec.bits))
+
+
+def encoded(x: Tensor, codec: Codec) -> tuple[Tensor, Tensor, Tensor]:
+    """Packed integers, scales and zeros. [..., D] -> [..., D * bits / 8] uint8, [..., g], [..., g].
+
+    scale = (largest - smallest) / (2^bits - 1), zero = smallest, code = round((x - zero) / scale).
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (codec.groups(x.shape[-1]), -1))
+    least, most = wide.aminmax(dim=-1)
+    levels = 2**codec.bits - 1
+    scale, zero = ((most - least) / levels).to(x.dtype), least.to(x.dtype)
+    step = scale.to(wide.dtype).clamp(min=torch.finfo(wide.dtype).tiny)  # equal numbers have a scale of 0
+    codes = ((wide - zero[..., None]) / step[..., None]).round().clamp(0, levels).to(torch.uint8).flatten(-2)
+    if codec.bits == 8:
+        return codes, scale, zero
+    shifts = torch.arange(0, 8, codec.bits, dtype=torch.uint8, device=x.device)
+    return (codes.unflatten(-1, (-1, len(shifts))) << shifts).sum(-1, dtype=torch.uint8), scale, zero
+
+
+def decoded(codes: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
+    """The vectors: code * scale + zero. Arguments as `encoded` makes them. -> [..., D], dtype of the scale."""
+    if bits < 8:
+        shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
+        codes = ((codes[..., None] >> shifts) & (2**bits - 1)).flatten(-2)
+    wide = torch.promote_types(scale.dtype, torch.float32)
+    x = codes.to(wide).unflatten(-1, (scale.shape[-1], -1)).mul_(scale[..., None]).add_(zero[..., None])
+    return x.flatten(-2).to(scale.dtype)
+
+
+def extended(x: Tensor, slots: int, fill: float) -> Tensor:
+    """A tensor with more slots. [R, S, ...]."""
+    return torch.cat([x, x.new_full((x.shape[0], slots - x.shape[1], *x.shape[2:]), fill)], 1)
