@@ -177,9 +177,7 @@ class AnswerMetrics(QuestionMetrics):
 
     right: Annotated[Count, ANSWERED] = Field(description="right answers")
     accuracy: Annotated[Share, ANSWERED] = Field(description="share of right answers")
-    in_cache: Annotated[dict[str, AnswerCounts], EXACT] = Field(
-        description="counts by how much of the evidence was in the cache"
-    )
+    in_cache: Annotated[dict[str, AnswerCounts], EXACT] = Field(description="counts by how much of the evidence was in the cache")
     kinds: Annotated[dict[str, AnswerCounts] | None, EXACT] = Field(
         None, description="counts by kind, where questions are of several kinds"
     )
