@@ -35,7 +35,7 @@ from kvbench.policies.random import Random
 from kvbench.policies.recompute_window import RecomputeWindow
 from kvbench.policies.window import Window
 
-SHORT = {"turns": 4, "streams": 2, "system": 2, "facts": 6, "filler": 1}
+SHORT = {"data": "words", "turns": 4, "streams": 2, "system": 2, "facts": 6, "filler": 1}
 CONFIGS = {
     "window": CacheConfig(Window(), 12),
     "h2o, prompt cut": CacheConfig(H2O(), 12, evict="prompt"),
