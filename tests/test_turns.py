@@ -81,7 +81,7 @@ def options(draw) -> TurnsOptions:
         return draw(st.integers(least, most))
 
     return TurnsOptions(
-        mode=draw(st.sampled_from(["turns", "requests"])), turns=few(1, 9), streams=1, system=few(0, 3), facts=few(1, 9),
+        data="words", mode=draw(st.sampled_from(["turns", "requests"])), turns=few(1, 9), streams=1, system=few(0, 3), facts=few(1, 9),
         told=few(0, 3), corrections=draw(st.sampled_from([0.0, 0.5, 1.0])), filler=few(0, 3), data_seed=few(0, 9),
     )  # fmt: skip
 
@@ -126,7 +126,7 @@ def test_the_latest_value_is_right_and_questions_are_of_the_kind_that_they_say(a
 
 
 def test_every_kind_is_asked_for_and_no_fact_twice_while_others_are_left():
-    scripts = [conversation(TurnsOptions(), stream) for stream in range(20)]
+    scripts = [conversation(TurnsOptions(data="words"), stream) for stream in range(20)]
     kinds = [about["kind"] for script in scripts for *_, about in script.questions]
     assert {kind: kinds.count(kind) > 20 for kind in sorted(set(kinds))} == dict.fromkeys(
         ["corrected", "system", "text", "turn"], True
@@ -139,7 +139,7 @@ def test_every_kind_is_asked_for_and_no_fact_twice_while_others_are_left():
 
 @pytest.mark.parametrize("mode", ["turns", "requests"])
 def test_evidence_is_the_line_that_said_the_value_and_the_prompt_is_the_text(words, mode):
-    asked = TurnsOptions(mode=mode)
+    asked = TurnsOptions(data="words", mode=mode)
     data = Turns.data(asked, lambda: words, None)
     for quiz in data.quizzes:
         text = words.decode(quiz.ids[quiz.prefix : quiz.prompt]).split()
@@ -300,7 +300,7 @@ def test_the_page_has_a_table_by_kind_one_by_turn_and_a_chart():
 )
 def test_what_can_not_be_asked_is_refused_in_one_line(changes, says):
     with pytest.raises(ValueError, match=says):
-        TurnsOptions(**changes)
+        TurnsOptions(**{"data": "words"} | changes)
     TurnsOptions(data="keys", facts=200)
 
 
@@ -393,7 +393,20 @@ def run_suite(name: str, folder: Path, *args: object) -> list[dict]:
 
 def test_a_conversation_goes_from_a_suite_to_a_page(words_dir, tmp_path):
     """The suite that ships, shortened, on a random model."""
-    small = ["--set", "turns=3", "--set", "streams=2", "--set", "capacity=24", "--policy", "dense", "--policy", "window"]
+    small = [
+        "--set",
+        "data=words",
+        "--set",
+        "turns=3",
+        "--set",
+        "streams=2",
+        "--set",
+        "capacity=24",
+        "--policy",
+        "dense",
+        "--policy",
+        "window",
+    ]
     records = run_suite("turns", tmp_path / "results", "--model", words_dir, *small)
     assert {r["cell"]["task"]["mode"] for r in records} == {"turns", "requests"}
     metrics = AnswerMetrics.from_json(records[0]["metrics"])
