@@ -246,7 +246,8 @@ def check_kept(ours: Slots, plain: Slots, exact: Slots, dtype: torch.dtype) -> N
     for name in ("free", "rank", "position"):
         assert torch.equal(getattr(ours.tensors, name), getattr(plain.tensors, name)), name
     for name in ("keys", "values"):
-        torch.testing.assert_close(getattr(ours.tensors, name), getattr(plain.tensors, name), atol=0, rtol=0, equal_nan=True)
+        mine, plainly = (getattr(x.tensors, name).tensor for x in (ours, plain))
+        torch.testing.assert_close(mine, plainly, atol=0, rtol=0, equal_nan=True)
     for state in ours.tensors.states:
         check_close(*(x.tensors.states[state] for x in (ours, plain, exact)), dtype)
 

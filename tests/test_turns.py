@@ -81,8 +81,9 @@ def options(draw) -> TurnsOptions:
         return draw(st.integers(least, most))
 
     return TurnsOptions(
-        data="words", mode=draw(st.sampled_from(["turns", "requests"])), turns=few(1, 9), streams=1,
-        system=few(0, 3), facts=few(1, 9), told=few(0, 3), corrections=draw(st.sampled_from([0.0, 0.5, 1.0])), filler=few(0, 3), data_seed=few(0, 9),
+        data="words", mode=draw(st.sampled_from(["turns", "requests"])), turns=few(1, 9), streams=1, system=few(0, 3),
+        facts=few(1, 9), told=few(0, 3), corrections=draw(st.sampled_from([0.0, 0.5, 1.0])), filler=few(0, 3),
+        data_seed=few(0, 9),
     )  # fmt: skip
 
 

@@ -281,6 +281,8 @@ def _tree(value: Any) -> Any:
             return [_tree(one) for one in value]
         case tuple():
             return {"tuple": [_tree(one) for one in value]}
+        case dict():
+            return {"dict": [[_tree(key), _tree(one)] for key, one in value.items()]}
         case PreTrainedTokenizerBase():
             return {"tokenizer": None}
     kind = type(value)
@@ -301,6 +303,8 @@ def _value(tree: Any, tokenizer: Callable[[], PreTrainedTokenizerBase]) -> Any:
         return np.frombuffer(bytearray(b64decode(content[2])), content[0]).reshape(content[1])
     if name == "tuple":
         return tuple(_value(one, tokenizer) for one in content)
+    if name == "dict":
+        return {_value(key, tokenizer): _value(one, tokenizer) for key, one in content}
     if name == "tokenizer":
         return tokenizer()
     module, kind, values = content
