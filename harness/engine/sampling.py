@@ -34,10 +34,6 @@ class Sampler:
         if top_p < 1.0:
             self._warp.append(TopPLogitsWarper(top_p))
 
-    def keep(self, streams: Sequence[int]) -> None:
-        """Go on with these streams alone, in this order."""
-        self._draws = [self._draws[stream] for stream in streams]
-
     def __call__(self, logits: Tensor, streams: Sequence[int] | None = None) -> Tensor:
         """A token for each stream. [B, V] -> [B] int64, on the logits' device.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import numpy as np
 
 from kvbench.harness.core.intervals import MIN_BLOCKS, clustered_share
 from kvbench.harness.data.machine import Program
+from kvbench.harness.records.aggregates import pass_at, pass_sizes
 from kvbench.harness.tasks.common.samples import buckets
 from kvbench.harness.tasks.trace.programs import sources
 from kvbench.harness.tasks.trace.schema import TraceOptions
@@ -134,12 +134,9 @@ def _by_distance(judgements: Sequence[Sequence[Judgement]], options: TraceOption
 
 
 def _pass_at(outcomes: str, samples: int) -> Iterator[dict[str, Any]]:
-    """pass@k for doubling k, with intervals over programs.
-
-    Source: Chen et al. 2021, arXiv:2107.03374, Equation 1.
-    """
-    right = [outcomes[start : start + samples].count("1") for start in range(0, len(outcomes), samples)]
-    for k in itertools.takewhile(lambda k: k <= samples, (2**power for power in itertools.count(1))):
-        shares = np.array([1 - math.comb(samples - c, k) / math.comb(samples, k) for c in right])
+    """pass@k for k above 1, with intervals over programs."""
+    right = np.array([outcomes[start : start + samples].count("1") for start in range(0, len(outcomes), samples)], np.float64)
+    for k in pass_sizes(samples)[1:]:
+        shares = pass_at(right, samples, k)
         ends = clustered_share(shares, np.ones(len(shares))) if len(shares) >= MIN_BLOCKS else None
         yield {"k": k, "share": float(shares.mean())} | ({} if ends is None else {"low": ends[0], "high": ends[1]})

@@ -64,7 +64,7 @@ def _write(options: TraceOptions, job: Job, numbers: Sequence[int]) -> tuple[lis
     decoder, logits = _opened(options, job, numbers)
     choose = Sampler([_seed(options, number) for number in numbers], options.temperature, options.top_p)
     for place in range(options.limit):
-        tokens = choose(_finite(logits))
+        tokens = choose(_finite(logits), rows)
         for stream, (row, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
             if said[row][-1:] == [end]:
                 continue
@@ -76,7 +76,6 @@ def _write(options: TraceOptions, job: Job, numbers: Sequence[int]) -> tuple[lis
             break
         if 2 * len(unfinished) <= len(rows):  # drop the finished streams
             decoder, rows, tokens = decoder.fork(unfinished), [rows[stream] for stream in unfinished], tokens[unfinished]
-            choose.keep(unfinished)
         logits = decoder(tokens[:, None])[:, -1]
     return [(words, held.get(row)) for row, words in enumerate(said)], decoder, len(rows)
 

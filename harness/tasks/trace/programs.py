@@ -62,7 +62,7 @@ def trace_data(options: TraceOptions, tokenizer: PreTrainedTokenizerBase) -> Tra
     """
     vocabulary = tokenizer.get_vocab()
     if not set(WORDS) <= vocabulary.keys():
-        raise UserError("trace needs a model with a token for each word of a program, such as builtin:machine")
+        raise UserError("trace needs a model with a token for each word of a program, such as `bench pretrain machine` makes")
     try:
         programs = [
             program(

@@ -103,7 +103,8 @@ class TraceMetrics(QuestionMetrics):
     """Answers, program by program, and how they went wrong. An answer is right if it is the program's trace, word by word."""
 
     pass_at: Annotated[list[PassAt], ANSWERED] = Field(
-        default_factory=list, description="pass@k for doubling k, if programs have several answers; pass@1 is `accuracy`"
+        default_factory=list,
+        description="pass@k for k = 2, 4, ... and all answers, if programs have several; pass@1 is `accuracy`",
     )
     words: Annotated[Positive, ANSWERED] = Field(description="words of all answers, or read by `teacher`")
     words_right: Annotated[list[Count], ANSWERED] = Field(description="words of each answer before the first wrong one")
