@@ -163,12 +163,12 @@ def _any_program(draw: random.Random, lines: int, restate: Restate, tell: bool, 
 
 
 def programs(draw: random.Random, words: int) -> Lookups:
-    """A program and its trace, for training: most traces end a little before `words` words, the others later."""
+    """A program and its trace, for training: most traces end within `words` words, the others later."""
     lines = draw.randint(2, max(3, min(LABELS, words // 40)))
     restate: Restate = "reads" if draw.random() < _READS else "full"
     tell = draw.random() < _TELLS
     most = (words - prompt_words(lines, REGISTERS, tell)) // step_words(restate, tell)
-    steps = (max(1, 3 * most // 4), max(2, most)) if draw.random() < _ENDS else (max(1, most), 2 * max(1, most))
+    steps = (max(1, most // 3), max(2, most)) if draw.random() < _ENDS else (max(1, most), 2 * max(1, most))
     try:
         made = program(draw, lines, restate, tell, steps)
     except ValueError:  # few programs of two lines run on for long

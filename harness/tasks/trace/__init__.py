@@ -73,6 +73,13 @@ class Trace(Task):
         return options.prompt + options.limit
 
     @classmethod
+    def tokens_read(cls, options: TraceOptions, data: TraceData) -> int | None:
+        """Prompt and longest right trace, read side by side, without its last word, which no word follows."""
+        if not options.teacher or options.side_by_side is not None:
+            return None
+        return data.prompts.shape[1] + max(map(len, data.traces)) - 1
+
+    @classmethod
     def windows(cls, options: TraceOptions) -> float:
         """One a word."""
         return options.answers * options.limit
