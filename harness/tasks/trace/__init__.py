@@ -238,13 +238,14 @@ def _still_right(records: Sequence[Record]) -> Iterator[str | Chart]:
         shown = [r for r in measured if is_reference(r) or (r.cell.evicts, r.cell.positions) == (evicts, positions)]
         alt = "Share of the answers of {model} without a wrong word, over the words written, one line per policy"
         only = f"evict {evicts}, {positions} positions"
-        charts = panels(shown, alt, _panel, only)
+        charts = panels(shown, alt, still_right, only)
         if charts:
             yield f"Without a wrong word, over the words written, {only}:\n"
             yield from charts
 
 
-def _panel(records: Sequence[Record], capacity: int) -> dict[str, Any]:
+def still_right(records: Sequence[Record], capacity: int) -> dict[str, Any]:
+    """A panel of answers without a wrong word, over the words written: a line per policy, all its seeds together."""
     seeds: dict[str, list[Record]] = {}
     for record in records:
         cell = record.cell
