@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from kvbench.harness.core.codec import Codec
+from kvbench.harness.core.codec import Codec, Kivi
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.rows import Rows, writes
@@ -209,7 +209,7 @@ class Layout:
             ValueError: the policy looks at keys that a code changes in a way that it can't follow.
         """
         name, written = type(policy).__name__, [s for s in policy.statistics if writes(s)]
-        if codec.recent and any(s.per == "head" for s in written):
+        if codec.codes_later and any(s.per == "head" for s in written):
             raise ValueError(f"kv: {name} sums what a head holds, and a code would change it later: leave exempt.recent out")
         if codec.keys == "rotated" and (written or not self._keys_rotated):
             raise ValueError(f"kv: {name} looks at keys before RoPE: leave keys: rotated out")
@@ -222,6 +222,8 @@ class Layout:
         """Slots; those that are given their statistics are of the model's dtype."""
         model, config = self._model, self._config
         codec = config.kv if statistics is None else None
+        if isinstance(codec, Kivi) and cadence.capacity is not None:
+            raise ValueError(f"kv: {codec.name} codes groups of tokens, out of which a layer with a sliding window would evict")
         if statistics is None:
             statistics = [s for s in policy.statistics if s.lasts or cadence.capacity is not None]
         return Slots(

@@ -52,8 +52,9 @@ class CacheConfig:
             raise ValueError(f"{name} decides at a prompt's end how much it keeps: it needs evict: prompt")
         if self.kv is not None and not self.policy.caches:
             raise ValueError(f"{name} keeps no cache, so there is nothing to code: leave `kv` out")
-        if self.kv is not None and self.kv.keys == "rotated" and self.positions != "stream":
-            raise ValueError("kv: keys: rotated needs positions: stream, where a key's angle never changes")
+        refused = "" if self.kv is None else self.kv.why_not(self.positions, self.policy.evicts and self.evict != "prompt")
+        if refused:
+            raise ValueError(refused)
 
     @property
     def every(self) -> int:

@@ -125,8 +125,7 @@ def move(source: Rows, kept: Tensor, into: Rows, streams: int, heads: Sequence[i
     counts = stays.sum(-1)
     order = rank.masked_fill(~stays, rank.shape[1] + 1).argsort(-1)[:, :longest]
     keys, values = (chosen(x).take_along_dim(order[..., None], 1) for x in (source.keys, source.values))
-    into.put(keys, values, chosen(source.position).take_along_dim(order, 1))
-    into.shorten(counts)
+    into.put(keys, values, chosen(source.position).take_along_dim(order, 1), counts)
     for statistic, state in into.states.items():
         old = chosen(source.states[statistic].flatten(0, 1))
         if statistic.per == "slot":

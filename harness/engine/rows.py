@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvbench.harness.engine.rotary import LONGEST_STREAM, rotate
 from kvbench.harness.engine.slots import Slots
-from kvbench.harness.engine.store import StoredView, as_written, is_exempt
+from kvbench.harness.engine.store import StoredView, as_written, stages
 from kvbench.harness.engine.victims import effective_importance, of_heads, of_layers, ranks_without
 from kvbench.policies import Attention, CacheView, Seen, Statistic, Written
 
@@ -40,7 +40,8 @@ class Rows:
         per_layer = slots.streams * heads
         part = slice(layers.start * per_layer, layers.stop * per_layer)
         self._slots, self._tensors = slots, tensors
-        self._keys, self._values = (x.window(part, attended, tensors.position) for x in (tensors.keys, tensors.values))
+        account = tensors.position, tensors.rank
+        self._keys, self._values = (x.window(part, attended, *account) for x in (tensors.keys, tensors.values))
         self.rank, self.position = tensors.rank[part, :attended], tensors.position[part, :attended]
         self._all_ranks = tensors.rank[part]
         self.free, self._row_base = tensors.free[part], tensors.row_base[part]
@@ -135,15 +136,16 @@ class Rows:
             sees = sees & (steps[..., None] - self.position[:, None] < window)
         if codec is None:
             return sees
-        exempt = is_exempt(codec, self.position[:, None], steps[..., None])
-        return torch.cat([sees & ~exempt, sees & exempt], -1)
+        parts = stages(codec, self.position[:, None], self.rank[:, None], steps[..., None], ranks[..., None])
+        return torch.cat([sees & part for part in parts], -1)
 
     def by_slot(self, seen: Mapping[Seen, Tensor]) -> dict[Seen, Tensor]:
-        """What statistics read of a run, where each slot was offered twice, and seen once."""
+        """What statistics read of a run, where each slot was offered in several stages, and seen in one."""
         if self._slots.codec is None:
             return dict(seen)
-        twice = {name: x.unflatten(-1, (2, -1)) for name, x in seen.items() if name in ("weights", "logits")}
-        return {**seen, **{name: x.amax(-2) for name, x in twice.items()}}
+        size = self.rank.shape[1]
+        staged = {name: x.unflatten(-1, (-1, size)) for name, x in seen.items() if name in ("weights", "logits")}
+        return {**seen, **{name: x.amax(-2) for name, x in staged.items()}}
 
     def end_run(self, free: Tensor, due: bool) -> None:
         """After a run: evict what is due, and find the slot for the next token. free: the run's slots, [R, T] int64."""
@@ -246,9 +248,14 @@ class Rows:
         states = [x.take_along_dim(_like(order, x), 1) for x in states]
         return Held(keys, values, self.position.take_along_dim(order, 1), states)
 
-    def put(self, keys: Tensor, values: Tensor, position: Tensor) -> None:
-        """Hold these tokens and no others, oldest first in the first slots. [N, n, D], [N, n, Dv], [N, n] int64."""
+    def put(self, keys: Tensor, values: Tensor, position: Tensor, counts: Tensor | None = None) -> None:
+        """Hold these tokens and no others, oldest first in the first slots. [N, n, D], [N, n, Dv], [N, n] int64.
+
+        counts: how many of each row's; all when None. [N] int64.
+        """
         self.hold(position)
+        if counts is not None:
+            self.shorten(counts)
         self._keys.put(keys)
         self._values.put(values)
 
@@ -261,7 +268,7 @@ class Rows:
         self.free.copy_(self._row_base + count)
 
     def shorten(self, counts: Tensor) -> None:
-        """After `put` or `hold`: keep only the first `counts` tokens of each row. [N] int64."""
+        """After `hold`: keep only the first `counts` tokens of each row. [N] int64."""
         self.rank.masked_fill_(self.rank >= counts[:, None], self._slots.empty_rank)
         self.free.copy_(self._row_base + counts)
 

@@ -34,7 +34,7 @@ class ModelShape:
         windows = [self.windows[layer] for layer in sorted(set(self.sources))]
         slots = [capacity + 1 if window is None else min(capacity + 1, window) for window in windows]
         if codec is not None:
-            return 2 * streams * self.heads * sum(codec.allocated(n, self.head_dim, itemsize) for n in slots)
+            return streams * self.heads * sum(codec.allocated(n, self.head_dim, self.head_dim, itemsize) for n in slots)
         return 2 * streams * self.heads * self.head_dim * itemsize * sum(slots)
 
     def capacity_within(self, size: int, itemsize: int, spare: int = 1, codec: Codec | None = None) -> int:

@@ -68,8 +68,8 @@ def kv_bytes(record: Record) -> int | None:
     total = 0
     for s in shapes:
         each = min(slots, (s.sliding_window or slots) + spare)
-        for dims in (s.key_dim, s.value_dim):
-            total += s.layers * s.heads * (each * dims * item if codec is None else codec.allocated(each, dims, item))
+        plain = each * (s.key_dim + s.value_dim) * item
+        total += s.layers * s.heads * (plain if codec is None else codec.allocated(each, s.key_dim, s.value_dim, item))
     return streams * total
 
 
