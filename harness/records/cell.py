@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, SkipValidation, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SkipValidation, ValidationError, model_validator
 
 from kvbench.harness.core import plugins
 from kvbench.harness.core.codec import Codec
@@ -81,10 +81,23 @@ class CellExempt(Part):
 class CellKV(Part):
     """How K and V are stored."""
 
-    codec: Literal["int8", "int4", "int2"] = Field(description="bits of a number")
-    group: Positive = Field(description="channels that share a scale and a zero")
-    exempt: CellExempt = Field(description="tokens held in the model's dtype")
+    codec: Literal["int8", "int4", "int2", "kivi4", "kivi2"] = Field(description="bits of a number")
+    group: Positive = Field(description="channels, or tokens, that share a scale and a zero")
+    exempt: CellExempt | None = Field(None, description="tokens held in the model's dtype; None with kivi")
+    residual: Positive | None = Field(None, description="the newest tokens, which kivi holds in that dtype")
     keys: Literal["unrotated", "rotated"] = Field("unrotated", description="whether keys are coded before or after RoPE")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        """Refuse what is no codec."""
+        if self.codec.startswith("kivi") != (self.residual is not None) or (self.exempt is None) != (self.residual is not None):
+            raise ValueError(f"{self.codec} without what it needs: residual with kivi, else exempt")
+        self.read()
+        return self
+
+    def read(self) -> Codec:
+        """The codec."""
+        return Codec.from_json(self.model_dump())
 
 
 class CellSpec(Document):
@@ -153,7 +166,7 @@ class CellSpec(Document):
     @property
     def codec(self) -> Codec | None:
         """How K and V are stored; None: in the model's dtype."""
-        return None if self.kv is None else Codec.from_json(self.kv.model_dump())
+        return None if self.kv is None else self.kv.read()
 
     @property
     def stored(self) -> str:

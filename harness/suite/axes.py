@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from kvbench.harness.core.codec import BITS, Codec, Keys
+from kvbench.harness.core.codec import BITS, Codec, Keys, Kivi
 from kvbench.harness.core.errors import did_you_mean
 from kvbench.harness.suite.text import spread
 
@@ -64,16 +64,21 @@ def kv_from(value: Any) -> Codec | None:
     given = {"codec": value} if isinstance(value, str) else value
     if not isinstance(given, dict) or not isinstance(given.get("codec"), str):
         raise PydanticCustomError("kv", f"expected dtype, {', '.join(BITS)} or {{codec: ...}}")
-    exempt = given.get("exempt", {})
-    _refuse_unknown(given, ("codec", "group", "exempt", "keys"), "kv has no")
-    _refuse_unknown([given["codec"]], tuple(BITS), "there is no codec")
-    _refuse_unknown([given.get("keys", "rotated")], get_args(Keys), "keys can't be")
+    name, group, exempt, keys = given["codec"], given.get("group", 32), given.get("exempt", {}), given.get("keys", "unrotated")
+    _refuse_unknown([name], tuple(BITS), "there is no codec")
+    is_kivi = name.startswith("kivi")
+    _refuse_unknown(given, ("codec", "group", "residual" if is_kivi else "exempt", "keys"), f"{name} has no")
+    _refuse_unknown([keys], get_args(Keys), "keys can't be")
     if not isinstance(exempt, dict):
         raise PydanticCustomError("kv", "exempt is a mapping: {sinks: TOKENS, recent: TOKENS}")
     _refuse_unknown(exempt, ("sinks", "recent"), "kv.exempt has no")
-    if not _is_whole(given.get("group", 1)) or not all(tokens == 0 or _is_whole(tokens) for tokens in exempt.values()):
-        raise PydanticCustomError("kv", "group is a number of channels, at least 1; sinks and recent are tokens")
-    return Codec(given["codec"], given.get("group", 32), **exempt, keys=given.get("keys", "unrotated"))
+    residual = given.get("residual", 128)
+    if not (_is_whole(group) and _is_whole(residual)) or not all(n == 0 or _is_whole(n) for n in exempt.values()):
+        raise PydanticCustomError("kv", "group and residual are numbers, at least 1; sinks and recent are tokens")
+    try:
+        return Kivi(name, group, keys=keys, residual=residual) if is_kivi else Codec(name, group, **exempt, keys=keys)
+    except ValueError as error:
+        raise PydanticCustomError("kv", str(error).removeprefix("kv: ")) from None
 
 
 def _refuse_unknown(given: Iterable[Any], known: Sequence[str], what: str) -> None:
@@ -157,7 +162,7 @@ _KV = [
     {"enum": ["dtype", *BITS]},
     {
         "type": "object", "required": ["codec"], "additionalProperties": False,
-        "properties": {name: {} for name in ("codec", "group", "exempt", "keys")},
+        "properties": {name: {} for name in ("codec", "group", "exempt", "residual", "keys")},
     },
 ]  # fmt: skip
 

@@ -103,8 +103,9 @@ def entries(suite: SuiteFile, index: int, source: Source) -> Iterator[Entry]:
         policy = _made(name, kind, chosen, source, at, blamed)
         limit = limit if positions == "clamped" else None
         usual: PositionMode = "stream" if is_contestant else "cache"  # a model rotates keys before it caches them
-        if kv is not None and kv.keys == "rotated" and positions != "stream":
-            raise source.error((*at, "kv"), "kv: keys: rotated needs positions: stream, where a key's angle never changes")
+        refused = "" if kv is None else kv.why_not(positions or usual, kind.evicts and (evict or 1) != "prompt")
+        if refused:
+            raise source.error((*at, "kv"), refused)
         entry = Entry(name, policy, budget, evict or 1, kv, positions or usual, limit, seed or 0, at, blamed)
         entry.refuse_if_unfit(budget if isinstance(budget, int) else None, source)
         yield entry
