@@ -146,23 +146,29 @@ def test_published_records_are_still_the_cells_that_they_were(folder):
         assert suites.cell_from_spec(spec).id == value["cell_id"]
 
 
-@pytest.mark.parametrize("evict", ["prompt", "{every: 64}"])
+@pytest.mark.parametrize("evict", ["prompt", "{every: 64}", "{pages: 64, by: per_head, worth: max}"])
 def test_a_cell_with_its_moment_is_read_back(tmp_path, evict):
-    cell = load(tmp_path, with_policy(f"{{name: h2o, evict: {evict}}}"))[-1]
+    cell = load(tmp_path, with_policy(f"{{name: h2o, evict: {evict}, capacity: 64}}"))[-1]
     spec = CellSpec.from_json(json.loads(json.dumps(cell.as_json())))
     again = suites.cell_from_spec(spec)
     assert (again.id, again.evict) == (cell.id, cell.evict)
-    assert spec.evict_json == cell.as_json()["evict"] == yaml.safe_load(evict)
-    assert spec.most_kept == cell.most_kept == (None if evict == "prompt" else 16 + 63)
+    assert spec.moment == cell.evict
+    assert cell.as_json()["evict"] == yaml.safe_load(evict)
+    assert spec.most_kept == cell.most_kept == (None if evict == "prompt" else 64 + 63)
 
 
 BAD = [
     ("{name: h2o, evict: {every: 0}}", {}, "mine.yaml:8: evict: every is a number of tokens, at least 1, not {'every': 0}"),
     ("{name: h2o, evict: {every: -3}}", {}, "mine.yaml:8: evict: every is a number of tokens, at least 1, not {'every': -3}"),
     ("{name: h2o, evict: {every: 1.5}}", {}, "mine.yaml:8: evict: every is a number of tokens, at least 1, not {'every': 1.5}"),
-    ("{name: h2o, evict: propmt}", {}, "mine.yaml:8: evict: expected step, prompt or {every: TOKENS}, not 'propmt'"),
-    ("{name: h2o, evict: 4}", {}, "mine.yaml:8: evict: expected step, prompt or {every: TOKENS}, not 4"),
-    ("{name: h2o, evict: {evry: 4}}", {}, "mine.yaml:8: evict: expected step, prompt or {every: TOKENS}, not {'evry': 4}"),
+    ("{name: h2o, evict: {pages: 0}}", {}, "mine.yaml:8: evict: pages is a number of tokens, at least 1, not {'pages': 0}"),
+    ("{name: h2o, evict: {pages: 4, by: hed}}", {},
+     "mine.yaml:8: evict: pages can't go by 'hed'; there are per_head, union, not {'pages': 4, 'by': 'hed'}"),
+    ("{name: h2o, evict: {pages: 4, of: 3}}", {}, "mine.yaml:8: evict: pages have no 'of'; there are by, pages, worth, not {'pages': 4, 'of': 3}"),
+    ("{name: h2o, evict: {pages: 12}}", {}, "mine.yaml:5: h2o: capacity 8 doesn't make up whole pages of 12"),
+    ("{name: h2o, evict: propmt}", {}, "mine.yaml:8: evict: expected step, prompt, {every: TOKENS} or {pages: TOKENS}, not 'propmt'"),
+    ("{name: h2o, evict: 4}", {}, "mine.yaml:8: evict: expected step, prompt, {every: TOKENS} or {pages: TOKENS}, not 4"),
+    ("{name: h2o, evict: {evry: 4}}", {}, "mine.yaml:8: evict: expected step, prompt, {every: TOKENS} or {pages: TOKENS}, not {'evry': 4}"),
     ("{name: dense, evict: prompt}", {}, "mine.yaml:8: unknown key 'evict'; there are kv, limit, positions"),
     ("{name: recompute_window, evict: {every: 2}}", {}, "mine.yaml:8: unknown key 'evict'; there are capacity"),
     ("{name: h2o, evict: prompt}", {"task": ""},
@@ -174,7 +180,7 @@ BAD = [
     ("h2o", {"task": ", prompt: 0"}, "mine.yaml:4: prompt: Input should be greater than or equal to 1, not 0"),
     ("h2o", {"task": ", prompt: 40, evict: prompt"},
      "mine.yaml:4: evict: prompt, but the suite's policies evict: step; add it to the suite's evict"),
-    ("h2o", {"task": ", evict: [every]"}, "mine.yaml:4: evict: expected step, prompt or {every: TOKENS}, not ['every']"),
+    ("h2o", {"task": ", evict: [every]"}, "mine.yaml:4: evict: expected step, prompt, {every: TOKENS} or {pages: TOKENS}, not ['every']"),
     ("h2o", {"capacity": "capacity: {share: 0}"}, "mine.yaml:5: capacity: share is a part of the prompt, above 0 and at most 1"),
     ("h2o", {"capacity": "capacity: {share: 1.5}"},
      "mine.yaml:5: capacity: share is a part of the prompt, above 0 and at most 1"),

@@ -31,13 +31,15 @@ def static_table(model: Model, config: CacheConfig, prompt: int | None) -> Table
         prompt: tokens of the prompt, if eviction waits for its end.
 
     Raises:
-        ValueError: the table has another shape than the model, or its budgets don't add up.
+        ValueError: the table has another shape than the model, its budgets don't add up, or whole pages go from it.
     """
     if config.capacity is None:
         return None
     heads = [shape.heads for shape in model.layers]
     policy = config.policy.bind(config.capacity)
     table = policy.budgets(config.capacity, len(heads), max(heads), prompt)
+    if config.pages is not None and (table is not None or policy.pool_floor(config.capacity) is not None):
+        raise ValueError("its heads keep different numbers of tokens, and whole pages go from heads that keep as many")
     if table is None:
         return None
     if [len(row) for row in table] != heads:
@@ -149,10 +151,12 @@ class Layout:
 
     def _limits(self, shape: LayerShape, kept: int | None) -> Budget:
         """Of slots that evict as tokens come in. If heads compete, one of them may hold what all others leave."""
-        floor = None if kept is None else floor_of(self.bound(kept), kept)
+        floor, pages = None if kept is None else floor_of(self.bound(kept), kept), self._config.pages
+        if pages is not None and kept is not None and kept % pages.size:
+            raise ValueError(f"a layer with a sliding window keeps {kept} tokens, which don't make up pages of {pages.size}")
         heads = shape.heads
         if floor is None or kept is None or heads == 1:
-            return Budget(kept)
+            return Budget(kept, pages=pages)
         return Budget(kept, floor, slots=heads * kept - (heads - 1) * floor + self._config.every)
 
     def bound(self, kept: int | None) -> Policy:

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvbench.harness.engine.rotary import LONGEST_STREAM, rotate
 from kvbench.harness.engine.slots import Slots
 from kvbench.harness.engine.store import StoredView, as_written, stages
-from kvbench.harness.engine.victims import effective_importance, of_heads, of_layers, ranks_without
+from kvbench.harness.engine.victims import effective_importance, of_heads, of_layers, of_pages, ranks_without
 from kvbench.policies import Attention, CacheView, Seen, Statistic, Written
 
 
@@ -306,7 +306,11 @@ class Rows:
         count = held.sum(-1, keepdim=True)
         if budget.floor is None:
             excess = count - ((slots.capacity or 0) if self._budgets is None else self._budgets)
-            victims = of_heads(importance, self.rank, excess.masked_fill(excess < slots.every, 0))
+            excess = excess.masked_fill(excess < slots.every, 0)
+            if budget.pages is None:
+                victims = of_heads(importance, self.rank, excess)
+            else:
+                victims = of_pages(importance, self.rank, excess, budget.pages, heads)
         else:
             by_layer = [x.unflatten(0, (-1, heads)) for x in (importance, self.rank, count)]
             excess = by_layer[2].sum(1) - heads * (slots.capacity or 0)

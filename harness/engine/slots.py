@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvbench.harness.core.codec import Codec, Kivi
+from kvbench.harness.core.evict import Pages
 from kvbench.harness.engine.kivi import KiviKeys, KiviValues
 from kvbench.harness.engine.rotary import Rotation
 from kvbench.harness.engine.store import CodedStore, FloatStore, Store, extended
@@ -136,6 +137,7 @@ class Budget:
         capacity: tokens per head held after an eviction, on average; None if all are.
         floor: the least a head holds, if all heads of a layer compete; None if each head has a budget of its own.
         of_rows: the budget of each row, if rows differ. [R, 1] int64.
+        pages: whole ones go; None if tokens do.
         slots: of each row; None for as many as the capacity needs.
         bucket: slots that a cache without a capacity grows by.
     """
@@ -143,6 +145,7 @@ class Budget:
     capacity: int | None
     floor: int | None = None
     of_rows: Tensor | None = None
+    pages: Pages | None = None
     slots: int | None = None
     bucket: int = BUCKET
 
@@ -275,7 +278,7 @@ class Slots:
         self.capacity, self.every = cadence.capacity, cadence.every
         self.most = None if self.capacity is None else self.capacity + self.every
         self.uneven = budget.floor is not None or budget.of_rows is not None
-        self.evicts_each_step = self.capacity is not None and self.every == 1 and not self.uneven
+        self.evicts_each_step = self.capacity is not None and self.every == 1 and not self.uneven and budget.pages is None
         self.sees = frozenset(name for s in statistics for name in s.sees)
         self.shape, self.layers, self.num_layers = shape, [part.layer for part in parts], num_layers
         self.streams, self.seed, self.quiet, self.keys_rotated = streams, seed, 0, keys_rotated

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, SkipValidation, ValidationErr
 
 from kvbench.harness.core import plugins
 from kvbench.harness.core.codec import Codec
+from kvbench.harness.core.evict import By, Evict, Pages, Worth, at_once, evict_words
 from kvbench.harness.records.types import BadRecordError, Document, Name, Part, Plain, Positive, Whole
 
 OptionsT = TypeVar("OptionsT", bound="Options")
@@ -71,6 +72,16 @@ class Every(Part):
     every: Positive = Field(description="tokens")
 
 
+class Paged(Part):
+    """Whole pages evicted."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    pages: Positive = Field(description="tokens of a page")
+    by: By = Field(description="who decides: the heads of a layer together (union), or each head by itself (per_head)")
+    worth: Worth = Field(description="of a page: the mean or the maximum of its tokens' importance")
+
+
 class CellExempt(Part):
     """Tokens that a codec leaves as they are."""
 
@@ -115,8 +126,8 @@ class CellSpec(Document):
     positions: Name = Field(description="where RoPE puts a cached token")
     limit: Positive | None = Field(description="largest distance in tokens, for positions 'clamped'")
     seed: Whole = Field(description="seed of the policy's random numbers")
-    evict: Literal["step", "prompt"] | Every = Field(
-        "step", description="when tokens are evicted: after every step, several at once, or once after the prompt"
+    evict: Literal["step", "prompt"] | Every | Paged = Field(
+        "step", description="when tokens are evicted: after every step, several at once, whole pages, or once after the prompt"
     )
 
     kv: CellKV | None = Field(None, description="how K and V are stored; None: in the model's dtype")
@@ -154,14 +165,21 @@ class CellSpec(Document):
         return flat(self.parameters)
 
     @property
-    def evict_json(self) -> str | dict[str, int]:
-        """When tokens are evicted, as a suite writes it."""
-        return self.evict if isinstance(self.evict, str) else {"every": self.evict.every}
+    def moment(self) -> Evict:
+        """When tokens are evicted."""
+        match self.evict:
+            case Every(every=tokens):
+                return tokens
+            case Paged(pages=size, by=by, worth=worth):
+                return Pages(size, by, worth)
+            case "prompt":
+                return "prompt"
+        return 1
 
     @property
     def evicts(self) -> str:
         """When tokens are evicted, in words."""
-        return self.evict if isinstance(self.evict, str) else f"every {self.evict.every}"
+        return next(evict_words(self.moment), "step")
 
     @property
     def codec(self) -> Codec | None:
@@ -183,7 +201,7 @@ class CellSpec(Document):
         """The most tokens that a KV head keeps between steps, on average; None if nothing bounds them."""
         if self.capacity is None or self.evict == "prompt":
             return None
-        return self.capacity + (self.evict.every - 1 if isinstance(self.evict, Every) else 0)
+        return self.capacity + at_once(self.moment) - 1
 
     def task_options(self, options: type[OptionsT]) -> OptionsT:
         """The task's options, typed by the task's own class."""

@@ -18,9 +18,10 @@ from kvbench.harness.core import plugins
 from kvbench.harness.core.codec import Codec
 from kvbench.harness.core.contestants import AXES, Contestant
 from kvbench.harness.core.errors import UserError, described
+from kvbench.harness.core.evict import Evict, at_once, pages_of
 from kvbench.harness.core.parameters import policy_fields, tuple_fields
 from kvbench.harness.models.shape import ModelShape, readable_shape
-from kvbench.harness.suite.axes import Budget, Evict, OneCapacity, OneEvict, OneKV, multiplied
+from kvbench.harness.suite.axes import Budget, OneCapacity, OneEvict, OneKV, multiplied
 from kvbench.harness.suite.file import ModelSpec, SuiteFile
 from kvbench.harness.suite.text import Location, Source, spread, validated
 from kvbench.policies import Policy, PositionMode
@@ -60,9 +61,12 @@ class Entry:
         Raises:
             UserError: it can't, or a user's policy fails.
         """
+        pages = pages_of(self.evict)
         try:
             if capacity is not None:
                 self.policy.bind(capacity)
+                if pages is not None and capacity % pages.size:
+                    raise ValueError(f"capacity {capacity} doesn't make up whole pages of {pages.size}")
         except ValueError as error:
             raise source.error(self.blamed, f"{self.name}: {error}") from None
         except Exception as error:  # a user's policy may raise anything
@@ -120,7 +124,9 @@ def capacity_of(budget: dict[str, Any], model: ModelSpec, prompt: int | None, ev
     Raises:
         ValueError: it can't be known, or is less than one token.
     """
-    return _of_prompt(budget["share"], prompt) if "share" in budget else _of_bytes(budget["bytes"], model, evict, codec)
+    tokens = _of_prompt(budget["share"], prompt) if "share" in budget else _of_bytes(budget["bytes"], model, evict, codec)
+    pages = pages_of(evict)
+    return tokens if pages is None else max(1, tokens // pages.size) * pages.size
 
 
 def _of_prompt(share: float, prompt: int | None) -> int:
@@ -136,7 +142,7 @@ def _of_bytes(size: int, model: ModelSpec, evict: Evict, codec: Codec | None) ->
     shape = _shape(model.id, model.revision)
     if shape is None:
         raise ValueError(f"the config of {model.id} can't be read, so the bytes of a token are unknown; give tokens")
-    itemsize, spare = getattr(torch, model.dtype).itemsize, 1 if evict == "prompt" else evict
+    itemsize, spare = getattr(torch, model.dtype).itemsize, at_once(evict)
     tokens = shape.capacity_within(size, itemsize, spare, codec)
     if tokens < 1:
         least = shape.kv_bytes(spare, 1, itemsize, codec)
