@@ -86,7 +86,6 @@ class BudgetBackend(ListBackend):
         for _, i, head in sorted(sorted(candidates)[: max(0, count)], key=lambda c: -c[1]):
             del heads[head][i]
 
-
     def _evict_pages(self, layer: int, heads: list[list[Held]], size: int) -> None:
         """Delete the pages that are worth least, those without protected tokens and then the oldest first among equals."""
         judged = []

@@ -14,7 +14,7 @@ from kvbench.harness.core.errors import did_you_mean
 from kvbench.harness.core.evict import By, Evict, Pages, Worth
 from kvbench.harness.suite.text import spread
 
-Budget = int | dict[str, Any]  # tokens, {"share": of the prompt}, or {"bytes": of K and V of one stream}
+Budget = int | dict[str, Any]  # tokens, {"share": of the prompt} or {"bytes": of one stream}; with "count" of what
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "kB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -103,7 +103,9 @@ def _refuse_unknown(axis: LiteralString, given: Iterable[Any], known: Sequence[s
 
 
 def budget_from(value: Any) -> Budget | None:
-    """A capacity from a suite's notation: tokens, `{share: 0.25}` or `{bytes: 1MiB}`. The bytes become an integer.
+    """A capacity from a suite's notation: tokens, `{share: 0.25}` or `{bytes: 1MiB}`, perhaps with `count: all`.
+
+    The bytes become an integer, and `count` says `kv` where it is left out.
 
     Raises:
         PydanticCustomError: it is none of them.
@@ -114,14 +116,18 @@ def budget_from(value: Any) -> Budget | None:
         raise PydanticCustomError("capacity", "Input should be greater than or equal to 1")
     if not isinstance(value, dict):
         raise PydanticCustomError("capacity", "Input should be a valid integer, {share: OF_PROMPT} or {bytes: SIZE}")
+    count = value.get("count", "kv")
+    if count not in ("kv", "all"):
+        raise PydanticCustomError("capacity", "count is kv (K and V alone) or all")
+    value = {key: of for key, of in value.items() if key != "count"}
     if list(value) == ["share"]:
         share = value["share"]
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise PydanticCustomError("capacity", "share is a part of the prompt, above 0 and at most 1")
-        return {"share": share}
+        return {"share": share, "count": count}
     if list(value) != ["bytes"]:
         raise PydanticCustomError("capacity", "expected tokens, {share: OF_PROMPT} or {bytes: SIZE}")
-    return {"bytes": size_in_bytes(value["bytes"])}
+    return {"bytes": size_in_bytes(value["bytes"]), "count": count}
 
 
 def size_in_bytes(value: Any) -> int:
@@ -155,23 +161,20 @@ def _notations(one: list[dict[str, Any]]) -> WithJsonSchema:
     return WithJsonSchema({"anyOf": [*one, {"type": "array", "items": {"anyOf": one}}]})
 
 
-def _mapping(key: str, value: dict[str, Any]) -> dict[str, Any]:
+def _mapping(key: str, value: dict[str, Any], **others: dict[str, Any]) -> dict[str, Any]:
     several = {"anyOf": [value, {"type": "array", "items": value}]}
-    return {"type": "object", "required": [key], "additionalProperties": False, "properties": {key: several}}
+    return {"type": "object", "required": [key], "additionalProperties": False, "properties": {key: several, **others}}
 
 
 _TOKENS = {"type": "integer", "minimum": 1}
+_COUNT = {"enum": ["kv", "all"]}
 _CAPACITY = [
     _TOKENS,
-    _mapping("share", {"type": "number", "exclusiveMinimum": 0, "maximum": 1}),
-    _mapping("bytes", {"anyOf": [_TOKENS, {"type": "string"}]}),
+    _mapping("share", {"type": "number", "exclusiveMinimum": 0, "maximum": 1}, count=_COUNT),
+    _mapping("bytes", {"anyOf": [_TOKENS, {"type": "string"}]}, count=_COUNT),
     {"type": "null"},
 ]
-_PAGES: dict[str, Any] = {name: {} for name in ("pages", "by", "worth")}
-_EVICT = [
-    {"enum": ["step", "prompt"]}, _mapping("every", _TOKENS),
-    {"type": "object", "required": ["pages"], "additionalProperties": False, "properties": _PAGES},
-]  # fmt: skip
+_EVICT = [{"enum": ["step", "prompt"]}, _mapping("every", _TOKENS), _mapping("pages", _TOKENS, by={}, worth={})]
 _KV = [
     {"enum": ["dtype", *BITS]},
     {

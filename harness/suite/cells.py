@@ -320,7 +320,7 @@ def _capacity(model: ModelSpec, given: _TaskEntry, entry: Entry, source: Source)
     if entry.budget is None or isinstance(entry.budget, int):
         return entry.budget
     try:
-        capacity = capacity_of(entry.budget, model, given.task.prompt_tokens(given.options), entry.evict, entry.kv)
+        capacity = capacity_of(entry, entry.budget, model, given.task.prompt_tokens(given.options))
     except ValueError as error:
         raise source.error((*entry.at, "capacity"), f"capacity: {error}") from None
     entry.refuse_if_unfit(capacity, source)
