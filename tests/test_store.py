@@ -221,6 +221,25 @@ def test_statistics_of_a_written_token_are_of_what_is_stored():
     torch.testing.assert_close(state.flatten(0, 1)[held], rows.keys.norm(dim=-1)[held])
 
 
+@pytest.mark.parametrize("keys", ["rotated", "unrotated"])
+@pytest.mark.parametrize(("evict", "once"), [(1, True), (1, False), (5, True)])
+@pytest.mark.parametrize("codec", [Codec("int2"), Codec("int4", sinks=2)], ids=str)
+def test_a_sum_over_keys_is_of_the_keys_that_are_stored(keys, evict, once, codec):
+    """At the cut of a prompt that was read as floats, and as its tokens are evicted."""
+    model, tokens = model_of("llama", torch.float64), tokens_of(LENGTH)
+    read = CachedDecoder(model, CacheConfig(KeyDiff(keys), 9, evict=evict, kv=codec))
+    read.read_prompt(tokens[:, :20], 7, once=once)
+    for token in tokens[:, 20:].split(1, 1):
+        for walk in read.walks:
+            for layer in walk.slots.layers:
+                rows = walk.rows(walk.slots.num_slots, layer)
+                stored = rows.view.rotated_keys if keys == "rotated" else rows.view.keys
+                unit = torch.nn.functional.normalize(stored.float(), dim=-1).double() * rows.view.valid[..., None]
+                (state,) = rows.states.values()
+                torch.testing.assert_close(state, unit.sum(2), atol=1e-5, rtol=0)
+        read(token)
+
+
 @pytest.mark.parametrize("codec", [Codec("int4", sinks=4, recent=16), Codec("int2", 8)], ids=str)
 @pytest.mark.parametrize("policy", [H2O(), Dense()], ids=lambda p: type(p).__name__)
 def test_allocated_bytes_are_the_formula(codec, policy):

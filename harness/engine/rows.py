@@ -70,6 +70,11 @@ class Rows:
             del self.view.keys
 
     @property
+    def is_coded(self) -> bool:
+        """Whether what is read isn't what was written."""
+        return self._slots.codec is not None
+
+    @property
     def keys(self) -> Tensor:
         """What is stored: of a coded cache, made by each call. [R, S, D], the model's dtype."""
         return self._keys.read()
@@ -322,17 +327,25 @@ class Rows:
 
     def forget(self, victims: Tensor) -> None:
         """Take evicted tokens out of sums over what a head holds. victims: [R, S] bool, before their slots are given away."""
+        for statistic, lost in self._sums(victims).items():
+            self._row_states[statistic] -= lost
+
+    def count_again(self) -> None:
+        """Set sums over what a head holds to those of what is stored."""
+        for statistic, held in self._sums(self.rank < self._slots.empty_rank).items():
+            self._row_states[statistic].copy_(held)
+
+    def _sums(self, tokens: Tensor) -> dict[Statistic, Tensor]:
+        """Sums over some of the tokens that heads hold, as stored. tokens: [R, S] bool -> [R, *k] float64 each."""
         sums = [s for s in self.states if s.per == "head" and writes(s)]
         if not sums:
-            return
+            return {}
         view, heads = self.view, self._slots.shape.heads
         position = view.position.clamp(min=0)
         token = Written(view.keys, view.values, position, torch.zeros_like(position), self._rotated, self._output)
-        for statistic in sums:
-            lost = statistic.written(token)
-            if lost is not None:
-                lost = lost.double() * _like(victims.unflatten(0, (-1, heads)), lost)
-                self._row_states[statistic] -= lost.sum(2).flatten(0, 1)
+        parts = {s: x for s in sums if (x := s.written(token)) is not None}
+        mask = tokens.unflatten(0, (-1, heads))
+        return {s: (x.double() * _like(mask, x)).sum(2).flatten(0, 1) for s, x in parts.items()}
 
     def _evict(self, ragged: bool) -> None:
         """Free the slot of the lowest (importance, rank), lexicographically.
