@@ -32,7 +32,7 @@ def shape_of(cell: Cell) -> ModelShape | None:
     """The shape of a cell's model, from its config or as published."""
     if cell.model.id in PUBLISHED:
         parameters, layers, heads, head_dim = PUBLISHED[cell.model.id]
-        return ModelShape(heads, head_dim, int(parameters), (None,) * layers, tuple(range(layers)))
+        return ModelShape(heads, heads, head_dim, int(parameters), (None,) * layers, tuple(range(layers)))
     return readable_shape(cell.model.id, cell.model.revision)
 
 

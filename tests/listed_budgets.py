@@ -10,6 +10,7 @@ import torch
 from reference import Held, ListBackend
 from torch import Tensor
 
+from kvbench.harness.core.evict import Pages
 from kvbench.harness.engine.attention import Terms
 from kvbench.harness.engine.model import Model
 
@@ -45,6 +46,7 @@ class BudgetBackend(ListBackend):
         floor: heads of a layer compete, and each keeps at least this many.
         prompt: tokens read before anything goes; 0: none.
         grows: after the prompt nothing goes.
+        pages: whole ones go, of `every` tokens.
     """
 
     worth: Worth = field(default=by_key_norm)
@@ -53,6 +55,7 @@ class BudgetBackend(ListBackend):
     floor: int | None = None
     prompt: int = 0
     grows: bool = False
+    pages: Pages | None = None
 
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
         """[1, H * G, 1, D], [1, H, 1, D], [1, H, 1, Dv] -> [1, H * G, 1, Dv]."""
@@ -62,7 +65,9 @@ class BudgetBackend(ListBackend):
         if self.step + 1 < self.prompt or (self.grows and self.step + 1 > self.prompt):
             return out
         at_once = 1 if self.step + 1 == self.prompt else self.every
-        if self.floor is None:
+        if self.pages is not None:
+            self._evict_pages(layer, heads, at_once)
+        elif self.floor is None:
             for head, held in enumerate(heads):
                 excess = len(held) - self.table[layer][head]
                 self._evict(layer, {head: held}, excess if excess >= at_once else 0, 0)
@@ -80,6 +85,21 @@ class BudgetBackend(ListBackend):
             candidates += [(worth[i], i, head) for i in order[: len(held) - floor]]
         for _, i, head in sorted(sorted(candidates)[: max(0, count)], key=lambda c: -c[1]):
             del heads[head][i]
+
+    def _evict_pages(self, layer: int, heads: list[list[Held]], size: int) -> None:
+        """Delete the pages that are worth least, those without protected tokens and then the oldest first among equals."""
+        judged = []
+        for head, held in enumerate(heads):
+            worth = self.worth(held, self.step, layer, head)
+            pages = [worth[i : i + size] for i in range(0, len(worth) - size + 1, size)]
+            mean = self.pages.worth == "mean"
+            judged.append([(sum(page) / size if mean else max(page), page.count(inf)) for page in pages])
+        if self.pages.by == "union":
+            judged = [[tuple(map(max, *page)) for page in zip(*judged, strict=True)]] * len(heads)
+        for head, held in enumerate(heads):
+            order = sorted(range(len(judged[head])), key=lambda i, of=judged[head]: (*of[i], i))
+            for page in sorted(order[: max(0, len(held) - self.table[layer][head]) // size], reverse=True):
+                del held[page * size : (page + 1) * size]
 
 
 def run(model: Model, tokens: Tensor, **how) -> BudgetBackend:

@@ -125,6 +125,19 @@ class ListBackend:
 
 
 @dataclass
+class WideLists(ListBackend):
+    """The same with float64 angles: by the family's own float32 tables some codes would round the other way."""
+
+    def _rotated(self, x: Tensor, places: Tensor) -> Tensor:
+        """Rotate by float64 angles. [N, D] at [N] positions."""
+        rotation = self.model.layers[0].rotation
+        angles = places[:, None].double() * rotation.frequencies
+        pairs = torch.view_as_complex(x[:, rotation.order].unflatten(1, (-1, 2)).contiguous())
+        turned = torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(1)
+        return torch.empty_like(x).index_copy_(1, rotation.order, turned)
+
+
+@dataclass
 class MaskBackend:
     """Reads the whole stream at once over all K and V, with evicted tokens masked: the oracle for eviction."""
 

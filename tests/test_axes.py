@@ -21,7 +21,11 @@ from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.packed import content
 from kvbench.harness.core.parameters import parameters_of, policy_from
 from kvbench.harness.core.sources import source_digest
-from kvbench.harness.models.shape import readable_shape
+from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.loop import CachedDecoder
+from kvbench.harness.engine.model import adopt
+from kvbench.harness.models.families import tiny_model
+from kvbench.harness.models.shape import readable_shape, shape_of
 from kvbench.harness.records import RecordStore
 from kvbench.harness.records.cell import CellSpec
 from kvbench.harness.report.feed import labels
@@ -146,23 +150,34 @@ def test_published_records_are_still_the_cells_that_they_were(folder):
         assert suites.cell_from_spec(spec).id == value["cell_id"]
 
 
-@pytest.mark.parametrize("evict", ["prompt", "{every: 64}"])
+@pytest.mark.parametrize("evict", ["prompt", "{every: 64}", "{pages: 64, by: per_head, worth: max}"])
 def test_a_cell_with_its_moment_is_read_back(tmp_path, evict):
-    cell = load(tmp_path, with_policy(f"{{name: h2o, evict: {evict}}}"))[-1]
+    cell = load(tmp_path, with_policy(f"{{name: h2o, evict: {evict}, capacity: 64}}"))[-1]
     spec = CellSpec.from_json(json.loads(json.dumps(cell.as_json())))
     again = suites.cell_from_spec(spec)
     assert (again.id, again.evict) == (cell.id, cell.evict)
-    assert spec.evict_json == cell.as_json()["evict"] == yaml.safe_load(evict)
-    assert spec.most_kept == cell.most_kept == (None if evict == "prompt" else 16 + 63)
+    assert spec.moment == cell.evict
+    assert cell.as_json()["evict"] == yaml.safe_load(evict)
+    assert spec.most_kept == cell.most_kept == (None if evict == "prompt" else 64 + 63)
 
 
 BAD = [
     ("{name: h2o, evict: {every: 0}}", {}, "mine.yaml:8: evict: every is a number of tokens, at least 1, not {'every': 0}"),
     ("{name: h2o, evict: {every: -3}}", {}, "mine.yaml:8: evict: every is a number of tokens, at least 1, not {'every': -3}"),
     ("{name: h2o, evict: {every: 1.5}}", {}, "mine.yaml:8: evict: every is a number of tokens, at least 1, not {'every': 1.5}"),
-    ("{name: h2o, evict: propmt}", {}, "mine.yaml:8: evict: expected step, prompt or {every: TOKENS}, not 'propmt'"),
-    ("{name: h2o, evict: 4}", {}, "mine.yaml:8: evict: expected step, prompt or {every: TOKENS}, not 4"),
-    ("{name: h2o, evict: {evry: 4}}", {}, "mine.yaml:8: evict: expected step, prompt or {every: TOKENS}, not {'evry': 4}"),
+    ("{name: h2o, capacity: {share: 0.5, count: al}}", {},
+     "mine.yaml:8: capacity: count is kv (K and V alone) or all, not {'share': 0.5, 'count': 'al'}"),
+    ("{name: h2o, evict: {pages: 0}}", {}, "mine.yaml:8: evict: pages is a number of tokens, at least 1, not {'pages': 0}"),
+    ("{name: h2o, evict: {pages: 4, by: hed}}", {},
+     "mine.yaml:8: evict: pages can't go by 'hed'; there are per_head, union, not {'pages': 4, 'by': 'hed'}"),
+    ("{name: h2o, evict: {pages: 4, of: 3}}", {},
+     "mine.yaml:8: evict: pages have no 'of'; there are by, pages, worth, not {'pages': 4, 'of': 3}"),
+    ("{name: h2o, evict: {pages: 12}}", {}, "mine.yaml:5: h2o: capacity 8 doesn't make up whole pages of 12"),
+    ("{name: h2o, evict: propmt}", {},
+     "mine.yaml:8: evict: expected step, prompt, {every: TOKENS} or {pages: TOKENS}, not 'propmt'"),
+    ("{name: h2o, evict: 4}", {}, "mine.yaml:8: evict: expected step, prompt, {every: TOKENS} or {pages: TOKENS}, not 4"),
+    ("{name: h2o, evict: {evry: 4}}", {},
+     "mine.yaml:8: evict: expected step, prompt, {every: TOKENS} or {pages: TOKENS}, not {'evry': 4}"),
     ("{name: dense, evict: prompt}", {}, "mine.yaml:8: unknown key 'evict'; there are kv, limit, positions"),
     ("{name: recompute_window, evict: {every: 2}}", {}, "mine.yaml:8: unknown key 'evict'; there are capacity"),
     ("{name: h2o, evict: prompt}", {"task": ""},
@@ -174,7 +189,8 @@ BAD = [
     ("h2o", {"task": ", prompt: 0"}, "mine.yaml:4: prompt: Input should be greater than or equal to 1, not 0"),
     ("h2o", {"task": ", prompt: 40, evict: prompt"},
      "mine.yaml:4: evict: prompt, but the suite's policies evict: step; add it to the suite's evict"),
-    ("h2o", {"task": ", evict: [every]"}, "mine.yaml:4: evict: expected step, prompt or {every: TOKENS}, not ['every']"),
+    ("h2o", {"task": ", evict: [every]"},
+     "mine.yaml:4: evict: expected step, prompt, {every: TOKENS} or {pages: TOKENS}, not ['every']"),
     ("h2o", {"capacity": "capacity: {share: 0}"}, "mine.yaml:5: capacity: share is a part of the prompt, above 0 and at most 1"),
     ("h2o", {"capacity": "capacity: {share: 1.5}"},
      "mine.yaml:5: capacity: share is a part of the prompt, above 0 and at most 1"),
@@ -231,6 +247,39 @@ def test_bytes_are_as_many_slots_as_fit(tmp_path, evict, spare, size):
     (cell,) = (c for c in load(tmp_path, with_policy(entry)) if c.name == "h2o")
     shape, size_in_bytes = readable_shape(MODEL, None), {"64KiB": 65536, "65536": 65536, "0.1MiB": 104857}[size]
     assert shape.kv_bytes(cell.capacity + spare - 1, 1, 4) <= size_in_bytes < shape.kv_bytes(cell.capacity + spare, 1, 4)
+
+
+@pytest.mark.parametrize("kv", ["dtype", "int4", "{codec: int2, exempt: {sinks: 4, recent: 8}}"])
+@pytest.mark.parametrize("count", ["kv", "all"])
+def test_a_share_asks_the_codec_and_is_one_of_the_prompts_bytes(tmp_path, kv, count):
+    """In the model's dtype. A quarter of them holds more tokens in fewer bits, and fewer beside their statistics."""
+    entry = f"{{name: snapkv, window: 4, capacity: {{share: 0.25, count: {count}}}, kv: {kv}, evict: prompt}}"
+    cell = load(tmp_path, with_policy(entry, task=", prompt: 96"))[-1]
+    shape = readable_shape(MODEL, None)
+    if (kv, count) == ("dtype", "kv"):
+        assert cell.capacity == 24
+    assert (cell.capacity > 24) == (kv != "dtype")
+    state = shape.heads * shape.layers * 8 if count == "all" else 0
+    taken = [shape.kv_bytes(n - 1, 1, 4, cell.kv) + state + (16 * n * shape.heads * shape.layers if state else 0)
+             for n in (cell.capacity, cell.capacity + 1)]  # fmt: skip
+    assert taken[0] <= 24 * shape.heads * shape.layers * shape.head_dim * 2 * 4 < taken[1]
+
+
+@pytest.mark.parametrize("kv", ["dtype", "{codec: int4, exempt: {recent: 8}}"])
+@pytest.mark.parametrize("name", ["window", "h2o", "snapkv", "rkv", "keydiff", "roco", "lagkv"])
+def test_bytes_with_all_that_counts_are_those_that_a_decoder_allocates(tmp_path, kv, name):
+    """K and V, exempt tokens, ranks, positions and statistics: as many tokens as fit, and one more doesn't."""
+    if name == "keydiff" and kv != "dtype":
+        pytest.skip("it takes no recent tokens")
+    cell = load(tmp_path, with_policy(f"{{name: {name}, capacity: {{bytes: 96KiB, count: all}}, kv: {kv}}}"))[-1]
+    model, taken = tiny_model("llama"), []
+    shape = shape_of(model.config)
+    fits = shape.capacity_within(96 * 2**10, 4, 1, cell.kv, lambda n: shape.state_bytes(cell.policy, n + 1, n, 4, grows=False))
+    for capacity in (fits, fits + 1):
+        read = CachedDecoder(adopt(model), CacheConfig(cell.policy, capacity, kv=cell.kv))
+        taken.append(read.kv_bytes + read.state_bytes)
+    assert taken[0] <= 96 * 2**10 < taken[1]
+    assert cell.capacity < load(tmp_path, with_policy(f"{{name: {name}, capacity: {{bytes: 96KiB}}, kv: {kv}}}"))[-1].capacity
 
 
 def test_bytes_buy_twice_the_tokens_in_half_the_precision(tmp_path):
@@ -511,13 +560,17 @@ def test_dense_in_a_codec_is_not_what_others_are_compared_with():
     ("kv", "message"),
     [
         ("int3", "there is no codec 'int3', did you mean 'int8'?"),
-        ("7", "expected dtype, int8, int4, int2 or {codec: ...}"),
-        ("{codec: int4, grop: 3}", "kv has no 'grop', did you mean 'group'?"),
+        ("7", "expected dtype, int8, int4, int2, kivi4, kivi2 or {codec: ...}"),
+        ("{codec: int4, grop: 3}", "int4 has no 'grop', did you mean 'group'?"),
         ("{codec: int4, exempt: {sink: 4}}", "kv.exempt has no 'sink', did you mean 'sinks'?"),
         ("{codec: int4, exempt: 4}", "exempt is a mapping"),
         ("{codec: int4, exempt: {recent: -1}}", "sinks and recent are tokens"),
         ("{codec: int4, exempt: {recent: a}}", "sinks and recent are tokens"),
         ("{codec: int4, group: 0}", "at least 1"),
+        ("{codec: kivi2, exempt: {sinks: 4}}", "kivi2 has no 'exempt'"),
+        ("{codec: int4, residual: 32}", "int4 has no 'residual'"),
+        ("{codec: kivi2, residual: 100}", "the residual of kivi2, 100, is no multiple of its group, 32"),
+        ("kivi2", "kivi2 codes groups of tokens, which can't lose one: it needs evict: prompt, or dense"),
         ("{codec: int4, keys: rotatd}", "keys can't be 'rotatd', did you mean 'rotated'?"),
         ("{codec: int4, keys: rotated}", "keys: rotated needs positions: stream"),
     ],

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from kvbench.harness.core.codec import Codec, Kivi
 from kvbench.harness.core.plugins import policy_class
 from kvbench.harness.engine import flex
 from kvbench.harness.engine.captured import StepGraphs
@@ -196,6 +197,20 @@ def test_every_cadence_with_a_prompt(name, evict, policies):
         read.read_prompt(tokens_of(20), 16, once=True)
         read(tokens_of(1))  # a table that steps need moves to the device once
     read_in(read, [1, 6, 1])
+
+
+@pytest.mark.parametrize("codec", [Codec("int4", sinks=2, recent=3), Kivi("kivi2", 4, residual=4)], ids=str)
+@pytest.mark.parametrize("evict", [1, "prompt"])
+def test_coded_caches(codec, evict):
+    """Coding what has become too old, or a full group, is decided on the device, and so is growing past a bucket."""
+    policy = "dense" if evict == 1 and isinstance(codec, Kivi) else "h2o"
+    config = replace(config_of(policy), kv=codec, evict=evict)
+    for ragged in (False, True):
+        read = CachedDecoder(meta_model("llama"), config, 2)
+        with OnlyDevice():
+            read.read_prompt(tokens_of(20), 16)
+            read.reserve(BUCKET)
+        read_in(read, [1, 6, 1], ragged)
 
 
 @pytest.mark.parametrize("name", DECIDED_BY_THE_PROMPT)

@@ -10,7 +10,7 @@ from conftest import DEVICE, in_blocks, model_of, tokens_of
 from factories import MODES, chooser
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import Held, ListBackend
+from reference import Held, WideLists
 from torch import Tensor
 
 from kvbench.harness.core.codec import BITS, Codec
@@ -32,6 +32,7 @@ from kvbench.policies.window import Window
 
 EVERY: list[Policy] = [Window(), SinkWindow(sinks=2), H2O(), Random()]
 LENGTH = 40
+NAMES = ["int8", "int4", "int2"]
 
 
 def published(vector: list[float], bits: int, group: int) -> tuple[list[int], list[float]]:
@@ -49,7 +50,7 @@ def published(vector: list[float], bits: int, group: int) -> tuple[list[int], li
 
 @settings(max_examples=60)
 @given(
-    name=st.sampled_from(list(BITS)), group=st.sampled_from([4, 8, 16, 32]), groups=st.integers(1, 3), seed=st.integers(0, 99),
+    name=st.sampled_from(NAMES), group=st.sampled_from([4, 8, 16, 32]), groups=st.integers(1, 3), seed=st.integers(0, 99),
     spread=st.sampled_from([0.0, 1e-6, 1.0, 1e4]),
 )  # fmt: skip
 def test_packing_is_the_published_formula_exactly(name, group, groups, seed, spread):
@@ -77,7 +78,7 @@ def test_scale_and_zero_have_the_models_dtype():
 
 
 @dataclass
-class CodedLists(ListBackend):
+class CodedLists(WideLists):
     """The list-based reference, which codes each token in its list when it grows too old to be exempt."""
 
     codec: Codec | None = None
@@ -105,14 +106,6 @@ class CodedLists(ListBackend):
             codes = ((part - part.min()) / scale).round().clamp(0, levels) if scale > 0 else 0  # those of padding are all 0
             result[group] = codes * scale + part.min()
         return result
-
-    def _rotated(self, x: Tensor, places: Tensor) -> Tensor:
-        """By float64 angles: the family's own float32 tables would let some codes round the other way."""
-        rotation = self.model.layers[0].rotation
-        angles = places[:, None].double() * rotation.frequencies
-        pairs = torch.view_as_complex(x[:, rotation.order].unflatten(1, (-1, 2)).contiguous())
-        turned = torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(1)
-        return torch.empty_like(x).index_copy_(1, rotation.order, turned)
 
 
 def bytes_of(held: list[Held], step: int, codec: Codec, dims: int, itemsize: int) -> int:
@@ -150,7 +143,7 @@ def test_a_coded_cache_equals_lists(policy, codec):
 @settings(max_examples=40)
 @given(
     policy=st.sampled_from([*EVERY, Dense()]), mode=st.sampled_from(MODES), capacity=st.integers(4, 14),
-    length=st.integers(2, 30), name=st.sampled_from(list(BITS)), group=st.sampled_from([4, 8, 32]), sinks=st.integers(0, 5),
+    length=st.integers(2, 30), name=st.sampled_from(NAMES), group=st.sampled_from([4, 8, 32]), sinks=st.integers(0, 5),
     recent=st.integers(0, 20), size=st.integers(2, 30),
 )  # fmt: skip
 def test_any_coded_cache_equals_lists(policy, mode, capacity, length, name, group, sinks, recent, size):
@@ -226,6 +219,25 @@ def test_statistics_of_a_written_token_are_of_what_is_stored():
     (state,) = rows.states.values()
     held = rows.rank < rows.rank.shape[1]
     torch.testing.assert_close(state.flatten(0, 1)[held], rows.keys.norm(dim=-1)[held])
+
+
+@pytest.mark.parametrize("keys", ["rotated", "unrotated"])
+@pytest.mark.parametrize(("evict", "once"), [(1, True), (1, False), (5, True)])
+@pytest.mark.parametrize("codec", [Codec("int2"), Codec("int4", sinks=2)], ids=str)
+def test_a_sum_over_keys_is_of_the_keys_that_are_stored(keys, evict, once, codec):
+    """At the cut of a prompt that was read as floats, and as its tokens are evicted."""
+    model, tokens = model_of("llama", torch.float64), tokens_of(LENGTH)
+    read = CachedDecoder(model, CacheConfig(KeyDiff(keys), 9, evict=evict, kv=codec))
+    read.read_prompt(tokens[:, :20], 7, once=once)
+    for token in tokens[:, 20:].split(1, 1):
+        for walk in read.walks:
+            for layer in walk.slots.layers:
+                rows = walk.rows(walk.slots.num_slots, layer)
+                stored = rows.view.rotated_keys if keys == "rotated" else rows.view.keys
+                unit = torch.nn.functional.normalize(stored.float(), dim=-1).double() * rows.view.valid[..., None]
+                (state,) = rows.states.values()
+                torch.testing.assert_close(state, unit.sum(2), atol=1e-5, rtol=0)
+        read(token)
 
 
 @pytest.mark.parametrize("codec", [Codec("int4", sinks=4, recent=16), Codec("int2", 8)], ids=str)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Keys = Literal["unrotated", "rotated"]
-BITS = {"int8": 8, "int4": 4, "int2": 2}  # of a number, by codec
+BITS = {"int8": 8, "int4": 4, "int2": 2, "kivi4": 4, "kivi2": 2}  # of a number, by codec
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,17 @@ class Codec:
         """The most tokens per head that are held in the model's dtype."""
         return self.sinks + self.recent
 
+    @property
+    def codes_later(self) -> bool:
+        """Whether a token that was read is coded after others have come."""
+        return self.recent > 0
+
+    def why_not(self, positions: str, evicts: bool) -> str:
+        """Why a cache can't be stored so; empty if it can. evicts: tokens go while others come in."""
+        if self.keys == "rotated" and positions != "stream":
+            return "kv: keys: rotated needs positions: stream, where a key's angle never changes"
+        return ""
+
     def refuse_unfit(self, dims: int) -> None:
         """Check that heads of this many channels can be coded.
 
@@ -56,24 +67,92 @@ class Codec:
         """Bytes of one coded vector: its numbers, and a scale and a zero per group. itemsize: of the model's dtype."""
         return dims * self.bits // 8 + 2 * self.groups(dims) * itemsize
 
-    def allocated(self, slots: int, dims: int, itemsize: int) -> int:
-        """Bytes of the slots of one head: a code for each, and room for the exempt tokens beside them."""
-        return slots * self.bytes_of(dims, itemsize) + self.exempt * dims * itemsize
+    def allocated(self, slots: int, key_dim: int, value_dim: int, itemsize: int) -> int:
+        """Bytes of K and V of the slots of one head: a code for each, and room for the exempt tokens beside them."""
+        return sum(slots * self.bytes_of(d, itemsize) + self.exempt * d * itemsize for d in (key_dim, value_dim))
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Codec:
         """The codec that `as_json` wrote."""
-        exempt = value["exempt"]
-        return cls(value["codec"], value["group"], exempt["sinks"], exempt["recent"], value.get("keys", "unrotated"))
+        name, group, keys = value["codec"], value["group"], value.get("keys", "unrotated")
+        if value.get("residual") is not None:
+            return Kivi(name, group, keys=keys, residual=value["residual"])
+        return cls(name, group, **value["exempt"], keys=keys)
 
     def as_json(self) -> dict[str, Any]:
         """The codec as a suite and a record write it, all of it but a default of `keys`."""
         rotated = {} if self.keys == "unrotated" else {"keys": self.keys}
-        return {"codec": self.name, "group": self.group, "exempt": {"sinks": self.sinks, "recent": self.recent}} | rotated
+        return {"codec": self.name, "group": self.group} | self._floats_as_json() | rotated
+
+    def _floats_as_json(self) -> dict[str, Any]:
+        """What says which tokens stay in the model's dtype."""
+        return {"exempt": {"sinks": self.sinks, "recent": self.recent}}
+
+    def _words(self) -> list[str]:
+        words = [f"sinks {self.sinks}"] if self.sinks else []
+        return [*words, *([f"recent {self.recent}"] if self.recent else [])]
 
     def __str__(self) -> str:
         """In words, for a label."""
-        words = [self.name, *([f"group {self.group}"] if self.group != 32 else [])]
-        words += [f"sinks {self.sinks}"] if self.sinks else []
-        words += [f"recent {self.recent}"] if self.recent else []
-        return " ".join([*words, *(["rotated"] if self.keys == "rotated" else [])])
+        group = [f"group {self.group}"] if self.group != 32 else []
+        return " ".join([self.name, *group, *self._words(), *(["rotated"] if self.keys == "rotated" else [])])
+
+
+@dataclass(frozen=True)
+class Kivi(Codec):
+    """KIVI: keys per channel over groups of tokens, values per token over groups of channels, and a residual in floats.
+
+    Tokens are counted in the order in which the cache got them. Keys are coded `residual` at a time, as soon as these are
+    complete; a value is coded when `residual` newer ones have come.
+
+    Source: Liu et al. 2024, arXiv:2402.02750, Section 3.3, Algorithm 1; jy-yuan/KIVI, models/llama_kivi.py.
+
+    Attributes:
+        group: tokens whose keys share a scale and a zero in each channel, and channels of a value that do.
+        residual: tokens, a multiple of `group`.
+    """
+
+    residual: int = 128
+
+    def __post_init__(self) -> None:
+        if self.sinks or self.recent:
+            raise ValueError(f"kv: {self.name} exempts no tokens but its residual: leave exempt out")
+        if self.residual < 1 or self.residual % self.group:
+            raise ValueError(f"kv: the residual of {self.name}, {self.residual}, is no multiple of its group, {self.group}")
+
+    @property
+    def codes_later(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def of_values(self) -> Codec:
+        """The codec of values. A step reads `residual` of the older ones as floats, and its own."""
+        return Codec(f"int{self.bits}", self.group, recent=self.residual + 1)
+
+    def why_not(self, positions: str, evicts: bool) -> str:
+        """As `Codec.why_not`; and a group can't lose a token."""
+        if evicts:
+            return f"kv: {self.name} codes groups of tokens, which can't lose one: it needs evict: prompt, or dense"
+        return super().why_not(positions, evicts)
+
+    def refuse_unfit(self, dims: int) -> None:
+        """As `Codec.refuse_unfit`; and a group of tokens must fill whole bytes."""
+        super().refuse_unfit(dims)
+        if self.group * self.bits % 8:
+            raise ValueError(f"kv: groups of {self.group} tokens don't fill whole bytes of {self.name}")
+
+    def block_bytes(self, dims: int, itemsize: int) -> int:
+        """Bytes of `residual` coded keys."""
+        return dims * (self.residual * self.bits // 8 + 2 * (self.residual // self.group) * itemsize)
+
+    def allocated(self, slots: int, key_dim: int, value_dim: int, itemsize: int) -> int:
+        """As `Codec.allocated`, with codes of as many keys as can be coded."""
+        keys = slots // self.residual * self.block_bytes(key_dim, itemsize) + self.residual * key_dim * itemsize
+        return keys + self.of_values.allocated(slots, 0, value_dim, itemsize)
+
+    def _floats_as_json(self) -> dict[str, Any]:
+        return {"residual": self.residual}
+
+    def _words(self) -> list[str]:
+        return [f"residual {self.residual}"] if self.residual != 128 else []

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from kvbench.harness.core.codec import Codec
+from kvbench.harness.core.codec import Codec, Kivi
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.rows import Rows, writes
@@ -31,13 +31,15 @@ def static_table(model: Model, config: CacheConfig, prompt: int | None) -> Table
         prompt: tokens of the prompt, if eviction waits for its end.
 
     Raises:
-        ValueError: the table has another shape than the model, or its budgets don't add up.
+        ValueError: the table has another shape than the model, its budgets don't add up, or whole pages go from it.
     """
     if config.capacity is None:
         return None
     heads = [shape.heads for shape in model.layers]
     policy = config.policy.bind(config.capacity)
     table = policy.budgets(config.capacity, len(heads), max(heads), prompt)
+    if config.pages is not None and (table is not None or policy.pool_floor(config.capacity) is not None):
+        raise ValueError("its heads keep different numbers of tokens, and whole pages go from heads that keep as many")
     if table is None:
         return None
     if [len(row) for row in table] != heads:
@@ -149,10 +151,12 @@ class Layout:
 
     def _limits(self, shape: LayerShape, kept: int | None) -> Budget:
         """Of slots that evict as tokens come in. If heads compete, one of them may hold what all others leave."""
-        floor = None if kept is None else floor_of(self.bound(kept), kept)
+        floor, pages = None if kept is None else floor_of(self.bound(kept), kept), self._config.pages
+        if pages is not None and kept is not None and kept % pages.size:
+            raise ValueError(f"a layer with a sliding window keeps {kept} tokens, which don't make up pages of {pages.size}")
         heads = shape.heads
         if floor is None or kept is None or heads == 1:
-            return Budget(kept)
+            return Budget(kept, pages=pages)
         return Budget(kept, floor, slots=heads * kept - (heads - 1) * floor + self._config.every)
 
     def bound(self, kept: int | None) -> Policy:
@@ -209,7 +213,7 @@ class Layout:
             ValueError: the policy looks at keys that a code changes in a way that it can't follow.
         """
         name, written = type(policy).__name__, [s for s in policy.statistics if writes(s)]
-        if codec.recent and any(s.per == "head" for s in written):
+        if codec.codes_later and any(s.per == "head" for s in written):
             raise ValueError(f"kv: {name} sums what a head holds, and a code would change it later: leave exempt.recent out")
         if codec.keys == "rotated" and (written or not self._keys_rotated):
             raise ValueError(f"kv: {name} looks at keys before RoPE: leave keys: rotated out")
@@ -222,6 +226,8 @@ class Layout:
         """Slots; those that are given their statistics are of the model's dtype."""
         model, config = self._model, self._config
         codec = config.kv if statistics is None else None
+        if isinstance(codec, Kivi) and cadence.capacity is not None:
+            raise ValueError(f"kv: {codec.name} codes groups of tokens, out of which a layer with a sliding window would evict")
         if statistics is None:
             statistics = [s for s in policy.statistics if s.lasts or cadence.capacity is not None]
         return Slots(

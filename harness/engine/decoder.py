@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from kvbench.harness.core.codec import Codec
+from kvbench.harness.core.evict import Evict, Pages, at_once, pages_of
 from kvbench.policies import Policy, PositionMode
-
-Evict = int | Literal["prompt"]  # tokens that go at once, or: what a prompt leaves over, at its end
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class CacheConfig:
         limit: largest distance in position mode `clamped`, in tokens; the model's training length when None.
         seed: of the policy's random numbers.
         evict: 1: after every token. b: the cache grows to capacity + b tokens, then b go at once. "prompt": once, after the
-            prompt, which is read under full attention; then the cache grows.
+            prompt, which is read under full attention; then the cache grows. Pages: as b of their size, but whole ones go.
         kv: how K and V are stored; None: in the model's dtype. A prompt that is cut at its end is in that dtype until then.
     """
 
@@ -44,21 +43,29 @@ class CacheConfig:
         name, takes_capacity = type(self.policy).__name__, self.policy.evicts and not self.policy.outcome
         if (self.capacity is None) == takes_capacity:
             raise ValueError(f"{name} needs a capacity" if takes_capacity else f"{name} takes no capacity")
-        if self.evict != "prompt" and self.evict < 1:
-            raise ValueError(f"evict every {self.evict} tokens, expected 1 or more")
+        if self.every < 1:
+            raise ValueError(f"evict every {self.every} tokens, expected 1 or more")
+        if self.pages is not None and self.capacity is not None and self.capacity % self.pages.size:
+            raise ValueError(f"evict: {self.capacity} tokens don't make up whole pages of {self.pages.size}")
         if not self.policy.caches and self.evict != 1:
             raise ValueError(f"{name} keeps no cache, so there is nothing to evict: leave `evict` out")
         if self.policy.outcome and self.evict != "prompt":
             raise ValueError(f"{name} decides at a prompt's end how much it keeps: it needs evict: prompt")
         if self.kv is not None and not self.policy.caches:
             raise ValueError(f"{name} keeps no cache, so there is nothing to code: leave `kv` out")
-        if self.kv is not None and self.kv.keys == "rotated" and self.positions != "stream":
-            raise ValueError("kv: keys: rotated needs positions: stream, where a key's angle never changes")
+        refused = "" if self.kv is None else self.kv.why_not(self.positions, self.policy.evicts and self.evict != "prompt")
+        if refused:
+            raise ValueError(refused)
 
     @property
     def every(self) -> int:
         """Tokens that go at once."""
-        return 1 if self.evict == "prompt" else self.evict
+        return at_once(self.evict)
+
+    @property
+    def pages(self) -> Pages | None:
+        """The pages, if whole ones go."""
+        return pages_of(self.evict) if self.policy.evicts else None
 
 
 class Decoder(Protocol):

@@ -242,7 +242,7 @@ class CachedDecoder:
     def _cut(self, length: int, table: Table | None) -> None:
         """Keep what the policy wants of a prompt that is held whole."""
         whole = Whole([walk.slots for walk in self.walks], length, self._layout.bound)
-        kept, known = whole.cut(self.config.capacity, table)
+        kept, known = whole.cut(self.config.capacity, table, self.config.pages)
         if known is None:
             self._hold(self._layout.as_decided(length, [stays.sum(-1).view(self.streams, -1) for stays in kept]))
         else:

@@ -6,15 +6,17 @@ Axis letters: B streams, L layers, H KV heads, N = B * H rows of a layer, S slot
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvbench.harness.core.evict import Pages
 from kvbench.harness.engine.budgets import Table
 from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.slots import Slots
-from kvbench.harness.engine.victims import effective_importance, of_heads, of_layers
+from kvbench.harness.engine.victims import effective_importance, of_heads, of_layers, of_pages
 from kvbench.policies import CacheView, Policy, Statistic
 
 
@@ -35,12 +37,15 @@ class Whole:
         for rows in self.rows:
             rows.see(torch.full_like(rows.view.layer, length - 1))
 
-    def cut(self, capacity: int | None, table: Table | None) -> tuple[list[Tensor], list[list[int]] | None]:
+    def cut(
+        self, capacity: int | None, table: Table | None, pages: Pages | None = None
+    ) -> tuple[list[Tensor], list[list[int]] | None]:
         """The tokens that stay: of each head as many as its budget says, those worth most. Asked once.
 
         Args:
             capacity: tokens per head, on average; None if the policy's budgets are an outcome.
             table: budgets known beforehand; None if there are none.
+            pages: whole ones go from then on. The prompt is cut by single tokens, of which they consist later.
 
         Returns:
             Their slots, [N, S] bool, one a layer; and how many each head keeps, [L][H], None if the prompt decides that.
@@ -50,6 +55,8 @@ class Whole:
         """
         policy = self._bound(capacity)
         asked = policy.prompt_budgets([_on(rows.view, self._slots[0].device) for rows in self.rows], capacity)
+        if asked is not None and pages is not None:
+            raise ValueError("its heads keep different numbers of tokens, and whole pages go from heads that keep as many")
         if asked is not None:
             asked = self._checked(asked, None if policy.outcome else capacity)
         floor = policy.pool_floor(capacity) if asked is None and table is None and capacity is not None else None
@@ -57,7 +64,7 @@ class Whole:
         for layer, rows in enumerate(self.rows):
             of_layer = None if asked is None else asked[:, layer].to(rows.rank.device)
             of_table = None if table is None else table[layer]
-            kept.append(self._kept_of_layer(layer, capacity, of_layer, of_table, floor))
+            kept.append(self._kept_of_layer(layer, capacity, of_layer, of_table, floor, pages))
             rows.forget((rows.rank < rows.rank.shape[1]) & ~kept[-1])
         return kept, self._known_counts(capacity, table) if asked is None and floor is None else None
 
@@ -72,8 +79,9 @@ class Whole:
         return counts
 
     def _kept_of_layer(
-        self, layer: int, capacity: int | None, asked: Tensor | None, of_table: Sequence[int] | None, floor: int | None
-    ) -> Tensor:
+        self, layer: int, capacity: int | None, asked: Tensor | None, of_table: Sequence[int] | None, floor: int | None,
+        pages: Pages | None,
+    ) -> Tensor:  # fmt: skip
         """The slots of one layer whose tokens stay. [N, S] bool."""
         slots, rows = self._slots[layer], self.rows[layer]
         held, kept, sliding = rows.rank < slots.empty_rank, slots.shape.kept(capacity), slots.shape.sliding_window
@@ -90,6 +98,8 @@ class Whole:
                 importance = torch.where((budget == number)[..., None], judged, importance)
         importance = importance.flatten(0, 1).masked_fill(~held, torch.inf)
         excess = (count - budget).clamp(min=0)
+        if pages is not None:
+            return held & ~of_pages(importance, rows.rank, excess.view(-1, 1), replace(pages, size=1), slots.shape.heads)
         if floor is None:
             return held & ~of_heads(importance, rows.rank, excess.view(-1, 1))
         worth, rank = (x.unflatten(0, (slots.streams, -1)) for x in (importance, rows.rank))
@@ -125,14 +135,15 @@ def move(source: Rows, kept: Tensor, into: Rows, streams: int, heads: Sequence[i
     counts = stays.sum(-1)
     order = rank.masked_fill(~stays, rank.shape[1] + 1).argsort(-1)[:, :longest]
     keys, values = (chosen(x).take_along_dim(order[..., None], 1) for x in (source.keys, source.values))
-    into.put(keys, values, chosen(source.position).take_along_dim(order, 1))
-    into.shorten(counts)
+    into.put(keys, values, chosen(source.position).take_along_dim(order, 1), counts)
     for statistic, state in into.states.items():
         old = chosen(source.states[statistic].flatten(0, 1))
         if statistic.per == "slot":
             state.flatten(0, 1)[:, :longest] = old.take_along_dim(order.view(*order.shape, *[1] * (old.dim() - 2)), 1)
         else:
             state.flatten(0, 1).copy_(old)
+    if into.is_coded:  # a sum must lose later what it has of a token
+        into.count_again()
 
 
 def _on(view: CacheView, device: torch.device) -> CacheView:

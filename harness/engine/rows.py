@@ -15,8 +15,8 @@ from torch import Tensor
 
 from kvbench.harness.engine.rotary import LONGEST_STREAM, rotate
 from kvbench.harness.engine.slots import Slots
-from kvbench.harness.engine.store import StoredView, as_written, is_exempt
-from kvbench.harness.engine.victims import effective_importance, of_heads, of_layers, ranks_without
+from kvbench.harness.engine.store import StoredView, as_written, stages
+from kvbench.harness.engine.victims import effective_importance, of_heads, of_layers, of_pages, ranks_without
 from kvbench.policies import Attention, CacheView, Seen, Statistic, Written
 
 
@@ -40,7 +40,8 @@ class Rows:
         per_layer = slots.streams * heads
         part = slice(layers.start * per_layer, layers.stop * per_layer)
         self._slots, self._tensors = slots, tensors
-        self._keys, self._values = (x.window(part, attended, tensors.position) for x in (tensors.keys, tensors.values))
+        account = tensors.position, tensors.rank
+        self._keys, self._values = (x.window(part, attended, *account) for x in (tensors.keys, tensors.values))
         self.rank, self.position = tensors.rank[part, :attended], tensors.position[part, :attended]
         self._all_ranks = tensors.rank[part]
         self.free, self._row_base = tensors.free[part], tensors.row_base[part]
@@ -67,6 +68,11 @@ class Rows:
             self.view = StoredView(self.view, None if slots.keys_rotated else self._keys, self._values, heads)
         elif slots.keys_rotated:  # nobody looks at them
             del self.view.keys
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether what is read isn't what was written."""
+        return self._slots.codec is not None
 
     @property
     def keys(self) -> Tensor:
@@ -135,15 +141,16 @@ class Rows:
             sees = sees & (steps[..., None] - self.position[:, None] < window)
         if codec is None:
             return sees
-        exempt = is_exempt(codec, self.position[:, None], steps[..., None])
-        return torch.cat([sees & ~exempt, sees & exempt], -1)
+        parts = stages(codec, self.position[:, None], self.rank[:, None], steps[..., None], ranks[..., None])
+        return torch.cat([sees & part for part in parts], -1)
 
     def by_slot(self, seen: Mapping[Seen, Tensor]) -> dict[Seen, Tensor]:
-        """What statistics read of a run, where each slot was offered twice, and seen once."""
+        """What statistics read of a run, where each slot was offered in several stages, and seen in one."""
         if self._slots.codec is None:
             return dict(seen)
-        twice = {name: x.unflatten(-1, (2, -1)) for name, x in seen.items() if name in ("weights", "logits")}
-        return {**seen, **{name: x.amax(-2) for name, x in twice.items()}}
+        size = self.rank.shape[1]
+        staged = {name: x.unflatten(-1, (-1, size)) for name, x in seen.items() if name in ("weights", "logits")}
+        return {**seen, **{name: x.amax(-2) for name, x in staged.items()}}
 
     def end_run(self, free: Tensor, due: bool) -> None:
         """After a run: evict what is due, and find the slot for the next token. free: the run's slots, [R, T] int64."""
@@ -246,9 +253,14 @@ class Rows:
         states = [x.take_along_dim(_like(order, x), 1) for x in states]
         return Held(keys, values, self.position.take_along_dim(order, 1), states)
 
-    def put(self, keys: Tensor, values: Tensor, position: Tensor) -> None:
-        """Hold these tokens and no others, oldest first in the first slots. [N, n, D], [N, n, Dv], [N, n] int64."""
+    def put(self, keys: Tensor, values: Tensor, position: Tensor, counts: Tensor | None = None) -> None:
+        """Hold these tokens and no others, oldest first in the first slots. [N, n, D], [N, n, Dv], [N, n] int64.
+
+        counts: how many of each row's; all when None. [N] int64.
+        """
         self.hold(position)
+        if counts is not None:
+            self.shorten(counts)
         self._keys.put(keys)
         self._values.put(values)
 
@@ -261,7 +273,7 @@ class Rows:
         self.free.copy_(self._row_base + count)
 
     def shorten(self, counts: Tensor) -> None:
-        """After `put` or `hold`: keep only the first `counts` tokens of each row. [N] int64."""
+        """After `hold`: keep only the first `counts` tokens of each row. [N] int64."""
         self.rank.masked_fill_(self.rank >= counts[:, None], self._slots.empty_rank)
         self.free.copy_(self._row_base + counts)
 
@@ -299,7 +311,11 @@ class Rows:
         count = held.sum(-1, keepdim=True)
         if budget.floor is None:
             excess = count - ((slots.capacity or 0) if self._budgets is None else self._budgets)
-            victims = of_heads(importance, self.rank, excess.masked_fill(excess < slots.every, 0))
+            excess = excess.masked_fill(excess < slots.every, 0)
+            if budget.pages is None:
+                victims = of_heads(importance, self.rank, excess)
+            else:
+                victims = of_pages(importance, self.rank, excess, budget.pages, heads)
         else:
             by_layer = [x.unflatten(0, (-1, heads)) for x in (importance, self.rank, count)]
             excess = by_layer[2].sum(1) - heads * (slots.capacity or 0)
@@ -311,17 +327,25 @@ class Rows:
 
     def forget(self, victims: Tensor) -> None:
         """Take evicted tokens out of sums over what a head holds. victims: [R, S] bool, before their slots are given away."""
+        for statistic, lost in self._sums(victims).items():
+            self._row_states[statistic] -= lost
+
+    def count_again(self) -> None:
+        """Set sums over what a head holds to those of what is stored."""
+        for statistic, held in self._sums(self.rank < self._slots.empty_rank).items():
+            self._row_states[statistic].copy_(held)
+
+    def _sums(self, tokens: Tensor) -> dict[Statistic, Tensor]:
+        """Sums over some of the tokens that heads hold, as stored. tokens: [R, S] bool -> [R, *k] float64 each."""
         sums = [s for s in self.states if s.per == "head" and writes(s)]
         if not sums:
-            return
+            return {}
         view, heads = self.view, self._slots.shape.heads
         position = view.position.clamp(min=0)
         token = Written(view.keys, view.values, position, torch.zeros_like(position), self._rotated, self._output)
-        for statistic in sums:
-            lost = statistic.written(token)
-            if lost is not None:
-                lost = lost.double() * _like(victims.unflatten(0, (-1, heads)), lost)
-                self._row_states[statistic] -= lost.sum(2).flatten(0, 1)
+        parts = {s: x for s in sums if (x := s.written(token)) is not None}
+        mask = tokens.unflatten(0, (-1, heads))
+        return {s: (x.double() * _like(mask, x)).sum(2).flatten(0, 1) for s, x in parts.items()}
 
     def _evict(self, ragged: bool) -> None:
         """Free the slot of the lowest (importance, rank), lexicographically.

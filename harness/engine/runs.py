@@ -105,7 +105,8 @@ class RunReader:
             return query, keys
         of_keys = rows.rank if self._mode == "cache" else rows.position.clamp(min=0)
         factors = rotation.factors(of_keys, run.keys.dtype, LONGEST_STREAM)
-        return query, rotate(keys, factors if keys.shape[1] == factors.shape[1] else factors.repeat(1, 2, 1))
+        stages = keys.shape[1] // factors.shape[1]
+        return query, rotate(keys, factors if stages == 1 else factors.repeat(1, stages, 1))
 
     def _attend(self, query: Tensor, keys: Tensor, values: Tensor, sees: Tensor) -> tuple[Tensor, dict[Seen, Tensor]]:
         """Attention of some queries, [N, G, T, D], to what they see, [N, T, S]. -> [N, G, T, Dv], and what was asked for."""

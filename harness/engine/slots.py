@@ -15,7 +15,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvbench.harness.core.codec import Codec
+from kvbench.harness.core.codec import Codec, Kivi
+from kvbench.harness.core.evict import Pages
+from kvbench.harness.engine.kivi import KiviKeys, KiviValues
 from kvbench.harness.engine.rotary import Rotation
 from kvbench.harness.engine.store import CodedStore, FloatStore, Store, extended
 from kvbench.policies import HeadSizes, Policy, Statistic
@@ -118,7 +120,7 @@ class LayerShape:
         """Bytes of slots for K and V in this layer."""
         if codec is None:
             return slots * self.heads * (self.key_dim + self.value_dim) * dtype.itemsize
-        return self.heads * sum(codec.allocated(slots, dims, dtype.itemsize) for dims in (self.key_dim, self.value_dim))
+        return self.heads * codec.allocated(slots, self.key_dim, self.value_dim, dtype.itemsize)
 
     def kept(self, capacity: int | None) -> int | None:
         """Tokens this layer keeps between steps: a sliding-window layer no more than its window; None if all."""
@@ -135,6 +137,7 @@ class Budget:
         capacity: tokens per head held after an eviction, on average; None if all are.
         floor: the least a head holds, if all heads of a layer compete; None if each head has a budget of its own.
         of_rows: the budget of each row, if rows differ. [R, 1] int64.
+        pages: whole ones go; None if tokens do.
         slots: of each row; None for as many as the capacity needs.
         bucket: slots that a cache without a capacity grows by.
     """
@@ -142,6 +145,7 @@ class Budget:
     capacity: int | None
     floor: int | None = None
     of_rows: Tensor | None = None
+    pages: Pages | None = None
     slots: int | None = None
     bucket: int = BUCKET
 
@@ -274,7 +278,7 @@ class Slots:
         self.capacity, self.every = cadence.capacity, cadence.every
         self.most = None if self.capacity is None else self.capacity + self.every
         self.uneven = budget.floor is not None or budget.of_rows is not None
-        self.evicts_each_step = self.capacity is not None and self.every == 1 and not self.uneven
+        self.evicts_each_step = self.capacity is not None and self.every == 1 and not self.uneven and budget.pages is None
         self.sees = frozenset(name for s in statistics for name in s.sees)
         self.shape, self.layers, self.num_layers = shape, [part.layer for part in parts], num_layers
         self.streams, self.seed, self.quiet, self.keys_rotated = streams, seed, 0, keys_rotated
@@ -284,9 +288,9 @@ class Slots:
         self.prompt = torch.zeros(streams, dtype=torch.int64, device=device)
         self.wide = torch.promote_types(dtype, torch.float32)
         rows, slots = len(parts) * streams * shape.heads, budget.slots or self.most or BUCKET
+        keys, values = (torch.zeros(rows, slots, d, device=device, dtype=dtype) for d in (shape.key_dim, shape.value_dim))
         self.tensors = SlotTensors(
-            keys=_store(codec, torch.zeros(rows, slots, shape.key_dim, device=device, dtype=dtype)),
-            values=_store(codec, torch.zeros(rows, slots, shape.value_dim, device=device, dtype=dtype)),
+            *_stores(codec, keys, values),
             rank=torch.full((rows, slots), slots, device=device),
             position=torch.full((rows, slots), -1, device=device),
             states={s: self._first_state(s, rows, slots, device) for s in statistics},
@@ -387,6 +391,10 @@ class Slots:
         self.version += 1
 
 
-def _store(codec: Codec | None, like: Tensor) -> Store:
-    """An empty store. like: zeros of its size and dtype. [R, S, D]."""
-    return FloatStore(like) if codec is None else CodedStore.empty(codec, like)
+def _stores(codec: Codec | None, keys: Tensor, values: Tensor) -> tuple[Store, Store]:
+    """Empty stores. keys, values: zeros of their sizes and dtype. [R, S, D], [R, S, Dv]."""
+    if codec is None:
+        return FloatStore(keys), FloatStore(values)
+    if isinstance(codec, Kivi):
+        return KiviKeys.empty(codec, keys), KiviValues.of_kivi(codec, values)
+    return CodedStore.empty(codec, keys), CodedStore.empty(codec, values)

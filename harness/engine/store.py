@@ -11,7 +11,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from kvbench.harness.core.codec import Codec
+from kvbench.harness.core.codec import Codec, Kivi
 from kvbench.policies import CacheView
 
 
@@ -41,7 +41,7 @@ class Window(Protocol):
             before: what was read before their positions were entered. [N, S, D].
 
         Returns:
-            [N, S, D]; of a coded store [N, 2 * S, D]: the code of each slot, and then what it holds while it is exempt.
+            [N, S, D]; of a coded store [N, n * S, D]: what each slot holds in each of the stages of `stages`.
         """
 
 
@@ -52,8 +52,8 @@ class Store(Protocol):
     def nbytes(self) -> int:
         """Bytes allocated."""
 
-    def window(self, rows: slice, slots: int, position: Tensor) -> Window:
-        """The first `slots` slots of some rows. position: as in `SlotTensors`, of all rows. [R, S] int64."""
+    def window(self, rows: slice, slots: int, position: Tensor, rank: Tensor) -> Window:
+        """The first `slots` slots of some rows. position, rank: as in `SlotTensors`, of all rows and slots. [R, S] int64."""
 
     def extended(self, slots: int) -> Self:
         """The same with more slots."""
@@ -75,7 +75,7 @@ class FloatStore:
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, self.flat, self.nbytes = tensor, tensor.flatten(0, 1), tensor.nbytes
 
-    def window(self, rows: slice, slots: int, position: Tensor) -> FloatWindow:
+    def window(self, rows: slice, slots: int, position: Tensor, rank: Tensor) -> FloatWindow:
         """The first `slots` slots of some rows."""
         return FloatWindow(self.tensor[rows, :slots], self.flat)
 
@@ -135,7 +135,7 @@ class CodedStore:
         self.nbytes = sum(x.nbytes for x in (codes, scale, zero, exact))
 
     @classmethod
-    def empty(cls, codec: Codec, like: Tensor) -> CodedStore:
+    def empty(cls, codec: Codec, like: Tensor) -> Self:
         """For as many rows and slots as a tensor has. like: [R, S, D], the model's dtype.
 
         Raises:
@@ -147,18 +147,18 @@ class CodedStore:
         scale, zero = (like.new_zeros(rows, slots, groups) for _ in range(2))
         return cls(codec, codes, scale, zero, like.new_zeros(rows, codec.exempt, dims))
 
-    def window(self, rows: slice, slots: int, position: Tensor) -> CodedWindow:
+    def window(self, rows: slice, slots: int, position: Tensor, rank: Tensor) -> CodedWindow:
         """The first `slots` slots of some rows."""
         return CodedWindow(self, rows, slots, position[rows])
 
-    def extended(self, slots: int) -> CodedStore:
+    def extended(self, slots: int) -> Self:
         """The same with more slots."""
         codes, scale, zero = (extended(x, slots, 0) for x in (self.codes, self.scale, self.zero))
-        return CodedStore(self.codec, codes, scale, zero, self.exact)
+        return type(self)(self.codec, codes, scale, zero, self.exact)
 
-    def mapped(self, change: Callable[[Tensor], Tensor]) -> CodedStore:
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Self:
         """The same with every tensor changed."""
-        return CodedStore(self.codec, *(change(x) for x in (self.codes, self.scale, self.zero, self.exact)))
+        return type(self)(self.codec, *(change(x) for x in (self.codes, self.scale, self.zero, self.exact)))
 
     def held_bytes(self, held: Tensor, position: Tensor) -> int:
         """Bytes that the tokens held take: of those that are exempt, as floats."""
@@ -170,18 +170,23 @@ class CodedStore:
 class CodedWindow:
     """Some rows of a coded store."""
 
-    def __init__(self, store: CodedStore, rows: slice, slots: int, position: Tensor) -> None:
-        """position: of all slots of these rows. [N, *] int64."""
-        self._store, self._codec, self._position, self._slots = store, store.codec, position, slots
+    def __init__(self, store: CodedStore, rows: slice, slots: int, account: Tensor) -> None:
+        """account: of all slots of these rows, says which token is how old. [N, *] int64."""
+        self._store, self._codec, self._account, self._slots = store, store.codec, account, slots
         self._codes, self._scale, self._zero = (x[rows, :slots] for x in (store.codes, store.scale, store.zero))
-        self._exact, self._first = store.exact[rows], rows.start * position.shape[1]
+        self._exact, self._first = store.exact[rows], rows.start * account.shape[1]
+
+    def _order(self) -> Tensor:
+        """When the token of each slot came; -1 where there is none. [N, *] int64."""
+        return self._account
 
     def read(self) -> Tensor:
         """What the slots hold: the code, or what the token was if it is exempt."""
         x, last = self._decoded(), self._codec.exempt - 1
         if last < 0:
             return x
-        place = self._place(self._position[:, : self._slots])[..., None]
+        order = self._order()
+        place = self._place(order[:, : self._slots], order)[..., None]
         return torch.where(place <= last, self._exact.take_along_dim(place.clamp(max=last), 1), x)
 
     def _decoded(self) -> Tensor:
@@ -196,7 +201,8 @@ class CodedWindow:
         if not self._codec.exempt or not len(at):
             return
         rows = len(self._exact)
-        place = self._place(self._position.flatten()[at - self._first].view(rows, -1))
+        order = self._order()
+        place = self._place(order.flatten()[at - self._first].view(rows, -1), order)
         source = place.new_full((rows, self._codec.exempt + 1), -1)  # the token that takes each place; the last for all others
         source.scatter_(1, place, torch.arange(place.shape[1], device=at.device).expand_as(place))
         source = source[:, :-1, None]
@@ -205,22 +211,20 @@ class CodedWindow:
 
     def put(self, x: Tensor) -> None:
         """Fill the first slots of each row."""
-        first = torch.arange(len(x), device=x.device)[:, None] * self._position.shape[1] + self._first
+        first = torch.arange(len(x), device=x.device)[:, None] * self._account.shape[1] + self._first
         self.write((first + torch.arange(x.shape[1], device=x.device)).flatten(), x.flatten(0, 1))
 
     def entered(self, at: Tensor, x: Tensor, before: Tensor) -> Tensor:
         """Write a run of tokens, and return each slot twice: coded, and exempt."""
         self.write(at, x)
-        of_rows = x.unflatten(0, (len(before), -1))
-        slots = (at % self._position.shape[1]).view(*of_rows.shape[:2], 1).expand_as(of_rows)
-        return torch.cat([self._decoded(), before.scatter(1, slots, of_rows)], 1)
+        return torch.cat([self._decoded(), with_run(before, at % self._account.shape[1], x)], 1)
 
-    def _place(self, position: Tensor) -> Tensor:
-        """Where the tokens of the window's rows are held if they are exempt; E if they aren't. [N, n] int64."""
-        codec, newest = self._codec, self._position.amax(-1, keepdim=True)
-        place = codec.sinks + position % codec.recent if codec.recent else position
-        place = torch.where(position < codec.sinks, position, place)
-        return torch.where(is_exempt(codec, position, newest), place, codec.exempt)
+    def _place(self, order: Tensor, of_all: Tensor) -> Tensor:
+        """Where tokens are held if they are exempt; E if not. order: of the tokens; of_all: of all slots. [N, n] int64."""
+        codec = self._codec
+        place = codec.sinks + order % codec.recent if codec.recent else order
+        place = torch.where(order < codec.sinks, order, place)
+        return torch.where(is_exempt(codec, order, of_all.amax(-1, keepdim=True)), place, codec.exempt)
 
 
 class StoredView(CacheView):
@@ -245,10 +249,35 @@ def is_exempt(codec: Codec, position: Tensor, newest: Tensor) -> Tensor:
     return ((position < codec.sinks) | (newest - position < codec.recent)) & (position >= 0)
 
 
+def stages(codec: Codec, position: Tensor, rank: Tensor, steps: Tensor, ranks: Tensor) -> list[Tensor]:
+    """As what the tokens of a run see each slot: a mask for each of what `Window.entered` returns of it.
+
+    Args:
+        position: of the slots. [R, 1, S] int64.
+        rank: the same.
+        steps: of the run's tokens. [R, T, 1] int64.
+        ranks: the same.
+
+    Returns:
+        Coded and exempt; of KIVI both coded, key coded and both exempt. [R, T, S] bool each, of which one is true.
+    """
+    if isinstance(codec, Kivi):
+        value, key = ranks - rank <= codec.residual, rank // codec.residual == ranks // codec.residual
+        return [~value, value & ~key, key]
+    exempt = is_exempt(codec, position, steps)
+    return [~exempt, exempt]
+
+
+def with_run(before: Tensor, slots: Tensor, x: Tensor) -> Tensor:
+    """What slots held before a run, and its tokens in theirs. before: [N, S, D]; slots: [n] int64, row by row; x: [n, D]."""
+    of_rows = x.unflatten(0, (len(before), -1))
+    return before.scatter(1, slots.view(*of_rows.shape[:2], 1).expand_as(of_rows), of_rows)
+
+
 def as_written(x: Tensor, position: Tensor, codec: Codec) -> Tensor:
     """What is stored of tokens when they come. x: [..., D]; position: [...] int64 -> [..., D]."""
     exempt = is_exempt(codec, position, position)[..., None]
-    return x if codec.recent else torch.where(exempt, x, decoded(*encoded(x, codec), codec.bits))
+    return x if codec.codes_later else torch.where(exempt, x, decoded(*encoded(x, codec), codec.bits))
 
 
 def encoded(x: Tensor, codec: Codec) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Which tokens go when several go at once: the lowest (importance, rank) of a head, or of all heads of a layer together.
+"""Which tokens go when several go at once: the lowest (importance, rank) of a head, or of all heads of a layer, or whole pages.
 
 Axis letters: N layers and streams, H KV heads, R = N * H rows, S slots.
 """
@@ -9,7 +9,9 @@ from math import inf
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from kvbench.harness.core.evict import Pages
 from kvbench.policies import CacheView, Policy
 
 
@@ -67,6 +69,39 @@ def of_layers(importance: Tensor, rank: Tensor, count: Tensor, held: Tensor, flo
     kept = places(importance, rank) >= held - floor  # the best of each head
     by_head = rank * heads + torch.arange(heads, device=rank.device)[:, None]
     return (places(importance.masked_fill(kept, inf).flatten(1), by_head.flatten(1)) < count).view(rank.shape)
+
+
+def of_pages(importance: Tensor, rank: Tensor, count: Tensor, pages: Pages, heads: int) -> Tensor:
+    """The tokens of the pages that go: those worth least, of which a page without tokens that are never evicted comes first.
+
+    A page is `pages.size` tokens that follow each other in rank; one that isn't full stays. Tokens that no later query may see
+    count for nothing in a mean.
+
+    Args:
+        importance: +inf in empty slots. [R, S] float32.
+        rank: [R, S] int64.
+        count: tokens that go from each head: whole pages. [R, 1] int64.
+        pages: how they are judged.
+        heads: H.
+
+    Returns:
+        [R, S] bool.
+    """
+    order, room = rank.argsort(-1), -rank.shape[1] % pages.size
+    tokens = pad(importance.take_along_dim(order, -1), (0, room), value=inf).unflatten(-1, (-1, pages.size))
+    protected, hidden = tokens == inf, tokens == -inf
+    if pages.worth == "max":
+        worth = tokens.amax(-1)
+    else:
+        worth = tokens.masked_fill(hidden, 0).sum(-1) / (~hidden).sum(-1).clamp(min=1)
+        worth = worth.masked_fill(hidden.all(-1), -inf)
+    kept = protected.sum(-1)
+    if pages.by == "union":
+        worth, kept = (x.unflatten(0, (-1, heads)).amax(1).repeat_interleave(heads, 0) for x in (worth, kept))
+    number = torch.arange(worth.shape[1], device=rank.device)
+    goes = places(worth, kept * worth.shape[1] + number) < count // pages.size
+    by_rank = goes.repeat_interleave(pages.size, -1)[:, : rank.shape[1]]
+    return torch.empty_like(by_rank).scatter_(-1, order, by_rank)
 
 
 def ranks_without(victims: Tensor, rank: Tensor, empty: int) -> Tensor:

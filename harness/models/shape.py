@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from kvbench.harness.core.codec import Codec
 from kvbench.harness.models.config import read_config
 from kvbench.harness.models.hub import BUILTIN, is_random, model_directory, quiet
 from kvbench.harness.models.shared_kv_config import kv_sources
+from kvbench.policies import HeadSizes, Policy
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,7 @@ class ModelShape:
     """The sizes that decide what a model costs to run."""
 
     heads: int  # KV heads per layer
+    queries: int  # query heads per layer
     head_dim: int  # of K and of V
     parameters: int  # approximate number
     windows: tuple[int | None, ...]  # for every layer, the tokens that a query sees, itself included; None if all
@@ -34,19 +38,46 @@ class ModelShape:
         windows = [self.windows[layer] for layer in sorted(set(self.sources))]
         slots = [capacity + 1 if window is None else min(capacity + 1, window) for window in windows]
         if codec is not None:
-            return 2 * streams * self.heads * sum(codec.allocated(n, self.head_dim, itemsize) for n in slots)
+            return streams * self.heads * sum(codec.allocated(n, self.head_dim, self.head_dim, itemsize) for n in slots)
         return 2 * streams * self.heads * self.head_dim * itemsize * sum(slots)
 
-    def capacity_within(self, size: int, itemsize: int, spare: int = 1, codec: Codec | None = None) -> int:
+    def state_bytes(self, policy: Policy, slots: int, capacity: int, wide: int, grows: bool) -> int:
+        """Bytes that a stream's cache takes beside K and V: ranks, positions, free slots and statistics.
+
+        Args:
+            policy: not yet bound.
+            slots: of each KV head, but in layers whose sliding window is smaller.
+            capacity: tokens per KV head kept between steps.
+            wide: bytes of a statistic's number.
+            grows: nothing is evicted any more, so that statistics go unless they last.
+
+        Raises:
+            ValueError: the policy can't serve the capacity.
+        """
+        total = 0
+        for layer in sorted(set(self.sources)):
+            window, readers = self.windows[layer], self.sources.count(layer)
+            kept = capacity if window is None else min(capacity, window - 1)
+            sizes = HeadSizes(self.queries // self.heads * readers, self.head_dim, self.head_dim)
+            held = {s: prod(s.shape(sizes)) for s in policy.bind(kept).statistics if s.lasts or not grows}
+            of_slot = 16 + wide * sum(n for s, n in held.items() if s.per == "slot")
+            of_head = 8 + 8 * sum(n for s, n in held.items() if s.per == "head")
+            total += self.heads * ((slots - capacity + kept) * of_slot + of_head)
+        return total
+
+    def capacity_within(
+        self, size: int, itemsize: int, spare: int = 1, codec: Codec | None = None, state: Callable[[int], int] | None = None
+    ) -> int:
         """The largest capacity that `size` bytes of K/V slots allow one stream; 0 if there is none.
 
-        `spare` slots are allocated beyond the capacity.
+        `spare` slots are allocated beyond the capacity. `state` says how many bytes beside K and V count at a capacity.
         """
         of_slot = self.head_dim * itemsize if codec is None else codec.bytes_of(self.head_dim, itemsize)
         low, high = 0, size // (2 * self.heads * of_slot) + 1
         while high - low > 1:
             middle = (low + high) // 2
-            fits = self.kv_bytes(middle + spare - 1, 1, itemsize, codec) <= size
+            taken = self.kv_bytes(middle + spare - 1, 1, itemsize, codec) + (0 if state is None else state(middle))
+            fits = taken <= size
             low, high = (middle, high) if fits else (low, middle)
         return low
 
@@ -62,7 +93,7 @@ def shape_of(config: Any) -> ModelShape | None:
         inners = sum(inner) if isinstance(inner, list) else layers * inner  # Gemma 3n has one for every layer
         embedded = getattr(text, "vocab_size", 0)
         parameters = hidden * (layers * 2 * head_dim * (queries + heads) + 3 * inners + embedded)
-        return ModelShape(heads, head_dim, parameters, _windows(text, layers), tuple(kv_sources(text)))
+        return ModelShape(heads, queries, head_dim, parameters, _windows(text, layers), tuple(kv_sources(text)))
     except (AttributeError, TypeError, ValueError, ZeroDivisionError):
         return None
 

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, SkipValidation, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SkipValidation, ValidationError, model_validator
 
 from kvbench.harness.core import plugins
 from kvbench.harness.core.codec import Codec
+from kvbench.harness.core.evict import By, Evict, Pages, Worth, at_once, evict_words
 from kvbench.harness.records.types import BadRecordError, Document, Name, Part, Plain, Positive, Whole
 
 OptionsT = TypeVar("OptionsT", bound="Options")
@@ -71,6 +72,16 @@ class Every(Part):
     every: Positive = Field(description="tokens")
 
 
+class Paged(Part):
+    """Whole pages evicted."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    pages: Positive = Field(description="tokens of a page")
+    by: By = Field(description="who decides: the heads of a layer together (union), or each head by itself (per_head)")
+    worth: Worth = Field(description="of a page: the mean or the maximum of its tokens' importance")
+
+
 class CellExempt(Part):
     """Tokens that a codec leaves as they are."""
 
@@ -81,10 +92,23 @@ class CellExempt(Part):
 class CellKV(Part):
     """How K and V are stored."""
 
-    codec: Literal["int8", "int4", "int2"] = Field(description="bits of a number")
-    group: Positive = Field(description="channels that share a scale and a zero")
-    exempt: CellExempt = Field(description="tokens held in the model's dtype")
+    codec: Literal["int8", "int4", "int2", "kivi4", "kivi2"] = Field(description="bits of a number")
+    group: Positive = Field(description="channels, or tokens, that share a scale and a zero")
+    exempt: CellExempt | None = Field(None, description="tokens held in the model's dtype; None with kivi")
+    residual: Positive | None = Field(None, description="the newest tokens, which kivi holds in that dtype")
     keys: Literal["unrotated", "rotated"] = Field("unrotated", description="whether keys are coded before or after RoPE")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        """Refuse what is no codec."""
+        if self.codec.startswith("kivi") != (self.residual is not None) or (self.exempt is None) != (self.residual is not None):
+            raise ValueError(f"{self.codec} without what it needs: residual with kivi, else exempt")
+        self.read()
+        return self
+
+    def read(self) -> Codec:
+        """The codec."""
+        return Codec.from_json(self.model_dump())
 
 
 class CellSpec(Document):
@@ -102,8 +126,8 @@ class CellSpec(Document):
     positions: Name = Field(description="where RoPE puts a cached token")
     limit: Positive | None = Field(description="largest distance in tokens, for positions 'clamped'")
     seed: Whole = Field(description="seed of the policy's random numbers")
-    evict: Literal["step", "prompt"] | Every = Field(
-        "step", description="when tokens are evicted: after every step, several at once, or once after the prompt"
+    evict: Literal["step", "prompt"] | Every | Paged = Field(
+        "step", description="when tokens are evicted: after every step, several at once, whole pages, or once after the prompt"
     )
 
     kv: CellKV | None = Field(None, description="how K and V are stored; None: in the model's dtype")
@@ -141,19 +165,26 @@ class CellSpec(Document):
         return flat(self.parameters)
 
     @property
-    def evict_json(self) -> str | dict[str, int]:
-        """When tokens are evicted, as a suite writes it."""
-        return self.evict if isinstance(self.evict, str) else {"every": self.evict.every}
+    def moment(self) -> Evict:
+        """When tokens are evicted."""
+        match self.evict:
+            case Every(every=tokens):
+                return tokens
+            case Paged(pages=size, by=by, worth=worth):
+                return Pages(size, by, worth)
+            case "prompt":
+                return "prompt"
+        return 1
 
     @property
     def evicts(self) -> str:
         """When tokens are evicted, in words."""
-        return self.evict if isinstance(self.evict, str) else f"every {self.evict.every}"
+        return next(evict_words(self.moment), "step")
 
     @property
     def codec(self) -> Codec | None:
         """How K and V are stored; None: in the model's dtype."""
-        return None if self.kv is None else Codec.from_json(self.kv.model_dump())
+        return None if self.kv is None else self.kv.read()
 
     @property
     def stored(self) -> str:
@@ -170,7 +201,7 @@ class CellSpec(Document):
         """The most tokens that a KV head keeps between steps, on average; None if nothing bounds them."""
         if self.capacity is None or self.evict == "prompt":
             return None
-        return self.capacity + (self.evict.every - 1 if isinstance(self.evict, Every) else 0)
+        return self.capacity + at_once(self.moment) - 1
 
     def task_options(self, options: type[OptionsT]) -> OptionsT:
         """The task's options, typed by the task's own class."""

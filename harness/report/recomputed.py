@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from kvbench.harness.core.evict import at_once
 from kvbench.harness.records import Record
-from kvbench.harness.records.cell import Every
 from kvbench.harness.report.task import task_of
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -64,12 +64,12 @@ def kv_bytes(record: Record) -> int | None:
         return None
     streams, tokens = held
     slots = tokens + 1 if cell.capacity is not None else whole_buckets(tokens)
-    spare = cell.evict.every - 1 if isinstance(cell.evict, Every) else 0
+    spare = at_once(cell.moment) - 1
     total = 0
     for s in shapes:
         each = min(slots, (s.sliding_window or slots) + spare)
-        for dims in (s.key_dim, s.value_dim):
-            total += s.layers * s.heads * (each * dims * item if codec is None else codec.allocated(each, dims, item))
+        plain = each * (s.key_dim + s.value_dim) * item
+        total += s.layers * s.heads * (plain if codec is None else codec.allocated(each, s.key_dim, s.value_dim, item))
     return streams * total
 
 

@@ -26,6 +26,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvbench.harness.core import plugins
 from kvbench.harness.core.errors import RefusedModelError, UserError, did_you_mean
+from kvbench.harness.core.evict import evict_as_json
 from kvbench.harness.core.parameters import parameters_of, policy_from
 from kvbench.harness.engine.attention import NAME
 from kvbench.harness.engine.decoder import CacheConfig, Decoder
@@ -36,7 +37,7 @@ from kvbench.harness.engine.method import EAGER, Method
 from kvbench.harness.engine.model import UnsupportedModelError, adopt
 from kvbench.harness.models.selfcheck import check
 from kvbench.harness.rules.rules import refuse_if_broken
-from kvbench.harness.suite.axes import evict_as_json, evict_from
+from kvbench.harness.suite.axes import evict_from
 from kvbench.policies import Policy, PositionMode
 
 _BLOCK = 4096  # tokens per forward pass, all streams together
@@ -57,7 +58,7 @@ class Cache(transformers.Cache):
 
     def __init__(
         self, model: PreTrainedModel, policy: str | Policy | type[Policy] = "dense", capacity: int | None = None, *,
-        positions: PositionMode = "cache", evict: str | Mapping[str, int] = "step", limit: int | None = None, seed: int = 0,
+        positions: PositionMode = "cache", evict: str | Mapping[str, Any] = "step", limit: int | None = None, seed: int = 0,
         fast: bool = False, rope_length: int | None = None, **parameters: Any,
     ) -> None:  # fmt: skip
         """An empty cache for texts that are read side by side.
@@ -67,7 +68,7 @@ class Cache(transformers.Cache):
             policy: a name, `file.py:Class`, a class, or an instance.
             capacity: tokens per KV head kept between steps; None for a policy that never evicts.
             positions: where RoPE puts a cached token: `cache`, `stream` or `clamped`.
-            evict: `step`, `prompt` or `{"every": TOKENS}`.
+            evict: `step`, `prompt`, `{"every": TOKENS}` or `{"pages": TOKENS}`.
             limit: largest distance with positions `clamped`, in tokens; the model's training length when None.
             fast: use the fastest method that agrees with the plain walk. It is found when a cache of this configuration first
                 reads a text, in about a second.

@@ -13,9 +13,10 @@ from torch import Tensor
 from kvbench.harness.core import plugins
 from kvbench.harness.core.contestants import Contestant
 from kvbench.harness.core.errors import UserError, described, did_you_mean
+from kvbench.harness.core.evict import Evict
 from kvbench.harness.core.parameters import policy_fields
 from kvbench.harness.engine.budgets import static_table
-from kvbench.harness.engine.decoder import CacheConfig, Evict
+from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fastcheck import fast_method
 from kvbench.harness.engine.loop import CachedDecoder, decoder
 from kvbench.harness.engine.method import PLAIN_WALK, TOKEN_BY_TOKEN, Method

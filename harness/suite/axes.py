@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, LiteralString, get_args
 
 from pydantic import PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from kvbench.harness.core.codec import BITS, Codec, Keys
+from kvbench.harness.core.codec import BITS, Codec, Keys, Kivi
 from kvbench.harness.core.errors import did_you_mean
+from kvbench.harness.core.evict import By, Evict, Pages, Worth
 from kvbench.harness.suite.text import spread
 
-Evict = int | Literal["prompt"]  # 1: after every token; b: b tokens at once; "prompt": once, after the prompt
-Budget = int | dict[str, Any]  # tokens, {"share": of the prompt}, or {"bytes": of K and V of one stream}
+Budget = int | dict[str, Any]  # tokens, {"share": of the prompt} or {"bytes": of one stream}; with "count" of what
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "kB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -30,7 +30,7 @@ def _spread(mapping: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def evict_from(value: Any) -> Evict:
-    """When tokens are evicted, from a suite's notation: `step`, `prompt` or `{every: TOKENS}`.
+    """When tokens are evicted, from a suite's notation: `step`, `prompt`, `{every: TOKENS}` or `{pages: TOKENS}`.
 
     Raises:
         PydanticCustomError: it is none of them.
@@ -39,18 +39,28 @@ def evict_from(value: Any) -> Evict:
         return "prompt"
     if value == "step":
         return 1
+    if isinstance(value, dict) and "pages" in value:
+        return _pages_from(value)
     if not isinstance(value, dict) or list(value) != ["every"]:
-        raise PydanticCustomError("evict", "expected step, prompt or {every: TOKENS}")
+        raise PydanticCustomError("evict", "expected step, prompt, {every: TOKENS} or {pages: TOKENS}")
     if not _is_whole(value["every"]):
         raise PydanticCustomError("evict", "every is a number of tokens, at least 1")
     return int(value["every"])
 
 
-def evict_as_json(evict: Evict) -> str | dict[str, int]:
-    """When tokens are evicted, as a suite and a record write it."""
-    if evict == "prompt":
-        return "prompt"
-    return "step" if evict == 1 else {"every": evict}
+def _pages_from(value: dict[str, Any]) -> Pages:
+    """The pages in `{pages: 16, by: union, worth: mean}`.
+
+    Raises:
+        PydanticCustomError: there are none.
+    """
+    _refuse_unknown("evict", value, ("pages", "by", "worth"), "pages have no")
+    if not _is_whole(value["pages"]):
+        raise PydanticCustomError("evict", "pages is a number of tokens, at least 1")
+    by, worth = value.get("by", "union"), value.get("worth", "mean")
+    _refuse_unknown("evict", [by], get_args(By), "pages can't go by")
+    _refuse_unknown("evict", [worth], get_args(Worth), "the worth of pages can't be their")
+    return Pages(value["pages"], by, worth)
 
 
 def kv_from(value: Any) -> Codec | None:
@@ -64,19 +74,24 @@ def kv_from(value: Any) -> Codec | None:
     given = {"codec": value} if isinstance(value, str) else value
     if not isinstance(given, dict) or not isinstance(given.get("codec"), str):
         raise PydanticCustomError("kv", f"expected dtype, {', '.join(BITS)} or {{codec: ...}}")
-    exempt = given.get("exempt", {})
-    _refuse_unknown(given, ("codec", "group", "exempt", "keys"), "kv has no")
-    _refuse_unknown([given["codec"]], tuple(BITS), "there is no codec")
-    _refuse_unknown([given.get("keys", "rotated")], get_args(Keys), "keys can't be")
+    name, group, exempt, keys = given["codec"], given.get("group", 32), given.get("exempt", {}), given.get("keys", "unrotated")
+    _refuse_unknown("kv", [name], tuple(BITS), "there is no codec")
+    is_kivi = name.startswith("kivi")
+    _refuse_unknown("kv", given, ("codec", "group", "residual" if is_kivi else "exempt", "keys"), f"{name} has no")
+    _refuse_unknown("kv", [keys], get_args(Keys), "keys can't be")
     if not isinstance(exempt, dict):
         raise PydanticCustomError("kv", "exempt is a mapping: {sinks: TOKENS, recent: TOKENS}")
-    _refuse_unknown(exempt, ("sinks", "recent"), "kv.exempt has no")
-    if not _is_whole(given.get("group", 1)) or not all(tokens == 0 or _is_whole(tokens) for tokens in exempt.values()):
-        raise PydanticCustomError("kv", "group is a number of channels, at least 1; sinks and recent are tokens")
-    return Codec(given["codec"], given.get("group", 32), **exempt, keys=given.get("keys", "unrotated"))
+    _refuse_unknown("kv", exempt, ("sinks", "recent"), "kv.exempt has no")
+    residual = given.get("residual", 128)
+    if not (_is_whole(group) and _is_whole(residual)) or not all(n == 0 or _is_whole(n) for n in exempt.values()):
+        raise PydanticCustomError("kv", "group and residual are numbers, at least 1; sinks and recent are tokens")
+    try:
+        return Kivi(name, group, keys=keys, residual=residual) if is_kivi else Codec(name, group, **exempt, keys=keys)
+    except ValueError as error:
+        raise PydanticCustomError("kv", str(error).removeprefix("kv: ")) from None
 
 
-def _refuse_unknown(given: Iterable[Any], known: Sequence[str], what: str) -> None:
+def _refuse_unknown(axis: LiteralString, given: Iterable[Any], known: Sequence[str], what: str) -> None:
     """Refuse names that don't exist.
 
     Raises:
@@ -84,11 +99,13 @@ def _refuse_unknown(given: Iterable[Any], known: Sequence[str], what: str) -> No
     """
     for name in given:
         if name not in known:
-            raise PydanticCustomError("kv", f"{what} '{name}'{did_you_mean(str(name), known)}")
+            raise PydanticCustomError(axis, f"{what} '{name}'{did_you_mean(str(name), known)}")
 
 
 def budget_from(value: Any) -> Budget | None:
-    """A capacity from a suite's notation: tokens, `{share: 0.25}` or `{bytes: 1MiB}`. The bytes become an integer.
+    """A capacity from a suite's notation: tokens, `{share: 0.25}` or `{bytes: 1MiB}`, perhaps with `count: all`.
+
+    The bytes become an integer, and `count` says `kv` where it is left out.
 
     Raises:
         PydanticCustomError: it is none of them.
@@ -99,14 +116,18 @@ def budget_from(value: Any) -> Budget | None:
         raise PydanticCustomError("capacity", "Input should be greater than or equal to 1")
     if not isinstance(value, dict):
         raise PydanticCustomError("capacity", "Input should be a valid integer, {share: OF_PROMPT} or {bytes: SIZE}")
+    count = value.get("count", "kv")
+    if count not in ("kv", "all"):
+        raise PydanticCustomError("capacity", "count is kv (K and V alone) or all")
+    value = {key: of for key, of in value.items() if key != "count"}
     if list(value) == ["share"]:
         share = value["share"]
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise PydanticCustomError("capacity", "share is a part of the prompt, above 0 and at most 1")
-        return {"share": share}
+        return {"share": share, "count": count}
     if list(value) != ["bytes"]:
         raise PydanticCustomError("capacity", "expected tokens, {share: OF_PROMPT} or {bytes: SIZE}")
-    return {"bytes": size_in_bytes(value["bytes"])}
+    return {"bytes": size_in_bytes(value["bytes"]), "count": count}
 
 
 def size_in_bytes(value: Any) -> int:
@@ -140,24 +161,25 @@ def _notations(one: list[dict[str, Any]]) -> WithJsonSchema:
     return WithJsonSchema({"anyOf": [*one, {"type": "array", "items": {"anyOf": one}}]})
 
 
-def _mapping(key: str, value: dict[str, Any]) -> dict[str, Any]:
+def _mapping(key: str, value: dict[str, Any], **others: dict[str, Any]) -> dict[str, Any]:
     several = {"anyOf": [value, {"type": "array", "items": value}]}
-    return {"type": "object", "required": [key], "additionalProperties": False, "properties": {key: several}}
+    return {"type": "object", "required": [key], "additionalProperties": False, "properties": {key: several, **others}}
 
 
 _TOKENS = {"type": "integer", "minimum": 1}
+_COUNT = {"enum": ["kv", "all"]}
 _CAPACITY = [
     _TOKENS,
-    _mapping("share", {"type": "number", "exclusiveMinimum": 0, "maximum": 1}),
-    _mapping("bytes", {"anyOf": [_TOKENS, {"type": "string"}]}),
+    _mapping("share", {"type": "number", "exclusiveMinimum": 0, "maximum": 1}, count=_COUNT),
+    _mapping("bytes", {"anyOf": [_TOKENS, {"type": "string"}]}, count=_COUNT),
     {"type": "null"},
 ]
-_EVICT = [{"enum": ["step", "prompt"]}, _mapping("every", _TOKENS)]
+_EVICT = [{"enum": ["step", "prompt"]}, _mapping("every", _TOKENS), _mapping("pages", _TOKENS, by={}, worth={})]
 _KV = [
     {"enum": ["dtype", *BITS]},
     {
         "type": "object", "required": ["codec"], "additionalProperties": False,
-        "properties": {name: {} for name in ("codec", "group", "exempt", "keys")},
+        "properties": {name: {} for name in ("codec", "group", "exempt", "residual", "keys")},
     },
 ]  # fmt: skip
 
@@ -167,11 +189,3 @@ OneEvict = Annotated[Any, PlainValidator(evict_from), WithJsonSchema({"anyOf": _
 OneCapacity = Annotated[Any, PlainValidator(budget_from), WithJsonSchema({"anyOf": _CAPACITY})]
 Evicts = Annotated[Any, PlainValidator(_checked(evict_from)), _notations(_EVICT)]
 Capacities = Annotated[Any, PlainValidator(_checked(budget_from)), _notations(_CAPACITY)]
-
-
-def evict_words(evict: Evict) -> Iterator[str]:
-    """What a label says about when tokens are evicted; nothing after every step."""
-    if evict == "prompt":
-        yield "prompt"
-    elif evict != 1:
-        yield f"every {evict}"

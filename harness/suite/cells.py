@@ -18,10 +18,11 @@ from pydantic import BaseModel
 from kvbench.harness.core import plugins
 from kvbench.harness.core.codec import Codec
 from kvbench.harness.core.errors import UserError, did_you_mean
+from kvbench.harness.core.evict import Evict, at_once, evict_as_json, evict_words
 from kvbench.harness.core.parameters import names_inside, parameters_of, policy_from
 from kvbench.harness.records import digest
 from kvbench.harness.records.cell import CellSpec, flat
-from kvbench.harness.suite.axes import Evict, evict_as_json, evict_from, evict_words, multiplied
+from kvbench.harness.suite.axes import evict_from, multiplied
 from kvbench.harness.suite.entries import Entry, capacity_of, entries
 from kvbench.harness.suite.file import ModelSpec, Resources, SuiteFile
 from kvbench.harness.suite.overrides import Overrides, apply
@@ -46,7 +47,7 @@ class Cell:
     positions: PositionMode
     limit: int | None
     seed: int
-    evict: Evict = 1  # tokens at once, or "prompt"
+    evict: Evict = 1
     kv: Codec | None = None  # how K and V are stored; None: in the model's dtype
     place: str = field(default="", compare=False)  # of its policy in a suite's file, for messages
     resources: Resources = field(default=Resources(), compare=False)  # of a worker that measures it
@@ -95,7 +96,7 @@ class Cell:
     @property
     def most_kept(self) -> int | None:
         """The most tokens that a KV head keeps between steps, on average; None if nothing bounds them."""
-        return None if self.capacity is None or self.evict == "prompt" else self.capacity + self.evict - 1
+        return None if self.capacity is None or self.evict == "prompt" else self.capacity + at_once(self.evict) - 1
 
 
 def labels(cells: Sequence[Cell]) -> dict[str, str]:
@@ -241,7 +242,7 @@ def cell_from_spec(recorded: CellSpec, model: str | None = None) -> Cell:
             positions=_position_mode(recorded.positions),
             limit=recorded.limit,
             seed=recorded.seed,
-            evict=evict_from(recorded.evict_json),
+            evict=recorded.moment,
             kv=recorded.codec,
         )
         same = cell.as_json() | ({"model": spec["model"]} if model else {}) == spec
@@ -319,7 +320,7 @@ def _capacity(model: ModelSpec, given: _TaskEntry, entry: Entry, source: Source)
     if entry.budget is None or isinstance(entry.budget, int):
         return entry.budget
     try:
-        capacity = capacity_of(entry.budget, model, given.task.prompt_tokens(given.options), entry.evict, entry.kv)
+        capacity = capacity_of(entry, entry.budget, model, given.task.prompt_tokens(given.options))
     except ValueError as error:
         raise source.error((*entry.at, "capacity"), f"capacity: {error}") from None
     entry.refuse_if_unfit(capacity, source)

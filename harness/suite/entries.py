@@ -18,9 +18,10 @@ from kvbench.harness.core import plugins
 from kvbench.harness.core.codec import Codec
 from kvbench.harness.core.contestants import AXES, Contestant
 from kvbench.harness.core.errors import UserError, described
+from kvbench.harness.core.evict import Evict, at_once, pages_of
 from kvbench.harness.core.parameters import policy_fields, tuple_fields
 from kvbench.harness.models.shape import ModelShape, readable_shape
-from kvbench.harness.suite.axes import Budget, Evict, OneCapacity, OneEvict, OneKV, multiplied
+from kvbench.harness.suite.axes import Budget, OneCapacity, OneEvict, OneKV, multiplied
 from kvbench.harness.suite.file import ModelSpec, SuiteFile
 from kvbench.harness.suite.text import Location, Source, spread, validated
 from kvbench.policies import Policy, PositionMode
@@ -60,9 +61,12 @@ class Entry:
         Raises:
             UserError: it can't, or a user's policy fails.
         """
+        pages = pages_of(self.evict)
         try:
             if capacity is not None:
                 self.policy.bind(capacity)
+                if pages is not None and capacity % pages.size:
+                    raise ValueError(f"capacity {capacity} doesn't make up whole pages of {pages.size}")
         except ValueError as error:
             raise source.error(self.blamed, f"{self.name}: {error}") from None
         except Exception as error:  # a user's policy may raise anything
@@ -103,40 +107,66 @@ def entries(suite: SuiteFile, index: int, source: Source) -> Iterator[Entry]:
         policy = _made(name, kind, chosen, source, at, blamed)
         limit = limit if positions == "clamped" else None
         usual: PositionMode = "stream" if is_contestant else "cache"  # a model rotates keys before it caches them
-        if kv is not None and kv.keys == "rotated" and positions != "stream":
-            raise source.error((*at, "kv"), "kv: keys: rotated needs positions: stream, where a key's angle never changes")
+        refused = "" if kv is None else kv.why_not(positions or usual, kind.evicts and (evict or 1) != "prompt")
+        if refused:
+            raise source.error((*at, "kv"), refused)
         entry = Entry(name, policy, budget, evict or 1, kv, positions or usual, limit, seed or 0, at, blamed)
         entry.refuse_if_unfit(budget if isinstance(budget, int) else None, source)
         yield entry
 
 
-def capacity_of(budget: dict[str, Any], model: ModelSpec, prompt: int | None, evict: Evict, codec: Codec | None = None) -> int:
-    """Tokens per KV head kept between steps, of a budget in shares of the prompt or in bytes of the K/V slots of one stream.
+def capacity_of(entry: Entry, budget: dict[str, Any], model: ModelSpec, prompt: int | None) -> int:
+    """Tokens per KV head kept between steps, of a budget in shares of the prompt or in bytes of one stream.
 
-    `prompt` is the length of the task's prompts, if they have one. Evicting `b` tokens at once needs `capacity + b` slots.
-    The bytes of a codec are those of codes and scales, and of the exempt tokens.
+    A share is one of the bytes that K and V of the prompt take in the model's dtype; bytes are those of slots, and evicting `b`
+    tokens at once needs `capacity + b`. The bytes of a codec are those of codes and scales, and of the exempt tokens. With
+    `count: all`, ranks, positions and statistics count, too.
+
+    Args:
+        entry: of the policy.
+        budget: its own.
+        model: whose tokens they are.
+        prompt: length of the task's prompts, if they have one.
 
     Raises:
         ValueError: it can't be known, or is less than one token.
     """
-    return _of_prompt(budget["share"], prompt) if "share" in budget else _of_bytes(budget["bytes"], model, evict, codec)
+    by_tokens = "share" in budget and entry.kv is None and budget["count"] == "kv"
+    tokens = _of_prompt(budget["share"], prompt) if by_tokens else _of_bytes(entry, budget, model, prompt)
+    pages = pages_of(entry.evict)
+    return tokens if pages is None else max(1, tokens // pages.size) * pages.size
 
 
 def _of_prompt(share: float, prompt: int | None) -> int:
-    if prompt is None:
-        raise ValueError("a share of the prompt, but this task has no prompts of one known length; give tokens")
-    tokens = int(Fraction(str(share)) * prompt)
+    tokens = int(Fraction(str(share)) * _known(prompt))
     if tokens < 1:
         raise ValueError(f"{share} of a prompt of {prompt:,} tokens is less than one token")
     return tokens
 
 
-def _of_bytes(size: int, model: ModelSpec, evict: Evict, codec: Codec | None) -> int:
-    shape = _shape(model.id, model.revision)
+def _known(prompt: int | None) -> int:
+    if prompt is None:
+        raise ValueError("a share of the prompt, but this task has no prompts of one known length; give tokens")
+    return prompt
+
+
+def _of_bytes(entry: Entry, budget: dict[str, Any], model: ModelSpec, prompt: int | None) -> int:
+    shape, codec = _shape(model.id, model.revision), entry.kv
     if shape is None:
         raise ValueError(f"the config of {model.id} can't be read, so the bytes of a token are unknown; give tokens")
-    itemsize, spare = getattr(torch, model.dtype).itemsize, 1 if evict == "prompt" else evict
-    tokens = shape.capacity_within(size, itemsize, spare, codec)
+    itemsize, spare = getattr(torch, model.dtype).itemsize, at_once(entry.evict)
+    if "share" in budget:
+        size, spare = int(Fraction(str(budget["share"])) * shape.kv_bytes(_known(prompt) - 1, 1, itemsize)), 0
+    else:
+        size = budget["bytes"]
+
+    def state(capacity: int) -> int:
+        try:
+            return shape.state_bytes(entry.policy, capacity + spare, capacity, max(4, itemsize), entry.evict == "prompt")
+        except ValueError:  # the policy needs more
+            return 0
+
+    tokens = shape.capacity_within(size, itemsize, spare, codec, state if budget["count"] == "all" else None)
     if tokens < 1:
         least = shape.kv_bytes(spare, 1, itemsize, codec)
         raise ValueError(f"{size:,} bytes, but the smallest cache of {model.id} takes {least:,}")

@@ -19,7 +19,8 @@ from kvbench.harness.report.task import TaskReport
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from kvbench.harness.engine.decoder import CacheConfig, Decoder, Evict
+    from kvbench.harness.core.evict import Evict
+    from kvbench.harness.engine.decoder import CacheConfig, Decoder
     from kvbench.harness.engine.method import Method
     from kvbench.harness.engine.model import Model
 

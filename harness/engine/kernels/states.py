@@ -25,6 +25,8 @@ def may_outlive_window(slots: Slots) -> bool:
 
 def why_unserved(slots: Slots) -> str:
     """Why no kernel takes the bookkeeping of these slots, whatever their policy; empty if one may."""
+    if slots.budget.pages is not None:
+        return "no kernel evicts whole pages"
     if slots.uneven:
         return "heads that hold different numbers of tokens have no kernel"
     if may_outlive_window(slots):

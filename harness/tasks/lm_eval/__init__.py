@@ -31,7 +31,7 @@ from kvbench.harness.tasks.lm_eval.schema import LmEvalFacts, LmEvalMetrics, LmE
 from kvbench.harness.tasks.task import Independent, Job, Options, Task, Tokenizer
 
 if TYPE_CHECKING:
-    from kvbench.harness.engine.decoder import Evict
+    from kvbench.harness.core.evict import Evict
     from kvbench.harness.tasks.lm_eval.measure import LmEvalData
 
 _GENERATION = ("max_gen_toks", "temperature", "top_p", "top_k", "samples", "sample_seed")

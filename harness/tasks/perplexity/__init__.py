@@ -28,8 +28,8 @@ from kvbench.harness.tasks.perplexity.schema import PerplexityMetrics, Perplexit
 from kvbench.harness.tasks.task import Independent, Job, Options, Task, Tokenizer
 
 if TYPE_CHECKING:
+    from kvbench.harness.core.evict import Evict
     from kvbench.harness.data.stream import TokenStream
-    from kvbench.harness.engine.decoder import Evict
 
 
 class Perplexity(Task):

@@ -1,0 +1,58 @@
+"""When tokens are evicted, and whether whole pages go. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+By = Literal["union", "per_head"]
+Worth = Literal["mean", "max"]
+
+
+@dataclass(frozen=True)
+class Pages:
+    """A page of tokens goes as soon as another one is full.
+
+    Attributes:
+        size: tokens of a page, which came one after the other.
+        by: who decides. `union`: the heads of a layer together, by the largest of what a page is worth to them. `per_head`: each
+            head by itself.
+        worth: of a page: the mean or the maximum of its tokens' importance.
+    """
+
+    size: int
+    by: By = "union"
+    worth: Worth = "mean"
+
+
+Evict = int | Literal["prompt"] | Pages  # tokens at once, or: once, what a prompt leaves over
+
+
+def at_once(evict: Evict) -> int:
+    """Tokens that go at once while others come in."""
+    return evict.size if isinstance(evict, Pages) else 1 if evict == "prompt" else evict
+
+
+def pages_of(evict: Evict) -> Pages | None:
+    """The pages, if whole ones go."""
+    return evict if isinstance(evict, Pages) else None
+
+
+def evict_as_json(evict: Evict) -> str | dict[str, int | str]:
+    """As a suite and a record write it."""
+    if isinstance(evict, Pages):
+        return {"pages": evict.size, "by": evict.by, "worth": evict.worth}
+    if evict == "prompt":
+        return "prompt"
+    return "step" if evict == 1 else {"every": evict}
+
+
+def evict_words(evict: Evict) -> Iterator[str]:
+    """What a label says of it; nothing of one token after every step."""
+    if isinstance(evict, Pages):
+        yield f"pages {evict.size} {evict.by} {evict.worth}"
+    elif evict == "prompt":
+        yield "prompt"
+    elif evict != 1:
+        yield f"every {evict}"

@@ -1,0 +1,144 @@
+"""Victims in pages: what goes, against plain lists; pages of one token are none; and what can't be had in pages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import in_blocks, model_of, tokens_of
+from every_policy import evicting, instances
+from factories import CLOSE, MODES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from listed_budgets import run
+from test_budgets import DOUBLE, WORTH, check, even, heads_of
+
+from kvbench.harness.core.codec import Codec
+from kvbench.harness.core.evict import Pages
+from kvbench.harness.core.plugins import policy_class
+from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.fastcheck import fast_method
+from kvbench.harness.engine.loop import CachedDecoder
+from kvbench.harness.engine.method import EAGER, FASTEST, TOKEN_BY_TOKEN
+from kvbench.policies.h2o import H2O
+from kvbench.policies.random import Random
+from kvbench.policies.sink_window import SinkWindow
+from kvbench.policies.window import Window
+
+LENGTH = 44
+HEADS_DIFFER = ["adakv", "duo_attention", "headkv", "pyramidkv"]  # how much they hold, even without a prompt
+
+
+@pytest.mark.parametrize("worth", WORTH)
+@pytest.mark.parametrize("by", ["union", "per_head"])
+@pytest.mark.parametrize("of_page", ["mean", "max"])
+@pytest.mark.parametrize(("capacity", "size"), [(9, 3), (8, 4), (12, 1), (6, 6)])
+def test_pages_equal_the_lists(worth, by, of_page, capacity, size):
+    model, tokens, (policy, of_lists) = model_of("llama", DOUBLE), tokens_of(LENGTH), WORTH[worth]
+    pages = Pages(size, by, of_page)
+    table = even(capacity, 2, heads_of(model))
+    reference = run(model, tokens, worth=of_lists, table=table, every=size, pages=pages)
+    for method, sizes in ((EAGER, (7, 1, 1, 12)), (FASTEST, (10, 1)), (TOKEN_BY_TOKEN, (11,))):
+        check(model, tokens, CacheConfig(policy, capacity, evict=pages), reference, sizes, method)
+
+
+@pytest.mark.parametrize("worth", WORTH)
+@pytest.mark.parametrize("by", ["union", "per_head"])
+def test_a_prompt_is_cut_by_tokens_and_what_is_kept_makes_up_pages(worth, by):
+    model, tokens, (policy, of_lists) = model_of("llama", DOUBLE), tokens_of(LENGTH), WORTH[worth]
+    table, pages = even(9, 2, heads_of(model)), Pages(3, by)
+    reference = run(model, tokens, worth=of_lists, table=table, every=3, pages=pages, prompt=26)
+    check(model, tokens, CacheConfig(policy, 9, evict=pages), reference, (1, 4, 1), prompt=26)
+
+
+@pytest.mark.slow("many drawn cases")
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_pages_in_any_mode_any_block_and_any_batch(data):
+    model, streams = model_of("llama", DOUBLE), data.draw(st.integers(1, 2), "streams")
+    pages = Pages(data.draw(st.integers(1, 6), "size"), *data.draw(st.sampled_from(
+        [("union", "mean"), ("union", "max"), ("per_head", "mean"), ("per_head", "max")]), "by"))  # fmt: skip
+    least = -(-5 // pages.size)
+    capacity = pages.size * data.draw(st.integers(least, least + 3), "pages")
+    length, size = data.draw(st.integers(14, 40), "length"), data.draw(st.integers(1, 17), "block")
+    policy, of_lists = WORTH[data.draw(st.sampled_from(list(WORTH)), "worth")]
+    mode = data.draw(st.sampled_from(MODES), "mode")
+    tokens = tokens_of(length, streams, seed=data.draw(st.integers(0, 3), "seed"))
+    read = CachedDecoder(model, CacheConfig(policy, capacity, mode, 12, evict=pages), streams)
+    ours = torch.cat([read(block) for block in tokens.split(size, 1)], 1)
+    table = even(capacity, 2, heads_of(model))
+    for stream in range(streams):
+        alone = tokens[stream : stream + 1]
+        reference = run(model, alone, mode=mode, limit=12, worth=of_lists, table=table, every=pages.size, pages=pages)
+        assert [layer[stream] for layer in read.kept()] == reference.kept[-1]
+        torch.testing.assert_close(ours[stream : stream + 1], reference.logits, atol=CLOSE[DOUBLE], rtol=0)
+
+
+@pytest.fixture(scope="module")
+def policies(tmp_path_factory):
+    return instances(tmp_path_factory.mktemp("files"))
+
+
+@pytest.mark.parametrize("name", [n for n in evicting() if n not in HEADS_DIFFER and not policy_class(n).outcome])
+def test_pages_of_one_token_are_none_exactly(name, policies):
+    """Each head by itself."""
+    model, tokens, got = model_of("llama"), tokens_of(LENGTH), []
+    for evict in (1, Pages(1, "per_head"), Pages(1, "per_head", "max")):
+        read = CachedDecoder(model, CacheConfig(policies[name], 12, limit=30, seed=3, evict=evict), method=TOKEN_BY_TOKEN)
+        got.append((in_blocks(read, tokens, 9), read.kept()))
+    for logits, kept in got[1:]:
+        assert torch.equal(logits, got[0][0])
+        assert kept == got[0][1]
+
+
+def test_streams_of_unequal_length_evict_pages_of_their_own():
+    model, config = model_of("llama", DOUBLE), CacheConfig(H2O(3), 8, evict=Pages(4))
+    tokens, valid = tokens_of(40, 2), torch.ones(2, 40, dtype=torch.bool)
+    valid[1, 12:17] = valid[0, 3] = valid[1, 39] = False
+    valid = valid.to(tokens.device)
+    together = CachedDecoder(model, config, 2)
+    logits = torch.cat([together(t, v) for t, v in zip(tokens.split(7, 1), valid.split(7, 1), strict=True)], 1)
+    for stream in range(2):
+        alone = CachedDecoder(model, config)
+        theirs = in_blocks(alone, tokens[stream : stream + 1, valid[stream]], 5)
+        torch.testing.assert_close(logits[stream, valid[stream]], theirs[0], atol=1e-8, rtol=0)
+        assert [layer[stream] for layer in together.kept()] == [layer[0] for layer in alone.kept()]
+
+
+def test_what_goes_are_pages_of_the_stream_and_heads_of_a_union_hold_the_same():
+    model, tokens = model_of("llama"), tokens_of(90)
+    for by in ("union", "per_head"):
+        read = CachedDecoder(model, CacheConfig(SinkWindow(2), 16, evict=Pages(8, by)))
+        in_blocks(read, tokens, 13)
+        assert read.kept() == [[[[*range(8), *range(80, 90)]] * heads_of(model)] * 1] * 2, "the sinks' page and the newest"
+        read = CachedDecoder(model, CacheConfig(Random(window=4), 16, evict=Pages(8, by)))
+        in_blocks(read, tokens, 13)
+        kept = [head for layer in read.kept() for head in layer[0]]
+        assert all(len(head) == 18 and all({*range(p // 8 * 8, p // 8 * 8 + 8)} <= {*head} for p in head[:16]) for head in kept)
+        alike = all(head == layer[0][0] for layer in read.kept() for head in layer[0])
+        assert alike == (by == "union")
+
+
+def test_pages_go_from_a_coded_cache():
+    """Blocks equal steps, and the bytes are those of whole pages."""
+    model, config = model_of("llama", DOUBLE), CacheConfig(H2O(4), 16, evict=Pages(8), kv=Codec("int4", recent=4))
+    reads = [CachedDecoder(model, config) for _ in range(2)]
+    torch.testing.assert_close(*(in_blocks(read, tokens_of(60), size) for read, size in zip(reads, (1, 7), strict=True)))
+    assert reads[0].kv_bytes == model.kv_bytes(16 + 7, 1, config.kv)
+
+
+def test_no_closed_form_and_no_kernel_reads_them_and_the_record_says_so():
+    check = fast_method(model_of("llama"), CacheConfig(Window(), 16, evict=Pages(4)))
+    assert (check.blocks, check.plain_because, check.refused) == ("walk", "no kernel evicts whole pages", "")
+
+
+@pytest.mark.parametrize("name", HEADS_DIFFER)
+def test_heads_that_hold_different_numbers_of_tokens_are_refused(name, policies):
+    with pytest.raises(ValueError, match="whole pages go from heads that keep as many"):
+        CachedDecoder(model_of("llama"), CacheConfig(policies[name], 12, evict=Pages(4)))
+
+
+def test_other_mistakes_are_one_line():
+    with pytest.raises(ValueError, match="14 tokens don't make up whole pages of 4"):
+        CacheConfig(H2O(), 14, evict=Pages(4))
+    with pytest.raises(ValueError, match="sliding window keeps 15 tokens, which don't make up pages of 4"):
+        CachedDecoder(model_of("mistral"), CacheConfig(H2O(), 24, evict=Pages(4)))
