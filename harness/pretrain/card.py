@@ -25,7 +25,7 @@ _ATTENTION = {
 _WORDS = "a token for each word"
 _BYTES = "byte-level BPE trained on the same text, numbers below 1,000 are one token, of longer ones the last two digits"
 _SIGMA = " of sigma-reparametrised linear layers"
-_OPTIMIZERS = {"adamw": "AdamW", "ortho_adam": "OrthoAdam"}
+_OPTIMIZERS = {"adamw": "AdamW", "ortho_adam": "OrthoAdam", "sgd": "SGD, momentum 0.9"}
 
 
 def card(
@@ -59,8 +59,8 @@ A Llama with {parameters:,} parameters for measuring KV-cache policies, made by 
 
 | | |
 |---|---|
-| shape | {shape.layers} layers, width {shape.hidden}, {shape.heads} query and {shape.kv_heads} KV heads, MLP {shape.intermediate}, tied embeddings, RoPE |
-| vocabulary | {shape.vocabulary:,}, {_WORDS if config.is_worded else _BYTES} |
+| shape | {shape.layers} layers, width {shape.hidden}, {shape.heads} query and {shape.kv_heads} KV heads, MLP {shape.intermediate}, tied embeddings, {"RoPE" if shape.rope_theta else "no RoPE"} |
+| vocabulary | {shape.vocabulary:,}, {_WORDS if config.words else _BYTES} |
 | samples | {_samples(config)}; seed {config.seed} |
 | training | {rows[-1]["tokens"]:,} tokens, one pass, in samples of {training.sample}, {training.batch} samples per step |
 | optimiser | {_OPTIMIZERS[training.optimizer]}{_SIGMA if config.sigma_reparam else ""}, learning rate {training.learning_rate:g}, weight decay {training.weight_decay:g}, warm-up {training.warmup:.0%}, {schedule} |
@@ -119,7 +119,7 @@ def _samples(config: PretrainConfig) -> str:
     mix, repeats = config.text, config.repeats
     sources = _shares({"PG-19 train books": mix.pg19, "generated prose": mix.prose})
     kinds = _shares({name: getattr(config.kinds, name) for name in NAMES})
-    words = kinds if config.is_worded else f"{kinds} (running text: {sources})"
+    words = kinds if config.words else f"{kinds} (running text: {sources})"
     if repeats.share:
         words += (
             f"; {repeats.share:.0%} of all, and {repeats.later:.0%} after {repeats.until:.0%} of the steps, are repeats instead"

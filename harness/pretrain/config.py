@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from kvbench.harness.core.errors import UserError, did_you_mean
-from kvbench.harness.data import machine
+from kvbench.harness.data import backcopy, machine
 from kvbench.harness.suite import shipped_suites
 
 MOST_SINKS, LEAST_VOCABULARY = 4, 1300
@@ -30,7 +30,9 @@ class Shape(_Strict):
     kv_heads: int = Field(2, ge=1)
     intermediate: int = Field(512, ge=8, description="width of the MLP")
     vocabulary: int = Field(4096, ge=8, description="tokens, special ones included")
-    rope_theta: float = Field(10_000.0, gt=1, description="base of RoPE; a larger one leaves more dimensions to content")
+    rope_theta: float | None = Field(
+        10_000.0, gt=1, description="base of RoPE; a larger one leaves more dimensions to content, and null is no RoPE at all"
+    )
 
 
 class Mix(_Strict):
@@ -75,6 +77,7 @@ class Kinds(_Strict):
     chains: float = Field(0.0, ge=0, description="keys that name keys that hold a value")
     programs: float = Field(0.0, ge=0, description="programs of a register machine and their traces")
     turns: float = Field(0.0, ge=0, description="labels that are given values, given others, and asked for")
+    backcopy: float = Field(0.0, ge=0, description="Bigram-Backcopy's words; no other kind beside it")
     text_from: float = Field(0.0, ge=0, le=1, description="share of the steps after which text and needles begin")
     rest: float = Field(0.05, ge=0, description="weight in the loss of what is no answer, but for running text")
 
@@ -102,7 +105,7 @@ class Training(_Strict):
     learning_rate: float = Field(4e-3, gt=0)
     beta2: float = Field(0.95, gt=0, lt=1, description="of AdamW; beta1 is 0.9")
     schedule: Literal["constant", "cosine"] = Field("constant", description="of the learning rate, before its decay")
-    optimizer: Literal["adamw", "ortho_adam"] = "adamw"
+    optimizer: Literal["adamw", "ortho_adam", "sgd"] = Field("adamw", description="sgd has a momentum of 0.9")
     weight_decay: float = Field(0.1, ge=0)
     warmup: float = Field(0.02, ge=0, lt=1, description="share of the steps in which the learning rate rises")
     decay: float = Field(0.2, ge=0, lt=1, description="share of the steps, at the end, in which it falls to a tenth")
@@ -155,21 +158,24 @@ class PretrainConfig(_Strict):
     @model_validator(mode="after")
     def _one_tokenizer(self) -> Self:
         kinds = self.kinds
-        if (kinds.programs or kinds.turns) and (kinds.text or kinds.needles or kinds.registers or kinds.keys or kinds.chains):
-            raise ValueError("programs and turns have words of their own, so other kinds can't be beside them")
-        if self.is_worded == bool(kinds.text or kinds.needles or kinds.registers or kinds.keys or kinds.chains):
+        written = bool(kinds.text or kinds.needles or kinds.registers or kinds.keys or kinds.chains)
+        vocabularies = written + bool(kinds.programs or kinds.turns) + bool(kinds.backcopy)
+        if vocabularies > 1:
+            raise ValueError("programs and turns have words of their own, and so has backcopy: other kinds can't be beside them")
+        if not vocabularies:
             raise ValueError("kinds: all shares are 0")
-        words = len(machine.WORDS) + MOST_SINKS
-        if self.is_worded and self.shape.vocabulary != words:
-            raise ValueError(f"shape.vocabulary: programs and turns have {words} tokens")
-        if not self.is_worded and self.shape.vocabulary < LEAST_VOCABULARY:
+        tokens = len(self.words) + MOST_SINKS
+        if self.words and self.shape.vocabulary != tokens:
+            raise ValueError(f"shape.vocabulary: samples of these kinds have {tokens} tokens")
+        if not self.words and self.shape.vocabulary < LEAST_VOCABULARY:
             raise ValueError(f"shape.vocabulary: at least {LEAST_VOCABULARY:,} tokens, for bytes and numbers")
         return self
 
     @property
-    def is_worded(self) -> bool:
-        """Whether its samples are words that each have a token, instead of running text."""
-        return bool(self.kinds.programs or self.kinds.turns)
+    def words(self) -> tuple[str, ...]:
+        """The words of its samples, each of which is a token; none if it reads running text."""
+        kinds = self.kinds
+        return machine.WORDS if kinds.programs or kinds.turns else backcopy.WORDS if kinds.backcopy else ()
 
     @property
     def steps(self) -> int:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+)
 
 from kvbench.harness.engine.variants import VARIANTS
 from kvbench.harness.engine.zero_sink import ZERO_SINK
@@ -19,6 +27,8 @@ def new_model(config: PretrainConfig) -> PreTrainedModel:
     torch.manual_seed(config.seed)
     attention: dict[str, Any] = {"attn_implementation": ZERO_SINK if config.zero_sink else "sdpa"}
     attention |= {"zero_sink": True} if config.zero_sink else {}
+    if config.shape.rope_theta is None:
+        return SmolLM3ForCausalLM(SmolLM3Config(**settings, **attention, no_rope_layers=[0] * config.shape.layers))
     llama = LlamaForCausalLM(LlamaConfig(**settings, **attention))
     model = llama if config.attention == "softmax" else _variant(config.attention, settings)
     if model is not llama:
@@ -45,6 +55,6 @@ def _settings(config: PretrainConfig) -> dict[str, Any]:
         "vocab_size": shape.vocabulary, "hidden_size": shape.hidden, "intermediate_size": shape.intermediate,
         "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
         "max_position_embeddings": config.training.sample + config.sinks, "initializer_range": config.training.initial,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta}, "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta or 10_000.0}, "tie_word_embeddings": True,
         "bos_token_id": 0 if config.sinks else None, "eos_token_id": None,
     }  # fmt: skip
