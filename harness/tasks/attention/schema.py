@@ -100,6 +100,23 @@ class LayerAttention(Part):
     value_norm: Annotated[list[Amount] | None, near(PART_NATS, SUM)] = Field(
         None, min_length=2, max_length=2, description="the same of values"
     )
+    key_channels: Annotated[Share | None, _SHARE] = Field(
+        None,
+        description="share of the squares of keys, as attention takes them, in the largest sixteenth of a head's channels",
+    )
+    value_channels: Annotated[Share | None, _SHARE] = Field(None, description="the same of values")
+    initial_norm: Annotated[list[Amount] | None, near(PART_NATS, SUM)] = Field(
+        None,
+        min_length=5,
+        max_length=5,
+        description="norm of the hidden state of each of the first four tokens, and the mean over the others",
+    )
+    initial_cosine: Annotated[list[Number] | None, _SHARE] = Field(
+        None,
+        min_length=5,
+        max_length=5,
+        description="mean cosine of the hidden state of each of the first four tokens to the others', and of these to each other",
+    )
     lost: Annotated[Share | None, _SHARE] = Field(
         None, description="attention that a query would give under full attention to tokens that were evicted before it"
     )
