@@ -21,7 +21,7 @@ from kvbench.harness.engine.attention import NAME, Backend, RotaryFunctions, ans
 from kvbench.harness.engine.fused import FusedStepError, fused_logits
 from kvbench.harness.engine.rotary import LONGEST_STREAM
 from kvbench.harness.engine.slots import LayerShape
-from kvbench.harness.engine.variants.base import VariantForCausalLM
+from kvbench.harness.engine.variants.base import Variant
 
 
 class UnsupportedModelError(ValueError):
@@ -187,7 +187,7 @@ def adopt(hf: PreTrainedModel, rope_length: int | None = None) -> Model:
     Raises:
         UnsupportedModelError: it can't be driven exactly; the message says why.
     """
-    if isinstance(hf, VariantForCausalLM) and hf.undrivable is not None:
+    if isinstance(hf, Variant) and hf.undrivable is not None:
         raise UnsupportedModelError(hf.undrivable)
     hf.requires_grad_(False)
     hf.set_attn_implementation(NAME)

@@ -22,7 +22,12 @@ class _Strict(BaseModel):
 
 
 class Shape(_Strict):
-    """A Llama with grouped-query attention, RoPE and tied embeddings."""
+    """A model with tied embeddings."""
+
+    family: Literal["llama", "gpt2"] = Field(
+        "llama",
+        description="llama: RoPE, RMSNorm, gated MLP, grouped queries; gpt2: learned positions, LayerNorm, biases, MLP of ReLU",
+    )
 
     hidden: int = Field(192, ge=8, description="width")
     layers: int = Field(6, ge=1)
@@ -30,9 +35,7 @@ class Shape(_Strict):
     kv_heads: int = Field(2, ge=1)
     intermediate: int = Field(512, ge=8, description="width of the MLP")
     vocabulary: int = Field(4096, ge=8, description="tokens, special ones included")
-    rope_theta: float | None = Field(
-        10_000.0, gt=1, description="base of RoPE; a larger one leaves more dimensions to content, and null is no RoPE at all"
-    )
+    rope_theta: float = Field(10_000.0, gt=1, description="base of RoPE; a larger one leaves more dimensions to content")
 
 
 class Mix(_Strict):
@@ -139,7 +142,7 @@ class PretrainConfig(_Strict):
     seed: int = 0
     sinks: int = Field(0, ge=0, le=MOST_SINKS, description="learnable sink tokens before every sample")
     zero_sink: bool = Field(False, description="softmax off by one: a sink logit fixed at 0, in training and evaluation")
-    attention: Literal["softmax", "sink_logits", "sigmoid", "gated", "clipped", "qk_norm"] = Field(
+    attention: Literal["softmax", "sink_logits", "sigmoid", "gated", "clipped", "qk_norm", "relu"] = Field(
         "softmax", description="what the model has for attention"
     )
     sigma_reparam: bool = Field(False, description="sigma-reparametrised linear layers while training")
@@ -153,6 +156,13 @@ class PretrainConfig(_Strict):
     def _one_attention(self) -> Self:
         if self.zero_sink and self.attention != "softmax":
             raise ValueError(f"zero_sink is a softmax, so attention can't be {self.attention}")
+        of_gpt2 = ("softmax", "sigmoid", "clipped", "relu")
+        if self.shape.family == "gpt2" and (self.attention not in of_gpt2 or self.sigma_reparam):
+            raise ValueError(f"shape.family gpt2 has no sigma_reparam, and attention is one of {', '.join(of_gpt2)}")
+        if self.shape.family == "llama" and self.attention == "relu":
+            raise ValueError("attention relu is for shape.family gpt2")
+        if self.shape.family == "gpt2" and self.shape.kv_heads != self.shape.heads:
+            raise ValueError("shape.family gpt2 has as many kv_heads as heads")
         return self
 
     @model_validator(mode="after")
