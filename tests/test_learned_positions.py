@@ -7,8 +7,9 @@ import torch
 from conftest import tokens_of
 
 from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.fastcheck import fast_method
 from kvbench.harness.engine.loop import decoder
-from kvbench.harness.engine.method import FASTEST
+from kvbench.harness.engine.method import FASTEST, PLAIN_WALK
 from kvbench.harness.engine.model import adopt
 from kvbench.harness.engine.own_attention import attention_by
 from kvbench.harness.models.families import tiny_model
@@ -77,3 +78,9 @@ def test_what_it_cannot_do_is_refused(model):
     with pytest.raises(ValueError, match="a stream of more than 256 tokens"):
         full(tokens_of(7).cpu())
     assert not model.may_capture
+
+
+def test_shortcuts_are_not_checked_where_the_positions_end(model):
+    chosen = fast_method(model, CacheConfig(SinkWindow(2), CAPACITY, positions="stream"))
+    assert chosen.method == PLAIN_WALK
+    assert chosen.plain_because == "the model has fewer positions than the check reads"
