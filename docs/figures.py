@@ -20,6 +20,7 @@ import zoo
 
 from kvbench.harness.records import RecordStore
 from kvbench.harness.records.metrics import AnswerMetrics, NllMetrics, QuestionMetrics
+from kvbench.harness.tasks.attention.schema import AttentionMetrics
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
@@ -29,7 +30,7 @@ _MARKED = re.compile(r"(<!--=(.+?)-->)(.*?)(<!---->)", re.S)
 
 def figures() -> dict[str, str]:
     """Every figure by name, as it is printed."""
-    return dict([*_recall(), *_zoo(), *_budget(), *_staircase(), *_minutes()])
+    return dict([*_recall(), *_zoo(), *_budget(), *_staircase(), *_minutes(), *_vectors()])
 
 
 def _recall() -> Iterator[tuple[str, str]]:
@@ -109,6 +110,25 @@ def _minutes() -> Iterator[tuple[str, str]]:
     for suite in ("recall", "zoo", "budget"):
         seconds = sum(record.facts.seconds or 0 for record in RecordStore(recall.RESULTS / suite).read_all()[0])
         yield f"minutes/{suite}", f"{seconds / 60:.0f}"
+
+
+def _vectors() -> Iterator[tuple[str, str]]:
+    """attention/MODEL/FIGURE: ranges over layers of what channels and first tokens are like."""
+    for record in RecordStore(recall.RESULTS / "attention_builtin").read_all()[0]:
+        metrics = record.measured(AttentionMetrics)
+        if metrics is None or not record.cell.is_dense:
+            continue
+        name = f"attention/{record.cell.model.id.removeprefix('builtin:')}"
+        for title in ("key", "value"):
+            shares = [100 * (getattr(layer, f"{title}_channels") or 0) for layer in metrics.layers]
+            yield f"{name}/{title}s", f"{min(shares):.0f} to {max(shares):.0f} %"
+        norms, cosines = ([getattr(layer, f"initial_{x}") for layer in metrics.layers] for x in ("norm", "cosine"))
+        for title, values in (
+            ("norm", [x[0] / x[-1] for x in norms]),
+            ("cosine", [x[0] for x in cosines]),
+            ("others", [x[-1] for x in cosines]),
+        ):
+            yield f"{name}/{title}", f"{min(values):.2f} to {max(values):.2f}"
 
 
 def written(text: str, known: dict[str, str]) -> str:
