@@ -20,6 +20,8 @@ import zoo
 
 from kvbench.harness.records import RecordStore
 from kvbench.harness.records.metrics import AnswerMetrics, NllMetrics, QuestionMetrics
+from kvbench.harness.tasks.trace import first_wrong
+from kvbench.harness.tasks.trace.schema import TraceMetrics, TraceOptions
 from kvbench.harness.tasks.attention.schema import AttentionMetrics
 
 ROOT = Path(__file__).parents[1]
@@ -30,7 +32,7 @@ _MARKED = re.compile(r"(<!--=(.+?)-->)(.*?)(<!---->)", re.S)
 
 def figures() -> dict[str, str]:
     """Every figure by name, as it is printed."""
-    return dict([*_recall(), *_zoo(), *_budget(), *_staircase(), *_minutes(), *_vectors()])
+    return dict([*_recall(), *_zoo(), *_budget(), *_staircase(), *_long(), *_minutes(), *_vectors()])
 
 
 def _recall() -> Iterator[tuple[str, str]]:
@@ -105,9 +107,33 @@ def _staircase() -> Iterator[tuple[str, str]]:
         yield f"streameval/{model}/{where}", said
 
 
+def _long() -> Iterator[tuple[str, str]]:
+    """long/POLICY/TOKENS/MOMENT/POSITIONS, of greedy answers solved, the mean over seeds; dense, and what recomputes, by name.
+
+    With /first at its end: the word before or at which half of the answers have gone wrong; /told: steps that obey; /held.
+    """
+    cells: dict[str, list[TraceMetrics]] = {}
+    for record in RecordStore(recall.RESULTS / "long_answers").read_all()[0]:
+        metrics, cell = record.measured(TraceMetrics), record.cell
+        if metrics is None or cell.task_options(TraceOptions).samples > 1:
+            continue
+        moment = "step" if cell.evict in (None, "step") else "128"
+        where = f"/{cell.capacity}/{moment}/{cell.positions}" if cell.policy != "dense" else ""
+        cells.setdefault(f"long/{cell.policy}{where}", []).append(metrics)
+    for name, found in cells.items():
+        yield name, f"{100 * statistics.mean(m.accuracy or 0 for m in found):.0f} %"
+        yield f"{name}/first", f"{statistics.mean(first_wrong(m) or math.inf for m in found):.0f}"
+        yield (
+            f"{name}/told",
+            f"{100 * sum(b.right for m in found for b in m.told) / sum(b.count for m in found for b in m.told):.1f} %",
+        )
+        if all(m.held is not None for m in found):
+            yield f"{name}/held", f"{100 * statistics.mean(m.held or 0 for m in found):.0f} %"
+
+
 def _minutes() -> Iterator[tuple[str, str]]:
     """minutes/SUITE: of one core, to measure the published cells of a suite."""
-    for suite in ("recall", "zoo", "budget"):
+    for suite in ("recall", "zoo", "budget", "long_answers"):
         seconds = sum(record.facts.seconds or 0 for record in RecordStore(recall.RESULTS / suite).read_all()[0])
         yield f"minutes/{suite}", f"{seconds / 60:.0f}"
 
