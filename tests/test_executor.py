@@ -30,7 +30,13 @@ task:
   - {name: perplexity, data: prose, tokens: 300}
   - {name: streameval, lines: 12, query_every: 4, distance: [2], policies: [h2o]}
 capacity: 16
-policies: [dense, {name: sink_window, sinks: [1, 2]}, h2o, own.py:Own]
+policies:
+  - dense
+  - {name: sink_window, sinks: [1, 2]}
+  - h2o
+  - own.py:Own
+  - {name: h2o, kv: {codec: int4, exempt: {recent: 4}}, evict: {pages: 8}}
+  - {name: dense, kv: {codec: kivi2, group: 8, residual: 8}}
 """
 OWN = """
 from dataclasses import dataclass
@@ -105,7 +111,7 @@ def test_what_comes_back_as_messages_makes_the_same_records_and_the_same_page(re
     here = runner.run(cells, RecordStore(tmp_path / "here"), options, RunWatcher())
     there = runner.run(cells, RecordStore(tmp_path / "there"), options, RunWatcher(), ByMessages(options))
     same(here, there)
-    assert sum(record.facts.keep_map is not None for record in there) == 10
+    assert sum(record.facts.keep_map is not None for record in there) == 14
     for folder in ("here", "there"):
         assert not list((tmp_path / folder).rglob("*.partial"))
     files = [sorted(p.relative_to(tmp_path / f) for p in (tmp_path / f).rglob("*")) for f in ("here", "there")]
@@ -199,7 +205,7 @@ def test_resources_that_cannot_be_are_refused_with_their_line(request_, capsys, 
     code, _, err = bench(capsys, "run", "spread.yaml", "--dry-run")
     assert code == 2
     assert problem in err
-    assert "spread.yaml:10" in err
+    assert "spread.yaml:16" in err
 
 
 def test_workers_without_ray_are_refused(request_, capsys):

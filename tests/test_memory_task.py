@@ -16,10 +16,13 @@ import torch
 from conftest import bench_in as bench
 from conftest import model_of
 
+from kvbench.harness.core.codec import Codec, Kivi
 from kvbench.harness.core.errors import UserError
+from kvbench.harness.core.evict import Pages
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder, decoder
 from kvbench.harness.engine.method import EAGER
+from kvbench.harness.models.shape import readable_shape
 from kvbench.harness.records import RECORD_VERSION, RecordStore
 from kvbench.harness.records.metrics import READ_AT_POINTS
 from kvbench.harness.run import apart, messages
@@ -48,8 +51,15 @@ def run(tmp_path, config, **rest):
 
 @pytest.mark.parametrize(
     "config",
-    [CacheConfig(Dense()), CacheConfig(SinkWindow(4), 32), CacheConfig(H2O(), 32), CacheConfig(RecomputeWindow(), 32)],
-    ids=lambda c: type(c.policy).__name__,
+    [
+        CacheConfig(Dense()),
+        CacheConfig(SinkWindow(4), 32),
+        CacheConfig(H2O(), 32),
+        CacheConfig(RecomputeWindow(), 32),
+        CacheConfig(Dense(), kv=Kivi("kivi4", residual=32)),
+        CacheConfig(H2O(), 32, evict=Pages(8), kv=Codec("int2", recent=8)),
+    ],
+    ids=lambda c: f"{type(c.policy).__name__} {c.kv or ''}",
 )
 def test_what_is_reported_is_what_is_found_and_what_the_formula_says(tmp_path, config):
     found = run(tmp_path, config)
@@ -131,11 +141,27 @@ def test_the_suite_sees_dense_grow_and_a_bounded_cache_stay(tmp_path):
 SUITE = """
 suite: one
 version: 1
-model: {id: "random:stories-260k"}
-task: {name: memory, tokens: TOKENS, points: POINTS}
+model: {{id: "random:stories-260k"}}
+task: {{name: memory, tokens: {tokens}, points: {points}}}
 capacity: 8
-policies: [window]
+policies: [{policies}]
 """
+
+
+def test_a_coded_cell_goes_to_a_process_and_comes_back(tmp_path, monkeypatch):
+    """How K and V are stored, and that pages go, pass through its pipe."""
+    monkeypatch.chdir(tmp_path)
+    entries = "{name: window, evict: {pages: 4, worth: max}, kv: {codec: int4, exempt: {recent: 2}}}, {name: dense, kv: kivi2}"
+    Path("one.yaml").write_text(SUITE.format(tokens=64, points=4, policies=entries))
+    options = RunOptions(torch.device("cpu"), block=16)
+    cells = RunRequest("one.yaml").cells()
+    for cell in cells:
+        order = RunOrder.from_json(apart.order_of(prepare([cell], options.device, None), options).to_json())
+        (answer,) = apart.measure(order, [None], lambda tokens, text: None).cells.values()
+        assert answer.failure is None
+        assert answer.metrics["kv_bytes"] == answer.metrics["expected_kv_bytes"]
+        shape = readable_shape("random:stories-260k", None)
+        assert answer.metrics["kv_bytes"] == shape.kv_bytes((cell.capacity or 256) + (3 if cell.capacity else -1), 1, 4, cell.kv)
 
 
 @pytest.fixture
@@ -144,7 +170,7 @@ def order(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def of(tokens=64, points=4):
-        Path("one.yaml").write_text(SUITE.replace("TOKENS", str(tokens)).replace("POINTS", str(points)))
+        Path("one.yaml").write_text(SUITE.format(tokens=tokens, points=points, policies="window"))
         options = RunOptions(torch.device("cpu"), block=16)
         return apart.order_of(prepare(RunRequest("one.yaml").cells(), options.device, None), options)
 

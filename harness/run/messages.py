@@ -19,6 +19,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from kvbench.harness.core.errors import RefusedModelError, UserError, failure
+from kvbench.harness.core.evict import evict_as_json
 from kvbench.harness.core.files import new_partial
 from kvbench.harness.core.parameters import names_inside, parameters_of
 from kvbench.harness.records import RECORD_VERSION, RecordStore
@@ -32,7 +33,7 @@ from kvbench.harness.suite import Cell
 if TYPE_CHECKING:
     from kvbench.harness.tasks.task import Data
 
-_PLAIN = ("suite", "suite_version", "name", "capacity", "positions", "limit", "seed", "evict", "place")  # fields of a cell
+_PLAIN = ("suite", "suite_version", "name", "capacity", "positions", "limit", "seed", "place")  # fields of a cell
 _OURS = "kvbench.harness."  # modules whose dataclasses may be sent
 
 
@@ -229,7 +230,8 @@ def pack(
             _add_file(name, files)
         local = Path(cell.model.id).expanduser()
         model = cell.model.model_dump() | ({"id": str(local.resolve())} if local.is_dir() else {})
-        plain = {name: getattr(cell, name) for name in _PLAIN} | {"kv": None if cell.kv is None else cell.kv.as_json()}
+        axes = {"evict": evict_as_json(cell.evict), "kv": None if cell.kv is None else cell.kv.as_json()}
+        plain = {name: getattr(cell, name) for name in _PLAIN} | axes
         task = cell.task.model_dump(exclude_none=True)
         where = None if wanted is None else numbers[id(wanted.data)]
         sha256 = "" if wanted is None else wanted.data.ids_sha256

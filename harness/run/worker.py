@@ -29,6 +29,7 @@ from kvbench.harness.run.messages import CellAnswer, CellOrder, GroupAnswer, Run
 from kvbench.harness.run.options import RunOptions
 from kvbench.harness.run.prepare import Prepared
 from kvbench.harness.suite import Cell
+from kvbench.harness.suite.axes import evict_from
 from kvbench.harness.suite.file import ModelSpec
 from kvbench.harness.tasks.task import Data
 
@@ -138,8 +139,9 @@ class Worker:
         Raises:
             UserError: it has another id here, because the code differs, or it can't be made.
         """
-        coded = order.cell["kv"]
-        fields = dict(order.cell, name=self._here(order.cell["name"]), kv=None if coded is None else Codec.from_json(coded))
+        coded, evict = order.cell["kv"], evict_from(order.cell["evict"])
+        axes = {"evict": evict, "kv": None if coded is None else Codec.from_json(coded)}
+        fields = order.cell | {"name": self._here(order.cell["name"])} | axes
         task = order.task | {"name": self._here(order.task["name"])}
         try:
             policy = policy_from(fields["name"], self._here(order.parameters))
