@@ -20,9 +20,9 @@ import zoo
 
 from kvbench.harness.records import RecordStore
 from kvbench.harness.records.metrics import AnswerMetrics, NllMetrics, QuestionMetrics
+from kvbench.harness.tasks.attention.schema import AttentionMetrics
 from kvbench.harness.tasks.trace import first_wrong
 from kvbench.harness.tasks.trace.schema import TraceMetrics, TraceOptions
-from kvbench.harness.tasks.attention.schema import AttentionMetrics
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
