@@ -14,10 +14,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "images"))
 
+import backcopy
 import draw
 import recall
 import zoo
 
+from kvbench.harness.data.backcopy import best_nll, text
 from kvbench.harness.records import RecordStore
 from kvbench.harness.records.metrics import AnswerMetrics, NllMetrics, QuestionMetrics
 from kvbench.harness.tasks.attention.schema import AttentionMetrics
@@ -32,7 +34,7 @@ _MARKED = re.compile(r"(<!--=(.+?)-->)(.*?)(<!---->)", re.S)
 
 def figures() -> dict[str, str]:
     """Every figure by name, as it is printed."""
-    return dict([*_recall(), *_zoo(), *_budget(), *_staircase(), *_long(), *_minutes(), *_vectors()])
+    return dict([*_recall(), *_zoo(), *_budget(), *_staircase(), *_long(), *_minutes(), *_vectors(), *_backcopy()])
 
 
 def _recall() -> Iterator[tuple[str, str]]:
@@ -155,6 +157,29 @@ def _vectors() -> Iterator[tuple[str, str]]:
             ("others", [x[-1] for x in cosines]),
         ):
             yield f"{name}/{title}", f"{min(values):.2f} to {max(values):.2f}"
+
+
+def _backcopy() -> Iterator[tuple[str, str]]:
+    """backcopy/TRAINING/FIGURE, of the last model that a training kept: its first token, and what losing it costs."""
+    rows = backcopy.measured()
+    last = {training: max(step for name, step, _ in rows if name == training) for training in backcopy.TRAININGS}
+    best = best_nll(text(0, 32_768).split())
+    yield from (("backcopy/best", f"{best:.2f}"), ("backcopy/best/perplexity", f"{math.exp(best):.2f}"))
+    for row in backcopy.losses(rows):
+        name, loss = f"{row['training']}/{row['capacity']}", row["loss"]
+        said = f"{loss:.0f} %" if abs(loss) >= 1 else f"{loss:.2f} %".replace("-0.00", "0.00")
+        yield f"{name}/{row['step']}", said
+        if row["step"] == last.get(row["training"]):
+            yield name, said
+    for training, step, record in rows:
+        metrics, nll = backcopy.first_token(record), record.measured(NllMetrics)
+        if step != last.get(training):
+            continue
+        if metrics is not None:
+            yield f"{training}/attention", f"{metrics['attention']:.3f}"
+            yield f"{training}/value", f"{metrics['value']:.3f}"
+        if nll is not None:
+            yield f"{training}/{record.cell.policy}/{record.cell.capacity}/perplexity", f"{math.exp(nll.nll):.2f}"
 
 
 def written(text: str, known: dict[str, str]) -> str:

@@ -60,6 +60,11 @@ def writing():
 
 
 @pytest.fixture(scope="module")
+def backcopy():
+    return script("images/backcopy")
+
+
+@pytest.fixture(scope="module")
 def figures():
     return script("figures")
 
@@ -72,14 +77,14 @@ def test_every_verb_policy_task_and_suite_is_documented():
     assert [s for s in suites if f"`{s}`" not in page("suites.md")] == []
 
 
-@pytest.mark.parametrize("name", ["draw", "zoo", "recall", "writing"])
+@pytest.mark.parametrize("name", ["draw", "zoo", "recall", "writing", "backcopy"])
 def test_the_pictures_are_drawn_from_the_records(name, request):
     picture = request.getfixturevalue(name)
     drawings = picture.drawings()
     assert len(drawings) == 2
     for name, svg in drawings.items():
         assert (picture.FOLDER / name).read_text(encoding="utf-8") == svg
-        assert f"docs/images/{name}" in README
+        assert f"docs/images/{name}" in README or f"(images/{name})" in page("pretraining.md") or "dark" in name
 
 
 @pytest.mark.slow("takes seconds")

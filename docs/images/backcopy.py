@@ -71,8 +71,9 @@ def picture(rows: Sequence[tuple[str, int, Record]]) -> Chart:
         if row["training"] in TRAININGS and row["step"]
     ]
     dash = {"field": "positions", "type": "nominal", "title": "positions", "sort": list(TRAININGS.values())}
-    step = {"field": "step", "type": "quantitative", "title": "training step", "scale": {"type": "log"}}
-    line = {"type": "line", "point": True, "strokeWidth": 2}
+    scale = {"type": "log", "domain": [400, 20_000], "nice": False}
+    step = {"field": "step", "type": "quantitative", "title": "training step", "scale": scale}
+    line = {"type": "line", "strokeWidth": 2}
 
     def panel(title: str, values: list[dict[str, Any]], name: str, colour: dict[str, Any]) -> dict[str, Any]:
         return {
