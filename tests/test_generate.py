@@ -229,7 +229,8 @@ def test_positions_are_an_axis(positions):
     ("name", "kv"),
     [
         ("dense", "int4"), ("dense", {"codec": "kivi2", "group": 8, "residual": 16}),
-        ("h2o", {"codec": "int2", "exempt": {"sinks": 2, "recent": 8}}), ("snapkv prompt", {"codec": "kivi4", "group": 8, "residual": 8}), ("h2o every 16", "int8"),
+        ("h2o", {"codec": "int2", "exempt": {"sinks": 2, "recent": 8}}), ("h2o every 16", "int8"),
+        ("snapkv prompt", {"codec": "kivi4", "group": 8, "residual": 8}),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("fast", [False, True])
