@@ -110,6 +110,8 @@ picture: .venv/ready  ## the README's pictures, and figures in prose, from the r
 	$(BIN)/python docs/images/draw.py
 	$(BIN)/python docs/images/zoo.py
 	$(BIN)/python docs/images/recall.py
+	$(BIN)/python docs/images/writing.py
+	$(BIN)/python docs/images/backcopy.py
 	$(BIN)/python docs/figures.py
 
 validity: .venv/ready  ## docs/validity.md, from the records in leaderboard/results

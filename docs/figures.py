@@ -14,12 +14,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "images"))
 
+import backcopy
 import draw
 import recall
 import zoo
 
+from kvbench.harness.data.backcopy import best_nll, text
 from kvbench.harness.records import RecordStore
 from kvbench.harness.records.metrics import AnswerMetrics, NllMetrics, QuestionMetrics
+from kvbench.harness.tasks.attention.schema import AttentionMetrics
+from kvbench.harness.tasks.trace import first_wrong
+from kvbench.harness.tasks.trace.schema import TraceMetrics, TraceOptions
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
@@ -29,7 +34,7 @@ _MARKED = re.compile(r"(<!--=(.+?)-->)(.*?)(<!---->)", re.S)
 
 def figures() -> dict[str, str]:
     """Every figure by name, as it is printed."""
-    return dict([*_recall(), *_zoo(), *_budget(), *_staircase(), *_minutes()])
+    return dict([*_recall(), *_zoo(), *_budget(), *_staircase(), *_long(), *_minutes(), *_vectors(), *_backcopy()])
 
 
 def _recall() -> Iterator[tuple[str, str]]:
@@ -104,11 +109,77 @@ def _staircase() -> Iterator[tuple[str, str]]:
         yield f"streameval/{model}/{where}", said
 
 
+def _long() -> Iterator[tuple[str, str]]:
+    """long/POLICY/TOKENS/MOMENT/POSITIONS, of greedy answers solved, the mean over seeds; dense, and what recomputes, by name.
+
+    With /first at its end: the word before or at which half of the answers have gone wrong; /told: steps that obey; /held.
+    """
+    cells: dict[str, list[TraceMetrics]] = {}
+    for record in RecordStore(recall.RESULTS / "long_answers").read_all()[0]:
+        metrics, cell = record.measured(TraceMetrics), record.cell
+        if metrics is None or cell.task_options(TraceOptions).samples > 1:
+            continue
+        moment = "step" if cell.evict in (None, "step") else "128"
+        where = f"/{cell.capacity}/{moment}/{cell.positions}" if cell.policy != "dense" else ""
+        cells.setdefault(f"long/{cell.policy}{where}", []).append(metrics)
+    for name, found in cells.items():
+        yield name, f"{100 * statistics.mean(m.accuracy or 0 for m in found):.0f} %"
+        yield f"{name}/first", f"{statistics.mean(first_wrong(m) or math.inf for m in found):.0f}"
+        yield (
+            f"{name}/told",
+            f"{100 * sum(b.right for m in found for b in m.told) / sum(b.count for m in found for b in m.told):.1f} %",
+        )
+        if all(m.held is not None for m in found):
+            yield f"{name}/held", f"{100 * statistics.mean(m.held or 0 for m in found):.0f} %"
+
+
 def _minutes() -> Iterator[tuple[str, str]]:
     """minutes/SUITE: of one core, to measure the published cells of a suite."""
-    for suite in ("recall", "zoo", "budget"):
+    for suite in ("recall", "zoo", "budget", "long_answers"):
         seconds = sum(record.facts.seconds or 0 for record in RecordStore(recall.RESULTS / suite).read_all()[0])
         yield f"minutes/{suite}", f"{seconds / 60:.0f}"
+
+
+def _vectors() -> Iterator[tuple[str, str]]:
+    """attention/MODEL/FIGURE: ranges over layers of what channels and first tokens are like."""
+    for record in RecordStore(recall.RESULTS / "attention_builtin").read_all()[0]:
+        metrics = record.measured(AttentionMetrics)
+        if metrics is None or not record.cell.is_dense:
+            continue
+        name = f"attention/{record.cell.model.id.removeprefix('builtin:')}"
+        for title in ("key", "value"):
+            shares = [100 * (getattr(layer, f"{title}_channels") or 0) for layer in metrics.layers]
+            yield f"{name}/{title}s", f"{min(shares):.0f} to {max(shares):.0f} %"
+        norms, cosines = ([getattr(layer, f"initial_{x}") for layer in metrics.layers] for x in ("norm", "cosine"))
+        for title, values in (
+            ("norm", [x[0] / x[-1] for x in norms]),
+            ("cosine", [x[0] for x in cosines]),
+            ("others", [x[-1] for x in cosines]),
+        ):
+            yield f"{name}/{title}", f"{min(values):.2f} to {max(values):.2f}"
+
+
+def _backcopy() -> Iterator[tuple[str, str]]:
+    """backcopy/TRAINING/FIGURE, of the last model that a training kept: its first token, and what losing it costs."""
+    rows = backcopy.measured()
+    last = {training: max(step for name, step, _ in rows if name == training) for training in backcopy.TRAININGS}
+    best = best_nll(text(0, 32_768).split())
+    yield from (("backcopy/best", f"{best:.2f}"), ("backcopy/best/perplexity", f"{math.exp(best):.2f}"))
+    for row in backcopy.losses(rows):
+        name, loss = f"{row['training']}/{row['capacity']}", row["loss"]
+        said = f"{loss:.0f} %" if abs(loss) >= 1 else f"{loss:.2f} %".replace("-0.00", "0.00")
+        yield f"{name}/{row['step']}", said
+        if row["step"] == last.get(row["training"]):
+            yield name, said
+    for training, step, record in rows:
+        metrics, nll = backcopy.first_token(record), record.measured(NllMetrics)
+        if step != last.get(training):
+            continue
+        if metrics is not None:
+            yield f"{training}/attention", f"{metrics['attention']:.3f}"
+            yield f"{training}/value", f"{metrics['value']:.3f}"
+        if nll is not None:
+            yield f"{training}/{record.cell.policy}/{record.cell.capacity}/perplexity", f"{math.exp(nll.nll):.2f}"
 
 
 def written(text: str, known: dict[str, str]) -> str:

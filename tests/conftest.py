@@ -153,10 +153,11 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def machine_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with the tokenizer of programs and traces, as a folder a user could name."""
+    from kvbench.harness.data.machine import WORDS
     from kvbench.harness.pretrain.tokenizer import of_words, wrapped
 
     folder = tmp_path_factory.mktemp("models") / "tiny-machine"
-    tokenizer = wrapped(of_words(), 1)
+    tokenizer = wrapped(of_words(WORDS), 1)
     tokenizer.save_pretrained(folder)
     tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=512, bos_token_id=0).save_pretrained(folder)
     return folder

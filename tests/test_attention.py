@@ -22,7 +22,7 @@ from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.hub import model_directory
 from kvbench.harness.models.load import load_model
 from kvbench.harness.tasks.attention import under_policy
-from kvbench.harness.tasks.attention.figures import figures, massive_activations
+from kvbench.harness.tasks.attention.figures import figures, massive_activations, top_channels
 from kvbench.harness.tasks.attention.notes import Lost, Notes
 from kvbench.harness.tasks.attention.schema import Massive
 from kvbench.harness.tasks.attention.under_policy import read_recorded
@@ -160,6 +160,42 @@ def test_figures_are_those_of_their_definitions():
     assert found["sink_heads"] == pytest.approx((own[..., 0].mean(-1) > 0.05).mean())
     assert found["first"] == pytest.approx(own[..., 0].mean(), abs=1e-6)
     assert "sink_heads_interval" not in found  # two samples
+
+
+def test_channels_and_first_tokens_are_those_of_their_definitions():
+    """Against loops; two batches of samples add up."""
+    hf, whole, vectors = tiny_model("llama").double(), Whole(), []
+    whole.see_vectors = lambda layer, *both: vectors.append(both)
+    watch(hf, whole, input_ids=IDS)
+    album = []
+    for sample in range(2):
+        notes = Notes(TOKENS, 8)
+        watch(hf, notes, input_ids=IDS[sample : sample + 1])
+        album.append(notes)
+    energies = [sum(notes.energies()[f"{name}_energy"] for notes in album) for name in ("key", "value")]
+    for layer, both in enumerate(vectors):
+        for at, x in enumerate(both):
+            squares = np.array([[(x[:, h, 1:, d] ** 2).sum() for d in range(x.shape[3])] for h in range(x.shape[1])])
+            np.testing.assert_allclose(energies[at][layer], squares, rtol=1e-12)
+            most = [max(row) / sum(row) for row in squares]  # a sixteenth of 16 channels
+            assert top_channels(energies[at][layer]) == pytest.approx(np.mean(most))
+        norms = whole.hidden[layer].float().norm(dim=-1)
+        for sample, notes in enumerate(album):
+            noted = {name: x[0, layer] for name, x in notes.arrays().items() if name.startswith("initial")}
+            of_others = float(norms[sample, 4:].mean())
+            np.testing.assert_allclose(noted["initial_norm"], [*norms[sample, :4].tolist(), of_others], rtol=1e-5)
+            u = (whole.hidden[layer][sample].float() / norms[sample][:, None]).numpy()
+            others = range(4, TOKENS)
+            cosines = [np.mean([u[first] @ u[t] for t in others]) for first in range(4)]
+            cosines.append(np.mean([u[s] @ u[t] for s in others for t in others if s != t]))
+            np.testing.assert_allclose(noted["initial_cosine"], cosines, atol=1e-5)
+
+
+def test_channels_of_layers_that_differ_are_compared_within_their_heads():
+    energy = np.full((3, 32), np.nan)
+    energy[0], energy[1, :16] = 1.0, 1.0
+    energy[1, 3] = 45.0
+    assert top_channels(energy) == pytest.approx((2 / 32 + 45 / 60) / 2)
 
 
 def flagged_llama(token: int):

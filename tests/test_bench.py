@@ -225,13 +225,13 @@ def test_a_directory_that_is_no_model_says_what_is_missing(tmp_path, model_dir, 
 def test_a_family_that_cannot_be_driven_is_refused_before_anything_is_written(tmp_path, model_dir, text_dir):
     from kvbench.harness.models.families import tiny_model
 
-    folder = tmp_path / "gpt2"
-    tiny_model("gpt2", vocab_size=257).save_pretrained(folder)
+    folder = tmp_path / "bloom"
+    tiny_model("bloom", vocab_size=257).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_text((model_dir / name).read_text())
     done = bench("run", "smoke", "--model", folder, "--data", text_dir, cwd=tmp_path)
     assert done.returncode == 2
-    assert "'gpt2' can't be driven" in done.stderr.splitlines()[-1]
+    assert "'bloom' can't be driven" in done.stderr.splitlines()[-1]
     assert not list(tmp_path.rglob("*-c32-*"))
 
 

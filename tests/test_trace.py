@@ -44,17 +44,17 @@ CPU = torch.device("cpu")
 
 def naive(prompt: str) -> str:
     """The trace of a prompt, by another interpreter: it looks lines and values up in the text."""
-    lines = {found[0]: found[1:] for found in re.findall(r"line (L\d+) r(\d) r(\d) r(\d) (L\d+)", prompt)}
+    lines = {found[0]: found[1:] for found in re.findall(r"line (L\d+) r(\d) x(\d) y(\d) (L\d+)", prompt)}
     values = dict(re.findall(r"v(\d) (\d)", prompt.rpartition("line")[2]))
-    (until, digit), (tell,) = re.search(r"until v(\d) (\d)", prompt).groups(), re.findall(r"tell v(\d)", prompt) or [None]
+    (until, digit), (tell,) = re.search(r"until v(\d) (\d) end", prompt).groups(), re.findall(r"tell v(\d)", prompt) or [None]
     label, said = prompt.split()[-1], []
     for _ in range(1000):
         to, a, b, following = lines[label]
-        said += [f"r{to}", f"r{a}", f"r{b}", following] if prompt.startswith("full") else []
+        said += [f"r{to}", f"x{a}", f"y{b}", following] if prompt.startswith("full") else []
+        said += [] if tell is None else [f"v{tell}", values[tell]]
         said += [f"v{a}", values[a], f"v{b}", values[b]]
         values[to] = str(int(values[a]) + int(values[b]))[-1]
         said += [f"v{to}", values[to]]
-        said += [] if tell is None else [f"v{tell}", values[tell]]
         if (to, values[to]) == (until, digit):
             return " ".join([*said, "end"])
         said.append(following)
@@ -87,16 +87,16 @@ def test_a_trace_is_what_a_naive_interpreter_says_and_its_words_follow_from_thei
             register = text[place - 1]
             assert text[source[0] - 1] == register
             assert register not in text[source[0] : place - 1], "where it was said last"
-        elif len(source) == 3:
-            assert said[1:] == prompt[prompt.index("until") + 1 :][:2]
+        elif len(source) == 4:
+            assert said[1:] == prompt[prompt.index("until") + 1 :][:3]
             assert word in ("end", said[0])
         else:
             assert said[0][1:] == word[1:]
 
 
 # Two lines, three registers; it ends after two steps, as register 1 becomes 5. Each value's place is known.
-PROMPT = "full until v1 5 line L5 r0 r0 r1 L7 line L7 r1 r1 r0 L5 v0 1 v1 2 v2 0 run L5"
-STEPS = ["r0 r0 r1 L7 v0 1 v1 2 v0 3 L7", "r1 r1 r0 L5 v1 2 v0 3 v1 5 end"]
+PROMPT = "full until v1 5 end line L5 r0 x0 y1 L7 line L7 r1 x1 y0 L5 v0 1 v1 2 v2 0 run L5"
+STEPS = ["r0 x0 y1 L7 v0 1 v1 2 v0 3 L7", "r1 x1 y0 L5 v1 2 v0 3 v1 5 end"]
 RIGHT = " ".join(STEPS)
 SMALL = TraceOptions(programs=1, lines=2, registers=3, steps=1)
 READS = [12, 12, 9, 9]  # words from a value to where it was said last: twice the prompt, then the step before
@@ -114,7 +114,7 @@ def test_a_right_answer():
 
 
 def test_after_a_wrong_word_no_read_counts():
-    found = judge(" ".join([STEPS[0], "r1 r1 r0 L5 v1 9 v0 3 v1 2 L5"]))
+    found = judge(" ".join([STEPS[0], "r1 x1 y0 L5 v1 9 v0 3 v1 2 L5"]))
     assert (found.right, found.final, found.ending, found.words_right, found.matches) == (False, False, "cut", 16, 19)
     assert found.reads == [(12, True), (12, True), (9, False)]
 
@@ -156,10 +156,10 @@ def test_no_beginning_of_a_right_trace_loops(seed, lines, restate):
         assert judge(" ".join(words[:end]), " ".join(made.prompt()), options).ending == "cut"
 
 
-def test_a_step_obeys_if_it_ends_with_the_register_that_was_asked_for():
+def test_a_step_obeys_if_it_first_says_the_register_that_was_asked_for():
     prompt = PROMPT.replace("until", "tell v2 until")
     options = SMALL.model_copy(update={"tell": True})
-    told = [f"{step.rpartition(' ')[0]} v2 0 {step.rpartition(' ')[2]}" for step in STEPS]
+    told = [re.sub(" v", " v2 0 v", step, count=1) for step in STEPS]
     assert naive(prompt) == " ".join(told)
     assert judge(" ".join(told), prompt, options).told == [(13, True), (26, True)]
     other = told[1].replace("v2 0", "v0 3")
@@ -179,7 +179,7 @@ def test_figures_of_a_record_by_hand():
     wrong = RIGHT.replace("v1 5", "v1 6")
     found = figures([line(RIGHT), line(wrong, 0.5), line("ask ask", 0.25)], SMALL)
     assert (found["questions"], found["right"], found["outcomes"]) == (3, 1, "100")
-    assert (found["words"], found["words_right"], found["tokens_read"]) == (46, [22, 20, 0], 46 + 3 * 24)
+    assert (found["words"], found["words_right"], found["tokens_read"]) == (46, [22, 20, 0], 46 + 3 * 25)
     assert found["endings"] == {"ended": 2, "looped": 0, "cut": 1}
     assert (found["final"], found["held"]) == (1, 0.375)
     assert found["reads"] == [{"from": 0, "to": 32, "count": 8, "right": 8}]
@@ -433,7 +433,7 @@ def test_a_model_without_the_words_and_programs_that_do_not_exist_are_mistakes_o
 
 
 def test_logits_that_are_not_finite_are_a_failed_cell(tokenizer, tmp_path):
-    broken = SimpleNamespace(read_prompt=lambda tokens, block: torch.full((len(tokens), 103), float("nan")))
+    broken = SimpleNamespace(read_prompt=lambda tokens, block: torch.full((len(tokens), 119), float("nan")))
     with pytest.raises(MeasurementError, match="not finite"):
         run(SMALL, tokenizer, SimpleNamespace(device=CPU), Window(), tmp_path, open=lambda *_, **__: broken)
 

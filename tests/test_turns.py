@@ -20,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.data import scbench
+from kvbench.harness.data.machine import WORDS
 from kvbench.harness.data.questions import QuizData, quiz_data
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import decoder
@@ -49,10 +50,10 @@ PAIRED = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def words_dir(tmp_path_factory) -> Path:
     """A random model with the tokenizer of words."""
     folder = tmp_path_factory.mktemp("models") / "words"
-    wrapped(of_words(), 1).save_pretrained(folder)
+    wrapped(of_words(WORDS), 1).save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64, vocab_size=103,
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64, vocab_size=119,
         initializer_range=0.2, bos_token_id=0, eos_token_id=None,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)

@@ -1,8 +1,9 @@
 """A register machine whose program is the prompt, and whose trace a model writes; and conversations about labelled values.
 
-A program is n lines `line LABEL a b c NEXT`: register a becomes (b + c) mod 10, then the line NEXT runs. Lines run round and
+A program is n lines `line LABEL rA xB yC NEXT`: register A becomes (B + C) mod 10, then the line NEXT runs. Lines run round and
 round until a register takes the value that the prompt names. Of every step the trace restates the line (`full`) or not
 (`reads`), then says both operands, the result and the next label, so that each word is a look-up, a copy or a sum of two digits.
+That it ends is a look-up, too: the register and its value stand before `end` in the prompt, as they will in the trace.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ Restate = Literal["full", "reads"]
 LABELS, REGISTERS, BASE = 64, 8, 10
 STEP_WORDS = {"full": 11, "reads": 7}  # of a step, without what it tells
 LINE_WORDS = 6
+UNTIL_WORDS = 4  # `until`, a register, its value and `end`
 WORDS = (
     "full", "reads", "tell", "until", "line", "run", "end", "set", "ask", *map(str, range(BASE)),
-    *(f"v{n}" for n in range(REGISTERS)), *(f"r{n}" for n in range(REGISTERS)), *(f"L{n}" for n in range(LABELS)),
+    *(f"{name}{n}" for name in "vrxy" for n in range(REGISTERS)), *(f"L{n}" for n in range(LABELS)),
 )  # fmt: skip
-_TRIES, _READS = 2000, 0.2  # programs drawn for one of a given length; share of programs that don't restate, in training
+_TRIES = 2000  # programs drawn for one of a given length
+_READS, _TELLS, _ENDS = 0.1, 0.3, 0.7  # in training: shares of programs that don't restate, that tell, and whose trace ends
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Line:
 
     def words(self) -> list[str]:
         """Its operands and its jump."""
-        return [f"r{self.target}", f"r{self.left}", f"r{self.right}", f"L{self.jump}"]
+        return [f"r{self.target}", f"x{self.left}", f"y{self.right}", f"L{self.jump}"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Step:
 
     label: int
     restated: tuple[str, ...]  # words of the line; none if the trace only reads
-    worked: tuple[str, ...]  # operands, result and what the prompt asks to tell, each a register and its value
+    worked: tuple[str, ...]  # what the prompt asks to tell, operands and result, each a register and its value
     jump: str  # the next label, or `end`
     values: tuple[int, ...]  # of all registers, afterwards
 
@@ -63,15 +66,15 @@ class Program:
     start: int  # label
     values: tuple[int, ...]  # of the registers; as many as there are
     until: tuple[int, int]  # register, value: ends once a step gives the register this value
-    tell: int | None  # register whose value ends each step
+    tell: int | None  # register whose value each step says before its own
     restate: Restate
 
     @classmethod
     def from_prompt(cls, words: Sequence[str]) -> Self:
         """The program that a prompt, all its words, describes."""
         told = words[1] == "tell"
-        at, lines = 6 if told else 4, dict[int, Line]()
-        until = int(words[at - 2][1:]), int(words[at - 1])
+        at, lines = head_words(told), dict[int, Line]()
+        until = int(words[at - 3][1:]), int(words[at - 2])
         while words[at] == "line":
             label, *line = (int(word[1:]) for word in words[at + 1 : at + LINE_WORDS])
             lines[label], at = Line(*line), at + LINE_WORDS
@@ -82,7 +85,7 @@ class Program:
     def prompt(self) -> list[str]:
         """The words of the prompt; the trace follows."""
         words = [self.restate, *([] if self.tell is None else ["tell", f"v{self.tell}"])]
-        words += ["until", f"v{self.until[0]}", str(self.until[1])]
+        words += ["until", f"v{self.until[0]}", str(self.until[1]), "end"]
         for label, line in self.lines.items():
             words += ["line", f"L{label}", *line.words()]
         for register, value in enumerate(self.values):
@@ -95,9 +98,9 @@ class Program:
         while True:
             line = self.lines[label]
             left, right = values[line.left], values[line.right]
+            said = [] if self.tell is None else [(self.tell, values[self.tell])]
             values[line.target] = (left + right) % BASE
-            said = [(line.left, left), (line.right, right), (line.target, values[line.target])]
-            said += [] if self.tell is None else [(self.tell, values[self.tell])]
+            said += [(line.left, left), (line.right, right), (line.target, values[line.target])]
             worked = tuple(word for register, value in said for word in (f"v{register}", str(value)))
             ends = line.target == self.until[0] and values[line.target] == self.until[1]
             jump = "end" if ends else f"L{line.jump}"
@@ -107,9 +110,14 @@ class Program:
             label = line.jump
 
 
+def head_words(tell: bool) -> int:
+    """Words of a prompt before its lines."""
+    return 1 + (2 if tell else 0) + UNTIL_WORDS
+
+
 def prompt_words(lines: int, registers: int, tell: bool) -> int:
     """Words of a prompt."""
-    return 6 + (2 if tell else 0) + LINE_WORDS * lines + 2 * registers
+    return head_words(tell) + LINE_WORDS * lines + 2 * registers + 2
 
 
 def step_words(restate: Restate, tell: bool) -> int:
@@ -133,7 +141,7 @@ def program(
         for number, (step, _) in enumerate(zip(made.steps(), range(steps[1]), strict=False), 1):
             register = made.lines[step.label].target
             seen.setdefault((register, step.values[register]), number)
-        ends = [state for state, number in seen.items() if number >= steps[0]]
+        ends = [(at, value) for (at, value), number in seen.items() if number >= steps[0] and made.values[at] != value]
         if ends:
             return Program(made.lines, made.start, made.values, draw.choice(ends), made.tell, restate)
     raise ValueError(f"no program of {lines} lines ends after {steps[0]:,} to {steps[1]:,} steps")
@@ -155,12 +163,12 @@ def _any_program(draw: random.Random, lines: int, restate: Restate, tell: bool, 
 
 
 def programs(draw: random.Random, words: int) -> Lookups:
-    """A program and its trace, for training: half of the traces end a little before `words` words, the others later."""
+    """A program and its trace, for training: most traces end within `words` words, the others later."""
     lines = draw.randint(2, max(3, min(LABELS, words // 40)))
     restate: Restate = "reads" if draw.random() < _READS else "full"
-    tell = draw.random() < 0.5
-    most = (words - LINE_WORDS * lines - 2 * REGISTERS - 8) // step_words(restate, tell)
-    steps = (max(1, 3 * most // 4), max(2, most)) if draw.random() < 0.5 else (max(1, most), 2 * max(1, most))
+    tell = draw.random() < _TELLS
+    most = (words - prompt_words(lines, REGISTERS, tell)) // step_words(restate, tell)
+    steps = (max(1, most // 3), max(2, most)) if draw.random() < _ENDS else (max(1, most), 2 * max(1, most))
     try:
         made = program(draw, lines, restate, tell, steps)
     except ValueError:  # few programs of two lines run on for long

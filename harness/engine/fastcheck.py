@@ -20,6 +20,8 @@ from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.trial import Bench, Trial, blocks_by
 from kvbench.policies.dense import Dense
 
+_READ_TOKENS = 600  # of the check, beside those that fill a cache; a little more than it needs
+
 
 class FastCheck(NamedTuple):
     """How a cell is read.
@@ -74,6 +76,8 @@ def fast_method(model: Model, config: CacheConfig, streams: int = 1, fused: bool
         return _of_coded(Bench(model, config, streams), config, config.kv)
     if config.evict == "prompt":
         return _of_prompt(model, config, streams, fused)
+    if config.policy.evicts and (config.capacity or 0) + _READ_TOKENS > model.longest:
+        return FastCheck(PLAIN_WALK, "walk", "plain", 0.0, plain_because="the model has fewer positions than the check reads")
     bench = Bench(model, config, streams)
     unfit = bench.trial_of_runs() if config.every > 1 else ""
     if unfit:

@@ -30,7 +30,6 @@ from kvbench.harness.engine.probes import LayerCache
 from kvbench.harness.engine.prompt import Whole, move
 from kvbench.harness.engine.random_fill import fill_randomly
 from kvbench.harness.engine.recompute import RecomputeDecoder
-from kvbench.harness.engine.rotary import LONGEST_STREAM
 from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.slots import Slots
 from kvbench.harness.engine.walk import Walk
@@ -126,11 +125,13 @@ class CachedDecoder:
             method: shortcuts that it may take.
 
         Raises:
-            ValueError: the policy can't serve this capacity, or mode `clamped` has no limit.
+            ValueError: the policy can't serve this capacity, mode `clamped` has no limit, or the model can't move kept tokens.
         """
         self._limit = config.limit if config.limit is not None else model.training_length
         if config.positions == "clamped" and self._limit is None:
             raise ValueError("positions 'clamped' need a limit: the model's config states no training length")
+        if model.learned_positions and config.policy.evicts and config.positions != "stream":
+            raise ValueError("the model's positions are learned, so kept tokens stay where they stood: positions must be stream")
         method = method if config.kv is None else method.without_shortcuts()
         self.model, self.config, self._method = model, config, method
         self._layout = Layout(model, config, streams)
@@ -169,8 +170,8 @@ class CachedDecoder:
         if valid is not None:
             self._seen = None
         self._max_seen += count
-        if self._max_seen > LONGEST_STREAM:
-            raise ValueError(f"a stream of more than {LONGEST_STREAM} tokens")
+        if self._max_seen > self.model.longest:
+            raise ValueError(f"a stream of more than {self.model.longest:,} tokens")
         for walk in self.walks:
             if walk.slots.capacity is None:
                 walk.slots.grow(self._max_seen)
@@ -278,8 +279,8 @@ class CachedDecoder:
         """
         if self._seen != 0:
             raise ValueError("only a decoder that has read nothing can be filled")
-        if tokens > LONGEST_STREAM:
-            raise ValueError(f"a stream of more than {LONGEST_STREAM} tokens")
+        if tokens > self.model.longest:
+            raise ValueError(f"a stream of more than {self.model.longest:,} tokens")
         devices = {walk.slots.device for walk in self.walks}
         generators = {d: torch.Generator(d if d.type == "cuda" else "cpu").manual_seed(seed) for d in devices}
         for walk in self.walks:
@@ -295,7 +296,7 @@ class CachedDecoder:
         else:
             steps = self._step + (torch.arange(count, device=tokens.device) if valid is None else valid.cumsum(1) - valid.long())
         block = BlockInLayers(self.walks, self._shares, self.model.readers, Block(steps, valid, self._seen, tokens))
-        logits = self.model(tokens, block, 0 if keep is None else keep)
+        logits = self.model(tokens, block, 0 if keep is None else keep, steps)
         with self.around_bookkeeping():
             block.end()
         self._step += count if valid is None else valid.sum(1, keepdim=True)

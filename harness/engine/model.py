@@ -19,8 +19,9 @@ from kvbench.harness.core.codec import Codec
 from kvbench.harness.engine import probes
 from kvbench.harness.engine.attention import NAME, Backend, RotaryFunctions, answered_by, forward
 from kvbench.harness.engine.fused import FusedStepError, fused_logits
+from kvbench.harness.engine.rotary import LONGEST_STREAM
 from kvbench.harness.engine.slots import LayerShape
-from kvbench.harness.engine.variants.base import VariantForCausalLM
+from kvbench.harness.engine.variants.base import Variant
 
 
 class UnsupportedModelError(ValueError):
@@ -38,6 +39,7 @@ class Model:
         training_length: longest position seen in training, in tokens; None if the config does not say.
         check: result of the self-check, in units of rounding error; None if it did not run.
         idle_rotary: its functions that rotate queries and keys, if they leave them unchanged at position 0; else none.
+        learned_positions: its tokens get their positions as they enter, as GPT-2's do, so a kept token stays where it stood.
     """
 
     hf: PreTrainedModel
@@ -46,6 +48,7 @@ class Model:
     training_length: int | None = None
     check: float | None = None
     idle_rotary: RotaryFunctions = field(default_factory=RotaryFunctions)
+    learned_positions: bool = False
     _fused: bool = field(default=False, repr=False)
     _outputs: dict[int, Tensor] | None = field(default=None, repr=False)
 
@@ -61,8 +64,13 @@ class Model:
 
     @property
     def may_capture(self) -> bool:
-        """Whether a CUDA graph can hold a step: one device computes it."""
-        return len(self.devices) == 1
+        """Whether a CUDA graph can hold a step: one device computes it, wherever in the stream."""
+        return len(self.devices) == 1 and not self.learned_positions
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest stream that it can read."""
+        return self.training_length or 0 if self.learned_positions else LONGEST_STREAM
 
     @property
     def dtype(self) -> torch.dtype:
@@ -114,13 +122,14 @@ class Model:
         names = ("heads", "key_dim", "value_dim", "sliding_window")
         return [{"layers": count, **dict(zip(names, kind, strict=True))} for kind, count in kinds.items()]
 
-    def __call__(self, tokens: Tensor, backend: Backend, keep: Tensor | int = 0) -> Tensor:
+    def __call__(self, tokens: Tensor, backend: Backend, keep: Tensor | int = 0, positions: Tensor | None = None) -> Tensor:
         """Logits of a block.
 
         Args:
             tokens: [B, T] int64.
             backend: computes every layer's attention.
             keep: indices of the tokens whose logits to return, or how many of the last; 0 = all.
+            positions: in the stream, for learned positions; 0, 1, ... when None. [B, T] int64.
 
         Returns:
             [B, T or kept tokens, V], the model's dtype.
@@ -131,7 +140,15 @@ class Model:
             if self._fused and tokens.shape[1] == 1 and isinstance(keep, int):
                 with answered_by(backend):
                     return fused_logits(self.hf, tokens)
-            return forward(self.hf, tokens, torch.zeros_like(tokens), backend, keep)
+            return forward(self.hf, tokens, self._positions(tokens, positions), backend, keep)
+
+    def _positions(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        """What the model is told: where tokens stand if its positions are learned, else 0, as RoPE is the backend's. [B, T]."""
+        if not self.learned_positions:
+            return torch.zeros_like(tokens)
+        if positions is None:
+            return torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        return positions.clamp(max=self.longest - 1)  # after its end, a stream has tokens that count for nothing
 
     @contextmanager
     def fused_steps(self, streams: int) -> Iterator[None]:
@@ -170,7 +187,7 @@ def adopt(hf: PreTrainedModel, rope_length: int | None = None) -> Model:
     Raises:
         UnsupportedModelError: it can't be driven exactly; the message says why.
     """
-    if isinstance(hf, VariantForCausalLM) and hf.undrivable is not None:
+    if isinstance(hf, Variant) and hf.undrivable is not None:
         raise UnsupportedModelError(hf.undrivable)
     hf.requires_grad_(False)
     hf.set_attn_implementation(NAME)
@@ -179,8 +196,11 @@ def adopt(hf: PreTrainedModel, rope_length: int | None = None) -> Model:
     length = getattr(hf.config.get_text_config(), "max_position_embeddings", None)
     try:
         with torch.inference_mode():
-            shapes, idle_rotary = probes.layer_shapes(hf, rope_length)
+            shapes, idle_rotary, learned = probes.layer_shapes(hf, rope_length)
             layers, readers = probes.caches(shapes, probes.sources(hf))
     except LookupError as error:
         raise UnsupportedModelError(str(error)) from None
-    return Model(hf, layers, readers, length if isinstance(length, int) else None, idle_rotary=idle_rotary)
+    known = length if isinstance(length, int) else None
+    if learned and known is None:
+        raise UnsupportedModelError("its positions are learned, and its config does not say how many there are")
+    return Model(hf, layers, readers, known, idle_rotary=idle_rotary, learned_positions=learned)

@@ -103,32 +103,34 @@ def output_projections(hf: PreTrainedModel) -> dict[int, Tensor]:
     return probe.weights
 
 
-def layer_shapes(hf: PreTrainedModel, rope_length: int | None) -> tuple[list[LayerShape], RotaryFunctions]:
-    """Heads, dims, sliding window and rotation of every layer, and the functions that rotate, if they can be left out."""
+def layer_shapes(hf: PreTrainedModel, rope_length: int | None) -> tuple[list[LayerShape], RotaryFunctions, bool]:
+    """Heads, dims, sliding window and rotation of every layer; the functions that rotate, if they can be left out.
+
+    And whether tokens get their positions as they enter: queries and keys depend on them, and the model has no RoPE.
+    """
     if rope_length is not None:
         _observe(hf, rope_length - 1, Probe())  # makes the model compute its tables for that length
         _freeze_rope(hf)
     at_zero = _observe(hf, 0, Probe()).seen
     if sorted(at_zero) != list(range(len(at_zero))) or not at_zero:
         raise LookupError("its attention does not go through transformers' AttentionInterface in every layer")
-    samples = {p: _observe(hf, p, Probe()).seen for p in _PROBE_POSITIONS}
     tables = [b for name, b in hf.named_buffers() if name.endswith("inv_freq") and "original" not in name]
+    positions = _PROBE_POSITIONS if tables else _PROBE_POSITIONS[:1]
+    samples = {p: _observe(hf, p, Probe()).seen for p in positions}
+    learned = not tables and not all(is_same(x, seen[i][1]) for seen in samples.values() for i, (_, x, _, _) in at_zero.items())
     shapes = []
     known: list[Rotation] = []
     for layer, (query, keys, value_dim, terms) in sorted(at_zero.items()):
         device = None if keys.device == hf.device else keys.device
-        rotation = find_rotation(
-            torch.cat([query, keys], 1),
-            {p: torch.cat(seen[layer][:2], 1) for p, seen in samples.items()},
-            tables,
-        )
+        both = {} if learned else {p: torch.cat(seen[layer][:2], 1) for p, seen in samples.items()}
+        rotation = find_rotation(torch.cat([query, keys], 1), both, tables)
         rotation = next((r for r in known if rotation and _same(r, rotation)), rotation)  # so that layers share its tables
         known += [rotation] if rotation and rotation not in known else []
         heads, group = keys.shape[1], query.shape[1] // keys.shape[1]
         plain = terms.softcap is None and terms.sink_logits is None
         sizes = heads, group, keys.shape[-1], value_dim
         shapes.append(LayerShape(*sizes, rotation, terms.sliding_window, plain, device=device))
-    return shapes, _idle_rotary(hf, at_zero)
+    return shapes, _idle_rotary(hf, at_zero), learned
 
 
 def sources(hf: PreTrainedModel) -> list[int]:

@@ -101,7 +101,9 @@ class RecomputeDecoder:
         for end in nonempty.split(max(1, MAX_BATCH_TOKENS // (width * len(text))), 1):
             padding = (width - end).clamp(min=0)
             windows = self._gathered(text, end, width, padding).flatten(0, 1)
-            out.append(self.model(windows, _Windows(self.model, self.length, padding.flatten()), 1).view(*end.shape, -1))
+            padded = padding.flatten()
+            ranks = (torch.arange(width, device=text.device) - padded[:, None]).clamp(min=0)
+            out.append(self.model(windows, _Windows(self.model, self.length, padded), 1, ranks).view(*end.shape, -1))
         width = min(self.length - 1, text.shape[1] - 1)
         self._history = self._gathered(text, ends[:, -1:], width, torch.zeros_like(ends[:, -1:]))[:, 0]
         return torch.cat(out, 1)[:, : wanted.shape[1]]

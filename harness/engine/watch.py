@@ -20,7 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from kvbench.harness.engine.attention import Terms
 from kvbench.harness.engine.own_attention import attention_by, own_attention
-from kvbench.harness.engine.variants.base import Weighing, weighing_of
+from kvbench.harness.engine.variants.base import Weighing, nonzero, weighing_of
 
 NAME = "kv_bench_watch"
 _MAX_SCORES = 2**23  # of a chunk
@@ -133,7 +133,7 @@ def _chunk(
         total = weights.sum(-1, keepdim=True)
         if weighing.bounded:
             return Chunk(layer, first, causal, logits, weights, (1 - total[..., 0]).clamp(min=0))
-        return Chunk(layer, first, causal, logits, weights / total, None, total)
+        return Chunk(layer, first, causal, logits, weights / nonzero(total), None, total)
     if terms.sink_logits is None:
         return Chunk(layer, first, causal, logits, logits.softmax(-1), None)
     sink = terms.sink_logits.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)

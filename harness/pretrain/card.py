@@ -21,11 +21,13 @@ _ATTENTION = {
     "gated": "softmax, with a gate on what attention returns",
     "clipped": "clipped softmax",
     "qk_norm": "softmax, with an RMSNorm of queries and keys",
+    "relu": "the positive parts of logits over the number of keys, not normalised",
 }
 _WORDS = "a token for each word"
 _BYTES = "byte-level BPE trained on the same text, numbers below 1,000 are one token, of longer ones the last two digits"
+_FAMILIES, _POSITIONS = {"llama": "Llama", "gpt2": "GPT-2"}, {"llama": "RoPE", "gpt2": "learned positions"}
 _SIGMA = " of sigma-reparametrised linear layers"
-_OPTIMIZERS = {"adamw": "AdamW", "ortho_adam": "OrthoAdam"}
+_OPTIMIZERS = {"adamw": "AdamW", "ortho_adam": "OrthoAdam", "sgd": "SGD, momentum 0.9"}
 
 
 def card(
@@ -54,13 +56,13 @@ def card(
     schedule = "cosine to a twentieth" if training.schedule == "cosine" else decay
     return f"""# {config.name}
 
-A Llama with {parameters:,} parameters for measuring KV-cache policies, made by `bench pretrain {config.name}`:
+A {_FAMILIES[shape.family]} with {parameters:,} parameters for measuring KV-cache policies, made by `bench pretrain {config.name}`:
 {opening} before a text; {attention}. Use it only to compare caches on text like its training text: it has no other knowledge.
 
 | | |
 |---|---|
-| shape | {shape.layers} layers, width {shape.hidden}, {shape.heads} query and {shape.kv_heads} KV heads, MLP {shape.intermediate}, tied embeddings, RoPE |
-| vocabulary | {shape.vocabulary:,}, {_WORDS if config.is_worded else _BYTES} |
+| shape | {shape.layers} layers, width {shape.hidden}, {shape.heads} query and {shape.kv_heads} KV heads, MLP {shape.intermediate}, tied embeddings, {_POSITIONS[shape.family]} |
+| vocabulary | {shape.vocabulary:,}, {_WORDS if config.words else _BYTES} |
 | samples | {_samples(config)}; seed {config.seed} |
 | training | {rows[-1]["tokens"]:,} tokens, one pass, in samples of {training.sample}, {training.batch} samples per step |
 | optimiser | {_OPTIMIZERS[training.optimizer]}{_SIGMA if config.sigma_reparam else ""}, learning rate {training.learning_rate:g}, weight decay {training.weight_decay:g}, warm-up {training.warmup:.0%}, {schedule} |
@@ -119,7 +121,7 @@ def _samples(config: PretrainConfig) -> str:
     mix, repeats = config.text, config.repeats
     sources = _shares({"PG-19 train books": mix.pg19, "generated prose": mix.prose})
     kinds = _shares({name: getattr(config.kinds, name) for name in NAMES})
-    words = kinds if config.is_worded else f"{kinds} (running text: {sources})"
+    words = kinds if config.words else f"{kinds} (running text: {sources})"
     if repeats.share:
         words += (
             f"; {repeats.share:.0%} of all, and {repeats.later:.0%} after {repeats.until:.0%} of the steps, are repeats instead"

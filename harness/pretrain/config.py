@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from kvbench.harness.core.errors import UserError, did_you_mean
-from kvbench.harness.data import machine
+from kvbench.harness.data import backcopy, machine
 from kvbench.harness.suite import shipped_suites
 
 MOST_SINKS, LEAST_VOCABULARY = 4, 1300
@@ -22,7 +22,12 @@ class _Strict(BaseModel):
 
 
 class Shape(_Strict):
-    """A Llama with grouped-query attention, RoPE and tied embeddings."""
+    """A model with tied embeddings."""
+
+    family: Literal["llama", "gpt2"] = Field(
+        "llama",
+        description="llama: RoPE, RMSNorm, gated MLP, grouped queries; gpt2: learned positions, LayerNorm, biases, MLP of ReLU",
+    )
 
     hidden: int = Field(192, ge=8, description="width")
     layers: int = Field(6, ge=1)
@@ -75,6 +80,7 @@ class Kinds(_Strict):
     chains: float = Field(0.0, ge=0, description="keys that name keys that hold a value")
     programs: float = Field(0.0, ge=0, description="programs of a register machine and their traces")
     turns: float = Field(0.0, ge=0, description="labels that are given values, given others, and asked for")
+    backcopy: float = Field(0.0, ge=0, description="Bigram-Backcopy's words; no other kind beside it")
     text_from: float = Field(0.0, ge=0, le=1, description="share of the steps after which text and needles begin")
     rest: float = Field(0.05, ge=0, description="weight in the loss of what is no answer, but for running text")
 
@@ -102,7 +108,7 @@ class Training(_Strict):
     learning_rate: float = Field(4e-3, gt=0)
     beta2: float = Field(0.95, gt=0, lt=1, description="of AdamW; beta1 is 0.9")
     schedule: Literal["constant", "cosine"] = Field("constant", description="of the learning rate, before its decay")
-    optimizer: Literal["adamw", "ortho_adam"] = "adamw"
+    optimizer: Literal["adamw", "ortho_adam", "sgd"] = Field("adamw", description="sgd has a momentum of 0.9")
     weight_decay: float = Field(0.1, ge=0)
     warmup: float = Field(0.02, ge=0, lt=1, description="share of the steps in which the learning rate rises")
     decay: float = Field(0.2, ge=0, lt=1, description="share of the steps, at the end, in which it falls to a tenth")
@@ -136,7 +142,7 @@ class PretrainConfig(_Strict):
     seed: int = 0
     sinks: int = Field(0, ge=0, le=MOST_SINKS, description="learnable sink tokens before every sample")
     zero_sink: bool = Field(False, description="softmax off by one: a sink logit fixed at 0, in training and evaluation")
-    attention: Literal["softmax", "sink_logits", "sigmoid", "gated", "clipped", "qk_norm"] = Field(
+    attention: Literal["softmax", "sink_logits", "sigmoid", "gated", "clipped", "qk_norm", "relu"] = Field(
         "softmax", description="what the model has for attention"
     )
     sigma_reparam: bool = Field(False, description="sigma-reparametrised linear layers while training")
@@ -150,26 +156,36 @@ class PretrainConfig(_Strict):
     def _one_attention(self) -> Self:
         if self.zero_sink and self.attention != "softmax":
             raise ValueError(f"zero_sink is a softmax, so attention can't be {self.attention}")
+        of_gpt2 = ("softmax", "sigmoid", "clipped", "relu")
+        if self.shape.family == "gpt2" and (self.attention not in of_gpt2 or self.sigma_reparam):
+            raise ValueError(f"shape.family gpt2 has no sigma_reparam, and attention is one of {', '.join(of_gpt2)}")
+        if self.shape.family == "llama" and self.attention == "relu":
+            raise ValueError("attention relu is for shape.family gpt2")
+        if self.shape.family == "gpt2" and self.shape.kv_heads != self.shape.heads:
+            raise ValueError("shape.family gpt2 has as many kv_heads as heads")
         return self
 
     @model_validator(mode="after")
     def _one_tokenizer(self) -> Self:
         kinds = self.kinds
-        if (kinds.programs or kinds.turns) and (kinds.text or kinds.needles or kinds.registers or kinds.keys or kinds.chains):
-            raise ValueError("programs and turns have words of their own, so other kinds can't be beside them")
-        if self.is_worded == bool(kinds.text or kinds.needles or kinds.registers or kinds.keys or kinds.chains):
+        written = bool(kinds.text or kinds.needles or kinds.registers or kinds.keys or kinds.chains)
+        vocabularies = written + bool(kinds.programs or kinds.turns) + bool(kinds.backcopy)
+        if vocabularies > 1:
+            raise ValueError("programs and turns have words of their own, and so has backcopy: other kinds can't be beside them")
+        if not vocabularies:
             raise ValueError("kinds: all shares are 0")
-        words = len(machine.WORDS) + MOST_SINKS
-        if self.is_worded and self.shape.vocabulary != words:
-            raise ValueError(f"shape.vocabulary: programs and turns have {words} tokens")
-        if not self.is_worded and self.shape.vocabulary < LEAST_VOCABULARY:
+        tokens = len(self.words) + MOST_SINKS
+        if self.words and self.shape.vocabulary != tokens:
+            raise ValueError(f"shape.vocabulary: samples of these kinds have {tokens} tokens")
+        if not self.words and self.shape.vocabulary < LEAST_VOCABULARY:
             raise ValueError(f"shape.vocabulary: at least {LEAST_VOCABULARY:,} tokens, for bytes and numbers")
         return self
 
     @property
-    def is_worded(self) -> bool:
-        """Whether its samples are words that each have a token, instead of running text."""
-        return bool(self.kinds.programs or self.kinds.turns)
+    def words(self) -> tuple[str, ...]:
+        """The words of its samples, each of which is a token; none if it reads running text."""
+        kinds = self.kinds
+        return machine.WORDS if kinds.programs or kinds.turns else backcopy.WORDS if kinds.backcopy else ()
 
     @property
     def steps(self) -> int:

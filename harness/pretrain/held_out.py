@@ -14,7 +14,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from kvbench.harness.engine.own_attention import attention_by
 from kvbench.harness.engine.variants.base import attention_weights, weighed, weighing_of
 from kvbench.harness.pretrain.config import PretrainConfig
-from kvbench.harness.pretrain.samples import NAMES, TrainingSamples
+from kvbench.harness.pretrain.samples import NAMES, WORDED, TrainingSamples
 
 _NAME = "kv_bench_probe"
 _FIRST_QUERY = 64  # earlier queries have too few keys to choose from
@@ -87,16 +87,15 @@ class HeldOut:
         """
         self._count, shares = count, config.kinds.model_dump() | {"repeats": config.repeats.share}
         self._asking = [kind for kind in ("repeats", *NAMES) if kind != "text" and shares[kind]]
+        self._read = next(kind for kind in WORDED if shares[kind]) if config.words else "text"
         self._samples = {
             kind: TrainingSamples(config, [kind] * self._count, ids, tokenizer, seed, staged=False)
-            for kind in dict.fromkeys(("programs" if config.is_worded else "text", *self._asking))
+            for kind in dict.fromkeys((self._read, *self._asking))
         }
 
     def attention_to_first(self, model: Any) -> Tensor:
         """Mean softmax weight that each query head gives to the first token of a text. [L, Q]."""
-        shares = [
-            attention_to_first(model, part["input_ids"].to(model.device)) for part in self._parts(next(iter(self._samples)))
-        ]
+        shares = [attention_to_first(model, part["input_ids"].to(model.device)) for part in self._parts(self._read)]
         return torch.stack(shares).mean(0)
 
     def answers(self, model: Any) -> dict[str, list[tuple[int, int]]]:

@@ -5,9 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from kvbench.harness.engine.variants import VARIANTS
+from kvbench.harness.engine.variants.gpt2 import WeighedGPT2Config, WeighedGPT2ForCausalLM
 from kvbench.harness.engine.zero_sink import ZERO_SINK
 from kvbench.harness.pretrain import sigma_reparam
 from kvbench.harness.pretrain.config import PretrainConfig
@@ -15,8 +24,10 @@ from kvbench.harness.pretrain.config import PretrainConfig
 
 def new_model(config: PretrainConfig) -> PreTrainedModel:
     """The untrained model. Weights that two recipes share are the same, whatever their sinks and attention."""
-    settings = _settings(config)
     torch.manual_seed(config.seed)
+    if config.shape.family == "gpt2":
+        return _gpt2(config)
+    settings = _settings(config)
     attention: dict[str, Any] = {"attn_implementation": ZERO_SINK if config.zero_sink else "sdpa"}
     attention |= {"zero_sink": True} if config.zero_sink else {}
     llama = LlamaForCausalLM(LlamaConfig(**settings, **attention))
@@ -26,6 +37,21 @@ def new_model(config: PretrainConfig) -> PreTrainedModel:
     if config.sigma_reparam:
         sigma_reparam.reparametrise(model, config.seed)
     return model
+
+
+def _gpt2(config: PretrainConfig) -> PreTrainedModel:
+    """A GPT-2 with ReLU in its MLP and without dropout."""
+    shape = config.shape
+    settings: dict[str, Any] = {
+        "vocab_size": shape.vocabulary, "n_embd": shape.hidden, "n_layer": shape.layers, "n_head": shape.heads,
+        "n_inner": shape.intermediate, "n_positions": config.training.sample + config.sinks, "activation_function": "relu",
+        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "initializer_range": config.training.initial,
+        "bos_token_id": 0 if config.sinks else None, "eos_token_id": None,
+        "attn_implementation": ZERO_SINK if config.zero_sink else "sdpa",
+    } | ({"zero_sink": True} if config.zero_sink else {})  # fmt: skip
+    if config.attention == "softmax":
+        return GPT2LMHeadModel(GPT2Config(**settings))
+    return WeighedGPT2ForCausalLM(WeighedGPT2Config(**settings, weighing=config.attention))
 
 
 def _variant(attention: str, settings: dict[str, Any]) -> PreTrainedModel:

@@ -5,6 +5,7 @@ A sample is drawn from the seed and its number alone, so that a resumed run goes
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,14 +17,15 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerFast
 
-from kvbench.harness.data import lookups, machine
+from kvbench.harness.data import backcopy, lookups, machine
 from kvbench.harness.data.lookups import Lookups
 from kvbench.harness.pretrain.config import Kinds, PretrainConfig, Repeats
 from kvbench.harness.pretrain.tokenizer import SINKS
 
 READING = ("text", "needles")  # samples of running text
-MACHINE = ("programs", "turns")  # samples of words that have a tokenizer of their own
-NAMES = (*READING, "registers", "keys", "chains", *MACHINE)
+MACHINE = ("programs", "turns")  # samples of words
+WORDED = (*MACHINE, "backcopy")  # samples of words that each have a token
+NAMES = (*READING, "registers", "keys", "chains", *WORDED)
 _LINE_TOKENS = 5  # at least, of a text with questions; what is longer than a sample is cut off
 _MOST_NEEDLES, _NEEDLE_TOKENS = 3, 40
 
@@ -95,6 +97,9 @@ class TrainingSamples(Dataset[dict[str, Tensor]]):
             at = int(self._order[self._text_number[place]]) * self._config.training.sample + part * length
             text = self._ids[at : at + length].tolist()
             return self._with_needles(draw, text) if kind == "needles" else Sample(text, [1.0] * length, [False] * length)
+        if kind == "backcopy":
+            made = list(itertools.islice(backcopy.words(draw), length))
+            return Sample([len(SINKS) + word for word, _ in made], [1.0] * length, [copied for _, copied in made])
         if kind in MACHINE:
             return self._weighted(getattr(machine, kind)(draw, length), self._config.kinds)
         generate: Callable[[random.Random, int], Lookups] = getattr(lookups, kind)

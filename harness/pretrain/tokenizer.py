@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from kvbench.harness.data.lookups import FIXED
-from kvbench.harness.data.machine import WORDS
 from kvbench.harness.pretrain.config import MOST_SINKS, Shape
 
 SINKS = tuple(f"<|sink{i}|>" for i in range(MOST_SINKS))  # in every model's vocabulary, even if its training text has none
@@ -57,9 +56,9 @@ def _with_numbers(tokenizer: Tokenizer) -> Tokenizer:
     return tokenizer
 
 
-def of_words() -> Tokenizer:
-    """A token for each word of programs and their traces; any other word is the last sink."""
-    names = {name: number for number, name in enumerate([*SINKS, *WORDS])}
+def of_words(words: Sequence[str]) -> Tokenizer:
+    """A token for each word; any other word is the last sink."""
+    names = {name: number for number, name in enumerate([*SINKS, *words])}
     tokenizer = Tokenizer(models.WordLevel(names, unk_token=SINKS[-1]))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
     return tokenizer

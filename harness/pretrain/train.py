@@ -134,8 +134,8 @@ def pretrain(
     transformers.utils.logging.set_verbosity_error()  # `tell` says how far it is
     out.mkdir(parents=True, exist_ok=True)
     training = config.training
-    if config.is_worded:
-        tokens = tokenizer.of_words()
+    if config.words:
+        tokens = tokenizer.of_words(config.words)
     else:
         texts = partial(text.for_tokenizer, config.text, config.seed, data)
         tokens = tokenizer.stored(out / "tokenizer.json", texts, config.shape)
@@ -144,9 +144,9 @@ def pretrain(
     plain = tokenizer.wrapped(tokens, 0)
     kinds = kinds_of(config, config.seed)
     counts = [sum(kind in READING for kind in kinds), _LOG_SAMPLES, _CARD_SAMPLES]
-    ends = training.sample * np.cumsum(counts) * (not config.is_worded)
+    ends = training.sample * np.cumsum(counts) * (not config.words)
     ids = np.zeros(0, np.uint16)
-    if not config.is_worded:
+    if not config.words:
         ids = text.token_file(out / "text.u16", plain, text.pieces(config.text, config.seed, data), int(ends[-1]))  # type: ignore[no-untyped-call]
     samples = TrainingSamples(config, kinds, ids[: ends[0]], plain, config.seed)
     for_log = HeldOut(config, ids[ends[0] : ends[1]], _LOG_SAMPLES, plain, config.seed + 1)
@@ -219,11 +219,13 @@ def _schedule(training: Training, steps: int) -> dict[str, Any]:
     return {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": decay}
 
 
-def _optimizer(config: PretrainConfig) -> tuple[type[OrthoAdam], dict[str, Any]] | None:
+def _optimizer(config: PretrainConfig) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
     """An optimiser that the Trainer doesn't have, and its arguments; None for its own AdamW."""
     training = config.training
     if training.optimizer == "adamw":
         return None
+    if training.optimizer == "sgd":
+        return torch.optim.SGD, {"lr": training.learning_rate, "momentum": 0.9}
     return OrthoAdam, {"lr": training.learning_rate, "betas": (0.9, training.beta2), "seed": config.seed}
 
 

@@ -58,7 +58,8 @@ def refuse_unmappable(prepared: Sequence[Prepared], steps: KeepSteps) -> None:
     arrow()
     if all(mapped_steps(item, steps) is None for item in prepared):
         names = ", ".join(dict.fromkeys(item.cell.task.name for item in prepared))
-        raise UserError(f"--trace kept: only perplexity under policies with a cache has a keep map, and this runs {names}")
+        mapped = "only perplexity, and right traces (trace with teacher: true), under policies with a cache have keep maps"
+        raise UserError(f"--trace kept: {mapped}; this runs {names}")
 
 
 class KeepMapWriter:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvbench.harness.engine.variants.base import VariantForCausalLM
 from kvbench.harness.engine.variants.clipped import ClippedForCausalLM
 from kvbench.harness.engine.variants.gated import GatedForCausalLM
+from kvbench.harness.engine.variants.gpt2 import WeighedGPT2ForCausalLM as WeighedGPT2ForCausalLM
 from kvbench.harness.engine.variants.sigmoid import SigmoidForCausalLM
 from kvbench.harness.engine.variants.sink_logits import SinkLogitsForCausalLM
 

@@ -1,4 +1,4 @@
-"""What all variants of a Llama share: a plain attention function, and the place where they register.
+"""What all variants of a Llama or a GPT-2 share: a plain attention function, and the place where they register.
 
 A variant is a model type of its own, so that transformers alone, which would leave its difference out, can't load it by mistake.
 
@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 NAME = "kv_bench_variant"
 _SOFTMAX = ("eager", "sdpa")  # transformers' own attention, which leaves out what a variant adds
@@ -33,11 +33,16 @@ class Weighing:
 
     def shares(self, weights: Tensor) -> Tensor:
         """The part of a query's attention that each key gets: the weights, or their share of an unbounded sum. [..., L]."""
-        return weights if self.bounded else weights / weights.sum(-1, keepdim=True)
+        return weights if self.bounded else weights / nonzero(weights.sum(-1, keepdim=True))
 
 
-class VariantForCausalLM(LlamaForCausalLM):
-    """A Llama with another attention.
+def nonzero(sums: Tensor) -> Tensor:
+    """Sums to divide by: weights that are all 0 have shares of 0."""
+    return sums.masked_fill(sums == 0, 1)
+
+
+class Variant:
+    """A model with another attention than transformers' model of its family; stands before that among the bases.
 
     Attributes:
         own_attention: registered function that computes its attention as its paper has it.
@@ -47,20 +52,24 @@ class VariantForCausalLM(LlamaForCausalLM):
     own_attention: ClassVar[str] = NAME
     undrivable: ClassVar[str | None] = None
 
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)  # type: ignore[call-arg]  # of the family
         if self.own_attention not in _SOFTMAX and config._attn_implementation in _SOFTMAX:
-            self.set_attn_implementation(self.own_attention)
+            self.set_attn_implementation(self.own_attention)  # type: ignore[attr-defined]
+
+
+class VariantForCausalLM(Variant, LlamaForCausalLM):
+    """A Llama with another attention."""
 
 
 _WEIGHINGS: dict[str, Callable[[Any], Weighing]] = {}  # by model type; of a config
 
 
-def register(model: type[VariantForCausalLM], weighing: Callable[[Any], Weighing] | None = None) -> None:
+def register(model: Any, weighing: Callable[[Any], Weighing] | None = None) -> None:
     """Make a variant known to transformers' Auto classes.
 
     Args:
-        model: with a config class of its own.
+        model: class of a variant, with a config class of its own.
         weighing: how weights follow from logits, given its config; None for a softmax.
     """
     config = model.config_class

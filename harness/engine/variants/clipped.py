@@ -29,7 +29,7 @@ class ClippedForCausalLM(VariantForCausalLM):
     undrivable = "its softmax is clipped, and the decode loop computes a plain one"
 
 
-def _weighing(config: Any) -> Weighing:
+def weighing(config: Any) -> Weighing:
     """Weights that sum to at most 1: n of them above 0 are what the softmax gives these keys, less (n - 1) alpha / T."""
     gamma = -_ALPHA / config.max_position_embeddings
 
@@ -39,4 +39,4 @@ def _weighing(config: Any) -> Weighing:
     return Weighing(weights, bounded=True)
 
 
-register(ClippedForCausalLM, _weighing)
+register(ClippedForCausalLM, weighing)

@@ -114,7 +114,7 @@ class AttentionTask(Task):
             lines += [
                 *map(chart.heads, full),
                 chart.over_layers(measured),
-                *(line for r in full for line in (*_patches(r), *_outstanding(r))),
+                *(line for r in full for line in (*_patches(r), *_outstanding(r), *_vectors(r))),
             ]
         return lines
 
@@ -154,6 +154,28 @@ def _outstanding(record: Record) -> list[str]:
         + ".",
     ]
     return ["\n\n".join(sentences) + "\n"]
+
+
+def _vectors(record: Record) -> list[str]:
+    """A row a layer: channels of keys and values, and the first tokens in hidden space."""
+    metrics = record.measured(AttentionMetrics)
+    assert metrics is not None
+    rows = [
+        [
+            f"{at}", percent(x.key_channels), percent(x.value_channels),
+            *(f"{y:.3g}" for both in (x.initial_norm, x.initial_cosine) for y in (both[0], max(both[1:4]), both[4])),
+        ]
+        for at, x in enumerate(metrics.layers)
+        if x.key_channels is not None and x.value_channels is not None and x.initial_norm and x.initial_cosine
+    ]  # fmt: skip
+    if not rows:
+        return []
+    about = (
+        "Share of energy in the largest sixteenth of a head's channels; and hidden states: norm, and mean cosine to the tokens "
+    )
+    about += "from the fifth on, of the first token, of the largest of the three after it, and of those.\n"
+    hidden = [f"{figure}, {whose}" for figure in ("norm", "cosine") for whose in ("first", "second to fourth", "others")]
+    return [about, *table(["layer", "keys", "values", *hidden], rows, "r" * 9)]
 
 
 def _patches(record: Record) -> list[str | Chart]:

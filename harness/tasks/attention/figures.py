@@ -5,7 +5,8 @@ Source, of outliers among patches: Darcet et al. 2023, arXiv:2309.16588, Section
     a cutoff picked by hand for DINOv2-g, `NORM_CUTOFF`, which they say varies with the model.
 Differs: `OUTLIER_TIMES_MEDIAN` is ours, for models of any scale.
 
-Axis letters: N samples, L layers, Q query heads, T tokens, K buckets of positions, P patches, which are the last of the tokens.
+Axis letters: N samples, L layers, Q query heads, H KV heads, D channels of a head, I the first tokens and all others, T tokens,
+K buckets of positions, P patches, which are the last of the tokens.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ def figures(noted: Arrays, epsilon: float, norm_cutoff: float | None = None) -> 
     """The figures of a record, but for the texts of tokens.
 
     `noted` has `first`, `late`, `entropy`, `largest_logit` and perhaps `rest`, [N, L, Q]; perhaps `hidden_largest` and
-    `hidden_median`, [N, L], `key_norm` and `value_norm`, [N, L, 2], and `lost`, [N, L, K], with the queries of each bucket in
-    `queries`, [K]; `tokens`, the length of a sample; of images, what `patch_figures` needs.
+    `hidden_median`, [N, L], `key_norm` and `value_norm`, [N, L, 2], `initial_norm` and `initial_cosine`, [N, L, I], and `lost`,
+    [N, L, K], with the queries of each bucket in `queries`, [K]; of all samples together perhaps `key_energy` and `value_energy`,
+    [L, H, D]; `tokens`, the length of a sample; of images, what `patch_figures` needs.
     """
     first, tokens = noted["first"], int(noted["tokens"])
     shares = (first > epsilon).mean((1, 2))
@@ -64,10 +66,25 @@ def _layer(noted: Arrays, layer: int) -> dict[str, Any]:
     result: dict[str, Any] = {name: float(noted[name][:, layer].mean()) for name in ("first", "late", "entropy", "largest_logit")}
     result["late_deviation"] = float(late.std())
     result |= {x: float(noted[x][:, layer].mean()) for x in ("rest", "hidden_largest", "hidden_median") if x in noted}
-    result |= {name: noted[name][:, layer].mean(0).tolist() for name in ("key_norm", "value_norm") if name in noted}
+    means = ("key_norm", "value_norm", "initial_norm", "initial_cosine")
+    result |= {name: noted[name][:, layer].mean(0).tolist() for name in means if name in noted}
+    result |= {f"{x}_channels": top_channels(noted[f"{x}_energy"][layer]) for x in ("key", "value") if f"{x}_energy" in noted}
     if "lost" in noted:
         result["lost"] = float(np.average(noted["lost"][:, layer].mean(0), weights=noted["queries"]))
     return result
+
+
+TOP_CHANNELS = 16  # a sixteenth of a head's channels, and at least one
+
+
+def top_channels(energy: NDArray[Any]) -> float:
+    """Share of the squares that is in a sixteenth of a head's channels, those with the most; mean over heads.
+
+    `energy` has a row per head, with NaN where a layer has fewer heads or channels than another. [H, D].
+    """
+    heads = [row[np.isfinite(row)] for row in energy]
+    tops = [np.sort(row)[-max(1, len(row) // TOP_CHANNELS) :].sum() / row.sum() for row in heads if len(row)]
+    return float(np.mean(tops))
 
 
 def sink_tokens(rows: Sequence[tuple[str, int, float]]) -> list[dict[str, Any]]:

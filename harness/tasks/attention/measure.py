@@ -84,6 +84,7 @@ class _Album:
         self._queries: NDArray[Any] | None = None
         self._count = 0
         self._received: NDArray[np.float64] | float = 0.0  # summed over samples. [L, Q, T]
+        self._energies: dict[str, NDArray[np.float64]] = {}  # of keys and values, likewise. [L, H, D] each
         self._maps: NDArray[np.float32] | float = 0.0  # likewise. [L, Q, M, M]
         self._sinks: list[tuple[str, int, float]] = []
         self._massive: list[tuple[int, int, str, int, float]] = []
@@ -101,6 +102,7 @@ class _Album:
         self._count += count
         self._received = self._received + notes.mean_received().sum(1).cpu().numpy()
         self._maps = self._maps + count * notes.logit_maps()
+        self._energies = {name: self._energies.get(name, 0) + x for name, x in notes.energies().items()}
         text = self._samples.text
         self._sinks += [(text(start + s, p)[:MOST_SHOWN], p, share) for s, p, share in notes.other_sinks(epsilon)]
         self._massive += [(layer, dim, text(start + s, p)[:MOST_SHOWN], p, size) for layer, s, p, dim, size in notes.massive]
@@ -111,7 +113,7 @@ class _Album:
 
     def noted(self) -> dict[str, NDArray[Any]]:
         """What `figures` needs."""
-        noted = {name: np.concatenate(x) for name, x in self._arrays.items()}
+        noted = {name: np.concatenate(x) for name, x in self._arrays.items()} | self._energies
         noted["tokens"] = np.array(self._samples.length)
         if isinstance(self._samples, ImageSamples):
             layout = self._samples.layout

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvbench.harness.engine.watch import Chunk
 from kvbench.harness.tasks.common.samples import buckets
 
 MASSIVE, MASSIVE_TIMES_MEDIAN = 100.0, 1000.0  # Sun et al. 2024, arXiv:2402.17762, Section 2
+INITIAL = 4  # first tokens that are looked at one by one
 _LATER_QUERIES = 4  # one over the share of a sample that must follow a token, for its attention to say something
 
 
@@ -36,6 +37,8 @@ class Notes:
         self._sunk = False  # some layer gives weight to no token
         self._maps: list[Tensor] = []  # [Q, M, M]
         self._norms: list[tuple[Tensor, Tensor]] = []  # of keys and values: the first token's, and the others' mean. [B, 2]
+        self._energies: list[list[Tensor]] = []  # squares of a layer's keys and values, but the first token's, summed. [H, D]
+        self._likeness: list[Tensor] = []  # of the first tokens and of the others, after a layer. [B, INITIAL + 1]
         self._token_norms: list[Tensor] = []  # of the hidden states after a layer. [B, T]
         self._hidden: list[tuple[Tensor, Tensor]] = []  # largest and median. [B]
         self.massive: list[tuple[int, int, int, int, float]] = []  # layer, sample, position, dim, magnitude
@@ -43,6 +46,7 @@ class Notes:
     def see_vectors(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Note norms of keys, [B, H, T, D], and values, [B, H, T, Dv]."""
         norms = [x.float().norm(dim=-1).mean(1) for x in (keys, values)]  # [B, T]
+        self._energies.append([x[:, :, 1:].double().square().sum((0, 2)).cpu() for x in (keys, values)])
         self._norms.append(tuple(torch.stack([x[:, 0], x[:, 1:].mean(1)], -1) for x in norms))  # type: ignore[arg-type]
 
     def see_chunk(self, chunk: Chunk) -> None:
@@ -76,7 +80,10 @@ class Notes:
         size = hidden.float().abs()
         median, largest = size.flatten(1).median(1).values, size.flatten(1).amax(1)
         self._hidden.append((largest, median))
-        self._token_norms.append(hidden.float().norm(dim=-1))
+        norms = hidden.float().norm(dim=-1)
+        self._token_norms.append(norms)
+        if self._tokens > INITIAL + 1:
+            self._likeness.append(likeness(nn.functional.normalize(hidden.float(), dim=-1)))
         bound = torch.clamp(MASSIVE_TIMES_MEDIAN * median, min=MASSIVE)
         if bool((largest > bound).any()):
             for sample, position, dim in (size > bound[:, None, None]).nonzero().tolist():
@@ -108,6 +115,10 @@ class Notes:
         if self._hidden:
             names = ("hidden_largest", "hidden_median")
             arrays |= {name: torch.stack([x[at] for x in self._hidden]) for at, name in enumerate(names)}
+        if self._likeness:
+            norms = torch.stack(self._token_norms)
+            arrays["initial_norm"] = torch.cat([norms[..., :INITIAL], norms[..., INITIAL:].mean(-1, keepdim=True)], -1)
+            arrays["initial_cosine"] = torch.stack(self._likeness)
         return {name: x.transpose(0, 1).float().cpu().numpy() for name, x in arrays.items()}
 
     def by_token(self) -> dict[str, NDArray[Any]]:
@@ -115,10 +126,34 @@ class Notes:
         arrays = {"token_norm": torch.stack(self._token_norms), "token_received": self.mean_received().mean(2)}
         return {name: x.transpose(0, 1).float().cpu().numpy() for name, x in arrays.items()}
 
+    def energies(self) -> dict[str, NDArray[np.float64]]:
+        """Squares of keys and of values by channel, summed over samples and all tokens but the first. [L, H, D] each.
+
+        Layers with fewer heads or channels than others have NaN in their place. Empty if no keys were shown.
+        """
+        found = {}
+        for name, layers in zip(("key_energy", "value_energy"), zip(*self._energies, strict=True), strict=False):
+            heads, channels = (max(x.shape[dim] for x in layers) for dim in (0, 1))
+            found[name] = np.full((len(layers), heads, channels), np.nan)
+            for layer, x in enumerate(layers):
+                found[name][layer, : x.shape[0], : x.shape[1]] = x.numpy()
+        return found
+
     def logit_maps(self) -> NDArray[np.float32]:
         """Mean logits among the first tokens; NaN where a key is hidden. [L, Q, M, M]."""
         maps = torch.stack(self._maps).float()
         return maps.masked_fill(torch.isneginf(maps), torch.nan).cpu().numpy()
+
+
+def likeness(directions: Tensor) -> Tensor:
+    """Mean cosine of each of the first tokens to those after them, and of these to each other. [B, T, E] -> [B, INITIAL + 1].
+
+    Directions have length 1.
+    """
+    first, others = directions[:, :INITIAL], directions[:, INITIAL:]
+    count, total = others.shape[1], others.sum(1)
+    among = (total.square().sum(-1) - count) / (count * (count - 1))
+    return torch.cat([(first @ total[..., None])[..., 0] / count, among[:, None]], -1)
 
 
 class Lost:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from kvbench.harness.data.texts import Source
 from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.records.rules import EXACT, PART_NATS, SUM, near
 from kvbench.harness.records.types import Amount, Count, Number, Part, Positive, Share
@@ -22,15 +23,16 @@ class AttentionOptions(Options):
     """Options of the attention task."""
 
     name: Literal["attention"] = "attention"
-    data: Literal["pg19", "prose", "images", "shapes"] = Field(
+    data: Literal[Source, "images", "shapes"] = Field(
         "pg19",
-        description="books (pg19) or generated prose; or images of a directory or a dataset, or shapes drawn from a seed",
+        description="books (pg19), generated prose, or Bigram-Backcopy's words; or images of a directory or a dataset, or shapes "
+        "drawn from a seed",
     )
     dataset: str | None = Field(
         None, description="of images, on the hub: owner/name or owner/name@revision; read where --data gives no directory"
     )
     split: Literal["train", "validation", "test"] = Field("test", description="split of the data")
-    data_seed: int | None = Field(None, ge=0, description="seed of generated prose or drawn shapes; 0 if not given")
+    data_seed: int | None = Field(None, ge=0, description="seed of generated text or drawn shapes; 0 if not given")
     samples: int = Field(
         64, ge=1, le=100_000, description="pieces of the text, or images, that are looked at, one after the other"
     )
@@ -97,6 +99,23 @@ class LayerAttention(Part):
     )
     value_norm: Annotated[list[Amount] | None, near(PART_NATS, SUM)] = Field(
         None, min_length=2, max_length=2, description="the same of values"
+    )
+    key_channels: Annotated[Share | None, _SHARE] = Field(
+        None,
+        description="share of the squares of keys, as attention takes them, in the largest sixteenth of a head's channels",
+    )
+    value_channels: Annotated[Share | None, _SHARE] = Field(None, description="the same of values")
+    initial_norm: Annotated[list[Amount] | None, near(PART_NATS, SUM)] = Field(
+        None,
+        min_length=5,
+        max_length=5,
+        description="norm of the hidden state of each of the first four tokens, and the mean over the others",
+    )
+    initial_cosine: Annotated[list[Number] | None, _SHARE] = Field(
+        None,
+        min_length=5,
+        max_length=5,
+        description="mean cosine of the hidden state of each of the first four tokens to the others', and of these to each other",
     )
     lost: Annotated[Share | None, _SHARE] = Field(
         None, description="attention that a query would give under full attention to tokens that were evicted before it"

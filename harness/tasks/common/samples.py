@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.data.stream import TokenStream, opening, stream
-from kvbench.harness.data.texts import texts
+from kvbench.harness.data.texts import Source, texts
 from kvbench.harness.tasks.task import Options, Tokenizer
 
 if TYPE_CHECKING:
@@ -25,9 +25,9 @@ _FIRST_BUCKET_TOKENS = 32  # each later bucket ends at twice the position of the
 class SampleOptions(Options):
     """Which text is read, and into how many samples of which length it is cut."""
 
-    data: Literal["pg19", "prose"] = Field("pg19", description="the text: books (pg19) or generated prose")
+    data: Source = Field("pg19", description="the text: books (pg19), generated prose, or the words of Bigram-Backcopy")
     split: Literal["train", "validation", "test"] = Field("test", description="split of the data")
-    data_seed: int | None = Field(None, ge=0, description="seed of generated prose; 0 if not given")
+    data_seed: int | None = Field(None, ge=0, description="seed of generated text; 0 if not given")
     samples: int = Field(64, ge=1, le=100_000, description="pieces of the text that are looked at, one after the other")
     tokens: int = Field(128, ge=2, le=2**20, description="length of a sample, the tokens that open it included")
     prompt: int | None = Field(

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from pydantic_core import PydanticCustomError
 
 from kvbench.harness.core.intervals import MIN_BLOCK_TOKENS, MIN_BLOCKS, look_lengths
+from kvbench.harness.data.texts import Source
 from kvbench.harness.records.aggregates import nll_figures
 from kvbench.harness.records.metrics import Look, Looks, NllMetrics
 from kvbench.harness.records.rules import BYTES, EXACT, RUN_NATS, SUM, near
@@ -25,7 +26,7 @@ from kvbench.harness.records.types import Count, Nats, Number, Part, Positive
 from kvbench.harness.report.pairing import mean_difference
 from kvbench.harness.tasks.task import MAX_TOKENS, Options, SideBySide
 
-_MAX_PROSE_TOKENS = 2**24  # generated in memory
+_MAX_GENERATED_TOKENS = 2**24  # generated in memory
 
 
 class Until(BaseModel):
@@ -47,11 +48,11 @@ class PerplexityOptions(Options):
     not_recorded: ClassVar[frozenset[str]] = frozenset({"side_by_side"})
 
     name: Literal["perplexity"] = "perplexity"
-    data: Literal["pg19", "prose"] = Field("pg19", description="the text: books (pg19) or generated prose")
+    data: Source = Field("pg19", description="the text: books (pg19), generated prose, or the words of Bigram-Backcopy")
     split: Literal["train", "validation", "test"] = Field("test", description="split of the data")
     tokens: int = Field(65536, ge=2, le=MAX_TOKENS, description="length of the stream in tokens, without the prefix")
     book: int | None = Field(None, ge=1, description="read only the book with this Project Gutenberg number, up to `tokens`")
-    data_seed: int | None = Field(None, ge=0, description="seed of generated prose; 0 if not given")
+    data_seed: int | None = Field(None, ge=0, description="seed of generated text; 0 if not given")
     newlines: int | None = Field(
         None, ge=1, description="number of newline tokens that open the stream in place of the tokenizer's BOS"
     )
@@ -91,10 +92,8 @@ class PerplexityOptions(Options):
 
     @model_validator(mode="after")
     def _can_be_generated(self) -> Self:
-        if self.data == "prose" and self.tokens > _MAX_PROSE_TOKENS:
-            raise ValueError(
-                f"tokens {self.tokens:,} is more than the {_MAX_PROSE_TOKENS:,} tokens of prose that can be generated"
-            )
+        if self.data != "pg19" and self.tokens > _MAX_GENERATED_TOKENS:
+            raise ValueError(f"tokens {self.tokens:,} is more than the {_MAX_GENERATED_TOKENS:,} tokens that can be generated")
         return self
 
     @model_validator(mode="after")

@@ -73,6 +73,13 @@ class Trace(Task):
         return options.prompt + options.limit
 
     @classmethod
+    def tokens_read(cls, options: TraceOptions, data: TraceData) -> int | None:
+        """Prompt and longest right trace, read side by side, without its last word, which no word follows."""
+        if not options.teacher or options.side_by_side is not None:
+            return None
+        return data.prompts.shape[1] + max(map(len, data.traces)) - 1
+
+    @classmethod
     def windows(cls, options: TraceOptions) -> float:
         """One a word."""
         return options.answers * options.limit
@@ -231,13 +238,14 @@ def _still_right(records: Sequence[Record]) -> Iterator[str | Chart]:
         shown = [r for r in measured if is_reference(r) or (r.cell.evicts, r.cell.positions) == (evicts, positions)]
         alt = "Share of the answers of {model} without a wrong word, over the words written, one line per policy"
         only = f"evict {evicts}, {positions} positions"
-        charts = panels(shown, alt, _panel, only)
+        charts = panels(shown, alt, still_right, only)
         if charts:
             yield f"Without a wrong word, over the words written, {only}:\n"
             yield from charts
 
 
-def _panel(records: Sequence[Record], capacity: int) -> dict[str, Any]:
+def still_right(records: Sequence[Record], capacity: int) -> dict[str, Any]:
+    """A panel of answers without a wrong word, over the words written: a line per policy, all its seeds together."""
     seeds: dict[str, list[Record]] = {}
     for record in records:
         cell = record.cell

@@ -32,8 +32,8 @@ class Answer:
         final: every register, as last said, has the value with which the program ends.
         ending: ended, if its last word is `end`; looped, if its last steps, as many as the program has lines, came before in the
             same words, which a right trace never has, as it would go on for ever; cut, if it is neither when it is at its limit.
-        told: whether each step obeys `tell`, by its distance from the prompt: it ends with that register and a digit, said after
-            both operands and the result. A step ends with a label or `end` after a digit, or once it has as many words as two.
+        told: whether each step obeys `tell`, by its distance from the prompt: it says that register and a digit before both
+            operands and the result. A step ends with a label or `end` after a digit, or once it has as many words as two.
         reads: whether each value said again is right, by its distance from where it was said last. Only what follows right words
             counts, which with `teacher` is all.
     """
@@ -88,7 +88,7 @@ def _ending(words: Sequence[str], stretch: int) -> str:
 
 def _told(words: Sequence[str], register: int, length: int) -> Iterator[Judgement]:
     """Whether each step obeys; `length`: words of a right step."""
-    start, obeys = 0, re.compile(rf"(?: v\d \d){{3}} v{register} \d (?:L\d+|end)$")
+    start, obeys = 0, re.compile(rf" v{register} \d(?: v\d \d){{3}} (?:L\d+|end)$")
     for end, (before, word) in enumerate(itertools.pairwise(words), 2):
         if (before.isdigit() and (word[0] == "L" or word == "end")) or end - start == 2 * length:
             yield end, bool(obeys.search(" ".join(["", *words[start:end]])))

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.data.machine import LINE_WORDS, WORDS, Program, program
+from kvbench.harness.data.machine import LINE_WORDS, WORDS, Program, head_words, program
 from kvbench.harness.data.stream import fingerprint, opening
 from kvbench.harness.tasks.trace.schema import TraceOptions
 
@@ -87,9 +87,9 @@ def sources(made: Program) -> Iterator[tuple[int, ...]]:
 
     A word of a line, and the name of a register, come from the line in the prompt, or from where the step restates it; the
     register that is told comes from the prompt. A value comes from where it was said last, a sum from its two operands, and the
-    next label, or `end`, from the line's and from the two words after `until`.
+    next label, or `end`, from the line's and from the three words after `until`.
     """
-    head = 4 if made.tell is None else 6  # words before the lines
+    head = head_words(made.tell is not None)
     at, lines = len(made.prompt()), {label: head + LINE_WORDS * number for number, label in enumerate(made.lines)}
     said = {register: head + LINE_WORDS * len(lines) + 2 * register + 1 for register in range(len(made.values))}
     for step in made.steps():
@@ -97,13 +97,13 @@ def sources(made: Program) -> Iterator[tuple[int, ...]]:
         if step.restated:
             yield from ((first + word,) for word in range(4))
             first, at = at, at + 4
+        if made.tell is not None:
+            yield from ((2,), (said[made.tell],))
+            said[made.tell], at = at + 1, at + 2
         for register, name in ((line.left, first + 1), (line.right, first + 2)):
             yield from ((name,), (said[register],))
             said[register], at = at + 1, at + 2
         yield from ((first,), (at - 3, at - 1))
         said[line.target], at = at + 1, at + 2
-        if made.tell is not None:
-            yield from ((2,), (said[made.tell],))
-            said[made.tell], at = at + 1, at + 2
-        yield (first + 3, head - 2, head - 1)
+        yield (first + 3, head - 3, head - 2, head - 1)
         at += 1

@@ -29,7 +29,7 @@ class TraceOptions(Options):
     restate: Literal["full", "reads"] = Field(
         "full", description="whether a step says its line again (full) or what it reads and writes alone (reads)"
     )
-    tell: bool = Field(False, description="the prompt names a register whose value every step must end with")
+    tell: bool = Field(False, description="the prompt names a register whose value every step must say first")
     tokens: int | None = Field(
         None, ge=1, le=_MAX_WORDS, description="most words of an answer; a quarter more than the longest right one if not given"
     )
