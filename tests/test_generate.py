@@ -19,6 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Text
 
 import kvbench
 from kvbench import CacheView, Policy
+from kvbench.harness.core.codec import Codec
+from kvbench.harness.core.evict import Pages
 from kvbench.harness.core.parameters import policy_from
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fastcheck import fast_method
@@ -26,6 +28,7 @@ from kvbench.harness.engine.loop import decoder
 from kvbench.harness.engine.model import adopt
 from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.hub import model_directory
+from kvbench.harness.suite.axes import kv_from
 from kvbench.policies.h2o import H2O
 
 ROOT = Path(__file__).parents[1]
@@ -222,6 +225,39 @@ def test_positions_are_an_axis(positions):
     assert torch.equal(logits_of(out), expected)
 
 
+@pytest.mark.parametrize(
+    ("name", "kv"),
+    [
+        ("dense", "int4"), ("dense", {"codec": "kivi2", "group": 8, "residual": 16}),
+        ("h2o", {"codec": "int2", "exempt": {"sinks": 2, "recent": 8}}), ("h2o every 16", "int8"),
+        ("snapkv prompt", {"codec": "kivi4", "group": 8, "residual": 8}),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("fast", [False, True])
+def test_kv_is_an_axis(name, kv, fast):
+    kept = cache_of(name, kv=kv, fast=fast)
+    out = plain().generate(tokens_of(40), past_key_values=kept, **GREEDY)
+    expected = logits_along(name, out.sequences, 40, kv=kv_from(kv))
+    assert torch.equal(logits_of(out), expected)
+    assert not torch.equal(expected, logits_along(name, out.sequences, 40))
+    read, report = decoder(ours(), config_of(name, kv=kv_from(kv))), kept.report()
+    read.read_prompt(out.sequences[:, :40], 4096)
+    for token in out.sequences[:, 40:-1].split(1, 1):
+        read(token)
+    held = [len(head) for layer in read.kept() for head in layer[0]]
+    assert (report["kept"], report["held_bytes"]) == (sum(held) / len(held), read.held_bytes)
+    assert (report["allocated_bytes"], report["kv"]) == (read.kv_bytes, kv_from(kv).as_json())
+
+
+def test_a_cache_evicts_pages():
+    kept = kvbench.Cache(plain(), "h2o", 24, evict={"pages": 8, "by": "per_head"}, kv="int4")
+    out = plain().generate(tokens_of(40), past_key_values=kept, **GREEDY)
+    read = decoder(ours(), CacheConfig(H2O(), 24, evict=Pages(8, "per_head"), kv=Codec("int4")))
+    first = read.read_prompt(out.sequences[:, :40], 4096)
+    logits = torch.stack([first, *(read(token)[:, 0] for token in out.sequences[:, 40:-1].split(1, 1))], 1)
+    assert torch.equal(logits_of(out), logits)
+
+
 @dataclass(frozen=True)
 class Newest(Policy):
     """A user's own."""
@@ -297,8 +333,8 @@ def test_a_report_says_what_is_kept():
     state = report.pop("state_bytes")
     of_token = 2 * 2 * 2 * 16 * 4  # K and V, layers, KV heads, head dim, float32
     assert report == {
-        "policy": "h2o", "parameters": {"window": None}, "capacity": 24, "positions": "stream", "evict": "step", "texts": 2,
-        "seen": 50, "kept": 24, "held_bytes": 2 * 24 * of_token, "allocated_bytes": 2 * 25 * of_token,
+        "policy": "h2o", "parameters": {"window": None}, "capacity": 24, "positions": "stream", "evict": "step", "kv": "dtype",
+        "texts": 2, "seen": 50, "kept": 24, "held_bytes": 2 * 24 * of_token, "allocated_bytes": 2 * 25 * of_token,
     }  # fmt: skip
     assert state > 0
     assert repr(kept).startswith("Cache(policy='h2o', parameters={'window': None}, capacity=24, ")
@@ -356,7 +392,10 @@ def test_mistakes_are_told_when_a_cache_is_made():
     refused("capacity", lambda: kvbench.Cache(model, "h2o", 16, window=17), lambda: kvbench.Cache(model, "sink_window", 3))
     refused("unexpected keyword argument 'windw'", lambda: kvbench.Cache(model, "h2o", 16, windw=3))
     refused("did you mean 'stream'", lambda: kvbench.Cache(model, "h2o", 16, positions="streams"))
-    refused("expected step, prompt or", lambda: kvbench.Cache(model, "h2o", 16, evict=16))
+    refused("expected step, prompt, {every: TOKENS} or", lambda: kvbench.Cache(model, "h2o", 16, evict=16))
+    refused("there is no codec 'int3'", lambda: kvbench.Cache(model, "h2o", 16, kv="int3"))
+    refused("which can't lose one", lambda: kvbench.Cache(model, "h2o", 16, kv="kivi2"))
+    refused("whole pages of 5", lambda: kvbench.Cache(model, "h2o", 16, evict={"pages": 5}))
     refused("an instance with its parameters", lambda: kvbench.Cache(model, H2O(), 16, window=3), lambda: kvbench.Cache(model, 3))
     refused("evaluation mode", lambda: kvbench.Cache(model.model.layers[0]), lambda: kvbench.Cache(tiny_model("llama").train()))
     refused(

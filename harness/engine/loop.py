@@ -329,6 +329,12 @@ class CachedDecoder:
         return sum(walk.slots.held_bytes for walk in self.walks)
 
     @property
+    def tokens_held(self) -> float:
+        """Tokens held, the mean over streams, layers and KV heads. Syncs with the host."""
+        held = [walk.slots.tensors.rank < walk.slots.empty_rank for walk in self.walks]
+        return sum(int(x.sum()) for x in held) / (sum(map(len, held)) or 1)
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of ranks, positions and statistics of all layers."""
         return sum(walk.slots.state_bytes for walk in self.walks)

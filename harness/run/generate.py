@@ -37,7 +37,7 @@ from kvbench.harness.engine.method import EAGER, Method
 from kvbench.harness.engine.model import UnsupportedModelError, adopt
 from kvbench.harness.models.selfcheck import check
 from kvbench.harness.rules.rules import refuse_if_broken
-from kvbench.harness.suite.axes import evict_from
+from kvbench.harness.suite.axes import evict_from, kv_from
 from kvbench.policies import Policy, PositionMode
 
 _BLOCK = 4096  # tokens per forward pass, all streams together
@@ -59,7 +59,7 @@ class Cache(transformers.Cache):
     def __init__(
         self, model: PreTrainedModel, policy: str | Policy | type[Policy] = "dense", capacity: int | None = None, *,
         positions: PositionMode = "cache", evict: str | Mapping[str, Any] = "step", limit: int | None = None, seed: int = 0,
-        fast: bool = False, rope_length: int | None = None, **parameters: Any,
+        kv: str | Mapping[str, Any] = "dtype", fast: bool = False, rope_length: int | None = None, **parameters: Any,
     ) -> None:  # fmt: skip
         """An empty cache for texts that are read side by side.
 
@@ -70,6 +70,7 @@ class Cache(transformers.Cache):
             positions: where RoPE puts a cached token: `cache`, `stream` or `clamped`.
             evict: `step`, `prompt`, `{"every": TOKENS}` or `{"pages": TOKENS}`.
             limit: largest distance with positions `clamped`, in tokens; the model's training length when None.
+            kv: how K and V are stored: `dtype`, `int4` or a mapping, as a suite writes it.
             fast: use the fastest method that agrees with the plain walk. It is found when a cache of this configuration first
                 reads a text, in about a second.
             rope_length: longest position + 1, in tokens, for RoPE types whose tables depend on it.
@@ -85,7 +86,7 @@ class Cache(transformers.Cache):
             raise UserError(f"positions '{positions}'{did_you_mean(positions, get_args(PositionMode))}")
         try:
             asked = _policy(policy, parameters)
-            self._config = CacheConfig(asked, capacity, positions, limit, seed, evict_from(evict))
+            self._config = CacheConfig(asked, capacity, positions, limit, seed, evict_from(evict), kv_from(kv))
             if capacity is not None:
                 asked.bind(capacity)
             self._name = plugins.name_of(type(asked)) if plugins.is_ours(type(asked)) else type(asked).__name__
@@ -106,13 +107,14 @@ class Cache(transformers.Cache):
         heads. Bytes are those of all texts together: of K and V of the tokens held, of all slots for K and V, and of everything
         else (ranks, positions, statistics).
         """
-        config, decoder, model = self._config, self._decoder, self._route.model
+        config, decoder = self._config, self._decoder
         held, allocated, state = (0, 0, 0) if decoder is None else (decoder.held_bytes, decoder.kv_bytes, decoder.state_bytes)
-        of_token = max(1, self._streams) * sum(shape.kv_bytes(1, model.dtype) for shape in model.layers)
+        kept = decoder.tokens_held if isinstance(decoder, CachedDecoder) else 0.0
+        kv = "dtype" if config.kv is None else config.kv.as_json()
         return {
             "policy": self._name, "parameters": parameters_of(config.policy), "capacity": config.capacity,
-            "positions": config.positions, "evict": evict_as_json(config.evict), "texts": self._streams, "seen": self._seen,
-            "kept": held / of_token, "held_bytes": held, "allocated_bytes": allocated, "state_bytes": state,
+            "positions": config.positions, "evict": evict_as_json(config.evict), "kv": kv, "texts": self._streams,
+            "seen": self._seen, "kept": kept, "held_bytes": held, "allocated_bytes": allocated, "state_bytes": state,
         }  # fmt: skip
 
     def __repr__(self) -> str:
@@ -188,7 +190,7 @@ class Cache(transformers.Cache):
         config, known = self._config, _METHODS.setdefault(self._route.model.hf, {})
         if not self._fast or not config.policy.caches:
             return EAGER
-        cell = (parameters_of(config.policy), config.capacity, config.positions, config.limit, config.evict, streams)
+        cell = (parameters_of(config.policy), config.capacity, config.positions, config.limit, config.evict, config.kv, streams)
         key = type(config.policy), repr(cell)
         if key not in known:
             known[key] = fast_method(self._route.model, config, streams).method
