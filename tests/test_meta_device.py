@@ -157,14 +157,15 @@ def test_families(family, policy):
         assert read.kv_bytes == expected.get(type(policy), model.kv_bytes(CAPACITY, 2))
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILY_SIZES if name not in {*REFUSED, "phimoe"}])
+@pytest.mark.parametrize("family", [name for name in FAMILY_SIZES if name not in {*REFUSED, "phimoe", "gpt2"}])
 def test_steps_of_every_family_can_be_captured(family):
-    """Filling, and evicting, for every family that passes the self-check."""
+    """Filling, and evicting, for every family that passes the self-check. transformers' GPT-2 looks for padding at each step."""
     try:
         model = meta_model(family)
     except KeyError:
         pytest.skip(f"the installed transformers has no {family}")
-    read_in(CachedDecoder(model, config_of("h2o", capacity=2), 2), [1, 1, 1])
+    mode = "stream" if model.learned_positions else "cache"
+    read_in(CachedDecoder(model, config_of("h2o", mode, 2), 2), [1, 1, 1])
 
 
 def test_a_family_whose_own_code_leaves_the_device():

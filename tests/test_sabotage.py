@@ -77,8 +77,8 @@ def test_scores_not_accumulated(monkeypatch: pytest.MonkeyPatch):
 def test_scores_not_reset_with_the_slot(monkeypatch: pytest.MonkeyPatch):
     plain = SlotTensors.__init__
 
-    def init(self: SlotTensors, **tensors) -> None:
-        plain(self, **tensors)
+    def init(self: SlotTensors, *stores, **tensors) -> None:
+        plain(self, *stores, **tensors)
         self.flat_states = {}
 
     monkeypatch.setattr(SlotTensors, "__init__", init)

@@ -19,7 +19,7 @@ from test_answering import job_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.data import scbench
+from kvbench.harness.data import registers, scbench
 from kvbench.harness.data.machine import WORDS
 from kvbench.harness.data.questions import QuizData, quiz_data
 from kvbench.harness.engine.decoder import CacheConfig
@@ -176,7 +176,7 @@ def test_turns_are_the_greedy_words_of_one_stream(model, words, tmp_path, config
                 logits = read(torch.tensor([[token]]))
                 stream.append(token)
             said = int(logits[0, -1].argmax())
-            expected.append((words.decode([said], skip_special_tokens=True), read.held(list(range(*q.evidence)))))
+            expected.append((registers.said(words.decode([said], skip_special_tokens=True)), read.held(list(range(*q.evidence)))))
             read(torch.tensor([[said if context == "model" else int(quiz.ids[q.prompt_end])]]))
             at = q.answer_end
     assert heard == expected

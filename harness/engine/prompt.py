@@ -142,8 +142,7 @@ def move(source: Rows, kept: Tensor, into: Rows, streams: int, heads: Sequence[i
             state.flatten(0, 1)[:, :longest] = old.take_along_dim(order.view(*order.shape, *[1] * (old.dim() - 2)), 1)
         else:
             state.flatten(0, 1).copy_(old)
-    if into.is_coded:  # a sum must lose later what it has of a token
-        into.count_again()
+    into.count_again()  # a sum must lose later what it has of a token
 
 
 def _on(view: CacheView, device: torch.device) -> CacheView:

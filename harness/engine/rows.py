@@ -70,11 +70,6 @@ class Rows:
             del self.view.keys
 
     @property
-    def is_coded(self) -> bool:
-        """Whether what is read isn't what was written."""
-        return self._slots.codec is not None
-
-    @property
     def keys(self) -> Tensor:
         """What is stored: of a coded cache, made by each call. [R, S, D], the model's dtype."""
         return self._keys.read()
@@ -254,10 +249,7 @@ class Rows:
         return Held(keys, values, self.position.take_along_dim(order, 1), states)
 
     def put(self, keys: Tensor, values: Tensor, position: Tensor, counts: Tensor | None = None) -> None:
-        """Hold these tokens and no others, oldest first in the first slots. [N, n, D], [N, n, Dv], [N, n] int64.
-
-        counts: how many of each row's; all when None. [N] int64.
-        """
+        """Hold these tokens and no others, oldest first first. [N, n, D], [N, n, Dv], [N, n] int64; `counts` of each, [N]."""
         self.hold(position)
         if counts is not None:
             self.shorten(counts)
@@ -311,11 +303,9 @@ class Rows:
         count = held.sum(-1, keepdim=True)
         if budget.floor is None:
             excess = count - ((slots.capacity or 0) if self._budgets is None else self._budgets)
-            excess = excess.masked_fill(excess < slots.every, 0)
-            if budget.pages is None:
-                victims = of_heads(importance, self.rank, excess)
-            else:
-                victims = of_pages(importance, self.rank, excess, budget.pages, heads)
+            excess, pages = excess.masked_fill(excess < slots.every, 0), budget.pages
+            given = importance, self.rank, excess
+            victims = of_heads(*given) if pages is None else of_pages(*given, pages, heads)
         else:
             by_layer = [x.unflatten(0, (-1, heads)) for x in (importance, self.rank, count)]
             excess = by_layer[2].sum(1) - heads * (slots.capacity or 0)
@@ -331,8 +321,9 @@ class Rows:
             self._row_states[statistic] -= lost
 
     def count_again(self) -> None:
-        """Set sums over what a head holds to those of what is stored."""
-        for statistic, held in self._sums(self.rank < self._slots.empty_rank).items():
+        """Set sums over what a head holds to those of what is stored, if a code has changed it."""
+        sums = self._sums(self.rank < self._slots.empty_rank) if self._slots.codec else {}
+        for statistic, held in sums.items():
             self._row_states[statistic].copy_(held)
 
     def _sums(self, tokens: Tensor) -> dict[Statistic, Tensor]:
