@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from conftest import bench_in as bench
 from conftest import bench_process
 
@@ -267,6 +268,14 @@ def test_a_dry_run_lists_cells_and_measures_nothing(tmp_path, model_dir, text_di
     assert len(rows) == 6
     assert {r["kv_bytes"] for r in rows if r["policy"] == "h2o"} == {20 * 33 * 256 * 2}
     assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_tries_with_the_threads_of_the_run(monkeypatch, tmp_path, model_dir, text_dir):
+    used: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", used.append)
+    options = ["--model", model_dir, "--data", text_dir, "--only", "perplexity", "--dry-run", "--threads", 3]
+    assert bench("run", "smoke", *options, cwd=tmp_path).returncode == 0
+    assert used[0] == 3
 
 
 def test_only_chooses_among_a_suites_tasks(tmp_path):

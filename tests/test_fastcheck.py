@@ -318,3 +318,14 @@ def test_only_times_of_steps_are_worth_compiling_them(monkeypatch, name, expecte
     monkeypatch.setattr(task, "at_once", lambda options: 1)
     choose_reading.choose_reading(model_of("llama"), CacheConfig(H2O(), 8), task, None, None, False)
     assert asked == [expected]
+
+
+def test_a_prompt_that_must_be_walked_is_timed_as_one(monkeypatch):
+    refused = fastcheck.FastCheck(PLAIN_WALK, "walk", "plain", 0.0, "full attention: it was told to")
+    monkeypatch.setattr(choose_reading, "fast_method", lambda *_: refused)
+    task = task_class("perplexity")
+    monkeypatch.setattr(task, "at_once", lambda options: 2)
+    config = CacheConfig(H2O(), 8, evict="prompt")
+    found = choose_reading.choose_reading(model_of("llama"), config, task, None, None, False)
+    assert found.slow.startswith("plain walk, about ")
+    assert found.slow.endswith(" tokens/s (full attention: it was told to)")

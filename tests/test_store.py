@@ -277,6 +277,14 @@ def test_no_shortcut_reads_codes_and_the_record_says_so():
     assert not check.refused
 
 
+@pytest.mark.parametrize("name", ["int8", "int2"])
+def test_a_prompt_that_is_coded_once_it_is_cut_is_read_in_one_go(name):
+    """Rounding flips a code here and there, and a flipped code is no reason to read a prompt token by token."""
+    check = fast_method(model_of("llama"), CacheConfig(SinkWindow(2), 64, evict="prompt", kv=Codec(name)))
+    assert (check.blocks, check.refused) == ("full attention", "")
+    assert check.differs < 1
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

@@ -98,6 +98,7 @@ def run(
     if dry_run:
         from kvbench.harness.run.estimate import estimates
 
+        request.use_threads()
         expected = estimates(cells, request.device, tried=True)
         print_rows([row.cells() for row in expected], as_json)
         click.echo(f"{about(sum(row.seconds or 0.0 for row in expected))} in all, without loading", err=True)

@@ -73,7 +73,7 @@ def fast_method(model: Model, config: CacheConfig, streams: int = 1, fused: bool
         fused: also try captured steps whose code is compiled as a whole, which takes up to a minute.
     """
     if config.kv is not None:
-        return _of_coded(Bench(model, config, streams), config, config.kv)
+        return _of_coded(model, config, config.kv)
     if config.evict == "prompt":
         return _of_prompt(model, config, streams, fused)
     if config.policy.evicts and (config.capacity or 0) + _READ_TOKENS > model.longest:
@@ -107,9 +107,13 @@ def fast_method(model: Model, config: CacheConfig, streams: int = 1, fused: bool
     return FastCheck(method, blocks, step, bench.worst, "; ".join(filter(None, reasons)), because)
 
 
-def _of_coded(bench: Bench, config: CacheConfig, codec: Codec) -> FastCheck:
-    """How a coded cache is read: by no shortcut but runs."""
+def _of_coded(model: Model, config: CacheConfig, codec: Codec) -> FastCheck:
+    """How a coded cache is read: by no shortcut but runs. A prompt is read in floats, so its check is that of floats.
+
+    Codes would only make of a difference in rounding, here and there, one of a whole step of the code.
+    """
     once = config.evict == "prompt"
+    bench = Bench(model, replace(config, kv=None) if once else config, 1)
     unfit, because = bench.trial_of_prompt() if once else bench.trial_of_runs(), f"K and V are stored as {codec.name}"
     if unfit:
         return FastCheck(TOKEN_BY_TOKEN, "walk", "plain", bench.worst, f"runs: {unfit}", because)

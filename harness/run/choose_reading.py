@@ -85,7 +85,9 @@ def _own_reading(model: Model, config: CacheConfig, task: type[Task], options: A
 
 
 def _walk_speed(model: Model, config: CacheConfig, method: Method, streams: int) -> float:
-    """Tokens per second of all streams, with a full cache."""
+    """Tokens per second of all streams, with a full cache; where the prompt is cut, of a prompt longer than the cache."""
+    if config.evict == "prompt":
+        return _prompt_speed(model, config, method, streams)
     read = CachedDecoder(model, config, streams, method)
     read.fill_randomly(config.capacity or 0)
     tokens = torch.zeros(streams, _TIMED_TOKENS, dtype=torch.int64, device=model.device)
@@ -97,6 +99,16 @@ def _walk_speed(model: Model, config: CacheConfig, method: Method, streams: int)
         wait_for(model.device)
         seconds.append(time.perf_counter() - start)
     return tokens.numel() / min(seconds)
+
+
+def _prompt_speed(model: Model, config: CacheConfig, method: Method, streams: int) -> float:
+    """Tokens per second of all streams while a prompt is read that is cut at its end."""
+    tokens = torch.zeros(streams, (config.capacity or 0) + _TIMED_TOKENS, dtype=torch.int64, device=model.device)
+    wait_for(model.device)
+    start = time.perf_counter()
+    CachedDecoder(model, config, streams, method).read_prompt(tokens, PLAIN_BLOCK_TOKENS)
+    wait_for(model.device)
+    return tokens.numel() / (time.perf_counter() - start)
 
 
 def _block_that_fits(model: Model, streams: int) -> int:

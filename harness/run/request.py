@@ -109,18 +109,22 @@ class RunRequest:
         Raises:
             UserError: there is no such device, or --workers is given without --ray.
         """
-        import torch
-
         from kvbench.harness.models.load import device_of
         from kvbench.harness.run.options import RunOptions
 
         if self.workers is not None and self.ray is None:
             raise UserError("--workers: give --ray, too")
-        if self.threads:
-            torch.set_num_threads(self.threads)
+        self.use_threads()
         directory = Path(self.data).expanduser() if self.data else None
         device = device_of(self.device if self.ray is None else "cpu")  # workers choose their own
         return RunOptions(device, directory, block, walk, fresh, keep)
+
+    def use_threads(self) -> None:
+        """Compute with so many threads as were asked for, from now on, in this process."""
+        import torch
+
+        if self.threads:
+            torch.set_num_threads(self.threads)
 
     def _run(self, cells: Sequence[Cell], store: RecordStore, options: RunOptions, watcher: RunWatcher) -> list[Record]:
         from kvbench.harness.run.runner import run
