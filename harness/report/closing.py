@@ -180,8 +180,11 @@ def _perplexity(row: Row, nll: float | None) -> str:
 
 
 def _findings(records: Sequence[Record]) -> list[str]:
-    """The sentences of the feed on the records' texts; on their tasks if they have no text."""
-    asked = feed(records)["questions"]
+    """The sentences of the feed on the records' texts; on their tasks if they have no text; at equal bytes if formats differ."""
+    made = feed(records)
+    asked, formats = made["questions"], made["equal_bytes"]
+    if formats:
+        return [sized["answer"] for equal in formats for sized in equal["sizes"]]
     chosen = [question for question in asked if question["measure"] == "perplexity"] or asked
     about = {question["id"]: f", {question['subject']}" if len(chosen) > 1 else "" for question in chosen}
     return [

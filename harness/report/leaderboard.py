@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvbench.harness.report.chart import Chart, Page, page
+from kvbench.harness.report.charts.bytes_held import over_bytes
 from kvbench.harness.report.charts.lost import over_budgets
 from kvbench.harness.report.feed.sentence import loss_text, size
 from kvbench.harness.report.markdown import cache_bytes, md, table
@@ -36,7 +37,7 @@ def render(feed: dict[str, Any], unasked: Sequence[str | Chart] = (), site: str 
             lines += _default(question)
     lines += ["## All questions\n"] if questions else []
     for suite, asked in itertools.groupby(questions, key=lambda q: (q["suite"], q["suite_version"])):
-        lines += _suite(suite, list(asked), site)
+        lines += _suite(suite, list(asked), [e for e in feed["equal_bytes"] if (e["suite"], e["suite_version"]) == suite], site)
     if questions and unasked:
         return page([*lines, "<details><summary>Times, memory and attention</summary>\n", *unasked, "\n</details>\n"])
     return page([*lines, *unasked])
@@ -59,12 +60,23 @@ def _middle(question: dict[str, Any]) -> dict[str, Any]:
     return middle
 
 
-def _suite(suite: tuple[str, str], questions: list[dict[str, Any]], site: str) -> list[str]:
-    """The questions of a suite, folded."""
+def _suite(
+    suite: tuple[str, str], questions: list[dict[str, Any]], formats: list[dict[str, Any]], site: str
+) -> list[str | Chart]:
+    """The questions of a suite, folded; and the answers at equal bytes, if its K and V have several formats."""
     models = ", ".join(dict.fromkeys(question["model"] for question in questions))
     count = f"{len(questions)} question{'' if len(questions) == 1 else 's'}"
     head = f"<details><summary>{md(suite[0])} v{md(suite[1])}: {count} on {md(models)}</summary>\n"
-    return [head, *(_line(question, site) for question in questions), "\n</details>\n"]
+    sizes = [f"- {md(size['answer'])}" for equal in formats for size in equal["sizes"]]
+    pictures = [over_bytes(equal, equal["id"]) for equal in formats]
+    return [
+        head,
+        *sizes,
+        *([""] if sizes else []),
+        *pictures,
+        *(_line(question, site) for question in questions),
+        "\n</details>\n",
+    ]
 
 
 def _line(question: dict[str, Any], site: str) -> str:

@@ -57,6 +57,9 @@ class _InFlight:
         return self.tokens / max(now - self.started, 1e-9) if self.total else 0.0
 
 
+_MOST_LEADERS = 4
+
+
 class _Rows(Progress):
     """A line for all cells, one for each that is being measured, and one for the best so far."""
 
@@ -87,8 +90,8 @@ class _Leaders:
             best[cell.capacity] = worth, f"{label} ({headline(record)})"
 
     def text(self) -> str:
-        """Who leads at each capacity of the question that was measured last; empty if nobody does."""
-        leaders = [text for _, (_, text) in sorted(self._best.get(self._last, {}).items())]
+        """Who leads at each of the largest capacities of the question that was measured last; empty if nobody does."""
+        leaders = [text for _, (_, text) in sorted(self._best.get(self._last, {}).items())][-_MOST_LEADERS:]
         return f"best so far: {', '.join(leaders)}" if leaders else ""
 
 

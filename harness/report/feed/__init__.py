@@ -13,7 +13,7 @@ from typing import Any
 from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Record, Submitted
 from kvbench.harness.report.chart import make_visible
-from kvbench.harness.report.feed import labels
+from kvbench.harness.report.feed import equal_bytes, labels
 from kvbench.harness.report.feed.question import Question, loss, questions, reference
 from kvbench.harness.report.feed.row import Placed, Provenance, dense_bytes, figure, row_id, row_json
 from kvbench.harness.report.feed.sentence import finding, size
@@ -21,6 +21,7 @@ from kvbench.harness.report.ranks import Place
 from kvbench.harness.report.rows import Row, short_names
 
 VERSION = 1  # raised when a reader of version 1 would misread the feed
+_LISTS = ("questions", "equal_bytes", "provenance")
 NAME = "kv-bench"  # its first field, by which a file is recognised
 
 
@@ -36,25 +37,26 @@ def feed(records: Iterable[Record], submitted: Mapping[str, Submitted] | None = 
 
 def of_questions(asked: Iterable[Question], submitted: Mapping[str, Submitted] | None = None) -> dict[str, Any]:
     """The feed of questions."""
-    provenance = Provenance(submitted or {})
+    provenance, asked = Provenance(submitted or {}), list(asked)
     answered = [_question(question, provenance) for question in asked]
     measured = [cell["measured"] for q in answered for row in _all_rows(q) for cell in row["cells"]]
     made: dict[str, Any] = make_visible({
         "feed": NAME, "version": VERSION, "measured": max(measured, default=""), "default": default(answered),
-        "questions": answered, "provenance": provenance.distinct,
+        "questions": answered, "equal_bytes": [equal_bytes.as_json(found) for found in equal_bytes.together(asked)],
+        "provenance": provenance.distinct,
     })  # fmt: skip
     return made
 
 
 def text(made: dict[str, Any]) -> str:
     """The content of `feed.json`: one line a question, so that changes are readable."""
-    head = {name: value for name, value in made.items() if name not in ("questions", "provenance")}
-    lists = {
-        name: "[\n" + ",\n".join(json.dumps(x, ensure_ascii=False, allow_nan=False) for x in made[name]) + "\n]"
-        for name in ("questions", "provenance")
-    }
+    head = {name: value for name, value in made.items() if name not in _LISTS}
+    lists = [
+        f'"{name}": [\n' + ",\n".join(json.dumps(x, ensure_ascii=False, allow_nan=False) for x in made[name]) + "\n]"
+        for name in _LISTS
+    ]
     body = json.dumps(head, ensure_ascii=False, allow_nan=False)[:-1]
-    return f'{body}, "questions": {lists["questions"]}, "provenance": {lists["provenance"]}}}\n'
+    return f"{body}, {', '.join(lists)}}}\n"
 
 
 def default(answered: list[dict[str, Any]]) -> str | None:

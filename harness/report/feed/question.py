@@ -28,6 +28,8 @@ from kvbench.harness.report.task import task_of
 CONTROL = "random"  # a policy that does no better gains nothing from choosing its tokens
 _MAX_NATS = 700  # the exponential of more overflows
 
+Measure = Literal["perplexity", "answers"]
+
 
 @dataclass(frozen=True)
 class Loss:
@@ -53,9 +55,12 @@ class Loss:
 def loss(question: Question, row: Row, base: Row | None) -> Loss | None:
     """What a row loses to another; None if the two can't be paired."""
     change = None if base is None or row is base else question.change(row, base)
-    if base is None or change is None:
-        return None
-    of_text = question.measure == "perplexity"
+    return None if base is None or change is None else loss_of(question.measure, base, change)
+
+
+def loss_of(measure: Measure, base: Row, change: Change) -> Loss:
+    """The change from a row, as a loss to it."""
+    of_text = measure == "perplexity"
     verdict = judge_interval(change.low, change.high, MARGINS["nll" if of_text else "accuracy"])
     ends = change.value, change.low, change.high
     value, low, high = (None if x is None else percent(x) if of_text else 100 * x for x in ends)
@@ -98,9 +103,6 @@ def _has_trend(question: Question, dense: Row) -> bool:
     return dense.perplexity is None or dense.nll is None or past_training(dense.perplexity)
 
 
-Measure = Literal["perplexity", "answers"]
-
-
 @dataclass(frozen=True)
 class Question:
     """What a table of policies answers.
@@ -113,6 +115,7 @@ class Question:
         positions: where its policies' kept tokens stand, if there is a question for each mode, or it is not `cache`; else empty.
         machine: the device, and its set-up where several were timed.
         stored: how its policies' K and V are stored, in words; empty: in the model's dtype.
+        coded: references that are stored otherwise. They are no rows of it.
     """
 
     measure: Measure
@@ -122,6 +125,7 @@ class Question:
     positions: str
     machine: str
     stored: str = ""
+    coded: Sequence[Row] = ()
 
     @property
     def first(self) -> Record:
@@ -166,7 +170,7 @@ class Question:
         """
         found = {}
         for pair in itertools.combinations(range(len(self.rows)), 2):
-            comparison = self._comparison(*(self.rows[place] for place in pair))
+            comparison = self.comparison(*(self.rows[place] for place in pair))
             if comparison is not None:
                 found[pair] = comparison
         changes: dict[Pair, Change] = {}
@@ -184,7 +188,8 @@ class Question:
         """The places of the caches of a capacity that have a figure, by their numbers."""
         return places([self.numbers[id(row)] for row in self.at(capacity) if self.figure(row) is not None], self.changes)
 
-    def _comparison(self, a: Row, b: Row) -> Comparison | None:
+    def comparison(self, a: Row, b: Row) -> Comparison | None:
+        """What b loses to a; None if the two can't be paired."""
         if self.measure == "answers":
             return answer_comparison(a, b)
         return None if a.perplexity is None or b.perplexity is None else nll_comparison(a.perplexity, b.perplexity)
@@ -270,7 +275,8 @@ def _by_eviction(measure: Measure, subject: list[Record], beside: list[Record], 
         found = [row for row in rows(together) if any(id(r) in names for r in row.records)]
         shown = [r for r in together if id(r) in names]
         mode = positions if several or positions != "cache" else ""
-        yield Question(measure, shown, found, evicts, mode, machine or subject[0].facts.device, stored)
+        coded = rows([r for r in subject if is_reference(r) and r.cell.stored not in ("", stored)])
+        yield Question(measure, shown, found, evicts, mode, machine or subject[0].facts.device, stored, coded)
 
 
 def _answers(record: Record) -> bool:

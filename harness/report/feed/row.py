@@ -70,7 +70,7 @@ def row_json(question: Question, placed: Placed, names: dict[str, str], provenan
         "beats": [row_id(question.rows[worse]) for worse in placed.place.beats],
         "loss": None if placed.loss is None else loss_json(row, placed.loss, names),
         "loss_to_dense": None if dense_loss is None else loss_json(row, dense_loss, names),
-        "perplexity": figure(_perplexity(question, row)), "tokens_read": _tokens_read(row), "answers": _answers(row),
+        "perplexity": figure(perplexity(question, row)), "tokens_read": _tokens_read(row), "answers": answers_json(row),
         "kv_bytes": row.kv_bytes, "kv_share": _share(row.kv_bytes, dense_bytes(question)[0]),
         "ms": figure(row.step_ms), "times_dense": _times_dense(question, row),
         "code": visible(theirs or whose.code), "paper": whose.paper, "arxiv": whose.arxiv, "status": _status(question, row),
@@ -109,7 +109,7 @@ def _share(part: int | None, whole: int | None) -> float | None:
     return figure(part / whole) if part and whole else None
 
 
-def _perplexity(question: Question, row: Row) -> float | None:
+def perplexity(question: Question, row: Row) -> float | None:
     """Over the tokens that every row of the question scored."""
     nll = question.figure(row) if question.measure == "perplexity" else None
     return None if nll is None else math.exp(min(nll, 700))
@@ -120,7 +120,7 @@ def _tokens_read(row: Row) -> int | None:
     return None if row.perplexity is None else row.perplexity.metrics.tokens_read
 
 
-def _answers(row: Row) -> list[dict[str, Any]]:
+def answers_json(row: Row) -> list[dict[str, Any]]:
     """Right answers by task, with the 95 % interval of their share; its ends are None if there are too few streams for one."""
     tasks: dict[str, list[Record]] = {}
     for record in row.records:
@@ -151,7 +151,7 @@ def _status(question: Question, row: Row) -> str:
 
 def _shown(question: Question, row: Row, record: Record) -> str:
     """The main figure of a cell; of a perplexity the row's, and that of all tokens that the record scored if they are more."""
-    of_row = _perplexity(question, row) if record is row.perplexity and not question.common.are_all else None
+    of_row = perplexity(question, row) if record is row.perplexity and not question.common.are_all else None
     headline = sections.headline(record)
     return headline if of_row is None else f"perplexity {of_row:.4g} on the tokens that every row scored; on all: {headline}"
 

@@ -65,6 +65,7 @@ export function showAnswer() {
   byId("sentence").textContent = budget.answer;
   byId("fit").textContent = fitting(question, budget, state, fits);
   byId("half").textContent = halved(question, budget);
+  byId("equal-bytes").replaceChildren(...atEqualBytes(question).map((textContent) => el("li", { textContent })));
   showCost(question, budget, state);
   showChart(question, budget, state);
   showTable(question, budget, state);
@@ -110,6 +111,9 @@ function halved(question, budget) {
   const half = question.budgets.filter((other) => other.capacity !== null && other.capacity <= budget.capacity / 2).at(-1);
   return half ? `With half of that? At ${budgetName(half.capacity)}: ${half.finding}` : "";
 }
+
+// The best policy of each size, whatever the format of K and V.
+const atEqualBytes = (question) => feed.equal_bytes.filter((formats) => formats.questions.includes(question.id)).flatMap(({ sizes }) => sizes.map((size) => size.answer));
 
 function showCost(question, budget, state) {
   const rows = [...budget.rows, ...question.references];

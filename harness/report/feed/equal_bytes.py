@@ -1,0 +1,133 @@
+"""Fewer tokens or smaller ones? Policies at equal bytes, whatever the format that they keep K and V in."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+from kvbench.harness.core.visible import visible
+from kvbench.harness.report.feed import labels
+from kvbench.harness.report.feed.question import Question, loss_of
+from kvbench.harness.report.feed.row import answers_json, figure, loss_json, perplexity, row_id
+from kvbench.harness.report.feed.sentence import finding
+from kvbench.harness.report.ranks import Place, corrected, places
+from kvbench.harness.report.rows import Row
+
+SHARES = tuple(Fraction(1, 2**halvings) for halvings in range(1, 6))  # of the bytes that dense holds in the model's dtype
+
+
+@dataclass(frozen=True)
+class Formats:
+    """Questions that differ in nothing but the format of K and V, as one.
+
+    Attributes:
+        parts: the questions.
+        whole: of all their rows.
+        dense: keeps everything, in the model's dtype.
+    """
+
+    parts: Sequence[Question]
+    whole: Question
+    dense: Row
+
+    def at(self, share: Fraction) -> list[Row]:
+        """Of every policy and format, the largest cache that holds no more than this share of dense's bytes."""
+        most, found = share * (_held(self.dense) or 0), dict[str, Row]()
+        for row in sorted(self.whole.rows, key=lambda r: _held(r) or 0):
+            if 0 < (_held(row) or 0) <= most and self.whole.figure(row) is not None:
+                found[self._kind(row)] = row
+        return list(found.values())
+
+    def _kind(self, row: Row) -> str:
+        """What rows of other capacities have, too: the policy and the format, and parameters if they tell policies apart.
+
+        Parameters are bound to a capacity: H2O's window is half of it.
+        """
+        alike = [other for other in self.whole.rows if _alike(other) == _alike(row)]
+        several = max(Counter(other.cell.capacity for other in alike).values()) > 1
+        return repr([_alike(row), row.cell.parameters if several else None])
+
+
+def together(asked: Iterable[Question]) -> list[Formats]:
+    """Questions with more than one format and a dense cache in the model's dtype."""
+    groups: dict[str, list[Question]] = {}
+    for question in asked:
+        groups.setdefault(labels.identifier(replace(question, stored="")), []).append(question)
+    return [found for group in groups.values() if len(group) > 1 and (found := _formats(group))]
+
+
+def _formats(group: Sequence[Question]) -> Formats | None:
+    rows = {row_id(row): row for question in group for row in (*question.rows, *question.coded)}
+    records = {record.cell_id: record for row in rows.values() for record in row.records}
+    dense = next((row for row in rows.values() if row.cell.is_dense and not row.cell.stored and _held(row)), None)
+    whole = replace(group[0], records=list(records.values()), rows=list(rows.values()), stored="")
+    return None if dense is None else Formats(group, whole, dense)
+
+
+def as_json(formats: Formats) -> dict[str, Any]:
+    """What the feed has of it."""
+    question, cell = formats.whole, formats.whole.first.cell
+    rows = {row_id(row): _row(formats, row) for row in question.rows if _held(row) and question.figure(row) is not None}
+    kept = {share: {row_id(row): row for row in formats.at(share)} for share in SHARES}
+    told = [share for share, found in kept.items() if len({row.cell.stored for row in found.values()}) > 1]
+    return {
+        "id": labels.identifier(question), "suite": visible(cell.suite), "suite_version": cell.suite_version,
+        "model": visible(cell.model.id), "dtype": visible(cell.model.dtype), "subject": labels.subject(question),
+        "evict": labels.evicting(question.evicts), "measure": question.measure, "dense_bytes": _held(formats.dense),
+        "questions": [labels.identifier(part) for part in formats.parts],
+        "rows": list(rows.values()), "sizes": [_size(formats, share, kept[share], rows) for share in told],
+    }  # fmt: skip
+
+
+def _row(formats: Formats, row: Row) -> dict[str, Any]:
+    """A row without its rank, which depends on the size."""
+    question, held, whole = formats.whole, _held(row), _held(formats.dense)
+    compared = None if row is formats.dense else question.comparison(formats.dense, row)
+    lost = None if compared is None else loss_of(question.measure, formats.dense, compared.among())
+    return {
+        "id": row_id(row), "policy": visible(row.cell.policy), "name": _name(row), "stored": visible(row.cell.stored),
+        "capacity": row.cell.capacity, "held_bytes": held, "kv_share": figure(held / whole) if held and whole else None,
+        "perplexity": figure(perplexity(question, row)), "answers": answers_json(row),
+        "loss": None if lost is None else loss_json(row, lost, {row_id(formats.dense): "dense"}),
+    }  # fmt: skip
+
+
+def _size(formats: Formats, share: Fraction, kept: dict[str, Row], rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """All policies and formats of a size, the best first."""
+    question, ids = formats.whole, list(kept)
+    found = _places(question, list(kept.values()))
+    shown = [rows[at] | {"rank": place.rank and list(place.rank)} for at, place in zip(ids, found, strict=True)]
+    shown.sort(key=lambda row: (row["rank"] is None, row["rank"] or [0], question.figure(kept[row["id"]]) or 0.0))
+    said = finding([row | {"loss_to_dense": None, "times_dense": None} for row in shown], question.measure)
+    size = (_held(formats.dense) or 0) * share
+    where = f"{visible(question.first.cell.model.id)}, {labels.subject(question)}, in any format"
+    return {
+        "share": float(share), "bytes": int(size), "ranks": [{"id": row["id"], "rank": row["rank"]} for row in shown],
+        "finding": said, "answer": f"At 1/{share.denominator} of dense's bytes, {where}: {said}",
+    }  # fmt: skip
+
+
+def _places(question: Question, rows: Sequence[Row]) -> list[Place]:
+    """The places of rows among each other, corrected for the number of pairs."""
+    pairs = itertools.combinations(range(len(rows)), 2)
+    compared = {(i, j): found for i, j in pairs if (found := question.comparison(rows[i], rows[j])) is not None}
+    return list(places(range(len(rows)), corrected(compared)).values())
+
+
+def _alike(row: Row) -> list[object]:
+    return [row.cell.policy, row.cell.seed, row.cell.stored]
+
+
+def _name(row: Row) -> str:
+    tokens = f" of {row.cell.capacity:,} tokens" if row.cell.capacity else ""
+    return visible(f"{row.cell.policy}{tokens}{f' as {row.cell.stored}' if row.cell.stored else ''}")
+
+
+def _held(row: Row) -> int | None:
+    """Bytes of K and V of the tokens held at the end; those of their slots in older records."""
+    sizes = [r.metrics.kv_held_bytes or r.metrics.kv_bytes for r in row.records if r.status == "ok"]
+    return next((size for size in sizes if size), None)
