@@ -26,9 +26,11 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import decoder
 from kvbench.harness.models.load import load_model, load_tokenizer
 from kvbench.harness.pretrain.tokenizer import of_words, wrapped
+from kvbench.harness.records import RecordStore
 from kvbench.harness.records.aggregates import answer_figures
 from kvbench.harness.records.metrics import AnswerMetrics
 from kvbench.harness.report.chart import Chart
+from kvbench.harness.tasks import turns as task
 from kvbench.harness.tasks.turns import Turns, TurnsOptions
 from kvbench.harness.tasks.turns.conversation import conversation
 from kvbench.policies.h2o import H2O
@@ -424,3 +426,15 @@ def test_scbench_goes_from_published_data_to_a_page(published, model_dir, tmp_pa
     assert {r["cell"]["task"]["subset"] for r in records} == {"scbench_kv", "scbench_prefix_suffix"}
     assert {r["metrics"]["questions"] for r in records} == {2}
     assert len(records) == 2 * 2 * 2
+
+
+def test_kinds_by_conversation_add_up_to_those_of_the_record():
+    records, _ = RecordStore(Path(__file__).parents[1] / "leaderboard" / "results" / "turns").read_all()
+    seen = set()
+    for record in records[::7]:
+        for kind, counts in (record.metrics.kinds or {}).items():
+            found = task._of_kind([record], kind)
+            assert (found.right, found.questions) == (counts.right, counts.questions)
+            assert len(found.streams) <= record.cell.options["streams"]
+            seen.add(kind)
+    assert seen == {"system", "text", "turn", "corrected"}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -21,7 +21,7 @@ from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.charts.parts import panels
 from kvbench.harness.report.machines import device, on_device, row_label
 from kvbench.harness.report.markdown import bracketed, cache_bytes, count, short_titles, status, table, task_line
-from kvbench.harness.report.shares import answers
+from kvbench.harness.report.shares import Answers, answers
 from kvbench.harness.tasks.common.answers import AnsweringTask, QuizFacts, about_intervals
 from kvbench.harness.tasks.task import Job, Options, Tokenizer
 from kvbench.harness.tasks.turns.conversation import STYLES, conversation
@@ -154,10 +154,32 @@ def _counts(group: Sequence[Record], by: Literal["kinds", "turns"]) -> dict[str,
 def _by_kind(group: Sequence[Record], kinds: Sequence[str]) -> list[str]:
     """Percent right of each kind; the last column, percent of answers that are an old value, goes with corrected ones."""
     counts = _counts(group, "kinds")
-    shown = {kind: f"{100 * right / asked:.1f} of {asked:,}" for kind, (right, asked) in counts.items()}
+    shown = {
+        kind: f"{100 * right / asked:.1f}{bracketed(_of_kind(group, kind).ends, 1)} of {asked:,}"
+        for kind, (right, asked) in counts.items()
+    }
     stale = sum(metrics.stale or 0 for metrics in _measured(group))
     old = [f"{100 * stale / counts['corrected'][1]:.1f}" if "corrected" in counts else ""] if "corrected" in kinds else []
     return [*(shown.get(kind, "") for kind in kinds), *old]
+
+
+def _of_kind(group: Sequence[Record], kind: str) -> Answers:
+    """Right answers to questions of a kind, by conversation; seeds of a policy answer the same ones."""
+    right, asked = Counter[int](), Counter[int]()
+    for record in group:
+        metrics, options = record.measured(AnswerMetrics), record.cell.task_options(TurnsOptions)
+        asks = [(stream, one) for stream in range(options.streams) for one in _kinds_asked(options, stream)]
+        for (stream, one), digit in zip(asks, metrics.outcomes if metrics else "", strict=False):
+            right[stream] += one == kind and digit == "1"
+            asked[stream] += one == kind
+    streams = [(right[stream], questions) for stream, questions in asked.items() if questions]
+    return Answers(right.total(), asked.total(), streams)
+
+
+@lru_cache(maxsize=1024)
+def _kinds_asked(options: TurnsOptions, stream: int) -> list[str]:
+    """The kind of each question of a generated conversation."""
+    return [about["kind"] for *_, about in conversation(options, stream).questions]
 
 
 def _by_turn(group: Sequence[Record], turns: Sequence[str]) -> list[str]:
