@@ -7,10 +7,12 @@ import json
 import random
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import bench_in
 from factories import cell_record
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,6 +24,7 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import decoder
 from kvbench.harness.engine.method import EAGER
 from kvbench.harness.models.load import load_model, load_tokenizer
+from kvbench.harness.report.keep_map import Map
 from kvbench.harness.report.sections import section
 from kvbench.harness.report.shares import answers
 from kvbench.harness.report.verify import problems
@@ -491,3 +494,40 @@ def test_an_answer_that_was_made_right_afterwards_is_noticed(measured):
     forged = path.with_name("forged.trace.jsonl")
     forged.write_text("".join(json.dumps(x) + "\n" for x in lines))
     assert Trace.from_trace(record, forged)["right"] == 1
+
+
+@pytest.mark.slow("measures a suite")
+def test_the_failure_that_the_page_explains_is_so(tmp_path):
+    page = (Path(__file__).parents[1] / "docs" / "tasks" / "trace.md").read_text(encoding="utf-8")
+    (suite,) = re.findall(r"```yaml\n(suite: one-failure\n.*?)```", page, re.S)
+    (tmp_path / "one.yaml").write_text(suite)
+    done = bench_in("run", "one.yaml", "--trace", "kept=all", "--threads", 1, "--results", "out", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    said = {name: _third(tmp_path, name) for name in ("dense", "h2o", "random")}
+    prompt = said["dense"]["prompt"].split()
+    right = naive(said["dense"]["prompt"]).split()
+    assert len(right) == 275
+    assert said["dense"]["said"].split() == said["h2o"]["said"].split() == right
+    words = said["random"]["said"].split()
+    wrong = next(place for place, (word, truth) in enumerate(zip(words, right, strict=True)) if word != truth)
+    assert (wrong + 1, words[wrong], right[wrong - 1], right[wrong]) == (96, "6", "v3", "5")
+    (source,) = list(sources(machine.Program.from_prompt(prompt)))[wrong]
+    asked = len(prompt) + wrong  # counted from the prompt's first word
+    assert asked - source == 42
+    last = _held_last(tmp_path, "random", source)
+    assert sum(step < asked for step in last) == 10
+    assert sum(step == source + 15 for step in last) == 8
+    assert min(_held_last(tmp_path, "h2o", source)) >= asked
+
+
+def _third(folder, policy):
+    (file,) = folder.glob(f"out/*/*/{policy}-*.trace.jsonl")
+    return json.loads(file.read_text().splitlines()[2])
+
+
+def _held_last(folder, policy, place):
+    """Of each layer and head, the last word after which it held a word of the third stream; both without the sink before them."""
+    (file,) = folder.glob(f"out/*/*/{policy}-*.kept.parquet")
+    kept = Map.read(file).of_stream(2)
+    found = [kept.step[(kept.position == place + 1) & (kept.layer == n // 4) & (kept.head == n % 4)] for n in range(12)]
+    return [int(steps.max()) - 1 for steps in found]
