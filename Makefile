@@ -112,6 +112,7 @@ picture: .venv/ready  ## the README's pictures, and figures in prose, from the r
 	$(BIN)/python docs/images/recall.py
 	$(BIN)/python docs/images/writing.py
 	$(BIN)/python docs/images/backcopy.py
+	$(BIN)/python docs/images/equal.py
 	$(BIN)/python docs/figures.py
 
 validity: .venv/ready  ## docs/validity.md, from the records in leaderboard/results

@@ -11,11 +11,13 @@ import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent / "images"))
 
 import backcopy
 import draw
+import equal
 import recall
 import zoo
 
@@ -34,7 +36,9 @@ _MARKED = re.compile(r"(<!--=(.+?)-->)(.*?)(<!---->)", re.S)
 
 def figures() -> dict[str, str]:
     """Every figure by name, as it is printed."""
-    return dict([*_recall(), *_zoo(), *_budget(), *_staircase(), *_long(), *_minutes(), *_vectors(), *_backcopy()])
+    return dict(
+        [*_recall(), *_zoo(), *_budget(), *_staircase(), *_long(), *_equal(), *_pages(), *_minutes(), *_vectors(), *_backcopy()]
+    )
 
 
 def _recall() -> Iterator[tuple[str, str]]:
@@ -133,9 +137,49 @@ def _long() -> Iterator[tuple[str, str]]:
             yield f"{name}/held", f"{100 * statistics.mean(m.held or 0 for m in found):.0f} %"
 
 
+def _equal() -> Iterator[tuple[str, str]]:
+    """equal/PANEL/NAME: right answers, or perplexity lost to dense, of a cache; with /bytes at its end: of dense's.
+
+    equal/PANEL/1/8/right and so on: of the best at a size; /name: which that is.
+    """
+    for panel, item in equal.measured().items():
+        rows = {row["id"]: row for row in item["rows"]}
+        for row in rows.values():
+            name, held = f"equal/{panel}/{row['name']}", 1 / row["kv_share"]
+            yield name, _quality(row, item["measure"])
+            yield f"{name}/bytes", f"1/{held:.0f}" if held >= 9.5 else f"1/{held:.1f}"
+        for size in item["sizes"]:
+            best, at = rows[size["ranks"][0]["id"]], f"equal/{panel}/1/{1 / size['share']:.0f}"
+            yield f"{at}/name", best["name"]
+            yield f"{at}/right", _quality(best, item["measure"])
+            yield f"{at}/of", f"{len(size['ranks'])}"
+            alone = [rows[place["id"]] for place in size["ranks"] if not rows[place["id"]]["stored"]]
+            if alone:
+                yield f"{at}/dtype/name", alone[0]["name"]
+                yield f"{at}/dtype/right", _quality(alone[0], item["measure"])
+
+
+def _quality(row: dict[str, Any], measure: str) -> str:
+    if measure == "answers":
+        return f"{100 * row['answers'][0]['share']:.0f} %"
+    return "0 %" if row["loss"] is None else f"{max(row['loss']['value'], 0):.1f} %"
+
+
+def _pages() -> Iterator[tuple[str, str]]:
+    """pages/TASK/POLICY/MOMENT: right answers, or perplexity."""
+    for record in RecordStore(recall.RESULTS / "pages").read_all()[0]:
+        answers, text = record.measured(QuestionMetrics), record.measured(NllMetrics)
+        task = str(record.cell.options.get("tasks", "prose")).removeprefix("kvbench_")
+        name = f"pages/{task}/{record.cell.policy}/{record.cell.evicts}"
+        if answers is not None:
+            yield name, f"{100 * (answers.accuracy or 0):.0f} %"
+        elif text is not None:
+            yield name, f"{text.perplexity:.3f}"
+
+
 def _minutes() -> Iterator[tuple[str, str]]:
     """minutes/SUITE: of one core, to measure the published cells of a suite."""
-    for suite in ("recall", "zoo", "budget", "long_answers"):
+    for suite in ("recall", "zoo", "budget", "long_answers", "equal_bytes", "pages"):
         seconds = sum(record.facts.seconds or 0 for record in RecordStore(recall.RESULTS / suite).read_all()[0])
         yield f"minutes/{suite}", f"{seconds / 60:.0f}"
 

@@ -24,7 +24,6 @@ def panel(equal: dict[str, Any]) -> dict[str, Any]:
     of_text = equal["measure"] == "perplexity"
     values = [value for row in equal["rows"] if (value := _value(row, of_text, equal["dtype"])) is not None]
     values.sort(key=lambda v: (v["share"], v["y"] if of_text else -v["y"]))
-    pairs = [(v["policy"], v["policy"]) for v in values]
     stored = list(dict.fromkeys(v["format"] for v in sorted(values, key=lambda v: v["order"])))
     title = f"perplexity lost to dense, % (up to {_MOST_LOST})" if of_text else "right answers, %"
     x = {
@@ -37,9 +36,9 @@ def panel(equal: dict[str, Any]) -> dict[str, Any]:
         "field": "format", "type": "nominal", "sort": None, "title": "K and V",
         "scale": {"domain": stored, "range": list(_FORMATS[: len(stored)])},
     }  # fmt: skip
-    colour = {**chart.by_policy("color", pairs), "legend": {"symbolType": "circle"}}
+    colour = {"field": "policy", "type": "nominal", "sort": None, "title": "policy", "legend": {"symbolType": "circle"}}
     point = {"type": "point", "filled": False, "size": 60, "strokeWidth": 1.8, "opacity": 0.9}
-    line = {"type": "line", "interpolate": "step-after", "strokeDash": [4, 3], "strokeWidth": 1.2, "opacity": 0.7}
+    line = {"type": "line", "interpolate": "step-after", "strokeDash": [4, 3], "strokeWidth": 1.2, "color": "#808080"}
     return {
         "layer": [
             {"data": {"values": _front(values, of_text)}, "mark": line, "encoding": {"x": x, "y": y}},
