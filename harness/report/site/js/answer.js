@@ -65,7 +65,9 @@ export function showAnswer() {
   byId("sentence").textContent = budget.answer;
   byId("fit").textContent = fitting(question, budget, state, fits);
   byId("half").textContent = halved(question, budget);
-  byId("equal-bytes").replaceChildren(...atEqualBytes(question).map((textContent) => el("li", { textContent })));
+  const sizes = atEqualBytes(question);
+  byId("formats").hidden = sizes.length === 0;
+  byId("equal-bytes").replaceChildren(...sizes.map((size) => el("li", { textContent: `At 1/${Math.round(1 / size.share)} of dense's bytes: ${size.finding}` })));
   showCost(question, budget, state);
   showChart(question, budget, state);
   showTable(question, budget, state);
@@ -113,7 +115,7 @@ function halved(question, budget) {
 }
 
 // The best policy of each size, whatever the format of K and V.
-const atEqualBytes = (question) => feed.equal_bytes.filter((formats) => formats.questions.includes(question.id)).flatMap(({ sizes }) => sizes.map((size) => size.answer));
+const atEqualBytes = (question) => feed.equal_bytes.filter((formats) => formats.questions.includes(question.id)).flatMap(({ sizes }) => sizes);
 
 function showCost(question, budget, state) {
   const rows = [...budget.rows, ...question.references];
