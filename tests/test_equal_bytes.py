@@ -87,6 +87,11 @@ def test_one_format_is_no_choice_and_without_dense_there_is_no_size(left_out):
     assert feed.feed(kept)["equal_bytes"] == []
 
 
+def test_a_row_says_its_format_where_there_are_several():
+    (table,) = closing.closing(of_text()).tables
+    assert [line[0] for line in table.lines] == ["dense", "dense (kv int8)", "h2o", "h2o (window 8)", *["h2o (kv int8)"] * 2]
+
+
 def test_page_terminal_and_schema_have_it():
     made = feed.feed(of_text())
     jsonschema.validate(made, SCHEMA)

@@ -16,8 +16,11 @@ from kvbench.harness.report.shares import Answers, Stream, answers, streams_of
 
 
 def short_names(policies: Sequence[Row]) -> list[str]:
-    """Each policy with the settings in which it differs from others of its name and capacity."""
-    names = []
+    """Each policy with the settings in which it differs from others of its name and capacity; and its format, if there are several.
+
+    A format says how large a token is, so it tells more than a capacity.
+    """
+    names, formats = [], {row.cell.stored for row in policies}
     for row in policies:
         rivals = [r for r in policies if (r.cell.policy, r.cell.capacity) == (row.cell.policy, row.cell.capacity)]
         alternatives: list[dict[str, object]] = [_settings(r) for r in rivals]
@@ -27,6 +30,7 @@ def short_names(policies: Sequence[Row]) -> list[str]:
             if len({repr([a.get(k) for k in others]) for a in alternatives}) == len(alternatives):
                 kept = others
         settings = _settings(row)
+        kept += ["kv"] if len(formats) > 1 and "kv" not in kept else []
         extra = ", ".join(f"{key} {settings[key]}" for key in kept if settings.get(key) is not None)
         names.append(visible(without_folder(row.cell.policy) + (f" ({extra})" if extra else "")))
     return names
