@@ -79,8 +79,12 @@ class RecomputeDecoder:
         before = self._history.shape[1]
         text = torch.cat([self._history, tokens], 1)
         logits = self._logits(text, [before + t + 1 for t in wanted])
-        self._history = text if text.shape[1] < self.length else self._window(text, self.length - 1)
+        self._remember(text)
         return logits
+
+    def _remember(self, text: Tensor) -> None:
+        """Keep of a text what the next windows may hold."""
+        self._history = text if text.shape[1] < self.length else self._window(text, self.length - 1)
 
     def _window(self, text: Tensor, length: int) -> Tensor:
         """The sinks and the newest tokens of each stream, `length` together. [B, N] -> [B, length]."""

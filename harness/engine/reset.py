@@ -85,7 +85,7 @@ class ResetDecoder(RecomputeDecoder):
                 part = torch.cat([again, tokens[:, start:stop]], 1)
                 out.append(self.cache(part, keep=self._places(inside, start - again.shape[1], part.shape[1])))
             start, held = stop, held + stop - start
-        self._history = text if text.shape[1] < self.length else self._window(text, self.length - 1)
+        self._remember(text)
         return torch.cat(out, 1)
 
     def _places(self, wanted: Sequence[int], first: int, count: int) -> Tensor | None:
