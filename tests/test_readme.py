@@ -106,7 +106,7 @@ def test_what_the_readme_concludes_from_losses_is_so(zoo, draw):
     step, prompt = (zoo.losses(records, moment) for moment in zoo.MOMENTS)
     assert {zoo.spread(records, moment)[0] for moment in zoo.MOMENTS} == {5}
     better = [{row.policy for row in rows if row.verdict == zoo.BETTER} for rows in (step, prompt)]
-    assert better == [{"dense", "rkv"}, {"dense", "cur", "cake", "rkv"}]
+    assert better == [{"dense", "rkv", "headkv"}, {"dense", "cur", "cake", "rkv", "headkv", "duo_attention"}]
     assert {row.policy: row.verdict for row in zoo.losses(records, "prompt", "cache")}["cur"] == zoo.ALIKE
     far = [row.loss for row in step if row.verdict == zoo.WORSE and row.loss >= 1]
     assert min(far) > 2, "those that are a little worse are a group"
