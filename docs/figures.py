@@ -86,9 +86,9 @@ def policies(rows: list[zoo.Row]) -> int:
 
 
 def _budget() -> Iterator[tuple[str, str]]:
-    """budget/POLICY/TOKENS, perplexity lost in %; with /POSITIONS at its end, perplexity."""
+    """budget/NAME/TOKENS, perplexity lost in %; with /POSITIONS at its end, perplexity."""
     shown = [row for budget in draw.question()["budgets"] for row in budget["rows"] if row["loss"]]
-    yield from ((f"budget/{row['policy']}/{row['capacity']}", f"{row['loss']['value']:,.0f} %") for row in shown)
+    yield from ((f"budget/{row['name']}/{row['capacity']}", f"{row['loss']['value']:,.0f} %") for row in shown)
     not_drawn = [row["loss"]["value"] for row in shown if row["policy"] in ("random", "keydiff")]
     yield "budget/not drawn", f"{min(not_drawn):,.0f} to {max(not_drawn):,.0f} %"
     for record in RecordStore(recall.RESULTS / "budget").read_all()[0]:

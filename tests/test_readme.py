@@ -101,7 +101,7 @@ def test_what_the_readme_concludes_from_losses_is_so(zoo, draw):
     step, prompt = (zoo.losses(records, moment) for moment in zoo.MOMENTS)
     assert {zoo.spread(records, moment)[0] for moment in zoo.MOMENTS} == {5}
     better = [{row.policy for row in rows if row.verdict == zoo.BETTER} for rows in (step, prompt)]
-    assert better == [{"dense", "rkv"}, {"dense", "cur", "cake", "rkv"}]
+    assert better == [{"dense", "rkv", "headkv"}, {"dense", "cur", "cake", "rkv", "headkv", "duo_attention"}]
     assert {row.policy: row.verdict for row in zoo.losses(records, "prompt", "cache")}["cur"] == zoo.ALIKE
     far = [row.loss for row in step if row.verdict == zoo.WORSE and row.loss >= 1]
     assert min(far) > 2, "those that are a little worse are a group"
@@ -229,7 +229,8 @@ def test_the_suites_in_the_documentation_are_suites(tmp_path):
 
 
 def test_the_number_of_policies_is_that_of_the_list():
-    no_policies = {"dense", "recompute_window", "recompute_sink_window", "random", "replay"}  # of eviction: references, a control
+    references = {"dense", "recompute_window", "recompute_sink_window", "reset"}  # which choose nothing to evict
+    no_policies = references | {"random", "replay"}
     count = len(set(plugins.policy_names()) - no_policies)
     assert f"[{count} are shipped]" in README
     assert f"{count} policies:" in page("comparison.md")

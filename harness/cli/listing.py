@@ -94,9 +94,10 @@ def _with_defaults(policy: type[Policy]) -> Policy | None:
 def _blocks(policy_class: type[Policy]) -> str:
     """How blocks of tokens are read under a policy with its defaults, on a CPU."""
     from kvbench.harness.engine.kernels.compiler import why_not
+    from kvbench.policies.reset import Reset
 
     if not policy_class.caches:
-        return "windows run afresh"
+        return "full attention between resets" if issubclass(policy_class, Reset) else "windows run afresh"
     if not policy_class.evicts:
         return "closed form"
     usual = _with_defaults(policy_class)

@@ -30,6 +30,7 @@ from kvbench.harness.engine.probes import LayerCache
 from kvbench.harness.engine.prompt import Whole, move
 from kvbench.harness.engine.random_fill import fill_randomly
 from kvbench.harness.engine.recompute import RecomputeDecoder
+from kvbench.harness.engine.reset import ResetDecoder, between_resets
 from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.slots import Slots
 from kvbench.harness.engine.walk import Walk
@@ -49,6 +50,8 @@ def decoder(model: Model, config: CacheConfig, streams: int = 1, method: Method 
     """
     if isinstance(config.policy, Contestant):
         return ForeignDecoder(model, config, streams, method)
+    if (between := between_resets(config)) is not None:
+        return ResetDecoder(model, config, CachedDecoder(model, between, streams))
     if not config.policy.caches:
         return RecomputeDecoder(model, config, streams)
     return CachedDecoder(model, config, streams, method)
@@ -288,6 +291,13 @@ class CachedDecoder:
             fill_randomly(walk.slots, tokens, generators[walk.slots.device])
         self._mark_filled(tokens)
 
+    def clear(self) -> None:
+        """Forget all tokens, in place."""
+        for walk in self.walks:
+            walk.clear()
+        self._step.zero_()
+        self._seen = self._max_seen = 0
+
     def _run_eager(self, tokens: Tensor, valid: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
         """Read a block without a CUDA graph."""
         count = tokens.shape[1]
@@ -360,8 +370,7 @@ class CachedDecoder:
 
     def held(self, positions: Sequence[int]) -> float:
         """Share of (layer, KV head, token) still held, of these positions of the first stream. Syncs with the host."""
-        held = [walk.slots.held(torch.tensor(positions, device=walk.slots.device)).flatten().cpu() for walk in self.walks]
-        bits = torch.cat(held)
+        bits = torch.cat([w.slots.held(torch.tensor(positions, device=w.slots.device)).flatten().cpu() for w in self.walks])
         return int(bits.sum()) / bits.numel()
 
     @property

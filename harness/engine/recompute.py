@@ -79,8 +79,12 @@ class RecomputeDecoder:
         before = self._history.shape[1]
         text = torch.cat([self._history, tokens], 1)
         logits = self._logits(text, [before + t + 1 for t in wanted])
-        self._history = text if text.shape[1] < self.length else self._window(text, self.length - 1)
+        self._remember(text)
         return logits
+
+    def _remember(self, text: Tensor) -> None:
+        """Keep of a text what the next windows may hold."""
+        self._history = text if text.shape[1] < self.length else self._window(text, self.length - 1)
 
     def _window(self, text: Tensor, length: int) -> Tensor:
         """The sinks and the newest tokens of each stream, `length` together. [B, N] -> [B, length]."""
@@ -91,27 +95,32 @@ class RecomputeDecoder:
         if self._lengths is None:
             self._lengths = torch.full((len(tokens),), self._longest, device=tokens.device)
         ends = self._lengths.clamp(max=self.length - 1)[:, None] + valid.cumsum(1)  # where each token's window ends in `text`
+        sizes = self._window_lengths(self._lengths[:, None] + valid.cumsum(1))
         self._lengths = self._lengths + valid.sum(1)
         text = torch.cat([self._history, tokens, tokens[:, :1]], 1)  # the last column takes the invalid tokens
         text = text.scatter(1, (ends - 1).masked_fill(~valid, text.shape[1] - 1), tokens)
-        wanted = ends if keep is None else ends.index_select(1, keep)
-        nonempty = wanted if wanted.shape[1] else ends[:, :1]  # models reject an empty batch
+        wanted = torch.stack([ends, sizes]) if keep is None else torch.stack([ends, sizes]).index_select(2, keep)
+        nonempty = wanted if wanted.shape[2] else torch.stack([ends, sizes])[..., :1]  # models reject an empty batch
         width = min(self.length, text.shape[1] - 1)
         out = []
-        for end in nonempty.split(max(1, MAX_BATCH_TOKENS // (width * len(text))), 1):
-            padding = (width - end).clamp(min=0)
+        for end, size in nonempty.split(max(1, MAX_BATCH_TOKENS // (width * len(text))), 2):
+            padding = width - size
             windows = self._gathered(text, end, width, padding).flatten(0, 1)
             padded = padding.flatten()
             ranks = (torch.arange(width, device=text.device) - padded[:, None]).clamp(min=0)
             out.append(self.model(windows, _Windows(self.model, self.length, padded), 1, ranks).view(*end.shape, -1))
         width = min(self.length - 1, text.shape[1] - 1)
         self._history = self._gathered(text, ends[:, -1:], width, torch.zeros_like(ends[:, -1:]))[:, 0]
-        return torch.cat(out, 1)[:, : wanted.shape[1]]
+        return torch.cat(out, 1)[:, : wanted.shape[2]]
+
+    def _window_lengths(self, seen: Tensor) -> Tensor:
+        """Tokens of the last token's window, after `seen` tokens. Any shape, int64."""
+        return seen.clamp(max=self.length)
 
     def _gathered(self, text: Tensor, ends: Tensor, width: int, padding: Tensor) -> Tensor:
         """The padded window that ends at each of `ends`: sinks and newest tokens. [B, N], [B, K] -> [B, K, width]."""
         place = (torch.arange(width, device=text.device) - padding[..., None]).clamp(min=0)
-        place = torch.where(place < self.sinks, place, place + (ends - width).clamp(min=0)[..., None])
+        place = torch.where(place < self.sinks, place, place + (ends - width + padding).clamp(min=0)[..., None])
         return text.gather(1, place.flatten(1)).view(place.shape)
 
     def _logits(self, text: Tensor, ends: list[int]) -> Tensor:

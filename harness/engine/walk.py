@@ -328,6 +328,15 @@ class Walk:
         self.steady = None
         self.ordered = self.ordered and (self.slots.capacity is None or seen < self.slots.capacity)
 
+    def clear(self) -> None:
+        """Forget all tokens, in slots whose policy keeps no statistics."""
+        tensors = self.slots.tensors
+        assert not tensors.states
+        tensors.rank.fill_(self.slots.empty_rank)
+        tensors.position.fill_(-1)
+        tensors.free.copy_(tensors.row_base)
+        self.ordered, self.steady = True, None
+
     def fork(self, streams: Tensor) -> Walk:
         """A walk over copies of these streams. streams: [B'] int64."""
         other = Walk(self.slots.fork(streams), self._placement.mode, self._placement.limit, self._method, like=self)

@@ -148,6 +148,11 @@ def step_figures(steps: NDArray[np.float64], batch: int) -> dict[str, Any]:
     }
 
 
+def largest(sittings: Sequence[Sequence[Sequence[float]]]) -> float:
+    """Milliseconds of a sitting's longest step, the median of the sittings. The steps are those of `timing`."""
+    return float(np.median([np.max(rounds) for rounds in sittings]))
+
+
 def timing(sittings: Sequence[Sequence[Sequence[float]]]) -> tuple[float, float]:
     """The median of the rounds' medians, and its relative error.
 

@@ -30,7 +30,7 @@ _COLOURS = {
 _MEMBERS = {
     "reference": ("dense", "recompute_window", "recompute_sink_window"),
     "control": ("random", "replay"),
-    "pattern": ("sink_window", "window", "lambda", "longformer", "bigbird_static", "sparse_fixed", "lacache"),
+    "pattern": ("sink_window", "window", "lambda", "longformer", "bigbird_static", "sparse_fixed", "lacache", "reset"),
     "attention": ("h2o", "tova", "scissorhands", "roco", "snapkv", "chunkkv", "rkv", "finch"),
     "key": ("keydiff", "knorm", "lagkv", "cur", "leverage", "expected_attention", "triattention", "criticalkv"),
     "budget": ("adakv", "pyramidkv", "cake", "headkv", "duo_attention"),

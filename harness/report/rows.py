@@ -31,9 +31,22 @@ def short_names(policies: Sequence[Row]) -> list[str]:
                 kept = others
         settings = _settings(row)
         kept += ["kv"] if len(formats) > 1 and "kv" not in kept else []
-        extra = ", ".join(f"{key} {settings[key]}" for key in kept if settings.get(key) is not None)
+        said = [key for key in kept if settings.get(key) is not None and not _follows_capacity(key, row, policies)]
+        extra = ", ".join(f"{key} {settings[key]}" for key in said)
         names.append(visible(without_folder(row.cell.policy) + (f" ({extra})" if extra else "")))
     return names
+
+
+def _follows_capacity(key: str, row: Row, policies: Sequence[Row]) -> bool:
+    """Whether a setting is another at every capacity, while that of its rivals is the same at all: half the capacity beside 0."""
+    values: dict[int | None, set[str]] = {}
+    for r in policies:
+        if r.cell.policy == row.cell.policy:
+            values.setdefault(r.cell.capacity, set()).add(repr(_settings(r).get(key)))
+    shared = set.intersection(*values.values())
+    alone = [found - shared for found in values.values()]
+    own = {repr(_settings(row).get(key))} - shared
+    return bool(shared and own) and all(len(found) == 1 for found in alone) and len(set.union(*alone)) > 1
 
 
 def without_folder(name: str) -> str:

@@ -11,6 +11,7 @@ import torch
 
 from kvbench.harness.core.contestants import Contestant
 from kvbench.harness.core.device import free_bytes, wait_for
+from kvbench.harness.core.resets import holds_kv
 from kvbench.harness.engine.budgets import static_table
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fastcheck import FastCheck, fast_method
@@ -25,6 +26,8 @@ PLAIN_BLOCK_TOKENS = 256  # block size of the plain walk
 MAX_BLOCK_TOKENS = 2048  # of the faster methods
 LOGITS_SHARE_OF_FREE_MEMORY = 1 / 16
 _TIMED_TOKENS = 8
+_BETWEEN_RESETS = "full attention between resets"
+_FAST = ("closed form", "compiled walk", "full attention", _BETWEEN_RESETS)  # ways to read blocks of any size
 
 
 class Reading(NamedTuple):
@@ -51,14 +54,15 @@ def choose_reading(model: Model, config: CacheConfig, task: type[Task], options:
     if isinstance(config.policy, Contestant):
         return _own_reading(model, config, task, options, block, walk)
     facts: dict[str, Any] = {}
-    check = FastCheck(TOKEN_BY_TOKEN, "windows run afresh", "windows run afresh", 0.0)
+    way = _BETWEEN_RESETS if holds_kv(config.policy) else "windows run afresh"
+    check = FastCheck(TOKEN_BY_TOKEN, way, way, 0.0)
     if config.policy.caches:
         by_walk = FastCheck(TOKEN_BY_TOKEN, "walk", "plain", 0.0)
         check = by_walk if walk else fast_method(model, config, task.at_once(options), task.times_steps)
         facts["differs_from_walk"] = round(check.differs, 4) if math.isfinite(check.differs) else None
         facts.update({"refused": check.refused} if check.refused else {})
         facts.update({"plain_because": check.plain_because} if check.plain_because else {})
-    is_fast = check.blocks in ("closed form", "compiled walk", "full attention") and not task.of_device
+    is_fast = check.blocks in _FAST and not task.of_device
     streams = 1 if task.block_of_all else task.at_once(options)
     block = block or (_block_that_fits(model, streams) if is_fast else PLAIN_BLOCK_TOKENS)
     facts.update({"block": block, "method": check.blocks, "step": check.step})

@@ -13,6 +13,7 @@ import torch
 from kvbench.harness.core import plugins
 from kvbench.harness.core.device import best_seconds, multiply_rate
 from kvbench.harness.core.errors import UserError
+from kvbench.harness.core.resets import holds_kv, read_per_token
 from kvbench.harness.models.hub import BUILTIN, is_random
 from kvbench.harness.models.load import DTYPES, device_of
 from kvbench.harness.models.shape import ModelShape, readable_shape
@@ -87,15 +88,17 @@ def _seconds(cell: Cell, shape: ModelShape, rate: float, overhead: float) -> flo
     tokens = task.total(cell.task)
     attended = (cell.capacity or task.longest(cell.task)) + 1
     per_token = 2 * shape.parameters + 4 * shape.layers * shape.heads * shape.head_dim * attended
-    if not cell.policy.caches:
+    if not holds_kv(cell.policy):
         return task.windows(cell.task) * attended * per_token / rate
+    if not cell.policy.caches:
+        return tokens * read_per_token(cell.policy, cell.capacity or 1) * per_token / rate
     walked = tokens if cell.policy.evicts else tokens / 256
     return tokens * per_token / rate + shape.layers * overhead * (_WALK_OPS * walked + _MODEL_OPS * tokens / 256)
 
 
 def kv_bytes(cell: Cell, shape: ModelShape) -> int:
     """The most bytes of K and V that a cell holds, over all streams that must be read at once."""
-    if not cell.policy.caches:
+    if not holds_kv(cell.policy):
         return 0
     task = plugins.task_class(cell.task.name)
     kept = cell.most_kept or task.longest(cell.task)

@@ -19,6 +19,7 @@ from kvbench.harness.core.calibration import calibration_ms
 from kvbench.harness.core.device import allows_tf32, device_name, free_bytes, instructions, wait_for
 from kvbench.harness.core.errors import DISK_ERRNOS, UserError, described, failure
 from kvbench.harness.core.files import new_partial
+from kvbench.harness.core.resets import holds_kv
 from kvbench.harness.engine.budgets import floor_of, static_table
 from kvbench.harness.engine.captured import PROCESS
 from kvbench.harness.engine.decoder import CacheConfig
@@ -173,7 +174,7 @@ def _check_capacities(cells: Sequence[Cell], model: Model) -> None:
                 name = cell.model.id
                 raise UserError(f"{cell.label}: {name} can be looked at, but the loop can't drive it, so only dense has figures")
             continue
-        if cell.most_kept is not None and cell.policy.caches:
+        if cell.most_kept is not None and holds_kv(cell.policy):
             refuse_if_too_large(cell, model.kv_bytes(cell.most_kept, task.streams(cell.task), cell.kv), free, model.device)
         _refuse_wrong_budgets(cell, task.prompt_tokens(cell.task), model)
 

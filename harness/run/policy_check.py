@@ -15,6 +15,7 @@ from kvbench.harness.core.contestants import Contestant
 from kvbench.harness.core.errors import UserError, described, did_you_mean
 from kvbench.harness.core.evict import Evict
 from kvbench.harness.core.parameters import policy_fields
+from kvbench.harness.core.resets import holds_kv
 from kvbench.harness.engine.budgets import static_table
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fastcheck import fast_method
@@ -266,6 +267,8 @@ _IN_THE_LOOP: tuple[Rule, ...] = (
 
 def _reading(on: Case) -> str:
     """How blocks of tokens are read under a policy on a CPU, and how fast."""
+    if holds_kv(on.policy) and not on.policy.caches:
+        return "full attention from one reset to the next"
     if not on.policy.caches:
         return "recomputes the window of every token: without a cache there is no faster way"
     if on.policy.outcome:

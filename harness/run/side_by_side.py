@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy
 from kvbench.harness.core.contestants import Contestant
 from kvbench.harness.core.device import free_bytes, wait_for
 from kvbench.harness.core.errors import ran_out_of_memory
+from kvbench.harness.core.resets import holds_kv
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import Method
@@ -109,7 +110,7 @@ def choose_side_by_side(reading: StreamReading, independent: Independent | None,
     elif not reading.config.policy.caches:
         assert reading.config.capacity is not None
         streams = min(count, max(1, MAX_BATCH_TOKENS // (reading.config.capacity + 1)))
-        because = "no cache: as many as one pass has windows"
+        because = f"{'' if holds_kv(reading.config.policy) else 'no cache: '}as many as one pass has windows"
     else:
         _release(reading.model.device)
         limit = int(MEMORY_SHARE.get(reading.model.device.type, 0.5) * free_bytes(reading.model.device))

@@ -29,7 +29,9 @@ def over_budgets(question: dict[str, Any], name: str) -> chart.Chart | None:
     shown = [row for row in rows if all(r["loss"]["value"] <= most for r in rows if r["name"] == row["name"])]
     if not shown:
         return None
-    several = len({row["capacity"] for row in shown}) > 1
+    sizes = {row["capacity"] for row in shown} - {None}  # what the prompt decides has no place on an axis of budgets
+    several = len(sizes) > 1
+    shown = [row for row in shown if row["capacity"] is not None] if sizes else shown
     unit = "perplexity lost to {}, %" if question["measure"] == "perplexity" else "points of right answers lost to {}"
     lost = {"field": "loss", "type": "quantitative", "title": unit.format(shown[0]["loss"]["to_name"])}
     spec = _lines(shown, lost) if several else _intervals(shown, lost)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from kvbench.harness.records import Record
-from kvbench.harness.records.aggregates import step_figures, timing
+from kvbench.harness.records.aggregates import largest, step_figures, timing
 from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.records.types import BadRecordError
 from kvbench.harness.report import compare
@@ -81,7 +81,9 @@ class Latency(Task):
         figures = step_figures(steps, options.batch) | {"step_ms": float(np.median(np.median(steps, 1)))}
         metrics = record.measured(LatencyMetrics)
         if metrics is not None:
-            figures["error"] = timing([list(rounds) for rounds in np.split(steps, metrics.sittings)])[1]
+            sittings = [list(rounds) for rounds in np.split(steps, metrics.sittings)]
+            figures["error"] = timing(sittings)[1]
+            figures |= {} if metrics.largest_ms is None else {"largest_ms": largest(sittings)}
             figures["settled"] = metrics.error <= options.precision
         return figures
 
@@ -114,13 +116,13 @@ class Latency(Task):
             "Slots: in use / attended.\n"
         )
         head = [
-            "policy", "capacity", "ms/token", "p90", "p99", "tokens/s", "first token ms", "speed-up over dense",
+            "policy", "capacity", "ms/token", "p90", "p99", "longest", "tokens/s", "first token ms", "speed-up over dense",
             "over recompute", "bookkeeping", "× roofline", "slots", "K/V", "state", "status",
         ]  # fmt: skip
         lines: list[str | Chart] = [about]
         for machine, part in by_machine(records):
             lines += [f"On {md(machine)}:\n"] if machine else []
-            lines += table(head, [_row(r, part) for r in part], "lrrrrrrrrrrrrrl")
+            lines += table(head, [_row(r, part) for r in part], "lrrrrrrrrrrrrrrl")
             lines += [*over_capacity(part, machine), *_curve(part), *_rates(part)]
         return lines
 
@@ -133,12 +135,13 @@ class Latency(Task):
 def _row(record: Record, records: Sequence[Record]) -> list[str]:
     name, m = [label(record), count(record.cell.capacity)], record.measured(LatencyMetrics)
     if m is None:
-        return [*name, *[""] * 12, status(record)]
+        return [*name, *[""] * 13, status(record)]
     dense = [r for r in records if r.cell.is_dense]
     recompute = [r for r in records if r.cell.policy == "recompute_window" and r.cell.capacity == record.cell.capacity]
     last, tails = m.curve[-1], m.percentiles_ms
     return [
         *name, f"{m.step_ms:.3g} ± {m.error:.0%}", *(f"{tails[q]:.3g}" if q in tails else "" for q in ("p90", "p99")),
+        "" if m.largest_ms is None else f"{m.largest_ms:.3g}",
         f"{m.tokens_per_second:,.0f}", f"{m.first_token_ms:.3g} ± {m.first_token_error:.0%}",
         speed_up(record, dense), speed_up(record, recompute), f"{m.bookkeeping_share:.0%}" if m.kv_bytes else "",
         f"{m.over_roofline:.1f}", f"{last.used_slots:,.0f} / {last.attended_slots:,.0f}",

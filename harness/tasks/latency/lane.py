@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from kvbench.harness.core.device import Marks
+from kvbench.harness.core.resets import holds_kv
 from kvbench.harness.engine.decoder import Decoder
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.recompute import RecomputeDecoder
-from kvbench.harness.records.aggregates import step_figures, timing
+from kvbench.harness.engine.reset import ResetDecoder
+from kvbench.harness.records.aggregates import largest, step_figures, timing
 from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.tasks.latency.schema import LatencyMetrics, LatencyOptions
 from kvbench.harness.tasks.task import Job
@@ -47,7 +49,7 @@ class Lane:
     def kv_bytes(self) -> int:
         """Bytes that its K and V will take, from the shapes of the model's layers."""
         config = self.job.config
-        if not config.policy.caches:
+        if not holds_kv(config.policy):
             return 0
         return self.job.model.kv_bytes(config.capacity or self.options.tokens, self.options.batch, config.kv)
 
@@ -89,7 +91,17 @@ class Lane:
         warm_up_ms = self._warm_up()
         if not self.sitting_ms:
             self._steps_per_round = max(1, min(self.options.steps, int(_MAX_ROUND_MS / warm_up_ms)))
+        if isinstance(self.read, ResetDecoder) and self.position > (self.job.config.capacity or 0):
+            self._approach_reset(self.read)
         self.round_ms = []
+
+    def _approach_reset(self, read: ResetDecoder) -> None:
+        """Read on until the next reset falls into the middle of the timed steps, which may be fewer than those between two."""
+        timed = self._steps_per_round * self.options.rounds
+        if read.steps_to_reset >= timed:
+            missing = read.steps_to_reset - timed // 2
+            self._read_tokens(self._random(missing))
+            self.position += missing
 
     def _fill(self, position: int) -> None:
         """Replace the cache by one of random K and V, as if the stream had been read up to a position."""
@@ -171,7 +183,7 @@ class Lane:
             flags.append(f"its K/V takes {kv_bytes:,} bytes, but by the model's shapes {self.kv_bytes:,}")
         figures = {
             "step_ms": median, "error": error, "settled": self.settled, "sittings": len(self.sitting_ms),
-            **step_figures(steps, options.batch),
+            **step_figures(steps, options.batch), "largest_ms": largest(self.sitting_ms),
             "first_token_ms": first, "first_token_error": first_error, "position": self._curve[-1]["position"],
             "curve": self._curve, "bookkeeping_share": self._bookkeeping(),
             "roofline": bounds, "over_roofline": median / bounds["ms"], "device": device, "together": together,
@@ -233,7 +245,7 @@ def roofline(model: Model, read: Decoder, batch: int, device: dict[str, float]) 
     tied = head is not None and head.weight.data_ptr() == inputs.weight.data_ptr()
     weights = [p for p in parameters.values() if tied or p.data_ptr() != inputs.weight.data_ptr()]
     used, _ = read.slots
-    cached = not isinstance(read, RecomputeDecoder)
+    cached = isinstance(read, ResetDecoder) or not isinstance(read, RecomputeDecoder)
     moved = sum(p.nbytes for p in weights)
     if isinstance(read, CachedDecoder):
         full = model.kv_bytes(round(used) - 1, batch, read.config.kv)

@@ -76,6 +76,7 @@ class LatencyMetrics(StepMetrics):
     settled: Annotated[bool, TIME] = Field(False, description="whether the error is within the option `precision`")
     sittings: Annotated[Positive, TIME] = Field(description="number of sittings")
     percentiles_ms: Annotated[dict[str, Amount], TIME] = Field(description="percentiles of all steps")
+    largest_ms: Annotated[Amount | None, TIME] = Field(None, description="longest step of a sitting, the median of the sittings")
     steps: Annotated[Count, _STEP_COUNT] = Field(0, description="number of steps timed at the end of the stream")
     spread_ms: Annotated[list[Amount], TIME] = Field(default_factory=list, description="smallest and largest median of a round")
     tokens_per_second: Annotated[Amount, TIME] = Field(description="tokens per second of all streams together")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from kvbench.harness.core.contestants import Contestant
+from kvbench.harness.core.resets import holds_kv
 from kvbench.harness.engine.budgets import static_table
 from kvbench.harness.engine.decoder import CacheConfig, Decoder
 from kvbench.harness.engine.loop import decoder
@@ -81,7 +82,7 @@ def _figures(
 
 def _kv_bytes(model: Model, config: CacheConfig, tokens: int) -> int:
     """Bytes of the K and V slots of one stream, by the model's shapes and the policy's budgets, after that many tokens."""
-    if not config.policy.caches:
+    if not holds_kv(config.policy):
         return 0
     table, total = static_table(model, config, None), 0
     for layer, shape in enumerate(model.layers):

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from kvbench.harness.core.errors import ran_out_of_memory
+from kvbench.harness.core.resets import holds_kv
 from kvbench.harness.data.prose import fact_costs
 from kvbench.harness.engine.decoder import Decoder
 from kvbench.harness.records.aggregates import nll_figures, scored_mask
@@ -158,7 +159,7 @@ def _score(
     text = torch.from_numpy(job.data.ids[prefix + length * part.start :])
     opening = torch.from_numpy(job.data.ids[:prefix].copy()).expand(streams, -1)
     text_starts = prefix + length * np.array(part)[:, None]
-    stride = 1 if job.config.policy.caches else options.stride
+    stride = 1 if holds_kv(job.config.policy) else options.stride
     is_scored = scored_mask(prefix + length, prefix, stride, prompt=prompt)
 
     def tokens(start: int, stop: int) -> Tensor:

@@ -1,0 +1,129 @@
+"""A decoder whose cache is emptied whenever it is full. Some tokens are then read afresh, as the beginning of a new stream.
+
+Axis letters: B streams, T tokens, N tokens of a text, K tokens whose logits are returned, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Self
+
+import torch
+from torch import Tensor
+
+from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.model import Model
+from kvbench.harness.engine.recompute import RecomputeDecoder
+from kvbench.policies.reset import Reset
+from kvbench.policies.window import Window
+
+if TYPE_CHECKING:
+    from kvbench.harness.engine.loop import CachedDecoder
+
+
+def between_resets(config: CacheConfig) -> CacheConfig | None:
+    """What the cache of a policy that resets is like; None for other policies. It is never fuller than its slots allow."""
+    return CacheConfig(Window(), config.capacity, "stream") if isinstance(config.policy, Reset) else None
+
+
+class ResetDecoder(RecomputeDecoder):
+    """A decoder with full attention, which starts its streams anew as soon as they are longer than the capacity.
+
+    A token's logits are those of a window that began at the last reset, so streams of unequal length, which reach their resets
+    at different steps, are read as recomputed windows, without the cache.
+
+    Attributes:
+        reread: newest tokens that are read again at a reset.
+        cache: holds the tokens since the last reset, and those read again. The first token that no longer fits empties it.
+    """
+
+    def __init__(self, model: Model, config: CacheConfig, cache: CachedDecoder) -> None:
+        """cache: empty, configured as `between_resets` says."""
+        super().__init__(model, config, cache.streams)
+        assert config.capacity is not None
+        policy = config.policy.bind(config.capacity)
+        assert isinstance(policy, Reset)
+        assert policy.reread is not None
+        self.sinks, self.reread, self.cache = policy.sinks, policy.reread, cache
+
+    @property
+    def _restart(self) -> int:
+        """Tokens that a stream begins anew with."""
+        return self.sinks + self.reread
+
+    @property
+    def steps_to_reset(self) -> int:
+        """Single tokens that can be read before the one that makes the cache empty; 0: the next one does."""
+        return self.length - self._windowed(self._longest)
+
+    def _windowed(self, seen: int) -> int:
+        """Tokens held after `seen` tokens were read: those of the last one's window."""
+        past = seen - self.length - 1
+        return seen if past < 0 else self._restart + 1 + past % (self.length - self._restart)
+
+    def _window_lengths(self, seen: Tensor) -> Tensor:
+        """The same for numbers of tokens that only the device knows."""
+        past = seen - self.length - 1
+        return seen.where(past < 0, self._restart + 1 + past % (self.length - self._restart))
+
+    def _read(self, tokens: Tensor, keep: Tensor | None) -> Tensor:
+        """Read a block of streams of equal length: from one reset to the next in one go."""
+        count, before = tokens.shape[1], self._history.shape[1]
+        wanted = None if keep is None else [0] * len(keep) if count == 1 else keep.tolist()
+        text = torch.cat([self._history, tokens], 1)
+        out, start, held = [], 0, self._windowed(self._longest)
+        while start < count:
+            again = tokens[:, :0]
+            if held == self.length:
+                self.cache.clear()
+                again = torch.cat([text[:, : self.sinks], text[:, before + start - self.reread : before + start]], 1)
+                held = self._restart
+            stop = min(count, start + self.length - held)
+            new = range(start, stop)
+            inside = new if wanted is None else [t for t in wanted if t in new]
+            if inside or stop == count:  # otherwise the next reset empties the cache before anybody has looked
+                part = torch.cat([again, tokens[:, start:stop]], 1)
+                out.append(self.cache(part, keep=self._places(inside, start - again.shape[1], part.shape[1])))
+            start, held = stop, held + stop - start
+        self._remember(text)
+        return torch.cat(out, 1)
+
+    def _places(self, wanted: Sequence[int], first: int, count: int) -> Tensor | None:
+        """Where tokens of a block are in a part of `count` tokens that begins at `first`; None if they are all of them."""
+        if len(wanted) == count:
+            return None
+        if isinstance(wanted, range):
+            return torch.arange(wanted.start - first, wanted.stop - first, device=self.model.device)
+        return torch.tensor([t - first for t in wanted], dtype=torch.int64, device=self.model.device)
+
+    def held(self, positions: Sequence[int]) -> float:
+        """Share of these tokens of the first stream that the next token attends to."""
+        seen = self._longest if self._lengths is None else int(self._lengths[0])
+        newest_outside = seen - self._windowed(seen + 1) + self.sinks
+        return sum(p < seen and (p < self.sinks or p > newest_outside) for p in positions) / len(positions)
+
+    @property
+    def slots(self) -> tuple[float, float]:
+        """Tokens held, and slots that a step attends over."""
+        return self.cache.slots
+
+    def fork(self, streams: Sequence[int]) -> Self:
+        """A decoder whose streams are copies of these, with nothing shared."""
+        other = super().fork(streams)
+        other.cache = self.cache.fork(streams)
+        return other
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the cache's K and V slots."""
+        return self.cache.kv_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of K and V of the tokens held. Syncs with the host."""
+        return self.cache.held_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the cache's ranks and positions, and of the token ids held for the next reset."""
+        return self.cache.state_bytes + self._history.nbytes
