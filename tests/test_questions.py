@@ -132,6 +132,7 @@ def test_questions_that_are_not_seen_change_what_a_cut_prompt_knows_and_nothing_
         ("tasks: kvbench_registers, question: unseen, prompt: truncate", "question unseen needs the whole prompt before it"),
         ("tasks: kvbench_registers, question_from: x", "question_from is for question unseen"),
         ("tasks: kvbench_registers, question: unseen, question_from: '('", "question_from is no regular expression"),
+        ("tasks: kvbench_registers, prompt_tokens: 8", "prompt_tokens is for prompt truncate, not stream"),
         ("tasks: kvbench_registers, question: hidden", "question: Input should be 'seen' or 'unseen'"),
     ],
 )

@@ -14,8 +14,13 @@ from kvbench.harness.core.packed import json_lines
 from kvbench.harness.data.lookups import KINDS
 from kvbench.harness.lm_eval import catalogue
 from kvbench.harness.records import RecordStore
+from kvbench.harness.report.sections import section
 from kvbench.harness.report.verify import problems
+from kvbench.harness.run.request import RunRequest
 from kvbench.harness.tasks.lm_eval.measure import question_start
+from kvbench.policies.dense import Dense
+from kvbench.policies.sink_window import SinkWindow
+from kvbench.policies.window import Window
 
 RESULTS = Path(__file__).parents[1] / "leaderboard/results/recall"
 
@@ -119,3 +124,43 @@ def test_a_published_answer_that_was_judged_otherwise_is_found(tmp_path):
         trace=record.trace.model_copy(update={"sha256": hashlib.sha256(trace.read_bytes()).hexdigest()}),
     )
     assert f"right is {right}, but should be {right - 1}" in problems(edited, tmp_path)
+
+
+def test_a_depth_is_the_place_of_what_was_told():
+    for kind in KINDS:
+        for document in documents(kind):
+            text = document["text"][round(document["depth"] * len(parts(kind, document)[0])) :]
+            assert 0 <= document["depth"] < 1
+            if kind in ("recent", "once", "popular", "distracted"):
+                assert document["answer"] in text[:40]
+    anywhere = documents("anywhere")
+    tenths = [min(9, int(10 * d["depth"])) for d in anywhere]
+    assert all(10 <= tenths.count(tenth) <= 32 for tenth in range(10))
+
+
+@pytest.mark.slow("measures suites")
+def test_what_is_lost_in_the_middle_is_in_the_record_and_in_a_heat_map(tmp_path):
+    """Of some 210 tokens a window keeps the last 64; with sinks, the first 24 and the last 40."""
+    request = RunRequest("depth", threads=1, settings=("limit=100", "question=unseen"))
+    cells = [cell for cell in request.cells() if cell.policy in (Dense(), Window(), SinkWindow(sinks=24))]
+    records = request.measure(tmp_path, cells, progress=False)
+    share = {}
+    for record in records:
+        counts = record.metrics.depths
+        assert [*counts] == [*"0123456789"]
+        assert sum(c.questions for c in counts.values()) == 100
+        assert sum(c.right for c in counts.values()) == record.metrics.right
+        assert problems(record, RecordStore(tmp_path).path(record).parent) == []
+        share[record.cell.policy] = [c.right / c.questions for c in counts.values()]
+    assert min(share["dense"]) >= 0.8
+    assert max(share["window"][:6]) <= 0.2 < 0.8 <= min(share["window"][8:])
+    assert share["sink_window"][0] >= 0.8 <= share["sink_window"][9]
+    assert max(share["sink_window"][2:7]) <= 0.2
+    (chart,) = section(records[0], records).charts
+    assert chart.alt.endswith("by depth of what is asked for and by policy: kvbench_anywhere.")
+    values = chart.spec["data"]["values"]
+    assert len(values) == 30
+    right = {v["depth"]: v["right"] for v in values if v["policy"].startswith("window")}
+    assert right["90 to 100 %"] == round(100 * share["window"][9], 1)
+    drawn = chart.svg("light")
+    assert all(text in drawn for text in ("0 to 10 %", "90 to 100 %", "sink_window, 64", "depth in the prompt"))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import random
 import re
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from functools import cache, partialmethod
 from pathlib import Path
 from typing import Any
@@ -33,14 +35,15 @@ def register() -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence lm-eval's log and progress bars. We report an error once."""
+    """Silence lm-eval's log, progress bars and what its tasks print, as stdout is for results. We report an error once."""
     log, tqdm_init = logging.getLogger("lm_eval"), tqdm.std.tqdm.__init__
     level = log.level
     log.setLevel(logging.ERROR)
     quiet_hub()
     tqdm.std.tqdm.__init__ = partialmethod(tqdm_init, disable=True)  # type: ignore[method-assign,assignment]
     try:
-        yield
+        with redirect_stdout(io.StringIO()):
+            yield
     finally:
         log.setLevel(level)
         tqdm.std.tqdm.__init__ = tqdm_init  # type: ignore[method-assign]
@@ -57,6 +60,7 @@ def task(name: str, fewshot: int | None, seed: int, include: Sequence[str], meta
     """
     random.seed(seed)
     np.random.seed(seed)
+    _restart_generators()
     defaults = name not in _manager(tuple(include), (), False).task_index
     known = _manager(tuple(include), (), defaults).task_index
     if name not in known:
@@ -72,6 +76,14 @@ def task(name: str, fewshot: int | None, seed: int, include: Sequence[str], meta
     if fewshot is not None or loaded_task.get_config("num_fewshot") is None:
         loaded_task.set_config(key="num_fewshot", value=fewshot or 0)
     return loaded
+
+
+def _restart_generators() -> None:
+    """Have lm-eval import files anew that keep a random generator (RULER's `ruler_cwe`), so that a task always draws the same."""
+    for name, module in list(sys.modules.items()):
+        held = getattr(module, "__dict__", {})
+        if "__mtime__" in held and any(isinstance(value, random.Random) for value in held.values()):  # lm-eval's own mark
+            del sys.modules[name]
 
 
 @cache

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -93,7 +94,8 @@ def sample_figures(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Mean score of questions with its standard error, and all scores; accuracy if every score is 0 or 1.
 
     Args:
-        samples: one per question, each with `score`. If they have a `weight`, the mean is the sum of scores over the sum of
+        samples: one per question, each with `score`. If all of them have a `depth` and are right or wrong, right answers are also
+            counted by tenth of the depth. If they have a `weight`, the mean is the sum of scores over the sum of
             weights. If they have `scores`, one per answer, `score` is the mean of these, and there is pass@k if all are 0 or 1.
     """
     scores = np.array([s["score"] for s in samples], np.float64)
@@ -114,7 +116,16 @@ def sample_figures(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
         right = int(scores.sum())
         result |= {"right": right, "accuracy": right / count, "outcomes": "".join("01"[int(s)] for s in scores)}
         del result["scores"]  # outcomes hold the same
+        if all("depth" in s for s in samples):
+            result["depths"] = _counts(
+                [{"right": s["score"] == 1, "tenth": _tenth(s["depth"])} for s in samples], itemgetter("tenth")
+            )
     return result
+
+
+def _tenth(share: float) -> int:
+    """The tenth of a whole that a share falls into, counted from 0."""
+    return min(9, int(10 * share))
 
 
 def pass_sizes(number: int) -> list[int]:

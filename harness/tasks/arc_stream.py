@@ -97,10 +97,9 @@ class ArcStream(AnsweringTask):
         for name, row in rows.items():
             kv_bytes = next(iter(row.values())).metrics.kv_bytes
             lines.append([*name, *(percent_or_status(row.get(s)) for s in subsets), cache_bytes(kv_bytes)])
-        head, about = (
-            ["policy", "capacity", *subsets, "K/V"],
-            f"{task_line(records[0])}Percent right with {about_intervals(records)}:\n",
-        )
+        head = ["policy", "capacity", *subsets, "K/V"]
+        data = "".join(task_line(next(r for r in records if _subset(r) == subset)) for subset in subsets)
+        about = f"{data}Percent right with {about_intervals(records)}:\n"
         return [about, *table(head, lines, "lr" + "r" * len(subsets) + "r")]
 
 

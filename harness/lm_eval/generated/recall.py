@@ -34,6 +34,11 @@ def once(**_: Any) -> dict[str, Dataset]:
     return _splits("once", lambda draw: _told(draw, range(_KEYS // 2)))
 
 
+def anywhere(**_: Any) -> dict[str, Dataset]:
+    """The key was told once, at any place of the text."""
+    return _splits("anywhere", lambda draw: _told(draw, range(_KEYS)))
+
+
 def popular(**_: Any) -> dict[str, Dataset]:
     """The key was told in the first half, and asked for again and again."""
     return _splits("popular", partial(_after_questions, popular=True))
@@ -69,8 +74,9 @@ def _splits(name: str, generate: Callable[[random.Random], Document]) -> dict[st
     return {split: Dataset.from_list([generate(draw) for _ in range(count)]) for split, count in _QUESTIONS.items()}
 
 
-def _question(text: str, asked: str, answer: str) -> Document:
-    return {"text": text + asked, "answer": answer.strip().rstrip(".")}
+def _question(text: str, told: str, asked: str, answer: str) -> Document:
+    """A question about what was told in one place of a text; that place is its depth, from 0 to 1."""
+    return {"text": text + asked, "answer": answer.strip().rstrip("."), "depth": round(text.index(told) / len(text), 4)}
 
 
 def _records(draw: random.Random, count: int = 1) -> dict[int, list[int]]:
@@ -83,7 +89,7 @@ def _told(draw: random.Random, asked: range, count: int = 1) -> Document:
     records = _records(draw, count)
     key = list(records)[draw.choice(asked)]
     text = "".join(lookups.key_line(*told) for told in records.items())
-    return _question(text, lookups.key_question(key), lookups.key_answer(records[key]))
+    return _question(text, lookups.key_line(key, records[key]), lookups.key_question(key), lookups.key_answer(records[key]))
 
 
 def _after_questions(draw: random.Random, popular: bool) -> Document:
@@ -100,7 +106,7 @@ def _after_questions(draw: random.Random, popular: bool) -> Document:
             asked.append(draw.choice(known))
             text += lookups.key_question(asked[-1]) + lookups.key_answer(records[asked[-1]])
     key = draw.choice(asked if popular else others)
-    return _question(text, lookups.key_question(key), lookups.key_answer(records[key]))
+    return _question(text, lookups.key_line(key, records[key]), lookups.key_question(key), lookups.key_answer(records[key]))
 
 
 def _chain(draw: random.Random) -> Document:
@@ -112,7 +118,8 @@ def _chain(draw: random.Random) -> Document:
         lookups.pointer_line(key, names[key]) if key in names else lookups.key_line(key, value) for key, value in records.items()
     )
     key = draw.choice(list(names))
-    return _question(text, lookups.chain_question(key), lookups.chain_answer(names[key], *records[names[key]]))
+    line, answer = lookups.pointer_line(key, names[key]), lookups.chain_answer(names[key], *records[names[key]])
+    return _question(text, line, lookups.chain_question(key), answer)
 
 
 def _needle(draw: random.Random) -> Document:
@@ -120,7 +127,8 @@ def _needle(draw: random.Random) -> Document:
     place, number = draw.choice(lookups.PLACES), draw.randrange(1, 1000)
     at = draw.randrange(len(sentences) // 2)
     text = " ".join(sentences[:at]) + lookups.needle(place, number) + " ".join(sentences[at:])
-    return _question(text, lookups.needle_question(place), lookups.needle_answer(number))
+    told = lookups.needle(place, number)
+    return _question(text, told, lookups.needle_question(place), lookups.needle_answer(number))
 
 
 def _sentences(draw: random.Random) -> list[str]:

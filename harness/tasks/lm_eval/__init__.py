@@ -22,10 +22,11 @@ from kvbench.harness.records.facts import Data
 from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.report import compare
 from kvbench.harness.report.chart import Chart
+from kvbench.harness.report.charts.depths import Depths, over_depths
 from kvbench.harness.report.compare import differences
 from kvbench.harness.report.difference import Difference, Traces
 from kvbench.harness.report.machines import row_label
-from kvbench.harness.report.markdown import bracketed, cache_bytes, count, md, status, table
+from kvbench.harness.report.markdown import bracketed, cache_bytes, count, md, short_titles, status, table
 from kvbench.harness.tasks.common.answers import right_answers
 from kvbench.harness.tasks.lm_eval.schema import LmEvalFacts, LmEvalMetrics, LmEvalOptions
 from kvbench.harness.tasks.task import Independent, Job, Options, Task, Tokenizer
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from kvbench.harness.tasks.lm_eval.measure import LmEvalData
 
 _GENERATION = ("max_gen_toks", "temperature", "top_p", "top_k", "samples", "sample_seed")
-_RECALL = frozenset(f"kvbench_{kind}" for kind in KINDS)
+_RECALL = frozenset(f"kvbench_{kind}" for kind in (*KINDS, "anywhere"))
 
 
 class LmEval(Task):
@@ -168,7 +169,7 @@ class LmEval(Task):
             lines = [[*policy, *(_difference(dense.get(n), row.get(n)) for n in names)] for policy, row in others]
             about = "Differences to dense, paired by question (percentage points or nats, with 95 % intervals):\n"
             result += [about, *table(["policy", "capacity", *map(md, names)], lines, "lr" + "r" * len(names))]
-        return [*result, *_passes(rows)]
+        return [*result, *_passes(rows), *_depths(records)]
 
     @classmethod
     def differences(cls, a: Record, b: Record, traces: Traces) -> list[Difference]:
@@ -235,6 +236,21 @@ def _passes(rows: Mapping[tuple[str, str], Mapping[str, Record]]) -> list[str | 
         "arXiv:2107.03374, with 95 % intervals over questions.\n"
     )
     return [about, *table(["policy", "capacity", "task", *(f"pass@{k}" for k in sizes)], lines, "lrl" + "r" * len(sizes))]
+
+
+def _depths(records: Sequence[Record]) -> list[str | Chart]:
+    """Heat maps of right answers by depth, one per task."""
+    measured = [(r, m.depths) for r in records if (m := r.measured(LmEvalMetrics)) and m.depths]
+    by_task: dict[str, dict[str, Depths]] = {}
+    for column in sorted({_column(r) for r, _ in measured}):
+        rows = [(r, depths) for r, depths in measured if _column(r) == column]
+        names = short_titles([r for r, _ in rows])
+        by_task[column] = {_with_capacity(name, r): depths for name, (r, depths) in zip(names, rows, strict=True)}
+    return [over_depths(by_task, measured[0][0])] if measured else []
+
+
+def _with_capacity(name: str, record: Record) -> str:
+    return name if record.cell.capacity is None else f"{name}, {record.cell.capacity:,}"
 
 
 def _pass_at(metrics: LmEvalMetrics, k: int) -> str:

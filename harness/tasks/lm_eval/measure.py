@@ -234,7 +234,25 @@ def _sample(sample: dict[str, Any], metric: str) -> dict[str, Any]:
         raise MeasurementError(f"metric {metric} has no number per question; choose another with the option metric")
     line: dict[str, Any] = {"question": sample["doc_id"], "score": round(float(value), 6)}
     line |= {} if weight is None else {"weight": weight}
+    depth = _depth(sample["doc"])
+    line |= {} if depth is None else {"depth": depth}
     return line | {"target": sample["target"], "said": [_rounded(x) for r in sample["resps"] for x in r]}
+
+
+def _depth(document: Mapping[str, Any]) -> float | None:
+    """Where in a prompt the answer was told, from 0 to 1: in our recall tasks, and in RULER's with one answer, told once."""
+    if isinstance(document.get("depth"), float):
+        return float(document["depth"])
+    answers, text = document.get("outputs"), document.get("input")
+    if (
+        "max_length" not in document
+        or not isinstance(text, str)
+        or not answers
+        or len(answers) > 1
+        or text.count(answers[0]) != 1
+    ):
+        return None
+    return round(text.index(answers[0]) / len(text), 4)
 
 
 def _rounded(answer: Any) -> Any:

@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from kvbench.harness.records.aggregates import pass_at, pass_sizes
 from kvbench.harness.records.facts import Data
-from kvbench.harness.records.metrics import ScoreMetrics
+from kvbench.harness.records.metrics import AnswerCounts, ScoreMetrics
 from kvbench.harness.records.rules import BYTES, EXACT, PART_NATS, SUM, Unchecked, near
 from kvbench.harness.records.types import Count, Number, Share
 from kvbench.harness.tasks.task import Options, SideBySide
@@ -80,6 +80,12 @@ class LmEvalOptions(Options):
         return settings if self.temperature is None else settings | {"do_sample": self.temperature > 0}
 
     @model_validator(mode="after")
+    def _prompt_tokens_are_used(self) -> Self:
+        if self.prompt_tokens is not None and self.prompt != "truncate":
+            raise ValueError(f"prompt_tokens is for prompt truncate, not {self.prompt}")
+        return self
+
+    @model_validator(mode="after")
     def _question_is_found(self) -> Self:
         if self.question == "unseen" and self.prompt == "truncate":
             raise ValueError("question unseen needs the whole prompt before it, so prompt can't be truncate")
@@ -103,6 +109,9 @@ class LmEvalMetrics(ScoreMetrics):
     )
     pass_at: Annotated[dict[str, Share] | None, near(PART_NATS, SUM)] = Field(
         None, description="by k: the chance that one of k answers is right, mean over questions, if answers are right or wrong"
+    )
+    depths: Annotated[dict[str, AnswerCounts] | None, EXACT] = Field(
+        None, description="counts by the tenth of the prompt in which the answer was told, 0 to 9, where that is known"
     )
     over_capacity: Annotated[Count, EXACT] = Field(description="requests longer than the capacity")
     truncated: Annotated[Count, EXACT] = Field(0, description="requests cut to the model's maximum length")
