@@ -220,7 +220,7 @@ def test_it_says_how_the_policy_will_be_read_and_how_fast(monkeypatch):
     assert checked(monkeypatch, Everything).reading == ""
 
 
-@pytest.mark.parametrize("capacity", [8, 128, 10**9])  # the last passes all that 5,000 and 100,000 would
+@pytest.mark.parametrize("capacity", [8, 10**9])  # the last passes all that 5,000 and 100,000 would; above are 17 and 256
 @pytest.mark.parametrize("name", default_policies())
 def test_our_policies_break_no_rule_at_any_capacity(name, capacity, monkeypatch):
     """For the largest stands one of half as many slots as elsewhere, still more than 16 bits can count."""
