@@ -35,8 +35,10 @@ ROOT = Path(__file__).parents[1]
 
 @needs_triton
 def test_the_kernels_compile_for_a_gpu_that_is_not_there():
+    """Few groups, several passes over one, and values narrower than keys. A job of CI compiles all shapes."""
     env = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "ignore", str(ROOT / "tests/compile_kernels.py")]
+    command = [sys.executable, "-W", "ignore", str(ROOT / "tests/compile_kernels.py"), "--models"]
+    command += ["llama-3-8b", "falcon-7b", "deepseek"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = done.stdout.splitlines()
@@ -210,7 +212,7 @@ def poison(read: CachedDecoder) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize(("group", "mode"), [(2, "cache"), (20, "cache"), (20, "stream"), (20, "clamped")])
+@pytest.mark.parametrize(("group", "mode"), [(2, "cache"), (20, "clamped")])
 def test_what_the_evicted_token_left_is_not_read(monkeypatch, last_program_first, group, mode):
     """A step and a block find NaN in the free slot. Groups of 20 are read by two programs, which may run in any order."""
     monkeypatch.setitem(choose._MODULES, DEVICE.type, cuda)

@@ -30,10 +30,13 @@ TINY = cache(policy_check._tiny)
 @pytest.mark.slow("takes seconds")
 @pytest.mark.parametrize("name", default_policies())
 def test_our_policies_pass(name, monkeypatch):
-    """At an odd capacity and at one that all their defaults fit in. How fast they are read is not asked here."""
+    """At an odd capacity, or where their defaults don't fit in, at a large one. How fast they are read is not asked here."""
     monkeypatch.setattr(policy_check, "_tiny", TINY)
     monkeypatch.setattr(policy_check, "_reading", lambda on: "")
-    assert [f for f in policy_check.check(name, capacities=[17, 256]).findings if not f.ok] == []
+    findings = policy_check.check(name, capacities=[17]).findings
+    if [f.rule for f in findings] == ["a capacity can serve it"]:
+        findings = policy_check.check(name, capacities=[256]).findings
+    assert [f for f in findings if not f.ok] == []
 
 
 class Half(Policy):
@@ -220,7 +223,7 @@ def test_it_says_how_the_policy_will_be_read_and_how_fast(monkeypatch):
     assert checked(monkeypatch, Everything).reading == ""
 
 
-@pytest.mark.parametrize("capacity", [8, 10**9])  # the last passes all that 5,000 and 100,000 would; above are 17 and 256
+@pytest.mark.parametrize("capacity", [8, 10**9])  # the last passes all that 5,000 and 100,000 would
 @pytest.mark.parametrize("name", default_policies())
 def test_our_policies_break_no_rule_at_any_capacity(name, capacity, monkeypatch):
     """For the largest stands one of half as many slots as elsewhere, still more than 16 bits can count."""
