@@ -109,7 +109,7 @@ class Undeclared(Policy):
 )  # fmt: skip
 def test_what_is_wrong_is_said(kind, word, monkeypatch):
     monkeypatch.setattr(plugins, "policy_class", lambda name: kind)
-    problems = [f.problem for f in policy_check.check("theirs").findings]
+    problems = [f.problem for f in policy_check.check("theirs", capacities=[16]).findings]
     assert any(word in p for p in problems), problems
 
 
@@ -120,7 +120,7 @@ def test_a_policy_from_a_file_needs_no_change_of_ours(tmp_path: Path):
         "from kvbench import CacheView, Policy\n\n\nclass SmallKeys(Policy):\n"
         "    def importance(self, view: CacheView):\n        return -view.keys.float().norm(dim=-1)\n"
     )
-    assert all(f.ok for f in policy_check.check(f"{file}:SmallKeys").findings)
+    assert all(f.ok for f in policy_check.check(f"{file}:SmallKeys", capacities=[17]).findings)
 
 
 class Near(Policy):
@@ -200,10 +200,10 @@ def test_a_policy_that_no_capacity_can_serve_is_wrong_once(monkeypatch):
 
 
 def test_a_crash_says_where(monkeypatch):
-    (finding,) = wrong(checked(monkeypatch, CrashesWhenBound))
+    (finding,) = wrong(checked(monkeypatch, CrashesWhenBound, capacities=[16]))
     assert finding.problem.startswith("bind(16) raised ZeroDivisionError: division by zero (test_policy_check.py:")
     assert finding.problem.endswith(", in bind)")
-    found = checked(monkeypatch, BreaksLater)
+    found = checked(monkeypatch, BreaksLater, capacities=[16])
     (finding,) = wrong(found)
     assert finding.problem.startswith("it raised OverflowError: thirty (test_policy_check.py:")
     assert "in importance)" in finding.problem
@@ -216,11 +216,11 @@ def test_a_band_that_is_not_kept_is_found(monkeypatch):
 
 @pytest.mark.slow("takes seconds")
 def test_it_says_how_the_policy_will_be_read_and_how_fast(monkeypatch):
-    assert checked(monkeypatch, SinkWindow).reading.startswith("closed form, ")
-    plain = checked(monkeypatch, Tova).reading
+    assert checked(monkeypatch, SinkWindow, capacities=[64]).reading.startswith("closed form, ")
+    plain = checked(monkeypatch, Tova, capacities=[64]).reading
     assert plain.startswith("plain walk (scope 'layer' can't be compiled), ")
     assert "tokens/s through a tiny model here; h2o's compiled walk makes" in plain
-    assert checked(monkeypatch, Everything).reading == ""
+    assert checked(monkeypatch, Everything, capacities=[16]).reading == ""
 
 
 @pytest.mark.parametrize("capacity", [8, 10**9])  # the last passes all that 5,000 and 100,000 would
