@@ -155,7 +155,10 @@ def test_a_table_of_budgets_equals_the_lists(worth, every):
     assert read.kv_bytes <= 1.1 * sum(map(sum, table)) * 2 * model.layers[0].key_dim * 8 * (CAPACITY - 3 + every) / (CAPACITY - 3)
 
 
-@pytest.mark.parametrize(("worth", "every", "mode"), in_pairs([1, 4]))
+@pytest.mark.parametrize(
+    ("worth", "every", "mode"),
+    [(worth, every, MODES[(i + j) % 2]) for i, worth in enumerate(WORTH) for j, every in enumerate([1, 4])],
+)
 @pytest.mark.parametrize("floor", [4, 8])
 def test_heads_that_compete_equal_the_lists(worth, every, floor, mode):
     model, tokens, (policy, of_lists) = model_of("llama", DOUBLE), tokens_of(LENGTH), WORTH[worth]
