@@ -270,8 +270,7 @@ class Launched:
         assert {x.device for x in args if isinstance(x, torch.Tensor)} == {META}
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kernels", [False, True], ids=["plain", "kernels"])
+@pytest.mark.parametrize(("mode", "kernels"), [("clamped", False), *((mode, True) for mode in MODES)])
 def test_the_code_around_flex_attention(monkeypatch, mode, kernels):
     """Checks its mask, its arguments and the merge with the sinks. FlexAttention itself refuses `meta`."""
     calls, launched = [], set()
