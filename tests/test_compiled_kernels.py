@@ -43,7 +43,7 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_there():
     done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = done.stdout.splitlines()
-    assert rows[-1].endswith(f"{len(rows) - 4} kernels by Triton {triton.__version__} for compute capability 90, 0 faults")
+    assert rows[-1].endswith(f"{len(rows) - 3} kernels by Triton {triton.__version__} for compute capability 90, 0 faults")
     for kernel in ("attend", "join", "release"):
         assert sum(f": {kernel} " in row for row in rows) > 5
 
