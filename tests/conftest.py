@@ -48,6 +48,7 @@ def pytest_sessionstart() -> None:
 
 
 def pytest_collection_finish() -> None:
+    gc.freeze()  # so no later collection, such as after each model that a run drops, looks at them again
     gc.enable()
 
 
