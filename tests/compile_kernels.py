@@ -1,6 +1,6 @@
 """Compile every Triton kernel for a kind of GPU that need not be present, and hold what can be told from its code.
 
-    python tests/compile_kernels.py [compute capability, 90 by default]
+    python tests/compile_kernels.py [compute capability, 90 by default] [--models NAME ...]
 
 Arguments are specialised as Triton's launcher would: on 1, and on multiples of 16. Held, or the exit code is 1: nothing is
 spilt to memory; a slot of a row takes no more warp instructions than a limit; and no warp can overtake another one between
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -161,14 +161,14 @@ class Case:
         return kind in ITEM_BYTES and rows * per_row * ITEM_BYTES[kind] % 16 == 0
 
 
-def cases() -> Iterator[Case]:
-    """Every shape in both dtypes, with and without a statistic; every mode of RoPE with one table and two."""
-    for model in SHAPES:
+def cases(models: Collection[str]) -> Iterator[Case]:
+    """These shapes in both dtypes, with and without a statistic; every mode of RoPE with one table and two."""
+    for model in models:
         held = model in HELD
         yield Case(model, "bf16", H2O(), True, 1, counted=ALL if held else ("attend",))
         yield Case(model, "bf16", Random(), False, 2, 2**15, names=ALL[:2] if held else ("attend",), counted=("attend",) * held)
         yield Case(model, "fp32", H2O(), True, 3, names=("attend",))
-    for model in HELD:
+    for model in (name for name in HELD if name in models):
         yield Case(model, "bf16", H2O(), True, 1, 2**15, names=("attend",), counted=("attend",))
         yield Case(model, "bf16", H2O(), True, 4, 2**15, names=("attend",), counted=("attend",))
     yield Case("phi-2", "fp32", H2O(), False, 4, 2**15, names=("attend",))
@@ -274,13 +274,15 @@ def main() -> int:
     """Compile all kernels."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("capability", type=int, nargs="?", default=90, help="of the GPU, times ten")
-    target = GPUTarget("cuda", parser.parse_args().capability, 32)
+    parser.add_argument("--models", nargs="+", default=list(SHAPES), choices=SHAPES, help="whose shapes; all by default")
+    given = parser.parse_args()
+    target = GPUTarget("cuda", given.capability, 32)
     triton.knobs.compilation.disable_line_info = True  # it takes time
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     print(told("kernel", "registers", "spilt, B", "shared, B", "barriers", "shuffles", "a slot", "limit"))
     known: set[str] = set()
     faults = []
-    for case in cases():
+    for case in cases(given.models):
         for row, found in examine(case, target, tools, known):
             print(row, flush=True)
             faults += found

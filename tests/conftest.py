@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -48,7 +49,11 @@ def pytest_sessionstart() -> None:
 
 
 def pytest_collection_finish() -> None:
+    """Collections look no more at what is there by now. A run would change that with each model: it takes most of a second."""
+    gc.freeze()
     gc.enable()
+    atexit.register(gc.unfreeze)
+    gc.freeze = gc.unfreeze = lambda: None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

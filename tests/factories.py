@@ -13,12 +13,14 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from conftest import DEVICE, FAMILIES
+from conftest import DEVICE, FAMILIES, in_blocks, model_of, tokens_of
 from reference import after_sinks, by_number, lightest, oldest
+from torch import Tensor
 
 from kvbench.harness.core import plugins
 from kvbench.harness.engine import slots as slots_module
 from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.slots import Budget, Cadence, LayerShape, Slots
 from kvbench.harness.records import Record, digest
 from kvbench.harness.records.cell import CellSpec
@@ -74,6 +76,20 @@ def slots_for(
         budget=Budget(kept), num_layers=num_layers, streams=streams, seed=config.seed, device=device, dtype=dtype,
         keys_rotated=config.positions == "stream" and shape.rotation is not None,
     )  # fmt: skip
+
+
+def check_streams_are_read_alone(config: CacheConfig, valid: Tensor) -> None:
+    """Two streams with tokens that don't count, and a fork of the second one, are read as each is alone. valid: [2, T] bool."""
+    model, tokens, valid = model_of("llama", torch.float64), tokens_of(valid.shape[1], 2), valid.to(DEVICE)
+    together = CachedDecoder(model, config, 2)
+    logits = torch.cat([together(t, v) for t, v in zip(tokens.split(7, 1), valid.split(7, 1), strict=True)], 1)
+    forked = together.fork([1])
+    for stream in range(2):
+        alone = CachedDecoder(model, config)
+        theirs = in_blocks(alone, tokens[stream : stream + 1, valid[stream]], 1)
+        torch.testing.assert_close(logits[stream, valid[stream]], theirs[0], atol=1e-6, rtol=0)
+    again = tokens_of(20)[:, 10:]
+    torch.testing.assert_close(in_blocks(forked, again, 3), in_blocks(alone, again, 1), atol=1e-6, rtol=0)
 
 
 PARTS: dict[str, type[Document]] = {

@@ -160,23 +160,21 @@ def test_a_cell_with_its_moment_is_read_back(tmp_path, evict):
     assert spec.most_kept == cell.most_kept == (None if evict == "prompt" else 64 + 63)
 
 
+EVICT = [
+    ("{every: 0}", "every is a number of tokens, at least 1, not {'every': 0}"),
+    ("{every: 1.5}", "every is a number of tokens, at least 1, not {'every': 1.5}"),
+    ("{pages: 0}", "pages is a number of tokens, at least 1, not {'pages': 0}"),
+    ("{pages: 4, by: hed}", "pages can't go by 'hed'; there are per_head, union, not {'pages': 4, 'by': 'hed'}"),
+    ("{pages: 4, of: 3}", "pages have no 'of'; there are by, pages, worth, not {'pages': 4, 'of': 3}"),
+    ("propmt", "expected step, prompt, {every: TOKENS} or {pages: TOKENS}, not 'propmt'"),
+    ("4", "expected step, prompt, {every: TOKENS} or {pages: TOKENS}, not 4"),
+    ("{evry: 4}", "expected step, prompt, {every: TOKENS} or {pages: TOKENS}, not {'evry': 4}"),
+]
 BAD = [
-    ("{name: h2o, evict: {every: 0}}", {}, "mine.yaml:8: evict: every is a number of tokens, at least 1, not {'every': 0}"),
-    ("{name: h2o, evict: {every: -3}}", {}, "mine.yaml:8: evict: every is a number of tokens, at least 1, not {'every': -3}"),
-    ("{name: h2o, evict: {every: 1.5}}", {}, "mine.yaml:8: evict: every is a number of tokens, at least 1, not {'every': 1.5}"),
+    *((f"{{name: h2o, evict: {evict}}}", {}, f"mine.yaml:8: evict: {said}") for evict, said in EVICT),
     ("{name: h2o, capacity: {share: 0.5, count: al}}", {},
      "mine.yaml:8: capacity: count is kv (K and V alone) or all, not {'share': 0.5, 'count': 'al'}"),
-    ("{name: h2o, evict: {pages: 0}}", {}, "mine.yaml:8: evict: pages is a number of tokens, at least 1, not {'pages': 0}"),
-    ("{name: h2o, evict: {pages: 4, by: hed}}", {},
-     "mine.yaml:8: evict: pages can't go by 'hed'; there are per_head, union, not {'pages': 4, 'by': 'hed'}"),
-    ("{name: h2o, evict: {pages: 4, of: 3}}", {},
-     "mine.yaml:8: evict: pages have no 'of'; there are by, pages, worth, not {'pages': 4, 'of': 3}"),
     ("{name: h2o, evict: {pages: 12}}", {}, "mine.yaml:5: h2o: capacity 8 doesn't make up whole pages of 12"),
-    ("{name: h2o, evict: propmt}", {},
-     "mine.yaml:8: evict: expected step, prompt, {every: TOKENS} or {pages: TOKENS}, not 'propmt'"),
-    ("{name: h2o, evict: 4}", {}, "mine.yaml:8: evict: expected step, prompt, {every: TOKENS} or {pages: TOKENS}, not 4"),
-    ("{name: h2o, evict: {evry: 4}}", {},
-     "mine.yaml:8: evict: expected step, prompt, {every: TOKENS} or {pages: TOKENS}, not {'evry': 4}"),
     ("{name: dense, evict: prompt}", {}, "mine.yaml:8: unknown key 'evict'; there are kv, limit, positions"),
     ("{name: recompute_window, evict: {every: 2}}", {}, "mine.yaml:8: unknown key 'evict'; there are capacity"),
     ("{name: h2o, evict: prompt}", {"task": ""},

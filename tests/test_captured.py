@@ -92,7 +92,7 @@ def test_graphs_do_not_keep_outgrown_caches_alive():
 
 @pytest.mark.slow("takes seconds")
 @on_cpu
-@pytest.mark.parametrize("every", [2, 16, 64, 256])
+@pytest.mark.parametrize("every", [2, 256])
 def test_graphs_are_kept_while_evictions_come_and_go(monkeypatch, every):
     """A thousand steps meet every phase twice, a second thousand captures none, and the phases are few."""
     monkeypatch.setattr(Recorded, "made", 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,12 +36,14 @@ ROOT = Path(__file__).parents[1]
 
 @needs_triton
 def test_the_kernels_compile_for_a_gpu_that_is_not_there():
+    """Few groups, several passes over one, and values narrower than keys. A job of CI compiles all shapes."""
     env = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "ignore", str(ROOT / "tests/compile_kernels.py")]
+    command = [sys.executable, "-W", "ignore", str(ROOT / "tests/compile_kernels.py"), "--models"]
+    command += ["llama-3-8b", "falcon-7b", "deepseek"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = done.stdout.splitlines()
-    assert rows[-1].endswith(f"{len(rows) - 4} kernels by Triton {triton.__version__} for compute capability 90, 0 faults")
+    assert rows[-1].endswith(f"{len(rows) - 3} kernels by Triton {triton.__version__} for compute capability 90, 0 faults")
     for kernel in ("attend", "join", "release"):
         assert sum(f": {kernel} " in row for row in rows) > 5
 
@@ -210,7 +213,7 @@ def poison(read: CachedDecoder) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize(("group", "mode"), [(2, "cache"), (20, "cache"), (20, "stream"), (20, "clamped")])
+@pytest.mark.parametrize(("group", "mode"), [(2, "cache"), (20, "clamped")])
 def test_what_the_evicted_token_left_is_not_read(monkeypatch, last_program_first, group, mode):
     """A step and a block find NaN in the free slot. Groups of 20 are read by two programs, which may run in any order."""
     monkeypatch.setitem(choose._MODULES, DEVICE.type, cuda)
@@ -218,10 +221,11 @@ def test_what_the_evicted_token_left_is_not_read(monkeypatch, last_program_first
     shape = {"num_attention_heads": group, "num_key_value_heads": 1, "hidden_size": 8 * group, "num_hidden_layers": 1}
     model, tokens = adopt(tiny_model("llama", vocab_size=96, **shape).to(DEVICE)), tokens_of(22)
     config = CacheConfig(H2O(), 17, mode, 12)
-    fast, plain = CachedDecoder(model, config, 1, KERNELS), CachedDecoder(model, config, 1, PLAIN_WALK)
+    filling = replace(KERNELS, fill=True)  # walking until the cache is full would take the interpreter seconds
+    fast, plain = CachedDecoder(model, config, 1, filling), CachedDecoder(model, config, 1, PLAIN_WALK)
     assert fast.walks[0].steps_by_kernel
-    for block in tokens.split([18, 1, 2, 1], 1):
-        if block.shape[1] < 18:
+    for block in tokens.split([17, 1, 1, 2, 1], 1):
+        if block.shape[1] < 17:
             poison(fast)
             poison(plain)
         torch.testing.assert_close(fast(block), plain(block), atol=2e-4, rtol=0)

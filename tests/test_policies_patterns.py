@@ -108,13 +108,12 @@ def test_bigbird_static_after_a_prompt():
 
 
 @pytest.mark.parametrize(("block", "summary"), [(8, 2), (8, 8), (7, 3), (12, 1), (1, 1)])
-@pytest.mark.parametrize("capacity", [12, 20, 35])
-@pytest.mark.parametrize("burst", [1, 5])
+@pytest.mark.parametrize(("capacity", "burst"), [(12, 1), (20, 5), (35, 1)])
 def test_sparse_fixed_keeps_the_block_and_the_newest_summaries(block, summary, capacity, burst):
     """A query attends to its own block and to summaries; what is dead goes first, then the oldest summary."""
     policy = SparseFixed(block, summary).bind(capacity)
     expected: list[int] = []
-    for step, held in over_steps(policy, capacity, 150, 1, burst=burst):
+    for step, held in over_steps(policy, capacity, 100, 1, burst=burst):
         expected = [*expected, step]
         if len(expected) >= capacity + burst:
             dead = [p for p in expected if p // block < step // block and p % block < block - summary]
@@ -199,7 +198,7 @@ def next_victim(evicted: int, capacity: int, sinks: int, layer: int, layers: int
 
 @pytest.mark.parametrize(("layers", "span", "overlap"), LADDERS)
 @pytest.mark.parametrize(("capacity", "sinks"), [(16, 4), (29, 0)])
-@pytest.mark.parametrize("burst", [1, 3, 10])
+@pytest.mark.parametrize("burst", [1, 10])
 def test_lacache_one_by_one_in_bursts_and_after_a_prompt(layers, span, overlap, capacity, sinks, burst):
     """However many go at once, they are those that would have gone one by one."""
     policy = LaCache(sinks, span, overlap).bind(capacity)

@@ -30,10 +30,13 @@ TINY = cache(policy_check._tiny)
 @pytest.mark.slow("takes seconds")
 @pytest.mark.parametrize("name", default_policies())
 def test_our_policies_pass(name, monkeypatch):
-    """At an odd capacity and at one that all their defaults fit in. How fast they are read is not asked here."""
+    """At an odd capacity, or where their defaults don't fit in, at a large one. How fast they are read is not asked here."""
     monkeypatch.setattr(policy_check, "_tiny", TINY)
     monkeypatch.setattr(policy_check, "_reading", lambda on: "")
-    assert [f for f in policy_check.check(name, capacities=[17, 256]).findings if not f.ok] == []
+    findings = policy_check.check(name, capacities=[17]).findings
+    if [f.rule for f in findings] == ["a capacity can serve it"]:
+        findings = policy_check.check(name, capacities=[256]).findings
+    assert [f for f in findings if not f.ok] == []
 
 
 class Half(Policy):
@@ -106,7 +109,7 @@ class Undeclared(Policy):
 )  # fmt: skip
 def test_what_is_wrong_is_said(kind, word, monkeypatch):
     monkeypatch.setattr(plugins, "policy_class", lambda name: kind)
-    problems = [f.problem for f in policy_check.check("theirs").findings]
+    problems = [f.problem for f in policy_check.check("theirs", capacities=[16]).findings]
     assert any(word in p for p in problems), problems
 
 
@@ -117,7 +120,7 @@ def test_a_policy_from_a_file_needs_no_change_of_ours(tmp_path: Path):
         "from kvbench import CacheView, Policy\n\n\nclass SmallKeys(Policy):\n"
         "    def importance(self, view: CacheView):\n        return -view.keys.float().norm(dim=-1)\n"
     )
-    assert all(f.ok for f in policy_check.check(f"{file}:SmallKeys").findings)
+    assert all(f.ok for f in policy_check.check(f"{file}:SmallKeys", capacities=[17]).findings)
 
 
 class Near(Policy):
@@ -197,10 +200,10 @@ def test_a_policy_that_no_capacity_can_serve_is_wrong_once(monkeypatch):
 
 
 def test_a_crash_says_where(monkeypatch):
-    (finding,) = wrong(checked(monkeypatch, CrashesWhenBound))
+    (finding,) = wrong(checked(monkeypatch, CrashesWhenBound, capacities=[16]))
     assert finding.problem.startswith("bind(16) raised ZeroDivisionError: division by zero (test_policy_check.py:")
     assert finding.problem.endswith(", in bind)")
-    found = checked(monkeypatch, BreaksLater)
+    found = checked(monkeypatch, BreaksLater, capacities=[16])
     (finding,) = wrong(found)
     assert finding.problem.startswith("it raised OverflowError: thirty (test_policy_check.py:")
     assert "in importance)" in finding.problem
@@ -213,14 +216,14 @@ def test_a_band_that_is_not_kept_is_found(monkeypatch):
 
 @pytest.mark.slow("takes seconds")
 def test_it_says_how_the_policy_will_be_read_and_how_fast(monkeypatch):
-    assert checked(monkeypatch, SinkWindow).reading.startswith("closed form, ")
-    plain = checked(monkeypatch, Tova).reading
+    assert checked(monkeypatch, SinkWindow, capacities=[64]).reading.startswith("closed form, ")
+    plain = checked(monkeypatch, Tova, capacities=[64]).reading
     assert plain.startswith("plain walk (scope 'layer' can't be compiled), ")
     assert "tokens/s through a tiny model here; h2o's compiled walk makes" in plain
-    assert checked(monkeypatch, Everything).reading == ""
+    assert checked(monkeypatch, Everything, capacities=[16]).reading == ""
 
 
-@pytest.mark.parametrize("capacity", [8, 128, 10**9])  # the last passes all that 5,000 and 100,000 would
+@pytest.mark.parametrize("capacity", [8, 10**9])  # the last passes all that 5,000 and 100,000 would
 @pytest.mark.parametrize("name", default_policies())
 def test_our_policies_break_no_rule_at_any_capacity(name, capacity, monkeypatch):
     """For the largest stands one of half as many slots as elsewhere, still more than 16 bits can count."""

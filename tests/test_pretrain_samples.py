@@ -218,7 +218,8 @@ def test_an_answer_is_right_if_all_its_tokens_are():
 
 
 @pytest.mark.slow("training")
-def test_log_and_card_measure_on_what_is_not_trained_on(tmp_path, monkeypatch):
+def test_log_and_card_measure_on_what_is_not_trained_on(tokens, tmp_path, monkeypatch):
+    tokens.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))  # learning it takes longest
     made = []
     for name in ("TrainingSamples", "HeldOut"):
         kind = getattr(train, name)
@@ -238,8 +239,9 @@ def test_log_and_card_measure_on_what_is_not_trained_on(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow("training")
-def test_the_card_says_how_many_held_out_questions_are_answered(tmp_path):
+def test_the_card_says_how_many_held_out_questions_are_answered(tokens, tmp_path):
     """An exam of every kind, after training, of samples that neither training nor its log has seen."""
+    tokens.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
     recipe = config(
         training={"tokens": 64 * 2 * 4, "sample": 64, "batch": 2, "compile": False}, repeats={"share": 0.5, "later": 0.5}
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from copy import deepcopy
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from kvbench.harness.engine.variants import VARIANTS
 from kvbench.harness.engine.watch import Chunk
 from kvbench.harness.models.load import load_model
 from kvbench.harness.models.selfcheck import check
-from kvbench.harness.pretrain import ortho_adam, sigma_reparam
+from kvbench.harness.pretrain import ortho_adam, sigma_reparam, text, tokenizer
 from kvbench.harness.pretrain.config import PretrainConfig, find, load
 from kvbench.harness.pretrain.held_out import HeldOut, attention_to_first
 from kvbench.harness.pretrain.new_model import new_model
@@ -141,10 +142,19 @@ def test_weights_that_it_shares_with_vanilla_begin_the_same(name):
     assert all(torch.equal(plain[key], renamed[key]) for key in plain)
 
 
+@pytest.fixture(scope="module")
+def tokens_file(tmp_path_factory):
+    """The tokenizer of all their recipes, because learning it takes longer than two steps."""
+    recipe, file = config(), tmp_path_factory.mktemp("tokens") / "tokenizer.json"
+    tokenizer.learn(text.for_tokenizer(recipe.text, recipe.seed, None), recipe.shape).save(str(file))
+    return file
+
+
 @pytest.mark.slow("training")
 @pytest.mark.parametrize("name", CHANGES)
-def test_it_trains_and_is_loaded_as_it_was_trained(name, tmp_path, monkeypatch):
+def test_it_trains_and_is_loaded_as_it_was_trained(name, tokens_file, tmp_path, monkeypatch):
     """The saved model's logits, through transformers and through our attention, are those of the model that was trained."""
+    shutil.copy(tokens_file, tmp_path)
     trained = []
     monkeypatch.setattr(HeldOut, "answers", lambda self, model: trained.append(deepcopy(model)) or {})
     directory = pretrain(config(name), tmp_path, None, torch.device("cpu"), lambda line: None)

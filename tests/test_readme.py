@@ -39,29 +39,18 @@ def script(name: str):
     return module
 
 
-@pytest.fixture(scope="module")
-def draw():
-    return script("images/draw")
+def fixture_of(name):
+    """A fixture that gives a script."""
+
+    @pytest.fixture(scope="module")
+    def given():
+        return script(name)
+
+    return given
 
 
-@pytest.fixture(scope="module")
-def zoo():
-    return script("images/zoo")
-
-
-@pytest.fixture(scope="module")
-def recall():
-    return script("images/recall")
-
-
-@pytest.fixture(scope="module")
-def writing():
-    return script("images/writing")
-
-
-@pytest.fixture(scope="module")
-def figures():
-    return script("figures")
+draw, zoo, recall, writing = (fixture_of(f"images/{name}") for name in ("draw", "zoo", "recall", "writing"))
+figures = fixture_of("figures")
 
 
 def test_every_verb_policy_task_and_suite_is_documented():

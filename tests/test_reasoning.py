@@ -82,11 +82,13 @@ def test_the_suite_runs_to_its_end(task, model, offline, monkeypatch, tmp_path):
     few = ("capacity=24", "samples=2", "max_gen_toks=6")
     request = RunRequest("reasoning", str(model), threads=1, dtype="float32", settings=few)
     cells = [cell for cell in request.cells() if cell.task.tasks == task]
+    if task != "gsm8k":  # under other policies nothing depends on the task
+        cells = [cell for cell in cells if cell.name in ("dense", "rkv")]
     records = request.measure(tmp_path / "results", cells)
     assert [r.error for r in records if r.status != "ok"] == []
-    assert [(r.cell.policy, r.cell.seed) for r in records if r.cell.policy in ("dense", "recompute_window", "random")] == [
-        ("dense", 0), ("recompute_window", 0), *(("random", seed) for seed in range(5))
-    ]  # fmt: skip
+    controls = [("dense", 0), ("recompute_window", 0), *(("random", seed) for seed in range(5))]
+    found = [(r.cell.policy, r.cell.seed) for r in records if r.cell.policy in ("dense", "recompute_window", "random")]
+    assert found == (controls if task == "gsm8k" else controls[:1])
     assert all(r.cell.as_json()["evict"] == {"every": 128} for r in records if r.cell.policy not in ("dense", "recompute_window"))
     for record in records:
         figures = record.measured(LmEvalMetrics)

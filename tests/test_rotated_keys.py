@@ -56,11 +56,16 @@ def logits_of(read: CachedDecoder, tokens: torch.Tensor) -> torch.Tensor:
     return torch.cat([first, *(read(x) for x in tokens[:, PROMPT:].split([16, 1, 1, 7, 1], 1))], 1)
 
 
-@BY_WAY
-@pytest.mark.parametrize("family", ["llama", "gpt_neox", "smollm3"])
-def test_rotated_keys_give_the_numbers_of_unrotated_ones(monkeypatch, family, policy, evict, method):
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [
+        *(("llama", way) for way in WAYS),
+        *((family, way) for family in ("gpt_neox", "smollm3") for way in ("token by token", "closed form", "compiled walk")),
+    ],
+)
+def test_rotated_keys_give_the_numbers_of_unrotated_ones(monkeypatch, family, way):
     """With all dims rotated, some of them, and none in some layers; and for a fork."""
-    model, tokens = model_of(family), tokens_of(PROMPT + 26, 2)
+    model, tokens, (policy, evict, method) = model_of(family), tokens_of(PROMPT + 26, 2), WAYS[way]
     with monkeypatch.context() as patch:
         patch.setattr(Layout, "_compares_keys", lambda self: True)
         unrotated = CachedDecoder(model, config_of(policy, evict), 2, method)

@@ -92,7 +92,7 @@ def test_what_is_no_suite_is_refused_in_one_line(tmp_path, text):
     assert "\n" not in str(caught.value)
 
 
-FUZZ = settings(max_examples=int(os.environ.get("FUZZ", 100)), deadline=None)  # FUZZ=10000: the full experiment
+FUZZ = settings(max_examples=int(os.environ.get("FUZZ", 50)), deadline=None)  # FUZZ=10000: the full experiment
 VALUES = st.recursive(
     st.none()
     | st.booleans()

@@ -83,7 +83,10 @@ if DEVICE.type == "cpu":  # where a case takes the interpreter seconds
         group=[1, 4, 7, 17], dims=[(8, 8), (80, 80), (24, 16)], cache=[(21, 900), (37, 20), (37, 37), (300, 100), (None, 40)],
         rows=[(1, 2, 1), (2, 1, 1), (1, 1, 2)], policy=[H2O(), Random(), Odd()],
     )  # fmt: skip
-    BLOCKS = BLOCKS._replace(dims=[(24, 16), (80, 80)], dtype=[torch.bfloat16, torch.float32], policy=STEPS.policy)
+    BLOCKS = BLOCKS._replace(
+        dims=[(24, 16), (80, 80)], dtype=[torch.bfloat16, torch.float32], mode=["cache", "clamped"],
+        rows=[(1, 2, 1), (2, 1, 2)], policy=STEPS.policy,
+    )  # fmt: skip
     # What these leave out, once each.
     FURTHER = [
         Case(3, (64, 64), torch.bfloat16, "cache", (70, 400), (1, 1, 1), 3, 2, SinkWindow(2), False),
