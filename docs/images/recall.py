@@ -22,9 +22,13 @@ _ALT = "Share of questions still answered under each policy, by what has to be k
 
 
 def measured(results: Path = RESULTS, positions: str = POSITIONS) -> list[Record]:
-    """The records of `kvbench_recall` in one mode of positions, dense among them."""
+    """The records of `kvbench_recall` in one mode of positions, dense among them.
+
+    Left out are policies whose size follows from the prompt: they keep two thirds of it, and answer accordingly.
+    """
     records, _ = RecordStore(results / "recall").read_all()
-    records = [r for r in records if r.status == "ok" and (r.cell.positions == positions or r.cell.policy == "dense")]
+    records = [r for r in records if r.status == "ok" and (r.cell.capacity is not None or r.cell.policy == "dense")]
+    records = [r for r in records if r.cell.positions == positions or r.cell.policy == "dense"]
     return [r for r in records if str(r.cell.options.get("tasks", "")).removeprefix("kvbench_") in TASKS]
 
 

@@ -16,7 +16,7 @@ from kvbench.harness.report.shares import Answers, Stream, answers, streams_of
 
 
 def short_names(policies: Sequence[Row]) -> list[str]:
-    """Each policy with the settings in which it differs from others of its name and capacity; and its format, if there are several.
+    """Each policy with the settings in which it differs from others of its name and capacity; its format, if there are several.
 
     A format says how large a token is, so it tells more than a capacity.
     """
