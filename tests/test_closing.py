@@ -231,8 +231,8 @@ def test_no_line_is_wider_than_the_terminal(width, monkeypatch, capsys):
         assert max(len(line) for line in lines if "\x1b]8;;" not in line) <= width
         assert not [line for line in lines if "…" in line], "nothing is cut off"
         tables = closing(records).tables
-        about = sum(len(t.lines) + 10 + 3 * max(1, len(t.notes)) for t in tables)
-        assert len(lines) < 8 + about or width < 80, "a row a policy, three lines a budget, two a heading"
+        about = sum(len(t.lines) + 10 + 4 * max(1, len(t.notes)) for t in tables)
+        assert len(lines) < 8 + about or width < 80, "a row a policy, four lines a budget, two a heading"
 
 
 def test_paths_can_be_clicked_on_a_terminal_and_are_plain_elsewhere(tmp_path):

@@ -272,7 +272,7 @@ def test_a_task_that_is_not_there_or_is_several(monkeypatch):
     monkeypatch.setattr(catalogue, "_manager", lambda *_: manager)
     with pytest.raises(UserError, match="did you mean 'kvbench_cloze"):
         catalogue.task("kvbench_clozed", None, 0, [], {})
-    with pytest.raises(UserError, match="a group of lm-eval tasks; list its tasks: kvbench_chain, kvbench_cloze"):
+    with pytest.raises(UserError, match="a group of lm-eval tasks; list its tasks: kvbench_anywhere, kvbench_chain, kvbench_cloze"):
         catalogue.task("kvbench", None, 0, [], {})
 
 
@@ -321,7 +321,7 @@ def test_truncate_keeps_the_first_tokens_of_a_prompt_that_is_longer_than_the_mod
 )  # fmt: skip
 def test_a_questions_score_is_a_number_or_a_log_likelihood_with_its_weight(metric, value, expected):
     """lm-eval turns log-likelihoods into a perplexity. Pairs are compared by log-likelihood."""
-    sample = {metric: value, "doc_id": 3, "target": "x", "resps": [[(-1.0, True)]]}
+    sample = {metric: value, "doc_id": 3, "doc": {}, "target": "x", "resps": [[(-1.0, True)]]}
     line = _sample(sample, metric)
     assert {k: v for k, v in line.items() if k in ("score", "weight")} == expected
     json.dumps(line)
