@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kvbench.harness.core.errors import UserError
@@ -18,6 +20,31 @@ from kvbench.harness.run.schedule import Schedule, Work
 LOST_S = 60.0  # how long to wait for a new worker if no other is left
 SILENT_S = 10.0  # how long Ray's control service may not answer: after 60 s, Ray ends this process
 TICK_S = 0.5
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[Callable[[], None]]:
+    """Gives a check that raises what Ctrl-C should have raised: within a callback or a destructor, Python only prints it."""
+    came: list[int] = []
+    before = signal.getsignal(signal.SIGINT)
+
+    def note(number: int, frame: Any) -> None:
+        came.append(number)
+        if callable(before):
+            before(number, frame)
+
+    def check() -> None:
+        if came:
+            raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():  # which alone gets signals
+        yield check
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class Loop:
@@ -46,9 +73,14 @@ class Loop:
         Raises:
             UserError: a worker finds a mistake, or no worker or no Ray is left.
         """
+        with _interrupts() as refuse_interrupted:
+            self._run(refuse_interrupted)
+
+    def _run(self, refuse_interrupted: Callable[[], None]) -> None:
         for worker in self._fleet.workers.values():
             self._join(worker)
         while self._schedule.left:
+            refuse_interrupted()
             self._assign()
             self._refuse_idleness()
             self._refuse_silence()
