@@ -19,7 +19,7 @@ PAGES = {  # a file of the repository: its place on the site
     "CHANGELOG.md": "changelog.md",
     "leaderboard/README.md": "leaderboard/README.md",
     "leaderboard/paper.md": "leaderboard/paper.md",
-    "leaderboard/index.html": "leaderboard/page.html",  # not tracked: `bench leaderboard` makes it
+    "leaderboard/index.html": "leaderboard/page.html",  # this and the next are not tracked: `bench leaderboard` makes them
     "leaderboard/feed.json": "leaderboard/feed.json",
 }
 _PLACES = {place: file for file, place in PAGES.items()}
@@ -49,8 +49,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             files.append(File.generated(config, place, content=text))
         else:
             files.append(File.generated(config, place, abs_src_path=str(ROOT / file)))
-    feed = json.loads((ROOT / "leaderboard/feed.json").read_text(encoding="utf-8"))
-    files.append(File.generated(config, "leaderboard/badge.json", content=json.dumps(badge(feed))))
+    feed = ROOT / "leaderboard/feed.json"
+    if feed.exists():
+        shown = json.dumps(badge(json.loads(feed.read_text(encoding="utf-8"))))
+        files.append(File.generated(config, "leaderboard/badge.json", content=shown))
     return files
 
 
@@ -71,7 +73,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if place.startswith("leaderboard/"):
         page.meta["search"] = {"exclude": True}  # thousands of table rows would be all that a search finds
     if place == "leaderboard/README.md" and (ROOT / "leaderboard/index.html").exists():
-        markdown = markdown.replace("`index.html`", "[`index.html`](index.html)", 1)
+        for made in ("index.html", "feed.json"):
+            markdown = markdown.replace(f"`{made}`", f"[`{made}`]({made})", 1)
     here = posixpath.dirname(place)
     parts = re.split(r"(^```.*?^```$)", markdown, flags=re.S | re.M)  # code stays as it is
     parts[::2] = [_LINK.sub(lambda match: _on_site(match, folder, here, config), part) for part in parts[::2]]

@@ -140,6 +140,15 @@ def board() -> Path:
 
 
 @pytest.fixture(scope="session")
+def published_feed(board: Path) -> dict[str, Any]:
+    """The feed of the published records."""
+    from kvbench.harness.records import RecordStore
+    from kvbench.harness.report import feed
+
+    return feed.feed(RecordStore(board / "results").read_all()[0])
+
+
+@pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with a byte-level tokenizer, as a folder a user could name."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

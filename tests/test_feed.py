@@ -63,8 +63,8 @@ def test_the_feed_is_what_its_schema_says():
 
 
 @pytest.mark.slow("all published records")
-def test_the_published_feed_is_what_its_schema_says(board):
-    jsonschema.validate(json.loads((board / "feed.json").read_text(encoding="utf-8")), SCHEMA)
+def test_the_published_feed_is_what_its_schema_says(published_feed):
+    jsonschema.validate(json.loads(feeds.text(published_feed)), SCHEMA)
 
 
 @pytest.mark.parametrize(("evict", "modes"), [("step", ["cache", "stream"]), ("prompt", ["stream", "cache"])])

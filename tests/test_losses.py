@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import re
 import shutil
+from functools import cache
 from pathlib import Path
 
 import pandas as pd
@@ -15,7 +15,7 @@ from conftest import bench
 from test_closing import measured
 
 from kvbench import UserError, compare, figures, load_records, losses
-from kvbench.harness.report import chart
+from kvbench.harness.report import chart, feed
 from kvbench.harness.report.doubts import with_doubts
 from kvbench.harness.report.feed import labels
 from kvbench.harness.report.feed.question import questions
@@ -24,12 +24,12 @@ from kvbench.harness.report.rows import short_names
 from kvbench.harness.report.site.sums import sums
 
 ROOT = Path(__file__).parents[1]
-PUBLISHED = [
-    question
-    for question in json.loads((ROOT / "leaderboard/feed.json").read_text(encoding="utf-8"))["questions"]
-    if question["suite"] == "budget"
-]
 LOST = {"value": "loss", "low": "low", "high": "high", "to_name": "reference"}
+
+
+@cache
+def published():
+    return feed.feed(load_records(ROOT / "leaderboard/results/budget"))["questions"]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_the_page_on_papers_runs_as_it_stands_and_its_numbers_are_those_of_the_f
     monkeypatch.setattr(chart, "picture", lambda spec, path: (drawn.append(spec), draw(spec, path)))
     section = (ROOT / "docs/python.md").read_text(encoding="utf-8").split("## Tables and figures for a paper")[1]
     exec("\n".join(re.findall(r"```python\n(.*?)```", section, re.S)), {})
-    (budget,) = (b for q in PUBLISHED if "cache positions" in q["subject"] for b in q["budgets"] if b["capacity"] == 64)
+    (budget,) = (b for q in published() if "cache positions" in q["subject"] for b in q["budgets"] if b["capacity"] == 64)
     latex = Path("losses.tex").read_text(encoding="utf-8")
     assert r"\toprule" in latex
     lines = re.findall(r"^(.*) & (\S+) \[(\S+), (\S+)\] & (\S+) \\\\$", latex, re.M)
@@ -61,7 +61,7 @@ def test_the_page_on_papers_runs_as_it_stands_and_its_numbers_are_those_of_the_f
         exact = [row["loss"]["value"], row["loss"]["low"], row["loss"]["high"], row["perplexity"]]
         assert all(math.isclose(x, y, rel_tol=0.05) for x, y in zip(written, exact, strict=True)), "two digits or more"
     pictures = sorted(Path("figures").iterdir())
-    assert {path.stem for path in pictures} <= {q["id"] for q in PUBLISHED}
+    assert {path.stem for path in pictures} <= {q["id"] for q in published()}
     assert all(path.read_bytes().startswith(b"%PDF-") for path in pictures)
     rows = [[r["name"], r["capacity"], *(r["loss"][x] for x in ("value", "low", "high"))] for r in all_rows() if r["loss"]]
     values = [[v[x] for x in ("policy", "capacity", "loss", "low", "high")] for spec in drawn for v in spec["data"]["values"]]
@@ -72,7 +72,7 @@ def test_the_page_on_papers_runs_as_it_stands_and_its_numbers_are_those_of_the_f
 def all_rows():
     return [
         row
-        for question in PUBLISHED
+        for question in published()
         for row in [*(row for budget in question["budgets"] for row in budget["rows"]), *question["references"]]
     ]
 

@@ -283,11 +283,10 @@ def same(metric, names, theirs, ids, beats, better=1):
 
 
 @pytest.mark.slow("all published records")
-def test_of_every_published_pair_one_beats_the_other_exactly_if_the_interval_excludes_0(board):
-    shown = json.loads((board / "feed.json").read_text(encoding="utf-8"))
+def test_of_every_published_pair_one_beats_the_other_exactly_if_the_interval_excludes_0(board, published_feed):
     published = sums(questions(RecordStore(board / "results").read_all()[0]))
     checked = 0
-    for question in shown["questions"]:
+    for question in published_feed["questions"]:
         order, pairs = (published[question["id"]][name] for name in ("order", "pairs"))
         of_pair = dict(zip(itertools.combinations(order, 2), pairs, strict=True))
         for budget in question["budgets"]:

@@ -15,7 +15,7 @@ from kvbench.harness.report.markdown import cache_bytes, md, table
 _HEAD = """# Leaderboard
 
 Written by `bench leaderboard` from records; don't edit it. The command also writes `index.html`, which answers this for every
-budget, compares any two policies and lists every cell, [`feed.json`](feed.json), all of it as data, and [published figures beside
+budget, compares any two policies and lists every cell, `feed.json`, all of it as data, and [published figures beside
 ours](paper.md). `bench show table CELL` prints the table of a cell's task.
 """
 _PICTURE = "answer"  # its file
