@@ -195,7 +195,7 @@ class Layout:
             return True
         slots = self._slots(shape, [Part(0)], policy, cadence, Budget(kept), policy.statistics, torch.device("meta"))
         rows = Rows(slots, slots.num_slots)
-        if any(s.per == "head" and writes(s) for s in rows.states):
+        if rows.summed:
             return True
         del rows.view.keys
         try:

@@ -16,7 +16,7 @@ from kvbench.harness.core.evict import Pages
 from kvbench.harness.engine.budgets import Table
 from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.slots import Slots
-from kvbench.harness.engine.victims import effective_importance, of_heads, of_layers, of_pages
+from kvbench.harness.engine.victims import of_heads, of_layers, of_pages
 from kvbench.policies import CacheView, Policy, Statistic
 
 
@@ -84,8 +84,8 @@ class Whole:
     ) -> Tensor:  # fmt: skip
         """The slots of one layer whose tokens stay. [N, S] bool."""
         slots, rows = self._slots[layer], self.rows[layer]
-        held, kept, sliding = rows.rank < slots.empty_rank, slots.shape.kept(capacity), slots.shape.sliding_window
-        importance = effective_importance(slots.policy, rows.view, sliding).unflatten(0, (slots.streams, -1))
+        held, kept = rows.rank < slots.empty_rank, slots.shape.kept(capacity)
+        importance = rows.importance(slots.policy).unflatten(0, (slots.streams, -1))
         count = held.sum(-1).view(slots.streams, -1)  # [B, H]
         budget = count if kept is None else torch.full_like(count, kept)
         if asked is not None:
@@ -94,7 +94,7 @@ class Whole:
             budget = torch.tensor(list(of_table), device=count.device).expand_as(count)
             for number in set(of_table):  # heads are judged by the policy that knows their budget
                 judge = self._bound(slots.shape.kept(number))
-                judged = effective_importance(judge, rows.view, sliding).view(importance.shape)
+                judged = rows.importance(judge).view(importance.shape)
                 importance = torch.where((budget == number)[..., None], judged, importance)
         importance = importance.flatten(0, 1).masked_fill(~held, torch.inf)
         excess = (count - budget).clamp(min=0)

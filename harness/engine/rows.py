@@ -16,8 +16,8 @@ from torch import Tensor
 from kvbench.harness.engine.rotary import LONGEST_STREAM, rotate
 from kvbench.harness.engine.slots import Slots
 from kvbench.harness.engine.store import StoredView, as_written, stages
-from kvbench.harness.engine.victims import effective_importance, of_heads, of_layers, of_pages, ranks_without
-from kvbench.policies import Attention, CacheView, Seen, Statistic, Written
+from kvbench.harness.engine.victims import of_heads, of_layers, of_pages, ranks_without
+from kvbench.policies import Attention, CacheView, Policy, Seen, Statistic, Written
 
 
 class Held(NamedTuple):
@@ -41,7 +41,7 @@ class Rows:
         part = slice(layers.start * per_layer, layers.stop * per_layer)
         self._slots, self._tensors = slots, tensors
         account = tensors.position, tensors.rank
-        self._keys, self._values = (x.window(part, attended, *account) for x in (tensors.keys, tensors.values))
+        self.stored = self._keys, self._values = [x.window(part, attended, *account) for x in (tensors.keys, tensors.values)]
         self.rank, self.position = tensors.rank[part, :attended], tensors.position[part, :attended]
         self._all_ranks = tensors.rank[part]
         self.free, self._row_base = tensors.free[part], tensors.row_base[part]
@@ -51,6 +51,7 @@ class Rows:
         self._budgets = None if slots.budget.of_rows is None else slots.budget.of_rows[part]
         shown = {s: x[:, :attended] if s.per == "slot" else x for s, x in self._row_states.items()}
         self.states = {s: x.unflatten(0, (-1, heads)) for s, x in shown.items()}
+        self.summed = [s for s in self.states if s.per == "head" and writes(s)]  # over the tokens that a head holds
         self._output = slots.parts[layers.start].output  # of one layer only
         of_layer = slots.layer_index[layers].repeat_interleave(slots.streams)
         streams = torch.arange(slots.streams, device=self.rank.device)
@@ -226,11 +227,6 @@ class Rows:
                 new = torch.where(valid.view(-1, *[1] * (state.dim() - 1)), new, state)
             state.copy_(new)
 
-    @property
-    def update_in_runs(self) -> bool:
-        """Whether every statistic that sees attention can take several steps at once."""
-        return all(takes_runs(s) for s in self.states if s.sees)
-
     def update_together(self, seen: Mapping[Seen, Tensor]) -> None:
         """Update the statistics with the attention of several steps. seen: [R, G, T, ...] each."""
         attention = Attention(**{name: x.unflatten(0, (-1, self.heads)) for name, x in seen.items()})
@@ -295,11 +291,18 @@ class Rows:
         empty = (self._all_ranks == self._slots.empty_rank).to(torch.uint8)
         torch.add(empty.argmax(-1), self._row_base, out=self.free)
 
+    def importance(self, policy: Policy) -> Tensor:
+        """The importance that decides who is evicted: a policy's, and -inf for what no later query may see. [R, S] float32."""
+        window, importance = self._slots.shape.sliding_window, policy.importance(self.view).flatten(0, 1)
+        if window is not None:
+            importance = importance.masked_fill(self.view.age.flatten(0, 1) >= window - 1, -inf)
+        return importance
+
     def evict_several(self) -> None:
         """Cut every row, or every layer whose heads compete, back to its budget if `every` tokens more are held."""
         slots, budget, heads = self._slots, self._slots.budget, self._slots.shape.heads
         held = self.rank < slots.empty_rank
-        importance = effective_importance(slots.policy, self.view, slots.shape.sliding_window).masked_fill(~held, inf)
+        importance = self.importance(slots.policy).masked_fill(~held, inf)
         count = held.sum(-1, keepdim=True)
         if budget.floor is None:
             excess = count - ((slots.capacity or 0) if self._budgets is None else self._budgets)
@@ -312,7 +315,8 @@ class Rows:
             victims = of_layers(
                 by_layer[0], by_layer[1], excess.masked_fill(excess < heads * slots.every, 0), by_layer[2], budget.floor
             ).flatten(0, 1)  # fmt: skip
-        self.forget(victims)
+        if self.summed:
+            self.forget(victims)
         self.rank.copy_(ranks_without(victims, self.rank, slots.empty_rank))
 
     def forget(self, victims: Tensor) -> None:
@@ -328,13 +332,12 @@ class Rows:
 
     def _sums(self, tokens: Tensor) -> dict[Statistic, Tensor]:
         """Sums over some of the tokens that heads hold, as stored. tokens: [R, S] bool -> [R, *k] float64 each."""
-        sums = [s for s in self.states if s.per == "head" and writes(s)]
-        if not sums:
+        if not self.summed:
             return {}
         view, heads = self.view, self._slots.shape.heads
         position = view.position.clamp(min=0)
         token = Written(view.keys, view.values, position, torch.zeros_like(position), self._rotated, self._output)
-        parts = {s: x for s in sums if (x := s.written(token)) is not None}
+        parts = {s: x for s in self.summed if (x := s.written(token)) is not None}
         mask = tokens.unflatten(0, (-1, heads))
         return {s: (x.double() * _like(mask, x)).sum(2).flatten(0, 1) for s, x in parts.items()}
 
@@ -344,13 +347,13 @@ class Rows:
         After an invalid token nothing has changed, so this frees again the slot that was free.
         """
         empty, rank = self._slots.empty_rank, self.rank
-        importance = effective_importance(self._slots.policy, self.view, self._slots.shape.sliding_window)
+        importance = self.importance(self._slots.policy)
         if ragged:  # an unused slot goes before any token
             importance = importance.masked_fill(rank == empty, float("-inf"))
             rank = rank.masked_fill(rank == empty, -1)
         lowest = importance.amin(-1, keepdim=True)
         worst, victim = rank.masked_fill(importance > lowest, empty + 1).min(-1, keepdim=True)
-        if any(s.per == "head" and writes(s) for s in self.states):
+        if self.summed:
             self.forget(torch.zeros_like(rank, dtype=torch.bool).scatter_(-1, victim, worst >= 0))
         torch.add(victim[:, 0], self._row_base, out=self.free)
         if ragged:
@@ -383,15 +386,6 @@ class Windows:
 def writes(statistic: Statistic) -> bool:
     """Whether a statistic computes something when a token is written."""
     return type(statistic).written is not Statistic.written
-
-
-def takes_runs(statistic: Statistic) -> bool:
-    """Whether a statistic can take several steps at once. A class that overrides `update` alone can't."""
-
-    def origin(name: str) -> int:
-        return next(at for at, kind in enumerate(type(statistic).__mro__) if name in vars(kind))
-
-    return type(statistic).update_run is not Statistic.update_run and origin("update_run") <= origin("update")
 
 
 def _like(x: Tensor, other: Tensor) -> Tensor:

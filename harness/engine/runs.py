@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvbench.harness.engine.attention import Terms, logits_of, weights
 from kvbench.harness.engine.rotary import LONGEST_STREAM, Rotation, rotate
 from kvbench.harness.engine.rows import Rows
-from kvbench.policies import PositionMode, Seen
+from kvbench.policies import PositionMode, Seen, Statistic
 
 _MAX_SCORES = 2**24  # held in memory at once
 
@@ -67,7 +67,7 @@ class RunReader:
         kept = rotate(run.keys, own) if own is not None and rows.keys_rotated else run.keys
         keys, values = rows.enter(free, kept, run.values, ranks, run.steps)
         query, keys = self._rotated(run, keys, own)
-        one_by_one = bool(self._asked) and not rows.update_in_runs
+        one_by_one = bool(self._asked) and not all(_takes_runs(s) for s in rows.states if s.sees)
         out = []
         at_once = max(1, _MAX_SCORES // (size * query.shape[1] * keys.shape[1]))
         sees = [rows.seen_by(r, s) for r, s in zip(ranks.split(at_once, 1), run.steps.split(at_once, 1), strict=True)]
@@ -156,3 +156,12 @@ def _attend(
     if "logits" in asked:
         seen["logits"] = logits_of(scores, terms).masked_fill(~mask, -torch.inf).unflatten(1, (group, tokens))
     return out, seen
+
+
+def _takes_runs(statistic: Statistic) -> bool:
+    """Whether a statistic can take several steps at once. A class that overrides `update` alone can't."""
+
+    def origin(name: str) -> int:
+        return next(at for at, kind in enumerate(type(statistic).__mro__) if name in vars(kind))
+
+    return type(statistic).update_run is not Statistic.update_run and origin("update_run") <= origin("update")

@@ -12,24 +12,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvbench.harness.core.evict import Pages
-from kvbench.policies import CacheView, Policy
-
-
-def effective_importance(policy: Policy, view: CacheView, sliding_window: int | None) -> Tensor:
-    """The importance that decides who is evicted: the policy's, and -inf for what no later query may see.
-
-    Args:
-        policy: bound.
-        view: of the cache, after a step.
-        sliding_window: tokens a query of these layers may see, itself included; None if all.
-
-    Returns:
-        [R, S] float32.
-    """
-    importance = policy.importance(view).flatten(0, 1)
-    if sliding_window is not None:
-        importance = importance.masked_fill(view.age.flatten(0, 1) >= sliding_window - 1, float("-inf"))
-    return importance
 
 
 def places(importance: Tensor, rank: Tensor) -> Tensor:
