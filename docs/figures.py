@@ -37,7 +37,19 @@ _MARKED = re.compile(r"(<!--=(.+?)-->)(.*?)(<!---->)", re.S)
 def figures() -> dict[str, str]:
     """Every figure by name, as it is printed."""
     return dict(
-        [*_recall(), *_zoo(), *_budget(), *_staircase(), *_long(), *_equal(), *_pages(), *_minutes(), *_vectors(), *_backcopy()]
+        [
+            *_recall(),
+            *_zoo(),
+            *_budget(),
+            *_staircase(),
+            *_long(),
+            *_equal(),
+            *_equal_on_books(),
+            *_pages(),
+            *_minutes(),
+            *_vectors(),
+            *_backcopy(),
+        ]
     )
 
 
@@ -157,6 +169,19 @@ def _equal() -> Iterator[tuple[str, str]]:
             if alone:
                 yield f"{at}/dtype/name", alone[0]["name"]
                 yield f"{at}/dtype/right", _quality(alone[0], item["measure"])
+
+
+def _equal_on_books() -> Iterator[tuple[str, str]]:
+    """equal on books/FORMAT: perplexity that dense loses if it stores K and V so; with /bytes at its end: of dense's."""
+    found = {}
+    for record in RecordStore(recall.RESULTS / "equal_bytes_pg19").read_all()[0]:
+        read = record.measured(NllMetrics)
+        if record.cell.policy == "dense" and read is not None:
+            found[record.cell.stored or "dtype"] = read.perplexity, read.kv_held_bytes
+    exact, most = found["dtype"]
+    for name, (perplexity, held) in found.items():
+        yield f"equal on books/{name}", f"{100 * (perplexity / exact - 1):.1f} %"
+        yield f"equal on books/{name}/bytes", f"1/{most / held:.1f}"
 
 
 def _quality(row: dict[str, Any], measure: str) -> str:
