@@ -79,6 +79,11 @@ class Rows:
         """The same of V. [R, S, Dv]."""
         return self._values.read()
 
+    @property
+    def stored(self) -> tuple[Tensor, ...]:
+        """The tensors of K, and then those of V, as the store has them, which kernels read. [R, *, *] each."""
+        return *self._keys.parts, *self._values.parts
+
     def _rotated(self, x: Tensor, position: Tensor) -> Tensor:
         """`CacheView.rotate`."""
         rotation = self._slots.shape.rotation
