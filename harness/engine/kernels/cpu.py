@@ -7,6 +7,7 @@ E value dim.
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -92,6 +93,8 @@ class StepKernel:
         level = 1
         if slots.shape.rotation is not None:
             low, high, level = slots.shape.rotation.tables(torch.float32, self._longest or slots.num_slots + 1)
+            if slots.codec is not None:
+                low, high = self._split(low), None if high is None else self._split(high)
         out = torch.empty(*query.shape[:3], value.shape[-1])
         new = (x.float().contiguous() for x in (query, key, value))
         arrays = (*new, self._order, *rows.stored, rows.rank, rows.position, rows.free, low, high, out, mass)
@@ -103,6 +106,12 @@ class StepKernel:
         if failed:
             raise MemoryError("no scratch memory for a decode step")
         return out.to(query.dtype)
+
+
+    @cache
+    def _split(self, table: Tensor) -> Tensor:
+        """Cosines, and then sines, of each row of a table. [level, P] complex64 -> [level, D] float32."""
+        return torch.cat([table.real, table.imag], 1)
 
 
 def _texts(sizes: Mapping[str, int]) -> tuple[tuple[str, str], ...]:
