@@ -264,13 +264,6 @@ def test_rotated_keys_are_coded_as_they_are_rotated():
     torch.testing.assert_close(rotated.values, unrotated.values)
 
 
-def test_no_shortcut_reads_codes_and_the_record_says_so():
-    check = fast_method(model_of("llama"), CacheConfig(SinkWindow(2), 20, kv=Codec("int4", recent=4)))
-    assert check.method == PLAIN_WALK
-    assert (check.blocks, check.step, check.plain_because) == ("walk", "plain", "K and V are stored as int4")
-    assert not check.refused
-
-
 @pytest.mark.parametrize("name", ["int8", "int2"])
 def test_a_prompt_that_is_coded_once_it_is_cut_is_read_in_one_go(name):
     """Rounding flips a code here and there, and a flipped code is no reason to read a prompt token by token."""

@@ -316,4 +316,6 @@ def decoded(codes: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
 
 def extended(x: Tensor, slots: int, fill: float) -> Tensor:
     """A tensor with more slots. [R, S, ...]."""
-    return torch.cat([x, x.new_full((x.shape[0], slots - x.shape[1], *x.shape[2:]), fill)], 1)
+    longer = x.new_full((x.shape[0], slots, *x.shape[2:]), fill)
+    longer[:, : x.shape[1]] = x
+    return longer
