@@ -100,7 +100,10 @@ def test_single_tokens_of_a_coded_cache_are_read_by_the_kernel(policy, evict, dt
     config = CacheConfig(policy, 32 if policy.evicts else None, evict=evict, kv=Codec("int8", recent=4))
     check = fast_method(model_with(32, 2, dtype, initializer_range=0.1), config)
     assert (check.step, check.method.step_kernel, check.refused) == ("compiled", True, "")
-    assert (check.blocks, check.plain_because) == ("full attention" if evict == "prompt" else "walk", "K and V are stored as int8")
+    assert (check.blocks, check.plain_because) == (
+        "full attention" if evict == "prompt" else "walk",
+        "K and V are stored as int8",
+    )
 
 
 @pytest.mark.parametrize("codec", [Kivi("kivi4"), Kivi("kivi2", residual=32)], ids=str)

@@ -17,7 +17,7 @@ from kvbench.harness.core.codec import BITS, Codec
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fastcheck import fast_method
 from kvbench.harness.engine.loop import CachedDecoder
-from kvbench.harness.engine.method import FASTEST, PLAIN_WALK, TOKEN_BY_TOKEN
+from kvbench.harness.engine.method import FASTEST, TOKEN_BY_TOKEN
 from kvbench.harness.engine.store import decoded, encoded
 from kvbench.policies import Policy
 from kvbench.policies.dense import Dense

@@ -108,7 +108,7 @@ def fast_method(model: Model, config: CacheConfig, streams: int = 1, fused: bool
 
 
 def _of_coded(model: Model, config: CacheConfig, codec: Codec) -> FastCheck:
-    """How a coded cache is read: in runs, and single tokens by a kernel. A prompt is read in floats, so its check is that of floats.
+    """How a coded cache is read: in runs, single tokens by a kernel. A prompt is read in floats, and so is its check.
 
     Codes would only make of a difference in rounding, here and there, one of a whole step of the code.
     """

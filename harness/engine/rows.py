@@ -42,6 +42,7 @@ class Rows:
         self._slots, self._tensors = slots, tensors
         account = tensors.position, tensors.rank
         self._keys, self._values = (x.window(part, attended, *account) for x in (tensors.keys, tensors.values))
+        self.stored = *self._keys.parts, *self._values.parts  # the tensors of K, then of V, as kernels read them
         self.rank, self.position = tensors.rank[part, :attended], tensors.position[part, :attended]
         self._all_ranks = tensors.rank[part]
         self.free, self._row_base = tensors.free[part], tensors.row_base[part]
@@ -78,11 +79,6 @@ class Rows:
     def values(self) -> Tensor:
         """The same of V. [R, S, Dv]."""
         return self._values.read()
-
-    @property
-    def stored(self) -> tuple[Tensor, ...]:
-        """The tensors of K, and then those of V, as the store has them, which kernels read. [R, *, *] each."""
-        return *self._keys.parts, *self._values.parts
 
     def _rotated(self, x: Tensor, position: Tensor) -> Tensor:
         """`CacheView.rotate`."""

@@ -283,13 +283,12 @@ class Slots:
         self.shape, self.layers, self.num_layers = shape, [part.layer for part in parts], num_layers
         self.streams, self.seed, self.quiet, self.keys_rotated = streams, seed, 0, keys_rotated
         self.layer_index = torch.tensor(self.layers, device=device)
-        heads = [list(part.heads or range(shape.heads)) for part in parts]
-        self.head_index = torch.tensor(heads, device=device)
+        self.head_index = torch.tensor([list(part.heads or range(shape.heads)) for part in parts], device=device)
         self.prompt = torch.zeros(streams, dtype=torch.int64, device=device)
         self.wide = torch.promote_types(dtype, torch.float32)
         rows, slots = len(parts) * streams * shape.heads, budget.slots or self.most or BUCKET
-        zero = torch.zeros((), device=device, dtype=dtype)
-        keys, values = (zero.expand(rows, slots, d) for d in (shape.key_dim, shape.value_dim))
+        zeros = torch.zeros(1, 1, 1, device=device, dtype=dtype)
+        keys, values = zeros.expand(rows, slots, shape.key_dim), zeros.expand(rows, slots, shape.value_dim)
         self.tensors = SlotTensors(
             *_stores(codec, keys, values),
             rank=torch.full((rows, slots), slots, device=device),

@@ -71,7 +71,9 @@ def main() -> None:
     codecs = {"dtype": None} | {name: Codec(name, group, keys=asked.keys) for name in asked.codecs}
     print("ms of a layer, median  ", *(f"{name} {how}".rjust(13) for name in codecs for how in METHODS))
     for slots in asked.slots:
-        configs = [CacheConfig(policy, slots - 128 if policy.evicts else None, asked.positions, 4096, kv=c) for c in codecs.values()]
+        configs = [
+            CacheConfig(policy, slots - 128 if policy.evicts else None, asked.positions, 4096, kv=c) for c in codecs.values()
+        ]
         steps = [step_of(model, config, slots, method) for config in configs for method in METHODS.values()]
         times: list[list[float]] = [[] for _ in steps]
         for _ in range(asked.rounds + 2):

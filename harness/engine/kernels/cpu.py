@@ -1,4 +1,4 @@
-"""The CPU kernels of a step, `step.c`, `coded_step.c` and `release.c`, with the interface that the walk calls; and those of a block.
+"""The CPU kernels of a step (`step.c`, `coded_step.c`, `release.c`) with the interface that the walk calls; and of a block.
 
 Axis letters: B streams, H KV heads, N = B * H, R rows of all layers, G query heads of a KV head, S slots attended, D key dim,
 E value dim.
@@ -7,7 +7,6 @@ E value dim.
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -19,6 +18,7 @@ from kvbench.harness.engine.kernels.compiler import Built, built, built_of, why_
 from kvbench.harness.engine.kernels.cpu_walk import WalkKernel
 from kvbench.harness.engine.kernels.states import heads_of, may_outlive_window, prompts_of, why_unserved
 from kvbench.harness.engine.kernels.tracing import traced
+from kvbench.harness.engine.rotary import LONGEST_STREAM
 from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.slots import Slots
 from kvbench.policies import PositionMode
@@ -35,7 +35,13 @@ class StepKernel:
 
     def __init__(self, slots: Slots, mode: PositionMode, limit: int, longest: int | None, kernel: Any) -> None:
         self._kernel, self._limit, self._longest = kernel, limit, longest
-        self._exempt = () if slots.codec is None else (slots.codec.sinks, slots.codec.recent)
+        self._exempt: tuple[int, ...] = ()
+        self._split: list[Tensor] = []
+        if slots.codec is not None:
+            self._exempt = slots.codec.sinks, slots.codec.recent
+            if slots.shape.rotation is not None:  # both tables, as cosines and then sines
+                tables = slots.shape.rotation.tables(torch.float32, LONGEST_STREAM)[:2]
+                self._split = [torch.cat([x.real, x.imag], 1) for x in tables if x is not None]
         self._mode = _MODES["rotated" if slots.keys_rotated else mode]
         self._order = torch.arange(slots.shape.key_dim) if slots.shape.rotation is None else slots.shape.rotation.order
 
@@ -58,7 +64,7 @@ class StepKernel:
 
     @staticmethod
     def built(slots: Slots) -> Built:
-        """The C function. Layers that it does not support (not a plain softmax, floats of 16 bits) get neither it nor a reason."""
+        """The C function. Layers that it does not support (no plain softmax, 16 bits uncoded) get neither it nor a reason."""
         shape, codec = slots.shape, slots.codec
         if not shape.plain or may_outlive_window(slots):
             return Built()
@@ -94,7 +100,7 @@ class StepKernel:
         if slots.shape.rotation is not None:
             low, high, level = slots.shape.rotation.tables(torch.float32, self._longest or slots.num_slots + 1)
             if slots.codec is not None:
-                low, high = self._split(low), None if high is None else self._split(high)
+                low, high = self._split[0], None if high is None else self._split[1]
         out = torch.empty(*query.shape[:3], value.shape[-1])
         new = (x.float().contiguous() for x in (query, key, value))
         arrays = (*new, self._order, *rows.stored, rows.rank, rows.position, rows.free, low, high, out, mass)
@@ -106,12 +112,6 @@ class StepKernel:
         if failed:
             raise MemoryError("no scratch memory for a decode step")
         return out.to(query.dtype)
-
-
-    @cache
-    def _split(self, table: Tensor) -> Tensor:
-        """Cosines, and then sines, of each row of a table. [level, P] complex64 -> [level, D] float32."""
-        return torch.cat([table.real, table.imag], 1)
 
 
 def _texts(sizes: Mapping[str, int]) -> tuple[tuple[str, str], ...]:
