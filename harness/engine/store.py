@@ -16,13 +16,11 @@ from kvbench.policies import CacheView
 
 
 class Window(Protocol):
-    """Some rows of a store, and their first slots.
+    """Some rows of a store, and their first slots."""
 
-    Attributes:
-        parts: the tensors of these rows, as the store's class has them.
-    """
-
-    parts: tuple[Tensor, ...]
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """The tensors of these rows, as the store's class has them."""
 
     def read(self) -> Tensor:
         """What the slots hold. [N, S, D], the model's dtype."""

@@ -71,12 +71,14 @@ class _Beside(Walk):
     def __init__(self, walk: Walk, other: Walk) -> None:
         vars(self).update(vars(walk))
         self._other, self.worst = other, 0.0
+        self._plan_of_other: Plan | None = None
 
     def begin(self, block: Block) -> Plan:
         self._plan_of_other = self._other.begin(block)
         return super().begin(block)
 
     def attend(self, plan: Plan, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms, place: int = 0) -> Tensor:
+        assert self._plan_of_other is not None
         answer = super().attend(plan, layer, query, keys, values, terms, place)
         other = self._other.attend(self._plan_of_other, layer, query, keys, values, terms, place)
         rounding = rounding_of(answer.dtype) * answer.float().abs().amax()
@@ -85,6 +87,7 @@ class _Beside(Walk):
         return answer
 
     def end(self, plan: Plan, block: Block) -> None:
+        assert self._plan_of_other is not None
         super().end(plan, block)
         self._other.end(self._plan_of_other, block)
 
