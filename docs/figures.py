@@ -172,7 +172,7 @@ def _equal() -> Iterator[tuple[str, str]]:
 
 
 def _equal_on_books() -> Iterator[tuple[str, str]]:
-    """equal on books/FORMAT: perplexity that dense loses if it stores K and V so; with /bytes at its end: of dense's."""
+    """Figure "equal on books/FORMAT": perplexity that dense loses if it stores K and V so; with /bytes at its end: of dense's."""
     found = {}
     for record in RecordStore(recall.RESULTS / "equal_bytes_pg19").read_all()[0]:
         read = record.measured(NllMetrics)

@@ -17,7 +17,7 @@ from kvbench.harness.core.codec import BITS, Codec
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fastcheck import fast_method
 from kvbench.harness.engine.loop import CachedDecoder
-from kvbench.harness.engine.method import FASTEST, PLAIN_WALK, TOKEN_BY_TOKEN
+from kvbench.harness.engine.method import FASTEST, TOKEN_BY_TOKEN
 from kvbench.harness.engine.store import decoded, encoded
 from kvbench.policies import Policy
 from kvbench.policies.dense import Dense
@@ -262,13 +262,6 @@ def test_rotated_keys_are_coded_as_they_are_rotated():
     torch.testing.assert_close(rotated.keys[:, :20], expected)
     assert not torch.allclose(unrotated.keys[:, :20], expected)
     torch.testing.assert_close(rotated.values, unrotated.values)
-
-
-def test_no_shortcut_reads_codes_and_the_record_says_so():
-    check = fast_method(model_of("llama"), CacheConfig(SinkWindow(2), 20, kv=Codec("int4", recent=4)))
-    assert check.method == PLAIN_WALK
-    assert (check.blocks, check.step, check.plain_because) == ("walk", "plain", "K and V are stored as int4")
-    assert not check.refused
 
 
 @pytest.mark.parametrize("name", ["int8", "int2"])

@@ -108,16 +108,27 @@ def fast_method(model: Model, config: CacheConfig, streams: int = 1, fused: bool
 
 
 def _of_coded(model: Model, config: CacheConfig, codec: Codec) -> FastCheck:
-    """How a coded cache is read: by no shortcut but runs. A prompt is read in floats, so its check is that of floats.
+    """How a coded cache is read: in runs, single tokens by a kernel. A prompt is read in floats, and so is its check.
 
     Codes would only make of a difference in rounding, here and there, one of a whole step of the code.
     """
     once = config.evict == "prompt"
     bench = Bench(model, replace(config, kv=None) if once else config, 1)
     unfit, because = bench.trial_of_prompt() if once else bench.trial_of_runs(), f"K and V are stored as {codec.name}"
+    method, refused = (TOKEN_BY_TOKEN, f"runs: {unfit}") if unfit else (PLAIN_WALK, "")
+    blocks = "full attention" if once and not unfit else "walk"
+    after = CacheConfig(Dense(), None, config.positions, config.limit, config.seed, kv=codec) if once else config
+    by_kernel, steps = replace(method, step_kernel=True), Bench(model, after, 1)
+    walks = CachedDecoder(model, after, method=by_kernel).walks
+    if not all(walk.steps_by_kernel for walk in walks):
+        refused = refused or next((walk.lost for walk in walks if walk.lost), "")
+        return FastCheck(method, blocks, "plain", bench.worst, refused, because)
+    trial = steps.trial_of_codes(by_kernel)
+    unfit, differs = trial.refused or ("" if trial.ran.get("step kernel") else "it did not answer"), max(bench.worst, steps.worst)
     if unfit:
-        return FastCheck(TOKEN_BY_TOKEN, "walk", "plain", bench.worst, f"runs: {unfit}", because)
-    return FastCheck(PLAIN_WALK, "full attention" if once else "walk", "plain", bench.worst, "", because)
+        reasons = filter(None, [refused, f"step kernels: {unfit}"])
+        return FastCheck(method, blocks, "plain", differs, "; ".join(reasons), because)
+    return FastCheck(by_kernel, blocks, "compiled", differs, refused, because)
 
 
 def _of_prompt(model: Model, config: CacheConfig, streams: int, fused: bool) -> FastCheck:

@@ -74,6 +74,7 @@ class KiviKeysWindow:
         self._codec, self._slots, self._rank = store.codec, slots, rank
         self._parts = store.codes[rows], store.scale[rows], store.zero[rows]
         self._exact, self._row = store.exact[rows], torch.arange(len(rank), device=rank.device)
+        self.parts = *self._parts, self._exact
 
     def read(self) -> Tensor:
         """Codes of complete blocks, and the keys of the newest token's block as they are."""

@@ -61,9 +61,9 @@ class Method:
     fused: bool = False
     own_loop: OwnLoop = _UNCHECKED
 
-    def without_shortcuts(self) -> Method:
-        """For a cache that none of them can read: plain PyTorch, in runs if `fill` allows it."""
-        return PLAIN_WALK if self.fill else TOKEN_BY_TOKEN
+    def for_codes(self) -> Method:
+        """With the shortcuts that can read a coded cache: runs, and the kernel of a step."""
+        return replace(PLAIN_WALK if self.fill else TOKEN_BY_TOKEN, step_kernel=self.step_kernel)
 
     def limited_to(self, ran: Mapping[str, int]) -> Method:
         """Without the shortcuts that have not answered. ran: how often each has, as in `RAN`."""

@@ -41,7 +41,8 @@ class Rows:
         part = slice(layers.start * per_layer, layers.stop * per_layer)
         self._slots, self._tensors = slots, tensors
         account = tensors.position, tensors.rank
-        self.stored = self._keys, self._values = [x.window(part, attended, *account) for x in (tensors.keys, tensors.values)]
+        self.windows = self._keys, self._values = [x.window(part, attended, *account) for x in (tensors.keys, tensors.values)]
+        self.stored = *self._keys.parts, *self._values.parts  # the tensors of K, then of V, as kernels read them
         self.rank, self.position = tensors.rank[part, :attended], tensors.position[part, :attended]
         self._all_ranks = tensors.rank[part]
         self.free, self._row_base = tensors.free[part], tensors.row_base[part]

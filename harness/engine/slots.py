@@ -283,12 +283,12 @@ class Slots:
         self.shape, self.layers, self.num_layers = shape, [part.layer for part in parts], num_layers
         self.streams, self.seed, self.quiet, self.keys_rotated = streams, seed, 0, keys_rotated
         self.layer_index = torch.tensor(self.layers, device=device)
-        heads = [list(part.heads or range(shape.heads)) for part in parts]
-        self.head_index = torch.tensor(heads, device=device)
+        self.head_index = torch.tensor([list(part.heads or range(shape.heads)) for part in parts], device=device)
         self.prompt = torch.zeros(streams, dtype=torch.int64, device=device)
         self.wide = torch.promote_types(dtype, torch.float32)
         rows, slots = len(parts) * streams * shape.heads, budget.slots or self.most or BUCKET
-        keys, values = (torch.zeros(rows, slots, d, device=device, dtype=dtype) for d in (shape.key_dim, shape.value_dim))
+        zeros = torch.zeros(1, 1, 1, device=device, dtype=dtype)
+        keys, values = zeros.expand(rows, slots, shape.key_dim), zeros.expand(rows, slots, shape.value_dim)
         self.tensors = SlotTensors(
             *_stores(codec, keys, values),
             rank=torch.full((rows, slots), slots, device=device),
@@ -392,9 +392,9 @@ class Slots:
 
 
 def _stores(codec: Codec | None, keys: Tensor, values: Tensor) -> tuple[Store, Store]:
-    """Empty stores. keys, values: zeros of their sizes and dtype. [R, S, D], [R, S, Dv]."""
+    """Empty stores. keys, values: zeros of their sizes and dtype, which take no memory. [R, S, D], [R, S, Dv]."""
     if codec is None:
-        return FloatStore(keys), FloatStore(values)
+        return FloatStore(keys.contiguous()), FloatStore(values.contiguous())
     if isinstance(codec, Kivi):
         return KiviKeys.empty(codec, keys), KiviValues.of_kivi(codec, values)
     return CodedStore.empty(codec, keys), CodedStore.empty(codec, values)

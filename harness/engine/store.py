@@ -18,6 +18,10 @@ from kvbench.policies import CacheView
 class Window(Protocol):
     """Some rows of a store, and their first slots."""
 
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """The tensors of these rows, as the store's class has them."""
+
     def read(self) -> Tensor:
         """What the slots hold. [N, S, D], the model's dtype."""
 
@@ -96,7 +100,7 @@ class FloatWindow:
     """Some rows of a float store."""
 
     def __init__(self, view: Tensor, flat: Tensor) -> None:
-        self._view, self._flat = view, flat
+        self._view, self._flat, self.parts = view, flat, (view,)
 
     def read(self) -> Tensor:
         """The slots themselves."""
@@ -175,6 +179,7 @@ class CodedWindow:
         self._store, self._codec, self._account, self._slots = store, store.codec, account, slots
         self._codes, self._scale, self._zero = (x[rows, :slots] for x in (store.codes, store.scale, store.zero))
         self._exact, self._first = store.exact[rows], rows.start * account.shape[1]
+        self.parts = self._codes, self._scale, self._zero, self._exact
 
     def _order(self) -> Tensor:
         """When the token of each slot came; -1 where there is none. [N, *] int64."""
@@ -309,4 +314,6 @@ def decoded(codes: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
 
 def extended(x: Tensor, slots: int, fill: float) -> Tensor:
     """A tensor with more slots. [R, S, ...]."""
-    return torch.cat([x, x.new_full((x.shape[0], slots - x.shape[1], *x.shape[2:]), fill)], 1)
+    longer = x.new_full((x.shape[0], slots, *x.shape[2:]), fill)
+    longer[:, : x.shape[1]] = x
+    return longer

@@ -14,12 +14,15 @@ import torch
 from torch import Tensor
 
 from kvbench.harness.core.device import free_bytes, wait_for
+from kvbench.harness.engine.attention import Terms
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.flex import TILE
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import PLAIN_WALK, RAN, TOKEN_BY_TOKEN, Method
 from kvbench.harness.engine.model import Model
+from kvbench.harness.engine.plan import Block, Plan
 from kvbench.harness.engine.slots import Slots
+from kvbench.harness.engine.walk import Walk
 
 _EVICTING_TOKENS = 256  # read after the cache is full
 _EVICTING_TOKENS_16_BITS = 32
@@ -56,6 +59,37 @@ class Trial(NamedTuple):
     slow_steps: str = ""
     ran: Mapping[str, int] = MappingProxyType({})
     eager_because: str = ""
+
+
+class _Beside(Walk):
+    """A walk that lets another one answer the same queries, keys and values, and returns its own answers.
+
+    Attributes:
+        worst: largest difference between two answers, in units of rounding.
+    """
+
+    def __init__(self, walk: Walk, other: Walk) -> None:
+        vars(self).update(vars(walk))
+        self._other, self.worst = other, 0.0
+        self._plan_of_other: Plan | None = None
+
+    def begin(self, block: Block) -> Plan:
+        self._plan_of_other = self._other.begin(block)
+        return super().begin(block)
+
+    def attend(self, plan: Plan, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms, place: int = 0) -> Tensor:
+        assert self._plan_of_other is not None
+        answer = super().attend(plan, layer, query, keys, values, terms, place)
+        other = self._other.attend(self._plan_of_other, layer, query, keys, values, terms, place)
+        rounding = rounding_of(answer.dtype) * answer.float().abs().amax()
+        difference = ((answer.float() - other.float()).abs().amax() / rounding).nan_to_num(torch.inf)
+        self.worst = max(self.worst, float(difference))
+        return answer
+
+    def end(self, plan: Plan, block: Block) -> None:
+        assert self._plan_of_other is not None
+        super().end(plan, block)
+        self._other.end(self._plan_of_other, block)
 
 
 class Bench:
@@ -103,6 +137,30 @@ class Bench:
             return self._differ(fast, plain, [_ROOM_TOKENS, *[1] * _SINGLE_TOKENS], seen)
         except Exception as error:
             return self._failed(error).refused
+
+    def trial_of_codes(self, method: Method) -> Trial:
+        """Compare single tokens of a coded cache with the plain walk's, layer by layer, and the tokens kept.
+
+        Rounding flips a code here and there, which changes all that is computed later. So in every layer both take in the same
+        query, key and value.
+        """
+        config, before = self._config, Counter(RAN)
+        seen = max(0, config.capacity + config.every - _SINGLE_TOKENS // 2) if config.capacity else _DENSE_TOKENS
+        try:
+            fast, plain = (CachedDecoder(self._model, config, 1, m) for m in (method, PLAIN_WALK))
+            for read in (fast, plain):
+                read.fill_randomly(seen)
+                read.reserve(_SINGLE_TOKENS)
+            beside = [_Beside(*pair) for pair in zip(plain.walks, fast.walks, strict=True)]
+            plain.walks = [*beside]
+            for token in self._tokens(_SINGLE_TOKENS, 1).split(1, 1):
+                plain(token)
+            worst = max(walk.worst for walk in beside)
+            self.worst = max(self.worst, worst)
+            refused = "its attention differs from the plain walk's" if worst > 1 else ""
+            return Trial(refused or self._others(fast, plain, seen + _SINGLE_TOKENS), ran=RAN - before)
+        except Exception as error:
+            return self._failed(error)
 
     def trial_of_prompt(self) -> str:
         """Why a prompt that is cut can't be read in one go; empty if it can. A short one is cut to few tokens."""
@@ -183,8 +241,12 @@ class Bench:
         self.worst = max(self.worst, worst)
         if worst > 1:
             return "its logits differ from the plain walk's"
-        allowed = _OTHER_VICTIMS if model.dtype in _ROUNDING else _OTHER_VICTIMS_16_BITS
-        others = _other_victims(fast, plain, seen + sum(sizes))
+        return self._others(fast, plain, seen + sum(sizes))
+
+    def _others(self, fast: CachedDecoder, plain: CachedDecoder, seen: int) -> str:
+        """Says how many of the tokens evicted, after `seen` tokens, are others; empty if few."""
+        allowed = _OTHER_VICTIMS if self._model.dtype in _ROUNDING else _OTHER_VICTIMS_16_BITS
+        others = _other_victims(fast, plain, seen)
         return f"{others:.0%} of the tokens it evicts are others than the plain walk's" if others > allowed else ""
 
     def _slower(self, what: str, tokens: int, fast: CachedDecoder, plain: CachedDecoder) -> str:

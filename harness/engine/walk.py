@@ -278,7 +278,7 @@ class Walk:
         Returns:
             What statistics read. [N, G, ...] each.
         """
-        keys, values = (x.read() for x in rows.stored)
+        keys, values = (x.read() for x in rows.windows)
         keys = keys if key_factors is None else rotate(keys, key_factors)
         scaled = query * terms.scaling if query_factors is None else query_factors.rotated(query, terms.scaling)
         scores = torch.bmm(scaled, keys.transpose(1, 2))

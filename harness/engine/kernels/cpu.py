@@ -1,4 +1,4 @@
-"""The CPU kernels of a step, `step.c` and `release.c`, with the interface that the walk calls; and those of a block.
+"""The CPU kernels of a step (`step.c`, `coded_step.c`, `release.c`) with the interface that the walk calls; and of a block.
 
 Axis letters: B streams, H KV heads, N = B * H, R rows of all layers, G query heads of a KV head, S slots attended, D key dim,
 E value dim.
@@ -7,15 +7,18 @@ E value dim.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from kvbench.harness.core.codec import Kivi
 from kvbench.harness.engine.kernels.compiler import Built, built, built_of, why_untraced
 from kvbench.harness.engine.kernels.cpu_walk import WalkKernel
 from kvbench.harness.engine.kernels.states import heads_of, may_outlive_window, prompts_of, why_unserved
 from kvbench.harness.engine.kernels.tracing import traced
+from kvbench.harness.engine.rotary import LONGEST_STREAM
 from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.slots import Slots
 from kvbench.policies import PositionMode
@@ -32,6 +35,13 @@ class StepKernel:
 
     def __init__(self, slots: Slots, mode: PositionMode, limit: int, longest: int | None, kernel: Any) -> None:
         self._kernel, self._limit, self._longest = kernel, limit, longest
+        self._exempt: tuple[int, ...] = ()
+        self._split: list[Tensor] = []
+        if slots.codec is not None:
+            self._exempt = slots.codec.sinks, slots.codec.recent
+            if slots.shape.rotation is not None:  # both tables, as cosines and then sines
+                tables = slots.shape.rotation.tables(torch.float32, LONGEST_STREAM)[:2]
+                self._split = [torch.cat([x.real, x.imag], 1) for x in tables if x is not None]
         self._mode = _MODES["rotated" if slots.keys_rotated else mode]
         self._order = torch.arange(slots.shape.key_dim) if slots.shape.rotation is None else slots.shape.rotation.order
 
@@ -48,17 +58,24 @@ class StepKernel:
         if kernel is None:
             return None
         kernel.restype = ctypes.c_int64
-        kernel.argtypes = [*[ctypes.c_void_p] * 13, *[ctypes.c_int64] * 8, ctypes.c_float]
+        arrays, numbers = (13, 8) if slots.codec is None else (19, 10)
+        kernel.argtypes = [*[ctypes.c_void_p] * arrays, *[ctypes.c_int64] * numbers, ctypes.c_float]
         return cls(slots, mode, limit, longest, kernel)
 
     @staticmethod
     def built(slots: Slots) -> Built:
-        """The C function. Layers that it does not support (not float32, not a plain softmax) get neither it nor a reason."""
-        shape = slots.shape
-        if not shape.plain or slots.dtype != torch.float32 or may_outlive_window(slots):
+        """The C function. Layers that it does not support (no plain softmax, 16 bits uncoded) get neither it nor a reason."""
+        shape, codec = slots.shape, slots.codec
+        if not shape.plain or may_outlive_window(slots):
             return Built()
-        sizes = (("GROUP", str(shape.group)), ("KEY_DIM", str(shape.key_dim)), ("VALUE_DIM", str(shape.value_dim)))
-        return built("step.c", "step", sizes)
+        sizes = {"GROUP": shape.group, "KEY_DIM": shape.key_dim, "VALUE_DIM": shape.value_dim}
+        if codec is None:
+            return built("step.c", "step", _texts(sizes)) if slots.dtype == torch.float32 else Built()
+        if isinstance(codec, Kivi) or slots.dtype not in (torch.float32, torch.bfloat16):
+            return Built()
+        sizes |= {"KEY_CHANNELS": min(codec.group, shape.key_dim), "VALUE_CHANNELS": min(codec.group, shape.value_dim)}
+        sizes |= {"CODE_BITS": codec.bits, "STORED_IN_16_BITS": int(slots.dtype == torch.bfloat16)}
+        return built("coded_step.c", "coded_step", _texts(sizes))
 
     def __call__(
         self, slots: Slots, rows: Rows, query: Tensor, key: Tensor, value: Tensor, scaling: float, mass: Tensor | None
@@ -82,19 +99,24 @@ class StepKernel:
         level = 1
         if slots.shape.rotation is not None:
             low, high, level = slots.shape.rotation.tables(torch.float32, self._longest or slots.num_slots + 1)
+            if slots.codec is not None:
+                low, high = self._split[0], None if high is None else self._split[1]
         out = torch.empty(*query.shape[:3], value.shape[-1])
-        arrays = (
-            query.contiguous(), key.contiguous(), value.contiguous(), self._order, rows.keys, rows.values, rows.rank,
-            rows.position, rows.free, low, high, out, mass,
-        )  # fmt: skip
+        new = (x.float().contiguous() for x in (query, key, value))
+        arrays = (*new, self._order, *rows.stored, rows.rank, rows.position, rows.free, low, high, out, mass)
         threads = torch.get_num_threads() if query.numel() * attended > _MAX_SINGLE_THREAD_PRODUCTS else 1
         failed = self._kernel(
             *(None if x is None else x.data_ptr() for x in arrays), size, rows.base, slots.num_slots, attended, self._mode,
-            self._limit, level, min(threads, size), scaling,
+            self._limit, level, min(threads, size), *self._exempt, scaling,
         )  # fmt: skip
         if failed:
             raise MemoryError("no scratch memory for a decode step")
-        return out
+        return out.to(query.dtype)
+
+
+def _texts(sizes: Mapping[str, int]) -> tuple[tuple[str, str], ...]:
+    """What `built` puts into a template."""
+    return tuple((name, str(size)) for name, size in sizes.items())
 
 
 class ReleaseKernel:

@@ -101,7 +101,7 @@ class WalkKernel:
     @staticmethod
     def built(slots: Slots, mode: PositionMode, limit: int) -> Built:
         """The C function. Layers that it does not support and policies that can't be traced get neither it nor a reason."""
-        fits = slots.capacity is not None and slots.shape.plain and slots.shape.key_dim % 2 == 0
+        fits = slots.codec is None and slots.capacity is not None and slots.shape.plain and slots.shape.key_dim % 2 == 0
         fits = fits and slots.dtype.itemsize <= 4 and not why_untraced(slots.policy)
         fits = fits and (mode != "clamped" or slots.shape.rotation is None or limit < _MAX_TABLE_ANGLES)
         fits = fits and not why_unserved(slots) and (mode != "stream" or slots.keys_rotated or slots.shape.rotation is None)

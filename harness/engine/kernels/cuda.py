@@ -98,7 +98,7 @@ def lost(slots: Slots, mode: PositionMode, limit: int) -> str:  # noqa: ARG001
 
 
 def _serves(slots: Slots) -> bool:
-    plain = slots.shape.plain and slots.wide == torch.float32 and slots.shape.key_dim % 2 == 0
+    plain = slots.codec is None and slots.shape.plain and slots.wide == torch.float32 and slots.shape.key_dim % 2 == 0
     return plain and not states.may_outlive_window(slots) and cuda_attention.kernels() is not None
 
 
