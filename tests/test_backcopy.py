@@ -146,8 +146,7 @@ def test_weights_that_are_no_softmax_are_refused_by_the_loop(tmp_path):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ("attention=gated", "shape.family gpt2 has no sigma_reparam, and attention is one of"),
-        ("sigma_reparam=true", "shape.family gpt2 has no sigma_reparam"),
+        ("attention=gated", "of shape.family gpt2, attention is one of .*, not gated"),
         ("shape.heads=2", "as many kv_heads as heads"),
         ("kinds.keys=1", "other kinds can't be beside them"),
         ("shape.vocabulary=70", "have 68 tokens"),
