@@ -53,7 +53,8 @@ def plain(model: PreTrainedModel) -> PreTrainedModel:
     for module in _linear(copy):
         if parametrize.is_parametrized(module, "weight"):
             weight = module.weight.detach()
-            module.__class__ = nn.Linear if isinstance(module, nn.Linear) else Conv1D  # the parametrised class is also the original's, so nothing in it may be removed
+            # the parametrised class is also the original's, so nothing in it may be removed
+            module.__class__ = nn.Linear if isinstance(module, nn.Linear) else Conv1D
             del module.parametrizations
             module.weight = nn.Parameter(weight)
     return copy

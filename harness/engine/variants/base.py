@@ -117,7 +117,7 @@ def weighed(weights: Tensor, value: Tensor) -> Tensor:
 
 
 def sinks_of(module: nn.Module, query: Tensor, scaling: float, sink_logits: Tensor | None) -> Tensor | None:
-    """What joins each query's softmax without a value: its logit with the head's key bias, or a logit per head. [Q] -> [B, Q, T]."""
+    """What joins a query's softmax without a value: its logit with a key bias, or a logit per head. [Q] -> [B, Q, T]."""
     bias = getattr(module, "key_bias", None)  # [Q, D]
     if bias is not None:
         return (query * bias[:, None]).sum(-1) * scaling  # type: ignore[no-any-return]
