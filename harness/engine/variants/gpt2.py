@@ -80,13 +80,13 @@ class _NormedProjection(Conv1D):
     """Queries, keys and values, with an RMSNorm of each head's queries and keys. [B, T, E] -> [B, T, 3 E]."""
 
     def __init__(self, config: GPT2Config, plain: Conv1D) -> None:
-        super().__init__(3 * config.hidden_size, config.hidden_size)
+        super().__init__(3 * config.hidden_size, config.hidden_size)  # type: ignore[no-untyped-call]
         self.load_state_dict(plain.state_dict())
         width = config.hidden_size // config.num_attention_heads
         self.q_norm, self.k_norm = nn.RMSNorm(width), nn.RMSNorm(width)
 
     def forward(self, x: Tensor) -> Tensor:
-        query, key, value = super().forward(x).chunk(3, -1)
+        query, key, value = super().forward(x).chunk(3, -1)  # type: ignore[no-untyped-call]
         heads = (-1, self.q_norm.normalized_shape[0])
         query, key = (norm(y.unflatten(-1, heads)).flatten(-2) for norm, y in ((self.q_norm, query), (self.k_norm, key)))
         return torch.cat([query, key, value], -1)
@@ -100,7 +100,8 @@ class WeighedGPT2ForCausalLM(Variant, GPT2LMHeadModel):
 
     def __init__(self, config: WeighedGPT2Config) -> None:
         super().__init__(config)
-        for block in self.transformer.h:
+        blocks: Any = self.transformer.h
+        for block in blocks:
             if config.weighing == "key_bias":
                 width = config.hidden_size // config.num_attention_heads
                 drawn = torch.randn(config.num_attention_heads, width) * _KEY_BIAS_DEVIATION
