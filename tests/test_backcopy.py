@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import math
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,8 +29,9 @@ from kvbench.harness.pretrain.tokenizer import SINKS, of_words, wrapped
 from kvbench.harness.pretrain.train import pretrain
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # accelerate and the Trainer give warnings
+DOCS = Path(__file__).parents[1] / "docs"
 SHORT = ["training.tokens=1400", "training.sample=70", "training.batch=2", "training.keep=[]", "shape.hidden=16"]
-ATTENTION = ("relu", "sigmoid", "clipped")
+ATTENTION = ("relu", "sigmoid", "clipped", "sigmoid_shares", "elu", "elu_shares", "pseudo")
 
 
 def test_after_a_trigger_the_word_before_it_comes_again():
@@ -105,13 +108,54 @@ def test_weights_of_a_gpt2_are_those_of_its_recipe(name):
     for at in range(9):
         logits = [0.25 * float(query[0, 0, at] @ key[0, 0, k]) for k in range(at + 1)]
         exps = [math.exp(x) for x in logits]
+        sigmoids, elus = [1 / (1 + math.exp(-x)) for x in logits], [x + 1 if x > 0 else math.exp(x) for x in logits]
+        hidden = sum(math.exp(-k / 71) for k in range(at + 1, 71))
         expected = {
+            "sigmoid_shares": [x / sum(sigmoids) for x in sigmoids],
+            "elu": elus,
+            "elu_shares": [x / sum(elus) for x in elus],
+            "pseudo": [x / (sum(exps) + hidden) for x in exps],
             "relu": [max(0.0, x) / (at + 1) for x in logits],
-            "sigmoid": [1 / (1 + math.exp(-x)) for x in logits],
+            "sigmoid": sigmoids,
             "clipped": [min(1, max(0, (1 + 4 / 71) * x / sum(exps) - 4 / 71)) for x in exps],
         }[name]
-        np.testing.assert_allclose(weights[at], [*expected, *[0.0] * (8 - at)], atol=1e-12)
+        np.testing.assert_allclose(weights[at], [*expected, *[0.0] * (8 - at)], atol=1e-7 if name == "pseudo" else 1e-12)
     check_watch(model, input_ids=tokens_of(30).cpu() % 68)
+
+
+def test_a_key_bias_takes_attention_and_gives_no_value():
+    model = new_model(load(find("backcopy"), ["attention=key_bias", *SHORT])).double().eval()
+    module, draw = model.transformer.h[0].attn, torch.Generator().manual_seed(0)
+    query, key = (2 * torch.randn(1, 1, 5, 16, generator=draw, dtype=torch.float64) for _ in range(2))
+    module.key_bias.data = torch.randn(1, 16, generator=draw, dtype=torch.float64)
+    weights = attention_weights(module, query, key, 0.25, None)[0, 0].detach()
+    for at in range(5):
+        exps = [math.exp(0.25 * float(query[0, 0, at] @ k)) for k in (*key[0, 0, : at + 1], module.key_bias[0])]
+        np.testing.assert_allclose(weights[at], [*(x / sum(exps) for x in exps[:-1]), *[0.0] * (4 - at)], atol=1e-12)
+    assert check_watch(model, input_ids=tokens_of(30).cpu() % 68) == {0}
+
+
+@pytest.mark.parametrize("name", ["qk_norm", "protected"])
+def test_queries_and_keys_have_a_norm_and_values_have_none(name):
+    model = new_model(load(find("backcopy"), [f"attention={name}", *SHORT, "shape.heads=2", "shape.kv_heads=2"])).eval()
+    block, plain = model.transformer.h[0], new_model(load(find("backcopy"), [*SHORT])).transformer.h[0]
+    x = torch.randn(1, 7, 16, generator=torch.Generator().manual_seed(0))
+    ours, theirs = ([y.view(7, 2, 8) for y in layer.attn.c_attn(x)[0].chunk(3, -1)] for layer in (block, plain))
+    for normed, given in zip(ours[:2], theirs[:2], strict=True):
+        torch.testing.assert_close(normed, given / (given.square().mean(-1, keepdim=True) + 1.2e-7).sqrt(), atol=1e-5, rtol=0)
+    assert torch.equal(ours[2], theirs[2])
+    assert isinstance(block.ln_1, torch.nn.Identity) == (name == "protected")
+    check_watch(model, input_ids=tokens_of(30).cpu() % 68)
+
+
+def test_the_table_of_interventions_follows_from_its_figures(monkeypatch):
+    monkeypatch.syspath_prepend(DOCS)
+    import interventions
+
+    rows = [json.loads(line) for line in interventions.FILE.read_text(encoding="utf-8").splitlines()]
+    assert {row["name"] for row in rows} == set(interventions.RECIPES)
+    shown = "\n".join(interventions.lines(rows)).strip()
+    assert shown in interventions.PAGE.read_text(encoding="utf-8"), "run: python docs/interventions.py"
 
 
 def test_a_query_whose_weights_are_all_0_gives_nothing_a_share():
@@ -121,7 +165,9 @@ def test_a_query_whose_weights_are_all_0_gives_nothing_a_share():
 
 
 @pytest.mark.slow("training")
-@pytest.mark.parametrize("change", ["zero_sink=true", "training.optimizer=sgd", "training.optimizer=ortho_adam"])
+@pytest.mark.parametrize(
+    "change", ["zero_sink=true", "sigma_reparam=true", "training.optimizer=sgd", "training.optimizer=ortho_adam"]
+)
 def test_it_trains_and_is_driven_as_it_was_trained(change, tmp_path):
     directory = pretrain(load(find("backcopy"), [*SHORT, change]), tmp_path, None, torch.device("cpu"), lambda line: None)
     model = load_model(directory, "float32", DEVICE)
@@ -146,8 +192,7 @@ def test_weights_that_are_no_softmax_are_refused_by_the_loop(tmp_path):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ("attention=gated", "shape.family gpt2 has no sigma_reparam, and attention is one of"),
-        ("sigma_reparam=true", "shape.family gpt2 has no sigma_reparam"),
+        ("attention=gated", "of shape.family gpt2, attention is one of .*, not gated"),
         ("shape.heads=2", "as many kv_heads as heads"),
         ("kinds.keys=1", "other kinds can't be beside them"),
         ("shape.vocabulary=70", "have 68 tokens"),

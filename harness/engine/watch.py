@@ -20,7 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from kvbench.harness.engine.attention import Terms
 from kvbench.harness.engine.own_attention import attention_by, own_attention
-from kvbench.harness.engine.variants.base import Weighing, nonzero, weighing_of
+from kvbench.harness.engine.variants.base import Weighing, nonzero, sinks_of, weighing_of
 
 NAME = "kv_bench_watch"
 _MAX_SCORES = 2**23  # of a chunk
@@ -104,9 +104,11 @@ def _attention(
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     weighing = weighing_of(getattr(module, "config", None))
     rows = max(1, _MAX_SCORES // (query.shape[:2].numel() * key.shape[2]))
+    sinks = sinks_of(module, query, terms.scaling, terms.sink_logits)
     out = torch.empty(*query.shape[:3], value.shape[-1], dtype=value.dtype, device=value.device)
     for first in range(0, query.shape[2], rows):
-        chunk = _chunk(current.layer, query[:, :, first : first + rows], key, first, causal, terms, weighing)
+        of_chunk = None if sinks is None else sinks[:, :, first : first + rows]
+        chunk = _chunk(current.layer, query[:, :, first : first + rows], key, first, causal, terms, of_chunk, weighing)
         current.watcher.see_chunk(chunk)
         out[:, :, first : first + rows] = chunk.mix(value[:, :, : chunk.weights.shape[-1]])
     current.layer += 1
@@ -114,9 +116,10 @@ def _attention(
 
 
 def _chunk(
-    layer: int, query: Tensor, keys: Tensor, first: int, causal: bool, terms: Terms, weighing: Weighing | None
+    layer: int, query: Tensor, keys: Tensor, first: int, causal: bool, terms: Terms, sinks: Tensor | None,
+    weighing: Weighing | None,
 ) -> Chunk:  # fmt: skip
-    """The attention of queries at positions `first`, `first + 1`, ... [B, Q, t, D], [B, Q, T, D]."""
+    """The attention of queries at positions `first`, `first + 1`, ... [B, Q, t, D], [B, Q, T, D], sinks [B, Q, t]."""
     end = first + query.shape[2] if causal else keys.shape[2]
     logits = query @ keys[:, :, :end].mT * terms.scaling
     logits = logits.float() if logits.dtype.itemsize < 4 else logits
@@ -134,10 +137,9 @@ def _chunk(
         if weighing.bounded:
             return Chunk(layer, first, causal, logits, weights, (1 - total[..., 0]).clamp(min=0))
         return Chunk(layer, first, causal, logits, weights / nonzero(total), None, total)
-    if terms.sink_logits is None:
+    if sinks is None:
         return Chunk(layer, first, causal, logits, logits.softmax(-1), None)
-    sink = terms.sink_logits.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
-    weights = torch.cat([logits, sink], -1).softmax(-1)
+    weights = torch.cat([logits, sinks.to(logits.dtype)[..., None]], -1).softmax(-1)
     return Chunk(layer, first, causal, logits, weights[..., :-1], weights[..., -1])
 
 

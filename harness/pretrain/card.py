@@ -22,6 +22,12 @@ _ATTENTION = {
     "clipped": "clipped softmax",
     "qk_norm": "softmax, with an RMSNorm of queries and keys",
     "relu": "the positive parts of logits over the number of keys, not normalised",
+    "sigmoid_shares": "sigmoid attention, normalised",
+    "elu": "ELU of logits plus 1, not normalised",
+    "elu_shares": "ELU of logits plus 1, normalised",
+    "pseudo": "softmax in which hidden keys take a weight that falls with their position (pseudo-attention)",
+    "key_bias": "softmax with a learned key bias per head, without a value",
+    "protected": "softmax, with an RMSNorm of queries and keys instead of norms before attention and MLP",
 }
 _WORDS = "a token for each word"
 _BYTES = "byte-level BPE trained on the same text, numbers below 1,000 are one token, of longer ones the last two digits"

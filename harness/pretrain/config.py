@@ -15,6 +15,11 @@ from kvbench.harness.data import backcopy, machine
 from kvbench.harness.suite import shipped_suites
 
 MOST_SINKS, LEAST_VOCABULARY = 4, 1300
+_BOTH = ("softmax", "sigmoid", "clipped", "qk_norm")
+_ATTENTION = {  # by family of the shape
+    "llama": (*_BOTH, "sink_logits", "gated"),
+    "gpt2": (*_BOTH, "relu", "sigmoid_shares", "elu", "elu_shares", "pseudo", "key_bias", "protected"),
+}
 
 
 class _Strict(BaseModel):
@@ -142,9 +147,10 @@ class PretrainConfig(_Strict):
     seed: int = 0
     sinks: int = Field(0, ge=0, le=MOST_SINKS, description="learnable sink tokens before every sample")
     zero_sink: bool = Field(False, description="softmax off by one: a sink logit fixed at 0, in training and evaluation")
-    attention: Literal["softmax", "sink_logits", "sigmoid", "gated", "clipped", "qk_norm", "relu"] = Field(
-        "softmax", description="what the model has for attention"
-    )
+    attention: Literal[
+        "softmax", "sink_logits", "sigmoid", "gated", "clipped", "qk_norm", "relu", "sigmoid_shares", "elu", "elu_shares",
+        "pseudo", "key_bias", "protected",
+    ] = Field("softmax", description="what the model has for attention")  # fmt: skip
     sigma_reparam: bool = Field(False, description="sigma-reparametrised linear layers while training")
     shape: Shape = Shape()
     text: Mix = Mix()
@@ -156,11 +162,9 @@ class PretrainConfig(_Strict):
     def _one_attention(self) -> Self:
         if self.zero_sink and self.attention != "softmax":
             raise ValueError(f"zero_sink is a softmax, so attention can't be {self.attention}")
-        of_gpt2 = ("softmax", "sigmoid", "clipped", "relu")
-        if self.shape.family == "gpt2" and (self.attention not in of_gpt2 or self.sigma_reparam):
-            raise ValueError(f"shape.family gpt2 has no sigma_reparam, and attention is one of {', '.join(of_gpt2)}")
-        if self.shape.family == "llama" and self.attention == "relu":
-            raise ValueError("attention relu is for shape.family gpt2")
+        family, of_family = self.shape.family, _ATTENTION[self.shape.family]
+        if self.attention not in of_family:
+            raise ValueError(f"of shape.family {family}, attention is one of {', '.join(of_family)}, not {self.attention}")
         if self.shape.family == "gpt2" and self.shape.kv_heads != self.shape.heads:
             raise ValueError("shape.family gpt2 has as many kv_heads as heads")
         return self

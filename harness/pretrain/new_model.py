@@ -25,8 +25,13 @@ from kvbench.harness.pretrain.config import PretrainConfig
 def new_model(config: PretrainConfig) -> PreTrainedModel:
     """The untrained model. Weights that two recipes share are the same, whatever their sinks and attention."""
     torch.manual_seed(config.seed)
-    if config.shape.family == "gpt2":
-        return _gpt2(config)
+    model = _gpt2(config) if config.shape.family == "gpt2" else _llama(config)
+    if config.sigma_reparam:
+        sigma_reparam.reparametrise(model, config.seed)
+    return model
+
+
+def _llama(config: PretrainConfig) -> PreTrainedModel:
     settings = _settings(config)
     attention: dict[str, Any] = {"attn_implementation": ZERO_SINK if config.zero_sink else "sdpa"}
     attention |= {"zero_sink": True} if config.zero_sink else {}
@@ -34,8 +39,6 @@ def new_model(config: PretrainConfig) -> PreTrainedModel:
     model = llama if config.attention == "softmax" else _variant(config.attention, settings)
     if model is not llama:
         model.load_state_dict(llama.state_dict(), strict=False)  # what it has besides keeps its own beginning
-    if config.sigma_reparam:
-        sigma_reparam.reparametrise(model, config.seed)
     return model
 
 

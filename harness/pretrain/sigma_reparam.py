@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 
 class _Sigma(nn.Module):
@@ -52,11 +53,13 @@ def plain(model: PreTrainedModel) -> PreTrainedModel:
     for module in _linear(copy):
         if parametrize.is_parametrized(module, "weight"):
             weight = module.weight.detach()
-            module.__class__ = nn.Linear  # the parametrised class is also the original's, so nothing in it may be removed
+            # the parametrised class is also the original's, so nothing in it may be removed
+            module.__class__ = nn.Linear if isinstance(module, nn.Linear) else Conv1D
             del module.parametrizations
             module.weight = nn.Parameter(weight)
     return copy
 
 
-def _linear(model: PreTrainedModel) -> list[nn.Linear]:
-    return [module for module in model.base_model.modules() if isinstance(module, nn.Linear)]
+def _linear(model: PreTrainedModel) -> list[nn.Linear | Conv1D]:
+    """A GPT-2's linear layers are `Conv1D`, whose weights are transposed and have the same singular values."""
+    return [module for module in model.base_model.modules() if isinstance(module, (nn.Linear, Conv1D))]

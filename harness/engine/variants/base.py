@@ -62,15 +62,15 @@ class VariantForCausalLM(Variant, LlamaForCausalLM):
     """A Llama with another attention."""
 
 
-_WEIGHINGS: dict[str, Callable[[Any], Weighing]] = {}  # by model type; of a config
+_WEIGHINGS: dict[str, Callable[[Any], Weighing | None]] = {}  # by model type; of a config
 
 
-def register(model: Any, weighing: Callable[[Any], Weighing] | None = None) -> None:
+def register(model: Any, weighing: Callable[[Any], Weighing | None] | None = None) -> None:
     """Make a variant known to transformers' Auto classes.
 
     Args:
         model: class of a variant, with a config class of its own.
-        weighing: how weights follow from logits, given its config; None for a softmax.
+        weighing: how weights follow from logits, given its config; None, or None for a config, for a softmax.
     """
     config = model.config_class
     assert config is not None
@@ -100,11 +100,14 @@ def attention_weights(
     """Weights of causal attention, a variant's or plain. [B, Q, T, D], [B, H, T, D], [Q] -> [B, Q, T, T], at least float32."""
     tokens = query.shape[2]
     key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
-    logits = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    logits = query @ key.mT * scaling
     logits = logits.float() if logits.dtype.itemsize < 4 else logits
     logits = logits.masked_fill(~torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril(), -torch.inf)
     weighing = weighing_of(module.config)
-    return softmax(logits, sink_logits) if weighing is None else weighing.weights(logits)
+    if weighing is not None:
+        return weighing.weights(logits)
+    return softmax(logits, sinks_of(module, query, scaling, sink_logits))
 
 
 def weighed(weights: Tensor, value: Tensor) -> Tensor:
@@ -113,12 +116,19 @@ def weighed(weights: Tensor, value: Tensor) -> Tensor:
     return (weights.to(value.dtype) @ value).transpose(1, 2).contiguous()
 
 
-def softmax(logits: Tensor, sink_logits: Tensor | None) -> Tensor:
-    """Softmax over the keys and a sink logit per head, if any, without the sink's weight. [B, Q, T, L], [Q] -> [B, Q, T, L]."""
-    if sink_logits is None:
+def sinks_of(module: nn.Module, query: Tensor, scaling: float, sink_logits: Tensor | None) -> Tensor | None:
+    """What joins a query's softmax without a value: its logit with a key bias, or a logit per head. [Q] -> [B, Q, T]."""
+    bias = getattr(module, "key_bias", None)  # [Q, D]
+    if bias is not None:
+        return (query * bias[:, None]).sum(-1) * scaling  # type: ignore[no-any-return]
+    return None if sink_logits is None else sink_logits[:, None].expand(query.shape[:3])
+
+
+def softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax over the keys and a query's sink, if any, without the sink's weight. [B, Q, T, L], [B, Q, T] -> [B, Q, T, L]."""
+    if sinks is None:
         return logits.softmax(-1)
-    sink = sink_logits.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
-    return torch.cat([logits, sink], -1).softmax(-1)[..., :-1]
+    return torch.cat([logits, sinks.to(logits.dtype)[..., None]], -1).softmax(-1)[..., :-1]
 
 
 AttentionInterface.register(NAME, _attention)
