@@ -33,6 +33,8 @@ from kvbench.harness.models.families import tiny_model  # noqa: E402
 
 SHARED = Path(__file__).parents[2] / "shared"
 FAMILIES = ["llama", "qwen3", "gpt_neox"]
+LM_EVAL_FOLDERS = ["arc", "hellaswag", "lambada", "openbookqa", "piqa", "winogrande", "longbench", "ruler",
+                   "gsm8k", "minerva_math", "aime"]  # of the suites on the hub's data  # fmt: skip
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers.utils.logging.set_verbosity_error()
@@ -185,6 +187,25 @@ def text_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         lines = [f"Line {i} of book {book}: the miller's {i % 7} sons, très {i * i % 11} naïve.\n" for i in range(120)]
         (folder / f"book{book}.txt").write_text("".join(lines), encoding="utf-8")
     return folder
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, in which data sets lie under their ids, and nothing else is within reach."""
+    import datasets
+    import lm_eval.tasks
+
+    from kvbench.harness.lm_eval import catalogue
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folders = [Path(lm_eval.tasks.__file__).parent / name for name in LM_EVAL_FOLDERS]
+
+    def manager(include, metadata, defaults):  # reading all of lm-eval's tasks takes long
+        return lm_eval.tasks.TaskManager(include_path=folders, include_defaults=False, metadata=dict(metadata))
+
+    monkeypatch.setattr(catalogue, "_manager", manager)
+    return tmp_path
 
 
 @dataclass

@@ -13,7 +13,6 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
-import datasets
 import lm_eval.tasks
 import pyarrow
 import pyarrow.parquet
@@ -23,7 +22,6 @@ from conftest import bench
 
 from kvbench.harness.data.lookups import key_line
 from kvbench.harness.data.prose import Prose
-from kvbench.harness.lm_eval import catalogue
 from kvbench.harness.lm_eval.kvbench import KVBench
 from kvbench.harness.models.families import tiny_model
 from kvbench.harness.records import RecordStore
@@ -40,28 +38,19 @@ FIRST, LAST = 0, 7  # places of the line that is asked for, of eight
 PLACES = (FIRST, LAST) * 3
 
 
-@pytest.fixture
-def hub(tmp_path, monkeypatch):
-    """The working folder, in which data sets lie under their ids, and nothing else is within reach."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    folders = [ROOT / name for name in ("arc", "hellaswag", "lambada", "openbookqa", "piqa", "winogrande", "longbench", "ruler")]
-
-    def manager(include, metadata, defaults):  # reading all of lm-eval's tasks takes long
-        return lm_eval.tasks.TaskManager(include_path=folders, include_defaults=False, metadata=dict(metadata))
-
-    monkeypatch.setattr(catalogue, "_manager", manager)
-    return tmp_path
-
-
 def publish(folder, config, files):
-    """Write a data set as a repository of the hub: a parquet file for each split, and a card that says where it is."""
+    """Write a data set as a repository of the hub: a file for each split, and a card that says where it is."""
     card = folder / "README.md"
     for path, rows in files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / path)
+        if path.endswith(".jsonl"):
+            (folder / path).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        else:
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / path)
+    if config is None:  # the names of the files say it
+        return
     known = yaml.safe_load(card.read_text().strip("-\n"))["configs"] if card.exists() else []
-    paths = [{"split": Path(path).name.split("-")[0], "path": path} for path in files]
+    paths = [{"split": Path(path).stem.split("-")[0], "path": path} for path in files]
     card.write_text(f"---\n{yaml.safe_dump({'configs': [*known, {'config_name': config, 'data_files': paths}]})}---\n")
 
 
