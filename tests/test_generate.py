@@ -25,6 +25,7 @@ from kvbench.harness.core.parameters import policy_from
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fastcheck import fast_method
 from kvbench.harness.engine.loop import decoder
+from kvbench.harness.engine.method import EAGER
 from kvbench.harness.engine.model import adopt
 from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.hub import model_directory
@@ -83,9 +84,10 @@ def config_of(name: str, **others) -> CacheConfig:
     )
 
 
-def logits_along(name: str, sequence: torch.Tensor, prompt: int, family: str = "llama", **others) -> torch.Tensor:
+def logits_along(name: str, sequence: torch.Tensor, prompt: int, family="llama", fast=False, **others) -> torch.Tensor:
     """Logits of our own loop after the prompt and each token but the last of a sequence. [1, T, V]."""
-    read = decoder(ours(family), config_of(name, **others))
+    model, config = ours(family), config_of(name, **others)
+    read = decoder(model, config, 1, fast_method(model, config, 1).method if fast else EAGER)
     out = [read.read_prompt(sequence[:, :prompt], 4096)[:, None]]
     out += [read(token) for token in sequence[:, prompt:-1].split(1, 1)]
     return torch.cat(out, 1)
@@ -239,7 +241,7 @@ def test_positions_are_an_axis(positions):
 def test_kv_is_an_axis(name, kv, fast):
     kept = cache_of(name, kv=kv, fast=fast)
     out = plain().generate(tokens_of(40), past_key_values=kept, **GREEDY)
-    expected = logits_along(name, out.sequences, 40, kv=kv_from(kv))
+    expected = logits_along(name, out.sequences, 40, fast=fast, kv=kv_from(kv))
     assert torch.equal(logits_of(out), expected)
     assert not torch.equal(expected, logits_along(name, out.sequences, 40))
     read, report = decoder(ours(), config_of(name, kv=kv_from(kv))), kept.report()

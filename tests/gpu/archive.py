@@ -7,6 +7,7 @@ import sys
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO, cast
 
 LIMIT_BYTES = 16 * 2**20  # of the archive; compressing makes it smaller still
 _SKIPPED = (".partial", ".html", ".gz")  # unfinished, or made again from the others
@@ -46,12 +47,14 @@ def unpack(archive: Path, folder: Path) -> None:
     try:
         with tarfile.open(archive) as tar:
             members = tar.getmembers()
-            strange = [x.name for x in members if not x.isfile()]
-            if strange:
-                raise tarfile.TarError(f"{strange[0]} is no plain file")
-            for member in members:
-                tarfile.data_filter(member, str(folder))  # raises before anything is written
+            places = [folder / member.name.lstrip("/") for member in members]
+            for member, place in zip(members, places, strict=True):
+                if not member.isfile() or ".." in place.relative_to(folder).parts:
+                    raise tarfile.TarError(f"{member.name} is no plain file below the folder")
             folder.mkdir(parents=True, exist_ok=True)
-            tar.extractall(folder, members, filter="data")
+            for member, place in zip(members, places, strict=True):  # Python 3.11.2 has no filters for `extractall`
+                place.parent.mkdir(parents=True, exist_ok=True)
+                with cast(IO[bytes], tar.extractfile(member)) as source:
+                    place.write_bytes(source.read())
     except (OSError, EOFError, tarfile.TarError) as error:
         sys.exit(f"--from {archive}: {error}")
