@@ -16,8 +16,8 @@ _HEAD = """# Leaderboard
 
 Written by `bench leaderboard` from records; don't edit it. The command also writes `index.html`, which answers this for every
 budget, compares any two policies and lists every cell, `feed.json`, all of it as data, and [published figures beside
-ours](paper.md). `bench show table CELL` prints the table of a cell's task. [Audit](https://kv-bench.github.io/kv-bench/audit/): whose
-code keeps what its paper says, step by step.
+ours](paper.md). `bench show table CELL` prints the table of a cell's task. [Audit](https://kv-bench.github.io/kv-bench/audit/):
+whose code keeps what its paper says, step by step.
 """
 _PICTURE = "answer"  # its file
 _MOST_ROWS = 5  # of the table
