@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ def trained(model: nn.Module, losses: Iterator[Tensor], steps: int, rate: float,
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
-            seen.append(float(loss))
+            seen.append(float(loss.detach()))
             if step % LOG_EVERY == 0:
                 log.write(json.dumps({"step": step, "loss": round(float(np.mean(seen[-LOG_EVERY:])), 4)}) + "\n")
                 log.flush()
@@ -111,16 +111,21 @@ def vit(out: Path, steps: int, seed: int, registers: int) -> nn.Module:
     return model
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train the one that was asked for, and save it in half precision."""
     parser = argparse.ArgumentParser()
     parser.add_argument("kind", choices=("bert", "vit"))
     parser.add_argument("out", type=Path)
     parser.add_argument("--registers", type=int, default=0)
     parser.add_argument("--steps", type=int, default=5_000)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     given.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(given.seed)
     run = (given.out, given.steps, given.seed)
     made = bert(*run) if given.kind == "bert" else vit(*run, given.registers)
     made.eval().half().save_pretrained(given.out)  # type: ignore[operator, union-attr]
+
+
+if __name__ == "__main__":
+    main()
