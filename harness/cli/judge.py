@@ -166,8 +166,8 @@ def update(folder: str, suite: str, runs: int, why: str, who: str | None, **opti
     """
     from kvbench.harness.core import plugins
     from kvbench.harness.records.metrics import StepMetrics
-    from kvbench.harness.report import bands
     from kvbench.harness.report import baseline as baselines
+    from kvbench.harness.report import gate_times
     from kvbench.harness.report.baseline import Baseline
 
     request = RunRequest(suite, **options)
@@ -183,15 +183,15 @@ def update(folder: str, suite: str, runs: int, why: str, who: str | None, **opti
             first,
             *(request.measure(Path(scratch) / f"{n}", latency, fresh=True, tracebacks=debugging()) for n in repeats),
         ]
-        learnt = bands.learn(all_runs)
+        learnt = gate_times.learn_bands(all_runs)
         reference = Baseline(
             suite=portable_suite, options=portable_options, who=who or _git_user(), why=why, bands=learnt,
             when=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         )  # fmt: skip
         baselines.store(target, reference, records)
     click.echo(f"{len(first)} records -> {folder}")
-    others = {r.cell_id for r in first if not bands.is_dense(r)}
-    failed, noisy = sum(r.status != "ok" for r in first), bands.too_noisy({k: v for k, v in learnt.items() if k in others})
+    others = {r.cell_id for r in first if not r.cell.is_dense}
+    failed, noisy = sum(r.status != "ok" for r in first), gate_times.too_noisy({k: v for k, v in learnt.items() if k in others})
     if failed:
         click.echo(f"{failed} of them failed: bench check does not compare these cells", err=True)
     if noisy:
