@@ -149,7 +149,7 @@ def kv_bytes(record: Record) -> int | None:
     if shapes is None or item is None or held is None:
         return None
     streams, tokens = held
-    slots = tokens + 1 if cell.capacity is not None else whole_buckets(tokens)
+    slots = tokens + 1 if cell.capacity is not None else _whole_buckets(tokens)
     spare = at_once(cell.moment) - 1
     total = 0
     for s in shapes:
@@ -159,7 +159,7 @@ def kv_bytes(record: Record) -> int | None:
     return streams * total
 
 
-def whole_buckets(tokens: int) -> int:
+def _whole_buckets(tokens: int) -> int:
     """Slots of an unbounded cache that holds this many tokens."""
     return max(1, -(-tokens // _BUCKET_SLOTS)) * _BUCKET_SLOTS
 
