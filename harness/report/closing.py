@@ -14,9 +14,9 @@ from kvbench.harness.records.facts import Failure
 from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics
 from kvbench.harness.report import sections
 from kvbench.harness.report.common_tokens import describe_tokens
-from kvbench.harness.report.feed import feed, labels
+from kvbench.harness.report.feed import feed, words
 from kvbench.harness.report.feed.question import Question, is_reference
-from kvbench.harness.report.feed.sentence import size
+from kvbench.harness.report.feed.words import size
 from kvbench.harness.report.machines import by_machine
 from kvbench.harness.report.markdown import cache_bytes
 from kvbench.harness.report.pairing import on_all_tokens, past_training, question, units
@@ -79,8 +79,8 @@ def _subject(records: Sequence[Record]) -> str:
     read = next((r for r in records if r.measures(NllMetrics)), None)
     if read is not None:
         prompt = read.cell.options.get("prompt")
-        return labels.text(read) + (f", prompts of {prompt:,} tokens" if prompt else "")
-    asked = (labels.task(r) if r.measures(QuestionMetrics) else _task(r) for r in records)
+        return words.text(read) + (f", prompts of {prompt:,} tokens" if prompt else "")
+    asked = (words.task(r) if r.measures(QuestionMetrics) else _task(r) for r in records)
     tasks: dict[str, list[str]] = {}
     for name, _, how in (label.partition(", ") for label in dict.fromkeys(asked)):
         tasks.setdefault(how, []).append(name)

@@ -15,8 +15,8 @@ from kvbench.harness.records.metrics import QuestionMetrics
 from kvbench.harness.report import sections
 from kvbench.harness.report.compare import round_ratios
 from kvbench.harness.report.doubts import faults
-from kvbench.harness.report.feed.labels import origin, task
 from kvbench.harness.report.feed.question import CONTROL, Loss, Question, is_reference, loss
+from kvbench.harness.report.feed.words import origin, task
 from kvbench.harness.report.ranks import Place
 from kvbench.harness.report.rows import Row
 from kvbench.harness.report.shares import answers
