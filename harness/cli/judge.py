@@ -44,20 +44,20 @@ def compare(a: str, b: str, as_json: bool, markdown: bool) -> None:
     bench compare before/ after/ --markdown
     bench compare results/.../h2o-*.json results/.../sink_window-*.json
     """
-    from kvbench.harness.report import verdicts
+    from kvbench.harness.report import compare as comparison
     from kvbench.harness.report.sources import open_records
 
     with open_records(a, report_skipped) as (first, folder_a), open_records(b, report_skipped) as (second, folder_b):
-        judged = verdicts.judge_all((first, folder_a), (second, folder_b))
+        judged = comparison.judge_all((first, folder_a), (second, folder_b))
     if not judged:
         raise UserError(f"{a} ({len(first)} records) and {b} ({len(second)} records) have no cell in common")
     if as_json:
         click.echo(json.dumps([x.as_json() for x in judged], indent=1, ensure_ascii=False))
     elif markdown:
-        click.echo(verdicts.markdown(judged, a, b), nl=False)
+        click.echo(comparison.markdown(judged, a, b), nl=False)
     else:
         print_rows([x.cells() for x in judged], False)
-        click.echo(verdicts.summary(judged), err=True)
+        click.echo(comparison.summary(judged), err=True)
 
 
 @click.command()
