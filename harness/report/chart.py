@@ -66,12 +66,7 @@ class Mark:
 
 
 def mark(policy: str, variant: int = 0) -> Mark:
-    """The mark of a policy, by its name; the same on every page.
-
-    Args:
-        policy: its name.
-        variant: number of this one among several with the same policy and other parameters.
-    """
+    """The mark of a policy, by its name; the same on every page. variant: its number among those with other parameters."""
     unknown = ("other", hashlib.sha256(policy.encode()).digest()[0])  # a user's policy
     family, place = _PLACES.get(policy, unknown)
     light, dark = _COLOURS[family]

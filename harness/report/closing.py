@@ -59,11 +59,7 @@ class Closing:
 
 
 def closing(records: Sequence[Record]) -> Closing:
-    """Summarize a run.
-
-    Args:
-        records: of the run, including those of cells that were already finished.
-    """
+    """Summarize a run. records: those of cells that were already finished, too."""
     groups = [(machine, mode, part) for machine, group in _comparable(records) for mode, part in _by_positions(group)]
     subjects = [_subject(group) for _, _, group in groups]
     several = len(set(subjects)) > 1
@@ -127,11 +123,7 @@ def _text_or_prompt(record: Record) -> str:
 def _table(records: Sequence[Record], subject: str, positions: str, machine: str) -> Table:
     """The table of comparable records.
 
-    Args:
-        records: to show.
-        subject: text or tasks, for the heading; empty if all tables of the run have the same.
-        positions: mode for the heading; empty if no policy was measured in several.
-        machine: name for the heading; empty if the run has only one machine.
+    The rest is for the heading, where the run has several: texts or tasks, modes of positions, machines.
     """
     policies = sorted(rows(records), key=lambda row: row.cell.capacity or 0)
     scored = [row.perplexity for row in policies if row.perplexity is not None and row.nll is not None]
@@ -163,11 +155,7 @@ def _table(records: Sequence[Record], subject: str, positions: str, machine: str
 
 
 def _longer_text(records: Sequence[Record]) -> str:
-    """What to set so that the text has an interval, and the time that takes; empty if it has one.
-
-    Args:
-        records: of one text, of policies of any capacity.
-    """
+    """What to set so that the text has an interval, and the time that takes; empty if it has one. records: of one text."""
     scored = [(r, metrics) for r in records if (metrics := r.measured(NllMetrics))]
     if not scored:
         return ""

@@ -228,12 +228,7 @@ class JudgedMetric:
 
 
 def judge_all(a: tuple[Sequence[Record], Path], b: tuple[Sequence[Record], Path]) -> list[JudgedMetric]:
-    """Compare every metric of every pair of the same cell; worst first.
-
-    Args:
-        a: reference records and their folder.
-        b: records to judge and their folder.
-    """
+    """Judge every metric of every pair of the same cell, worst first. a: reference records and their folder; b: to be judged."""
     pairs = [(x, y, (find_trace(x, a[1]), find_trace(y, b[1]))) for x, y in matched(a[0], b[0])]
     judged = [JudgedMetric(x, y, difference) for x, y, traces in pairs for difference in _differences(x, y, traces)]
     return sorted(judged, key=lambda j: _ORDER.index(j.difference.verdict))

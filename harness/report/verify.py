@@ -59,20 +59,13 @@ class Figure:
 def problems(record: Record, folder: Path) -> list[str] | None:
     """Sentences on what is wrong with a record; None if its trace is missing and nothing else is wrong.
 
-    Args:
-        record: to verify.
-        folder: of the record's file and its trace.
+    folder: of the record's file and its trace.
     """
     return verify(record, folder).problems
 
 
 def verify(record: Record, folder: Path) -> Verdict:
-    """Recompute a record's figures.
-
-    Args:
-        record: to verify; a failed one has no figures.
-        folder: of the record's file and its trace.
-    """
+    """Recompute a record's figures; a failed one has none. folder: of the record's file and its trace."""
     if record.status != "ok":
         return Verdict([], [])
     path = None if record.trace is None else folder / Path(record.trace.file).name

@@ -142,7 +142,7 @@ def panel(equal: dict[str, Any]) -> dict[str, Any]:
             {"data": {"values": _front(values, of_text)}, "mark": line, "encoding": {"x": x, "y": y}},
             {"data": {"values": values}, "mark": point, "encoding": {"x": x, "y": y, "color": colour, "shape": shape}},
         ],
-    }  # fmt: skip
+    }
 
 
 def _value(row: dict[str, Any], of_text: bool, dtype: str) -> dict[str, Any] | None:

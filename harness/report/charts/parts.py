@@ -188,11 +188,7 @@ def log_axis(
 
 
 def marks(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Layers of labelled, dashed vertical lines.
-
-    Args:
-        lines: {"at": x, "what": label} of each.
-    """
+    """Layers of labelled, dashed vertical lines. lines: {"at": x, "what": label} of each."""
     if not lines:
         return []
     x, data = {"field": "at", "type": "quantitative"}, {"values": list(lines)}
