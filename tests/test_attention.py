@@ -21,11 +21,11 @@ from kvbench.harness.engine.watch import Chunk, NotWatchableError, check, watch
 from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.hub import model_directory
 from kvbench.harness.models.load import load_model
-from kvbench.harness.tasks.attention import under_policy
+from kvbench.harness.tasks.attention import measure
 from kvbench.harness.tasks.attention.figures import figures, massive_activations, top_channels
+from kvbench.harness.tasks.attention.measure import read_recorded
 from kvbench.harness.tasks.attention.notes import Lost, Notes
 from kvbench.harness.tasks.attention.schema import Massive
-from kvbench.harness.tasks.attention.under_policy import read_recorded
 from kvbench.harness.tasks.common.samples import buckets
 from kvbench.policies.fastgen import FastGen
 from kvbench.policies.h2o import H2O
@@ -402,9 +402,9 @@ class Uneven(Knorm):
 @pytest.mark.parametrize("steps", [1, 7, 16, 64])
 def test_blocks_of_any_length_note_the_same_where_heads_differ(steps, monkeypatch):
     """Single tokens pass through all layers before they are noted; budgets put heads of several layers side by side."""
-    monkeypatch.setattr(under_policy, "_MOST_STEPS", steps)
+    monkeypatch.setattr(measure, "_MOST_STEPS", steps)
     notes, decoder, last_seen = under(Uneven(), 10, tiny_model("llama").double())
-    monkeypatch.setattr(under_policy, "_MOST_STEPS", TOKENS - 1)
+    monkeypatch.setattr(measure, "_MOST_STEPS", TOKENS - 1)
     expected, _, expected_last = under(Uneven(), 10, tiny_model("llama").double())
     for name, x in notes.arrays().items():
         np.testing.assert_allclose(x, expected.arrays()[name], atol=1e-5, err_msg=name)

@@ -28,7 +28,7 @@ from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.shape import readable_shape, shape_of
 from kvbench.harness.records import RecordStore
 from kvbench.harness.records.cell import CellSpec
-from kvbench.harness.report.feed import labels
+from kvbench.harness.report.feed import words
 from kvbench.harness.report.feed.question import questions
 from kvbench.harness.report.markdown import short_titles, title
 from kvbench.harness.report.rows import _settings, rows
@@ -550,7 +550,7 @@ def test_dense_in_a_codec_is_not_what_others_are_compared_with():
     assert [q.stored for q in asked] == ["", "int4 recent 8"]
     assert [[row.cell.stored for row in q.rows] for q in asked] == [["", ""], ["", "int4 recent 8", "int4 recent 8"]]
     assert all(q.dense.cell.is_dense for q in asked)
-    assert len({labels.identifier(q) for q in asked}) == 2
+    assert len({words.identifier(q) for q in asked}) == 2
 
 
 @pytest.mark.parametrize(

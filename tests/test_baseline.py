@@ -16,8 +16,8 @@ from tampered import TAMPERED
 from kvbench.harness.core.errors import Exit, UserError
 from kvbench.harness.records import LOCK, RecordStore
 from kvbench.harness.report import baseline
-from kvbench.harness.report.bands import Band
 from kvbench.harness.report.baseline import FILE, Baseline, MeasuredWith
+from kvbench.harness.report.gate_times import Band
 
 SUITE = """
 suite: prose

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from conftest import bench, model_of
 
-from kvbench.harness.run import choose_reading
+from kvbench.harness.run import reading
 
 
 def test_a_cache_that_can_not_fit_is_refused_before_anything_is_measured(capsys, tmp_path, monkeypatch, model_dir, text_dir):
@@ -35,5 +35,5 @@ def test_a_cache_that_can_not_fit_is_refused_before_anything_is_measured(capsys,
     ],
 )
 def test_as_many_tokens_pass_a_layer_at_once_as_their_logits_leave_room_for(monkeypatch, free, streams, tokens):
-    monkeypatch.setattr(choose_reading, "free_bytes", lambda device: free)
-    assert choose_reading._block_that_fits(model_of("llama"), streams) == tokens
+    monkeypatch.setattr(reading, "free_bytes", lambda device: free)
+    assert reading._block_that_fits(model_of("llama"), streams) == tokens

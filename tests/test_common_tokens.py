@@ -13,7 +13,7 @@ from test_tables import table_of
 
 from kvbench.harness.records import Record
 from kvbench.harness.records.aggregates import nll_figures, scored_mask
-from kvbench.harness.report import site, summary
+from kvbench.harness.report import export, site
 from kvbench.harness.report.charts.parts import over_the_stream
 from kvbench.harness.report.common_tokens import Common, common_tokens, on_common
 from kvbench.harness.report.feed import feed
@@ -75,11 +75,11 @@ def test_where_each_scored_every_token_there_is_one_column():
 
 def test_a_summary_of_a_run_compares_on_the_same_tokens():
     other = record("h2o", 8, 2.0)  # another task, whose tokens are its own
-    figures = [row["figure"] for row in summary.rows([*three(), other])]
+    figures = [row["figure"] for row in export.summary_rows([*three(), other])]
     assert figures == [f"perplexity {expected(w)} (1 token in 16)" for w in (0.0, 0.1, -0.1)] + ["perplexity 7.389"]
     assert headline(three()[1]) == f"perplexity {expected(0.1, np.arange(1, TOKENS + 1))}"
     failed = record("x", 8, status="failed", error={"kind": "out of memory", "message": ""}, metrics={})
-    assert summary.rows([failed])[0]["figure"] == ""
+    assert export.summary_rows([failed])[0]["figure"] == ""
 
 
 def test_rows_of_the_page_to_sort_are_over_the_same_tokens_and_no_cache_is_no_small_cache():

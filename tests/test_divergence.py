@@ -16,9 +16,7 @@ from kvbench.harness.engine.loop import decoder
 from kvbench.harness.engine.method import EAGER
 from kvbench.harness.report.compare import differences
 from kvbench.harness.report.sections import section
-from kvbench.harness.tasks.divergence import Divergence, DivergenceOptions
-from kvbench.harness.tasks.divergence.measure import compare
-from kvbench.harness.tasks.divergence.schema import COMPARED, figures
+from kvbench.harness.tasks.divergence import COMPARED, Divergence, DivergenceOptions, compare, figures
 from kvbench.harness.tasks.task import Job, MeasurementError
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O

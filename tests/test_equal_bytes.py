@@ -11,7 +11,7 @@ from test_feed import SCHEMA, answered, noisy
 
 from kvbench.harness.report import closing, feed
 from kvbench.harness.report.chart import draw
-from kvbench.harness.report.charts.bytes_held import over_bytes
+from kvbench.harness.report.charts.lost import over_bytes
 from kvbench.harness.report.leaderboard import render
 
 DENSE = 65536

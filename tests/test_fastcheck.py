@@ -25,7 +25,7 @@ from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.trial import Bench
 from kvbench.harness.engine.walk import Walk
-from kvbench.harness.run import choose_reading
+from kvbench.harness.run import reading
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
 from kvbench.policies.random import Random
@@ -313,19 +313,19 @@ def test_only_times_of_steps_are_worth_compiling_them(monkeypatch, name, expecte
         asked.append(compiled)
         return fastcheck.FastCheck(PLAIN_WALK, "walk", "plain", 0.0)
 
-    monkeypatch.setattr(choose_reading, "fast_method", check)
+    monkeypatch.setattr(reading, "fast_method", check)
     task = task_class(name)
     monkeypatch.setattr(task, "at_once", lambda options: 1)
-    choose_reading.choose_reading(model_of("llama"), CacheConfig(H2O(), 8), task, None, None, False)
+    reading.choose_reading(model_of("llama"), CacheConfig(H2O(), 8), task, None, None, False)
     assert asked == [expected]
 
 
 def test_a_prompt_that_must_be_walked_is_timed_as_one(monkeypatch):
     refused = fastcheck.FastCheck(PLAIN_WALK, "walk", "plain", 0.0, "full attention: it was told to")
-    monkeypatch.setattr(choose_reading, "fast_method", lambda *_: refused)
+    monkeypatch.setattr(reading, "fast_method", lambda *_: refused)
     task = task_class("perplexity")
     monkeypatch.setattr(task, "at_once", lambda options: 2)
     config = CacheConfig(H2O(), 8, evict="prompt")
-    found = choose_reading.choose_reading(model_of("llama"), config, task, None, None, False)
+    found = reading.choose_reading(model_of("llama"), config, task, None, None, False)
     assert found.slow.startswith("plain walk, about ")
     assert found.slow.endswith(" tokens/s (full attention: it was told to)")

@@ -13,8 +13,8 @@ from factories import cell_record, changed, edit, record
 from kvbench.harness.report import feed as feeds
 from kvbench.harness.report.chart import _PLACES, VARIANTS, mark
 from kvbench.harness.report.charts.lost import over_budgets
-from kvbench.harness.report.feed.labels import origin
 from kvbench.harness.report.feed.question import questions
+from kvbench.harness.report.feed.words import origin
 from kvbench.harness.report.leaderboard import render
 
 SCHEMA = json.loads((Path(feeds.__file__).parent / "schema.json").read_text(encoding="utf-8"))

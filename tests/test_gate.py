@@ -13,7 +13,8 @@ from tampered import TAMPERED, copied
 
 from kvbench.harness.core.errors import Exit
 from kvbench.harness.records import RecordStore
-from kvbench.harness.report import bands, gate, gate_times
+from kvbench.harness.report import gate, gate_times
+from kvbench.harness.report.gate_times import learn_bands
 from kvbench.harness.run.request import RunRequest
 
 SUITE = """
@@ -253,16 +254,16 @@ def test_times_and_bytes_of_another_kind_are_no_crash():
     for base, name in ((memory(), "peak_bytes"), (latency_run(1.5)[0], "rounds_ms"), (latency_run(1.5)[0], "forward_ms")):
         for wrong in (None, "x", [], [None], {}, ["x"] * 6):
             now = changed(base, metrics={name: wrong})
-            assert gate.exit_code(gate.check(([base], Path()), ([now], Path()), bands.learn([[base]]))) != Exit.OK, (name, wrong)
+            assert gate.exit_code(gate.check(([base], Path()), ([now], Path()), learn_bands([[base]]))) != Exit.OK, (name, wrong)
 
 
 def test_everything_slower_is_red_by_the_forward_pass():
     base = latency_run(1.5)
     slow = [changed(r, metrics={"rounds_ms": [2 * ms for ms in r.metrics.rounds_ms]}) for r in base]
-    findings = [f for f in gate.check((base, Path()), (slow, Path()), bands.learn([base] * 4)) if f.check == "latency"]
+    findings = [f for f in gate.check((base, Path()), (slow, Path()), learn_bands([base] * 4)) if f.check == "latency"]
     assert {f.cell.split(", ")[2].split()[0]: f.state for f in findings} == {"dense": "regression", "h2o": "ok"}
     busy = [changed(r, metrics={"forward_ms": [1.0] * 6}) for r in slow]
-    assert {f.state for f in gate.check((base, Path()), (busy, Path()), bands.learn([base] * 4)) if f.check == "latency"} == {
+    assert {f.state for f in gate.check((base, Path()), (busy, Path()), learn_bands([base] * 4)) if f.check == "latency"} == {
         "ok"
     }
 
@@ -270,7 +271,7 @@ def test_everything_slower_is_red_by_the_forward_pass():
 def test_faster_than_before_is_red_until_it_is_allowed_or_the_baseline_is_updated():
     """H2O's times halved: a clock that stops too soon, or good work, which whoever did it says."""
     base, fast = latency_run(1.5), latency_run(0.75)
-    findings = gate.check((base, Path()), (fast, Path()), bands.learn([base] * 4))
+    findings = gate.check((base, Path()), (fast, Path()), learn_bands([base] * 4))
     assert {f.cell.split(", ")[2].split()[0]: f.state for f in findings if f.check == "latency"} == {
         "dense": "ok",
         "h2o": "better",
@@ -278,13 +279,13 @@ def test_faster_than_before_is_red_until_it_is_allowed_or_the_baseline_is_update
     assert (gate.exit_code(findings), gate.exit_code(findings, allow_better=True)) == (Exit.NO, Exit.OK)
     assert gate.verdict(findings).startswith("BETTER than the baseline: update it, or allow it (--allow-better): ")
     assert gate.verdict(findings).endswith("; 1 better")
-    again = gate.remeasure(findings, base, bands.learn([base] * 4), lambda _: latency_run(1.5))
+    again = gate.remeasure(findings, base, learn_bands([base] * 4), lambda _: latency_run(1.5))
     assert gate.exit_code(again) == Exit.OK, "two of three decide, in this direction too"
 
 
 def test_a_verdict_says_how_much_was_compared():
     base, now = latency_run(1.5), latency_run(1.5)
-    findings = gate.check((base, Path()), (now, Path()), bands.learn([base] * 4))
+    findings = gate.check((base, Path()), (now, Path()), learn_bands([base] * 4))
     assert gate.verdict(findings) == f"as good as the baseline: {len(findings)} of {len(findings)} checks compared"
     unlike = [gate.Finding("c", "i", check, state, "") for check, state in (("latency", "not compared"), *[("bytes", "ok")] * 3)]
     assert gate.verdict(unlike) == "3 of 4 checks compared; not compared: latency 1: nothing worse in what was compared"
@@ -361,7 +362,7 @@ def latency_run(ratio):
 
 def test_what_looks_slower_is_measured_again_and_two_of_three_decide():
     base, fast, slow = latency_run(1.5), latency_run(1.52), latency_run(2.0)
-    learnt = bands.learn([base] * 4)
+    learnt = learn_bands([base] * 4)
     first = gate.check((base, Path()), (slow, Path()), learnt)
     assert gate.exit_code(first) == 1
     for runs, expected in (([slow], 1), ([fast, fast], 0), ([fast, slow], 1)):
@@ -373,7 +374,7 @@ def test_what_looks_slower_is_measured_again_and_two_of_three_decide():
 
 
 def latency_states(runs, run):
-    findings = gate.check((runs[0], Path()), (run, Path()), bands.learn(runs))
+    findings = gate.check((runs[0], Path()), (run, Path()), learn_bands(runs))
     return {f.cell.split(", ")[2].split()[0]: f.state for f in findings if f.check == "latency"}
 
 
@@ -393,7 +394,7 @@ def test_a_slowdown_of_30_percent_in_one_policy_is_red(latency_before, suite, tm
 
 @pytest.mark.alone
 def test_what_was_measured_three_times_lies_in_its_band(latency_before):
-    learnt = bands.learn(latency_before)
+    learnt = learn_bands(latency_before)
     assert len(learnt) == 3, "of dense, too: its yardstick is the calibration step"
     assert all(b.low < b.ratio < b.high and b.runs == 3 for b in learnt.values())
     for run in latency_before:
@@ -407,23 +408,23 @@ def test_latency_of_elsewhere_is_not_compared(what):
         edit(r, facts={"threads": 2, "device": "one", "instructions": "AVX512", "tf32": False})
     for r in slow:
         edit(r, facts=base[0].facts.as_json() | what)
-    found = [f for f in gate.check((base, Path()), (slow, Path()), bands.learn([base] * 4)) if f.check == "latency"]
+    found = [f for f in gate.check((base, Path()), (slow, Path()), learn_bands([base] * 4)) if f.check == "latency"]
     assert ([f.state for f in found], gate.exit_code(found)) == (["not compared"] * 2, Exit.TOO_FEW_COMPARED)
     assert " -> " in found[0].says
 
 
 def test_a_band_is_as_wide_as_what_was_seen_and_never_narrow():
-    dense, narrow = bands.learn([latency_run(1.5)] * 4).values()
+    dense, narrow = learn_bands([latency_run(1.5)] * 4).values()
     assert dense.high / dense.ratio == pytest.approx(np.exp(0.4), rel=1e-4), "its yardstick runs other code"
     assert narrow.ratio == 1.5
     assert narrow.high / narrow.ratio == pytest.approx(np.exp(0.1), rel=1e-4)
-    _, wide = bands.learn([latency_run(x) for x in (1.4, 1.5, 1.6, 1.7)]).values()
+    _, wide = learn_bands([latency_run(x) for x in (1.4, 1.5, 1.6, 1.7)]).values()
     assert wide.high / wide.ratio == pytest.approx(np.exp(4 * np.std(np.log([1.4, 1.5, 1.6, 1.7]), ddof=1)), rel=1e-4)
-    assert bands.too_noisy({"narrow": narrow, "wide": wide}) == ["wide"]
+    assert gate_times.too_noisy({"narrow": narrow, "wide": wide}) == ["wide"]
     dense = latency_run(2.0)[0]
-    assert bands.ratio(dense, [dense]) == 2.0
+    assert gate_times.ratio(dense, [dense]) == 2.0
     edit(dense, without=["forward_ms"])
-    assert bands.ratio(dense, [dense]) is None, "of a record that is older than the forward pass"
+    assert gate_times.ratio(dense, [dense]) is None, "of a record that is older than the forward pass"
 
 
 @pytest.mark.slow("measures suites")

@@ -17,7 +17,7 @@ from test_closing import measured
 from kvbench import UserError, compare, figures, load_records, losses
 from kvbench.harness.report import chart, feed
 from kvbench.harness.report.doubts import with_doubts
-from kvbench.harness.report.feed import labels
+from kvbench.harness.report.feed import words
 from kvbench.harness.report.feed.question import questions
 from kvbench.harness.report.feed.row import row_id
 from kvbench.harness.report.rows import short_names
@@ -99,13 +99,13 @@ def test_a_comparison_has_the_intervals_of_the_page(records):
     at_64 = [r for r in records if r.cell.capacity == 64 and r.cell.task.name == "perplexity"]
     compared = 0
     for question in questions(with_doubts(at_64)):
-        page = sums([question])[labels.identifier(question)]
+        page = sums([question])[words.identifier(question)]
         pairs = dict(zip(itertools.combinations(page["order"], 2), page["pairs"], strict=True))
         names = dict(zip(map(row_id, question.rows), short_names(question.rows), strict=True))
         for (first, second), ends in pairs.items():
             if names[second] == "h2o":
                 made = compare(at_64, "h2o", names[first])
-                (made,) = made[made.subject == labels.subject(question)][["loss", "low", "high"]].to_numpy()
+                (made,) = made[made.subject == words.subject(question)][["loss", "low", "high"]].to_numpy()
                 assert list(made) == pytest.approx([100 * math.expm1(x) for x in ends], rel=1e-3, abs=1e-3)
                 assert len(ends) == 3
                 compared += 1

@@ -13,13 +13,13 @@ from conftest import bench
 from factories import record
 from fuzz_records import fuzz
 
+from kvbench.harness.cli.pages import make_without_broken
 from kvbench.harness.core.errors import Exit
 from kvbench.harness.records import RecordStore
 from kvbench.harness.report import feed, leaderboard, paper, site, verify
 from kvbench.harness.report.chart import drawing_files
 from kvbench.harness.report.common_tokens import common_perplexity
 from kvbench.harness.report.compare import largest_difference
-from kvbench.harness.report.fence import make_without_broken
 
 ROOT = Path(__file__).parents[1]
 

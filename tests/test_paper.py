@@ -12,8 +12,8 @@ from factories import cell_record, edit
 from kvbench.harness import suite
 from kvbench.harness.core import plugins
 from kvbench.harness.report import paper
+from kvbench.harness.report.export import summary_rows
 from kvbench.harness.report.sections import headline, section, section_key
-from kvbench.harness.report.summary import rows
 from kvbench.harness.report.task import TaskReport
 
 TABLES = sorted((Path(paper.__file__).parent / "published").glob("*.yaml"))
@@ -113,7 +113,7 @@ def test_distances_of_streameval_share_a_section_and_other_tasks_do_not():
 
 
 def test_a_summary_shows_what_differs_between_cells():
-    shown = rows([cell_record({"perplexity": 2.0}, task={"name": "perplexity", "tokens": n}) for n in (10, 20)])
+    shown = summary_rows([cell_record({"perplexity": 2.0}, task={"name": "perplexity", "tokens": n}) for n in (10, 20)])
     assert [r["task"] for r in shown] == ["perplexity tokens 10", "perplexity tokens 20"]
     assert [r["figure"] for r in shown] == ["perplexity 2"] * 2
     assert "model" not in shown[0]

@@ -29,7 +29,7 @@ from kvbench.harness.models.load import load_model
 from kvbench.harness.models.selfcheck import check
 from kvbench.harness.models.shape import readable_shape, shape_of
 from kvbench.harness.run.head_table import retrieval_scores
-from kvbench.harness.tasks.attention.under_policy import read_recorded
+from kvbench.harness.tasks.attention.measure import read_recorded
 from kvbench.policies import Policy
 from kvbench.policies.adakv import AdaKV
 from kvbench.policies.criticalkv import CriticalKV

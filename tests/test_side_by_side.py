@@ -11,9 +11,9 @@ from test_suite import GOOD, load
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.method import EAGER
-from kvbench.harness.run import side_by_side
+from kvbench.harness.run import reading as readings
+from kvbench.harness.run.reading import StreamReading, StreamsTrial, choose_side_by_side, search
 from kvbench.harness.run.request import RunRequest
-from kvbench.harness.run.side_by_side import StreamReading, StreamsTrial, choose_side_by_side, search
 from kvbench.harness.tasks.task import Independent
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
@@ -116,7 +116,7 @@ def test_a_trial_that_fails_otherwise_is_not_hidden():
 
 @pytest.mark.parametrize(("policy", "capacity"), [(H2O(), 12), (Dense(), None)], ids=["h2o", "dense"])
 def test_with_next_to_no_memory_streams_are_read_one_at_a_time(policy, capacity, monkeypatch):
-    monkeypatch.setattr(side_by_side, "free_bytes", lambda device: 10)
+    monkeypatch.setattr(readings, "free_bytes", lambda device: 10)
     reading = StreamReading(model_of("llama"), CacheConfig(policy, capacity), EAGER, 16)
     chosen = choose_side_by_side(reading, Independent(8, 64))
     assert chosen.streams == 1
@@ -125,9 +125,9 @@ def test_with_next_to_no_memory_streams_are_read_one_at_a_time(policy, capacity,
 
 def test_a_limit_between_gives_a_number_between_in_passes_of_equal_size(monkeypatch):
     reading = StreamReading(model_of("llama"), CacheConfig(H2O(), 12), EAGER, 16)
-    one = side_by_side._trial(reading, Independent(8, 64), 1).stream_bytes
-    monkeypatch.setattr(side_by_side, "free_bytes", lambda device: 2 * 5 * one + 16)
-    monkeypatch.setattr(side_by_side, "_speed", lambda decoder, model, streams, tokens: streams)
+    one = readings._trial(reading, Independent(8, 64), 1).stream_bytes
+    monkeypatch.setattr(readings, "free_bytes", lambda device: 2 * 5 * one + 16)
+    monkeypatch.setattr(readings, "_speed", lambda decoder, model, streams, tokens: streams)
     chosen = choose_side_by_side(reading, Independent(8, 64))
     assert chosen.streams == 4, "two passes of 4, not one of 5 and one of 3"
     assert chosen.facts["side_by_side"]["streams"] == 4
@@ -137,7 +137,7 @@ def test_a_limit_between_gives_a_number_between_in_passes_of_equal_size(monkeypa
 def test_a_stream_counts_with_its_cache_at_its_largest():
     model = model_of("llama")
     trials = [
-        side_by_side._trial(StreamReading(model, CacheConfig(Dense()), EAGER, 16), Independent(2, tokens), 1)
+        readings._trial(StreamReading(model, CacheConfig(Dense()), EAGER, 16), Independent(2, tokens), 1)
         for tokens in (100, 4000)
     ]
     assert trials[1].stream_bytes - trials[0].stream_bytes >= model.kv_bytes(4000) - model.kv_bytes(512)

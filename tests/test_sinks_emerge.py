@@ -12,8 +12,7 @@ from test_pretrain import trained
 
 from kvbench.harness.models.load import load_model, load_tokenizer
 from kvbench.harness.records import RecordStore
-from kvbench.harness.report.charts import over_steps
-from kvbench.harness.report.sections import section
+from kvbench.harness.report.sections import over_steps, section
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow("training")]  # accelerate and the Trainer give warnings
 KEPT = ["tiny-step-000000", "tiny-step-000001", "tiny-step-000003", "tiny-step-000006"]
@@ -65,7 +64,7 @@ def test_a_folder_of_models_is_measured_and_drawn_over_steps(made, tmp_path):
     assert not problems
     assert sorted({r.cell.model.id for r in records}) == KEPT
     assert len(records) == 3 * len(KEPT)
-    _, *table, chart = over_steps.body("sinks-emerge", records)
+    _, *table, chart = over_steps("sinks-emerge", records)
     assert [row.split(" | ")[:2] for row in table[2:-1]] == [["| tiny", step] for step in "0136"]
     points = [v for panel in chart.spec["hconcat"] for v in panel["data"]["values"]]
     assert {v["figure"] for v in points} == {"sink heads", "largest activation", "perplexity"}
@@ -77,4 +76,4 @@ def test_a_folder_of_models_is_measured_and_drawn_over_steps(made, tmp_path):
 
 
 def test_without_kept_models_there_is_no_curve():
-    assert over_steps.body("any", []) == []
+    assert over_steps("any", []) == []

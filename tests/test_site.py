@@ -19,7 +19,7 @@ from kvbench.harness.records import RecordStore, Submitted, fingerprint
 from kvbench.harness.report import compare, keep_map, site
 from kvbench.harness.report import feed as feeds
 from kvbench.harness.report.feed.question import percent, questions
-from kvbench.harness.report.feed.sentence import signed
+from kvbench.harness.report.feed.words import signed
 from kvbench.harness.report.site.sums import sums
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")

@@ -21,8 +21,7 @@ from kvbench.harness.records import record as records_module
 from kvbench.harness.records.aggregates import answer_figures, nll_figures, step_figures, timing
 from kvbench.harness.records.facts import Facts
 from kvbench.harness.report.export import rows, write
-from kvbench.harness.report.recomputed import kv_bytes
-from kvbench.harness.report.verify import problems, verify
+from kvbench.harness.report.verify import kv_bytes, problems, verify
 from kvbench.harness.run.request import RunRequest
 
 TASK = {"name": "perplexity", "tokens": 5000, "stride": 4}

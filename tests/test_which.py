@@ -14,7 +14,7 @@ from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.intervals import MIN_BLOCKS
 from kvbench.harness.report.which import which
 from kvbench.harness.run import which as choosing
-from kvbench.harness.run.speed import Speeds
+from kvbench.harness.run.estimate import Speeds
 from kvbench.harness.run.which import Asked, plan
 from kvbench.harness.suite import load
 

@@ -11,7 +11,7 @@ from typing import Any
 from kvbench.harness.records import Record, RecordStore
 from kvbench.harness.records.metrics import NllMetrics
 from kvbench.harness.report.chart import Chart, draw, write
-from kvbench.harness.report.charts.over_steps import KEPT
+from kvbench.harness.report.sections import KEPT
 from kvbench.harness.tasks.attention.schema import AttentionMetrics
 
 FOLDER = Path(__file__).parent

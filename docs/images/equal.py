@@ -8,7 +8,7 @@ from typing import Any
 
 from kvbench.harness.records import RecordStore
 from kvbench.harness.report.chart import Chart, draw, write
-from kvbench.harness.report.charts.bytes_held import panel
+from kvbench.harness.report.charts.lost import panel
 from kvbench.harness.report.feed import feed
 
 FOLDER = Path(__file__).parent

@@ -44,20 +44,20 @@ def compare(a: str, b: str, as_json: bool, markdown: bool) -> None:
     bench compare before/ after/ --markdown
     bench compare results/.../h2o-*.json results/.../sink_window-*.json
     """
-    from kvbench.harness.report import verdicts
+    from kvbench.harness.report import compare as comparison
     from kvbench.harness.report.sources import open_records
 
     with open_records(a, report_skipped) as (first, folder_a), open_records(b, report_skipped) as (second, folder_b):
-        judged = verdicts.judge_all((first, folder_a), (second, folder_b))
+        judged = comparison.judge_all((first, folder_a), (second, folder_b))
     if not judged:
         raise UserError(f"{a} ({len(first)} records) and {b} ({len(second)} records) have no cell in common")
     if as_json:
         click.echo(json.dumps([x.as_json() for x in judged], indent=1, ensure_ascii=False))
     elif markdown:
-        click.echo(verdicts.markdown(judged, a, b), nl=False)
+        click.echo(comparison.markdown(judged, a, b), nl=False)
     else:
         print_rows([x.cells() for x in judged], False)
-        click.echo(verdicts.summary(judged), err=True)
+        click.echo(comparison.summary(judged), err=True)
 
 
 @click.command()
@@ -166,8 +166,8 @@ def update(folder: str, suite: str, runs: int, why: str, who: str | None, **opti
     """
     from kvbench.harness.core import plugins
     from kvbench.harness.records.metrics import StepMetrics
-    from kvbench.harness.report import bands
     from kvbench.harness.report import baseline as baselines
+    from kvbench.harness.report import gate_times
     from kvbench.harness.report.baseline import Baseline
 
     request = RunRequest(suite, **options)
@@ -183,15 +183,15 @@ def update(folder: str, suite: str, runs: int, why: str, who: str | None, **opti
             first,
             *(request.measure(Path(scratch) / f"{n}", latency, fresh=True, tracebacks=debugging()) for n in repeats),
         ]
-        learnt = bands.learn(all_runs)
+        learnt = gate_times.learn_bands(all_runs)
         reference = Baseline(
             suite=portable_suite, options=portable_options, who=who or _git_user(), why=why, bands=learnt,
             when=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         )  # fmt: skip
         baselines.store(target, reference, records)
     click.echo(f"{len(first)} records -> {folder}")
-    others = {r.cell_id for r in first if not bands.is_dense(r)}
-    failed, noisy = sum(r.status != "ok" for r in first), bands.too_noisy({k: v for k, v in learnt.items() if k in others})
+    others = {r.cell_id for r in first if not r.cell.is_dense}
+    failed, noisy = sum(r.status != "ok" for r in first), gate_times.too_noisy({k: v for k, v in learnt.items() if k in others})
     if failed:
         click.echo(f"{failed} of them failed: bench check does not compare these cells", err=True)
     if noisy:

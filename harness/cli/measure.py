@@ -111,9 +111,9 @@ def run(
     if as_json:
         click.echo(json.dumps([r.as_json() for r in records], indent=1, ensure_ascii=False))
     elif not on_terminal and not stdout_is_stderr():
-        from kvbench.harness.report.summary import rows
+        from kvbench.harness.report.export import summary_rows
 
-        print_rows(rows(shown), False)
+        print_rows(summary_rows(shown), False)
     show_closing(shown, results, on_terminal)
     if any(r.status == "failed" for r in records):
         sys.exit(Exit.FAILED_CELLS)

@@ -1,13 +1,13 @@
-"""The command `bench leaderboard`."""
+"""The command `bench leaderboard`. Records that break a page are left out and reported."""
 
 from __future__ import annotations
 
 import datetime
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvbench.harness.records import Record, Submitted
     from kvbench.harness.report.chart import Chart
 
+Result = TypeVar("Result")
 STDOUT = "-"
 _PAGE_MARKS = (  # a page of ours begins with one of these; older pages have only the title
     "\nWritten by `bench leaderboard` from ",
@@ -74,7 +75,6 @@ def leaderboard(results: str, out: str | None, paper: str | None, site: str, fig
     """
     from kvbench.harness.records import read_submitted
     from kvbench.harness.report import chart, losses
-    from kvbench.harness.report.fence import make_without_broken
 
     if form and not figures:
         raise UserError("--format: give --figures, too")
@@ -245,3 +245,68 @@ def _write(text: str, page: str, records: int) -> None:
     with atomic_write(Path(page)) as file:
         file.write(text)
     click.echo(f"{records} record{'' if records == 1 else 's'} -> {link(Path(page), sys.stdout.isatty())}")
+
+
+def make_without_broken(
+    records: Sequence[Record], make: Callable[[list[Record]], Result]
+) -> tuple[Result, list[tuple[Record, Exception]]]:
+    """Call `make` with as many of the records as it accepts.
+
+    Args:
+        records: to pass to `make`.
+        make: accepts any subset of the records; an exception counts against the subset.
+
+    Returns:
+        The result, and the records left out, each with its exception.
+
+    Raises:
+        Exception: `make` fails even without records.
+    """
+
+    def error(part: list[Record]) -> Exception | None:
+        try:
+            make(part)
+        except Exception as raised:  # whatever it is, the other records get their page
+            return raised
+        return None
+
+    try:
+        return make(list(records)), []
+    except Exception:
+        make([])
+
+    def works(part: list[Record]) -> bool:
+        return error(part) is None
+
+    kept = _sound(list(records), works)
+    kept = _extended(kept, _without(records, kept), works)  # some failed only together with a record now left out
+    broken = _without(records, kept)
+    sound = _without(records, broken)
+    return make(sound), [(r, reason) for r in broken if (reason := error([*sound, r])) is not None]
+
+
+def _sound(records: list[Record], works: Callable[[list[Record]], bool]) -> list[Record]:
+    """As many records as work together. Halves are searched separately, to find a bad record in few trials."""
+    if works(records):
+        return records
+    if len(records) == 1:
+        return []
+    middle = len(records) // 2
+    first, second = _sound(records[:middle], works), _sound(records[middle:], works)
+    if works(first + second):
+        return first + second
+    # Keep the larger set: a bad record costs no good ones.
+    return max(_extended(first, second, works), _extended(second, first, works), key=len)
+
+
+def _without(records: Sequence[Record], others: Sequence[Record]) -> list[Record]:
+    """The records that are not among `others`."""
+    known = {id(r) for r in others}
+    return [r for r in records if id(r) not in known]
+
+
+def _extended(kept: list[Record], others: list[Record], works: Callable[[list[Record]], bool]) -> list[Record]:
+    """Add each of the others that works with those kept so far."""
+    for record in others:
+        kept = [*kept, record] if works([*kept, record]) else kept
+    return kept

@@ -39,11 +39,7 @@ def fingerprint(record: Record) -> str:
 
 
 def standing(record: Record, submitted: Mapping[str, Submitted]) -> Standing:
-    """Who measured a record.
-
-    Args:
-        submitted: of the same folder, from `read_submitted`.
-    """
+    """Who measured a record. submitted: of the same folder, from `read_submitted`."""
     entry = submitted.get(record.stem)
     if entry is None:
         return "ours"

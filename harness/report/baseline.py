@@ -16,7 +16,7 @@ from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.files import atomic_write
 from kvbench.harness.core.packed import digest, stored, unpacked
 from kvbench.harness.records import LOCK, Problem, Record, RecordStore, read
-from kvbench.harness.report.bands import Band
+from kvbench.harness.report.gate_times import Band
 
 FILE = "baseline.yaml"
 _HEAD = "# Written by `bench baseline update`; don't edit.\n"

@@ -36,7 +36,7 @@ _MEMBERS = {
     "budget": ("adakv", "pyramidkv", "cake", "headkv", "duo_attention"),
     "prompt": ("simlayerkv", "fastgen"),
 }
-_SHAPES = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "triangle-right", "triangle-left")
+SHAPES = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "triangle-right", "triangle-left")
 _DASHES: tuple[tuple[int, ...], ...] = (
     (1, 0), (6, 3), (2, 2), (8, 3, 2, 3), (12, 3), (4, 2, 1, 2), (10, 2, 2, 2, 2, 2), (3, 5),
 )  # fmt: skip
@@ -66,17 +66,12 @@ class Mark:
 
 
 def mark(policy: str, variant: int = 0) -> Mark:
-    """The mark of a policy, by its name; the same on every page.
-
-    Args:
-        policy: its name.
-        variant: number of this one among several with the same policy and other parameters.
-    """
+    """The mark of a policy, by its name; the same on every page. variant: its number among those with other parameters."""
     unknown = ("other", hashlib.sha256(policy.encode()).digest()[0])  # a user's policy
     family, place = _PLACES.get(policy, unknown)
     light, dark = _COLOURS[family]
     at = place + _STRIDE * (variant % VARIANTS)
-    shape = _SHAPES[(_STRIDE * _FAMILIES.index(family) + at) % len(_SHAPES)]
+    shape = SHAPES[(_STRIDE * _FAMILIES.index(family) + at) % len(SHAPES)]
     return Mark(family, light, dark, shape, _DASHES[at % len(_DASHES)])
 
 

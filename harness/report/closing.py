@@ -6,23 +6,26 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from kvbench.harness.core.durations import about
+from kvbench.harness.core.intervals import MIN_BLOCK_TOKENS, MIN_BLOCKS, long_enough
 from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Record
 from kvbench.harness.records.facts import Failure
 from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics
 from kvbench.harness.report import sections
 from kvbench.harness.report.common_tokens import describe_tokens
-from kvbench.harness.report.enough import longer_text
-from kvbench.harness.report.feed import feed, labels
+from kvbench.harness.report.feed import feed, words
 from kvbench.harness.report.feed.question import Question, is_reference
-from kvbench.harness.report.feed.sentence import size
+from kvbench.harness.report.feed.words import size
 from kvbench.harness.report.machines import by_machine
 from kvbench.harness.report.markdown import cache_bytes
-from kvbench.harness.report.pairing import past_training, question
+from kvbench.harness.report.pairing import on_all_tokens, past_training, question, units
 from kvbench.harness.report.rows import Row, rows, short_names, without_folder
 from kvbench.harness.report.task import task_of
 
 _MAX_NAMES = 3  # in a line, before "and 4 more"
+_TOKENS_STEP = 4096  # what a number of tokens is rounded up to
+_TOKENS_BEYOND = 128  # tokens that a stream should have beyond those that fill its cache: a few runs
 
 
 @dataclass(frozen=True)
@@ -56,11 +59,7 @@ class Closing:
 
 
 def closing(records: Sequence[Record]) -> Closing:
-    """Summarize a run.
-
-    Args:
-        records: of the run, including those of cells that were already finished.
-    """
+    """Summarize a run. records: those of cells that were already finished, too."""
     groups = [(machine, mode, part) for machine, group in _comparable(records) for mode, part in _by_positions(group)]
     subjects = [_subject(group) for _, _, group in groups]
     several = len(set(subjects)) > 1
@@ -76,8 +75,8 @@ def _subject(records: Sequence[Record]) -> str:
     read = next((r for r in records if r.measures(NllMetrics)), None)
     if read is not None:
         prompt = read.cell.options.get("prompt")
-        return labels.text(read) + (f", prompts of {prompt:,} tokens" if prompt else "")
-    asked = (labels.task(r) if r.measures(QuestionMetrics) else _task(r) for r in records)
+        return words.text(read) + (f", prompts of {prompt:,} tokens" if prompt else "")
+    asked = (words.task(r) if r.measures(QuestionMetrics) else _task(r) for r in records)
     tasks: dict[str, list[str]] = {}
     for name, _, how in (label.partition(", ") for label in dict.fromkeys(asked)):
         tasks.setdefault(how, []).append(name)
@@ -124,11 +123,7 @@ def _text_or_prompt(record: Record) -> str:
 def _table(records: Sequence[Record], subject: str, positions: str, machine: str) -> Table:
     """The table of comparable records.
 
-    Args:
-        records: to show.
-        subject: text or tasks, for the heading; empty if all tables of the run have the same.
-        positions: mode for the heading; empty if no policy was measured in several.
-        machine: name for the heading; empty if the run has only one machine.
+    The rest is for the heading, where the run has several: texts or tasks, modes of positions, machines.
     """
     policies = sorted(rows(records), key=lambda row: row.cell.capacity or 0)
     scored = [row.perplexity for row in policies if row.perplexity is not None and row.nll is not None]
@@ -149,7 +144,7 @@ def _table(records: Sequence[Record], subject: str, positions: str, machine: str
     if len(capacities) < 2 and "its own" not in columns["capacity"]:
         del columns["capacity"]
     shown = {head: cells for head, cells in columns.items() if any(cells)}
-    longer = longer_text(scored)
+    longer = _longer_text(scored)
     notes = [f"Long enough for an interval: {longer}."] if longer else []
     if "–" in columns["perplexity"]:
         notes.append("–: read past the training length, so its perplexity depends on where reading stopped.")
@@ -157,6 +152,28 @@ def _table(records: Sequence[Record], subject: str, positions: str, machine: str
     parts = [subject, f"positions {positions}" if positions else "", f"on {machine}" if machine else ""]
     heading = visible(", ".join(part for part in [_heading(records[0], capacities), *parts] if part))
     return Table(heading, list(shown), list(zip(*shown.values(), strict=True)), [*_findings(records), *notes])
+
+
+def _longer_text(records: Sequence[Record]) -> str:
+    """What to set so that the text has an interval, and the time that takes; empty if it has one. records: of one text."""
+    scored = [(r, metrics) for r in records if (metrics := r.measured(NllMetrics))]
+    if not scored:
+        return ""
+    record, metrics = scored[0]
+    capacity = max(r.cell.capacity or 0 for r, _ in scored)
+    read = units(on_all_tokens(metrics), capacity, metrics.stream_tokens, len(record.data.prefix))
+    if read.independent or long_enough(len(read.tokens), metrics.blocks.size, capacity):
+        return ""
+    if metrics.stream_tokens is None:
+        needed = MIN_BLOCKS * max(MIN_BLOCK_TOKENS, 2 * capacity) + capacity + _TOKENS_BEYOND
+        tokens = _TOKENS_STEP * math.ceil(needed / _TOKENS_STEP)
+        setting = f"--set tokens={tokens}"
+    else:
+        streams = max(MIN_BLOCKS, record.data.tokens // metrics.stream_tokens)
+        tokens = streams * max(metrics.stream_tokens, 2 * capacity + _TOKENS_BEYOND)
+        setting = f"--set streams={streams} --set tokens={tokens}"
+    seconds = sum(r.facts.seconds or 0.0 for r, _ in scored) * tokens / max(1, record.data.tokens)
+    return f"{setting}, {about(seconds)}"
 
 
 def _capacity(row: Row) -> str:

@@ -12,11 +12,10 @@ from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import ScoreMetrics
 from kvbench.harness.records.rules import compared
 from kvbench.harness.report import gate_figures, gate_times
-from kvbench.harness.report.bands import Band
-from kvbench.harness.report.compare import MARGINS, differences
+from kvbench.harness.report.compare import MARGINS, cell_name, differences
 from kvbench.harness.report.difference import Difference
 from kvbench.harness.report.gate_figures import Pair, Result, State
-from kvbench.harness.report.verdicts import cell_name
+from kvbench.harness.report.gate_times import Band
 
 CODES: dict[State, Exit] = {"regression": Exit.NO, "better": Exit.NO, "could not compare": Exit.NOT_COMPARABLE}
 _ORDER: tuple[State, ...] = ("regression", "better", "could not compare", "not compared", "ok")

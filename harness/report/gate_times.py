@@ -1,30 +1,119 @@
 """The gate's checks of what a busy machine can disturb: step times, speed of evaluation, peak memory.
 
 Times are compared as ratios: a policy's step to dense's, dense's step and the first token to the model's own forward pass, the
-speed of an evaluation to the calibration step of the same run. What looks worse or better is measured again, and the majority of
-three decides. Better is no pass: a clock that misses half of the work looks like it, too.
+speed of an evaluation to the calibration step of the same run. A step's ratio must lie in the noise band that a baseline learnt
+from several runs. What looks worse or better is measured again, and the majority of three decides. Better is no pass: a clock
+that misses half of the work looks like it, too.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from math import inf
+from typing import Self
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import PeakMetrics, StepMetrics
-from kvbench.harness.report.bands import Band, is_dense, ratio
 from kvbench.harness.report.compare import setup_changes
 from kvbench.harness.report.gate_figures import Pair, Result, State
 from kvbench.harness.report.task import task_of
+
+# Half-widths of bands are in log ratio.
+_HALF_WIDTH_SDS = 4
+_MIN_HALF_WIDTH = 0.10  # a machine's speed varies from day to day
+_MIN_HALF_WIDTH_DENSE = 0.40  # its yardstick runs other code; a regression must still show at twice the time
+_HALF_WIDTH_OF_ONE_RUN = 0.30  # one run has no spread
+_DETECTABLE_SLOWDOWN = 0.30
+
+
+class Band(BaseModel):
+    """Range of the ratio of a cell's step time to its yardstick's, while nothing changes.
+
+    Attributes:
+        ratio: median over the runs.
+        low: lower end.
+        high: upper end.
+        runs: number of runs it was learnt from.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    ratio: float = Field(gt=0, allow_inf_nan=False)
+    low: float = Field(gt=0, allow_inf_nan=False)
+    high: float = Field(gt=0, allow_inf_nan=False)
+    runs: int = Field(ge=1)
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if not self.low <= self.ratio <= self.high:
+            raise ValueError(f"a band of {self.ratio:g} from {self.low:g} to {self.high:g}")
+        return self
+
+
+def learn_bands(runs: Sequence[Sequence[Record]]) -> dict[str, Band]:
+    """Bands by cell id, from runs between which nothing changed. runs: the latency records of each run."""
+    log_ratios: dict[str, list[float]] = {}
+    dense = set()
+    for records in runs:
+        for record in records:
+            value = ratio(record, records)
+            if value is not None:
+                log_ratios.setdefault(record.cell_id, []).append(math.log(value))
+                dense |= {record.cell_id} if record.cell.is_dense else set()
+    return {cell: _band(logs, _MIN_HALF_WIDTH_DENSE if cell in dense else _MIN_HALF_WIDTH) for cell, logs in log_ratios.items()}
+
+
+def _band(log_ratios: Sequence[float], min_half_width: float) -> Band:
+    median = float(np.median(log_ratios))
+    spread = _HALF_WIDTH_SDS * float(np.std(log_ratios, ddof=1)) if len(log_ratios) > 1 else _HALF_WIDTH_OF_ONE_RUN
+    half_width = max(min_half_width, spread)
+    low, middle, high = (round(math.exp(x), 5) for x in (median - half_width, median, median + half_width))
+    return Band(ratio=middle, low=low, high=high, runs=len(log_ratios))
+
+
+def too_noisy(bands: dict[str, Band]) -> list[str]:
+    """Ids of cells whose band is so wide that a slowdown of 30 % would pass."""
+    return [cell for cell, band in bands.items() if band.high / band.ratio > 1 + _DETECTABLE_SLOWDOWN]
+
+
+def ratio(record: Record, run: Sequence[Record]) -> float | None:
+    """Step time as a ratio to the yardstick's in the same rounds: the median over rounds.
+
+    Dense is compared with the model's own forward pass, every other policy with dense.
+
+    Args:
+        record: a latency record.
+        run: all records of its run.
+
+    Returns:
+        None if the run has no yardstick.
+    """
+    ours = record.measured(StepMetrics)
+    if ours is None:
+        return None
+    if record.cell.is_dense:
+        yardstick_ms = ours.forward_ms
+    else:
+        others = (m for r in run if r.cell.is_dense and (m := r.measured(StepMetrics)))
+        yardstick_ms = next((m.rounds_ms for m in others if m.together == ours.together), None)
+    if not yardstick_ms or len(yardstick_ms) != len(ours.rounds_ms):
+        return None
+    return float(np.median(np.array(ours.rounds_ms) / np.array(yardstick_ms)))
+
 
 CHECKS = ("latency", "prompt", "speed", "memory")
 # Largest allowed ratios of a time to the baseline's, each to its reference.
 MAX_EVALUATION_SLOWDOWN = 4.0  # short evaluations reached 2.9 on a busy machine
 MAX_PROMPT_SLOWDOWN = 3.0
 # Allowed bytes: (factor on the baseline's, bytes more, and bytes fewer, for varying pages).
-_BYTES_ALLOWANCE = {"peak_bytes": (1.5, 2**20, 2**19), "growth_bytes": (1.5, 2**20, inf), "allocated_bytes": (1.02, 2**16, 2**16)}
+_BYTES_ALLOWANCE = {
+    "peak_bytes": (1.5, 2**20, 2**19),
+    "growth_bytes": (1.5, 2**20, math.inf),
+    "allocated_bytes": (1.02, 2**16, 2**16),
+}
 
 
 def timed(pair: Pair, bands: Mapping[str, Band]) -> Iterator[Result]:
@@ -48,7 +137,7 @@ def _latency(pair: Pair, band: Band | None) -> Result:
     measured = ratio(pair.now, pair.run)
     if measured is None:
         return "latency", "could not compare", "its run has no yardstick (dense, or the model's forward pass)"
-    yardstick = "the model's forward pass" if is_dense(pair.base) else "dense's step"
+    yardstick = "the model's forward pass" if pair.base.cell.is_dense else "dense's step"
     says = f"{measured:.3g} of {yardstick}; baseline {band.ratio:.3g} [{band.low:.3g}, {band.high:.3g}] over {band.runs} runs"
     return "latency", "regression" if measured > band.high else "better" if measured < band.low else "ok", says
 

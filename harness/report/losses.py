@@ -12,11 +12,11 @@ from kvbench.harness.records import Record
 from kvbench.harness.report import chart
 from kvbench.harness.report.charts.lost import over_budgets
 from kvbench.harness.report.doubts import with_doubts
-from kvbench.harness.report.feed import feed, labels
+from kvbench.harness.report.feed import feed, words
 from kvbench.harness.report.feed.question import Question, is_reference, loss, questions
 from kvbench.harness.report.feed.row import loss_json
 from kvbench.harness.report.feed.row import row_id as id_of
-from kvbench.harness.report.feed.sentence import loss_text
+from kvbench.harness.report.feed.words import loss_text
 from kvbench.harness.report.rows import Row, short_names
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def _compared(question: Question, row: Row, base: Row, names: dict[str, str]) ->
     cell, lost = question.first.cell, loss(question, row, base)
     part = None if lost is None else loss_json(row, lost, names)
     cache = base if is_reference(row.records[0]) else row
-    about = {"suite": visible(cell.suite), "model": visible(cell.model.id), "subject": labels.subject(question)}
+    about = {"suite": visible(cell.suite), "model": visible(cell.model.id), "subject": words.subject(question)}
     return {
         **about, "evict": visible(cache.cell.evicts), "positions": visible(cache.cell.positions),
         "capacity": cache.cell.capacity, "policy": names[id_of(row)],

@@ -33,15 +33,11 @@ def by_machine(records: Sequence[Record]) -> list[tuple[str, list[Record]]]:
     machines = []
     for name in sorted({device(r) for r in records}):
         here = [r for r in records if device(r) == name]
-        setups = sorted({_setup(r) for r in here if _timed(r)})
+        setups = sorted({_setup(r) for r in here if r.measures(StepMetrics)})
         for setup in setups or [""]:
             label = f"{name or 'an unknown device'}{f', {setup}' if len(setups) > 1 else ''}"
-            machines.append((label, [r for r in here if not _timed(r) or _setup(r) == setup]))
+            machines.append((label, [r for r in here if not r.measures(StepMetrics) or _setup(r) == setup]))
     return machines if len(machines) > 1 else [("", list(records))]
-
-
-def _timed(record: Record) -> bool:
-    return record.measures(StepMetrics)
 
 
 def _setup(record: Record) -> str:

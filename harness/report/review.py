@@ -11,11 +11,10 @@ from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import QuestionMetrics, ScoreMetrics
 from kvbench.harness.records.rules import PART_NATS
 from kvbench.harness.report import gate, gate_times, sections
-from kvbench.harness.report.compare import MARGINS, differences, setup_changes
+from kvbench.harness.report.compare import MARGINS, JudgedMetric, cell_name, differences, setup_changes, summary
+from kvbench.harness.report.compare import markdown as comparison
 from kvbench.harness.report.markdown import md, table
 from kvbench.harness.report.pairing import question
-from kvbench.harness.report.verdicts import JudgedMetric, cell_name, summary
-from kvbench.harness.report.verdicts import markdown as comparison
 
 # The gate's checks of times, and those that notice a regression of the code, which is no fault of the record. Means are compared
 # below, as closely as rounding allows.

@@ -127,11 +127,7 @@ class Row:
 
 
 def rows(records: Sequence[Record]) -> list[Row]:
-    """One row per policy and capacity, in the order of the records.
-
-    Args:
-        records: of one suite and model, measured on one machine.
-    """
+    """One row per policy and capacity, in the order of the records, which are of one suite, model and machine."""
     groups: dict[str, list[Record]] = {}
     for record in records:
         cell = record.cell

@@ -1,17 +1,22 @@
-"""Records in the order of pages, and tables of them by task, as the task declares them (`report/task.py`)."""
+"""Records in the order of pages, and tables of them: by task, as it declares them (`report/task.py`), and over a pretraining."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable
+import re
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from kvbench.harness.records import Record, newest
-from kvbench.harness.report.chart import Chart, Page, page
-from kvbench.harness.report.charts import over_steps
-from kvbench.harness.report.markdown import md
+from kvbench.harness.records.metrics import NllMetrics
+from kvbench.harness.report.chart import Chart, Page, file_name, make_visible, page
+from kvbench.harness.report.markdown import md, number, short_titles, table
 from kvbench.harness.report.pairing import question, task_version
 from kvbench.harness.report.task import task_of
+
+KEPT = re.compile(r"(.+)-step-(\d+)")  # name of a model that `bench pretrain` keeps on the way
+_FIGURES = {"sink_heads": "sink heads", "hidden_largest": "largest activation"}  # of a task's metrics
+_PERPLEXITY = "perplexity"
 
 
 def groups(records: Iterable[Record]) -> list[list[Record]]:
@@ -71,7 +76,7 @@ def section(record: Record, records: Iterable[Record]) -> Page:
     If the model is one that a pretraining kept on the way, curves over the steps of the training come first.
     """
     suite = [r for r in newest([*records, record]) if _suite(r) == _suite(record)]
-    curves = over_steps.body(record.cell.suite, suite) if over_steps.KEPT.fullmatch(record.cell.model.id) else []
+    curves = over_steps(record.cell.suite, suite) if KEPT.fullmatch(record.cell.model.id) else []
     return page([*curves, *_table([r for r in suite if section_key(r) == section_key(record)])])
 
 
@@ -94,3 +99,67 @@ def _table(records: Iterable[Record]) -> list[str | Chart]:
 
 def _suite(record: Record) -> tuple[str, int]:
     return record.cell.suite, record.cell.suite_version
+
+
+def over_steps(suite: str, records: Sequence[Record]) -> list[str | Chart]:
+    """Sink heads, activations and perplexity over the steps of a pretraining: a table and a chart.
+
+    Nothing unless a training has two kept models with figures. records: all of the suite, of any models.
+    """
+    values = [value for record in records if record.status == "ok" for value in _step_figures(record)]
+    of_several = {v["training"] for v in values if len({w["step"] for w in values if w["training"] == v["training"]}) > 1}
+    values = [v for v in values if v["training"] in of_several]
+    if not values:
+        return []
+    values.sort(key=lambda v: (v["training"], v["step"], v["line"]))
+    panels = [_step_panel([v for v in values if v["figure"] == f], f) for f in dict.fromkeys(v["figure"] for v in values)]
+    spec = {"hconcat": panels, "resolve": {"scale": {"color": "independent"}}}
+    alt = f"{', '.join(dict.fromkeys(v['figure'] for v in values))} over training steps of {', '.join(sorted(of_several))}."
+    chart = Chart(file_name(f"{suite} over steps", suite), alt, make_visible(spec), suite)
+    return [f"## {md(suite)}: over training steps\n", *_step_table(values), chart]
+
+
+def _step_figures(record: Record) -> list[dict[str, Any]]:
+    """Figures of a kept model's record, each a point of a curve."""
+    kept = KEPT.fullmatch(record.cell.model.id)
+    if kept is None:
+        return []
+    training, step = kept[1], int(kept[2])
+    point = {"training": training, "step": step}
+    metrics = record.metrics.as_json()
+    found = [
+        point | {"figure": title, "line": training, "value": metrics[name]}
+        for name, title in _FIGURES.items()
+        if record.cell.is_dense and isinstance(metrics.get(name), (int, float))
+    ]
+    nll = record.measured(NllMetrics)
+    if nll is not None:
+        line = f"{training}, {short_titles([record])[0]}"
+        found.append(point | {"figure": _PERPLEXITY, "line": line, "value": nll.perplexity})
+    return found
+
+
+def _step_panel(values: list[dict[str, Any]], figure: str) -> dict[str, Any]:
+    """One figure over steps, a line per training, or per training and policy."""
+    scale: dict[str, Any] = (
+        {"type": "log"} if figure == _PERPLEXITY else {} if any(v["value"] for v in values) else {"domain": [0, 1]}
+    )
+    alone = {"legend": None} if len({v["line"] for v in values}) == 1 else {}
+    return {
+        "width": 300, "height": 240, "data": {"values": values}, "mark": {"type": "line", "point": True, "strokeWidth": 2},
+        "encoding": {
+            "x": {"field": "step", "type": "quantitative", "title": "step"},
+            "y": {"field": "value", "type": "quantitative", "title": figure, "scale": scale},
+            "color": {"field": "line", "type": "nominal", "title": None, **alone},
+        },
+    }  # fmt: skip
+
+
+def _step_table(values: list[dict[str, Any]]) -> list[str]:
+    """A row per training and step, a column per figure and policy."""
+    columns = {v["figure"] + v["line"].removeprefix(v["training"]): None for v in values}
+    cells: dict[tuple[str, int], dict[str, float]] = {}
+    for v in values:
+        cells.setdefault((v["training"], v["step"]), {})[v["figure"] + v["line"].removeprefix(v["training"])] = v["value"]
+    rows = [[md(training), f"{step:,}", *(number(row.get(c)) for c in columns)] for (training, step), row in cells.items()]
+    return table(["training", "step", *map(md, columns)], rows, "lr" + "r" * len(columns))

@@ -9,9 +9,8 @@ from typing import Any
 
 from kvbench.harness.records import Record
 from kvbench.harness.report.feed import feed
-from kvbench.harness.report.feed.labels import evicting
 from kvbench.harness.report.feed.question import CONTROL
-from kvbench.harness.report.feed.sentence import loss_text
+from kvbench.harness.report.feed.words import evicting, loss_text
 
 _MAX_NAMES = 3  # in a sentence
 _BEST = " *"  # behind a figure that no other beats at 95 % confidence

@@ -29,10 +29,10 @@ def random_view(policy: Policy, capacity: int, device: torch.device, seed: int =
     return _view(policy, torch.cat([kept, torch.full_like(kept[:, :1], newest)], 1), newest, device, draw)
 
 
-def first_full_view(policy: Policy, capacity: int, device: torch.device, seed: int = 0) -> CacheView:
-    """A cache that has just become full, so it holds every token so far. Its arguments are those of `random_view`."""
+def first_full_view(policy: Policy, capacity: int, device: torch.device) -> CacheView:
+    """A cache that has just become full, so it holds every token so far."""
     kept = torch.arange(capacity + 1).expand(_STREAMS * _HEADS, -1)
-    return _view(policy, kept, capacity, device, torch.Generator().manual_seed(seed))
+    return _view(policy, kept, capacity, device, torch.Generator().manual_seed(0))
 
 
 def later(view: CacheView, tokens: int) -> CacheView:

@@ -31,13 +31,12 @@ from kvbench.harness.records import Record, RecordStore
 from kvbench.harness.records.facts import Failure
 from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.run import apart
-from kvbench.harness.run.choose_reading import PLAIN_BLOCK_TOKENS, choose_reading
 from kvbench.harness.run.executor import Done, Group, Outcome, RunWatcher, trace_suffix
 from kvbench.harness.run.keep_map import KeepMapWriter, open_map
 from kvbench.harness.run.messages import GroupAnswer
 from kvbench.harness.run.options import RunOptions
 from kvbench.harness.run.prepare import Prepared, refuse_if_too_large
-from kvbench.harness.run.side_by_side import StreamReading, choose_side_by_side
+from kvbench.harness.run.reading import PLAIN_BLOCK_TOKENS, StreamReading, choose_reading, choose_side_by_side
 from kvbench.harness.suite import Cell
 from kvbench.harness.suite.file import ModelSpec
 from kvbench.harness.tasks.task import Job, MeasurementError

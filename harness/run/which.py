@@ -19,7 +19,7 @@ from kvbench.harness.models.hub import model_directory
 from kvbench.harness.models.load import device_of, load_tokenizer
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import QuestionMetrics
-from kvbench.harness.run.speed import Speeds
+from kvbench.harness.run.estimate import Speeds
 from kvbench.harness.suite import Cell, load
 from kvbench.harness.suite.file import ModelSpec
 

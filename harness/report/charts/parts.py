@@ -1,15 +1,15 @@
-"""Charts of step times and of NLL over a stream, and what charts of several tasks share."""
+"""Charts of tasks: NLL over a stream, step times over the capacity, right answers by depth; and what they share."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from kvbench.harness.records import Record
-from kvbench.harness.records.metrics import NllMetrics, StepMetrics
+from kvbench.harness.records.metrics import AnswerCounts, NllMetrics, StepMetrics
 from kvbench.harness.report import chart
 from kvbench.harness.report.common_tokens import scores_all
 from kvbench.harness.report.markdown import short_titles
@@ -18,6 +18,9 @@ from kvbench.harness.report.pairing import question
 _FIRST_POINT_TOKENS = 64
 _POINTS_PER_DOUBLING = 2
 _MIN_SCORED_TOKENS = 24  # of a point
+_CELL = 26  # pixels of the map of depths
+_TENTHS = [f"{10 * tenth} to {10 * tenth + 10} %" for tenth in range(10)]
+Depths = Mapping[str, AnswerCounts]  # by tenth of the prompt, "0" to "9"
 
 
 def over_the_stream(records: Sequence[Record]) -> list[chart.Chart]:
@@ -99,6 +102,40 @@ def over_capacity(records: Sequence[Record], machine: str = "") -> list[chart.Ch
     return [chart.Chart.from_record(records[0], "latency", question(records[0]) + machine, alt, spec)]
 
 
+def over_depths(by_task: Mapping[str, Mapping[str, Depths]], record: Record) -> chart.Chart:
+    """A panel per task, a column per policy, a row per tenth of the prompt; the lightest is all right.
+
+    Source: Liu et al. 2023, "Lost in the Middle", arXiv:2307.03172, for the question.
+
+    Args:
+        by_task: counts of each policy, by task and by the policy's name with its capacity.
+        record: any of those that the counts are of.
+    """
+    panels = [_depth_panel(task, policies) for task, policies in by_task.items()]
+    alt = f"Right answers of {{model}} by depth of what is asked for and by policy: {', '.join(by_task)}."
+    spec = panels[0] if len(panels) == 1 else {"vconcat": panels}
+    return chart.Chart.from_record(record, "depth", question(record) + "depth", alt, spec)
+
+
+def _depth_panel(task: str, policies: Mapping[str, Depths]) -> dict[str, Any]:
+    values = [
+        {"policy": name, "depth": _TENTHS[int(tenth)], "right": round(100 * counts.right / counts.questions, 1)}
+        for name, depths in policies.items()
+        for tenth, counts in depths.items()
+    ]
+    names = {"field": "policy", "type": "nominal", "sort": None, "title": None}
+    depth = {"field": "depth", "type": "ordinal", "title": "depth in the prompt", "scale": {"domain": _TENTHS}}
+    right = {"field": "right", "type": "quantitative", "title": "right, %", "scale": {"domain": [0, 100], "scheme": "viridis"}}
+    return {
+        "title": task,
+        "data": {"values": values},
+        "mark": "rect",
+        "width": {"step": _CELL},
+        "height": {"step": _CELL // 2},
+        "encoding": {"x": names | {"axis": {"labelAngle": -45, "labelLimit": 260}}, "y": depth, "color": right},
+    }
+
+
 _SHARED = {"resolve": {"scale": {"color": "shared", "strokeDash": "shared"}}}
 
 
@@ -151,11 +188,7 @@ def log_axis(
 
 
 def marks(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Layers of labelled, dashed vertical lines.
-
-    Args:
-        lines: {"at": x, "what": label} of each.
-    """
+    """Layers of labelled, dashed vertical lines. lines: {"at": x, "what": label} of each."""
     if not lines:
         return []
     x, data = {"field": "at", "type": "quantitative"}, {"values": list(lines)}

@@ -13,10 +13,10 @@ from typing import Any
 from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Record, Submitted
 from kvbench.harness.report.chart import make_visible
-from kvbench.harness.report.feed import equal_bytes, labels
+from kvbench.harness.report.feed import equal_bytes, words
 from kvbench.harness.report.feed.question import Question, loss, questions, reference
 from kvbench.harness.report.feed.row import Placed, Provenance, dense_bytes, figure, row_id, row_json
-from kvbench.harness.report.feed.sentence import finding, size
+from kvbench.harness.report.feed.words import finding, size
 from kvbench.harness.report.ranks import Place
 from kvbench.harness.report.rows import Row, short_names
 
@@ -89,12 +89,12 @@ def _question(question: Question, provenance: Provenance) -> dict[str, Any]:
     names = {row_id(row): name for row, name in zip(question.rows, short_names(question.rows), strict=True)}
     whole, measured = dense_bytes(question)
     references = [Placed(r, names[row_id(r)], Place(None), loss(question, r, question.dense)) for r in question.references]
-    heading = f"{visible(cell.model.id)}, {labels.subject(question)}"
+    heading = f"{visible(cell.model.id)}, {words.subject(question)}"
     return {
-        "id": labels.identifier(question), "suite": visible(cell.suite), "suite_version": cell.suite_version,
+        "id": words.identifier(question), "suite": visible(cell.suite), "suite_version": cell.suite_version,
         "model": visible(cell.model.id), "dtype": visible(cell.model.dtype), "machine": visible(question.machine),
-        "about": labels.about(question),
-        "subject": labels.subject(question), "evict": labels.evicting(question.evicts), "measure": question.measure,
+        "about": words.about(question),
+        "subject": words.subject(question), "evict": words.evicting(question.evicts), "measure": question.measure,
         "dense_bytes": whole, "dense_measured": measured,
         "references": [row_json(question, placed, names, provenance) for placed in references],
         "budgets": [_budget(question, capacity, names, heading, provenance) for capacity in question.capacities],

@@ -10,10 +10,10 @@ from fractions import Fraction
 from typing import Any
 
 from kvbench.harness.core.visible import visible
-from kvbench.harness.report.feed import labels
+from kvbench.harness.report.feed import words
 from kvbench.harness.report.feed.question import Question, loss_of
 from kvbench.harness.report.feed.row import answers_json, figure, loss_json, perplexity, row_id
-from kvbench.harness.report.feed.sentence import finding
+from kvbench.harness.report.feed.words import finding
 from kvbench.harness.report.ranks import Place, corrected, places
 from kvbench.harness.report.rows import Row
 
@@ -56,7 +56,7 @@ def together(asked: Iterable[Question]) -> list[Formats]:
     """Questions with more than one format and a dense cache in the model's dtype."""
     groups: dict[str, list[Question]] = {}
     for question in asked:
-        groups.setdefault(labels.identifier(replace(question, stored="")), []).append(question)
+        groups.setdefault(words.identifier(replace(question, stored="")), []).append(question)
     return [found for group in groups.values() if len(group) > 1 and (found := _formats(group))]
 
 
@@ -75,10 +75,10 @@ def as_json(formats: Formats) -> dict[str, Any]:
     kept = {share: {row_id(row): row for row in formats.at(share)} for share in SHARES}
     told = [share for share, found in kept.items() if len({row.cell.stored for row in found.values()}) > 1]
     return {
-        "id": labels.identifier(question), "suite": visible(cell.suite), "suite_version": cell.suite_version,
-        "model": visible(cell.model.id), "dtype": visible(cell.model.dtype), "subject": labels.subject(question),
-        "evict": labels.evicting(question.evicts), "measure": question.measure, "dense_bytes": _held(formats.dense),
-        "questions": [labels.identifier(part) for part in formats.parts],
+        "id": words.identifier(question), "suite": visible(cell.suite), "suite_version": cell.suite_version,
+        "model": visible(cell.model.id), "dtype": visible(cell.model.dtype), "subject": words.subject(question),
+        "evict": words.evicting(question.evicts), "measure": question.measure, "dense_bytes": _held(formats.dense),
+        "questions": [words.identifier(part) for part in formats.parts],
         "rows": list(rows.values()), "sizes": [_size(formats, share, kept[share], rows) for share in told],
     }  # fmt: skip
 
@@ -104,7 +104,7 @@ def _size(formats: Formats, share: Fraction, kept: dict[str, Row], rows: dict[st
     shown.sort(key=lambda row: (row["rank"] is None, row["rank"] or [0], question.figure(kept[row["id"]]) or 0.0))
     said = finding([row | {"loss_to_dense": None, "times_dense": None} for row in shown], question.measure)
     size = (_held(formats.dense) or 0) * share
-    where = f"{visible(question.first.cell.model.id)}, {labels.subject(question)}, in any format"
+    where = f"{visible(question.first.cell.model.id)}, {words.subject(question)}, in any format"
     return {
         "share": float(share), "bytes": int(size), "ranks": [{"id": row["id"], "rank": row["rank"]} for row in shown],
         "finding": said, "answer": f"At 1/{share.denominator} of dense's bytes, {where}: {said}",

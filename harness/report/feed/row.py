@@ -12,14 +12,15 @@ from kvbench.harness.core.intervals import median_interval
 from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Record, Submitted, standing
 from kvbench.harness.records.metrics import QuestionMetrics
-from kvbench.harness.report import recomputed, sections
+from kvbench.harness.report import sections
 from kvbench.harness.report.compare import round_ratios
 from kvbench.harness.report.doubts import faults
-from kvbench.harness.report.feed.labels import origin, task
 from kvbench.harness.report.feed.question import CONTROL, Loss, Question, is_reference, loss
+from kvbench.harness.report.feed.words import origin, task
 from kvbench.harness.report.ranks import Place
 from kvbench.harness.report.rows import Row
 from kvbench.harness.report.shares import answers
+from kvbench.harness.report.verify import kv_bytes
 
 _NEEDS_BOOKS = ("pg19",)
 
@@ -102,7 +103,7 @@ def dense_bytes(question: Question) -> tuple[int | None, bool]:
     record = question.first
     whole = record.cell.model_copy(update={"policy": "dense", "capacity": None, "evict": "step", "kv": None})
     facts = record.facts.model_copy(update={"method": None, "budgets": None})
-    return recomputed.kv_bytes(replace(record, cell=whole, facts=facts)), False
+    return kv_bytes(replace(record, cell=whole, facts=facts)), False
 
 
 def _share(part: int | None, whole: int | None) -> float | None:

@@ -18,7 +18,7 @@ from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics, StrideBlocks
 from kvbench.harness.report.common_tokens import Common, on_common
 from kvbench.harness.report.compare import step_time
-from kvbench.harness.report.feed import labels
+from kvbench.harness.report.feed import words
 from kvbench.harness.report.feed.question import Question
 from kvbench.harness.report.feed.row import row_id
 from kvbench.harness.report.pairing import on_all_tokens, past_training, task_version, units
@@ -38,7 +38,7 @@ def sums(questions: Sequence[Question]) -> dict[str, Any]:
         grids = _Grids()
         capacities = sorted({row.cell.capacity or 0 for row in question.rows})
         rows = {row_id(row): _row(row, capacities, question.common, grids) for row in question.rows}
-        result[labels.identifier(question)] = {
+        result[words.identifier(question)] = {
             "grids": grids.grids, "rows": rows, "order": list(rows), "pairs": _pairs(question), "times": _times(question.rows),
         }  # fmt: skip
     return result
@@ -112,7 +112,7 @@ def _times(rows: Sequence[Row]) -> list[list[Any]]:
 def _asked(record: Record) -> str:
     """The task, and where on its axes."""
     axes = [name for name in task_of(record).axes if name in record.cell.options and name != "tasks"]
-    return visible(", ".join([labels.task(record), *(f"{name} {record.cell.options[name]}" for name in axes)]))
+    return visible(", ".join([words.task(record), *(f"{name} {record.cell.options[name]}" for name in axes)]))
 
 
 def _scored(

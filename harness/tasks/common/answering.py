@@ -68,7 +68,7 @@ class _StreamReader:
 
     def __init__(self, job: Job, quiz: Quiz, context: Context) -> None:
         self.read = job.decoder()
-        self._job, self._quiz, self._context = job, quiz, context
+        self._job, self._context = job, context
         self._tokenizer = job.data.tokenizer
         self._ids = torch.from_numpy(quiz.ids)
         self._index = 0  # of the script's next token

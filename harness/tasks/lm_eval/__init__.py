@@ -22,7 +22,7 @@ from kvbench.harness.records.facts import Data
 from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.report import compare
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.charts.depths import Depths, over_depths
+from kvbench.harness.report.charts.parts import Depths, over_depths
 from kvbench.harness.report.compare import differences
 from kvbench.harness.report.difference import Difference, Traces
 from kvbench.harness.report.machines import row_label

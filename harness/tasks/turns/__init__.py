@@ -24,8 +24,7 @@ from kvbench.harness.report.markdown import bracketed, cache_bytes, count, short
 from kvbench.harness.report.shares import Answers, answers
 from kvbench.harness.tasks.common.answers import AnsweringTask, QuizFacts, about_intervals
 from kvbench.harness.tasks.task import Job, Options, Tokenizer
-from kvbench.harness.tasks.turns.conversation import STYLES, conversation
-from kvbench.harness.tasks.turns.schema import TurnsOptions
+from kvbench.harness.tasks.turns.conversation import STYLES, TurnsOptions, conversation
 
 if TYPE_CHECKING:
     from kvbench.harness.data.questions import QuizData

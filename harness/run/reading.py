@@ -1,15 +1,16 @@
-"""Chooses how many independent streams a cell reads at once: as many as memory allows, found by a short trial.
+"""Chooses how a cell is read: by which method, how many tokens at once, and how many independent streams side by side.
 
 Streams that are independent give the same figures in any number at once, so the number is a fact of the machine and no part of
-the cell. The trial reads random tokens with full caches, twice as many streams each time, until the next would not fit or
-reading gets no faster, twice running.
+the cell. It is found by a short trial, which reads random tokens with full caches, twice as many streams each time, until the
+next would not fit or reading gets no faster, twice running.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,19 +21,135 @@ from kvbench.harness.core.contestants import Contestant
 from kvbench.harness.core.device import free_bytes, wait_for
 from kvbench.harness.core.errors import ran_out_of_memory
 from kvbench.harness.core.resets import holds_kv
+from kvbench.harness.engine.budgets import static_table
 from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.fastcheck import FastCheck, fast_method
+from kvbench.harness.engine.foreigncheck import own_loop
 from kvbench.harness.engine.loop import CachedDecoder
-from kvbench.harness.engine.method import Method
+from kvbench.harness.engine.method import EAGER, TOKEN_BY_TOKEN, Method
 from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.recompute import MAX_BATCH_TOKENS
-from kvbench.harness.run.choose_reading import PLAIN_BLOCK_TOKENS
-from kvbench.harness.tasks.task import Independent
+from kvbench.harness.tasks.task import Independent, Task
+from kvbench.policies import Composed, Policy
 
+PLAIN_BLOCK_TOKENS = 256  # block size of the plain walk
+MAX_BLOCK_TOKENS = 2048  # of the faster methods
+LOGITS_SHARE_OF_FREE_MEMORY = 1 / 16
+_TIMED_TOKENS = 8
 MEMORY_SHARE = {"cuda": 0.8, "cpu": 0.5}  # of what is free; the rest is for what the trial doesn't see, and other processes
 MIN_GAIN = 1.05  # in tokens per second, over the best so far
 MAX_MISSES = 2  # numbers without that gain, one after another, that end the search; a single one may be noise
 _TIMED_READS = 2  # after one that warms up
 _ACTIVATIONS = 16  # hidden vectors of a token that are held at once, roughly; on a CPU nothing counts them
+_BETWEEN_RESETS = "full attention between resets"
+_FAST = ("closed form", "compiled walk", "full attention", _BETWEEN_RESETS)  # ways to read blocks of any size
+
+
+class Reading(NamedTuple):
+    """How a cell is read.
+
+    Attributes:
+        method: the shortcuts that may be used.
+        block: tokens that pass a layer at once.
+        facts: of the record.
+        slow: why blocks are read by the plain walk, and how fast; empty if they are not, or were to be.
+    """
+
+    method: Method
+    block: int
+    facts: dict[str, Any]
+    slow: str = ""
+
+
+def choose_reading(model: Model, config: CacheConfig, task: type[Task], options: Any, block: int | None, walk: bool) -> Reading:
+    """The reading of a cell: faster than the plain walk only if a check on this model found that both agree.
+
+    `block` and `walk` are the options of the run.
+    """
+    if isinstance(config.policy, Contestant):
+        return _own_reading(model, config, task, options, block, walk)
+    facts: dict[str, Any] = {}
+    way = _BETWEEN_RESETS if holds_kv(config.policy) else "windows run afresh"
+    check = FastCheck(TOKEN_BY_TOKEN, way, way, 0.0)
+    if config.policy.caches:
+        by_walk = FastCheck(TOKEN_BY_TOKEN, "walk", "plain", 0.0)
+        check = by_walk if walk else fast_method(model, config, task.at_once(options), task.times_steps)
+        facts["differs_from_walk"] = round(check.differs, 4) if math.isfinite(check.differs) else None
+        facts.update({"refused": check.refused} if check.refused else {})
+        facts.update({"plain_because": check.plain_because} if check.plain_because else {})
+    is_fast = check.blocks in _FAST and not task.of_device
+    streams = 1 if task.block_of_all else task.at_once(options)
+    block = block or (_block_that_fits(model, streams) if is_fast else PLAIN_BLOCK_TOKENS)
+    facts.update({"block": block, "method": check.blocks, "step": check.step})
+    budgets = _kind_of_budgets(model, config)
+    facts.update({"budgets": budgets} if budgets else {})
+    slow = ""
+    if check.blocks == "walk" and not walk and not task.of_device:
+        speed = _walk_speed(model, config, check.method, streams)
+        slow = f"plain walk, about {speed:,.0f} tokens/s ({check.refused or check.plain_because})"
+    return Reading(check.method, block, facts, slow)
+
+
+def _own_reading(model: Model, config: CacheConfig, task: type[Task], options: Any, block: int | None, walk: bool) -> Reading:
+    """The reading of somebody else's cache. The arguments are those of `choose_reading`."""
+    check = own_loop(model, config, walk)
+    streams = 1 if task.block_of_all else task.at_once(options)
+    block = block or (_block_that_fits(model, streams) if check.loop.blocks > MAX_BLOCK_TOKENS else PLAIN_BLOCK_TOKENS)
+    how = f"the model's own attention ({check.loop.attention})"
+    facts = {"block": block, "method": f"{how}, {'token by token' if check.slow else 'in blocks'}", "step": how}
+    facts |= {"wrong_length": check.wrong_length} if check.wrong_length else {}
+    facts |= {"plain_because": check.slow} if check.slow else {}
+    slow = f"token by token: {check.slow}" if check.slow and not walk else ""
+    return Reading(replace(EAGER, own_loop=check.loop), block, facts, "; ".join(filter(None, [slow, check.wrong_length])))
+
+
+def _walk_speed(model: Model, config: CacheConfig, method: Method, streams: int) -> float:
+    """Tokens per second of all streams, with a full cache; where the prompt is cut, of a prompt longer than the cache."""
+    if config.evict == "prompt":
+        return _prompt_speed(model, config, method, streams)
+    read = CachedDecoder(model, config, streams, method)
+    read.fill_randomly(config.capacity or 0)
+    tokens = torch.zeros(streams, _TIMED_TOKENS, dtype=torch.int64, device=model.device)
+    return tokens.numel() / min(_seconds(model.device, lambda: read(tokens)) for _ in range(2))  # the first one warms up
+
+
+def _prompt_speed(model: Model, config: CacheConfig, method: Method, streams: int) -> float:
+    """Tokens per second of all streams while a prompt is read that is cut at its end."""
+    tokens = torch.zeros(streams, (config.capacity or 0) + _TIMED_TOKENS, dtype=torch.int64, device=model.device)
+    read = lambda: CachedDecoder(model, config, streams, method).read_prompt(tokens, PLAIN_BLOCK_TOKENS)  # noqa: E731
+    return tokens.numel() / _seconds(model.device, read)
+
+
+def _seconds(device: torch.device, work: Callable[[], object]) -> float:
+    wait_for(device)
+    start = time.perf_counter()
+    work()
+    wait_for(device)
+    return time.perf_counter() - start
+
+
+def _block_that_fits(model: Model, streams: int) -> int:
+    """The block size of a faster method: the largest power of two whose logits take a small share of free memory."""
+    fitting = int(LOGITS_SHARE_OF_FREE_MEMORY * free_bytes(model.device) / (streams * _logit_bytes(model)))
+    return max(PLAIN_BLOCK_TOKENS, min(MAX_BLOCK_TOKENS, 2 ** max(0, fitting.bit_length() - 1)))
+
+
+def _kind_of_budgets(model: Model, config: CacheConfig) -> str | None:
+    """Why heads hold different numbers of tokens: "table", "pool" or "prompt"; None if they don't."""
+    policy = config.policy if config.capacity is None else config.policy.bind(config.capacity)
+    if config.capacity is not None and policy.caches and static_table(model, config, None) is not None:
+        return "table"
+    if config.capacity is not None and policy.pool_floor(config.capacity) is not None:
+        return "pool"
+    return "prompt" if _asks_the_prompt(policy) else None
+
+
+def _asks_the_prompt(policy: Policy) -> bool:
+    """Whether the policy, or one that answers for it, computes budgets from a prompt."""
+    answers = type(policy).prompt_budgets
+    if isinstance(policy, Composed) and answers is Composed.prompt_budgets:
+        return _asks_the_prompt(policy.score)
+    return answers is not Policy.prompt_budgets
 
 
 class StreamsTrial(NamedTuple):
@@ -186,24 +303,23 @@ def _speed(decoder: CachedDecoder, model: Model, streams: int, tokens: int) -> f
     """Tokens per second of all streams, the loss included."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(_vocabulary(model), (streams, tokens), generator=generator).to(model.device)
-    seconds = []
-    for _ in range(1 + _TIMED_READS):
-        wait_for(model.device)
-        start = time.perf_counter()
-        cross_entropy(decoder(ids).flatten(0, 1).float(), ids.flatten(), reduction="none")
-        wait_for(model.device)
-        seconds.append(time.perf_counter() - start)
-    return ids.numel() / min(seconds[1:])
+    loss = lambda: cross_entropy(decoder(ids).flatten(0, 1).float(), ids.flatten(), reduction="none")  # noqa: E731
+    return ids.numel() / min([_seconds(model.device, loss) for _ in range(1 + _TIMED_READS)][1:])
 
 
 def _vocabulary(model: Model) -> int:
-    return int(getattr(model.hf.config.get_text_config(), "vocab_size", 1))
+    return int(getattr(model.hf.config.get_text_config(), "vocab_size", 1))  # vision transformers have none
+
+
+def _logit_bytes(model: Model) -> int:
+    """Bytes of a token's float32 logits, and of two copies in the loss."""
+    return 3 * 4 * _vocabulary(model)
 
 
 def _bytes_per_token(model: Model) -> int:
-    """Bytes of a token on its way through the model: float32 logits and two copies in the loss, and activations."""
+    """Bytes of a token on its way through the model: its logits, and activations."""
     hidden = int(getattr(model.hf.config.get_text_config(), "hidden_size", 0))
-    return 3 * 4 * _vocabulary(model) + 4 * _ACTIVATIONS * hidden
+    return _logit_bytes(model) + 4 * _ACTIVATIONS * hidden
 
 
 def _allocated(device: torch.device, peak: bool = False) -> int:

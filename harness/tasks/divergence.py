@@ -1,0 +1,308 @@
+"""How far a policy moves the predictions of dense: KL divergence, and how often both find the same token most likely.
+
+NLL looks at one token of the vocabulary, the one that comes; the KL divergence at all of them. It is 0 only where nothing has
+changed, and no luck of the text can hide a change.
+
+Source: Kullback and Leibler 1951, Annals of Mathematical Statistics 22(1).
+
+Axis letters: N samples, P positions of a sample whose token is predicted, B samples side by side, T tokens of a block,
+V vocabulary, R rows compared at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from kvbench.harness.core.intervals import Interval, interval
+from kvbench.harness.records import Record
+from kvbench.harness.records.metrics import Metrics
+from kvbench.harness.records.rules import EXACT, MEAN_NATS, PART_NATS, RUN_NATS, SUM, near
+from kvbench.harness.records.types import Amount, Count, Nats, Number, Part, Positive, Share
+from kvbench.harness.report.chart import Chart
+from kvbench.harness.report.difference import Difference, Traces, judge_interval
+from kvbench.harness.report.machines import row_label
+from kvbench.harness.report.markdown import cache_bytes, count, label, status, table, task_line
+from kvbench.harness.tasks.common.samples import SampleOptions, Samples, buckets, samples
+from kvbench.harness.tasks.task import Job, MeasurementError, Options, Task, Tokenizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvbench.harness.engine.decoder import Decoder
+
+_SHARE = near(2e-3)  # rounding may change the top token where two are about as likely
+_MARGINS = {"kl": 0.001, "agreement": 0.01}  # differences too small to matter
+_ROWS = 64  # compared at once, in float64
+Ends = Annotated[list[Number], Field(min_length=2, max_length=2)]
+
+
+class DivergenceOptions(SampleOptions):
+    """Options of the divergence task."""
+
+    name: Literal["divergence"] = "divergence"
+    samples: int = Field(128, ge=1, le=100_000, description="pieces of the text that are read, one after the other")
+    tokens: int = Field(
+        256, ge=2, le=2**20, description="length of a sample, the tokens that open it included; at most the training length"
+    )
+
+
+class DivergenceAt(Part):
+    """Predictions of tokens between two positions of a sample."""
+
+    from_: Annotated[Count, EXACT] = Field(alias="from", description="first position")
+    to: Annotated[Count, EXACT] = Field(description="first position after the bucket")
+    kl: Annotated[Amount, near(PART_NATS)] = Field(description="mean KL divergence, nats per token")
+    agreement: Annotated[Share, _SHARE] = Field(description="share of tokens with the same top token")
+
+
+class SampleSums(Part):
+    """Sums over each sample, for paired differences between policies."""
+
+    kl: Annotated[list[Amount], near(RUN_NATS, SUM)] = Field(description="nats")
+    agreed: Annotated[list[Count], near(2)] = Field(description="predictions with the same top token")
+
+
+class DivergenceMetrics(Metrics):
+    """How far predictions under a policy are from those of dense."""
+
+    samples: Annotated[Positive, EXACT] = Field(description="pieces of text")
+    tokens: Annotated[Positive, EXACT] = Field(description="predictions compared, in all samples")
+    kl: Annotated[Amount, near(MEAN_NATS)] = Field(description="KL(dense || policy), mean over predictions, nats per token")
+    kl_interval: Annotated[Ends | None, near(PART_NATS)] = Field(None, description="its 95 % interval; None if too short")
+    agreement: Annotated[Share, _SHARE] = Field(description="share of predictions with the same top token as dense")
+    agreement_interval: Annotated[Ends | None, _SHARE] = Field(None, description="its 95 % interval")
+    nll: Annotated[Nats, near(MEAN_NATS)] = Field(description="mean under the policy, nats per token")
+    nll_change: Annotated[Nats, near(MEAN_NATS)] = Field(
+        description="mean under the policy minus that under dense, nats per token"
+    )
+    nll_change_interval: Annotated[Ends | None, near(PART_NATS)] = Field(None, description="its 95 % interval")
+    by_position: Annotated[list[DivergenceAt], EXACT] = Field(description="the same by position in the sample")
+    sums: SampleSums = Field(description="sums over each sample")
+    kv_bytes: Annotated[Count | None, near()] = Field(None, description="bytes allocated for K and V of one sample")
+
+
+# What the trace holds of each prediction: KL(dense || policy) in nats, whether the top token is the same, and the NLL of the
+# token that comes, in nats, under the policy and under dense.
+COMPARED = np.dtype([("kl", "<f4"), ("agrees", "?"), ("nll", "<f4"), ("dense_nll", "<f4")])
+
+
+def figures(compared: NDArray[np.void], tokens: int) -> dict[str, Any]:
+    """The figures of a record, from the predictions of each sample's last P tokens. compared: [N, P] `COMPARED`."""
+    kl, agrees = compared["kl"].astype(np.float64), compared["agrees"]
+    nll = compared["nll"].astype(np.float64)
+    change = nll - compared["dense_nll"]
+    result: dict[str, Any] = {
+        "samples": len(kl), "tokens": kl.size, "kl": float(kl.mean()), "agreement": float(agrees.mean()),
+        "nll": float(nll.mean()), "nll_change": float(change.mean()),
+        "kl_interval": _ends(per_token(kl.sum(1), kl.shape[1]), low=0.0),
+        "agreement_interval": _ends(per_token(agrees.sum(1), kl.shape[1]), low=0.0, high=1.0),
+        "nll_change_interval": _ends(per_token(change.sum(1), kl.shape[1])),
+        "sums": {"kl": [round(x, 5) for x in kl.sum(1).tolist()], "agreed": agrees.sum(1).tolist()},
+    }  # fmt: skip
+    first = tokens - kl.shape[1]  # position of the first token that is predicted
+    parts = [(start, stop, slice(max(start - first, 0), max(stop - first, 0))) for start, stop in buckets(tokens)]
+    result["by_position"] = [
+        {"from": start, "to": stop, "kl": float(kl[:, part].mean()), "agreement": float(agrees[:, part].mean())}
+        for start, stop, part in parts
+        if kl[:, part].size
+    ]
+    return {name: x for name, x in result.items() if x is not None}
+
+
+def per_token(sums: NDArray[np.floating[Any]] | NDArray[np.integer[Any]], positions: int) -> Interval:
+    """The mean of a figure per prediction, with its interval. Samples are runs of one text. sums: over each sample. [N]."""
+    return interval(sums.astype(np.float64), np.full(len(sums), float(positions)), positions, 0)
+
+
+def _ends(mean: Interval, low: float = -np.inf, high: float = np.inf) -> list[float] | None:
+    """An interval's ends, clipped to the range of its figure; None if the text is too short for an interval."""
+    return None if mean.low is None or mean.high is None else [max(low, mean.low), min(high, mean.high)]
+
+
+class Divergence(Task):
+    """KL(dense || policy) of each next token, on samples no longer than those the model was trained on."""
+
+    options: ClassVar[type[Options]] = DivergenceOptions
+    metrics: ClassVar[type[Metrics]] = DivergenceMetrics
+    trace: ClassVar[str | None] = ".divergence.npy"
+    named_by: ClassVar[tuple[str, ...]] = ("data", "tokens")
+    shown_options: ClassVar[tuple[str, ...] | None] = ("data", "tokens", "samples", "prompt")
+
+    @staticmethod
+    def data(options: DivergenceOptions, tokenizer: Tokenizer, directory: Path | None) -> Samples:
+        """Pieces of books or of generated prose."""
+        return samples(options, tokenizer, directory)
+
+    @staticmethod
+    def total(options: DivergenceOptions) -> int:
+        """All tokens."""
+        return options.samples * options.tokens
+
+    @classmethod
+    def longest(cls, options: DivergenceOptions) -> int:
+        """A sample."""
+        return options.tokens
+
+    @classmethod
+    def prompt_tokens(cls, options: DivergenceOptions) -> int | None:
+        """The tokens of each sample that are its prompt."""
+        return options.prompt
+
+    @staticmethod
+    def run(options: DivergenceOptions, job: Job) -> DivergenceMetrics:
+        """Read every sample with and without the policy; the trace gets what was compared at each position."""
+        return _measure(options, job)
+
+    @classmethod
+    def from_trace(cls, record: Record, trace: Path) -> Mapping[str, Any]:
+        """All figures but bytes."""
+        return figures(np.load(trace, mmap_mode="r"), record.cell.task_options(DivergenceOptions).tokens)
+
+    @classmethod
+    def cached_tokens(cls, record: Record) -> tuple[int, int] | None:
+        """Those between steps; if the cache is unbounded, all tokens of a sample but the last, which is never read."""
+        if record.cell.capacity is not None or record.cell.evict == "prompt":
+            return super().cached_tokens(record)
+        return 1, record.cell.task_options(DivergenceOptions).tokens - 1
+
+    @classmethod
+    def headline(cls, record: Record) -> str:
+        """KL divergence and agreement."""
+        m = record.measured(DivergenceMetrics)
+        return "" if m is None else f"KL {m.kl:.4g} nats, top token {100 * m.agreement:.1f} % the same"
+
+    @classmethod
+    def body(cls, records: Sequence[Record]) -> list[str | Chart]:
+        """A row per policy, then KL divergence by position."""
+        about = (
+            f"{task_line(records[0])}KL divergence from dense to the policy, in nats per token: 0 where nothing has changed. "
+            "Top-1 agreement: how often both find the same token most likely. With 95 % intervals:\n"
+        )
+        head = ["policy", "capacity", "KL", "top-1 agreement", "Δ NLL to dense", "K/V", "status"]
+        return [about, *table(head, [_row(r, records) for r in records], "lrrrrrl"), *_by_position(records)]
+
+    @classmethod
+    def differences(cls, a: Record, b: Record, traces: Traces) -> list[Difference]:
+        """KL divergence and agreement, paired sample by sample."""
+        ours, theirs = a.measured(DivergenceMetrics), b.measured(DivergenceMetrics)
+        if ours is None or theirs is None:
+            return []
+        same_samples = a.data.ids_sha256 == b.data.ids_sha256 and (ours.samples, ours.tokens) == (theirs.samples, theirs.tokens)
+        result = []
+        for name, x, y, less, more in (
+            ("kl", ours.kl, theirs.kl, ours.sums.kl, theirs.sums.kl),
+            ("agreement", ours.agreement, theirs.agreement, ours.sums.agreed, theirs.sums.agreed),
+        ):
+            if not same_samples:
+                result.append(Difference(name, x, y, y - x, None, None, "can't tell", "different samples"))
+                continue
+            mean = per_token(np.array(more, np.float64) - np.array(less, np.float64), ours.tokens // ours.samples)
+            verdict = judge_interval(mean.low, mean.high, _MARGINS[name], more_is_better=name == "agreement")
+            why = "" if mean.low is not None else "the samples are too short for an interval"
+            result.append(Difference(name, x, y, y - x, mean.low, mean.high, verdict, why))
+        return result
+
+
+def _row(record: Record, records: Sequence[Record]) -> list[str]:
+    name, m = [row_label(record, records), count(record.cell.capacity)], record.measured(DivergenceMetrics)
+    if m is None:
+        return [*name, *[""] * 4, status(record)]
+    return [
+        *name, _with_ends(f"{m.kl:.4g}", m.kl_interval, "{:.4g}"),
+        _with_ends(f"{100 * m.agreement:.1f} %", m.agreement_interval, "{:.1f}", 100),
+        _with_ends(f"{m.nll_change:+.4f}", m.nll_change_interval, "{:+.4f}"), cache_bytes(m.kv_bytes), status(record),
+    ]  # fmt: skip
+
+
+def _with_ends(mean: str, ends: Sequence[float] | None, form: str, scale: float = 1) -> str:
+    return f"{mean} (too short)" if ends is None else f"{mean} [{', '.join(form.format(scale * end) for end in ends)}]"
+
+
+def _by_position(records: Sequence[Record]) -> list[str]:
+    """KL divergence by the position of the predicted token."""
+    measured = [(r, m.by_position) for r in records if (m := r.measured(DivergenceMetrics))]
+    if not measured:
+        return []
+    edges = [(part.from_, part.to) for part in measured[0][1]]
+    rows = [[label(r), count(r.cell.capacity), *(f"{part.kl:.4g}" for part in parts)] for r, parts in measured]
+    head = ["policy", "capacity", *(f"{low:,} to {high:,}" for low, high in edges)]
+    return ["KL divergence by position in the sample:\n", *table(head, rows, "lr" + "r" * len(edges))]
+
+
+def _measure(options: DivergenceOptions, job: Job) -> DivergenceMetrics:
+    """Compare the predictions of every sample's tokens; the trace gets them as `COMPARED`.
+
+    Raises:
+        MeasurementError: samples are longer than those the model was trained on, or a prediction is not finite.
+    """
+    from kvbench.harness.engine.decoder import CacheConfig
+    from kvbench.harness.engine.method import EAGER
+    from kvbench.policies.dense import Dense
+
+    samples: Samples = job.data
+    trained = job.model.training_length
+    if trained is not None and options.tokens > trained:
+        raise MeasurementError(
+            f"dense is a reference up to its training length: samples of {options.tokens:,} tokens are longer than {trained:,}"
+        )
+    at_once = max(1, job.block // options.tokens)
+    parts: list[NDArray[np.void]] = []
+    sizes: dict[str, int] = {}
+    for start in range(0, options.samples, at_once):
+        ids = samples.batch(start, min(options.samples, start + at_once)).to(job.model.device)
+        dense, read = job.open(job.model, CacheConfig(Dense()), len(ids), EAGER), job.decoder(len(ids))
+        parts.append(_compared(ids, dense, read, options.prompt or 0, max(1, job.block // len(ids))))
+        sizes = {
+            "kv_bytes": read.kv_bytes // len(ids),
+            "kv_held_bytes": read.held_bytes // len(ids),
+            "state_bytes": read.state_bytes // len(ids),
+        }
+        job.progress(samples.tokens * (start + len(ids)) // options.samples, f"KL {np.mean(parts[-1]['kl']):.4f}")
+    compared = np.concatenate(parts)
+    with job.trace.open("wb") as file:
+        np.save(file, compared)
+    return DivergenceMetrics.from_json({**figures(compared, options.tokens), **sizes})
+
+
+def _compared(ids: Tensor, dense: Decoder, read: Decoder, prompt: int, block: int) -> NDArray[np.void]:
+    """Read samples, [B, T] int64, with both decoders, full attention's and the policy's.
+
+    `block` tokens of each sample pass a layer at once; the first `prompt` tokens are the prompt. The result has the predictions
+    of all tokens after the first, or after the prompt. [B, P] `COMPARED`.
+    """
+    parts = []
+    if prompt:
+        logits = [decoder.read_prompt(ids[:, :prompt], block)[:, None] for decoder in (dense, read)]
+        parts.append(compare(logits[0], logits[1], ids[:, prompt : prompt + 1]))
+    for start in range(prompt, ids.shape[1] - 1, block):
+        stop = min(start + block, ids.shape[1] - 1)  # no token follows the last
+        tokens = ids[:, start:stop]
+        parts.append(compare(dense(tokens), read(tokens), ids[:, start + 1 : stop + 1]))
+    return np.concatenate(parts, 1)
+
+
+def compare(dense: Tensor, policy: Tensor, targets: Tensor) -> NDArray[np.void]:
+    """Compare predictions of the same tokens, in float64. Logits [B, T, V] and targets [B, T] int64 -> [B, T] `COMPARED`.
+
+    KL(dense || policy) = sum over the vocabulary of p (log p - log q), p the probabilities under dense, q under the policy.
+
+    Raises:
+        MeasurementError: a KL divergence is not finite.
+    """
+    result = np.empty(targets.numel(), COMPARED)
+    rows = zip(dense.flatten(0, 1).split(_ROWS), policy.flatten(0, 1).split(_ROWS), targets.flatten().split(_ROWS), strict=True)
+    for number, (theirs, ours, target) in enumerate(rows):
+        part = result[number * _ROWS : number * _ROWS + len(target)]
+        p, q = theirs.double().log_softmax(-1), ours.double().log_softmax(-1)  # [R, V]
+        part["kl"] = (p.exp() * (p - q)).sum(-1).clamp(min=0).cpu().numpy()  # rounding may take it below 0
+        part["agrees"] = (theirs.argmax(-1) == ours.argmax(-1)).cpu().numpy()
+        part["nll"], part["dense_nll"] = (-x.gather(-1, target[:, None])[:, 0].cpu().numpy() for x in (q, p))
+    if not np.isfinite(result["kl"]).all():
+        raise MeasurementError("a KL divergence is not finite")
+    return result.reshape(tuple(targets.shape))
