@@ -14,7 +14,9 @@ from factories import MODES, POLICIES, chooser
 from reference import Chooser, Held
 from torch import Tensor
 from torch.nn.functional import silu
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+import kvbench
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.engine import watch as watching
 from kvbench.harness.engine.decoder import CacheConfig
@@ -30,6 +32,10 @@ from kvbench.harness.models.config import read_config
 from kvbench.harness.models.load import load_model
 from kvbench.harness.models.selfcheck import check
 from kvbench.harness.models.shape import shape_of
+from kvbench.harness.pretrain.config import PretrainConfig, find, load
+from kvbench.harness.pretrain.held_out import attention_to_first
+from kvbench.harness.pretrain.new_model import new_model
+from kvbench.harness.pretrain.train import pretrain
 from kvbench.policies import Policy
 from kvbench.policies.adakv import AdaKV
 from kvbench.policies.dense import Dense
@@ -338,3 +344,99 @@ def test_an_order_of_layers_that_can_not_be_is_refused_in_one_line(tmp_path, lay
     with pytest.raises(UserError, match=message) as caught:
         read_config(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def recipe(steps: int = 12, **changes) -> PretrainConfig:
+    """Its shipped recipe, smaller."""
+    shipped = load(find("lckv")).model_dump()
+    training = shipped["training"] | {
+        "tokens": 72 * 4 * steps, "sample": 72, "batch": 4, "short": [], "probe_every": 6, "checkpoint_every": 5,
+    }  # fmt: skip
+    shape = shipped["shape"] | {"hidden": 16, "intermediate": 32}
+    return PretrainConfig(**shipped | {"name": "tiny", "training": training, "shape": shape} | changes)
+
+
+@pytest.mark.filterwarnings("ignore")  # accelerate and the Trainer give warnings
+@pytest.mark.slow("training")
+def test_training_lowers_the_loss_and_stopped_and_resumed_it_is_the_same_to_the_last_digit(tmp_path):
+    logs = []
+    for folder, stops in (("whole", [None]), ("stopped", [7, None])):
+        for stop in stops:
+            model = pretrain(recipe(), tmp_path / folder, None, torch.device("cpu"), lambda line: None, stop)
+        logs.append((tmp_path / folder / "log.jsonl").read_text())
+    assert logs[0] == logs[1]
+    losses = [json.loads(line)["loss"] for line in logs[0].splitlines()]
+    assert sum(losses[-3:]) < sum(losses[:3])
+    loaded = load_model(model, "float32", torch.device("cpu"))
+    assert loaded.check <= 1
+    assert loaded.hf.config.kv_layers == list(recipe().lckv.kv_layers)
+    assert "a later layer made of earlier tokens" in (model / "README.md").read_text()
+
+
+def test_a_step_has_passes_without_a_gradient_and_then_some_with_one():
+    """Of the layers from the first that reads a later one to that one; what stands before and after passes once."""
+    hf = hf_model([0, 2, 2, 3], blind=3, graded=2).train()
+    passes: dict[int, list[bool]] = {layer: [] for layer in range(4)}
+    for layer in range(4):
+        hf.model.layers[layer].mlp.register_forward_hook(lambda *args, at=layer: passes[at].append(args[2].requires_grad))
+    hf(input_ids=tokens_of(20).cpu(), use_cache=False).logits.square().sum().backward()
+    assert passes == {0: [True], 1: [False] * 3 + [True] * 2, 2: [False] * 3 + [True] * 2, 3: [True]}
+    assert [n for n, x in hf.named_parameters() if x.grad is None or not x.grad.isfinite().all() or not x.grad.any()] == []
+
+
+def test_as_many_passes_as_tokens_in_training_are_the_exact_forward_pass():
+    tokens = tokens_of(12).cpu()
+    training, exact = (hf_model([0, 3, 3, 3], blind=10, graded=2).double() for _ in range(2))
+    few = hf_model([0, 3, 3, 3], blind=0, graded=1).double()
+    logits, expected, first = (model(input_ids=tokens).logits for model in (training.train(), exact.eval(), few.train()))
+    assert (logits - expected).abs().max() < EXACT
+    assert (first - expected).abs().max() > 1e-2
+
+
+def test_attention_to_the_first_token_is_of_the_last_pass():
+    hf, tokens, given = hf_model([0, 3, 3, 3]).double(), tokens_of(80, 2).cpu(), []
+    shares = attention_to_first(hf, tokens)
+    assert shares.shape == (4, QUERIES)
+    top = hf.model.layers[3]
+    top.register_forward_pre_hook(lambda _, args: given.append(args[0]))
+    hf(input_ids=tokens)
+    normed, tables = top.input_layernorm(given[-1]), hf.model.rotary_emb(given[-1], torch.arange(80)[None])
+    projections = (top.self_attn.q_proj, top.self_attn.k_proj)
+    query, keys = apply_rotary_pos_emb(*(p(normed).unflatten(-1, (-1, DIMS)).transpose(1, 2) for p in projections), *tables)
+    scores = query @ keys.repeat_interleave(QUERIES // HEADS, 1).mT / DIMS**0.5
+    weights = scores.masked_fill(~torch.ones(80, 80, dtype=torch.bool).tril(-1), -inf)[:, :, 64:].softmax(-1)
+    torch.testing.assert_close(shares[3], weights[..., 0].mean((0, 2)).float(), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"attention": "softmax"}, "attention lckv and what lckv says go together: give both or neither"),
+     ({"lckv": None}, "attention lckv and what lckv says go together: give both or neither"),
+     ({"lckv": {"kv_layers": [0, 1]}}, "lckv: kv_layers names 2 layers, expected num_hidden_layers = 3"),
+     ({"lckv": {"kv_layers": [0, 1, 1]}, "shape": {"family": "gpt2", "layers": 3, "kv_heads": 6, "vocabulary": 119}},
+      "of shape.family gpt2, attention is one of")],
+)  # fmt: skip
+def test_a_recipe_that_can_not_be_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        recipe(**changes)
+
+
+def test_untrained_it_has_the_weights_of_a_llama_where_it_has_them():
+    plain = new_model(recipe(attention="softmax", lckv=None)).state_dict()
+    ours = new_model(recipe()).state_dict()
+    assert set(plain) - set(ours) == {f"model.layers.1.self_attn.{name}_proj.weight" for name in "kv"}
+    assert all(torch.equal(x, plain[name]) for name, x in ours.items())
+
+
+def test_generate_with_our_cache_writes_what_the_decode_loop_writes():
+    hf, ids = hf_model([0, 3, 3, 3]), tokens_of(6).cpu()
+    written = hf.generate(
+        ids, attention_mask=torch.ones_like(ids), past_key_values=kvbench.Cache(hf, "h2o", 9), max_new_tokens=20, do_sample=False,
+        eos_token_id=VOCABULARY, pad_token_id=VOCABULARY,
+    )  # fmt: skip
+    read, expected = decoder(adopt(hf_model([0, 3, 3, 3])), CacheConfig(H2O(), 9)), ids
+    for _ in range(20):
+        expected = torch.cat([expected, read(expected[:, -6:] if expected is ids else expected[:, -1:])[:, -1:].argmax(-1)], 1)
+    assert torch.equal(written, expected)
+    with pytest.raises(ValueError, match=r"keeps no cache itself: see kvbench.Cache$"):
+        hf.generate(ids, max_new_tokens=3, pad_token_id=VOCABULARY)
