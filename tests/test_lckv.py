@@ -412,8 +412,8 @@ def test_attention_to_the_first_token_is_of_the_last_pass():
     ("changes", "message"),
     [({"attention": "softmax"}, "attention lckv and what lckv says go together: give both or neither"),
      ({"lckv": None}, "attention lckv and what lckv says go together: give both or neither"),
-     ({"lckv": {"kv_layers": [0, 1]}}, "lckv: kv_layers names 2 layers, expected num_hidden_layers = 3"),
-     ({"lckv": {"kv_layers": [0, 1, 1]}, "shape": {"family": "gpt2", "layers": 3, "kv_heads": 6, "vocabulary": 119}},
+     ({"lckv": {"kv_layers": [0, 2, 2]}}, "lckv: kv_layers names 3 layers, expected num_hidden_layers = 2"),
+     ({"shape": {"family": "gpt2", "layers": 2, "kv_heads": 6, "vocabulary": 68}},
       "of shape.family gpt2, attention is one of")],
 )  # fmt: skip
 def test_a_recipe_that_can_not_be_is_refused(changes, message):
@@ -424,7 +424,7 @@ def test_a_recipe_that_can_not_be_is_refused(changes, message):
 def test_untrained_it_has_the_weights_of_a_llama_where_it_has_them():
     plain = new_model(recipe(attention="softmax", lckv=None)).state_dict()
     ours = new_model(recipe()).state_dict()
-    assert set(plain) - set(ours) == {f"model.layers.1.self_attn.{name}_proj.weight" for name in "kv"}
+    assert set(plain) - set(ours) == {f"model.layers.0.self_attn.{name}_proj.weight" for name in "kv"}
     assert all(torch.equal(x, plain[name]) for name, x in ours.items())
 
 
