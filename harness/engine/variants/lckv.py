@@ -107,9 +107,8 @@ class _Attention(llama.LlamaAttention):
             vectors[self.layer_idx] = keys, values
         else:
             query, _ = apply_rotary_pos_emb(query, query, *position_embeddings)
-        heads: int = self.config.num_key_value_heads
-        # Not made yet: nothing that is read, but of the right shape. The decode loop has them in its cache.
-        keys, values = vectors.get(self.source, (query[:, :heads], query[:, :heads]))
+        unmade = query.new_zeros(()).expand(query[:, :: self.num_key_value_groups].shape)  # the decode loop has them in its cache
+        keys, values = vectors.get(self.source, (unmade, unmade))
         attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         out, weights = attend(self, query, keys, values, None, scaling=self.scaling)
         return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), weights
