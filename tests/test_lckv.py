@@ -10,13 +10,14 @@ from math import inf
 import pytest
 import torch
 from conftest import DEVICE, in_blocks, tokens_of
-from factories import MODES, POLICIES, chooser
+from factories import MODES, POLICIES, chooser, default_policies
 from reference import Chooser, Held
 from torch import Tensor
 from torch.nn.functional import silu
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import kvbench
+from kvbench.harness.core import plugins
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.engine import watch as watching
 from kvbench.harness.engine.decoder import CacheConfig
@@ -303,6 +304,19 @@ def test_a_fork_goes_on_as_its_original_would(policy):
     ours, theirs = (in_blocks(x, y, 5) for x, y in ((read, tokens[:, 25:]), (other, tokens[:, 25:].expand(2, -1))))
     assert ours.isfinite().all()
     assert (theirs - ours).abs().max() < EXACT
+
+
+@pytest.mark.parametrize("name", [x for x in default_policies() if plugins.policy_class(x).caches])
+def test_every_policy_keeps_the_same_in_blocks_as_token_by_token(name):
+    model, tokens, policy = model_named("ordinary below"), tokens_of(45), plugins.policy_class(name)()
+    evict = "prompt" if policy.outcome else 1
+    results = []
+    for size in (1, 8):
+        read = CachedDecoder(model, CacheConfig(policy, 24 if policy.evicts and not policy.outcome else None, evict=evict))
+        first = read.read_prompt(tokens[:, :30], size)
+        results.append((torch.cat([first[:, None], in_blocks(read, tokens[:, 30:], size)], 1), read.kept()))
+    assert (results[0][0] - results[1][0]).abs().max() < EXACT
+    assert results[0][1] == results[1][1]
 
 
 def test_tova_evicts_every_token_as_it_comes():
