@@ -183,7 +183,9 @@ def test_a_whole_text_gives_what_the_naive_loop_gives(name):
 
 
 @EVERY
-@pytest.mark.parametrize(("method", "size"), [(EAGER, 1), (EAGER, 7), (TOKEN_BY_TOKEN, 30), (FASTEST, 30)], ids=str)
+@pytest.mark.parametrize(
+    ("method", "size"), [(EAGER, 1), (EAGER, 7), (TOKEN_BY_TOKEN, 30), (FASTEST, 30)], ids=["1", "7", "walk", "fastest"]
+)
 def test_dense_reading_gives_what_the_naive_loop_gives(name, method, size):
     read = decoder(model_named(name), CacheConfig(Dense()), method=method)
     assert (in_blocks(read, tokens_of(30), size)[0] - dense_logits(name)).abs().max() < EXACT
