@@ -204,9 +204,9 @@ def test_its_recipe_differs_from_vanilla_in_one_thing(name):
 
 
 def test_every_variant_has_a_recipe_and_is_named_in_the_documentation():
-    assert set(VARIANTS) <= set(CHANGES)
+    assert set(VARIANTS) - {"lckv"} <= set(CHANGES)  # its recipe is smaller than vanilla's: test_lckv.py
     page = (Path(__file__).parents[1] / "docs/pretraining.md").read_text(encoding="utf-8")
-    assert [name for name in CHANGES if f"| `{name}` |" not in page] == []
+    assert [name for name in (*CHANGES, "lckv") if f"| `{name}` |" not in page] == []
 
 
 @pytest.mark.parametrize("name", ATTENTION)

@@ -33,7 +33,7 @@ class LayerCache(NamedTuple):
     """The cache that a layer reads, and its place among the layers that do."""
 
     cache: int  # index in `Model.layers`
-    place: int  # 0: the layer that computes K and V
+    place: int  # 0: the layer that computes K and V; the last one, if they lag
 
 
 Observed = dict[int, tuple[Tensor, Tensor, int, Terms]]  # q, k, value dims and terms of each layer
@@ -137,7 +137,7 @@ def sources(hf: PreTrainedModel) -> list[int]:
     """Of every layer, the first one that attends over the same K and V: itself, if they are its own.
 
     K and V of a few tokens are compared, and not their storage or the config: a copy need not be kept twice either, and this
-    holds for any family.
+    holds for any family. Of a layer that reads a later one's, which aren't there yet, its module says which (`later_source`).
 
     Raises:
         LookupError: the model says that a layer reuses what another cached, but that is not K and V.
@@ -151,6 +151,9 @@ def sources(hf: PreTrainedModel) -> list[int]:
         sources[layer] = first.setdefault(name, layer) if tells else layer
     for module in hf.modules():
         index: Any = getattr(module, "layer_idx", None)
+        later: int | None = getattr(module, "later_source", None)
+        if later is not None:
+            sources[index] = later
         if getattr(module, "is_kv_shared_layer", False) and sources.get(index) == index:
             raise LookupError(f"its layer {index} reuses what another layer cached, but its K and V are its own")
     return [sources[layer] for layer in sorted(sources)]
@@ -170,7 +173,8 @@ def caches(shapes: Sequence[LayerShape], sources: Sequence[int]) -> tuple[list[L
     caches, owners = [], sorted(set(sources))
     for owner in owners:
         shape, readers = shapes[owner], sources.count(owner)
-        caches.append(replace(shape, group=readers * shape.group, readers=readers))
+        lags = sources.index(owner) < owner
+        caches.append(replace(shape, group=readers * shape.group, readers=readers, lags=lags))
     return caches, [LayerCache(owners.index(source), sources[:layer].count(source)) for layer, source in enumerate(sources)]
 
 

@@ -51,6 +51,8 @@ class RecomputeDecoder:
 
     def __init__(self, model: Model, config: CacheConfig, streams: int = 1) -> None:
         assert config.capacity is not None
+        if any(shape.lags for shape in model.layers):
+            raise ValueError("layers read what a later one writes, so a window can't be recomputed in one pass")
         self.model, self.config = model, config
         band = config.policy.bind(config.capacity).band(config.capacity)
         self.sinks = 0 if band is None else band[0]  # first tokens of the stream, part of every window

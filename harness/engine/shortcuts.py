@@ -70,8 +70,11 @@ class Shortcuts:
         """Whether a block can pass one layer before it enters the next.
 
         Where layers share a cache, a token is evicted only after the last of them has seen what is held. So a block must pass
-        token by token, unless nothing is evicted while it is read, or what each token sees is known beforehand.
+        token by token, unless nothing is evicted while it is read, or what each token sees is known beforehand. And where layers
+        read what a later one writes, always.
         """
+        if self._slots.shape.lags and block.tokens > 1:
+            return False
         if self._slots.shape.readers == 1 or block.tokens == 1 or self._can_fill(block):
             return True
         return self.form is not None and block.seen is not None and self.form.takes(block.tokens, block.seen)

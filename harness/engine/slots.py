@@ -93,6 +93,7 @@ class LayerShape:
         sliding_window: tokens a query may see, itself included; None if all.
         plain: scores go to the softmax unchanged, and nothing but keys takes mass.
         readers: layers that read the cache. They have as many query heads each, and lie one after the other in a group.
+        lags: a token is written by the last of the readers, and none of them sees it before the next step.
         device: where its K and V are computed and kept, in a model that spans several devices; the model's when None.
     """
 
@@ -104,6 +105,7 @@ class LayerShape:
     sliding_window: int | None
     plain: bool = True
     readers: int = 1
+    lags: bool = False
     device: torch.device | None = None
 
     @property
@@ -301,9 +303,7 @@ class Slots:
 
     def _first_state(self, statistic: Statistic, rows: int, slots: int, device: torch.device) -> Tensor:
         """A statistic of empty slots."""
-        per_slot = statistic.per == "slot"
-        size = (rows, slots) if per_slot else (rows,)
-        dtype = self.wide if per_slot else torch.float64
+        size, dtype = ((rows, slots), self.wide) if statistic.per == "slot" else ((rows,), torch.float64)
         return torch.full((*size, *statistic.shape(self.shape.sizes)), statistic.initial, device=device, dtype=dtype)
 
     @property
@@ -332,8 +332,7 @@ class Slots:
         """Slots that a step looks at, the last of `seen` tokens: whole buckets; all slots when None."""
         if seen is None:
             return self.num_slots
-        used = self.used(seen)
-        return min(self.num_slots, -(-used // self.budget.bucket) * self.budget.bucket)
+        return min(self.num_slots, -(-self.used(seen) // self.budget.bucket) * self.budget.bucket)
 
     def used(self, seen: int) -> int:
         """The largest number of slots in use after `seen` tokens: those of the tokens held before, and that of the last one."""

@@ -274,6 +274,8 @@ def rounding_of(dtype: torch.dtype) -> float:
 
 def blocks_by(read: CachedDecoder) -> str:
     """How a decoder reads blocks, as in `FastCheck`. Where layers share K and V, a token passes all layers before the next."""
+    if any(w.slots.shape.lags for w in read.walks):
+        return "walk"
     if read.config.policy.evicts and any(w.slots.shape.readers > 1 and not w.has_closed_form for w in read.walks):
         return "walk"
     if any(w.has_closed_form for w in read.walks) or not read.config.policy.evicts:

@@ -67,15 +67,18 @@ class Walk:
         if like is not None:
             form, kernels = like._shortcuts.form, like._kernels
         else:
-            if method.closed_form:
+            if method.closed_form and not slots.shape.lags:
                 form = closed_form(slots, positions, limit, self._placement.max_position or slots.num_slots + 1, method.flex)
-            if slots.shape.readers > 1:
+            if slots.shape.lags:
+                kernels = Kernels(plain_because="layers read what a later one writes, so tokens come one by one")
+            elif slots.shape.readers > 1:
                 kernels = Kernels(plain_because="no kernel serves layers that share K and V")
             elif method.walk_kernel or method.step_kernel:
                 kernels = kernels_for(slots, positions, limit, self._placement.max_position, method.walk_graphs)
         self._kernels: Kernels = kernels
         self._shortcuts: Shortcuts = Shortcuts(slots, self.rows, self._placement, form, kernels, method)
         self._group, self._writes = slots.shape.group_of_reader, any(writes(s) for s in slots.tensors.states)
+        self._writer = slots.shape.readers - 1 if slots.shape.lags else 0
         self.ordered = True
         self.steady: tuple[Tensor, QueryFactors] | None = None
 
@@ -145,7 +148,8 @@ class Walk:
         if self._method.step_kernel and self._kernels.step is not None and slots.sees <= {"weights"}:
             return Step(places, rows, attended, seen, seen_of_layer, self._kernels.step)
         nothing = [None] * layers
-        used = nothing if evicts and slots.evicts_each_step else rows.used().unflatten(0, (layers, -1)).unbind(0)
+        all_used = evicts and slots.evicts_each_step and not slots.shape.lags
+        used = nothing if all_used else rows.used().unflatten(0, (layers, -1)).unbind(0)
         if self.rotation is None:
             return Step(places, rows, attended, seen, seen_of_layer, None, nothing, used, nothing)
         of_rows = None
@@ -174,7 +178,8 @@ class Walk:
             query: unrotated. [B, H * G, T, D]; G of this layer alone.
             keys: unrotated. [B, H, T, D].
             values: [B, H, T, Dv].
-            place: of the layer among those that read this cache. The first one writes, the others find the block there.
+            place: of the layer among those that read this cache. The first one writes, the others find the block there; or the
+                last one does, and they find the blocks before it.
 
         Returns:
             [B, H * G, T, Dv].
@@ -202,7 +207,7 @@ class Walk:
             query, keys = self.rotation.pair(query), self.rotation.pair(keys)
         streams, size, step, own = query.shape[0], len(rows.rank), plan.places.steps[0], plan.query_factors[at]
         query, keys, values = query.reshape(size, group, -1), keys.reshape(size, -1), values.reshape(size, -1)
-        if place == 0:
+        if place == self._writer:
             kept = rotate(keys, own.factors[:, 0]) if own is not None and rows.keys_rotated else keys
             rows.write(kept, values)
             if self._writes:
@@ -283,6 +288,8 @@ class Walk:
         scaled = query * terms.scaling if query_factors is None else query_factors.rotated(query, terms.scaling)
         scores = torch.bmm(scaled, keys.transpose(1, 2))
         mass = weights(scores, terms, rows.heads, used)
+        if self.slots.shape.lags and used is not None:  # a stream's first token sees nothing
+            mass = mass.masked_fill(~used.any(-1, keepdim=True), 0.0)
         torch.bmm(mass.to(values.dtype), values, out=into)
         seen: dict[Seen, Tensor] = {"weights": mass, "queries": query, "outputs": into}
         if "logits" in rows.asked:
@@ -377,4 +384,5 @@ class Walk:
     @property
     def plain_because(self) -> str:
         """Why no kernel can walk its blocks, where they have to be walked; empty otherwise."""
-        return "" if self.has_closed_form or self.slots.capacity is None else self._kernels.plain_because
+        reads_at_once = self.slots.capacity is None and not self.slots.shape.lags
+        return "" if self.has_closed_form or reads_at_once else self._kernels.plain_because

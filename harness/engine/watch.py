@@ -164,6 +164,8 @@ def watch(hf: PreTrainedModel, watcher: Watcher, **inputs: Tensor) -> Tensor:
     """
     if hf.main_input_name not in inputs:
         raise NotWatchableError(f"it reads {hf.main_input_name}, not {', '.join(inputs)}")
+    if getattr(hf.config, "reads_later_layers", False):
+        raise NotWatchableError("its layers read what a later one writes, so a text passes them several times")
     blocks, chunk = layers_of(hf), getattr(hf.config.get_text_config(), "attention_chunk_size", None)
     if chunk is not None and "input_ids" in inputs and inputs["input_ids"].shape[1] > chunk:
         raise NotWatchableError(f"its attention is cut into chunks of {chunk:,} tokens, and a sample is longer")

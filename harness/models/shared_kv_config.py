@@ -11,6 +11,8 @@ from typing import Any
 
 from transformers import AutoConfig, Qwen3Config
 
+from kvbench.harness.engine.variants.lckv import sources_of
+
 KV_LAYERS = "kv_layers"  # the setting
 
 
@@ -30,6 +32,8 @@ def kv_sources(config: Any) -> list[int]:
         ValueError: a layer reads one that does not come before it, or that reads another itself.
     """
     layers: int = config.num_hidden_layers
+    if getattr(config, "reads_later_layers", False):
+        return sources_of(config)
     sources = getattr(config, KV_LAYERS, None)
     if sources is not None:
         _check(sources, layers)
@@ -46,8 +50,8 @@ def _check(sources: list[int], layers: int) -> None:
     for layer, source in enumerate(sources):
         if source > layer:
             raise ValueError(
-                f"{KV_LAYERS}: layer {layer} reads the K and V of layer {source}, which come after it (as in LCKV): one pass "
-                "can't compute that"
+                f"{KV_LAYERS}: layer {layer} reads the K and V of layer {source}, which come after it (as in LCKV): "
+                "of model_type kv_bench_lckv they may"
             )
         if source < 0 or sources[source] != source:
             raise ValueError(f"{KV_LAYERS}: layer {layer} reads layer {source}, which has no K and V of its own")

@@ -28,6 +28,7 @@ _ATTENTION = {
     "pseudo": "softmax in which hidden keys take a weight that falls with their position (pseudo-attention)",
     "key_bias": "softmax with a learned key bias per head, without a value",
     "protected": "softmax, with an RMSNorm of queries and keys instead of norms before attention and MLP",
+    "lckv": "softmax over the K and V that a later layer made of earlier tokens (`kv_layers` in the config)",
 }
 _WORDS = "a token for each word"
 _BYTES = "byte-level BPE trained on the same text, numbers below 1,000 are one token, of longer ones the last two digits"

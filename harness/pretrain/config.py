@@ -17,7 +17,7 @@ from kvbench.harness.suite import shipped_suites
 MOST_SINKS, LEAST_VOCABULARY = 4, 1300
 _BOTH = ("softmax", "sigmoid", "clipped", "qk_norm")
 _ATTENTION = {  # by family of the shape
-    "llama": (*_BOTH, "sink_logits", "gated"),
+    "llama": (*_BOTH, "sink_logits", "gated", "lckv"),
     "gpt2": (*_BOTH, "relu", "sigmoid_shares", "elu", "elu_shares", "pseudo", "key_bias", "protected"),
 }
 
@@ -41,6 +41,14 @@ class Shape(_Strict):
     intermediate: int = Field(512, ge=8, description="width of the MLP")
     vocabulary: int = Field(4096, ge=8, description="tokens, special ones included")
     rope_theta: float = Field(10_000.0, gt=1, description="base of RoPE; a larger one leaves more dimensions to content")
+
+
+class Condensed(_Strict):
+    """Whose K and V the layers of an LCKV read, and the passes of its training steps."""
+
+    kv_layers: tuple[int, ...] = Field(..., description="for every layer, the one whose K and V it reads; it may come later")
+    blind: int = Field(7, ge=0, description="passes of a step without a gradient, in which K and V settle; m in the paper")
+    graded: int = Field(2, ge=1, description="passes with a gradient after them; b in the paper")
 
 
 class Mix(_Strict):
@@ -149,9 +157,10 @@ class PretrainConfig(_Strict):
     zero_sink: bool = Field(False, description="softmax off by one: a sink logit fixed at 0, in training and evaluation")
     attention: Literal[
         "softmax", "sink_logits", "sigmoid", "gated", "clipped", "qk_norm", "relu", "sigmoid_shares", "elu", "elu_shares",
-        "pseudo", "key_bias", "protected",
+        "pseudo", "key_bias", "protected", "lckv",
     ] = Field("softmax", description="what the model has for attention")  # fmt: skip
     sigma_reparam: bool = Field(False, description="sigma-reparametrised linear layers while training")
+    lckv: Condensed | None = Field(None, description="of attention lckv, which needs it")
     shape: Shape = Shape()
     text: Mix = Mix()
     kinds: Kinds = Kinds()
@@ -167,6 +176,17 @@ class PretrainConfig(_Strict):
             raise ValueError(f"of shape.family {family}, attention is one of {', '.join(of_family)}, not {self.attention}")
         if self.shape.family == "gpt2" and self.shape.kv_heads != self.shape.heads:
             raise ValueError("shape.family gpt2 has as many kv_heads as heads")
+        return self
+
+    @model_validator(mode="after")
+    def _one_order_of_layers(self) -> Self:
+        from kvbench.harness.engine.variants.lckv import why_unserved
+
+        if (self.attention == "lckv") != (self.lckv is not None):
+            raise ValueError("attention lckv and what lckv says go together: give both or neither")
+        why = "" if self.lckv is None else why_unserved(self.lckv.kv_layers, self.shape.layers)
+        if why:
+            raise ValueError(f"lckv: {why}")
         return self
 
     @model_validator(mode="after")

@@ -18,7 +18,7 @@ from kvbench.harness.pretrain.samples import NAMES, WORDED, TrainingSamples
 
 _NAME = "kv_bench_probe"
 _FIRST_QUERY = 64  # earlier queries have too few keys to choose from
-_layer_shares: list[Tensor] = []  # filled by `_attention`, one [Q] per layer of the current forward pass
+_layer_shares: dict[int, Tensor] = {}  # filled by `_attention`: the last of each layer in the current forward pass, [Q]
 
 
 def _attention(
@@ -30,7 +30,8 @@ def _attention(
         s_aux = query.new_zeros(query.shape[1])
     weights, weighing = attention_weights(module, query, key, scaling, s_aux), weighing_of(module.config)
     shares = weights.to(value.dtype) if weighing is None else weighing.shares(weights.to(value.dtype))
-    _layer_shares.append(shares[:, :, _FIRST_QUERY:, 0].float().mean((0, 2)))
+    layer: Any = module.layer_idx
+    _layer_shares[layer] = shares[:, :, _FIRST_QUERY:, 0].float().mean((0, 2))
     return weighed(weights, value), None
 
 
@@ -48,7 +49,7 @@ def attention_to_first(model: PreTrainedModel, samples: Tensor) -> Tensor:
     _layer_shares.clear()
     with attention_by(model, _NAME):
         model(input_ids=samples, use_cache=False)
-        shares = torch.stack(list(_layer_shares))
+        shares = torch.stack([_layer_shares[layer] for layer in sorted(_layer_shares)])
     model.train(training)
     return shares
 

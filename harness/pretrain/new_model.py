@@ -36,7 +36,7 @@ def _llama(config: PretrainConfig) -> PreTrainedModel:
     attention: dict[str, Any] = {"attn_implementation": ZERO_SINK if config.zero_sink else "sdpa"}
     attention |= {"zero_sink": True} if config.zero_sink else {}
     llama = LlamaForCausalLM(LlamaConfig(**settings, **attention))
-    model = llama if config.attention == "softmax" else _variant(config.attention, settings)
+    model = llama if config.attention == "softmax" else _variant(config, settings)
     if model is not llama:
         model.load_state_dict(llama.state_dict(), strict=False)  # what it has besides keeps its own beginning
     return model
@@ -57,12 +57,14 @@ def _gpt2(config: PretrainConfig) -> PreTrainedModel:
     return WeighedGPT2ForCausalLM(WeighedGPT2Config(**settings, weighing=config.attention))
 
 
-def _variant(attention: str, settings: dict[str, Any]) -> PreTrainedModel:
+def _variant(config: PretrainConfig, settings: dict[str, Any]) -> PreTrainedModel:
     """A model with another attention, of our own or, with RMSNorm of queries and keys before RoPE, transformers' Qwen3."""
-    if attention == "qk_norm":
+    if config.attention == "qk_norm":
         width = settings["hidden_size"] // settings["num_attention_heads"]
         return Qwen3ForCausalLM(Qwen3Config(**settings | {"head_dim": width, "attn_implementation": "sdpa"}))
-    kind: Any = VARIANTS[attention]
+    if config.lckv is not None:
+        settings = settings | config.lckv.model_dump(mode="json")
+    kind: Any = VARIANTS[config.attention]
     model: PreTrainedModel = kind(kind.config_class(**settings))
     return model
 

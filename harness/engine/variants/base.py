@@ -99,15 +99,18 @@ def attention_weights(
 ) -> Tensor:  # fmt: skip
     """Weights of causal attention, a variant's or plain. [B, Q, T, D], [B, H, T, D], [Q] -> [B, Q, T, T], at least float32."""
     tokens = query.shape[2]
+    lags = getattr(module, "later_source", None) is not None  # no token sees itself, and the first one nothing
     key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     logits = query @ key.mT * scaling
     logits = logits.float() if logits.dtype.itemsize < 4 else logits
-    logits = logits.masked_fill(~torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril(), -torch.inf)
+    seen = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril(-1 if lags else 0)
+    logits = logits.masked_fill(~seen, -torch.inf)
     weighing = weighing_of(module.config)
     if weighing is not None:
         return weighing.weights(logits)
-    return softmax(logits, sinks_of(module, query, scaling, sink_logits))
+    weights = softmax(logits, sinks_of(module, query, scaling, sink_logits))
+    return weights.masked_fill(~seen, 0.0) if lags else weights
 
 
 def weighed(weights: Tensor, value: Tensor) -> Tensor:
