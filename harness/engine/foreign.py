@@ -25,7 +25,7 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.method import EAGER, Method
 from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.own_attention import attention_by
-from kvbench.harness.engine.stored import storage_bytes, tensors_in
+from kvbench.harness.engine.stored import copied, storage_bytes, tensors_in
 from kvbench.harness.engine.variants.base import Variant
 
 _NOT_OF_A_CACHE = (nn.Module, type)
@@ -142,7 +142,7 @@ class ForeignDecoder:
             ValueError: the cache can't choose streams.
         """
         other = copy(self)
-        other.cache, other._hooks, other.streams = deepcopy(self.cache), deepcopy(self._hooks), len(streams)
+        other.cache, other._hooks, other.streams = copied(self.cache), deepcopy(self._hooks), len(streams)
         if list(streams) != list(range(self.streams)):
             if not self._reorders:
                 raise ValueError("its cache holds more than keys and values, and has no reorder_cache of its own")

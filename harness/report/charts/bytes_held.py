@@ -7,7 +7,10 @@ from typing import Any
 
 from kvbench.harness.report import chart
 
-_FORMATS = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "triangle-right", "triangle-left")
+_FORMATS = (
+    "circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "triangle-right", "triangle-left", "arrow", "wedge",
+    "stroke",
+)  # fmt: skip
 SIZE = {"width": 300, "height": 240}
 _TICKS = [1 / 2**halvings for halvings in range(8)]
 _MOST_LOST = 25  # % of perplexity; a cache that loses more is left out, and the axis says so
