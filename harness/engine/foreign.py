@@ -154,7 +154,8 @@ class ForeignDecoder:
 
     def _stale(self) -> list[Any]:
         """The codes of layers that were reordered and have coded nothing since: transformers leaves them as they were."""
-        stale = [layer for layer in self.cache.layers if getattr(layer, "_pending_beam_idx", None) is not None]
+        layers: list[Any] = self.cache.layers
+        stale = [layer for layer in layers if getattr(layer, "_pending_beam_idx", None) is not None]
         return [[layer._quantized_keys, layer._quantized_values] for layer in stale]
 
     @property
