@@ -21,6 +21,7 @@ import equal
 import recall
 import zoo
 
+from kvbench.harness.core.codec import QUANTIZED_CACHE
 from kvbench.harness.data.backcopy import best_nll, text
 from kvbench.harness.records import RecordStore
 from kvbench.harness.records.metrics import AnswerMetrics, NllMetrics, QuestionMetrics
@@ -172,11 +173,11 @@ def _equal() -> Iterator[tuple[str, str]]:
 
 
 def _equal_on_books() -> Iterator[tuple[str, str]]:
-    """Figure "equal on books/FORMAT": perplexity that dense loses if it stores K and V so; with /bytes at its end: of dense's."""
+    """Figure "equal on books/FORMAT": perplexity lost if all tokens are kept, stored so; with /bytes at its end: of dense's."""
     found = {}
     for record in RecordStore(recall.RESULTS / "equal_bytes_pg19").read_all()[0]:
         read = record.measured(NllMetrics)
-        if record.cell.policy == "dense" and read is not None:
+        if record.cell.policy in ("dense", QUANTIZED_CACHE) and read is not None:
             found[record.cell.stored or "dtype"] = read.perplexity, read.kv_held_bytes
     exact, most = found["dtype"]
     for name, (perplexity, held) in found.items():

@@ -46,15 +46,17 @@ def model_with(dims: int, group: int, dtype: torch.dtype = torch.float32, **opti
     return adopt(tiny_model("llama", **sizes, **options).to(dtype))
 
 
-def refuse_unequal(model: Model, policy: Policy, mode: str, capacity: int, tokens: int, codec: Codec) -> None:
-    """In each layer, given the same query, key and value, attention is the same, and so are the tokens kept."""
+def refuse_unequal(
+    model: Model, policy: Policy, mode: str, capacity: int, tokens: int, codec: Codec, most: float = 0.2
+) -> None:  # fmt: skip
+    """Each layer, given the same query, key and value, attends alike, up to `most` roundings, and keeps the same tokens."""
     config = CacheConfig(policy, capacity if policy.evicts else None, mode, 12, kv=codec)
     fast, plain = CachedDecoder(model, config, method=BY_KERNEL), CachedDecoder(model, config, method=PLAIN_WALK)
     assert all(walk.steps_by_kernel for walk in fast.walks)
     plain.walks = [trial._Beside(*pair) for pair in zip(plain.walks, fast.walks, strict=True)]
     for token in tokens_of(tokens).split(1, 1):
         plain(token)
-    assert max(walk.worst for walk in plain.walks) < 0.2  # in units of rounding
+    assert max(walk.worst for walk in plain.walks) < most
     assert fast.kept() == plain.kept()
 
 

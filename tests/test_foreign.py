@@ -219,7 +219,7 @@ def test_what_it_can_t_do_is_refused():
     with pytest.raises(UserError, match=r"^transformers 5\.\d+\.\d+ has no cache 'DynamicCach', did you mean 'DynamicCache'\?$"):
         plugins.policy_class("hf:DynamicCach")
     with pytest.raises(ValueError, match=r"^its backend is not installed: pip install hqq$"):
-        contestant("hf:QuantizedCache", backend="hqq")
+        decoder(model_of("llama"), contestant("hf:QuantizedCache", backend="hqq"))
     with pytest.raises(ValueError, match="only our loop can read it"):
         decoder(adopt(tiny_model("llama", vocab_size=96, zero_sink=True)), contestant("hf:DynamicCache"))
 
@@ -330,7 +330,7 @@ def test_its_records_verify_and_are_not_measured_again(ran):
 @pytest.mark.parametrize(("entry", "message"), [
     ("{name: hf:DynamicCache, capacity: 64}", "hf:DynamicCache decides capacity itself: leave it out"),
     ("{name: hf:DynamicCache, positions: cache}", "hf:DynamicCache decides positions itself: leave it out"),
-    ("{name: hf:QuantizedCache, backend: quanto}", "its backend is not installed: pip install optimum-quanto"),
+    ("{name: hf:QuantizedCache, backend: hqq}", "hf:QuantizedCache: its backend is not installed: pip install hqq"),
     ("hf:StaticCache", "'max_cache_len' is missing"),
 ])  # fmt: skip
 def test_what_it_decides_itself_is_refused_in_one_line(ran, entry, message):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Keys = Literal["unrotated", "rotated"]
+QUANTIZED_CACHE = "hf:QuantizedCache"
 BITS = {"int8": 8, "int4": 4, "int2": 2, "kivi4": 4, "kivi2": 2}  # of a number, by codec
 
 
@@ -156,3 +157,11 @@ class Kivi(Codec):
 
     def _words(self) -> list[str]:
         return [f"residual {self.residual}"] if self.residual != 128 else []
+
+
+def quantized_cache(parameters: Mapping[str, Any]) -> str:
+    """How transformers' quantized cache stores K and V, in words. parameters: those that differ from its defaults."""
+    names = {"q_group_size": "group", "residual_length": "residual", "axis_key": "key axis", "axis_value": "value axis"}
+    said = [f"{word} {parameters[name]}" for name, word in names.items() if name in parameters]
+    backend = str(parameters.get("backend"))
+    return " ".join([backend if backend == "fp8" else f"{backend}{parameters.get('nbits', 4)}", *said])

@@ -44,18 +44,20 @@ class Contestant(Policy):
 
     attention: Literal["sdpa", "eager"] | None = None
 
-    def __post_init__(self) -> None:
-        if self._backend is not None and _version(self._backend) is None:
-            raise ValueError(f"its backend is not installed: pip install {self._backend}")
-
     def importance(self, view: CacheView) -> Tensor:
         """Never asked: no loop of ours holds its tokens."""
         raise NotImplementedError
 
     def new_cache(self, config: PreTrainedConfig) -> Cache:
-        """An empty cache for a model of this config."""
+        """An empty cache for a model of this config.
+
+        Raises:
+            ValueError: its backend is not installed.
+        """
         from transformers import Cache
 
+        if self.missing:
+            raise ValueError(self.missing)
         given = parameters_of(self)
         del given["attention"]
         if not issubclass(self.named_class, Cache):
@@ -65,6 +67,12 @@ class Contestant(Policy):
             given["config"] = config
         made: Cache = self.named_class(**given)
         return made
+
+    @property
+    def missing(self) -> str:
+        """Which package it can't do without, and how to get it; empty if all are installed."""
+        is_missing = self._backend is not None and _version(self._backend) is None
+        return f"its backend is not installed: pip install {self._backend}" if is_missing else ""
 
     @staticmethod
     def hint(parameter: inspect.Parameter) -> Any:

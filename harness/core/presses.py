@@ -29,7 +29,6 @@ class Press(Contestant):
     """A press. The fields of each subclass are its constructor's parameters."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         for name, value in vars(self).items():
             if isinstance(value, tuple):
                 object.__setattr__(self, name, tuple(_inside(item) for item in value))

@@ -25,7 +25,7 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.method import EAGER, Method
 from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.own_attention import attention_by
-from kvbench.harness.engine.stored import storage_bytes, tensors_in
+from kvbench.harness.engine.stored import copied, storage_bytes, tensors_in
 from kvbench.harness.engine.variants.base import Variant
 
 _NOT_OF_A_CACHE = (nn.Module, type)
@@ -89,6 +89,7 @@ class ForeignDecoder:
         if not self._loop.attention:
             self._loop = self._loop._replace(attention=usual_attention(model.hf, config.policy))
         self._read = 0  # tokens of each stream
+        self._coded_streams = streams  # whose codes it holds until it codes again
         self._hooks = Hooks(config.policy) if isinstance(config.policy, Press) else None
         self._modules = [module for module in model.hf.modules() if hasattr(module, "layer_idx")] if self._hooks else []
 
@@ -142,13 +143,26 @@ class ForeignDecoder:
             ValueError: the cache can't choose streams.
         """
         other = copy(self)
-        other.cache, other._hooks, other.streams = deepcopy(self.cache), deepcopy(self._hooks), len(streams)
+        other.cache, other._hooks, other.streams = copied(self.cache), deepcopy(self._hooks), len(streams)
         if list(streams) != list(range(self.streams)):
             if not self._reorders:
                 raise ValueError("its cache holds more than keys and values, and has no reorder_cache of its own")
             index: Any = torch.tensor(streams, device=self.model.device)
+            other._coded_streams = self._coded_streams if self._stale() else self.streams
             other.cache.reorder_cache(index)
         return other
+
+    def _stale(self) -> list[Any]:
+        """The codes of layers that were reordered and have coded nothing since: transformers leaves them as they were."""
+        layers: list[Any] = self.cache.layers
+        stale = [layer for layer in layers if getattr(layer, "_pending_beam_idx", None) is not None]
+        return [[layer._quantized_keys, layer._quantized_values] for layer in stale]
+
+    @property
+    def _bytes_of_others(self) -> int:
+        """Bytes of such codes beyond those of these streams; below 0 if these are more."""
+        stale = storage_bytes(tensors_in(self._stale(), _NOT_OF_A_CACHE))
+        return stale - stale * self.streams // self._coded_streams
 
     @property
     def _reorders(self) -> bool:
@@ -188,8 +202,8 @@ class ForeignDecoder:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes allocated for all tensors of the cache."""
-        return storage_bytes(tensors_in(self.cache, _NOT_OF_A_CACHE))
+        """Bytes allocated for all tensors of the cache. Codes of streams that a fork left behind don't count."""
+        return storage_bytes(tensors_in(self.cache, _NOT_OF_A_CACHE)) - self._bytes_of_others
 
     @property
     def held_bytes(self) -> int:
@@ -197,7 +211,8 @@ class ForeignDecoder:
         tensors = {(t.data_ptr(), t.shape): t.nbytes for t in tensors_in(self.cache, _NOT_OF_A_CACHE)}
         free = (1 - min(1, self._read / layer.keys.shape[2]) for layer in self._layers if layer.keys.shape[2])
         sizes = (layer.keys.nbytes + layer.values.nbytes for layer in self._layers if layer.keys.shape[2])
-        return round(sum(tensors.values()) - sum(part * size for part, size in zip(free, sizes, strict=True)))
+        others = self._bytes_of_others
+        return round(sum(tensors.values()) - others - sum(part * size for part, size in zip(free, sizes, strict=True)))
 
     @property
     def state_bytes(self) -> int:

@@ -1,12 +1,15 @@
-"""The tensors that something holds, and their bytes."""
+"""The tensors that something holds, their bytes, and copies of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from copy import deepcopy
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+T = TypeVar("T")
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -14,28 +17,52 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def tensors_in(value: Any, leave_out: tuple[type[Any], ...], visited: set[int] | None = None) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any, leave_out: tuple[type[Any], ...]) -> Iterator[torch.Tensor]:
     """All tensors that an object holds, at any depth; of a quantized one, those that it consists of.
 
     Args:
         leave_out: types whose tensors don't count.
-        visited: ids of what was seen before.
     """
-    visited = set() if visited is None else visited
+    for tensor in _whole_tensors(value, leave_out, set()):
+        yield from _parts(tensor)
+
+
+def copied(value: T) -> T:
+    """A deep copy, also of quantized tensors that can't copy themselves."""
+    return deepcopy(value, {id(x): _clone(x) for x in _whole_tensors(value, (), set()) if is_traceable_wrapper_subclass(x)})
+
+
+def _whole_tensors(value: Any, leave_out: tuple[type[Any], ...], visited: set[int]) -> Iterator[torch.Tensor]:
+    """All tensors that an object holds, at any depth. visited: ids of what was seen before."""
     if id(value) in visited or isinstance(value, leave_out):
         return
     visited.add(id(value))
-    if isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass(value):
+    if isinstance(value, torch.Tensor):
         yield value
         return
-    if isinstance(value, torch.Tensor):
-        wrapper: Any = value
-        parts: list[Any] = [getattr(value, name) for name in wrapper.__tensor_flatten__()[0]]
-    elif isinstance(value, dict):
+    if isinstance(value, dict):
         parts = [*value.values()]
     elif isinstance(value, (list, tuple, set)):
         parts = [*value]
     else:
         parts = [*vars(value).values()] if hasattr(value, "__dict__") and not isinstance(value, type) else []
     for part in parts:
-        yield from tensors_in(part, leave_out, visited)
+        yield from _whole_tensors(part, leave_out, visited)
+
+
+def _parts(tensor: Any) -> Iterator[torch.Tensor]:
+    """What a tensor consists of: itself, if it is a plain one."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _parts(getattr(tensor, name))
+
+
+def _clone(tensor: Any) -> Any:
+    """A copy of all that a tensor consists of."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return tensor.clone()
+    names, context = tensor.__tensor_flatten__()
+    parts = {name: _clone(getattr(tensor, name)) for name in names}
+    return type(tensor).__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, SkipValidation, ValidationError, model_validator
 
 from kvbench.harness.core import plugins
-from kvbench.harness.core.codec import Codec
+from kvbench.harness.core.codec import QUANTIZED_CACHE, Codec, quantized_cache
 from kvbench.harness.core.evict import By, Evict, Pages, Worth, at_once, evict_words
 from kvbench.harness.records.types import BadRecordError, Document, Name, Part, Plain, Positive, Whole
 
@@ -188,8 +188,8 @@ class CellSpec(Document):
 
     @property
     def stored(self) -> str:
-        """The same in words; empty for the model's dtype."""
-        return str(self.codec or "")
+        """The same in words, of transformers' quantized cache as well; empty for the model's dtype."""
+        return quantized_cache(self.parameters) if self.policy == QUANTIZED_CACHE else str(self.codec or "")
 
     @property
     def is_dense(self) -> bool:

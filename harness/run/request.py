@@ -101,7 +101,23 @@ class RunRequest:
         with ExitStack() as stack:
             watcher = stack.enter_context(ProgressView(StderrConsole(), tracebacks)) if progress else RunWatcher()
             watcher.note("this machine", "" if self.ray else _crowded(options.device.type))
-            return self._run(cells, RecordStore(results), options, watcher)
+            return self._run(self._installed(cells, watcher), RecordStore(results), options, watcher)
+
+    def _installed(self, cells: Sequence[Cell], watcher: RunWatcher) -> list[Cell]:
+        """The cells of a suite without those that need a package which is not installed. Each policy left out is noted.
+
+        Raises:
+            UserError: such a policy was asked for by name, or nothing is left.
+        """
+        from kvbench.harness.core.contestants import Contestant
+
+        missing = {cell.id: cell.policy.missing for cell in cells if isinstance(cell.policy, Contestant)}
+        absent, found = [cell for cell in cells if missing.get(cell.id)], [cell for cell in cells if not missing.get(cell.id)]
+        for cell in absent:
+            if self.policies or not found:
+                raise UserError(f"{cell.place or self.suite}: {cell.name}: {missing[cell.id]}")
+            watcher.note(f"{cell.name} is left out", missing[cell.id])
+        return found
 
     def _options(self, block: int | None, walk: bool, fresh: bool, keep: KeepSteps | None) -> RunOptions:
         """How to run.

@@ -21,8 +21,9 @@ from torch import Tensor
 from kvbench.harness.core.files import atomic_write
 from kvbench.harness.core.user_cache import private_folder
 from kvbench.harness.engine.captured import replayable
-from kvbench.harness.engine.kernels import cuda_attention, states
+from kvbench.harness.engine.kernels import cuda_attention, cuda_coded, states
 from kvbench.harness.engine.kernels.cuda_attention import BOOKKEEPING_BLOCK, AttentionKernels, arrays_of, next_power
+from kvbench.harness.engine.kernels.cuda_coded import CodedAttentionKernels
 from kvbench.harness.engine.kernels.states import FirstValues, first_values, heads_of, prompts_of, sees_weights, widths_of
 from kvbench.harness.engine.kernels.tracing import TRITON, Formulas, NotTraceableError, traced
 from kvbench.harness.engine.method import RAN
@@ -98,7 +99,7 @@ def lost(slots: Slots, mode: PositionMode, limit: int) -> str:  # noqa: ARG001
 
 
 def _serves(slots: Slots) -> bool:
-    plain = slots.codec is None and slots.shape.plain and slots.wide == torch.float32 and slots.shape.key_dim % 2 == 0
+    plain = slots.shape.plain and slots.wide == torch.float32 and slots.shape.key_dim % 2 == 0
     return plain and not states.may_outlive_window(slots) and cuda_attention.kernels() is not None
 
 
@@ -106,12 +107,13 @@ class StepKernel:
     """The decode step of the layers of one `Slots`."""
 
     def __init__(self, slots: Slots, mode: PositionMode, limit: int, longest: int | None) -> None:
-        self._attention = AttentionKernels(slots, mode, limit, longest)
+        kernels = AttentionKernels if slots.codec is None else CodedAttentionKernels
+        self._attention = kernels(slots, mode, limit, longest)
 
     @classmethod
     def from_slots(cls, slots: Slots, mode: PositionMode, limit: int, longest: int | None) -> Self | None:
-        """The kernel for layers with a plain softmax and up to 32 bits; None for others."""
-        return cls(slots, mode, limit, longest) if _serves(slots) else None
+        """The kernel for layers with a plain softmax and up to 32 bits, or of a codec that has one; None for others."""
+        return cls(slots, mode, limit, longest) if _serves(slots) and (slots.codec is None or cuda_coded.serves(slots)) else None
 
     def __call__(
         self, slots: Slots, rows: Rows, query: Tensor, key: Tensor, value: Tensor, scaling: float, mass: Tensor | None
@@ -262,7 +264,7 @@ class WalkKernel:
     ) -> Self | None:
         """The kernel for layers with a plain softmax and up to 32 bits, and a traceable policy; None for others."""
         release = ReleaseKernel.from_slots(slots)
-        if release is None or not _serves(slots):
+        if release is None or slots.codec is not None or not _serves(slots):
             return None
         return cls(AttentionKernels(slots, mode, limit, longest), release, in_graphs and slots.device.type in _GRAPH_DEVICES)
 

@@ -107,8 +107,7 @@ class AttentionKernels:
                 it has been entered. [2] int64.
             written: with a clock: first values of the statistics' numbers. [N, T, K] float32.
         """
-        if slots.num_slots != self._slots:  # it has grown, perhaps past what one table holds
-            self._rope, self._slots = _Rope.from_slots(slots, self._mode, self._longest), slots.num_slots
+        self._grow(slots)
         (size, attended), rope, group, tokens = rows.rank.shape, self._rope, slots.shape.group, query.shape[2]
         parts, part = self.parts(size, attended)
         parted = query.new_empty(size, parts, group, slots.shape.value_dim, dtype=torch.float32)
@@ -122,23 +121,30 @@ class AttentionKernels:
             slots.capacity or 0, tokens, scaling, *((0, 0) if written is None else written.stride()[:2]),
         )  # fmt: skip
         joining = (parted, most, total, scores, out, rows.free if clock is None else clock, attended, parts, tokens)
-        chunks, blocks = ceil(group / _PROGRAM_QUERIES), 1 if mass is None else ceil(attended / BOOKKEEPING_BLOCK)
-        asked = {"ASKED": mass is not None, "PLACE": clock is not None}
+        chunks, asked = ceil(group / _PROGRAM_QUERIES), {"ASKED": mass is not None, "PLACE": clock is not None}
         widths = () if written is None else widths_of(rows)
         attend = partial(
             kernels().attend[(size, parts, chunks)], *attending, MODE=rope.mode, LEVEL=rope.level, WIDTHS=widths,
             num_warps=WARPS[rows.keys.dtype], **asked, **self._sizes,
         )  # fmt: skip
-        join = partial(
-            kernels().join[(size * group, blocks)], *joining, G=group, E=self._sizes["E"], WIDE=self._sizes["WIDE"],
-            CHUNK=_JOINED_PARTS, BLOCK=BOOKKEEPING_BLOCK, **asked,
-        )  # fmt: skip
+        join = self.joining(size, attended, *joining, **asked)
 
         def launch() -> None:
             attend()
             join()
 
         return launch
+
+    def _grow(self, slots: Slots) -> None:
+        """Take tables of RoPE that reach all slots: there may be more now than one table holds."""
+        if slots.num_slots != self._slots:
+            self._rope, self._slots = _Rope.from_slots(slots, self._mode, self._longest), slots.num_slots
+
+    def joining(self, size: int, attended: int, *arguments: Any, **asked: bool) -> Callable[[], None]:
+        """`join`, ready to be launched. size: rows; arguments: its own, in order; asked: ASKED and PLACE."""
+        group, blocks = self._sizes["G"], ceil(attended / BOOKKEEPING_BLOCK) if asked["ASKED"] else 1
+        sized = {"G": group, "E": self._sizes["E"], "WIDE": self._sizes["WIDE"], "CHUNK": _JOINED_PARTS}
+        return partial(kernels().join[(size * group, blocks)], *arguments, **sized, BLOCK=BOOKKEEPING_BLOCK, **asked)
 
 
 def arrays_of(rows: Rows) -> tuple[Tensor, ...]:

@@ -1,0 +1,120 @@
+"""The Triton kernel that reads codes, in Triton's interpreter, against the plain reading; and what it compiles to."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import DEVICE, tokens_of
+from factories import needs_triton
+from test_coded_kernels import BY_KERNEL, model_with, parts_of, refuse_unequal
+
+from kvbench.harness.core.codec import Codec, Kivi
+from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.fastcheck import fast_method
+from kvbench.harness.engine.kernels import choose, cuda, cuda_attention
+from kvbench.harness.engine.loop import CachedDecoder
+from kvbench.harness.engine.method import PLAIN_WALK
+from kvbench.policies.dense import Dense
+from kvbench.policies.h2o import H2O
+from kvbench.policies.sink_window import SinkWindow
+
+pytestmark = [pytest.mark.slow("Triton's interpreter and compiler"), needs_triton]
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def in_triton(monkeypatch):
+    monkeypatch.setitem(choose._MODULES, DEVICE.type, cuda)
+
+
+@pytest.fixture(autouse=True)
+def numbers_of_bfloat16(monkeypatch):
+    """Triton's interpreter cuts float32 off to bfloat16, and multiplies that as integers. Here it does what a GPU does."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    cast, multiply = builder.cast_impl, builder.create_dot
+
+    def rounded(self, x, to):
+        if (x.dtype.scalar, to.scalar) != (tl.float32, tl.bfloat16):
+            return cast(self, x, to)
+        near = torch.from_numpy(x.data.astype("float32")).to(torch.bfloat16)
+        return interpreter.TensorHandle(near.view(torch.int16).numpy().view("uint16"), tl.bfloat16)
+
+    def wide(x):
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        return interpreter.TensorHandle((x.data.astype("uint32") << 16).view("float32"), tl.float32)
+
+    monkeypatch.setattr(builder, "cast_impl", rounded)
+    monkeypatch.setattr(builder, "create_dot", lambda self, a, b, *given: multiply(self, wide(a), wide(b), *given))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("codec", "policy", "mode"),
+    [
+        (Codec("int8", 8), Dense(), "cache"),
+        (Codec("int4", 16, 2, 3), H2O(), "clamped"),
+        (Codec("int2", recent=3), SinkWindow(2), "stream"),
+        (Codec("int2", 8, sinks=2), H2O(), "cache"),
+        (Codec("int8", keys="rotated"), Dense(), "stream"),
+    ],
+    ids=str,
+)  # each takes the interpreter seconds
+def test_the_kernel_reads_what_is_decoded_plainly(codec, policy, mode, dtype):
+    model = model_with(32, 2, dtype, num_hidden_layers=1, initializer_range=0.1)
+    most = 0.2 if dtype == torch.float32 else 1  # the check's limit: plain code rounds scores to 16 bits, the kernel doesn't
+    refuse_unequal(model, policy, mode, 6, 9, codec, most)
+
+
+@pytest.mark.parametrize(("dims", "queries"), [(96, 1), (8, 24)])
+def test_several_parts_programs_and_padded_groups(monkeypatch, dims, queries):
+    """Parts of 16 slots; 24 queries are read by two programs; three groups of a head, where a tile has room for four."""
+    monkeypatch.setattr(cuda_attention, "_MAX_TILE_BYTES", 16)
+    model = model_with(dims, queries, num_hidden_layers=1)
+    refuse_unequal(model, H2O(), "cache", 18, 21, Codec("int4", 32, 1, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("codec", [*(Codec(name, 8) for name in ("int8", "int4", "int2")), Codec("int4", 32, 2, 3)], ids=str)
+def test_a_token_is_coded_as_plain_code_does_digit_for_digit(codec, dtype):
+    model, config = model_with(32, 1, dtype, num_hidden_layers=1), CacheConfig(H2O(), 6, kv=codec)
+    reads = [CachedDecoder(model, config, method=method) for method in (BY_KERNEL, PLAIN_WALK)]
+    assert reads[0].walks[0].steps_by_kernel
+    for token in tokens_of(9).split(1, 1):
+        for read in reads:
+            read(token)
+    assert reads[0].kept() == reads[1].kept()
+    for ours, theirs in zip(*map(parts_of, reads), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_the_check_before_a_run_holds_it_to_the_plain_reading(monkeypatch):
+    model, config = model_with(16, 1, num_hidden_layers=1), CacheConfig(H2O(), 8, kv=Codec("int4", 8))
+    check = fast_method(model, config)
+    assert (check.step, check.blocks, check.refused) == ("compiled", "walk", "")
+    monkeypatch.setattr(cuda.CodedAttentionKernels, "joining", lambda *given, **asked: lambda: None)  # nothing is written
+    check = fast_method(model, config)
+    assert (check.step, check.refused) == ("plain", "step kernels: its attention differs from the plain walk's")
+
+
+@pytest.mark.parametrize("codec", [Kivi("kivi4", 8, residual=8), Codec("int8", 24)], ids=str)
+def test_what_it_has_no_groups_for_is_decoded(codec):
+    read = CachedDecoder(model_with(48, 1, num_hidden_layers=1), CacheConfig(Dense(), kv=codec), method=BY_KERNEL)
+    assert not read.walks[0].steps_by_kernel
+
+
+def test_it_compiles_for_a_gpu_that_is_not_there():
+    env = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "ignore", str(ROOT / "tests/compile_coded.py"), "--only", "llama-3-8b bf16 int4"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("registers a thread, 0 bytes spilt") == len(done.stdout.splitlines()) == 3
+    assert "160 bytes a slot of 512 in floats" in done.stdout
