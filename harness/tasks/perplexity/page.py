@@ -9,7 +9,6 @@ from kvbench.harness.core.intervals import Interval
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import Bucket, NllMetrics
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.charts.parts import over_the_stream
 from kvbench.harness.report.common_tokens import (
     Common,
     common_tokens,
@@ -21,6 +20,7 @@ from kvbench.harness.report.common_tokens import (
 from kvbench.harness.report.machines import row_label
 from kvbench.harness.report.markdown import cache_bytes, count, label, md, status, table
 from kvbench.harness.report.pairing import paired, past_training, perplexity
+from kvbench.harness.report.task_charts import over_the_stream
 from kvbench.harness.tasks.perplexity.schema import FactCost, PerplexityMetrics, PerplexityOptions
 
 
