@@ -21,8 +21,8 @@ from kvbench.harness.records.aggregates import nll_figures
 from kvbench.harness.records.metrics import Looks, Metrics, NllMetrics
 from kvbench.harness.report import compare
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.difference import Difference, Traces
 from kvbench.harness.report.pairing import question
+from kvbench.harness.report.task import Difference, Traces
 from kvbench.harness.tasks.perplexity import page
 from kvbench.harness.tasks.perplexity.schema import PerplexityMetrics, PerplexityOptions, Precision
 from kvbench.harness.tasks.task import Independent, Job, Options, Task, Tokenizer
