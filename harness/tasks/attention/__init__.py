@@ -17,8 +17,8 @@ from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.report import logit_maps
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.machines import row_label
 from kvbench.harness.report.markdown import count, md, number, percent, status, table, task_line
+from kvbench.harness.report.sections import row_label
 from kvbench.harness.tasks.attention import chart
 from kvbench.harness.tasks.attention.figures import OUTLIER_TIMES_MEDIAN, figures
 from kvbench.harness.tasks.attention.schema import AttentionMetrics, AttentionOptions, Patches

@@ -21,8 +21,8 @@ from kvbench.harness.records.types import BadRecordError
 from kvbench.harness.report import compare
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.compare import speed_up
-from kvbench.harness.report.machines import by_machine
 from kvbench.harness.report.markdown import cache_bytes, count, in_bytes, label, md, status, table
+from kvbench.harness.report.sections import by_machine
 from kvbench.harness.report.task import Difference, Traces
 from kvbench.harness.report.task_charts import over_capacity
 from kvbench.harness.tasks.latency.schema import LatencyMetrics, LatencyOptions

@@ -23,8 +23,8 @@ from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.report import compare
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.compare import differences
-from kvbench.harness.report.machines import row_label
 from kvbench.harness.report.markdown import bracketed, cache_bytes, count, md, short_titles, status, table
+from kvbench.harness.report.sections import row_label
 from kvbench.harness.report.task import Difference, Traces
 from kvbench.harness.report.task_charts import Depths, over_depths
 from kvbench.harness.tasks.common.answers import right_answers

@@ -17,9 +17,9 @@ from kvbench.harness.report.common_tokens import (
     scores_all,
     stride_of,
 )
-from kvbench.harness.report.machines import row_label
 from kvbench.harness.report.markdown import cache_bytes, count, label, md, status, table
 from kvbench.harness.report.pairing import paired, past_training, perplexity
+from kvbench.harness.report.sections import row_label
 from kvbench.harness.report.task_charts import over_the_stream
 from kvbench.harness.tasks.perplexity.schema import FactCost, PerplexityMetrics, PerplexityOptions
 

@@ -17,8 +17,8 @@ from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.report import chart, compare
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.feed.question import is_reference
-from kvbench.harness.report.machines import row_label
 from kvbench.harness.report.markdown import bracketed, cache_bytes, count, percent, short_titles, status, table, task_line
+from kvbench.harness.report.sections import row_label
 from kvbench.harness.report.task import Difference, Traces
 from kvbench.harness.report.task_charts import marks, panels
 from kvbench.harness.tasks.common.answers import about_intervals, percent_or_status, right_answers

@@ -18,8 +18,8 @@ from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import AnswerMetrics
 from kvbench.harness.report import chart
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.machines import device, on_device, row_label
 from kvbench.harness.report.markdown import bracketed, cache_bytes, count, short_titles, status, table, task_line
+from kvbench.harness.report.sections import device, on_device, row_label
 from kvbench.harness.report.shares import Answers, answers
 from kvbench.harness.report.task_charts import panels
 from kvbench.harness.tasks.common.answers import AnsweringTask, QuizFacts, about_intervals
