@@ -9,16 +9,18 @@ from kvbench.harness.core.intervals import Interval
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import Bucket, NllMetrics
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.common_tokens import (
+from kvbench.harness.report.markdown import cache_bytes, count, label, md, status, table
+from kvbench.harness.report.pairing import (
     Common,
     common_tokens,
     describe_tokens,
     on_common,
+    paired,
+    past_training,
+    perplexity,
     scores_all,
     stride_of,
 )
-from kvbench.harness.report.markdown import cache_bytes, count, label, md, status, table
-from kvbench.harness.report.pairing import paired, past_training, perplexity
 from kvbench.harness.report.sections import row_label
 from kvbench.harness.report.task_charts import over_the_stream
 from kvbench.harness.tasks.perplexity.schema import FactCost, PerplexityMetrics, PerplexityOptions
