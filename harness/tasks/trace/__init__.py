@@ -99,7 +99,7 @@ class Trace(Task):
     @classmethod
     def from_trace(cls, record: Record, trace: Path) -> Mapping[str, Any]:
         """All figures but bytes; the programs are run again."""
-        from kvbench.harness.tasks.trace.figures import figures
+        from kvbench.harness.tasks.trace.programs import figures
 
         return figures(json_lines(trace), record.cell.task_options(TraceOptions))
 
