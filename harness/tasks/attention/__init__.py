@@ -25,7 +25,7 @@ from kvbench.harness.tasks.attention.schema import AttentionMetrics, AttentionOp
 from kvbench.harness.tasks.task import Job, Options, Task
 
 if TYPE_CHECKING:
-    from kvbench.harness.tasks.attention.images import ImageSamples
+    from kvbench.harness.tasks.attention.measure import ImageSamples
     from kvbench.harness.tasks.common.samples import Samples
 
 _TOKENS_OF_AN_IMAGE = 257  # for estimates: 224 pixels in patches of 14, and [CLS]
@@ -46,7 +46,7 @@ class AttentionTask(Task):
     def data(options: AttentionOptions, tokenizer: Any, directory: Path | None) -> Samples | ImageSamples:
         """Pieces of books or of generated prose, or images."""
         if options.reads_images:
-            from kvbench.harness.tasks.attention.images import image_samples
+            from kvbench.harness.tasks.attention.measure import image_samples
 
             return image_samples(options, tokenizer, directory)
         from kvbench.harness.tasks.common.samples import samples
