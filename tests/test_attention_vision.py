@@ -20,7 +20,7 @@ from kvbench.harness.engine.watch import Chunk, NotWatchableError, check, watch
 from kvbench.harness.models.load import load_model, load_tokenizer
 from kvbench.harness.models.vision import TokenLayout, load_image_reader
 from kvbench.harness.tasks.attention.figures import patch_figures
-from kvbench.harness.tasks.attention.images import image_samples
+from kvbench.harness.tasks.attention.measure import image_samples
 from kvbench.harness.tasks.attention.notes import Notes
 from kvbench.harness.tasks.attention.schema import AttentionOptions
 

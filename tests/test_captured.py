@@ -15,8 +15,8 @@ from kvbench.harness.engine.captured import CAPTURE_AFTER, PROCESS, CudaGraph, S
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import EAGER, FASTEST, PLAIN_WALK
+from kvbench.harness.tasks.latency import LatencyOptions
 from kvbench.harness.tasks.latency.lane import Lane
-from kvbench.harness.tasks.latency.schema import LatencyOptions
 from kvbench.harness.tasks.task import Job
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O

@@ -9,9 +9,9 @@ import pytest
 from factories import cell_record, drawn, edit, record
 
 from kvbench.harness.report import chart, paper
-from kvbench.harness.report.charts.parts import over_the_stream
 from kvbench.harness.report.paper import curves
 from kvbench.harness.report.sections import section
+from kvbench.harness.report.task_charts import over_the_stream
 from kvbench.harness.tasks.streameval import over_distance
 
 

@@ -14,10 +14,10 @@ from test_tables import table_of
 from kvbench.harness.records import Record
 from kvbench.harness.records.aggregates import nll_figures, scored_mask
 from kvbench.harness.report import export, site
-from kvbench.harness.report.charts.parts import over_the_stream
-from kvbench.harness.report.common_tokens import Common, common_tokens, on_common
 from kvbench.harness.report.feed import feed
+from kvbench.harness.report.pairing import Common, common_tokens, on_common
 from kvbench.harness.report.sections import headline, section
+from kvbench.harness.report.task_charts import over_the_stream
 
 STRIDE, TOKENS = 16, 20_000
 WANTED = scored_mask(TOKENS + 1, 1, STRIDE)

@@ -11,8 +11,8 @@ from test_feed import SCHEMA, answered, noisy
 
 from kvbench.harness.report import closing, feed
 from kvbench.harness.report.chart import draw
-from kvbench.harness.report.charts.lost import over_bytes
 from kvbench.harness.report.leaderboard import render
+from kvbench.harness.report.loss_charts import over_bytes
 
 DENSE = 65536
 

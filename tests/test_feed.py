@@ -12,10 +12,10 @@ from factories import cell_record, changed, edit, record
 
 from kvbench.harness.report import feed as feeds
 from kvbench.harness.report.chart import _PLACES, VARIANTS, mark
-from kvbench.harness.report.charts.lost import over_budgets
 from kvbench.harness.report.feed.question import questions
 from kvbench.harness.report.feed.words import origin
 from kvbench.harness.report.leaderboard import render
+from kvbench.harness.report.loss_charts import over_budgets
 
 SCHEMA = json.loads((Path(feeds.__file__).parent / "schema.json").read_text(encoding="utf-8"))
 PAGES = {"light": "#ffffff", "dark": "#0d1117"}

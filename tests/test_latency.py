@@ -25,9 +25,8 @@ from kvbench.harness.engine.method import EAGER
 from kvbench.harness.records import RecordStore
 from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.run.request import RunRequest
-from kvbench.harness.tasks.latency import Latency, LatencyOptions, lane, measure
+from kvbench.harness.tasks.latency import Latency, LatencyMetrics, LatencyOptions, lane, measure
 from kvbench.harness.tasks.latency.lane import Lane, roofline, timing
-from kvbench.harness.tasks.latency.schema import LatencyMetrics
 from kvbench.harness.tasks.task import Job, RandomTokens
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O

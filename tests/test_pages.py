@@ -18,8 +18,8 @@ from kvbench.harness.core.errors import Exit
 from kvbench.harness.records import RecordStore
 from kvbench.harness.report import feed, leaderboard, paper, site, verify
 from kvbench.harness.report.chart import drawing_files
-from kvbench.harness.report.common_tokens import common_perplexity
 from kvbench.harness.report.compare import largest_difference
+from kvbench.harness.report.pairing import common_perplexity
 
 ROOT = Path(__file__).parents[1]
 

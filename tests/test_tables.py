@@ -9,12 +9,12 @@ from factories import cell_record, drawn, edit, record
 
 from kvbench.harness.records import RecordStore
 from kvbench.harness.report.chart import drawing_files
-from kvbench.harness.report.charts.parts import over_capacity
 from kvbench.harness.report.doubts import cliff, faults
 from kvbench.harness.report.feed import feed
 from kvbench.harness.report.leaderboard import render
 from kvbench.harness.report.rows import rows
 from kvbench.harness.report.sections import section
+from kvbench.harness.report.task_charts import over_capacity
 
 
 def made(policy, capacity, nll, kv_bytes, **changes):

@@ -32,8 +32,7 @@ from kvbench.harness.run.estimate import estimates
 from kvbench.harness.run.request import RunRequest
 from kvbench.harness.tasks.task import Job, MeasurementError
 from kvbench.harness.tasks.trace import Trace, _curve, first_wrong
-from kvbench.harness.tasks.trace.figures import figures, judged
-from kvbench.harness.tasks.trace.programs import sources, trace_data
+from kvbench.harness.tasks.trace.programs import figures, judged, sources, trace_data
 from kvbench.harness.tasks.trace.schema import TraceOptions
 from kvbench.policies import Policy
 from kvbench.policies.dense import Dense

@@ -31,8 +31,7 @@ from kvbench.harness.records.aggregates import answer_figures
 from kvbench.harness.records.metrics import AnswerMetrics
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.tasks import turns as task
-from kvbench.harness.tasks.turns import Turns, TurnsOptions
-from kvbench.harness.tasks.turns.conversation import conversation
+from kvbench.harness.tasks.turns import Turns, TurnsOptions, conversation
 from kvbench.policies.h2o import H2O
 from kvbench.policies.random import Random
 from kvbench.policies.recompute_window import RecomputeWindow

@@ -18,8 +18,7 @@ from kvbench.harness.data.stream import TokenStream
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.method import EAGER
 from kvbench.harness.records import RecordStore
-from kvbench.harness.report.common_tokens import common_tokens, on_common
-from kvbench.harness.report.pairing import paired, perplexity
+from kvbench.harness.report.pairing import common_tokens, on_common, paired, perplexity
 from kvbench.harness.report.sections import section
 from kvbench.harness.report.verify import problems
 from kvbench.harness.run.request import RunRequest

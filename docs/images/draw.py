@@ -8,8 +8,8 @@ from typing import Any
 
 from kvbench.harness.records import RecordStore
 from kvbench.harness.report.chart import draw, write
-from kvbench.harness.report.charts.lost import over_budgets
 from kvbench.harness.report.feed import feed
+from kvbench.harness.report.loss_charts import over_budgets
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER.parents[1] / "leaderboard" / "results"

@@ -13,14 +13,13 @@ from kvbench.harness.records import Record
 from kvbench.harness.records.facts import Failure
 from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics
 from kvbench.harness.report import sections
-from kvbench.harness.report.common_tokens import describe_tokens
 from kvbench.harness.report.feed import feed, words
 from kvbench.harness.report.feed.question import Question, is_reference
 from kvbench.harness.report.feed.words import size
-from kvbench.harness.report.machines import by_machine
 from kvbench.harness.report.markdown import cache_bytes
-from kvbench.harness.report.pairing import on_all_tokens, past_training, question, units
+from kvbench.harness.report.pairing import describe_tokens, on_all_tokens, past_training, question, units
 from kvbench.harness.report.rows import Row, rows, short_names, without_folder
+from kvbench.harness.report.sections import by_machine
 from kvbench.harness.report.task import task_of
 
 _MAX_NAMES = 3  # in a line, before "and 4 more"

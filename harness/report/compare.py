@@ -18,12 +18,11 @@ from numpy.typing import NDArray
 from kvbench.harness.core.intervals import MIN_BLOCKS, clustered, median_interval
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics, ScoreMetrics, StepMetrics
-from kvbench.harness.report.difference import Difference, Traces, Verdict, judge_interval
 from kvbench.harness.report.markdown import md, table, title
 from kvbench.harness.report.pairing import paired, task_version
 from kvbench.harness.report.shares import Ends, count, difference_ends, shares, streams_of, too_few
 from kvbench.harness.report.sources import find_trace
-from kvbench.harness.report.task import task_of
+from kvbench.harness.report.task import Difference, Traces, Verdict, judge_interval, task_of
 
 
 def speed_up(record: Record, bases: Sequence[Record]) -> str:

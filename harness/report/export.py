@@ -13,8 +13,7 @@ from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.files import atomic_write
 from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Problem, Record, RecordStore, newest
-from kvbench.harness.report.common_tokens import common_tokens, on_common
-from kvbench.harness.report.pairing import question
+from kvbench.harness.report.pairing import common_tokens, on_common, question
 from kvbench.harness.report.sections import headline
 
 if TYPE_CHECKING:

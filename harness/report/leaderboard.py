@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvbench.harness.report.chart import Chart, Page, page
-from kvbench.harness.report.charts.lost import over_budgets, over_bytes
 from kvbench.harness.report.feed.words import loss_text, size
+from kvbench.harness.report.loss_charts import over_budgets, over_bytes
 from kvbench.harness.report.markdown import cache_bytes, md, table
 
 _HEAD = """# Leaderboard

@@ -10,13 +10,13 @@ from kvbench.harness.core.errors import UserError, did_you_mean
 from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Record
 from kvbench.harness.report import chart
-from kvbench.harness.report.charts.lost import over_budgets
 from kvbench.harness.report.doubts import with_doubts
 from kvbench.harness.report.feed import feed, words
 from kvbench.harness.report.feed.question import Question, is_reference, loss, questions
 from kvbench.harness.report.feed.row import loss_json
 from kvbench.harness.report.feed.row import row_id as id_of
 from kvbench.harness.report.feed.words import loss_text
+from kvbench.harness.report.loss_charts import over_budgets
 from kvbench.harness.report.rows import Row, short_names
 
 if TYPE_CHECKING:

@@ -1,10 +1,11 @@
-"""What a task declares about its records: figures, how to recompute them, and what pages and comparisons show."""
+"""What a task declares about its records: figures, how to recompute them, what pages show, and how two are compared."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from kvbench.harness.core import plugins
 from kvbench.harness.records import Record
@@ -13,8 +14,47 @@ from kvbench.harness.records.facts import Data
 from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.records.rules import compared
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.difference import Difference, Traces, judge_interval
 from kvbench.harness.report.markdown import count, label, md, number, status, table, task_line
+
+Verdict = Literal["better", "worse", "same", "can't tell"]
+Traces = tuple[Path | None, Path | None]  # files of two records' per-token figures, where available
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One metric of two records.
+
+    Attributes:
+        metric: name.
+        a: the first record's figure; None if it has none.
+        b: the second's.
+        change: b - a; for `step_ms`, b / a - 1; None if unknown.
+        low: lower end of the 95 % interval of `change`; None without an interval.
+        high: upper end.
+        verdict: on b.
+        why: explains the verdict where the figures alone don't.
+    """
+
+    metric: str
+    a: float | None
+    b: float | None
+    change: float | None
+    low: float | None
+    high: float | None
+    verdict: Verdict
+    why: str = ""
+
+
+def judge_interval(low: float | None, high: float | None, margin: float, more_is_better: bool = False) -> Verdict:
+    """The verdict on a change with this interval; "same" if it lies within the margin."""
+    if low is None or high is None:
+        return "can't tell"
+    if -margin <= low and high <= margin:
+        return "same"
+    if low > 0 or high < 0:
+        return "better" if (low > 0) == more_is_better else "worse"
+    return "can't tell"
+
 
 _COMPARED_FOR_EVERY_TASK = ("kv_bytes", "state_bytes")
 

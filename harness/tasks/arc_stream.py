@@ -16,8 +16,8 @@ from pydantic import Field
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import AnswerMetrics
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.machines import row_label
 from kvbench.harness.report.markdown import cache_bytes, count, table, task_line
+from kvbench.harness.report.sections import row_label
 from kvbench.harness.tasks.common.answers import AnsweringTask, Context, about_intervals, percent_or_status
 from kvbench.harness.tasks.task import Job, Options, Tokenizer
 

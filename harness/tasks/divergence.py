@@ -25,9 +25,9 @@ from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.records.rules import EXACT, MEAN_NATS, PART_NATS, RUN_NATS, SUM, near
 from kvbench.harness.records.types import Amount, Count, Nats, Number, Part, Positive, Share
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.difference import Difference, Traces, judge_interval
-from kvbench.harness.report.machines import row_label
 from kvbench.harness.report.markdown import cache_bytes, count, label, status, table, task_line
+from kvbench.harness.report.sections import row_label
+from kvbench.harness.report.task import Difference, Traces, judge_interval
 from kvbench.harness.tasks.common.samples import SampleOptions, Samples, buckets, samples
 from kvbench.harness.tasks.task import Job, MeasurementError, Options, Task, Tokenizer
 

@@ -18,10 +18,10 @@ from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import AnswerMetrics
 from kvbench.harness.report import chart
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.charts.parts import marks, panels
-from kvbench.harness.report.machines import on_device, row_label
 from kvbench.harness.report.markdown import cache_bytes, count, short_titles, table, task_line
+from kvbench.harness.report.sections import on_device, row_label
 from kvbench.harness.report.shares import answers
+from kvbench.harness.report.task_charts import marks, panels
 from kvbench.harness.tasks.common.answers import AnsweringTask, Context, QuizFacts, about_intervals, percent_or_status
 from kvbench.harness.tasks.task import Job, MeasurementError, Options, Tokenizer
 

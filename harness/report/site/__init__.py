@@ -25,12 +25,11 @@ from kvbench.harness.records import Record, Submitted, standing
 from kvbench.harness.records.metrics import QuestionMetrics, StepMetrics
 from kvbench.harness.report import keep_map, logit_maps
 from kvbench.harness.report.chart import VARIANTS, make_visible, mark
-from kvbench.harness.report.common_tokens import Common, common_perplexity, common_tokens
 from kvbench.harness.report.compare import MARGINS
 from kvbench.harness.report.feed import of_questions
 from kvbench.harness.report.feed.question import Question, questions
 from kvbench.harness.report.markdown import title
-from kvbench.harness.report.pairing import question
+from kvbench.harness.report.pairing import Common, common_perplexity, common_tokens, question
 from kvbench.harness.report.sections import groups
 from kvbench.harness.report.site.sums import sums
 from kvbench.harness.report.task import task_of

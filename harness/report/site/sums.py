@@ -16,12 +16,11 @@ from kvbench.harness.core.intervals import MIN_BLOCKS, batches, long_enough
 from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics, StrideBlocks
-from kvbench.harness.report.common_tokens import Common, on_common
 from kvbench.harness.report.compare import step_time
 from kvbench.harness.report.feed import words
 from kvbench.harness.report.feed.question import Question
 from kvbench.harness.report.feed.row import row_id
-from kvbench.harness.report.pairing import on_all_tokens, past_training, task_version, units
+from kvbench.harness.report.pairing import Common, on_all_tokens, on_common, past_training, task_version, units
 from kvbench.harness.report.rows import Row
 from kvbench.harness.report.task import task_of
 

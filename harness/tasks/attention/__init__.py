@@ -17,18 +17,20 @@ from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.report import logit_maps
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.machines import row_label
-from kvbench.harness.report.markdown import count, md, number, percent, status, table, task_line
-from kvbench.harness.tasks.attention import chart
+from kvbench.harness.report.markdown import count, md, number, percent, short_titles, status, table, task_line
+from kvbench.harness.report.pairing import question
+from kvbench.harness.report.sections import row_label
 from kvbench.harness.tasks.attention.figures import OUTLIER_TIMES_MEDIAN, figures
 from kvbench.harness.tasks.attention.schema import AttentionMetrics, AttentionOptions, Patches
 from kvbench.harness.tasks.task import Job, Options, Task
 
 if TYPE_CHECKING:
-    from kvbench.harness.tasks.attention.images import ImageSamples
+    from kvbench.harness.tasks.attention.measure import ImageSamples
     from kvbench.harness.tasks.common.samples import Samples
 
 _TOKENS_OF_AN_IMAGE = 257  # for estimates: 224 pixels in patches of 14, and [CLS]
+_CELL_PIXELS, _MOST_PIXELS = 26, 480  # of the heatmap of heads
+_SHADES = {"scheme": "blues"}
 
 
 class AttentionTask(Task):
@@ -46,7 +48,7 @@ class AttentionTask(Task):
     def data(options: AttentionOptions, tokenizer: Any, directory: Path | None) -> Samples | ImageSamples:
         """Pieces of books or of generated prose, or images."""
         if options.reads_images:
-            from kvbench.harness.tasks.attention.images import image_samples
+            from kvbench.harness.tasks.attention.measure import image_samples
 
             return image_samples(options, tokenizer, directory)
         from kvbench.harness.tasks.common.samples import samples
@@ -112,8 +114,8 @@ class AttentionTask(Task):
         if measured:
             full = [r for r in measured if r.cell.is_dense][:1]
             lines += [
-                *map(chart.heads, full),
-                chart.over_layers(measured),
+                *map(_heads_chart, full),
+                _layers_chart(measured),
                 *(line for r in full for line in (*_patches(r), *_outstanding(r), *_vectors(r))),
             ]
         return lines
@@ -183,7 +185,7 @@ def _patches(record: Record) -> list[str | Chart]:
     metrics = record.measured(AttentionMetrics)
     if metrics is None or metrics.patches is None:
         return []
-    return [f"{_in_words(metrics.patches)}\n", chart.patches(record, metrics, metrics.patches)]
+    return [f"{_in_words(metrics.patches)}\n", _patches_chart(record, metrics, metrics.patches)]
 
 
 def _in_words(patches: Patches) -> str:
@@ -206,3 +208,121 @@ def _in_words(patches: Patches) -> str:
 
 def _ratio(outlier: float | None, patch: float) -> float:
     return 0.0 if outlier is None or not patch else outlier / patch
+
+
+def _heads_chart(record: Record) -> Chart:
+    """Layer by head: the attention that each head gives to the first token. The scale starts at 0 and ends at 1."""
+    metrics = record.measured(AttentionMetrics)
+    assert metrics is not None
+    values = [
+        {"layer": layer, "head": head, "share": round(x, 4)}
+        for layer, row in enumerate(metrics.first_by_head)
+        for head, x in enumerate(row)
+    ]
+    spec = {
+        "data": {"values": values}, "mark": "rect", **_size(len(metrics.first_by_head[0]), len(metrics.first_by_head)),
+        "encoding": {
+            "x": {"field": "head", "type": "ordinal", "title": "query head", "axis": {"labelAngle": 0, "labelOverlap": True}},
+            "y": {"field": "layer", "type": "ordinal", "title": "layer", "axis": {"labelOverlap": True}},
+            "color": {
+                "field": "share", "type": "quantitative", "title": ["attention to", "the first token"],
+                "scale": {"domain": [0, 1], **_SHADES}, "legend": {"format": ".0%"},
+            },
+        },
+    }  # fmt: skip
+    alt = "Attention that each head of {model} gives to the first token, layer by head"
+    return Chart.from_record(record, "attention heads", record.cell_id, f"{alt}, {_text_of(record)}.", spec)
+
+
+def _layers_chart(records: Sequence[Record]) -> Chart:
+    """Curves over layers: attention to the first token, its deviation under full attention, entropy; and what policies lose."""
+    values, lost, band = [], [], []
+    for name, record in zip(short_titles(records), records, strict=True):
+        metrics = record.measured(AttentionMetrics)
+        assert metrics is not None
+        for at, layer in enumerate(metrics.layers):
+            values.append({"policy": name, "layer": at, "late": layer.late, "entropy": layer.entropy})
+            if record.cell.is_dense:
+                low, high = max(0.0, layer.late - layer.late_deviation), min(1.0, layer.late + layer.late_deviation)
+                band.append({"policy": name, "layer": at, "low": low, "high": high})
+            if layer.lost is not None:
+                lost.append({"policy": name, "layer": at, "lost": layer.lost})
+    x = {"field": "layer", "type": "quantitative", "title": "layer", "axis": {"tickMinStep": 1, "format": "d"}}
+    names = list(dict.fromkeys(v["policy"] for v in values))
+    colour = {
+        "field": "policy", "type": "nominal", "scale": {"domain": names}, "title": "policy", "legend": {"symbolOpacity": 1},
+    }  # fmt: skip
+    share: dict[str, Any] = {"type": "quantitative", "scale": {"domain": [0, 1]}, "axis": {"format": ".0%"}}
+    line = {"type": "line", "point": True, "strokeWidth": 2}
+    first = {
+        "title": "last query to the first token", "data": {"values": values}, "layer": [
+            {"data": {"values": band}, "mark": {"type": "area", "opacity": 0.12}, "encoding": {
+                "x": x, "y": {"field": "low", **share, "title": "attention"}, "y2": {"field": "high"}, "color": colour,
+            }},
+            {"mark": line, "encoding": {"x": x, "y": {"field": "late", **share, "title": "attention"}, "color": colour}},
+        ],
+    }  # fmt: skip
+    entropy = {
+        "title": "entropy of a query's weights", "data": {"values": values}, "mark": line, "encoding": {
+            "x": x, "y": {"field": "entropy", "type": "quantitative", "title": "nats"}, "color": colour,
+        },
+    }  # fmt: skip
+    missing = {
+        "title": "attention lost to eviction", "data": {"values": lost}, "mark": line, "encoding": {
+            "x": x, "y": {
+                "field": "lost", "type": "quantitative", "title": "share of full attention", "scale": {"zero": True},
+                "axis": {"format": ".0%"},
+            }, "color": colour,
+        },
+    }  # fmt: skip
+    shown: list[dict[str, Any]] = [first, entropy, missing] if lost else [first, entropy]
+    panels = [{"width": 240, "height": 200} | panel for panel in shown]
+    alt = "Over the layers of {model}: attention of the last query to the first token, entropy of attention"
+    alt += ", and the attention that policies lose" if lost else ""
+    return Chart.from_record(
+        records[0], "attention layers", f"{question(records[0])} {records[0].cell.capacity}", f"{alt}.", {"hconcat": panels}
+    )
+
+
+def _patches_chart(record: Record, metrics: AttentionMetrics, patches: Patches) -> Chart:
+    """Curves over layers: norms of patches, and the attention that one token of each kind gets."""
+    norms, received = [], []
+    for at, (layer, first) in enumerate(zip(patches.layers, metrics.layers, strict=True)):
+        norms += [
+            {"layer": at, "of": name, "norm": x} for name, x in (("median", layer.norm_median), ("largest", layer.norm_largest))
+        ]
+        kinds = {"outlier": layer.to_outlier, "other patch": layer.to_patch, "register": layer.to_register}
+        kinds |= {"[CLS]": first.first} if patches.special > patches.registers else {}
+        received += [{"layer": at, "token": name, "attention": x} for name, x in kinds.items() if x is not None]
+    x = {"field": "layer", "type": "quantitative", "title": "layer", "axis": {"tickMinStep": 1, "format": "d"}}
+    line = {"type": "line", "point": True, "strokeWidth": 2}
+    panels: list[dict[str, Any]] = [
+        {
+            "title": "norms of patches", "data": {"values": norms}, "mark": line, "encoding": {
+                "x": x, "y": {"field": "norm", "type": "quantitative", "title": "norm", "scale": {"type": "symlog"}},
+                "color": {"field": "of", "type": "nominal", "title": "norm"},
+            },
+        },
+        {
+            "title": "attention that a token gets", "data": {"values": received}, "mark": line, "encoding": {
+                "x": x, "y": {"field": "attention", "type": "quantitative", "title": "attention", "axis": {"format": ".1%"}},
+                "color": {"field": "token", "type": "nominal", "title": "token"},
+            },
+        },
+    ]  # fmt: skip
+    alt = "Over the layers of {model}: norms of patches, and attention to [CLS], registers, outliers and other patches"
+    spec = {
+        "hconcat": [{"width": 240, "height": 200} | panel for panel in panels],
+        "resolve": {"scale": {"color": "independent"}},
+    }
+    return Chart.from_record(record, "attention patches", record.cell_id, f"{alt}, {metrics.samples} images.", spec)
+
+
+def _size(columns: int, rows: int) -> dict[str, int]:
+    return {"width": min(_MOST_PIXELS, _CELL_PIXELS * columns), "height": min(_MOST_PIXELS, _CELL_PIXELS * rows)}
+
+
+def _text_of(record: Record) -> str:
+    metrics = record.measured(AttentionMetrics)
+    assert metrics is not None
+    return f"{metrics.samples} samples of {metrics.tokens:,} tokens"

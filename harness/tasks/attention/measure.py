@@ -1,4 +1,4 @@
-"""Watches a model read samples, under full attention or a policy.
+"""Watches a model read samples of a text, or images, under full attention or a policy.
 
 Under a policy, a watcher is shown the attention that the decoder really computes, and is told who was evicted when. The policy is
 wrapped in one with a further statistic, which looks and changes nothing. It is no pure function, so it has no place among
@@ -9,9 +9,12 @@ Axis letters: L layers, B samples, H KV heads, h of them in a view, G query head
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,14 +23,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvbench.harness.core.contestants import Contestant
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.data.images import Images, in_directory, on_hub, shapes
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.probes import LayerCache
 from kvbench.harness.engine.slots import LayerShape
 from kvbench.harness.engine.watch import Chunk, NotWatchableError, Watcher, check, watch
+from kvbench.harness.models.vision import ImageReader, TokenLayout
 from kvbench.harness.tasks.attention.figures import figures, massive_activations, sink_tokens
-from kvbench.harness.tasks.attention.images import ImageSamples
 from kvbench.harness.tasks.attention.notes import Lost, Notes
 from kvbench.harness.tasks.attention.schema import MOST_SHOWN, AttentionMetrics, AttentionOptions
 from kvbench.harness.tasks.common.samples import Samples
@@ -36,6 +41,76 @@ from kvbench.policies import Attention, CacheView, Statistic
 from kvbench.policies.policy import Composed
 
 _MOST_STEPS, _MAX_NUMBERS = 64, 2**25  # of a block: kept until they are shown
+
+
+@dataclass(frozen=True)
+class ImageSamples:
+    """Images, each of which is a sample."""
+
+    images: Images
+    reader: ImageReader  # turns them into pixels
+    count: int  # of the samples
+    layout: TokenLayout  # of the tokens that the model makes of an image
+
+    @cached_property
+    def ids_sha256(self) -> str:
+        """Fingerprint of what the model reads: the pixels, as its image processor makes them."""
+        digest = hashlib.sha256()
+        for number in range(self.count):
+            digest.update(self.inputs(number, number + 1)["pixel_values"].numpy().astype("<f4").tobytes())
+        return digest.hexdigest()
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sample."""
+        return self.layout.tokens
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all samples."""
+        return self.count * self.length
+
+    def facts(self) -> dict[str, Any]:
+        """Facts about the data, for the record."""
+        return {"source": self.images.source, "ids_sha256": self.ids_sha256, "tokens": self.tokens}
+
+    def inputs(self, start: int, stop: int) -> dict[str, Tensor]:
+        """What the model reads: `pixel_values` of the samples from `start` to `stop` - 1. [B, 3, H, W] float32."""
+        return {"pixel_values": self.reader.pixels([self.images.load(number) for number in range(start, stop)])}
+
+    def checked(self) -> dict[str, Tensor]:
+        """The sample that the model's attention is checked with."""
+        return self.inputs(0, 1)
+
+    def text(self, sample: int, position: int) -> str:
+        """What a token is: "[CLS]", "[register 1]" or "patch"."""
+        return self.layout.name(position)
+
+
+def image_samples(options: AttentionOptions, reader: Callable[[], ImageReader], directory: Path | None) -> ImageSamples:
+    """The first images of the data.
+
+    Raises:
+        UserError: the model reads no images, or there are too few.
+    """
+    loaded, images = reader(), _images(options, directory)
+    if images.count is not None and images.count < options.samples:
+        raise UserError(f"{images.source}: has {images.count:,} images, not the {options.samples:,} asked for; set samples lower")
+    return ImageSamples(images, loaded, options.samples, loaded.layout(loaded.pixels([images.load(0)])))
+
+
+def _images(options: AttentionOptions, directory: Path | None) -> Images:
+    if options.data == "shapes":
+        return shapes(options.data_seed or 0)
+    if directory is not None:
+        return in_directory(directory)
+    if options.dataset is None:
+        raise UserError(
+            "data images: give a directory of .png or .jpg files (--data DIR), or a hub dataset (dataset: owner/name)"
+        )
+    return on_hub(options.dataset, options.split, options.samples)
+
+
 AnySamples = Samples | ImageSamples
 
 

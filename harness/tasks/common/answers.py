@@ -17,9 +17,9 @@ from kvbench.harness.records.metrics import AnswerMetrics, Metrics, QuestionMetr
 from kvbench.harness.records.rules import EXACT
 from kvbench.harness.records.types import Count, Duration
 from kvbench.harness.report import compare
-from kvbench.harness.report.difference import Difference, Traces
 from kvbench.harness.report.markdown import bracketed, status
 from kvbench.harness.report.shares import answers, count, streams_of, too_few
+from kvbench.harness.report.task import Difference, Traces
 from kvbench.harness.tasks.task import Task
 
 Context = Literal["gold", "model", "none"]

@@ -19,7 +19,7 @@ from kvbench.harness.engine.recompute import RecomputeDecoder
 from kvbench.harness.engine.reset import ResetDecoder
 from kvbench.harness.records.aggregates import largest, step_figures, timing
 from kvbench.harness.records.metrics import Metrics
-from kvbench.harness.tasks.latency.schema import LatencyMetrics, LatencyOptions
+from kvbench.harness.tasks.latency import LatencyMetrics, LatencyOptions
 from kvbench.harness.tasks.task import Job
 
 _WARM_UP_STEPS = 3

@@ -14,8 +14,8 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.recompute import RecomputeDecoder
 from kvbench.harness.records.metrics import Metrics
+from kvbench.harness.tasks.latency import LatencyOptions
 from kvbench.harness.tasks.latency.lane import Lane
-from kvbench.harness.tasks.latency.schema import LatencyOptions
 from kvbench.harness.tasks.task import Job
 from kvbench.policies.recompute_window import RecomputeWindow
 

@@ -22,11 +22,11 @@ from kvbench.harness.records.facts import Data
 from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.report import compare
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.charts.parts import Depths, over_depths
 from kvbench.harness.report.compare import differences
-from kvbench.harness.report.difference import Difference, Traces
-from kvbench.harness.report.machines import row_label
 from kvbench.harness.report.markdown import bracketed, cache_bytes, count, md, short_titles, status, table
+from kvbench.harness.report.sections import row_label
+from kvbench.harness.report.task import Difference, Traces
+from kvbench.harness.report.task_charts import Depths, over_depths
 from kvbench.harness.tasks.common.answers import right_answers
 from kvbench.harness.tasks.lm_eval.schema import LmEvalFacts, LmEvalMetrics, LmEvalOptions
 from kvbench.harness.tasks.task import Independent, Job, Options, Task, Tokenizer

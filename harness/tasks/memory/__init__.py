@@ -17,8 +17,8 @@ from kvbench.harness.records.metrics import Metrics, PeakMetrics
 from kvbench.harness.records.rules import BYTES, EXACT, TIME, Unchecked
 from kvbench.harness.records.types import Amount, Count, Part, Positive, Whole
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.difference import Difference, Traces
 from kvbench.harness.report.markdown import count, in_bytes, label, md, status, table, task_line
+from kvbench.harness.report.task import Difference, Traces
 from kvbench.harness.report.verify import kv_bytes
 from kvbench.harness.tasks.task import MAX_TOKENS, Job, Options, RandomTokens, Task, Tokenizer
 

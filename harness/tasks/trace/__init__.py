@@ -16,11 +16,11 @@ from kvbench.harness.records.facts import Data
 from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.report import chart, compare
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.charts.parts import marks, panels
-from kvbench.harness.report.difference import Difference, Traces
 from kvbench.harness.report.feed.question import is_reference
-from kvbench.harness.report.machines import row_label
 from kvbench.harness.report.markdown import bracketed, cache_bytes, count, percent, short_titles, status, table, task_line
+from kvbench.harness.report.sections import row_label
+from kvbench.harness.report.task import Difference, Traces
+from kvbench.harness.report.task_charts import marks, panels
 from kvbench.harness.tasks.common.answers import about_intervals, percent_or_status, right_answers
 from kvbench.harness.tasks.task import Independent, Job, Options, Task, Tokenizer
 from kvbench.harness.tasks.trace.schema import Between, TraceFacts, TraceMetrics, TraceOptions
@@ -99,7 +99,7 @@ class Trace(Task):
     @classmethod
     def from_trace(cls, record: Record, trace: Path) -> Mapping[str, Any]:
         """All figures but bytes; the programs are run again."""
-        from kvbench.harness.tasks.trace.figures import figures
+        from kvbench.harness.tasks.trace.programs import figures
 
         return figures(json_lines(trace), record.cell.task_options(TraceOptions))
 

@@ -16,8 +16,7 @@ from kvbench.harness.data.machine import Program
 from kvbench.harness.engine.decoder import Decoder
 from kvbench.harness.engine.sampling import Sampler
 from kvbench.harness.tasks.task import Job, MeasurementError
-from kvbench.harness.tasks.trace.figures import figures
-from kvbench.harness.tasks.trace.programs import TraceData, sources
+from kvbench.harness.tasks.trace.programs import TraceData, figures, sources
 from kvbench.harness.tasks.trace.schema import TraceMetrics, TraceOptions
 
 Said = tuple[list[int], float | None]  # an answer's tokens, and `held` of the trace file

@@ -1,1 +1,0 @@
-"""Charts, one module each: from records to a Vega-Lite specification."""
