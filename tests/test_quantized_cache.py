@@ -19,7 +19,7 @@ from kvbench.harness.engine.foreigncheck import own_loop
 from kvbench.harness.engine.loop import decoder
 from kvbench.harness.engine.store import decoded, encoded
 from kvbench.harness.report import feed
-from kvbench.harness.report.charts.lost import over_bytes
+from kvbench.harness.report.loss_charts import over_bytes
 
 NAME = "hf:QuantizedCache"
 SHAPE = (2, 3, 8, 16)  # streams, heads, tokens, channels

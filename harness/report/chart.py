@@ -36,10 +36,7 @@ _MEMBERS = {
     "budget": ("adakv", "pyramidkv", "cake", "headkv", "duo_attention"),
     "prompt": ("simlayerkv", "fastgen"),
 }
-SHAPES = (
-    "circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "triangle-right", "triangle-left", "arrow", "wedge",
-    "stroke",
-)  # fmt: skip
+SHAPES = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "triangle-right", "triangle-left")
 _DASHES: tuple[tuple[int, ...], ...] = (
     (1, 0), (6, 3), (2, 2), (8, 3, 2, 3), (12, 3), (4, 2, 1, 2), (10, 2, 2, 2, 2, 2), (3, 5),
 )  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvbench.harness.report import chart
 
+_FORMATS = (*chart.SHAPES, "arrow", "wedge", "stroke")
 _FAR = 8  # times the next largest loss: a policy that loses more is left out, and named beneath
 _NEAR_ZERO = 0.05
 SIZE = {"width": 300, "height": 240}
@@ -132,7 +133,7 @@ def panel(equal: dict[str, Any]) -> dict[str, Any]:
     y = {"field": "y", "type": "quantitative", "title": title}
     shape = {
         "field": "format", "type": "nominal", "sort": None, "title": "K and V",
-        "scale": {"domain": stored, "range": list(chart.SHAPES[: len(stored)])},
+        "scale": {"domain": stored, "range": list(_FORMATS[: len(stored)])},
     }  # fmt: skip
     colour = {"field": "policy", "type": "nominal", "sort": None, "title": "policy", "legend": {"symbolType": "circle"}}
     point = {"type": "point", "filled": False, "size": 60, "strokeWidth": 1.8, "opacity": 0.9}
