@@ -217,13 +217,15 @@ class PagedWindow:
         return of_rows.flatten(2)[..., : self._slots]
 
     def mix(self, weights: Tensor, into: Tensor) -> None:
-        """Sums of the values, weighted."""
+        """Sums of the values, weighted; those of pages are added in float32 or wider."""
+        dtype = self._tensor.dtype
+        wide = torch.promote_types(dtype, torch.float32)
         table, local = self._table.table[self._rows, : self._width], self._local()
         row, place = (self._table.row[self._pages] - self._rows.start).clamp(min=0), self._table.place[self._pages]
         of_rows = pad(weights, (0, self._width * self._table.size - weights.shape[-1])).unflatten(-1, (self._width, -1))
-        sums = torch.bmm(of_rows.transpose(1, 2)[row, place].to(self._tensor.dtype), self._tensor)
+        sums = torch.bmm(of_rows.transpose(1, 2)[row, place].to(dtype).to(wide), self._tensor.to(wide))
         by_row = sums.index_select(0, local.flatten()).unflatten(0, local.shape)
-        torch.sum(by_row.masked_fill((table < 0)[..., None, None], 0), 1, out=into)
+        into.copy_(by_row.masked_fill((table < 0)[..., None, None], 0).sum(1))
 
 
 def moves(victims: Tensor, count: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
