@@ -25,7 +25,8 @@ from kvbench.harness.engine.budgets import Layout
 from kvbench.harness.engine.loop import BlockInLayers, CachedDecoder
 from kvbench.harness.engine.recompute import RecomputeDecoder
 from kvbench.harness.engine.rotary import Placement, Rotation
-from kvbench.harness.engine.slots import BUCKET, Slots, SlotTensors
+from kvbench.harness.engine.slot_tensors import SlotTensors
+from kvbench.harness.engine.slots import BUCKET, Slots
 from kvbench.harness.run import apart
 from kvbench.harness.tasks import lm_eval, perplexity
 from kvbench.harness.tasks.common import answering

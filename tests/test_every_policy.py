@@ -202,4 +202,6 @@ def test_what_is_in_a_file_is_part_of_a_cell_and_a_changed_file_is_refused(polic
 def test_the_memory_task_expects_the_bytes_that_are_allocated(name, family, evict, policies):
     """Whatever the budgets, with and without a sliding window."""
     model, config = model_of(family), config_of(policies[name], evict)
-    assert CachedDecoder(model, config, 3).kv_bytes == 3 * _kv_bytes(model, config, LENGTH)
+    read = CachedDecoder(model, config, 3)
+    read.reserve(LENGTH)
+    assert read.kv_bytes == _kv_bytes(model, config, LENGTH, 3)

@@ -11,7 +11,7 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.rotary import Placement
 from kvbench.harness.engine.rows import Rows
-from kvbench.harness.engine.slots import SlotTensors
+from kvbench.harness.engine.slot_tensors import SlotTensors
 from kvbench.policies import AttentionSum
 from kvbench.policies.h2o import H2O
 from kvbench.policies.sink_window import SinkWindow

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from kvbench.harness.core.codec import Codec, Kivi
+from kvbench.harness.engine.cadence import Cadence
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.rows import Rows, writes
-from kvbench.harness.engine.slots import Budget, Cadence, LayerShape, Part, Slots
+from kvbench.harness.engine.slots import Budget, LayerShape, Part, Slots
 from kvbench.policies import Policy, Statistic
 
 Table = Sequence[Sequence[int]]  # tokens that each head keeps. [L][H]
@@ -138,9 +139,8 @@ class Layout:
         shape, most = self._model.layers[layer], int(counts.max())
         kept = shape.kept(self._config.capacity)
         cadence, limits = self._afterwards(shape, kept, length, most)
-        if limits.floor is None:
-            slots = limits.slots or most + self._config.every
-            limits = replace(limits, of_rows=counts.reshape(-1, 1), slots=slots)
+        slots = limits.slots or most + self._config.every
+        limits = replace(limits, of_rows=counts.reshape(-1, 1), slots=slots)
         return self._slots(shape, [self._part(layer, None)], self.bound(kept), cadence, limits)
 
     def _afterwards(self, shape: LayerShape, kept: int | None, length: int, held: int) -> tuple[Cadence, Budget]:

@@ -176,8 +176,7 @@ class CachedDecoder:
         if self._max_seen > self.model.longest:
             raise ValueError(f"a stream of more than {self.model.longest:,} tokens")
         for walk in self.walks:
-            if walk.slots.capacity is None:
-                walk.slots.grow(self._max_seen)
+            walk.slots.grow(self._max_seen)
         if self.graphs is None or count > 1 or self._seen is None or keep is not None:
             logits = self._run_eager(tokens, valid, keep)
         else:
@@ -254,6 +253,7 @@ class CachedDecoder:
         for walk in self.walks:
             slots = walk.slots
             slots.begin_prompt(length)
+            slots.grow(length)
             for part in slots.parts:
                 longest = int(kept[part.layer].sum(-1).max()) if slots.uneven else slots.cadence.held(length)
                 into = Rows(slots, slots.num_slots, part.layer)

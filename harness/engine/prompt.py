@@ -101,9 +101,9 @@ class Whole:
         if pages is not None:
             return held & ~of_pages(importance, rows.rank, excess.view(-1, 1), replace(pages, size=1), slots.shape.heads)
         if floor is None:
-            return held & ~of_heads(importance, rows.rank, excess.view(-1, 1))
+            return held & ~of_heads(importance, rows.rank, excess.view(-1, 1), self.length)
         worth, rank = (x.unflatten(0, (slots.streams, -1)) for x in (importance, rows.rank))
-        return held & ~of_layers(worth, rank, excess.sum(1, keepdim=True), count[..., None], floor).flatten(0, 1)
+        return held & ~of_layers(worth, rank, excess.sum(1, keepdim=True), count[..., None], floor, self.length).flatten(0, 1)
 
     def _checked(self, asked: Tensor, capacity: int | None) -> Tensor:
         """Budgets for the prompt, if they are possible. [B, L, H] int64."""

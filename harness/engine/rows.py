@@ -7,17 +7,16 @@ D key dim, Dv value dim, n tokens held, k extra axes of a statistic.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import inf
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvbench.harness.engine.evicting import Evicting
 from kvbench.harness.engine.rotary import LONGEST_STREAM, rotate
 from kvbench.harness.engine.slots import Slots
 from kvbench.harness.engine.store import StoredView, as_written, stages
-from kvbench.harness.engine.victims import of_heads, of_layers, of_pages, ranks_without
-from kvbench.policies import Attention, CacheView, Policy, Seen, Statistic, Written
+from kvbench.policies import Attention, CacheView, Seen, Statistic, Written
 
 
 class Held(NamedTuple):
@@ -29,7 +28,7 @@ class Held(NamedTuple):
     states: list[Tensor]  # one a statistic, [N, n]
 
 
-class Rows:
+class Rows(Evicting):
     """A window on some rows of `Slots`."""
 
     def __init__(self, slots: Slots, attended: int, layer: int | None = None) -> None:
@@ -47,6 +46,7 @@ class Rows:
         self._all_ranks = tensors.rank[part]
         self.free, self._row_base = tensors.free[part], tensors.row_base[part]
         self.heads, self.asked, self.keys_rotated = heads, slots.sees, slots.keys_rotated  # H; what statistics read of attention
+        self._pages, self._part = tensors.pages, part
         self.base = part.start * slots.num_slots  # flat index of these rows' first slot
         self._row_states = {s: x[part] for s, x in tensors.states.items()}  # [R, S, *k] or [R, *k]
         self._budgets = None if slots.budget.of_rows is None else slots.budget.of_rows[part]
@@ -62,14 +62,25 @@ class Rows:
         index = of_layer[:, None, None]  # of the layer; stands in for the step until the first token
         head = slots.head_index[layers].repeat_interleave(slots.streams, 0)[..., None]
         prompt = slots.prompt[self.stream_of_block][:, None, None]
-        keys, values = (rank, rank) if slots.codec else (x.unflatten(0, (-1, heads)) for x in (self.keys, self.values))
+        made_when_asked = slots.codec is not None or self._pages is not None
+        keys, values = (rank, rank) if made_when_asked else (x.unflatten(0, (-1, heads)) for x in (self.keys, self.values))
         self.view = CacheView(
             rank, position, index, keys, values, self.states, index, head, prompt, slots.num_layers, slots.seed, self._rotated
         )
-        if slots.codec:
+        if made_when_asked:
             self.view = StoredView(self.view, None if slots.keys_rotated else self._keys, self._values, heads)
         elif slots.keys_rotated:  # nobody looks at them
             del self.view.keys
+
+    @property
+    def page_table(self) -> Tensor | None:
+        """The pages of each row, in a pool. [R, W] int64."""
+        return None if self._pages is None else self._pages.table[self._part]
+
+    @property
+    def page_shape(self) -> tuple[int, int]:
+        """Pages of a row at most, and slots of a page; zeros where there is no pool."""
+        return (0, 0) if self._pages is None else (self._pages.table.shape[1], self._pages.size)
 
     @property
     def keys(self) -> Tensor:
@@ -96,8 +107,27 @@ class Rows:
         """Tokens that each row holds. [R] int64."""
         return (self.rank < self._slots.empty_rank).sum(-1)
 
+    def account(self, step: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Ranks and positions in the order in which keys are stored, and the steps of their rows. step: [R] int64."""
+        if self._pages is None:
+            return self.rank, self.position, step
+        pages = self._pages.of(self._part)
+        held = self._pages.slots[pages]
+        rank, position = (x[held] for x in (self._tensors.flat_rank, self._tensors.flat_position))
+        return rank, position, step[(self._pages.row[pages] - self._part.start).clamp(min=0)]
+
+    def _take_pages(self, last: Tensor) -> None:
+        """In a pool, let each row have pages up to a slot. last: its flat index. [R] int64."""
+        if self._pages is not None:
+            self._pages.take(self._part, last - self._row_base + 1)
+
+    def _at(self, slots: Tensor) -> Tensor:
+        """Where K and V of slots lie. Flat indices, [n] int64 -> the same."""
+        return slots if self._pages is None else self._pages.places(slots)
+
     def place(self, rank: Tensor, step: Tensor, now: Tensor) -> None:
         """Enter the new token in the account of the free slot. rank, step: [R] int64; now: [L * B, 1, 1] int64."""
+        self._take_pages(self.free)
         self._tensors.flat_rank.index_copy_(0, self.free, rank)
         self._tensors.flat_position.index_copy_(0, self.free, step)
         for statistic, state in self._tensors.flat_states.items():  # an update moves the state of unused slots too
@@ -119,11 +149,13 @@ class Rows:
         Returns:
             Keys and values that one of them may see, as `Window.entered` does.
         """
+        self._take_pages(free[:, -1])
         tensors, at, old_keys, old_values = self._tensors, free.flatten(), self.keys, self.values
         tensors.flat_rank.index_copy_(0, at, ranks.flatten())
         tensors.flat_position.index_copy_(0, at, steps.flatten())
         for statistic, state in tensors.flat_states.items():
             state.index_fill_(0, at, statistic.initial)
+        at = self._at(at)
         new_keys = self._keys.entered(at, keys.flatten(0, 1), old_keys)
         return new_keys, self._values.entered(at, values.flatten(0, 1), old_values)
 
@@ -158,10 +190,19 @@ class Rows:
         else:
             self.find_free()
 
-    def write(self, key: Tensor, value: Tensor) -> None:
-        """Put the new token's K and V into the free slot, where it was placed. [R, D], [R, Dv]."""
-        self._keys.write(self.free, key)
-        self._values.write(self.free, value)
+    def write(self, key: Tensor, value: Tensor, run: Tensor | None = None) -> None:
+        """Put the new token's K and V into the free slot, where it was placed; or those of a run into its slots.
+
+        Args:
+            key: [R, D], or [R * T, D].
+            value: [R, Dv], or [R * T, Dv].
+            run: flat indices of its slots. [R, T] int64.
+        """
+        if run is not None:
+            self._take_pages(run[:, -1])
+        at = self._at(self.free if run is None else run.flatten())
+        self._keys.write(at, key)
+        self._values.write(at, value)
 
     def note_written(
         self, free: Tensor, key: Tensor, value: Tensor, step: Tensor, ids: Tensor, valid: Tensor | None = None
@@ -252,6 +293,7 @@ class Rows:
         self.hold(position)
         if counts is not None:
             self.shorten(counts)
+        self._take_pages(self.free - 1)
         self._keys.put(keys)
         self._values.put(values)
 
@@ -267,60 +309,6 @@ class Rows:
         """After `hold`: keep only the first `counts` tokens of each row. [N] int64."""
         self.rank.masked_fill_(self.rank >= counts[:, None], self._slots.empty_rank)
         self.free.copy_(self._row_base + counts)
-
-    def release(self, valid: Tensor | None, due: bool, ragged: bool) -> None:
-        """Evict what is due, and find the slot for the next token.
-
-        Args:
-            valid: streams in which the token counted; all when None. [L * B, 1, 1] bool.
-            due: tokens are evicted now, as far as the host knows.
-            ragged: the host does not know for which streams that is so.
-        """
-        slots = self._slots
-        if slots.capacity is None:
-            self.free += 1 if valid is None else valid.expand(-1, slots.shape.heads, 1).flatten()
-        elif slots.evicts_each_step:
-            if due or ragged:
-                self._evict(ragged)
-            else:
-                self.free += 1 if valid is None else valid.expand(-1, slots.shape.heads, 1).flatten()
-        else:
-            if due or ragged:
-                self.evict_several()
-            self.find_free()
-
-    def find_free(self) -> None:
-        """Let the next token take the first empty slot of each row, perhaps beyond those attended."""
-        empty = (self._all_ranks == self._slots.empty_rank).to(torch.uint8)
-        torch.add(empty.argmax(-1), self._row_base, out=self.free)
-
-    def importance(self, policy: Policy) -> Tensor:
-        """The importance that decides who is evicted: a policy's, and -inf for what no later query may see. [R, S] float32."""
-        window, importance = self._slots.shape.sliding_window, policy.importance(self.view).flatten(0, 1)
-        if window is not None:
-            importance = importance.masked_fill(self.view.age.flatten(0, 1) >= window - 1, -inf)
-        return importance
-
-    def evict_several(self) -> None:
-        """Cut every row, or every layer whose heads compete, back to its budget if `every` tokens more are held."""
-        slots, budget, heads = self._slots, self._slots.budget, self._slots.shape.heads
-        held = self.rank < slots.empty_rank
-        importance = self.importance(slots.policy).masked_fill(~held, inf)
-        count = held.sum(-1, keepdim=True)
-        if budget.floor is None:
-            excess = count - ((slots.capacity or 0) if self._budgets is None else self._budgets)
-            excess, pages = excess.masked_fill(excess < slots.every, 0), budget.pages
-            given = importance, self.rank, excess
-            victims = of_heads(*given) if pages is None else of_pages(*given, pages, heads)
-        else:
-            by_layer = [x.unflatten(0, (-1, heads)) for x in (importance, self.rank, count)]
-            excess = by_layer[2].sum(1) - heads * (slots.capacity or 0)
-            victims = of_layers(
-                by_layer[0], by_layer[1], excess.masked_fill(excess < heads * slots.every, 0), by_layer[2], budget.floor
-            ).flatten(0, 1)  # fmt: skip
-        if self.summed:
-            self.forget(victims)
-        self.rank.copy_(ranks_without(victims, self.rank, slots.empty_rank))
 
     def forget(self, victims: Tensor) -> None:
         """Take evicted tokens out of sums over what a head holds. victims: [R, S] bool, before their slots are given away."""
@@ -343,47 +331,6 @@ class Rows:
         parts = {s: x for s in self.summed if (x := s.written(token)) is not None}
         mask = tokens.unflatten(0, (-1, heads))
         return {s: (x.double() * _like(mask, x)).sum(2).flatten(0, 1) for s, x in parts.items()}
-
-    def _evict(self, ragged: bool) -> None:
-        """Free the slot of the lowest (importance, rank), lexicographically.
-
-        After an invalid token nothing has changed, so this frees again the slot that was free.
-        """
-        empty, rank = self._slots.empty_rank, self.rank
-        importance = self.importance(self._slots.policy)
-        if ragged:  # an unused slot goes before any token
-            importance = importance.masked_fill(rank == empty, float("-inf"))
-            rank = rank.masked_fill(rank == empty, -1)
-        lowest = importance.amin(-1, keepdim=True)
-        worst, victim = rank.masked_fill(importance > lowest, empty + 1).min(-1, keepdim=True)
-        if self.summed:
-            self.forget(torch.zeros_like(rank, dtype=torch.bool).scatter_(-1, victim, worst >= 0))
-        torch.add(victim[:, 0], self._row_base, out=self.free)
-        if ragged:
-            worst = worst.masked_fill(worst < 0, empty)
-        self.rank.sub_((self.rank > worst).long())
-        self._tensors.flat_rank.index_fill_(0, self.free, empty)
-
-
-class Windows:
-    """The rows of `Slots` that steps look at, each made once for as long as its tensors last.
-
-    Attributes:
-        made: the rows made so far, by (slots attended, layer).
-    """
-
-    def __init__(self, slots: Slots) -> None:
-        self._slots, self._version = slots, slots.version
-        self.made: dict[tuple[int, int | None], Rows] = {}
-
-    def __call__(self, attended: int, layer: int | None = None) -> Rows:
-        """The rows of one layer (its index in the model), or of all."""
-        if self._version != self._slots.version:
-            self._version, self.made = self._slots.version, {}
-        if (attended, layer) not in self.made:
-            self.made = {key: rows for key, rows in self.made.items() if key[0] == attended}
-            self.made[attended, layer] = Rows(self._slots, attended, layer)
-        return self.made[attended, layer]
 
 
 def writes(statistic: Statistic) -> bool:

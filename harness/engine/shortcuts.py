@@ -17,9 +17,10 @@ from kvbench.harness.engine.kernels.choose import Kernels
 from kvbench.harness.engine.method import RAN, Method
 from kvbench.harness.engine.plan import Block, Closed, CompiledWalk, Fill, Plan, Runs
 from kvbench.harness.engine.rotary import Placement, rotate
-from kvbench.harness.engine.rows import Held, Rows, Windows, writes
+from kvbench.harness.engine.rows import Held, Rows, writes
 from kvbench.harness.engine.runs import Run, RunReader
 from kvbench.harness.engine.slots import Slots
+from kvbench.harness.engine.windows import Windows
 from kvbench.policies import Statistic
 
 _MIN_COMPILED_TOKENS = 4  # shorter blocks don't repay the kernel's copies
@@ -56,7 +57,7 @@ class Shortcuts:
         if not kernel.rotates:
             ranks, steps = (x[:, None, None] for x in (slots.cadence.held_of(block.steps), block.steps))
             factors = self._placement.of_queries(ranks, steps, slots.num_slots)
-        return CompiledWalk(kernel, factors, slots.attended(block.end), seen, ordered, block)
+        return CompiledWalk(kernel, factors, slots.attended(block.end, block.tokens), seen, ordered, block)
 
     def runs(self, block: Block) -> list[int] | None:
         """The lengths of the runs that a block may be read in; None if it has to be walked token by token."""
@@ -164,10 +165,11 @@ class Shortcuts:
         """Write a block that all fits. keys: paired; factors: RoPE of all positions up to its end, None without RoPE."""
         first, end = plan.seen, plan.seen + keys.shape[2]
         kept = rotate(keys, factors[first:]) if factors is not None and rows.keys_rotated else keys
-        rows.keys[:, first:end], rows.values[:, first:end] = kept.flatten(0, 1), values.flatten(0, 1)
+        free = rows.free[:, None] + torch.arange(end - first, device=keys.device)
+        rows.write(kept.flatten(0, 2), values.flatten(0, 2), free)
         rows.rank[:, first:end] = rows.position[:, first:end] = torch.arange(first, end, device=keys.device)
         if self._writes:
-            free, steps = rows.free[:, None] + torch.arange(end - first, device=keys.device), rows.position[:, first:end]
+            steps = rows.position[:, first:end]
             rows.note_written(free, keys.flatten(0, 1), values.flatten(0, 1), steps, rows.of_streams(plan.ids))
         rows.free += keys.shape[2]
 

@@ -8,76 +8,22 @@ Axis letters: L layers, B streams, H KV heads, R = L * B * H rows, S slots, D ke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from kvbench.harness.core.codec import Codec, Kivi
+from kvbench.harness.core.codec import Codec
 from kvbench.harness.core.evict import Pages
-from kvbench.harness.engine.kivi import KiviKeys, KiviValues
+from kvbench.harness.engine.cadence import Cadence
+from kvbench.harness.engine.pool import MAY_ASK, PAGE, PageTable, pages_for
 from kvbench.harness.engine.rotary import Rotation
-from kvbench.harness.engine.store import CodedStore, FloatStore, Store, extended
+from kvbench.harness.engine.slot_tensors import SlotTensors, empty_stores
 from kvbench.policies import HeadSizes, Policy, Statistic
 
 BUCKET = 256  # slots; a cache that is not full attends over the next multiple of it
-
-
-@dataclass(frozen=True)
-class Cadence:
-    """How many tokens a KV head holds as its stream goes on, which the host knows without looking at the cache.
-
-    Attributes:
-        capacity: tokens held after an eviction; None if nothing is evicted any more.
-        every: tokens evicted at once. They go as soon as `capacity + every` are held.
-        origin: tokens read when `capacity` were first held: the capacity itself, or the length of a prompt that was cut to it.
-        dropped: tokens read that were not held when eviction ended; 0 unless a prompt was cut.
-    """
-
-    capacity: int | None
-    every: int = 1
-    origin: int = 0
-    dropped: int = 0
-
-    @classmethod
-    def from_start(cls, capacity: int | None, every: int = 1) -> Cadence:
-        """Of a stream whose cache fills token by token."""
-        return cls(capacity, every, capacity or 0)
-
-    def after(self, prompt: int, held: int) -> Cadence:
-        """The same, from the end of a prompt of which at most `held` tokens a head are held."""
-        if self.capacity is None:
-            return Cadence(None, self.every, 0, prompt - held)
-        return Cadence(self.capacity, self.every, max(prompt, self.capacity))
-
-    def held(self, seen: int) -> int:
-        """Tokens held after `seen` tokens were read."""
-        if self.capacity is None:
-            return seen - self.dropped
-        return seen if seen < self.origin else self.capacity + (seen - self.origin) % self.every
-
-    def held_of(self, seen: Tensor) -> Tensor:
-        """The same for numbers of tokens that only the device knows. Any shape, int64."""
-        if self.capacity is None:
-            return seen - self.dropped
-        return seen.where(seen < self.origin, self.capacity + (seen - self.origin) % self.every)
-
-    def evicts(self, seen: int) -> bool:
-        """Whether tokens are evicted after the last of `seen` tokens."""
-        return self.capacity is not None and seen > self.origin and (seen - self.origin) % self.every == 0
-
-    def runs(self, seen: int, tokens: int) -> list[int]:
-        """The lengths of the runs that a block is cut into, so that evictions fall only at their ends."""
-        if self.capacity is None:
-            return [tokens]
-        end, lengths = seen + tokens, list[int]()
-        while seen < end:
-            due = self.origin + self.every * (max(0, seen - self.origin) // self.every + 1)
-            lengths.append(min(due, end) - seen)
-            seen += lengths[-1]
-        return lengths
 
 
 @dataclass(frozen=True)
@@ -138,7 +84,7 @@ class Budget:
     Attributes:
         capacity: tokens per head held after an eviction, on average; None if all are.
         floor: the least a head holds, if all heads of a layer compete; None if each head has a budget of its own.
-        of_rows: the budget of each row, if rows differ. [R, 1] int64.
+        of_rows: what each row held first, if rows differ: its budget, if each has its own. [R, 1] int64.
         pages: whole ones go; None if tokens do.
         slots: of each row; None for as many as the capacity needs.
         bucket: slots that a cache without a capacity grows by.
@@ -173,44 +119,6 @@ class Part:
     output: Tensor | None = None
 
 
-class SlotTensors:
-    """The tensors of `Slots`, and flat views that steps write through. Replaced as a whole when the slots grow."""
-
-    def __init__(
-        self, keys: Store, values: Store, rank: Tensor, position: Tensor, states: dict[Statistic, Tensor], offset: Tensor
-    ) -> None:
-        """Wrap tensors.
-
-        Args:
-            keys: of R rows and S slots.
-            values: the same.
-            rank: S in an empty slot. [R, S] int64.
-            position: -1 in a slot never used. [R, S] int64.
-            states: one tensor a statistic. [R, S, *k], or [R, *k] for one that is kept per head.
-            offset: the free slot of each row, which the next token takes. [R] int64.
-        """
-        rows, slots = rank.shape
-        self.keys, self.values, self.rank, self.position, self.states = keys, values, rank, position, states
-        self.row_base = torch.arange(rows, device=rank.device) * slots  # flat index of each row's first slot. [R]
-        self.free = self.row_base + offset  # flat index of each row's free slot. [R]
-        self.flat_rank, self.flat_position = rank.flatten(), position.flatten()
-        self.flat_states = {s: x.flatten(0, 1) for s, x in states.items() if s.per == "slot"}
-
-    def extended(self, slots: int) -> SlotTensors:
-        """The same with more slots, the new ones empty."""
-        self.rank.masked_fill_(self.rank == self.rank.shape[1], slots)
-        states = {s: extended(x, slots, s.initial) if s.per == "slot" else x for s, x in self.states.items()}
-        keys, values = self.keys.extended(slots), self.values.extended(slots)
-        rank, position = extended(self.rank, slots, slots), extended(self.position, slots, -1)
-        return SlotTensors(keys, values, rank, position, states, self.free - self.row_base)
-
-    def mapped(self, change: Callable[[Tensor], Tensor]) -> SlotTensors:
-        """The same with every tensor changed, along its rows."""
-        states = {s: change(x) for s, x in self.states.items()}
-        keys, values = self.keys.mapped(change), self.values.mapped(change)
-        return SlotTensors(keys, values, change(self.rank), change(self.position), states, change(self.free - self.row_base))
-
-
 class Slots:
     """The slots of layers, or parts of layers, of one shape, and what their policy keeps about them.
 
@@ -224,6 +132,7 @@ class Slots:
         budget: what rows may hold.
         capacity: tokens held between steps, on average over heads; None if all.
         every: tokens that are evicted at once.
+        rows: of a layer: its heads in all streams.
         most: the largest number of tokens held during a step; None if there is none.
         uneven: heads hold different numbers of tokens, so that only the device knows how many.
         evicts_each_step: every row evicts one token after each step, once it is full.
@@ -284,15 +193,20 @@ class Slots:
         self.sees = frozenset(name for s in statistics for name in s.sees)
         self.shape, self.layers, self.num_layers = shape, [part.layer for part in parts], num_layers
         self.streams, self.seed, self.quiet, self.keys_rotated = streams, seed, 0, keys_rotated
+        self.rows = streams * shape.heads
+        self._surplus = self._surplus_of(budget.of_rows)  # tokens that a layer's rows hold more than the cadence says
         self.layer_index = torch.tensor(self.layers, device=device)
         self.head_index = torch.tensor([list(part.heads or range(shape.heads)) for part in parts], device=device)
         self.prompt = torch.zeros(streams, dtype=torch.int64, device=device)
         self.wide = torch.promote_types(dtype, torch.float32)
-        rows, slots = len(parts) * streams * shape.heads, budget.slots or self.most or BUCKET
+        rows, slots = len(parts) * self.rows, budget.slots or self.most or BUCKET
         zeros = torch.zeros(1, 1, 1, device=device, dtype=dtype)
         keys, values = zeros.expand(rows, slots, shape.key_dim), zeros.expand(rows, slots, shape.value_dim)
+        pages = None
+        if self.uneven and codec is None:
+            pages = PageTable.empty(rows, slots, len(parts), self._num_pages(0), PAGE, device)
         self.tensors = SlotTensors(
-            *_stores(codec, keys, values),
+            *empty_stores(codec, keys, values, pages),
             rank=torch.full((rows, slots), slots, device=device),
             position=torch.full((rows, slots), -1, device=device),
             states={s: self._first_state(s, rows, slots, device) for s in statistics},
@@ -326,16 +240,31 @@ class Slots:
     def state_bytes(self) -> int:
         """Bytes of everything else kept between steps: ranks, positions, statistics, free slots."""
         tensors = self.tensors
-        return sum(x.nbytes for x in (tensors.rank, tensors.position, tensors.free, *tensors.states.values()))
+        paged = 0 if tensors.pages is None else tensors.pages.nbytes
+        return paged + sum(x.nbytes for x in (tensors.rank, tensors.position, tensors.free, *tensors.states.values()))
 
-    def attended(self, seen: int | None) -> int:
-        """Slots that a step looks at, the last of `seen` tokens: whole buckets; all slots when None."""
-        if seen is None:
+    def attended(self, seen: int | None, tokens: int = 1) -> int:
+        """Slots that a block of `tokens` looks at, the last of `seen`: whole buckets; all slots when None.
+
+        Of heads that evict and differ: where asking costs nothing, what the fullest may need, rounded up to eighths
+        of a power of two, so that it seldom changes.
+        """
+        if self.tensors.pages is not None and self.capacity is not None and self.device.type in MAY_ASK:
+            most = int((self.tensors.free - self.tensors.row_base).max()) + tokens
+            bucket = max(16, 1 << max(0, most.bit_length() - 4))
+            return min(self.num_slots, -(-most // bucket) * bucket)
+        if seen is None or (self.uneven and self.capacity is not None):
             return self.num_slots
-        return min(self.num_slots, -(-self.used(seen) // self.budget.bucket) * self.budget.bucket)
+        used = self.cadence.held(seen) if self.most is None else min(seen, self.most)
+        return min(self.num_slots, -(-used // self.budget.bucket) * self.budget.bucket)
 
     def used(self, seen: int) -> int:
-        """The largest number of slots in use after `seen` tokens: those of the tokens held before, and that of the last one."""
+        """Slots of a head in use after `seen` tokens, at most: those of the tokens held before, and that of the last one.
+
+        In a pool the mean over heads, rounded up.
+        """
+        if self.tensors.pages is not None:
+            return -(-self._tokens(seen) // self.rows)
         if self.most is None:
             return self.cadence.held(seen)
         return self.num_slots if self.uneven else min(seen, self.most)
@@ -354,10 +283,33 @@ class Slots:
         return torch.stack([((position == p) & occupied).any(-1) for p in positions], -1)
 
     def grow(self, seen: int) -> None:
-        """Make room for `seen` tokens of a stream, in whole buckets. A bounded cache has its room from the start."""
+        """Make room for `seen` tokens of a stream, in whole buckets or pages. Padded slots have it from the start if bounded."""
         if self.capacity is None and self.cadence.held(seen) > self.num_slots:
             buckets = -(-self.cadence.held(seen) // self.budget.bucket)
             self._replace(self.tensors.extended(buckets * self.budget.bucket))
+        if self.tensors.pages is not None and (pages := self._num_pages(seen)) > self.tensors.pages.pages:
+            self._replace(self.tensors.repaged(pages))
+
+    def _tokens(self, seen: int) -> int:
+        """Tokens of a layer in use after `seen` of each stream, at most, where rows differ."""
+        return self.rows * (self.cadence.held(seen) if self.most is None else min(seen, self.most)) + self._surplus
+
+    def _num_pages(self, seen: int) -> int:
+        """Pages of a layer's pool."""
+        full = None if self.most is None else self.rows * self.most + self._surplus
+        return pages_for(self._tokens(seen), self.rows, full, PAGE)
+
+    @property
+    def most_victims(self) -> int:
+        """Tokens that a row loses at once, at most."""
+        return self.every if self.budget.floor is None else self.shape.heads * self.every + self._surplus
+
+    def _surplus_of(self, of_rows: Tensor | None) -> int:
+        """The attribute, of rows that held `of_rows` first. Syncs with the host."""
+        if of_rows is None:
+            return 0
+        surplus = int(of_rows.sum()) - len(of_rows) * (int(of_rows.max()) if self.capacity is None else self.capacity)
+        return surplus if self.budget.floor is None else max(0, surplus)
 
     def kept(self, layer: int) -> list[list[list[int]]]:
         """Positions held, oldest first, per stream and KV head. Syncs with the host."""
@@ -378,9 +330,10 @@ class Slots:
             return by_stream[:, streams].flatten(0, 2)
 
         other = copy(self)
-        other.streams, other.prompt = len(streams), self.prompt[streams]
+        other.streams, other.prompt, other.rows = len(streams), self.prompt[streams], len(streams) * self.shape.heads
         if self.budget.of_rows is not None:
             other.budget = replace(self.budget, of_rows=select(self.budget.of_rows))
+            other._surplus = other._surplus_of(other.budget.of_rows)
         other._replace(self.tensors.mapped(select))
         return other
 
@@ -388,12 +341,3 @@ class Slots:
         self.tensors = tensors
         self.num_slots = self.empty_rank = tensors.rank.shape[1]
         self.version += 1
-
-
-def _stores(codec: Codec | None, keys: Tensor, values: Tensor) -> tuple[Store, Store]:
-    """Empty stores. keys, values: zeros of their sizes and dtype, which take no memory. [R, S, D], [R, S, Dv]."""
-    if codec is None:
-        return FloatStore(keys.contiguous()), FloatStore(values.contiguous())
-    if isinstance(codec, Kivi):
-        return KiviKeys.empty(codec, keys), KiviValues.of_kivi(codec, values)
-    return CodedStore.empty(codec, keys), CodedStore.empty(codec, values)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvbench.harness.core.codec import Codec, Kivi
+from kvbench.harness.engine.rotary import rotate
 from kvbench.policies import CacheView
 
 
@@ -47,6 +48,38 @@ class Window(Protocol):
         Returns:
             [N, S, D]; of a coded store [N, n * S, D]: what each slot holds in each of the stages of `stages`.
         """
+
+    def dots(self, query: Tensor, factors: Tensor | None) -> Tensor:
+        """Dot products of a row's queries with its keys, if these are keys.
+
+        Args:
+            query: rotated and scaled. [N, G, D].
+            factors: RoPE that the keys still need; None if none. [N, S, P].
+
+        Returns:
+            [N, G, S].
+        """
+
+    def mix(self, weights: Tensor, into: Tensor) -> None:
+        """Weighted sums of a row's values, if these are values. weights: [N, G, S]; into: [N, G, D]."""
+
+
+class Padded:
+    """The attention of windows that read all rows at once."""
+
+    def read(self) -> Tensor:
+        """What the slots hold. [N, S, D]."""
+        raise NotImplementedError
+
+    def dots(self, query: Tensor, factors: Tensor | None) -> Tensor:
+        """Dot products with the keys. [N, G, S]."""
+        keys = self.read()
+        return torch.bmm(query, (keys if factors is None else rotate(keys, factors)).transpose(1, 2))
+
+    def mix(self, weights: Tensor, into: Tensor) -> None:
+        """Weighted sums of the values. [N, G, D]."""
+        values = self.read()
+        torch.bmm(weights.to(values.dtype), values, out=into)
 
 
 class Store(Protocol):
@@ -96,7 +129,7 @@ class FloatStore:
         return int(held.sum()) * self.tensor.shape[-1] * self.tensor.itemsize
 
 
-class FloatWindow:
+class FloatWindow(Padded):
     """Some rows of a float store."""
 
     def __init__(self, view: Tensor, flat: Tensor) -> None:
@@ -171,7 +204,7 @@ class CodedStore:
         return exempt * dims * itemsize + (int(held.sum()) - exempt) * self.codec.bytes_of(dims, itemsize)
 
 
-class CodedWindow:
+class CodedWindow(Padded):
     """Some rows of a coded store."""
 
     def __init__(self, store: CodedStore, rows: slice, slots: int, account: Tensor) -> None:

@@ -13,6 +13,8 @@ from torch.nn.functional import pad
 
 from kvbench.harness.core.evict import Pages
 
+_BEYOND_RANKS = 2**40
+
 
 def places(importance: Tensor, rank: Tensor) -> Tensor:
     """Each slot's place in the order in which tokens go: 0 is the lowest (importance, rank). Empty slots come last.
@@ -29,12 +31,25 @@ def places(importance: Tensor, rank: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(-1, order, torch.arange(rank.shape[-1], device=rank.device).expand_as(order))
 
 
-def of_heads(importance: Tensor, rank: Tensor, count: Tensor) -> Tensor:
-    """The `count` tokens that go from each head. importance, rank: [R, S]; count: [R, 1] -> [R, S] bool."""
-    return places(importance, rank) < count
+def lowest(importance: Tensor, rank: Tensor, most: int) -> Tensor:
+    """The slots of the `most` lowest (importance, rank), in that order. Arguments as in `places`. -> [..., most or S] int64."""
+    if most >= rank.shape[-1]:
+        order = rank.argsort(-1)
+        return order.take_along_dim(importance.take_along_dim(order, -1).argsort(dim=-1, stable=True), -1)
+    last = importance.topk(most, largest=False).values[..., -1:]
+    behind = (importance >= last).long() + (importance > last)  # of those that are worth as much as the last, the oldest go
+    slots = (rank + behind * _BEYOND_RANKS).topk(most, largest=False).indices
+    return slots.take_along_dim(importance.take_along_dim(slots, -1).argsort(dim=-1, stable=True), -1)
 
 
-def of_layers(importance: Tensor, rank: Tensor, count: Tensor, held: Tensor, floor: int) -> Tensor:
+def of_heads(importance: Tensor, rank: Tensor, count: Tensor, most: int) -> Tensor:
+    """The `count` tokens that go from each head, at most `most`. importance, rank: [R, S]; count: [R, 1] -> [R, S] bool."""
+    slots = lowest(importance, rank, most)
+    goes = torch.arange(slots.shape[-1], device=rank.device) < count
+    return torch.zeros_like(rank, dtype=torch.bool).scatter_(-1, slots, goes)
+
+
+def of_layers(importance: Tensor, rank: Tensor, count: Tensor, held: Tensor, floor: int, most: int) -> Tensor:
     """The tokens that go when all heads of a layer compete: the lowest (importance, rank, head).
 
     Args:
@@ -43,14 +58,17 @@ def of_layers(importance: Tensor, rank: Tensor, count: Tensor, held: Tensor, flo
         count: tokens that go from each layer of each stream. [N, 1] int64.
         held: tokens of each head. [N, H, 1] int64.
         floor: tokens that every head keeps.
+        most: bounds the count.
 
     Returns:
         [N, H, S] bool.
     """
-    heads = rank.shape[1]
-    kept = places(importance, rank) >= held - floor  # the best of each head
-    by_head = rank * heads + torch.arange(heads, device=rank.device)[:, None]
-    return (places(importance.masked_fill(kept, inf).flatten(1), by_head.flatten(1)) < count).view(rank.shape)
+    heads, slots = rank.shape[1], lowest(importance, rank, most)
+    kept = torch.arange(slots.shape[-1], device=rank.device) >= held - floor  # the best of each head
+    by_head = rank.take_along_dim(slots, -1) * heads + torch.arange(heads, device=rank.device)[:, None]
+    worth, number = importance.take_along_dim(slots, -1).masked_fill(kept, inf), by_head + kept * _BEYOND_RANKS
+    goes = (places(worth.flatten(1), number.flatten(1)) < count).view(slots.shape)
+    return torch.zeros_like(rank, dtype=torch.bool).scatter_(-1, slots, goes)
 
 
 def of_pages(importance: Tensor, rank: Tensor, count: Tensor, pages: Pages, heads: int) -> Tensor:
@@ -88,7 +106,6 @@ def of_pages(importance: Tensor, rank: Tensor, count: Tensor, pages: Pages, head
 
 def ranks_without(victims: Tensor, rank: Tensor, empty: int) -> Tensor:
     """Ranks once some tokens are gone: the others close up. victims: [R, S] bool; rank: [R, S] int64 -> the same."""
-    order = rank.argsort(-1)
-    gone = victims.take_along_dim(order, -1).long().cumsum(-1)
-    fewer = torch.empty_like(gone).scatter_(-1, order, gone)
-    return (rank - fewer).masked_fill(victims | (rank == empty), empty)
+    by_rank = rank.clamp(max=rank.shape[1])
+    gone = rank.new_zeros(len(rank), rank.shape[1] + 1).scatter_(1, by_rank, victims.long()).cumsum(-1)
+    return (rank - gone.gather(1, by_rank)).masked_fill(victims | (rank == empty), empty)

@@ -30,9 +30,10 @@ from kvbench.harness.engine.kernels.choose import Kernels, kernels_for
 from kvbench.harness.engine.method import EAGER, RAN, Method
 from kvbench.harness.engine.plan import Block, Closed, CompiledWalk, Fill, Places, PlainWalk, Plan, Runs, Step
 from kvbench.harness.engine.rotary import Placement, QueryFactors, rotate
-from kvbench.harness.engine.rows import Rows, Windows, writes
+from kvbench.harness.engine.rows import Rows, writes
 from kvbench.harness.engine.shortcuts import Shortcuts
 from kvbench.harness.engine.slots import Slots
+from kvbench.harness.engine.windows import Windows
 from kvbench.policies import PositionMode, Seen
 
 _MAX_BATCHED_ROPE_ELEMENTS = 2**20  # of the keys of all layers; above this, each layer computes its own RoPE
@@ -90,7 +91,7 @@ class Walk:
         plan = self._shortcuts.plan(block, self.ordered)
         if plan is not None:
             return plan
-        attended = self.slots.attended(block.end)
+        attended = self.slots.attended(block.end, block.tokens)
         places = self._places(block, self.rows(attended, self.slots.layers[0]))  # they are the same in every layer
         lengths = self._shortcuts.runs(block)
         if lengths is None:
@@ -154,7 +155,7 @@ class Walk:
             return Step(places, rows, attended, seen, seen_of_layer, None, nothing, used, nothing)
         of_rows = None
         if rows.rank.numel() * slots.shape.key_dim <= _MAX_BATCHED_ROPE_ELEMENTS:
-            of_rows = placement.of_keys(rows.rank, rows.position, step, slots.num_slots)
+            of_rows = placement.of_keys(*rows.account(step), slots.num_slots)
         key_factors = nothing if of_rows is None else of_rows.unflatten(0, (layers, -1)).unbind(0)
         if self.steady is not None and block.seen is not None:
             query_factors: list[QueryFactors | None] = [self.steady[1]] * layers
@@ -214,7 +215,7 @@ class Walk:
                 self._note_written(rows, plan.places, 0, rows.free, keys[:, None], values[:, None])
         factors = plan.key_factors[at]
         if factors is None and self.rotation is not None:
-            factors = self._placement.of_keys(rows.rank, rows.position, step, self.slots.num_slots)
+            factors = self._placement.of_keys(*rows.account(step), self.slots.num_slots)
         out = values.new_empty(size, group, values.shape[-1])
         seen = self._attend_one(rows, query, terms, plan.used[at], factors, own, out)
         for name, x in plan.seen_of_layer[at].items():
@@ -254,7 +255,7 @@ class Walk:
             if self._writes:
                 self._note_written(rows, places, t, rows.free, k[:, None], v[:, None])
             used = None if places.evicts[t] and slots.evicts_each_step else rows.used()
-            factors = self._placement.of_keys(rows.rank, rows.position, step, slots.num_slots)
+            factors = self._placement.of_keys(*rows.account(step), slots.num_slots)
             seen = self._attend_one(rows, q, terms, used, factors, own, out[t])
             if seen:
                 rows.update(seen, valid)
@@ -276,21 +277,20 @@ class Walk:
         Args:
             query: unrotated. [N, G, D].
             used: slots that hold a token; all when None. [N, 1, S] bool.
-            key_factors: RoPE that the cached keys still need; None if they need none. [N, S, P].
+            key_factors: RoPE that the cached keys still need, as they are stored; None if they need none. [N, S, P].
             query_factors: RoPE of the query; None without RoPE. [N, 1, P].
             into: where to put the output. [N, G, Dv].
 
         Returns:
             What statistics read. [N, G, ...] each.
         """
-        keys, values = (x.read() for x in rows.windows)
-        keys = keys if key_factors is None else rotate(keys, key_factors)
+        keys, values = rows.windows
         scaled = query * terms.scaling if query_factors is None else query_factors.rotated(query, terms.scaling)
-        scores = torch.bmm(scaled, keys.transpose(1, 2))
+        scores = keys.dots(scaled, key_factors)
         mass = weights(scores, terms, rows.heads, used)
         if self.slots.shape.lags and used is not None:  # a stream's first token sees nothing
             mass = mass.masked_fill(~used.any(-1, keepdim=True), 0.0)
-        torch.bmm(mass.to(values.dtype), values, out=into)
+        values.mix(mass, into)
         seen: dict[Seen, Tensor] = {"weights": mass, "queries": query, "outputs": into}
         if "logits" in rows.asked:
             logits = logits_of(scores, terms)
@@ -312,6 +312,8 @@ class Walk:
             self.ordered = block.seen is not None and block.seen < self.slots.capacity
         places, kernel = plan.places, self._kernels.release if self._method.step_kernel else None
         if kernel is not None and places.valid[0] is None and not places.ragged:
+            if plan.seen and not kernel.updates:
+                plan.rows.update(plan.seen, None)
             kernel(self.slots, plan.rows, plan.seen.get("weights"), places.steps[0], places.evicts[0])
             return
         if plan.seen:

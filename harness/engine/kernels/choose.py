@@ -6,6 +6,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from kvbench.harness.engine.kernels import cpu, cuda
+from kvbench.harness.engine.kernels.cpu_compete import CompeteKernel
 from kvbench.harness.engine.slots import Slots
 from kvbench.policies import PositionMode
 
@@ -13,7 +14,7 @@ _MODULES: dict[str, ModuleType] = {"cpu": cpu, "cuda": cuda}  # by kind of devic
 
 
 StepKernel = cpu.StepKernel | cuda.StepKernel  # a token's attention
-ReleaseKernel = cpu.ReleaseKernel | cuda.ReleaseKernel  # the bookkeeping after it
+ReleaseKernel = cpu.ReleaseKernel | cuda.ReleaseKernel | CompeteKernel  # the bookkeeping after it
 WalkKernel = cpu.WalkKernel | cuda.WalkKernel  # a block through one layer
 
 
@@ -45,4 +46,7 @@ def kernels_for(slots: Slots, mode: PositionMode, limit: int, longest: int | Non
         because = module.why_untraced(slots.policy) or module.why_unserved(slots)
         because = because or "no kernel walks blocks of such layers in this dtype"
     step = module.StepKernel.from_slots(slots, mode, limit, longest)
-    return Kernels(step, module.ReleaseKernel.from_slots(slots), walk, lost, because)
+    release = module.ReleaseKernel.from_slots(slots)
+    if release is None and slots.device.type == "cpu":
+        release = CompeteKernel.from_slots(slots)
+    return Kernels(step, release, walk, lost, because)

@@ -58,7 +58,7 @@ class StepKernel:
         if kernel is None:
             return None
         kernel.restype = ctypes.c_int64
-        arrays, numbers = (13, 8) if slots.codec is None else (19, 10)
+        arrays, numbers = (14, 10) if slots.codec is None else (19, 10)
         kernel.argtypes = [*[ctypes.c_void_p] * arrays, *[ctypes.c_int64] * numbers, ctypes.c_float]
         return cls(slots, mode, limit, longest, kernel)
 
@@ -103,11 +103,12 @@ class StepKernel:
                 low, high = self._split[0], None if high is None else self._split[1]
         out = torch.empty(*query.shape[:3], value.shape[-1])
         new = (x.float().contiguous() for x in (query, key, value))
-        arrays = (*new, self._order, *rows.stored, rows.rank, rows.position, rows.free, low, high, out, mass)
+        table = (rows.page_table,) if slots.codec is None else ()
+        arrays = (*new, self._order, *rows.stored, *table, rows.rank, rows.position, rows.free, low, high, out, mass)
         threads = torch.get_num_threads() if query.numel() * attended > _MAX_SINGLE_THREAD_PRODUCTS else 1
         failed = self._kernel(
             *(None if x is None else x.data_ptr() for x in arrays), size, rows.base, slots.num_slots, attended, self._mode,
-            self._limit, level, min(threads, size), *self._exempt, scaling,
+            self._limit, level, min(threads, size), *(self._exempt or rows.page_shape), scaling,
         )  # fmt: skip
         if failed:
             raise MemoryError("no scratch memory for a decode step")
@@ -121,6 +122,8 @@ def _texts(sizes: Mapping[str, int]) -> tuple[tuple[str, str], ...]:
 
 class ReleaseKernel:
     """The bookkeeping after a token, for all layers of one `Slots` at once."""
+
+    updates = True  # the statistics, too
 
     def __init__(self, kernel: Any, reads: frozenset[str]) -> None:
         self._kernel, self._reads = kernel, reads

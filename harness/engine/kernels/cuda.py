@@ -100,7 +100,7 @@ def lost(slots: Slots, mode: PositionMode, limit: int) -> str:  # noqa: ARG001
 
 def _serves(slots: Slots) -> bool:
     plain = slots.shape.plain and slots.wide == torch.float32 and slots.shape.key_dim % 2 == 0
-    return plain and not states.may_outlive_window(slots) and cuda_attention.kernels() is not None
+    return plain and slots.tensors.pool is None and not states.may_outlive_window(slots) and cuda_attention.kernels() is not None
 
 
 class StepKernel:
@@ -129,6 +129,8 @@ class StepKernel:
 
 class ReleaseKernel:
     """The bookkeeping after a token, for all layers of one `Slots` at once, or for one."""
+
+    updates = True  # the statistics, too
 
     def __init__(self, formulas: Formulas) -> None:
         self._policy, self._reads = _policy_module(formulas), formulas.reads

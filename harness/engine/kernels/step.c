@@ -1,9 +1,11 @@
 /* One token in one layer: writes it to its slot, then attends to all tokens held. This is a template: compiler.py puts the dims in.
 
    Keys are stored unrotated, and each is rotated when it is read, once for all query heads of its KV head; or, ROTATED, when it is
-   stored. The query has the position of the new token's key. Slots are in no order.
+   stored. The query has the position of the new token's key. Slots are in no order. A row's slots lie together, or page by page in a
+   pool, where the new token has the last slot in use.
 
-   Axis letters: N rows (stream, KV head), G query heads of a KV head, S slots, P pairs of dims, D key dim, E value dim. */
+   Axis letters: N rows (stream, KV head), G query heads of a KV head, S slots, W pages of a row, P pairs of dims, D key dim, E value
+   dim. */
 
 #include "numbers.h"
 #include "vectors.h"
@@ -12,24 +14,26 @@
 /* Reads a token. Returns 0, or -1 if there is no memory.
 
    query: [N, G, D], key: [N, D], unrotated, in the model's order of dims. value: [N, E]. order: the model's dim at each place.
-   keys: [N, slots, D]. values: [N, slots, E]. rank, position: [N, slots], of which the first `attended` are used. free_slots:
+   keys: [N, slots, D]. values: [N, slots, E]. table: the page of each `page` slots of a row, counted over the whole pool, whose keys
+   and values are [pages, page, D] and [pages, page, E]; null if a row's slots lie together. [N, width]. rank, position: [N, slots], of which the first `attended` are used. free_slots:
    the new token's slot, counted over all rows, starting at `first`. low: RoPE factors of the positions 0, 1, ... [level, P]
    complex, null if nothing is rotated; high: those of 0, level, 2 * level, ..., null if one level is enough.
    out: [N, G, E], written. mass: the softmax weights [N, G, attended], written; null if they are not needed. */
 int64_t step(const float *query, const float *key, const float *value, const int64_t *order, float *keys, float *values,
-             const int64_t *rank, const int64_t *position, const int64_t *free_slots, const float *low, const float *high,
+             const int64_t *table, const int64_t *rank, const int64_t *position, const int64_t *free_slots, const float *low, const float *high,
              float *out, float *mass, int64_t rows, int64_t first, int64_t slots, int64_t attended, int64_t mode, int64_t limit,
-             int64_t level, int64_t threads, float scaling) {
+             int64_t level, int64_t threads, int64_t width, int64_t page, float scaling) {
+    const int64_t together = table ? page : slots; /* slots */
     int failed = 0;
 #pragma omp parallel for schedule(static) num_threads((int)threads) if (threads > 1)
     for (int64_t n = 0; n < rows; n++) {
         float *scratch = mass ? NULL : malloc(G * attended * sizeof(float));
         if (!mass && !scratch) { failed = 1; continue; }
         float *restrict scores = mass ? mass + n * G * attended : scratch;
-        const int64_t at = free_slots[n] - first - n * slots;
+        const int64_t at = free_slots[n] - first - n * slots, used = table ? at + 1 : attended;
         const int64_t *ranks = rank + n * slots, *positions = position + n * slots, now = positions[at];
-        float *restrict k = keys + n * slots * D, *restrict v = values + n * slots * E;
-        float rotated[G][D], plain[D], *new_key = k + at * D, *new_value = v + at * E;
+        const int64_t *pages = table ? table + n * width : &n, place = pages[at / together] * together + at % together;
+        float rotated[G][D], plain[D], *new_key = keys + place * D, *new_value = values + place * E;
         const int64_t here = angle(mode, ranks[at], now, now, limit);
         const float *near = low ? low + (here % level) * D : NULL, *far = high ? high + (here / level) * D : NULL;
         for (int d = 0; d < D; d++) plain[d] = new_key[d] = key[n * D + order[d]];
@@ -39,26 +43,33 @@ int64_t step(const float *query, const float *key, const float *value, const int
             for (int d = 0; d < D; d++) plain[d] = rotated[g][d] = query[(n * G + g) * D + order[d]] * scaling;
             if (low) rotate(rotated[g], plain, near, far);
         }
-        for (int64_t s = 0; s < attended; s++) {
-            float rotated_key[D];
-            const float *held = k + s * D;
-            if (low && mode != ROTATED && ranks[s] < slots) {
-                const int64_t place = angle(mode, ranks[s], positions[s], now, limit);
-                if (high) rotate(rotated_key, held, low + (place % level) * D, high + (place / level) * D);
-                else rotate(rotated_key, held, low + place * D, NULL);
-                held = rotated_key;
-            }
-            for (int g = 0; g < G; g++) {
-                scores[g * attended + s] = ranks[s] < slots ? dot(rotated[g], held) : -INFINITY;
+        for (int64_t begin = 0, s = 0; begin < used; begin += together) {
+            const float *restrict k = keys + (pages[begin / together] * together - begin) * D;
+            for (const int64_t end = begin + together < used ? begin + together : used; s < end; s++) {
+                float rotated_key[D];
+                const float *held = k + s * D;
+                if (low && mode != ROTATED && ranks[s] < slots) {
+                    const int64_t angle_of = angle(mode, ranks[s], positions[s], now, limit);
+                    if (high) rotate(rotated_key, held, low + (angle_of % level) * D, high + (angle_of / level) * D);
+                    else rotate(rotated_key, held, low + angle_of * D, NULL);
+                    held = rotated_key;
+                }
+                for (int g = 0; g < G; g++) {
+                    scores[g * attended + s] = ranks[s] < slots ? dot(rotated[g], held) : -INFINITY;
+                }
             }
         }
         for (int g = 0; g < G; g++) {
             float *restrict row = scores + g * attended, sum[E] = {0};
-            const float inverse = 1.0f / exponentials(row, largest(row, attended), attended);
-            for (int64_t s = 0; s < attended; s++) {
-                row[s] = ranks[s] < slots ? row[s] * inverse : 0.0f;
-                for (int e = 0; e < E; e++) sum[e] += row[s] * v[s * E + e];
+            const float inverse = 1.0f / exponentials(row, largest(row, used), used);
+            for (int64_t begin = 0, s = 0; begin < used; begin += together) {
+                const float *restrict v = values + (pages[begin / together] * together - begin) * E;
+                for (const int64_t end = begin + together < used ? begin + together : used; s < end; s++) {
+                    row[s] = ranks[s] < slots ? row[s] * inverse : 0.0f;
+                    for (int e = 0; e < E; e++) sum[e] += row[s] * v[s * E + e];
+                }
             }
+            for (int64_t s = used; s < attended; s++) row[s] = 0.0f;
             for (int e = 0; e < E; e++) out[(n * G + g) * E + e] = sum[e];
         }
         free(scratch);

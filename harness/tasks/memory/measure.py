@@ -19,8 +19,9 @@ from kvbench.harness.engine.budgets import static_table
 from kvbench.harness.engine.decoder import CacheConfig, Decoder
 from kvbench.harness.engine.loop import decoder
 from kvbench.harness.engine.model import Model
+from kvbench.harness.engine.pool import PAGE, pages_for
 from kvbench.harness.engine.rotary import Rotation
-from kvbench.harness.engine.slots import BUCKET
+from kvbench.harness.engine.slots import BUCKET, LayerShape
 from kvbench.harness.engine.stored import storage_bytes, tensors_in
 from kvbench.harness.records.metrics import READ_AT_POINTS
 from kvbench.harness.tasks.memory import MemoryMetrics, MemoryOptions
@@ -68,7 +69,7 @@ def _figures(
     if abs(allocated - reported) > max(_RELATIVE_TOLERANCE * reported, _TOLERANCE_BYTES):
         flags.append(f"the cache reports {reported:,} bytes, but {allocated:,} are allocated")
     is_ours = not isinstance(job.config.policy, Contestant)
-    expected = options.batch * _kv_bytes(job.model, job.config, options.tokens) if is_ours else None
+    expected = _kv_bytes(job.model, job.config, options.tokens, options.batch) if is_ours else None
     if expected is not None and read.kv_bytes != expected:
         flags.append(f"its K/V takes {read.kv_bytes:,} bytes, but by the model's shapes {expected:,}")
     if capacity is not None and growth > _MAX_GROWTH_BYTES.get(job.model.device.type, 2**23):
@@ -80,20 +81,32 @@ def _figures(
     })  # fmt: skip
 
 
-def _kv_bytes(model: Model, config: CacheConfig, tokens: int) -> int:
-    """Bytes of the K and V slots of one stream, by the model's shapes and the policy's budgets, after that many tokens."""
+def _kv_bytes(model: Model, config: CacheConfig, tokens: int, streams: int) -> int:
+    """Bytes of the K and V slots of all streams, by the shapes of layers and the budgets, after that many tokens of each."""
     if not holds_kv(config.policy):
         return 0
     table, total = static_table(model, config, None), 0
     for layer, shape in enumerate(model.layers):
+        kept = shape.kept(config.capacity)
+        if kept is not None and shape.heads > 1 and config.policy.bind(kept).pool_floor(kept) is not None:
+            total += _shared_bytes(model, config, shape, kept, tokens, streams)
+            continue
         for head in range(shape.heads):
             kept = shape.kept(table[layer][head] if table else config.capacity)
             slots = -(-tokens // BUCKET) * BUCKET if kept is None else kept + config.every
-            floor = None if kept is None else config.policy.bind(kept).pool_floor(kept)
-            if kept is not None and floor is not None:  # a head may hold what the others leave
-                slots += (shape.heads - 1) * (kept - floor)
-            total += shape.kv_bytes(slots, model.dtype, config.kv) // shape.heads
+            total += streams * shape.kv_bytes(slots, model.dtype, config.kv) // shape.heads
     return total
+
+
+def _shared_bytes(model: Model, config: CacheConfig, shape: LayerShape, kept: int, tokens: int, streams: int) -> int:
+    """The same for a layer whose heads compete: from a pool; or coded, where a head has slots for all that the others leave."""
+    rows, each = streams * shape.heads, kept + config.every
+    if config.kv is None:
+        full = rows * each
+        pages = pages_for(min(rows * tokens, full), rows, full, PAGE)
+        return shape.kv_bytes(pages * PAGE, model.dtype) // shape.heads
+    floor = config.policy.bind(kept).pool_floor(kept) or 0
+    return streams * shape.kv_bytes(each + (shape.heads - 1) * (kept - floor), model.dtype, config.kv)
 
 
 def _warm_up(model: Model) -> None:

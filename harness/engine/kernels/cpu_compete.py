@@ -1,0 +1,102 @@
+"""The bookkeeping of heads that hold different numbers of tokens, `compete.c`, with the interface that the walk calls.
+
+Axis letters: R rows of all layers, G query heads of a KV head, S slots.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from kvbench.harness.engine.kernels.compiler import Built, built, built_of, why_untraced
+from kvbench.harness.engine.kernels.states import heads_of, may_outlive_window, prompts_of
+from kvbench.harness.engine.rows import Rows
+from kvbench.harness.engine.slots import Slots
+from kvbench.policies.view import mixed_seed
+
+_NO_POLICY = {"NUMBERS": "0", "MOST_READ": "0", "WIDTHS": "0", "IMPORTANCE": "0", "UPDATES": "0"}
+
+
+class _Held(ctypes.Structure):
+    """`Held` of compete.c."""
+
+    _fields_ = (("first", ctypes.c_void_p), ("bytes", ctypes.c_int64))
+
+
+class CompeteKernel:
+    """Evicts from the rows of a pool, all layers of one `Slots` at once.
+
+    Attributes:
+        updates: the kernel updates the statistics, too; otherwise that is done before.
+    """
+
+    def __init__(self, kernel: Any, updates: bool) -> None:
+        self._kernel, self.updates = kernel, updates
+
+    @classmethod
+    def from_slots(cls, slots: Slots) -> Self | None:
+        """The kernel for some layers; None if there is none."""
+        kernel = cls.built(slots).function
+        if kernel is None:
+            return None
+        kernel.restype = ctypes.c_int64
+        kernel.argtypes = [*[ctypes.c_void_p] * 14, *[ctypes.c_int64] * 16]
+        return cls(kernel, cls._traceable(slots))
+
+    @staticmethod
+    def _traceable(slots: Slots) -> bool:
+        """Whether the policy's own code can be put into the kernel."""
+        same = list(slots.tensors.states) == list(dict.fromkeys(slots.policy.statistics))
+        return same and not may_outlive_window(slots) and not why_untraced(slots.policy)
+
+    @classmethod
+    def built(cls, slots: Slots) -> Built:
+        """The C function. Slots without a pool that evicts, or with sums over what a head holds, get neither it nor a reason."""
+        summed = any(s.per == "head" for s in slots.tensors.states)
+        if slots.tensors.pool is None or slots.capacity is None or slots.wide != torch.float32 or summed:
+            return Built()
+        if cls._traceable(slots):
+            return built_of(slots.policy, "compete.c", "compete")
+        return built("compete.c", "compete", tuple((f"{part}_OF_POLICY", text) for part, text in _NO_POLICY.items()))
+
+    def __call__(self, slots: Slots, rows: Rows, mass: Tensor | None, step: Tensor, full: bool) -> None:
+        """Choose who goes and the next token's slot. The arguments are those of the release kernel.
+
+        Raises:
+            MemoryError: there is no scratch memory.
+        """
+        tensors, budget = slots.tensors, slots.budget
+        assert tensors.pool is not None
+        assert tensors.pages is not None
+        importance = None if self.updates or not full else rows.importance(slots.policy).float().contiguous()
+        numbers = (
+            [x.data_ptr() + i * x.itemsize for x in tensors.states.values() for i in range(x.stride(1))] if self.updates else []
+        )
+        states = (ctypes.c_void_p * len(numbers))(*numbers)
+        of_slots = (_Held * (1 + len(tensors.flat_states)))(*map(_held, (tensors.flat_position, *tensors.flat_states.values())))
+        of_pool = (_Held * 2)(*(_held(x.tensor.flatten(0, 1)) for x in tensors.pool))
+        before = (tensors.rank, tensors.position, slots.layer_index, heads_of(rows), prompts_of(rows), step, tensors.free)
+        budgets = budget.of_rows if budget.floor is None else None
+        freed = self._kernel(
+            _pointer(importance), _pointer(mass) if self.updates else None, states, *map(_pointer, before), of_slots, of_pool,
+            _pointer(tensors.pages.table), _pointer(budgets), len(of_slots), tensors.pages.table.shape[1], tensors.pages.size,
+            len(tensors.rank), slots.rows, slots.shape.heads, slots.shape.group, slots.num_slots, rows.rank.shape[1], int(full),
+            slots.every, slots.capacity, -1 if budget.floor is None else budget.floor, slots.shape.sliding_window or 0,
+            slots.num_layers, mixed_seed(slots.seed),
+        )  # fmt: skip
+        if freed < 0:
+            raise MemoryError("no scratch memory for the bookkeeping of a decode step")
+        if freed:
+            tensors.pages.note_owners()
+
+
+def _held(x: Tensor) -> _Held:
+    """What every slot holds of a tensor. [S, ...]."""
+    return _Held(x.data_ptr(), x.stride(0) * x.itemsize)
+
+
+def _pointer(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
