@@ -19,10 +19,9 @@ from torch import Tensor
 
 from kvbench.harness.core import plugins
 from kvbench.harness.engine import slots as slots_module
-from kvbench.harness.engine.cadence import Cadence
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
-from kvbench.harness.engine.slots import Budget, LayerShape, Slots
+from kvbench.harness.engine.slots import Budget, Cadence, LayerShape, Slots
 from kvbench.harness.records import Record, digest
 from kvbench.harness.records.cell import CellSpec
 from kvbench.harness.records.facts import Data, Facts, Failure, Trace

@@ -20,9 +20,8 @@ from kvbench.harness.engine.kernels.tracing import TRITON, traced
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import KERNELS, TOKEN_BY_TOKEN
 from kvbench.harness.engine.rotary import Rotation, rotate
-from kvbench.harness.engine.rows import Rows
+from kvbench.harness.engine.rows import Rows, Windows
 from kvbench.harness.engine.slots import Budget, LayerShape, Slots
-from kvbench.harness.engine.windows import Windows
 from kvbench.policies import Attention, AttentionSum, KeyNorm, Policy, Statistic, Written
 from kvbench.policies.h2o import H2O
 from kvbench.policies.random import Random

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from kvbench.harness.core.codec import Codec, Kivi
-from kvbench.harness.engine.cadence import Cadence
 from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.held import writes
 from kvbench.harness.engine.model import Model
-from kvbench.harness.engine.rows import Rows, writes
-from kvbench.harness.engine.slots import Budget, LayerShape, Part, Slots
+from kvbench.harness.engine.rows import Rows
+from kvbench.harness.engine.slots import Budget, Cadence, LayerShape, Part, Slots
 from kvbench.policies import Policy, Statistic
 
 Table = Sequence[Sequence[int]]  # tokens that each head keeps. [L][H]

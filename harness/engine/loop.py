@@ -170,13 +170,13 @@ class CachedDecoder:
             raise ValueError("evict: prompt, but the stream has no prompt: nothing says when to evict")
         if count > 1 and self.model.shares_caches and not self._reads_at_once(tokens, valid):
             return self._read_one_by_one(tokens, valid, keep)
-        if valid is not None:
-            self._seen = None
+        self._seen = self._seen if valid is None else None
         self._max_seen += count
         if self._max_seen > self.model.longest:
             raise ValueError(f"a stream of more than {self.model.longest:,} tokens")
         for walk in self.walks:
-            walk.slots.grow(self._max_seen)
+            if walk.slots.capacity is None or walk.slots.tensors.pages is not None:
+                walk.slots.grow(self._max_seen)
         if self.graphs is None or count > 1 or self._seen is None or keep is not None:
             logits = self._run_eager(tokens, valid, keep)
         else:

@@ -1,133 +1,34 @@
-"""Rows of cache slots: what a step reads and writes, of one layer or of all layers that share their tensors.
+"""Rows of cache slots: what a step does to them, in the order in which it happens, and a run of steps at once.
 
-Axis letters: L layers, B streams, H KV heads, R = L * B * H rows, N rows of one layer, G query heads of a KV head, S slots,
-D key dim, Dv value dim, n tokens held, k extra axes of a statistic.
+Axis letters: L layers, B streams, H KV heads, R = L * B * H rows, G query heads of a KV head, T tokens of a run, S slots,
+D key dim, Dv value dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from math import inf
 
 import torch
 from torch import Tensor
 
-from kvbench.harness.engine.evicting import Evicting
-from kvbench.harness.engine.rotary import LONGEST_STREAM, rotate
+from kvbench.harness.engine.held import HeldRows
+from kvbench.harness.engine.pool import PagedStore, moves
 from kvbench.harness.engine.slots import Slots
-from kvbench.harness.engine.store import StoredView, as_written, stages
-from kvbench.policies import Attention, CacheView, Seen, Statistic, Written
+from kvbench.harness.engine.store import stages
+from kvbench.harness.engine.victims import of_heads, of_layers, of_pages, ranks_without
+from kvbench.policies import Attention, Policy, Seen
 
 
-class Held(NamedTuple):
-    """What one layer holds, oldest first."""
+class Rows(HeldRows):
+    """A window on some rows of `Slots`, as steps and runs read and write them."""
 
-    keys: Tensor  # [N, n, D]
-    values: Tensor  # [N, n, Dv]
-    position: Tensor  # [N, n] int64
-    states: list[Tensor]  # one a statistic, [N, n]
-
-
-class Rows(Evicting):
-    """A window on some rows of `Slots`."""
-
-    def __init__(self, slots: Slots, attended: int, layer: int | None = None) -> None:
-        """Look at the first `attended` slots of one layer (its index in the model), or of all."""
-        at = 0 if layer is None else slots.layers.index(layer)
-        layers = slice(at, len(slots.layers) if layer is None else at + 1)
-        heads, tensors = slots.shape.heads, slots.tensors
-        per_layer = slots.streams * heads
-        part = slice(layers.start * per_layer, layers.stop * per_layer)
-        self._slots, self._tensors = slots, tensors
-        account = tensors.position, tensors.rank
-        self.windows = self._keys, self._values = [x.window(part, attended, *account) for x in (tensors.keys, tensors.values)]
-        self.stored = *self._keys.parts, *self._values.parts  # the tensors of K, then of V, as kernels read them
-        self.rank, self.position = tensors.rank[part, :attended], tensors.position[part, :attended]
-        self._all_ranks = tensors.rank[part]
-        self.free, self._row_base = tensors.free[part], tensors.row_base[part]
-        self.heads, self.asked, self.keys_rotated = heads, slots.sees, slots.keys_rotated  # H; what statistics read of attention
-        self._pages, self._part = tensors.pages, part
-        self.base = part.start * slots.num_slots  # flat index of these rows' first slot
-        self._row_states = {s: x[part] for s, x in tensors.states.items()}  # [R, S, *k] or [R, *k]
-        self._budgets = None if slots.budget.of_rows is None else slots.budget.of_rows[part]
-        shown = {s: x[:, :attended] if s.per == "slot" else x for s, x in self._row_states.items()}
-        self.states = {s: x.unflatten(0, (-1, heads)) for s, x in shown.items()}
-        self.summed = [s for s in self.states if s.per == "head" and writes(s)]  # over the tokens that a head holds
-        self._output = slots.parts[layers.start].output  # of one layer only
-        of_layer = slots.layer_index[layers].repeat_interleave(slots.streams)
-        streams = torch.arange(slots.streams, device=self.rank.device)
-        self.stream_of_block = streams.repeat(layers.stop - layers.start)  # [L * B]
-        self.stream_of_row = self.stream_of_block.repeat_interleave(heads)  # [R]
-        rank, position = (x.unflatten(0, (-1, heads)) for x in (self.rank, self.position))
-        index = of_layer[:, None, None]  # of the layer; stands in for the step until the first token
-        head = slots.head_index[layers].repeat_interleave(slots.streams, 0)[..., None]
-        prompt = slots.prompt[self.stream_of_block][:, None, None]
-        made_when_asked = slots.codec is not None or self._pages is not None
-        keys, values = (rank, rank) if made_when_asked else (x.unflatten(0, (-1, heads)) for x in (self.keys, self.values))
-        self.view = CacheView(
-            rank, position, index, keys, values, self.states, index, head, prompt, slots.num_layers, slots.seed, self._rotated
-        )
-        if made_when_asked:
-            self.view = StoredView(self.view, None if slots.keys_rotated else self._keys, self._values, heads)
-        elif slots.keys_rotated:  # nobody looks at them
-            del self.view.keys
-
-    @property
-    def page_table(self) -> Tensor | None:
-        """The pages of each row, in a pool. [R, W] int64."""
-        return None if self._pages is None else self._pages.table[self._part]
-
-    @property
-    def page_shape(self) -> tuple[int, int]:
-        """Pages of a row at most, and slots of a page; zeros where there is no pool."""
-        return (0, 0) if self._pages is None else (self._pages.table.shape[1], self._pages.size)
-
-    @property
-    def keys(self) -> Tensor:
-        """What is stored: of a coded cache, made by each call. [R, S, D], the model's dtype."""
-        return self._keys.read()
-
-    @property
-    def values(self) -> Tensor:
-        """The same of V. [R, S, Dv]."""
-        return self._values.read()
-
-    def _rotated(self, x: Tensor, position: Tensor) -> Tensor:
-        """`CacheView.rotate`."""
-        rotation = self._slots.shape.rotation
-        if rotation is None:
-            return x
-        return rotate(x.contiguous(), rotation.factors(position.expand(x.shape[:-1]), x.dtype, LONGEST_STREAM))
-
-    def of_streams(self, x: Tensor) -> Tensor:
-        """[B, T] -> [R, T]."""
-        return x.index_select(0, self.stream_of_row)
-
-    def count(self) -> Tensor:
-        """Tokens that each row holds. [R] int64."""
-        return (self.rank < self._slots.empty_rank).sum(-1)
-
-    def account(self, step: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Ranks and positions in the order in which keys are stored, and the steps of their rows. step: [R] int64."""
-        if self._pages is None:
-            return self.rank, self.position, step
-        pages = self._pages.of(self._part)
-        held = self._pages.slots[pages]
-        rank, position = (x[held] for x in (self._tensors.flat_rank, self._tensors.flat_position))
-        return rank, position, step[(self._pages.row[pages] - self._part.start).clamp(min=0)]
-
-    def _take_pages(self, last: Tensor) -> None:
-        """In a pool, let each row have pages up to a slot. last: its flat index. [R] int64."""
-        if self._pages is not None:
-            self._pages.take(self._part, last - self._row_base + 1)
-
-    def _at(self, slots: Tensor) -> Tensor:
-        """Where K and V of slots lie. Flat indices, [n] int64 -> the same."""
-        return slots if self._pages is None else self._pages.places(slots)
+    free: Tensor  # moved in place
 
     def place(self, rank: Tensor, step: Tensor, now: Tensor) -> None:
         """Enter the new token in the account of the free slot. rank, step: [R] int64; now: [L * B, 1, 1] int64."""
-        self._take_pages(self.free)
+        if self._pages is not None:
+            self._take_pages(self.free)
         self._tensors.flat_rank.index_copy_(0, self.free, rank)
         self._tensors.flat_position.index_copy_(0, self.free, step)
         for statistic, state in self._tensors.flat_states.items():  # an update moves the state of unused slots too
@@ -138,58 +39,6 @@ class Rows(Evicting):
         """Let policies and statistics know the step. [L * B, 1, 1] int64."""
         self.view.step = now
 
-    def empty_slots(self, count: int) -> Tensor:
-        """Flat indices of the first empty slots of each row. [R, count] int64."""
-        occupied = (self.rank < self._slots.empty_rank).to(torch.uint8)
-        return occupied.argsort(dim=-1, stable=True)[:, :count] + self._row_base[:, None]
-
-    def enter(self, free: Tensor, keys: Tensor, values: Tensor, ranks: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
-        """Put a run of tokens into free slots. [R, T], [R, T, D], [R, T, Dv], [R, T], [R, T].
-
-        Returns:
-            Keys and values that one of them may see, as `Window.entered` does.
-        """
-        self._take_pages(free[:, -1])
-        tensors, at, old_keys, old_values = self._tensors, free.flatten(), self.keys, self.values
-        tensors.flat_rank.index_copy_(0, at, ranks.flatten())
-        tensors.flat_position.index_copy_(0, at, steps.flatten())
-        for statistic, state in tensors.flat_states.items():
-            state.index_fill_(0, at, statistic.initial)
-        at = self._at(at)
-        new_keys = self._keys.entered(at, keys.flatten(0, 1), old_keys)
-        return new_keys, self._values.entered(at, values.flatten(0, 1), old_values)
-
-    def leave(self, free: Tensor) -> None:
-        """Make slots empty again. [R, T] int64."""
-        self._tensors.flat_rank.index_fill_(0, free.flatten(), self._slots.empty_rank)
-
-    def seen_by(self, ranks: Tensor, steps: Tensor) -> Tensor:
-        """What the tokens of a run see of what `enter` returned. ranks, steps: of the tokens, [R, T] int64 -> [R, T, S] bool."""
-        sees, window, codec = self.rank[:, None] <= ranks[..., None], self._slots.shape.sliding_window, self._slots.codec
-        if window is not None:
-            sees = sees & (steps[..., None] - self.position[:, None] < window)
-        if codec is None:
-            return sees
-        parts = stages(codec, self.position[:, None], self.rank[:, None], steps[..., None], ranks[..., None])
-        return torch.cat([sees & part for part in parts], -1)
-
-    def by_slot(self, seen: Mapping[Seen, Tensor]) -> dict[Seen, Tensor]:
-        """What statistics read of a run, where each slot was offered in several stages, and seen in one."""
-        if self._slots.codec is None:
-            return dict(seen)
-        size = self.rank.shape[1]
-        staged = {name: x.unflatten(-1, (-1, size)) for name, x in seen.items() if name in ("weights", "logits")}
-        return {**seen, **{name: x.amax(-2) for name, x in staged.items()}}
-
-    def end_run(self, free: Tensor, due: bool) -> None:
-        """After a run: evict what is due, and find the slot for the next token. free: the run's slots, [R, T] int64."""
-        if due:
-            self.release(None, due=True, ragged=False)
-        elif self._slots.capacity is None:
-            torch.add(free[:, -1], 1, out=self.free)
-        else:
-            self.find_free()
-
     def write(self, key: Tensor, value: Tensor, run: Tensor | None = None) -> None:
         """Put the new token's K and V into the free slot, where it was placed; or those of a run into its slots.
 
@@ -198,51 +47,13 @@ class Rows(Evicting):
             value: [R, Dv], or [R * T, Dv].
             run: flat indices of its slots. [R, T] int64.
         """
-        if run is not None:
-            self._take_pages(run[:, -1])
-        at = self._at(self.free if run is None else run.flatten())
+        at = self.free if run is None else run.flatten()
+        if self._pages is not None:
+            if run is not None:
+                self._take_pages(run[:, -1])
+            at = self._at(at)
         self._keys.write(at, key)
         self._values.write(at, value)
-
-    def note_written(
-        self, free: Tensor, key: Tensor, value: Tensor, step: Tensor, ids: Tensor, valid: Tensor | None = None
-    ) -> None:
-        """Set what statistics compute of tokens when they are written, in the rows of one layer.
-
-        Args:
-            free: flat indices of the tokens' slots. [N, T] int64.
-            key: unrotated, paired. [N, T, D].
-            value: [N, T, Dv].
-            step: [N, T] int64.
-            ids: of the tokens. [N, T] int64.
-            valid: tokens that count; all when None. [N, T] bool.
-        """
-        if (codec := self._slots.codec) is not None:
-            key, value = as_written(key, step, codec), as_written(value, step, codec)
-        for statistic, first in self.written(key, value, step, ids).items():
-            if statistic.per == "slot":
-                state = self._tensors.flat_states[statistic]
-                state.index_copy_(0, free.flatten(), first.flatten(0, 1).to(state.dtype))
-            else:
-                added = first.double() if valid is None else first.double() * _like(valid, first)
-                self._row_states[statistic] += added.sum(1)
-
-    def written(self, key: Tensor, value: Tensor, step: Tensor, ids: Tensor) -> dict[Statistic, Tensor]:
-        """What statistics compute of tokens when they are written, in the rows of one layer. [N, T, *k] each.
-
-        Args:
-            key: unrotated, paired. [N, T, D].
-            value: [N, T, Dv].
-            step: [N, T] int64.
-            ids: of the tokens. [N, T] int64.
-        """
-        if not any(writes(s) for s in self.states):
-            return {}
-        heads = self._slots.shape.heads
-        keys, values, steps, tokens = (x.unflatten(0, (-1, heads)) for x in (key, value, step, ids))
-        token = Written(keys, values, steps, tokens, self._rotated, self._output)
-        made = {s: s.written(token) for s in self.states}
-        return {s: x.flatten(0, 1) for s, x in made.items() if x is not None}
 
     def used(self) -> Tensor:
         """Slots that hold a token that a query may see now. [R, 1, S] bool."""
@@ -271,6 +82,133 @@ class Rows(Evicting):
                 new = torch.where(valid.view(-1, *[1] * (state.dim() - 1)), new, state)
             state.copy_(new)
 
+    def release(self, valid: Tensor | None, due: bool, ragged: bool) -> None:
+        """Evict what is due, and find the slot for the next token.
+
+        Args:
+            valid: streams in which the token counted; all when None. [L * B, 1, 1] bool.
+            due: tokens are evicted now, as far as the host knows.
+            ragged: the host does not know for which streams that is so.
+        """
+        slots = self._slots
+        if slots.capacity is None:
+            self.free += 1 if valid is None else valid.expand(-1, slots.shape.heads, 1).flatten()
+        elif slots.evicts_each_step:
+            if due or ragged:
+                self._evict(ragged)
+            else:
+                self.free += 1 if valid is None else valid.expand(-1, slots.shape.heads, 1).flatten()
+        else:
+            if due or ragged:
+                self.evict_several()
+            self.find_free()
+
+    def _evict(self, ragged: bool) -> None:
+        """Free the slot of the lowest (importance, rank), lexicographically.
+
+        After an invalid token nothing has changed, so this frees again the slot that was free.
+        """
+        empty, rank = self._slots.empty_rank, self.rank
+        importance = self.importance(self._slots.policy)
+        if ragged:  # an unused slot goes before any token
+            importance = importance.masked_fill(rank == empty, float("-inf"))
+            rank = rank.masked_fill(rank == empty, -1)
+        lowest = importance.amin(-1, keepdim=True)
+        worst, victim = rank.masked_fill(importance > lowest, empty + 1).min(-1, keepdim=True)
+        if self.summed:
+            self.forget(torch.zeros_like(rank, dtype=torch.bool).scatter_(-1, victim, worst >= 0))
+        torch.add(victim[:, 0], self._row_base, out=self.free)
+        if ragged:
+            worst = worst.masked_fill(worst < 0, empty)
+        self.rank.sub_((self.rank > worst).long())
+        self._tensors.flat_rank.index_fill_(0, self.free, empty)
+
+    def importance(self, policy: Policy) -> Tensor:
+        """The importance that decides who is evicted: a policy's, and -inf for what no later query may see. [R, S] float32."""
+        window, importance = self._slots.shape.sliding_window, policy.importance(self.view).flatten(0, 1)
+        if window is not None:
+            importance = importance.masked_fill(self.view.age.flatten(0, 1) >= window - 1, -inf)
+        return importance
+
+    def evict_several(self) -> None:
+        """Cut every row, or every layer whose heads compete, back to its budget if `every` tokens more are held."""
+        slots, budget, heads = self._slots, self._slots.budget, self._slots.shape.heads
+        held = self.rank < slots.empty_rank
+        importance = self.importance(slots.policy).masked_fill(~held, inf)
+        count = held.sum(-1, keepdim=True)
+        if budget.floor is None:
+            excess = count - ((slots.capacity or 0) if self._budgets is None else self._budgets)
+            excess, pages = excess.masked_fill(excess < slots.every, 0), budget.pages
+            given = importance, self.rank, excess
+            victims = of_heads(*given, slots.most_victims) if pages is None else of_pages(*given, pages, heads)
+        else:
+            by_layer = [x.unflatten(0, (-1, heads)) for x in (importance, self.rank, count)]
+            excess = by_layer[2].sum(1) - heads * (slots.capacity or 0)
+            victims = of_layers(
+                by_layer[0], by_layer[1], excess.masked_fill(excess < heads * slots.every, 0), by_layer[2], budget.floor,
+                slots.most_victims,
+            ).flatten(0, 1)  # fmt: skip
+        if self.summed:
+            self.forget(victims)
+        self.rank.copy_(ranks_without(victims, self.rank, slots.empty_rank))
+        if (pool := self._tensors.pool) is not None:
+            self._close_up(pool, victims, count)
+
+    def _close_up(self, pool: Sequence[PagedStore], victims: Tensor, count: Tensor) -> None:
+        """In a pool, let each row's last tokens take the slots of its victims, and give back the pages that this leaves empty.
+
+        victims: [R, S] bool; count: tokens before, [R, 1] int64.
+        """
+        tensors, (row, into, out_of) = self._tensors, moves(victims, count, self._slots.most_victims)
+        into, out_of = into + self._row_base[row], out_of + self._row_base[row]
+        for x in (tensors.flat_rank, tensors.flat_position, *tensors.flat_states.values()):
+            x.index_copy_(0, into, x.index_select(0, out_of))
+        into, out_of = self._at(into), self._at(out_of)
+        for store in pool:
+            store.flat.index_copy_(0, into, store.flat.index_select(0, out_of))
+        left = count - victims.sum(-1, keepdim=True)
+        self.rank.masked_fill_(torch.arange(self.rank.shape[1], device=left.device) >= left, self._slots.empty_rank)
+        pool[0].table.give_back(self._part, left[:, 0])
+
+    def find_free(self) -> None:
+        """Let the next token take the first empty slot of each row, perhaps beyond those attended."""
+        empty = (self._all_ranks == self._slots.empty_rank).to(torch.uint8)
+        torch.add(empty.argmax(-1), self._row_base, out=self.free)
+
+    def enter(self, free: Tensor, keys: Tensor, values: Tensor, ranks: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
+        """Put a run of tokens into free slots. [R, T], [R, T, D], [R, T, Dv], [R, T], [R, T].
+
+        Returns:
+            Keys and values that one of them may see, as `Window.entered` does.
+        """
+        self._take_pages(free[:, -1])
+        tensors, at, old_keys, old_values = self._tensors, free.flatten(), self.keys, self.values
+        tensors.flat_rank.index_copy_(0, at, ranks.flatten())
+        tensors.flat_position.index_copy_(0, at, steps.flatten())
+        for statistic, state in tensors.flat_states.items():
+            state.index_fill_(0, at, statistic.initial)
+        at = self._at(at)
+        new_keys = self._keys.entered(at, keys.flatten(0, 1), old_keys)
+        return new_keys, self._values.entered(at, values.flatten(0, 1), old_values)
+
+    def seen_by(self, ranks: Tensor, steps: Tensor) -> Tensor:
+        """What the tokens of a run see of what `enter` returned. ranks, steps: of the tokens, [R, T] int64 -> [R, T, S] bool."""
+        sees, window, codec = self.rank[:, None] <= ranks[..., None], self._slots.shape.sliding_window, self._slots.codec
+        if window is not None:
+            sees = sees & (steps[..., None] - self.position[:, None] < window)
+        if codec is None:
+            return sees
+        parts = stages(codec, self.position[:, None], self.rank[:, None], steps[..., None], ranks[..., None])
+        return torch.cat([sees & part for part in parts], -1)
+
+    def by_slot(self, seen: Mapping[Seen, Tensor]) -> dict[Seen, Tensor]:
+        """What statistics read of a run, where each slot was offered in several stages, and seen in one."""
+        if self._slots.codec is None:
+            return dict(seen)
+        size = self.rank.shape[1]
+        staged = {name: x.unflatten(-1, (-1, size)) for name, x in seen.items() if name in ("weights", "logits")}
+        return {**seen, **{name: x.amax(-2) for name, x in staged.items()}}
+
     def update_together(self, seen: Mapping[Seen, Tensor]) -> None:
         """Update the statistics with the attention of several steps. seen: [R, G, T, ...] each."""
         attention = Attention(**{name: x.unflatten(0, (-1, self.heads)) for name, x in seen.items()})
@@ -278,66 +216,32 @@ class Rows(Evicting):
             if statistic.sees:
                 state.copy_(statistic.update_run(state, attention, self.view))
 
-    def oldest_first(self, count: int, ordered: bool) -> Held:
-        """The `count` tokens that are held, by rank; `ordered`: the slots are in that order already."""
-        states = [x.flatten(0, 1) for s, x in self.states.items() if s.per == "slot"]
-        if ordered:
-            return Held(self.keys[:, :count], self.values[:, :count], self.position[:, :count], [x[:, :count] for x in states])
-        order = self.rank.argsort(-1)[:, :count]
-        keys, values = (x.take_along_dim(order[..., None], 1) for x in (self.keys, self.values))
-        states = [x.take_along_dim(_like(order, x), 1) for x in states]
-        return Held(keys, values, self.position.take_along_dim(order, 1), states)
-
-    def put(self, keys: Tensor, values: Tensor, position: Tensor, counts: Tensor | None = None) -> None:
-        """Hold these tokens and no others, oldest first first. [N, n, D], [N, n, Dv], [N, n] int64; `counts` of each, [N]."""
-        self.hold(position)
-        if counts is not None:
-            self.shorten(counts)
-        self._take_pages(self.free - 1)
-        self._keys.put(keys)
-        self._values.put(values)
-
-    def hold(self, position: Tensor) -> None:
-        """Enter in the account that the first slots hold the tokens at these positions, oldest first. [N, n] int64."""
-        count = position.shape[1]
-        self.position[:, :count] = position
-        self.rank[:, :count] = torch.arange(count, device=position.device)
-        self.rank[:, count:] = self._slots.empty_rank
-        self.free.copy_(self._row_base + count)
-
-    def shorten(self, counts: Tensor) -> None:
-        """After `hold`: keep only the first `counts` tokens of each row. [N] int64."""
-        self.rank.masked_fill_(self.rank >= counts[:, None], self._slots.empty_rank)
-        self.free.copy_(self._row_base + counts)
-
-    def forget(self, victims: Tensor) -> None:
-        """Take evicted tokens out of sums over what a head holds. victims: [R, S] bool, before their slots are given away."""
-        for statistic, lost in self._sums(victims).items():
-            self._row_states[statistic] -= lost
-
-    def count_again(self) -> None:
-        """Set sums over what a head holds to those of what is stored, if a code has changed it."""
-        sums = self._sums(self.rank < self._slots.empty_rank) if self._slots.codec else {}
-        for statistic, held in sums.items():
-            self._row_states[statistic].copy_(held)
-
-    def _sums(self, tokens: Tensor) -> dict[Statistic, Tensor]:
-        """Sums over some of the tokens that heads hold, as stored. tokens: [R, S] bool -> [R, *k] float64 each."""
-        if not self.summed:
-            return {}
-        view, heads = self.view, self._slots.shape.heads
-        position = view.position.clamp(min=0)
-        token = Written(view.keys, view.values, position, torch.zeros_like(position), self._rotated, self._output)
-        parts = {s: x for s in self.summed if (x := s.written(token)) is not None}
-        mask = tokens.unflatten(0, (-1, heads))
-        return {s: (x.double() * _like(mask, x)).sum(2).flatten(0, 1) for s, x in parts.items()}
+    def end_run(self, free: Tensor, due: bool) -> None:
+        """After a run: evict what is due, and find the slot for the next token. free: the run's slots, [R, T] int64."""
+        if due:
+            self.release(None, due=True, ragged=False)
+        elif self._slots.capacity is None:
+            torch.add(free[:, -1], 1, out=self.free)
+        else:
+            self.find_free()
 
 
-def writes(statistic: Statistic) -> bool:
-    """Whether a statistic computes something when a token is written."""
-    return type(statistic).written is not Statistic.written
+class Windows:
+    """The rows of `Slots` that steps look at, each made once for as long as its tensors last.
 
+    Attributes:
+        made: the rows made so far, by (slots attended, layer).
+    """
 
-def _like(x: Tensor, other: Tensor) -> Tensor:
-    """`x` with axes of size 1 at its end, to as many as `other` has."""
-    return x.view(*x.shape, *[1] * (other.dim() - x.dim()))
+    def __init__(self, slots: Slots) -> None:
+        self._slots, self._version = slots, slots.version
+        self.made: dict[tuple[int, int | None], Rows] = {}
+
+    def __call__(self, attended: int, layer: int | None = None) -> Rows:
+        """The rows of one layer (its index in the model), or of all."""
+        if self._version != self._slots.version:
+            self._version, self.made = self._slots.version, {}
+        if (attended, layer) not in self.made:
+            self.made = {key: rows for key, rows in self.made.items() if key[0] == attended}
+            self.made[attended, layer] = Rows(self._slots, attended, layer)
+        return self.made[attended, layer]

@@ -129,7 +129,7 @@ class FloatStore:
         return int(held.sum()) * self.tensor.shape[-1] * self.tensor.itemsize
 
 
-class FloatWindow(Padded):
+class FloatWindow:
     """Some rows of a float store."""
 
     def __init__(self, view: Tensor, flat: Tensor) -> None:
@@ -138,6 +138,14 @@ class FloatWindow(Padded):
     def read(self) -> Tensor:
         """The slots themselves."""
         return self._view
+
+    def dots(self, query: Tensor, factors: Tensor | None) -> Tensor:
+        """Dot products with the keys."""
+        return torch.bmm(query, (self._view if factors is None else rotate(self._view, factors)).transpose(1, 2))
+
+    def mix(self, weights: Tensor, into: Tensor) -> None:
+        """Weighted sums of the values."""
+        torch.bmm(weights.to(self._view.dtype), self._view, out=into)
 
     def write(self, at: Tensor, x: Tensor) -> None:
         """Put vectors into slots."""

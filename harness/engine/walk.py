@@ -26,14 +26,14 @@ from torch import Tensor
 
 from kvbench.harness.engine.attention import Terms, logits_of, weights
 from kvbench.harness.engine.closed_form import ClosedForm, closed_form
+from kvbench.harness.engine.held import writes
 from kvbench.harness.engine.kernels.choose import Kernels, kernels_for
 from kvbench.harness.engine.method import EAGER, RAN, Method
 from kvbench.harness.engine.plan import Block, Closed, CompiledWalk, Fill, Places, PlainWalk, Plan, Runs, Step
 from kvbench.harness.engine.rotary import Placement, QueryFactors, rotate
-from kvbench.harness.engine.rows import Rows, writes
+from kvbench.harness.engine.rows import Rows, Windows
 from kvbench.harness.engine.shortcuts import Shortcuts
 from kvbench.harness.engine.slots import Slots
-from kvbench.harness.engine.windows import Windows
 from kvbench.policies import PositionMode, Seen
 
 _MAX_BATCHED_ROPE_ELEMENTS = 2**20  # of the keys of all layers; above this, each layer computes its own RoPE
@@ -155,7 +155,8 @@ class Walk:
             return Step(places, rows, attended, seen, seen_of_layer, None, nothing, used, nothing)
         of_rows = None
         if rows.rank.numel() * slots.shape.key_dim <= _MAX_BATCHED_ROPE_ELEMENTS:
-            of_rows = placement.of_keys(*rows.account(step), slots.num_slots)
+            account = (rows.rank, rows.position, step) if slots.tensors.pages is None else rows.account(step)
+            of_rows = placement.of_keys(*account, slots.num_slots)
         key_factors = nothing if of_rows is None else of_rows.unflatten(0, (layers, -1)).unbind(0)
         if self.steady is not None and block.seen is not None:
             query_factors: list[QueryFactors | None] = [self.steady[1]] * layers

@@ -1,0 +1,237 @@
+"""What rows of cache slots hold, of one layer or of all layers that share their tensors.
+
+Axis letters: L layers, B streams, H KV heads, R = L * B * H rows, N rows of one layer, S slots, D key dim, Dv value dim,
+n tokens held, k extra axes of a statistic.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvbench.harness.engine.rotary import LONGEST_STREAM, rotate
+from kvbench.harness.engine.slots import Slots
+from kvbench.harness.engine.store import StoredView, as_written
+from kvbench.policies import CacheView, Statistic, Written
+
+
+class Held(NamedTuple):
+    """What one layer holds, oldest first."""
+
+    keys: Tensor  # [N, n, D]
+    values: Tensor  # [N, n, Dv]
+    position: Tensor  # [N, n] int64
+    states: list[Tensor]  # one a statistic, [N, n]
+
+
+class HeldRows:
+    """A window on some rows of `Slots`: tokens, their ranks and positions, and their statistics."""
+
+    def __init__(self, slots: Slots, attended: int, layer: int | None = None) -> None:
+        """Look at the first `attended` slots of one layer (its index in the model), or of all."""
+        at = 0 if layer is None else slots.layers.index(layer)
+        layers = slice(at, len(slots.layers) if layer is None else at + 1)
+        heads, tensors = slots.shape.heads, slots.tensors
+        per_layer = slots.streams * heads
+        part = slice(layers.start * per_layer, layers.stop * per_layer)
+        self._slots, self._tensors = slots, tensors
+        account = tensors.position, tensors.rank
+        self.windows = self._keys, self._values = [x.window(part, attended, *account) for x in (tensors.keys, tensors.values)]
+        self.stored = *self._keys.parts, *self._values.parts  # the tensors of K, then of V, as kernels read them
+        self.rank, self.position = tensors.rank[part, :attended], tensors.position[part, :attended]
+        self._all_ranks = tensors.rank[part]
+        self.free, self._row_base = tensors.free[part], tensors.row_base[part]
+        self.heads, self.asked, self.keys_rotated = heads, slots.sees, slots.keys_rotated  # H; what statistics read of attention
+        self._pages, self._part = tensors.pages, part
+        self.base = part.start * slots.num_slots  # flat index of these rows' first slot
+        self._row_states = {s: x[part] for s, x in tensors.states.items()}  # [R, S, *k] or [R, *k]
+        self._budgets = None if slots.budget.of_rows is None else slots.budget.of_rows[part]
+        shown = {s: x[:, :attended] if s.per == "slot" else x for s, x in self._row_states.items()}
+        self.states = {s: x.unflatten(0, (-1, heads)) for s, x in shown.items()}
+        self.summed = [s for s in self.states if s.per == "head" and writes(s)]  # over the tokens that a head holds
+        self._output = slots.parts[layers.start].output  # of one layer only
+        of_layer = slots.layer_index[layers].repeat_interleave(slots.streams)
+        streams = torch.arange(slots.streams, device=self.rank.device)
+        self.stream_of_block = streams.repeat(layers.stop - layers.start)  # [L * B]
+        self.stream_of_row = self.stream_of_block.repeat_interleave(heads)  # [R]
+        rank, position = (x.unflatten(0, (-1, heads)) for x in (self.rank, self.position))
+        index = of_layer[:, None, None]  # of the layer; stands in for the step until the first token
+        head = slots.head_index[layers].repeat_interleave(slots.streams, 0)[..., None]
+        prompt = slots.prompt[self.stream_of_block][:, None, None]
+        made_when_asked = slots.codec is not None or self._pages is not None
+        keys, values = (rank, rank) if made_when_asked else (x.unflatten(0, (-1, heads)) for x in (self.keys, self.values))
+        self.view = CacheView(
+            rank, position, index, keys, values, self.states, index, head, prompt, slots.num_layers, slots.seed, self._rotated
+        )
+        if made_when_asked:
+            self.view = StoredView(self.view, None if slots.keys_rotated else self._keys, self._values, heads)
+        elif slots.keys_rotated:  # nobody looks at them
+            del self.view.keys
+
+    @property
+    def page_table(self) -> Tensor | None:
+        """The pages of each row, in a pool. [R, W] int64."""
+        return None if self._pages is None else self._pages.table[self._part]
+
+    @property
+    def page_shape(self) -> tuple[int, int]:
+        """Pages of a row at most, and slots of a page; zeros where there is no pool."""
+        return (0, 0) if self._pages is None else (self._pages.table.shape[1], self._pages.size)
+
+    @property
+    def keys(self) -> Tensor:
+        """What is stored: of a coded cache, made by each call. [R, S, D], the model's dtype."""
+        return self._keys.read()
+
+    @property
+    def values(self) -> Tensor:
+        """The same of V. [R, S, Dv]."""
+        return self._values.read()
+
+    def _rotated(self, x: Tensor, position: Tensor) -> Tensor:
+        """`CacheView.rotate`."""
+        rotation = self._slots.shape.rotation
+        if rotation is None:
+            return x
+        return rotate(x.contiguous(), rotation.factors(position.expand(x.shape[:-1]), x.dtype, LONGEST_STREAM))
+
+    def of_streams(self, x: Tensor) -> Tensor:
+        """[B, T] -> [R, T]."""
+        return x.index_select(0, self.stream_of_row)
+
+    def count(self) -> Tensor:
+        """Tokens that each row holds. [R] int64."""
+        return (self.rank < self._slots.empty_rank).sum(-1)
+
+    def account(self, step: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Ranks and positions in the order in which keys are stored, and the steps of their rows. step: [R] int64."""
+        if self._pages is None:
+            return self.rank, self.position, step
+        pages = self._pages.of(self._part)
+        held = self._pages.slots[pages]
+        rank, position = (x[held] for x in (self._tensors.flat_rank, self._tensors.flat_position))
+        return rank, position, step[(self._pages.row[pages] - self._part.start).clamp(min=0)]
+
+    def _take_pages(self, last: Tensor) -> None:
+        """In a pool, let each row have pages up to a slot. last: its flat index. [R] int64."""
+        if self._pages is not None:
+            self._pages.take(self._part, last - self._row_base + 1)
+
+    def _at(self, slots: Tensor) -> Tensor:
+        """Where K and V of slots lie. Flat indices, [n] int64 -> the same."""
+        return slots if self._pages is None else self._pages.places(slots)
+
+    def empty_slots(self, count: int) -> Tensor:
+        """Flat indices of the first empty slots of each row. [R, count] int64."""
+        occupied = (self.rank < self._slots.empty_rank).to(torch.uint8)
+        return occupied.argsort(dim=-1, stable=True)[:, :count] + self._row_base[:, None]
+
+    def leave(self, free: Tensor) -> None:
+        """Make slots empty again. [R, T] int64."""
+        self._tensors.flat_rank.index_fill_(0, free.flatten(), self._slots.empty_rank)
+
+    def oldest_first(self, count: int, ordered: bool) -> Held:
+        """The `count` tokens that are held, by rank; `ordered`: the slots are in that order already."""
+        states = [x.flatten(0, 1) for s, x in self.states.items() if s.per == "slot"]
+        if ordered:
+            return Held(self.keys[:, :count], self.values[:, :count], self.position[:, :count], [x[:, :count] for x in states])
+        order = self.rank.argsort(-1)[:, :count]
+        keys, values = (x.take_along_dim(order[..., None], 1) for x in (self.keys, self.values))
+        states = [x.take_along_dim(_like(order, x), 1) for x in states]
+        return Held(keys, values, self.position.take_along_dim(order, 1), states)
+
+    def put(self, keys: Tensor, values: Tensor, position: Tensor, counts: Tensor | None = None) -> None:
+        """Hold these tokens and no others, oldest first first. [N, n, D], [N, n, Dv], [N, n] int64; `counts` of each, [N]."""
+        self.hold(position)
+        if counts is not None:
+            self.shorten(counts)
+        self._take_pages(self.free - 1)
+        self._keys.put(keys)
+        self._values.put(values)
+
+    def hold(self, position: Tensor) -> None:
+        """Enter in the account that the first slots hold the tokens at these positions, oldest first. [N, n] int64."""
+        count = position.shape[1]
+        self.position[:, :count] = position
+        self.rank[:, :count] = torch.arange(count, device=position.device)
+        self.rank[:, count:] = self._slots.empty_rank
+        self.free.copy_(self._row_base + count)
+
+    def shorten(self, counts: Tensor) -> None:
+        """After `hold`: keep only the first `counts` tokens of each row. [N] int64."""
+        self.rank.masked_fill_(self.rank >= counts[:, None], self._slots.empty_rank)
+        self.free.copy_(self._row_base + counts)
+
+    def written(self, key: Tensor, value: Tensor, step: Tensor, ids: Tensor) -> dict[Statistic, Tensor]:
+        """What statistics compute of tokens when they are written, in the rows of one layer. [N, T, *k] each.
+
+        Args:
+            key: unrotated, paired. [N, T, D].
+            value: [N, T, Dv].
+            step: [N, T] int64.
+            ids: of the tokens. [N, T] int64.
+        """
+        if not any(writes(s) for s in self.states):
+            return {}
+        heads = self._slots.shape.heads
+        keys, values, steps, tokens = (x.unflatten(0, (-1, heads)) for x in (key, value, step, ids))
+        token = Written(keys, values, steps, tokens, self._rotated, self._output)
+        made = {s: s.written(token) for s in self.states}
+        return {s: x.flatten(0, 1) for s, x in made.items() if x is not None}
+
+    def note_written(
+        self, free: Tensor, key: Tensor, value: Tensor, step: Tensor, ids: Tensor, valid: Tensor | None = None
+    ) -> None:
+        """Set what statistics compute of tokens when they are written, in the rows of one layer.
+
+        Args:
+            free: flat indices of the tokens' slots. [N, T] int64.
+            key: unrotated, paired. [N, T, D].
+            value: [N, T, Dv].
+            step: [N, T] int64.
+            ids: of the tokens. [N, T] int64.
+            valid: tokens that count; all when None. [N, T] bool.
+        """
+        if (codec := self._slots.codec) is not None:
+            key, value = as_written(key, step, codec), as_written(value, step, codec)
+        for statistic, first in self.written(key, value, step, ids).items():
+            if statistic.per == "slot":
+                state = self._tensors.flat_states[statistic]
+                state.index_copy_(0, free.flatten(), first.flatten(0, 1).to(state.dtype))
+            else:
+                added = first.double() if valid is None else first.double() * _like(valid, first)
+                self._row_states[statistic] += added.sum(1)
+
+    def forget(self, victims: Tensor) -> None:
+        """Take evicted tokens out of sums over what a head holds. victims: [R, S] bool, before their slots are given away."""
+        for statistic, lost in self._sums(victims).items():
+            self._row_states[statistic] -= lost
+
+    def count_again(self) -> None:
+        """Set sums over what a head holds to those of what is stored, if a code has changed it."""
+        sums = self._sums(self.rank < self._slots.empty_rank) if self._slots.codec else {}
+        for statistic, held in sums.items():
+            self._row_states[statistic].copy_(held)
+
+    def _sums(self, tokens: Tensor) -> dict[Statistic, Tensor]:
+        """Sums over some of the tokens that heads hold, as stored. tokens: [R, S] bool -> [R, *k] float64 each."""
+        if not self.summed:
+            return {}
+        view, heads = self.view, self._slots.shape.heads
+        position = view.position.clamp(min=0)
+        token = Written(view.keys, view.values, position, torch.zeros_like(position), self._rotated, self._output)
+        parts = {s: x for s in self.summed if (x := s.written(token)) is not None}
+        mask = tokens.unflatten(0, (-1, heads))
+        return {s: (x.double() * _like(mask, x)).sum(2).flatten(0, 1) for s, x in parts.items()}
+
+
+def writes(statistic: Statistic) -> bool:
+    """Whether a statistic computes something when a token is written."""
+    return type(statistic).written is not Statistic.written
+
+
+def _like(x: Tensor, other: Tensor) -> Tensor:
+    """`x` with axes of size 1 at its end, to as many as `other` has."""
+    return x.view(*x.shape, *[1] * (other.dim() - x.dim()))
