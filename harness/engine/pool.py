@@ -116,7 +116,9 @@ class PageTable:
         return page * self.size + slot % self.size
 
     def used(self, table: Tensor) -> int:
-        """The largest number of pages that a layer's rows have. Syncs with the host. table: of such rows, [R', W] int64."""
+        """The largest number of pages of a layer with these rows; at most, where asking waits. table: of rows, [R', W] int64."""
+        if table.device.type not in MAY_ASK:
+            return min(table.numel() // self._layers, -(-len(table) // len(self.table)) * self.pages)
         return max(1, int((table.view(self._layers, -1) >= 0).sum(-1).max()))
 
     def moved(self, table: Tensor, slots: int, pages: int) -> tuple[PageTable, Tensor]:

@@ -30,7 +30,8 @@ def short_names(policies: Sequence[Row]) -> list[str]:
             if len({repr([a.get(k) for k in others]) for a in alternatives}) == len(alternatives):
                 kept = others
         settings = _settings(row)
-        kept += ["kv"] if len(formats) > 1 and "kv" not in kept else []
+        is_axis = row.cell.codec is not None or not row.cell.stored  # that of a cache from elsewhere follows from its parameters
+        kept += ["kv"] if len(formats) > 1 and "kv" not in kept and is_axis else []
         said = [key for key in kept if settings.get(key) is not None and not _follows_capacity(key, row, policies)]
         extra = ", ".join(f"{key} {settings[key]}" for key in said)
         names.append(visible(without_folder(row.cell.policy) + (f" ({extra})" if extra else "")))
