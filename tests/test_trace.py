@@ -46,21 +46,21 @@ CPU = torch.device("cpu")
 
 def naive(prompt: str) -> str:
     """The trace of a prompt, by another interpreter: it looks lines and values up in the text."""
-    lines = {found[0]: found[1:] for found in re.findall(r"line (L\d+) r(\d) x(\d) y(\d) (L\d+)", prompt)}
-    values = dict(re.findall(r"v(\d) (\d)", prompt.rpartition("line")[2]))
-    (until, digit), (tell,) = re.search(r"until v(\d) (\d) end", prompt).groups(), re.findall(r"tell v(\d)", prompt) or [None]
+    lines = dict(re.findall(r"(L\d+) (r\d M\d+ r\d N\d+ r\d O\d+ J\d+ Z\d+ (?:J\d+|end))", prompt))
+    values = dict(re.findall(r"v(\d) (\d)", prompt))
+    full, tell = prompt.startswith("full"), re.findall(r"tell r(\d)", prompt)
     label, said = prompt.split()[-1], []
     for _ in range(1000):
-        to, a, b, following = lines[label]
-        said += [f"r{to}", f"x{a}", f"y{b}", following] if prompt.startswith("full") else []
-        said += [] if tell is None else [f"v{tell}", values[tell]]
-        said += [f"v{a}", values[a], f"v{b}", values[b]]
+        a, second, b, third, to, goes, jump, if_zero, other = lines[label].split()
+        a, b, to = a[1:], b[1:], to[1:]
+        said += [f"v{a}", values[a], *([second] if full else []), f"v{b}", values[b], *([third] if full else [])]
         values[to] = str(int(values[a]) + int(values[b]))[-1]
-        said += [f"v{to}", values[to]]
-        if (to, values[to]) == (until, digit):
-            return " ".join([*said, "end"])
-        said.append(following)
-        label = following
+        said += [f"v{to}", values[to], *(word for register in tell for word in (f"v{register}", values[register]))]
+        goes, label = (if_zero, other) if values[to] == "0" else (goes, jump)
+        label = label.replace("J", "L")
+        said += [goes, label]
+        if label == "end":
+            return " ".join(said)
     return "it never ends"
 
 
@@ -89,19 +89,19 @@ def test_a_trace_is_what_a_naive_interpreter_says_and_its_words_follow_from_thei
             register = text[place - 1]
             assert text[source[0] - 1] == register
             assert register not in text[source[0] : place - 1], "where it was said last"
-        elif len(source) == 4:
-            assert said[1:] == prompt[prompt.index("until") + 1 :][:3]
-            assert word in ("end", said[0])
+        elif len(source) == 2:
+            assert (word[0] == "Z") == (said[1] == "0")
+            assert said[0] == f"L{word[1:]}"
         else:
-            assert said[0][1:] == word[1:]
+            assert (said[0], word) == ("end", "end") or said[0][1:] == word[1:]
 
 
-# Two lines, three registers; it ends after two steps, as register 1 becomes 5. Each value's place is known.
-PROMPT = "full until v1 5 end line L5 r0 x0 y1 L7 line L7 r1 x1 y0 L5 v0 1 v1 2 v2 0 run L5"
-STEPS = ["r0 x0 y1 L7 v0 1 v1 2 v0 3 L7", "r1 x1 y0 L5 v1 2 v0 3 v1 5 end"]
+# Two lines, three registers; it ends after two steps, as register 1 becomes 0. Each value's place is known.
+PROMPT = "full L5 r0 M5 r1 N5 r0 O5 J7 Z5 J5 L7 r1 M7 r0 N7 r1 O7 J5 Z7 end v0 4 v1 3 v2 0 run L5"
+STEPS = ["v0 4 M5 v1 3 N5 v0 7 O5 L7", "v1 3 M7 v0 7 N7 v1 0 Z7 end"]
 RIGHT = " ".join(STEPS)
 SMALL = TraceOptions(programs=1, lines=2, registers=3, steps=1)
-READS = [12, 12, 9, 9]  # words from a value to where it was said last: twice the prompt, then the step before
+READS = [8, 9, 7, 7]  # words from a value to where it was said last: twice the prompt, then the step before
 
 
 def judge(said: str, prompt: str = PROMPT, options: TraceOptions = SMALL):
@@ -111,39 +111,39 @@ def judge(said: str, prompt: str = PROMPT, options: TraceOptions = SMALL):
 def test_a_right_answer():
     assert naive(PROMPT) == RIGHT
     found = judge(RIGHT)
-    assert (found.right, found.final, found.ending, found.words_right, found.words) == (True, True, "ended", 22, 22)
+    assert (found.right, found.final, found.ending, found.words_right, found.words) == (True, True, "ended", 20, 20)
     assert found.reads == [(distance, True) for distance in READS]
 
 
 def test_after_a_wrong_word_no_read_counts():
-    found = judge(" ".join([STEPS[0], "r1 x1 y0 L5 v1 9 v0 3 v1 2 L5"]))
-    assert (found.right, found.final, found.ending, found.words_right, found.matches) == (False, False, "cut", 16, 19)
-    assert found.reads == [(12, True), (12, True), (9, False)]
+    found = judge(" ".join([STEPS[0], "v1 9 M7 v0 7 N7 v1 6 O7 L5"]))
+    assert (found.right, found.final, found.ending, found.words_right, found.matches) == (False, False, "cut", 11, 16)
+    assert found.reads == [(8, True), (9, True), (7, False)]
 
 
 def test_with_a_teacher_every_read_counts():
     options = SMALL.model_copy(update={"teacher": True})
-    found = judge(RIGHT.replace("v1 2 v0 3 v1", "v1 9 v0 3 v1"), options=options)
-    assert found.reads == [(12, True), (12, True), (9, False), (9, True)]
-    assert found.words_right == 16
+    found = judge(RIGHT.replace("v1 3 M7", "v1 9 M7"), options=options)
+    assert found.reads == [(8, True), (9, True), (7, False), (7, True)]
+    assert found.words_right == 11
 
 
 def test_an_answer_that_ends_early_is_wrong_at_its_end():
     found = judge(STEPS[0][:-2] + "end")
-    assert (found.right, found.ending, found.words_right, found.words) == (False, "ended", 10, 11)
+    assert (found.right, found.ending, found.words_right, found.words) == (False, "ended", 9, 10)
 
 
 def test_the_final_state_may_be_right_where_the_answer_is_not():
-    found = judge(RIGHT.replace("L7 v0", "L5 v0"))
-    assert (found.right, found.final, found.words_right) == (False, True, 3)
-    assert not judge(RIGHT.replace("v1 5", "v1 6")).final
+    found = judge(RIGHT.replace("L7 v1", "L5 v1"))
+    assert (found.right, found.final, found.words_right) == (False, True, 9)
+    assert not judge(RIGHT.replace("v1 0", "v1 6")).final
 
 
 def test_an_answer_loops_if_as_many_steps_as_it_has_lines_came_before():
     first, second = STEPS[0], STEPS[1].replace("end", "L5")
     assert judge(" ".join(["ask", first, second, first, second])).ending == "looped"
     assert judge(" ".join([first, second, first])).ending == "cut", "one step is too short"
-    assert judge(" ".join([first, second, first, second, "r0"])).ending == "looped", "wherever it is cut"
+    assert judge(" ".join([first, second, first, second, "v0"])).ending == "looped", "wherever it is cut"
     assert judge(" ".join([first, second, first, second.replace("3", "4")])).ending == "cut"
     assert judge(" ".join([first, second, first, STEPS[1]])).ending == "ended"
 
@@ -158,19 +158,22 @@ def test_no_beginning_of_a_right_trace_loops(seed, lines, restate):
         assert judge(" ".join(words[:end]), " ".join(made.prompt()), options).ending == "cut"
 
 
-def test_a_step_obeys_if_it_first_says_the_register_that_was_asked_for():
-    prompt = PROMPT.replace("until", "tell v2 until")
+def test_a_step_obeys_if_it_says_the_register_that_was_asked_for_after_its_own():
+    prompt = PROMPT.replace("full", "full tell r2")
     options = SMALL.model_copy(update={"tell": True})
-    told = [re.sub(" v", " v2 0 v", step, count=1) for step in STEPS]
+    told = [re.sub(" ([OZ])", r" v2 0 \1", step) for step in STEPS]
     assert naive(prompt) == " ".join(told)
-    assert judge(" ".join(told), prompt, options).told == [(13, True), (26, True)]
-    other = told[1].replace("v2 0", "v0 3")
-    assert judge(" ".join([told[0], other]), prompt, options).told == [(13, True), (26, False)]
-    assert judge(" ".join([STEPS[0], told[1]]), prompt, options).told == [(11, False), (24, True)], "forgotten once"
-    only_the_result = judge(RIGHT, prompt.replace("tell v2", "tell v1"), options).told
-    assert only_the_result == [(11, False), (22, False)], "the result is the register, but it is not told"
-    assert judge("ask " * 60, prompt, options).told == [(26, False), (52, False)], "what has no steps disobeys, too"
-    assert judge(" ".join(told).replace("v2 0", "v2 7"), prompt, options).told == [(13, True), (26, True)], "a wrong value"
+    assert judge(" ".join(told), prompt, options).told == [(12, True), (24, True)]
+    other = told[1].replace("v2 0", "v0 7")
+    assert judge(" ".join([told[0], other]), prompt, options).told == [(12, True), (24, False)]
+    assert judge(" ".join([STEPS[0], told[1]]), prompt, options).told == [(10, False), (22, True)], "forgotten once"
+    only_the_result = judge(RIGHT, prompt.replace("tell r2", "tell r1"), options).told
+    assert only_the_result == [(10, False), (20, False)], "the result is the register, but it is not told"
+    reads = re.sub(" [MN]\\d", "", RIGHT)
+    assert judge(reads, prompt.replace("tell r2", "tell r1"), options).told == [(8, False), (16, False)]
+    assert judge(re.sub(" [MN]\\d", "", " ".join(told)), prompt, options).told == [(10, True), (20, True)]
+    assert judge("ask " * 60, prompt, options).told == [(24, False), (48, False)], "what has no steps disobeys, too"
+    assert judge(" ".join(told).replace("v2 0", "v2 7"), prompt, options).told == [(12, True), (24, True)], "a wrong value"
 
 
 def line(said: str, held: float | None = None) -> dict:
@@ -178,10 +181,10 @@ def line(said: str, held: float | None = None) -> dict:
 
 
 def test_figures_of_a_record_by_hand():
-    wrong = RIGHT.replace("v1 5", "v1 6")
+    wrong = RIGHT.replace("v1 0", "v1 6")
     found = figures([line(RIGHT), line(wrong, 0.5), line("ask ask", 0.25)], SMALL)
     assert (found["questions"], found["right"], found["outcomes"]) == (3, 1, "100")
-    assert (found["words"], found["words_right"], found["tokens_read"]) == (46, [22, 20, 0], 46 + 3 * 25)
+    assert (found["words"], found["words_right"], found["tokens_read"]) == (42, [20, 17, 0], 42 + 3 * 29)
     assert found["endings"] == {"ended": 2, "looped": 0, "cut": 1}
     assert (found["final"], found["held"]) == (1, 0.375)
     assert found["reads"] == [{"from": 0, "to": 32, "count": 8, "right": 8}]
@@ -215,16 +218,16 @@ def made(said, cell=(), **task):
 
 
 def test_the_median_of_the_first_wrong_word_counts_right_answers_as_never_wrong():
-    at_0, at_10 = "ask", STEPS[0][:-2] + "end"
-    assert first_wrong(made([RIGHT, at_0, at_10, at_10]).metrics) == 11
-    assert first_wrong(made([RIGHT, RIGHT, at_0, at_10]).metrics) == 11
+    at_0, at_9 = "ask", STEPS[0][:-2] + "end"
+    assert first_wrong(made([RIGHT, at_0, at_9, at_9]).metrics) == 10
+    assert first_wrong(made([RIGHT, RIGHT, at_0, at_9]).metrics) == 10
     assert first_wrong(made([RIGHT, RIGHT, at_0]).metrics) is None
 
 
 def test_the_curve_falls_at_each_first_wrong_word_and_ends_at_what_is_solved():
     points = [(p["words"], p["right"]) for p in _curve([made([RIGHT, "ask", STEPS[0][:-2] + "end", RIGHT])])]
-    assert points == [(0, 100), (1, 75), (11, 50), (22, 50)]
-    assert [(p["words"], p["right"]) for p in _curve([made(["ask"]), made([STEPS[0] + " ask"])])] == [(0, 100), (1, 50), (12, 0)]
+    assert points == [(0, 100), (1, 75), (10, 50), (20, 50)]
+    assert [(p["words"], p["right"]) for p in _curve([made(["ask"]), made([STEPS[0] + " ask"])])] == [(0, 100), (1, 50), (11, 0)]
 
 
 def test_several_answers_to_a_program_are_one_cluster():
@@ -260,12 +263,12 @@ def test_options_that_contradict_each_other():
         ({"samples": 2}, "all of them are the same"),
         ({"teacher": True, "tokens": 10_000}, "writes nothing"),
         ({"teacher": True, "temperature": 1.0}, "writes nothing"),
-        ({"tokens": 500}, "can't hold the trace of 48 steps: 528 words"),
+        ({"tokens": 450}, "can't hold the trace of 48 steps: 480 words"),
     ):
         with pytest.raises(ValueError, match=message):
             TraceOptions(**wrong)
-    assert TraceOptions().limit == 660
-    assert TraceOptions(tokens=528).limit == 528
+    assert TraceOptions().limit == 600
+    assert TraceOptions(tokens=480).limit == 480
 
 
 @pytest.fixture(scope="module")
@@ -403,7 +406,7 @@ class Oracle:
 @pytest.mark.parametrize("evict", [1, 4])
 def test_evicting_the_prompt_first_is_worse_than_a_random_sample_that_keeps_it(evict, tokenizer, model, tmp_path):
     """The oracle says the wrong word as soon as something it follows from is gone, and that is what a record says, too."""
-    options = TraceOptions(programs=8, lines=3, registers=3, steps=3)
+    options = TraceOptions(programs=8, lines=3, registers=3, steps=4)
     capacity = options.prompt + 1 + 12
 
     def measured(policy, capacity):

@@ -1,45 +1,54 @@
 """A register machine whose program is the prompt, and whose trace a model writes; and conversations about labelled values.
 
-A program is n lines `line LABEL rA xB yC NEXT`: register A becomes (B + C) mod 10, then the line NEXT runs. Lines run round and
-round until a register takes the value that the prompt names. Of every step the trace restates the line (`full`) or not
-(`reads`), then says both operands, the result and the next label, so that each word is a look-up, a copy or a sum of two digits.
-That it ends is a look-up, too: the register and its value stand before `end` in the prompt, as they will in the trace.
+A program is n lines `LABEL rB M rC N rA O NEXT Z OTHER`: register A becomes (B + C) mod 10, then the line NEXT runs, or OTHER
+if A is now 0. One OTHER is `end`. Of every step the trace says both operands and the result, which way it goes, and the next
+label; it restates the line's words before them (`full`) or not (`reads`). M, N, O and Z carry the line's number, as its label
+does, so that every word of a full trace is found by the one before it, copied from a fixed distance, or a sum of two digits.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Self
 
 from kvbench.harness.data.lookups import Lookups
 
 Restate = Literal["full", "reads"]
-LABELS, REGISTERS, BASE = 64, 8, 10
-STEP_WORDS = {"full": 11, "reads": 7}  # of a step, without what it tells
-LINE_WORDS = 6
-UNTIL_WORDS = 4  # `until`, a register, its value and `end`
+LABELS, LINES, REGISTERS, BASE = 64, 32, 8, 10  # lines at most
+STEP_WORDS = {"full": 10, "reads": 8}  # of a step, without what it tells
+LINE_WORDS = 10
+LEFT, RIGHT, TARGET, JUMP, ZERO = 1, 3, 5, 7, 9  # words of a line before them
+TOLD = 2  # words of a prompt before the register that is told
 WORDS = (
-    "full", "reads", "tell", "until", "line", "run", "end", "set", "ask", *map(str, range(BASE)),
-    *(f"{name}{n}" for name in "vrxy" for n in range(REGISTERS)), *(f"L{n}" for n in range(LABELS)),
+    "full", "reads", "tell", "run", "end", "set", "ask", *map(str, range(BASE)),
+    *(f"{name}{n}" for name in "vr" for n in range(REGISTERS)), *(f"L{n}" for n in range(LABELS)),
+    *(f"{name}{n}" for name in "MNOZJ" for n in range(LINES)),
 )  # fmt: skip
-_TRIES = 2000  # programs drawn for one of a given length
+_TRIES = 10_000  # programs drawn for one of a given length
+_ADDS = 0.5  # share of lines that add to a register and so forget nothing: of others alone, most programs soon repeat themselves
 _READS, _TELLS, _ENDS = 0.1, 0.3, 0.7  # in training: shares of programs that don't restate, that tell, and whose trace ends
 
 
 @dataclass(frozen=True)
 class Line:
-    """Register `target` becomes the sum of registers `left` and `right`; then the line `jump` runs."""
+    """Register `target` becomes the sum of registers `left` and `right`; then a line runs."""
 
     target: int
     left: int
     right: int
-    jump: int  # label
+    jump: int  # label of the next line
+    zero: int | None  # label of the next line if the sum is 0; None: the program ends
 
-    def words(self) -> list[str]:
-        """Its operands and its jump."""
-        return [f"r{self.target}", f"x{self.left}", f"y{self.right}", f"L{self.jump}"]
+    def words(self, label: int) -> list[str]:
+        """The line as it stands in the prompt."""
+        other = "end" if self.zero is None else f"J{self.zero}"
+        return [
+            f"L{label}", f"r{self.left}", f"M{label}", f"r{self.right}", f"N{label}", f"r{self.target}",
+            f"O{label}", f"J{self.jump}", f"Z{label}", other,
+        ]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,15 +56,14 @@ class Step:
     """One step of a trace: the label of its line, what it says, and the state that it leaves."""
 
     label: int
-    restated: tuple[str, ...]  # words of the line; none if the trace only reads
-    worked: tuple[str, ...]  # what the prompt asks to tell, operands and result, each a register and its value
+    worked: tuple[str, ...]  # operands, result and what the prompt asks to tell; which way it goes
     jump: str  # the next label, or `end`
     values: tuple[int, ...]  # of all registers, afterwards
 
     @property
     def words(self) -> list[str]:
         """All words of the step."""
-        return [*self.restated, *self.worked, self.jump]
+        return [*self.worked, self.jump]
 
 
 @dataclass(frozen=True)
@@ -65,8 +73,7 @@ class Program:
     lines: dict[int, Line]  # by label, in the order of the prompt
     start: int  # label
     values: tuple[int, ...]  # of the registers; as many as there are
-    until: tuple[int, int]  # register, value: ends once a step gives the register this value
-    tell: int | None  # register whose value each step says before its own
+    tell: int | None  # register whose value each step says after its own
     restate: Restate
 
     @classmethod
@@ -74,45 +81,55 @@ class Program:
         """The program that a prompt, all its words, describes."""
         told = words[1] == "tell"
         at, lines = head_words(told), dict[int, Line]()
-        until = int(words[at - 3][1:]), int(words[at - 2])
-        while words[at] == "line":
-            label, *line = (int(word[1:]) for word in words[at + 1 : at + LINE_WORDS])
-            lines[label], at = Line(*line), at + LINE_WORDS
+        while words[at][0] == "L":
+            label, left, _, right, _, target, _, jump = (int(word[1:]) for word in words[at : at + ZERO - 1])
+            other = words[at + ZERO]
+            lines[label] = Line(target, left, right, jump, None if other == "end" else int(other[1:]))
+            at += LINE_WORDS
         values = tuple(int(value) for value in words[at + 1 : -2 : 2])
         restate: Restate = "full" if words[0] == "full" else "reads"
-        return cls(lines, int(words[-1][1:]), values, until, int(words[2][1:]) if told else None, restate)
+        return cls(lines, int(words[-1][1:]), values, int(words[TOLD][1:]) if told else None, restate)
 
     def prompt(self) -> list[str]:
         """The words of the prompt; the trace follows."""
-        words = [self.restate, *([] if self.tell is None else ["tell", f"v{self.tell}"])]
-        words += ["until", f"v{self.until[0]}", str(self.until[1]), "end"]
+        words = [self.restate, *([] if self.tell is None else ["tell", f"r{self.tell}"])]
         for label, line in self.lines.items():
-            words += ["line", f"L{label}", *line.words()]
+            words += line.words(label)
         for register, value in enumerate(self.values):
             words += [f"v{register}", str(value)]
         return [*words, "run", f"L{self.start}"]
 
-    def steps(self) -> Iterator[Step]:
-        """The steps of the trace, endless if `until` is never reached."""
+    def run(self) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
+        """Of each step the label of its line, both operands and the values that it leaves; endless if it never ends."""
         label, values = self.start, list(self.values)
         while True:
             line = self.lines[label]
             left, right = values[line.left], values[line.right]
-            said = [] if self.tell is None else [(self.tell, values[self.tell])]
             values[line.target] = (left + right) % BASE
-            said += [(line.left, left), (line.right, right), (line.target, values[line.target])]
-            worked = tuple(word for register, value in said for word in (f"v{register}", str(value)))
-            ends = line.target == self.until[0] and values[line.target] == self.until[1]
-            jump = "end" if ends else f"L{line.jump}"
-            yield Step(label, tuple(line.words()) if self.restate == "full" else (), worked, jump, tuple(values))
-            if ends:
+            yield label, left, right, tuple(values)
+            goes = line.jump if values[line.target] else line.zero
+            if goes is None:
                 return
-            label = line.jump
+            label = goes
+
+    def steps(self) -> Iterator[Step]:
+        """The steps of the trace, endless if it never ends."""
+        for label, left, right, values in self.run():
+            line, full = self.lines[label], self.restate == "full"
+            result = values[line.target]
+            said = [f"v{line.left}", f"{left}", *([f"M{label}"] if full else [])]
+            said += [f"v{line.right}", f"{right}", *([f"N{label}"] if full else [])]
+            said += [f"v{line.target}", f"{result}"]
+            if self.tell is not None:
+                said += [f"v{self.tell}", f"{values[self.tell]}"]
+            goes = line.jump if result else line.zero
+            said.append(f"O{label}" if result else f"Z{label}")
+            yield Step(label, tuple(said), "end" if goes is None else f"L{goes}", values)
 
 
 def head_words(tell: bool) -> int:
     """Words of a prompt before its lines."""
-    return 1 + (2 if tell else 0) + UNTIL_WORDS
+    return 3 if tell else 1
 
 
 def prompt_words(lines: int, registers: int, tell: bool) -> int:
@@ -137,46 +154,57 @@ def program(
     """
     for _ in range(_TRIES):
         made = _any_program(draw, lines, restate, tell, registers)
-        seen: dict[tuple[int, int], int] = {}
-        for number, (step, _) in enumerate(zip(made.steps(), range(steps[1]), strict=False), 1):
-            register = made.lines[step.label].target
-            seen.setdefault((register, step.values[register]), number)
-        ends = [(at, value) for (at, value), number in seen.items() if number >= steps[0] and made.values[at] != value]
+        ends = [label for label, number in _first_zeros(made, steps[1]).items() if number >= steps[0]]
         if ends:
-            return Program(made.lines, made.start, made.values, draw.choice(ends), made.tell, restate)
+            end = draw.choice(ends)
+            return replace(made, lines=made.lines | {end: replace(made.lines[end], zero=None)})
     raise ValueError(f"no program of {lines} lines ends after {steps[0]:,} to {steps[1]:,} steps")
+
+
+def _first_zeros(made: Program, most: int) -> dict[int, int]:
+    """The step at which a line's sum is first 0, by label, in the first `most` steps. Ends where the program begins to loop."""
+    firsts: dict[int, int] = {}
+    seen: set[tuple[int, tuple[int, ...]]] = set()
+    for number, (label, _, _, values) in enumerate(itertools.islice(made.run(), most), 1):
+        if (label, values) in seen:
+            break
+        seen.add((label, values))
+        if values[made.lines[label].target] == 0:
+            firsts.setdefault(label, number)
+    return firsts
 
 
 def _any_program(draw: random.Random, lines: int, restate: Restate, tell: bool, registers: int | None) -> Program:
     """A random program; it never ends."""
     count = draw.randint(3, REGISTERS) if registers is None else registers
-    labels = draw.sample(range(LABELS), lines)
-    jumps = [*labels[1:], labels[0]]
-    made = [
-        (label, Line(draw.randrange(count), draw.randrange(count), draw.randrange(count), jump))
-        for label, jump in zip(labels, jumps, strict=True)
-    ]
+    labels = draw.sample(range(LINES), lines)
+    circle = draw.randint(max(2, lines // 2), lines)  # lines that come round; the others only where a sum is 0
+    made = []
+    for number, label in enumerate(labels):
+        left, right = draw.sample(range(count), 2)
+        target = left if draw.random() < _ADDS else draw.randrange(count)
+        made.append((label, Line(target, left, right, labels[(number + 1) % circle], draw.choice(labels))))
     draw.shuffle(made)
     values = tuple(draw.randrange(BASE) for _ in range(count))
     told = draw.randrange(count) if tell else None
-    return Program(dict(made), draw.choice(labels), values, (draw.randrange(count), BASE), told, restate)
+    return Program(dict(made), draw.choice(labels), values, told, restate)
 
 
 def programs(draw: random.Random, words: int) -> Lookups:
     """A program and its trace, for training: most traces end within `words` words, the others later."""
-    lines = draw.randint(2, max(3, min(LABELS, words // 40)))
+    lines = draw.randint(2, max(3, min(LINES, words // 40)))
     restate: Restate = "reads" if draw.random() < _READS else "full"
     tell = draw.random() < _TELLS
     most = (words - prompt_words(lines, REGISTERS, tell)) // step_words(restate, tell)
-    steps = (max(1, most // 3), max(2, most)) if draw.random() < _ENDS else (max(1, most), 2 * max(1, most))
+    steps = (max(1, most // 2), max(2, most)) if draw.random() < _ENDS else (max(1, most), 2 * max(1, most))
     try:
         made = program(draw, lines, restate, tell, steps)
     except ValueError:  # few programs of two lines run on for long
         return programs(draw, words)
     result = Lookups(" ".join(made.prompt()))
     for step in made.steps():
-        for said, is_answer in ((step.restated, False), (step.worked, True), ((step.jump,), False)):
-            result.count(" " + " ".join(said) if said else "", is_answer)
+        for said, is_answer in ((step.worked, True), ((step.jump,), False)):
+            result.count(" " + " ".join(said), is_answer)
     return result
 
 

@@ -73,8 +73,8 @@ def right_answers(model: PreTrainedModel, samples: Tensor, answers: Tensor) -> t
     return torch.bincount(sample[is_right], minlength=len(samples)), starts.sum(1)
 
 
-_TOGETHER = 8  # samples read at once
-_TRACED = (50, 100, 200, 400, 600, 800)  # tokens of a trace
+_TOGETHER = 9_216  # tokens read at once: attention weights of a longer sample are large
+_TRACED = (50, 100, 200, 400, 800, 1600, 2400, 3200, 4000)  # tokens of a trace
 
 
 class HeldOut:
@@ -86,6 +86,7 @@ class HeldOut:
         `ids` is running text that is not trained on, [N], for as many samples; the tokenizer has no sinks; the
         seed is another than that of training.
         """
+        self._length = config.training.sample
         self._count, shares = count, config.kinds.model_dump() | {"repeats": config.repeats.share}
         self._asking = [kind for kind in ("repeats", *NAMES) if kind != "text" and shares[kind]]
         self._read = next(kind for kind in WORDED if shares[kind]) if config.words else "text"
@@ -129,6 +130,7 @@ class HeldOut:
 
     def _parts(self, kind: str) -> Iterator[dict[str, Tensor]]:
         samples = self._samples[kind]
-        for at in range(0, self._count, _TOGETHER):
-            every = [samples[place] for place in range(at, min(at + _TOGETHER, self._count))]
+        together = max(1, _TOGETHER // self._length)
+        for at in range(0, self._count, together):
+            every = [samples[place] for place in range(at, min(at + together, self._count))]
             yield {name: torch.cat([x[name] for x in every]) for name in ("input_ids", "answers", "weights")}

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.intervals import MIN_BLOCKS, clustered_share
-from kvbench.harness.data.machine import LINE_WORDS, WORDS, Program, head_words, program
+from kvbench.harness.data.machine import JUMP, LEFT, LINE_WORDS, RIGHT, TARGET, TOLD, WORDS, ZERO, Program, head_words, program
 from kvbench.harness.data.stream import fingerprint, opening
 from kvbench.harness.records.aggregates import pass_at, pass_sizes
 from kvbench.harness.tasks.common.samples import buckets
@@ -96,28 +96,31 @@ def trace_data(options: TraceOptions, tokenizer: PreTrainedTokenizerBase) -> Tra
 def sources(made: Program) -> Iterator[tuple[int, ...]]:
     """For each word of the trace, the places of the words that it follows from. The prompt's first word has place 0.
 
-    A word of a line, and the name of a register, come from the line in the prompt, or from where the step restates it; the
-    register that is told comes from the prompt. A value comes from where it was said last, a sum from its two operands, and the
-    next label, or `end`, from the line's and from the three words after `until`.
+    The name of a register and the next label, or `end`, come from the line in the prompt; a value comes from where it was said
+    last, a sum from its two operands. The words that carry the line's number come from the label that began the step, the one
+    that says which way it goes also from the sum. The register that is told comes from the prompt.
     """
     head = head_words(made.tell is not None)
     at, lines = len(made.prompt()), {label: head + LINE_WORDS * number for number, label in enumerate(made.lines)}
     said = {register: head + LINE_WORDS * len(lines) + 2 * register + 1 for register in range(len(made.values))}
     for step in made.steps():
-        line, first = made.lines[step.label], lines[step.label] + 2
-        if step.restated:
-            yield from ((first + word,) for word in range(4))
-            first, at = at, at + 4
-        if made.tell is not None:
-            yield from ((2,), (said[made.tell],))
-            said[made.tell], at = at + 1, at + 2
-        for register, name in ((line.left, first + 1), (line.right, first + 2)):
-            yield from ((name,), (said[register],))
+        line, first, label = made.lines[step.label], lines[step.label], at - 1
+        operands = []
+        for register, name in ((line.left, LEFT), (line.right, RIGHT)):
+            yield from ((first + name,), (said[register],))
+            operands.append(at + 1)
             said[register], at = at + 1, at + 2
-        yield from ((first,), (at - 3, at - 1))
+            if made.restate == "full":
+                yield (label,)
+                at += 1
+        yield from ((first + TARGET,), tuple(operands))
         said[line.target], at = at + 1, at + 2
-        yield (first + 3, head - 3, head - 2, head - 1)
-        at += 1
+        result = at - 1
+        if made.tell is not None:
+            yield from ((TOLD,), (said[made.tell],))
+            said[made.tell], at = at + 1, at + 2
+        yield from ((label, result), (first + (JUMP if step.values[line.target] else ZERO),))
+        at += 2
 
 
 @dataclass(frozen=True)
@@ -132,8 +135,8 @@ class Answer:
         final: every register, as last said, has the value with which the program ends.
         ending: ended, if its last word is `end`; looped, if its last steps, as many as the program has lines, came before in the
             same words, which a right trace never has, as it would go on for ever; cut, if it is neither when it is at its limit.
-        told: whether each step obeys `tell`, by its distance from the prompt: it says that register and a digit before both
-            operands and the result. A step ends with a label or `end` after a digit, or once it has as many words as two.
+        told: whether each step obeys `tell`, by its distance from the prompt: it says that register and a digit after the
+            result, before which way it goes. A step ends with a label or `end`, or once it has as many words as two.
         reads: whether each value said again is right, by its distance from where it was said last. Only what follows right words
             counts, which with `teacher` is all.
     """
@@ -188,9 +191,9 @@ def _ending(words: Sequence[str], stretch: int) -> str:
 
 def _told(words: Sequence[str], register: int, length: int) -> Iterator[Judgement]:
     """Whether each step obeys; `length`: words of a right step."""
-    start, obeys = 0, re.compile(rf" v{register} \d(?: v\d \d){{3}} (?:L\d+|end)$")
-    for end, (before, word) in enumerate(itertools.pairwise(words), 2):
-        if (before.isdigit() and (word[0] == "L" or word == "end")) or end - start == 2 * length:
+    start, obeys = 0, re.compile(rf"(?: v\d \d(?: [MN]\d+)?){{3}} v{register} \d [OZ]\d+ (?:L\d+|end)$")
+    for end, word in enumerate(words, 1):
+        if word[0] == "L" or word == "end" or end - start == 2 * length:
             yield end, bool(obeys.search(" ".join(["", *words[start:end]])))
             start = end
 

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from kvbench.harness.data.machine import LABELS, REGISTERS, prompt_words, step_words
+from kvbench.harness.data.machine import LINES, REGISTERS, prompt_words, step_words
 from kvbench.harness.records.facts import Data
 from kvbench.harness.records.metrics import QuestionMetrics
 from kvbench.harness.records.rules import ANSWERED, BYTES, EXACT
@@ -23,13 +23,13 @@ class TraceOptions(Options):
 
     name: Literal["trace"] = "trace"
     programs: int = Field(32, ge=1, le=_MAX_ANSWERS, description="number of programs; each is a prompt")
-    lines: int = Field(8, ge=2, le=LABELS, description="lines of a program: how long its prompt is")
+    lines: int = Field(8, ge=2, le=LINES, description="lines of a program: how long its prompt is")
     registers: int = Field(4, ge=3, le=REGISTERS, description="registers of a program")
     steps: int = Field(24, ge=1, description="fewest steps after which a program ends; the most are twice as many")
     restate: Literal["full", "reads"] = Field(
-        "full", description="whether a step says its line again (full) or what it reads and writes alone (reads)"
+        "full", description="whether a step says its line again (full) or what it reads and writes, and which way it goes (reads)"
     )
-    tell: bool = Field(False, description="the prompt names a register whose value every step must say first")
+    tell: bool = Field(False, description="the prompt names a register whose value every step must say, too")
     tokens: int | None = Field(
         None, ge=1, le=_MAX_WORDS, description="most words of an answer; a quarter more than the longest right one if not given"
     )
