@@ -406,8 +406,8 @@ class Oracle:
 @pytest.mark.parametrize("evict", [1, 4])
 def test_evicting_the_prompt_first_is_worse_than_a_random_sample_that_keeps_it(evict, tokenizer, model, tmp_path):
     """The oracle says the wrong word as soon as something it follows from is gone, and that is what a record says, too."""
-    options = TraceOptions(programs=8, lines=3, registers=3, steps=4)
-    capacity = options.prompt + 1 + 12
+    options = TraceOptions(programs=8, lines=3, registers=3, steps=5)
+    capacity = options.prompt + 1 + 24
 
     def measured(policy, capacity):
         lacked = {}
@@ -423,7 +423,7 @@ def test_evicting_the_prompt_first_is_worse_than_a_random_sample_that_keeps_it(e
     dense, found = measured(Dense(), None)
     assert (found.accuracy, found.held, found.endings) == (1.0, None, {"ended": 8, "looped": 0, "cut": 0})
     assert all(answer["held"] is None for answer in dense)
-    kept, random_ = measured(Random(keep_prompt=True, window=11), capacity)
+    kept, random_ = measured(Random(keep_prompt=True, window=23), capacity)
     lost, prompt_first = measured(PromptFirst(), capacity)
     assert prompt_first.accuracy == 0 < random_.accuracy
     assert first_wrong(prompt_first) < (first_wrong(random_) or 10_000)
