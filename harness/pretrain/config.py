@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -111,12 +112,20 @@ class Short(_Strict):
     sample: int = Field(..., ge=8, description="tokens; a divisor of the whole sample's")
 
 
+class Again(_Strict):
+    """Steps whose samples are shorter than their stage's: what is learnt of short texts stays, and texts end at any place."""
+
+    share: float = Field(..., ge=0, le=1, description="of the steps")
+    samples: tuple[int, ...] = Field(..., min_length=1, description="tokens, of which those below the stage's are drawn")
+
+
 class Training(_Strict):
     """Length and hyperparameters of a training run."""
 
     tokens: int = Field(..., ge=1, description="tokens of text, sinks not counted")
     sample: int = Field(254, ge=8, description="tokens of text per sample, sinks not counted")
     short: tuple[Short, ...] = Field((), description="stages of shorter samples, and more of them a step; in order")
+    again: Again | None = Field(None, description="shorter samples in between, later on")
     batch: int = Field(32, ge=1, description="samples per step")
     learning_rate: float = Field(4e-3, gt=0)
     beta2: float = Field(0.95, gt=0, lt=1, description="of AdamW; beta1 is 0.9")
@@ -142,9 +151,9 @@ class Training(_Strict):
 
     @model_validator(mode="after")
     def _whole_pieces(self) -> Self:
-        for stage in self.short:
-            if self.sample % stage.sample:
-                raise ValueError(f"short samples of {stage.sample} tokens don't make a sample of {self.sample}")
+        for size in (*(stage.sample for stage in self.short), *(self.again.samples if self.again else ())):
+            if size < 1 or self.sample % size:
+                raise ValueError(f"short samples of {size} tokens don't make a sample of {self.sample}")
         return self
 
 
@@ -246,10 +255,12 @@ class PretrainConfig(_Strict):
 
     def pieces(self, step: int) -> int:
         """Number of shorter samples that a sample is cut into at a step, counted from 0."""
-        for stage in self.training.short:
-            if step < stage.until * self.steps:
-                return self.training.sample // stage.sample
-        return 1
+        whole, again = self.training.sample, self.training.again
+        size = next((stage.sample for stage in self.training.short if step < stage.until * self.steps), whole)
+        draw, shorter = random.Random(f"{self.seed}/{step}"), [x for x in (again.samples if again else ()) if x < size]
+        if again and shorter and draw.random() < again.share:
+            size = draw.choice(shorter)
+        return whole // size
 
 
 def find(name: str) -> Path:
