@@ -130,22 +130,30 @@ def _long() -> Iterator[tuple[str, str]]:
     """long/POLICY/TOKENS/MOMENT/POSITIONS, of greedy answers solved, the mean over seeds; dense, and what recomputes, by name.
 
     With /first at its end: the word before or at which half of the answers have gone wrong; /told: steps that obey; /held.
+    `long read STEPS` instead of `long`: of right traces of at least as many steps, read; /through: right for as many.
     """
     cells: dict[str, list[TraceMetrics]] = {}
+    through: dict[str, list[bool]] = {}
     for record in RecordStore(recall.RESULTS / "long_answers").read_all()[0]:
         metrics, cell = record.measured(TraceMetrics), record.cell
-        if metrics is None or cell.task_options(TraceOptions).samples > 1:
+        options = cell.task_options(TraceOptions)
+        if metrics is None or options.samples > 1:
             continue
+        start = f"long read {options.steps}" if options.teacher else "long"
         moment = "step" if cell.evict in (None, "step") else "128"
         where = f"/{cell.capacity}/{moment}/{cell.positions}" if cell.policy != "dense" else ""
-        cells.setdefault(f"long/{cell.policy}{where}", []).append(metrics)
+        name = f"{start}/{cell.policy}{where}"
+        cells.setdefault(name, []).append(metrics)
+        if options.teacher:
+            through.setdefault(name, []).extend(words >= options.steps * options.step for words in metrics.words_right)
+    for name, right in through.items():
+        yield f"{name}/through", f"{100 * statistics.mean(right):.0f} %"
     for name, found in cells.items():
         yield name, f"{100 * statistics.mean(m.accuracy or 0 for m in found):.0f} %"
         yield f"{name}/first", f"{statistics.mean(first_wrong(m) or math.inf for m in found):.0f}"
-        yield (
-            f"{name}/told",
-            f"{100 * sum(b.right for m in found for b in m.told) / sum(b.count for m in found for b in m.told):.1f} %",
-        )
+        told = [bucket for m in found for bucket in m.told]
+        if told:
+            yield f"{name}/told", f"{100 * sum(b.right for b in told) / sum(b.count for b in told):.1f} %"
         if all(m.held is not None for m in found):
             yield f"{name}/held", f"{100 * statistics.mean(m.held or 0 for m in found):.0f} %"
 

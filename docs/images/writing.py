@@ -22,8 +22,12 @@ _ALT = "Share of answers without a wrong word, over the words written, a line a 
 def measured(positions: str, results: Path = RESULTS, capacity: int = CAPACITY) -> list[Record]:
     """The greedy answers of one mode of positions, evicted at every step; and dense."""
     records, _ = RecordStore(results / "long_answers").read_all()
-    greedy = [r for r in records if r.status == "ok" and r.cell.task_options(TraceOptions).samples == 1]
+    greedy = [r for r in records if r.status == "ok" and _is_greedy(r.cell.task_options(TraceOptions))]
     return [r for r in greedy if r.cell.policy == "dense" or (r.cell.capacity == capacity and _is_shown(r.cell, positions))]
+
+
+def _is_greedy(options: TraceOptions) -> bool:
+    return options.samples == 1 and not options.teacher
 
 
 def _is_shown(cell: CellSpec, positions: str) -> bool:
