@@ -442,7 +442,7 @@ def test_a_model_without_the_words_and_programs_that_do_not_exist_are_mistakes_o
 
 
 def test_logits_that_are_not_finite_are_a_failed_cell(tokenizer, tmp_path):
-    broken = SimpleNamespace(read_prompt=lambda tokens, block: torch.full((len(tokens), 119), float("nan")))
+    broken = SimpleNamespace(read_prompt=lambda tokens, block: torch.full((len(tokens), 261), float("nan")))
     with pytest.raises(MeasurementError, match="not finite"):
         run(SMALL, tokenizer, SimpleNamespace(device=CPU), Window(), tmp_path, open=lambda *_, **__: broken)
 

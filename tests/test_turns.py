@@ -54,7 +54,7 @@ def words_dir(tmp_path_factory) -> Path:
     wrapped(of_words(WORDS), 1).save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64, vocab_size=119,
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64, vocab_size=261,
         initializer_range=0.2, bos_token_id=0, eos_token_id=None,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
