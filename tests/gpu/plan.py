@@ -9,7 +9,7 @@ from stages import Stage
 
 KERNEL_CHECKS = [
     "tests/test_kernels_for_cuda.py", "tests/test_fast_paths.py", "tests/test_captured.py", "tests/test_fastcheck.py",
-    "tests/test_guarded_shortcuts.py", "tests/test_walk_graphs.py",
+    "tests/test_guarded_shortcuts.py", "tests/test_walk_graphs.py", "tests/test_coded_triton.py",
 ]  # fmt: skip
 CHECKS = [
     "tests/test_exactness.py", "tests/test_models.py", "tests/test_answering.py", "tests/test_once.py", "tests/test_reading.py",
