@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
@@ -30,6 +31,7 @@ from kvbench.harness.pretrain.samples import READING, TrainingSamples, kinds_of
 Tell = Callable[[str], None]
 _LOG_SAMPLES, _CARD_SAMPLES = 8, 96  # held out, of a kind
 _STEPS_PER_FLUSH = 10
+_MOST_WORKERS = 12  # that draw samples while a GPU learns; on a CPU they would take its cores
 
 
 class _Trainer(Trainer):
@@ -233,13 +235,15 @@ def _trainer(
     config: PretrainConfig, model: PreTrainedModel, out: Path, device: torch.device, samples: TrainingSamples
 ) -> _Trainer:
     training, steps = config.training, config.steps
+    workers = 0 if device.type == "cpu" else min(_MOST_WORKERS, os.cpu_count() or 1)
     arguments = TrainingArguments(
         output_dir=str(out), max_steps=steps, per_device_train_batch_size=training.batch, learning_rate=training.learning_rate,
         weight_decay=training.weight_decay, adam_beta2=training.beta2, max_grad_norm=1.0,
         warmup_steps=round(training.warmup * steps), **_schedule(training, steps),
         save_steps=training.checkpoint_every, save_total_limit=1, logging_strategy="no", report_to=[], seed=config.seed,
         data_seed=config.seed, bf16=training.dtype == "bfloat16", use_cpu=device.type == "cpu", torch_compile=training.compile,
-        dataloader_num_workers=0, disable_tqdm=True, remove_unused_columns=False,
+        dataloader_num_workers=workers, dataloader_prefetch_factor=4 if workers else None,
+        disable_tqdm=True, remove_unused_columns=False,
     )  # fmt: skip
     trainer = _Trainer(model=model, args=arguments, train_dataset=samples, optimizer_cls_and_kwargs=_optimizer(config))
     trainer.remove_callback(PrinterCallback)
