@@ -21,10 +21,11 @@ from kvbench.harness.engine.fused import FusedStepError
 from kvbench.harness.engine.kernels.cpu import StepKernel, WalkKernel
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import EAGER, FASTEST, PLAIN_WALK
-from kvbench.harness.engine.model import Model
+from kvbench.harness.engine.model import Model, adopt
 from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.trial import Bench
 from kvbench.harness.engine.walk import Walk
+from kvbench.harness.models.families import tiny_model
 from kvbench.harness.run import reading
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
@@ -111,8 +112,8 @@ class OnCuda(CachedDecoder):
 
     read_tokens = 0
 
-    def __init__(self, model, config, streams=1, method=EAGER):
-        super().__init__(model, config, streams, method)
+    def __init__(self, model, config, streams=1, method=EAGER, dtype=None):
+        super().__init__(model, config, streams, method, dtype)
         self.graphs = StepGraphs(Graph) if method.captured else None
 
     def __call__(self, tokens, valid=None, keep=None):
@@ -270,9 +271,60 @@ def test_the_cells_streams_are_read_where_they_fit(monkeypatch, clock, as_on_cud
     monkeypatch.setattr(Bench, "_differ", lambda bench, *reads: asked.append(reads[0].streams) or plain(bench, *reads))
     fast_method(model, config, 5)
     for fitting in (3, 0):
-        monkeypatch.setattr(trial, "free_bytes", lambda device, fitting=fitting: 4 * fitting * model.kv_bytes(8))
+        monkeypatch.setattr(trial, "free_bytes", lambda device, fitting=fitting: 12 * fitting * model.kv_bytes(8))
         fast_method(model, config, 5)
     assert list(dict.fromkeys(asked)) == [5, 3, 1]
+
+
+def in_bfloat16(layers: int, spread: float) -> Model:
+    """A Llama whose weights have this standard deviation."""
+    sizes = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}
+    hf = tiny_model("llama", vocab_size=96, num_hidden_layers=layers, initializer_range=spread, **sizes)
+    return adopt(hf.to(DEVICE, torch.bfloat16))
+
+
+@pytest.fixture(scope="module")
+def deep() -> Model:
+    """Its scores are large and its layers many, so that rounding grows."""
+    return in_bfloat16(16, 0.2)
+
+
+SINKS, ANY = CacheConfig(SinkWindow(4), 40), CacheConfig(Random(), 40)  # neither looks at attention
+
+
+@needs_compiler
+@pytest.mark.parametrize(("config", "blocks"), [(SINKS, "closed form"), (ANY, "compiled walk")])
+def test_rounding_that_grows_from_layer_to_layer_refuses_no_shortcut(deep, config, blocks):
+    bench = Bench(deep, config, 1)
+    assert bench._difference(bench._decoder(FASTEST), bench._decoder(PLAIN_WALK), [40, 32, 1]) > 5
+    found = fast_method(deep, config)
+    assert (found.blocks, found.refused) == (blocks, "")
+    assert 0 < found.differs < 1
+
+
+@needs_compiler
+@pytest.mark.parametrize(("spread", "share"), [(0.02, 0.9), (0.02, 1.1), (0.2, 0.25), (0.2, 1.75)])
+def test_a_wrong_kernel_in_16_bits_is_refused(monkeypatch, spread, share):
+    """Its output is this share of the right one; where scores are large, rounding leaves less to be seen."""
+    model = in_bfloat16(2, spread)
+    assert fast_method(model, ANY).blocks == "compiled walk"
+    right = WalkKernel.__call__
+    monkeypatch.setattr(WalkKernel, "__call__", lambda *given, **named: right(*given, **named) * share)
+    found = fast_method(model, ANY)
+    assert found.blocks == "walk"
+    assert "compiled walk: its attention differs from the plain walk's" in found.refused
+
+
+def test_a_wrong_graph_in_16_bits_is_refused(monkeypatch, deep, clock, as_on_cuda):
+    assert fast_method(deep, SINKS).step == "captured"
+    monkeypatch.setattr(Graph, "__call__", lambda graph, tokens: graph.step(tokens) * 1.1)
+    found = fast_method(deep, SINKS)
+    assert (found.step, found.method.captured) == ("plain", False)
+    assert "captured steps: its logits differ from those of steps that are not captured" in found.refused
+
+
+def test_where_rounding_decides_what_is_evicted_nothing_can_be_compared(deep):
+    assert "rounding changes attention by" in Bench(deep, CacheConfig(H2O(), 40), 1).trial(FASTEST).refused
 
 
 @needs_compiler

@@ -71,9 +71,9 @@ def floor_of(policy: Policy, capacity: int) -> int | None:
 class Layout:
     """Makes the slots of a decoder's layers."""
 
-    def __init__(self, model: Model, config: CacheConfig, streams: int) -> None:
-        """model: whose layers they are for; config: of the cache; streams: B."""
-        self._model, self._config, self._streams = model, config, streams
+    def __init__(self, model: Model, config: CacheConfig, streams: int, dtype: torch.dtype | None = None) -> None:
+        """model: whose layers they are for; config: of the cache; streams: B; dtype: of K and V; None: the model's."""
+        self._model, self._config, self._streams, self._dtype = model, config, streams, dtype or model.dtype
         bound = self.bound(config.capacity)
         self._needs_output = any(writes(s) for s in bound.statistics)
         self._keys_rotated = False  # while the policy is asked
@@ -223,7 +223,7 @@ class Layout:
         self, shape: LayerShape, parts: Sequence[Part], policy: Policy, cadence: Cadence, budget: Budget,
         statistics: Sequence[Statistic] | None = None, device: torch.device | None = None,
     ) -> Slots:  # fmt: skip
-        """Slots; those that are given their statistics are of the model's dtype."""
+        """Slots; those that are given their statistics are not coded."""
         model, config = self._model, self._config
         codec = config.kv if statistics is None else None
         if isinstance(codec, Kivi) and cadence.capacity is not None:
@@ -233,7 +233,7 @@ class Layout:
         return Slots(
             shape, parts=parts, policy=policy, statistics=statistics, cadence=cadence, budget=budget,
             num_layers=len(model.layers), streams=self._streams, seed=config.seed, device=device or shape.device or model.device,
-            dtype=model.dtype, keys_rotated=self._keys_rotated and shape.rotation is not None, codec=codec,
+            dtype=self._dtype, keys_rotated=self._keys_rotated and shape.rotation is not None, codec=codec,
         )  # fmt: skip
 
 

@@ -118,7 +118,9 @@ class CachedDecoder:
         around_bookkeeping: entered around the bookkeeping at the end of every eager block, so that it can be timed.
     """
 
-    def __init__(self, model: Model, config: CacheConfig, streams: int = 1, method: Method = EAGER) -> None:
+    def __init__(
+        self, model: Model, config: CacheConfig, streams: int = 1, method: Method = EAGER, dtype: torch.dtype | None = None
+    ) -> None:
         """Allocate the slots.
 
         Args:
@@ -126,6 +128,7 @@ class CachedDecoder:
             config: what to keep; a policy that keeps a cache.
             streams: B.
             method: shortcuts that it may take.
+            dtype: of K and V, whose walks take no others; None: the model's.
 
         Raises:
             ValueError: the policy can't serve this capacity, mode `clamped` has no limit, or the model can't move kept tokens.
@@ -137,7 +140,7 @@ class CachedDecoder:
             raise ValueError("the model's positions are learned, so kept tokens stay where they stood: positions must be stream")
         method = method if config.kv is None else method.for_codes()
         self.model, self.config, self._method = model, config, method
-        self._layout = Layout(model, config, streams)
+        self._layout = Layout(model, config, streams, dtype)
         self._step = torch.zeros(streams, 1, dtype=torch.int64, device=model.device)  # tokens read, per stream
         self._seen: int | None = 0  # the same, as far as the host knows: None once streams differ
         self._max_seen = 0  # bounds it for every stream

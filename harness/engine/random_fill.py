@@ -6,6 +6,7 @@ Axis letters: N rows of one layer (streams x KV heads), S slots, n tokens held, 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.slots import Slots
@@ -13,6 +14,8 @@ from kvbench.harness.engine.slots import Slots
 
 def fill_randomly(slots: Slots, tokens: int, generator: torch.Generator) -> None:
     """Put slots into the state after `tokens` tokens: K and V normal, statistics uniform in 0..1 above their initial value.
+
+    K and V are numbers of bfloat16 in every dtype, so that caches in two dtypes can be compared.
 
     The policy's band is held if it names one, else the newest tokens, oldest first.
 
@@ -27,13 +30,17 @@ def fill_randomly(slots: Slots, tokens: int, generator: torch.Generator) -> None
     position = torch.where(position < _sinks(slots), position, position + tokens - count)
     for layer in slots.layers:
         rows = Rows(slots, slots.num_slots, layer)
-        keys, values = (x[:, :count].normal_(generator=generator) for x in (rows.keys, rows.values))
+        keys, values = (_normal(x[:, :count], generator) for x in (rows.keys, rows.values))
         rows.put(keys, values, position.expand(len(keys), -1))
         for statistic, state in rows.states.items():
             if statistic.per == "head":
                 continue
             held = state.flatten(0, 1)[:, :count]
             held += torch.rand(held.shape, generator=generator, device=device, dtype=held.dtype)
+
+
+def _normal(x: Tensor, generator: torch.Generator) -> Tensor:
+    return x.copy_(torch.randn(x.shape, generator=generator, device=x.device).bfloat16())
 
 
 def _sinks(slots: Slots) -> int:

@@ -380,6 +380,11 @@ class Walk:
         return self._method.step_kernel and self._kernels.step is not None and self.slots.sees <= {"weights"}
 
     @property
+    def notes_written(self) -> bool:
+        """Whether statistics are told of every key and value that is written."""
+        return self._writes
+
+    @property
     def lost(self) -> str:
         """Why a kernel is missing that could be there; empty if none is."""
         return self._kernels.lost
