@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import model_of, tokens_of
+from conftest import DEVICE, model_of, tokens_of
 from factories import MODES, needs_compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -43,7 +43,7 @@ def parts_of(read: CachedDecoder) -> list[torch.Tensor]:
 
 def model_with(dims: int, group: int, dtype: torch.dtype = torch.float32, **options) -> Model:
     sizes = {"head_dim": dims, "num_attention_heads": 2 * group, "num_key_value_heads": 2, "hidden_size": 48}
-    return adopt(tiny_model("llama", **sizes, **options).to(dtype))
+    return adopt(tiny_model("llama", **sizes, **options).to(DEVICE, dtype))
 
 
 def refuse_unequal(

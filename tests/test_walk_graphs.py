@@ -53,7 +53,7 @@ class OldNorms(Policy):
 @pytest.mark.parametrize("policy", [H2O(), OldNorms()], ids=lambda p: type(p).__name__)
 def test_a_walk_in_graphs_is_the_plain_one(captures, policy):
     """Blocks longer than the one before and shorter, in whole chunks or not; a fork; filling, full and between."""
-    model, tokens = adopt(tiny_model("llama", num_hidden_layers=1)), tokens_of(33, 2)
+    model, tokens = adopt(tiny_model("llama", num_hidden_layers=1).to(DEVICE)), tokens_of(33, 2)
     config = CacheConfig(policy, 7)
     fast, plain = CachedDecoder(model, config, 2, KERNELS), CachedDecoder(model, config, 2, PLAIN_WALK)
     before = RAN["walk in graphs"]
@@ -87,7 +87,7 @@ def test_launches_that_can_not_be_captured_are_made_one_by_one(monkeypatch):
 @needs_triton
 def test_a_walk_whose_launches_can_not_be_captured_goes_on(captures, monkeypatch):
     monkeypatch.setattr(cuda, "replayable", lambda launches, device: None)
-    model, tokens = adopt(tiny_model("llama", num_hidden_layers=1)), tokens_of(14)
+    model, tokens = adopt(tiny_model("llama", num_hidden_layers=1).to(DEVICE)), tokens_of(14)
     fast, plain = CachedDecoder(model, CacheConfig(H2O(), 5), 1, KERNELS), CachedDecoder(model, CacheConfig(H2O(), 5))
     before = RAN["walk in graphs"]
     torch.testing.assert_close(fast(tokens), plain(tokens), atol=2e-4, rtol=0)
