@@ -18,6 +18,8 @@ from kvbench.harness.engine.closed_form import ClosedForm
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fastcheck import fast_method
 from kvbench.harness.engine.fused import FusedStepError
+from kvbench.harness.engine.kernels import cpu_walk
+from kvbench.harness.engine.kernels.compiler import built_of
 from kvbench.harness.engine.kernels.cpu import StepKernel, WalkKernel
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import EAGER, FASTEST, PLAIN_WALK
@@ -293,7 +295,9 @@ SINKS, ANY = CacheConfig(SinkWindow(4), 40), CacheConfig(Random(), 40)  # neithe
 
 
 @needs_compiler
-@pytest.mark.parametrize(("config", "blocks"), [(SINKS, "closed form"), (ANY, "compiled walk")])
+@pytest.mark.parametrize(
+    ("config", "blocks"), [(SINKS, "closed form"), (ANY, "compiled walk"), (CacheConfig(H2O(), 40), "compiled walk")], ids=str
+)
 def test_rounding_that_grows_from_layer_to_layer_refuses_no_shortcut(deep, config, blocks):
     bench = Bench(deep, config, 1)
     assert bench._difference(bench._decoder(FASTEST), bench._decoder(PLAIN_WALK), [40, 32, 1]) > 5
@@ -303,14 +307,15 @@ def test_rounding_that_grows_from_layer_to_layer_refuses_no_shortcut(deep, confi
 
 
 @needs_compiler
+@pytest.mark.parametrize("config", [ANY, CacheConfig(H2O(), 40)], ids=str)
 @pytest.mark.parametrize(("spread", "share"), [(0.02, 0.9), (0.02, 1.1), (0.2, 0.25), (0.2, 1.75)])
-def test_a_wrong_kernel_in_16_bits_is_refused(monkeypatch, spread, share):
+def test_a_wrong_kernel_in_16_bits_is_refused(monkeypatch, config, spread, share):
     """Its output is this share of the right one; where scores are large, rounding leaves less to be seen."""
     model = in_bfloat16(2, spread)
-    assert fast_method(model, ANY).blocks == "compiled walk"
+    assert fast_method(model, config).blocks == "compiled walk"
     right = WalkKernel.__call__
     monkeypatch.setattr(WalkKernel, "__call__", lambda *given, **named: right(*given, **named) * share)
-    found = fast_method(model, ANY)
+    found = fast_method(model, config)
     assert found.blocks == "walk"
     assert "compiled walk: its attention differs from the plain walk's" in found.refused
 
@@ -323,8 +328,14 @@ def test_a_wrong_graph_in_16_bits_is_refused(monkeypatch, deep, clock, as_on_cud
     assert "captured steps: its logits differ from those of steps that are not captured" in found.refused
 
 
-def test_where_rounding_decides_what_is_evicted_nothing_can_be_compared(deep):
-    assert "rounding changes attention by" in Bench(deep, CacheConfig(H2O(), 40), 1).trial(FASTEST).refused
+@needs_compiler
+def test_a_kernel_that_evicts_others_in_16_bits_is_refused(monkeypatch):
+    """Its answers can't be compared; the tokens kept tell."""
+    random, real = built_of(Random().bind(40), "walk.c", "walk"), cpu_walk.built_of
+    monkeypatch.setattr(cpu_walk, "built_of", lambda *asked: random if asked[2] == "walk" else real(*asked))
+    found = fast_method(in_bfloat16(2, 0.02), CacheConfig(H2O(), 40))
+    assert found.blocks == "walk"
+    assert "% of the tokens it evicts are others than the plain walk's" in found.refused
 
 
 @needs_compiler

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import ceil
 from statistics import median
 from types import MappingProxyType
 from typing import NamedTuple
@@ -41,6 +42,7 @@ _TIMED_BLOCKS = 3
 _CLEARLY = 3  # times as fast: one pair of blocks is enough
 _ROOM_TOKENS = 32  # that a cache filled with random numbers lacks when the first block comes
 _CACHES_PER_FREE_MEMORY = 12  # what is compared comes to six caches, and takes no more than half of it
+_COUNTED = 0.9  # of the heads of a policy that looks at attention, those with the smallest errors
 _MOST_NOISE = 5.0  # units of rounding: where that changes so much, a comparison tells nothing
 
 
@@ -65,9 +67,9 @@ class Trial(NamedTuple):
 class _Beside(Walk):
     """A walk that lets others answer the same queries, keys and values, and returns its own answers.
 
-    Attributes:
-        worst: largest error of the other's answers, in units of rounding.
-        noise: largest error of its own; 0 if its own count as exact.
+    Where rounding made one of them evict another token, a head's answers tell nothing, and `_others` judges how often that is
+    so. It may also change the order of two evictions, which can't be seen afterwards: of a policy that looks at attention, a
+    tenth of the heads don't count.
     """
 
     def __init__(self, walk: Walk, other: Walk, wide: Walk | None = None) -> None:
@@ -75,7 +77,23 @@ class _Beside(Walk):
         vars(self).update(vars(walk))
         self._others = [other] if wide is None else [other, wide]
         self._plans: list[Plan] = []
-        self.worst = self.noise = 0.0
+        self._errors: list[Tensor] = []
+        self._own_errors: list[Tensor] = []
+
+    @property
+    def worst(self) -> float:
+        """Largest error of the other's answers, in units of rounding; infinite if nothing could be compared."""
+        return self._largest(self._errors, torch.inf)
+
+    @property
+    def noise(self) -> float:
+        """Largest error of its own; 0 if its own count as exact."""
+        return self._largest(self._own_errors, 0.0)
+
+    def _largest(self, errors: list[Tensor], of_none: float) -> float:
+        ordered = torch.cat(errors).sort().values
+        counted = len(ordered) * (_COUNTED if self.slots.sees else 1.0)
+        return float(ordered[ceil(counted) - 1]) if len(ordered) else of_none
 
     def begin(self, block: Block) -> Plan:
         self._plans = [other.begin(block) for other in self._others]
@@ -83,14 +101,22 @@ class _Beside(Walk):
 
     def attend(self, plan: Plan, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms, place: int = 0) -> Tensor:
         answer = exact = super().attend(plan, layer, query, keys, values, terms, place)
-        judged = self._others[0].attend(self._plans[0], layer, query, keys, values, terms, place)
-        for wide, its_plan in zip(self._others[1:], self._plans[1:], strict=True):
+        judged, *wide = self._others
+        its_plan, *wide_plan = self._plans
+        other = judged.attend(its_plan, layer, query, keys, values, terms, place)
+        for walk, its_plan in zip(wide, wide_plan, strict=True):
             sinks = terms.sink_logits
             widened = terms if sinks is None else terms._replace(sink_logits=sinks.float())
-            exact = wide.attend(its_plan, layer, query.float(), keys.float(), values.float(), widened, place)
-            self.noise = max(self.noise, _units(answer, exact))
-        self.worst = max(self.worst, _units(judged, exact))
+            exact = walk.attend(its_plan, layer, query.float(), keys.float(), values.float(), widened, place)
+        alike = self._alike(layer).view(answer.shape[0], -1).repeat_interleave(answer.shape[1] // keys.shape[1], 1)
+        self._own_errors.append(_units(answer, exact)[alike])
+        self._errors.append(_units(other, exact)[alike])
         return answer
+
+    def _alike(self, layer: int) -> Tensor:
+        """The rows of a layer that hold the same tokens in all walks. [N] bool."""
+        held = [_held_positions(walk, layer) for walk in (self, *self._others)]
+        return torch.stack([(x == held[0]).all(-1) for x in held]).all(0)
 
     def end(self, plan: Plan, block: Block) -> None:
         super().end(plan, block)
@@ -233,8 +259,8 @@ class Bench:
     ) -> str:
         """Read blocks by both, each layer with the queries, keys and values of the plain one. Says in what they differ.
 
-        wide: a decoder with a cache in float32, whose attention counts as exact: both may be off by rounding, the fast one by twice
-            as much as the plain one. None: the plain one's counts as exact.
+        wide: a decoder with a cache in float32, whose attention counts as exact: both may be off by rounding, the fast one by
+            twice as much as the plain one. None: the plain one's counts as exact.
         """
         walks = [plain.walks, fast.walks, *([] if wide is None else [wide.walks])]
         beside = [_Beside(*together) for together in zip(*walks, strict=True)]
@@ -254,9 +280,9 @@ class Bench:
     def _differ_by_layer(self, fast: CachedDecoder, method: Method, sizes: Sequence[int]) -> str:
         """In what a method in 16 bits differs from the plain walk; empty if in nothing.
 
-        Rounding grows from layer to layer: in the logits of a deep model with random weights to a tenth of the largest. So attention
-        is compared in every layer, and steps that are captured with the same that aren't. Where their code is compiled as a whole,
-        they may differ by twice what kernels and plain walk differ in their logits, though they agree in every layer.
+        Rounding grows from layer to layer: in the logits of a deep model with random weights to a tenth of the largest. So
+        attention is compared in every layer, and steps that are captured with the same that aren't. Where their code is compiled
+        as a whole, they may differ by twice what kernels and plain walk, which agree in every layer, differ in their logits.
         """
         seen, eager = self._filled, replace(method, captured=False, fused=False)
         kernels, plain = self._decoder(eager), self._decoder(PLAIN_WALK)
@@ -319,10 +345,16 @@ class Bench:
         return f"a {what} takes {ours:.3g} ms, and {plainly:.3g} ms plainly" if ours > plainly else ""
 
 
-def _units(x: Tensor, exact: Tensor) -> float:
-    """Largest error of attention, in units of rounding of its dtype."""
+def _units(x: Tensor, exact: Tensor) -> Tensor:
+    """Largest error of each head's attention, in units of rounding of its dtype. [B, Q, T, Dv] twice -> [B, Q]."""
     rounding = rounding_of(x.dtype) * exact.float().abs().amax()
-    return float(((x.float() - exact.float()).abs().amax() / rounding).nan_to_num(torch.inf))
+    return ((x.float() - exact.float()).abs().amax((2, 3)) / rounding).nan_to_num(torch.inf)
+
+
+def _held_positions(walk: Walk, layer: int) -> Tensor:
+    """Positions of the tokens that each row of a layer holds, in order; -1 for empty slots. [N, S]."""
+    rows = walk.rows(walk.slots.num_slots, layer)
+    return rows.position.masked_fill(rows.rank == walk.slots.empty_rank, -1).sort(-1).values
 
 
 def rounding_of(dtype: torch.dtype) -> float:
