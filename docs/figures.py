@@ -5,6 +5,7 @@ In the README and the pages of docs, `<!--=name-->81 %<!---->` marks a figure; w
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import statistics
@@ -12,6 +13,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import scipy.stats
 
 sys.path.insert(0, str(Path(__file__).parent / "images"))
 
@@ -131,6 +134,7 @@ def _long() -> Iterator[tuple[str, str]]:
 
     With /first at its end: the word before or at which half of the answers have gone wrong; /told: steps that obey; /held.
     `long read STEPS` instead of `long`: of right traces of at least as many steps, read; /through: right for as many.
+    Two policies, as in long/h2o-random: points by which the first is ahead, with Student's interval over programs.
     """
     cells: dict[str, list[TraceMetrics]] = {}
     through: dict[str, list[bool]] = {}
@@ -146,6 +150,17 @@ def _long() -> Iterator[tuple[str, str]]:
         cells.setdefault(name, []).append(metrics)
         if options.teacher:
             through.setdefault(name, []).extend(words >= options.steps * options.step for words in metrics.words_right)
+    solved = {name: [statistics.mean(program) for program in zip(*(map(int, m.outcomes) for m in found), strict=True)]
+              for name, found in cells.items() if name.startswith("long/")}  # fmt: skip
+    for (ahead, ours), (behind, theirs) in itertools.permutations(solved.items(), 2):
+        (policy, *where), (other, *place) = ahead.split("/")[1:], behind.split("/")[1:]
+        same = where == place or (policy == other and where[:2] == place[:2])  # in the other mode of positions
+        if where and place and same:
+            lead = [100 * (x - y) for x, y in zip(ours, theirs, strict=True)]
+            wide = scipy.stats.t.ppf(0.975, len(lead) - 1) * statistics.stdev(lead) / math.sqrt(len(lead))
+            middle, ends = statistics.mean(lead), [f"{statistics.mean(lead) + side * wide:.0f}" for side in (-1, 1)]
+            name = f"{policy}-{other}" if policy != other else policy
+            yield f"long/{name}/{'/'.join(where)}/lead", f"{middle:.0f} points [{', '.join(ends)}]".replace("-", "−")
     for name, right in through.items():
         yield f"{name}/through", f"{100 * statistics.mean(right):.0f} %"
     for name, found in cells.items():

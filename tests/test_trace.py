@@ -509,31 +509,53 @@ def test_the_failure_that_the_page_explains_is_so(tmp_path):
     (tmp_path / "one.yaml").write_text(suite)
     done = bench_in("run", "one.yaml", "--trace", "kept=all", "--threads", 1, "--results", "out", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    said = {name: _third(tmp_path, name) for name in ("dense", "h2o", "random")}
+    said = {name: _said(tmp_path, name, 2) for name in ("dense", "h2o", "random")}
     prompt = said["dense"]["prompt"].split()
     right = naive(said["dense"]["prompt"]).split()
-    assert len(right) == 275
-    assert said["dense"]["said"].split() == said["h2o"]["said"].split() == right
-    words = said["random"]["said"].split()
-    wrong = next(place for place, (word, truth) in enumerate(zip(words, right, strict=True)) if word != truth)
-    assert (wrong + 1, words[wrong], right[wrong - 1], right[wrong]) == (96, "6", "v3", "5")
-    (source,) = list(sources(machine.Program.from_prompt(prompt)))[wrong]
-    asked = len(prompt) + wrong  # counted from the prompt's first word
-    assert asked - source == 42
-    last = _held_last(tmp_path, "random", source)
-    assert sum(step < asked for step in last) == 10
-    assert sum(step == source + 15 for step in last) == 8
-    assert min(_held_last(tmp_path, "h2o", source)) >= asked
+    assert len(right) == 270
+    assert said["dense"]["said"].split() == right
+    assert _first_wrong(said["random"]) == (145, "4", "v7", "1")
+    assert _first_wrong(said["h2o"]) == (191, "v0", "L27", "v7")
+    found = list(sources(machine.Program.from_prompt(prompt)))
+
+    (source,), asked = found[144], len(prompt) + 144  # counted from the prompt's first word
+    assert asked - source == 30
+    last = _held_last(tmp_path, "random", 2, source)
+    assert sum(step < asked for step in last) == sum(step == source + 15 for step in last) == 10
+    assert min(_held_last(tmp_path, "h2o", 2, source)) >= asked
+
+    (source,), asked = found[190], len(prompt) + 190
+    assert prompt[source - 1 : source + 1] == ["L27", "r7"]
+    lost = [step for step in _held_last(tmp_path, "h2o", 2, source) if step < asked]
+    assert (len(lost), asked - max(lost)) == (7, 24)
+
+    lacking = []
+    for stream in range(8):
+        answer = _said(tmp_path, "h2o", stream)
+        first, prompt = _first_wrong(answer), answer["prompt"].split()
+        if first and first[3] == "end":
+            assert first[0] == len(answer["said"].split())
+            (source,), asked = list(sources(machine.Program.from_prompt(prompt)))[first[0] - 1], len(prompt) + first[0] - 1
+            lacking.append(sum(step < asked for step in _held_last(tmp_path, "h2o", stream, source)))
+            assert min(_held_last(tmp_path, "random", stream, source)) >= asked
+    assert sorted(lacking) == [3, 7, 8]
 
 
-def _third(folder, policy):
+def _said(folder, policy, stream):
     (file,) = folder.glob(f"out/*/*/{policy}-*.trace.jsonl")
-    return json.loads(file.read_text().splitlines()[2])
+    return json.loads(file.read_text().splitlines()[stream])
 
 
-def _held_last(folder, policy, place):
-    """Of each layer and head, the last word after which it held a word of the third stream; both without the sink before them."""
+def _first_wrong(answer):
+    """Its number, what was said, and the right words before it and there; None if all are right."""
+    words, right = answer["said"].split(), naive(answer["prompt"]).split()
+    wrong = next((n for n, (word, truth) in enumerate(zip(words, right, strict=True)) if word != truth), None)
+    return None if wrong is None else (wrong + 1, words[wrong], right[wrong - 1], right[wrong])
+
+
+def _held_last(folder, policy, stream, place):
+    """Of each layer and head, the last word after which it held a word of a stream; both without the sink before them."""
     (file,) = folder.glob(f"out/*/*/{policy}-*.kept.parquet")
-    kept = Map.read(file).of_stream(2)
+    kept = Map.read(file).of_stream(stream)
     found = [kept.step[(kept.position == place + 1) & (kept.layer == n // 4) & (kept.head == n % 4)] for n in range(12)]
     return [int(steps.max()) - 1 for steps in found]

@@ -14,7 +14,7 @@ from kvbench.harness.tasks.trace.schema import TraceOptions
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER.parents[1] / "leaderboard" / "results"
-CAPACITY, EVICT = 96, "step"
+CAPACITY, EVICT = 192, "step"
 POSITIONS = ("stream", "cache")  # a panel each
 _ALT = "Share of answers without a wrong word, over the words written, a line a policy, a panel for each mode of positions."
 
