@@ -128,7 +128,7 @@ class CachedDecoder:
             config: what to keep; a policy that keeps a cache.
             streams: B.
             method: shortcuts that it may take.
-            dtype: of K and V, whose walks take no others; None: the model's.
+            dtype: of K and V; None: the model's.
 
         Raises:
             ValueError: the policy can't serve this capacity, mode `clamped` has no limit, or the model can't move kept tokens.
@@ -267,9 +267,8 @@ class CachedDecoder:
     def _mark_filled(self, count: int) -> None:
         """Note that `count` tokens of every stream have been read, of which the slots hold what they can."""
         for walk in self.walks:
-            slots = walk.slots
-            held = count if slots.capacity is None else min(count, slots.capacity)
-            slots.cadence = slots.cadence.after(count, held)
+            capacity = walk.slots.capacity
+            walk.slots.cadence = walk.slots.cadence.after(count, count if capacity is None else min(count, capacity))
         self._step += count
         self._seen = self._max_seen = count
 
@@ -283,10 +282,8 @@ class CachedDecoder:
         Raises:
             ValueError: the decoder has read tokens already, or the stream would be too long.
         """
-        if self._seen != 0:
-            raise ValueError("only a decoder that has read nothing can be filled")
-        if tokens > self.model.longest:
-            raise ValueError(f"a stream of more than {self.model.longest:,} tokens")
+        if self._seen != 0 or tokens > self.model.longest:
+            raise ValueError(f"only a decoder that has read nothing can be filled, with up to {self.model.longest:,} tokens")
         devices = {walk.slots.device for walk in self.walks}
         generators = {d: torch.Generator(d if d.type == "cuda" else "cpu").manual_seed(seed) for d in devices}
         for walk in self.walks:
