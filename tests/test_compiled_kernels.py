@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,6 +33,23 @@ except ImportError:  # the tests that need it are skipped
     triton = None
 
 ROOT = Path(__file__).parents[1]
+OWNERS = () if triton is None else (tl, tl.core, tl.tensor, tl.math, tl.dtype, tl.condition, tl.core.tensor_descriptor_base)
+CLEAN = [dict(vars(owner)) for owner in OWNERS]  # before any test has run
+
+
+@pytest.fixture(autouse=True)
+def clean_language():
+    mend()
+
+
+def mend():
+    """Triton's interpreter patches its language, and two kernels at once, in threads, leave it patched: nothing compiles then."""
+    for owner, clean in zip(OWNERS, CLEAN, strict=True):
+        for name in [x for x in vars(owner) if x not in clean]:
+            delattr(owner, name)
+        for name, value in clean.items():
+            if vars(owner)[name] is not value:
+                setattr(owner, name, value)
 
 
 @needs_triton
@@ -230,3 +248,15 @@ def test_what_the_evicted_token_left_is_not_read(monkeypatch, last_program_first
             poison(plain)
         torch.testing.assert_close(fast(block), plain(block), atol=2e-4, rtol=0)
     assert fast.kept() == plain.kept()
+
+
+@needs_triton
+def test_a_language_that_is_left_patched_is_mended(monkeypatch):
+    from triton.runtime import interpreter
+
+    monkeypatch.setenv("TRITON_ALWAYS_COMPILE", "1")  # not from its cache
+    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl}))  # and nobody restores it
+    with pytest.raises(triton.compiler.errors.CompilationError):
+        compiled(add_one, 16, True)
+    mend()
+    assert compiled(add_one, 16, True)
