@@ -230,6 +230,17 @@ def pids(tmp_path):
         os.kill(pid, signal.SIGKILL)
 
 
+def test_the_log_of_a_stage_that_hangs_says_where_it_was(tmp_path):
+    stuck = "import time\ndef waiting():\n    time.sleep(60)\nwaiting()"
+    call = "import os, sys\nfrom pathlib import Path\nfrom processes import run\n"
+    call += "print(run(sys.argv[1:], 2, os.environ, Path(), Path('log')))"
+    environment = os.environ | {"PYTHONPATH": str(GPU), "PYTHONFAULTHANDLER": "1"}
+    command = [sys.executable, "-c", call, sys.executable, "-c", stuck]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "None", done.stderr
+    assert "in waiting" in (tmp_path / "log").read_text()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
 def test_a_stage_that_hangs_is_ended_with_all_its_processes_and_the_others_run(tmp_path, pids):
     run = driven(tmp_path, 3)

@@ -31,7 +31,8 @@ class FastCheck(NamedTuple):
         blocks: what they come to for blocks: "closed form", "compiled walk", "walk"; "full attention" where prompts are cut once.
         step: and for single tokens: "fused" (a CUDA graph of compiled code), "captured" (a CUDA graph), "compiled" (kernels) or
             "plain".
-        differs: largest difference from the plain walk's logits, in units of rounding, of all methods tried.
+        differs: largest difference from the plain walk, of logits or in 16 bits of attention, over what is allowed, of all that
+            was tried.
         refused: why faster methods were not used that should have been, joined by "; "; empty if none was.
         plain_because: why blocks have nothing faster than the plain walk; empty if they have.
     """
@@ -62,9 +63,10 @@ def fast_method(model: Model, config: CacheConfig, streams: int = 1, fused: bool
     """The fastest way of reading that agrees with the plain walk.
 
     Both read random tokens: enough to fill the cache, 256 more in blocks, and 8 one by one. The last logits of each block are
-    compared, and the tokens kept. In 16 bits, a policy that looks at attention may evict another token because of rounding,
-    after which the caches differ; there only 32 tokens are read after the cache is full (256 if there is a closed form, which
-    looks at no attention). On CUDA, where a token of the plain walk is slow, both caches are filled with the same random K and V,
+    compared, and the tokens kept. In 16 bits rounding grows from layer to layer, so attention is compared in each, and what is
+    captured with the same that isn't. There a policy that looks at attention may evict another token because of rounding, after
+    which the caches differ, and only 32 tokens are read after the cache is full (256 if there is a closed form, which looks at no
+    attention). On CUDA, where a token of the plain walk is slow, both caches are filled with the same random K and V,
     and only the last 32 slots and up to 300 tokens more are read.
 
     Args:

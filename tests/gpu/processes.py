@@ -44,6 +44,7 @@ def run(command: Sequence[str], seconds: float, environment: Mapping[str, str], 
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)  # with PYTHONFAULTHANDLER its log then says where it was
         return None
     finally:
         for number, patience in ((signal.SIGTERM, TERM_SECONDS), (signal.SIGKILL, KILL_SECONDS)):

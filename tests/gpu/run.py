@@ -95,7 +95,12 @@ def environment(folder: str, seconds: float, rehearse: bool, results: Path) -> d
     # Tiny models are faster with one thread; and every worker of pytest would start sixteen to compile.
     threads = {"OMP_NUM_THREADS": "1"} if rehearse else {}
     threads |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "BENCH_TEST_DEVICE": "cpu" if rehearse else "cuda"}
-    own = {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "BENCH_RESULTS": str(results.resolve())}
+    own = {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONFAULTHANDLER": "1",
+        "HF_HUB_OFFLINE": "1",
+        "BENCH_RESULTS": str(results.resolve()),
+    }
     return os.environ | own | threads
 
 
