@@ -24,6 +24,8 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import decoder
 from kvbench.harness.engine.method import EAGER
 from kvbench.harness.models.load import load_model, load_tokenizer
+from kvbench.harness.records import RecordStore
+from kvbench.harness.report.closing import closing
 from kvbench.harness.report.keep_map import Map
 from kvbench.harness.report.sections import section
 from kvbench.harness.report.shares import answers
@@ -472,6 +474,18 @@ def measured(machine_dir, tmp_path_factory):
 
 def file_of(record, folder):
     return next(folder.rglob(record.trace.file))
+
+
+def test_traces_of_other_lengths_are_never_pooled():
+    """In the table at the end of a run: dense has read longer ones, too, and has a row in two tables."""
+    records = RecordStore(Path(__file__).parents[1] / "leaderboard" / "results" / "long_answers").read_all()[0]
+    tables = [table for table in closing(records).tables if "right traces read" in table.heading]
+    assert len(tables) == 3  # those of 100 steps have two modes of positions
+    for table in tables:
+        assert all(line[table.head.index("right")] for line in table.lines)
+        assert table.lines[0][0] == "dense"
+    headings = [table.heading for table in tables]
+    assert sorted("200 to 400 steps" in heading for heading in headings) == [False, False, True]
 
 
 @pytest.mark.slow("measures a suite")
