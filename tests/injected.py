@@ -101,9 +101,9 @@ def other_capacity(more: int = 1) -> Iterator[None]:
     """A bounded cache has extra slots."""
     plain = Layout.__init__
 
-    def other(self, model, config, streams):
+    def other(self, model, config, streams, dtype=None):
         asked = config if config.capacity is None else replace(config, capacity=config.capacity + more)
-        plain(self, model, asked, streams)
+        plain(self, model, asked, streams, dtype)
 
     with patch.object(Layout, "__init__", other):
         yield
