@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbench.harness.core.codec import Codec, Kivi
-from kvbench.harness.engine import trial
+from kvbench.harness.engine.beside import Beside
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fastcheck import fast_method
 from kvbench.harness.engine.kernels import compiler
@@ -20,6 +20,7 @@ from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import FASTEST, PLAIN_WALK, TOKEN_BY_TOKEN
 from kvbench.harness.engine.model import Model, adopt
 from kvbench.harness.engine.trial import Bench
+from kvbench.harness.engine.walk import Walk
 from kvbench.harness.models.families import tiny_model
 from kvbench.policies import Policy
 from kvbench.policies.dense import Dense
@@ -53,10 +54,10 @@ def refuse_unequal(
     config = CacheConfig(policy, capacity if policy.evicts else None, mode, 12, kv=codec)
     fast, plain = CachedDecoder(model, config, method=BY_KERNEL), CachedDecoder(model, config, method=PLAIN_WALK)
     assert all(walk.steps_by_kernel for walk in fast.walks)
-    plain.walks = [trial._Beside(*pair) for pair in zip(plain.walks, fast.walks, strict=True)]
+    plain.walks = [Beside(*pair) for pair in zip(plain.walks, fast.walks, strict=True)]
     for token in tokens_of(tokens).split(1, 1):
         plain(token)
-    assert max(walk.worst for walk in plain.walks) < most
+    assert max(walk.verdict().worst for walk in plain.walks) < most
     assert fast.kept() == plain.kept()
 
 
@@ -146,3 +147,20 @@ def test_a_coded_cache_is_never_walked_by_the_kernel_of_floats():
     read = CachedDecoder(model_of("llama"), CacheConfig(H2O(), 20, kv=Codec("int4")), method=FASTEST)
     assert not read.walks[0].is_compiled
     assert read.walks[0]._kernels.walk is None
+
+
+def test_one_head_that_is_wrong_in_some_steps_is_found(monkeypatch):
+    right, calls = Walk._step_by_kernel, []
+
+    def wrong(*given):
+        out = right(*given)
+        calls.append(1)
+        if len(calls) < 7:
+            out[:, 0] += 1000
+        return out
+
+    config = CacheConfig(H2O(), 32, kv=Codec("int8", recent=4))
+    assert fast_method(model_of("llama"), config).step == "compiled"
+    monkeypatch.setattr(Walk, "_step_by_kernel", wrong)
+    check = fast_method(model_of("llama"), config)
+    assert (check.step, check.refused) == ("plain", "step kernels: its attention differs from the plain walk's")

@@ -15,7 +15,7 @@ from conftest import DEVICE, model_of
 from factories import needs_compiler, needs_triton
 from test_fastcheck import Graph, OnCuda
 
-from kvbench.harness.engine import banded, closed_form, fastcheck, flex, shortcuts, trial
+from kvbench.harness.engine import banded, beside, closed_form, fastcheck, flex, shortcuts, trial
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fastcheck import FastCheck, fast_method
 from kvbench.harness.engine.kernels import choose, cpu, cpu_walk, cuda, rope
@@ -167,7 +167,7 @@ def test_compiled_code_that_evicts_other_tokens(monkeypatch, kernel):
     random, real = built_of(Random().bind(capacity), f"{kernel}.c", kernel), module.built_of
     monkeypatch.setattr(module, "built_of", lambda *asked: random if asked[2] == kernel else real(*asked))
     if kernel == "release":
-        monkeypatch.setattr(trial, "_ROUNDING", {torch.float32: trial._ROUNDING_16_BITS})
+        monkeypatch.setattr(beside, "_ROUNDING", {torch.float32: beside._ROUNDING_16_BITS})
     found = fast_method(model, CacheConfig(H2O(), capacity))
     if kernel == "walk":
         assert is_refused(found, "compiled walk", "walk_kernel")

@@ -14,12 +14,12 @@ from transformers.cache_utils import Cache
 from kvbench.harness.core.contestants import Contestant
 from kvbench.harness.core.errors import described
 from kvbench.harness.core.presses import Press
+from kvbench.harness.engine.beside import rounding_of
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.foreign import ForeignDecoder, usual_attention
 from kvbench.harness.engine.method import EAGER, OwnLoop
 from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.own_attention import attention_by
-from kvbench.harness.engine.trial import rounding_of
 
 _BLOCKS = (16, 48)  # tokens
 _TOKENS = 96  # read by a cache of transformers, whose blocks are trusted beyond

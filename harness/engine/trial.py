@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import ceil
 from statistics import median
 from types import MappingProxyType
 from typing import NamedTuple
@@ -15,15 +14,13 @@ import torch
 from torch import Tensor
 
 from kvbench.harness.core.device import free_bytes, wait_for
-from kvbench.harness.engine.attention import Terms
+from kvbench.harness.engine.beside import Beside, is_exact, rounding_of
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.flex import TILE
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import PLAIN_WALK, RAN, TOKEN_BY_TOKEN, Method
 from kvbench.harness.engine.model import Model
-from kvbench.harness.engine.plan import Block, Plan
 from kvbench.harness.engine.slots import Slots
-from kvbench.harness.engine.walk import Walk
 
 _EVICTING_TOKENS = 256  # read after the cache is full
 _EVICTING_TOKENS_16_BITS = 32
@@ -32,8 +29,6 @@ _SINGLE_TOKENS = 8  # read one by one at the end
 _SHORT_CYCLE = 4  # tokens evicted at once: up to this many, three cycles are read one by one; above it, only their ends
 _DENSE_TOKENS = 64  # read before that, where there is no capacity to fill
 _PROMPT_CAPACITY, _PROMPT_TOKENS, _PROMPT_BLOCK = 96, 64, 72  # the second is what the prompt has over the first
-_ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-6}  # relative to the largest logit
-_ROUNDING_16_BITS = 4e-2
 _OTHER_VICTIMS, _OTHER_VICTIMS_16_BITS = 0.02, 0.25  # shares; rounding was measured to change none of 80,000, and 3 %
 
 TIMED_DEVICES = {"cuda"}  # on a CPU a kernel is always the faster one (docs/performance.md)
@@ -41,8 +36,8 @@ _TIMED_BLOCK_TOKENS = 64
 _TIMED_BLOCKS = 3
 _CLEARLY = 3  # times as fast: one pair of blocks is enough
 _ROOM_TOKENS = 32  # that a cache filled with random numbers lacks when the first block comes
-_CACHES_PER_FREE_MEMORY = 12  # what is compared comes to six caches, and takes no more than half of it
-_COUNTED = 0.9  # of the heads of a policy that looks at attention, those with the smallest errors
+_CACHES_PER_FREE_MEMORY = 4  # two caches are compared, and take no more than half of it
+_CACHES_PER_FREE_MEMORY_16_BITS = 12  # four, and one in 32 bits
 _MOST_NOISE = 5.0  # units of rounding: where that changes so much, a comparison tells nothing
 
 
@@ -64,66 +59,6 @@ class Trial(NamedTuple):
     eager_because: str = ""
 
 
-class _Beside(Walk):
-    """A walk that lets others answer the same queries, keys and values, and returns its own answers.
-
-    Where rounding made one of them evict another token, a head's answers tell nothing, and `_others` judges how often that is
-    so. It may also change the order of two evictions, which can't be seen afterwards: of a policy that looks at attention, a
-    tenth of the heads don't count.
-    """
-
-    def __init__(self, walk: Walk, other: Walk, wide: Walk | None = None) -> None:
-        """other: to be judged; wide: a walk in float32 whose answers count as exact, or None."""
-        vars(self).update(vars(walk))
-        self._others = [other] if wide is None else [other, wide]
-        self._plans: list[Plan] = []
-        self._errors: list[Tensor] = []
-        self._own_errors: list[Tensor] = []
-
-    @property
-    def worst(self) -> float:
-        """Largest error of the other's answers, in units of rounding; infinite if nothing could be compared."""
-        return self._largest(self._errors, torch.inf)
-
-    @property
-    def noise(self) -> float:
-        """Largest error of its own; 0 if its own count as exact."""
-        return self._largest(self._own_errors, 0.0)
-
-    def _largest(self, errors: list[Tensor], of_none: float) -> float:
-        ordered = torch.cat(errors).sort().values
-        counted = len(ordered) * (_COUNTED if self.slots.sees else 1.0)
-        return float(ordered[ceil(counted) - 1]) if len(ordered) else of_none
-
-    def begin(self, block: Block) -> Plan:
-        self._plans = [other.begin(block) for other in self._others]
-        return super().begin(block)
-
-    def attend(self, plan: Plan, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms, place: int = 0) -> Tensor:
-        answer = exact = super().attend(plan, layer, query, keys, values, terms, place)
-        judged, *wide = self._others
-        its_plan, *wide_plan = self._plans
-        other = judged.attend(its_plan, layer, query, keys, values, terms, place)
-        for walk, its_plan in zip(wide, wide_plan, strict=True):
-            sinks = terms.sink_logits
-            widened = terms if sinks is None else terms._replace(sink_logits=sinks.float())
-            exact = walk.attend(its_plan, layer, query.float(), keys.float(), values.float(), widened, place)
-        alike = self._alike(layer).view(answer.shape[0], -1).repeat_interleave(answer.shape[1] // keys.shape[1], 1)
-        self._own_errors.append(_units(answer, exact)[alike])
-        self._errors.append(_units(other, exact)[alike])
-        return answer
-
-    def _alike(self, layer: int) -> Tensor:
-        """The rows of a layer that hold the same tokens in all walks. [N] bool."""
-        held = [_held_positions(walk, layer) for walk in (self, *self._others)]
-        return torch.stack([(x == held[0]).all(-1) for x in held]).all(0)
-
-    def end(self, plan: Plan, block: Block) -> None:
-        super().end(plan, block)
-        for other, its_plan in zip(self._others, self._plans, strict=True):
-            other.end(its_plan, block)
-
-
 class Bench:
     """Tries methods on one cell.
 
@@ -134,9 +69,11 @@ class Bench:
     def __init__(self, model: Model, config: CacheConfig, streams: int) -> None:
         self._model, self._config = model, config
         self._timed = model.device.type in TIMED_DEVICES
+        self._exact = is_exact(model.dtype)
         self._streams = 1
         if self._timed:
-            fitting = free_bytes(model.device) // (_CACHES_PER_FREE_MEMORY * model.kv_bytes(config.capacity or _DENSE_TOKENS))
+            caches = _CACHES_PER_FREE_MEMORY if self._exact else _CACHES_PER_FREE_MEMORY_16_BITS
+            fitting = free_bytes(model.device) // (caches * model.kv_bytes(config.capacity or _DENSE_TOKENS))
             self._streams = max(1, min(streams, fitting))
         self._filled = max(0, config.capacity - _ROOM_TOKENS) if self._timed and config.capacity is not None else 0
         self.worst = 0.0
@@ -148,8 +85,10 @@ class Bench:
             fast, plain = self._decoder(method), self._decoder(PLAIN_WALK)
             seen, blocks = self._filled, self._block_sizes(fast)
             sizes = [*blocks, *self._single_sizes(fast, seen + sum(blocks))]
-            grows = self._model.dtype not in _ROUNDING and not self._model.shares_caches
-            refused = self._differ_by_layer(fast, method, sizes) if grows else self._differ(fast, plain, sizes, seen)
+            if self._exact or self._model.shares_caches:
+                refused = self._differ(fast, plain, sizes, seen)
+            else:
+                refused = self._differ_by_layer(fast, plain, method, sizes)
             ran = RAN - before
             if refused or not self._timed:
                 return Trial(refused, ran=ran)
@@ -165,9 +104,15 @@ class Bench:
         seen = (config.capacity or 0) + max(0, config.every - _SINGLE_TOKENS)
         try:
             fast, plain = (CachedDecoder(self._model, config, 1, method) for method in (PLAIN_WALK, TOKEN_BY_TOKEN))
+            sizes = [_ROOM_TOKENS, *[1] * _SINGLE_TOKENS]
             for read in (fast, plain):
                 read.fill_randomly(seen)
-            return self._differ(fast, plain, [_ROOM_TOKENS, *[1] * _SINGLE_TOKENS], seen)
+            if self._exact or self._model.shares_caches or config.kv is not None:
+                return self._differ(fast, plain, sizes, seen)
+            wide = self._wide(plain, TOKEN_BY_TOKEN, seen)
+            for read in (fast, plain, *wide):
+                read.reserve(sum(sizes))
+            return self._beside(fast, plain, sizes, seen, *wide)
         except Exception as error:
             return self._failed(error).refused
 
@@ -211,9 +156,9 @@ class Bench:
         self.worst = torch.inf
         return Trial(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300])
 
-    def _decoder(self, method: Method, dtype: torch.dtype | None = None) -> CachedDecoder:
-        """A decoder that captures its second step; its cache is filled where reading is slow. dtype: of K and V."""
-        read = CachedDecoder(self._model, self._config, self._streams, method, dtype)
+    def _decoder(self, method: Method) -> CachedDecoder:
+        """A decoder that captures its second step; its cache is filled where reading is slow."""
+        read = CachedDecoder(self._model, self._config, self._streams, method)
         if read.graphs is not None:
             read.graphs = read.graphs.fresh(after=1)
         if self._filled:
@@ -222,7 +167,7 @@ class Bench:
 
     def _block_sizes(self, fast: CachedDecoder) -> list[int]:
         """Tokens of the blocks that are compared."""
-        exact = self._model.dtype in _ROUNDING or any(w.has_closed_form for w in fast.walks)
+        exact = self._exact or any(w.has_closed_form for w in fast.walks)
         if self._timed and self._config.capacity is not None:
             odd = [_TIMED_BLOCK_TOKENS] * any(w.may_flex for w in fast.walks)  # which FlexAttention leaves to plain code
             return [self._timed_tokens(fast)] * (1 + exact) + odd
@@ -263,21 +208,31 @@ class Bench:
             twice as much as the plain one. None: the plain one's counts as exact.
         """
         walks = [plain.walks, fast.walks, *([] if wide is None else [wide.walks])]
-        beside = [_Beside(*together) for together in zip(*walks, strict=True)]
+        beside = [Beside(*together) for together in zip(*walks, strict=True)]
         plain.walks = [*beside]
         for block in self._tokens(sum(sizes), plain.streams).split(list(sizes), 1):
             plain(block)
-        noise = max(walk.noise for walk in beside)
-        if noise > _MOST_NOISE:
-            self.worst = max(self.worst, noise)
-            return f"rounding changes attention by {noise:.1f} times what is allowed"
-        worst = max(walk.worst for walk in beside) / max(1.0, 2 * noise)
+        verdicts = [walk.verdict() for walk in beside]
+        noise, worst = max(x.noise for x in verdicts), max(x.worst for x in verdicts)
         self.worst = max(self.worst, worst)
+        if noise > _MOST_NOISE:
+            return f"rounding changes attention by {noise:.1f} times what is allowed"
+        if worst == torch.inf:
+            return "no head of a layer could be compared with the plain walk's"
         if worst > 1:
             return "its attention differs from the plain walk's"
         return self._others(fast, plain, seen + sum(sizes))
 
-    def _differ_by_layer(self, fast: CachedDecoder, method: Method, sizes: Sequence[int]) -> str:
+    def _wide(self, plain: CachedDecoder, method: Method, seen: int) -> list[CachedDecoder]:
+        """A decoder with a cache in float32; none where statistics take in keys and values: they multiply them with weights."""
+        if any(walk.notes_written for walk in plain.walks):
+            return []
+        wide = CachedDecoder(self._model, self._config, plain.streams, method, torch.float32)
+        if seen:
+            wide.fill_randomly(seen)
+        return [wide]
+
+    def _differ_by_layer(self, fast: CachedDecoder, plain: CachedDecoder, method: Method, sizes: Sequence[int]) -> str:
         """In what a method in 16 bits differs from the plain walk; empty if in nothing.
 
         Rounding grows from layer to layer: in the logits of a deep model with random weights to a tenth of the largest. So
@@ -285,45 +240,47 @@ class Bench:
         as a whole, they may differ by twice what kernels and plain walk, which agree in every layer, differ in their logits.
         """
         seen, eager = self._filled, replace(method, captured=False, fused=False)
-        kernels, plain = self._decoder(eager), self._decoder(PLAIN_WALK)
-        wide = None if any(w.notes_written for w in plain.walks) else self._decoder(PLAIN_WALK, torch.float32)
-        for read in (kernels, plain, *([] if wide is None else [wide])):
+        kernels, walked = self._decoder(eager), self._decoder(PLAIN_WALK)
+        wide = self._wide(walked, PLAIN_WALK, seen)
+        for read in (kernels, walked, *wide):
             read.reserve(sum(sizes))
-        refused = self._beside(kernels, plain, sizes, seen, wide)
-        if refused or method == eager:
+        refused = self._beside(kernels, walked, sizes, seen, *wide)
+        if refused or not (self._timed or fast.graphs):
             return refused
-        del kernels, plain, wide
-        noise = self._difference(self._decoder(eager), self._decoder(PLAIN_WALK), sizes) if method.fused else 0.0
-        if noise > _MOST_NOISE:
+        del kernels, walked, wide
+        noise, apart = self._differences([self._decoder(eager), plain, fast], sizes)
+        if fast.graphs is None:
+            return ""
+        if method.fused and noise > _MOST_NOISE:
             return f"rounding changes logits by {noise:.1f} times what is allowed"
-        return self._differ(fast, self._decoder(eager), sizes, seen, "those of steps that are not captured", max(1.0, 2 * noise))
+        apart /= max(1.0, 2 * noise) if method.fused else 1.0
+        self.worst = max(self.worst, apart)
+        return "its logits differ from those of steps that are not captured" if apart > 1 else ""
 
-    def _differ(
-        self, fast: CachedDecoder, plain: CachedDecoder, sizes: Sequence[int], seen: int, than: str = "the plain walk's",
-        allowed: float = 1.0,
-    ) -> str:  # fmt: skip
+    def _differ(self, fast: CachedDecoder, plain: CachedDecoder, sizes: Sequence[int], seen: int) -> str:
         """Read blocks of these sizes by both, after `seen` tokens. Says in what they differ; empty if they agree."""
-        worst = self._difference(fast, plain, sizes) / allowed
+        (worst,) = self._differences([plain, fast], sizes)
         self.worst = max(self.worst, worst)
         if worst > 1:
-            return f"its logits differ from {than}"
+            return "its logits differ from the plain walk's"
         return self._others(fast, plain, seen + sum(sizes))
 
-    def _difference(self, fast: CachedDecoder, plain: CachedDecoder, sizes: Sequence[int]) -> float:
-        """Largest difference of their logits when both read blocks of these sizes, in units of rounding."""
-        model, worst = self._model, 0.0
-        for block in self._tokens(sum(sizes), fast.streams).split(list(sizes), 1):
+    def _differences(self, reads: Sequence[CachedDecoder], sizes: Sequence[int]) -> list[float]:
+        """Largest difference of the others' logits from the first one's, in units of rounding; all read blocks of these sizes."""
+        model, worst = self._model, [0.0] * (len(reads) - 1)
+        for block in self._tokens(sum(sizes), reads[0].streams).split(list(sizes), 1):
             keep = None
             if block.shape[1] > 1:
                 keep = torch.arange(max(0, block.shape[1] - _BLOCK_TOKENS), block.shape[1], device=model.device)
-            logits, expected = (read(block, keep=keep).float() for read in (fast, plain))
+            expected, *logits = (read(block, keep=keep).float() for read in reads)
             rounding = rounding_of(model.dtype) * expected.abs().amax().clamp(min=1)
-            worst = max(worst, float(((logits - expected).abs().amax() / rounding).nan_to_num(torch.inf)))
+            apart = [float(((x - expected).abs().amax() / rounding).nan_to_num(torch.inf)) for x in logits]
+            worst = [max(pair) for pair in zip(worst, apart, strict=True)]
         return worst
 
     def _others(self, fast: CachedDecoder, plain: CachedDecoder, seen: int) -> str:
         """Says how many of the tokens evicted, after `seen` tokens, are others; empty if few."""
-        allowed = _OTHER_VICTIMS if self._model.dtype in _ROUNDING else _OTHER_VICTIMS_16_BITS
+        allowed = _OTHER_VICTIMS if self._exact else _OTHER_VICTIMS_16_BITS
         others = _other_victims(fast, plain, seen)
         return f"{others:.0%} of the tokens it evicts are others than the plain walk's" if others > allowed else ""
 
@@ -343,23 +300,6 @@ class Bench:
                 break
         ours, plainly = (1e3 * median(of_decoder) for of_decoder in seconds)
         return f"a {what} takes {ours:.3g} ms, and {plainly:.3g} ms plainly" if ours > plainly else ""
-
-
-def _units(x: Tensor, exact: Tensor) -> Tensor:
-    """Largest error of each head's attention, in units of rounding of its dtype. [B, Q, T, Dv] twice -> [B, Q]."""
-    rounding = rounding_of(x.dtype) * exact.float().abs().amax()
-    return ((x.float() - exact.float()).abs().amax((2, 3)) / rounding).nan_to_num(torch.inf)
-
-
-def _held_positions(walk: Walk, layer: int) -> Tensor:
-    """Positions of the tokens that each row of a layer holds, in order; -1 for empty slots. [N, S]."""
-    rows = walk.rows(walk.slots.num_slots, layer)
-    return rows.position.masked_fill(rows.rank == walk.slots.empty_rank, -1).sort(-1).values
-
-
-def rounding_of(dtype: torch.dtype) -> float:
-    """By how much two ways of computing the same logits may differ, relative to the largest."""
-    return _ROUNDING.get(dtype, _ROUNDING_16_BITS)
 
 
 def blocks_by(read: CachedDecoder) -> str:

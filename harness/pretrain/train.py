@@ -235,7 +235,8 @@ def _trainer(
     config: PretrainConfig, model: PreTrainedModel, out: Path, device: torch.device, samples: TrainingSamples
 ) -> _Trainer:
     training, steps = config.training, config.steps
-    workers = 0 if device.type == "cpu" else min(_MOST_WORKERS, os.cpu_count() or 1)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = 0 if device.type == "cpu" else min(_MOST_WORKERS, cores)
     arguments = TrainingArguments(
         output_dir=str(out), max_steps=steps, per_device_train_batch_size=training.batch, learning_rate=training.learning_rate,
         weight_decay=training.weight_decay, adam_beta2=training.beta2, max_grad_norm=1.0,
