@@ -17,7 +17,7 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fastcheck import fast_method
 from kvbench.harness.engine.kernels import compiler
 from kvbench.harness.engine.loop import CachedDecoder
-from kvbench.harness.engine.method import FASTEST, PLAIN_WALK, TOKEN_BY_TOKEN
+from kvbench.harness.engine.method import FASTEST, PLAIN_WALK, RAN, TOKEN_BY_TOKEN
 from kvbench.harness.engine.model import Model, adopt
 from kvbench.harness.engine.trial import Bench
 from kvbench.harness.engine.walk import Walk
@@ -48,17 +48,28 @@ def model_with(dims: int, group: int, dtype: torch.dtype = torch.float32, **opti
 
 
 def refuse_unequal(
-    model: Model, policy: Policy, mode: str, capacity: int, tokens: int, codec: Codec, most: float = 0.2
+    model: Model, policy: Policy, mode: str, capacity: int, tokens: int, codec: Codec, most: float = 0.2, block: int = 1
 ) -> None:  # fmt: skip
     """Each layer, given the same query, key and value, attends alike, up to `most` roundings, and keeps the same tokens."""
     config = CacheConfig(policy, capacity if policy.evicts else None, mode, 12, kv=codec)
     fast, plain = CachedDecoder(model, config, method=BY_KERNEL), CachedDecoder(model, config, method=PLAIN_WALK)
     assert all(walk.steps_by_kernel for walk in fast.walks)
     plain.walks = [Beside(*pair) for pair in zip(plain.walks, fast.walks, strict=True)]
-    for token in tokens_of(tokens).split(1, 1):
-        plain(token)
+    for read in (plain, fast):
+        read.reserve(tokens)
+    for part in tokens_of(tokens).split(block, 1):
+        plain(part)
     assert max(walk.verdict().worst for walk in plain.walks) < most
     assert fast.kept() == plain.kept()
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: type(p).__name__)
+@pytest.mark.parametrize("codec", [Codec("int8", 8), Codec("int4", 16, 2, 6), Codec("int2", recent=3)], ids=str)
+@pytest.mark.parametrize("block", [4, 13])
+def test_the_kernel_reads_blocks_token_by_token(policy, codec, block):
+    before = RAN["coded walk"]
+    refuse_unequal(model_with(32, 2), policy, "cache", 9, 30, codec, block=block)
+    assert (RAN["coded walk"] > before) == isinstance(policy, H2O | SinkWindow)  # dense reads runs, Knorm looks at keys
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: type(p).__name__)
@@ -103,10 +114,9 @@ def test_single_tokens_of_a_coded_cache_are_read_by_the_kernel(policy, evict, dt
     config = CacheConfig(policy, 32 if policy.evicts else None, evict=evict, kv=Codec("int8", recent=4))
     check = fast_method(model_with(32, 2, dtype, initializer_range=0.1), config)
     assert (check.step, check.method.step_kernel, check.refused) == ("compiled", True, "")
-    assert (check.blocks, check.plain_because) == (
-        "full attention" if evict == "prompt" else "walk",
-        "K and V are stored as int8",
-    )
+    walked = policy.evicts and evict == 1
+    assert check.blocks == ("compiled walk" if walked else "full attention" if evict == "prompt" else "walk")
+    assert check.plain_because == ("" if walked else "K and V are stored as int8")
 
 
 @pytest.mark.parametrize("codec", [Kivi("kivi4"), Kivi("kivi2", residual=32)], ids=str)

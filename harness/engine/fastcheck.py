@@ -111,7 +111,7 @@ def fast_method(model: Model, config: CacheConfig, streams: int = 1, fused: bool
 
 
 def _of_coded(model: Model, config: CacheConfig, codec: Codec) -> FastCheck:
-    """How a coded cache is read: in runs, single tokens by a kernel. A prompt is read in floats, and so is its check.
+    """How a coded cache is read: in runs, or by a kernel for single tokens. A prompt is read in floats, and so is its check.
 
     Codes would only make of a difference in rounding, here and there, one of a whole step of the code.
     """
@@ -131,6 +131,8 @@ def _of_coded(model: Model, config: CacheConfig, codec: Codec) -> FastCheck:
     if unfit:
         reasons = filter(None, [refused, f"step kernels: {unfit}"])
         return FastCheck(method, blocks, "plain", differs, "; ".join(reasons), because)
+    if trial.ran.get("coded walk") and not once:
+        blocks, because = "compiled walk", ""
     return FastCheck(by_kernel, blocks, "compiled", differs, refused, because)
 
 

@@ -153,11 +153,13 @@ class PlainWalk:
         query_factors: RoPE of each token's query, alike in every layer; None without RoPE, and where only the device knows ranks.
             [N, 1, P] each.
         attended: slots a token looks at.
+        kernel: of a step, that reads each token; None: plain code does.
     """
 
     places: Places
     query_factors: Sequence[QueryFactors | None]
     attended: int
+    kernel: StepKernel | None = None
 
 
 @dataclass(frozen=True)

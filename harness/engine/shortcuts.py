@@ -14,9 +14,9 @@ from torch import Tensor
 from kvbench.harness.engine.attention import Terms, causal
 from kvbench.harness.engine.closed_form import ClosedForm
 from kvbench.harness.engine.held import Held, writes
-from kvbench.harness.engine.kernels.choose import Kernels
+from kvbench.harness.engine.kernels.choose import Kernels, StepKernel
 from kvbench.harness.engine.method import RAN, Method
-from kvbench.harness.engine.plan import Block, Closed, CompiledWalk, Fill, Plan, Runs
+from kvbench.harness.engine.plan import Block, Closed, CompiledWalk, Fill, PlainWalk, Plan, Runs
 from kvbench.harness.engine.rotary import Placement, rotate
 from kvbench.harness.engine.rows import Rows, Windows
 from kvbench.harness.engine.runs import Run, RunReader
@@ -66,6 +66,13 @@ class Shortcuts:
             return None
         lengths = self._slots.cadence.runs(block.seen, block.tokens)
         return lengths if len(lengths) == 1 or self._slots.every > 1 else None
+
+    def step_kernel(self, block: Block) -> StepKernel | None:
+        """The kernel of a step, if it may read the tokens of a walked block: of a coded cache, which plain code decodes whole."""
+        slots, kernel = self._slots, self._kernels.step if self._method.step_kernel else None
+        even = block.seen is not None and block.valid is None and not slots.uneven
+        reads = slots.codec is not None and slots.device.type == "cpu" and slots.sees <= {"weights"} and not self._writes
+        return kernel if even and reads else None
 
     def reads_at_once(self, block: Block) -> bool:
         """Whether a block can pass one layer before it enters the next.
@@ -139,6 +146,22 @@ class Shortcuts:
         written = self._written(plan, rows, keys, values)
         out = plan.kernel(self._slots, rows, layer, query, keys, values, scaling, plan.ordered, plan.seen, written)
         return out.flatten(1, 2)
+
+    def walk_by_steps(self, plan: PlainWalk, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
+        """A block of a coded cache, token by token, by the kernel of a step, which unpacks codes itself."""
+        assert plan.kernel is not None
+        places, rows, out = plan.places, self._rows(plan.attended, layer), []
+        seen = rows.room_for_seen()
+        RAN["coded walk"] += 1
+        for t, rank in enumerate(places.ranks):
+            assert rank is not None
+            rows.place(rank, places.steps[t], places.now[t])
+            token = (x[:, :, t : t + 1] for x in (query, keys, values))
+            out.append(plan.kernel(self._slots, rows, *token, terms.scaling, seen.get("weights")))
+            if seen:
+                rows.update(seen, None)
+            rows.release(None, places.evicts[t], places.ragged)
+        return torch.cat(out, 2)
 
     def read_runs(self, plan: Runs, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
         """Runs without evictions, one after the other."""

@@ -26,6 +26,7 @@ _EVICTING_TOKENS = 256  # read after the cache is full
 _EVICTING_TOKENS_16_BITS = 32
 _BLOCK_TOKENS = 128
 _SINGLE_TOKENS = 8  # read one by one at the end
+_CODED_BLOCK_TOKENS = 12  # read before that in a coded cache; four evict
 _SHORT_CYCLE = 4  # tokens evicted at once: up to this many, three cycles are read one by one; above it, only their ends
 _DENSE_TOKENS = 64  # read before that, where there is no capacity to fill
 _PROMPT_CAPACITY, _PROMPT_TOKENS, _PROMPT_BLOCK = 96, 64, 72  # the second is what the prompt has over the first
@@ -117,19 +118,20 @@ class Bench:
             return self._failed(error).refused
 
     def trial_of_codes(self, method: Method) -> Trial:
-        """Compare single tokens of a coded cache with the plain walk's, layer by layer, and the tokens kept.
+        """Compare a block and single tokens of a coded cache with the plain walk's, layer by layer, and the tokens kept.
 
         Rounding flips a code here and there, which changes all that is computed later. So in every layer both take in the same
         query, key and value.
         """
         config, before = self._config, Counter(RAN)
-        seen = max(0, config.capacity + config.every - _SINGLE_TOKENS // 2) if config.capacity else _DENSE_TOKENS
+        sizes = [_CODED_BLOCK_TOKENS, *[1] * _SINGLE_TOKENS]
+        seen = max(0, config.capacity + config.every - _CODED_BLOCK_TOKENS + 4) if config.capacity else _DENSE_TOKENS
         try:
             fast, plain = (CachedDecoder(self._model, config, 1, m) for m in (method, PLAIN_WALK))
             for read in (fast, plain):
                 read.fill_randomly(seen)
-                read.reserve(_SINGLE_TOKENS)
-            return Trial(self._beside(fast, plain, [1] * _SINGLE_TOKENS, seen), ran=RAN - before)
+                read.reserve(sum(sizes))
+            return Trial(self._beside(fast, plain, sizes, seen), ran=RAN - before)
         except Exception as error:
             return self._failed(error)
 

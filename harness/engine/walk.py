@@ -95,7 +95,8 @@ class Walk:
         places = self._places(block, self.rows(attended, self.slots.layers[0]))  # they are the same in every layer
         lengths = self._shortcuts.runs(block)
         if lengths is None:
-            return PlainWalk(places, self._query_factors(places), attended)
+            kernel = self._shortcuts.step_kernel(block)
+            return PlainWalk(places, self._query_factors(places) if kernel is None else (), attended, kernel)
         updates = bool(self.slots.sees) and (block.end or 0) > self.slots.quiet
         return Runs(lengths, places, attended, updates)
 
@@ -191,8 +192,10 @@ class Walk:
                 return self._step(plan, layer, query, keys, values, terms, place)
             case Step():
                 return self._step_by_kernel(plan, layer, query, keys, values, terms)
-            case PlainWalk():
+            case PlainWalk(kernel=None):
                 return self._walk(plan, layer, query, keys, values, terms)
+            case PlainWalk():
+                return self._shortcuts.walk_by_steps(plan, layer, query, keys, values, terms)
             case Runs():
                 return self._shortcuts.read_runs(plan, layer, query, keys, values, terms)
             case Fill():
