@@ -156,8 +156,8 @@ class Shortcuts:
         for t, rank in enumerate(places.ranks):
             assert rank is not None
             rows.place(rank, places.steps[t], places.now[t])
-            token = (x[:, :, t : t + 1] for x in (query, keys, values))
-            out.append(plan.kernel(self._slots, rows, *token, terms.scaling, seen.get("weights")))
+            q, k, v = (x[:, :, t : t + 1] for x in (query, keys, values))
+            out.append(plan.kernel(self._slots, rows, q, k, v, terms.scaling, seen.get("weights")))
             if seen:
                 rows.update(seen, None)
             rows.release(None, places.evicts[t], places.ragged)
