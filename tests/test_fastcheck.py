@@ -293,12 +293,11 @@ def deep() -> Model:
 
 
 SINKS, ANY = CacheConfig(SinkWindow(4), 40), CacheConfig(Random(), 40)  # neither looks at attention
+LOOKS = CacheConfig(H2O(), 40)
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    ("config", "blocks"), [(SINKS, "closed form"), (ANY, "compiled walk"), (CacheConfig(H2O(), 40), "compiled walk")], ids=str
-)
+@pytest.mark.parametrize(("config", "blocks"), [(SINKS, "closed form"), (ANY, "compiled walk")], ids=str)
 def test_rounding_that_grows_from_layer_to_layer_refuses_no_shortcut(deep, config, blocks):
     bench = Bench(deep, config, 1)
     (apart,) = bench._differences([bench._decoder(PLAIN_WALK), bench._decoder(FASTEST)], [40, 32, 1])
@@ -309,8 +308,10 @@ def test_rounding_that_grows_from_layer_to_layer_refuses_no_shortcut(deep, confi
 
 
 @needs_compiler
-@pytest.mark.parametrize("config", [ANY, CacheConfig(H2O(), 40)], ids=str)
-@pytest.mark.parametrize(("spread", "share"), [(0.02, 0.9), (0.02, 1.1), (0.2, 0.25), (0.2, 1.75)])
+@pytest.mark.parametrize(
+    ("config", "spread", "share"),
+    [(ANY, 0.02, 0.9), (ANY, 0.02, 1.1), (ANY, 0.2, 0.25), (ANY, 0.2, 1.75), (LOOKS, 0.02, 0.9), (LOOKS, 0.02, 1.1)],
+)
 def test_a_wrong_kernel_in_16_bits_is_refused(monkeypatch, config, spread, share):
     """Its output is this share of the right one; where scores are large, rounding leaves less to be seen."""
     model = in_bfloat16(2, spread)
@@ -338,7 +339,7 @@ def wrong_in_one_layer(out, keys, calls=[0]):  # noqa: B006
 
 
 @needs_compiler
-@pytest.mark.parametrize("config", [ANY, CacheConfig(H2O(), 40)], ids=str)
+@pytest.mark.parametrize("config", [ANY, LOOKS], ids=str)
 @pytest.mark.parametrize("fault", [wrong_head, wrong_where_it_evicts, wrong_in_one_layer])
 def test_a_kernel_that_is_wrong_in_places_in_16_bits_is_refused(monkeypatch, config, fault):
     right = WalkKernel.__call__
@@ -384,7 +385,7 @@ def test_a_wrong_graph_in_16_bits_is_refused(monkeypatch, deep, clock, as_on_cud
 def test_a_kernel_that_evicts_others_in_16_bits_is_refused(monkeypatch):
     random, real = built_of(Random().bind(40), "walk.c", "walk"), cpu_walk.built_of
     monkeypatch.setattr(cpu_walk, "built_of", lambda *asked: random if asked[2] == "walk" else real(*asked))
-    found = fast_method(in_bfloat16(2, 0.02), CacheConfig(H2O(), 40))
+    found = fast_method(in_bfloat16(2, 0.02), LOOKS)
     assert found.blocks == "walk"
     assert found.refused == "compiled walk: no head of a layer could be compared with the plain walk's"
 
