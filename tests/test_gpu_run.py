@@ -233,7 +233,7 @@ def pids(tmp_path):
 def test_the_log_of_a_stage_that_hangs_says_where_it_was(tmp_path):
     stuck = "import time\ndef waiting():\n    time.sleep(60)\nwaiting()"
     call = "import os, sys\nfrom pathlib import Path\nfrom processes import run\n"
-    call += "print(run(sys.argv[1:], 2, os.environ, Path(), Path('log')))"
+    call += "print(run(sys.argv[1:], 5, os.environ, Path(), Path('log')))"
     environment = os.environ | {"PYTHONPATH": str(GPU), "PYTHONFAULTHANDLER": "1"}
     command = [sys.executable, "-c", call, sys.executable, "-c", stuck]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)

@@ -12,8 +12,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-TERM_SECONDS, KILL_SECONDS = 4.0, 3.0  # to wait after each signal
-ENDING_SECONDS = TERM_SECONDS + KILL_SECONDS  # the longest that a command takes beyond its time
+ABORT_SECONDS, TERM_SECONDS, KILL_SECONDS = 2.0, 3.0, 2.0  # to wait after each signal
+ENDING_SECONDS = ABORT_SECONDS + TERM_SECONDS + KILL_SECONDS  # the longest that a command takes beyond its time
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_SECONDS = 0.02
 
@@ -45,6 +45,8 @@ def run(command: Sequence[str], seconds: float, environment: Mapping[str, str], 
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGABRT)  # with PYTHONFAULTHANDLER its log then says where it was
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(ABORT_SECONDS)
         return None
     finally:
         for number, patience in ((signal.SIGTERM, TERM_SECONDS), (signal.SIGKILL, KILL_SECONDS)):
