@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 from collections.abc import Callable
@@ -13,6 +14,11 @@ _BUFFER_BYTES = {"cuda": 2**30, "cpu": 2**28}  # far larger than any cache
 _MATRIX_SIDE = {"cuda": 8192, "cpu": 1024}
 _WARM_UP_RUNS = 2
 _TIMED_COPIES, _TIMED_PRODUCTS = 3, 3
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def device_name(device: torch.device) -> str:

@@ -1,7 +1,8 @@
 """Shortcuts: blocks of several tokens, read faster than token by token, with the numbers of the plain walk in `walk.py`.
 
 `Fill` attends in one go while nothing has to be evicted. `Closed` computes banded attention where it is known beforehand what is
-kept. `CompiledWalk` leaves the loop over tokens to a kernel. `Runs` attends in one go from one eviction to the next.
+kept. `CompiledWalk` leaves the loop over tokens to a kernel. `Runs` attends in one go from one eviction to the next. Of a coded
+cache that is walked, the kernel of a step reads each token.
 
 Axis letters: B streams, H KV heads, N = B * H, G query heads of a KV head, T tokens, D key dim, Dv value dim, P pairs of dims.
 """

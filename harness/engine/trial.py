@@ -64,7 +64,7 @@ class Bench:
     """Tries methods on one cell.
 
     Attributes:
-        worst: largest difference found so far, in units of rounding.
+        worst: largest difference found so far, over what is allowed.
     """
 
     def __init__(self, model: Model, config: CacheConfig, streams: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
@@ -19,7 +18,7 @@ from torch.utils.data import SequentialSampler
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from kvbench.harness.core.device import device_name
+from kvbench.harness.core.device import cores, device_name
 from kvbench.harness.pretrain import sigma_reparam, text, tokenizer
 from kvbench.harness.pretrain.card import CURVE_NAME, card, curve
 from kvbench.harness.pretrain.config import PretrainConfig, Training
@@ -235,8 +234,7 @@ def _trainer(
     config: PretrainConfig, model: PreTrainedModel, out: Path, device: torch.device, samples: TrainingSamples
 ) -> _Trainer:
     training, steps = config.training, config.steps
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    workers = 0 if device.type == "cpu" else min(_MOST_WORKERS, cores)
+    workers = 0 if device.type == "cpu" else min(_MOST_WORKERS, cores())
     arguments = TrainingArguments(
         output_dir=str(out), max_steps=steps, per_device_train_batch_size=training.batch, learning_rate=training.learning_rate,
         weight_decay=training.weight_decay, adam_beta2=training.beta2, max_grad_norm=1.0,

@@ -19,6 +19,7 @@ from typing import Any, Self
 
 import psutil
 
+from kvbench.harness.core.device import cores
 from kvbench.harness.core.errors import UserError, first_line
 from kvbench.harness.run.executor import Group, Ledger
 from kvbench.harness.run.fleet import Fleet
@@ -232,8 +233,7 @@ def _connect(ray: Any, address: str) -> None:
         worker.print_to_stdstream = _ignore
     if address == LOCAL:
         os.environ.setdefault("RAY_worker_niceness", "0")  # by default everything else on the machine goes first
-        cores = len(os.sched_getaffinity(0))
-        ray.init(LOCAL, num_cpus=cores, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **quiet)
+        ray.init(LOCAL, num_cpus=cores(), include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **quiet)
         return
     if "://" in address:
         raise UserError(f"--ray {address}: run bench on a machine of the cluster, and give HOST:PORT or auto")

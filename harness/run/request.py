@@ -157,9 +157,10 @@ def _crowded(device: str) -> str:
     """A warning if threads outnumber the cores that other work leaves free: they spin while they wait for the slowest."""
     import torch
 
-    threads = torch.get_num_threads()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    from kvbench.harness.core.device import cores
+
+    threads, free = torch.get_num_threads(), cores()
     load = os.getloadavg()[0]
-    if device != "cpu" or threads == 1 or threads + load < cores + 1:
+    if device != "cpu" or threads == 1 or threads + load < free + 1:
         return ""
-    return f"{threads} threads on {cores} cores beside a load of {load:.1f}: steps may take many times as long; give --threads 1"
+    return f"{threads} threads on {free} cores beside a load of {load:.1f}: steps may take many times as long; give --threads 1"
