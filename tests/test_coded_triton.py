@@ -96,12 +96,19 @@ def test_a_token_is_coded_as_plain_code_does_digit_for_digit(codec, dtype):
         assert torch.equal(ours, theirs)
 
 
-def test_the_check_before_a_run_holds_it_to_the_plain_reading(monkeypatch):
+@pytest.mark.parametrize("said", [0.0, float("nan")])
+def test_the_check_before_a_run_holds_it_to_the_plain_reading(said, monkeypatch):
     model, config = model_with(16, 1, num_hidden_layers=1), CacheConfig(H2O(), 8, kv=Codec("int4", 8))
     check = fast_method(model, config)
     blocks = "compiled walk" if DEVICE.type == "cpu" else "walk"  # where a launch costs little
     assert (check.step, check.blocks, check.refused) == ("compiled", blocks, "")
-    monkeypatch.setattr(cuda.CodedAttentionKernels, "joining", lambda *given, **asked: lambda: None)  # nothing is written
+    join = cuda.CodedAttentionKernels.joining
+
+    def broken(self, size, attended, *arguments, **asked):
+        launch, out = join(self, size, attended, *arguments, **asked), arguments[4]
+        return lambda: (launch(), out.fill_(said))
+
+    monkeypatch.setattr(cuda.CodedAttentionKernels, "joining", broken)
     check = fast_method(model, config)
     assert (check.step, check.refused) == ("plain", "step kernels: its attention differs from the plain walk's")
 

@@ -24,12 +24,14 @@ class Verdict(NamedTuple):
     """What came of a comparison.
 
     Attributes:
-        worst: largest error of the judged answers, over what is allowed; infinite if a layer's heads could not be compared.
+        worst: largest error of the judged answers, over what is allowed; infinite if one is no number.
         noise: largest error of the plain walk's own, in units of rounding; 0 if its own count as exact.
+        compared: whether heads of every layer could be compared; else `worst` is infinite.
     """
 
     worst: float
     noise: float
+    compared: bool
 
 
 class Beside(Walk):
@@ -51,12 +53,12 @@ class Beside(Walk):
 
     def verdict(self) -> Verdict:
         """The judgement over all that was read: an error may be one of rounding, or twice the plain walk's in that layer."""
-        worst = noise = 0.0
-        for errors in self._errors.values():
-            of_layer = torch.cat(errors)
-            error, own = of_layer.amax(0).tolist() if len(of_layer) else (torch.inf, 0.0)
-            worst, noise = max(worst, error / max(1.0, 2 * own)), max(noise, own)
-        return Verdict(worst, noise)
+        of_layers = [torch.cat(errors) for errors in self._errors.values()]
+        if not all(map(len, of_layers)):
+            return Verdict(torch.inf, 0.0, False)
+        largest = [errors.amax(0).tolist() for errors in of_layers]
+        worst = max((error / max(1.0, 2 * own) for error, own in largest), default=0.0)
+        return Verdict(worst, max((own for _, own in largest), default=0.0), True)
 
     def begin(self, block: Block) -> Plan:
         """Plan the block, and let the others plan theirs."""
