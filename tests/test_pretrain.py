@@ -19,6 +19,7 @@ from kvbench.harness.engine.zero_sink import ZERO_SINK
 from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.load import load_model, load_tokenizer
 from kvbench.harness.models.selfcheck import check
+from kvbench.harness.pretrain import train
 from kvbench.harness.pretrain.config import PretrainConfig, find, load
 from kvbench.harness.pretrain.held_out import attention_to_first
 from kvbench.harness.pretrain.text import pieces
@@ -75,6 +76,13 @@ def test_again_from_the_same_seed_and_stopped_and_resumed_it_is_the_same_to_the_
 
 
 @pytest.mark.slow("training")
+def test_samples_that_processes_draw_are_the_same(whole, books, tmp_path, monkeypatch):
+    shutil.copy(whole[0].parent / "tokenizer.json", tmp_path)
+    monkeypatch.setattr(train, "_workers", lambda device: 2)
+    assert trained(tmp_path, books)[1] == whole[1]
+
+
+@pytest.mark.slow("training")
 @pytest.mark.parametrize(
     ("changes", "prefix"), [({}, []), ({"sinks": 1}, [0]), ({"sinks": 2}, [0, 1]), ({"zero_sink": True}, [])]
 )
@@ -99,6 +107,30 @@ def test_what_was_trained_is_loaded_checked_and_opened_by_its_sinks(changes, pre
 def test_the_untrained_weights_are_the_same_for_all():
     plain, sink, zero = (new_model(config(**c)).state_dict() for c in ({}, {"sinks": 2}, {"zero_sink": True}))
     assert all(torch.equal(plain[k], sink[k]) and torch.equal(plain[k], zero[k]) for k in plain)
+
+
+@pytest.mark.slow("training")
+def test_a_training_goes_on_from_another_models_weights_under_a_recipe_of_its_own(whole, books, tmp_path):
+    shutil.copy(whole[0].parent / "tokenizer.json", tmp_path)
+    further = {"start": str(whole[0]), "shape": config().shape.model_copy(update={"rope_theta": 1e6}).model_dump()}
+    begins, old = new_model(config(**further)), load_model(whole[0], "float32", torch.device("cpu")).hf.state_dict()
+    assert all(torch.equal(weight, old[name]) for name, weight in begins.state_dict().items())
+    assert begins.config.rope_parameters["rope_theta"] == 1e6
+    model, log = trained(tmp_path, books, **further)
+    assert log[0]["loss"] < whole[1][0]["loss"] - 1
+    assert load_model(model, "float32", torch.device("cpu")).check <= 1
+    assert f"goes on from {whole[0]}" in (model / "README.md").read_text()
+
+
+def test_what_a_training_can_not_go_on_from_is_one_line(tmp_path):
+    tiny_model("llama", vocab_size=1400).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="start: .* has weights of another shape"):
+        new_model(config(start=str(tmp_path)))
+    with pytest.raises(UserError, match="no such directory"):
+        new_model(config(start="./nowhere"))
+    new_model(config(attention="gated")).save_pretrained(tmp_path / "gated")
+    with pytest.raises(UserError, match="start: .*gated has other weights"):
+        new_model(config(start=str(tmp_path / "gated")))
 
 
 def test_the_text_is_the_same_for_a_seed_and_mixes_its_sources(books):
@@ -160,6 +192,13 @@ def test_attention_to_the_first_token_is_what_eager_attention_gives():
     expected = torch.stack([x[:, :, 64:, 0].mean((0, 2)) for x in hf(input_ids=tokens, output_attentions=True).attentions])
     torch.testing.assert_close(attention_to_first(hf, tokens), expected, atol=1e-5, rtol=0)
     assert hf.config._attn_implementation == "eager"
+
+
+@pytest.mark.slow("training")
+def test_a_linear_schedule_ends_at_nothing(whole, books, tmp_path):
+    shutil.copy(whole[0].parent / "tokenizer.json", tmp_path)
+    _, log = trained(tmp_path, books, training=config().training.model_dump() | {"schedule": "linear", "warmup": 0.25})
+    assert [round(row["learning_rate"] / 4e-3, 3) for row in log][2::3] == [1, 0.667, 0.333, 0]
 
 
 def test_the_four_recipes_differ_in_their_sinks_alone():

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import random
 import re
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 from conftest import tokens_of
 
-from kvbench.harness.data import lookups
+from kvbench.harness.data import lookups, machine
 from kvbench.harness.data.registers import answer, question, record_line
 from kvbench.harness.models.families import tiny_model
 from kvbench.harness.pretrain import card as card_module
@@ -256,3 +257,32 @@ def test_the_card_says_how_many_held_out_questions_are_answered(tokens, tmp_path
     assert apart == "50.0 % [45.0, 55.0] of 384"
     again = pretrain(recipe, tmp_path, None, torch.device("cpu"), lambda line: None)  # finished: nothing is left to train
     assert again == directory
+
+
+def distances(text):
+    """Words between two sayings of a register, in a trace."""
+    last, found = {}, []
+    for place, word in enumerate(text.split()):
+        if word[0] == "v":
+            found.append(place - last.get(word, place))
+            last[word] = place
+    return np.array(found)
+
+
+def test_far_programs_read_values_that_were_said_long_ago():
+    near, far = (
+        np.concatenate([distances(draw_sample(random.Random(seed), 4608).text) for seed in range(40)])
+        for draw_sample in (machine.programs, machine.far_programs)
+    )
+    assert (far >= 256).sum() > 2 * (near >= 256).sum() > 0
+
+
+def test_far_turns_ask_for_the_latest_value_of_each_name_and_of_some_seldom():
+    text = machine.far_turns(random.Random(0), 4608)
+    known, asked = {}, Counter()
+    for what, name, value in np.array(text.text.split()).reshape(-1, 3).tolist():
+        assert what == "set" or known[name] == value
+        known[name] = value
+        asked[name] += 1
+    assert asked.most_common()[0][1] > 20 * asked.most_common()[-1][1]
+    assert [text.text[start:end].strip().isdigit() for start, end in text.answers] == [True] * len(text.answers) != []

@@ -9,6 +9,7 @@ does, so that every word of a full trace is found by the one before it, copied f
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ WORDS = (
 )  # fmt: skip
 _TRIES = 10_000  # programs drawn for one of a given length
 _ADDS = 0.5  # share of lines that add to a register and so forget nothing: of others alone, most programs soon repeat themselves
+_SKEW = 5.0  # of far turns: nats between the seldomest name and the most frequent
 _READS, _TELLS, _ENDS = 0.1, 0.3, 0.7  # in training: shares of programs that don't restate, that tell, and whose trace ends
 
 
@@ -143,17 +145,18 @@ def step_words(restate: Restate, tell: bool) -> int:
 
 
 def program(
-    draw: random.Random, lines: int, restate: Restate, tell: bool, steps: tuple[int, int], registers: int | None = None
-) -> Program:
+    draw: random.Random, lines: int, restate: Restate, tell: bool, steps: tuple[int, int], registers: int | None = None,
+    far: bool = False,
+) -> Program:  # fmt: skip
     """A random program of `lines` lines whose trace ends after at least `steps[0]` and at most `steps[1]` steps.
 
-    The number of its registers is drawn, too, unless it is given.
+    The number of its registers is drawn, too, unless it is given. If `far`, the lines that come round use some of them alone.
 
     Raises:
         ValueError: none was found.
     """
     for _ in range(_TRIES):
-        made = _any_program(draw, lines, restate, tell, registers)
+        made = _any_program(draw, lines, restate, tell, registers, far)
         ends = [label for label, number in _first_zeros(made, steps[1]).items() if number >= steps[0]]
         if ends:
             end = draw.choice(ends)
@@ -174,15 +177,21 @@ def _first_zeros(made: Program, most: int) -> dict[int, int]:
     return firsts
 
 
-def _any_program(draw: random.Random, lines: int, restate: Restate, tell: bool, registers: int | None) -> Program:
+def _any_program(
+    draw: random.Random, lines: int, restate: Restate, tell: bool, registers: int | None, far: bool
+) -> Program:  # fmt: skip
     """A random program; it never ends."""
     count = draw.randint(3, REGISTERS) if registers is None else registers
     labels = draw.sample(range(LINES), lines)
     circle = draw.randint(max(2, lines // 2), lines)  # lines that come round; the others only where a sum is 0
+    often = everywhere = list(range(count))
+    if far:
+        circle, often = draw.randint(2, max(2, lines // 2)), draw.sample(everywhere, draw.randint(2, count))
     made = []
     for number, label in enumerate(labels):
-        left, right = draw.sample(range(count), 2)
-        target = left if draw.random() < _ADDS else draw.randrange(count)
+        used = often if number < circle else everywhere
+        left, right = draw.sample(used, 2)
+        target = left if draw.random() < _ADDS else draw.choice(used)
         made.append((label, Line(target, left, right, labels[(number + 1) % circle], draw.choice(labels))))
     draw.shuffle(made)
     values = tuple(draw.randrange(BASE) for _ in range(count))
@@ -190,7 +199,7 @@ def _any_program(draw: random.Random, lines: int, restate: Restate, tell: bool, 
     return Program(dict(made), draw.choice(labels), values, told, restate)
 
 
-def programs(draw: random.Random, words: int) -> Lookups:
+def programs(draw: random.Random, words: int, far: bool = False) -> Lookups:
     """A program and its trace, for training: most traces end within `words` words, the others later."""
     lines = draw.randint(2, max(3, min(LINES, words // 40)))
     restate: Restate = "reads" if draw.random() < _READS else "full"
@@ -198,9 +207,9 @@ def programs(draw: random.Random, words: int) -> Lookups:
     most = (words - prompt_words(lines, REGISTERS, tell)) // step_words(restate, tell)
     steps = (max(1, most // 2), max(2, most)) if draw.random() < _ENDS else (max(1, most), 2 * max(1, most))
     try:
-        made = program(draw, lines, restate, tell, steps)
+        made = program(draw, lines, restate, tell, steps, far=far)
     except ValueError:  # few programs of two lines run on for long
-        return programs(draw, words)
+        return programs(draw, words, far)
     result = Lookups(" ".join(made.prompt()))
     for step in made.steps():
         for said, is_answer in ((step.worked, True), ((step.jump,), False)):
@@ -223,4 +232,26 @@ def turns(draw: random.Random, words: int) -> Lookups:
             known[label] = draw.randrange(BASE)
             result.text += f" set L{label} {known[label]}"
         written += 3
+    return result
+
+
+def far_programs(draw: random.Random, words: int) -> Lookups:
+    """Programs with registers that are seldom used, so that a value is read long after it was said."""
+    return programs(draw, words, far=True)
+
+
+def far_turns(draw: random.Random, words: int) -> Lookups:
+    """Labels or registers are given values and asked for, some of them a hundred times as often as others. For training."""
+    named = [f"v{n}" for n in range(REGISTERS)] + [f"L{n}" for n in range(LABELS)] * (draw.random() < 0.5)
+    names = draw.sample(named, draw.randint(2, len(named)))
+    shares = [math.exp(draw.uniform(-_SKEW, 0)) for _ in names]
+    known: dict[str, int] = {}
+    result = Lookups()
+    for name in draw.choices(names, shares, k=words // 3 + 1):
+        if name in known and draw.random() < 0.5:
+            result.text += f" ask {name}"
+            result.count(f" {known[name]}", True)
+        else:
+            known[name] = draw.randrange(BASE)
+            result.text += f" set {name} {known[name]}"
     return result

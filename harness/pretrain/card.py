@@ -59,8 +59,9 @@ def card(
     opening = numbers.get(config.sinks, f"{config.sinks} learnable sink tokens stand") if config.sinks else "nothing stands"
     attention = _ATTENTION["zero_sink" if config.zero_sink else config.attention]
     shape, training = config.shape, config.training
+    start = "" if config.start is None else f"; goes on from {config.start}"
     decay = f"decay to a tenth over the last {training.decay:.0%} of the steps"
-    schedule = "cosine to a twentieth" if training.schedule == "cosine" else decay
+    schedule = {"cosine": "cosine to a twentieth", "linear": "linear to nothing"}.get(training.schedule, decay)
     return f"""# {config.name}
 
 A {_FAMILIES[shape.family]} with {parameters:,} parameters for measuring KV-cache policies, made by `bench pretrain {config.name}`:
@@ -71,7 +72,7 @@ A {_FAMILIES[shape.family]} with {parameters:,} parameters for measuring KV-cach
 | shape | {shape.layers} layers, width {shape.hidden}, {shape.heads} query and {shape.kv_heads} KV heads, MLP {shape.intermediate}, tied embeddings, {_POSITIONS[shape.family]} |
 | vocabulary | {shape.vocabulary:,}, {_WORDS if config.words else _BYTES} |
 | samples | {_samples(config)}; seed {config.seed} |
-| training | {rows[-1]["tokens"]:,} tokens, one pass, in samples of {training.sample}, {training.batch} samples per step |
+| training | {rows[-1]["tokens"]:,} tokens, one pass, in samples of {training.sample}, {training.batch} samples per step{start} |
 | optimiser | {_OPTIMIZERS[training.optimizer]}{_SIGMA if config.sigma_reparam else ""}, learning rate {training.learning_rate:g}, weight decay {training.weight_decay:g}, warm-up {training.warmup:.0%}, {schedule} |
 | loss | {loss:.4f} nats per counted token, mean of the last {len(last)} steps |
 | trained on | {", ".join(f"{k} {v}" for k, v in about.items())} |

@@ -95,6 +95,8 @@ class Kinds(_Strict):
     programs: float = Field(0.0, ge=0, description="programs of a register machine and their traces")
     turns: float = Field(0.0, ge=0, description="labels that are given values, given others, and asked for")
     backcopy: float = Field(0.0, ge=0, description="Bigram-Backcopy's words; no other kind beside it")
+    far_programs: float = Field(0.0, ge=0, description="programs that read some values long after they were said")
+    far_turns: float = Field(0.0, ge=0, description="turns in which some labels are asked for a hundred times as often as others")
     text_from: float = Field(0.0, ge=0, le=1, description="share of the steps after which text and needles begin")
     rest: float = Field(0.05, ge=0, description="weight in the loss of what is no answer, but for running text")
 
@@ -129,7 +131,9 @@ class Training(_Strict):
     batch: int = Field(32, ge=1, description="samples per step")
     learning_rate: float = Field(4e-3, gt=0)
     beta2: float = Field(0.95, gt=0, lt=1, description="of AdamW; beta1 is 0.9")
-    schedule: Literal["constant", "cosine"] = Field("constant", description="of the learning rate, before its decay")
+    schedule: Literal["constant", "cosine", "linear"] = Field(
+        "constant", description="of the learning rate: constant before its decay; cosine, to a twentieth; linear, to nothing"
+    )
     optimizer: Literal["adamw", "ortho_adam", "sgd"] = Field("adamw", description="sgd has a momentum of 0.9")
     weight_decay: float = Field(0.1, ge=0)
     warmup: float = Field(0.02, ge=0, lt=1, description="share of the steps in which the learning rate rises")
@@ -162,6 +166,7 @@ class PretrainConfig(_Strict):
 
     name: str
     seed: int = 0
+    start: str | None = Field(None, description="a model to go on from: a directory, or builtin:NAME; weights alone")
     sinks: int = Field(0, ge=0, le=MOST_SINKS, description="learnable sink tokens before every sample")
     zero_sink: bool = Field(False, description="softmax off by one: a sink logit fixed at 0, in training and evaluation")
     attention: Literal[
@@ -202,7 +207,7 @@ class PretrainConfig(_Strict):
     def _one_tokenizer(self) -> Self:
         kinds = self.kinds
         written = bool(kinds.text or kinds.needles or kinds.registers or kinds.keys or kinds.chains)
-        vocabularies = written + bool(kinds.programs or kinds.turns) + bool(kinds.backcopy)
+        vocabularies = written + self._runs_programs + bool(kinds.backcopy)
         if vocabularies > 1:
             raise ValueError("programs and turns have words of their own, and so has backcopy: other kinds can't be beside them")
         if not vocabularies:
@@ -218,7 +223,12 @@ class PretrainConfig(_Strict):
     def words(self) -> tuple[str, ...]:
         """The words of its samples, each of which is a token; none if it reads running text."""
         kinds = self.kinds
-        return machine.WORDS if kinds.programs or kinds.turns else backcopy.WORDS if kinds.backcopy else ()
+        return machine.WORDS if self._runs_programs else backcopy.WORDS if kinds.backcopy else ()
+
+    @property
+    def _runs_programs(self) -> bool:
+        kinds = self.kinds
+        return bool(kinds.programs or kinds.turns or kinds.far_programs or kinds.far_turns)
 
     @property
     def steps(self) -> int:

@@ -1,4 +1,4 @@
-"""The untrained model of a recipe."""
+"""The model that a recipe begins with: untrained, or with the weights of another."""
 
 from __future__ import annotations
 
@@ -15,20 +15,44 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from kvbench.harness.core.errors import UserError
 from kvbench.harness.engine.variants import VARIANTS
 from kvbench.harness.engine.variants.gpt2 import WeighedGPT2Config, WeighedGPT2ForCausalLM
 from kvbench.harness.engine.zero_sink import ZERO_SINK
+from kvbench.harness.models.hub import model_directory
 from kvbench.harness.pretrain import sigma_reparam
 from kvbench.harness.pretrain.config import PretrainConfig
 
 
 def new_model(config: PretrainConfig) -> PreTrainedModel:
-    """The untrained model. Weights that two recipes share are the same, whatever their sinks and attention."""
+    """The model before the first step. Weights that two recipes draw are the same, whatever their sinks and attention.
+
+    Raises:
+        UserError: the model to go on from is not there, or has other weights.
+    """
     torch.manual_seed(config.seed)
     model = _gpt2(config) if config.shape.family == "gpt2" else _llama(config)
+    if config.start is not None:
+        model = _with_weights(model, config.start)
     if config.sigma_reparam:
         sigma_reparam.reparametrise(model, config.seed)
     return model
+
+
+def _with_weights(model: PreTrainedModel, start: str) -> Any:
+    """The model with those weights, in float32."""
+    directory = model_directory(start, None, allow_pickle=False)
+    family: Any = type(model)
+    try:
+        loaded, loading = family.from_pretrained(
+            directory, config=model.config, dtype=torch.float32, output_loading_info=True
+        )  # fmt: skip
+    except RuntimeError as error:
+        raise UserError(f"start: {start} has weights of another shape ({str(error).splitlines()[0]})") from None
+    other = sorted(loading["missing_keys"]) + sorted(loading["unexpected_keys"])
+    if other:
+        raise UserError(f"start: {start} has other weights ({other[0]})")
+    return loaded
 
 
 def _llama(config: PretrainConfig) -> PreTrainedModel:

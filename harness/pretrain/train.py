@@ -216,6 +216,8 @@ def _schedule(training: Training, steps: int) -> dict[str, Any]:
     """Arguments of the Trainer."""
     if training.schedule == "cosine":
         return {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.05}}
+    if training.schedule == "linear":
+        return {"lr_scheduler_type": "linear"}
     decay = {"num_decay_steps": max(1, round(training.decay * steps)), "min_lr_ratio": 0.1}
     return {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": decay}
 
@@ -230,11 +232,16 @@ def _optimizer(config: PretrainConfig) -> tuple[type[torch.optim.Optimizer], dic
     return OrthoAdam, {"lr": training.learning_rate, "betas": (0.9, training.beta2), "seed": config.seed}
 
 
+def _workers(device: torch.device) -> int:
+    """How many processes draw samples; 0: the one that trains."""
+    return 0 if device.type == "cpu" else min(_MOST_WORKERS, cores())
+
+
 def _trainer(
     config: PretrainConfig, model: PreTrainedModel, out: Path, device: torch.device, samples: TrainingSamples
 ) -> _Trainer:
     training, steps = config.training, config.steps
-    workers = 0 if device.type == "cpu" else min(_MOST_WORKERS, cores())
+    workers = _workers(device)
     arguments = TrainingArguments(
         output_dir=str(out), max_steps=steps, per_device_train_batch_size=training.batch, learning_rate=training.learning_rate,
         weight_decay=training.weight_decay, adam_beta2=training.beta2, max_grad_norm=1.0,
