@@ -41,7 +41,10 @@ def new_model(config: PretrainConfig) -> PreTrainedModel:
 
 def _with_weights(model: PreTrainedModel, start: str) -> Any:
     """The model with those weights, in float32."""
-    directory = model_directory(start, None, allow_pickle=False)
+    try:
+        directory = model_directory(start, None, allow_pickle=False)
+    except UserError as error:
+        raise UserError(f"a model to go on from: {error}. --set start=DIR names another") from None
     family: Any = type(model)
     try:
         loaded, loading = family.from_pretrained(
