@@ -144,6 +144,7 @@ def _long() -> Iterator[tuple[str, str]]:
         if metrics is None or options.samples > 1:
             continue
         start = f"long read {options.steps}" if options.teacher else "long"
+        start += f" of {options.registers}" if options.steps == 400 else ""
         moment = "step" if cell.evict in (None, "step") else "128"
         where = f"/{cell.capacity}/{moment}/{cell.positions}" if cell.policy != "dense" else ""
         name = f"{start}/{cell.policy}{where}"
