@@ -480,12 +480,13 @@ def test_traces_of_other_lengths_are_never_pooled():
     """In the table at the end of a run: dense has read longer ones, too, and has a row in two tables."""
     records = RecordStore(Path(__file__).parents[1] / "leaderboard" / "results" / "long_answers").read_all()[0]
     tables = [table for table in closing(records).tables if "right traces read" in table.heading]
-    assert len(tables) == 3  # those of 100 steps have two modes of positions
+    assert len(tables) == 5  # those of 100 steps have two modes of positions, those of 400 two numbers of registers
     for table in tables:
         assert all(line[table.head.index("right")] for line in table.lines)
         assert table.lines[0][0] == "dense"
     headings = [table.heading for table in tables]
-    assert sorted("200 to 400 steps" in heading for heading in headings) == [False, False, True]
+    assert sum("200 to 400 steps" in heading for heading in headings) == 1
+    assert {heading.split(", ")[4] for heading in headings if "400 to 800 steps" in heading} == {"4 registers", "8 registers"}
 
 
 @pytest.mark.slow("measures a suite")

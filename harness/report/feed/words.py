@@ -98,6 +98,7 @@ def task(record: Record) -> str:
     options = record.cell.options
     name = str(options.get("tasks") or _TASKS.get(record.cell.task.name, record.cell.task.name))
     extra = [f"{options['lines']} lines"] if "lines" in options else []
+    extra += [f"{options['registers']} registers"] if "registers" in options else []
     extra += [f"{options['steps']} to {2 * options['steps']} steps"] if "steps" in options else []
     extra += [f"asked in {options['mode']}"] if "mode" in options else []
     extra += [f"{options['samples']} answers each"] if options.get("samples", 1) > 1 else []

@@ -131,7 +131,8 @@ class Trace(Task):
         """Includes what makes a program long."""
         options = record.cell.task_options(TraceOptions)
         how = ", right traces read" if options.teacher else f", {options.samples} answers each" if options.samples > 1 else ""
-        return f"trace, {options.lines} lines, {options.steps} to {2 * options.steps} steps{how}"
+        size = f"{options.lines} lines, {options.registers} registers, {options.steps} to {2 * options.steps} steps"
+        return f"trace, {size}{how}"
 
     @classmethod
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:
