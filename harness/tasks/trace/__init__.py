@@ -38,7 +38,7 @@ class Trace(Task):
     trace: ClassVar[str | None] = ".trace.jsonl"
     named_by: ClassVar[tuple[str, ...]] = ("lines", "steps", "restate", "tell", "samples", "teacher")
     shown_options: ClassVar[tuple[str, ...] | None] = ("programs", *named_by)
-    never_pooled_over: ClassVar[tuple[str, ...]] = ("steps", "samples", "temperature", "top_p", "teacher")
+    never_pooled_over: ClassVar[tuple[str, ...]] = ("registers", "steps", "samples", "temperature", "top_p", "teacher")
 
     @staticmethod
     def data(options: TraceOptions, tokenizer: Tokenizer, directory: Path | None) -> TraceData:
