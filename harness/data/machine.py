@@ -177,9 +177,7 @@ def _first_zeros(made: Program, most: int) -> dict[int, int]:
     return firsts
 
 
-def _any_program(
-    draw: random.Random, lines: int, restate: Restate, tell: bool, registers: int | None, far: bool
-) -> Program:  # fmt: skip
+def _any_program(draw: random.Random, lines: int, restate: Restate, tell: bool, registers: int | None, far: bool) -> Program:
     """A random program; it never ends."""
     count = draw.randint(3, REGISTERS) if registers is None else registers
     labels = draw.sample(range(LINES), lines)

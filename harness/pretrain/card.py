@@ -72,7 +72,7 @@ A {_FAMILIES[shape.family]} with {parameters:,} parameters for measuring KV-cach
 | shape | {shape.layers} layers, width {shape.hidden}, {shape.heads} query and {shape.kv_heads} KV heads, MLP {shape.intermediate}, tied embeddings, {_POSITIONS[shape.family]} |
 | vocabulary | {shape.vocabulary:,}, {_WORDS if config.words else _BYTES} |
 | samples | {_samples(config)}; seed {config.seed} |
-| training | {rows[-1]["tokens"]:,} tokens, one pass, in samples of {training.sample}, {training.batch} samples per step{start} |
+| training | {rows[-1]["tokens"]:,} tokens, one pass, in samples of {training.sample}, {training.batch} {"sample" if training.batch == 1 else "samples"} per step{start} |
 | optimiser | {_OPTIMIZERS[training.optimizer]}{_SIGMA if config.sigma_reparam else ""}, learning rate {training.learning_rate:g}, weight decay {training.weight_decay:g}, warm-up {training.warmup:.0%}, {schedule} |
 | loss | {loss:.4f} nats per counted token, mean of the last {len(last)} steps |
 | trained on | {", ".join(f"{k} {v}" for k, v in about.items())} |

@@ -47,9 +47,7 @@ def _with_weights(model: PreTrainedModel, start: str) -> Any:
         raise UserError(f"a model to go on from: {error}. --set start=DIR names another") from None
     family: Any = type(model)
     try:
-        loaded, loading = family.from_pretrained(
-            directory, config=model.config, dtype=torch.float32, output_loading_info=True
-        )  # fmt: skip
+        loaded, loading = family.from_pretrained(directory, config=model.config, dtype=torch.float32, output_loading_info=True)
     except RuntimeError as error:
         raise UserError(f"start: {start} has weights of another shape ({str(error).splitlines()[0]})") from None
     other = sorted(loading["missing_keys"]) + sorted(loading["unexpected_keys"])

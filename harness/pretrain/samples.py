@@ -24,7 +24,7 @@ from kvbench.harness.pretrain.tokenizer import SINKS
 
 READING = ("text", "needles")  # samples of running text
 MACHINE = ("programs", "turns", "far_programs", "far_turns")  # samples of words
-WORDED = ("programs", "turns", "backcopy", "far_programs", "far_turns")  # samples of words that each have a token
+WORDED = ("programs", "turns", "backcopy", "far_programs", "far_turns")  # whose words are tokens; new ones last, for equal draws
 NAMES = (*READING, "registers", "keys", "chains", *WORDED)
 _LINE_TOKENS = 5  # at least, of a text with questions; what is longer than a sample is cut off
 _MOST_NEEDLES, _NEEDLE_TOKENS = 3, 40
