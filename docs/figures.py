@@ -133,7 +133,7 @@ def _long() -> Iterator[tuple[str, str]]:
     """long/POLICY/TOKENS/MOMENT/POSITIONS, of greedy answers solved, the mean over seeds; dense, and what recomputes, by name.
 
     With /first at its end: the word before or at which half of the answers have gone wrong; /told: steps that obey; /held.
-    `long read STEPS of REGISTERS` instead of `long`: of right traces of at least as many steps, read; /through: right for as many.
+    `long read STEPS of REGISTERS` instead of `long`: of right traces of at least STEPS, read; /through: right for as many.
     Two policies, as in long/h2o-random: points by which the first is ahead, with Student's interval over programs.
     """
     cells: dict[str, list[TraceMetrics]] = {}
