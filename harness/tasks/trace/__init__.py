@@ -36,7 +36,7 @@ class Trace(Task):
     metrics: ClassVar[type[Metrics]] = TraceMetrics
     data_facts: ClassVar[type[Data]] = TraceFacts
     trace: ClassVar[str | None] = ".trace.jsonl"
-    named_by: ClassVar[tuple[str, ...]] = ("lines", "steps", "restate", "tell", "samples", "teacher")
+    named_by: ClassVar[tuple[str, ...]] = ("lines", "registers", "steps", "restate", "tell", "samples", "teacher")
     shown_options: ClassVar[tuple[str, ...] | None] = ("programs", *named_by)
     never_pooled_over: ClassVar[tuple[str, ...]] = ("registers", "steps", "samples", "temperature", "top_p", "teacher")
 
