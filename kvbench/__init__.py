@@ -9,7 +9,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Attention", "AttentionSum", "Cache", "CacheView", "Composed", "HeadSizes", "KeyNorm", "Policy", "PositionMode",
     "RecentAttention", "Record", "Records", "Scope", "Seen", "Statistic", "TokenId", "UserError", "ValueNorm", "Written",
-    "compare", "figures", "load_records", "losses", "run",
+    "compare", "figures", "load", "load_records", "losses", "run",
 ]  # fmt: skip
 
 if not (Path(__file__).parent / "policies").is_dir():  # an archive, or a checkout on Windows, without its symbolic links
@@ -17,6 +17,7 @@ if not (Path(__file__).parent / "policies").is_dir():  # an archive, or a checko
 
 if TYPE_CHECKING:
     from kvbench.harness.core.errors import UserError
+    from kvbench.harness.models.load import load
     from kvbench.harness.records import Record
     from kvbench.harness.report.export import Records, load_records
     from kvbench.harness.report.losses import compare, figures, losses
@@ -44,6 +45,7 @@ else:
         "UserError": "kvbench.harness.core.errors", "Record": "kvbench.harness.records",
         "Records": "kvbench.harness.report.export", "load_records": "kvbench.harness.report.export",
         "compare": "kvbench.harness.report.losses", "figures": "kvbench.harness.report.losses",
+        "load": "kvbench.harness.models.load",
         "losses": "kvbench.harness.report.losses",
         "Cache": "kvbench.harness.run.generate", "run": "kvbench.harness.run.python",
     }  # fmt: skip

@@ -11,6 +11,7 @@ import click
 from kvbench.harness.cli.output import print_rows
 from kvbench.harness.core import plugins
 from kvbench.harness.core.errors import UserError, described
+from kvbench.harness.core.packaged import PACKAGED, packaged_file
 
 if TYPE_CHECKING:
     from kvbench.policies import Policy
@@ -144,8 +145,17 @@ def suites() -> list[dict[str, Any]]:
     return rows
 
 
+def _packaged(name: str) -> dict[str, Any]:
+    """The row of a packaged model."""
+    try:
+        packaged_file(name)
+    except UserError as error:
+        return {"family": name, "state": "not installed", "check": str(error).removeprefix(f"{name}: ")}
+    return {"family": name, "state": "installed", "check": PACKAGED[name].about}
+
+
 def models() -> list[dict[str, Any]]:
-    """A row per model family: whether a tiny random model of it passes the self-check."""
+    """A row per packaged model, and one per model family: whether a tiny random model of it passes the self-check."""
     from transformers.utils import logging
 
     from kvbench.harness.engine.model import UnsupportedModelError, adopt
@@ -153,7 +163,7 @@ def models() -> list[dict[str, Any]]:
     from kvbench.harness.models.selfcheck import check
 
     logging.set_verbosity_error()
-    rows = []
+    rows = [_packaged(name) for name in PACKAGED]
     for family in FAMILIES:
         try:
             difference = check(adopt(tiny_model(family)))

@@ -55,7 +55,7 @@ def why_unsafe(path: Path) -> str:
 
 
 def private_folder(name: str) -> Path:
-    """A folder for compiled code: in the user's cache or, if others could write to that, a temporary one for this process.
+    """A folder for code or models: in the user's cache or, if others could write to that, a temporary one for this process.
 
     Raises:
         OSError: no folder is writable, not even a temporary one.
@@ -77,7 +77,7 @@ def private_folder(name: str) -> Path:
 @lru_cache
 def _temporary(reason: str) -> Path:
     """A folder that is removed when this process ends. The reason for it is logged once."""
-    _log.warning("bench: kernels are built for this process only: %s", reason)
+    _log.warning("bench: kernels are built for this process only, and GGUF files converted: %s", reason)
     return Path(_temporary_directory().name)
 
 

@@ -32,7 +32,7 @@ class Arguments(BaseModel):
 
     model_config = ConfigDict(extra="allow", frozen=True, coerce_numbers_to_str=True)
 
-    pretrained: str = Field(description="a local directory, a hub id, or builtin: and a name")
+    pretrained: str = Field(description="a local directory or GGUF file, a hub id, builtin: and a name, or smollm2")
     policy: str = Field("dense", description="its name, or file.py:Class")
     capacity: int | None = Field(None, ge=1, description="tokens per KV head kept between steps")
     positions: PositionMode = Field("cache", description="where RoPE puts a cached token")
@@ -45,6 +45,7 @@ class Arguments(BaseModel):
     seed: int = Field(0, description="of the policy's random numbers")
     sample_seed: int = Field(0, ge=0, description="of the answers, where lm-eval's gen_kwargs say do_sample=true")
     revision: str | None = Field(None, description="commit, branch or tag of a hub model")
+    gguf_file: str | None = Field(None, description="the GGUF file to read of a directory or hub model")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="the model's own if auto")
     device: str = Field("auto", description="auto, cpu, cuda")
     batch_size: int | str = Field(_DEFAULT_BATCH, description="requests run together; auto is 16")
@@ -75,7 +76,7 @@ class Arguments(BaseModel):
             UserError: the model is not available, the policy is unknown, or it can't work with the capacity.
         """
         config = self._config()
-        directory = model_directory(self.pretrained, self.revision, self.pickle)
+        directory = model_directory(self.pretrained, self.revision, self.pickle, self.gguf_file)
         dtype = self.dtype
         if dtype == "auto":
             own = str(getattr(AutoConfig.from_pretrained(directory), "dtype", None) or "float32").removeprefix("torch.")

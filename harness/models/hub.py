@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import logging
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from kvbench.harness.core.errors import UserError, did_you_mean
-from kvbench.harness.core.files import atomic_write
-from kvbench.harness.core.user_cache import cache_folder, make_private
+from kvbench.harness.core.packaged import PACKAGED, packaged_file
+from kvbench.harness.models.digests import file_digest
+from kvbench.harness.models.gguf_header import gguf_origin
 
 RANDOM = "random:"  # prefix of the id of a model with random weights
 BUILTIN = "builtin:"  # prefix of the id of a model that comes with the project
@@ -29,7 +30,12 @@ def is_random(model: str) -> bool:
 
 def is_local_name(model: str) -> bool:
     """Whether an id is the bare name of a local directory, as records keep it, and no such directory is here."""
-    return ":" not in model and "/" not in model and not Path(model).is_dir()
+    return ":" not in model and "/" not in model and model not in PACKAGED and not Path(model).exists()
+
+
+def is_here(model: str) -> bool:
+    """Whether a model needs no download."""
+    return is_random(model) or model.startswith(BUILTIN) or model in PACKAGED or Path(model).expanduser().exists()
 
 
 def shapes() -> list[str]:
@@ -68,32 +74,74 @@ def _shape(name: str) -> Path:
     return file
 
 
-def model_directory(model: str, revision: str | None, allow_pickle: bool) -> Path:
-    """The directory of a model's files, downloaded if necessary. For random weights, only the config file.
+def model_directory(model: str, revision: str | None, allow_pickle: bool, gguf_file: str | None = None) -> Path:
+    """The directory of a model's files, downloaded or converted if necessary. For random weights, only the config file.
 
-    A model is a local directory, a hub id (with a commit, branch or tag), "builtin:" and a name, or "random:" and a shape.
-    Weights that are not safetensors need `allow_pickle`.
+    A model is a local directory, a GGUF file, a hub id (with a commit, branch or tag), "builtin:" and a name, "random:" and a
+    shape, or the name of a packaged model. Weights that are not safetensors need `allow_pickle`.
+
+    Args:
+        gguf_file: the one to read of a directory or hub repository.
 
     Raises:
         UserError: there is no such model, it has no weights, or the hub is out of reach.
     """
-    if is_random(model):
+    if gguf_file is None and is_random(model):
         return _shape(model.removeprefix(RANDOM))
-    if model.startswith(BUILTIN):
+    if gguf_file is None and model.startswith(BUILTIN):
         return _builtin(model.removeprefix(BUILTIN))
+    if (file := _gguf(model, revision, gguf_file)) is not None:
+        from kvbench.harness.models.gguf_folder import gguf_folder
+
+        return gguf_folder(file)
     directory = Path(model).expanduser()
     if directory.is_dir():
         if not (directory / "config.json").exists():
             raise UserError(f"{model}: not a model: this directory has no config.json")
-    elif model.startswith((".", "/", "~")) or model.count("/") != 1:
-        raise UserError(f"{model}: no such directory; a hub id includes its owner, e.g. openai-community/gpt2")
     else:
-        directory = _download(model, revision, allow_pickle)
+        directory = _download(_hub_id(model), revision, allow_pickle)
     if not _weights(directory, allow_pickle):
         only_pickle = not allow_pickle and _weights(directory, True)
         hint = " (pickled weights are read only with model.pickle: true)" if only_pickle else ""
         raise UserError(f"{model}: no safetensors weights{hint}")
     return directory
+
+
+def _hub_id(model: str) -> str:
+    if model.startswith((".", "/", "~")) or model.count("/") != 1:
+        raise UserError(f"{model}: no such directory or file; a hub id includes its owner, e.g. openai-community/gpt2")
+    return model
+
+
+def _gguf(model: str, revision: str | None, name: str | None) -> Path | None:
+    """The GGUF file that a model is read from; None if it is read from other files.
+
+    Raises:
+        UserError: there is no such file, or a directory has several.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return _gguf_inside(path, name)
+    if name is not None and (path.exists() or ":" in model or model in PACKAGED):
+        raise UserError(f"{model}: gguf_file: {name} names a file of a directory or hub repository, and this is neither")
+    if path.exists():
+        return path
+    if model in PACKAGED:
+        return packaged_file(model)
+    return None if name is None else _from_hub(_hub_id(model), lambda hub: hub.hf_hub_download(model, name, revision=revision))
+
+
+def _gguf_inside(directory: Path, name: str | None) -> Path | None:
+    """The GGUF file of a directory: the named one, or the only one of a directory that has no safetensors."""
+    files = sorted(file.name for file in directory.glob("*.gguf"))
+    if name is None and (not files or _weights(directory, True)):
+        return None
+    if name is None and len(files) > 1:
+        raise UserError(f"{directory}: has {len(files)} GGUF files ({', '.join(files)}): name one, as in {directory / files[0]}")
+    file = directory / (name or files[0])
+    if not file.is_file():
+        raise UserError(f"{file}: no such file; the directory has {', '.join(files) or 'no GGUF files'}")
+    return file
 
 
 def _weights(directory: Path, allow_pickle: bool) -> list[Path]:
@@ -111,7 +159,6 @@ def _download(model: str, revision: str | None, allow_pickle: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    quiet()
     wanted = [*_DOWNLOADED, *(["pytorch_model*.bin"] if allow_pickle else [])]
     patterns: dict[str, Any] = {"revision": revision, "allow_patterns": wanted, "ignore_patterns": _NOT_DOWNLOADED}
     if re.fullmatch("[0-9a-f]{40}", revision or ""):  # a commit never changes, so a local copy is up to date
@@ -119,40 +166,33 @@ def _download(model: str, revision: str | None, allow_pickle: bool) -> Path:
             directory = Path(snapshot_download(model, local_files_only=True, **patterns))
             if _weights(directory, allow_pickle):
                 return directory
+    return _from_hub(model, lambda hub: hub.snapshot_download(model, **patterns))
+
+
+def _from_hub(model: str, download: Callable[[Any], str]) -> Path:
+    """What a function of the package huggingface_hub downloads.
+
+    Raises:
+        UserError: the hub is out of reach, or has no such model.
+    """
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    quiet()
     try:
-        return Path(snapshot_download(model, **patterns))
+        return Path(download(huggingface_hub))
     except LocalEntryNotFoundError as error:
         raise UserError(
             f"{model}: not in the local cache, and the hub is out of reach; give --model DIR, or set HF_HOME to a cache "
-            f"that has it"
+            f"that has it; `--model smollm2` needs only a package index"
         ) from error
     except Exception as error:
         raise UserError(f"{model}: can't be downloaded ({type(error).__name__}: {str(error).splitlines()[0]})") from error
 
 
 def weights_digest(directory: Path) -> str:
-    """sha256 over config and weights. File digests are cached by path, size and modification time, since weights are large."""
+    """sha256 over config and weights; of a converted GGUF file, that of the file."""
+    if origin := gguf_origin(directory):
+        return str(origin["sha256"])
     files = [directory] if directory.is_file() else [directory / "config.json", *_weights(directory, True)]
-    digest = hashlib.sha256()
-    folder = cache_folder()
-    try:
-        cache = {} if folder is None else json.loads((folder / "digests.json").read_text())
-    except (OSError, ValueError):
-        cache = {}
-    cache = cache if isinstance(cache, dict) else {}  # the file is damaged
-    before = dict(cache)
-    for file in files:
-        stat = file.stat()
-        name = f"{file.resolve()}|{stat.st_size}|{stat.st_mtime_ns}"
-        if name not in cache:
-            with file.open("rb") as stream:
-                cache[name] = hashlib.file_digest(stream, "sha256").hexdigest()
-        digest.update(cache[name].encode())
-    if folder is not None and cache != before:
-        try:
-            make_private(folder)
-            with atomic_write(folder / "digests.json") as out:
-                json.dump(cache, out)
-        except OSError:  # it is only a cache
-            pass
-    return digest.hexdigest()
+    return hashlib.sha256("".join(map(file_digest, files)).encode()).hexdigest()

@@ -13,10 +13,11 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrai
 
 import kvbench.harness.models.shared_kv  # noqa: F401  # registers its model
 from kvbench.harness.core.device import free_bytes, use_full_float32
-from kvbench.harness.core.errors import RefusedModelError, UserError
+from kvbench.harness.core.errors import RefusedModelError, UserError, did_you_mean
 from kvbench.harness.engine.attention import NAME
 from kvbench.harness.engine.model import Model, UnsupportedModelError, adopt
 from kvbench.harness.models.config import first_cause, read_config
+from kvbench.harness.models.hub import model_directory
 from kvbench.harness.models.layers import device_map, devices_for_layers, dispatch
 from kvbench.harness.models.selfcheck import check, has_finite_logits
 from kvbench.harness.models.vision import read_vision_weights, vision_config
@@ -52,6 +53,32 @@ def device_of(name: str) -> torch.device:
 def _dtype(name: str) -> torch.dtype:
     """One of `DTYPES`; or float64, to compare two computations almost without rounding."""
     return torch.float64 if name == "float64" else DTYPES[name]
+
+
+def load(
+    model: str | Path, *, dtype: str = "float32", device: str = "cpu", revision: str | None = None, gguf_file: str | None = None,
+    pickle: bool = False,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:  # fmt: skip
+    """Load a model, in evaluation mode, and its tokenizer, as `kvbench.Cache` and transformers take them.
+
+    Args:
+        model: a directory, a GGUF file, a hub id, `builtin:NAME`, or `smollm2`.
+        dtype: float32, bfloat16 or float16; weights in a GGUF file are dequantised.
+        device: auto, cpu, cuda, cuda:1.
+        revision: commit, branch or tag of a hub model.
+        gguf_file: the GGUF file to read of a directory or hub model.
+        pickle: accept weights that are not safetensors.
+
+    Raises:
+        UserError: the model is not available, has no tokenizer, or its files are damaged; the message is one line.
+    """
+    if dtype not in DTYPES:
+        raise UserError(f"dtype '{dtype}'{did_you_mean(dtype, DTYPES)}")
+    transformers.utils.logging.disable_progress_bar()
+    directory = model_directory(str(model), revision, pickle, gguf_file)
+    tokenizer, on = load_tokenizer(directory), device_of(device)
+    hf = read_weights(directory, read_config(directory), DTYPES[dtype], pickle, attn_implementation=None)
+    return hf.eval().to(on), tokenizer  # type: ignore[arg-type]  # transformers' stubs
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from kvbench.harness.core.codec import Codec
 from kvbench.harness.models.config import read_config
-from kvbench.harness.models.hub import BUILTIN, is_random, model_directory, quiet
+from kvbench.harness.models.hub import is_here, model_directory, quiet
 from kvbench.harness.models.shared_kv_config import kv_sources
 from kvbench.policies import HeadSizes, Policy
 
@@ -98,17 +98,18 @@ def shape_of(config: Any) -> ModelShape | None:
         return None
 
 
-def readable_shape(model: str, revision: str | None) -> ModelShape | None:
+def readable_shape(model: str, revision: str | None, gguf_file: str | None = None) -> ModelShape | None:
     """The shape of a model from its config, without its weights; None if neither a directory, the cache nor the hub has it.
 
     Raises:
         UserError: there is a config, but it can't be read.
     """
     quiet()
-    if is_random(model) or model.startswith(BUILTIN):
-        return shape_of(read_config(model_directory(model, None, False)))
-    if (directory := Path(model).expanduser()).exists():
+    directory = Path(model).expanduser()
+    if (directory / "config.json").exists() and gguf_file is None:
         return shape_of(read_config(directory))
+    if gguf_file is not None or is_here(model):
+        return shape_of(read_config(model_directory(model, revision, False, gguf_file)))
     try:
         return shape_of(AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=False))
     except (OSError, ValueError):

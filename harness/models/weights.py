@@ -22,7 +22,7 @@ _MAX_NAMED_TENSORS = 3
 
 def read_weights(
     directory: Path, config: PreTrainedConfig, dtype: torch.dtype, allow_pickle: bool, model_class: Any = AutoModelForCausalLM,
-    **placed: Any,
+    attn_implementation: str | None = NAME, **placed: Any,
 ) -> PreTrainedModel:  # fmt: skip
     """Read a model with all its weights.
 
@@ -37,7 +37,7 @@ def read_weights(
             directory,
             config=config,
             dtype=dtype,
-            attn_implementation=NAME,
+            attn_implementation=attn_implementation,
             trust_remote_code=False,
             use_safetensors=None if allow_pickle else True,
             ignore_mismatched_sizes=True,  # `_refuse_misfits` reports them by name

@@ -56,9 +56,10 @@ def options_class(task: str) -> type[Options]:
 class CellModel(Part):
     """A cell's model."""
 
-    id: Name = Field(description="a hub id, or the name of a local directory")
+    id: Name = Field(description="a hub id, or the name of a local directory or file")
     dtype: Name = Field(description="of weights and cache")
     revision: Name | None = Field(None, description="of a hub model: a commit")
+    gguf_file: Name | None = Field(None, description="the GGUF file read, of several")
     rope_length: Positive | None = Field(None, description="longest position in tokens, for RoPE types that depend on it")
     devices: Positive = Field(1, description="that the model was spread over")
     parallel: Name | None = Field(None, description="how: whole layers on each device (layers); older records may have tensor")

@@ -69,6 +69,9 @@ class Facts(Document):
     """What may differ without changing the figures. Older records lack some of these."""
 
     weights_sha256: Annotated[str, Elsewhere("data")] = Field("", description="hash of the model's weights")
+    dequantised_from: Annotated[str | None, EXACT] = Field(
+        None, description="quantisation that the weights were stored in before they were converted, such as Q4_1"
+    )
     policy_sha256: Annotated[str, CODE] = Field("", description="hash of the source of the policy and its statistics")
     code: Annotated[str | None, CODE] = Field(
         None, description="of somebody else's cache: whose code ran, with versions; None: a policy in our loop"

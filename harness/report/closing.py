@@ -16,7 +16,7 @@ from kvbench.harness.report import sections
 from kvbench.harness.report.feed import feed, words
 from kvbench.harness.report.feed.question import Question, is_reference
 from kvbench.harness.report.feed.words import size
-from kvbench.harness.report.markdown import cache_bytes
+from kvbench.harness.report.markdown import cache_bytes, model_name
 from kvbench.harness.report.pairing import describe_tokens, on_all_tokens, past_training, question, units
 from kvbench.harness.report.rows import Row, rows, short_names, without_folder
 from kvbench.harness.report.sections import by_machine
@@ -184,7 +184,7 @@ def _capacity(row: Row) -> str:
 
 def _heading(record: Record, capacities: set[int]) -> str:
     """Suite, model and capacity."""
-    parts = [f"{record.cell.suite}, {record.cell.model.id}"]
+    parts = [f"{record.cell.suite}, {model_name(record)}"]
     return ", ".join([*parts, *([f"{next(iter(capacities)):,} tokens cached"] if len(capacities) == 1 else [])])
 
 

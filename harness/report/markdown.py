@@ -10,6 +10,12 @@ from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Record
 
 
+def model_name(record: Record) -> str:
+    """The model's id, and what its weights were dequantised from."""
+    quantised = record.facts.dequantised_from
+    return visible(record.cell.model.id + (f" (weights dequantised from {quantised})" if quantised else ""))
+
+
 def title(record: Record) -> str:
     """The policy with its parameters, and evict, kv, positions, limit and seed unless default."""
     cell = record.cell

@@ -13,7 +13,7 @@ from typing import Any
 from kvbench.harness.records import Record, newest
 from kvbench.harness.records.metrics import NllMetrics, StepMetrics
 from kvbench.harness.report.chart import Chart, Page, file_name, make_visible, page
-from kvbench.harness.report.markdown import md, number, short_titles, table, title
+from kvbench.harness.report.markdown import md, model_name, number, short_titles, table, title
 from kvbench.harness.report.pairing import question, task_version
 from kvbench.harness.report.task import task_of
 
@@ -133,7 +133,7 @@ def _table(records: Iterable[Record]) -> list[str | Chart]:
     """The table of records of one section, with its heading."""
     rows = sorted(records, key=order)
     cell, task = rows[0].cell, task_of(rows[0])
-    of_what = f"{md(cell.suite)} v{md(cell.suite_version)}: {md(cell.model.id)}, {md(cell.model.dtype)}.\n"
+    of_what = f"{md(cell.suite)} v{md(cell.suite_version)}: {md(model_name(rows[0]))}, {md(cell.model.dtype)}.\n"
     return [f"## {md(task.heading(rows[0]))}\n", of_what, *task.body(rows)]
 
 

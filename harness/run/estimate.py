@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -20,7 +19,7 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import FASTEST
 from kvbench.harness.engine.model import Model
-from kvbench.harness.models.hub import BUILTIN, is_random, model_directory
+from kvbench.harness.models.hub import is_here, is_random, model_directory
 from kvbench.harness.models.load import DTYPES, device_of, load_model
 from kvbench.harness.models.shape import ModelShape, readable_shape
 from kvbench.harness.suite import Cell
@@ -84,8 +83,7 @@ def estimates(cells: Sequence[Cell], device_name: str, tried: bool = False) -> l
 
 def _speeds(spec: ModelSpec, shape: ModelShape, device: torch.device) -> Speeds | None:
     """Trials on a model; None if it is large or not here, or can't be loaded: the run will say why."""
-    here = is_random(spec.id) or spec.id.startswith(BUILTIN) or Path(spec.id).expanduser().is_dir()
-    if not here or shape.parameters * DTYPES[spec.dtype].itemsize > _TRIED_BYTES:
+    if not is_here(spec.id) or shape.parameters * DTYPES[spec.dtype].itemsize > _TRIED_BYTES:
         return None
     try:
         return Speeds.of(spec, device)
@@ -118,7 +116,7 @@ def kv_bytes(cell: Cell, shape: ModelShape) -> int:
 
 def _shape(spec: ModelSpec) -> ModelShape | None:
     """The shape from the model's config; None if neither directory, cache nor hub has it."""
-    shape = readable_shape(spec.id, spec.revision)
+    shape = readable_shape(spec.id, spec.revision, spec.gguf_file)
     if shape is None:
         print(
             f"bench: {spec.id}: no estimates: its config is neither in the local cache nor reachable on the hub", file=sys.stderr
@@ -148,7 +146,7 @@ class Speeds:
         Raises:
             UserError: its files are not available, or it can't be driven exactly.
         """
-        directory, random = model_directory(spec.id, spec.revision, spec.pickle), is_random(spec.id)
+        directory, random = model_directory(spec.id, spec.revision, spec.pickle, spec.gguf_file), is_random(spec.id)
         return cls(load_model(directory, spec.dtype, device, spec.rope_length, spec.pickle, random=random, devices=spec.devices))
 
     @property

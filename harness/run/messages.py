@@ -229,7 +229,7 @@ def pack(
         for name in () if here else (cell.name, cell.task.name, *names_inside(parameters)):
             _add_file(name, files)
         local = Path(cell.model.id).expanduser()
-        model = cell.model.model_dump() | ({"id": str(local.resolve())} if local.is_dir() else {})
+        model = cell.model.model_dump() | ({"id": str(local.resolve())} if local.exists() else {})
         axes = {"evict": evict_as_json(cell.evict), "kv": None if cell.kv is None else cell.kv.as_json()}
         plain = {name: getattr(cell, name) for name in _PLAIN} | axes
         task = cell.task.model_dump(exclude_none=True)

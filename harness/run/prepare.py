@@ -17,6 +17,7 @@ from kvbench.harness.core.device import device_name, free_bytes
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.sources import source_digest, task_digest
 from kvbench.harness.models.config import read_config
+from kvbench.harness.models.gguf_header import gguf_origin
 from kvbench.harness.models.hub import model_directory, weights_digest
 from kvbench.harness.models.layers import devices_for_layers
 from kvbench.harness.models.load import load_tokenizer, tokenizer_differs
@@ -78,7 +79,7 @@ def prepare(
     """
     _refuse_rule_breakers(cells, device)
     _refuse_spread(cells, device, elsewhere=measured_on is not None)
-    directories = {c.model: model_directory(c.model.id, c.model.revision, c.model.pickle) for c in cells}
+    directories = {c.model: model_directory(c.model.id, c.model.revision, c.model.pickle, c.model.gguf_file) for c in cells}
     there = measured_on or MachineFacts.here(device)
     _check_caches(cells, directories, there.free_bytes, device)
     known_data: dict[tuple[ModelSpec, str], Data] = {}
@@ -109,11 +110,17 @@ def prepare(
         keys[cell.id] = key
         record = Record(CellSpec.from_json(cell.as_json()), cell.id, key, "ok", data=facts_of_data)
         facts = {
-            "weights_sha256": weights, "policy_sha256": source, **_code(cell), **task_source,
+            "weights_sha256": weights, **_quantisation(directory), "policy_sha256": source, **_code(cell), **task_source,
             "tokenizer_differs": differs.get(cell.model),
         }  # fmt: skip
         prepared.append(Prepared(cell, task, tokens, directory, record, facts))
     return prepared
+
+
+def _quantisation(directory: Path) -> dict[str, str]:
+    """The record's fact of what the weights were dequantised from."""
+    quantised = gguf_origin(directory).get("quantised")
+    return {"dequantised_from": quantised} if quantised else {}
 
 
 def _code(cell: Cell) -> dict[str, str]:

@@ -111,7 +111,7 @@ def plan(asked: Asked) -> Plan:
     """
     device = device_of(asked.device)
     spec = ModelSpec.model_validate({"id": asked.model, "dtype": asked.dtype})
-    tokenizer = load_tokenizer(model_directory(spec.id, spec.revision, spec.pickle))
+    tokenizer = load_tokenizer(model_directory(spec.id, spec.revision, spec.pickle, spec.gguf_file))
     speeds = Speeds.of(spec, device)
     length = _stream_length(asked, speeds.training_length)
     text, most = _text(asked, length, tokenizer)

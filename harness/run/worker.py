@@ -160,7 +160,7 @@ class Worker:
         return value
 
     def _directory(self, cell: Cell) -> Path:
-        return model_directory(cell.model.id, cell.model.revision, cell.model.pickle)
+        return model_directory(cell.model.id, cell.model.revision, cell.model.pickle, cell.model.gguf_file)
 
     def _prepared(self, number: int) -> Prepared:
         cell, order = self._cells[number], self._order.cells[number]

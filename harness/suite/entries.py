@@ -151,7 +151,7 @@ def _known(prompt: int | None) -> int:
 
 
 def _of_bytes(entry: Entry, budget: dict[str, Any], model: ModelSpec, prompt: int | None) -> int:
-    shape, codec = _shape(model.id, model.revision), entry.kv
+    shape, codec = _shape(model.id, model.revision, model.gguf_file), entry.kv
     if shape is None:
         raise ValueError(f"the config of {model.id} can't be read, so the bytes of a token are unknown; give tokens")
     itemsize, spare = getattr(torch, model.dtype).itemsize, at_once(entry.evict)
@@ -174,8 +174,8 @@ def _of_bytes(entry: Entry, budget: dict[str, Any], model: ModelSpec, prompt: in
 
 
 @cache
-def _shape(model: str, revision: str | None) -> ModelShape | None:
-    return readable_shape(model, revision)
+def _shape(model: str, revision: str | None, gguf_file: str | None) -> ModelShape | None:
+    return readable_shape(model, revision, gguf_file)
 
 
 def entry_schema(name: str, policy: type[Policy]) -> type[BaseModel]:

@@ -16,8 +16,9 @@ class ModelSpec(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    id: str = Field(description="a hub id, or a local directory")
+    id: str = Field(description="a hub id, a local directory or GGUF file, or the name of a packaged model")
     revision: str | None = Field(None, description="of a hub model: a commit")
+    gguf_file: str | None = Field(None, description="the GGUF file to read of a hub model or local directory")
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     rope_length: int | None = Field(None, ge=1, description="longest position, for RoPE types that depend on it; tokens")
     pickle: bool = Field(False, description="accept weights that are not safetensors")
@@ -38,11 +39,12 @@ class ModelSpec(BaseModel):
         return self
 
     def as_json(self) -> dict[str, Any]:
-        """The fields for a record, with the bare name of a local directory."""
+        """The fields for a record, with the bare name of a local directory or file."""
         local = Path(self.id).expanduser()
-        name = local.resolve().name if local.is_dir() else self.id
+        name = local.resolve().name if local.exists() else self.id
+        file = {} if self.gguf_file is None else {"gguf_file": self.gguf_file}
         spread = {"devices": self.devices, "parallel": self.parallel} if self.devices > 1 else {}
-        return {"id": name, "revision": self.revision, "dtype": self.dtype, "rope_length": self.rope_length} | spread
+        return {"id": name, "revision": self.revision, "dtype": self.dtype, "rope_length": self.rope_length} | file | spread
 
 
 class Resources(BaseModel):

@@ -17,6 +17,7 @@ from kvbench.harness.report.feed import equal_bytes, words
 from kvbench.harness.report.feed.question import Question, loss, questions, reference
 from kvbench.harness.report.feed.row import Placed, Provenance, dense_bytes, figure, row_id, row_json
 from kvbench.harness.report.feed.words import finding, size
+from kvbench.harness.report.markdown import model_name
 from kvbench.harness.report.ranks import Place
 from kvbench.harness.report.rows import Row, short_names
 
@@ -89,7 +90,7 @@ def _question(question: Question, provenance: Provenance) -> dict[str, Any]:
     names = {row_id(row): name for row, name in zip(question.rows, short_names(question.rows), strict=True)}
     whole, measured = dense_bytes(question)
     references = [Placed(r, names[row_id(r)], Place(None), loss(question, r, question.dense)) for r in question.references]
-    heading = f"{visible(cell.model.id)}, {words.subject(question)}"
+    heading = f"{model_name(question.first)}, {words.subject(question)}"
     return {
         "id": words.identifier(question), "suite": visible(cell.suite), "suite_version": cell.suite_version,
         "model": visible(cell.model.id), "dtype": visible(cell.model.dtype), "machine": visible(question.machine),

@@ -14,6 +14,7 @@ from kvbench.harness.report.feed import words
 from kvbench.harness.report.feed.question import Question, loss_of
 from kvbench.harness.report.feed.row import answers_json, figure, loss_json, perplexity, row_id
 from kvbench.harness.report.feed.words import finding
+from kvbench.harness.report.markdown import model_name
 from kvbench.harness.report.ranks import Place, corrected, places
 from kvbench.harness.report.rows import Row
 
@@ -104,7 +105,7 @@ def _size(formats: Formats, share: Fraction, kept: dict[str, Row], rows: dict[st
     shown.sort(key=lambda row: (row["rank"] is None, row["rank"] or [0], question.figure(kept[row["id"]]) or 0.0))
     said = finding([row | {"loss_to_dense": None, "times_dense": None} for row in shown], question.measure)
     size = (_held(formats.dense) or 0) * share
-    where = f"{visible(question.first.cell.model.id)}, {words.subject(question)}, in any format"
+    where = f"{model_name(question.first)}, {words.subject(question)}, in any format"
     return {
         "share": float(share), "bytes": int(size), "ranks": [{"id": row["id"], "rank": row["rank"]} for row in shown],
         "finding": said, "answer": f"At 1/{share.denominator} of dense's bytes, {where}: {said}",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from kvbench.harness.core.intervals import median_interval
+from kvbench.harness.core.packaged import PACKAGED
 from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Record, Submitted, standing
 from kvbench.harness.records.metrics import QuestionMetrics
@@ -160,7 +162,7 @@ def _shown(question: Question, row: Row, record: Record) -> str:
 def _cell(record: Record, provenance: Provenance, shown: str) -> dict[str, Any]:
     """A measured cell: its main figure, and the command that measures it again."""
     books = " --data BOOKS" if record.cell.options.get("data") in _NEEDS_BOOKS else ""
-    local = "" if "/" in record.cell.model.id or ":" in record.cell.model.id else " --model FOLDER"
+    local = "" if re.search("[/:]", record.cell.model.id) or record.cell.model.id in PACKAGED else " --model FOLDER"
     return {
         "cell": record.cell_id, "task": visible(record.cell.task.name), "figure": visible(shown),
         "status": "ok" if record.status == "ok" else visible(record.error.kind if record.error else "failed"),

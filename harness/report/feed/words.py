@@ -17,6 +17,7 @@ from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Record
 from kvbench.harness.report.chart import file_name
 from kvbench.harness.report.feed.question import Question
+from kvbench.harness.report.markdown import model_name
 from kvbench.harness.report.shares import too_few
 
 _POLICIES = Path(__file__).parents[3] / "policies"
@@ -72,7 +73,7 @@ def about(question: Question) -> str:
     parts += ["random weights" if never else f"trained in this project{long}" if ours else long and f"trained{long}"]
     modes = dict.fromkeys(row.cell.positions for row in question.caches)
     parts += [f"kept tokens at {' or '.join(modes)} positions"] if modes else []
-    return visible(f"{cell.model.id}: {', '.join(part for part in parts if part)}.")
+    return visible(f"{model_name(question.first)}: {', '.join(part for part in parts if part)}.")
 
 
 def subject(question: Question) -> str:
