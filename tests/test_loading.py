@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.models.config import read_config
 from kvbench.harness.models.families import tiny_model
+from kvbench.harness.models.hub import model_directory
 from kvbench.harness.models.load import load_model, load_tokenizer
 
 CPU = torch.device("cpu")
@@ -57,6 +58,17 @@ def test_weights_that_do_not_fit_the_config_are_refused(folder, changes, says):
     change_config(folder, **changes)
     with pytest.raises(UserError, match=f"^damaged: its weight files do not match its config.json; tensors: {says}"):
         loaded(folder)
+
+
+@pytest.mark.parametrize("file", ["adapter_config.json", "quantization_config"])
+def test_what_only_optional_packages_would_apply_is_refused(folder, file):
+    """With peft a folder's adapter changes the figures, without it nothing does; likewise kernels of quantised weights."""
+    if file == "adapter_config.json":
+        (folder / file).write_text("{}")
+    else:
+        change_config(folder, quantization_config={"quant_method": "mxfp4"})
+    with pytest.raises(UserError, match=r"peft is installed: merge it|mxfp4\), so results would depend on optional packages"):
+        loaded(model_directory(str(folder), None, False))
 
 
 def test_a_head_that_is_tied_need_not_be_in_the_file(tmp_path):

@@ -37,6 +37,8 @@ def read_config(directory: Path) -> PreTrainedConfig:
     for part in (value, value.get("text_config")):
         if isinstance(part, dict):
             _check_counts(part, name)
+            if file != directory:
+                _refuse_quantised(part, name)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # transformers and huggingface_hub raise many kinds
@@ -56,6 +58,16 @@ def first_cause(error: BaseException) -> str:
         error = error.__cause__
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+def _refuse_quantised(part: dict[str, Any], name: str) -> None:
+    """Refuse quantised weights: which code multiplies by them depends on the packages that are installed."""
+    if quantisation := part.get("quantization_config"):
+        method = quantisation.get("quant_method", "unknown") if isinstance(quantisation, dict) else "unknown"
+        raise UserError(
+            f"{name}: its weights are quantised (quantization_config, {method}), so results would depend on optional packages: "
+            "save the model dequantised (model.dequantize(), then save_pretrained), or give a GGUF file"
+        )
 
 
 def _check_counts(part: dict[str, Any], name: str) -> None:

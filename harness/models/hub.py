@@ -100,6 +100,11 @@ def model_directory(model: str, revision: str | None, allow_pickle: bool, gguf_f
             raise UserError(f"{model}: not a model: this directory has no config.json")
     else:
         directory = _download(_hub_id(model), revision, allow_pickle)
+    if (directory / "adapter_config.json").exists():
+        raise UserError(
+            f"{model}: has an adapter (adapter_config.json), which is applied only where peft is installed: merge it into the "
+            "weights (peft's merge_and_unload, then save_pretrained), or remove adapter_config.json to leave it out"
+        )
     if not _weights(directory, allow_pickle):
         only_pickle = not allow_pickle and _weights(directory, True)
         hint = " (pickled weights are read only with model.pickle: true)" if only_pickle else ""

@@ -96,7 +96,9 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     if not any((directory / file).exists() for file in _TOKENIZER_FILES):
         raise UserError(f"{name}: has no tokenizer.json or other tokenizer file, which this task needs to read text")
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            directory, trust_remote_code=False, mistral_format=False,  # else decided by whether mistral-common is installed
+        )  # fmt: skip
     except Exception as error:  # transformers and tokenizers raise many kinds
         raise UserError(
             f"{name}: its tokenizer can't be read ({type(error).__name__}: {first_cause(error)}): is tokenizer.json complete?"

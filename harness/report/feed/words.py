@@ -87,6 +87,7 @@ def text(record: Record) -> str:
     """The text, and how much of it."""
     options = record.cell.options
     name = _TEXTS.get(str(options.get("data")), str(options.get("data", record.cell.task.name)))
+    name = record.data.source if re.fullmatch(r"local .*\.txt", record.data.source) else name
     parts = [name, f"{record.data.tokens:,} tokens" if record.data.tokens else ""]
     parts += [f"book {options['book']}"] if options.get("book") is not None else []
     parts += [f"{options['newlines']} newlines first"] if options.get("newlines") is not None else []
