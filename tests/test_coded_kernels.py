@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbench.harness.core.codec import Codec, Kivi
-from kvbench.harness.engine.beside import Beside
+from kvbench.harness.engine.comparison import ReferenceComparison, record_inputs
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fastcheck import fast_method
 from kvbench.harness.engine.kernels import compiler
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import FASTEST, PLAIN_WALK, RAN, TOKEN_BY_TOKEN
 from kvbench.harness.engine.model import Model, adopt
-from kvbench.harness.engine.trial import Bench
+from kvbench.harness.engine.trial import MethodCheck
 from kvbench.harness.engine.walk import Walk
 from kvbench.harness.models.families import tiny_model
 from kvbench.policies import Policy
@@ -54,12 +54,12 @@ def refuse_unequal(
     config = CacheConfig(policy, capacity if policy.evicts else None, mode, 12, kv=codec)
     fast, plain = CachedDecoder(model, config, method=BY_KERNEL), CachedDecoder(model, config, method=PLAIN_WALK)
     assert all(walk.steps_by_kernel for walk in fast.walks)
-    plain.walks = [Beside(*pair) for pair in zip(plain.walks, fast.walks, strict=True)]
+    comparison = ReferenceComparison(record_inputs(model, tokens_of(tokens)), {plain: model.dtype, fast: model.dtype}, 0)
     for read in (plain, fast):
         read.reserve(tokens)
     for part in tokens_of(tokens).split(block, 1):
-        plain(part)
-    assert max(walk.verdict().worst for walk in plain.walks) < most
+        comparison.read(part)
+    assert comparison.verdict().max_error < most
     assert fast.kept() == plain.kept()
 
 
@@ -147,7 +147,7 @@ def test_a_wrong_shift_is_refused_by_the_check(monkeypatch, tmp_path, name, righ
 
 
 def test_a_kernel_that_did_not_answer_is_not_used(monkeypatch):
-    monkeypatch.setattr(Bench, "trial_of_codes", lambda bench, method: Bench.trial(bench, TOKEN_BY_TOKEN))
+    monkeypatch.setattr(MethodCheck, "trial_of_codes", lambda bench, method: MethodCheck.trial(bench, TOKEN_BY_TOKEN))
     check = fast_method(model_of("llama"), CacheConfig(H2O(), 20, kv=Codec("int4")))
     assert (check.step, check.method) == ("plain", PLAIN_WALK)
     assert check.refused == "step kernels: it did not answer"

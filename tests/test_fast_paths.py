@@ -15,7 +15,7 @@ from kvbench.harness.engine.kernels import compiler, cpu_walk
 from kvbench.harness.engine.kernels.tracing import NotTraceableError, traced
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import FASTEST, KERNELS, PLAIN_WALK, TOKEN_BY_TOKEN, Method
-from kvbench.harness.engine.trial import Bench
+from kvbench.harness.engine.trial import MethodCheck
 from kvbench.policies import AttentionSum, CacheView
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
@@ -282,7 +282,7 @@ def test_the_check_refuses_a_closed_form_that_differs(monkeypatch):
     found = fastcheck.fast_method(model, config)
     assert found.blocks in ("compiled walk", "walk")
     assert not found.method.closed_form
-    assert found.refused.startswith("closed form: its logits differ from the plain walk's")
+    assert found.refused.startswith("closed form: its attention differs from the plain walk's")
     assert found.differs > 1
 
 
@@ -299,8 +299,8 @@ def test_the_check_refuses_a_compiled_walk_that_differs(monkeypatch):
 @needs_compiler
 def test_dense_is_checked_only_where_kernels_take_its_steps(monkeypatch):
     """Its blocks are the plain computation, so without kernels there is nothing to compare."""
-    model, compared, plain = model_of("llama"), [], Bench._differ
-    monkeypatch.setattr(Bench, "_differ", lambda *asked: compared.append(asked) or plain(*asked))
+    model, compared, plain = model_of("llama"), [], MethodCheck._differs
+    monkeypatch.setattr(MethodCheck, "_differs", lambda *asked: compared.append(asked) or plain(*asked))
     found = fastcheck.fast_method(model, CacheConfig(Dense()))
     assert (found.method, found.blocks, found.step) == (Method(closed_form=False, step_kernel=True), "closed form", "compiled")
     assert len(compared) == 1

@@ -26,7 +26,7 @@ from kvbench.harness.engine.method import EAGER, FASTEST, PLAIN_WALK
 from kvbench.harness.engine.model import Model, adopt
 from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.runs import RunReader
-from kvbench.harness.engine.trial import Bench
+from kvbench.harness.engine.trial import MethodCheck
 from kvbench.harness.engine.walk import Walk
 from kvbench.harness.models.families import tiny_model
 from kvbench.harness.run import reading
@@ -215,12 +215,12 @@ def test_both_faults_are_told(monkeypatch):
 @needs_compiler
 def test_methods_that_fail_only_together_are_not_used(monkeypatch):
 
-    def differ(bench, fast, plain, sizes, seen):
-        differ.plain(bench, fast, plain, sizes, seen)
-        return "they differ" if fast.walks[0].is_compiled and fast.walks[0].steps_by_kernel else ""
+    def differs(check, method, *given):
+        differs.plain(check, method, *given)
+        return "they differ" if method.walk_kernel and method.step_kernel else ""
 
-    differ.plain = Bench._differ
-    monkeypatch.setattr(Bench, "_differ", differ)
+    differs.plain = MethodCheck._differs
+    monkeypatch.setattr(MethodCheck, "_differs", differs)
     found = fast_method(model_of("llama"), CacheConfig(H2O(), 8))
     assert (found.method, found.blocks, found.step, found.refused) == (PLAIN_WALK, "walk", "plain", "they differ")
 
@@ -270,8 +270,8 @@ def test_a_captured_step_is_used_only_where_it_measures_faster(clock, as_on_cuda
 
 def test_the_cells_streams_are_read_where_they_fit(monkeypatch, clock, as_on_cuda):
     model, config = model_of("llama"), CacheConfig(H2O(), 8)
-    plain, asked = Bench._differ, []
-    monkeypatch.setattr(Bench, "_differ", lambda bench, *reads: asked.append(reads[0].streams) or plain(bench, *reads))
+    plain, asked = MethodCheck._differs, []
+    monkeypatch.setattr(MethodCheck, "_differs", lambda check, *given: asked.append(given[-1]) or plain(check, *given))
     fast_method(model, config, 5)
     for fitting in (3, 0):
         monkeypatch.setattr(trial, "free_bytes", lambda device, fitting=fitting: 4 * fitting * model.kv_bytes(8))
@@ -299,7 +299,7 @@ LOOKS = CacheConfig(H2O(), 40)
 @needs_compiler
 @pytest.mark.parametrize(("config", "blocks"), [(SINKS, "closed form"), (ANY, "compiled walk")], ids=str)
 def test_rounding_that_grows_from_layer_to_layer_refuses_no_shortcut(deep, config, blocks):
-    bench = Bench(deep, config, 1)
+    bench = MethodCheck(deep, config, 1)
     (apart,) = bench._differences([bench._decoder(PLAIN_WALK), bench._decoder(FASTEST)], [40, 32, 1])
     assert apart > 5
     found = fast_method(deep, config)
@@ -358,7 +358,7 @@ def test_a_kernel_that_is_wrong_in_places_in_16_bits_is_refused(monkeypatch, con
 @needs_compiler
 def test_both_sides_are_timed_in_the_same_state(monkeypatch, deep, as_on_cuda):
     seen = []
-    monkeypatch.setattr(Bench, "_slower", lambda bench, what, tokens, fast, plain: seen.append((fast._seen, plain._seen)) or "")
+    monkeypatch.setattr(MethodCheck, "_slower", lambda bench, what, tokens, fast, plain: seen.append((fast._seen, plain._seen)) or "")
     fast_method(deep, CacheConfig(Random(), 256))
     assert seen
     assert all(ours == theirs > 256 for ours, theirs in seen)
@@ -367,10 +367,10 @@ def test_both_sides_are_timed_in_the_same_state(monkeypatch, deep, as_on_cuda):
 @pytest.mark.parametrize("policy", [Random(), SinkWindow(4)], ids=lambda p: type(p).__name__)
 def test_runs_in_16_bits_are_compared_layer_by_layer(monkeypatch, deep, policy):
     config = CacheConfig(policy, 40, evict=16)
-    assert Bench(deep, config, 1).trial_of_runs() == ""
+    assert MethodCheck(deep, config, 1).trial_of_runs() == ""
     right = RunReader._attend
     monkeypatch.setattr(RunReader, "_attend", lambda *given: (lambda out, seen: (out * 0.2, seen))(*right(*given)))
-    assert Bench(deep, config, 1).trial_of_runs() == "its attention differs from the plain walk's"
+    assert MethodCheck(deep, config, 1).trial_of_runs() == "its attention differs from the plain walk's"
 
 
 def test_a_wrong_graph_in_16_bits_is_refused(monkeypatch, deep, clock, as_on_cuda):

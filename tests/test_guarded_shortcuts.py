@@ -15,7 +15,7 @@ from conftest import DEVICE, model_of
 from factories import needs_compiler, needs_triton
 from test_fastcheck import Graph, OnCuda
 
-from kvbench.harness.engine import banded, beside, closed_form, fastcheck, flex, shortcuts, trial
+from kvbench.harness.engine import banded, closed_form, comparison, fastcheck, flex, shortcuts, trial
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fastcheck import FastCheck, fast_method
 from kvbench.harness.engine.kernels import choose, cpu, cpu_walk, cuda, rope
@@ -29,7 +29,8 @@ from kvbench.policies.random import Random
 from kvbench.policies.sink_window import SinkWindow
 from kvbench.policies.snapkv import SnapKV
 
-DIFFERS = "its logits differ from the plain walk's"
+DIFFERS = "its attention differs from the plain walk's"
+DIFFERS_CAPTURED = "its logits differ from those of steps that are not captured"
 STREAMING = CacheConfig(SinkWindow(4), 150)
 HEAVY = CacheConfig(H2O(), 20)
 
@@ -46,7 +47,7 @@ def flexible(monkeypatch):
     monkeypatch.setattr(flex, "_DEVICES", {DEVICE.type})
     monkeypatch.setattr(rope, "_DEVICES", {DEVICE.type})
     monkeypatch.setattr(trial, "TIMED_DEVICES", {DEVICE.type})
-    monkeypatch.setattr(trial.Bench, "_slower", lambda *args: "")
+    monkeypatch.setattr(trial.MethodCheck, "_slower", lambda *args: "")
 
 
 @pytest.fixture
@@ -144,7 +145,7 @@ def test_chunks_of_a_walk_in_graphs(monkeypatch, replayable):
     monkeypatch.setattr(cuda, "CHUNK_TOKENS", 4)
     monkeypatch.setattr(cuda, "replayable", replayable or (lambda launches, device: launches))
     monkeypatch.setattr(trial, "TIMED_DEVICES", {DEVICE.type})
-    monkeypatch.setattr(trial.Bench, "_slower", lambda *args: "")
+    monkeypatch.setattr(trial.MethodCheck, "_slower", lambda *args: "")
     monkeypatch.setattr(trial, "_TIMED_BLOCK_TOKENS", 12)
     monkeypatch.setattr(trial, "_ROOM_TOKENS", 2)
     model = adopt(tiny_model("llama", num_hidden_layers=1))
@@ -167,7 +168,7 @@ def test_compiled_code_that_evicts_other_tokens(monkeypatch, kernel):
     random, real = built_of(Random().bind(capacity), f"{kernel}.c", kernel), module.built_of
     monkeypatch.setattr(module, "built_of", lambda *asked: random if asked[2] == kernel else real(*asked))
     if kernel == "release":
-        monkeypatch.setattr(beside, "_ROUNDING", {torch.float32: beside._ROUNDING_16_BITS})
+        monkeypatch.setattr(comparison, "_ROUNDING", {torch.float32: comparison._ROUNDING_16_BITS})
     found = fast_method(model, CacheConfig(H2O(), capacity))
     if kernel == "walk":
         assert is_refused(found, "compiled walk", "walk_kernel")
@@ -223,7 +224,7 @@ def test_captured_steps(monkeypatch, captured, graph, every):
     if graph is Graph:
         assert (found.step, found.refused) == ("captured", "")
     else:
-        assert f"captured kernels: {DIFFERS}" in found.refused
+        assert f"captured kernels: {DIFFERS_CAPTURED}" in found.refused
 
 
 @pytest.mark.slow("takes seconds")
@@ -233,7 +234,7 @@ def test_captured_steps_of_compiled_code(monkeypatch, captured):
     monkeypatch.setattr("test_fastcheck.Graph", OfCompiledCode)
     monkeypatch.setattr(Graph, "of_compiled_code", [])
     found = fast_method(model_of("llama"), HEAVY, fused=True)
-    assert is_refused(found, "fused steps", "fused")
+    assert is_refused(found, "fused steps", "fused", DIFFERS_CAPTURED)
     assert found.step == "captured"
 
 

@@ -17,7 +17,7 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import FASTEST, PLAIN_WALK, TOKEN_BY_TOKEN, Method
 from kvbench.harness.engine.model import Model
-from kvbench.harness.engine.trial import Bench, Trial, blocks_by
+from kvbench.harness.engine.trial import MethodCheck, Trial, blocks_by
 from kvbench.policies.dense import Dense
 
 _READ_TOKENS = 600  # of the check, beside those that fill a cache; a little more than it needs
@@ -80,10 +80,10 @@ def fast_method(model: Model, config: CacheConfig, streams: int = 1, fused: bool
         return _of_prompt(model, config, streams, fused)
     if config.policy.evicts and (config.capacity or 0) + _READ_TOKENS > model.longest:
         return FastCheck(PLAIN_WALK, "walk", "plain", 0.0, plain_because="the model has fewer positions than the check reads")
-    bench = Bench(model, config, streams)
+    bench = MethodCheck(model, config, streams)
     unfit = bench.trial_of_runs() if config.every > 1 else ""
     if unfit:
-        return FastCheck(TOKEN_BY_TOKEN, "walk", "plain", bench.worst, f"runs: {unfit}")
+        return FastCheck(TOKEN_BY_TOKEN, "walk", "plain", bench.max_error, f"runs: {unfit}")
     fast = CachedDecoder(model, config, method=FASTEST)
     blocks, by_kernel = blocks_by(fast), any(w.steps_by_kernel for w in fast.walks)
     lost = next((w.lost for w in fast.walks if w.lost), "")
@@ -95,19 +95,19 @@ def fast_method(model: Model, config: CacheConfig, streams: int = 1, fused: bool
     block_ladder = _block_ladder(model, config, fast) if config.policy.evicts and not lagging else []
     del fast
     if not is_fast:
-        return FastCheck(PLAIN_WALK, blocks, "plain", bench.worst, lost, because)
+        return FastCheck(PLAIN_WALK, blocks, "plain", bench.max_error, lost, because)
     whole = bench.trial(fastest)
     block_method, _, block_reasons = _choose(bench, block_ladder, whole, lambda trial: trial.slow_blocks)
     step_method, steps, step_reasons = _choose(bench, step_ladder, whole, lambda trial: trial.slow_steps)
     if config.policy.evicts:
         blocks = blocks_by(CachedDecoder(model, config, method=block_method))
     if whole.refused and not block_reasons and not step_reasons:  # they fail only together
-        return FastCheck(PLAIN_WALK, "walk" if config.policy.evicts else blocks, "plain", bench.worst, whole.refused, because)
+        return FastCheck(PLAIN_WALK, "walk" if config.policy.evicts else blocks, "plain", bench.max_error, whole.refused, because)
     used = step_method.step_kernel, step_method.captured, step_method.fused
     method = replace(block_method, step_kernel=used[0], captured=used[1], fused=used[2])
     step = "fused" if method.fused else "captured" if method.captured else "compiled" if method.step_kernel else "plain"
     reasons = dict.fromkeys([*block_reasons, *step_reasons, steps.eager_because or lost])
-    return FastCheck(method, blocks, step, bench.worst, "; ".join(filter(None, reasons)), because)
+    return FastCheck(method, blocks, step, bench.max_error, "; ".join(filter(None, reasons)), because)
 
 
 def _of_coded(model: Model, config: CacheConfig, codec: Codec) -> FastCheck:
@@ -116,18 +116,18 @@ def _of_coded(model: Model, config: CacheConfig, codec: Codec) -> FastCheck:
     Codes would only make of a difference in rounding, here and there, one of a whole step of the code.
     """
     once = config.evict == "prompt"
-    bench = Bench(model, replace(config, kv=None) if once else config, 1)
+    bench = MethodCheck(model, replace(config, kv=None) if once else config, 1)
     unfit, because = bench.trial_of_prompt() if once else bench.trial_of_runs(), f"K and V are stored as {codec.name}"
     method, refused = (TOKEN_BY_TOKEN, f"runs: {unfit}") if unfit else (PLAIN_WALK, "")
     blocks = "full attention" if once and not unfit else "walk"
     after = CacheConfig(Dense(), None, config.positions, config.limit, config.seed, kv=codec) if once else config
-    by_kernel, steps = replace(method, step_kernel=True), Bench(model, after, 1)
+    by_kernel, steps = replace(method, step_kernel=True), MethodCheck(model, after, 1)
     walks = CachedDecoder(model, after, method=by_kernel).walks
     if not all(walk.steps_by_kernel for walk in walks):
         refused = refused or next((walk.lost for walk in walks if walk.lost), "")
-        return FastCheck(method, blocks, "plain", bench.worst, refused, because)
+        return FastCheck(method, blocks, "plain", bench.max_error, refused, because)
     trial = steps.trial_of_codes(by_kernel)
-    unfit, differs = trial.refused or ("" if trial.ran.get("step kernel") else "it did not answer"), max(bench.worst, steps.worst)
+    unfit, differs = trial.refused or ("" if trial.ran.get("step kernel") else "it did not answer"), max(bench.max_error, steps.max_error)
     if unfit:
         reasons = filter(None, [refused, f"step kernels: {unfit}"])
         return FastCheck(method, blocks, "plain", differs, "; ".join(reasons), because)
@@ -139,9 +139,9 @@ def _of_coded(model: Model, config: CacheConfig, codec: Codec) -> FastCheck:
 def _of_prompt(model: Model, config: CacheConfig, streams: int, fused: bool) -> FastCheck:
     """The fastest way where prompts are cut once: they are read under full attention, and what follows in a cache that grows."""
     growing = CacheConfig(Dense(), None, config.positions, config.limit, config.seed)
-    check, bench = fast_method(model, growing, streams, fused), Bench(model, config, streams)
+    check, bench = fast_method(model, growing, streams, fused), MethodCheck(model, config, streams)
     unfit = bench.trial_of_prompt()
-    differs = max(check.differs, bench.worst)
+    differs = max(check.differs, bench.max_error)
     if unfit:
         refused = "; ".join(filter(None, [check.refused, f"full attention: {unfit}"]))
         return check._replace(method=replace(check.method, fill=False), blocks="walk", differs=differs, refused=refused)
@@ -178,7 +178,7 @@ def _step_ladder(by_kernel: bool, captured: bool, fused: bool) -> list[Rung]:
 
 
 def _choose(
-    bench: Bench, ladder: Sequence[Rung], whole: Trial, slow: Callable[[Trial], str]
+    bench: MethodCheck, ladder: Sequence[Rung], whole: Trial, slow: Callable[[Trial], str]
 ) -> tuple[Method, Trial, list[str]]:  # fmt: skip
     """The first method that agrees with the plain walk, is used and is not slower; else the plain walk.
 

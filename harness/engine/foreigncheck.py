@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 from kvbench.harness.core.contestants import Contestant
 from kvbench.harness.core.errors import described
 from kvbench.harness.core.presses import Press
-from kvbench.harness.engine.beside import rounding_of
+from kvbench.harness.engine.comparison import rounding_of
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.foreign import ForeignDecoder, usual_attention
 from kvbench.harness.engine.method import EAGER, OwnLoop

@@ -114,6 +114,7 @@ class CachedDecoder:
         model: that it drives.
         config: what it keeps.
         walks: one for the heads that share tensors; none before the prompt if that decides what is kept.
+        shares: of each cache, the walks that answer for it.
         graphs: captures steps; None where steps aren't captured.
         around_bookkeeping: entered around the bookkeeping at the end of every eager block, so that it can be timed.
     """
@@ -148,14 +149,14 @@ class CachedDecoder:
         self.graphs = StepGraphs() if method.captured and model.device.type == "cuda" and model.may_capture else None
         self.around_bookkeeping: Callable[[], AbstractContextManager[None]] = nullcontext
         self.walks: list[Walk] = []
-        self._shares: list[list[Share]] = []
+        self.shares: list[list[Share]] = []
         if config.evict != "prompt":
             self._hold(self._layout.for_stream(static_table(model, config, None)))
 
     def _hold(self, slots: Sequence[Slots]) -> None:
         """Drive these slots from now on."""
         self.walks = [Walk(group, self.config.positions, self._limit or 0, self._method) for group in slots]
-        self._shares = [[] for _ in self.model.layers]
+        self.shares = [[] for _ in self.model.layers]
         for at, group in enumerate(slots):
             for part in group.parts:
                 heads = None if part.heads is None else torch.tensor(part.heads, device=group.device)
@@ -163,7 +164,7 @@ class CachedDecoder:
                 if heads is not None:
                     within = torch.arange(group.shape.group_of_reader, device=heads.device)
                     queries = (heads[:, None] * group.shape.group_of_reader + within).flatten()
-                self._shares[part.layer].append(Share(at, heads, queries))
+                self.shares[part.layer].append(Share(at, heads, queries))
 
     @torch.inference_mode()
     def __call__(self, tokens: Tensor, valid: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
@@ -305,7 +306,7 @@ class CachedDecoder:
             steps = self._step.clone()
         else:
             steps = self._step + (torch.arange(count, device=tokens.device) if valid is None else valid.cumsum(1) - valid.long())
-        block = BlockInLayers(self.walks, self._shares, self.model.readers, Block(steps, valid, self._seen, tokens))
+        block = BlockInLayers(self.walks, self.shares, self.model.readers, Block(steps, valid, self._seen, tokens))
         logits = self.model(tokens, block, 0 if keep is None else keep, steps)
         with self.around_bookkeeping():
             block.end()
@@ -352,7 +353,7 @@ class CachedDecoder:
     def kept(self) -> list[list[list[list[int]]]]:
         """Positions held, oldest first, per layer, stream and KV head. Syncs with the host."""
         layers = []
-        for layer, shares in enumerate(self._shares):
+        for layer, shares in enumerate(self.shares):
             heads: list[list[list[int]]] = [[[] for _ in range(self.model.layers[layer].heads)] for _ in range(self.streams)]
             for share in shares:
                 places = range(len(heads[0])) if share.heads is None else share.heads.tolist()

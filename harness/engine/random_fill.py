@@ -36,7 +36,7 @@ def fill_randomly(slots: Slots, tokens: int, generator: torch.Generator) -> None
             if statistic.per == "head":
                 continue
             held = state.flatten(0, 1)[:, :count]
-            held += torch.rand(held.shape, generator=generator, device=device, dtype=held.dtype)
+            held += torch.rand(held.shape, generator=generator, device=device)
 
 
 def _normal(x: Tensor, generator: torch.Generator) -> Tensor:

@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from kvbench.harness.core.device import free_bytes, wait_for
-from kvbench.harness.engine.beside import Beside, is_exact, rounding_of
+from kvbench.harness.engine.comparison import (
+    LayerInputs,
+    ReferenceComparison,
+    Row,
+    Verdict,
+    is_exact,
+    record_inputs,
+    rounding_of,
+)
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.flex import TILE
 from kvbench.harness.engine.loop import CachedDecoder
@@ -22,13 +30,14 @@ from kvbench.harness.engine.method import PLAIN_WALK, RAN, TOKEN_BY_TOKEN, Metho
 from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.slots import Slots
 
-_EVICTING_TOKENS = 256  # read after the cache is full
-_EVICTING_TOKENS_16_BITS = 32
-_BLOCK_TOKENS = 128
+_ATTEMPTS = 3  # with other tokens, where a head holds other tokens than the plain walk's
+_EVICTING_TOKENS = 8  # of the block in which a cache gets full
+_BLOCK_TOKENS, _BLOCK_TOKENS_16_BITS = 64, 32  # of a block that only evicts; in 16 bits heads soon hold other tokens
+_CLOSED_BLOCK_TOKENS = 160  # of the closed form, which computes up to 128 tokens at once
 _SINGLE_TOKENS = 8  # read one by one at the end
 _CODED_BLOCK_TOKENS = 12  # read before that in a coded cache; four evict
 _SHORT_CYCLE = 4  # tokens evicted at once: up to this many, three cycles are read one by one; above it, only their ends
-_DENSE_TOKENS = 64  # read before that, where there is no capacity to fill
+_DENSE_TOKENS = 256  # held before, where there is no capacity to fill
 _PROMPT_CAPACITY, _PROMPT_TOKENS, _PROMPT_BLOCK = 96, 64, 72  # the second is what the prompt has over the first
 _OTHER_VICTIMS, _OTHER_VICTIMS_16_BITS = 0.02, 0.25  # shares; rounding was measured to change none of 80,000, and 3 %
 
@@ -39,7 +48,7 @@ _CLEARLY = 3  # times as fast: one pair of blocks is enough
 _ROOM_TOKENS = 32  # that a cache filled with random numbers lacks when the first block comes
 _CACHES_PER_FREE_MEMORY = 4  # two caches are compared, and take no more than half of it
 _CACHES_PER_FREE_MEMORY_16_BITS = 12  # four, and one in 32 bits
-_MOST_NOISE = 5.0  # units of rounding: where that changes so much, a comparison tells nothing
+_MOST_ROUNDING = 5.0  # units of rounding: where that changes so much, a comparison tells nothing
 
 
 class Trial(NamedTuple):
@@ -60,11 +69,11 @@ class Trial(NamedTuple):
     eager_because: str = ""
 
 
-class Bench:
+class MethodCheck:
     """Tries methods on one cell.
 
     Attributes:
-        worst: largest difference found so far, over what is allowed.
+        max_error: largest difference measured so far, relative to the tolerance.
     """
 
     def __init__(self, model: Model, config: CacheConfig, streams: int) -> None:
@@ -76,21 +85,24 @@ class Bench:
             caches = _CACHES_PER_FREE_MEMORY if self._exact else _CACHES_PER_FREE_MEMORY_16_BITS
             fitting = free_bytes(model.device) // (caches * model.kv_bytes(config.capacity or _DENSE_TOKENS))
             self._streams = max(1, min(streams, fitting))
-        self._filled = max(0, config.capacity - _ROOM_TOKENS) if self._timed and config.capacity is not None else 0
-        self.worst = 0.0
+        room = _ROOM_TOKENS if self._timed else _EVICTING_TOKENS
+        self._filled = _DENSE_TOKENS if config.capacity is None else max(0, config.capacity - room)
+        self.max_error = 0.0
+        self._recorded: list[tuple[Tensor, list[LayerInputs]]] = []
 
     def trial(self, method: Method) -> Trial:
         """Compare a method with the plain walk, and time both where a kernel may be slower."""
-        before = Counter(RAN)
+        before, eager = Counter(RAN), replace(method, captured=False, fused=False)
         try:
-            fast, plain = self._decoder(method), self._decoder(PLAIN_WALK)
-            seen, blocks = self._filled, self._block_sizes(fast)
-            sizes = [*blocks, *self._single_sizes(fast, seen + sum(blocks))]
-            if self._exact or self._model.shares_caches:
-                refused = self._differ(fast, plain, sizes, seen)
-            else:
-                refused = self._differ_by_layer(fast, plain, method, sizes)
-            ran = RAN - before
+            sizes = self._sizes(CachedDecoder(self._model, self._config, 1, method))
+            refused = self._differs(eager, PLAIN_WALK, sizes, self._filled, self._streams)
+            if refused:
+                return Trial(refused, ran=RAN - before)
+            fast = self._decoder(method)
+            if not (self._timed or fast.graphs):
+                return Trial(ran=RAN - before)
+            plain = self._decoder(PLAIN_WALK)
+            refused, ran = self._differs_captured(fast, plain, method, sizes), RAN - before
             if refused or not self._timed:
                 return Trial(refused, ran=ran)
             slow = "" if blocks_by(fast) == blocks_by(plain) else self._slower("block", self._timed_tokens(fast), fast, plain)
@@ -104,34 +116,17 @@ class Bench:
         config = self._config
         seen = (config.capacity or 0) + max(0, config.every - _SINGLE_TOKENS)
         try:
-            fast, plain = (CachedDecoder(self._model, config, 1, method) for method in (PLAIN_WALK, TOKEN_BY_TOKEN))
-            sizes = [_ROOM_TOKENS, *[1] * _SINGLE_TOKENS]
-            for read in (fast, plain):
-                read.fill_randomly(seen)
-            if self._exact or self._model.shares_caches or config.kv is not None:
-                return self._differ(fast, plain, sizes, seen)
-            wide = self._wide(plain, TOKEN_BY_TOKEN, seen)
-            for read in (fast, plain, *wide):
-                read.reserve(sum(sizes))
-            return self._beside(fast, plain, sizes, seen, *wide)
+            return self._differs(PLAIN_WALK, TOKEN_BY_TOKEN, [_ROOM_TOKENS, *[1] * _SINGLE_TOKENS], seen)
         except Exception as error:
             return self._failed(error).refused
 
     def trial_of_codes(self, method: Method) -> Trial:
-        """Compare a block and single tokens of a coded cache with the plain walk's, layer by layer, and the tokens kept.
-
-        Rounding flips a code here and there, which changes all that is computed later. So in every layer both take in the same
-        query, key and value.
-        """
+        """Compare a block and single tokens of a coded cache with the plain walk's."""
         config, before = self._config, Counter(RAN)
         sizes = [_CODED_BLOCK_TOKENS, *[1] * _SINGLE_TOKENS]
         seen = max(0, config.capacity + config.every - _CODED_BLOCK_TOKENS + 4) if config.capacity else _DENSE_TOKENS
         try:
-            fast, plain = (CachedDecoder(self._model, config, 1, m) for m in (method, PLAIN_WALK))
-            for read in (fast, plain):
-                read.fill_randomly(seen)
-                read.reserve(sum(sizes))
-            return Trial(self._beside(fast, plain, sizes, seen), ran=RAN - before)
+            return Trial(self._differs(method, PLAIN_WALK, sizes, seen), ran=RAN - before)
         except Exception as error:
             return self._failed(error)
 
@@ -148,14 +143,15 @@ class Bench:
 
     def _prompts_differ(self, capacity: int | None) -> str:
         """In what a prompt that is cut to this capacity differs, read in one go and token by token; empty if in nothing."""
-        config, tokens = replace(self._config, capacity=capacity), (capacity or 0) + _PROMPT_TOKENS
-        fast, plain = (CachedDecoder(self._model, config, 1, method) for method in (PLAIN_WALK, TOKEN_BY_TOKEN))
-        for read in (fast, plain):
-            read.read_prompt(self._tokens(tokens, 1), _PROMPT_BLOCK)
-        return self._differ(fast, plain, [1] * _SINGLE_TOKENS, tokens)
+        short = MethodCheck(self._model, replace(self._config, capacity=capacity), 1)
+        sizes = [(capacity or 0) + _PROMPT_TOKENS, *[1] * (_SINGLE_TOKENS if self._exact else 0)]
+        try:
+            return short._differs(PLAIN_WALK, TOKEN_BY_TOKEN, sizes, 0)
+        finally:
+            self.max_error = max(self.max_error, short.max_error)
 
     def _failed(self, error: Exception) -> Trial:
-        self.worst = torch.inf
+        self.max_error = torch.inf
         return Trial(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300])
 
     def _decoder(self, method: Method) -> CachedDecoder:
@@ -167,14 +163,17 @@ class Bench:
             read.fill_randomly(self._filled)
         return read
 
-    def _block_sizes(self, fast: CachedDecoder) -> list[int]:
-        """Tokens of the blocks that are compared."""
-        exact = self._exact or any(w.has_closed_form for w in fast.walks)
+    def _sizes(self, fast: CachedDecoder) -> list[int]:
+        """Tokens of the blocks that are compared: one in which a cache gets full, single ones, and one that only evicts."""
+        closed = any(walk.has_closed_form for walk in fast.walks)
         if self._timed and self._config.capacity is not None:
-            odd = [_TIMED_BLOCK_TOKENS] * any(w.may_flex for w in fast.walks)  # which FlexAttention leaves to plain code
-            return [self._timed_tokens(fast)] * (1 + exact) + odd
-        whole, remainder = divmod(_EVICTING_TOKENS if exact else _EVICTING_TOKENS_16_BITS, _BLOCK_TOKENS)
-        return [self._config.capacity or _DENSE_TOKENS, *[_BLOCK_TOKENS] * whole, *[remainder] * (remainder > 0)]
+            odd = [_TIMED_BLOCK_TOKENS] * any(walk.may_flex for walk in fast.walks)  # which FlexAttention leaves to plain code
+            first = [self._timed_tokens(fast)] * (1 + (self._exact or closed)) + odd
+            return [*first, *self._single_sizes(fast, self._filled + sum(first))]
+        first = [(self._config.capacity or self._filled) - self._filled + _EVICTING_TOKENS]
+        last = [_CLOSED_BLOCK_TOKENS] if closed else [_BLOCK_TOKENS if self._exact else _BLOCK_TOKENS_16_BITS]
+        is_fast = closed or any(walk.is_compiled for walk in fast.walks)
+        return [*first, *self._single_sizes(fast, self._filled + sum(first)), *(last if is_fast else [])]
 
     def _timed_tokens(self, fast: CachedDecoder) -> int:
         """Tokens of a block that every shortcut in question takes: FlexAttention takes whole tiles."""
@@ -195,77 +194,99 @@ class Bench:
             seen += gap + _SHORT_CYCLE
         return sizes
 
-    def _tokens(self, count: int, streams: int) -> Tensor:
+    def _tokens(self, count: int, streams: int, seed: int = 1) -> Tensor:
         """Random tokens. [B, count] int64."""
         vocabulary = self._model.hf.config.get_text_config().vocab_size
-        generator = torch.Generator().manual_seed(1)
+        generator = torch.Generator().manual_seed(seed)
         return torch.randint(vocabulary, (streams, count), generator=generator).to(self._model.device)
 
-    def _beside(
-        self, fast: CachedDecoder, plain: CachedDecoder, sizes: Sequence[int], seen: int, wide: CachedDecoder | None = None
-    ) -> str:
-        """Read blocks by both, each layer with the queries, keys and values of the plain one. Says in what they differ.
+    def _differs(self, method: Method, reference: Method, sizes: Sequence[int], seen: int, streams: int = 1) -> str:
+        """In what a method's attention and the tokens that it keeps differ from a reference; empty if in nothing.
 
-        wide: a decoder with a cache in float32, whose attention counts as exact: both may be off by rounding, the fast one by
-            twice as much as the plain one. None: the plain one's counts as exact.
+        Rounding may make a head evict another token, but hardly the same head on other tokens, too. So in more than 16 bits
+        a head that holds others is given other tokens, up to `_ATTEMPTS` times.
         """
-        walks = [plain.walks, fast.walks, *([] if wide is None else [wide.walks])]
-        beside = [Beside(*together) for together in zip(*walks, strict=True)]
-        plain.walks = [*beside]
-        for block in self._tokens(sum(sizes), plain.streams).split(list(sizes), 1):
-            plain(block)
-        verdicts = [walk.verdict() for walk in beside]
-        noise, worst = max(x.noise for x in verdicts), max(x.worst for x in verdicts)
-        self.worst = max(self.worst, worst)
-        if noise > _MOST_NOISE:
-            return f"rounding changes attention by {noise:.1f} times what is allowed"
-        if not all(x.compared for x in verdicts):
-            return "no head of a layer could be compared with the plain walk's"
-        if worst > 1:
-            return "its attention differs from the plain walk's"
-        return self._others(fast, plain, seen + sum(sizes))
+        diverged: frozenset[Row] | None = None
+        for seed in range(_ATTEMPTS):
+            refused, verdict = self._attempt((method, reference), sizes, seen, streams, seed)
+            if refused:
+                return refused
+            diverged = verdict.diverged if diverged is None else diverged & verdict.diverged
+            if not diverged or not self._exact:
+                return ""
+        return "a head holds other tokens than the plain walk's, whatever is read"
 
-    def _wide(self, plain: CachedDecoder, method: Method, seen: int) -> list[CachedDecoder]:
-        """A decoder with a cache in float32; none where statistics take in keys and values: they multiply them with weights."""
-        if any(walk.notes_written for walk in plain.walks):
-            return []
-        wide = CachedDecoder(self._model, self._config, plain.streams, method, torch.float32)
-        if seen:
-            wide.fill_randomly(seen)
-        return [wide]
+    def _attempt(
+        self, methods: tuple[Method, Method], sizes: Sequence[int], seen: int, streams: int, seed: int
+    ) -> tuple[str, Verdict]:
+        """Compare a method with a reference once. The rounding error of the reference is measured where errors exceed it."""
+        verdict, share = self._verdict(methods, sizes, seen, streams, seed)
+        if verdict.max_error > 1 and (wider := self._wider_dtype()) is not None:
+            verdict, share = self._verdict(methods, sizes, seen, streams, seed, wider)
+        self.max_error = max(self.max_error, verdict.max_error)
+        allowed = _OTHER_VICTIMS if self._exact else _OTHER_VICTIMS_16_BITS
+        if verdict.rounding_error > _MOST_ROUNDING:
+            return f"rounding changes attention by {verdict.rounding_error:.1f} times what is allowed", verdict
+        if verdict.max_error > 1:
+            return "its attention differs from the plain walk's", verdict
+        if share > allowed:
+            return f"{share:.0%} of the tokens it evicts are others than the plain walk's", verdict
+        return "no head of a layer could be compared with the plain walk's" if verdict.uncompared else "", verdict
 
-    def _differ_by_layer(self, fast: CachedDecoder, plain: CachedDecoder, method: Method, sizes: Sequence[int]) -> str:
-        """In what a method in 16 bits differs from the plain walk; empty if in nothing.
+    def _verdict(
+        self, methods: tuple[Method, Method], sizes: Sequence[int], seen: int, streams: int, seed: int,
+        wider: torch.dtype | None = None,
+    ) -> tuple[Verdict, float]:  # fmt: skip
+        """Replay the same inputs by a method and a reference. Returns the share of evicted tokens that are others, too.
 
-        Rounding grows from layer to layer: in the logits of a deep model with random weights to a tenth of the largest. So
-        attention is compared in every layer, and steps that are captured with the same that aren't. Where their code is compiled
-        as a whole, they may differ by twice what kernels and plain walk, which agree in every layer, differ in their logits.
+        wider: dtype in which the reference is also computed, to measure its rounding error; None: it counts as exact.
         """
-        seen, eager = self._filled, replace(method, captured=False, fused=False)
-        kernels, walked = self._decoder(eager), self._decoder(PLAIN_WALK)
-        wide = self._wide(walked, PLAIN_WALK, seen)
-        for read in (kernels, walked, *wide):
+        tokens, model = self._tokens(sum(sizes), streams, seed), self._model
+        candidate, reference = (CachedDecoder(model, self._config, streams, method) for method in methods)
+        reads = {reference: model.dtype, candidate: model.dtype}
+        if wider is not None and not any(walk.notes_written for walk in reference.walks):
+            reads[CachedDecoder(model, self._config, streams, methods[1], wider)] = wider
+        for read in reads:
+            if seen:
+                read.fill_randomly(seen, seed)
             read.reserve(sum(sizes))
-        refused = self._beside(kernels, walked, sizes, seen, *wide)
-        if refused or not (self._timed or fast.graphs):
-            return refused
-        del kernels, walked, wide
-        noise, apart = self._differences([self._decoder(eager), plain, fast], sizes)
+        comparison = ReferenceComparison(self._inputs(tokens), reads, seen)
+        for block in tokens.split(list(sizes), 1):
+            if self._config.evict == "prompt" and not candidate.walks:
+                comparison.read_prompt(block, _PROMPT_BLOCK)
+            else:
+                comparison.read(block)
+        return comparison.verdict(), _other_victims(candidate, reference, seen + sum(sizes))
+
+    def _inputs(self, tokens: Tensor) -> list[LayerInputs]:
+        """The inputs of the attention of all layers on these tokens, recorded once."""
+        for recorded, inputs in self._recorded:
+            if recorded.shape == tokens.shape and torch.equal(recorded, tokens):
+                return inputs
+        self._recorded.append((tokens, record_inputs(self._model, tokens)))
+        return self._recorded[-1][1]
+
+    def _wider_dtype(self) -> torch.dtype | None:
+        """The dtype in which rounding errors of the model's dtype are measured; None if there is none."""
+        if self._model.dtype == torch.float64:
+            return None
+        return torch.float64 if self._exact else torch.float32
+
+    def _differs_captured(self, fast: CachedDecoder, plain: CachedDecoder, method: Method, sizes: Sequence[int]) -> str:
+        """In what captured steps differ from the same steps that are not captured; empty if in nothing, or none is captured.
+
+        Steps whose code is compiled as a whole round differently in every layer. They may differ by twice what kernels and plain
+        walk, which agree in every layer, differ in their logits.
+        """
+        eager = self._decoder(replace(method, captured=False, fused=False))
+        rounding_error, error = self._differences([eager, plain, fast], sizes)
         if fast.graphs is None:
             return ""
-        if method.fused and noise > _MOST_NOISE:
-            return f"rounding changes logits by {noise:.1f} times what is allowed"
-        apart /= max(1.0, 2 * noise) if method.fused else 1.0
-        self.worst = max(self.worst, apart)
-        return "its logits differ from those of steps that are not captured" if apart > 1 else ""
-
-    def _differ(self, fast: CachedDecoder, plain: CachedDecoder, sizes: Sequence[int], seen: int) -> str:
-        """Read blocks of these sizes by both, after `seen` tokens. Says in what they differ; empty if they agree."""
-        (worst,) = self._differences([plain, fast], sizes)
-        self.worst = max(self.worst, worst)
-        if worst > 1:
-            return "its logits differ from the plain walk's"
-        return self._others(fast, plain, seen + sum(sizes))
+        if method.fused and rounding_error > _MOST_ROUNDING:
+            return f"rounding changes logits by {rounding_error:.1f} times what is allowed"
+        error /= max(1.0, 2 * rounding_error) if method.fused else 1.0
+        self.max_error = max(self.max_error, error)
+        return "its logits differ from those of steps that are not captured" if error > 1 else ""
 
     def _differences(self, reads: Sequence[CachedDecoder], sizes: Sequence[int]) -> list[float]:
         """Largest difference of the others' logits from the first one's, in units of rounding; all read blocks of these sizes."""
@@ -279,12 +300,6 @@ class Bench:
             apart = [float(((x - expected).abs().amax() / rounding).nan_to_num(torch.inf)) for x in logits]
             worst = [max(pair) for pair in zip(worst, apart, strict=True)]
         return worst
-
-    def _others(self, fast: CachedDecoder, plain: CachedDecoder, seen: int) -> str:
-        """Says how many of the tokens evicted, after `seen` tokens, are others; empty if few."""
-        allowed = _OTHER_VICTIMS if self._exact else _OTHER_VICTIMS_16_BITS
-        others = _other_victims(fast, plain, seen)
-        return f"{others:.0%} of the tokens it evicts are others than the plain walk's" if others > allowed else ""
 
     def _slower(self, what: str, tokens: int, fast: CachedDecoder, plain: CachedDecoder) -> str:
         """Says how long a block or a step takes if the plain one takes less; empty if it doesn't. They take turns."""

@@ -37,7 +37,7 @@ from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import FASTEST, PLAIN_WALK, RAN, TOKEN_BY_TOKEN, Method
 from kvbench.harness.engine.model import adopt
 from kvbench.harness.engine.rotary import rotate
-from kvbench.harness.engine.trial import Bench
+from kvbench.harness.engine.trial import MethodCheck
 from kvbench.harness.models.families import tiny_model
 from kvbench.policies import Policy
 from kvbench.policies.h2o import H2O
@@ -132,7 +132,7 @@ def step(dtype: torch.dtype, method: Method) -> Errors:
     model = adopt(tiny_model("llama", vocab_size=96, **sizes).to(DEVICE, dtype))
     config = CacheConfig(SinkWindow(SINKS), 40)
     if dtype not in EXACT:  # rounding grows from layer to layer, so attention is compared in each
-        bench = Bench(model, config, 1)
+        bench = MethodCheck(model, config, 1)
         trial = bench.trial(method)
         if trial.refused or not trial.ran.get("captured step"):
             raise ValueError(trial.refused or f"steps are not replayed: {trial.eager_because}")
