@@ -9,7 +9,7 @@ from typing import Any
 from kvbench.harness.report.chart import Chart, Page, page
 from kvbench.harness.report.feed.words import loss_text, size
 from kvbench.harness.report.loss_charts import over_budgets, over_bytes
-from kvbench.harness.report.markdown import cache_bytes, md, table
+from kvbench.harness.report.markdown import cache_bytes, digits, md, table
 
 _HEAD = """# Leaderboard
 
@@ -107,9 +107,9 @@ def _table(question: dict[str, Any], budget: dict[str, Any]) -> list[str]:
     lines = [
         [
             _rank(row), md(_name(row)), "" if row["loss"] is None else loss_text(row["loss"]),
-            "" if row["perplexity"] is None else f"{row['perplexity']:.4g}",
+            "" if row["perplexity"] is None else digits(row['perplexity']),
             *(_right(row, task) for task in tasks), cache_bytes(row["kv_bytes"]),
-            "" if row["kv_share"] is None else f"{100 * row['kv_share']:.2g} %",
+            "" if row["kv_share"] is None else f"{digits(100 * row['kv_share'], 2)} %",
             *([_number(row["ms"]), _number(row["times_dense"] and row["times_dense"][0])] if timed else []),
         ]
         for row in rows
@@ -142,4 +142,4 @@ def _right(row: dict[str, Any], task: str) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"
+    return "" if value is None else digits(value, 3)

@@ -17,6 +17,7 @@ from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Record
 from kvbench.harness.report.chart import file_name
 from kvbench.harness.report.feed.question import Question
+from kvbench.harness.report.markdown import digits
 from kvbench.harness.report.shares import too_few
 
 _POLICIES = Path(__file__).parents[3] / "policies"
@@ -170,7 +171,7 @@ def _answered(row: dict[str, Any], measure: str) -> list[str]:
         if task["low"] is None:
             return [f"answers {100 * task['share']:.0f} % right ({too_few(task['streams'])})"]
         return [f"answers {100 * task['share']:.0f} % [{100 * task['low']:.0f}, {100 * task['high']:.0f}] right"]
-    return [f"has perplexity {row['perplexity']:.4g}"] if row["loss"] is None else []
+    return [f"has perplexity {digits(row['perplexity'])}"] if row["loss"] is None else []
 
 
 def _lost(loss: dict[str, Any] | None, measure: str) -> list[str]:

@@ -22,7 +22,7 @@ from kvbench.harness.records.aggregates import nll_figures
 from kvbench.harness.records.metrics import Bucket, Looks, Metrics, NllMetrics
 from kvbench.harness.report import compare
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.markdown import cache_bytes, count, label, md, status, table
+from kvbench.harness.report.markdown import cache_bytes, count, digits, label, md, status, table
 from kvbench.harness.report.pairing import (
     Common,
     common_tokens,
@@ -162,7 +162,7 @@ class Perplexity(Task):
     def headline(cls, record: Record) -> str:
         """Perplexity over all tokens that the record scored."""
         sample, metrics = "" if scores_all(record) else f" (1 token in {stride_of(record)})", record.measured(NllMetrics)
-        return "" if metrics is None else f"perplexity {metrics.perplexity:.4g}{sample}"
+        return "" if metrics is None else f"perplexity {digits(metrics.perplexity)}{sample}"
 
     @classmethod
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:
@@ -276,12 +276,12 @@ def _perplexity(record: Record | None) -> str:
     mean = None if record is None else perplexity(record)
     if record is None or mean is None:
         return ""
-    value = f"{math.exp(min(mean.mean, 700)):.4g}"
+    value = digits(math.exp(min(mean.mean, 700)))
     if past_training(record):
         return f"{value} (trend)"
     if mean.low is None or mean.high is None:
         return f"{value} (too short)"
-    return f"{value} [{math.exp(mean.low):.4g}, {math.exp(mean.high):.4g}]"
+    return f"{value} [{digits(math.exp(mean.low))}, {digits(math.exp(mean.high))}]"
 
 
 def _difference(record: Record, base: Record | None) -> str:
@@ -318,7 +318,7 @@ def _buckets(records: Sequence[Record], which_tokens: str = "") -> list[str]:
     rows = []
     for record, buckets in measured:
         means = {_edges(b): math.exp(min(b.nll, 700)) for b in buckets}
-        rows.append([label(record), count(record.cell.capacity), *(f"{means[e]:.4g}" if e in means else "" for e in edges)])
+        rows.append([label(record), count(record.cell.capacity), *(digits(means[e]) if e in means else "" for e in edges)])
     length = measured[0][0].facts.training_length
     about = (
         f"Perplexity by position in the stream{which_tokens}" + (f" (training length {count(length)})" if length else "") + ":\n"
