@@ -192,7 +192,13 @@ def _perplexity(row: Row, nll: float | None) -> str:
     """The perplexity; a dash where it has a trend, so that its mean depends on where reading stopped."""
     if nll is None:
         return ""
-    return "–" if row.perplexity is not None and past_training(row.perplexity) else digits(math.exp(min(nll, 700)))
+    return (
+        "–" if row.perplexity is not None and past_training(row.perplexity) else digits(math.exp(min(nll, 700))) + _of_tokens(row)
+    )
+
+
+def _of_tokens(row: Row) -> str:
+    return f" (1 token in {row.stride})" if row.stride > 1 else ""
 
 
 def _findings(records: Sequence[Record]) -> list[str]:

@@ -103,11 +103,13 @@ def _table(question: dict[str, Any], budget: dict[str, Any]) -> list[str]:
     rows = [*budget["rows"][:_MOST_ROWS], *question["references"]]
     timed = any(row["ms"] is not None for row in rows)
     unit = "perplexity lost" if question["measure"] == "perplexity" else "points lost"
+    strides = {row["loss"]["stride"] for row in rows if row["loss"]} - {1}
+    unit += "".join(f" (1 token in {stride})" for stride in sorted(strides))
     head = ["rank", "policy", unit, "perplexity", *map(md, tasks), "K/V", "of dense", *(["ms/token", "x dense"] if timed else [])]
     lines = [
         [
             _rank(row), md(_name(row)), "" if row["loss"] is None else loss_text(row["loss"]),
-            "" if row["perplexity"] is None else digits(row['perplexity']),
+            _perplexity(row, budget),
             *(_right(row, task) for task in tasks), cache_bytes(row["kv_bytes"]),
             "" if row["kv_share"] is None else f"{digits(100 * row['kv_share'], 2)} %",
             *([_number(row["ms"]), _number(row["times_dense"] and row["times_dense"][0])] if timed else []),
@@ -131,6 +133,11 @@ def _rank(row: dict[str, Any]) -> str:
 
 def _lost(row: dict[str, Any]) -> str:
     return "" if row["loss"] is None else f" {loss_text(row['loss'])}"
+
+
+def _perplexity(row: dict[str, Any], budget: dict[str, Any]) -> str:
+    value = budget["references"].get(row["id"], row["perplexity"])
+    return "" if value is None else digits(value) + (f" (1 token in {row['stride']})" if row["stride"] > 1 else "")
 
 
 def _right(row: dict[str, Any], task: str) -> str:

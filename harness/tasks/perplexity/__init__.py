@@ -34,6 +34,7 @@ from kvbench.harness.report.pairing import (
     question,
     scores_all,
     stride_of,
+    strided_tokens,
 )
 from kvbench.harness.report.sections import row_label
 from kvbench.harness.report.task import Difference, Traces
@@ -161,8 +162,8 @@ class Perplexity(Task):
     @classmethod
     def headline(cls, record: Record) -> str:
         """Perplexity over all tokens that the record scored."""
-        sample, metrics = "" if scores_all(record) else f" (1 token in {stride_of(record)})", record.measured(NllMetrics)
-        return "" if metrics is None else f"perplexity {digits(metrics.perplexity)}{sample}"
+        metrics = record.measured(NllMetrics)
+        return "" if metrics is None else f"perplexity {digits(metrics.perplexity)}{_of_tokens(record)}"
 
     @classmethod
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:
@@ -223,10 +224,11 @@ def _page(records: Sequence[Record]) -> list[str | Chart]:
     )
     about += "" if common.are_all else f" Perplexity is over {describe_tokens(records, common)}; bits/byte are over all tokens."
     about += _until(options, records)
+    thin = strided_tokens(records)
     complete = [r for r in records if r.status == "ok" and scores_all(r)]
     return [
-        about + "\n", *_table(records, common), *over_the_stream(records), *_not_in_chart(records, common.stride),
-        *_buckets(complete), *_common_buckets(records, common), *_facts(records),
+        about + "\n", *_table(records, common), *over_the_stream(records), *_not_in_chart(records, thin.stride),
+        *_buckets(complete), *_common_buckets(records, thin), *_facts(records),
     ]  # fmt: skip
 
 
@@ -253,7 +255,7 @@ def _table(records: Sequence[Record], common: Common) -> list[str]:
         bits = metrics.bits_per_byte if metrics is not None and scores_all(record) else None
         rows.append([
             row_label(record, records), count(record.cell.capacity), *([_read(record)] if may_stop else []),
-            _perplexity(on_common(record, common)),
+            _perplexity(on_common(record, common)) + _of_tokens(record),
             *([_perplexity(record) if scores_all(record) else ""] if on_all else []),
             "" if bits is None else f"{bits:.3f}",
             _difference(record, dense), _difference(record, recompute.get(record.cell.capacity)),
@@ -270,6 +272,11 @@ def _read(record: Record) -> str:
         return ""
     limit = metrics.looks is not None and metrics.looks.reason == "limit reached"
     return count(record.tokens_read) + (" (limit)" if limit else "")
+
+
+def _of_tokens(record: Record) -> str:
+    """Which tokens a record scored, if not all."""
+    return "" if scores_all(record) else f" (1 token in {stride_of(record)})"
 
 
 def _perplexity(record: Record | None) -> str:
