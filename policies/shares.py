@@ -41,7 +41,8 @@ def integer_shares(shares: Tensor, total: int, floor: int = 0, ceiling: Tensor |
     exact = exact.round(decimals=_DECIMALS)
     rounded = exact.floor()
     missing = (available - rounded.sum(-1, keepdim=True)).long()
-    place = (exact - rounded).argsort(dim=-1, descending=True, stable=True).argsort(-1)
+    fractions = (exact - rounded).round(decimals=_DECIMALS)
+    place = fractions.argsort(dim=-1, descending=True, stable=True).argsort(-1)
     return rounded.long() + (place < missing).long()
 
 

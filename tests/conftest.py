@@ -18,6 +18,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # huggingface_hub reads it when it is imported
+
 import pytest
 import torch
 import transformers
@@ -36,7 +38,6 @@ FAMILIES = ["llama", "qwen3", "gpt_neox"]
 LM_EVAL_FOLDERS = ["arc", "hellaswag", "lambada", "openbookqa", "piqa", "winogrande", "longbench", "ruler",
                    "gsm8k", "minerva_math", "aime"]  # of the suites on the hub's data  # fmt: skip
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 torch.set_num_threads(1)  # faster for tiny models

@@ -9,7 +9,7 @@ from math import ceil, log
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from prompt_views import Seen, dense_pass, kept, prompt_views
 
@@ -100,6 +100,7 @@ def test_integer_shares_add_up_and_stay_within_their_bounds(shares, total, floor
     assert all(floor <= x <= floor + room for x in made)
 
 
+@example([6, 186, 448, 584], 72)  # two fractions are 6/17, which float64 subtraction would order
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=8), st.integers(1, 300))
 def test_integer_shares_are_the_largest_remainders_of_exact_fractions(parts, total):
     if not sum(parts):

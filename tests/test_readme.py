@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import yaml
 from conftest import bench
+from markdown_it import MarkdownIt
 
 import kvbench
 from kvbench.harness.cli import cli
@@ -72,6 +73,13 @@ def test_the_pictures_are_drawn_from_the_records(name):
 
 
 @pytest.mark.slow("takes seconds")
+def test_no_figure_begins_a_block_of_html():
+    """A line that begins with a marker ends its paragraph in CommonMark, and what follows it is shown as it is written."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    tokens = [(path.name, token) for path in pages for token in MarkdownIt().parse(path.read_text(encoding="utf-8"))]
+    assert [(name, t.content) for name, t in tokens if t.type == "html_block" and t.content.lstrip().startswith("<!--=")] == []
+
+
 def test_figures_in_prose_are_those_of_the_records(figures):
     today, marked = figures.figures(), 0
     for page_ in figures.PAGES:

@@ -12,6 +12,7 @@ from kvbench.harness.report.chart import drawing_files
 from kvbench.harness.report.doubts import cliff, faults
 from kvbench.harness.report.feed import feed
 from kvbench.harness.report.leaderboard import render
+from kvbench.harness.report.markdown import digits, in_bytes
 from kvbench.harness.report.rows import rows
 from kvbench.harness.report.sections import section
 from kvbench.harness.report.task_charts import over_capacity
@@ -21,6 +22,20 @@ def made(policy, capacity, nll, kv_bytes, **changes):
     found = record(policy, capacity, nll, **changes)
     edit(found, metrics={"kv_bytes": kv_bytes})
     return found
+
+
+@pytest.mark.parametrize(
+    ("value", "two", "three"),
+    [(0.004, "0.004", "0.004"), (0.5, "0.5", "0.5"), (9.96, "10", "9.96"), (99.6, "100", "99.6"), (100, "100", "100"),
+     (999.7, "1,000", "1,000"), (1234, "1,234", "1,234"), (1.2e-7, "1.2e-07", "1.2e-07")],
+)  # fmt: skip
+def test_large_numbers_have_no_exponent(value, two, three):
+    assert (digits(value, 2), digits(value, 3)) == (two, three)
+
+
+def test_of_dense_is_100_percent_and_bytes_below_a_unit_have_no_exponent():
+    assert "| 8.79 KiB | 100 % |" in render(feed(four())).text
+    assert (in_bytes(999), in_bytes(1023), in_bytes(1024 * 999 + 800)) == ("999 B", "1023 B", "1000 KiB")
 
 
 def four():

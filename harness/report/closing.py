@@ -16,7 +16,7 @@ from kvbench.harness.report import sections
 from kvbench.harness.report.feed import feed, words
 from kvbench.harness.report.feed.question import Question, is_reference
 from kvbench.harness.report.feed.words import size
-from kvbench.harness.report.markdown import cache_bytes, model_name
+from kvbench.harness.report.markdown import cache_bytes, digits, model_name
 from kvbench.harness.report.pairing import describe_tokens, on_all_tokens, past_training, question, units
 from kvbench.harness.report.rows import Row, rows, short_names, without_folder
 from kvbench.harness.report.sections import by_machine
@@ -137,7 +137,7 @@ def _table(records: Sequence[Record], subject: str, positions: str, machine: str
         "right": ["" if share is None else f"{100 * share:.0f} %" for share in shares],
         "result": [_other_figure(row) for row in policies],
         "K/V": [cache_bytes(row.kv_bytes) for row in policies],
-        "ms/step": ["" if row.step_ms is None else f"{row.step_ms:.3g}" for row in policies],
+        "ms/step": ["" if row.step_ms is None else digits(row.step_ms, 3) for row in policies],
         "status": [_status(row.records) for row in policies],
     }
     if len(capacities) < 2 and "its own" not in columns["capacity"]:
@@ -192,7 +192,13 @@ def _perplexity(row: Row, nll: float | None) -> str:
     """The perplexity; a dash where it has a trend, so that its mean depends on where reading stopped."""
     if nll is None:
         return ""
-    return "–" if row.perplexity is not None and past_training(row.perplexity) else f"{math.exp(min(nll, 700)):.4g}"
+    return (
+        "–" if row.perplexity is not None and past_training(row.perplexity) else digits(math.exp(min(nll, 700))) + _of_tokens(row)
+    )
+
+
+def _of_tokens(row: Row) -> str:
+    return f" (1 token in {row.stride})" if row.stride > 1 else ""
 
 
 def _findings(records: Sequence[Record]) -> list[str]:

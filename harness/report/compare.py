@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from kvbench.harness.core.intervals import MIN_BLOCKS, clustered, median_interval
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics, ScoreMetrics, StepMetrics
-from kvbench.harness.report.markdown import md, model_name, table, title
+from kvbench.harness.report.markdown import digits, md, model_name, table, title
 from kvbench.harness.report.pairing import paired, task_version
 from kvbench.harness.report.shares import Ends, count, difference_ends, shares, streams_of, too_few
 from kvbench.harness.report.sources import find_trace
@@ -31,7 +31,7 @@ def speed_up(record: Record, bases: Sequence[Record]) -> str:
     if ratios is None:
         return ""
     low, high = median_interval(ratios)
-    return f"{np.median(ratios):.3g}× [{low:.3g}, {high:.3g}]"
+    return f"{digits(np.median(ratios), 3)}× [{digits(low, 3)}, {digits(high, 3)}]"
 
 
 def round_ratios(a: Record, b: Record) -> list[float] | None:

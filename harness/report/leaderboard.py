@@ -9,7 +9,7 @@ from typing import Any
 from kvbench.harness.report.chart import Chart, Page, page
 from kvbench.harness.report.feed.words import loss_text, size
 from kvbench.harness.report.loss_charts import over_budgets, over_bytes
-from kvbench.harness.report.markdown import cache_bytes, md, table
+from kvbench.harness.report.markdown import cache_bytes, digits, md, table
 
 _HEAD = """# Leaderboard
 
@@ -103,13 +103,15 @@ def _table(question: dict[str, Any], budget: dict[str, Any]) -> list[str]:
     rows = [*budget["rows"][:_MOST_ROWS], *question["references"]]
     timed = any(row["ms"] is not None for row in rows)
     unit = "perplexity lost" if question["measure"] == "perplexity" else "points lost"
+    strides = {row["loss"]["stride"] for row in rows if row["loss"]} - {1}
+    unit += "".join(f" (1 token in {stride})" for stride in sorted(strides))
     head = ["rank", "policy", unit, "perplexity", *map(md, tasks), "K/V", "of dense", *(["ms/token", "x dense"] if timed else [])]
     lines = [
         [
             _rank(row), md(_name(row)), "" if row["loss"] is None else loss_text(row["loss"]),
-            "" if row["perplexity"] is None else f"{row['perplexity']:.4g}",
+            _perplexity(row, budget),
             *(_right(row, task) for task in tasks), cache_bytes(row["kv_bytes"]),
-            "" if row["kv_share"] is None else f"{100 * row['kv_share']:.2g} %",
+            "" if row["kv_share"] is None else f"{digits(100 * row['kv_share'], 2)} %",
             *([_number(row["ms"]), _number(row["times_dense"] and row["times_dense"][0])] if timed else []),
         ]
         for row in rows
@@ -133,6 +135,11 @@ def _lost(row: dict[str, Any]) -> str:
     return "" if row["loss"] is None else f" {loss_text(row['loss'])}"
 
 
+def _perplexity(row: dict[str, Any], budget: dict[str, Any]) -> str:
+    value = budget["references"].get(row["id"], row["perplexity"])
+    return "" if value is None else digits(value) + (f" (1 token in {row['stride']})" if row["stride"] > 1 else "")
+
+
 def _right(row: dict[str, Any], task: str) -> str:
     found = next((a for a in row["answers"] if a["task"] == task), None)
     if found is None:
@@ -142,4 +149,4 @@ def _right(row: dict[str, Any], task: str) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"
+    return "" if value is None else digits(value, 3)

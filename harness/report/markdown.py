@@ -74,7 +74,13 @@ def number(value: Any) -> str:
     """A float with four digits, an integer with thousands separators; empty for anything else."""
     if isinstance(value, int):
         return f"{value:,}"
-    return f"{value:.4g}" if isinstance(value, float) else ""
+    return digits(value) if isinstance(value, float) else ""
+
+
+def digits(value: float, count: int = 4) -> str:
+    """A number with `count` significant digits, or with all digits before the point. Only below 0.0001 it has an exponent."""
+    text = f"{value:.{count}g}"
+    return f"{value:,.0f}" if "e+" in text else text
 
 
 def bracketed(ends: tuple[float, float] | None, digits: int = 0) -> str:
@@ -101,7 +107,7 @@ def in_bytes(value: Any) -> str:
     unit = next(units)
     while size >= 1024 and unit != "TiB":
         size, unit = size / 1024, next(units)
-    return f"{size:.3g} {unit}" if size < 1000 else f"{size:.0f} {unit}"
+    return f"{size:.3g} {unit}" if size < 999.5 else f"{size:.0f} {unit}"
 
 
 def cache_bytes(value: Any) -> str:

@@ -1,8 +1,9 @@
 """Which records can be compared, over which tokens, and their paired difference.
 
 A policy that recomputes its window may score only every `stride`-th token. The others score all tokens and also record
-their sums over every `stride`-th (`on_stride`), so that one column can compare both. Where cells stop as soon as their interval
-is narrow (`until`), a column is over the beginning of the text that all of them read.
+their sums over every `stride`-th (`on_stride`), so that each can be compared with it. Such a policy never thins the comparison
+of the others. Where cells stop as soon as their interval is narrow (`until`), a column is over the beginning of the text that
+all of them read. docs/statistics.md has the rule ("The same tokens").
 """
 
 from __future__ import annotations
@@ -121,6 +122,24 @@ def mean_difference(ours: NllMetrics, theirs: NllMetrics, capacity: int, prefix:
     return interval(difference, of_ours.tokens, a.size, capacity, looks)
 
 
+def mean_nll(record: Record, capacity: int, read: int | None = None) -> float | None:
+    """Mean NLL over the tokens on which caches of a capacity are compared; None if not measured.
+
+    Args:
+        record: of a text.
+        capacity: only tokens after a cache of this size has filled, in tokens. All of them if none is left.
+        read: only of the first `read` tokens; all if None.
+    """
+    metrics, prefix = record.measured(NllMetrics), len(record.data.prefix)
+    if metrics is None:
+        return None
+    blocks = on_all_tokens(metrics, prefix, read)
+    nll, tokens, _ = units(blocks, capacity, metrics.stream_tokens, prefix)
+    if not tokens.sum():
+        nll, tokens = sums_of(blocks)
+    return float(nll.sum() / tokens.sum()) if tokens.sum() else metrics.nll
+
+
 class Units(NamedTuple):
     """What an interval is computed over, after a cache has filled.
 
@@ -229,7 +248,7 @@ def _array(values: _Same) -> NDArray[np.float64]:
 
 
 class Common(NamedTuple):
-    """The tokens that every one of some records scored.
+    """The tokens of a column.
 
     Attributes:
         stride: distance between them.
@@ -257,11 +276,16 @@ def stride_of(record: Record) -> int:
 
 
 def common_tokens(records: Sequence[Record]) -> Common:
-    """The tokens that all records scored."""
+    """The tokens of a column: those that all records scored, but for records that scored only every `stride`-th."""
     scored = [r for r in records if r.measured(NllMetrics)]
     read = {r.tokens_read for r in scored} if any(r.metrics.tokens_read for r in scored) else set()
-    stride = next((stride_of(r) for r in scored if not scores_all(r)), 1)
-    return Common(stride, min(read) if len(read) > 1 else None)
+    return Common(1, min(read) if len(read) > 1 else None)
+
+
+def strided_tokens(records: Sequence[Record]) -> Common:
+    """The tokens that all records scored, including those that scored only every `stride`-th."""
+    stride = next((stride_of(r) for r in records if r.measured(NllMetrics) and not scores_all(r)), 1)
+    return common_tokens(records)._replace(stride=stride)
 
 
 def on_common(record: Record, common: Common) -> Record | None:

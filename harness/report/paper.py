@@ -14,7 +14,7 @@ import yaml
 
 from kvbench.harness.records import Record, newest
 from kvbench.harness.report import chart
-from kvbench.harness.report.markdown import md, table
+from kvbench.harness.report.markdown import digits, md, table
 
 _BUILTIN = Path(__file__).parents[1] / "models/builtin"
 
@@ -187,9 +187,9 @@ def _cell(
             return f"{theirs} → **failed**: {md(record.error.kind if record.error else '?')}"
         return theirs
     if base is not None:
-        return f"{theirs} → **{_number(ours)}**{_multiple(ours, base[1])}"
+        return f"{theirs} → **{digits(ours)}**{_multiple(ours, base[1])}"
     difference = f" ({100 * (ours - paper) / paper:+.1f} %)" if same_model and isinstance(paper, (int, float)) and paper else ""
-    return f"{theirs} → **{_number(ours)}**{difference}"
+    return f"{theirs} → **{digits(ours)}**{difference}"
 
 
 def _multiple(value: Any, base: Any) -> str:
@@ -205,10 +205,6 @@ def _charts(published: dict[str, Any]) -> list[chart.Chart]:
 def _quoted(value: Any) -> str:
     """A published figure: integers in full, others with two decimals."""
     return f"{value:,.2f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _number(value: float) -> str:
-    return f"{value:.4g}"
 
 
 def _devices(matches: Sequence[Sequence[Record | None]]) -> list[str]:
@@ -232,7 +228,7 @@ def _others(published: dict[str, Any], columns: Sequence[dict[str, Any]], record
                 k: v for k, v in _flat(record).items() if k not in ("suite", "model", "name", "policy", "seed") and v is not None
             }
             options = ", ".join(f"{k} {v}" for k, v in settings.items() if v != "cache")
-            figure = "failed" if value is None else _number(value)
+            figure = "failed" if value is None else digits(value)
             rows.append([md(record.cell.model.id), md(record.cell.policy), md(options), figure])
     if not rows:
         return []

@@ -11,7 +11,7 @@ from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Record
 from kvbench.harness.records.cell import CellSpec
 from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics, StepMetrics
-from kvbench.harness.report.pairing import task_version
+from kvbench.harness.report.pairing import scores_all, stride_of, task_version
 from kvbench.harness.report.shares import Answers, Stream, answers, streams_of
 
 
@@ -89,6 +89,12 @@ class Row:
         """Nats per token, over all tokens scored; None if it failed or was not measured."""
         metrics = self.perplexity.measured(NllMetrics) if self.perplexity is not None else None
         return None if metrics is None else metrics.nll
+
+    @property
+    def stride(self) -> int:
+        """Distance between the tokens that it scored: 1 but for a recomputed window."""
+        record = self.perplexity
+        return 1 if record is None or scores_all(record) else stride_of(record)
 
     @cached_property
     def answers(self) -> Answers | None:

@@ -11,6 +11,7 @@ from kvbench.harness.records import Record
 from kvbench.harness.report.feed import feed
 from kvbench.harness.report.feed.question import CONTROL
 from kvbench.harness.report.feed.words import evicting, loss_text
+from kvbench.harness.report.markdown import digits
 
 _MAX_NAMES = 3  # in a sentence
 _BEST = " *"  # behind a figure that no other beats at 95 % confidence
@@ -46,7 +47,7 @@ def which(records: Sequence[Record], budget: int) -> Answer:
             shown[head] = _figure(row, question["measure"]) + (_BEST if _leads(row) else "")
             if row["kv_share"]:
                 shown.setdefault("K/V", f"{100 * row['kv_share']:.0f} %")
-            shown |= {"ms/token": f"{row['ms']:.3g}"} if row["ms"] is not None else {}
+            shown |= {"ms/token": digits(row["ms"], 3)} if row["ms"] is not None else {}
     counts = Counter(row["name"] for _, _, rows in asked for row in rows if _leads(row))
     ordered = sorted(figures.values(), key=lambda shown: (shown["policy"] != "dense", -counts[shown["policy"]]))
     columns = ["policy", *(head for head, _, _ in asked), *(c for c in ("K/V", "ms/token") if any(c in f for f in ordered))]
@@ -76,7 +77,7 @@ def _figure(row: dict[str, Any], measure: str) -> str:
         return f"{100 * row['answers'][0]['share']:.0f} %" if row["answers"] else ""
     if row["loss"] is not None:
         return loss_text(row["loss"])
-    return "" if row["perplexity"] is None else f"{row['perplexity']:.4g}"
+    return "" if row["perplexity"] is None else digits(row["perplexity"])
 
 
 def _sentence(leaders: dict[str, list[str]]) -> str:

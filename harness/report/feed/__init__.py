@@ -15,7 +15,7 @@ from kvbench.harness.records import Record, Submitted
 from kvbench.harness.report.chart import make_visible
 from kvbench.harness.report.feed import equal_bytes, words
 from kvbench.harness.report.feed.question import Question, loss, questions, reference
-from kvbench.harness.report.feed.row import Placed, Provenance, dense_bytes, figure, row_id, row_json
+from kvbench.harness.report.feed.row import Placed, Provenance, dense_bytes, figure, perplexity, row_id, row_json
 from kvbench.harness.report.feed.words import finding, size
 from kvbench.harness.report.markdown import model_name
 from kvbench.harness.report.ranks import Place
@@ -118,6 +118,7 @@ def _budget(
     found = finding(shown, question.measure)
     return {
         "capacity": capacity, "kv_bytes": most, "kv_share": figure(most / whole) if most and whole else None,
+        "references": {row_id(row): figure(perplexity(question, row, capacity)) for row in question.references},
         "reference": None if base is None else row_id(base), "rows": shown, "finding": found,
         "answer": f"At {size(capacity)}, {heading}: {found}",
     }  # fmt: skip

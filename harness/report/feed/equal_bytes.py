@@ -43,6 +43,11 @@ class Formats:
                 found[self._kind(row)] = row
         return list(found.values())
 
+    @property
+    def largest(self) -> int:
+        """Of all capacities, in tokens: perplexities are over the tokens after it has filled."""
+        return max(row.cell.capacity or 0 for row in self.whole.rows)
+
     def _kind(self, row: Row) -> str:
         """What rows of other capacities have, too: the policy and the format, and parameters if they tell policies apart.
 
@@ -92,7 +97,7 @@ def _row(formats: Formats, row: Row) -> dict[str, Any]:
     return {
         "id": row_id(row), "policy": visible(row.cell.policy), "name": _name(row), "stored": visible(row.cell.stored),
         "capacity": row.cell.capacity, "held_bytes": held, "kv_share": figure(held / whole) if held and whole else None,
-        "perplexity": figure(perplexity(question, row)), "answers": answers_json(row),
+        "perplexity": figure(perplexity(question, row, formats.largest)), "answers": answers_json(row),
         "loss": None if lost is None else loss_json(row, lost, {row_id(formats.dense): "dense"}),
     }  # fmt: skip
 
@@ -102,7 +107,9 @@ def _size(formats: Formats, share: Fraction, kept: dict[str, Row], rows: dict[st
     question, ids = formats.whole, list(kept)
     found = _places(question, list(kept.values()))
     shown = [rows[at] | {"rank": place.rank and list(place.rank)} for at, place in zip(ids, found, strict=True)]
-    shown.sort(key=lambda row: (row["rank"] is None, row["rank"] or [0], question.figure(kept[row["id"]]) or 0.0))
+    shown.sort(
+        key=lambda row: (row["rank"] is None, row["rank"] or [0], question.figure(kept[row["id"]], formats.largest) or 0.0)
+    )
     said = finding([row | {"loss_to_dense": None, "times_dense": None} for row in shown], question.measure)
     size = (_held(formats.dense) or 0) * share
     where = f"{model_name(question.first)}, {words.subject(question)}, in any format"

@@ -15,7 +15,7 @@ from typing import Literal
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics, StepMetrics
 from kvbench.harness.report.compare import MARGINS
-from kvbench.harness.report.pairing import Common, common_tokens, on_common, past_training
+from kvbench.harness.report.pairing import Common, common_tokens, mean_nll, past_training
 from kvbench.harness.report.ranks import Change, Comparison, Pair, Place, answer_comparison, corrected, nll_comparison, places
 from kvbench.harness.report.rows import Row, rows
 from kvbench.harness.report.sections import by_machine, groups, section_key, usual_positions
@@ -75,17 +75,21 @@ def reference(question: Question, capacity: int | None) -> Row | None:
 
     It is the best recomputed window of that capacity, if every capacity has one. Otherwise it is the best of the largest
     capacity that has one, for all. Without any, it is dense, unless dense was read past the model's training length. Then it
-    is the best random control of that capacity.
+    is the best random control of that capacity. A recomputed window that scored only every `stride`-th token comes after dense,
+    so that losses are over the tokens of ranks wherever they can be.
     """
+    dense = question.dense if question.dense is not None and not _has_trend(question, question.dense) else None
     recomputed = [r for r in question.references if r is not question.dense and question.figure(r) is not None]
+    if dense is not None:
+        recomputed = [r for r in recomputed if r.stride == 1]
     sizes = {r.cell.capacity for r in recomputed}
     if recomputed and set(question.capacities) <= sizes:
         return _best(question, [r for r in recomputed if r.cell.capacity == capacity])
     if recomputed:
         largest = max(size or 0 for size in sizes)
         return _best(question, [r for r in recomputed if (r.cell.capacity or 0) == largest])
-    if question.dense is not None and not _has_trend(question, question.dense):
-        return question.dense
+    if dense is not None:
+        return dense
     controls = [r for r in question.at(capacity) if r.cell.policy == CONTROL and question.figure(r) is not None]
     return _best(question, controls) if controls else None
 
@@ -153,10 +157,16 @@ class Question:
         """The caches of a capacity."""
         return [row for row in self.caches if row.cell.capacity == capacity]
 
-    def figure(self, row: Row) -> float | None:
-        """What a row is judged by, less is better: nats per token, or the share of wrong answers."""
+    def figure(self, row: Row, capacity: int | None = None) -> float | None:
+        """What a row is judged by, less is better: nats per token, or the share of wrong answers.
+
+        Nats are over the tokens on which caches of a capacity are compared, where not given of the row's own; dense's are over
+        those of the largest.
+        """
         if self.measure == "perplexity":
-            return self._common_nll(row)
+            largest = max((size or 0 for size in self.capacities), default=0) if row is self.dense else 0
+            start = max(row.cell.capacity or 0, largest if capacity is None else capacity)
+            return None if row.perplexity is None else mean_nll(row.perplexity, start, self.common.read)
         return None if row.answers is None else 1 - row.answers.share
 
     @cached_property
@@ -199,16 +209,8 @@ class Question:
 
     @cached_property
     def common(self) -> Common:
-        """The tokens that every row scored."""
-        return common_tokens([r for r in self.records if r.measured(NllMetrics)])
-
-    def _common_nll(self, row: Row) -> float | None:
-        """Over the tokens that every row scored."""
-        if row.perplexity is None or row.nll is None:
-            return None
-        common = on_common(row.perplexity, self.common)
-        metrics = None if common is None else common.measured(NllMetrics)
-        return None if metrics is None else metrics.nll
+        """The tokens of its column, before it is known which caches have filled."""
+        return common_tokens(self.records)
 
 
 def is_reference(record: Record) -> bool:

@@ -19,6 +19,7 @@ from kvbench.harness.report.compare import round_ratios
 from kvbench.harness.report.doubts import faults
 from kvbench.harness.report.feed.question import CONTROL, Loss, Question, is_reference, loss
 from kvbench.harness.report.feed.words import origin, task
+from kvbench.harness.report.markdown import digits
 from kvbench.harness.report.ranks import Place
 from kvbench.harness.report.rows import Row
 from kvbench.harness.report.shares import answers
@@ -73,7 +74,8 @@ def row_json(question: Question, placed: Placed, names: dict[str, str], provenan
         "beats": [row_id(question.rows[worse]) for worse in placed.place.beats],
         "loss": None if placed.loss is None else loss_json(row, placed.loss, names),
         "loss_to_dense": None if dense_loss is None else loss_json(row, dense_loss, names),
-        "perplexity": figure(perplexity(question, row)), "tokens_read": _tokens_read(row), "answers": answers_json(row),
+        "perplexity": figure(perplexity(question, row)), "stride": row.stride,
+        "tokens_read": _tokens_read(row), "answers": answers_json(row),
         "kv_bytes": row.kv_bytes, "kv_share": _share(row.kv_bytes, dense_bytes(question)[0]),
         "ms": figure(row.step_ms), "times_dense": _times_dense(question, row),
         "code": visible(theirs or whose.code), "paper": whose.paper, "arxiv": whose.arxiv, "status": _status(question, row),
@@ -84,13 +86,14 @@ def row_json(question: Question, placed: Placed, names: dict[str, str], provenan
 
 
 def loss_json(row: Row, lost: Loss, names: dict[str, str]) -> dict[str, Any]:
-    """A loss: in % of perplexity or in percentage points, and in nats per token."""
+    """A loss: in % of perplexity or in percentage points, in nats per token, and the distance of the tokens that it is over."""
     nats = None if lost.nats is None else [figure(x) for x in lost.nats]
     capacity = lost.to.cell.capacity
     elsewhere = "" if capacity in (None, row.cell.capacity) else f" at {capacity:,}"
     return {
         "to": row_id(lost.to), "to_name": f"{names[row_id(lost.to)]}{elsewhere}", "value": figure(lost.value),
         "low": figure(lost.low), "high": figure(lost.high), "nats": nats, "verdict": lost.verdict,
+        "stride": max(row.stride, lost.to.stride) if nats else 1,
     }  # fmt: skip
 
 
@@ -112,9 +115,9 @@ def _share(part: int | None, whole: int | None) -> float | None:
     return figure(part / whole) if part and whole else None
 
 
-def perplexity(question: Question, row: Row) -> float | None:
-    """Over the tokens that every row of the question scored."""
-    nll = question.figure(row) if question.measure == "perplexity" else None
+def perplexity(question: Question, row: Row, capacity: int | None = None) -> float | None:
+    """Over the tokens of a budget (`Question.figure`)."""
+    nll = question.figure(row, capacity) if question.measure == "perplexity" else None
     return None if nll is None else math.exp(min(nll, 700))
 
 
@@ -153,10 +156,10 @@ def _status(question: Question, row: Row) -> str:
 
 
 def _shown(question: Question, row: Row, record: Record) -> str:
-    """The main figure of a cell; of a perplexity the row's, and that of all tokens that the record scored if they are more."""
-    of_row = perplexity(question, row) if record is row.perplexity and not question.common.are_all else None
-    headline = sections.headline(record)
-    return headline if of_row is None else f"perplexity {of_row:.4g} on the tokens that every row scored; on all: {headline}"
+    """The main figure of a cell; of a perplexity the row's, and that of all tokens that the record scored if it is another."""
+    of_row, headline = perplexity(question, row) if record is row.perplexity else None, sections.headline(record)
+    shown = headline if of_row is None else f"perplexity {digits(of_row)}"
+    return headline if headline.startswith(shown) else f"{shown} on the tokens that are compared; on all: {headline}"
 
 
 def _cell(record: Record, provenance: Provenance, shown: str) -> dict[str, Any]:

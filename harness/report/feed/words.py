@@ -17,7 +17,7 @@ from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Record
 from kvbench.harness.report.chart import file_name
 from kvbench.harness.report.feed.question import Question
-from kvbench.harness.report.markdown import model_name
+from kvbench.harness.report.markdown import digits, model_name
 from kvbench.harness.report.shares import too_few
 
 _POLICIES = Path(__file__).parents[3] / "policies"
@@ -172,7 +172,7 @@ def _answered(row: dict[str, Any], measure: str) -> list[str]:
         if task["low"] is None:
             return [f"answers {100 * task['share']:.0f} % right ({too_few(task['streams'])})"]
         return [f"answers {100 * task['share']:.0f} % [{100 * task['low']:.0f}, {100 * task['high']:.0f}] right"]
-    return [f"has perplexity {row['perplexity']:.4g}"] if row["loss"] is None else []
+    return [f"has perplexity {digits(row['perplexity'])}"] if row["loss"] is None else []
 
 
 def _lost(loss: dict[str, Any] | None, measure: str) -> list[str]:
@@ -181,14 +181,20 @@ def _lost(loss: dict[str, Any] | None, measure: str) -> list[str]:
         return []
     value, low, high = loss["value"], loss["low"], loss["high"]
     unit = " % of perplexity" if measure == "perplexity" else " points of right answers"
+    to = f"{loss['to_name']}{_of_tokens(loss)}"
     if low is None or high is None:
         short = "too short" if measure == "perplexity" else "too few streams"
-        return [f"can't be told from {loss['to_name']} ({signed(value)}{unit}, {short} for an interval)"]
+        return [f"can't be told from {to} ({signed(value)}{unit}, {short} for an interval)"]
     if low <= 0 <= high:
-        return [f"is within the noise of {loss['to_name']} ({signed(value)}{unit} [{signed(low)}, {signed(high)}])"]
+        return [f"is within the noise of {to} ({signed(value)}{unit} [{signed(low)}, {signed(high)}])"]
     near, far = sorted((abs(low), abs(high)))
     verb = "loses" if value > 0 else "gains"
-    return [f"{verb} {_short(abs(value))}{unit} [{_short(near)}, {_short(far)}] {'to' if value > 0 else 'on'} {loss['to_name']}"]
+    return [f"{verb} {_short(abs(value))}{unit} [{_short(near)}, {_short(far)}] {'to' if value > 0 else 'on'} {to}"]
+
+
+def _of_tokens(loss: dict[str, Any]) -> str:
+    """The tokens that a loss is over, if they are not those of the table."""
+    return f" on one token in {loss['stride']}" if loss["stride"] > 1 else ""
 
 
 def loss_text(loss: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ from kvbench.harness.report.compare import step_time
 from kvbench.harness.report.feed import words
 from kvbench.harness.report.feed.question import Question
 from kvbench.harness.report.feed.row import row_id
-from kvbench.harness.report.pairing import Common, on_all_tokens, on_common, past_training, task_version, units
+from kvbench.harness.report.pairing import Common, on_all_tokens, on_common, past_training, strided_tokens, task_version, units
 from kvbench.harness.report.rows import Row
 from kvbench.harness.report.task import task_of
 
@@ -36,7 +36,7 @@ def sums(questions: Sequence[Question]) -> dict[str, Any]:
     for question in questions:
         grids = _Grids()
         capacities = sorted({row.cell.capacity or 0 for row in question.rows})
-        rows = {row_id(row): _row(row, capacities, question.common, grids) for row in question.rows}
+        rows = {row_id(row): _row(row, capacities, strided_tokens(question.records), grids) for row in question.rows}
         result[words.identifier(question)] = {
             "grids": grids.grids, "rows": rows, "order": list(rows), "pairs": _pairs(question), "times": _times(question.rows),
         }  # fmt: skip

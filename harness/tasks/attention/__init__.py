@@ -17,7 +17,7 @@ from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.report import logit_maps
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.markdown import count, md, number, percent, short_titles, status, table, task_line
+from kvbench.harness.report.markdown import count, digits, md, number, percent, short_titles, status, table, task_line
 from kvbench.harness.report.pairing import question
 from kvbench.harness.report.sections import row_label
 from kvbench.harness.tasks.attention.figures import OUTLIER_TIMES_MEDIAN, figures
@@ -165,7 +165,7 @@ def _vectors(record: Record) -> list[str]:
     rows = [
         [
             f"{at}", percent(x.key_channels), percent(x.value_channels),
-            *(f"{y:.3g}" for both in (x.initial_norm, x.initial_cosine) for y in (both[0], max(both[1:4]), both[4])),
+            *(digits(y, 3) for both in (x.initial_norm, x.initial_cosine) for y in (both[0], max(both[1:4]), both[4])),
         ]
         for at, x in enumerate(metrics.layers)
         if x.key_channels is not None and x.value_channels is not None and x.initial_norm and x.initial_cosine
@@ -199,8 +199,8 @@ def _in_words(patches: Patches) -> str:
         f"Outliers, by the norm after the last layer: {percent(patches.outliers, patches.outliers_interval)} of patches over "
         f"{OUTLIER_TIMES_MEDIAN:g} times the median of their image (our criterion);",
         f"{percent(patches.over_cutoff, patches.over_cutoff_interval)} over {patches.norm_cutoff:g} (Darcet et al. 2023).",
-        f"The median norm is {last.norm_median:.4g}, the largest {last.norm_largest:.4g}.",
-        *(f"An outlier gets up to {x:.3g} times the attention of another patch, in one layer." for x in most),
+        f"The median norm is {digits(last.norm_median)}, the largest {digits(last.norm_largest)}.",
+        *(f"An outlier gets up to {digits(x, 3)} times the attention of another patch, in one layer." for x in most),
         *([f"Most often they are at {where}."] if where else []),
     ]
     return " ".join(sentences)

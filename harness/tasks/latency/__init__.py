@@ -23,7 +23,7 @@ from kvbench.harness.records.types import Amount, BadRecordError, Count, Duratio
 from kvbench.harness.report import compare
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.compare import speed_up
-from kvbench.harness.report.markdown import cache_bytes, count, in_bytes, label, md, status, table
+from kvbench.harness.report.markdown import cache_bytes, count, digits, in_bytes, label, md, status, table
 from kvbench.harness.report.sections import by_machine
 from kvbench.harness.report.task import Difference, Traces
 from kvbench.harness.report.task_charts import over_capacity
@@ -114,8 +114,8 @@ class LatencyMetrics(StepMetrics):
         least = 1e3 * max(share * moved / rates.bandwidth, _LEAST * done / rates.multiply_rate)
         if self.step_ms < least:
             yield (
-                f"step_ms is {self.step_ms:.3g}, but {moved:,.0f} bytes and {done:,.0f} operations take "
-                f"{least:.3g} ms or more on this device"
+                f"step_ms is {digits(self.step_ms, 3)}, but {moved:,.0f} bytes and {done:,.0f} operations take "
+                f"{digits(least, 3)} ms or more on this device"
             )
 
 
@@ -191,7 +191,7 @@ class Latency(Task):
     def headline(cls, record: Record) -> str:
         """Milliseconds per token."""
         metrics = record.measured(LatencyMetrics)
-        return "" if metrics is None else f"{metrics.step_ms:.3g} ms/token ± {metrics.error:.0%}"
+        return "" if metrics is None else f"{digits(metrics.step_ms, 3)} ms/token ± {metrics.error:.0%}"
 
     @classmethod
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:
@@ -230,9 +230,9 @@ def _row(record: Record, records: Sequence[Record]) -> list[str]:
     recompute = [r for r in records if r.cell.policy == "recompute_window" and r.cell.capacity == record.cell.capacity]
     last, tails = m.curve[-1], m.percentiles_ms
     return [
-        *name, f"{m.step_ms:.3g} ± {m.error:.0%}", *(f"{tails[q]:.3g}" if q in tails else "" for q in ("p90", "p99")),
-        "" if m.largest_ms is None else f"{m.largest_ms:.3g}",
-        f"{m.tokens_per_second:,.0f}", f"{m.first_token_ms:.3g} ± {m.first_token_error:.0%}",
+        *name, f"{digits(m.step_ms, 3)} ± {m.error:.0%}", *(digits(tails[q], 3) if q in tails else "" for q in ("p90", "p99")),
+        "" if m.largest_ms is None else digits(m.largest_ms, 3),
+        f"{m.tokens_per_second:,.0f}", f"{digits(m.first_token_ms, 3)} ± {m.first_token_error:.0%}",
         speed_up(record, dense), speed_up(record, recompute), f"{m.bookkeeping_share:.0%}" if m.kv_bytes else "",
         f"{m.over_roofline:.1f}", f"{last.used_slots:,.0f} / {last.attended_slots:,.0f}",
         cache_bytes(m.kv_bytes), in_bytes(m.state_bytes), status(record),
@@ -246,7 +246,7 @@ def _curve(records: Sequence[Record]) -> list[str]:
     rows = []
     for record, curve in curves:
         steps = {point.position: point for point in curve}
-        cells = (f"{steps[p].step_ms:.3g} ± {steps[p].error:.0%}" if p in steps else "" for p in points)
+        cells = (f"{digits(steps[p].step_ms, 3)} ± {steps[p].error:.0%}" if p in steps else "" for p in points)
         rows.append([label(record), count(record.cell.capacity), *cells])
     head = ["policy", "capacity", *(f"after {p:,}" for p in points)]
     return (

@@ -23,7 +23,7 @@ from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.report import compare
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.compare import differences
-from kvbench.harness.report.markdown import bracketed, cache_bytes, count, md, short_titles, status, table
+from kvbench.harness.report.markdown import bracketed, cache_bytes, count, digits, md, short_titles, status, table
 from kvbench.harness.report.sections import row_label
 from kvbench.harness.report.task import Difference, Traces
 from kvbench.harness.report.task_charts import Depths, over_depths
@@ -212,11 +212,11 @@ def _score(record: Record | None) -> str:
 
 def _figure(metrics: LmEvalMetrics) -> str:
     """The score in percent with its standard error; for log-likelihoods, the perplexity per word or byte."""
-    score, error, digits = 100.0 * metrics.score, 100.0 * (metrics.stderr or 0.0), ".1f"
-    if metrics.weights is not None:
-        score = math.exp(min(-metrics.score, 700.0))
-        error, digits = score * error / 100, ".3g"
-    return format(score, digits) + (f" ± {format(error, digits)}" if metrics.stderr is not None else "")
+    parts = [metrics.score] + ([] if metrics.stderr is None else [metrics.stderr])
+    if metrics.weights is None:
+        return " ± ".join(f"{100 * part:.1f}" for part in parts)
+    perplexity = math.exp(min(-metrics.score, 700.0))
+    return " ± ".join(digits(part, 3) for part in [perplexity, *(perplexity * part for part in parts[1:])])
 
 
 def _passes(rows: Mapping[tuple[str, str], Mapping[str, Record]]) -> list[str | Chart]:

@@ -17,7 +17,7 @@ from kvbench.harness.records.metrics import Metrics, PeakMetrics
 from kvbench.harness.records.rules import BYTES, EXACT, TIME, Unchecked
 from kvbench.harness.records.types import Amount, Count, Part, Positive, Whole
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.markdown import count, in_bytes, label, md, status, table, task_line
+from kvbench.harness.report.markdown import count, digits, in_bytes, label, md, status, table, task_line
 from kvbench.harness.report.task import Difference, Traces
 from kvbench.harness.report.verify import kv_bytes
 from kvbench.harness.tasks.task import MAX_TOKENS, Job, Options, RandomTokens, Task, Tokenizer
@@ -161,4 +161,4 @@ def _curve(measured: Sequence[tuple[Record, MemoryMetrics]]) -> list[str]:
 
 
 def _point(point: MemoryPoint, name: str) -> str:
-    return in_bytes(point.peak_bytes) if name == "peak" else f"{point.token_ms:.3g}"
+    return in_bytes(point.peak_bytes) if name == "peak" else digits(point.token_ms, 3)

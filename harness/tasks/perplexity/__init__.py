@@ -22,7 +22,7 @@ from kvbench.harness.records.aggregates import nll_figures
 from kvbench.harness.records.metrics import Bucket, Looks, Metrics, NllMetrics
 from kvbench.harness.report import compare
 from kvbench.harness.report.chart import Chart
-from kvbench.harness.report.markdown import cache_bytes, count, label, md, status, table
+from kvbench.harness.report.markdown import cache_bytes, count, digits, label, md, status, table
 from kvbench.harness.report.pairing import (
     Common,
     common_tokens,
@@ -34,6 +34,7 @@ from kvbench.harness.report.pairing import (
     question,
     scores_all,
     stride_of,
+    strided_tokens,
 )
 from kvbench.harness.report.sections import row_label
 from kvbench.harness.report.task import Difference, Traces
@@ -161,8 +162,8 @@ class Perplexity(Task):
     @classmethod
     def headline(cls, record: Record) -> str:
         """Perplexity over all tokens that the record scored."""
-        sample, metrics = "" if scores_all(record) else f" (1 token in {stride_of(record)})", record.measured(NllMetrics)
-        return "" if metrics is None else f"perplexity {metrics.perplexity:.4g}{sample}"
+        metrics = record.measured(NllMetrics)
+        return "" if metrics is None else f"perplexity {digits(metrics.perplexity)}{_of_tokens(record)}"
 
     @classmethod
     def body(cls, records: Sequence[Record]) -> list[str | Chart]:
@@ -223,10 +224,11 @@ def _page(records: Sequence[Record]) -> list[str | Chart]:
     )
     about += "" if common.are_all else f" Perplexity is over {describe_tokens(records, common)}; bits/byte are over all tokens."
     about += _until(options, records)
+    thin = strided_tokens(records)
     complete = [r for r in records if r.status == "ok" and scores_all(r)]
     return [
-        about + "\n", *_table(records, common), *over_the_stream(records), *_not_in_chart(records, common.stride),
-        *_buckets(complete), *_common_buckets(records, common), *_facts(records),
+        about + "\n", *_table(records, common), *over_the_stream(records), *_not_in_chart(records, thin.stride),
+        *_buckets(complete), *_common_buckets(records, thin), *_facts(records),
     ]  # fmt: skip
 
 
@@ -253,7 +255,7 @@ def _table(records: Sequence[Record], common: Common) -> list[str]:
         bits = metrics.bits_per_byte if metrics is not None and scores_all(record) else None
         rows.append([
             row_label(record, records), count(record.cell.capacity), *([_read(record)] if may_stop else []),
-            _perplexity(on_common(record, common)),
+            _perplexity(on_common(record, common)) + _of_tokens(record),
             *([_perplexity(record) if scores_all(record) else ""] if on_all else []),
             "" if bits is None else f"{bits:.3f}",
             _difference(record, dense), _difference(record, recompute.get(record.cell.capacity)),
@@ -272,16 +274,21 @@ def _read(record: Record) -> str:
     return count(record.tokens_read) + (" (limit)" if limit else "")
 
 
+def _of_tokens(record: Record) -> str:
+    """Which tokens a record scored, if not all."""
+    return "" if scores_all(record) else f" (1 token in {stride_of(record)})"
+
+
 def _perplexity(record: Record | None) -> str:
     mean = None if record is None else perplexity(record)
     if record is None or mean is None:
         return ""
-    value = f"{math.exp(min(mean.mean, 700)):.4g}"
+    value = digits(math.exp(min(mean.mean, 700)))
     if past_training(record):
         return f"{value} (trend)"
     if mean.low is None or mean.high is None:
         return f"{value} (too short)"
-    return f"{value} [{math.exp(mean.low):.4g}, {math.exp(mean.high):.4g}]"
+    return f"{value} [{digits(math.exp(mean.low))}, {digits(math.exp(mean.high))}]"
 
 
 def _difference(record: Record, base: Record | None) -> str:
@@ -318,7 +325,7 @@ def _buckets(records: Sequence[Record], which_tokens: str = "") -> list[str]:
     rows = []
     for record, buckets in measured:
         means = {_edges(b): math.exp(min(b.nll, 700)) for b in buckets}
-        rows.append([label(record), count(record.cell.capacity), *(f"{means[e]:.4g}" if e in means else "" for e in edges)])
+        rows.append([label(record), count(record.cell.capacity), *(digits(means[e]) if e in means else "" for e in edges)])
     length = measured[0][0].facts.training_length
     about = (
         f"Perplexity by position in the stream{which_tokens}" + (f" (training length {count(length)})" if length else "") + ":\n"

@@ -17,7 +17,7 @@ from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.report import chart, compare
 from kvbench.harness.report.chart import Chart
 from kvbench.harness.report.feed.question import is_reference
-from kvbench.harness.report.markdown import bracketed, cache_bytes, count, percent, short_titles, status, table, task_line
+from kvbench.harness.report.markdown import bracketed, cache_bytes, count, digits, percent, short_titles, status, table, task_line
 from kvbench.harness.report.sections import row_label
 from kvbench.harness.report.task import Difference, Traces
 from kvbench.harness.report.task_charts import marks, panels
@@ -172,7 +172,7 @@ def _row(record: Record, records: Sequence[Record]) -> dict[str, str]:
         "held at the first wrong word": percent(m.held) if m and m.held is not None else "",
         "K/V": cache_bytes(m.kv_bytes) if m else "",
         "K/V a solved one": cache_bytes(round(m.kv_bytes * m.questions / right)) if m and right else "",
-        "s a solved one": f"{seconds / right:.3g}" if seconds and right else "",
+        "s a solved one": digits(seconds / right, 3) if seconds and right else "",
         "status": status(record),
     }  # fmt: skip
 

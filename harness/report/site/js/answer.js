@@ -151,14 +151,14 @@ function showChart(question, budget, state) {
 }
 
 // Columns of the table; only those with a figure are shown. `best` is 1 where more is better and -1 where less is.
-function columns(question, rows) {
+function columns(question, rows, references) {
   const tasks = [...new Set(rows.flatMap((row) => row.answers.map(({ task }) => task)))], perplexity = question.measure === "perplexity";
   const answersOf = (row, task) => row.answers.find((answers) => answers.task === task);
   return [
     { head: "Rank", text: (row) => (row.rank ? (row.rank[0] === row.rank[1] ? `${row.rank[0]}` : `${row.rank[0]}–${row.rank[1]}`) : "–") },
     { head: "Policy" },
-    { head: perplexity ? "Perplexity lost, %" : "Points lost", value: (row) => row.loss?.value ?? null, best: -1, text: lossText },
-    { head: "Perplexity", value: (row) => row.perplexity, best: -1, text: (row) => number(row.perplexity, 4) },
+    { head: perplexity ? `Perplexity lost, %${ofTokens(Math.max(1, ...rows.map((row) => row.loss?.stride ?? 1)))}` : "Points lost", value: (row) => row.loss?.value ?? null, best: -1, text: lossText },
+    { head: "Perplexity", value: (row) => references[row.id] ?? row.perplexity, best: -1, text: (row) => number(references[row.id] ?? row.perplexity, 4) + ofTokens(row.stride) },
     ...tasks.map((task) => ({ head: `${task}, % right`, value: (row) => answersOf(row, task)?.share ?? null, best: 1, text: (row) => answersText(answersOf(row, task)) })),
     { head: "K/V of dense", value: (row) => row.kv_share, text: (row) => (row.kv_bytes === 0 ? "no cache" : row.kv_share === null ? bytes(row.kv_bytes) : `${share(row.kv_share)} (${bytes(row.kv_bytes)})`) },
     { head: "ms/token", value: (row) => stepTime(question, row), best: -1, text: (row) => number(stepTime(question, row)) },
@@ -174,11 +174,12 @@ function columns(question, rows) {
 const standing = (row) => [...new Set(row.cells.map((cell) => feed.provenance[cell.provenance].standing))].join(", ");
 const submitted = feed.provenance.some((facts) => facts.standing !== "ours");
 
+const ofTokens = (stride) => (stride > 1 ? ` (1 token in ${stride})` : "");
 const lossText = (row) => (!row.loss ? "" : `${signed(row.loss.value)}${row.loss.low === null ? (row.loss.nats ? " (too short)" : " (too few streams)") : ` [${signed(row.loss.low)}, ${signed(row.loss.high)}]`}`);
 const answersText = (answers) => (answers ? `${Math.round(100 * answers.share)} [${answers.low === null ? "too few streams" : `${Math.round(100 * answers.low)}, ${Math.round(100 * answers.high)}`}]` : "");
 
 function showTable(question, budget, state) {
-  const rows = [...budget.rows, ...question.references], all = columns(question, rows);
+  const rows = [...budget.rows, ...question.references], all = columns(question, rows, budget.references);
   const same = all.filter(({ fact, text }) => fact && rows.length > 1 && rows.every((row) => text(row) === text(rows[0])));  // a fact is no column
   const shown = all.filter((column) => !same.includes(column));
   const bests = shown.map(({ value, best }) => (best ? budget.rows.map(value).filter((x) => x !== null).reduce((x, y) => (best * y > best * x ? y : x), -best * Infinity) : null));

@@ -30,10 +30,13 @@ function correction({ question }, x, y) {
 
 const percent = (nats) => (nats === null ? null : 100 * Math.expm1(Math.min(nats, 700)));
 
+// The perplexity of a row; of a reference, over the tokens of the other's budget.
+const perplexity = ({ question, row }, other) => question.budgets.find(({ capacity }) => capacity === other.row.capacity)?.references[row.id] ?? row.perplexity;
+
 export function nllMetric(a, b) {
   const x = sumsOf(a.question, a.row), y = sumsOf(b.question, b.row);
   if (a.question.measure !== "perplexity" || b.question.measure !== "perplexity" || !x.nll || !y.nll) return null;
-  const value = { metric: "perplexity", a: a.row.perplexity, b: b.row.perplexity, low: null, high: null, change: null };
+  const value = { metric: "perplexity", a: perplexity(a, b), b: perplexity(b, a), low: null, high: null, change: null };
   const found = a.question === b.question ? loss(a.question, a.row, b.row) : null;
   if (!found) return { ...value, verdict: "can't tell", why: x.trend || y.trend ? "dense was read past its training length: see by position" : "different tokens" };
   const { value: mean, low, high } = found;
