@@ -124,6 +124,14 @@ def test_the_question_shown_first_has_the_most_losses_to_a_reference():
     assert feeds.feed([])["default"] is None
 
 
+def test_the_largest_model_is_shown_first_where_it_has_losses():
+    shapes = [{"layers": 30, "heads": 3, "key_dim": 64, "value_dim": 64}]
+    large = [changed(r, cell={"suite": "large"}, facts={"kv_shapes": shapes}) for r in of_budgets()]
+    fewer = [r for r in large if r.cell.capacity != 8]
+    assert feeds.feed([*of_budgets(), *fewer])["default"].startswith("large-m-")
+    assert feeds.feed([*of_budgets(), *large[:1]])["default"].startswith("s-m-")
+
+
 @pytest.mark.parametrize("made", [of_budgets(), everything()])
 def test_every_figure_of_a_sentence_is_in_its_row(made):
     for question in feeds.feed(made)["questions"]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvbench.harness.core.visible import visible
@@ -42,7 +42,7 @@ def of_questions(asked: Iterable[Question], submitted: Mapping[str, Submitted] |
     answered = [_question(question, provenance) for question in asked]
     measured = [cell["measured"] for q in answered for row in _all_rows(q) for cell in row["cells"]]
     made: dict[str, Any] = make_visible({
-        "feed": NAME, "version": VERSION, "measured": max(measured, default=""), "default": default(answered),
+        "feed": NAME, "version": VERSION, "measured": max(measured, default=""), "default": default(answered, [token_numbers(question) for question in asked]),
         "questions": answered, "equal_bytes": [equal_bytes.as_json(found) for found in equal_bytes.together(asked)],
         "provenance": provenance.distinct,
     })  # fmt: skip
@@ -60,24 +60,35 @@ def text(made: dict[str, Any]) -> str:
     return f"{body}, {', '.join(lists)}}}\n"
 
 
-def default(answered: list[dict[str, Any]]) -> str | None:
-    """The question to show first: on a text, with the most rows that have a loss to a reference with its interval.
+def default(answered: Sequence[dict[str, Any]], sizes: Sequence[int]) -> str | None:
+    """Return the id of the question to show first; None without questions.
 
-    A random control does not count as a reference here. Among equals, it is the one with the most policies, then the first.
-    None without questions.
+    It is about a text and has rows with a loss to a reference and its interval; a random control is no reference here. The
+    largest model comes first, then the question with the most such rows, then the one with the most policies.
+
+    Args:
+        answered: the questions.
+        sizes: numbers in K and V of one token of each question's model.
     """
     if not answered:
         return None
 
-    def order(question: dict[str, Any]) -> tuple[int, int, int]:
+    def order(question: dict[str, Any], size: int) -> tuple[int, int, int, int]:
         rows = [row for budget in question["budgets"] for row in budget["rows"]]
         references = {row["id"] for row in question["references"]}
         losses = [lost for row in rows if (lost := row["loss"]) and lost["low"] is not None and lost["to"] in references]
-        is_text = question["measure"] == "perplexity"
-        return len(losses) * is_text, len({row["policy"] for row in rows}), len(rows)
+        judged = len(losses) if question["measure"] == "perplexity" else 0
+        return size if judged else 0, judged, len({row["policy"] for row in rows}), len(rows)
 
-    best: str = max(answered, key=order)["id"]
+    orders = list(map(order, answered, sizes))
+    best: str = answered[orders.index(max(orders))]["id"]
     return best
+
+
+def token_numbers(question: Question) -> int:
+    """Count the numbers in K and V of one token of the question's model; 0 if its records don't say."""
+    shapes = question.first.facts.kv_shapes or ()
+    return sum(shape.layers * shape.heads * (shape.key_dim + shape.value_dim) for shape in shapes)
 
 
 def _all_rows(question: dict[str, Any]) -> list[dict[str, Any]]:
