@@ -60,8 +60,8 @@ def which(records: Sequence[Record], model: str, budget: int) -> Answer:
     findings = [f"{heads[q['id']]}: {b['finding']}" for q in questions for b in q["budgets"] if b["capacity"] == budget]
     sentence = _sentence(leaders) if any(leaders.values()) else " ".join(findings) or "no policy was measured in this time."
     measured = {head: len(rows) for head, _, rows in asked}
-    shown = [{head: row.get(head, "") for head in columns} for row in ordered]
-    return Answer(f"{visible(model)}, {budget:,} tokens: {sentence}{_certainty(records, measured)}", shown)
+    table = [{head: row.get(head, "") for head in columns} for row in ordered]
+    return Answer(f"{visible(model)}, {budget:,} tokens: {sentence}{_certainty(records, measured)}", table)
 
 
 def _certainty(records: Sequence[Record], counts: dict[str, int]) -> str:
@@ -70,7 +70,11 @@ def _certainty(records: Sequence[Record], counts: dict[str, int]) -> str:
     counts: policies by column.
     """
     fewest = min((r.cell.options["streams"] for r in records if "streams" in r.cell.options), default=MIN_BLOCKS)
-    few = f" {fewest} streams: too short for an interval, which needs {MIN_BLOCKS}." if fewest < MIN_BLOCKS else ""
+    few = (
+        f" {fewest} stream{'s' * (fewest > 1)}: too short for an interval, which needs {MIN_BLOCKS}."
+        if fewest < MIN_BLOCKS
+        else ""
+    )
     most = max(counts.values(), default=0)
     return few + "".join(
         f" {head}: only {count} of {most} policies were measured." for head, count in counts.items() if count < most

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import NamedTuple, Self
 
@@ -132,13 +133,13 @@ class Speeds:
         count = max(4, _SHORT_TOKENS // streams, min(_MOST_SHORT_TOKENS, at_once(config.evict)))
         while True:
             ids = torch.zeros(streams, count, dtype=torch.int64, device=self._model.device)
-            warm = [self._seconds(lambda r=r: r(ids)) for r in (read, dense)]  # noqa: B023
-            if warm[0] >= _ENOUGH_SECONDS or count >= _MOST_SHORT_TOKENS:
+            warm, _ = (self._seconds(partial(decoder, ids)) for decoder in (read, dense))
+            if warm >= _ENOUGH_SECONDS or count >= _MOST_SHORT_TOKENS:
                 break
             count = min(_MOST_SHORT_TOKENS, 4 * count)
-        rounds = [[self._seconds(lambda r=r: r(ids)) for r in (read, dense)] for _ in range(self._rounds(warm[0]))]
+        rounds = [[self._seconds(partial(decoder, ids)) for decoder in (read, dense)] for _ in range(self._rounds(warm))]
         ours, full = (median(times) for times in zip(*rounds, strict=True))
-        steps = [self._seconds(lambda: read(ids[:, :1])) for _ in range(1 + self._rounds(warm[0]))]
+        steps = [self._seconds(partial(read, ids[:, :1])) for _ in range(1 + self._rounds(warm))]
         return Rates(max(0.0, ours - full) / ids.numel(), median(steps))
 
     @staticmethod

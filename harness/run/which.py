@@ -89,7 +89,8 @@ def suite_for(wish: Wish, estimator: Estimator, left: float) -> tuple[str, list[
     text, prompt = _sized(text, length, streams), max(wish.budget + _LEAST_EVICTED // 2, 3 * length // 4)
     fields["task"] = [text | {"evict": "step"}, text | {"prompt": prompt, "evict": "prompt"}]
     if streams < MIN_BLOCKS:
-        notes.append(f"Only {streams} streams of {length:,} tokens fit: an interval needs {MIN_BLOCKS}. No questions are asked.")
+        fit = f"Only {streams} stream{'s' * (streams > 1)} of {length:,} tokens can be read"
+        notes.append(f"{fit}: an interval needs {MIN_BLOCKS}. No questions are asked.")
     else:
         asking, why = _questions(wish.budget + _LEAST_EVICTED, trained, tokenizer, streams)
         fields["task"] += asking
@@ -121,17 +122,19 @@ class Deadline:
         self._spent = self._planned = 0.0  # seconds of all groups before
 
     def wants(self, group: Sequence[Cell], records: Mapping[str, Record]) -> bool:
-        """Whether a group fits into the rest of the time, and dense has not failed at its task. A `Wanted` of the run."""
+        """Whether a group fits into the rest of the time, and dense was measured at its task, and did not fail. A `Wanted`."""
         self._estimate()
         now = self._clock()
         if self._expected:
             self._spent, self._planned = self._spent + now - self._began, self._planned + self._expected
             self._expected = 0.0
-        if self._is_hopeless(group[0], records):
+        dense = next((c for c in self._cells if c.name == "dense" and c.task == group[0].task), group[0])
+        if dense not in group and self._is_hopeless(group[0], records.get(dense.id)):
             return False
         pace = self._spent / self._planned if self._planned else 1.0
         seconds, is_latency = sum(self._seconds[cell.id] for cell in group), group[0].task.name == "latency"
-        if now + pace * (seconds + (0.0 if is_latency else self._latency)) > self._until:
+        has_reference = dense in group or dense.id in records
+        if not has_reference or now + pace * (seconds + (0.0 if is_latency else self._latency)) > self._until:
             self._late += len(group)
             return False
         self._began, self._expected = now, seconds
@@ -154,12 +157,8 @@ class Deadline:
         self._latency = latency if latency <= _LATENCY_SHARE * left else 0.0
         self._estimator = None
 
-    def _is_hopeless(self, cell: Cell, records: Mapping[str, Record]) -> bool:
-        """Whether dense answers so few questions of a cell's task that no policy is measured with it."""
-        if cell.name == "dense":
-            return False
-        dense = next((c for c in self._cells if c.name == "dense" and c.task == cell.task), None)
-        record = None if dense is None else records.get(dense.id)
+    def _is_hopeless(self, cell: Cell, record: Record | None) -> bool:
+        """Whether dense, whose record is given, answers so few questions that no policy is measured with a cell's task."""
         metrics = None if record is None else record.measured(QuestionMetrics)
         if metrics is None or metrics.accuracy is None or metrics.accuracy >= FLOOR:
             return False
@@ -182,7 +181,7 @@ def _stage(cell: Cell) -> int:
 
 def _policies(budget: int) -> list[list[dict[str, Any]]]:
     """The entries of each policy, the most telling first."""
-    sinks = {"sink_window": {"sinks": 4}, "random": {"sinks": 4, "window": budget // 2}}
+    sinks: dict[str, dict[str, Any]] = {"sink_window": {"sinks": 4}, "random": {"sinks": 4, "window": budget // 2}}
     names = [*_CORE[1:], *_NEXT, "adakv", "pyramidkv", "cake", "lagkv", "knorm", "rkv"]
     moments = ({"evict": "step", "positions": "cache"}, {"evict": "prompt", "positions": "stream"})
     return [[{"name": "dense"}], *([{"name": name} | sinks.get(name, {}) | moment for moment in moments] for name in names)]
