@@ -1,9 +1,11 @@
-"""Which policy for a model: what `bench which` chooses to measure, and what it answers."""
+"""Which policy for a model: what `bench which` chooses to measure, when it stops, and what it answers."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 from conftest import bench
@@ -14,67 +16,133 @@ from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.intervals import MIN_BLOCKS
 from kvbench.harness.report.which import which
 from kvbench.harness.run import which as choosing
-from kvbench.harness.run.estimate import Speeds
-from kvbench.harness.run.which import Asked, plan
-from kvbench.harness.suite import load
+from kvbench.harness.run.estimate import Estimate, Estimator
+from kvbench.harness.run.which import Deadline, Wish, ordered, suite_for
+from kvbench.harness.suite import Cell, load
 
-ASKED = Asked("builtin:recall", 96, 3.0, None, "cpu", "float32")
+WISH = Wish("builtin:recall", 96, 10.0, None, "cpu", "float32")
+UNREAD = SimpleNamespace(measured=lambda metrics: None)  # a record without answers
+CORE = {"dense", "sink_window", "random", "h2o"}
+
+
+@dataclass
+class Scripted:
+    """A machine whose estimates are a number of seconds for each token, and whose clock a test moves."""
+
+    seconds_per_token: float
+    now: float = 0.0
+    load_seconds: float = 0.0
+
+    def estimates(self, cells: Sequence[Cell]) -> list[Estimate]:
+        return [Estimate(c, self.seconds_per_token * getattr(c.task, "tokens", 1000), None, None) for c in cells]
+
+    def speeds(self, spec: object) -> SimpleNamespace:
+        return SimpleNamespace(training_length=528)
+
+
+def chosen(machine: Scripted, tmp_path, wish: Wish = WISH) -> tuple[list[Cell], list[str]]:
+    """Cells in order, and notes."""
+    content, notes = suite_for(wish, machine, 60 * wish.minutes)
+    (tmp_path / "which.yaml").write_text(content)
+    return ordered(load(tmp_path / "which.yaml")[1]), notes
+
+
+def run(cells: Sequence[Cell], machine: Scripted, until: float, slowdown: float = 1.0) -> tuple[list[Cell], Deadline]:
+    """The cells measured by a run on a machine where each takes its estimate times a factor."""
+    deadline, done = Deadline(cells, until, machine, lambda: machine.now), []
+    latency = [cell for cell in cells if cell.task.name == "latency"]
+    for group in [*([cell] for cell in cells if cell not in latency), latency]:
+        if deadline.wants(group, {cell.id: UNREAD for cell in done}):
+            done += group
+            machine.now += slowdown * sum(row.seconds for row in machine.estimates(group))
+    return done, deadline
+
+
+def text_streams(cells: Sequence[Cell]) -> int:
+    return cells[0].task.streams
+
+
+@pytest.mark.slow("builds questions")
+def test_the_first_cells_take_half_of_the_time_and_have_an_interval(tmp_path):
+    """A faster machine reads more streams; one that is too slow for an interval says so, and asks no questions."""
+    fast, medium, slow = (chosen(Scripted(speed), tmp_path) for speed in (1e-6, 5e-3, 1e-1))
+    assert text_streams(fast[0]) == 100
+    assert MIN_BLOCKS < text_streams(medium[0]) < 100
+    core = sum(row.seconds for row in Scripted(5e-3).estimates(medium[0][:4]))
+    assert 0.45 * 600 < core <= 300
+    assert 1 <= text_streams(slow[0]) < MIN_BLOCKS
+    assert any("an interval needs 20" in note for note in slow[1])
+    assert {c.task.name for c in slow[0]} == {"perplexity", "latency"}
+    assert {c.task.name for c in fast[0]} == {"perplexity", "lm_eval", "latency"}
+    assert {c.capacity for c in fast[0] if c.policy.evicts} == {96}
+    assert {(c.evict, c.positions) for c in fast[0] if c.policy.evicts} == {(1, "cache"), ("prompt", "stream")}
 
 
 @pytest.fixture
-def machine(monkeypatch):
-    """Reads a given number of tokens a second under any policy."""
-
-    def reads(tokens: float) -> None:
-        monkeypatch.setattr(Speeds, "tokens_per_second", lambda self, cell, streams: tokens)
-
-    reads(5000.0)
-    return reads
+def cells(tmp_path):
+    return chosen(Scripted(0.02), tmp_path)[0]
 
 
-def sizes(chosen: choosing.Plan) -> dict[str, int]:
-    return {task["name"]: task.get("streams") or task.get("limit") for task in chosen.suite["task"]}
+def test_the_most_telling_cells_come_first_and_latency_last(cells):
+    assert {cell.name for cell in cells[:4]} == CORE
+    assert cells[0].name == "dense"
+    assert {(cell.task.name, cell.evict, cell.task.prompt) for cell in cells[:4]} == {("perplexity", 1, None)}
+    latency = [cell.task.name == "latency" for cell in cells]
+    assert latency == sorted(latency)
+    assert any(latency)
 
 
-@pytest.mark.slow("loads a model")
-def test_policies_and_sizes_fit_the_time_and_have_an_interval(machine, tmp_path):
-    """Given more of it, first policies are added, then streams and questions."""
-    asked = [replace(ASKED, minutes=minutes) for minutes in (1.5, 3.0, 60.0)]
-    plans = [plan(one) for one in asked]
-    for one, chosen in zip(asked, plans, strict=True):
-        assert chosen.seconds <= 60 * one.minutes
-        assert min(size for size in sizes(chosen).values() if size) >= MIN_BLOCKS
-        chosen.write(tmp_path / "which.yaml", one.command)
-        cells = load(tmp_path / "which.yaml")[1]
-        assert {c.capacity for c in cells if c.policy.evicts} == {96}
-        assert {(c.evict, c.positions) for c in cells if c.policy.evicts} == {(1, "cache"), ("prompt", "stream")}
-    policies = [len({entry["name"] for entry in chosen.suite["policies"]}) for chosen in plans]
-    assert policies[0] < policies[1] < policies[2] == len(choosing._policies(96))
-    assert sizes(plans[2])["perplexity"] == 5 * MIN_BLOCKS
-    machine(50.0)
-    with pytest.raises(UserError, match=r"--minutes 3: 20 streams of 352 tokens .* under 4 policies, take about \d+ min"):
-        plan(ASKED)
+@pytest.mark.parametrize("slowdown", [0.3, 1.0, 3.0])
+def test_it_ends_in_time_on_a_slow_machine_and_measures_more_on_a_fast_one(cells, slowdown):
+    until = 600.0
+    done, deadline = run(cells, Scripted(0.02), until, slowdown)
+    plain, _ = run(cells, Scripted(0.02), until)
+    machine = Scripted(0.02)
+    run(cells, machine, until, slowdown)
+    longest = slowdown * max(row.seconds for row in machine.estimates(cells))
+    assert machine.now <= until + longest
+    assert (len(done) > len(plain)) == (slowdown < 1)
+    assert (len(done) < len(plain)) == (slowdown > 1)
+    texts = [cell for cell in done if cell.task.name != "latency"]
+    assert texts == cells[: len(texts)]
+    assert bool(deadline.notes) == (len(done) < len(cells))
 
 
-@pytest.mark.slow("loads a model")
-def test_a_budget_that_holds_the_questions_has_others(machine, monkeypatch):
-    """RULER's, whose length is an option, if lm-eval's extra for them is here; else lines of a record."""
-    monkeypatch.setattr(choosing, "find_spec", lambda name: None)
-    lines = plan(replace(ASKED, budget=300))
-    assert [task["name"] for task in lines.suite["task"]] == ["perplexity", "streameval", "latency"]
-    assert lines.notes == ["Our questions have only 203 tokens: lines of a record are asked for instead."]
-    monkeypatch.setattr(choosing, "find_spec", lambda name: name == "wonderwords")
-    ruler = plan(replace(ASKED, budget=300)).suite["task"][1]
-    assert (ruler["tasks"], ruler["max_seq_length"]) == (["niah_single_1"], 528)
+def test_no_policy_is_measured_where_dense_did_not_fit(cells):
+    """Loading counts for the first cell, dense's: a later one alone would fit, but has nothing to be compared with."""
+    seconds = Scripted(0.02).estimates(cells[:1])[0].seconds
+    done, deadline = run(cells, Scripted(0.02, load_seconds=seconds), 1.5 * seconds)
+    assert not [cell for cell in done if cell.task.name == "perplexity" and cell.task.prompt is None]
+    assert deadline.notes
 
 
-@pytest.mark.slow("loads a model")
-def test_what_can_not_be_answered_is_refused(machine, tmp_path):
+def test_latency_has_its_time_unless_it_takes_more_than_a_tenth(cells):
+    for speed, is_measured in ((0.02, True), (0.5, False)):
+        done, _ = run(cells, Scripted(speed), 2000.0)
+        assert any(cell.task.name == "latency" for cell in done) == is_measured
+
+
+def test_without_time_nothing_is_measured_and_there_is_an_answer(tmp_path, capsys, monkeypatch):
+    slow = Scripted(1e9)
+    monkeypatch.setattr(Estimator, "estimates", lambda self, cells: slow.estimates(cells))
+    code, out, _ = bench(capsys, "which", "builtin:recall", "--budget", 96, "--minutes", 0.1, "--results", tmp_path)
+    assert code == 0
+    assert out.strip().startswith("builtin:recall, 96 tokens: no policy was measured in this time.")
+
+
+def test_what_can_not_be_answered_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"--budget 480: builtin:recall was trained on 528 tokens, .*; give at most 464"):
-        plan(replace(ASKED, budget=480))
-    (tmp_path / "short.txt").write_text("A short text.\n" * 100)
-    with pytest.raises(UserError, match=r"tokens of text, not the 7040 asked for; .*leave out --data"):
-        plan(replace(ASKED, data=str(tmp_path)))
+        suite_for(replace(WISH, budget=480), Scripted(1e-3), 600.0)
+    (tmp_path / "short.txt").write_text("A short text.\n" * 10)
+    with pytest.raises(UserError, match=r"leave out --data"):
+        suite_for(replace(WISH, data=str(tmp_path)), Scripted(1e-3), 600.0)
+
+
+def test_a_short_text_has_fewer_streams(tmp_path):
+    (tmp_path / "short.txt").write_text("A short text.\n" * 300)
+    cells, notes = chosen(Scripted(1e-6), tmp_path, replace(WISH, data=str(tmp_path)))
+    assert 1 <= text_streams(cells) < MIN_BLOCKS
+    assert notes
 
 
 def test_a_budget_is_a_number_of_tokens(capsys):
@@ -86,26 +154,26 @@ def test_a_budget_is_a_number_of_tokens(capsys):
 
 
 @pytest.fixture
-def small(machine, monkeypatch):
-    """Three policies, and a few steps of each."""
+def small(monkeypatch):
+    """Three policies, and a few tokens of each, on a machine with time for all."""
     three = [[{"name": "dense"}], *(entry for entry in choosing._policies(96) if entry[0]["name"] in ("sink_window", "snapkv"))]
     monkeypatch.setattr(choosing, "_policies", lambda budget: three)
-    monkeypatch.setattr(choosing, "_FEWEST", 3)
-    monkeypatch.setattr(choosing, "_PLENTY", 1)
+    monkeypatch.setattr(choosing, "_MOST_STREAMS", MIN_BLOCKS)
+    monkeypatch.setattr(Estimator, "estimates", lambda self, cells: Scripted(1e-9).estimates(cells))
 
 
 @pytest.mark.slow("measures suites")
 @pytest.mark.filterwarnings("ignore")  # lm-eval and its packages have opinions of their own
 def test_it_ends_in_a_sentence_a_table_and_a_page_and_resumes(small, tmp_path, capsys):
-    command = ["which", "builtin:recall", "--budget", 96, "--minutes", 1, "--results", tmp_path, "--device", "cpu"]
+    command = ["which", "builtin:recall", "--budget", 96, "--minutes", 10, "--results", tmp_path, "--device", "cpu"]
     code, out, err = bench(capsys, *command, "--dry-run")
     assert code == 0
-    assert "3 policies; 20 streams of 352 tokens of built-in prose; 20 questions of kvbench_once and kvbench_needle" in out
+    assert {line.split("\t")[0] for line in out.splitlines()[1:]} == {"perplexity", "lm_eval", "latency"}
     assert not list(tmp_path.iterdir())
     code, out, err = bench(capsys, *command)
     assert code == 0, err
     head, *rows = [line.split("\t") for line in out.splitlines() if "\t" in line]
-    assert head[:2] == ["policy", "text"]
+    assert head[:3] == ["policy", "text", "after a prompt"]
     assert {"once, seen", "once, unseen", "needle, seen", "needle, unseen", "ms/token"} <= set(head)
     assert {row[0] for row in rows} == {"dense", "sink_window", "snapkv"}
     assert "builtin:recall, 96 tokens: snapkv" in " ".join(out.split())
@@ -126,7 +194,7 @@ def test_it_ends_in_a_sentence_a_table_and_a_page_and_resumes(small, tmp_path, c
 def test_what_dense_can_not_answer_is_left_out(small, tmp_path, capsys, monkeypatch):
     """Then no policy is measured with it, and a sentence says so."""
     monkeypatch.setattr(choosing, "FLOOR", 1.1)
-    command = ["which", "builtin:recall", "--budget", 96, "--minutes", 1, "--results", tmp_path, "--device", "cpu"]
+    command = ["which", "builtin:recall", "--budget", 96, "--minutes", 10, "--results", tmp_path, "--device", "cpu"]
     code, out, err = bench(capsys, *command)
     assert code == 0
     for kind in ("once", "needle"):
@@ -138,7 +206,7 @@ def test_what_dense_can_not_answer_is_left_out(small, tmp_path, capsys, monkeypa
 
 def test_a_policy_that_leads_everywhere_is_the_answer():
     text = [measured("dense", 1.9, None), measured("h2o", 2.0), measured("window", 3.0)]
-    found = which(text, 8)
+    found = which(text, "m", 8)
     assert found.sentence == "m, 8 tokens: h2o: no other is better, at 95 % confidence, at anything that was measured."
     assert [row["policy"] for row in found.rows] == ["dense", "h2o", "window"]
     assert [row["text"].endswith(" *") for row in found.rows] == [False, True, False]
@@ -149,7 +217,7 @@ def test_where_none_leads_everywhere_each_has_its_own():
     text = [measured("dense", 1.9, None), measured("h2o", 2.0), measured("window", 3.0)]
     asked = [answered("dense", "1" * 200, None), answered("h2o", "0" * 200), answered("window", half)]
     questions = [edit(r, cell={"evict": "prompt"}) if r.cell.capacity else r for r in asked]
-    assert which([*text, *questions], 8).sentence == (
+    assert which([*text, *questions], "m", 8).sentence == (
         "m, 8 tokens: no policy leads in everything. At 95 % confidence no other is better than these. "
         "text: h2o; StreamEval, seen: window."
     )
@@ -157,4 +225,12 @@ def test_where_none_leads_everywhere_each_has_its_own():
 
 def test_without_intervals_nothing_is_claimed():
     short = [measured(p, n, tokens=1024) for p, n in (("h2o", 2.0), ("window", 3.0))]
-    assert which(short, 8).sentence == "m, 8 tokens: nothing tells the policies apart."
+    assert "no other is better" not in which(short, "m", 8).sentence
+    few = [edit(record, cell={"task": record.cell.as_json()["task"] | {"streams": 3}}) for record in short]
+    assert "3 streams: too short for an interval" in which(few, "m", 8).sentence
+
+
+def test_a_task_that_few_policies_were_measured_with_is_named():
+    text = [measured(p, n) for p, n in (("h2o", 2.0), ("window", 3.0))]
+    question = edit(answered("h2o", "1" * 200), cell={"evict": "prompt"})
+    assert "StreamEval, seen: only 1 of 2 policies were measured." in which([*text, question], "m", 8).sentence

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import sys
+import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,12 +18,15 @@ import click
 from kvbench.harness.cli.closing import line_width, link
 from kvbench.harness.cli.output import FILLED, debugging, print_rows, results_option, writable
 from kvbench.harness.cli.pages import leaderboard
+from kvbench.harness.core.durations import about
 from kvbench.harness.core.errors import Exit
 from kvbench.harness.run.request import RunRequest
 
 if TYPE_CHECKING:
     from kvbench.harness.records import Record
-    from kvbench.harness.run.which import Asked, Plan
+    from kvbench.harness.run.estimate import Estimator
+    from kvbench.harness.run.which import Wish
+    from kvbench.harness.suite import Cell
 
 
 class _Budget(click.ParamType[int]):
@@ -45,7 +52,7 @@ class _Budget(click.ParamType[int]):
 @click.option(
     "--data", metavar="DIR", envvar="BENCH_DATA", type=FILLED, help="Your text, .txt or .parquet. Default: built-in prose."
 )
-@click.option("--minutes", type=click.FloatRange(min=0.1), default=30.0, show_default=True, help="That measuring may take.")
+@click.option("--minutes", type=click.FloatRange(min=0.1), default=30.0, show_default=True, help="That the command may take.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:1.")
 @click.option(
     "--dtype",
@@ -65,95 +72,87 @@ def which(
 ) -> None:  # fmt: skip
     """Find the policy for a model at a budget.
 
-    MODEL is a directory, a hub id or builtin:NAME. Each policy is tried for a moment; then as many policies, streams of text and
-    questions are chosen as the time allows, measured as bench run does, and compared. The suite that was chosen is kept beside
-    the records, and the same command goes on with it.
+    MODEL is a directory, a hub id or builtin:NAME. Each policy is tried for a moment; then cells are measured as bench run does,
+    the most telling first, until the time is over, and compared. Records and the suite are kept: the same command goes on.
 
     \b
     bench which builtin:recall --budget 96 --minutes 3
     bench which path/to/model --budget 1024 --data path/to/texts
     bench which builtin:recall --budget 96 --dry-run
     """
-    from kvbench.harness.run.which import Asked
+    from kvbench.harness.models.load import device_of
+    from kvbench.harness.run.estimate import Estimator
+    from kvbench.harness.run.which import TRIAL_SHARE, Deadline, Wish, ordered
 
-    if threads:
-        import torch
-
-        torch.set_num_threads(threads)
-    asked = Asked(model, budget, minutes, data, device, dtype)
-    folder = Path(results) if dry_run else writable(Path(results))
-    suite = folder / "which" / f"{re.sub(r'[^A-Za-z0-9.-]+', '_', model).strip('_')}-{budget}.yaml"
-    if dry_run:
-        _say(_chosen(asked), as_json)
-        return
-    if fresh or not _is_kept(suite, asked):
-        chosen = _chosen(asked)
-        for line in [*chosen.notes, chosen.says]:
-            click.echo(line, err=True)
-        chosen.write(suite, asked.command)
-    request = RunRequest(str(suite), None, data, device=device, threads=threads)
-    records = _measure(request, suite, folder, fresh)
-    _show(records, asked, results, as_json)
+    seconds = 60 * minutes
+    wish, until = Wish(model, budget, minutes, data, device, dtype), time.monotonic() + seconds
+    with tempfile.TemporaryDirectory() if dry_run else contextlib.nullcontext(results) as folder:
+        suite = writable(Path(folder)) / "which" / f"{re.sub(r'[^A-Za-z0-9.-]+', '_', model).strip('_')}-{budget}.yaml"
+        request = RunRequest(str(suite), None, data, device=device, threads=threads)
+        request.use_threads()
+        estimator = Estimator(device_of(device), math.inf, until - (1 - TRIAL_SHARE) * seconds)
+        if fresh or not _is_kept(suite, wish):
+            _choose(suite, wish, estimator, until)
+        cells = ordered(request.cells())
+        if dry_run:
+            _describe(cells, estimator, as_json)
+            return
+    deadline = Deadline(cells, until, estimator)
+    del estimator  # the deadline frees its model
+    records = request.measure(Path(results), cells, fresh, tracebacks=debugging(), wanted=deadline.wants)
+    for note in deadline.notes:
+        click.echo(note, err=True)
+    _show(records, wish, results, as_json)
     if any(r.status == "failed" for r in records):
         sys.exit(Exit.FAILED_CELLS)
 
 
-def _is_kept(suite: Path, asked: Asked) -> bool:
-    """Whether a suite was made for the same, by an earlier call."""
+def _is_kept(suite: Path, wish: Wish) -> bool:
+    """Whether a suite was chosen for the same wish, by an earlier call."""
     try:
-        return suite.read_text(encoding="utf-8").startswith(asked.command)
+        return suite.read_text(encoding="utf-8").startswith(wish.command)
     except OSError:
         return False
 
 
-def _chosen(asked: Asked) -> Plan:
-    """What is measured, after a trial of each policy."""
-    from kvbench.harness.run.which import plan
+def _choose(suite: Path, wish: Wish, estimator: Estimator, until: float) -> None:
+    """Write the suite, and say what it leaves out."""
+    from kvbench.harness.run.which import suite_for
 
-    click.echo(f"trying policies on {asked.model}, to see what fits into {asked.minutes:g} min", err=True)
-    return plan(asked)
-
-
-def _say(chosen: Plan, as_json: bool) -> None:
-    """Say what would be measured."""
-    if as_json:
-        click.echo(json.dumps({"suite": chosen.suite, "seconds": chosen.seconds, "notes": list(chosen.notes)}, indent=1))
-    else:
-        click.echo("\n".join([*chosen.notes, chosen.says]))
+    click.echo(f"trying policies on {wish.model}, to see what fits into {wish.minutes:g} min", err=True)
+    content, notes = suite_for(wish, estimator, until - time.monotonic())
+    suite.parent.mkdir(parents=True, exist_ok=True)
+    suite.write_text(content, encoding="utf-8")
+    for note in notes:
+        click.echo(note, err=True)
 
 
-def _measure(request: RunRequest, suite: Path, folder: Path, fresh: bool) -> list[Record]:
-    """Measure the suite, dense first: what dense itself can't answer is left out."""
-    from kvbench.harness.run.which import without_hopeless
-
-    dense = [c for c in request.cells() if c.name == "dense" and c.task.name in ("lm_eval", "streameval")]
-    if dense:
-        for note in without_hopeless(suite, request.measure(folder, dense, fresh, tracebacks=debugging())):
-            click.echo(note, err=True)
-    finished = {cell.id for cell in dense}
-    cells = request.cells()
-    if fresh:  # those of dense are
-        request.measure(folder, [c for c in cells if c.id not in finished], True, tracebacks=debugging())
-    return request.measure(folder, cells, tracebacks=debugging())
+def _describe(cells: Sequence[Cell], estimator: Estimator, as_json: bool) -> None:
+    """Print the cells in the order in which they would be measured, with estimates."""
+    rows = estimator.estimates(cells)
+    print_rows([{"task": row.cell.task.name} | row.cells() for row in rows], as_json)
+    seconds = estimator.load_seconds + sum(row.seconds or 0.0 for row in rows)
+    click.echo(f"{about(seconds)} in all; what the time does not allow is left out, from the end", err=True)
 
 
-def _show(records: list[Record], asked: Asked, results: str, as_json: bool) -> None:
+def _show(records: Sequence[Record], wish: Wish, results: str, as_json: bool) -> None:
     """Print the sentence and the table, and write the page."""
     from kvbench.harness.report.closing import closing
     from kvbench.harness.report.doubts import with_doubts
     from kvbench.harness.report.which import LEGEND, which
 
-    found, troubles = which(records, asked.budget), closing(with_doubts(records)).troubles
+    answer, troubles = which(records, wish.model, wish.budget), closing(with_doubts(records)).troubles if records else ()
     if as_json:
-        answer = {"sentence": found.sentence, "rows": list(found.rows), "troubles": list(troubles)}
-        click.echo(json.dumps(answer, indent=1, ensure_ascii=False))
+        fields = {"sentence": answer.sentence, "rows": list(answer.rows), "troubles": list(troubles)}
+        click.echo(json.dumps(fields, indent=1, ensure_ascii=False))
     else:
-        print_rows(list(found.rows), False)
+        print_rows(list(answer.rows), False)
         click.echo()
-        click.echo(click.wrap_text(found.sentence, line_width()))
-        click.echo(click.wrap_text(LEGEND, line_width()))
+        for text in (answer.sentence, LEGEND) if records else (answer.sentence,):
+            click.echo(click.wrap_text(text, line_width()))
     for trouble in troubles:
         click.echo(trouble, err=True)
-    with contextlib.redirect_stdout(sys.stderr):
-        click.get_current_context().invoke(leaderboard, results=results, out=None, paper=None, site="index.html")
-    click.echo(f"Page: {link(Path(results) / 'index.html', sys.stderr.isatty())}", err=True)
+    if records:
+        with contextlib.redirect_stdout(sys.stderr):
+            click.get_current_context().invoke(leaderboard, results=results, out=None, paper=None, site="index.html")
+        click.echo(f"Page: {link(Path(results) / 'index.html', sys.stderr.isatty())}", err=True)

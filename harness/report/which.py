@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvbench.harness.core.intervals import MIN_BLOCKS
+from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Record
 from kvbench.harness.report.feed import feed
 from kvbench.harness.report.feed.question import CONTROL
@@ -17,8 +19,9 @@ _MAX_NAMES = 3  # in a sentence
 _BEST = " *"  # behind a figure that no other beats at 95 % confidence
 LEGEND = (
     "*: no other is better at 95 % confidence. text: perplexity lost to dense, beside which stands the perplexity itself; "
-    "tokens are evicted at every step, and kept ones stand at their ranks. seen, unseen: right answers about a prompt that was "
-    "cut once, after or before the question was seen; kept tokens stand at their positions in the text. K/V: of dense's bytes."
+    "tokens are evicted at every step, and kept ones stand at their ranks. after a prompt: the same of text after a prompt that "
+    "was cut once. seen, unseen: right answers about a prompt that was cut once, after or before the question was seen. After "
+    "such a cut, kept tokens stand at their positions in the text. K/V: of dense's bytes."
 )
 
 
@@ -35,9 +38,12 @@ class Answer:
     rows: Sequence[dict[str, str]]
 
 
-def which(records: Sequence[Record], budget: int) -> Answer:
-    """The answer, at a budget in tokens."""
-    questions = sorted(feed(records)["questions"], key=lambda q: (q["measure"] != "perplexity", "unseen" in q["subject"]))
+def which(records: Sequence[Record], model: str, budget: int) -> Answer:
+    """The answer for a model at a budget in tokens, from what was measured."""
+    once = evicting("prompt")
+    questions = sorted(
+        feed(records)["questions"], key=lambda q: (q["measure"] != "perplexity", q["evict"] == once, "unseen" in q["subject"])
+    )
     heads = {q["id"]: _head(q) for q in questions}
     asked = [(heads[q["id"]], q, b["rows"]) for q in questions for b in q["budgets"] if b["capacity"] == budget]
     figures: dict[str, dict[str, str]] = {}
@@ -51,17 +57,38 @@ def which(records: Sequence[Record], budget: int) -> Answer:
     counts = Counter(row["name"] for _, _, rows in asked for row in rows if _leads(row))
     ordered = sorted(figures.values(), key=lambda shown: (shown["policy"] != "dense", -counts[shown["policy"]]))
     columns = ["policy", *(head for head, _, _ in asked), *(c for c in ("K/V", "ms/token") if any(c in f for f in ordered))]
-    model = questions[0]["model"] if questions else "this model"
-    said = _sentence({head: [row["name"] for row in rows if _leads(row)] for head, _, rows in asked})
-    return Answer(f"{model}, {budget:,} tokens: {said}", [{head: row.get(head, "") for head in columns} for row in ordered])
+    leaders = {head: [row["name"] for row in rows if _leads(row)] for head, _, rows in asked}
+    findings = [f"{heads[q['id']]}: {b['finding']}" for q in questions for b in q["budgets"] if b["capacity"] == budget]
+    sentence = _sentence(leaders) if any(leaders.values()) else " ".join(findings) or "no policy was measured in this time."
+    measured = {head: len(rows) for head, _, rows in asked}
+    table = [{head: row.get(head, "") for head in columns} for row in ordered]
+    return Answer(f"{visible(model)}, {budget:,} tokens: {sentence}{_certainty(records, measured)}", table)
+
+
+def _certainty(records: Sequence[Record], counts: dict[str, int]) -> str:
+    """Sentences on streams that are too few for an interval, and on tasks that few policies were measured with.
+
+    counts: policies by column.
+    """
+    fewest = min((r.cell.options["streams"] for r in records if "streams" in r.cell.options), default=MIN_BLOCKS)
+    few = (
+        f" {fewest} stream{'s' * (fewest > 1)}: too short for an interval, which needs {MIN_BLOCKS}."
+        if fewest < MIN_BLOCKS
+        else ""
+    )
+    most = max(counts.values(), default=0)
+    return few + "".join(
+        f" {head}: only {count} of {most} policies were measured." for head, count in counts.items() if count < most
+    )
 
 
 def _head(question: dict[str, Any]) -> str:
     """A few words for a column: what is read or asked."""
+    once = question["evict"] == evicting("prompt")
     if question["measure"] == "perplexity":
-        return "text"
+        return "after a prompt" if once else "text"
     name, *how = question["subject"].split(", ")
-    if question["evict"] != evicting("prompt"):
+    if not once:
         return str(name)
     return f"{name}, unseen" if "question unseen" in how else f"{name}, seen"
 
@@ -83,8 +110,6 @@ def _figure(row: dict[str, Any], measure: str) -> str:
 def _sentence(leaders: dict[str, list[str]]) -> str:
     """Who leads in everything, or who in what. leaders: of what was asked, those that no other beats at 95 % confidence."""
     judged = {head: names for head, names in leaders.items() if names}
-    if not judged:
-        return "nothing tells the policies apart."
     everywhere = [name for name in next(iter(judged.values())) if all(name in names for names in judged.values())]
     if everywhere:
         return f"{_names(everywhere)}: no other is better, at 95 % confidence, at anything that was measured."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +14,7 @@ from kvbench.harness.run.keep_map import KeepMapWriter, ReceivedMap
 from kvbench.harness.run.prepare import Prepared
 from kvbench.harness.suite import Cell
 
+Wanted = Callable[[Sequence[Cell], Mapping[str, Record]], bool]  # whether to measure a group's cells; gets the records so far
 Group = Sequence[Prepared]  # what is measured at once: one cell, or the cells of one model and task side by side
 
 
@@ -86,6 +87,7 @@ class Ledger(Protocol):
 
     store: RecordStore
     watcher: RunWatcher
+    records: dict[str, Record]  # by cell id
 
     def begin(self, group: Group, worker: str = "") -> None:
         """Say that a group starts.

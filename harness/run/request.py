@@ -14,7 +14,7 @@ from kvbench.harness.core.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from kvbench.harness.records import Record, RecordStore
-    from kvbench.harness.run.executor import RunWatcher
+    from kvbench.harness.run.executor import RunWatcher, Wanted
     from kvbench.harness.run.options import KeepSteps, RunOptions
     from kvbench.harness.suite import Cell
 
@@ -87,11 +87,11 @@ class RunRequest:
 
     def measure(
         self, results: Path, cells: Sequence[Cell], fresh: bool = False, block: int | None = None, walk: bool = False, *,
-        progress: bool = True, tracebacks: bool = False, keep: KeepSteps | None = None,
+        progress: bool = True, tracebacks: bool = False, keep: KeepSteps | None = None, wanted: Wanted | None = None,
     ) -> list[Record]:  # fmt: skip
-        """Measure the cells that have no record yet. Returns the records of all.
+        """Measure the cells that have no record yet. Returns the records of all, without groups that are not `wanted`.
 
-        `tracebacks` shows those of failed cells on stderr; for the others see `RunOptions`.
+        `tracebacks` shows those of failed cells on stderr; for the others see `RunOptions`. Workers on Ray measure all.
         """
         from kvbench.harness.records import RecordStore
         from kvbench.harness.run.executor import RunWatcher
@@ -101,7 +101,7 @@ class RunRequest:
         with ExitStack() as stack:
             watcher = stack.enter_context(ProgressView(StderrConsole(), tracebacks)) if progress else RunWatcher()
             watcher.note("this machine", "" if self.ray else _crowded(options.device.type))
-            return self._run(self._installed(cells, watcher), RecordStore(results), options, watcher)
+            return self._run(self._installed(cells, watcher), RecordStore(results), options, watcher, wanted)
 
     def _installed(self, cells: Sequence[Cell], watcher: RunWatcher) -> list[Cell]:
         """The cells of a suite without those that need a package which is not installed. Each policy left out is noted.
@@ -142,11 +142,13 @@ class RunRequest:
         if self.threads:
             torch.set_num_threads(self.threads)
 
-    def _run(self, cells: Sequence[Cell], store: RecordStore, options: RunOptions, watcher: RunWatcher) -> list[Record]:
+    def _run(
+        self, cells: Sequence[Cell], store: RecordStore, options: RunOptions, watcher: RunWatcher, wanted: Wanted | None
+    ) -> list[Record]:
         from kvbench.harness.run.runner import run
 
         if self.ray is None:
-            return run(cells, store, options, watcher)
+            return run(cells, store, options, watcher, wanted=wanted)
         from kvbench.harness.run.on_ray import RayExecutor, RaySettings
 
         with RayExecutor(RaySettings(self.ray, self.workers, self.threads or 1, self.device), options, cells) as executor:

@@ -11,7 +11,7 @@ from typing import Any
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.records import Record, RecordStore
 from kvbench.harness.records.facts import Facts
-from kvbench.harness.run.executor import Executor, Group, Ledger, Outcome, RunWatcher, groups, trace_suffix
+from kvbench.harness.run.executor import Executor, Group, Ledger, Outcome, RunWatcher, Wanted, groups, trace_suffix
 from kvbench.harness.run.keep_map import refuse_unmappable, settle_map, steps_wanted
 from kvbench.harness.run.machine import Machine
 from kvbench.harness.run.options import RunOptions
@@ -21,14 +21,15 @@ from kvbench.harness.suite import Cell, labels
 
 def run(
     cells: Sequence[Cell], store: RecordStore, options: RunOptions, watcher: RunWatcher, executor: Executor | None = None,
-    measured_on: MachineFacts | None = None,
+    measured_on: MachineFacts | None = None, wanted: Wanted | None = None,
 ) -> list[Record]:  # fmt: skip
     """Measure every cell that is not finished.
 
-    A cell comes after its reference. Without an executor, this process measures; `measured_on` is the machine if it is another.
+    A cell comes after its reference. Without an executor, this process measures, and leaves out the groups that are not `wanted`
+    when their turn comes; `measured_on` is the machine if it is another.
 
     Returns:
-        One record per cell, those of earlier runs included, in the order of the cells.
+        One record per measured cell, those of earlier runs included, in the order of the cells.
 
     Raises:
         UserError: a model's files, its tokenizer or the data are not available: raised before anything is measured. Or a
@@ -43,21 +44,23 @@ def run(
         book = _Book(store, watcher, labels(cells))
         left = [group for group in groups(prepared) if not book.skip(group, options)]
         if left:
-            (executor or _InProcess(options)).measure(left, cells, book)
-        return [book.records[cell.id] for cell in cells]
+            (executor or _InProcess(options, wanted)).measure(left, cells, book)
+        return [book.records[cell.id] for cell in cells if cell.id in book.records]
 
 
 class _InProcess:
     """Measures one group after the other in this process."""
 
-    def __init__(self, options: RunOptions) -> None:
-        self._options = options
+    def __init__(self, options: RunOptions, wanted: Wanted | None) -> None:
+        self._options, self._wanted = options, wanted
 
     def measure(self, groups: Sequence[Group], cells: Sequence[Cell], ledger: Ledger) -> None:
         """See `Executor`."""
         machine = Machine(self._options, cells, ledger.store)
         try:
             for group in groups:
+                if self._wanted is not None and not self._wanted([item.cell for item in group], ledger.records):
+                    continue
                 ledger.begin(group)
                 machine.measure(group, ledger.references(group), ledger.watcher, ledger.done)
                 ledger.end(group)  # here, because a reader of stderr that is gone ends the run, and fails no cell

@@ -150,6 +150,16 @@ class Task(TaskReport, ABC):
         return cls.total(options)
 
     @classmethod
+    def seconds(cls, options: Any, token: float, step: float) -> float:
+        """Estimate the seconds of the measurement.
+
+        Args:
+            token: seconds of a token that is read in a block.
+            step: seconds of a decode step of the streams that are held at once.
+        """
+        return cls.total(options) * token
+
+    @classmethod
     def at_once(cls, options: Any) -> int:
         """The fewest streams whose caches must fit at once."""
         return cls.streams(options)

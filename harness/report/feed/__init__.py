@@ -42,7 +42,8 @@ def of_questions(asked: Iterable[Question], submitted: Mapping[str, Submitted] |
     answered = [_question(question, provenance) for question in asked]
     measured = [cell["measured"] for q in answered for row in _all_rows(q) for cell in row["cells"]]
     made: dict[str, Any] = make_visible({
-        "feed": NAME, "version": VERSION, "measured": max(measured, default=""), "default": default(answered, [token_numbers(question) for question in asked]),
+        "feed": NAME, "version": VERSION, "measured": max(measured, default=""),
+        "default": default(answered, [token_numbers(question) for question in asked]),
         "questions": answered, "equal_bytes": [equal_bytes.as_json(found) for found in equal_bytes.together(asked)],
         "provenance": provenance.distinct,
     })  # fmt: skip

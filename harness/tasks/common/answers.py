@@ -63,6 +63,11 @@ class AnsweringTask(Task):
         return right_answers(record)
 
     @classmethod
+    def seconds(cls, options: Any, token: float, step: float) -> float:
+        """Also the tokens of answers, one after another."""
+        return cls.total(options) * token + cls.windows(options) * step
+
+    @classmethod
     def question_streams(cls, record: Record) -> int | None:
         """As many as were read; one if an older record does not say."""
         metrics, streams = record.measured(AnswerMetrics), getattr(record.data, "streams", None) or 1

@@ -33,6 +33,11 @@ _LARGEST_CACHE = 2**28  # bytes of a processor's cache, from which weights and K
 # Of the roofline's time: rates vary by some percent from one measurement to the next, and a cache is up to five times as fast as
 # memory.
 _LEAST_FROM_CACHE, _LEAST = 0.2, 0.8
+FIRST_POINT = 256  # tokens into the stream; each further point lies twice as far
+PROMPTS = 7  # prompts read to time the first token; the first one warms up
+WARM_UP_STEPS = 3
+MAX_ROUND_MS = 100.0  # of one cell's part in a round, which is at least one step
+BOOKKEEPING_STEPS = 16
 _STEP_COUNT = Unchecked("depends on how many steps fit into a round")
 _IF_BOUNDED = Checked(where="bounded")
 
@@ -150,6 +155,14 @@ class Latency(Task):
     def windows(cls, options: LatencyOptions) -> float:
         """One per step, in all sittings and at about five points of the stream."""
         return options.batch * options.rounds * options.steps * (options.sittings + 5)
+
+    @classmethod
+    def seconds(cls, options: LatencyOptions, token: float, step: float) -> float:
+        """Prompts, a stream in each sitting, and rounds of steps at each point of the stream and in each sitting."""
+        points = options.sittings + max(0, (options.tokens // FIRST_POINT).bit_length())
+        steps = max(1, min(options.steps, int(MAX_ROUND_MS / max(1e3 * step, 1e-6)))) * options.rounds + WARM_UP_STEPS
+        read = (PROMPTS + options.sittings) * options.prompt + options.sittings * options.tokens
+        return read * options.batch * token + (points * steps + BOOKKEEPING_STEPS) * step
 
     @classmethod
     def run_together(cls, options: LatencyOptions, jobs: Sequence[Job]) -> Iterator[tuple[int, Metrics | Exception]]:

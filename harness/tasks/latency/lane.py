@@ -19,13 +19,10 @@ from kvbench.harness.engine.recompute import RecomputeDecoder
 from kvbench.harness.engine.reset import ResetDecoder
 from kvbench.harness.records.aggregates import largest, step_figures, timing
 from kvbench.harness.records.metrics import Metrics
-from kvbench.harness.tasks.latency import LatencyMetrics, LatencyOptions
+from kvbench.harness.tasks.latency import BOOKKEEPING_STEPS, MAX_ROUND_MS, WARM_UP_STEPS, LatencyMetrics, LatencyOptions
 from kvbench.harness.tasks.task import Job
 
-_WARM_UP_STEPS = 3
 _MOST_WARM_UP_STEPS = 48  # where steps are captured: until a cycle of evictions is, or three cycles if those are more
-_MAX_ROUND_MS = 100.0  # of one cell's part in a round, which is at least one step
-_BOOKKEEPING_STEPS = 16
 
 
 class Lane:
@@ -90,7 +87,7 @@ class Lane:
             self.position = position
         warm_up_ms = self._warm_up()
         if not self.sitting_ms:
-            self._steps_per_round = max(1, min(self.options.steps, int(_MAX_ROUND_MS / warm_up_ms)))
+            self._steps_per_round = max(1, min(self.options.steps, int(MAX_ROUND_MS / warm_up_ms)))
         if isinstance(self.read, ResetDecoder) and self.position > (self.job.config.capacity or 0):
             self._approach_reset(self.read)
         self.round_ms = []
@@ -116,8 +113,8 @@ class Lane:
         assert self.read
         graphs = self.read.graphs if isinstance(self.read, CachedDecoder) else None
         cycle = self.job.config.every  # steps after which evictions repeat
-        most = _WARM_UP_STEPS if graphs is None else max(_MOST_WARM_UP_STEPS, 3 * cycle)
-        self.read.reserve(most + self.options.rounds * self.options.steps + _BOOKKEEPING_STEPS)
+        most = WARM_UP_STEPS if graphs is None else max(_MOST_WARM_UP_STEPS, 3 * cycle)
+        self.read.reserve(most + self.options.rounds * self.options.steps + BOOKKEEPING_STEPS)
         marks, in_a_row = Marks(self.job.model.device), 0  # steps replayed since the last that was not
         marks.mark()
         for step in range(most):
@@ -125,7 +122,7 @@ class Lane:
             self.step()
             marks.mark()
             in_a_row = in_a_row + 1 if graphs is not None and graphs.replayed > replayed else 0
-            if step + 1 >= _WARM_UP_STEPS and (graphs is None or graphs.refused or in_a_row > cycle):
+            if step + 1 >= WARM_UP_STEPS and (graphs is None or graphs.refused or in_a_row > cycle):
                 break
         return marks.milliseconds()[-1]
 
@@ -209,7 +206,7 @@ class Lane:
 
         self.read.around_bookkeeping = timed
         steps.mark()
-        for _ in range(_BOOKKEEPING_STEPS):
+        for _ in range(BOOKKEEPING_STEPS):
             self.step()
         steps.mark()
         bookkeeping_ms = bookkeeping.milliseconds()[::2]  # every other interval is the rest of a step

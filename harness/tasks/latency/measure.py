@@ -14,13 +14,11 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.recompute import RecomputeDecoder
 from kvbench.harness.records.metrics import Metrics
-from kvbench.harness.tasks.latency import LatencyOptions
+from kvbench.harness.tasks.latency import FIRST_POINT, PROMPTS, LatencyOptions
 from kvbench.harness.tasks.latency.lane import Lane
 from kvbench.harness.tasks.task import Job
 from kvbench.policies.recompute_window import RecomputeWindow
 
-_FIRST_POINT = 256  # tokens into the stream; each further point lies twice as far
-_PROMPTS = 7  # prompts read to time the first token; the first one warms up
 _MAX_SHARE_OF_FREE_MEMORY = 0.7  # for the caches of cells measured side by side
 
 
@@ -74,9 +72,9 @@ def _measure(options: LatencyOptions, lanes: Sequence[Lane]) -> list[float]:
     """
     draw, forward = random.Random(0), _own_forward(lanes[0].job.model, options.batch)
     forward_ms: list[float] = []
-    points = [p for p in (_FIRST_POINT * 2**i for i in range(40)) if options.prompt <= p < options.tokens]
+    points = [p for p in (FIRST_POINT * 2**i for i in range(40)) if options.prompt <= p < options.tokens]
     for sitting in range(options.most_sittings):
-        for _ in range(1 if sitting else _PROMPTS):
+        for _ in range(1 if sitting else PROMPTS):
             for lane in _running(lanes):
                 with lane.guard():
                     lane.read_prompt()

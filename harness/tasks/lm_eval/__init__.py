@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from kvbench.harness.core.evict import Evict
     from kvbench.harness.tasks.lm_eval.measure import LmEvalData
 
+_QUESTIONS, _PROMPT_TOKENS, _ANSWER_TOKENS = 1000, 400, 8  # guesses, for estimates
 _GENERATION = ("max_gen_toks", "temperature", "top_p", "top_k", "samples", "sample_seed")
 _RECALL = frozenset(f"kvbench_{kind}" for kind in (*KINDS, "anywhere"))
 
@@ -81,6 +82,13 @@ class LmEval(Task):
     def longest(cls, options: LmEvalOptions) -> int:
         """A guess, unless an option sets the length of prompts."""
         return (options.max_seq_length or options.prompt_tokens or 1000) + (options.max_gen_toks or 0)
+
+    @classmethod
+    def seconds(cls, options: LmEvalOptions, token: float, step: float) -> float:
+        """Prompts of a guessed length, and answers that batches decode step by step."""
+        answers = (options.limit or _QUESTIONS) * (options.samples or 1)
+        steps = (options.max_gen_toks or _ANSWER_TOKENS) * math.ceil(answers / cls.streams(options))
+        return answers * (options.max_seq_length or _PROMPT_TOKENS) * token + steps * step
 
     @classmethod
     def has_prompt(cls, options: LmEvalOptions) -> bool:
