@@ -143,7 +143,7 @@ def test_a_wrong_shift_is_refused_by_the_check(monkeypatch, tmp_path, name, righ
     check = fast_method(model_with(32, 2), CacheConfig(H2O(), 20, kv=Codec(name, group)))
     harmless = name == "int8" and group == 8
     assert (check.step, check.method.step_kernel) == (("compiled", True) if harmless else ("plain", False))
-    assert check.refused == ("" if harmless else "step kernels: its attention differs from the plain walk's")
+    assert check.refused.startswith("step kernels: ") != harmless
 
 
 def test_a_kernel_that_did_not_answer_is_not_used(monkeypatch):

@@ -387,7 +387,8 @@ def test_a_kernel_that_evicts_others_in_16_bits_is_refused(monkeypatch):
     monkeypatch.setattr(cpu_walk, "built_of", lambda *asked: random if asked[2] == "walk" else real(*asked))
     found = fast_method(in_bfloat16(2, 0.02), LOOKS)
     assert found.blocks == "walk"
-    assert found.refused == "compiled walk: no head of a layer could be compared with the plain walk's"
+    assert found.refused.startswith("compiled walk: ")
+    assert found.refused.endswith("% of the tokens it evicts are others than the plain walk's")
 
 
 @needs_compiler

@@ -1,0 +1,92 @@
+"""The check of shortcuts on a deep model with massive activations, whose logits depend chaotically on rounding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import DEVICE
+from factories import needs_compiler
+
+from kvbench.harness.core.codec import Codec
+from kvbench.harness.engine.decoder import CacheConfig
+from kvbench.harness.engine.fastcheck import fast_method
+from kvbench.harness.engine.method import FASTEST, PLAIN_WALK
+from kvbench.harness.engine.model import Model, adopt
+from kvbench.harness.engine.shortcuts import Shortcuts
+from kvbench.harness.engine.trial import MethodCheck
+from kvbench.harness.engine.walk import Walk
+from kvbench.harness.models.families import tiny_model
+from kvbench.policies.dense import Dense
+from kvbench.policies.h2o import H2O
+from kvbench.policies.sink_window import SinkWindow
+
+SINKS, LOOKS = CacheConfig(SinkWindow(4), 40), CacheConfig(H2O(), 40)
+CODED = CacheConfig(Dense(), kv=Codec("int4"))
+RUNS = CacheConfig(SinkWindow(4), 40, evict=16)
+BY_KERNEL = replace(PLAIN_WALK, step_kernel=True)
+
+pytestmark = needs_compiler
+
+
+@pytest.fixture(scope="module")
+def chaotic() -> Model:
+    """30 layers; one channel of the inputs of each is much larger than the others."""
+    hf = tiny_model("llama", num_hidden_layers=30, initializer_range=0.2, hidden_size=64)
+    with torch.no_grad():
+        for layer in hf.model.layers:
+            layer.input_layernorm.weight[3] = 20.0
+    return adopt(hf.to(DEVICE))
+
+
+def test_logits_of_right_code_differ(chaotic):
+    check = MethodCheck(chaotic, SINKS, 1)
+    (error,) = check._differences([check._decoder(PLAIN_WALK), check._decoder(FASTEST)], [16, 64, 1])
+    assert error > 1
+
+
+@pytest.mark.parametrize(
+    ("config", "blocks", "step"),
+    [(SINKS, "closed form", "compiled"), (LOOKS, "compiled walk", "compiled"), (CODED, "walk", "compiled")],
+    ids=["closed form", "compiled walk", "coded"],
+)  # fmt: skip
+def test_right_code_is_accepted(chaotic, config, blocks, step):
+    check = fast_method(chaotic, config)
+    assert (check.blocks, check.step, check.refused) == (blocks, step, "")
+    assert 0 < check.differs < 1
+
+
+def fault(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, layer: int = 17, head: int = 1) -> None:
+    """Make one head of one layer wrong by a thousandth."""
+    right = getattr(owner, name)
+
+    def wrong(self, plan, at, *given):
+        out = right(self, plan, at, *given)
+        if at == layer:
+            out[:, head] *= 1.001
+        return out
+
+    monkeypatch.setattr(owner, name, wrong)
+
+
+@pytest.mark.parametrize(
+    ("config", "owner", "name"),
+    [
+        (SINKS, Shortcuts, "attend_in_band"),
+        (LOOKS, Shortcuts, "walk_by_kernel"),
+        (LOOKS, Walk, "_step_by_kernel"),
+        (CODED, Walk, "_step_by_kernel"),
+        (RUNS, Shortcuts, "read_runs"),
+    ],
+    ids=["closed form", "compiled walk", "step kernels", "steps of a coded cache", "runs"],
+)
+def test_a_thousandth_in_one_head_of_one_layer_is_refused(monkeypatch, chaotic, config, owner, name):
+    check = MethodCheck(chaotic, config, 1)
+    fault(monkeypatch, owner, name)
+    if config is RUNS:
+        refused = check.trial_of_runs()
+    else:
+        refused = (check.trial_of_codes(BY_KERNEL) if config is CODED else check.trial(FASTEST)).refused
+    assert refused == "its attention differs from the plain walk's"
+    assert check.max_error > 1
