@@ -9,34 +9,28 @@ Axis letters: B streams, T tokens, K tokens whose logits are returned, V vocabul
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from copy import copy
-from types import MethodType
 from typing import Any, Self, get_args
-from weakref import WeakKeyDictionary, WeakValueDictionary, finalize
+from weakref import WeakKeyDictionary
 
 import torch
-import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvbench.harness.core import plugins
-from kvbench.harness.core.errors import RefusedModelError, UserError, did_you_mean
+from kvbench.harness.core.errors import UserError, did_you_mean
 from kvbench.harness.core.evict import evict_as_json
 from kvbench.harness.core.parameters import parameters_of, policy_from
-from kvbench.harness.engine.attention import NAME
 from kvbench.harness.engine.decoder import CacheConfig, Decoder
 from kvbench.harness.engine.fastcheck import fast_method
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.loop import decoder as open_decoder
 from kvbench.harness.engine.method import EAGER, Method
-from kvbench.harness.engine.model import UnsupportedModelError, adopt
-from kvbench.harness.models.selfcheck import check
 from kvbench.harness.rules.rules import refuse_if_broken
+from kvbench.harness.run.route import LOCK, AnsweringCache, Route, refuse_training, routable
 from kvbench.harness.suite.axes import evict_from, kv_from
 from kvbench.policies import Policy, PositionMode
 
@@ -47,7 +41,7 @@ _UNDERSTOOD = {
 }  # fmt: skip
 
 
-class Cache(transformers.Cache):
+class Cache(AnsweringCache):
     """Holds a decoder. To `generate` it is as long as the text it has read, whatever it keeps of it."""
 
     _decoder: Decoder | None  # None until something is read
@@ -57,7 +51,7 @@ class Cache(transformers.Cache):
     _in_prompt: bool  # none has come alone yet
 
     def __init__(
-        self, model: PreTrainedModel, policy: str | Policy | type[Policy] = "dense", capacity: int | None = None, *,
+        self, model: nn.Module, policy: str | Policy | type[Policy] = "dense", capacity: int | None = None, *,
         positions: PositionMode = "cache", evict: str | Mapping[str, Any] = "step", limit: int | None = None, seed: int = 0,
         kv: str | Mapping[str, Any] = "dtype", fast: bool = False, rope_length: int | None = None, **parameters: Any,
     ) -> None:  # fmt: skip
@@ -80,8 +74,7 @@ class Cache(transformers.Cache):
             UserError: the model can't be driven exactly, or an argument has a mistake; the message is one line.
         """
         super().__init__(layers=[])
-        if not isinstance(model, PreTrainedModel) or model.training:
-            raise UserError(f"{type(model).__name__}: expected a transformers model in evaluation mode (model.eval())")
+        hf = routable(model)
         if positions not in get_args(PositionMode):
             raise UserError(f"positions '{positions}'{did_you_mean(positions, get_args(PositionMode))}")
         try:
@@ -90,8 +83,8 @@ class Cache(transformers.Cache):
             if capacity is not None:
                 asked.bind(capacity)
             self._name = plugins.name_of(type(asked)) if plugins.is_ours(type(asked)) else type(asked).__name__
-            refuse_if_broken(self._name, asked, capacity, model.device)
-            self._route = _Route.of(model, rope_length)
+            refuse_if_broken(self._name, asked, capacity, hf.device)
+            self._route = Route.of(hf, rope_length)
             open_decoder(self._route.model, self._config)  # which may refuse the capacity, too
         except UserError:
             raise
@@ -131,32 +124,65 @@ class Cache(transformers.Cache):
         other._select(range(self._streams))
         return other
 
-    def _answer(self, hf: PreTrainedModel, given: Mapping[str, Any]) -> Any:
-        """Answer a call of the model. given: its arguments by name."""
-        if hf is not self._route.model.hf:
+    def answer(self, hf: PreTrainedModel, given: Mapping[str, Any]) -> Any:
+        """Answer a call of the model. given: its arguments by name.
+
+        Raises:
+            UserError: the call does not fit what the cache has read, or asks for what it can't give. The cache is unchanged.
+        """
+        if hf is not self._route.hf:
             self.update()
-        others = [k for k, v in given.items() if k not in _UNDERSTOOD and v is not None and v is not False]
-        tokens, mask, keep = given.get("input_ids"), given.get("attention_mask"), given.get("logits_to_keep", 0)
-        if others or tokens is None or not isinstance(keep, int):
-            wrong = ", ".join(others or ["logits_to_keep as a tensor" if tokens is not None else "all but input_ids"])
-            raise UserError(f"a kvbench.Cache reads input_ids and gives logits: leave out {wrong}")
-        if given.get("use_cache") is False:
-            raise UserError("use_cache is False, so generate would pass the whole text at every step: pass use_cache=True")
-        if mask is not None and mask.ndim != 2:
-            raise UserError(f"a kvbench.Cache needs an attention_mask of two dimensions, not {mask.ndim}")
-        if self._decoder is not None and len(tokens) != self._streams:
-            raise UserError(f"this cache holds {self._streams} texts, and {len(tokens)} came: reset() it, or make another one")
-        valid = None if mask is None else mask[:, -tokens.shape[1] :].to(hf.device, torch.bool)
+        refuse_training(hf)
+        _refuse_arguments(given)
+        tokens, keep = given["input_ids"], given.get("logits_to_keep", 0)
+        valid = self._valid(tokens, given.get("attention_mask"))
+        self._refuse_late_prompt(tokens.shape[1], valid, keep)
         try:
-            with self._route.our_attention():
-                logits = self._read(
-                    tokens.to(hf.device), None if valid is None or bool(valid.all()) else valid, keep or tokens.shape[1]
-                )
+            logits = self._read(tokens.to(hf.device), valid, keep or tokens.shape[1])
         except BaseException:  # some layers have read what others have not
             self.reset()
             raise
         out = CausalLMOutputWithPast(logits=logits, past_key_values=self)
         return out.to_tuple() if given.get("return_dict") is False else out
+
+    def _valid(self, tokens: Tensor, mask: Tensor | None) -> Tensor | None:
+        """The tokens that are no padding; None if all are. [B, T] bool.
+
+        Raises:
+            UserError: there are no tokens, or they don't go on from what the cache has read.
+        """
+        if tokens.ndim != 2 or not tokens.numel() or tokens.is_floating_point():
+            kind, shape = str(tokens.dtype).removeprefix("torch."), list(tokens.shape)
+            raise UserError(f"input_ids: expected whole numbers [texts, tokens], at least one of each, not {kind} {shape}")
+        streams, count = tokens.shape
+        if self._decoder is not None and streams != self._streams:
+            raise UserError(f"this cache holds {self._streams} texts, and {streams} came: cache.reset() it, or make another one")
+        if mask is None:
+            return None
+        if mask.ndim != 2 or len(mask) != streams:
+            raise UserError(f"attention_mask: expected [texts, tokens] for {streams} texts, not {list(mask.shape)}")
+        if mask.shape[1] != self._seen + count:
+            raise UserError(
+                f"this cache has read {self._seen} tokens of each text and {count} came, but the attention_mask has "
+                f"{mask.shape[1]}: go on with a text that begins with what was read, or call cache.reset() for another one"
+            )
+        valid = mask[:, -count:].to(self._route.hf.device, torch.bool)
+        return None if bool(valid.all()) else valid
+
+    def _refuse_late_prompt(self, count: int, valid: Tensor | None, keep: int) -> None:
+        """Refuse what a prompt that is cut at its end can't be.
+
+        Raises:
+            UserError: it comes in parts, its texts differ in length, or logits before its end are wanted.
+        """
+        if self._config.evict != "prompt" or not self._in_prompt or (self._decoder is not None and count == 1):
+            return
+        if self._decoder is not None:
+            raise UserError("evict 'prompt' needs the whole prompt at once: leave out prefill_chunk_size, or cache.reset()")
+        if valid is not None:
+            raise UserError("evict 'prompt' needs prompts of one length: generate one by one, or evict at another time")
+        if keep != 1:
+            raise UserError("evict 'prompt' gives the logits after the prompt's last token alone: pass logits_to_keep=1")
 
     def _read(self, tokens: Tensor, valid: Tensor | None, keep: int) -> Tensor:
         """Read what comes next of every text. keep: of how many of the last tokens to return logits. -> [B, K, V]."""
@@ -167,12 +193,6 @@ class Cache(transformers.Cache):
         self._in_prompt = first or (self._in_prompt and count > 1)
         self._seen += count
         if evict == "prompt" and self._in_prompt:
-            if not first:
-                raise UserError("evict 'prompt' needs the whole prompt at once: leave out prefill_chunk_size")
-            if valid is not None:
-                raise UserError("evict 'prompt' needs prompts of one length: generate one by one, or evict at another time")
-            if keep != 1:
-                raise UserError("evict 'prompt' gives the logits after the prompt's last token alone: pass logits_to_keep=1")
             return torch.stack([self._decoder.read_prompt(tokens, block)], 1)
         if self._in_prompt and isinstance(self._decoder, CachedDecoder):
             self._prompt = self._prompt + (count if valid is None else valid.sum(1))
@@ -187,13 +207,14 @@ class Cache(transformers.Cache):
 
     def _method(self, streams: int) -> Method:
         """The way of reading; what was once found to agree for a model is not tried again."""
-        config, known = self._config, _METHODS.setdefault(self._route.model.hf, {})
+        config, known = self._config, _METHODS.setdefault(self._route.hf, {})
         if not self._fast or not config.policy.caches:
             return EAGER
         cell = (parameters_of(config.policy), config.capacity, config.positions, config.limit, config.evict, config.kv, streams)
         key = type(config.policy), repr(cell)
-        if key not in known:
-            known[key] = fast_method(self._route.model, config, streams).method
+        with LOCK:
+            if key not in known:
+                known[key] = fast_method(self._route.model, config, streams).method
         return known[key]
 
     def _select(self, texts: Sequence[int]) -> None:
@@ -237,6 +258,22 @@ class Cache(transformers.Cache):
         raise UserError("this kvbench.Cache belongs to another model, or its layers were called: make one for the model you call")
 
 
+def _refuse_arguments(given: Mapping[str, Any]) -> None:
+    """Refuse a call that wants more than logits, or has no tokens.
+
+    Raises:
+        UserError: names the arguments.
+    """
+    others = [k for k, v in given.items() if k not in _UNDERSTOOD and v is not None and v is not False]
+    tokens, keep = given.get("input_ids"), given.get("logits_to_keep", 0)
+    if others or tokens is None:
+        raise UserError(f"a kvbench.Cache reads input_ids and gives logits: leave out {', '.join(others) or 'all but input_ids'}")
+    if not isinstance(keep, int) or keep < 0:
+        raise UserError("logits_to_keep: expected a number of tokens, 0 or more")
+    if given.get("use_cache") is False:
+        raise UserError("use_cache is False, so generate would pass the whole text at every step: pass use_cache=True")
+
+
 def _policy(policy: str | Policy | type[Policy], parameters: Mapping[str, Any]) -> Policy:
     """The policy that was asked for.
 
@@ -253,90 +290,4 @@ def _policy(policy: str | Policy | type[Policy], parameters: Mapping[str, Any]) 
     raise UserError(f"policy: expected a name, file.py:Class, a class or an instance with its parameters, not {policy!r}")
 
 
-class _Route:
-    """The way of a model's calls to the caches that they carry. It lasts as long as one of these caches.
-
-    Attributes:
-        model: checked. Between calls it has its own attention.
-    """
-
-    def __init__(self, hf: PreTrainedModel, rope_length: int | None) -> None:
-        self._rope_length = rope_length
-        self._configs = list({id(m.config): m.config for m in hf.modules() if isinstance(m, PreTrainedModel)}.values())
-        trained = [parameter for parameter in hf.parameters() if parameter.requires_grad]
-        try:
-            with self.our_attention():
-                self.model = adopt(hf, rope_length)
-                self.model.check = check(self.model, rope_length)
-        except UnsupportedModelError as error:
-            raise RefusedModelError(f"model family '{hf.config.model_type}' can't be driven: {error}") from error
-        finally:
-            for parameter in trained:
-                parameter.requires_grad_(True)
-        before = vars(hf).get("forward")  # Accelerate puts one there, and a copy of a routed model has ours
-        own, instead = type(hf).forward, before
-        if isinstance(before, MethodType) and before.__self__ is hf:
-            own, instead = before.__func__, None
-        routed = MethodType(_routed(own, instead), hf)
-        hf.forward = routed
-        finalize(self, _put_back, hf, routed, before)
-
-    @staticmethod
-    def of(hf: PreTrainedModel, rope_length: int | None) -> _Route:
-        """The route of a model: that of its other caches, if there are any.
-
-        Raises:
-            UserError: the model can't be driven exactly, or its other caches have another `rope_length`.
-        """
-        route = _ROUTES.get(id(hf))
-        if route is None:
-            route = _ROUTES[id(hf)] = _Route(hf, rope_length)
-        if route._rope_length != rope_length:
-            raise UserError(f"rope_length {rope_length}: the model's other caches have {route._rope_length}")
-        return route
-
-    @contextmanager
-    def our_attention(self) -> Iterator[None]:
-        """Let the decoder compute the model's attention; what computed it before is put back."""
-        before = [(config, config._attn_implementation) for config in self._configs]
-        try:
-            for config in self._configs:
-                config._attn_implementation = NAME
-            yield
-        finally:
-            for config, own in before:
-                config._attn_implementation = own
-
-
-_ROUTES: WeakValueDictionary[int, _Route] = WeakValueDictionary()  # by id of the model, which a route keeps alive
 _METHODS: WeakKeyDictionary[PreTrainedModel, dict[tuple[type[Policy], str], Method]] = WeakKeyDictionary()
-
-
-def _routed(own: Callable[..., Any], before: Callable[..., Any] | None) -> Callable[..., Any]:
-    """A model's `forward` that lets caches of ours answer.
-
-    A function to be bound, so that a copy of the model has one of its own.
-
-    Args:
-        own: the method that the model had.
-        before: one that is no method, which the model had instead; None if it had none.
-    """
-    names = list(inspect.signature(own).parameters)[1:]
-
-    @functools.wraps(own)
-    def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(names, args, strict=False)) | kwargs
-        cache = given.get("past_key_values")
-        if isinstance(cache, Cache):
-            return cache._answer(self, given)
-        return before(*args, **kwargs) if before is not None else own(self, *args, **kwargs)
-
-    return forward
-
-
-def _put_back(hf: PreTrainedModel, routed: Callable[..., Any], before: Callable[..., Any] | None) -> None:
-    """Give a model the `forward` it had, unless somebody has put another one there since."""
-    if vars(hf).get("forward") is routed:
-        del hf.forward
-        if before is not None:
-            hf.forward = before
