@@ -370,7 +370,7 @@ def test_what_cannot_be_is_refused_in_one_line():
     refused("leave out inputs_embeds", generate(inputs={"inputs_embeds": model.get_input_embeddings()(prompt).detach()}))
     refused("pass use_cache=True", generate(use_cache=False))
     refused("leave out labels", lambda: model(prompt, labels=prompt, past_key_values=cache_of("h2o")))
-    refused("two dimensions", lambda: model(prompt, attention_mask=torch.ones(1, 1, 40, 40), past_key_values=cache_of("h2o")))
+    refused("expected \\[texts, tokens\\] for 1 texts", lambda: model(prompt, attention_mask=torch.ones(1, 1, 40, 40), past_key_values=cache_of("h2o")))
     refused("logits_to_keep=1", lambda: model(prompt, past_key_values=cache_of("snapkv prompt")))
     refused(
         "logits_to_keep as a tensor", lambda: model(prompt, past_key_values=cache_of("h2o"), logits_to_keep=torch.tensor([3]))

@@ -48,6 +48,7 @@ class Cache(AnsweringCache):
     _streams: int  # B
     _seen: int  # tokens read of each text, padding included
     _prompt: int | Tensor  # tokens of each text, without padding, before the first that came alone. [B] if they differ
+    _padding: Tensor | None  # tokens read that are padding; None: none. [B]
     _in_prompt: bool  # none has come alone yet
 
     def __init__(
@@ -116,7 +117,7 @@ class Cache(AnsweringCache):
     def reset(self) -> None:
         """Forget all texts, so that others can be read."""
         self._decoder, self._streams = None, 0
-        self._seen, self._prompt, self._in_prompt = 0, 0, True
+        self._seen, self._prompt, self._padding, self._in_prompt = 0, 0, None, True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A cache that has read the same, to go on from a prompt in several ways. The model is not copied."""
@@ -136,6 +137,7 @@ class Cache(AnsweringCache):
         _refuse_arguments(given)
         tokens, keep = given["input_ids"], given.get("logits_to_keep", 0)
         valid = self._valid(tokens, given.get("attention_mask"))
+        self._refuse_other_place(tokens.shape[1], valid, given.get("position_ids"))
         self._refuse_late_prompt(tokens.shape[1], valid, keep)
         try:
             logits = self._read(tokens.to(hf.device), valid, keep or tokens.shape[1])
@@ -162,12 +164,35 @@ class Cache(AnsweringCache):
         if mask.ndim != 2 or len(mask) != streams:
             raise UserError(f"attention_mask: expected [texts, tokens] for {streams} texts, not {list(mask.shape)}")
         if mask.shape[1] != self._seen + count:
-            raise UserError(
-                f"this cache has read {self._seen} tokens of each text and {count} came, but the attention_mask has "
-                f"{mask.shape[1]}: go on with a text that begins with what was read, or call cache.reset() for another one"
-            )
+            self._refuse(f"{count} came with an attention_mask of {mask.shape[1]}")
         valid = mask[:, -count:].to(self._route.hf.device, torch.bool)
         return None if bool(valid.all()) else valid
+
+    def _refuse_other_place(self, count: int, valid: Tensor | None, positions: Tensor | None) -> None:
+        """Refuse tokens that don't follow those read, going by their positions, with padding or without. [1 or B, T] int64.
+
+        Without a cut of what was read, `generate` passes a prompt again that is no longer than it.
+
+        Raises:
+            UserError: names how many tokens were read, and `reset`.
+        """
+        if positions is None or positions.ndim != 2:
+            return
+        last, end = positions[:, -1], self._seen + count - 1
+        if valid is None and self._padding is None:
+            fits = last.tolist() == [end] * len(last)
+        else:
+            padding = (0 if self._padding is None else self._padding) + (0 if valid is None else (~valid).sum(1))
+            is_padding = False if valid is None else ~valid[:, -1]
+            fits = bool(((last == end) | (last == end - padding) | is_padding).all())
+        if not fits:
+            self._refuse(f"{count} came for positions up to {int(last.max())}")
+
+    def _refuse(self, reason: str) -> None:
+        raise UserError(
+            f"this cache has read {self._seen} tokens of each text, and {reason}: go on with a text that begins with what was "
+            "read and is longer, or call cache.reset()"
+        )
 
     def _refuse_late_prompt(self, count: int, valid: Tensor | None, keep: int) -> None:
         """Refuse what a prompt that is cut at its end can't be.
@@ -192,6 +217,8 @@ class Cache(AnsweringCache):
             self._decoder, self._streams = open_decoder(self._route.model, self._config, streams, self._method(streams)), streams
         self._in_prompt = first or (self._in_prompt and count > 1)
         self._seen += count
+        if valid is not None:
+            self._padding = (~valid).sum(1) if self._padding is None else self._padding + (~valid).sum(1)
         if evict == "prompt" and self._in_prompt:
             return torch.stack([self._decoder.read_prompt(tokens, block)], 1)
         if self._in_prompt and isinstance(self._decoder, CachedDecoder):
@@ -221,6 +248,7 @@ class Cache(AnsweringCache):
         """Hold these texts instead of all, some more than once."""
         if self._decoder is not None:
             self._decoder, self._streams, self._in_prompt = self._decoder.fork(texts), len(texts), False
+            self._padding = None if self._padding is None else self._padding[list(texts)]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens read of each text, padding included: `generate` passes on only what comes after them."""
