@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import dataclass, field
-from inspect import isfunction
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo import OptimizedModule
 from transformers import PreTrainedModel
 
 from kvbench.harness.core.codec import Codec
@@ -184,10 +184,26 @@ _COMPILED: ContextVar[PreTrainedModel | None] = ContextVar("compiled", default=N
 def private_copy(hf: PreTrainedModel) -> PreTrainedModel:
     """Copy a model's modules and config, but none of its weights: a change of attributes stays in the copy."""
     shared = {id(tensor): tensor for tensor in (*hf.parameters(), *hf.buffers())}
-    copied = deepcopy(hf, shared)
-    if isfunction(vars(copied).get("forward")):  # it may call the original
-        del copied.forward
+    copied = deepcopy(hf, shared)  # without what `Module.compile` made
+    for module in list(copied.modules()):
+        if _is_compiled_function(vars(module).get("forward")):
+            del module.forward
+        for name, child in module.named_children():
+            if isinstance(child, OptimizedModule):
+                setattr(module, name, child._orig_mod)
     return copied
+
+
+def is_compiled(hf: PreTrainedModel) -> bool:
+    """Whether `torch.compile` answers calls of the model, or of a part of it."""
+    return any(
+        isinstance(m, OptimizedModule) or m._compiled_call_impl is not None or _is_compiled_function(vars(m).get("forward"))
+        for m in hf.modules()
+    )
+
+
+def _is_compiled_function(forward: Any) -> bool:
+    return hasattr(forward, "_torchdynamo_orig_callable")
 
 
 def with_our_attention(hf: PreTrainedModel) -> PreTrainedModel:
@@ -216,8 +232,8 @@ def adopt(hf: PreTrainedModel, rope_length: int | None = None, shared: bool = Fa
         with_our_attention(hf.requires_grad_(False))
     if (kinds := probes.adaptive_rope(hf)) and rope_length is None:
         raise UnsupportedModelError(f"its RoPE ({', '.join(kinds)}) depends on the longest position: set model.rope_length")
-    if shared and rope_length is not None:
-        hf = private_copy(hf)  # its RoPE tables are set
+    if shared and (rope_length is not None or is_compiled(hf)):
+        hf = private_copy(hf)  # its RoPE tables are set, and compiled code does not ask who computes attention
     length = getattr(hf.config.get_text_config(), "max_position_embeddings", None)
     try:
         with torch.inference_mode():

@@ -9,9 +9,7 @@ Axis letters: B streams, T tokens, K tokens whose logits are returned, V vocabul
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
-from copy import copy
 from typing import Any, Self, get_args
 from weakref import WeakKeyDictionary
 
@@ -21,24 +19,22 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvbench.harness.core import plugins
-from kvbench.harness.core.errors import UserError, did_you_mean
+from kvbench.harness.core.errors import LARGEST_INTEGER, UserError, did_you_mean
 from kvbench.harness.core.evict import evict_as_json
-from kvbench.harness.core.parameters import parameters_of, policy_from
+from kvbench.harness.core.parameters import parameters_of
 from kvbench.harness.engine.decoder import CacheConfig, Decoder
 from kvbench.harness.engine.fastcheck import fast_method
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.loop import decoder as open_decoder
 from kvbench.harness.engine.method import EAGER, Method
+from kvbench.harness.engine.rotary import LONGEST_STREAM
 from kvbench.harness.rules.rules import refuse_if_broken
+from kvbench.harness.run.cache_arguments import policy_of, refuse_arguments, refuse_too_large, whole_number
 from kvbench.harness.run.route import LOCK, AnsweringCache, Route, refuse_training, routable
 from kvbench.harness.suite.axes import evict_from, kv_from
 from kvbench.policies import Policy, PositionMode
 
 _BLOCK = 4096  # tokens per forward pass, all streams together
-_UNDERSTOOD = {
-    "input_ids", "attention_mask", "past_key_values", "logits_to_keep", "return_dict",
-    "position_ids", "cache_position", "use_cache",  # which the decoder knows without being told
-}  # fmt: skip
 
 
 class Cache(AnsweringCache):
@@ -77,15 +73,22 @@ class Cache(AnsweringCache):
         super().__init__(layers=[])
         hf = routable(model)
         if positions not in get_args(PositionMode):
-            raise UserError(f"positions '{positions}'{did_you_mean(positions, get_args(PositionMode))}")
+            raise UserError(f"positions '{positions}'{did_you_mean(str(positions), get_args(PositionMode))}")
+        if capacity is not None:
+            capacity = whole_number("capacity", capacity, 1, LONGEST_STREAM)
+        limit = None if limit is None else whole_number("limit", limit, 1, LONGEST_STREAM)
+        rope_length = None if rope_length is None else whole_number("rope_length", rope_length, 1, LONGEST_STREAM)
+        seed = whole_number("seed", seed, -LARGEST_INTEGER, LARGEST_INTEGER)
         try:
-            asked = _policy(policy, parameters)
+            asked = policy_of(policy, parameters)
             self._config = CacheConfig(asked, capacity, positions, limit, seed, evict_from(evict), kv_from(kv))
             if capacity is not None:
                 asked.bind(capacity)
             self._name = plugins.name_of(type(asked)) if plugins.is_ours(type(asked)) else type(asked).__name__
             refuse_if_broken(self._name, asked, capacity, hf.device)
             self._route = Route.of(hf, rope_length)
+            if capacity is not None:
+                refuse_too_large(self._route.model, self._config, capacity)
             open_decoder(self._route.model, self._config)  # which may refuse the capacity, too
         except UserError:
             raise
@@ -119,12 +122,26 @@ class Cache(AnsweringCache):
         self._decoder, self._streams = None, 0
         self._seen, self._prompt, self._padding, self._in_prompt = 0, 0, None, True
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    def fork(self) -> Self:
         """A cache that has read the same, to go on from a prompt in several ways. The model is not copied."""
-        other = copy(self)
+        other = object.__new__(type(self))
+        for name, value in vars(self).items():
+            setattr(other, name, value)
         other._select(range(self._streams))
         return other
 
+    __copy__ = fork  # the same decoder in two caches would read the texts of both
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.fork()
+
+    def __reduce_ex__(self, protocol: object) -> str:
+        """Refuse to be pickled or saved: the tokens held belong to a model, which is not saved with them."""
+        raise UserError(
+            "a kvbench.Cache can't be pickled or saved: copy it in memory by cache.fork(), or save the text and read it again"
+        )
+
+    @torch.compiler.disable(reason="a compiler can't follow a decoder")
     def answer(self, hf: PreTrainedModel, given: Mapping[str, Any]) -> Any:
         """Answer a call of the model. given: its arguments by name.
 
@@ -134,7 +151,9 @@ class Cache(AnsweringCache):
         if hf is not self._route.hf:
             self.update()
         refuse_training(hf)
-        _refuse_arguments(given)
+        if self._decoder is None:
+            self._route.refuse_if_compiled_since()
+        refuse_arguments(given)
         tokens, keep = given["input_ids"], given.get("logits_to_keep", 0)
         valid = self._valid(tokens, given.get("attention_mask"))
         self._refuse_other_place(tokens.shape[1], valid, given.get("position_ids"))
@@ -284,38 +303,6 @@ class Cache(AnsweringCache):
     def update(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Refuse K and V, which come from a model, or a part of one, that this cache was not made for."""
         raise UserError("this kvbench.Cache belongs to another model, or its layers were called: make one for the model you call")
-
-
-def _refuse_arguments(given: Mapping[str, Any]) -> None:
-    """Refuse a call that wants more than logits, or has no tokens.
-
-    Raises:
-        UserError: names the arguments.
-    """
-    others = [k for k, v in given.items() if k not in _UNDERSTOOD and v is not None and v is not False]
-    tokens, keep = given.get("input_ids"), given.get("logits_to_keep", 0)
-    if others or tokens is None:
-        raise UserError(f"a kvbench.Cache reads input_ids and gives logits: leave out {', '.join(others) or 'all but input_ids'}")
-    if not isinstance(keep, int) or keep < 0:
-        raise UserError("logits_to_keep: expected a number of tokens, 0 or more")
-    if given.get("use_cache") is False:
-        raise UserError("use_cache is False, so generate would pass the whole text at every step: pass use_cache=True")
-
-
-def _policy(policy: str | Policy | type[Policy], parameters: Mapping[str, Any]) -> Policy:
-    """The policy that was asked for.
-
-    Raises:
-        UserError: there is none of this name.
-        ValueError, TypeError: it has no such parameters, or refuses their values.
-    """
-    if isinstance(policy, str):
-        return policy_from(policy, parameters)
-    if isinstance(policy, Policy) and not parameters:
-        return policy
-    if inspect.isclass(policy) and issubclass(policy, Policy):
-        return policy(**parameters)
-    raise UserError(f"policy: expected a name, file.py:Class, a class or an instance with its parameters, not {policy!r}")
 
 
 _METHODS: WeakKeyDictionary[PreTrainedModel, dict[tuple[type[Policy], str], Method]] = WeakKeyDictionary()

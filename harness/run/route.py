@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvbench.harness.core.errors import RefusedModelError, UserError
-from kvbench.harness.engine.model import UnsupportedModelError, adopt
+from kvbench.harness.engine.model import UnsupportedModelError, adopt, is_compiled
 from kvbench.harness.models.selfcheck import check
 
 LOCK = RLock()  # held while a model is checked, so that two threads don't route it twice
@@ -67,6 +67,15 @@ class Route:
             raise UserError(f"rope_length {rope_length}: the model's other caches have {route.rope_length}")
         return route
 
+    def refuse_if_compiled_since(self) -> None:
+        """Refuse a model that was compiled after it was routed: compiled code does not ask who computes attention.
+
+        Raises:
+            UserError: says what to do.
+        """
+        if self.model.hf is self.hf and is_compiled(self.hf):
+            raise UserError(f"{type(self.hf).__name__} was compiled after its first kvbench.Cache: drop its caches for new ones")
+
 
 _ROUTES: WeakValueDictionary[int, Route] = WeakValueDictionary()  # by id of the model, which a route keeps alive
 
@@ -81,6 +90,8 @@ def routable(model: Any) -> PreTrainedModel:
     hf = next((module for module in modules if isinstance(module, PreTrainedModel)), None)
     if hf is None:
         raise UserError(f"{type(model).__name__}: expected a transformers model, or a wrapper of one")
+    if not hf.can_generate():
+        raise UserError(f"{type(hf).__name__} gives no logits of a next token: load it with AutoModelForCausalLM")
     refuse_training(hf)
     return hf
 
