@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import counts_step
 import pytest
@@ -60,19 +61,25 @@ def test_leaving_out_rope_changes_no_bit(family, dtype):
 
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_rope_is_left_out_of_our_forward_pass_alone(family):
-    """Not of the model's own, nor of probes at other positions; and it is back after an error."""
+    """Not of the model's own, nor of probes at other positions; nor in another thread, nor after an error."""
     model = adopt(tiny_model(family).to(DEVICE))
-    file, name, function = model.idle_rotary.places[0]
+    file, name, _ = model.idle_rotary.places[0]
     assert file is sys.modules[type(model.hf).__module__]
+
+    def rotates() -> bool:
+        x = torch.ones(1, 1, 1, 4, device=DEVICE)
+        return not torch.equal(getattr(file, name)(x, x, *torch.full((2, 1, 1, 4), 0.5, device=DEVICE))[0], x)
 
     class Fails:
         def attend(self, *_):
-            assert getattr(file, name) in (unchanged, contiguous)
+            assert not rotates()
+            with ThreadPoolExecutor() as pool:
+                assert pool.submit(rotates).result()
             raise RuntimeError("attention")
 
     with pytest.raises(RuntimeError, match="attention"):
         model(tokens_of(1), Fails())
-    assert getattr(file, name) is function
+    assert rotates()
     with own_attention(model.hf):
         places = [model.hf(input_ids=tokens_of(9), position_ids=torch.arange(9, device=DEVICE)[None] * k).logits for k in (0, 1)]
     assert not torch.equal(*places)

@@ -370,10 +370,14 @@ def test_what_cannot_be_is_refused_in_one_line():
     refused("leave out inputs_embeds", generate(inputs={"inputs_embeds": model.get_input_embeddings()(prompt).detach()}))
     refused("pass use_cache=True", generate(use_cache=False))
     refused("leave out labels", lambda: model(prompt, labels=prompt, past_key_values=cache_of("h2o")))
-    refused("two dimensions", lambda: model(prompt, attention_mask=torch.ones(1, 1, 40, 40), past_key_values=cache_of("h2o")))
+    refused(
+        "for 1 texts",
+        lambda: model(prompt, attention_mask=torch.ones(1, 1, 40, 40), past_key_values=cache_of("h2o")),
+    )
     refused("logits_to_keep=1", lambda: model(prompt, past_key_values=cache_of("snapkv prompt")))
     refused(
-        "logits_to_keep as a tensor", lambda: model(prompt, past_key_values=cache_of("h2o"), logits_to_keep=torch.tensor([3]))
+        "logits_to_keep: expected a number",
+        lambda: model(prompt, past_key_values=cache_of("h2o"), logits_to_keep=torch.ones(1)),
     )
     other = plain("qwen3")
     refused("belongs to another model", lambda: other.generate(prompt, past_key_values=cache_of("h2o"), max_new_tokens=4))
@@ -401,7 +405,9 @@ def test_mistakes_are_told_when_a_cache_is_made():
     refused("which can't lose one", lambda: kvbench.Cache(model, "h2o", 16, kv="kivi2"))
     refused("whole pages of 5", lambda: kvbench.Cache(model, "h2o", 16, evict={"pages": 5}))
     refused("an instance with its parameters", lambda: kvbench.Cache(model, H2O(), 16, window=3), lambda: kvbench.Cache(model, 3))
-    refused("evaluation mode", lambda: kvbench.Cache(model.model.layers[0]), lambda: kvbench.Cache(tiny_model("llama").train()))
+    refused("or a wrapper of one", lambda: kvbench.Cache(model.model.layers[0]), lambda: kvbench.Cache("llama"))
+    refused("evaluation mode", lambda: kvbench.Cache(tiny_model("llama").train()))
+    refused("AutoModelForCausalLM", lambda: kvbench.Cache(model.model))
     refused(
         "'dynamic|longrope'|rope_length",
         lambda: kvbench.Cache(tiny_model("llama", rope_scaling={"rope_type": "dynamic", "factor": 2.0})),
@@ -450,7 +456,7 @@ def test_the_model_is_left_as_it_was_after_an_exception(monkeypatch):
     assert torch.equal(logits_of(again), logits_along("h2o", again.sequences, 40))
     del kept, again
     assert is_untouched(model)
-    monkeypatch.setattr("kvbench.harness.run.generate.check", stop)
+    monkeypatch.setattr("kvbench.harness.run.route.check", stop)
     with pytest.raises(KeyboardInterrupt):
         cache_of("h2o")
     assert is_untouched(model)

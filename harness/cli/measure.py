@@ -33,7 +33,7 @@ _OPTIONS: list[Callable[[Any], Any]] = [
     ),
     click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:1."),
     click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Type of the weights and the cache."),
-    click.option("--threads", type=click.IntRange(1), help="CPU threads. Default: torch's."),
+    click.option("--threads", type=click.IntRange(1, 4096), help="CPU threads. Default: torch's."),
 ]  # fmt: skip
 
 
@@ -126,7 +126,7 @@ def run(
 )
 @click.option("--out", metavar="DIR", help="Folder for checkpoints, log and model. Default: pretrained/NAME.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:1.")
-@click.option("--threads", type=click.IntRange(1), help="CPU threads. Default: torch's.")
+@click.option("--threads", type=click.IntRange(1, 4096), help="CPU threads. Default: torch's.")
 @click.option("--steps", type=click.IntRange(1), help="Stop after this many steps, with a checkpoint; the next call goes on.")
 @click.option("--tokens", type=click.IntRange(1), help="A shorter training: as many steps before running text, fewer of it.")
 @click.option("--set", "changes", multiple=True, metavar="KEY=VALUE", help="Change a value: --set seed=1 --set shape.hidden=256.")

@@ -61,7 +61,7 @@ class _Budget(click.ParamType[int]):
     show_default=True,
     help="Type of the weights and the cache.",
 )
-@click.option("--threads", type=click.IntRange(1), help="CPU threads. Default: torch's.")
+@click.option("--threads", type=click.IntRange(1, 4096), help="CPU threads. Default: torch's.")
 @results_option
 @click.option("--fresh", is_flag=True, help="Choose and measure again what is finished.")
 @click.option("--dry-run", is_flag=True, help="Say what would be measured and how long it takes; measure nothing.")

@@ -16,6 +16,7 @@ _LIBRARIES = frozenset({"kvbench", "torch", "transformers", *sys.stdlib_module_n
 
 DISK_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})  # the disk is full or read-only
 MOST_NAMES = 60  # in a message
+LARGEST_INTEGER = 2**63 - 1  # that records, NumPy and PyTorch hold
 _TRACEBACK_LINES = 30  # the last ones
 _MAX_LINE_CHARACTERS = 300
 

@@ -7,11 +7,17 @@ because some model families don't pass keyword arguments on to their attention.
 At position 0 RoPE rotates by an angle of 0, which returns the same numbers but takes ten kernels in every layer. The functions
 that do it are found by their names in the model's files; the probe run at load decides whether they can be left out.
 
+Nothing that several threads share is changed for the length of a forward pass. `answered_by` and `RotaryFunctions.skipped` set
+context variables, which the config's attention implementation and the rotary functions look up at every call. So other forward
+passes of the same model, in other threads, stay as they are. A compiler can't follow a context variable, so compiled code takes
+the config's own implementation, and the rotary functions that `compiling` names.
+
 Axis letters: B streams, H KV heads, G query heads of a KV head, N = B * H, T tokens, L keys, D head dim.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -19,12 +25,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 NAME = "kv_bench"  # of the function, for transformers
 
@@ -89,12 +95,23 @@ def _empty_answer(query: Tensor, keys: Tensor, values: Tensor, *_: Any) -> Tenso
 
 @contextmanager
 def answered_by(backend: Backend) -> Iterator[None]:
-    """Let a backend compute the attention of forward passes."""
+    """Let a backend compute the attention of forward passes in this context."""
     token = BACKEND.set(backend)
+    try:
+        with implemented_by(NAME):
+            yield
+    finally:
+        BACKEND.reset(token)
+
+
+@contextmanager
+def implemented_by(name: str) -> Iterator[None]:
+    """Let a registered attention function, or `eager`, compute the attention of forward passes in this context."""
+    token = _IMPLEMENTATION.set(name)
     try:
         yield
     finally:
-        BACKEND.reset(token)
+        _IMPLEMENTATION.reset(token)
 
 
 def forward(hf: PreTrainedModel, tokens: Tensor, positions: Tensor, backend: Backend, keep: Tensor | int) -> Tensor:
@@ -105,7 +122,16 @@ def forward(hf: PreTrainedModel, tokens: Tensor, positions: Tensor, backend: Bac
     return logits
 
 
+def _implementation(config: PreTrainedConfig) -> str | None:
+    """Name of the function that computes attention: the current context's, else the config's own."""
+    own: str | None = config._attn_implementation_internal
+    return own if torch.compiler.is_compiling() else _IMPLEMENTATION.get() or own
+
+
 BACKEND: ContextVar[Backend] = ContextVar("backend")  # of the current forward pass
+_IMPLEMENTATION: ContextVar[str | None] = ContextVar("implementation", default=None)  # None: that of each model's config
+_of_config: Any = PreTrainedConfig._attn_implementation
+PreTrainedConfig._attn_implementation = property(_implementation, _of_config.fset)  # type: ignore[method-assign, assignment]
 AttentionInterface.register(NAME, _attention)
 # The same as an operation that a compiler doesn't look into. What the backend writes to its cache is no business of the graph:
 # the order of layers follows from what they return.
@@ -128,6 +154,22 @@ def contiguous(query: Tensor, keys: Tensor, *_: Any, **__: Any) -> tuple[Tensor,
 
 
 STAND_INS = (unchanged, contiguous)
+StandIn = Callable[..., tuple[Tensor, Tensor]]
+
+
+class _Skippable:
+    """A rotary function in a model's file, which a stand-in replaces in contexts that skip it."""
+
+    current: ClassVar[ContextVar[StandIn | None]] = ContextVar("stand_in", default=None)
+    compiled: ClassVar[StandIn | None] = None  # for compiled code
+
+    def __init__(self, own: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, own)
+        self._own = own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        stand_in = _Skippable.compiled if torch.compiler.is_compiling() else _Skippable.current.get()
+        return self._own(*args, **kwargs) if stand_in is None else stand_in(*args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -140,18 +182,28 @@ class RotaryFunctions:
     """
 
     places: tuple[tuple[ModuleType, str, Callable[..., Any]], ...] = ()
-    stand_in: Callable[..., tuple[Tensor, Tensor]] = unchanged
+    stand_in: StandIn = unchanged
 
     @contextmanager
     def skipped(self) -> Iterator[None]:
-        """Leave them out. While this lasts, it holds for all models of the family and in all threads."""
+        """Leave them out in this context. They stay what they are in all others."""
+        for module, name, function in self.places:
+            if not isinstance(vars(module)[name], _Skippable):
+                setattr(module, name, _Skippable(function))
+        token = _Skippable.current.set(self.stand_in if self.places else None)
         try:
-            for module, name, _ in self.places:
-                setattr(module, name, self.stand_in)
             yield
         finally:
-            for module, name, function in self.places:
-                setattr(module, name, function)
+            _Skippable.current.reset(token)
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Leave them out of code that is compiled meanwhile, in all threads."""
+        _Skippable.compiled = self.stand_in if self.places else None
+        try:
+            yield
+        finally:
+            _Skippable.compiled = None
 
 
 def rotary_functions(model: nn.Module) -> tuple[tuple[ModuleType, str, Callable[..., Any]], ...]:

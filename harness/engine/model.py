@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo import OptimizedModule
 from transformers import PreTrainedModel
 
 from kvbench.harness.core.codec import Codec
@@ -49,7 +52,6 @@ class Model:
     check: float | None = None
     idle_rotary: RotaryFunctions = field(default_factory=RotaryFunctions)
     learned_positions: bool = False
-    _fused: bool = field(default=False, repr=False)
     _outputs: dict[int, Tensor] | None = field(default=None, repr=False)
 
     @property
@@ -137,9 +139,10 @@ class Model:
         if isinstance(keep, int) and keep and self.shares_caches:  # an integer makes Gemma 4 leave out queries
             keep = torch.arange(tokens.shape[1] - keep, tokens.shape[1], device=tokens.device)
         with self.idle_rotary.skipped():
-            if self._fused and tokens.shape[1] == 1 and isinstance(keep, int):
-                with answered_by(backend):
-                    return fused_logits(self.hf, tokens)
+            compiled = _COMPILED.get()
+            if compiled is not None and tokens.shape[1] == 1 and isinstance(keep, int):
+                with answered_by(backend), self.idle_rotary.compiling():
+                    return fused_logits(compiled, tokens)
             return forward(self.hf, tokens, self._positions(tokens, positions), backend, keep)
 
     def _positions(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
@@ -165,22 +168,58 @@ class Model:
         if self.shares_caches:
             raise FusedStepError("layers share K and V")
         tokens = torch.zeros(streams, 1, dtype=torch.int64, device=self.device)
-        self._fused = True
+        own = self.hf.config._attn_implementation == NAME  # compiled code reads the config
+        compiled = _COMPILED.set(self.hf if own else with_our_attention(private_copy(self.hf)))
         try:
             with torch.inference_mode():
                 self(tokens, probes.Probe())
             yield
         finally:
-            self._fused = False
+            _COMPILED.reset(compiled)
 
 
-def adopt(hf: PreTrainedModel, rope_length: int | None = None) -> Model:
-    """Route a model's attention to `attention.py`, and find the shape of its layers with probe runs.
+_COMPILED: ContextVar[PreTrainedModel | None] = ContextVar("compiled", default=None)  # the model whose steps are fused
+
+
+def private_copy(hf: PreTrainedModel) -> PreTrainedModel:
+    """Copy a model's modules and config, but none of its weights: a change of attributes stays in the copy."""
+    shared = {id(tensor): tensor for tensor in (*hf.parameters(), *hf.buffers())}
+    copied = deepcopy(hf, shared)  # without what `Module.compile` made
+    for module in list(copied.modules()):
+        if _is_compiled_function(vars(module).get("forward")):
+            del module.forward
+        for name, child in module.named_children():
+            if isinstance(child, OptimizedModule):
+                setattr(module, name, child._orig_mod)
+    return copied
+
+
+def is_compiled(hf: PreTrainedModel) -> bool:
+    """Whether `torch.compile` answers calls of the model, or of a part of it."""
+    return any(
+        isinstance(m, OptimizedModule) or m._compiled_call_impl is not None or _is_compiled_function(vars(m).get("forward"))
+        for m in hf.modules()
+    )
+
+
+def _is_compiled_function(forward: Any) -> bool:
+    return hasattr(forward, "_torchdynamo_orig_callable")
+
+
+def with_our_attention(hf: PreTrainedModel) -> PreTrainedModel:
+    """Route a model's attention to `attention.py` for good."""
+    hf.set_attn_implementation(NAME)
+    return hf
+
+
+def adopt(hf: PreTrainedModel, rope_length: int | None = None, shared: bool = False) -> Model:
+    """Find the shape of a model's layers with probe runs, under the attention of `attention.py`.
 
     `selfcheck.check` then compares it with its own forward pass.
 
     Args:
         hf: any causal language model, in evaluation mode.
+        shared: others use the model too, so it stays as it is. Else its attention is routed and its weights are frozen for good.
         rope_length: longest position + 1, in tokens, for RoPE types whose tables depend on it (dynamic, longrope). The
             tables of that length are used for all positions.
 
@@ -189,10 +228,12 @@ def adopt(hf: PreTrainedModel, rope_length: int | None = None) -> Model:
     """
     if isinstance(hf, Variant) and hf.undrivable is not None:
         raise UnsupportedModelError(hf.undrivable)
-    hf.requires_grad_(False)
-    hf.set_attn_implementation(NAME)
+    if not shared:
+        with_our_attention(hf.requires_grad_(False))
     if (kinds := probes.adaptive_rope(hf)) and rope_length is None:
         raise UnsupportedModelError(f"its RoPE ({', '.join(kinds)}) depends on the longest position: set model.rope_length")
+    if shared and (rope_length is not None or is_compiled(hf)):
+        hf = private_copy(hf)  # its RoPE tables are set, and compiled code does not ask who computes attention
     length = getattr(hf.config.get_text_config(), "max_position_embeddings", None)
     try:
         with torch.inference_mode():

@@ -7,19 +7,20 @@ from contextlib import AbstractContextManager, contextmanager
 
 from transformers import PreTrainedModel
 
+from kvbench.harness.engine.attention import implemented_by
 from kvbench.harness.engine.variants.base import Variant
 from kvbench.harness.engine.zero_sink import ZERO_SINK
 
 
 @contextmanager
 def attention_by(hf: PreTrainedModel, name: str) -> Iterator[None]:
-    """Let a registered function compute a model's attention; what computed it before is put back."""
-    before = hf.config._attn_implementation
-    hf.set_attn_implementation(name)
-    try:
+    """Let a registered function compute a model's attention in this context.
+
+    Raises:
+        ValueError: the family does not have it.
+    """
+    with implemented_by(hf._check_and_adjust_attn_implementation(name, is_init_check=False)):
         yield
-    finally:
-        hf.set_attn_implementation(before)
 
 
 def own_attention(hf: PreTrainedModel) -> AbstractContextManager[None]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.harness.engine.attention import (
+    BACKEND,
     STAND_INS,
     RotaryFunctions,
     Terms,
@@ -82,7 +83,9 @@ class _ProbeOutputs(Probe):
         return super().attend(layer, query, keys, values, terms)
 
     def before(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        """A hook of linear modules, called with their input."""
+        """A hook of linear modules, called with their input. Forward passes of other contexts are none of its concern."""
+        if BACKEND.get(None) is not self:
+            return
         if self._waiting is not None and args and args[0].shape[-1] == self._waiting[1]:
             self.weights[self._waiting[0]] = module.get_parameter("weight")
         self._waiting = None

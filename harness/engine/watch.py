@@ -169,8 +169,8 @@ def watch(hf: PreTrainedModel, watcher: Watcher, **inputs: Tensor) -> Tensor:
     blocks, chunk = layers_of(hf), getattr(hf.config.get_text_config(), "attention_chunk_size", None)
     if chunk is not None and "input_ids" in inputs and inputs["input_ids"].shape[1] > chunk:
         raise NotWatchableError(f"its attention is cut into chunks of {chunk:,} tokens, and a sample is longer")
-    hooks = [block.register_forward_hook(_shows_hidden(layer, watcher)) for layer, block in enumerate(blocks)]
     current = _Pass(watcher)
+    hooks = [block.register_forward_hook(_shows_hidden(current, layer)) for layer, block in enumerate(blocks)]
     token = _PASS.set(current)
     try:
         with attention_by(hf, NAME):
@@ -240,8 +240,9 @@ def _last_hidden(hf: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
     return hidden
 
 
-def _shows_hidden(layer: int, watcher: Watcher) -> Any:
+def _shows_hidden(current: _Pass, layer: int) -> Any:
     def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-        watcher.see_hidden(layer, output[0] if isinstance(output, tuple) else output)
+        if _PASS.get(None) is current:
+            current.watcher.see_hidden(layer, output[0] if isinstance(output, tuple) else output)
 
     return hook

@@ -5,8 +5,6 @@ This check, not a list of names, decides which model families work.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -17,7 +15,7 @@ from transformers import PreTrainedModel
 from kvbench.harness.core.device import free_bytes
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import decoder
-from kvbench.harness.engine.model import Model, UnsupportedModelError, adopt
+from kvbench.harness.engine.model import Model, UnsupportedModelError, adopt, private_copy
 from kvbench.harness.engine.own_attention import own_attention
 from kvbench.policies.dense import Dense
 
@@ -46,9 +44,8 @@ def check(model: Model, rope_length: int | None = None) -> float:
         model = adopt(deepcopy(hf).float(), rope_length)
     with torch.inference_mode():
         worst = _difference(model, rope_length)
-        with _shrunk_windows(model.hf) as windows:
-            if windows:
-                worst = max(worst, _difference(adopt(model.hf, rope_length), rope_length))
+        if _windows(model.hf):
+            worst = max(worst, _difference(adopt(_with_shrunk_windows(model.hf), rope_length, shared=True), rope_length))
     if not worst <= 1:
         raise UnsupportedModelError(f"our logits differ from its own forward pass by {worst:.1g} times the rounding error")
     return worst
@@ -98,20 +95,18 @@ def _offsets(hf: PreTrainedModel, rope_length: int | None) -> list[int]:
     return [0, *sorted({min(x, 16384) for x in lengths if isinstance(x, int) and x > 0})]
 
 
-@contextmanager
-def _shrunk_windows(hf: PreTrainedModel) -> Iterator[list[str]]:
-    """Shrink every sliding window and attention chunk of the model, and restore them afterwards."""
-    config = hf.config.get_text_config()
-    holders: list[Any] = [config, *hf.modules()]
-    settings = [(holder, name, getattr(holder, name, None)) for holder in holders for name in _WINDOW_SETTINGS]
-    windows = [(holder, name, size) for holder, name, size in settings if isinstance(size, int)]
-    for holder, name, _ in windows:
+def _windows(hf: PreTrainedModel) -> list[tuple[Any, str]]:
+    """Config and modules with the names of their settings that are sliding windows or attention chunks."""
+    holders: list[Any] = [hf.config.get_text_config(), *hf.modules()]
+    return [(holder, name) for holder in holders for name in _WINDOW_SETTINGS if isinstance(getattr(holder, name, None), int)]
+
+
+def _with_shrunk_windows(hf: PreTrainedModel) -> PreTrainedModel:
+    """A copy of the model, with the same weights, all of whose sliding windows and attention chunks are small."""
+    copied = private_copy(hf)
+    for holder, name in _windows(copied):
         setattr(holder, name, _SHRUNK_WINDOW)
-    try:
-        yield sorted({name for _, name, _ in windows})
-    finally:
-        for holder, name, size in windows:
-            setattr(holder, name, size)
+    return copied
 
 
 def _float32_fits(hf: PreTrainedModel) -> bool:

@@ -9,55 +9,46 @@ Axis letters: B streams, T tokens, K tokens whose logits are returned, V vocabul
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from copy import copy
-from types import MethodType
+from collections.abc import Mapping, Sequence
 from typing import Any, Self, get_args
-from weakref import WeakKeyDictionary, WeakValueDictionary, finalize
+from weakref import WeakKeyDictionary
 
 import torch
-import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvbench.harness.core import plugins
-from kvbench.harness.core.errors import RefusedModelError, UserError, did_you_mean
+from kvbench.harness.core.errors import LARGEST_INTEGER, UserError, did_you_mean
 from kvbench.harness.core.evict import evict_as_json
-from kvbench.harness.core.parameters import parameters_of, policy_from
-from kvbench.harness.engine.attention import NAME
+from kvbench.harness.core.parameters import parameters_of
 from kvbench.harness.engine.decoder import CacheConfig, Decoder
 from kvbench.harness.engine.fastcheck import fast_method
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.loop import decoder as open_decoder
 from kvbench.harness.engine.method import EAGER, Method
-from kvbench.harness.engine.model import UnsupportedModelError, adopt
-from kvbench.harness.models.selfcheck import check
+from kvbench.harness.engine.rotary import LONGEST_STREAM
 from kvbench.harness.rules.rules import refuse_if_broken
+from kvbench.harness.run.cache_arguments import policy_of, refuse_arguments, refuse_too_large, whole_number
+from kvbench.harness.run.route import LOCK, AnsweringCache, Route, refuse_training, routable
 from kvbench.harness.suite.axes import evict_from, kv_from
 from kvbench.policies import Policy, PositionMode
 
 _BLOCK = 4096  # tokens per forward pass, all streams together
-_UNDERSTOOD = {
-    "input_ids", "attention_mask", "past_key_values", "logits_to_keep", "return_dict",
-    "position_ids", "cache_position", "use_cache",  # which the decoder knows without being told
-}  # fmt: skip
 
 
-class Cache(transformers.Cache):
+class Cache(AnsweringCache):
     """Holds a decoder. To `generate` it is as long as the text it has read, whatever it keeps of it."""
 
     _decoder: Decoder | None  # None until something is read
     _streams: int  # B
     _seen: int  # tokens read of each text, padding included
     _prompt: int | Tensor  # tokens of each text, without padding, before the first that came alone. [B] if they differ
+    _padding: Tensor | None  # tokens read that are padding; None: none. [B]
     _in_prompt: bool  # none has come alone yet
 
     def __init__(
-        self, model: PreTrainedModel, policy: str | Policy | type[Policy] = "dense", capacity: int | None = None, *,
+        self, model: nn.Module, policy: str | Policy | type[Policy] = "dense", capacity: int | None = None, *,
         positions: PositionMode = "cache", evict: str | Mapping[str, Any] = "step", limit: int | None = None, seed: int = 0,
         kv: str | Mapping[str, Any] = "dtype", fast: bool = False, rope_length: int | None = None, **parameters: Any,
     ) -> None:  # fmt: skip
@@ -80,18 +71,24 @@ class Cache(transformers.Cache):
             UserError: the model can't be driven exactly, or an argument has a mistake; the message is one line.
         """
         super().__init__(layers=[])
-        if not isinstance(model, PreTrainedModel) or model.training:
-            raise UserError(f"{type(model).__name__}: expected a transformers model in evaluation mode (model.eval())")
+        hf = routable(model)
         if positions not in get_args(PositionMode):
-            raise UserError(f"positions '{positions}'{did_you_mean(positions, get_args(PositionMode))}")
+            raise UserError(f"positions '{positions}'{did_you_mean(str(positions), get_args(PositionMode))}")
+        if capacity is not None:
+            capacity = whole_number("capacity", capacity, 1, LONGEST_STREAM)
+        limit = None if limit is None else whole_number("limit", limit, 1, LONGEST_STREAM)
+        rope_length = None if rope_length is None else whole_number("rope_length", rope_length, 1, LONGEST_STREAM)
+        seed = whole_number("seed", seed, -LARGEST_INTEGER, LARGEST_INTEGER)
         try:
-            asked = _policy(policy, parameters)
+            asked = policy_of(policy, parameters)
             self._config = CacheConfig(asked, capacity, positions, limit, seed, evict_from(evict), kv_from(kv))
             if capacity is not None:
                 asked.bind(capacity)
             self._name = plugins.name_of(type(asked)) if plugins.is_ours(type(asked)) else type(asked).__name__
-            refuse_if_broken(self._name, asked, capacity, model.device)
-            self._route = _Route.of(model, rope_length)
+            refuse_if_broken(self._name, asked, capacity, hf.device)
+            self._route = Route.of(hf, rope_length)
+            if capacity is not None:
+                refuse_too_large(self._route.model, self._config, capacity)
             open_decoder(self._route.model, self._config)  # which may refuse the capacity, too
         except UserError:
             raise
@@ -123,40 +120,113 @@ class Cache(transformers.Cache):
     def reset(self) -> None:
         """Forget all texts, so that others can be read."""
         self._decoder, self._streams = None, 0
-        self._seen, self._prompt, self._in_prompt = 0, 0, True
+        self._seen, self._prompt, self._padding, self._in_prompt = 0, 0, None, True
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    def fork(self) -> Self:
         """A cache that has read the same, to go on from a prompt in several ways. The model is not copied."""
-        other = copy(self)
+        other = object.__new__(type(self))
+        for name, value in vars(self).items():
+            setattr(other, name, value)
         other._select(range(self._streams))
         return other
 
-    def _answer(self, hf: PreTrainedModel, given: Mapping[str, Any]) -> Any:
-        """Answer a call of the model. given: its arguments by name."""
-        if hf is not self._route.model.hf:
+    __copy__ = fork  # the same decoder in two caches would read the texts of both
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.fork()
+
+    def __reduce_ex__(self, protocol: object) -> str:
+        """Refuse to be pickled or saved: the tokens held belong to a model, which is not saved with them."""
+        raise UserError(
+            "a kvbench.Cache can't be pickled or saved: copy it in memory by cache.fork(), or save the text and read it again"
+        )
+
+    @torch.compiler.disable(reason="a compiler can't follow a decoder")
+    def answer(self, hf: PreTrainedModel, given: Mapping[str, Any]) -> Any:
+        """Answer a call of the model. given: its arguments by name.
+
+        Raises:
+            UserError: the call does not fit what the cache has read, or asks for what it can't give. The cache is unchanged.
+        """
+        if hf is not self._route.hf:
             self.update()
-        others = [k for k, v in given.items() if k not in _UNDERSTOOD and v is not None and v is not False]
-        tokens, mask, keep = given.get("input_ids"), given.get("attention_mask"), given.get("logits_to_keep", 0)
-        if others or tokens is None or not isinstance(keep, int):
-            wrong = ", ".join(others or ["logits_to_keep as a tensor" if tokens is not None else "all but input_ids"])
-            raise UserError(f"a kvbench.Cache reads input_ids and gives logits: leave out {wrong}")
-        if given.get("use_cache") is False:
-            raise UserError("use_cache is False, so generate would pass the whole text at every step: pass use_cache=True")
-        if mask is not None and mask.ndim != 2:
-            raise UserError(f"a kvbench.Cache needs an attention_mask of two dimensions, not {mask.ndim}")
-        if self._decoder is not None and len(tokens) != self._streams:
-            raise UserError(f"this cache holds {self._streams} texts, and {len(tokens)} came: reset() it, or make another one")
-        valid = None if mask is None else mask[:, -tokens.shape[1] :].to(hf.device, torch.bool)
+        refuse_training(hf)
+        if self._decoder is None:
+            self._route.refuse_if_compiled_since()
+        refuse_arguments(given)
+        tokens, keep = given["input_ids"], given.get("logits_to_keep", 0)
+        valid = self._valid(tokens, given.get("attention_mask"))
+        self._refuse_other_place(tokens.shape[1], valid, given.get("position_ids"))
+        self._refuse_late_prompt(tokens.shape[1], valid, keep)
         try:
-            with self._route.our_attention():
-                logits = self._read(
-                    tokens.to(hf.device), None if valid is None or bool(valid.all()) else valid, keep or tokens.shape[1]
-                )
+            logits = self._read(tokens.to(hf.device), valid, keep or tokens.shape[1])
         except BaseException:  # some layers have read what others have not
             self.reset()
             raise
         out = CausalLMOutputWithPast(logits=logits, past_key_values=self)
         return out.to_tuple() if given.get("return_dict") is False else out
+
+    def _valid(self, tokens: Tensor, mask: Tensor | None) -> Tensor | None:
+        """The tokens that are no padding; None if all are. [B, T] bool.
+
+        Raises:
+            UserError: there are no tokens, or they don't go on from what the cache has read.
+        """
+        if tokens.ndim != 2 or not tokens.numel() or tokens.is_floating_point():
+            kind, shape = str(tokens.dtype).removeprefix("torch."), list(tokens.shape)
+            raise UserError(f"input_ids: expected whole numbers [texts, tokens], at least one of each, not {kind} {shape}")
+        streams, count = tokens.shape
+        if self._decoder is not None and streams != self._streams:
+            raise UserError(f"this cache holds {self._streams} texts, and {streams} came: cache.reset() it, or make another one")
+        if mask is None:
+            return None
+        if mask.ndim != 2 or len(mask) != streams:
+            raise UserError(f"attention_mask: expected [texts, tokens] for {streams} texts, not {list(mask.shape)}")
+        if mask.shape[1] != self._seen + count:
+            self._refuse(f"{count} came with an attention_mask of {mask.shape[1]}")
+        valid = mask[:, -count:].to(self._route.hf.device, torch.bool)
+        return None if bool(valid.all()) else valid
+
+    def _refuse_other_place(self, count: int, valid: Tensor | None, positions: Tensor | None) -> None:
+        """Refuse tokens that don't follow those read, going by their positions, with padding or without. [1 or B, T] int64.
+
+        Without a cut of what was read, `generate` passes a prompt again that is no longer than it.
+
+        Raises:
+            UserError: names how many tokens were read, and `reset`.
+        """
+        if positions is None or positions.ndim != 2:
+            return
+        last, end = positions[:, -1], self._seen + count - 1
+        if valid is None and self._padding is None:
+            fits = last.tolist() == [end] * len(last)
+        else:
+            padding = (0 if self._padding is None else self._padding) + (0 if valid is None else (~valid).sum(1))
+            is_padding = False if valid is None else ~valid[:, -1]
+            fits = bool(((last == end) | (last == end - padding) | is_padding).all())
+        if not fits:
+            self._refuse(f"{count} came for positions up to {int(last.max())}")
+
+    def _refuse(self, reason: str) -> None:
+        raise UserError(
+            f"this cache has read {self._seen} tokens of each text, and {reason}: go on with a text that begins with what was "
+            "read and is longer, or call cache.reset()"
+        )
+
+    def _refuse_late_prompt(self, count: int, valid: Tensor | None, keep: int) -> None:
+        """Refuse what a prompt that is cut at its end can't be.
+
+        Raises:
+            UserError: it comes in parts, its texts differ in length, or logits before its end are wanted.
+        """
+        if self._config.evict != "prompt" or not self._in_prompt or (self._decoder is not None and count == 1):
+            return
+        if self._decoder is not None:
+            raise UserError("evict 'prompt' needs the whole prompt at once: leave out prefill_chunk_size, or cache.reset()")
+        if valid is not None:
+            raise UserError("evict 'prompt' needs prompts of one length: generate one by one, or evict at another time")
+        if keep != 1:
+            raise UserError("evict 'prompt' gives the logits after the prompt's last token alone: pass logits_to_keep=1")
 
     def _read(self, tokens: Tensor, valid: Tensor | None, keep: int) -> Tensor:
         """Read what comes next of every text. keep: of how many of the last tokens to return logits. -> [B, K, V]."""
@@ -166,13 +236,9 @@ class Cache(transformers.Cache):
             self._decoder, self._streams = open_decoder(self._route.model, self._config, streams, self._method(streams)), streams
         self._in_prompt = first or (self._in_prompt and count > 1)
         self._seen += count
+        if valid is not None:
+            self._padding = (~valid).sum(1) if self._padding is None else self._padding + (~valid).sum(1)
         if evict == "prompt" and self._in_prompt:
-            if not first:
-                raise UserError("evict 'prompt' needs the whole prompt at once: leave out prefill_chunk_size")
-            if valid is not None:
-                raise UserError("evict 'prompt' needs prompts of one length: generate one by one, or evict at another time")
-            if keep != 1:
-                raise UserError("evict 'prompt' gives the logits after the prompt's last token alone: pass logits_to_keep=1")
             return torch.stack([self._decoder.read_prompt(tokens, block)], 1)
         if self._in_prompt and isinstance(self._decoder, CachedDecoder):
             self._prompt = self._prompt + (count if valid is None else valid.sum(1))
@@ -187,19 +253,21 @@ class Cache(transformers.Cache):
 
     def _method(self, streams: int) -> Method:
         """The way of reading; what was once found to agree for a model is not tried again."""
-        config, known = self._config, _METHODS.setdefault(self._route.model.hf, {})
+        config, known = self._config, _METHODS.setdefault(self._route.hf, {})
         if not self._fast or not config.policy.caches:
             return EAGER
         cell = (parameters_of(config.policy), config.capacity, config.positions, config.limit, config.evict, config.kv, streams)
         key = type(config.policy), repr(cell)
-        if key not in known:
-            known[key] = fast_method(self._route.model, config, streams).method
+        with LOCK:
+            if key not in known:
+                known[key] = fast_method(self._route.model, config, streams).method
         return known[key]
 
     def _select(self, texts: Sequence[int]) -> None:
         """Hold these texts instead of all, some more than once."""
         if self._decoder is not None:
             self._decoder, self._streams, self._in_prompt = self._decoder.fork(texts), len(texts), False
+            self._padding = None if self._padding is None else self._padding[list(texts)]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens read of each text, padding included: `generate` passes on only what comes after them."""
@@ -237,106 +305,4 @@ class Cache(transformers.Cache):
         raise UserError("this kvbench.Cache belongs to another model, or its layers were called: make one for the model you call")
 
 
-def _policy(policy: str | Policy | type[Policy], parameters: Mapping[str, Any]) -> Policy:
-    """The policy that was asked for.
-
-    Raises:
-        UserError: there is none of this name.
-        ValueError, TypeError: it has no such parameters, or refuses their values.
-    """
-    if isinstance(policy, str):
-        return policy_from(policy, parameters)
-    if isinstance(policy, Policy) and not parameters:
-        return policy
-    if inspect.isclass(policy) and issubclass(policy, Policy):
-        return policy(**parameters)
-    raise UserError(f"policy: expected a name, file.py:Class, a class or an instance with its parameters, not {policy!r}")
-
-
-class _Route:
-    """The way of a model's calls to the caches that they carry. It lasts as long as one of these caches.
-
-    Attributes:
-        model: checked. Between calls it has its own attention.
-    """
-
-    def __init__(self, hf: PreTrainedModel, rope_length: int | None) -> None:
-        self._rope_length = rope_length
-        self._configs = list({id(m.config): m.config for m in hf.modules() if isinstance(m, PreTrainedModel)}.values())
-        trained = [parameter for parameter in hf.parameters() if parameter.requires_grad]
-        try:
-            with self.our_attention():
-                self.model = adopt(hf, rope_length)
-                self.model.check = check(self.model, rope_length)
-        except UnsupportedModelError as error:
-            raise RefusedModelError(f"model family '{hf.config.model_type}' can't be driven: {error}") from error
-        finally:
-            for parameter in trained:
-                parameter.requires_grad_(True)
-        before = vars(hf).get("forward")  # Accelerate puts one there, and a copy of a routed model has ours
-        own, instead = type(hf).forward, before
-        if isinstance(before, MethodType) and before.__self__ is hf:
-            own, instead = before.__func__, None
-        routed = MethodType(_routed(own, instead), hf)
-        hf.forward = routed
-        finalize(self, _put_back, hf, routed, before)
-
-    @staticmethod
-    def of(hf: PreTrainedModel, rope_length: int | None) -> _Route:
-        """The route of a model: that of its other caches, if there are any.
-
-        Raises:
-            UserError: the model can't be driven exactly, or its other caches have another `rope_length`.
-        """
-        route = _ROUTES.get(id(hf))
-        if route is None:
-            route = _ROUTES[id(hf)] = _Route(hf, rope_length)
-        if route._rope_length != rope_length:
-            raise UserError(f"rope_length {rope_length}: the model's other caches have {route._rope_length}")
-        return route
-
-    @contextmanager
-    def our_attention(self) -> Iterator[None]:
-        """Let the decoder compute the model's attention; what computed it before is put back."""
-        before = [(config, config._attn_implementation) for config in self._configs]
-        try:
-            for config in self._configs:
-                config._attn_implementation = NAME
-            yield
-        finally:
-            for config, own in before:
-                config._attn_implementation = own
-
-
-_ROUTES: WeakValueDictionary[int, _Route] = WeakValueDictionary()  # by id of the model, which a route keeps alive
 _METHODS: WeakKeyDictionary[PreTrainedModel, dict[tuple[type[Policy], str], Method]] = WeakKeyDictionary()
-
-
-def _routed(own: Callable[..., Any], before: Callable[..., Any] | None) -> Callable[..., Any]:
-    """A model's `forward` that lets caches of ours answer.
-
-    A function to be bound, so that a copy of the model has one of its own.
-
-    Args:
-        own: the method that the model had.
-        before: one that is no method, which the model had instead; None if it had none.
-    """
-    names = list(inspect.signature(own).parameters)[1:]
-
-    @functools.wraps(own)
-    def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(names, args, strict=False)) | kwargs
-        cache = given.get("past_key_values")
-        if isinstance(cache, Cache):
-            return cache._answer(self, given)
-        return before(*args, **kwargs) if before is not None else own(self, *args, **kwargs)
-
-    return forward
-
-
-def _put_back(hf: PreTrainedModel, routed: Callable[..., Any], before: Callable[..., Any] | None) -> None:
-    """Give a model the `forward` it had, unless somebody has put another one there since."""
-    if vars(hf).get("forward") is routed:
-        del hf.forward
-        if before is not None:
-            hf.forward = before

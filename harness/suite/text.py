@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from kvbench.harness.core.errors import UserError, did_you_mean
+from kvbench.harness.core.errors import LARGEST_INTEGER, UserError, did_you_mean
 
 M = TypeVar("M", bound=BaseModel)
 Location = tuple[str | int, ...]
@@ -104,6 +104,9 @@ def validated(kind: type[M], value: Any, source: Source, at: Location) -> M:
     Raises:
         UserError: describes the first mistake, with its line.
     """
+    for place, number in _integers(value):
+        if abs(number) > LARGEST_INTEGER:
+            raise source.error((*at, *place), f"{'.'.join(map(str, place))}: {number} is beyond {LARGEST_INTEGER:,}")
     try:
         return kind.model_validate(value)
     except ValidationError as error:
@@ -120,6 +123,15 @@ def validated(kind: type[M], value: Any, source: Source, at: Location) -> M:
             raise source.error(at, first["msg"].removeprefix("Value error, ")) from None
         got = repr(first["input"])
         raise source.error((*at, *place), f"{name}: {first['msg']}, not {got[:60]}") from None
+
+
+def _integers(value: Any) -> Iterator[tuple[Location, int]]:
+    """All integers in lists and mappings, each with its location."""
+    if isinstance(value, int):
+        yield (), value
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in parts:
+        yield from (((key, *place), number) for place, number in _integers(part))
 
 
 def items(value: Any) -> Iterator[tuple[Location, Any]]:
