@@ -1,7 +1,7 @@
 """Compare decoders layer by layer on identical inputs, so that rounding errors do not grow from layer to layer.
 
-The queries, keys and values of one forward pass are recorded. A `ReplayedModel` then feeds them to the cache of any decoder, which
-answers the attention of every layer without the rest of the model.
+The queries, keys and values of one forward pass are recorded. A `ReplayedModel` then feeds them to any decoder, which answers the
+attention of every layer without the rest of the model.
 
 Axis letters: B streams, T tokens, Q query heads, H KV heads, S slots, D key dim, Dv value dim.
 """
@@ -172,7 +172,8 @@ class ReferenceComparison:
         self._seen += tokens.shape[1]
         for read in self._reads:
             read(tokens)
-        swaps = self._is_16_bit and not single and any(_evicts_by_attention(walk.slots, self._seen) for walk in self._reads[0].walks)
+        evicts = any(_evicts_by_attention(walk.slots, self._seen) for walk in self._reads[0].walks)
+        swaps = self._is_16_bit and not single and evicts
         before, self._alike = self._alike, self._rows_alike()
         self._compare(single, swaps, {cache: rows & before.get(cache, rows) for cache, rows in self._alike.items()})
 

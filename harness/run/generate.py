@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from copy import copy
 from types import MethodType
 from typing import Any, Self, get_args
-from weakref import WeakKeyDictionary, WeakValueDictionary, finalize
+from weakref import WeakValueDictionary, finalize
 
 import torch
 import transformers
@@ -30,7 +30,7 @@ from kvbench.harness.core.evict import evict_as_json
 from kvbench.harness.core.parameters import parameters_of, policy_from
 from kvbench.harness.engine.attention import NAME
 from kvbench.harness.engine.decoder import CacheConfig, Decoder
-from kvbench.harness.engine.fastcheck import fast_method
+from kvbench.harness.engine.fastcheck import remembered_check
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.loop import decoder as open_decoder
 from kvbench.harness.engine.method import EAGER, Method
@@ -186,15 +186,10 @@ class Cache(transformers.Cache):
         return torch.cat(parts, 1)  # outside of inference mode, so that the caller may change it
 
     def _method(self, streams: int) -> Method:
-        """The way of reading; what was once found to agree for a model is not tried again."""
-        config, known = self._config, _METHODS.setdefault(self._route.model.hf, {})
-        if not self._fast or not config.policy.caches:
+        """The way of reading."""
+        if not self._fast or not self._config.policy.caches:
             return EAGER
-        cell = (parameters_of(config.policy), config.capacity, config.positions, config.limit, config.evict, config.kv, streams)
-        key = type(config.policy), repr(cell)
-        if key not in known:
-            known[key] = fast_method(self._route.model, config, streams).method
-        return known[key]
+        return remembered_check(self._route.model, self._config, streams).method
 
     def _select(self, texts: Sequence[int]) -> None:
         """Hold these texts instead of all, some more than once."""
@@ -309,7 +304,6 @@ class _Route:
 
 
 _ROUTES: WeakValueDictionary[int, _Route] = WeakValueDictionary()  # by id of the model, which a route keeps alive
-_METHODS: WeakKeyDictionary[PreTrainedModel, dict[tuple[type[Policy], str], Method]] = WeakKeyDictionary()
 
 
 def _routed(own: Callable[..., Any], before: Callable[..., Any] | None) -> Callable[..., Any]:
