@@ -358,7 +358,7 @@ def test_a_kernel_that_is_wrong_in_places_in_16_bits_is_refused(monkeypatch, con
 @needs_compiler
 def test_both_sides_are_timed_in_the_same_state(monkeypatch, deep, as_on_cuda):
     seen = []
-    monkeypatch.setattr(MethodCheck, "_slower", lambda bench, what, tokens, fast, plain: seen.append((fast._seen, plain._seen)) or "")
+    monkeypatch.setattr(MethodCheck, "_slower", lambda *given: seen.append(tuple(read._seen for read in given[-2:])) or "")
     fast_method(deep, CacheConfig(Random(), 256))
     assert seen
     assert all(ours == theirs > 256 for ours, theirs in seen)
@@ -429,16 +429,30 @@ def test_only_times_of_steps_are_worth_compiling_them(monkeypatch, name, expecte
         asked.append(compiled)
         return fastcheck.FastCheck(PLAIN_WALK, "walk", "plain", 0.0)
 
-    monkeypatch.setattr(reading, "fast_method", check)
+    monkeypatch.setattr(reading, "remembered_check", check)
     task = task_class(name)
     monkeypatch.setattr(task, "at_once", lambda options: 1)
     reading.choose_reading(model_of("llama"), CacheConfig(H2O(), 8), task, None, None, False)
     assert asked == [expected]
 
 
+def test_cells_that_differ_in_seed_alone_share_a_check(monkeypatch):
+    model, checked = adopt(tiny_model("llama").to(DEVICE)), []
+    found = fastcheck.FastCheck(PLAIN_WALK, "walk", "plain", 0.0)
+    monkeypatch.setattr(fastcheck, "fast_method", lambda _, config, *more: checked.append(config) or found)
+    first = CacheConfig(H2O(), 8)
+    changes = ({"capacity": 9}, {"positions": "stream"}, {"evict": 4}, {"policy": Random()})
+    others = [replace(first, **change) for change in changes]
+    for config in (first, replace(first, seed=3), *others):
+        assert fastcheck.remembered_check(model, config) is found
+    assert checked == [first, *others]
+    fastcheck.remembered_check(adopt(tiny_model("llama").to(DEVICE)), first)
+    assert checked[-1] == first
+
+
 def test_a_prompt_that_must_be_walked_is_timed_as_one(monkeypatch):
     refused = fastcheck.FastCheck(PLAIN_WALK, "walk", "plain", 0.0, "full attention: it was told to")
-    monkeypatch.setattr(reading, "fast_method", lambda *_: refused)
+    monkeypatch.setattr(reading, "remembered_check", lambda *_: refused)
     task = task_class("perplexity")
     monkeypatch.setattr(task, "at_once", lambda options: 2)
     config = CacheConfig(H2O(), 8, evict="prompt")

@@ -1,7 +1,7 @@
 """Compare decoders layer by layer on identical inputs, so that rounding errors do not grow from layer to layer.
 
-The queries, keys and values of one forward pass are recorded. A `ReplayedModel` then feeds them to the cache of any decoder, which
-answers the attention of every layer without the rest of the model.
+The queries, keys and values of one forward pass are recorded. A `ReplayedModel` then feeds them to any decoder, which answers the
+attention of every layer without the rest of the model.
 
 Axis letters: B streams, T tokens, Q query heads, H KV heads, S slots, D key dim, Dv value dim.
 """
@@ -24,7 +24,7 @@ from kvbench.harness.engine.slots import Slots
 from kvbench.harness.engine.walk import Walk
 from kvbench.policies.dense import Dense
 
-_ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-6}  # relative to the largest logit, or answer of a head
+_ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-6}  # relative to the largest logit, or the largest answer of a head
 _ROUNDING_16_BITS = 4e-2
 _COUNTED = 0.75  # of a block's tokens, those with the smallest errors, where rounding may change the order of two evictions
 _SAME_CODES = 1e-3  # relative to the largest number of a row: half a step of an 8-bit code is more
@@ -172,7 +172,8 @@ class ReferenceComparison:
         self._seen += tokens.shape[1]
         for read in self._reads:
             read(tokens)
-        swaps = self._is_16_bit and not single and any(_evicts_by_attention(walk.slots, self._seen) for walk in self._reads[0].walks)
+        evicts = any(_evicts_by_attention(walk.slots, self._seen) for walk in self._reads[0].walks)
+        swaps = self._is_16_bit and not single and evicts
         before, self._alike = self._alike, self._rows_alike()
         self._compare(single, swaps, {cache: rows & before.get(cache, rows) for cache, rows in self._alike.items()})
 
@@ -210,11 +211,12 @@ class ReferenceComparison:
         for cache, rows in alike.items():
             self._diverged |= {(cache, stream, head) for stream, head in (~rows).nonzero().tolist()}
 
-    @staticmethod
-    def _relative(x: Tensor, exact: Tensor, dtype: torch.dtype, swaps: bool) -> Tensor:
-        """Error of each head's answers, relative to the tolerance of a dtype. [B, Q, T, Dv] twice -> [B, Q] float64."""
+    def _relative(self, x: Tensor, exact: Tensor, dtype: torch.dtype, swaps: bool) -> Tensor:
+        """Error of each head's answers, relative to the tolerance: in 16 bits a share of the layer's largest answer, else of the
+        head's own. [B, Q, T, Dv] twice -> [B, Q] float64.
+        """
         x, exact = x.double(), exact.double()
-        largest = exact.abs().amax((-2, -1))[..., None]
+        largest = exact.abs().amax() if self._is_16_bit else exact.abs().amax((-2, -1))[..., None]
         tiny = torch.finfo(torch.float32).tiny  # heads whose values are all zero
         errors = (x - exact).abs().amax(-1) / (rounding_of(dtype) * largest).clamp(min=tiny)
         errors = errors.nan_to_num(torch.inf).sort(-1).values

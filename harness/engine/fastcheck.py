@@ -11,13 +11,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+from transformers import PreTrainedModel
 
 from kvbench.harness.core.codec import Codec
+from kvbench.harness.core.parameters import parameters_of
+from kvbench.harness.engine import trial
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import FASTEST, PLAIN_WALK, TOKEN_BY_TOKEN, Method
 from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.trial import MethodCheck, Trial, blocks_by
+from kvbench.policies import Policy
 from kvbench.policies.dense import Dense
 
 _READ_TOKENS = 600  # of the check, beside those that fill a cache; a little more than it needs
@@ -31,8 +37,7 @@ class FastCheck(NamedTuple):
         blocks: what they come to for blocks: "closed form", "compiled walk", "walk"; "full attention" where prompts are cut once.
         step: and for single tokens: "fused" (a CUDA graph of compiled code), "captured" (a CUDA graph), "compiled" (kernels) or
             "plain".
-        differs: largest difference from the plain walk, of logits or in 16 bits of attention, over what is allowed, of all that
-            was tried.
+        differs: largest error of attention that was measured, relative to the tolerance.
         refused: why faster methods were not used that should have been, joined by "; "; empty if none was.
         plain_because: why blocks have nothing faster than the plain walk; empty if they have.
     """
@@ -62,12 +67,10 @@ class Rung(NamedTuple):
 def fast_method(model: Model, config: CacheConfig, streams: int = 1, fused: bool = False) -> FastCheck:
     """The fastest way of reading that agrees with the plain walk.
 
-    Both read random tokens: enough to fill the cache, 256 more in blocks, and 8 one by one. The last logits of each block are
-    compared, and the tokens kept. In 16 bits rounding grows from layer to layer, so attention is compared in each, and what is
-    captured with the same that isn't. There a policy that looks at attention may evict another token because of rounding, after
-    which the caches differ, and only 32 tokens are read after the cache is full (256 if there is a closed form, which looks at no
-    attention). On CUDA, where a token of the plain walk is slow, both caches are filled with the same random K and V,
-    and only the last 32 slots and up to 300 tokens more are read.
+    The queries, keys and values of random tokens are recorded in one forward pass, and replayed by the method and by the plain
+    walk, whose caches were filled with the same random K and V. The check compares the attention of each head in every layer, and
+    the tokens kept: of a block in which the cache gets full, of single tokens, and of a block in which every token evicts one.
+    Captured steps are compared with the same steps that are not captured, by logits.
 
     Args:
         config: of the cell; a policy that keeps a cache.
@@ -80,10 +83,10 @@ def fast_method(model: Model, config: CacheConfig, streams: int = 1, fused: bool
         return _of_prompt(model, config, streams, fused)
     if config.policy.evicts and (config.capacity or 0) + _READ_TOKENS > model.longest:
         return FastCheck(PLAIN_WALK, "walk", "plain", 0.0, plain_because="the model has fewer positions than the check reads")
-    bench = MethodCheck(model, config, streams)
-    unfit = bench.trial_of_runs() if config.every > 1 else ""
+    check = MethodCheck(model, config, streams)
+    unfit = check.trial_of_runs() if config.every > 1 else ""
     if unfit:
-        return FastCheck(TOKEN_BY_TOKEN, "walk", "plain", bench.max_error, f"runs: {unfit}")
+        return FastCheck(TOKEN_BY_TOKEN, "walk", "plain", check.max_error, f"runs: {unfit}")
     fast = CachedDecoder(model, config, method=FASTEST)
     blocks, by_kernel = blocks_by(fast), any(w.steps_by_kernel for w in fast.walks)
     lost = next((w.lost for w in fast.walks if w.lost), "")
@@ -95,19 +98,33 @@ def fast_method(model: Model, config: CacheConfig, streams: int = 1, fused: bool
     block_ladder = _block_ladder(model, config, fast) if config.policy.evicts and not lagging else []
     del fast
     if not is_fast:
-        return FastCheck(PLAIN_WALK, blocks, "plain", bench.max_error, lost, because)
-    whole = bench.trial(fastest)
-    block_method, _, block_reasons = _choose(bench, block_ladder, whole, lambda trial: trial.slow_blocks)
-    step_method, steps, step_reasons = _choose(bench, step_ladder, whole, lambda trial: trial.slow_steps)
+        return FastCheck(PLAIN_WALK, blocks, "plain", check.max_error, lost, because)
+    whole = check.trial(fastest)
+    block_method, _, block_reasons = _choose(check, block_ladder, whole, lambda tried: tried.slow_blocks)
+    step_method, steps, step_reasons = _choose(check, step_ladder, whole, lambda tried: tried.slow_steps)
     if config.policy.evicts:
         blocks = blocks_by(CachedDecoder(model, config, method=block_method))
     if whole.refused and not block_reasons and not step_reasons:  # they fail only together
-        return FastCheck(PLAIN_WALK, "walk" if config.policy.evicts else blocks, "plain", bench.max_error, whole.refused, because)
+        return FastCheck(PLAIN_WALK, "walk" if config.policy.evicts else blocks, "plain", check.max_error, whole.refused, because)
     used = step_method.step_kernel, step_method.captured, step_method.fused
     method = replace(block_method, step_kernel=used[0], captured=used[1], fused=used[2])
     step = "fused" if method.fused else "captured" if method.captured else "compiled" if method.step_kernel else "plain"
     reasons = dict.fromkeys([*block_reasons, *step_reasons, steps.eager_because or lost])
-    return FastCheck(method, blocks, step, bench.max_error, "; ".join(filter(None, reasons)), because)
+    return FastCheck(method, blocks, step, check.max_error, "; ".join(filter(None, reasons)), because)
+
+
+def remembered_check(model: Model, config: CacheConfig, streams: int = 1, fused: bool = False) -> FastCheck:
+    """The result of `fast_method`, which is called once for a model and a kind of cell: seeds and texts make no difference."""
+    known = _CHECKS.setdefault(model.hf, {})
+    at_once = streams if model.device.type in trial.TIMED_DEVICES else 1
+    cache = (parameters_of(config.policy), config.capacity, config.positions, config.limit, config.evict, config.kv)
+    key = type(config.policy), repr((cache, model.dtype, model.device, at_once, fused))
+    if key not in known:
+        known[key] = fast_method(model, config, at_once, fused)
+    return known[key]
+
+
+_CHECKS: WeakKeyDictionary[PreTrainedModel, dict[tuple[type[Policy], str], FastCheck]] = WeakKeyDictionary()
 
 
 def _of_coded(model: Model, config: CacheConfig, codec: Codec) -> FastCheck:
@@ -116,8 +133,8 @@ def _of_coded(model: Model, config: CacheConfig, codec: Codec) -> FastCheck:
     Codes would only make of a difference in rounding, here and there, one of a whole step of the code.
     """
     once = config.evict == "prompt"
-    bench = MethodCheck(model, replace(config, kv=None) if once else config, 1)
-    unfit, because = bench.trial_of_prompt() if once else bench.trial_of_runs(), f"K and V are stored as {codec.name}"
+    check = MethodCheck(model, replace(config, kv=None) if once else config, 1)
+    unfit, because = check.trial_of_prompt() if once else check.trial_of_runs(), f"K and V are stored as {codec.name}"
     method, refused = (TOKEN_BY_TOKEN, f"runs: {unfit}") if unfit else (PLAIN_WALK, "")
     blocks = "full attention" if once and not unfit else "walk"
     after = CacheConfig(Dense(), None, config.positions, config.limit, config.seed, kv=codec) if once else config
@@ -125,13 +142,14 @@ def _of_coded(model: Model, config: CacheConfig, codec: Codec) -> FastCheck:
     walks = CachedDecoder(model, after, method=by_kernel).walks
     if not all(walk.steps_by_kernel for walk in walks):
         refused = refused or next((walk.lost for walk in walks if walk.lost), "")
-        return FastCheck(method, blocks, "plain", bench.max_error, refused, because)
-    trial = steps.trial_of_codes(by_kernel)
-    unfit, differs = trial.refused or ("" if trial.ran.get("step kernel") else "it did not answer"), max(bench.max_error, steps.max_error)
+        return FastCheck(method, blocks, "plain", check.max_error, refused, because)
+    coded = steps.trial_of_codes(by_kernel)
+    unfit = coded.refused or ("" if coded.ran.get("step kernel") else "it did not answer")
+    differs = max(check.max_error, steps.max_error)
     if unfit:
         reasons = filter(None, [refused, f"step kernels: {unfit}"])
         return FastCheck(method, blocks, "plain", differs, "; ".join(reasons), because)
-    if trial.ran.get("coded walk") and not once:
+    if coded.ran.get("coded walk") and not once:
         blocks, because = "compiled walk", ""
     return FastCheck(by_kernel, blocks, "compiled", differs, refused, because)
 
@@ -139,13 +157,13 @@ def _of_coded(model: Model, config: CacheConfig, codec: Codec) -> FastCheck:
 def _of_prompt(model: Model, config: CacheConfig, streams: int, fused: bool) -> FastCheck:
     """The fastest way where prompts are cut once: they are read under full attention, and what follows in a cache that grows."""
     growing = CacheConfig(Dense(), None, config.positions, config.limit, config.seed)
-    check, bench = fast_method(model, growing, streams, fused), MethodCheck(model, config, streams)
-    unfit = bench.trial_of_prompt()
-    differs = max(check.differs, bench.max_error)
+    chosen, check = fast_method(model, growing, streams, fused), MethodCheck(model, config, streams)
+    unfit = check.trial_of_prompt()
+    differs = max(chosen.differs, check.max_error)
     if unfit:
-        refused = "; ".join(filter(None, [check.refused, f"full attention: {unfit}"]))
-        return check._replace(method=replace(check.method, fill=False), blocks="walk", differs=differs, refused=refused)
-    return check._replace(blocks="full attention", differs=differs)
+        refused = "; ".join(filter(None, [chosen.refused, f"full attention: {unfit}"]))
+        return chosen._replace(method=replace(chosen.method, fill=False), blocks="walk", differs=differs, refused=refused)
+    return chosen._replace(blocks="full attention", differs=differs)
 
 
 def _block_ladder(model: Model, config: CacheConfig, fast: CachedDecoder) -> list[Rung]:
@@ -178,12 +196,12 @@ def _step_ladder(by_kernel: bool, captured: bool, fused: bool) -> list[Rung]:
 
 
 def _choose(
-    bench: MethodCheck, ladder: Sequence[Rung], whole: Trial, slow: Callable[[Trial], str]
+    check: MethodCheck, ladder: Sequence[Rung], whole: Trial, slow: Callable[[Trial], str]
 ) -> tuple[Method, Trial, list[str]]:  # fmt: skip
     """The first method that agrees with the plain walk, is used and is not slower; else the plain walk.
 
     Args:
-        bench: that tries methods.
+        check: that tries methods.
         whole: the trial of all that is fast at once. If it did not fail, it stands for the first of the ladder.
         slow: why a trial's blocks, or steps, are too slow.
 
@@ -192,9 +210,9 @@ def _choose(
     """
     reasons = list[str]()
     for at, rung in enumerate(ladder):
-        trial = whole if at == 0 and not whole.refused else bench.trial(rung.method)
-        idle = "" if trial.ran.get(rung.shortcut) else trial.eager_because or "it did not answer in the check"
-        if not (trial.refused or idle or slow(trial)):
-            return rung.method.limited_to(trial.ran), trial, reasons
-        reasons.append(f"{rung.name}: {trial.refused or idle}" if trial.refused or idle else slow(trial))
+        tried = whole if at == 0 and not whole.refused else check.trial(rung.method)
+        idle = "" if tried.ran.get(rung.shortcut) else tried.eager_because or "it did not answer in the check"
+        if not (tried.refused or idle or slow(tried)):
+            return rung.method.limited_to(tried.ran), tried, reasons
+        reasons.append(f"{rung.name}: {tried.refused or idle}" if tried.refused or idle else slow(tried))
     return PLAIN_WALK, Trial(), reasons

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Self, get_args
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ from kvbench.harness.core.errors import LARGEST_INTEGER, UserError, did_you_mean
 from kvbench.harness.core.evict import evict_as_json
 from kvbench.harness.core.parameters import parameters_of
 from kvbench.harness.engine.decoder import CacheConfig, Decoder
-from kvbench.harness.engine.fastcheck import fast_method
+from kvbench.harness.engine.fastcheck import remembered_check
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.loop import decoder as open_decoder
 from kvbench.harness.engine.method import EAGER, Method
@@ -252,16 +251,11 @@ class Cache(AnsweringCache):
         return torch.cat(parts, 1)  # outside of inference mode, so that the caller may change it
 
     def _method(self, streams: int) -> Method:
-        """The way of reading; what was once found to agree for a model is not tried again."""
-        config, known = self._config, _METHODS.setdefault(self._route.hf, {})
-        if not self._fast or not config.policy.caches:
+        """Return the method of reading."""
+        if not self._fast or not self._config.policy.caches:
             return EAGER
-        cell = (parameters_of(config.policy), config.capacity, config.positions, config.limit, config.evict, config.kv, streams)
-        key = type(config.policy), repr(cell)
         with LOCK:
-            if key not in known:
-                known[key] = fast_method(self._route.model, config, streams).method
-        return known[key]
+            return remembered_check(self._route.model, self._config, streams).method
 
     def _select(self, texts: Sequence[int]) -> None:
         """Hold these texts instead of all, some more than once."""
@@ -303,6 +297,3 @@ class Cache(AnsweringCache):
     def update(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Refuse K and V, which come from a model, or a part of one, that this cache was not made for."""
         raise UserError("this kvbench.Cache belongs to another model, or its layers were called: make one for the model you call")
-
-
-_METHODS: WeakKeyDictionary[PreTrainedModel, dict[tuple[type[Policy], str], Method]] = WeakKeyDictionary()

@@ -23,7 +23,7 @@ from kvbench.harness.core.errors import ran_out_of_memory
 from kvbench.harness.core.resets import holds_kv
 from kvbench.harness.engine.budgets import static_table
 from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.fastcheck import FastCheck, fast_method
+from kvbench.harness.engine.fastcheck import FastCheck, remembered_check
 from kvbench.harness.engine.foreigncheck import own_loop
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import EAGER, TOKEN_BY_TOKEN, Method
@@ -73,7 +73,7 @@ def choose_reading(model: Model, config: CacheConfig, task: type[Task], options:
     check = FastCheck(TOKEN_BY_TOKEN, way, way, 0.0)
     if config.policy.caches:
         by_walk = FastCheck(TOKEN_BY_TOKEN, "walk", "plain", 0.0)
-        check = by_walk if walk else fast_method(model, config, task.at_once(options), task.times_steps)
+        check = by_walk if walk else remembered_check(model, config, task.at_once(options), task.times_steps)
         facts["differs_from_walk"] = round(check.differs, 4) if math.isfinite(check.differs) else None
         facts.update({"refused": check.refused} if check.refused else {})
         facts.update({"plain_because": check.plain_because} if check.plain_because else {})

@@ -132,11 +132,11 @@ def step(dtype: torch.dtype, method: Method) -> Errors:
     model = adopt(tiny_model("llama", vocab_size=96, **sizes).to(DEVICE, dtype))
     config = CacheConfig(SinkWindow(SINKS), 40)
     if dtype not in EXACT:  # rounding grows from layer to layer, so attention is compared in each
-        bench = MethodCheck(model, config, 1)
-        trial = bench.trial(method)
+        check = MethodCheck(model, config, 1)
+        trial = check.trial(method)
         if trial.refused or not trial.ran.get("captured step"):
             raise ValueError(trial.refused or f"steps are not replayed: {trial.eager_because}")
-        return bench.worst, 1.0
+        return check.max_error, 1.0
     fast, plain = (CachedDecoder(model, config, 1, x) for x in (method, PLAIN_WALK))
     fast.graphs = StepGraphs(lambda step, tokens: step, 2) if fast.graphs is None else fast.graphs.fresh(after=2)
     tokens = torch.randint(96, (1, 60), generator=torch.Generator().manual_seed(0)).to(DEVICE)
