@@ -8,13 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import permutations
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import chi2, rankdata
 
 LEVEL = 0.05
-DRAWS = 1000  # of the bootstrap, and orders given by lot
+DRAWS = 1000  # of the bootstrap
+LOTS = 100_000  # orders given by lot, so that p can be as small as 1e-5
+MAX_EXACT = 8  # policies: 40,320 orders are compared one by one
+_BATCH = 10_000  # lots whose correlations are computed at once
 Values = NDArray[np.float64]
 
 
@@ -132,16 +136,59 @@ def chance(ours: Scores, tables: Sequence[Table], found: float) -> float:
         found: Kendall's tau of the scores as they are.
     """
     policies = sorted({place for one in tables for place in one.policies})
-    given = np.zeros((DRAWS, len(ours.units)), int)  # whose scores a policy gets
-    given[:, policies] = np.random.default_rng(0).permuted(np.tile(policies, (DRAWS, 1)), axis=1)
-    taus = []
-    for one in tables:
-        places = given[:, one.policies]
-        counts = [differ(ours, frozenset(row)) for row in places.tolist()]
-        taus.append(np.where(counts, tau(np.tile(one.scores, (DRAWS, 1)), ours.draws[places, 0]), np.nan))
-    by_lot = _mean(_by_origin(tables, taus))
-    by_lot = by_lot[~np.isnan(by_lot)]
-    return float((1 + (by_lot >= found - 1e-9).sum()) / (1 + len(by_lot)))
+    lots = orders(len(policies))
+    given = np.zeros((len(lots), len(ours.units)), int)  # whose scores a policy gets
+    given[:, policies] = np.array(policies)[lots]
+    parts = [_by_lot(ours, tables, given[i : i + _BATCH]) for i in range(0, len(lots), _BATCH)]
+    return _at_least(np.concatenate(parts), found, exact=len(policies) <= MAX_EXACT)
+
+
+def _by_lot(ours: Scores, tables: Sequence[Table], given: NDArray[np.int64]) -> Values:
+    """Mean tau of each lot; nan where no table counts. given: the policy whose scores each policy gets. [R, P]."""
+    taus: dict[int, Values] = {}
+    for policies in dict.fromkeys(one.policies for one in tables):
+        alike = [i for i, one in enumerate(tables) if one.policies == policies]
+        places = given[:, policies]
+        found = taus_of(np.array([tables[i].scores for i in alike]), ours.draws[:, 0], places)
+        _, first, lot = np.unique((1 << places).sum(1), return_index=True, return_inverse=True)
+        counts = np.array([differ(ours, frozenset(places[i].tolist())) for i in first])[lot]
+        taus |= zip(alike, np.where(counts, found, np.nan), strict=True)
+    return _mean(_by_origin(tables, [taus[i] for i in range(len(tables))]))
+
+
+def taus_of(published: Values, ours: Values, places: NDArray[np.int64]) -> Values:
+    """Kendall's tau-b of tables with our scores, given by lot. published: [T, P]; ours: [Q]; places: [R, P] -> [T, R]."""
+    first, second = np.triu_indices(places.shape[1], 1)
+    lots = np.sign(ours[:, None] - ours)[places[:, first], places[:, second]]
+    signs = np.sign(published[:, first] - published[:, second])
+    with np.errstate(invalid="ignore"):
+        return signs @ lots.T / np.sqrt((signs**2).sum(1)[:, None] * (lots**2).sum(1))
+
+
+def orders(count: int) -> NDArray[np.int64]:
+    """All orders of so many policies, or `LOTS` of them by lot if they are more than `MAX_EXACT`. [R, count]."""
+    if count <= MAX_EXACT:
+        return np.array(list(permutations(range(count))))
+    return np.random.default_rng(0).permuted(np.tile(np.arange(count), (LOTS, 1)), axis=1)
+
+
+def permutation_test(a: Values, b: Values) -> tuple[float, float]:
+    """Kendall's tau of two lists of scores, and the chance that scores given by lot agree as much. a, b: [P].
+
+    Tau is nan, and the chance 1, where one of both has no order.
+    """
+    value = float(tau(a[None], b[None])[0])
+    if np.isnan(value):
+        return value, 1.0
+    (by_lot,) = taus_of(a[None], b, orders(len(a)))
+    return value, _at_least(by_lot, value, exact=len(a) <= MAX_EXACT)
+
+
+def _at_least(by_lot: Values, value: float, exact: bool) -> float:
+    """Share of lots that agree as much; the order as measured is one of all, and counts as one more lot if they are drawn."""
+    known = by_lot[~np.isnan(by_lot)]
+    drawn_more = 0 if exact else 1
+    return float((drawn_more + (known >= value - 1e-9).sum()) / (drawn_more + len(known)))
 
 
 def tau(a: Values, b: Values) -> Values:

@@ -7,8 +7,8 @@ A published table is compared with a task of the suites `zoo` and `recall` over 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -48,8 +48,9 @@ table has, too. A correlation of 1 is the same order, 0 none in common, -1 the r
 - **Intervals** (95 %, bootstrap) draw papers and leaderboards anew, and our scores: a share of right answers from its posterior
   under Jeffreys' prior, so that 0 of 100 is not certain; streams of text with replacement. With two papers or leaderboards, an
   interval says little more than that there are two. With one, it covers our questions alone.
-- **p** is the chance that scores given to our policies by lot agree as much, after Holm's correction over all comparisons on this
-  page. Four policies have 24 orders, so the right one comes by lot once in 24 times, in one table as in twenty of the same four.
+- **p** is the chance that scores given to our policies by lot agree as much: over all orders of up to eight policies, or over
+  100,000 orders by lot of more. Beside it stands p after Holm's correction over all comparisons on this page. The orders are of
+  all policies that the tables of a row share with us; *policies* is the number in the largest table that counts.
 - **Not shown is not refuted**: few policies have been published by several, under the same parameters, in tables of any length.
 
 Published scores are as their authors report them, without intervals.
@@ -127,13 +128,15 @@ class Comparison:
         ours: the task.
         tables: with `FEWEST` policies in common or more, whether they count or not.
         agreement: with those that count; None if none does.
-        p: chance that scores given by lot agree as much; corrected for the number of comparisons on the page.
+        raw_p: chance that scores given by lot agree as much.
+        p: corrected for the number of comparisons on the page.
     """
 
     ours: Ours
     tables: list[Table]
     agreement: Agreement | None
-    p: float
+    raw_p: float
+    p: float = 1.0
 
 
 def _is_of(record: Record, rule: Any) -> bool:
@@ -156,9 +159,14 @@ def published(file: Path = HERE / "data" / "published.yaml") -> list[Source]:
 
 
 def measured(results: Path = RESULTS) -> list[Ours]:
-    """Our tasks after a prompt."""
+    """Our tasks after a prompt, of the built-in models."""
+    return tasks_of(r for suite in SUITES for r in RecordStore(results / suite).read_all()[0])
+
+
+def tasks_of(records: Iterable[Record]) -> list[Ours]:
+    """The tasks after a prompt that records measure, of any models."""
     by_task: dict[tuple[str, str, str], list[Record]] = defaultdict(list)
-    for record in (r for suite in SUITES for r in RecordStore(results / suite).read_all()[0]):
+    for record in records:
         if record.status == "ok" and record.cell.capacity is not None and record.cell.evict == "prompt":
             by_task[_asked(record)].append(record)
     return [_task(key, like_published(records)) for key, records in sorted(by_task.items())]
@@ -217,10 +225,10 @@ def compared(sources: Sequence[Source], ours: Sequence[Ours]) -> dict[str, list[
         for question in _QUESTIONS
     }
     counting = [one for of_question in found.values() for one in of_question if one.agreement]
-    adjusted = dict(zip(map(id, counting), holm([one.p for one in counting]), strict=True))
+    adjusted = dict(zip(map(id, counting), holm([one.raw_p for one in counting]), strict=True))
     return {
         question: sorted(
-            (Comparison(one.ours, one.tables, one.agreement, adjusted.get(id(one), 1.0)) for one in of_question),
+            (replace(one, p=adjusted.get(id(one), 1.0)) for one in of_question),
             key=lambda one: -one.agreement.tau if one.agreement else 2,
         )
         for question, of_question in found.items()
@@ -329,15 +337,15 @@ def _by_task(tasks: Sequence[Comparison]) -> list[str]:
     rows = []
     for one in tasks:
         if a := one.agreement:
-            figures = [_figure(a.tau, a.tau_interval), _figure(a.rho, a.rho_interval), f"{one.p:.3f}"]
+            figures = [_figure(a.tau, a.tau_interval), _figure(a.rho, a.rho_interval), f"{one.raw_p:.4f}", f"{one.p:.3f}"]
             share = f"{a.tables} of {len(one.tables)}"
             rows.append([one.ours.model, one.ours.task, share, str(a.origins), str(a.policies), *figures])
     noise = [f"{one.ours.model}'s `{one.ours.task}`" for one in tasks if one.tables and not one.agreement]
     words = f"Our scores differ by no more than noise in every table: {', '.join(noise)}." if noise else ""
     if not rows:
         return [words or "No task of ours has three policies in common with these tables."]
-    head = ["model", "task", "tables that count", "from", "policies", "Kendall's tau", "Spearman's rho", "p"]
-    return [*([words, ""] if words else []), *table(head, rows, "llrrrrrr")]
+    head = ["model", "task", "tables that count", "from", "policies", "Kendall's tau", "Spearman's rho", "p", "p, corrected"]
+    return [*([words, ""] if words else []), *table(head, rows, "llrrrrrrr")]
 
 
 def _by_source(sources: Sequence[Source], ours: Sequence[Ours]) -> list[str]:

@@ -1,0 +1,71 @@
+"""Compares how two models rank policies, task by task; `docs/validity.py` reads the tasks.
+
+The ceiling is a model against itself on another text: no other model can be expected to agree more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from rank_agreement import permutation_test
+from validity import FEWEST, Ours
+
+from kvbench.harness.core.parameters import parameters_of, policy_from
+from kvbench.harness.records import Record
+from kvbench.harness.report.markdown import table
+from kvbench.harness.report.ranks import holm
+
+
+class Pair(NamedTuple):
+    """One kind of task under two models, or under one model on two texts.
+
+    Attributes:
+        first: the task under one model.
+        second: the same kind of task under the other.
+        policies: number of policies that both have.
+        tau: Kendall's; nan if one of both does not order them.
+        p: chance that scores given by lot agree as much, not corrected.
+    """
+
+    first: Ours
+    second: Ours
+    policies: int
+    tau: float
+    p: float
+
+
+def rule(record: Record) -> str:
+    """The policy with the parameters that are not its defaults, which is the same at every capacity."""
+    cell = record.cell
+    assert cell.capacity is not None
+    defaults = parameters_of(policy_from(cell.policy, {}).bind(cell.capacity), recorded=True)
+    return repr((cell.policy, {k: v for k, v in cell.parameters.items() if defaults.get(k) != v}))
+
+
+def pairs(first: Sequence[Ours], second: Sequence[Ours]) -> list[Pair]:
+    """Each two tasks of one kind, over the policies that both have; those with fewer than `FEWEST` are left out."""
+    result = []
+    for one, other in ((a, b) for a in first for b in second if (a.task, a.question) == (b.task, b.question)):
+        scores = [dict(zip(map(rule, task.records), task.scores.draws[:, 0], strict=True)) for task in (one, other)]
+        common = sorted(scores[0].keys() & scores[1].keys())
+        if len(common) >= FEWEST:
+            result.append(
+                Pair(one, other, len(common), *permutation_test(*(np.array([s[key] for key in common]) for s in scores)))
+            )
+    return result
+
+
+def section(compared: Sequence[Pair], ceiling: Sequence[Pair]) -> list[str]:
+    """A row for each task of two models, beside the second model's agreement with itself on another text."""
+    itself = {(pair.first.model, pair.first.task, pair.first.question): f"{pair.tau:+.2f}" for pair in ceiling}
+    rows = [
+        [
+            pair.first.model, pair.second.model, pair.first.task, pair.first.question, str(pair.policies), f"{pair.tau:+.2f}",
+            itself.get((pair.second.model, pair.second.task, pair.second.question), "–"), f"{pair.p:.4f}", f"{corrected:.3f}",
+        ]
+        for pair, corrected in zip(compared, holm([pair.p for pair in compared]), strict=True)
+    ]  # fmt: skip
+    head = ["model", "other model", "task", "question", "policies", "Kendall's tau", "other with itself", "p", "p, corrected"]
+    return table(head, rows, "llll" + "r" * 5)
