@@ -89,9 +89,9 @@ def _from_parquet(file: Path) -> Iterator[Text]:
     titles = [c for c in ("short_book_title", "title") if c in names][:1]
     urls = [c for c in ("url",) if c in names]
     try:
-        for batch in table.iter_batches(batch_size=1, columns=["text", *titles, *urls]):
+        for number, batch in enumerate(table.iter_batches(batch_size=1, columns=["text", *titles, *urls]), 1):
             row = batch.to_pylist()[0]
-            title = str(row[titles[0]]) if titles else f"{file.stem} {batch.num_rows}"
+            title = next((str(row[c]) for c in titles if row[c] is not None), f"{file.stem} {number}")
             yield Text(title, row["text"] or "", _number(row.get("url")))
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file}: damaged: a row can't be read ({str(error).splitlines()[0]})") from error
