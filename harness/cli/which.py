@@ -101,7 +101,7 @@ def which(
 def _is_kept(suite: Path, asked: Asked) -> bool:
     """Whether a suite was made for the same, by an earlier call."""
     try:
-        return suite.read_text(encoding="utf-8").startswith(asked.command)
+        return suite.read_text(encoding="utf-8", errors="replace").startswith(asked.command)
     except OSError:
         return False
 
