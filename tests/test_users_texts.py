@@ -11,11 +11,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from factories import cell_record, edit
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.intervals import MIN_BLOCKS
 from kvbench.harness.data import arc, pg19, tables
 from kvbench.harness.data.files import SPLITS
+from kvbench.harness.data.stream import Text, opening, stream
+from kvbench.harness.models.load import load_tokenizer
 from kvbench.harness.records.aggregates import nll_figures
 from kvbench.harness.records.metrics import StrideBlocks
 from kvbench.harness.report.pairing import units
@@ -148,3 +153,30 @@ def test_a_byte_order_mark_of_utf8_is_skipped(tmp_path):
     assert [book.text for book in pg19.books("test", tmp_path)[1]] == [TEXT.replace("\r\n", "\n")]
     (tmp_path / "row.jsonl").write_bytes(b'\xef\xbb\xbf{"question": "q"}')
     assert tables.rows(tmp_path / "row.jsonl", ("question",)) == [{"question": "q"}]
+
+
+def with_template(tokenizer, before, after, **names):
+    """A tokenizer that puts these special tokens around a text."""
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.add_special_tokens([*before, *after])
+    ids = [(token, backend.token_to_id(token)) for token in (*before, *after)]
+    backend.post_processor = TemplateProcessing(single=" ".join([*before, "$A", *after]), special_tokens=ids)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "names"),
+    [
+        (["[gMASK]", "<sop>"], [], {}),  # as GLM's, which names no BOS
+        (["<s>"], ["</s>"], {"bos_token": "<s>", "eos_token": "</s>"}),
+        (["[CLS]"], ["[SEP]"], {"cls_token": "[CLS]", "sep_token": "[SEP]"}),
+        ([], ["</s>"], {"eos_token": "</s>"}),  # as T5's
+        ([], [], {"bos_token": "<s>"}),  # as Qwen's: it names a BOS, and puts none
+    ],
+    ids=["two marks", "BOS and EOS", "CLS and SEP", "EOS alone", "none"],
+)
+def test_a_stream_opens_with_what_the_tokenizer_itself_puts_before_a_text(before, after, names, model_dir):
+    tokenizer = with_template(load_tokenizer(model_dir), before, after, **names)
+    assert tokenizer.convert_ids_to_tokens(opening(tokenizer)) == before
+    made = stream([Text("a", "some text")], "here", tokenizer, 9)
+    assert (made.prefix, len(made.ids)) == (len(before), len(before) + 9)
