@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -265,3 +266,16 @@ def test_mistakes_are_reported(given, message, tmp_path):
 def test_streams_side_by_side_are_not_read_on():
     with pytest.raises(ValueError, match="leave out streams"):
         PerplexityOptions(tokens=65_536, streams=2, until={"interval": 0.1})
+
+
+def test_a_look_is_verified_where_the_last_text_has_no_scored_token(tmp_path, monkeypatch):
+    texts = (("empty", 1), ("a", 1), ("b", 90_001), ("one token, off the stride", TOKENS))
+    monkeypatch.setitem(globals(), "TEXT", replace(TEXT, starts=texts))
+    options = options_of(1e-9, stride=4)
+    reference, _ = measured(BASE, options, tmp_path, RecomputeWindow())
+    (tmp_path / f"{reference.stem}.json").write_text(json.dumps(reference.as_json()))
+    made, _ = measured(WORSE, options, tmp_path, RecomputeWindow(), reference)
+    made.cell = made.cell.model_copy(update={"policy": "recompute_window"})
+    figures = Perplexity.from_trace(made, tmp_path / "window.nll.npy")
+    assert made.metrics.texts.tokens[::3] == [0, 0]
+    assert figures["looks"] == made.metrics.looks.model_dump()

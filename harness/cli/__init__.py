@@ -17,7 +17,8 @@ from kvbench.harness.cli import submit as submission
 from kvbench.harness.cli import which as which_policy
 from kvbench.harness.cli.output import debugging
 from kvbench.harness.core import plugins
-from kvbench.harness.core.errors import DISK_ERRNOS, Exit, UserError
+from kvbench.harness.core.errors import Exit, UserError, first_line
+from kvbench.harness.core.visible import visible
 
 
 class _Commands(click.Group):
@@ -116,9 +117,10 @@ def _run() -> int:
         return Exit.STOPPED
     except BrokenPipeError:
         raise
-    except Exception as error:
-        if isinstance(error, OSError) and error.errno in DISK_ERRNOS:
-            return _report_mistake(f"{error.filename or 'a temporary file'}: {error.strerror}; finished cells are kept")
+    except OSError as error:  # of the user's disk or network
+        name, reason = error.filename or "a file or connection", error.strerror or first_line(error) or type(error).__name__
+        return _report_mistake(f"{visible(name)}: {visible(reason)}; finished cells are kept; --debug shows where")
+    except Exception:
         return _report_crash()
 
 

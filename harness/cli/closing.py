@@ -56,8 +56,10 @@ def line_width() -> int:
 
 
 def link(path: Path, clickable: bool) -> str:
-    """The path; with `clickable`, as a link that a terminal opens (OSC 8)."""
-    return f"\x1b]8;;{path.resolve().as_uri()}\x1b\\{path}\x1b]8;;\x1b\\" if clickable else str(path)
+    """The path; with `clickable`, as a link that a terminal opens (OSC 8) unless it says that it is dumb."""
+    if not clickable or os.environ.get("TERM") == "dumb":
+        return str(path)
+    return f"\x1b]8;;{path.resolve().as_uri()}\x1b\\{path}\x1b]8;;\x1b\\"
 
 
 def _table(table: Table, width: int) -> Iterator[str]:

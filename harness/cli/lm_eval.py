@@ -44,11 +44,12 @@ def lm_eval(context: click.Context, arguments: tuple[str, ...]) -> None:
         command += [] if options & {"--batch_size", "-b", "--config", "-C"} else ["--batch_size", "16"]
     if not options & {"--include_path", "-h", "--help"}:
         command += ["--include_path", str(catalogue.GENERATED)]
+    catalogue.keep_requests_apart(command)
     sys.argv = ["bench lm-eval", *command]
     try:
         cli_evaluate()
     except Exception as error:
-        explained = catalogue.unreachable(error) or catalogue.unknown(error)
+        explained = catalogue.unreachable(error) or catalogue.unknown(error) or catalogue.refused(error, "lm-eval")
         if explained is None:
             raise
         raise explained from error

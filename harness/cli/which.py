@@ -110,7 +110,7 @@ def which(
 def _is_kept(suite: Path, wish: Wish) -> bool:
     """Whether a suite was chosen for the same wish, by an earlier call."""
     try:
-        return suite.read_text(encoding="utf-8").startswith(wish.command)
+        return suite.read_text(encoding="utf-8", errors="replace").startswith(wish.command)
     except OSError:
         return False
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.data import tables
+from kvbench.harness.data.files import SPLITS
 
 HUB_ID = "allenai/ai2_arc"
 HUB_REVISION = "210d026faf9955653af8916fad021475a3f00453"
@@ -41,7 +42,7 @@ def items(subset: str, split: str, directory: Path | None) -> tuple[str, list[It
     if directory is None:
         found = tables.hub_rows("ARC", HUB_ID, subset, revision=HUB_REVISION, split=split)
         return f"{HUB_ID}@{HUB_REVISION[:8]} {subset} {split}", list(_parsed(found, HUB_ID))
-    files = tables.files(directory, (SUBSETS, subset), (("train", "validation", "test"), split))
+    files = tables.files(directory, (SUBSETS, subset), (SPLITS, split))
     return f"local {', '.join(f.name for f in files)}", [x for f in files for x in _parsed(tables.rows(f, _COLUMNS), str(f))]
 
 

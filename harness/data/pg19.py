@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.harness.core.errors import UserError
+from kvbench.harness.core.utf8 import read_utf8
+from kvbench.harness.data.files import SPLITS, bears, files_below, listed, say_left_out
 from kvbench.harness.data.stream import Text
 from kvbench.harness.models.hub import quiet
 
@@ -35,8 +37,9 @@ def book(number: int, split: str, directory: Path | None) -> tuple[str, Iterator
 def books(split: str, directory: Path | None) -> tuple[str, Iterator[Text]]:
     """A description of the source, and its books in order.
 
-    The directory has parquet files with a `text` column or .txt files, or is one such file. If files are named after splits
-    ("train", "validation", "test"), only those of `split` are read; otherwise all of them, sorted by name.
+    The directory has parquet files with a `text` column or .txt files in UTF-8, or is one such file. If files have the name of a
+    split ("train", "validation", "test") as a whole word of their own names, only those of `split` are read; otherwise all of
+    them, sorted by name. Files that are left out, other than those of other splits, are named on stderr.
 
     Raises:
         UserError: there is no text, or the directory or the hub can't be reached.
@@ -44,30 +47,32 @@ def books(split: str, directory: Path | None) -> tuple[str, Iterator[Text]]:
     if directory is None:
         return f"{HUB_ID}@{HUB_REVISION[:8]} {split}", _from_hub(split)
     files = _files(directory, split)
-    return f"local {', '.join(f.name for f in files[:3])}{', ...' if len(files) > 3 else ''}", _from_files(files)
+    return f"local {listed(files)}", _from_files(files)
 
 
 def _files(directory: Path, split: str) -> list[Path]:
     """The files of a split."""
-    if not directory.exists():
-        raise UserError(f"{directory}: no such directory (--data or BENCH_DATA)")
-    paths = [directory] if directory.is_file() else sorted(directory.rglob("*"))
-    for suffix in (".parquet", ".txt"):
-        files = [f for f in paths if f.suffix == suffix and (f == directory or f.name.lower() != "readme.txt")]
-        named = [f for f in files if any(s in f.stem.lower() for s in ("train", "validation", "test"))]
-        chosen = [f for f in named if split in f.stem.lower()] if named else files
-        if chosen:
-            return chosen
-        if named and not chosen:
-            raise UserError(f"{directory}: no {suffix} file of the split '{split}', only {', '.join(f.name for f in named)}")
-    raise UserError(f"{directory}: no text (.parquet with a 'text' column, or .txt)")
+    texts = [f for f in files_below(directory, (".parquet", ".txt")) if f == directory or f.name.lower() != "readme.txt"]
+    if not texts:
+        raise UserError(f"{directory}: no text (.parquet with a 'text' column, or .txt)")
+    suffix = ".parquet" if any(f.suffix.lower() == ".parquet" for f in texts) else ".txt"
+    files = [f for f in texts if f.suffix.lower() == suffix]
+    named = [f for f in files if any(bears(f, name) for name in SPLITS)]
+    chosen = [f for f in named if bears(f, split)] if named else files
+    if not chosen:
+        raise UserError(f"{directory}: no {suffix} file of the split '{split}', only {', '.join(f.name for f in named)}")
+    if others := tuple(f for f in texts if f not in {*files}):
+        say_left_out(directory, others, f"there are {suffix} files")
+    if unnamed := tuple(f for f in files if f not in {*chosen, *named}):
+        say_left_out(directory, unnamed, f"only {listed(named)} {'is' if len(named) == 1 else 'are'} named after a split")
+    return chosen
 
 
 def _from_files(files: list[Path]) -> Iterator[Text]:
     """The books of files, read one at a time so that a split need not fit in memory."""
     for file in files:
-        if file.suffix == ".txt":
-            yield Text(file.stem, file.read_text(encoding="utf-8", errors="replace"))
+        if file.suffix.lower() == ".txt":
+            yield Text(file.stem, read_utf8(file))
         else:
             yield from _from_parquet(file)
 
@@ -89,9 +94,9 @@ def _from_parquet(file: Path) -> Iterator[Text]:
     titles = [c for c in ("short_book_title", "title") if c in names][:1]
     urls = [c for c in ("url",) if c in names]
     try:
-        for batch in table.iter_batches(batch_size=1, columns=["text", *titles, *urls]):
+        for number, batch in enumerate(table.iter_batches(batch_size=1, columns=["text", *titles, *urls]), 1):
             row = batch.to_pylist()[0]
-            title = str(row[titles[0]]) if titles else f"{file.stem} {batch.num_rows}"
+            title = next((str(row[c]) for c in titles if row[c] is not None), f"{file.stem} {number}")
             yield Text(title, row["text"] or "", _number(row.get("url")))
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file}: damaged: a row can't be read ({str(error).splitlines()[0]})") from error

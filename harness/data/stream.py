@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _MIN_PIECE_CHARACTERS = 2**15  # tokenised at once; a piece has at most twice as many
 _HASHED_AT_ONCE = 2**20
+_WORD = "a"  # any text, to see what a tokenizer puts before it
 # Where to cut a text, in order of preference. No common tokenizer joins characters across the first two.
 _CUTS = (re.compile(r"(?<=\n)(?=\S)"), re.compile(r"(?<=\w)(?= \w)"), re.compile(r"(?<=\S)(?=\s)"))
 
@@ -96,12 +97,10 @@ class _DiskArray:
 
 
 def opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens that the tokenizer itself puts before a text: a BOS or sink tokens."""
-    special = list(tokenizer("", add_special_tokens=True)["input_ids"])
-    if special[:1] != [tokenizer.bos_token_id]:
-        return []
-    eos = tokenizer.eos_token_id if tokenizer.eos_token_id != tokenizer.bos_token_id else None
-    return special[: special.index(eos)] if eos in special else special
+    """The tokens that the tokenizer itself puts before a text: a BOS, sink tokens, or a model's own marks."""
+    alone, inside = (list(tokenizer(_WORD, add_special_tokens=special)["input_ids"]) for special in (False, True))
+    before = range(len(inside) - len(alone) + 1)
+    return next((inside[:count] for count in before if inside[count : count + len(alone)] == alone), [])
 
 
 def newline(tokenizer: PreTrainedTokenizerBase) -> int:

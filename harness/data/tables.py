@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.harness.core.errors import UserError
+from kvbench.harness.core.utf8 import read_utf8
+from kvbench.harness.data.files import bears, files_below, listed, say_left_out
 from kvbench.harness.models.hub import quiet
 
 _LONGEST_ROW = 2**28  # bytes
@@ -17,22 +19,28 @@ def files(directory: Path, *choices: tuple[Sequence[str], str]) -> list[Path]:
 
     Args:
         directory: to look in, and below.
-        choices: names of subsets or splits, and the wanted one. Where files or folders bear such names, only those that bear the
-            wanted one count.
+        choices: names of subsets or splits, and the wanted one. Where a file bears such a name, as a whole word of its own name
+            or as the name of a folder inside the directory, only files that bear the wanted one count. Files that bear none of
+            the names are then named on stderr.
 
     Raises:
         UserError: there are none.
     """
-    if not directory.exists():
-        raise UserError(f"{directory}: no such directory (--data or BENCH_DATA)")
-    paths = [directory] if directory.is_file() else sorted(directory.rglob("*"))
-    found = [f for f in paths if f.suffix in (".parquet", ".jsonl")]
+    chosen = files_below(directory, (".parquet", ".jsonl"))
     for names, wanted in choices:
-        named = [f for f in found if any(n in str(f.relative_to(directory.parent)) for n in names)]
-        found = [f for f in named if wanted in str(f.relative_to(directory.parent))] if named else found
-    if not found:
+        named = [f for f in chosen if any(_bears(f, name, directory) for name in names)]
+        if named and (unnamed := tuple(f for f in chosen if f not in named)):
+            say_left_out(directory, unnamed, f"{listed(named)} and not these are named after one of {', '.join(names)}")
+        chosen = [f for f in named if _bears(f, wanted, directory)] if named else chosen
+    if not chosen:
         raise UserError(f"{directory}: no .parquet or .jsonl file of {' '.join(wanted for _, wanted in choices)}")
-    return found
+    return chosen
+
+
+def _bears(file: Path, name: str, directory: Path) -> bool:
+    """Whether a file, or a folder between it and the directory, is named after a subset or split."""
+    folders = file.relative_to(directory).parts[:-1]
+    return bears(file, name) or name.lower() in (folder.lower() for folder in folders)
 
 
 def rows(file: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
@@ -46,9 +54,10 @@ def rows(file: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
     import pyarrow.parquet
 
     try:
-        if file.suffix == ".parquet":
+        if file.suffix.lower() == ".parquet":
             table = pyarrow.parquet.read_table(file)
         else:
+            read_utf8(file)  # pyarrow does not say where a wrong byte is
             table = pyarrow.json.read_json(file, pyarrow.json.ReadOptions(block_size=_LONGEST_ROW))
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{file}: not readable ({str(error).splitlines()[0]})") from error

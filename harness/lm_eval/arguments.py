@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -12,13 +13,14 @@ from kvbench.harness.core import plugins
 from kvbench.harness.core.contestants import Contestant
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.parameters import policy_from
+from kvbench.harness.core.sources import source_digest
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fastcheck import fast_method
 from kvbench.harness.engine.foreigncheck import own_loop
 from kvbench.harness.engine.method import EAGER
 from kvbench.harness.engine.model import Model
 from kvbench.harness.lm_eval.reading import Prompt, RequestReader
-from kvbench.harness.models.hub import model_directory
+from kvbench.harness.models.hub import model_directory, weights_digest
 from kvbench.harness.models.load import DTYPES, device_of, load_model, load_tokenizer
 from kvbench.harness.rules.rules import refuse_if_broken
 from kvbench.policies import PositionMode
@@ -88,6 +90,12 @@ class Arguments(BaseModel):
             return reader_of(model, config, self.prompt, self.prompt_tokens, batch), tokenizer
         except ValueError as error:
             raise UserError(str(error)) from None
+
+    def signature(self) -> str:
+        """A hash of everything that answers depend on: the arguments, the weights and the policy's source."""
+        weights = weights_digest(model_directory(self.pretrained, self.revision, self.pickle))
+        parts = [self.model_dump(exclude={"batch_size"}), weights, source_digest(self._config().policy)]
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def _config(self) -> CacheConfig:
         """The cache configuration, with the policy checked."""

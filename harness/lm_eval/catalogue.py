@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import logging
 import random
 import re
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from functools import cache, partialmethod
@@ -18,11 +20,13 @@ import tqdm
 from lm_eval.api.registry import model_registry
 from lm_eval.tasks import TaskManager
 
-from kvbench.harness.core.errors import UserError, did_you_mean
+from kvbench.harness.core import packed
+from kvbench.harness.core.errors import UserError, did_you_mean, first_line
 from kvbench.harness.models.hub import quiet as quiet_hub
 
 GENERATED = Path(__file__).parent / "generated"  # tasks that need no download
 _MODEL_NAME = "kvbench"
+_REFUSE = frozenset({"lm_eval", "transformers", "jinja2", "json", "yaml"})  # packages that check what users give
 
 
 def register() -> None:
@@ -31,6 +35,24 @@ def register() -> None:
 
     if _MODEL_NAME not in model_registry:
         model_registry.register(_MODEL_NAME, target="kvbench.harness.lm_eval.kvbench:KVBench")
+
+
+def keep_requests_apart(command: Sequence[str]) -> None:
+    """Give the requests that `--cache_requests` keeps a folder of their own for each command line and content of `--config`.
+
+    lm-eval's names of these files leave out generation settings, `--metadata` and the model.
+    """
+    from lm_eval.caching import cache
+
+    parts, words = [], iter(command)
+    for word in words:
+        if word == "--cache_requests":
+            next(words, None)  # a command that deletes or renews has the same folder
+        elif not word.startswith("--cache_requests="):
+            parts.append(word)
+            if (path := Path(word.partition("=")[2] or word)).is_file():
+                parts.append(packed.digest(path))
+    cache.PATH = str(Path(cache.PATH) / hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16])
 
 
 @contextmanager
@@ -69,7 +91,8 @@ def task(name: str, fewshot: int | None, seed: int, include: Sequence[str], meta
         with quiet():
             loaded: dict[str, Any] = _manager(tuple(include), tuple(sorted(metadata.items())), defaults).load([name])
     except Exception as error:
-        raise unreachable(error) or UserError(f"{name}: lm-eval can't load it ({_first_line(error)})") from error
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise unreachable(error) or UserError(f"{name}: lm-eval can't load it ({reason})") from error
     if len(loaded["tasks"]) != 1 or loaded["groups"]:
         raise UserError(f"{name}: a group of lm-eval tasks; list its tasks: {', '.join(sorted(loaded['tasks']))}")
     (loaded_task,) = loaded["tasks"].values()
@@ -126,16 +149,21 @@ def unknown(error: BaseException) -> UserError | None:
     return UserError(f"{match[1]}: lm-eval has no such task{did_you_mean(name, _manager((), (), True).task_index)}")
 
 
+def refused(error: BaseException, name: str) -> UserError | None:
+    """If lm-eval, transformers or a chat template refused what it was given, its reason as a user's mistake."""
+    raised_in = [frame.f_globals.get("__name__", "").split(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)]
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    if isinstance(error, UserError) or raised_in[-1:] == ["kvbench"] or not kinds & {"ValueError", "TemplateError"}:
+        return None
+    return UserError(f"{name}: {first_line(error)}") if _REFUSE & {raised_in[-1]} else None
+
+
 def _dataset_of(error: BaseException) -> tuple[str, str | None] | None:
     """The dataset that a task was loading when the error was raised."""
-    traceback, dataset = error.__traceback__, None
-    while traceback is not None:
-        frame_self = traceback.tb_frame.f_locals.get("self")
+    entry, dataset = error.__traceback__, None
+    while entry is not None:
+        frame_self = entry.tb_frame.f_locals.get("self")
         path = getattr(frame_self, "DATASET_PATH", None)
         dataset = (str(path), getattr(frame_self, "DATASET_NAME", None)) if path else dataset
-        traceback = traceback.tb_next
+        entry = entry.tb_next
     return dataset
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import torch
 from lm_eval.api.instance import Instance
+from lm_eval.api.model import CacheHook
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import simple_parse_args_string
@@ -32,6 +33,7 @@ from kvbench.harness.lm_eval.reading import RequestReader
 _TAKEN = ("do_sample", "temperature", "top_p", "top_k", "until", "max_gen_toks")  # of generation_kwargs
 _NO_EFFECT = {"num_beams": 1, "repetition_penalty": 1.0}
 _TOP_K = 50  # transformers' default
+_SIGNATURE = "kv-bench"  # key of the signature among lm-eval's kept answers, whose keys are hashes
 _MAX_JOINED_TOKENS = 8  # at the end of a text, that may become others when something follows
 
 
@@ -49,6 +51,7 @@ class KVBench(HFLM):  # type: ignore[misc]
         sample_seed: int = 0,
         on_progress: Callable[[int], None] | None = None,
         question_start: Callable[[Instance], int] | None = None,
+        signature: Callable[[], str] | None = None,
     ) -> None:
         """Wrap a reader. What is not explained here is as in lm-eval's `hf`.
 
@@ -56,10 +59,11 @@ class KVBench(HFLM):  # type: ignore[misc]
         policy that never evicts, and no limit for one that does. `sample_seed` is that of answers that are drawn. `on_progress`
         is called with the number of requests just done, and replaces the progress bar. `question_start` gives the index of the
         first character of a request's question, which is read after the prompt before it has been cut; None if the question is
-        part of the prompt.
+        part of the prompt. `signature` identifies everything that answers depend on besides the requests; without it, answers
+        can't be kept by lm-eval's `use_cache`.
         """
         self.reader, self._on_progress, self._question_start = reader, on_progress, question_start
-        self._sample_seed = sample_seed
+        self._sample_seed, self._signature = sample_seed, signature
         self._before_question: dict[str, str] = {}  # by prompt: its text before the question
         log = logging.getLogger("lm_eval.models.huggingface")
         level = log.level
@@ -94,8 +98,25 @@ class KVBench(HFLM):  # type: ignore[misc]
         arguments = Arguments.from_model_args(dict(arg_dict) | options)
         return cls(
             *arguments.loaded(), arguments.max_length, arguments.add_bos_token, arguments.prefix_token_id,
-            arguments.chat_template_args, arguments.sample_seed,
+            arguments.chat_template_args, arguments.sample_seed, signature=arguments.signature,
         )  # fmt: skip
+
+    def set_cache_hook(self, cache_hook: CacheHook) -> None:
+        """Use lm-eval's file of answers (`use_cache`), which is keyed by requests alone.
+
+        Raises:
+            UserError: the file holds answers under other arguments, or answers of which nothing is known.
+        """
+        answers, own = cache_hook.dbdict, None if self._signature is None else self._signature()
+        if answers is not None:
+            kept = answers.get(_SIGNATURE)
+            if own is None or (kept != own and (kept is not None or len(answers))):
+                raise UserError(
+                    f"--use_cache: {answers.filename} holds answers of another model, policy or other --model_args: "
+                    "give each its own file"
+                )
+            answers[_SIGNATURE] = own
+        super().set_cache_hook(cache_hook)
 
     @property
     def max_length(self) -> int:
@@ -184,10 +205,13 @@ class KVBench(HFLM):  # type: ignore[misc]
         if room < 1:
             raise UserError(f"max_gen_toks {max_tokens} leaves no room for a prompt in {self.max_length} tokens")
         end_tokens = self._end_tokens()
-        tail = max((len(s) for s in stops), default=0) + 4  # tokens; nearly every token is a character or more
+        longest = max(map(len, stops), default=0)
 
         def ended(answer: list[int]) -> bool:
-            return answer[-1] in end_tokens or any(s in self.tok_decode(answer[-tail:], skip_special_tokens=False) for s in stops)
+            if answer[-1] in end_tokens:
+                return True
+            end = self._end_of(answer, longest)
+            return any(s in end for s in stops)
 
         prompts = [self._prompt(context, room) for context in contexts]
         self._count(len(prompt) + max_tokens - 1 for prompt in prompts)
@@ -201,6 +225,18 @@ class KVBench(HFLM):  # type: ignore[misc]
             length = next((place for place, token in enumerate(answer) if token in end_tokens), len(answer))
             texts.append(postprocess_generated_text(self.tok_decode(answer[:length]), stops, None))
         return texts
+
+    def _end_of(self, answer: list[int], characters: int) -> str:
+        """At least so many characters of an answer before its last token, and those of that token; all of a shorter answer.
+
+        A token may be part of a character or no text at all, so the number of tokens follows from the text.
+        """
+        tokens = characters + _MAX_JOINED_TOKENS
+        while True:
+            text = str(self.tok_decode(answer[-tokens:], skip_special_tokens=False))
+            if tokens >= len(answer) or len(text) >= characters + _MAX_JOINED_TOKENS:
+                return text
+            tokens *= 2
 
     def _sampler(self, settings: dict[str, Any]) -> Callable[[Sequence[int]], Sampler]:
         """What chooses tokens, by lm-eval's settings. As in `hf`, top_k and top_p that are not given are those of the model.

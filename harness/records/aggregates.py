@@ -200,9 +200,12 @@ def scored_mask(length: int, prefix: int, stride: int, streams: int = 1, prompt:
 
 
 def _sums(values: NDArray[np.float32], is_scored: NDArray[np.bool_], starts: NDArray[np.int64]) -> dict[str, Any]:
-    """Sum of NLL and number of tokens of each run; runs begin at `starts`."""
-    sums = np.add.reduceat(np.where(is_scored, values, np.float32(0)), starts, dtype=np.float64)
-    return {"nll_sum": [round(float(x), 5) for x in sums], "tokens": np.add.reduceat(is_scored.astype(int), starts).tolist()}
+    """Sum of NLL and number of tokens of each run; runs begin at `starts`, and end where the next begins."""
+    filled = starts < np.append(starts[1:], len(values))  # reduceat gives an empty run the value at its start
+    sums, tokens = np.zeros(len(starts)), np.zeros(len(starts), int)
+    sums[filled] = np.add.reduceat(np.where(is_scored, values, np.float32(0)), starts[filled], dtype=np.float64)
+    tokens[filled] = np.add.reduceat(is_scored.astype(int), starts[filled])
+    return {"nll_sum": [round(float(x), 5) for x in sums], "tokens": tokens.tolist()}
 
 
 def _buckets(values: NDArray[np.float32], is_scored: NDArray[np.bool_], prefix: int, streams: int) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from kvbench.harness.core import packed
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.files import atomic_write, put_in_place, remove_partials
+from kvbench.harness.core.locks import OWNER_SUFFIX, HeldError, locked
 from kvbench.harness.records.beside import files_beside
 from kvbench.harness.records.facts import Trace
 from kvbench.harness.records.record import MAX_CLOCK_SKEW, Problem, Record, parse_time, read, slug
@@ -47,20 +48,21 @@ class RecordStore:
         Raises:
             UserError: another run is measuring it, or the folder can't be written to.
         """
-        from filelock import FileLock, Timeout
-
         lock = self.folder / slug(suite) / LOCK
         try:
             lock.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(lock, timeout=0):
+            with locked(lock):
                 remove_partials(lock.parent)
                 yield
-        except Timeout:
+        except HeldError as error:
+            owner = f" ({error})" if str(error) else ""
             raise UserError(
-                f"another run is measuring suite {suite} into {self.folder}: wait for it, or pass another folder to --results"
+                f"another run is measuring suite {suite} into {self.folder}{owner}: "
+                "wait for it, or pass another folder to --results"
             ) from None
         except OSError as error:
-            if error.filename is None or Path(error.filename) not in (lock, lock.parent):
+            owner_file = lock.with_name(lock.name + OWNER_SUFFIX)
+            if error.filename is None or Path(error.filename) not in (lock, owner_file, lock.parent):
                 raise
             raise UserError(f"{lock.parent}: can't be written to ({error.strerror})") from error
 

@@ -51,8 +51,9 @@ def perplexity(record: Record) -> Interval | None:
     if metrics is None:
         return None
     looks = metrics.planned_looks
-    if len(metrics.texts.tokens) >= MIN_BLOCKS:
-        return clustered(*sums_of(metrics.texts), looks)
+    nll, tokens = sums_of_texts(metrics.texts)
+    if len(tokens) >= MIN_BLOCKS:
+        return clustered(nll, tokens, looks)
     whole = units(on_all_tokens(metrics), -1, metrics.stream_tokens, len(record.data.prefix))
     if whole.independent:
         return clustered(whole.nll, whole.tokens, looks)
@@ -163,8 +164,8 @@ def units(blocks: StrideBlocks, capacity: int, stream_tokens: int | None, prefix
         stream_tokens: tokens of text per stream; None if there is one stream.
         prefix: number of tokens that open the text.
     """
-    if len(blocks.texts.tokens) > MIN_BLOCKS:
-        nll, tokens = sums_of(blocks.texts)
+    nll, tokens = sums_of_texts(blocks.texts)
+    if len(tokens) > MIN_BLOCKS:
         return Units(nll[1:], tokens[1:], True)  # the first text is where the caches filled
     nll, tokens = sums_of(blocks)
     full = after_filling(len(tokens), blocks.size, capacity, stream_tokens, prefix)
@@ -224,6 +225,12 @@ def _beginning(sums: StrideBlocks, runs: int) -> StrideBlocks:
 def sums_of(blocks: Sums) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """(sum of NLL, tokens) of each run."""
     return _array(_Same(blocks.nll_sum)), _array(_Same(blocks.tokens))
+
+
+def sums_of_texts(texts: Sums) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """(sum of NLL, tokens) of each text that has scored tokens."""
+    nll, tokens = sums_of(texts)
+    return nll[tokens > 0], tokens[tokens > 0]
 
 
 class _Same:

@@ -11,6 +11,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from kvbench.harness.core.errors import LARGEST_INTEGER, UserError, did_you_mean
+from kvbench.harness.core.utf8 import read_utf8
 
 M = TypeVar("M", bound=BaseModel)
 Location = tuple[str | int, ...]
@@ -23,9 +24,9 @@ class Source:
         self.path = path
         self.places: dict[Location, str] = {}
         try:
-            text = path.read_text(encoding="utf-8")
+            text = read_utf8(path)
             node = yaml.compose(text, yaml.SafeLoader)
-        except (OSError, UnicodeDecodeError) as error:
+        except OSError as error:
             raise UserError(f"{path}: can't be read ({type(error).__name__})") from error
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)

@@ -20,7 +20,16 @@ from kvbench.harness.report.compare import step_time
 from kvbench.harness.report.feed import words
 from kvbench.harness.report.feed.question import Question
 from kvbench.harness.report.feed.row import row_id
-from kvbench.harness.report.pairing import Common, on_all_tokens, on_common, past_training, strided_tokens, task_version, units
+from kvbench.harness.report.pairing import (
+    Common,
+    on_all_tokens,
+    on_common,
+    past_training,
+    strided_tokens,
+    sums_of_texts,
+    task_version,
+    units,
+)
 from kvbench.harness.report.rows import Row
 from kvbench.harness.report.task import task_of
 
@@ -140,6 +149,6 @@ def _batched(record: Record, blocks: StrideBlocks, capacity: int, grids: _Grids)
         nll, tokens = (batches(nll), batches(tokens)) if enough else (nll.sum(keepdims=True), tokens.sum(keepdims=True))
     grid = {
         "tokens": [int(n) for n in tokens],
-        "start": 0 if len(blocks.texts.tokens) > MIN_BLOCKS else capacity + 1,
+        "start": 0 if len(sums_of_texts(blocks.texts)[1]) > MIN_BLOCKS else capacity + 1,
     }
     return [grids.place(f"{key} {capacity} {blocks.size}", grid), [float(f"{x:.9g}") for x in nll]]

@@ -72,12 +72,17 @@ def requests(options: LmEvalOptions, tokenizer: PreTrainedTokenizerBase) -> LmEv
     (task,) = loaded["tasks"].values()
     _set_generation(task, options)
     task.set_fewshot_seed(seed=options.data_seed)
-    with catalogue.quiet():
-        task.build_all_requests(
-            limit=options.limit, rank=0, world_size=1, apply_chat_template=bool(options.chat_template),
-            chat_template=_template(tokenizer) if options.chat_template else None,
-            fewshot_as_multiturn=bool(options.chat_template),
-        )  # fmt: skip
+    try:
+        with catalogue.quiet():
+            task.build_all_requests(
+                limit=options.limit, rank=0, world_size=1, apply_chat_template=bool(options.chat_template),
+                chat_template=_template(tokenizer) if options.chat_template else None,
+                fewshot_as_multiturn=bool(options.chat_template),
+            )  # fmt: skip
+    except Exception as error:
+        if (refused := catalogue.refused(error, options.tasks)) is None:
+            raise
+        raise refused from error
     if options.question == "unseen":
         for instance in task.instances:
             _start_of(instance, options)
@@ -172,7 +177,10 @@ def measure(options: LmEvalOptions, job: Job) -> LmEvalMetrics:
 
     start = partial(_start_of, options=options) if options.question == "unseen" else None
     seed = options.sample_seed or 0
-    model = KVBench(reader, data.tokenizer, sample_seed=seed, on_progress=report_progress, question_start=start)
+    model = KVBench(
+        reader, data.tokenizer, add_bos_token=options.add_bos_token, sample_seed=seed, on_progress=report_progress,
+        question_start=start,
+    )  # fmt: skip
     ((name, task),) = data.loaded["tasks"].items()
     task.set_fewshot_seed(seed=options.data_seed)
     with catalogue.quiet():

@@ -42,6 +42,9 @@ class LmEvalOptions(Options):
     )
     metric: str | None = Field(None, description="metric that is the score; the task's first metric if not given")
     chat_template: bool | None = Field(None, description="put prompts into the tokenizer's chat template")
+    add_bos_token: bool | None = Field(
+        None, description="begin requests with the tokenizer's special tokens, as in lm-eval's hf; the tokenizer's default"
+    )
     max_seq_length: int | None = Field(
         None, ge=1, description="length of prompts in tokens, for tasks that generate them (RULER)"
     )

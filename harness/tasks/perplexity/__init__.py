@@ -199,8 +199,8 @@ def _looks(record: Record, looks: Looks, nll: NDArray[np.float32], folder: Path)
 
 
 def _text_starts(nll: NDArray[np.float32], counts: list[int]) -> list[int]:
-    """Index of each text's first scored token. counts: scored tokens of each text."""
-    scored = np.flatnonzero(np.isfinite(nll))
+    """Index of each text's first scored token, or of the next text's if it has none. counts: scored tokens of each text."""
+    scored = [*np.flatnonzero(np.isfinite(nll)), len(nll)]
     return [0, *(int(scored[n]) for n in itertools.accumulate(counts[:-1]))]
 
 

@@ -1,0 +1,44 @@
+"""Which files of a user's directory are read."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.core.visible import visible
+
+SPLITS = ("train", "validation", "test")
+_NAMED = 3  # files by name, in a message
+
+
+def files_below(directory: Path, suffixes: Sequence[str]) -> list[Path]:
+    """The files of a directory and those inside that have one of these suffixes, sorted by name, or the one file that it is.
+
+    Raises:
+        UserError: it does not exist.
+    """
+    if not directory.exists():
+        raise UserError(f"{directory}: no such directory (--data or BENCH_DATA)")
+    paths = [directory] if directory.is_file() else sorted(directory.rglob("*"))
+    return [path for path in paths if path.suffix.lower() in suffixes and path.is_file()]
+
+
+def bears(file: Path, name: str) -> bool:
+    """Whether a name, such as that of a split, stands in a file's stem as a whole word. "greatest" does not bear "test"."""
+    letter = r"[^\W\d_]"
+    return re.search(f"(?<!{letter}){re.escape(name)}(?!{letter})", file.stem, re.IGNORECASE) is not None
+
+
+def listed(files: Sequence[Path]) -> str:
+    """The names of the first files."""
+    return f"{', '.join(f.name for f in files[:_NAMED])}{', ...' if len(files) > _NAMED else ''}"
+
+
+@cache
+def say_left_out(directory: Path, files: tuple[Path, ...], why: str) -> None:
+    """Say on stderr, once, which files are not read although they look like data."""
+    print(visible(f"bench: {directory}: not read: {listed(files)}, because {why}"), file=sys.stderr)

@@ -1,0 +1,165 @@
+"""What users of lm-eval do: answers kept in a file, mistakes that lm-eval reports, stop strings, whole texts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import bench
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import CachingLM
+from transformers import AutoModelForCausalLM
+
+from kvbench.harness.core.errors import UserError
+from kvbench.harness.lm_eval import catalogue
+from kvbench.harness.lm_eval.kvbench import KVBench
+from kvbench.harness.tasks.lm_eval import LmEval, measure
+from kvbench.harness.tasks.lm_eval.schema import LmEvalOptions
+
+REQUEST = ("loglikelihood", {}, ("reg 3 = 41\n" * 20, "reg 3"), 0)
+
+
+def model_of(arguments: str) -> KVBench:
+    return KVBench.create_from_arg_string(f"pretrained=builtin:sink_2,{arguments}", {"device": "cpu", "batch_size": 1})
+
+
+def answers(model, file):
+    return CachingLM(model, str(file)).loglikelihood([Instance(REQUEST[0], *REQUEST[1:])])
+
+
+def test_kept_answers_are_those_of_the_same_arguments(tmp_path):
+    dense = model_of("policy=dense")
+    first = answers(dense, tmp_path / "a.db")
+    assert answers(model_of("policy=dense"), tmp_path / "a.db") == first
+    for other in ("policy=sink_window,capacity=16", "policy=dense,dtype=bfloat16", "policy=dense,add_bos_token=false"):
+        with pytest.raises(UserError, match=r"a\.db holds answers of another model, policy"):
+            answers(model_of(other), tmp_path / "a.db")
+    assert answers(model_of("policy=sink_window,capacity=16"), tmp_path / "b.db") != first
+
+
+def test_answers_of_which_nothing_is_known_are_not_used(tmp_path):
+    class Other:
+        cache_hook = None
+
+        def set_cache_hook(self, hook):
+            hook.dbdict["a hash"] = (1.0, True)
+
+    CachingLM(Other(), str(tmp_path / "a.db")).dbdict.close()
+    with pytest.raises(UserError, match="holds answers of another model"):
+        answers(model_of("policy=dense"), tmp_path / "a.db")
+
+
+def test_kept_requests_are_those_of_the_same_command(tmp_path, monkeypatch):
+    from lm_eval.caching import cache
+
+    folders = []
+    config = tmp_path / "config.yaml"
+    for option, changed in (("a", "x"), ("b", "x"), ("a", "y"), ("a", "x")):
+        monkeypatch.setattr(cache, "PATH", "root")
+        config.write_text(changed)
+        command = ["run", "--gen_kwargs", option, "--config", str(config), "--cache_requests"]
+        catalogue.keep_requests_apart([*command, "refresh" if not folders else "true"])
+        folders.append(cache.PATH)
+    assert len({*folders}) == 3
+    assert folders[0] == folders[3]
+
+
+BASE = ("lm-eval", "--model_args", "pretrained=builtin:sink_2", "--tasks", "kvbench_cloze")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--limit", "2", "--apply_chat_template"), "chat_template"),
+        (("--limit", "0"), "did not find any docs"),
+        (("--limit", "2", "--log_samples"), "--output_path"),
+    ],
+    ids=["a chat template that a base model lacks", "no questions", "samples without a path"],
+)
+def test_what_lm_eval_and_transformers_refuse_is_one_line(options, says, capsys, monkeypatch):
+    manager = catalogue.TaskManager(include_path=str(catalogue.GENERATED), include_defaults=False)
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **_: manager)
+    code, _, err = bench(capsys, *BASE, *options)
+    assert code == 2
+    assert says in err.splitlines()[-1]
+    assert "Traceback" not in err
+
+
+def test_a_suite_with_a_chat_template_that_a_base_model_lacks_is_refused():
+    from kvbench.harness.models.hub import model_directory
+    from kvbench.harness.models.load import load_tokenizer
+
+    tokenizer = load_tokenizer(model_directory("builtin:sink_2", None, False))
+    with pytest.raises(UserError, match="kvbench_cloze: .*chat_template"):
+        LmEval.data(LmEvalOptions(tasks="kvbench_cloze", limit=1, chat_template=True), lambda: tokenizer, None)
+
+
+def test_an_error_of_ours_stays_an_error():
+    def ours(requests):
+        raise ValueError("a bug")
+
+    with pytest.raises(ValueError, match="a bug") as error:
+        ours([])
+    assert catalogue.refused(error.value, "lm-eval") is None
+
+
+class Pieces:
+    """Decodes each token as its bytes, as a byte-level tokenizer does."""
+
+    def __init__(self, pieces):
+        self.pieces = pieces
+
+    def tok_decode(self, tokens, skip_special_tokens):
+        return b"".join(self.pieces[t] for t in tokens).decode(errors="replace")
+
+
+@pytest.mark.parametrize(
+    ("before", "stop"),
+    [
+        ([b"word "] * 30, [bytes([b]) for b in "🙂🙃🙂".encode()]),
+        ([b"a"] * 30, [b"", b"", b"S", *[b""] * 40, b"T", *[b""] * 40, b"OP"]),
+        ([b"a"] * 30, [b"xxSTOPxx"]),
+    ],
+    ids=["12 tokens for 3 characters", "tokens without text", "inside a token"],
+)
+def test_an_answer_ends_when_its_text_contains_the_stop_string(before, stop):
+    model = Pieces([*before, *stop])
+    text = "🙂🙃🙂" if len(stop) == 12 else "STOP"
+    contains = [text in KVBench._end_of(model, list(range(n)), len(text)) for n in range(1, len(model.pieces) + 1)]
+    assert contains == [False] * (len(model.pieces) - 1) + [True]
+
+
+def test_add_bos_token_decides_whether_a_text_is_scored_after_one_bos_or_two(shared):
+    """lm-eval puts a BOS before a whole text that already begins with the tokenizer's own, and scores the second as text."""
+    directory, text, scores = shared / "models/stories260K", "Once upon a time, there was a little girl.", []
+    for option in ("", ",add_bos_token=false"):
+        model = KVBench.create_from_arg_string(f"pretrained={directory}{option}", {"device": "cpu", "batch_size": 1})
+        scores += model.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0)], disable_tqdm=True)
+    bos, ids = model.tokenizer.bos_token_id, model.tokenizer(text, add_special_tokens=False)["input_ids"]
+    plain = AutoModelForCausalLM.from_pretrained(directory)
+    for tokens, score in (([bos, bos, *ids], scores[0]), ([bos, *ids], scores[1])):
+        with torch.no_grad():
+            logits = plain(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
+        assert score == pytest.approx(float(logits[range(len(tokens) - 1), tokens[1:]].sum()), abs=1e-2)
+
+
+def test_a_suite_passes_add_bos_token_on(monkeypatch):
+    passed = []
+
+    class PassedError(Exception):
+        pass
+
+    def model(*_, add_bos_token, **__):
+        passed.append(add_bos_token)
+        raise PassedError
+
+    monkeypatch.setattr(measure, "KVBench", model)
+    monkeypatch.setattr(measure, "RequestReader", lambda *_: None)
+    data = SimpleNamespace(tokens=1, lengths=[1], tokenizer=None)
+    job = SimpleNamespace(data=data, at_once=1, model=None, config=None, block=None, method=None)
+    for value in (None, False):
+        with pytest.raises(PassedError):
+            measure.measure(LmEvalOptions(tasks="a", add_bos_token=value), job)
+    assert passed == [None, False]
+    assert "add_bos_token" not in LmEvalOptions(tasks="a").model_dump(exclude_none=True), "cells without it stay as they were"
