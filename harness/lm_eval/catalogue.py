@@ -68,6 +68,8 @@ def task(name: str, fewshot: int | None, seed: int, include: Sequence[str], meta
     try:
         with quiet():
             loaded: dict[str, Any] = _manager(tuple(include), tuple(sorted(metadata.items())), defaults).load([name])
+    except UserError:
+        raise
     except Exception as error:
         raise unreachable(error) or UserError(f"{name}: lm-eval can't load it ({_first_line(error)})") from error
     if len(loaded["tasks"]) != 1 or loaded["groups"]:

@@ -19,12 +19,12 @@ from kvbench.harness.models.hub import model_directory
 from kvbench.harness.models.load import device_of, load_tokenizer
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import QuestionMetrics
+from kvbench.harness.report.doubts import FLOOR
 from kvbench.harness.run.estimate import Speeds
 from kvbench.harness.suite import Cell, load
 from kvbench.harness.suite.file import ModelSpec
 
 SUITE = "which"
-FLOOR = 0.5  # share of right answers below which dense says nothing about policies
 _LEAST_EVICTED = 64  # tokens of a stream beyond the budget
 _FEWEST, _PLENTY = 4, 5  # policies at least; times as many streams and questions as an interval needs, at most
 _WORTH_A_POLICY = 2  # times as many as needed: below it, a policy less is better

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 _GENERATION = ("max_gen_toks", "temperature", "top_p", "top_k", "samples", "sample_seed")
 _RECALL = frozenset(f"kvbench_{kind}" for kind in (*KINDS, "anywhere"))
+_FACTS = "kvbench_facts_"  # begins the names of the tasks that ask pretrained models
 
 
 class LmEval(Task):
@@ -56,7 +57,7 @@ class LmEval(Task):
         """The task's questions as requests."""
         from kvbench.harness.tasks.lm_eval.measure import requests
 
-        return requests(options, tokenizer())
+        return requests(options, tokenizer(), directory)
 
     @staticmethod
     def total(options: LmEvalOptions) -> int:
@@ -110,7 +111,8 @@ class LmEval(Task):
     def from_trace(cls, record: Record, trace: Path) -> Mapping[str, Any]:
         """All figures that follow from the scores; an answer of `kvbench_recall` is compared with the right one again."""
         samples = json_lines(trace)
-        if record.cell.task_options(LmEvalOptions).tasks in _RECALL:
+        tasks = record.cell.task_options(LmEvalOptions).tasks
+        if tasks in _RECALL or tasks.startswith(_FACTS):
             samples = [_checked(s) for s in samples]
         return sample_figures(samples)
 
@@ -160,6 +162,7 @@ class LmEval(Task):
         about += _EVICT_PROMPT if any(r.cell.evict == "prompt" for r in records) else ""
         intro = (
             f"lm-eval's tasks. {about} Scores are percentages with their standard errors; for whole texts, perplexities. "
+            "In parentheses: percentage of answers that contain the right one, where the score counts those that are nothing else. "
             "Over capacity: share of requests longer than the capacity; only these can differ from dense.\n"
         )
         result: list[str | Chart] = [intro, *table(head, lines, "lr" + "r" * len(names) + "rr")]
@@ -216,7 +219,8 @@ def _figure(metrics: LmEvalMetrics) -> str:
     if metrics.weights is not None:
         score = math.exp(min(-metrics.score, 700.0))
         error, digits = score * error / 100, ".3g"
-    return format(score, digits) + (f" ± {format(error, digits)}" if metrics.stderr is not None else "")
+    lenient = "" if metrics.contained is None else f" ({100 * metrics.contained:.1f})"
+    return format(score, digits) + (f" ± {format(error, digits)}" if metrics.stderr is not None else "") + lenient
 
 
 def _passes(rows: Mapping[tuple[str, str], Mapping[str, Record]]) -> list[str | Chart]:
