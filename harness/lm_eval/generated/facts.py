@@ -92,7 +92,8 @@ def _even_depths(low: float, high: float) -> Iterator[float]:
 def _document(kind: Kind, passage: str, depth: float, draw: random.Random) -> Document:
     """A passage with facts among its sentences, and the beginning of the sentence that told one of them."""
     places = draw.sample(lookups.PLACES, kind.facts)
-    answers = [" and ".join(str(draw.randrange(10_000, 100_000)) for _ in range(kind.values)) for _ in places]
+    low = 10_000 if kind.values == 1 else 100
+    answers = [" and ".join(str(draw.randrange(low, 10 * low)) for _ in range(kind.values)) for _ in places]
     facts = [f"{_opening(place, kind.values)} {answer}." for place, answer in zip(places, answers, strict=True)]
     told = [(depth, facts[0]), *((draw.random(), fact) for fact in facts[1:])]
     repeated, first = (facts[0], depth) if kind.asks_repeated else (facts[1], told[1][0])

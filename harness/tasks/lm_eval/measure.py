@@ -197,13 +197,13 @@ def measure(options: LmEvalOptions, job: Job) -> LmEvalMetrics:
     if task.config.repeats > 1:
         samples = [s | _of_answers(v) for s, v in zip(samples, _every_score(task, filtered, metric, chosen), strict=True)]
     job.trace.write_text("".join(json.dumps(s, ensure_ascii=False, default=str) + "\n" for s in samples), encoding="utf-8")
-    decided = reader.reads_whole_prompts and start is None and model.over_capacity > 0
-    flags = list(_chosen_before_the_cut(task, data.tokenizer)) if decided else []
+    cut_after_question = reader.reads_whole_prompts and start is None and model.over_capacity > 0
+    flags = list(_chosen_before_the_cut(task, data.tokenizer)) if cut_after_question else []
     weighted = any("weight" in s for s in samples)  # then scores are log-likelihoods, even if the metric is a perplexity
     higher = weighted or output["higher_is_better"][name].get(metric) is not False
     return LmEvalMetrics.from_json({
-        **sample_figures(samples), "metric": options.metric or metric, "higher_is_better": higher, "lm_eval": results, "flags": flags,
-        "over_capacity": model.over_capacity, "truncated": model.truncated, "requests": model.requests,
+        **sample_figures(samples), "metric": options.metric or metric, "higher_is_better": higher, "lm_eval": results,
+        "flags": flags, "over_capacity": model.over_capacity, "truncated": model.truncated, "requests": model.requests,
         "kv_bytes": reader.kv_bytes, "kv_held_bytes": reader.held_bytes, "state_bytes": reader.state_bytes,
     })  # fmt: skip
 
