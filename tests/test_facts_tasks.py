@@ -36,7 +36,7 @@ def test_the_question_is_the_beginning_of_a_sentence_of_the_text(kind):
         assert set(answers) == {document["answer"]}
         assert len(answers) == (4 if kind == "popular" else 1)
         assert text.index(f"{question.strip()} {answers[0]}.") == pytest.approx(document["depth"] * len(text), abs=1)
-        facts = re.findall(r"secret numbers? of (\w+)", text)
+        facts = re.findall(r"account numbers? of (\w+)", text)
         assert len(set(facts)) == {"needle": 1, "values": 1, "recent": 3}.get(kind, 2)
         assert len(facts) == len(set(facts)) + 3 * (kind in ("popular", "distracted"))
 

@@ -107,7 +107,7 @@ def _document(kind: Kind, passage: str, depth: float, draw: random.Random) -> Do
 
 
 def _opening(place: str, values: int) -> str:
-    return f"The secret number of {place} is" if values == 1 else f"The secret numbers of {place} are"
+    return f"The account number of {place} is" if values == 1 else f"The two account numbers of {place} are"
 
 
 def _with_facts(sentences: list[str], told: list[tuple[float, str]]) -> str:

@@ -29,7 +29,7 @@ _FIRST_VERSION = "1.0"
 _BOOK_TASK = "kvbench_facts_book"
 _AFTER_A_TEXT = r"\nQuestion: "
 _PATTERNS = (  # names of tasks, and what the question begins with; the first name that fits counts
-    ("kvbench_facts_.*", r"\n\nThe secret numbers? of "),
+    ("kvbench_facts_.*", r"\n\nThe (two )?account numbers? of "),
     ("kvbench_(?!cloze|prose).*|ruler_.*", _AFTER_A_TEXT),
     ("kvbench_cloze.*", r"(?<=[.!?])\s[^.!?]*$"),  # the sentence that breaks off
     ("niah_.*", r"\nWhat (is|are all) the special magic "),
