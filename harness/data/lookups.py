@@ -6,7 +6,10 @@ Each kind isolates one thing: a value by its name, several values, two look-ups 
 from __future__ import annotations
 
 import random
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvbench.harness.data.registers import answer, question, record_line
 
@@ -118,6 +121,22 @@ def chains(draw: random.Random, lines: int) -> Lookups:
 def is_exact(said: str, answer: str) -> bool:
     """Whether what was said, up to a stop string and without surrounding whitespace, is the answer and nothing else."""
     return said.strip() == answer
+
+
+def is_contained(completion: str, answer: str) -> bool:
+    """Whether a completion contains the answer as whole words, whatever the case and spaces, and does not deny it.
+
+    A number that is part of a longer one (1534, 5.34, -534) is another number.
+    """
+    words = r"\s+".join(re.escape(word) for word in answer.split())
+    whole = rf"(?<![\w-])(?<!\d[.,])(?<!\bnot\s)(?<!n't\s){words}(?!['-]?\w)(?![.,]\d)"
+    return bool(words) and re.search(whole, completion, re.IGNORECASE) is not None
+
+
+def scores(document: Mapping[str, Any], completions: list[str]) -> dict[str, float]:
+    """Both scores of an answer, for lm-eval, which has cut it at the stop string: the exact one and the lenient one."""
+    completion, answer = completions[0], document["answer"]
+    return {"exact_match": float(is_exact(completion, answer)), "contained": float(is_contained(completion, answer))}
 
 
 def needle(place: str, number: int) -> str:

@@ -90,6 +90,8 @@ def task(name: str, fewshot: int | None, seed: int, include: Sequence[str], meta
     try:
         with quiet():
             loaded: dict[str, Any] = _manager(tuple(include), tuple(sorted(metadata.items())), defaults).load([name])
+    except UserError:
+        raise
     except Exception as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise unreachable(error) or UserError(f"{name}: lm-eval can't load it ({reason})") from error

@@ -10,12 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvbench.harness.records import Record
-from kvbench.harness.records.metrics import NllMetrics
+from kvbench.harness.records.metrics import NllMetrics, ScoreMetrics
 from kvbench.harness.report.pairing import past_training, question
 from kvbench.harness.report.rows import Row
 
 _CLIFF_NATS = math.log(2)  # twice the perplexity
 _MIN_CLIFF_BLOCKS = 4
+FLOOR = 0.5  # share of right answers below which dense says nothing about policies
 
 Floats = NDArray[np.float64]
 
@@ -75,15 +76,20 @@ def _paired_blocks(a: Record, b: Record) -> tuple[Floats, Floats, int] | None:
 
 
 def with_doubts(records: Sequence[Record]) -> list[Record]:
-    """The records, with the doubts about their model among their flags.
+    """The records, with the doubts about their model and their questions among their flags.
 
     Args:
-        records: of any models. What one record says against its model counts against all of that model.
+        records: of any models. What one record says against its model counts against all of that model, and what dense can't
+            answer against all records of these questions.
     """
+    too_hard = {question(record): doubt for record in records for doubt in _too_hard(record)}
     doubts: dict[tuple[str, ...], list[str]] = {}
     for record in records:
         doubts.setdefault(_model(record), []).extend(_doubts(record))
-    return [_flagged(record, list(dict.fromkeys(doubts[_model(record)]))) for record in records]
+    return [
+        _flagged(record, list(dict.fromkeys([*doubts[_model(record)], *filter(None, [too_hard.get(question(record))])])))
+        for record in records
+    ]
 
 
 def _model(record: Record) -> tuple[str, ...]:
@@ -101,6 +107,13 @@ def _doubts(record: Record) -> Iterator[str]:
             "dense is worse than a uniform guess within the model's training length (perplexity "
             f"{math.exp(min(nats, 700)):,.0f}, vocabulary {guess:,}): are these its tokenizer, its weights and its kind of text?"
         )
+
+
+def _too_hard(record: Record) -> Iterator[str]:
+    metrics = record.measured(ScoreMetrics)
+    share = metrics.accuracy if metrics is not None and record.cell.is_dense else None
+    if share is not None and share < FLOOR:
+        yield f"dense can't: it answers {100 * share:.0f} % right, so answers to these questions say little about policies"
 
 
 def _dense_nats(record: Record) -> float | None:

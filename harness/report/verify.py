@@ -169,7 +169,7 @@ def _from_trace(record: Record, path: Path | None) -> Iterator[Figure]:
     if path is not None:
         recorded = record.metrics.as_json()
         for name, expected in task_of(record).from_trace(record, path).items():
-            yield Figure(name, recorded.get(name), expected, _TOLERANCES.get(name, 0.0))
+            yield Figure(name, _lookup(recorded, name), expected, _TOLERANCES.get(name, 0.0))
 
 
 def _equal(a: Any, b: Any, tolerance: float) -> bool:

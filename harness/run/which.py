@@ -18,11 +18,11 @@ from kvbench.harness.models.hub import model_directory
 from kvbench.harness.models.load import load_tokenizer
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import QuestionMetrics
+from kvbench.harness.report.doubts import FLOOR
 from kvbench.harness.run.estimate import Estimator
 from kvbench.harness.suite import Cell, load
 from kvbench.harness.suite.file import ModelSpec
 
-FLOOR = 0.5  # share of right answers below which dense says nothing about policies
 TRIAL_SHARE = 0.15  # of the time, after which no more policies are tried
 _LEAST_EVICTED = 64  # tokens of a stream beyond the budget
 _STREAMS, _MOST_STREAMS = 24, 100  # a few more than an interval needs; and enough

@@ -64,11 +64,6 @@ def needle(**_: Any) -> dict[str, Dataset]:
     return _splits("needle", _needle)
 
 
-def exact_match(document: Document, said: list[str]) -> dict[str, float]:
-    """The score of an answer; lm-eval has cut it at the stop string."""
-    return {"exact_match": float(lookups.is_exact(said[0], document["answer"]))}
-
-
 def _splits(name: str, generate: Callable[[random.Random], Document]) -> dict[str, Dataset]:
     draw = random.Random(f"kvbench_{name}")
     return {split: Dataset.from_list([generate(draw) for _ in range(count)]) for split, count in _QUESTIONS.items()}

@@ -7,7 +7,7 @@ Differs: lm-eval's prompts and scores differ from those in the paper (docs/tasks
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from kvbench.harness.core.intervals import MIN_BLOCKS, clustered_share
 from kvbench.harness.core.packed import json_lines
-from kvbench.harness.data.lookups import KINDS, is_exact
+from kvbench.harness.data.lookups import KINDS, is_contained, is_exact
 from kvbench.harness.records import Record
 from kvbench.harness.records.aggregates import sample_figures
 from kvbench.harness.records.facts import Data
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 _QUESTIONS, _PROMPT_TOKENS, _ANSWER_TOKENS = 1000, 400, 8  # guesses, for estimates
 _GENERATION = ("max_gen_toks", "temperature", "top_p", "top_k", "samples", "sample_seed")
 _RECALL = frozenset(f"kvbench_{kind}" for kind in (*KINDS, "anywhere"))
+_FACTS = "kvbench_facts_"  # begins the names of the tasks that ask pretrained models
 
 
 class LmEval(Task):
@@ -57,7 +58,7 @@ class LmEval(Task):
         """The task's questions as requests."""
         from kvbench.harness.tasks.lm_eval.measure import requests
 
-        return requests(options, tokenizer())
+        return requests(options, tokenizer(), directory)
 
     @staticmethod
     def total(options: LmEvalOptions) -> int:
@@ -118,9 +119,11 @@ class LmEval(Task):
     def from_trace(cls, record: Record, trace: Path) -> Mapping[str, Any]:
         """All figures that follow from the scores; an answer of `kvbench_recall` is compared with the right one again."""
         samples = json_lines(trace)
-        if record.cell.task_options(LmEvalOptions).tasks in _RECALL:
-            samples = [_checked(s) for s in samples]
-        return sample_figures(samples)
+        options = record.cell.task_options(LmEvalOptions)
+        if options.tasks in _RECALL or options.tasks.startswith(_FACTS):
+            judge = is_contained if (options.metric or "").startswith("contained") else is_exact
+            samples = [_checked(s, judge) for s in samples]
+        return sample_figures(samples) | _lenient(record, samples)
 
     @classmethod
     def derived(cls, record: Record) -> Iterator[tuple[str, Any]]:
@@ -165,6 +168,7 @@ class LmEval(Task):
         ]
         options = records[0].cell.task_options(LmEvalOptions)
         about = _UNSEEN if options.question else _PROMPTS[options.prompt]
+        about += _LENIENT if any((m := r.measured(LmEvalMetrics)) and m.contained is not None for r in records) else ""
         about += _EVICT_PROMPT if any(r.cell.evict == "prompt" for r in records) else ""
         intro = (
             f"lm-eval's tasks. {about} Scores are percentages with their standard errors; for whole texts, perplexities. "
@@ -192,12 +196,21 @@ _PROMPTS = {
     "truncate": "Of a prompt that is too long, the model reads the first and the last tokens, half each.",
 }
 _UNSEEN = "Where a prompt is cut at its end, it ends before the question, which is read afterwards: the policy has not seen it."
+_LENIENT = " The score counts answers that are the right one and nothing else; in parentheses, those that contain it."
 _EVICT_PROMPT = " Rows with evict prompt read it in full, evict once, at its end, and evict no more."
 
 
-def _checked(sample: Mapping[str, Any]) -> dict[str, Any]:
+def _lenient(record: Record, samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Share of answers that contain the right one, if the record has that score."""
+    metrics = record.measured(LmEvalMetrics)
+    if metrics is None or metrics.contained is None:
+        return {}
+    return {"lm_eval.contained,none": sum(is_contained(s["said"][0], s["target"]) for s in samples) / len(samples)}
+
+
+def _checked(sample: Mapping[str, Any], judge: Callable[[str, str], bool]) -> dict[str, Any]:
     """A question's line in the trace, its answers compared with the right one."""
-    scores = [float(is_exact(said, sample["target"])) for said in sample["said"]]
+    scores = [float(judge(said, sample["target"])) for said in sample["said"]]
     return {**sample, "score": sum(scores) / len(scores), **({"scores": scores} if "scores" in sample else {})}
 
 
@@ -221,8 +234,9 @@ def _score(record: Record | None) -> str:
 def _figure(metrics: LmEvalMetrics) -> str:
     """The score in percent with its standard error; for log-likelihoods, the perplexity per word or byte."""
     parts = [metrics.score] + ([] if metrics.stderr is None else [metrics.stderr])
+    lenient = "" if metrics.contained is None else f" ({100 * metrics.contained:.1f})"
     if metrics.weights is None:
-        return " ± ".join(f"{100 * part:.1f}" for part in parts)
+        return " ± ".join(f"{100 * part:.1f}" for part in parts) + lenient
     perplexity = math.exp(min(-metrics.score, 700.0))
     return " ± ".join(digits(part, 3) for part in [perplexity, *(perplexity * part for part in parts[1:])])
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -25,8 +26,10 @@ from kvbench.harness.tasks.lm_eval.schema import LmEvalMetrics, LmEvalOptions
 from kvbench.harness.tasks.task import Job, MeasurementError
 
 _FIRST_VERSION = "1.0"
+_BOOK_TASK = "kvbench_facts_book"
 _AFTER_A_TEXT = r"\nQuestion: "
-_PATTERNS = (  # names of tasks, and what the question begins with
+_PATTERNS = (  # names of tasks, and what the question begins with; the first name that fits counts
+    ("kvbench_facts_.*", r"\n\nThe (two )?account numbers? of "),
     ("kvbench_(?!cloze|prose).*|ruler_.*", _AFTER_A_TEXT),
     ("kvbench_cloze.*", r"(?<=[.!?])\s[^.!?]*$"),  # the sentence that breaks off
     ("niah_.*", r"\nWhat (is|are all) the special magic "),
@@ -63,12 +66,13 @@ class LmEvalData:
         }  # fmt: skip
 
 
-def requests(options: LmEvalOptions, tokenizer: PreTrainedTokenizerBase) -> LmEvalData:
-    """Load a task and build its requests."""
-    lengths: dict[str, Any] = {} if options.max_seq_length is None else {"max_seq_lengths": (options.max_seq_length,)}
-    lengths |= {"tokenizer": tokenizer.name_or_path} if lengths else {}
+def requests(options: LmEvalOptions, tokenizer: PreTrainedTokenizerBase, directory: Path | None = None) -> LmEvalData:
+    """Load a task and build its requests. directory: of books, for the task that asks about them."""
+    settings: dict[str, Any] = {} if options.max_seq_length is None else {"max_seq_lengths": (options.max_seq_length,)}
+    settings |= {"tokenizer": tokenizer.name_or_path} if settings else {}
+    settings |= {"data": str(directory)} if directory is not None and options.tasks == _BOOK_TASK else {}
     include = [] if options.include is None else [options.include]
-    loaded = catalogue.task(options.tasks, options.num_fewshot, options.data_seed, include, lengths)
+    loaded = catalogue.task(options.tasks, options.num_fewshot, options.data_seed, include, settings)
     (task,) = loaded["tasks"].values()
     _set_generation(task, options)
     task.set_fewshot_seed(seed=options.data_seed)
@@ -201,13 +205,29 @@ def measure(options: LmEvalOptions, job: Job) -> LmEvalMetrics:
     if task.config.repeats > 1:
         samples = [s | _of_answers(v) for s, v in zip(samples, _every_score(task, filtered, metric, chosen), strict=True)]
     job.trace.write_text("".join(json.dumps(s, ensure_ascii=False, default=str) + "\n" for s in samples), encoding="utf-8")
+    cut_after_question = reader.reads_whole_prompts and start is None and model.over_capacity > 0
+    flags = list(_chosen_before_the_cut(task, data.tokenizer)) if cut_after_question else []
     weighted = any("weight" in s for s in samples)  # then scores are log-likelihoods, even if the metric is a perplexity
     higher = weighted or output["higher_is_better"][name].get(metric) is not False
     return LmEvalMetrics.from_json({
         **sample_figures(samples), "metric": options.metric or metric, "higher_is_better": higher, "lm_eval": results,
-        "over_capacity": model.over_capacity, "truncated": model.truncated, "requests": model.requests,
+        "flags": flags, "over_capacity": model.over_capacity, "truncated": model.truncated, "requests": model.requests,
         "kv_bytes": reader.kv_bytes, "kv_held_bytes": reader.held_bytes, "state_bytes": reader.state_bytes,
     })  # fmt: skip
+
+
+def _chosen_before_the_cut(task: Any, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """A flag, if questions have answers of one token, which follows from the whole prompt when the cut comes after it."""
+    longest: dict[int, int] = {}
+    for instance in task.instances:
+        prompt, answer = instance.args[0], instance.args[1]
+        if task.OUTPUT_TYPE == "generate_until":
+            answer = f"{task.config.target_delimiter}{task.doc_to_target(instance.doc)}"
+        tokens = len(tokenizer(prompt + answer)["input_ids"]) - len(tokenizer(prompt)["input_ids"])
+        longest[instance.doc_id] = max(tokens, longest.get(instance.doc_id, 0))
+    short = sum(tokens <= 1 for tokens in longest.values())
+    if short:
+        yield f"the first token of an answer was chosen before the cut, and {short} of {len(longest)} answers have no other"
 
 
 def _numbers(results: dict[str, Any]) -> dict[str, Any]:

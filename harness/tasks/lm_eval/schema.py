@@ -65,10 +65,13 @@ class LmEvalOptions(Options):
     include: str | None = Field(None, description="folder with more tasks in lm-eval's format")
     batch: SideBySide = Field(16, description="number of requests read at once; auto: as many as fit and make reading faster")
 
-    @field_validator("question")
+    @model_validator(mode="before")
     @classmethod
-    def _seen_is_the_default(cls, value: str | None) -> str | None:
-        return None if value == "seen" else value  # the cell is the one that it was before there was a choice
+    def _seen_is_the_default(cls, options: Any) -> Any:
+        """Leave out `seen`, and the pattern that the cells beside it need, so that the cell is that of older records."""
+        if not isinstance(options, dict) or options.get("question") != "seen":
+            return options
+        return {name: value for name, value in options.items() if name not in ("question", "question_from")}
 
     @field_validator("sample_seed")
     @classmethod
@@ -93,7 +96,7 @@ class LmEvalOptions(Options):
         if self.question == "unseen" and self.prompt == "truncate":
             raise ValueError("question unseen needs the whole prompt before it, so prompt can't be truncate")
         if self.question_from is not None and self.question is None:
-            raise ValueError("question_from is for question unseen")
+            raise ValueError("question_from is for question unseen, or both: [seen, unseen]")
         try:
             re.compile(self.question_from or "")
         except re.error as error:
@@ -129,6 +132,11 @@ class LmEvalMetrics(ScoreMetrics):
         if self.pass_at is not None and {*self.pass_at} != {str(k) for k in pass_sizes(self.samples or 0)}:
             raise ValueError("pass_at must have 1, 2, 4, ... and the number of samples")
         return self
+
+    @property
+    def contained(self) -> float | None:
+        """Share of answers that contain the right one, the lenient score; None if the task has no such score."""
+        return self.lm_eval.get("contained,none")
 
     def solved(self, k: int) -> NDArray[np.float64]:
         """The chance that one of k answers to each question is right. [questions]."""
