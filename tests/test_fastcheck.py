@@ -273,8 +273,9 @@ def test_the_cells_streams_are_read_where_they_fit(monkeypatch, clock, as_on_cud
     plain, asked = MethodCheck._differs, []
     monkeypatch.setattr(MethodCheck, "_differs", lambda check, *given: asked.append(given[-1]) or plain(check, *given))
     fast_method(model, config, 5)
+    of_stream = MethodCheck(model, config, 1)._bytes_of_stream()
     for fitting in (3, 0):
-        monkeypatch.setattr(trial, "free_bytes", lambda device, fitting=fitting: 4 * fitting * model.kv_bytes(8))
+        monkeypatch.setattr(trial, "free_bytes", lambda device, fitting=fitting: fitting * of_stream)
         fast_method(model, config, 5)
     assert list(dict.fromkeys(asked)) == [5, 3, 1]
 

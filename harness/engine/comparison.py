@@ -82,8 +82,7 @@ class ReplayedModel(Model):
         """Replay a block. Returns meaningless logits. [B, T, 1]."""
         part = slice(self._start, self._start + tokens.shape[1])
         for inputs, answers in zip(self._inputs, self._answers, strict=True):
-            layer, *given = inputs.part(part, self._kind)
-            answers.append(backend.attend(layer, *given))
+            answers.append(backend.attend(*inputs.part(part, self._kind)))
         self._start = part.stop
         return torch.zeros(*tokens.shape, 1, device=tokens.device)
 
@@ -212,8 +211,9 @@ class ReferenceComparison:
             self._diverged |= {(cache, stream, head) for stream, head in (~rows).nonzero().tolist()}
 
     def _relative(self, x: Tensor, exact: Tensor, dtype: torch.dtype, swaps: bool) -> Tensor:
-        """Error of each head's answers, relative to the tolerance: in 16 bits a share of the layer's largest answer, else of the
-        head's own. [B, Q, T, Dv] twice -> [B, Q] float64.
+        """Error of each head's answers, relative to the tolerance. [B, Q, T, Dv] twice -> [B, Q] float64.
+
+        The tolerance is a share of the head's largest answer, or in 16 bits of the layer's.
         """
         x, exact = x.double(), exact.double()
         largest = exact.abs().amax() if self._is_16_bit else exact.abs().amax((-2, -1))[..., None]
@@ -239,15 +239,15 @@ def _evicts_by_attention(slots: Slots, seen: int) -> bool:
 
 def _held_positions(read: CachedDecoder, cache: int) -> Tensor:
     """Positions of the tokens that the rows of a cache hold, in order, after -1 for each empty slot. [B, H, S] int64."""
-    parts = list[tuple[Tensor | slice, Tensor]]()
+    parts: list[tuple[Tensor | slice, Tensor]] = []
     for walk, heads, _ in read.shares[cache]:
         rows = read.walks[walk].rows(read.walks[walk].slots.num_slots, cache)
         held = rows.position.masked_fill(rows.rank == read.walks[walk].slots.empty_rank, -1).sort(-1).values
         parts.append((slice(None) if heads is None else heads, held.unflatten(0, (read.streams, -1))))
     longest = max(held.shape[2] for _, held in parts)
     out = parts[0][1].new_full((read.streams, read.model.layers[cache].heads, longest), -1)
-    for heads, held in parts:
-        out[:, heads, longest - held.shape[2] :] = held
+    for of_heads, held in parts:
+        out[:, of_heads, longest - held.shape[2] :] = held
     return out
 
 

@@ -46,8 +46,9 @@ _TIMED_BLOCK_TOKENS = 64
 _TIMED_BLOCKS = 3
 _CLEARLY = 3  # times as fast: one pair of blocks is enough
 _ROOM_TOKENS = 32  # that a cache filled with random numbers lacks when the first block comes
-_CACHES_PER_FREE_MEMORY = 4  # two caches are compared, and take no more than half of it
-_CACHES_PER_FREE_MEMORY_16_BITS = 12  # four, and one in 32 bits
+_CACHES_PER_FREE_MEMORY = 8  # two are compared, perhaps with one in 64 bits, and take no more than half of it
+_CACHES_PER_FREE_MEMORY_16_BITS = 12
+_RECORDED_TOKENS, _RECORDED_PER_TOKEN = 384, 8  # bytes of inputs and answers, in those of a token's K and V
 _MOST_ROUNDING = 5.0  # units of rounding: where that changes so much, a comparison tells nothing
 
 
@@ -82,13 +83,17 @@ class MethodCheck:
         self._exact = is_exact(model.dtype)
         self._streams = 1
         if self._timed:
-            caches = _CACHES_PER_FREE_MEMORY if self._exact else _CACHES_PER_FREE_MEMORY_16_BITS
-            fitting = free_bytes(model.device) // (caches * model.kv_bytes(config.capacity or _DENSE_TOKENS))
-            self._streams = max(1, min(streams, fitting))
+            self._streams = max(1, min(streams, free_bytes(model.device) // self._bytes_of_stream()))
         room = _ROOM_TOKENS if self._timed else _EVICTING_TOKENS
         self._filled = _DENSE_TOKENS if config.capacity is None else max(0, config.capacity - room)
         self.max_error = 0.0
         self._recorded: list[tuple[Tensor, list[LayerInputs]]] = []
+
+    def _bytes_of_stream(self) -> int:
+        """Free memory that a stream of the comparison needs."""
+        caches = _CACHES_PER_FREE_MEMORY if self._exact else _CACHES_PER_FREE_MEMORY_16_BITS
+        held = caches * self._model.kv_bytes(self._config.capacity or _DENSE_TOKENS)
+        return held + _RECORDED_PER_TOKEN * self._model.kv_bytes(_RECORDED_TOKENS)
 
     def trial(self, method: Method) -> Trial:
         """Compare a method with the plain walk, and time both where a kernel may be slower."""
