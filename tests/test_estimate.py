@@ -16,6 +16,7 @@ from kvbench.harness.models.shape import shape_of
 from kvbench.harness.run.estimate import estimates
 from kvbench.harness.run.prepare import prepare
 from kvbench.harness.run.request import RunRequest
+from kvbench.harness.run.speeds import Rates, Speeds
 from kvbench.harness.tasks.lm_eval import LmEval
 
 SUITE = """
@@ -64,13 +65,28 @@ def test_the_streams_of_a_cell_are_what_its_task_holds_side_by_side(suite):
     assert LmEval.streams(LmEval.options(tasks="x")) == 16
 
 
-def test_a_policy_whose_loop_is_not_compiled_takes_longer(suite):
-    """From shapes alone both would take equally long. One stream: side by side they share what a step costs."""
-    request = RunRequest(str(suite), policies=("{name: sink_window, capacity: 32}", "{name: snapkv, capacity: 32}"))
-    cells = [c for c in request.cells() if c.task.name == "perplexity" and c.task.streams is None]
-    guessed, tried = ([e.seconds for e in estimates(cells, "cpu", tried)] for tried in (False, True))
-    assert guessed[0] == guessed[1]
-    assert tried[1] > 2 * tried[0]
+def test_tokens_cost_more_once_the_cache_is_full_and_a_check_counts_once(suite, monkeypatch):
+    """A token takes 1 ms under full attention, and 4 ms more under a policy with a full cache; see `Speeds.rates`."""
+    monkeypatch.setattr(Speeds, "_block", lambda self, cached: 0.001)
+    monkeypatch.setattr(Speeds, "_adds", lambda self, config, streams, held: Rates(0.004, 0.05))
+    monkeypatch.setattr(Speeds, "check_seconds", lambda self, rates: 100.0)
+    request = RunRequest(str(suite), policies=("{name: sink_window, capacity: 32}", "dense"))
+    chosen = {"perplexity", "streameval"}
+    cells = [c for c in request.cells() if c.task.name in chosen]
+    seconds = {(e.cell.name, e.cell.task.name, e.cell.task.streams): e.seconds for e in estimates(cells, "cpu", tried=True)}
+    full = 0.001 + 0.004 * (90 - 32) / 90
+    assert seconds["sink_window", "perplexity", None] == pytest.approx(100 + 90 * full)
+    assert seconds["sink_window", "perplexity", 3] == pytest.approx(90 * 0.001), "streams of 30 tokens fill no cache of 32"
+    assert seconds["dense", "perplexity", None] == pytest.approx(100 + 90 * 0.001)
+    assert seconds["dense", "streameval", 2] == pytest.approx(2 * 20 * 25 * 0.001 + 2 * 20 * 0.05), "answers are decoded in steps"
+
+
+@pytest.mark.parametrize("policy", ["sink_window", "snapkv", "h2o"])
+def test_short_reads_give_seconds_for_every_kind_of_loop(suite, policy):
+    cells = RunRequest(str(suite), policies=(f"{{name: {policy}, capacity: 32}}",)).cells()
+    rates = Speeds.of(cells[0].model, torch.device("cpu")).rates(cells[0], 1, 90)
+    assert rates is not None
+    assert min(rates) > 0
 
 
 WINDOWS = {"sliding_window": 9}

@@ -92,15 +92,14 @@ def test_the_most_telling_cells_come_first_and_latency_last(cells):
     assert any(latency)
 
 
-@pytest.mark.parametrize("slowdown", [0.3, 1.0, 3.0])
+@pytest.mark.parametrize("slowdown", [0.3, 1.0, 5.0])
 def test_it_ends_in_time_on_a_slow_machine_and_measures_more_on_a_fast_one(cells, slowdown):
     until = 600.0
     done, deadline = run(cells, Scripted(0.02), until, slowdown)
     plain, _ = run(cells, Scripted(0.02), until)
     machine = Scripted(0.02)
     run(cells, machine, until, slowdown)
-    longest = slowdown * max(row.seconds for row in machine.estimates(cells))
-    assert machine.now <= until + longest
+    assert machine.now <= 1.1 * until
     assert (len(done) > len(plain)) == (slowdown < 1)
     assert (len(done) < len(plain)) == (slowdown > 1)
     texts = [cell for cell in done if cell.task.name != "latency"]

@@ -80,12 +80,13 @@ def which(
     bench which path/to/model --budget 1024 --data path/to/texts
     bench which builtin:recall --budget 96 --dry-run
     """
+    seconds = 60 * minutes
+    until = time.monotonic() + seconds  # loading torch takes seconds, too
     from kvbench.harness.models.load import device_of
     from kvbench.harness.run.estimate import Estimator
     from kvbench.harness.run.which import TRIAL_SHARE, Deadline, Wish, ordered
 
-    seconds = 60 * minutes
-    wish, until = Wish(model, budget, minutes, data, device, dtype), time.monotonic() + seconds
+    wish = Wish(model, budget, minutes, data, device, dtype)
     with tempfile.TemporaryDirectory() if dry_run else contextlib.nullcontext(results) as folder:
         suite = writable(Path(folder)) / "which" / f"{re.sub(r'[^A-Za-z0-9.-]+', '_', model).strip('_')}-{budget}.yaml"
         request = RunRequest(str(suite), None, data, device=device, threads=threads)
