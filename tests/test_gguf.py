@@ -16,6 +16,7 @@ import kvbench
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.models.gguf_header import GGUFHeader
 from kvbench.harness.models.hub import model_directory, weights_digest
+from kvbench.harness.report.feed import feed
 
 gguf = pytest.importorskip("gguf")
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -121,6 +122,7 @@ def test_a_gguf_model_has_the_figures_of_the_same_weights_in_safetensors(tmp_pat
     assert [r.metrics.nll for r in ours] == [r.metrics.nll for r in theirs]
     assert {r.facts.dequantised_from for r in ours} == {"Q4_1"}
     assert {r.facts.dequantised_from for r in theirs} == {None}
+    assert {q["about"].partition(":")[0] for q in feed(list(ours))["questions"]} == {"tiny.gguf (weights dequantised from Q4_1)"}
     assert {r.cell.model.id for r in ours} == {"tiny.gguf"}
     assert {r.facts.weights_sha256 for r in ours} == {weights_digest(converted)} != {r.facts.weights_sha256 for r in theirs}
 
@@ -172,7 +174,7 @@ def text_file(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (text_file, r"tiny\.gguf: not a GGUF file: it begins with b'word'"),
+        (text_file, r"^tiny\.gguf: not a GGUF file: it begins with b'word'"),
         (lambda folder: damaged(folder, 2000), r"tiny\.gguf: is damaged or cut short: its header can't be read"),
         (lambda folder: damaged(folder, -100), r"tiny\.gguf: is damaged or cut short: .* ends beyond the end of the file"),
         (lambda folder: write(folder / "tiny.gguf", "rwkv7"), r"can't convert the architecture 'rwkv7'; it converts .*llama"),

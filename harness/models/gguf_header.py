@@ -50,6 +50,8 @@ class GGUFHeader:
         try:
             with file.open("rb") as stream:
                 return _read(stream, file.name)
+        except UserError:  # which is a ValueError, too
+            raise
         except OSError as error:
             raise UserError(f"{file}: can't be read ({error.strerror})") from error
         except (struct.error, UnicodeDecodeError, KeyError, ValueError, OverflowError) as error:
