@@ -66,8 +66,8 @@ def test_a_sliding_window_left_out_is_refused(family):
 
     plain = selfcheck.adopt
 
-    def blind(*args):
-        model = plain(*args)
+    def blind(*args, **options):
+        model = plain(*args, **options)
         model.layers = [dataclasses.replace(s, sliding_window=None) for s in model.layers]
         return model
 

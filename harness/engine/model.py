@@ -240,7 +240,7 @@ def adopt(hf: PreTrainedModel, rope_length: int | None = None, shared: bool = Fa
             shapes, idle_rotary, learned = probes.layer_shapes(hf, rope_length)
             layers, readers = probes.caches(shapes, probes.sources(hf))
     except LookupError as error:
-        raise UnsupportedModelError(str(error)) from None
+        raise UnsupportedModelError(str(error) if hf._can_set_attn_implementation() else probes.NOT_ROUTED) from None
     known = length if isinstance(length, int) else None
     if learned and known is None:
         raise UnsupportedModelError("its positions are learned, and its config does not say how many there are")

@@ -27,6 +27,7 @@ from kvbench.harness.engine.rotary import Rotation, find_rotation
 from kvbench.harness.engine.slots import LayerShape
 
 _PROBE_POSITIONS = (1, 5, 191)
+NOT_ROUTED = "its attention does not go through transformers' AttentionInterface in every layer"
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
@@ -116,7 +117,7 @@ def layer_shapes(hf: PreTrainedModel, rope_length: int | None) -> tuple[list[Lay
         _freeze_rope(hf)
     at_zero = _observe(hf, 0, Probe()).seen
     if sorted(at_zero) != list(range(len(at_zero))) or not at_zero:
-        raise LookupError("its attention does not go through transformers' AttentionInterface in every layer")
+        raise LookupError(NOT_ROUTED)
     tables = [b for name, b in hf.named_buffers() if name.endswith("inv_freq") and "original" not in name]
     positions = _PROBE_POSITIONS if tables else _PROBE_POSITIONS[:1]
     samples = {p: _observe(hf, p, Probe()).seen for p in positions}

@@ -140,7 +140,7 @@ class Cache(AnsweringCache):
             "a kvbench.Cache can't be pickled or saved: copy it in memory by cache.fork(), or save the text and read it again"
         )
 
-    @torch.compiler.disable(reason="a compiler can't follow a decoder")
+    @torch.compiler.disable(reason="a compiler can't follow a decoder")  # type: ignore[untyped-decorator]
     def answer(self, hf: PreTrainedModel, given: Mapping[str, Any]) -> Any:
         """Answer a call of the model. given: its arguments by name.
 
