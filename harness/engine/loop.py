@@ -125,7 +125,6 @@ class CachedDecoder:
         """Allocate the slots.
 
         Args:
-            model: to drive.
             config: what to keep; a policy that keeps a cache.
             streams: B.
             method: shortcuts that it may take.
