@@ -5,6 +5,7 @@ Every token of a head is a tuple in a list; evicting removes it; keys are rotate
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -57,10 +58,10 @@ def by_number(number: Callable[[int, int, int], float]) -> Chooser:
 
 
 def family_rotation(model: Model) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The family's own function that rotates. Looked up before a forward pass, which may leave it out."""
+    """The family's own function that rotates, without the wrapper by which a forward pass leaves it out."""
     layer = model.hf.base_model.layers[0]
     attention = layer.attention if hasattr(layer, "attention") else layer.self_attn
-    return sys.modules[type(attention).__module__].apply_rotary_pos_emb
+    return inspect.unwrap(sys.modules[type(attention).__module__].apply_rotary_pos_emb)
 
 
 @dataclass
