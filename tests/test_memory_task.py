@@ -239,12 +239,12 @@ def test_its_process_ends_with_the_run_that_is_killed(before, number, order):
     command = [sys.executable, "-c", RUN, asked.to_json(), before]
     with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run_:
         started = time.monotonic()
-        while not (children := psutil.Process(run_.pid).children()) and time.monotonic() < started + 30:
+        while not (children := psutil.Process(run_.pid).children()) and time.monotonic() < started + 120:
             time.sleep(0.05)
         (child,) = children
         time.sleep(1)
         run_.send_signal(number)
-        _, alive = psutil.wait_procs([child], timeout=5)
+        _, alive = psutil.wait_procs([child], timeout=60)
         for process in alive:
             process.kill()
         assert not alive

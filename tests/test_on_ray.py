@@ -172,7 +172,7 @@ def test_a_stopped_run_leaves_no_worker_and_keeps_its_records(folder, how):
     """Ctrl-C reaches the whole group of processes, so it is sent to all of them; `kill -9` reaches one."""
     command = [sys.executable, "-m", "kvbench", "run", "long.yaml", "--ray", "--workers", "2", "--results", "r"]
     run = subprocess.Popen(command, env=environment(), start_new_session=True, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not list(Path("r").rglob("*.json")):
         assert run.poll() is None, run.stderr.read()
         assert time.monotonic() < deadline
@@ -180,12 +180,12 @@ def test_a_stopped_run_leaves_no_worker_and_keeps_its_records(folder, how):
     children = psutil.Process(run.pid).children(recursive=True)
     assert sum("ray::" in " ".join(child.cmdline()) for child in children) >= 2
     os.kill(run.pid, how) if how == signal.SIGKILL else os.killpg(run.pid, how)
-    _, err = run.communicate(timeout=60)
+    _, err = run.communicate(timeout=300)
     if how == signal.SIGINT:
         assert run.returncode == Exit.STOPPED
         assert "bench: stopped; finished cells are kept" in err
         assert "Traceback" not in err
-    alive = psutil.wait_procs(children, timeout=20)[1]
+    alive = psutil.wait_procs(children, timeout=120)[1]
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
     records, problems = RecordStore(Path("r")).read_all()
     assert records
