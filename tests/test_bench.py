@@ -195,7 +195,10 @@ def test_a_model_that_gives_no_numbers_is_refused(tmp_path, model_dir, text_dir)
         (["run", "smoke", "--set", "tokens=99999999"], "set tokens lower"),
         (["run", "smoke", "--device", "toaster"], "--device toaster: expected auto, cpu, cuda, or cuda:1 and so on"),
         (["run", "smoke", "--device", "meta"], "--device meta: expected auto"),
-        (["run", "smoke", "--model", "gpt2"], "gpt2: no such directory or file; a hub id includes its owner, e.g. openai-community/gpt2"),
+        (
+            ["run", "smoke", "--model", "gpt2"],
+            "gpt2: no such directory or file; a hub id includes its owner, e.g. openai-community/gpt2",
+        ),
         (["list", "polices"], "policies"),
         (["policy", "check", "h20"], "did you mean 'h2o'?"),
         (["policy", "check", "h2o", "--set", "windw=3"], "did you mean 'window'?"),
