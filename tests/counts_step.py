@@ -96,7 +96,7 @@ def compiled_kernels(model: Model, streams: int = 1) -> Counter[str]:
         sources.append(code_for_h100(make_fx(graph)(*inputs), inputs))
         return graph
 
-    with model.idle_rotary.skipped(), torch.no_grad():
+    with model.idle_rotary.skipped(), model.idle_rotary.compiling(), torch.no_grad():
         fused._compiled(backend)(model.hf, torch.zeros(streams, 1, dtype=torch.int64, device="meta"))
     torch._dynamo.reset()
     (source,) = sources
