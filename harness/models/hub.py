@@ -175,7 +175,7 @@ def _download(model: str, revision: str | None, allow_pickle: bool) -> Path:
 
 
 def _from_hub(model: str, download: Callable[[Any], str]) -> Path:
-    """What a function of the package huggingface_hub downloads.
+    """Return what a function of the package huggingface_hub downloads.
 
     Raises:
         UserError: the hub is out of reach, or has no such model.

@@ -117,7 +117,7 @@ class Speeds:
         return self._blocks[cached]
 
     def _adds(self, config: CacheConfig, streams: int, held: int) -> Rates:
-        """What a policy adds to a token that is read in a block; and a whole decode step."""
+        """Return the seconds that a policy adds to a token read in a block, and those of a decode step."""
         tokens = min(held, config.capacity or held)
         streams = max(1, min(streams, _MOST_STREAMS.get(self._model.device.type, 1), self._fitting(tokens)))
         key = repr(replace(config, seed=0)), streams, 0 if config.capacity is None else tokens

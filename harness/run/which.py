@@ -229,7 +229,7 @@ def _sized(task: dict[str, Any], length: int, streams: int) -> dict[str, Any]:
 
 
 def _available(text: dict[str, Any], length: int, streams: int, tokenizer: Any, wish: Wish) -> int:
-    """As many streams as the text has, up to `streams`.
+    """Return the number of streams that the text has, at most `streams`.
 
     Raises:
         UserError: it has less than one.

@@ -45,7 +45,7 @@ class Formats:
 
     @property
     def largest(self) -> int:
-        """Of all capacities, in tokens: perplexities are over the tokens after it has filled."""
+        """Largest capacity in tokens; perplexities are over the tokens after it has filled."""
         return max(row.cell.capacity or 0 for row in self.whole.rows)
 
     def _kind(self, row: Row) -> str:

@@ -158,7 +158,7 @@ class Question:
         return [row for row in self.caches if row.cell.capacity == capacity]
 
     def figure(self, row: Row, capacity: int | None = None) -> float | None:
-        """What a row is judged by, less is better: nats per token, or the share of wrong answers.
+        """Return the figure that ranks a row, less is better: nats per token, or the share of wrong answers.
 
         Nats are over the tokens on which caches of a capacity are compared, where not given of the row's own; dense's are over
         those of the largest.
