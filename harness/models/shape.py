@@ -11,8 +11,9 @@ from typing import Any
 from transformers import AutoConfig
 
 from kvbench.harness.core.codec import Codec
+from kvbench.harness.core.packaged import PACKAGED
 from kvbench.harness.models.config import read_config
-from kvbench.harness.models.hub import is_here, model_directory, quiet
+from kvbench.harness.models.hub import RANDOM, is_here, model_directory, quiet
 from kvbench.harness.models.shared_kv_config import kv_sources
 from kvbench.policies import HeadSizes, Policy
 
@@ -108,6 +109,8 @@ def readable_shape(model: str, revision: str | None, gguf_file: str | None = Non
     directory = Path(model).expanduser()
     if (directory / "config.json").exists() and gguf_file is None:
         return shape_of(read_config(directory))
+    if model in PACKAGED:
+        return shape_of(read_config(model_directory(RANDOM + PACKAGED[model].shape, None, False)))
     if gguf_file is not None or is_here(model):
         return shape_of(read_config(model_directory(model, revision, False, gguf_file)))
     try:
