@@ -118,7 +118,7 @@ docs: .venv/docs  ## the documentation and the leaderboard as a site, in site/
 	$(BIN)/bench leaderboard --results leaderboard/results --out leaderboard/README.md --site $(SITE)
 	$(BIN)/python -m mkdocs build --strict
 
-picture: .venv/ready  ## the README's pictures, and figures in prose, from the records in leaderboard/results
+picture: .venv/ready  ## pictures, tables and figures of the README and of docs, from the records in leaderboard/results
 	$(BIN)/python docs/images/draw.py
 	$(BIN)/python docs/images/zoo.py
 	$(BIN)/python docs/images/recall.py
@@ -126,6 +126,7 @@ picture: .venv/ready  ## the README's pictures, and figures in prose, from the r
 	$(BIN)/python docs/images/backcopy.py
 	$(BIN)/python docs/images/equal.py
 	$(BIN)/python docs/figures.py
+	PYTHONPATH=docs $(BIN)/python -m cogapp -r -P README.md docs/findings/*.md
 
 validity: .venv/ready  ## docs/validity.md, from the records in leaderboard/results
 	$(BIN)/python docs/validity.py

@@ -1,6 +1,6 @@
-"""Puts figures of records into prose: `make picture`. A test does it again, so that no figure outlives its record.
+"""Puts figures of records into prose: `make picture`. CI does it again, so that no figure outlives its record.
 
-In the README and the pages of docs, `<!--=name-->81 %<!---->` marks a figure; what stands between is written by this script.
+In the pages of docs, `<!--=name-->81 %<!---->` marks a figure; what stands between is written by this script.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ sys.path.insert(0, str(Path(__file__).parent / "images"))
 import backcopy
 import draw
 import equal
-import recall
 import zoo
 
 from kvbench.harness.core.codec import QUANTIZED_CACHE
@@ -33,8 +32,7 @@ from kvbench.harness.tasks.trace import first_wrong
 from kvbench.harness.tasks.trace.schema import TraceMetrics, TraceOptions
 
 ROOT = Path(__file__).parents[1]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
-_LINES = ("once", "popular", "distracted")  # tasks about a line among 40
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
 _MARKED = re.compile(r"(<!--=(.+?)-->)(.*?)(<!---->)", re.S)
 
 
@@ -42,7 +40,6 @@ def figures() -> dict[str, str]:
     """Every figure by name, as it is printed."""
     return dict(
         [
-            *_recall(),
             *_zoo(),
             *_budget(),
             *_staircase(),
@@ -50,73 +47,30 @@ def figures() -> dict[str, str]:
             *_equal(),
             *_equal_on_books(),
             *_pages(),
-            *_minutes(),
             *_vectors(),
             *_backcopy(),
         ]
     )
 
 
-def _recall() -> Iterator[tuple[str, str]]:
-    """recall/POLICY/TASK/QUESTION, in `stream` positions, or with /cache at its end; `lines` is the mean of three tasks."""
-    for mode, end in (("stream", ""), ("cache", "/cache")):
-        rows = recall.answered(recall.measured(positions=mode))
-        for row in rows:
-            yield f"recall/{row['policy']}/{row['task']}/{row['question']}{end}", f"{row['right']:.0f} %"
-        lines: dict[tuple[str, str], list[float]] = {}
-        for row in rows:
-            if row["task"] in _LINES:
-                lines.setdefault((row["policy"], row["question"]), []).append(row["right"])
-        yield from ((f"recall/{p}/lines/{q}{end}", f"{statistics.mean(right):.0f} %") for (p, q), right in lines.items())
-        bounded = {row["policy"] for row in rows} - {"dense"}
-        values = [row["right"] for row in rows if row["policy"] in bounded and row["task"] == "values"]
-        yield f"recall/most of values{end}", f"{max(values):.0f} %"
-        yield f"recall/policies{end}", str(len(bounded))
-
-
 def _zoo() -> Iterator[tuple[str, str]]:
-    """zoo/MOMENT/POLICY, in % of perplexity; and what the panels' rows say together."""
+    """zoo/MOMENT/POLICY/closed: share of the control's gap to dense that a policy closes."""
     records = zoo.measured()
-    spread = max(zoo.spread(records, moment)[1] for moment in zoo.MOMENTS)
-    yield "zoo/spread of the control", f"{math.ceil(100 * spread) / 100:.2f} %"
     for moment in zoo.MOMENTS:
-        rows = zoo.losses(records, moment)
-        for row in rows:
-            for name in row.policy.split(" = "):
-                yield f"zoo/{moment}/{name}", f"{abs(row.loss):.1f} %"
-                yield f"zoo/{moment}/{name}/closed", f"{100 * row.closed:.0f} %"
-        yield f"zoo/{moment}/policies", str(policies([row for row in rows if row.policy != "dense"]))
-        for positions, end in (("", ""), ("stream", "/stream")):
-            rows = zoo.losses(records, moment, positions)
-            near = [row for row in rows if row.verdict == zoo.WORSE and row.loss < 1]
-            of_keys = [row.loss for row in rows if row.policy in ("keydiff", "cur", "leverage", "knorm")]
-            yield f"zoo/{moment}/a little worse{end}", str(policies(near))
-            yield f"zoo/{moment}/a little worse, at most{end}", f"{max(row.loss for row in near):.1f} %"
-            yield f"zoo/{moment}/scores of keys, most{end}", f"{max(of_keys):.1f} %"
-            yield f"zoo/{moment}/scores of keys, least{end}", f"{min(of_keys):.0f} %"
-
-
-def policies(rows: list[zoo.Row]) -> int:
-    """Policies and variants; those that kept the same tokens share a row."""
-    return sum(len(row.policy.split(" = ")) for row in rows)
+        for row in zoo.losses(records, moment):
+            yield from ((f"zoo/{moment}/{name}/closed", f"{100 * row.closed:.0f} %") for name in row.policy.split(" = "))
 
 
 def _budget() -> Iterator[tuple[str, str]]:
-    """budget/NAME/TOKENS, perplexity lost in %; with /POSITIONS at its end, perplexity."""
-    shown = [row for budget in draw.question()["budgets"] for row in budget["rows"] if row["loss"]]
+    """budget/NAME/TOKENS, perplexity lost in %."""
+    shown = [row for budget in draw.question("budget")["budgets"] for row in budget["rows"] if row["loss"]]
     yield from ((f"budget/{row['name']}/{row['capacity']}", f"{row['loss']['value']:,.0f} %") for row in shown)
-    not_drawn = [row["loss"]["value"] for row in shown if row["policy"] in ("random", "keydiff")]
-    yield "budget/not drawn", f"{min(not_drawn):,.0f} to {max(not_drawn):,.0f} %"
-    for record in RecordStore(recall.RESULTS / "budget").read_all()[0]:
-        metrics, cell = record.measured(NllMetrics), record.cell
-        if metrics is not None:
-            yield f"budget/{cell.policy}/{cell.capacity}/{cell.positions}", f"{math.exp(metrics.nll):,.0f}"
 
 
 def _staircase() -> Iterator[tuple[str, str]]:
     """streameval/MODEL/inside and /beyond: right answers of sinks and a window about lines that it holds whole, or not."""
     shares: dict[tuple[str, str], list[QuestionMetrics]] = {}
-    for record in RecordStore(recall.RESULTS / "streameval_cpu").read_all()[0]:
+    for record in RecordStore(zoo.RESULTS / "streameval_cpu").read_all()[0]:
         metrics = record.measured(AnswerMetrics)
         if record.cell.policy == "sink_window" and record.cell.positions == "cache" and metrics is not None:
             (where,) = metrics.in_cache
@@ -138,7 +92,7 @@ def _long() -> Iterator[tuple[str, str]]:
     """
     cells: dict[str, list[TraceMetrics]] = {}
     through: dict[str, list[bool]] = {}
-    for record in RecordStore(recall.RESULTS / "long_answers").read_all()[0]:
+    for record in RecordStore(zoo.RESULTS / "long_answers").read_all()[0]:
         metrics, cell = record.measured(TraceMetrics), record.cell
         options = cell.task_options(TraceOptions)
         if metrics is None or options.samples > 1:
@@ -198,7 +152,7 @@ def _equal() -> Iterator[tuple[str, str]]:
 def _equal_on_books() -> Iterator[tuple[str, str]]:
     """Figure "equal on books/FORMAT": perplexity lost if all tokens are kept, stored so; with /bytes at its end: of dense's."""
     found = {}
-    for record in RecordStore(recall.RESULTS / "equal_bytes_pg19").read_all()[0]:
+    for record in RecordStore(zoo.RESULTS / "equal_bytes_pg19").read_all()[0]:
         read = record.measured(NllMetrics)
         if record.cell.policy in ("dense", QUANTIZED_CACHE) and read is not None:
             found[record.cell.stored or "dtype"] = read.perplexity, read.kv_held_bytes
@@ -216,7 +170,7 @@ def _quality(row: dict[str, Any], measure: str) -> str:
 
 def _pages() -> Iterator[tuple[str, str]]:
     """pages/TASK/POLICY/MOMENT: right answers, or perplexity."""
-    for record in RecordStore(recall.RESULTS / "pages").read_all()[0]:
+    for record in RecordStore(zoo.RESULTS / "pages").read_all()[0]:
         answers, text = record.measured(QuestionMetrics), record.measured(NllMetrics)
         task = str(record.cell.options.get("tasks", "prose")).removeprefix("kvbench_")
         name = f"pages/{task}/{record.cell.policy}/{record.cell.evicts}"
@@ -226,16 +180,9 @@ def _pages() -> Iterator[tuple[str, str]]:
             yield name, f"{text.perplexity:.3f}"
 
 
-def _minutes() -> Iterator[tuple[str, str]]:
-    """minutes/SUITE: of one core, to measure the published cells of a suite."""
-    for suite in ("recall", "zoo", "budget", "long_answers", "equal_bytes", "pages"):
-        seconds = sum(record.facts.seconds or 0 for record in RecordStore(recall.RESULTS / suite).read_all()[0])
-        yield f"minutes/{suite}", f"{seconds / 60:.0f}"
-
-
 def _vectors() -> Iterator[tuple[str, str]]:
     """attention/MODEL/FIGURE: ranges over layers of what channels and first tokens are like."""
-    for record in RecordStore(recall.RESULTS / "attention_builtin").read_all()[0]:
+    for record in RecordStore(zoo.RESULTS / "attention_builtin").read_all()[0]:
         metrics = record.measured(AttentionMetrics)
         if metrics is None or not record.cell.is_dense:
             continue

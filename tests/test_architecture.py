@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 import subprocess
 import sys
 from functools import cache
@@ -152,20 +151,3 @@ def test_files_and_functions_stay_short():
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef):
                 assert node.end_lineno - node.lineno < 60, f"{path}:{node.name}"
-
-
-@pytest.mark.slow("all published records")
-def test_the_page_in_the_repository_is_the_page_of_its_records(board, published_feed):
-    from kvbench.harness.records import RecordStore
-    from kvbench.harness.report import paper, sections
-    from kvbench.harness.report.leaderboard import render
-
-    records, problems = RecordStore(board / "results").read_all()
-    assert not problems
-    charts = []
-    unasked = sections.unasked(records, {(q["suite"], q["suite_version"]) for q in published_feed["questions"]})
-    site = re.search(r"^SITE = (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M).group(1)
-    for page, file in ((render(published_feed, unasked, site), "README.md"), (paper.render(records), "paper.md")):
-        assert page.text == (board / file).read_text(encoding="utf-8")
-        charts += [f"{c.name}{theme}.svg" for c in page.charts for theme in ("", "-dark")]
-    assert sorted(charts) == sorted(p.name for p in (board / "charts").iterdir())

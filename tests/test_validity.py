@@ -71,11 +71,6 @@ def test_the_page_is_what_the_records_and_the_published_tables_give(validity):
     assert (DOCS / "validity.md").read_text(encoding="utf-8") == validity.page(validity.published(), validity.measured())
 
 
-def test_the_readme_says_what_the_page_says():
-    page, readme = (path.read_text(encoding="utf-8") for path in (DOCS / "validity.md", DOCS.parent / "README.md"))
-    assert ("**Not shown:" in page) == ("large models agree is [not shown yet](docs/validity.md)" in readme)
-
-
 @pytest.fixture(scope="module")
 def models(validity):
     with pytest.MonkeyPatch.context() as patch:

@@ -1,8 +1,9 @@
-"""Draws the README's picture from the records of the `budget` suite: `make picture`. A test draws it again."""
+"""Draws perplexity lost over budgets, of SmolLM2 and of a built-in model: `make picture`."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +14,25 @@ from kvbench.harness.report.loss_charts import over_budgets
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER.parents[1] / "leaderboard" / "results"
+PICTURES = {  # file: folder of records, and the policies that it shows; None: all
+    "quality-against-bytes": ("budget", None),
+    "smollm2-budgets": ("smollm2_step", ("dense", "h2o", "random", "sink_window", "window")),
+}
 
 
-def question(results: Path = RESULTS) -> dict[str, Any]:
-    """The suite's question of the feed: what each policy loses at each budget."""
-    records = [r for r in RecordStore(results / "budget").read_all()[0] if r.cell.positions == "cache"]  # an endless stream
-    asked = feed(records)["questions"]
+def question(suite: str, policies: Sequence[str] | None = None, results: Path = RESULTS) -> dict[str, Any]:
+    """Return the feed's question about a suite's text at `cache` positions: what each policy loses at each budget."""
+    records = [r for r in RecordStore(results / suite).read_all()[0] if r.cell.positions == "cache"]
+    shown = [r for r in records if policies is None or (r.cell.policy in policies and r.cell.parameters.get("sinks", 4) == 4)]
+    asked = feed(shown)["questions"]
     (of_text,) = (question for question in asked if question["measure"] == "perplexity")
     return of_text
 
 
 def drawings(results: Path = RESULTS) -> dict[str, str]:
-    """The picture for a light and a dark page, by file name."""
-    picture = over_budgets(question(results), "quality-against-bytes")
-    assert picture is not None
-    return draw([picture])
+    """Return each picture for a light and a dark page, by file name."""
+    pictures = [over_budgets(question(*chosen, results), name) for name, chosen in PICTURES.items()]
+    return draw([picture for picture in pictures if picture is not None])
 
 
 if __name__ == "__main__":

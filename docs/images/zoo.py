@@ -1,4 +1,4 @@
-"""Draws who beats a random choice, from the records of the `zoo` suite: `make picture`. A test draws it again."""
+"""Draws who beats a random choice, on SmolLM2 and on a built-in model: `make picture`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ from kvbench.harness.report.ranks import holm
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER.parents[1] / "leaderboard" / "results"
-MOMENTS = {"step": "evicting at every step", "prompt": "evicting once, after the prompt"}
+MOMENTS = {"step": "at every step", "prompt": "once, after the prompt"}
+PANELS = {  # title of two panels: the folder of records of each moment, and tokens per head
+    "SmolLM2": ({"step": "smollm2_step", "prompt": "smollm2_prompt"}, 256),
+    "built-in": ({"step": "zoo", "prompt": "zoo"}, 64),
+}
 POSITIONS = {"step": "cache", "prompt": "stream"}  # of each panel
 BETTER, ALIKE, WORSE = _VERDICTS = ("better (95 % confidence)", "within the noise", "worse (95 % confidence)")
 _COLOURS = ("#009e73", "#8c8c8c", "#d55e00")  # legible on light and dark pages
@@ -48,10 +52,11 @@ class Row(NamedTuple):
     verdict: str = ALIKE
 
 
-def measured(results: Path = RESULTS) -> list[Record]:
-    """The perplexity records of the suite."""
-    records, _ = RecordStore(results / "zoo").read_all()
-    return [r for r in records if r.status == "ok" and r.cell.task.name == "perplexity"]
+def measured(suite: str = "zoo", capacity: int = 64, results: Path = RESULTS) -> list[Record]:
+    """The perplexity records of a suite at one capacity, and dense."""
+    records, _ = RecordStore(results / suite).read_all()
+    of_text = [r for r in records if r.status == "ok" and r.cell.task.name == "perplexity" and not r.cell.stored]
+    return [r for r in of_text if r.cell.capacity in (None, capacity)]
 
 
 def of_moment(records: Sequence[Record], moment: str, positions: str = "") -> list[Record]:
@@ -87,18 +92,21 @@ def losses(records: Sequence[Record], moment: str, positions: str = "") -> list[
     return sorted(judged, key=lambda row: row.loss)
 
 
-def spread(records: Sequence[Record], moment: str) -> tuple[int, float]:
-    """(seeds of the control, the most that one of them differs from their mean, in %)."""
-    controls = [r for r in of_moment(records, moment) if is_control(r)]
-    mean = mean_of(controls)
-    differences = [d.mean for r in controls if (d := paired(r, mean))]
-    return len(controls), round(100 * math.expm1(max(map(abs, differences))), 3)
-
-
-def picture(records: Sequence[Record]) -> Chart:
-    """A panel per moment of eviction, a row per policy."""
-    panels = [_panel(losses(records, moment), f"{title}; {POSITIONS[moment]} positions") for moment, title in MOMENTS.items()]
-    return Chart("who-beats-random", _ALT, {"hconcat": panels})
+def picture(results: Path = RESULTS) -> Chart:
+    """A row of panels per model, a panel per moment of eviction, a row per policy."""
+    rows = [
+        {
+            "hconcat": [
+                _panel(
+                    losses(measured(suite, capacity, results), moment),
+                    f"{model}, {MOMENTS[moment]}; {POSITIONS[moment]} positions",
+                )
+                for moment, suite in suites.items()
+            ]
+        }
+        for model, (suites, capacity) in PANELS.items()
+    ]
+    return Chart("who-beats-random", _ALT, {"vconcat": rows})
 
 
 def _panel(rows: Sequence[Row], title: str) -> dict[str, Any]:
@@ -123,7 +131,7 @@ def _panel(rows: Sequence[Row], title: str) -> dict[str, Any]:
 
 def drawings(results: Path = RESULTS) -> dict[str, str]:
     """The picture for a light and a dark page, by file name."""
-    return draw([picture(measured(results))])
+    return draw([picture(results)])
 
 
 if __name__ == "__main__":

@@ -13,20 +13,21 @@ from kvbench.harness.report.markdown import cache_bytes, digits, md, table
 
 _HEAD = """# Leaderboard
 
-Written by `bench leaderboard` from records; don't edit it. The command also writes `index.html`, which answers this for every
-budget, compares any two policies and lists every cell, `feed.json`, all of it as data, and [published figures beside
-ours](paper.md). `bench show table CELL` prints the table of a cell's task. [Audit](https://kv-bench.github.io/kv-bench/audit/):
-whose code keeps what its paper says, step by step.
+Written by `bench leaderboard` from records; don't edit it. `index.html` has every question, budget and cell, and compares any two
+policies; `feed.json` has the same as data. [Published figures beside ours](paper.md). `bench show table CELL` prints the table of
+a cell's task. [Audit](https://kv-bench.github.io/kv-bench/audit/) says whose code keeps what its paper says.
 """
 _PICTURE = "answer"  # its file
 _MOST_ROWS = 5  # of the table
 _MOST_NAMES = 3  # of a question
+_MOST_QUESTIONS = 20  # that get a line each; of more there is a row for each suite
 
 
 def render(feed: dict[str, Any], unasked: Sequence[str | Chart] = (), site: str = "index.html") -> Page:
-    """The page, with its charts: the default question with its best policies, each other question in a sentence, and the rest.
+    """Return the page with its charts: the default question, then every question in a line or, if there are many, every suite.
 
-    unasked: tables of suites that answer no question. site: where links to the page of a question lead.
+    unasked: tables of suites that answer no question; left out if there are many questions. site: where links to the page of a
+    question lead.
     """
     questions = feed["questions"]
     lines: list[str | Chart] = [_HEAD]
@@ -35,6 +36,8 @@ def render(feed: dict[str, Any], unasked: Sequence[str | Chart] = (), site: str 
     for question in questions:
         if question["id"] == feed["default"]:
             lines += _default(question)
+    if len(questions) > _MOST_QUESTIONS:
+        return page([*lines, *_suites(questions, site)])
     lines += ["## All questions\n"] if questions else []
     for suite, asked in itertools.groupby(questions, key=lambda q: (q["suite"], q["suite_version"])):
         lines += _suite(suite, list(asked), [e for e in feed["equal_bytes"] if (e["suite"], e["suite_version"]) == suite], site)
@@ -44,13 +47,14 @@ def render(feed: dict[str, Any], unasked: Sequence[str | Chart] = (), site: str 
 
 
 def _default(question: dict[str, Any]) -> list[str | Chart]:
-    """A sentence for every budget, a chart, and a row for each of the best policies."""
+    """Return a sentence for every budget, a chart, and a row for each of the best policies at the middle budget."""
     shown = _middle(question)
-    others = [f"- {md(budget['answer'])}" for budget in question["budgets"] if budget is not shown]
+    answers = [f"- {md(size(budget['capacity']))}: {md(budget['finding'])}" for budget in question["budgets"]]
     picture = over_budgets(question, _PICTURE)
     return [
-        f"## {md(question['model'])}, {md(question['subject'])}\n", f"{md(question['about'])}\n", f"**{md(shown['answer'])}**\n",
-        *([*others, ""] if others else []), *([picture] if picture else []), *_table(question, shown), _flagged(question, shown),
+        f"## {md(question['model'])}, {md(question['subject'])}\n", f"{md(question['about'])}\n",
+        *answers, "", *([picture] if picture else []), f"At {md(size(shown['capacity']))}:\n",
+        *_table(question, shown), _flagged(question, shown), "",
     ]  # fmt: skip
 
 
@@ -58,6 +62,17 @@ def _middle(question: dict[str, Any]) -> dict[str, Any]:
     """The budget that pages show first."""
     middle: dict[str, Any] = question["budgets"][len(question["budgets"]) // 2]
     return middle
+
+
+def _suites(questions: Sequence[dict[str, Any]], site: str) -> list[str]:
+    """Return a table with a row for each suite, whose name leads to its first question on the page."""
+    rows = []
+    for (suite, version), asked in itertools.groupby(questions, key=lambda q: (q["suite"], q["suite_version"])):
+        of_suite = list(asked)
+        models = list(dict.fromkeys(question["model"] for question in of_suite))
+        named = ", ".join(models) if len(models) <= _MOST_NAMES else f"{len(models)} models"
+        rows.append([f"[{md(suite)} v{version}]({site}#q={of_suite[0]['id']})", str(len(of_suite)), md(named)])
+    return ["## All questions\n", *table(["suite", "questions", "models"], rows, "lrl")]
 
 
 def _suite(
