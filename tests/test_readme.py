@@ -65,7 +65,7 @@ def test_its_policy_keeps_the_rules(tmp_path):
 def test_its_command_measures_its_policy(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("small_keys.py").write_text(CODE["SmallKeys"])
-    command = re.search(r"^bench (run smoke .*)$", README, re.M)[1].split()
+    command = re.search(r"^bench (run smoke (?:.*\\\n)*.*)$", README, re.M)[1].replace("\\\n", "").split()
     code, out, _ = bench(capsys, *command, "--results", "results")
     assert code == 0
     assert all(name in out for name in ("SmallKeys", "sink_window"))

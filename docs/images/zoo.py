@@ -110,10 +110,14 @@ def picture(results: Path = RESULTS) -> Chart:
 
 
 def _panel(rows: Sequence[Row], title: str) -> dict[str, Any]:
+    ticks = [-10, -3, -1, 0, 1, 3, 10, 30, 100, 300, 1000]
     x = {
-        "field": "loss", "type": "quantitative", "title": "perplexity against the random control, %",
-        "scale": {"type": "symlog", "nice": False}, "axis": {"values": [-1, 0, 1, 3, 10, 30, 100, 300, 1000], "format": "+,d"},
-    }  # fmt: skip
+        "field": "loss",
+        "type": "quantitative",
+        "title": "perplexity against the random control, %",
+        "scale": {"type": "symlog", "nice": False},
+        "axis": {"values": ticks, "format": "+,d"},
+    }
     y = {"field": "policy", "type": "nominal", "sort": None, "title": None, "axis": {"labelLimit": 220}}
     verdict = {
         "field": "verdict", "type": "nominal", "title": None, "legend": {"orient": "bottom"},
