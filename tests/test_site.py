@@ -15,7 +15,7 @@ import pytest
 from factories import EVIL, changed, edit, record
 from test_feed import answered, everything, noisy, of_budgets
 
-from kvbench.harness.records import RecordStore, Submitted, fingerprint
+from kvbench.harness.records import RecordStore
 from kvbench.harness.report import compare, keep_map, site
 from kvbench.harness.report import feed as feeds
 from kvbench.harness.report.feed.question import percent, questions
@@ -473,23 +473,6 @@ def test_what_a_row_keeps_and_attends_to_is_part_of_the_page(opened, tmp_path, m
         assert cells.evaluate("document.activeElement.id") == f"cell-{made.cell_id[:8]}", "the focus stays where it was"
     monkeypatch.undo()
     assert data_of(site.render([made], files))["maps"] == {}, "a file that is missing is no error"
-
-
-@IN_BROWSER
-def test_who_measured_a_row_is_said_where_it_was_submitted(opened):
-    records = of_budgets()
-    theirs = next(r for r in records if (r.cell.policy, r.cell.capacity) == ("h2o", 16))
-    marked = {theirs.stem: Submitted(record=theirs.stem, sha256=fingerprint(theirs), repeated="today")}
-    for submitted, columns in ((None, 0), (marked, 1)):
-        html = site.render(records, submitted=submitted)
-        page = opened(html=html)
-        assert page.locator("#policies-head th >> text='Measured by'").count() == columns
-        if columns:
-            assert page.locator("#policies-body [data-label='Measured by']", has_text="repeated by CI").count() == 1
-        cells = opened(html=html, address="#tab=cells")
-        assert cells.locator("#cells-head [data-key=standing]").count() == columns
-        if columns:
-            assert sorted(set(column(cells, "standing"))) == ["ours", "repeated by CI"]
 
 
 @IN_BROWSER

@@ -13,7 +13,6 @@ import click
 
 from kvbench import __version__
 from kvbench.harness.cli import doctor, judge, listing, lm_eval, measure, pages, policy, records, show
-from kvbench.harness.cli import submit as submission
 from kvbench.harness.cli import which as which_policy
 from kvbench.harness.cli.output import debugging
 from kvbench.harness.core import plugins
@@ -60,8 +59,6 @@ for _command in (
     judge.check,
     judge.baseline,
     records.records,
-    submission.submit,
-    submission.review,
     show.show,
     measure.probe,
     measure.pretrain,

@@ -18,7 +18,7 @@ from kvbench.harness.core.files import atomic_write
 from kvbench.harness.core.visible import visible
 
 if TYPE_CHECKING:
-    from kvbench.harness.records import Record, Submitted
+    from kvbench.harness.records import Record
     from kvbench.harness.report.chart import Chart
 
 Result = TypeVar("Result")
@@ -73,7 +73,6 @@ def leaderboard(results: str, out: str | None, paper: str | None, site: str, fig
     bench leaderboard --out - --paper -
     bench leaderboard --figures figures --format svg
     """
-    from kvbench.harness.records import read_submitted
     from kvbench.harness.report import chart, losses
 
     if form and not figures:
@@ -83,8 +82,7 @@ def leaderboard(results: str, out: str | None, paper: str | None, site: str, fig
         _refuse_foreign_file(path, option)
         _refuse_foreign_charts(path, option)
     records, paths, forged = _read(results)
-    submitted = read_submitted(Path(results))
-    output, broken = make_without_broken(records, lambda part: _rendered(part, paths, submitted, targets, site))
+    output, broken = make_without_broken(records, lambda part: _rendered(part, paths, targets, site))
     for record, error in broken:
         click.echo(
             f"bench: {visible(paths[id(record)])}: left out, because rendering it failed ({visible(repr(error))})", err=True
@@ -201,22 +199,21 @@ def _read(results: str) -> tuple[list[Record], dict[int, Path], int]:
 
 
 def _rendered(
-    records: Sequence[Record], paths: Mapping[int, Path], submitted: Mapping[str, Submitted],
-    targets: Mapping[str, tuple[str, str]], address: str,
-) -> _Pages:  # fmt: skip
+    records: Sequence[Record], paths: Mapping[int, Path], targets: Mapping[str, tuple[str, str]], address: str
+) -> _Pages:
     """Render all pages and their drawings. paths: of the records' files, by `id`. address: of the site, for links."""
     from kvbench.harness.report import chart, feed, losses, paper, sections, site
     from kvbench.harness.report import leaderboard as board
     from kvbench.harness.report.feed.question import questions
 
     asked = questions(records)
-    made = feed.of_questions(asked, submitted)
+    made = feed.of_questions(asked)
     unasked = sections.unasked(records, {(q["suite"], q["suite_version"]) for q in made["questions"]})
     render = {"leaderboard": lambda: board.render(made, unasked, address), "paper": lambda: paper.render(records)}
     rendered = {name: render[name]() for name in render if name in targets}
     pages = {targets[name][1]: page.text for name, page in rendered.items()}
     if "site" in targets:
-        pages |= {targets["site"][1]: site.render(records, paths, submitted, made, asked), targets["feed"][1]: feed.text(made)}
+        pages |= {targets["site"][1]: site.render(records, paths, made, asked), targets["feed"][1]: feed.text(made)}
     drawings: dict[Path, dict[str, str]] = {}
     for name, page in rendered.items():
         if targets[name][1] != STDOUT:

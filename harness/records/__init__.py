@@ -12,9 +12,8 @@ from kvbench.harness.records.record import (
     read,
 )
 from kvbench.harness.records.store import LOCK, RecordStore, pack
-from kvbench.harness.records.submitted import Standing, Submitted, add_submitted, fingerprint, read_submitted, standing
 
 __all__ = [
-    "LOCK", "MIGRATIONS", "NUMERICS_VERSION", "RECORD_VERSION", "Problem", "Record", "RecordStore", "Standing", "Submitted",
-    "add_submitted", "digest", "fingerprint", "from_the_future", "newest", "pack", "read", "read_submitted", "standing",
+    "LOCK", "MIGRATIONS", "NUMERICS_VERSION", "RECORD_VERSION", "Problem", "Record", "RecordStore", "digest", "from_the_future",
+    "newest", "pack", "read",
 ]  # fmt: skip

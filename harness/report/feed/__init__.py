@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvbench.harness.core.visible import visible
-from kvbench.harness.records import Record, Submitted
+from kvbench.harness.records import Record
 from kvbench.harness.report.chart import make_visible
 from kvbench.harness.report.feed import equal_bytes, words
 from kvbench.harness.report.feed.question import Question, loss, questions, reference
@@ -21,24 +21,19 @@ from kvbench.harness.report.markdown import model_name
 from kvbench.harness.report.ranks import Place
 from kvbench.harness.report.rows import Row, short_names
 
-VERSION = 1  # raised when a reader of version 1 would misread the feed
+VERSION = 2  # raised when a reader of the version before would misread the feed
 _LISTS = ("questions", "equal_bytes", "provenance")
 NAME = "kv-bench"  # its first field, by which a file is recognised
 
 
-def feed(records: Iterable[Record], submitted: Mapping[str, Submitted] | None = None) -> dict[str, Any]:
-    """The feed of records: plain JSON.
-
-    Args:
-        records: of all suites and models.
-        submitted: those that were submitted, from `read_submitted`; all are ours when None.
-    """
-    return of_questions(questions(records), submitted)
+def feed(records: Iterable[Record]) -> dict[str, Any]:
+    """Return the feed of records of all suites and models: plain JSON."""
+    return of_questions(questions(records))
 
 
-def of_questions(asked: Iterable[Question], submitted: Mapping[str, Submitted] | None = None) -> dict[str, Any]:
-    """The feed of questions."""
-    provenance, asked = Provenance(submitted or {}), list(asked)
+def of_questions(asked: Iterable[Question]) -> dict[str, Any]:
+    """Return the feed of questions."""
+    provenance, asked = Provenance(), list(asked)
     answered = [_question(question, provenance) for question in asked]
     measured = [cell["measured"] for q in answered for row in _all_rows(q) for cell in row["cells"]]
     made: dict[str, Any] = make_visible({

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from kvbench.harness.core.intervals import median_interval
 from kvbench.harness.core.packaged import PACKAGED
 from kvbench.harness.core.visible import visible
-from kvbench.harness.records import Record, Submitted, standing
+from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import QuestionMetrics
 from kvbench.harness.report import sections
 from kvbench.harness.report.compare import round_ratios
@@ -177,8 +176,7 @@ def _cell(record: Record, provenance: Provenance, shown: str) -> dict[str, Any]:
 class Provenance:
     """Facts on how cells were measured. Many cells share them, so the feed has each set of facts once."""
 
-    def __init__(self, submitted: Mapping[str, Submitted]) -> None:
-        self._submitted = submitted
+    def __init__(self) -> None:
         self.distinct: list[dict[str, Any]] = []
         self._places: dict[str, int] = {}
 
@@ -190,7 +188,6 @@ class Provenance:
             "versions": dict(facts.versions), "data": data.source, "text_sha256": data.text_sha256[:12],
             "ids_sha256": data.ids_sha256[:12], "weights_sha256": facts.weights_sha256[:12],
             "data_seed": record.cell.options.get("data_seed"), "method": facts.method,
-            "standing": standing(record, self._submitted),
         }  # fmt: skip
         key = repr(entry)
         if key not in self._places:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.records import Record, Submitted, standing
+from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import QuestionMetrics, StepMetrics
 from kvbench.harness.report import keep_map, logit_maps
 from kvbench.harness.report.chart import VARIANTS, make_visible, mark
@@ -36,24 +36,24 @@ from kvbench.harness.report.task import task_of
 
 COLUMNS = (
     "policy", "capacity", "perplexity", "right", "ms", "kib", "model", "suite", "task", "status", "device", "measured", "cell",
-    "standing", "name",
+    "name",
 )  # fmt: skip
 _FIGURES = [COLUMNS.index(name) for name in ("perplexity", "right", "ms")]
 
 
-def cells(groups: Sequence[Sequence[Record]], submitted: Mapping[str, Submitted]) -> list[list[Any]]:
-    """A row per record, its figures in the order of `COLUMNS`; missing figures are None. submitted: from `read_submitted`."""
+def cells(groups: Sequence[Sequence[Record]]) -> list[list[Any]]:
+    """Return a row per record, its figures in the order of `COLUMNS`; missing figures are None."""
     rows = []
     for group in groups:
         rivals: dict[str, list[Record]] = {}
         for record in group:
             rivals.setdefault(question(record), []).append(record)
         of = {id(record): common for same in rivals.values() for common in [common_tokens(same)] for record in same}
-        rows += [_row(record, of[id(record)], submitted) for record in group]
+        rows += [_row(record, of[id(record)]) for record in group]
     return sorted(rows, key=lambda row: not any(row[place] is not None for place in _FIGURES))  # those with a figure first
 
 
-def _row(record: Record, common: Common, submitted: Mapping[str, Submitted]) -> list[Any]:
+def _row(record: Record, common: Common) -> list[Any]:
     """Perplexity is over the `common` tokens of all rivals. `name` is the policy's, without parameters, for its mark."""
     cell, metrics = record.cell, record.metrics
     options, shown = cell.options, task_of(record).shown_options
@@ -64,7 +64,7 @@ def _row(record: Record, common: Common, submitted: Mapping[str, Submitted]) -> 
         _finite(answers.accuracy if answers else None, 100), _finite(steps.step_ms if steps else None),
         _finite(metrics.kv_bytes or None, 1 / 1024) if record.status == "ok" else None,
         cell.model.id, cell.suite, " ".join([cell.task.name, *task_options]), _status(record), record.facts.device,
-        record.finished[:10], record.cell_id[:8], standing(record, submitted), cell.policy,
+        record.finished[:10], record.cell_id[:8], cell.policy,
     ]  # fmt: skip
 
 
@@ -166,8 +166,8 @@ _EXPORT = re.compile(r"^export (?=const|function|class)", re.M)
 
 
 def render(
-    records: Sequence[Record], files: Mapping[int, Path] | None = None, submitted: Mapping[str, Submitted] | None = None,
-    feed: dict[str, Any] | None = None, asked: Sequence[Question] | None = None,
+    records: Sequence[Record], files: Mapping[int, Path] | None = None, feed: dict[str, Any] | None = None,
+    asked: Sequence[Question] | None = None,
 ) -> str:  # fmt: skip
     """The page in HTML, of the newest record of each cell; the same records always give the same bytes.
 
@@ -175,7 +175,7 @@ def render(
     they are made already.
     """
     asked, shown = questions(records) if asked is None else asked, groups(records)
-    made, rows = feed or of_questions(asked, submitted), cells(shown, submitted or {})
+    made, rows = feed or of_questions(asked), cells(shown)
     data = {
         "sums": sums(asked), "columns": COLUMNS, "cells": rows,
         "marks": {name: [asdict(mark(name, n)) for n in range(VARIANTS)] for name in sorted({row[-1] for row in rows})},

@@ -165,14 +165,9 @@ function columns(question, rows, references) {
     { head: "× dense", value: (row) => row.times_dense?.[0] ?? null, best: -1, text: (row) => (row.times_dense ? number(row.times_dense[0]) : "") },
     { head: "Tokens read", value: (row) => row.tokens_read, text: (row) => (row.tokens_read === null ? "" : row.tokens_read.toLocaleString("en")) },
     { head: "Code", text: (row) => row.code, fact: "all run the code of" },
-    ...(submitted ? [{ head: "Measured by", text: standing, fact: "all measured by:" }] : []),
     { head: "Status", text: (row) => row.status, fact: "status of all:" },
   ].filter(({ value }) => !value || rows.some((row) => value(row) !== null));
 }
-
-// Who measured a row: we did, or it was submitted, and CI may have measured all or some of its cells again.
-const standing = (row) => [...new Set(row.cells.map((cell) => feed.provenance[cell.provenance].standing))].join(", ");
-const submitted = feed.provenance.some((facts) => facts.standing !== "ours");
 
 const ofTokens = (stride) => (stride > 1 ? ` (1 token in ${stride})` : "");
 const lossText = (row) => (!row.loss ? "" : `${signed(row.loss.value)}${row.loss.low === null ? (row.loss.nats ? " (too short)" : " (too few streams)") : ` [${signed(row.loss.low)}, ${signed(row.loss.high)}]`}`);

@@ -6,11 +6,11 @@ import { go, read } from "./state.js";
 const PAGE = 100;
 const HEADS = {
   policy: ["Policy"], capacity: ["Capacity", 0], perplexity: ["Perplexity", 4], right: ["Right, %", 3], ms: ["ms/token", 3], kib: ["K/V, KiB", 4],
-  model: ["Model"], suite: ["Suite"], task: ["Task"], status: ["Status"], device: ["Device"], measured: ["Measured"], standing: ["Measured by"], cell: ["Repeat"],
+  model: ["Model"], suite: ["Suite"], task: ["Task"], status: ["Status"], device: ["Device"], measured: ["Measured"], cell: ["Repeat"],
 };
 const SELECTS = ["suite", "model", "status"];
 const at = Object.fromEntries(data.columns.map((name, place) => [name, place]));
-const KEYS = Object.keys(HEADS).filter((key) => key !== "standing" || data.cells.some((row) => row[at.standing] !== "ours"));
+const KEYS = Object.keys(HEADS);
 const pictures = Object.fromEntries(Object.entries(maps).map(([cell, shown]) => [cell.slice(0, 8), shown]));
 const collator = new Intl.Collator("en", { numeric: true });
 const texts = [], places = {};

@@ -48,7 +48,7 @@ function provenance(row) {
     ["Device", distinct((x) => [x.device, x.instructions, x.threads && `${x.threads} threads`].filter(Boolean).join(", "))],
     ["Platform", distinct((x) => x.platform)], ["Versions", distinct((x) => Object.entries(x.versions).map((pair) => pair.join(" ")).join(", "))],
     ["Data", distinct((x) => x.data)], ["sha256 of token ids", distinct((x) => x.ids_sha256)], ["sha256 of weights", distinct((x) => x.weights_sha256)],
-    ["Measured by", distinct((x) => x.standing)], ["Data seed", distinct((x) => (x.data_seed === null ? "" : String(x.data_seed)))], ["Read by", distinct((x) => x.method)],
+    ["Data seed", distinct((x) => (x.data_seed === null ? "" : String(x.data_seed)))], ["Read by", distinct((x) => x.method)],
   ]));
 }
 
