@@ -1,4 +1,4 @@
-"""Compares how two models rank policies, task by task; `docs/validity.py` reads the tasks.
+"""Compares how two models rank policies, task by task: a section of docs/validity.md.
 
 The ceiling is a model against itself on another text: no other model can be expected to agree more.
 """
@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 from rank_agreement import permutation_test
-from validity import FEWEST, Ours
+from validity import FEWEST, RESULTS, Ours, tasks_of
 
 from kvbench.harness.core.parameters import parameters_of, policy_from
-from kvbench.harness.records import Record
+from kvbench.harness.records import Record, RecordStore
 from kvbench.harness.report.markdown import table
 from kvbench.harness.report.ranks import holm
 
@@ -40,7 +40,8 @@ def rule(record: Record) -> str:
     """The policy with the parameters that are not its defaults, which is the same at every capacity."""
     cell = record.cell
     assert cell.capacity is not None
-    defaults = parameters_of(policy_from(cell.policy, {}).bind(cell.capacity), recorded=True)
+    needs_a_file = "file" in cell.parameters  # such a policy has no defaults
+    defaults = {} if needs_a_file else parameters_of(policy_from(cell.policy, {}).bind(cell.capacity), recorded=True)
     return repr((cell.policy, {k: v for k, v in cell.parameters.items() if defaults.get(k) != v}))
 
 
@@ -69,3 +70,19 @@ def section(compared: Sequence[Pair], ceiling: Sequence[Pair]) -> list[str]:
     ]  # fmt: skip
     head = ["model", "other model", "task", "question", "policies", "Kendall's tau", "other with itself", "p", "p, corrected"]
     return table(head, rows, "llll" + "r" * 5)
+
+
+def smollm2() -> str:
+    """Compare the ranks of policies on the suite `zoo` with those on SmolLM2, and SmolLM2's on two books."""
+    small, first_book, second_book = (
+        _after_a_prompt(suite, capacity)
+        for suite, capacity in (("zoo", 64), ("smollm2_prompt", 256), ("smollm2_second_book", 256))
+    )
+    return "\n".join(section(pairs(small, first_book), pairs(first_book, second_book)))
+
+
+def _after_a_prompt(suite: str, capacity: int) -> list[Ours]:
+    """Return the text of a suite after a prompt was cut to a capacity."""
+    records = RecordStore(RESULTS / suite).read_all()[0]
+    tasks = tasks_of(record for record in records if record.cell.capacity == capacity and not record.cell.stored)
+    return [task for task in tasks if task.task == "perplexity"]

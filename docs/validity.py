@@ -1,4 +1,4 @@
-"""Writes docs/validity.md: whether our small models rank policies as large ones do. `make validity`; a test writes it again.
+"""Writes docs/validity.md: whether our small models rank policies as large ones do. `make validity`; CI writes it again.
 
 A published table is compared with a task of the suites `zoo` and `recall` over the policies that both have
 (docs/rank_agreement.py). A published rule is ours only if every parameter is the same.

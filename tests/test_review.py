@@ -63,7 +63,10 @@ def test_a_right_record_is_measured_again_and_agrees(reviewed):
     [
         (lambda record: record["metrics"].update(accuracy=0.123), "accuracy"),
         (lambda record: record["facts"].update(policy_sha256="0" * 64), "the source of h2o has changed since"),
-        (lambda record: record["data"].update(source="/home/me/texts/a.txt"), "it names a path of one machine: /home/me/texts/a.txt"),
+        (
+            lambda record: record["data"].update(source="/home/me/texts/a.txt"),
+            "it names a path of one machine: /home/me/texts/a.txt",
+        ),
         (lambda record: record["facts"].update(device=""), "device is missing"),
     ],
     ids=["figure", "policy", "path", "device"],

@@ -66,11 +66,6 @@ def scores_of(agree, right, count=100):
     return agree.Scores(units, agree.drawn(units, answers=True))
 
 
-@pytest.mark.slow("measures suites")
-def test_the_page_is_what_the_records_and_the_published_tables_give(validity):
-    assert (DOCS / "validity.md").read_text(encoding="utf-8") == validity.page(validity.published(), validity.measured())
-
-
 @pytest.fixture(scope="module")
 def models(validity):
     with pytest.MonkeyPatch.context() as patch:
