@@ -263,8 +263,8 @@ def test_an_evaluation_may_be_interrupted_for_a_second(before, after, state, mac
     base, now = cell_record({}, task=task), cell_record({}, task=task)
     edit(base, facts={"tokens_per_second": machine * 1000 / before, "calibration_ms": 1 / machine})
     edit(now, facts={"tokens_per_second": 1000 / after, "measured_seconds": after, "calibration_ms": 1.0})
-    (found,) = [f for f in gate.check(([base], Path()), ([now], Path()), {}) if f.check == "speed"]
-    assert found.state == state
+    (speed,) = (f for f in gate.check(([base], Path()), ([now], Path()), {}) if f.check == "speed")
+    assert speed.state == state
 
 
 def test_one_interrupted_calibration_step_makes_no_evaluation_slower():

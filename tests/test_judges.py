@@ -110,9 +110,9 @@ def test_an_answer_in_a_stream(task, options, stop, completion, gold, right, mod
     tokenizer, script = load_tokenizer(model_dir), Script()
     script.line("A line.\n")
     script.ask("Question:", gold, f" {gold}\n", line=0)
-    said = tokenizer.encode(completion, add_special_tokens=False)
-    data = quiz_data([script], "by hand", tokenizer, stop, len(said))
-    job = job_of(data, Scripted(said, len(tokenizer)), tmp_path)
+    tokens = tokenizer.encode(completion, add_special_tokens=False)
+    data = quiz_data([script], "by hand", tokenizer, stop, len(tokens))
+    job = job_of(data, Scripted(tokens, len(tokenizer)), tmp_path)
     assert task.run(options, job).outcomes == "01"[right]
     record = SimpleNamespace(cell=SimpleNamespace(task=options))
     assert task.from_trace(record, job.trace)["outcomes"] == "01"[right]
@@ -142,13 +142,13 @@ SMALL = TraceOptions(programs=1, lines=2, registers=3, steps=1)
 TEACHER = SMALL.model_copy(update={"teacher": True})
 
 
-@pytest.mark.parametrize(("said", "right"), TRACES)
+@pytest.mark.parametrize(("answer", "right"), TRACES)
 @pytest.mark.parametrize("options", [SMALL, TEACHER], ids=["written", "teacher"])
-def test_a_trace(said, right, options, tmp_path):
-    (tmp_path / "trace").write_text(json.dumps({"prompt": PROMPT, "said": said, "held": None}) + "\n")
+def test_a_trace(answer, right, options, tmp_path):
+    (tmp_path / "trace").write_text(json.dumps({"prompt": PROMPT, "said": answer, "held": None}) + "\n")
     record = SimpleNamespace(cell=SimpleNamespace(task_options=lambda kind: options))
-    found = Trace.from_trace(record, tmp_path / "trace")
-    assert (found["outcomes"], found["right"], found["accuracy"]) == ("01"[right], int(right), float(right))
+    figures = Trace.from_trace(record, tmp_path / "trace")
+    assert (figures["outcomes"], figures["right"], figures["accuracy"]) == ("01"[right], int(right), float(right))
 
 
 @pytest.mark.parametrize("last", ["end", "ask", "L5"])
@@ -157,16 +157,16 @@ def test_a_trace_is_judged_to_its_last_word(last, options, machine_dir, tmp_path
     tokenizer = load_tokenizer(machine_dir)
     prompt, right = (np.array(tokenizer.convert_tokens_to_ids(words.split())) for words in (PROMPT, RIGHT))
     data = TraceData(prompt[None], (right,), 0, 1, 2.0, "by hand", tokenizer)
-    said = tokenizer.convert_tokens_to_ids([*RIGHT.split()[:-1], last, *["ask"] * options.limit])
-    job = job_of(data, Scripted(said, len(tokenizer)), tmp_path)
-    found = Trace.run(options, job)
-    assert (found.outcomes, found.words_right) == (("1", [20]) if last == "end" else ("0", [19]))
+    tokens = tokenizer.convert_tokens_to_ids([*RIGHT.split()[:-1], last, *["ask"] * options.limit])
+    job = job_of(data, Scripted(tokens, len(tokenizer)), tmp_path)
+    figures = Trace.run(options, job)
+    assert (figures.outcomes, figures.words_right) == (("1", [20]) if last == "end" else ("0", [19]))
     assert json.loads(job.trace.read_text())["said"].split()[19] == last
 
 
 # (completion, right answer, exact: nothing else is said; contained: as whole words, whatever the case and spaces, not denied;
 # docs/tasks/recall.md)
-SAID = [
+COMPLETIONS = [
     (" 534", "534", True, True),
     ("534 \n", "534", True, True),
     (" 534.", "534", False, True),
@@ -248,29 +248,32 @@ def test_an_answer_to_a_question_of_lm_eval(name):
     if task.OUTPUT_TYPE == "multiple_choice":
         for likelihoods, gold, *expected in CHOSEN:
             document = {"text": "", "choices": CHOICES, "gold": gold}
-            found = scores(document, [(value, False) for value in likelihoods])
-            assert [found["acc"], found.get("acc_norm", expected[1])] == expected, likelihoods
+            figures = scores(document, [(value, False) for value in likelihoods])
+            assert [figures["acc"], figures.get("acc_norm", expected[1])] == expected, likelihoods
     elif name == "kvbench_cloze_said":
         for completion, gold, right in FIRST_WORDS:
             assert scores({"answer": gold}, [completion]) == {"exact_match": float(right)}, completion
     else:
-        for completion, gold, exact, contained in SAID:
-            found = scores({"answer": gold}, [completion])  # the first score is the record's
-            assert [*found.items()] == [("exact_match", float(exact)), ("contained", float(contained))], completion
+        for completion, gold, exact, contained in COMPLETIONS:
+            figures = scores({"answer": gold}, [completion])  # the first score is the record's
+            assert [*figures.items()] == [("exact_match", float(exact)), ("contained", float(contained))], completion
 
 
 @pytest.mark.parametrize("name", [name for name in LM_EVAL_TASKS if "cloze" not in name and "registers" not in name])
 @pytest.mark.parametrize("metric", [None, "contained"])
 def test_an_answer_to_a_question_of_lm_eval_that_is_verified(name, metric, tmp_path):
     """A trace's own scores are not believed."""
-    lines = [{"question": n, "score": 1.0, "target": gold, "said": [said]} for n, (said, gold, *_) in enumerate(SAID)]
+    lines = [
+        {"question": n, "score": 1.0, "target": gold, "said": [completion]}
+        for n, (completion, gold, *_) in enumerate(COMPLETIONS)
+    ]
     (tmp_path / "trace").write_text("".join(json.dumps(line) + "\n" for line in lines))
     task = {"name": "lm_eval", "tasks": name} | ({} if metric is None else {"metric": metric})
     record = cell_record({"lm_eval": {"contained,none": 1.0}}, task=task)
-    found = LmEval.from_trace(record, tmp_path / "trace")
-    exact, contained = ("".join("01"[row[place]] for row in SAID) for place in (2, 3))
-    assert found["outcomes"] == (exact if metric is None else contained)
-    assert found["lm_eval.contained,none"] == contained.count("1") / len(SAID)
+    figures = LmEval.from_trace(record, tmp_path / "trace")
+    exact, contained = ("".join("01"[row[place]] for row in COMPLETIONS) for place in (2, 3))
+    assert figures["outcomes"] == (exact if metric is None else contained)
+    assert figures["lm_eval.contained,none"] == contained.count("1") / len(COMPLETIONS)
 
 
 def test_every_task_that_judges_answers_has_rows():

@@ -95,23 +95,23 @@ def test_every_timed_step_counts_and_nothing_else_does(monkeypatch, tmp_path):
         Job(model_of("llama"), config, RandomTokens(1), 64, EAGER, tmp_path / f"{n}", lambda *_: None, open=Steps(clock).open)
         for n, config in enumerate([CacheConfig(Dense()), CacheConfig(Costly(), 16)])
     ]
-    results = [metrics for _, metrics in sorted(Latency.run_together(SHORT, jobs))]
-    for number, found in enumerate(results):
+    results = dict(Latency.run_together(SHORT, jobs))
+    for number, metrics in results.items():
         timed = np.load(tmp_path / f"{number}")
         np.testing.assert_allclose(timed, [*ROUNDS_MS[1], *ROUNDS_MS[2]], rtol=1e-5)
-        assert found.rounds_ms == [15, 16, 17, 18, 19, 20, 19, 20, 21, 22, 23, 24]
-        assert found.step_ms == pytest.approx(19.5)
-        assert found.error == pytest.approx((22 - 17) / 2 / 19.5)  # of twelve medians the third and the tenth
-        assert (found.steps, found.sittings, found.settled, found.position) == (24, 2, True, 300)
-        assert found.percentiles_ms == pytest.approx({"p50": 18.5, "p90": 28.7})
-        assert found.largest_ms == pytest.approx((25 + 31) / 2)
-        assert found.spread_ms == pytest.approx([15, 24])
-        assert found.tokens_per_second == pytest.approx(1e3 / 19.5)
-        assert (found.first_token_ms, found.first_token_error) == pytest.approx((40, (70 - 10) / 2 / 40))
-        curve = [(point.position, round(point.step_ms, 9), point.steps) for point in found.curve]
+        assert metrics.rounds_ms == [15, 16, 17, 18, 19, 20, 19, 20, 21, 22, 23, 24]
+        assert metrics.step_ms == pytest.approx(19.5)
+        assert metrics.error == pytest.approx((22 - 17) / 2 / 19.5)  # of twelve medians the third and the tenth
+        assert (metrics.steps, metrics.sittings, metrics.settled, metrics.position) == (24, 2, True, 300)
+        assert metrics.percentiles_ms == pytest.approx({"p50": 18.5, "p90": 28.7})
+        assert metrics.largest_ms == pytest.approx((25 + 31) / 2)
+        assert metrics.spread_ms == pytest.approx([15, 24])
+        assert metrics.tokens_per_second == pytest.approx(1e3 / 19.5)
+        assert (metrics.first_token_ms, metrics.first_token_error) == pytest.approx((40, (70 - 10) / 2 / 40))
+        curve = [(point.position, round(point.step_ms, 9), point.steps) for point in metrics.curve]
         assert curve == [(256, 5.5, 12), (300, 19.5, 24)]
-        assert found.forward_ms == [3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14]
-        assert found.over_roofline == pytest.approx(19.5 / found.roofline.ms)
+        assert metrics.forward_ms == [3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14]
+        assert metrics.over_roofline == pytest.approx(19.5 / metrics.roofline.ms)
     choosing = sum(choices)
     assert choosing >= 16, "at least one choice in each step"
     assert results[0].bookkeeping_share == 0
@@ -182,15 +182,15 @@ def test_a_peak_counts_from_the_loaded_model_to_the_end_of_each_point(meter, pea
 
     config = CacheConfig(Dense()) if capacity is None else CacheConfig(Window(), capacity)
     job = Job(model_of("llama"), config, RandomTokens(1), 32, EAGER, tmp_path / "t", lambda *_: None, open=Allocating)
-    found = Memory.run(MemoryOptions(tokens=160, points=4), job)
+    metrics = Memory.run(MemoryOptions(tokens=160, points=4), job)
     assert next(calls, None) is None
-    assert [(point.position, point.peak_bytes) for point in found.curve] == [
+    assert [(point.position, point.peak_bytes) for point in metrics.curve] == [
         (position, peak * MIB) for position, peak in zip((40, 80, 120, 160), peaks, strict=True)
     ]
-    assert found.peak_bytes == peaks[3] * MIB
-    assert found.growth_bytes == (peaks[3] - peaks[full]) * MIB, "from the first point after the cache was full"
-    rose = [flag for flag in found.flags if "rose" in flag]
+    assert metrics.peak_bytes == peaks[3] * MIB
+    assert metrics.growth_bytes == (peaks[3] - peaks[full]) * MIB, "from the first point after the cache was full"
+    rose = [flag for flag in metrics.flags if "rose" in flag]
     is_leak = capacity is not None and peaks[3] - peaks[full] > 8
-    assert rose == ([f"the peak rose by {found.growth_bytes:,} bytes after the cache was full"] if is_leak else [])
+    assert rose == ([f"the peak rose by {metrics.growth_bytes:,} bytes after the cache was full"] if is_leak else [])
     if meter == "cuda":
-        assert found.allocated_bytes == 3 * MIB
+        assert metrics.allocated_bytes == 3 * MIB
