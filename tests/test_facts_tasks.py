@@ -8,7 +8,6 @@ import pytest
 from conftest import bench
 
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.data.lookups import is_contained, is_exact
 from kvbench.harness.lm_eval import catalogue
 from kvbench.harness.models.hub import model_directory
 from kvbench.harness.models.load import load_tokenizer
@@ -68,45 +67,6 @@ def test_a_book_that_is_too_short_is_one_line(tmp_path):
     (tmp_path / "book.txt").write_text("Short. " * 1000)
     with pytest.raises(UserError, match=r"local book\.txt: too short for 250 passages of 1,200 characters$"):
         documents("book", data=str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("completion", "answer", "exact", "contained"),
-    [
-        (" 534", "534", True, True),
-        ("534 \n", "534", True, True),
-        (" The answer is 534", "534", False, True),
-        (" 534, as the text says", "534", False, True),
-        (' "534"', "534", False, True),
-        (" (534)", "534", False, True),
-        (" 1534", "534", False, False),
-        (" 5340", "534", False, False),
-        (" 12,534", "534", False, False),
-        (" 534.5", "534", False, False),
-        (" -534", "534", False, False),
-        (" 53 4", "534", False, False),
-        (" not 534", "534", False, False),
-        (" It isn't 534", "534", False, False),
-        (" not 211 but 534", "534", False, True),
-        ("", "534", False, False),
-        ("   ", "534", False, False),
-        (" Copper Lantern!", "copper lantern", False, True),
-        (" copper  lantern", "copper lantern", False, True),
-        (" copper lanterns", "copper lantern", False, False),
-        (" lantern copper", "copper lantern", False, False),
-        (" 809 and 695 and 12", "809 and 695", False, True),
-        (" 809 and 6951", "809 and 695", False, False),
-        (" a.c", "a.c", True, True),
-        (" abc", "a.c", False, False),
-    ],
-)
-def test_an_answer_is_judged_exactly_and_leniently(completion, answer, exact, contained):
-    assert is_exact(completion, answer) == exact
-    assert is_contained(completion, answer) == contained
-    for name in ("kvbench_needle", "kvbench_facts_needle"):
-        task = catalogue.task(name, 0, 1234, [], {})["tasks"][name]
-        scores = task.process_results({"answer": answer}, [completion])
-        assert list(scores.items()) == [("exact_match", float(exact)), ("contained", float(contained))]  # the first is the score
 
 
 def test_a_pattern_for_unseen_questions_leaves_the_seen_cell_as_it_was():

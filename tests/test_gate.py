@@ -239,6 +239,34 @@ def test_evaluation_is_held_coarsely_and_beside_the_machine(seconds, calibration
     assert found.state == state
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "state"),
+    [
+        (0.3, 1.23, "ok"),  # 4.1 times as long, beside other work
+        (0.3, 2.1, "ok"),
+        (0.3, 2.3, "regression"),
+        (0.9, 4.5, "ok"),
+        (0.9, 4.7, "regression"),
+        (20.0, 80.0, "ok"),
+        (20.0, 82.0, "regression"),
+        (1.23, 0.3, "ok"),
+        (2.1, 0.3, "ok"),
+        (2.3, 0.3, "better"),
+        (80.0, 20.0, "ok"),
+        (82.0, 20.0, "better"),
+    ],
+)
+@pytest.mark.parametrize("machine", [1.0, 3.0])
+def test_an_evaluation_may_be_interrupted_for_a_second(before, after, state, machine):
+    """Seconds of an evaluation. What the calibration step takes now, as a multiple, explains as much of the difference."""
+    task = {"name": "perplexity"}
+    base, now = cell_record({}, task=task), cell_record({}, task=task)
+    edit(base, facts={"tokens_per_second": machine * 1000 / before, "calibration_ms": 1 / machine})
+    edit(now, facts={"tokens_per_second": 1000 / after, "measured_seconds": after, "calibration_ms": 1.0})
+    (speed,) = (f for f in gate.check(([base], Path()), ([now], Path()), {}) if f.check == "speed")
+    assert speed.state == state
+
+
 def test_one_interrupted_calibration_step_makes_no_evaluation_slower():
     """Seen: 24 ms in four of 70 cells, where the others had 0.25."""
     facts = [{"tokens_per_second": 1000.0, "calibration_ms": ms} for ms in (24.0, 0.25, 0.26)]
