@@ -206,7 +206,7 @@ def test_what_dense_can_not_answer_is_left_out(small, tmp_path, capsys, monkeypa
 def test_a_policy_that_leads_everywhere_is_the_answer():
     text = [measured("dense", 1.9, None), measured("h2o", 2.0), measured("window", 3.0)]
     found = which(text, "m", 8)
-    assert found.sentence == "m, 8 tokens: h2o: no other is better, at 95 % confidence, at anything that was measured."
+    assert found.sentence == "m, 8 tokens: no policy is better than h2o at anything that was measured (95 % confidence)."
     assert [row["policy"] for row in found.rows] == ["dense", "h2o", "window"]
     assert [row["text"].endswith(" *") for row in found.rows] == [False, True, False]
 
@@ -217,14 +217,14 @@ def test_where_none_leads_everywhere_each_has_its_own():
     asked = [answered("dense", "1" * 200, None), answered("h2o", "0" * 200), answered("window", half)]
     questions = [edit(r, cell={"evict": "prompt"}) if r.cell.capacity else r for r in asked]
     assert which([*text, *questions], "m", 8).sentence == (
-        "m, 8 tokens: no policy leads in everything. At 95 % confidence no other is better than these. "
+        "m, 8 tokens: no policy leads in everything. Leaders at 95 % confidence: "
         "text: h2o; StreamEval, seen: window."
     )
 
 
 def test_without_intervals_nothing_is_claimed():
     short = [measured(p, n, tokens=1024) for p, n in (("h2o", 2.0), ("window", 3.0))]
-    assert "no other is better" not in which(short, "m", 8).sentence
+    assert "no policy is better" not in which(short, "m", 8).sentence
     few = [edit(record, cell={"task": record.cell.as_json()["task"] | {"streams": 3}}) for record in short]
     assert "3 streams: too short for an interval" in which(few, "m", 8).sentence
 
@@ -232,4 +232,4 @@ def test_without_intervals_nothing_is_claimed():
 def test_a_task_that_few_policies_were_measured_with_is_named():
     text = [measured(p, n) for p, n in (("h2o", 2.0), ("window", 3.0))]
     question = edit(answered("h2o", "1" * 200), cell={"evict": "prompt"})
-    assert "StreamEval, seen: only 1 of 2 policies were measured." in which([*text, question], "m", 8).sentence
+    assert "In StreamEval, seen, only 1 of 2 policies were measured." in which([*text, question], "m", 8).sentence

@@ -78,7 +78,7 @@ def _certainty(records: Sequence[Record], counts: dict[str, int]) -> str:
     )
     most = max(counts.values(), default=0)
     return few + "".join(
-        f" {head}: only {count} of {most} policies were measured." for head, count in counts.items() if count < most
+        f" In {head}, only {count} of {most} policies were measured." for head, count in counts.items() if count < most
     )
 
 
@@ -112,12 +112,12 @@ def _sentence(leaders: dict[str, list[str]]) -> str:
     judged = {head: names for head, names in leaders.items() if names}
     everywhere = [name for name in next(iter(judged.values())) if all(name in names for names in judged.values())]
     if everywhere:
-        return f"{_names(everywhere)}: no other is better, at 95 % confidence, at anything that was measured."
+        return f"no policy is better than {_names(everywhere)} at anything that was measured (95 % confidence)."
     by_leaders: dict[str, list[str]] = {}
     for head, names in judged.items():
         by_leaders.setdefault(_names(sorted(names)), []).append(head)
     parts = [f"{' and '.join(heads)}: {names}" for names, heads in by_leaders.items()]
-    return f"no policy leads in everything. At 95 % confidence no other is better than these. {'; '.join(parts)}."
+    return f"no policy leads in everything. Leaders at 95 % confidence: {'; '.join(parts)}."
 
 
 def _names(names: Sequence[str]) -> str:
