@@ -182,7 +182,8 @@ def _pages() -> Iterator[tuple[str, str]]:
 
 def _vectors() -> Iterator[tuple[str, str]]:
     """attention/MODEL/FIGURE: ranges over layers of what channels and first tokens are like."""
-    for record in RecordStore(zoo.RESULTS / "attention_builtin").read_all()[0]:
+    folders = (zoo.RESULTS / "attention_builtin", zoo.RESULTS / "smollm2_attention")
+    for record in (record for folder in folders for record in RecordStore(folder).read_all()[0]):
         metrics = record.measured(AttentionMetrics)
         if metrics is None or not record.cell.is_dense:
             continue
