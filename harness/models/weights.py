@@ -70,11 +70,11 @@ def read_weights(
 def saved_class(config: PreTrainedConfig) -> Any:
     """The class that a model was saved from, so that its head matches its files.
 
-    If transformers has no such class: that of causal language models, or else the one without a head.
+    If transformers has no such class for this config: that of causal language models, or else the one without a head.
     """
     names = config.architectures or []
     saved = getattr(transformers, names[0], None) if names else None
-    if isinstance(saved, type) and issubclass(saved, PreTrainedModel):
+    if isinstance(saved, type) and issubclass(saved, PreTrainedModel) and saved.config_class is type(config):
         return saved
     return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
 
