@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ from conftest import bench
 
 import kvbench
 from kvbench.harness.core.errors import UserError
+from kvbench.harness.lm_eval import arguments
+from kvbench.harness.lm_eval.arguments import Arguments
 from kvbench.harness.models.families import tiny_model
 from kvbench.harness.pretrain import config as pretraining
 from kvbench.harness.pretrain.text import pieces
@@ -85,9 +88,7 @@ def test_a_table_of_heads_holds_numbers(importance, tmp_path):
         read_importance(str(file), 1, 1)
 
 
-@pytest.mark.parametrize(
-    "arguments", [{"threads": -1}, {"threads": "2"}, {"block": 1.5}, {"workers": True}], ids=str
-)
+@pytest.mark.parametrize("arguments", [{"threads": -1}, {"threads": "2"}, {"block": 1.5}, {"workers": True}], ids=str)
 def test_numbers_of_a_call(arguments):
     (name,) = arguments
     with pytest.raises(UserError, match=f"^{name}: expected a whole number from 1 to "):
@@ -116,3 +117,32 @@ def test_books_without_text_end_a_pretraining(tmp_path):
     (tmp_path / "train.txt").write_text("")
     with pytest.raises(UserError, match=r"train\.txt: no book has any text"):
         next(pieces(pretraining.Mix(pg19=1, prose=0), 0, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"batch_size": "many"}, "--model_args: batch_size: Input should be a valid integer"),
+        ({"batch_size": 0}, "--model_args: batch_size: Input should be greater than or equal to 1"),
+        ({"policy": "sink_window", "capacity": 64, "sinks": 4.5}, "SinkWindow: sinks: Input should be a valid integer"),
+        ({"policy": "cake", "capacity": 64, "gamma": math.inf}, "Cake: gamma: Input should be a finite number"),
+    ],
+    ids=str,
+)
+def test_arguments_of_the_model_for_lm_eval(given, says):
+    with pytest.raises(UserError, match=f"^{re.escape(says)}"):
+        Arguments.from_model_args({"pretrained": "builtin:sink_2", "device": "cpu"} | given).loaded()
+
+
+def test_what_lm_eval_keeps_is_of_the_file_that_was_read(monkeypatch):
+    """A folder may hold several GGUF files."""
+    read: list[str | None] = []
+    own = arguments.model_directory
+
+    def noted(model, revision, pickle, gguf_file=None):
+        read.append(gguf_file)
+        return own(model, revision, pickle)
+
+    monkeypatch.setattr(arguments, "model_directory", noted)
+    Arguments(pretrained="builtin:sink_2", gguf_file="a.gguf", device="cpu").signature()
+    assert read == ["a.gguf"]
