@@ -45,7 +45,7 @@ def read_weights(
             attn_implementation=attn_implementation,
             trust_remote_code=False,
             use_safetensors=None if allow_pickle else True,
-            ignore_mismatched_sizes=True,  # `_refuse_misfits` reports them by name
+            ignore_mismatched_sizes=True,  # `_misfits` has their names
             output_loading_info=True,
             **placed,
         )
