@@ -49,11 +49,12 @@ def read_importance(file: str, layers: int, heads: int) -> Tensor:
         ValueError: the file can't be read, or holds no such table of finite numbers from 0.
     """
     expected = f"expected {{'importance': {layers} lists of {heads} numbers, or of a multiple of it}}"
+    content = content_of(file)
     try:
-        table = json.loads(content_of(file))["importance"]
+        table = json.loads(content)["importance"]
         sizes = sorted({len(row) for row in table})
         importance = torch.tensor(table, dtype=torch.float64, device="cpu") if len(sizes) == 1 else None
-    except (json.JSONDecodeError, UnicodeDecodeError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RuntimeError, OverflowError):  # PyTorch raises some of them
         raise ValueError(f"{file}: not a table of heads; {expected}") from None
     if importance is None or importance.dim() != 2 or len(table) != layers or sizes[0] % heads or not sizes[0]:
         raise ValueError(f"{file}: found {len(table)} lists of {' or '.join(map(str, sizes)) or 'no'} numbers; {expected}")

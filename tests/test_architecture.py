@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "data": "core models",
     "suite": "core models policies records",
     "report": "core records",
-    "lm_eval": "core data engine models policies rules",
+    "lm_eval": "core data engine models policies rules suite",
     "tasks": "core data engine lm_eval models policies records report",
     "run": "core engine kvbench models policies records report rules suite tasks",
     "pretrain": "core data engine models suite",

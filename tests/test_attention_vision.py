@@ -246,6 +246,14 @@ def test_images_of_a_directory_are_sorted_and_decoded(photos):
         found.load(1)
 
 
+def test_a_folder_is_no_image_and_one_image_is_enough(photos):
+    (photos / "a0.png").mkdir()
+    assert in_directory(photos).count == 3
+    one = in_directory(photos / "b.png")
+    np.testing.assert_array_equal(one.load(0), shapes(1).load(0))
+    assert one.count == 1
+
+
 def test_images_of_a_dataset_are_those_that_were_stored(photos, tmp_path):
     datasets = pytest.importorskip("datasets")
     rows = [{"bytes": (photos / name).read_bytes(), "path": None} for name in ("b.png", "a.JPG")]

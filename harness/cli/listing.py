@@ -11,7 +11,7 @@ import click
 from kvbench.harness.cli.output import print_rows
 from kvbench.harness.core import plugins
 from kvbench.harness.core.errors import UserError, described
-from kvbench.harness.core.packaged import PACKAGED, packaged_file
+from kvbench.harness.core.packaged import PACKAGED, packaged_path
 
 if TYPE_CHECKING:
     from kvbench.policies import Policy
@@ -148,7 +148,7 @@ def suites() -> list[dict[str, Any]]:
 def _packaged(name: str) -> dict[str, Any]:
     """The row of a packaged model."""
     try:
-        packaged_file(name)
+        packaged_path(name)
     except UserError as error:
         return {"family": name, "state": "not installed", "check": str(error).removeprefix(f"{name}: ")}
     return {"family": name, "state": "installed", "check": PACKAGED[name].about}

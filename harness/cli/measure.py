@@ -17,6 +17,7 @@ from kvbench.harness.core.errors import Exit, UserError
 from kvbench.harness.run.options import KeepSteps
 from kvbench.harness.run.request import RunRequest
 
+_DTYPES = ("float32", "bfloat16", "float16")
 _OPTIONS: list[Callable[[Any], Any]] = [
     click.option("--model", metavar="DIR|HUB_ID", type=FILLED, help="Use this model, or all models in a folder."),
     click.option(
@@ -32,7 +33,7 @@ _OPTIONS: list[Callable[[Any], Any]] = [
         help="Change a value of the suite: --set tokens=20000 --set capacity=[128,256].",
     ),
     click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:1."),
-    click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Type of the weights and the cache."),
+    click.option("--dtype", type=click.Choice(_DTYPES), help="Type of the weights and the cache."),
     click.option("--threads", type=click.IntRange(1, 4096), help="CPU threads. Default: torch's."),
 ]  # fmt: skip
 
@@ -50,7 +51,7 @@ def suite_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--only", "tasks", multiple=True, metavar="TASK", help="Measure only this task of the suite; repeatable.")
 @click.option(
     "--block",
-    type=click.IntRange(1),
+    type=click.IntRange(1, 10**9),
     help="Tokens that pass a layer at once; 1 = token by token. Default: chosen by method and free memory.",
 )
 @click.option("--walk", is_flag=True, help="Always read token by token inside the layers.")
@@ -67,7 +68,7 @@ def suite_options(command: Callable[..., Any]) -> Callable[..., Any]:
     flag_value="local",
     help="Measure with workers on Ray: on this machine, or on the cluster at HOST:PORT (auto: the one of this machine).",
 )
-@click.option("--workers", type=click.IntRange(1), help="Number of workers on Ray. Default: as many as find room.")
+@click.option("--workers", type=click.IntRange(1, 4096), help="Number of workers on Ray. Default: as many as find room.")
 @results_option
 @click.option("--fresh", is_flag=True, help="Measure finished cells again.")
 @click.option("--dry-run", is_flag=True, help="List the cells with estimates of time and memory; measure nothing.")
@@ -167,7 +168,7 @@ def pretrain(
 @click.command()
 @click.argument("model", type=FILLED)
 @click.option("--out", type=FILLED, required=True, help="File of the table, JSON.")
-@click.option("--dtype", default="float32", show_default=True, help="Of the weights.")
+@click.option("--dtype", type=click.Choice(_DTYPES), default="float32", show_default=True, help="Of the weights.")
 def probe(model: str, out: str, dtype: str) -> None:
     """Measure which heads of a model retrieve.
 

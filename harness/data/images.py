@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.pillow import require_pillow
+from kvbench.harness.data.files import files_below, listed
 from kvbench.harness.models.hub import quiet
 
 Image = NDArray[np.uint8]
@@ -39,19 +40,16 @@ def shapes(seed: int) -> Images:
 
 
 def in_directory(directory: Path) -> Images:
-    """The .png and .jpg files of a directory, and of those inside, sorted by name.
+    """The .png and .jpg files of a directory, and of those inside, sorted by name; or the one file that it is.
 
     Raises:
-        UserError: there are none, or Pillow is not installed.
+        UserError: it does not exist, there are none, or Pillow is not installed.
     """
-    if not directory.is_dir():
-        raise UserError(f"{directory}: no such directory (--data or BENCH_DATA)")
-    files = sorted(f for f in directory.rglob("*") if f.suffix.lower() in _SUFFIXES)
+    files = files_below(directory, _SUFFIXES)
     if not files:
         raise UserError(f"{directory}: no images ({', '.join(_SUFFIXES)})")
     require_pillow(f"{directory}: reading images")
-    names = ", ".join(f.name for f in files[:3]) + (", ..." if len(files) > 3 else "")
-    return Images(f"local {names}", lambda number: _decoded(files[number].read_bytes(), str(files[number])), len(files))
+    return Images(f"local {listed(files)}", lambda number: _decoded(files[number].read_bytes(), str(files[number])), len(files))
 
 
 def on_hub(dataset: str, split: str, most: int) -> Images:

@@ -6,8 +6,8 @@ import dataclasses
 import hashlib
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from transformers import PreTrainedTokenizerBase
 
 from kvbench.harness.core import plugins
 from kvbench.harness.core.contestants import Contestant
@@ -20,13 +20,18 @@ from kvbench.harness.engine.foreigncheck import own_loop
 from kvbench.harness.engine.method import EAGER
 from kvbench.harness.engine.model import Model
 from kvbench.harness.lm_eval.reading import Prompt, RequestReader
+from kvbench.harness.models.config import read_config
 from kvbench.harness.models.hub import model_directory, weights_digest
 from kvbench.harness.models.load import DTYPES, device_of, load_model, load_tokenizer
 from kvbench.harness.rules.rules import refuse_if_broken
+from kvbench.harness.suite import refuse_wrong_types
 from kvbench.policies import PositionMode
 
 _BLOCK = 4096  # tokens per forward pass, all streams together
 _DEFAULT_BATCH = 16
+
+
+_Batch = Annotated[int, BeforeValidator(lambda x: _DEFAULT_BATCH if str(x).startswith("auto") else x), Field(ge=1)]
 
 
 class Arguments(BaseModel):
@@ -50,7 +55,7 @@ class Arguments(BaseModel):
     gguf_file: str | None = Field(None, description="the GGUF file to read of a directory or hub model")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="the model's own if auto")
     device: str = Field("auto", description="auto, cpu, cuda")
-    batch_size: int | str = Field(_DEFAULT_BATCH, description="requests run together; auto is 16")
+    batch_size: _Batch = Field(_DEFAULT_BATCH, description="requests run together; auto is 16")
     max_length: int | None = Field(None, ge=1, description="tokens kept of a longer request: the last ones")
     rope_length: int | None = Field(None, ge=1, description="longest position, for RoPE types that depend on it; tokens")
     pickle: bool = Field(False, description="accept weights that are not safetensors")
@@ -81,19 +86,18 @@ class Arguments(BaseModel):
         directory = model_directory(self.pretrained, self.revision, self.pickle, self.gguf_file)
         dtype = self.dtype
         if dtype == "auto":
-            own = str(getattr(AutoConfig.from_pretrained(directory), "dtype", None) or "float32").removeprefix("torch.")
+            own = str(getattr(read_config(directory), "dtype", None) or "float32").removeprefix("torch.")
             dtype = own if own in DTYPES else "float32"  # type: ignore[assignment]
-        batch = _DEFAULT_BATCH if str(self.batch_size).startswith("auto") else int(self.batch_size)
         tokenizer = load_tokenizer(directory)
         model = load_model(directory, dtype, device_of(self.device), self.rope_length, self.pickle)
         try:
-            return reader_of(model, config, self.prompt, self.prompt_tokens, batch), tokenizer
+            return reader_of(model, config, self.prompt, self.prompt_tokens, self.batch_size), tokenizer
         except ValueError as error:
             raise UserError(str(error)) from None
 
     def signature(self) -> str:
         """A hash of everything that answers depend on: the arguments, the weights and the policy's source."""
-        weights = weights_digest(model_directory(self.pretrained, self.revision, self.pickle))
+        weights = weights_digest(model_directory(self.pretrained, self.revision, self.pickle, self.gguf_file))
         parts = [self.model_dump(exclude={"batch_size"}), weights, source_digest(self._config().policy)]
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
@@ -107,6 +111,7 @@ class Arguments(BaseModel):
                 raise UserError(f"{name}: not an argument of kvbench, nor a parameter of {self.policy} ({known})")
         try:
             policy, evict = policy_from(self.policy, parameters), 1 if self.evict == "step" else self.evict
+            refuse_wrong_types(policy, parameters)
             config = CacheConfig(policy, self.capacity, self.positions, self.limit, self.seed, evict)
             if self.capacity is not None:
                 config.policy.bind(self.capacity)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.harness.core.errors import UserError, did_you_mean
-from kvbench.harness.core.packaged import PACKAGED, packaged_file
+from kvbench.harness.core.packaged import PACKAGED, packaged_path
 from kvbench.harness.models.digests import file_digest
 from kvbench.harness.models.gguf_header import gguf_origin
 
@@ -95,6 +95,8 @@ def model_directory(model: str, revision: str | None, allow_pickle: bool, gguf_f
 
         return gguf_folder(file)
     directory = Path(model).expanduser()
+    if not directory.exists() and model in PACKAGED:
+        directory = packaged_path(model)
     if directory.is_dir():
         if not (directory / "config.json").exists():
             raise UserError(f"{model}: not a model: this directory has no config.json")
@@ -132,7 +134,7 @@ def _gguf(model: str, revision: str | None, name: str | None) -> Path | None:
     if path.exists():
         return path
     if model in PACKAGED:
-        return packaged_file(model)
+        return packaged if (packaged := packaged_path(model)).is_file() else None
     return None if name is None else _from_hub(_hub_id(model), lambda hub: hub.hf_hub_download(model, name, revision=revision))
 
 

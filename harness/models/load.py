@@ -19,9 +19,9 @@ from kvbench.harness.engine.model import Model, UnsupportedModelError, adopt
 from kvbench.harness.models.config import first_cause, read_config
 from kvbench.harness.models.hub import model_directory
 from kvbench.harness.models.layers import device_map, devices_for_layers, dispatch
-from kvbench.harness.models.selfcheck import check, has_finite_logits
+from kvbench.harness.models.selfcheck import check, has_finite_output
 from kvbench.harness.models.vision import read_vision_weights, vision_config
-from kvbench.harness.models.weights import read_weights
+from kvbench.harness.models.weights import read_weights, saved_class
 
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "merges.txt",
@@ -32,12 +32,13 @@ _PADDING = 256  # entries of a vocabulary, up to which even a small one may be p
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def device_of(name: str) -> torch.device:
+def device_of(name: str | torch.device) -> torch.device:
     """The device with this name; "auto" is CUDA if available, else the CPU.
 
     Raises:
         UserError: the name is invalid, or this machine has no such device.
     """
+    name = str(name)  # from Python, a torch.device will do
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", name):
@@ -146,9 +147,9 @@ def load_model(
     TF32 is turned off, because float32 on a GPU would fail that check.
 
     With `random`, `directory` is the config file, and weights are drawn on the device, the same at every call. `rope_length` is
-    the longest position + 1, in tokens, for RoPE types whose tables depend on it. `watched` accepts a model that the loop can't
-    drive, such as an encoder or a vision transformer; it has no layers then. With several devices, its layers are spread over
-    them, `device` the first.
+    the longest position + 1, in tokens, for RoPE types whose tables depend on it. `watched` accepts a model without a head, or
+    one that the loop can't drive, such as an encoder or a vision transformer; it has no layers then. With several devices, its
+    layers are spread over them, `device` the first.
 
     Raises:
         UserError: it is not a causal language model, its files are damaged or don't match its config, its logits are not
@@ -164,7 +165,7 @@ def load_model(
     tower = vision_config(config)
     if tower is not None and not watched:
         raise RefusedModelError(f"{name}: model family '{config.model_type}' reads images; only the task attention looks at it")
-    hf = _placed(directory, config, kind, device, allow_pickle, tower, random, devices).eval()
+    hf = _placed(directory, config, kind, device, allow_pickle, tower, random, devices, watched).eval()
     model = _adopted(hf, name, dtype, rope_length, watched) if tower is None else Model(hf.requires_grad_(False))
     gc.collect()
     return model
@@ -172,7 +173,7 @@ def load_model(
 
 def _placed(
     directory: Path, config: Any, dtype: torch.dtype, device: torch.device, allow_pickle: bool, tower: Any, random: bool,
-    devices: int,
+    devices: int, watched: bool,
 ) -> PreTrainedModel:  # fmt: skip
     """The model, on its devices. tower: the config of a vision transformer inside; None if it is a language model."""
     if devices > 1:
@@ -183,23 +184,30 @@ def _placed(
     if random:
         drawn, kind = (config, AutoModelForCausalLM) if tower is None else (tower, AutoModel)
         return _random_model(drawn, dtype, device, kind)
-    hf = (read_weights if tower is None else read_vision_weights)(directory, config, dtype, allow_pickle)
-    return hf.eval().to(device)
+    if tower is not None:
+        hf = read_vision_weights(directory, config, dtype, allow_pickle)
+    elif watched:
+        hf = read_weights(directory, config, dtype, allow_pickle, saved_class(config), head=False)
+    else:
+        hf = read_weights(directory, config, dtype, allow_pickle)
+    return hf.eval().to(device)  # type: ignore[arg-type]
 
 
 def _adopted(hf: PreTrainedModel, name: str, dtype: str, rope_length: int | None, watched: bool) -> Model:
     """Adopt and check a model. Logits that are not finite are reported as such, even if another check fails first."""
     refused: UnsupportedModelError | None = None
     try:
+        if watched and not hf.can_generate():
+            raise UnsupportedModelError("it has no head that gives logits")
         model = adopt(hf, rope_length)
         model.check = check(model, rope_length)
     except UnsupportedModelError as error:
         refused = error
-    if not has_finite_logits(hf):
+    if not has_finite_output(hf):
         instead = "use bfloat16 or float32" if dtype == "float16" else "its weights are damaged, or too large for it"
         raise RefusedModelError(f"{name}: its logits are not finite in {dtype}: {instead}") from refused
     if refused is not None and watched:
-        return Model(hf)
+        return Model(hf.requires_grad_(False))
     if refused is not None:
         raise RefusedModelError(
             f"{name}: model family '{hf.config.model_type}' can't be driven: {refused}; 'bench list models' shows which can"

@@ -51,16 +51,19 @@ def check(model: Model, rope_length: int | None = None) -> float:
     return worst
 
 
-def has_finite_logits(hf: PreTrainedModel) -> bool:
-    """Whether the model's own forward pass, in its own dtype, gives finite logits; True if it can't run at all."""
+def has_finite_output(hf: PreTrainedModel) -> bool:
+    """Whether the model's own forward pass, in its own dtype, gives finite logits, or hidden states if it has no head.
+
+    True if it can't run at all.
+    """
     vocabulary = hf.config.get_text_config().vocab_size
     tokens = torch.randint(vocabulary, (1, _TOKENS), generator=torch.Generator().manual_seed(0)).to(hf.device)
     try:
         with torch.inference_mode(), own_attention(hf):
-            logits: Tensor = hf(input_ids=tokens, use_cache=False).logits
+            output: Tensor = hf(input_ids=tokens, use_cache=False)[0]
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError):  # a family that `adopt` refuses
         return True
-    return bool(logits.isfinite().all())
+    return bool(output.isfinite().all())
 
 
 def _difference(model: Model, rope_length: int | None) -> float:

@@ -23,7 +23,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, AutoModel, 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.pillow import require_pillow
 from kvbench.harness.models.config import first_cause, read_config
-from kvbench.harness.models.weights import read_weights
+from kvbench.harness.models.weights import read_weights, saved_class
 
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
@@ -138,7 +138,7 @@ def read_vision_weights(directory: Path, config: PreTrainedConfig, dtype: torch.
         UserError: a file is damaged, or its tensors don't match the config; or the model has no tower of its own.
         MemoryError: the weights don't fit.
     """
-    model = read_weights(directory, config, dtype, allow_pickle, _saved_class(config))
+    model = read_weights(directory, config, dtype, allow_pickle, saved_class(config), head=False)
     kind = _headless(vision_config(config))
     inside = next((m for m in model.modules() if type(m) is kind), getattr(model, "vision_model", None))
     if not isinstance(inside, PreTrainedModel):
@@ -151,13 +151,6 @@ def _headless(config: PreTrainedConfig | None) -> Any:
     families: Any = MODEL_MAPPING
     classes = families.get(type(config), None)
     return classes[0] if isinstance(classes, tuple) else classes
-
-
-def _saved_class(config: PreTrainedConfig) -> Any:
-    """The class that a model was saved from, so that its head matches its files; else the one without a head."""
-    names = config.architectures or []
-    saved = getattr(transformers, names[0], None) if names else None
-    return saved if isinstance(saved, type) and issubclass(saved, PreTrainedModel) else AutoModel
 
 
 def _pair(size: Any) -> tuple[int, int]:

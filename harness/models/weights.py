@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError, safe_open
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.engine.attention import NAME
@@ -22,11 +23,15 @@ _MAX_NAMED_TENSORS = 3
 
 def read_weights(
     directory: Path, config: PreTrainedConfig, dtype: torch.dtype, allow_pickle: bool, model_class: Any = AutoModelForCausalLM,
-    attn_implementation: str | None = NAME, **placed: Any,
+    attn_implementation: str | None = NAME, *, head: bool = True, **placed: Any,
 ) -> PreTrainedModel:  # fmt: skip
     """Read a model with all its weights.
 
     `placed` are options of `from_pretrained` that say on which devices its parts go; without them, on the CPU.
+
+    Args:
+        head: the files must have the head of `model_class`, and no other. Without `head`, tensors of heads may be missing or left
+            over, and then the model comes without a head.
 
     Raises:
         UserError: a file is damaged, or its tensors don't match the config.
@@ -40,7 +45,7 @@ def read_weights(
             attn_implementation=attn_implementation,
             trust_remote_code=False,
             use_safetensors=None if allow_pickle else True,
-            ignore_mismatched_sizes=True,  # `_refuse_misfits` reports them by name
+            ignore_mismatched_sizes=True,  # `_misfits` has their names
             output_loading_info=True,
             **placed,
         )
@@ -52,8 +57,26 @@ def read_weights(
         _refuse_damaged(directory)
         raise UserError(f"{directory.name}: transformers can't load it ({first_cause(error)})") from error
     model: PreTrainedModel = loaded[0]
-    _refuse_misfits(model, loaded[1] if isinstance(loaded[1], Mapping) else vars(loaded[1]), directory.name)
-    return model
+    misfits = _misfits(model, loaded[1] if isinstance(loaded[1], Mapping) else vars(loaded[1]))
+    of_body = {fault: [key for key in keys if not _of_head(key, model)] for fault, keys in misfits.items()}
+    refused = misfits if head else of_body
+    if any(refused.values()):
+        messages = [f"{len(keys)} {fault} ({_some(keys)})" for fault, keys in refused.items() if keys]
+        hint = "" if any(of_body.values()) else "; the task attention can do without a head"
+        raise UserError(f"{directory.name}: its weight files do not match its config.json; tensors: {'; '.join(messages)}{hint}")
+    return model if not any(misfits.values()) else model.base_model  # type: ignore[return-value]  # transformers' stubs
+
+
+def saved_class(config: PreTrainedConfig) -> Any:
+    """The class that a model was saved from, so that its head matches its files.
+
+    If transformers has no such class for this config: that of causal language models, or else the one without a head.
+    """
+    names = config.architectures or []
+    saved = getattr(transformers, names[0], None) if names else None
+    if isinstance(saved, type) and issubclass(saved, PreTrainedModel) and saved.config_class is type(config):
+        return saved
+    return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
 
 
 def _refuse_damaged(directory: Path) -> None:
@@ -66,8 +89,8 @@ def _refuse_damaged(directory: Path) -> None:
             raise UserError(f"{directory.name}: {file.name} is damaged or cut short ({first_cause(error)})") from error
 
 
-def _refuse_misfits(model: PreTrainedModel, info: Mapping[str, Any], name: str) -> None:
-    """Refuse files whose tensors don't match the config. Missing tensors of the model were drawn at random.
+def _misfits(model: PreTrainedModel, info: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The tensors in which files don't match the config, by fault. Missing tensors of the model were drawn at random.
 
     `info` is transformers' loading info: names of missing and unexpected keys, and (name, shape, shape) of mismatched ones.
     """
@@ -76,12 +99,17 @@ def _refuse_misfits(model: PreTrainedModel, info: Mapping[str, Any], name: str) 
     drawn = set(info["missing_keys"]) - mismatched
     read = {tensor.data_ptr() for key, tensor in tensors.items() if key not in drawn}
     missing = [key for key in drawn if key not in tensors or tensors[key].data_ptr() not in read]  # tied tensors were read
-    missing = [key for key in missing if not _POOLER.search(key)]
-    unexpected = [key for key in info["unexpected_keys"] if not _OBSOLETE_BUFFERS.search(key)]
-    faults = {"missing": missing, "of another shape": mismatched, "unexpected": unexpected}
-    messages = [f"{len(keys)} {fault} ({_some(keys)})" for fault, keys in faults.items() if keys]
-    if messages:
-        raise UserError(f"{name}: its weight files do not match its config.json; tensors: {'; '.join(messages)}")
+    return {
+        "missing": [key for key in missing if not _POOLER.search(key)],
+        "of another shape": [*mismatched],
+        "unexpected": [key for key in info["unexpected_keys"] if not (_OBSOLETE_BUFFERS.search(key) or _POOLER.search(key))],
+    }
+
+
+def _of_head(key: str, model: PreTrainedModel) -> bool:
+    """Whether a tensor is outside the model without its head. Files of headless models lack the prefix of that part."""
+    first = key.partition(".")[0]
+    return first != model.base_model_prefix and not hasattr(model.base_model, first)
 
 
 def _some(keys: Iterable[str]) -> str:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from kvbench.harness.core.errors import UserError, did_you_mean
 from kvbench.harness.data import backcopy, machine
-from kvbench.harness.suite import shipped_suites
+from kvbench.harness.suite import shipped_suites, yaml_value
 
 MOST_SINKS, LEAST_VOCABULARY = 4, 1300
 _BOTH = ("softmax", "sigmoid", "clipped", "qk_norm")
@@ -24,7 +24,7 @@ _ATTENTION = {  # by family of the shape
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Shape(_Strict):
@@ -165,7 +165,7 @@ class PretrainConfig(_Strict):
     """One reference model."""
 
     name: str
-    seed: int = 0
+    seed: int = Field(0, ge=0, lt=2**63)
     start: str | None = Field(None, description="a model to go on from: a directory, or builtin:NAME; weights alone")
     sinks: int = Field(0, ge=0, le=MOST_SINKS, description="learnable sink tokens before every sample")
     zero_sink: bool = Field(False, description="softmax off by one: a sink logit fixed at 0, in training and evaluation")
@@ -304,30 +304,30 @@ def load(path: Path, changes: Sequence[str] = ()) -> PretrainConfig:
             holder = holder.setdefault(name, {})
             if not isinstance(holder, dict):
                 raise UserError(f"--set {change}: {name} has no parts")
-        try:
-            holder[last] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            equals = ""
         if not equals:
             raise UserError(f"--set {change}: expected KEY=VALUE, such as shape.hidden=256")
+        holder[last] = yaml_value(value, f"--set {change}")
     try:
-        return PretrainConfig(**config)
+        return PretrainConfig.model_validate(config)
     except ValidationError as error:
         first = error.errors()[0]
         raise UserError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg'].removeprefix('Value error, ')}") from None
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path, readers: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The values of a file. readers: the files that are like it, directly or not."""
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise UserError(f"{path}: can't be read ({str(error).splitlines()[0]})") from None
     if not isinstance(config, dict):
         raise UserError(f"{path}: not a mapping")
     base = config.pop("like", None)
     if base is None:
         return config
-    merged = _read(path.parent / str(base))
+    if path.resolve() in readers:
+        raise UserError(f"{path}: is like itself, by way of `like: {base}`")
+    merged = _read(path.parent / str(base), (*readers, path.resolve()))
     for key, value in config.items():
         both_mappings = isinstance(value, dict) and isinstance(merged.get(key), dict)
         merged[key] = merged[key] | value if both_mappings else value

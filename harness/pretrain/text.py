@@ -39,22 +39,25 @@ def pieces(mix: Mix, seed: int, data: Path | None) -> Iterator[str]:
 
 
 def _books(seed: int, data: Path | None) -> Iterator[str]:
-    draw, rounds = random.Random(f"books/{seed}"), 0
+    draw = random.Random(f"books/{seed}")
     while True:
-        _, texts = pg19.books("train", data)
+        source, texts = pg19.books("train", data)
+        is_empty = True
         opened: list[tuple[str, int]] = []
         more = True
         while more or opened:
             while more and len(opened) < _OPEN_BOOKS:
                 text = next(texts, None)
                 more = text is not None
-                opened += [(text.text, 0)] if text is not None else []
+                opened += [(text.text, 0)] if text is not None and text.text else []
             if opened:
+                is_empty = False
                 at = draw.randrange(len(opened))
                 book, start = opened[at]
                 yield book[start : start + _PIECE_CHARACTERS]
                 opened[at : at + 1] = [(book, start + _PIECE_CHARACTERS)] if start + _PIECE_CHARACTERS < len(book) else []
-        rounds += 1
+        if is_empty:
+            raise UserError(f"{source}: no book has any text")
 
 
 def for_tokenizer(mix: Mix, seed: int, data: Path | None) -> Iterator[str]:

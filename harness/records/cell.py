@@ -24,7 +24,7 @@ class Options(BaseModel):
     """
 
     not_recorded: ClassVar[frozenset[str]] = frozenset()
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     name: str
 

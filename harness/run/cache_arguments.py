@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import fields
 from operator import index
 from typing import Any
-
-from pydantic import ValidationError
 
 from kvbench.harness.core.device import free_bytes
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.parameters import policy_from
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.model import Model
-from kvbench.harness.suite.entries import parameter_schema
+from kvbench.harness.suite import refuse_wrong_types
 from kvbench.policies import Policy
 
 _UNDERSTOOD = {
@@ -57,22 +54,8 @@ def policy_of(policy: str | Policy | type[Policy], parameters: Mapping[str, Any]
     else:
         raise UserError(f"policy: expected a name, file.py:Class, a class or an instance with its parameters, not {policy!r}")
     if parameters:
-        _refuse_wrong_types(made)
+        refuse_wrong_types(made, parameters)
     return made
-
-
-def _refuse_wrong_types(policy: Policy) -> None:
-    """Hold parameters to the types that the policy declares, as suites do.
-
-    Raises:
-        UserError: names the first that has another one.
-    """
-    kind = type(policy)
-    try:
-        parameter_schema(kind.__name__, kind).model_validate({f.name: getattr(policy, f.name) for f in fields(policy)})
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise UserError(f"{kind.__name__}: {first['loc'][0]}: {first['msg']}, not {first['input']!r}") from None
 
 
 def whole_number(name: str, value: Any, least: int, most: int) -> int:

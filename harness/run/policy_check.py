@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import yaml
 from torch import Tensor
 
 from kvbench.harness.core import plugins
@@ -25,7 +24,7 @@ from kvbench.harness.engine.model import Model, adopt
 from kvbench.harness.engine.recompute import RecomputeDecoder
 from kvbench.harness.models.families import tiny_model
 from kvbench.harness.rules.rules import FOUNDATIONS, OTHERS, Case, Rule, RuleResult, case, cheap_findings, tried
-from kvbench.harness.suite import Settings, parameter_schema, policies_from
+from kvbench.harness.suite import Settings, parameter_schema, policies_from, yaml_value
 from kvbench.policies import Policy
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
@@ -69,7 +68,7 @@ def _instance(name: str, policy: type[Policy], settings: Sequence[str]) -> Polic
     parameters = {}
     for setting in settings:
         key, _, text = setting.partition("=")
-        parameters[key] = yaml.safe_load(text)
+        parameters[key] = yaml_value(text, f"--set {setting}")
     try:
         known, held = parameter_schema(name, policy).model_fields, policy_fields(policy)
     except Exception as error:  # e.g. an annotation that can't be evaluated

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.harness.core import plugins
+from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.parameters import parameters_of
 from kvbench.harness.report.export import Records
+from kvbench.harness.run.cache_arguments import whole_number
 from kvbench.harness.run.options import KeepSteps
 from kvbench.harness.run.request import RunRequest
 from kvbench.policies import Policy
@@ -65,18 +67,38 @@ def run(
         UserError: the suite or an argument has a mistake; the message is one line.
     """
     entries = policies if isinstance(policies, Iterable) and not isinstance(policies, (str, Mapping)) else [policies]
+    threads, block, workers = (
+        None if value is None else whole_number(name, value, 1, most)
+        for name, value, most in (("threads", threads, 4096), ("block", block, 10**9), ("workers", workers, 4096))
+    )
     request = RunRequest(
         str(suite), None if model is None else str(model), None if data is None else str(data),
-        tuple(_yaml(entry) for entry in entries), tuple(f"{name}={json.dumps(value)}" for name, value in settings.items()),
+        tuple(_yaml(entry) for entry in entries), tuple(f"{name}={_json(value)}" for name, value in settings.items()),
         device, dtype, threads, ray, workers, (tasks,) if isinstance(tasks, str) else tuple(tasks),
     )  # fmt: skip
     folder = Path(results).expanduser()
-    keep = None if trace is None else KeepSteps.from_option(trace)
+    keep = None if trace is None else KeepSteps.from_option(str(trace))
     return Records(request.measure(folder, request.cells(folder), fresh, block, walk, progress=progress, keep=keep))
 
 
 def _yaml(entry: PolicyEntry) -> str:
     """A policy as an entry of a suite. JSON is YAML."""
     if isinstance(entry, Policy):
-        return json.dumps({"name": plugins.name_of(type(entry)), **parameters_of(entry)})
-    return json.dumps(plugins.name_of(entry) if isinstance(entry, type) else entry)
+        return _json({"name": plugins.name_of(type(entry)), **parameters_of(entry)})
+    return _json(plugins.name_of(entry) if isinstance(entry, type) else entry)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    """Return a number of NumPy or PyTorch as one of Python.
+
+    Raises:
+        UserError: it is none.
+    """
+    try:
+        return value.item()
+    except (AttributeError, ValueError, RuntimeError):
+        raise UserError(f"{value!r}: expected a number, a text, a list or a mapping") from None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from fractions import Fraction
 from typing import Annotated, Any, LiteralString, get_args
 
 from pydantic import PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from kvbench.harness.core.codec import BITS, Codec, Keys, Kivi
-from kvbench.harness.core.errors import did_you_mean
+from kvbench.harness.core.errors import LARGEST_INTEGER, did_you_mean
 from kvbench.harness.core.evict import By, Evict, Pages, Worth
 from kvbench.harness.suite.text import spread
 
@@ -136,10 +137,11 @@ def size_in_bytes(value: Any) -> int:
     Raises:
         PydanticCustomError: it is none.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", str(value)) if not isinstance(value, (bool, float)) else None
-    if match is None or match[2] not in _UNITS or int(float(match[1]) * _UNITS[match[2]]) < 1:
+    match = re.fullmatch(r"(\d{1,19}(?:\.\d{1,19})?) ?([A-Za-z]*)", str(value)) if not isinstance(value, (bool, float)) else None
+    size = 0 if match is None else int(Fraction(match[1]) * _UNITS.get(match[2], 0))
+    if not 1 <= size <= LARGEST_INTEGER:
         raise PydanticCustomError("capacity", "bytes is a size such as 65536, 64KiB or 1.5MiB")
-    return int(float(match[1]) * _UNITS[match[2]])
+    return size
 
 
 def _is_whole(value: Any) -> bool:

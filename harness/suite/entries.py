@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, create_model
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema, create_model
 from pydantic_core import PydanticCustomError
 
 from kvbench.harness.core import plugins
@@ -199,6 +199,21 @@ def parameter_schema(name: str, policy: type[Policy]) -> type[BaseModel]:
     return _model(f"{name}_inside", _parameter_fields(policy))
 
 
+def refuse_wrong_types(policy: Policy, given: Iterable[str]) -> None:
+    """Hold the given parameters of a policy to the types that it declares, as suites do.
+
+    Raises:
+        UserError: names the first that has another one.
+    """
+    kind = type(policy)
+    fields = {name: field for name, field in _parameter_fields(kind).items() if name in {*given}}
+    try:
+        _model(f"{kind.__name__}_given", fields).model_validate({name: getattr(policy, name) for name in fields})
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(f"{kind.__name__}: {first['loc'][0]}: {first['msg']}, not {first['input']!r}") from None
+
+
 def policies_from(holder: type[Policy], value: Any, source: Source, at: Location) -> Iterator[Policy]:
     """The policies that a parameter stands for: a name, or a mapping with a name and parameters, its lists multiplied out.
 
@@ -300,4 +315,4 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 def _model(name: str, fields: dict[str, Any]) -> type[BaseModel]:
     safe = "".join(c if c.isalnum() else "_" for c in name)
-    return create_model(safe, __config__=ConfigDict(extra="forbid", strict=True), **fields)
+    return create_model(safe, __config__=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False), **fields)

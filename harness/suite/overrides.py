@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from kvbench.harness.core import plugins
 from kvbench.harness.core.errors import UserError, did_you_mean
 from kvbench.harness.suite.file import ModelSpec, SuiteFile
-from kvbench.harness.suite.text import Source, items
+from kvbench.harness.suite.text import Source, items, yaml_value
 
 
 @dataclass
@@ -34,12 +32,12 @@ def apply(source: Source, overrides: Overrides) -> None:
         for i, _ in items(source.data.get("model")):
             source.put(("model", *i, "dtype"), overrides.dtype, "--dtype")
     if overrides.policies:
-        source.put(("policies",), [_yaml_value(p, "--policy") for p in overrides.policies], "--policy")
+        source.put(("policies",), [yaml_value(p, "--policy") for p in overrides.policies], "--policy")
     for setting in overrides.settings:
         key, equals, text = setting.partition("=")
         if not equals or not key:
             raise UserError(f"--set {setting}: expected KEY=VALUE")
-        value = _yaml_value(text, f"--set {setting}")
+        value = yaml_value(text, f"--set {setting}")
         _refuse_choice_of_tasks(source, key, value, f"--set {setting}")
         _set(source, key, value, f"--set {setting}")
 
@@ -64,15 +62,6 @@ def _models(model: str) -> dict[str, Any] | list[dict[str, Any]]:
     folder = Path(model).expanduser()
     inside = [] if (folder / "config.json").exists() else sorted(folder.glob("*/config.json"))
     return [{"id": str(file.parent)} for file in inside] or {"id": model}
-
-
-def _yaml_value(text: str, place: str) -> Any:
-    try:
-        return yaml.safe_load(text)
-    except RecursionError:
-        raise UserError(f"{place[:40]}...: nested too deeply") from None
-    except (yaml.YAMLError, ValueError) as error:
-        raise UserError(f"{place}: '{text}' is not YAML") from error
 
 
 def _set(source: Source, key: str, value: Any, place: str) -> None:

@@ -135,6 +135,20 @@ def _integers(value: Any) -> Iterator[tuple[Location, int]]:
         yield from (((key, *place), number) for place, number in _integers(part))
 
 
+def yaml_value(text: str, place: str) -> Any:
+    """Return the value of an option of the command line, which is YAML. place: the option, for the message.
+
+    Raises:
+        UserError: it is not YAML.
+    """
+    try:
+        return yaml.safe_load(text)
+    except RecursionError:
+        raise UserError(f"{place[:40]}...: nested too deeply") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that no calendar has
+        raise UserError(f"{place}: '{text}' is not YAML") from error
+
+
 def items(value: Any) -> Iterator[tuple[Location, Any]]:
     """The items of a list, or a single value, each with its location."""
     yield from (((i,), v) for i, v in enumerate(value)) if isinstance(value, list) else iter([((), value)])

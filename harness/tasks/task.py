@@ -118,7 +118,7 @@ class Task(TaskReport, ABC):
     together: ClassVar[bool] = False  # cells of one model and the same options are measured interleaved, and finish together
     apart: ClassVar[bool] = False  # on a CPU, each cell runs in its own process
     block_of_all: ClassVar[bool] = False  # a job's `block` counts the tokens of all streams together, not of each
-    watches: ClassVar[bool] = False  # can measure models that the loop can't drive; they come without layers
+    watches: ClassVar[bool] = False  # needs no logits: models without a head, or that the loop can't drive, come without layers
 
     @staticmethod
     @abstractmethod
