@@ -217,8 +217,7 @@ def test_where_none_leads_everywhere_each_has_its_own():
     asked = [answered("dense", "1" * 200, None), answered("h2o", "0" * 200), answered("window", half)]
     questions = [edit(r, cell={"evict": "prompt"}) if r.cell.capacity else r for r in asked]
     assert which([*text, *questions], "m", 8).sentence == (
-        "m, 8 tokens: no policy leads in everything. Leaders at 95 % confidence: "
-        "text: h2o; StreamEval, seen: window."
+        "m, 8 tokens: no policy leads in everything. Leaders at 95 % confidence: text: h2o; StreamEval, seen: window."
     )
 
 

