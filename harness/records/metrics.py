@@ -161,6 +161,11 @@ class QuestionMetrics(Metrics):
     accuracy: Annotated[Share | None, ANSWERED] = Field(None, description="share of right answers")
     outcomes: Annotated[Outcomes | None, ANSWERED] = Field(None, description="one digit per question, 1 for a right answer")
 
+    @property
+    def evicted_questions(self) -> int:
+        """Questions whose answers may follow from an eviction."""
+        return self.questions
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.right is not None and self.right > self.questions:
