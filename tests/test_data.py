@@ -275,7 +275,7 @@ def test_wikitext_of_the_hub_is_the_pinned_edition(tmp_path, monkeypatch):
         wikitext.articles("test", None)
     calls = []
     monkeypatch.setattr(wikitext, "hub_rows", lambda *which, **how: calls.append((which, how)) or [{"text": row} for row in ROWS])
-    source, (text,) = wikitext.articles("test", None)
+    _, (text,) = wikitext.articles("test", None)
     assert text.text == RAW
     assert calls[0][0][2] == "wikitext-2-raw-v1"
     assert calls[0][1] == {"revision": wikitext.HUB_REVISION, "split": "test"}
