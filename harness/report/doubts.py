@@ -96,9 +96,11 @@ def with_doubts(records: Sequence[Record]) -> list[Record]:
 
 def _about(record: Record, dense: Record | None) -> Iterator[str]:
     """The doubts about a record alone. dense: of the same questions or text, if there is one."""
-    if record.status == "ok":
-        yield from () if dense is None else _too_hard(dense)
-        yield from eviction_flags(record, dense)
+    if record.status != "ok":
+        return
+    if dense is not None:
+        yield from _too_hard(dense)
+    yield from eviction_flags(record, dense)
 
 
 def _model(record: Record) -> tuple[str, ...]:
