@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from factories import edit, record
+from factories import cell_record, edit, record
 
 from kvbench.harness.cli import closing as terminal
 from kvbench.harness.core.intervals import long_enough
@@ -52,6 +52,30 @@ def test_one_row_a_policy_with_all_its_tasks():
     assert list(table.head) == ["policy", "perplexity", "right", "K/V", "status"]
     assert list(table.lines) == [("dense", "6.653", "100 %", "40 KiB", "ok"), ("h2o", "7.373", "50 %", "640 B", "ok")]
     assert table.heading == "s, m, 8 tokens cached"
+
+
+def with_costs(policy: str, capacity: int | None, nlls: dict[str, float], ms: float) -> list:
+    """The records of a policy: perplexity of each text, the time of a step and of a prompt, and the peak."""
+    axes = {"policy": policy, "capacity": capacity, "model": "m"}
+    times = {"step_ms": ms, "first_token_ms": 10 * ms, "tokens_per_second": 1000 / ms}
+    peak = {"peak_bytes": 4096 * (capacity or 40), "kv_bytes": 1024 * (capacity or 40)}
+    texts = [measured(policy, nll, capacity, data={"ids_sha256": text, "tokens": 32768}) for text, nll in nlls.items()]
+    read = [edit(r, cell={"task": {"name": "perplexity", "data": r.data.ids_sha256}}) for r in texts]
+    made = [*read, *(cell_record(m, task={"name": task}, **axes) for task, m in (("latency", times), ("memory", peak)))]
+    return [edit(r, cell={"model": {"id": "m", "dtype": "float32"}}, facts={"device": "a device"}) for r in made]
+
+
+def test_several_texts_and_what_they_cost_stand_in_one_table():
+    texts = {"wikitext": 2.0, "pg19": 3.0}
+    *others, last = closing([*with_costs("dense", None, texts, 2.0), *with_costs("h2o", 8, texts, 4.0)]).tables
+    head = ["policy", "perplexity, WikiText-2", "perplexity, books (PG-19)", "K/V", "peak", "TTFT ms", "TPOT ms", "tokens/s"]
+    assert list(last.head) == [*head, "status"]
+    assert list(last.lines) == [
+        ("dense", "7.389", "20.09", "40 KiB", "160 KiB", "20", "2", "500", "ok"),
+        ("h2o", "7.389", "20.09", "8 KiB", "32 KiB", "40", "4", "250", "ok"),
+    ]
+    assert [table.heading.split(", ")[3] for table in others] == ["WikiText-2", "books (PG-19)"]
+    assert all("TPOT ms" not in table.head for table in others)
 
 
 def test_the_winner_and_its_price():

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.data import pg19
+from kvbench.harness.data import pg19, wikitext
 from kvbench.harness.data.stream import Text, newline, stream
+from kvbench.harness.data.texts import texts
 from kvbench.harness.models.load import load_tokenizer
 
 
@@ -219,3 +222,67 @@ def test_parquet_with_damaged_pages_is_told_in_one_line(tmp_path):
     file.write_bytes(content)
     with pytest.raises(UserError, match="test.parquet: damaged: a row can't be read"):
         list(pg19.books("test", tmp_path)[1])
+
+
+RAW = " \n = Robert Boulter = \n \n Robert Boulter is an English film actor . \n"  # as wiki.test.raw begins
+ROWS = ["", " = Robert Boulter = \n", "", " Robert Boulter is an English film actor . \n"]  # as the hub has it
+
+
+def wikitext_of(folder: Path, split: str = "test") -> str:
+    (text,) = wikitext.articles(split, folder)[1]
+    return text.text
+
+
+def hub_layout(folder: Path) -> Path:
+    """Parquet files as the hub's repository has them, of two editions."""
+    for edition, rows in (("wikitext-2-raw-v1", ROWS), ("wikitext-103-raw-v1", ["other \n"])):
+        (folder / edition).mkdir(parents=True)
+        for part in range(2):
+            half = rows[: len(rows) // 2] if part == 0 else rows[len(rows) // 2 :]
+            pq.write_table(
+                pa.table({"text": pa.array(half, pa.string())}), folder / edition / f"test-0000{part}-of-00002.parquet"
+            )
+    return folder
+
+
+def test_wikitext_is_the_raw_file_whatever_it_is_read_from(tmp_path):
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    for name, text in (("test", RAW), ("valid", "v"), ("train", "t")):
+        (raw / f"wiki.{name}.raw").write_text(text)
+    assert wikitext_of(raw) == wikitext_of(raw / "wiki.test.raw") == RAW
+    assert wikitext_of(raw, "validation") == "v"
+    assert wikitext_of(hub_layout(tmp_path / "hub")) == RAW
+    (raw / "wiki.test.raw").unlink()
+    with pytest.raises(UserError, match="no .raw file of the split 'test', only wiki.train.raw, wiki.valid.raw"):
+        wikitext.articles("test", raw)
+
+
+def test_wikitext_that_is_missing_or_there_twice_is_told_in_one_line(tmp_path):
+    (tmp_path / "wiki.test.tokens").write_text("words that are <unk>")
+    with pytest.raises(UserError, match=r"no WikiText-2 \(wiki.test.raw, or"):
+        wikitext.articles("test", tmp_path)
+    for edition in ("wikitext-2-raw", "wikitext-103-raw"):
+        (tmp_path / edition).mkdir()
+        (tmp_path / edition / "wiki.test.raw").write_text(RAW)
+    with pytest.raises(UserError, match="several texts of the split 'test': .*give --data the folder of one"):
+        wikitext.articles("test", tmp_path)
+
+
+def test_wikitext_of_the_hub_is_the_pinned_edition(tmp_path, monkeypatch):
+    monkeypatch.setattr(wikitext, "HUB_ID", "nobody/nothing-here")
+    with pytest.raises(UserError, match="wikitext: not in the local cache, .*give --data DIR"):
+        wikitext.articles("test", None)
+    calls = []
+    monkeypatch.setattr(wikitext, "hub_rows", lambda *which, **how: calls.append((which, how)) or [{"text": row} for row in ROWS])
+    _, (text,) = wikitext.articles("test", None)
+    assert text.text == RAW
+    assert calls[0][0][2] == "wikitext-2-raw-v1"
+    assert calls[0][1] == {"revision": wikitext.HUB_REVISION, "split": "test"}
+
+
+def test_one_directory_may_hold_several_sources(tmp_path):
+    for source, file in (("wikitext", "wiki.test.raw"), ("pg19", "test.txt")):
+        (tmp_path / source).mkdir()
+        (tmp_path / source / file).write_text(source)
+        assert [t.text for t in texts(source, "test", None, 0, 1, tmp_path)[1]] == [source]

@@ -105,3 +105,91 @@ def test_what_one_record_says_of_the_tokenizer_flags_all_of_the_model_once():
     said = {"dense": "a", "h2o": "a", "window": None}
     records = [of_model(policy, (1.0, 1.0), tokenizer_differs=differs) for policy, differs in said.items()]
     assert [r.metrics.flags for r in with_doubts(records)] == [["a"]] * 3
+
+
+SHAPES = [{"layers": 2, "heads": 2, "key_dim": 4, "value_dim": 4}]
+TOKEN_BYTES = 2 * 2 * (4 + 4) * 4  # in float32
+
+
+def flags_of(*records):
+    return [r.metrics.flags for r in with_doubts(records)][-1]
+
+
+def read(held, off=0.0, policy="h2o", **parts):
+    """A record of a text of 200 tokens, `off` nats from dense in one run of 32, that holds `held` tokens."""
+    sums = [64.0, 64.0 + off, *[64.0] * 4]
+    blocks = {"nll_sum": sums, "tokens": [32] * len(sums), "size": 32}
+    metrics = {"blocks": blocks, "kv_held_bytes": held * TOKEN_BYTES}
+    made = record(policy, None if policy == "dense" else 8)
+    return edit(made, metrics=metrics, data={"tokens": 200}, facts={"kv_shapes": SHAPES, **parts.pop("facts", {})}, **parts)
+
+
+@pytest.mark.parametrize(
+    ("held", "off", "flagged"),
+    [
+        (8, 0.0, True),
+        (8, 4e-4, True),  # rounding of a run of 32 tokens: other kernels give other sums
+        (8, 2e-3, False),  # the least that eviction changed in a published record
+        (199, 0.0, False),  # the text fits, so nothing was evicted
+        (190, 0.0, False),  # the last tokens alone were read without some
+    ],
+)
+def test_nlls_that_equal_those_of_dense_although_tokens_were_evicted(held, off, flagged):
+    flags = flags_of(read(199, policy="dense"), read(held, off))
+    assert flags == (["no effect: all NLLs equal those of dense, but 96% of dense's bytes are evicted"] if flagged else [])
+
+
+def answered(policy, outcomes="", scores=None, **metrics):
+    """A record of questions that are right or wrong, or have scores."""
+    count = len(scores or outcomes)
+    figures = {
+        "questions": count, "requests": count, "over_capacity": 0 if policy == "dense" else count, "metric": "acc", "score": 0.0,
+        "kv_held_bytes": 1000 if policy == "dense" else 400, **metrics,
+    }  # fmt: skip
+    right = outcomes.count("1")
+    figures |= {"right": right, "accuracy": right / count, "outcomes": outcomes} if outcomes else {"scores": scores}
+    made = record(policy, None if policy == "dense" else 8)
+    return edit(made, cell={"task": {"name": "lm_eval", "tasks": "t"}}, metrics=figures)
+
+
+GRADED = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.15]
+
+
+@pytest.mark.parametrize(
+    ("of_dense", "ours", "change", "flagged"),
+    [
+        ("10" * 40, "10" * 40, {}, True),
+        ("10" * 40, "10" * 39 + "11", {}, False),
+        ("110", "110", {}, False),  # chance may do that
+        ("1" * 80, "1" * 80, {}, False),  # so does every good policy
+        ("10" * 40, "10" * 40, {"over_capacity": 30}, False),  # most prompts fit
+        ("10" * 40, "10" * 40, {"kv_held_bytes": 1000}, False),
+    ],
+)
+def test_answers_that_equal_those_of_dense_are_many_and_of_both_kinds(of_dense, ours, change, flagged):
+    flags = flags_of(answered("dense", of_dense), answered("h2o", ours, **change))
+    assert any(flag.startswith("no effect: all answers") for flag in flags) == flagged
+
+
+@pytest.mark.parametrize(("last", "flagged"), [(0.15, True), (0.16, False)])
+def test_scores_between_0_and_1_need_fewer_questions(last, flagged):
+    flags = flags_of(answered("dense", scores=GRADED), answered("h2o", scores=[*GRADED[:-1], last]))
+    assert any(flag.startswith("no effect: all answers") for flag in flags) == flagged
+
+
+@pytest.mark.parametrize(
+    ("held", "parameters", "flag"),
+    [
+        (65, {"holds": 64}, None),  # the newest token on top
+        (128, {"holds": 64}, "not evicting: it holds 128 tokens per KV head, but should hold 64 at most"),
+        (128, {}, None),  # nobody says what it should hold
+        (199, {"compression_ratio": 0.5}, "not evicting: it holds all bytes that dense holds, but should evict 50% of a prompt"),
+        (199, {"press": {"compression_ratio": 0.5}}, "not evicting"),
+        (199, {"compression_ratio": 0.0}, None),
+        (150, {"compression_ratio": 0.5}, None),
+    ],
+)
+def test_a_contestant_that_holds_more_than_it_should(held, parameters, flag):
+    theirs = {"policy": "mine.py:Theirs", "capacity": None, "parameters": {"attention": None, **parameters}}
+    flags = flags_of(read(199, policy="dense"), read(held, 1.0, cell=theirs, facts={"code": "mine.py"}))
+    assert [f for f in flags if f.startswith(flag or "")] if flag else flags == []

@@ -15,7 +15,7 @@ from conftest import DEVICE, FAMILIES, bench_in, in_blocks, model_of, nll, token
 
 from kvbench.harness.core import contestants, plugins
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.core.parameters import policy_from
+from kvbench.harness.core.parameters import parameters_of, policy_from
 from kvbench.harness.core.sources import source_digest
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.foreign import ForeignDecoder
@@ -285,6 +285,14 @@ capacity: [16, 24]
 positions: [cache, stream]
 policies: [dense, sink_window, "hf:DynamicCache", {name: "mine.py:Recent", tokens: 16}]
 """
+
+
+def test_holds_is_for_the_flag_and_not_for_the_constructor(half):
+    policy = contestant(half, tokens=16, holds=16).policy
+    assert parameters_of(policy) == {"attention": None, "tokens": 16, "holds": 16}
+    assert policy.new_cache(model_of("llama").hf.config).layer_class_to_replicate().tokens == 16
+    with pytest.raises(ValueError, match="holds is 0, expected"):
+        contestant(half, holds=0)
 
 
 def documented() -> str:

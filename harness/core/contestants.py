@@ -10,7 +10,7 @@ import functools
 import importlib
 import inspect
 import sys
-from dataclasses import MISSING, dataclass, field, make_dataclass
+from dataclasses import MISSING, dataclass, field, fields, make_dataclass
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -37,12 +37,18 @@ class Contestant(Policy):
     Attributes:
         named_class: of the cache, of one layer's, or of a press.
         attention: of the model, `sdpa` or `eager`; None: `sdpa` where both compute the same.
+        holds: most tokens per KV head that it should hold; one that holds more is flagged. None: unknown.
     """
 
     evicts: ClassVar[bool] = False  # it takes no capacity
     named_class: ClassVar[Any]
 
     attention: Literal["sdpa", "eager"] | None = None
+    holds: int | None = field(default=None, metadata={"added": True})
+
+    def __post_init__(self) -> None:
+        if self.holds is not None and (type(self.holds) is not int or self.holds < 1):
+            raise ValueError(f"holds is {self.holds!r}, expected the most tokens that it should hold")
 
     def importance(self, view: CacheView) -> Tensor:
         """Never asked: no loop of ours holds its tokens."""
@@ -58,8 +64,7 @@ class Contestant(Policy):
 
         if self.missing:
             raise ValueError(self.missing)
-        given = parameters_of(self)
-        del given["attention"]
+        given = {name: value for name, value in parameters_of(self).items() if name not in OURS}
         if not issubclass(self.named_class, Cache):
             layer: Any = functools.partial(self.named_class, **given)
             return Cache(layer_class_to_replicate=layer)
@@ -99,6 +104,9 @@ class Contestant(Policy):
     @property
     def _backend(self) -> str | None:
         return _BACKENDS.get(getattr(self, "backend", ""))
+
+
+OURS = frozenset(f.name for f in fields(Contestant))  # of an entry, not of the constructor
 
 
 def contestant_class(name: str, found: Any) -> type[Contestant] | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.requirements import Requirement
 
-from kvbench.harness.core.contestants import Contestant
+from kvbench.harness.core.contestants import OURS, Contestant
 from kvbench.harness.core.errors import UserError, described
 from kvbench.harness.core.parameters import policy_from
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from transformers import Cache, PreTrainedConfig
 
 _PACKAGE = "kvpress"
-_OURS = {f.name for f in dataclasses.fields(Contestant)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,6 +28,7 @@ class Press(Contestant):
     """A press. The fields of each subclass are its constructor's parameters."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, value in vars(self).items():
             if isinstance(value, tuple):
                 object.__setattr__(self, name, tuple(_inside(item) for item in value))
@@ -47,7 +47,7 @@ class Press(Contestant):
 
     def new_press(self) -> Any:
         """The press, which has noted nothing yet."""
-        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _OURS}
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in OURS}
         return self.named_class(**{name: _made(value) for name, value in given.items()})
 
     @property

@@ -12,6 +12,7 @@ from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.visible import visible
 
 SPLITS = ("train", "validation", "test")
+_ALSO_NAMED = {"validation": "valid"}  # in the names of files
 _NAMED = 3  # files by name, in a message
 
 
@@ -31,6 +32,27 @@ def bears(file: Path, name: str) -> bool:
     """Whether a name, such as that of a split, stands in a file's stem as a whole word. "greatest" does not bear "test"."""
     letter = r"[^\W\d_]"
     return re.search(f"(?<!{letter}){re.escape(name)}(?!{letter})", file.stem, re.IGNORECASE) is not None
+
+
+def of_split(directory: Path, files: Sequence[Path], split: str) -> list[Path]:
+    """The files that have the name of a split as a whole word of their own names; all of them if none is named after a split.
+
+    Files that are named after no split are left out where others are, and named on stderr.
+
+    Raises:
+        UserError: only files of other splits are there.
+    """
+    named = [f for f in files if any(_is_of(f, name) for name in SPLITS)]
+    chosen = [f for f in named if _is_of(f, split)] if named else list(files)
+    if not chosen:
+        raise UserError(f"{directory}: no {files[0].suffix} file of the split '{split}', only {', '.join(f.name for f in named)}")
+    if unnamed := tuple(f for f in files if f not in {*chosen, *named}):
+        say_left_out(directory, unnamed, f"only {listed(named)} {'is' if len(named) == 1 else 'are'} named after a split")
+    return chosen
+
+
+def _is_of(file: Path, split: str) -> bool:
+    return bears(file, split) or bears(file, _ALSO_NAMED.get(split, split))
 
 
 def listed(files: Sequence[Path]) -> str:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.utf8 import read_utf8
-from kvbench.harness.data.files import SPLITS, bears, files_below, listed, say_left_out
+from kvbench.harness.data.files import files_below, listed, of_split, say_left_out
+from kvbench.harness.data.parquet import rows
 from kvbench.harness.data.stream import Text
 from kvbench.harness.models.hub import quiet
 
@@ -57,14 +57,9 @@ def _files(directory: Path, split: str) -> list[Path]:
         raise UserError(f"{directory}: no text (.parquet with a 'text' column, or .txt)")
     suffix = ".parquet" if any(f.suffix.lower() == ".parquet" for f in texts) else ".txt"
     files = [f for f in texts if f.suffix.lower() == suffix]
-    named = [f for f in files if any(bears(f, name) for name in SPLITS)]
-    chosen = [f for f in named if bears(f, split)] if named else files
-    if not chosen:
-        raise UserError(f"{directory}: no {suffix} file of the split '{split}', only {', '.join(f.name for f in named)}")
+    chosen = of_split(directory, files, split)
     if others := tuple(f for f in texts if f not in {*files}):
         say_left_out(directory, others, f"there are {suffix} files")
-    if unnamed := tuple(f for f in files if f not in {*chosen, *named}):
-        say_left_out(directory, unnamed, f"only {listed(named)} {'is' if len(named) == 1 else 'are'} named after a split")
     return chosen
 
 
@@ -78,36 +73,9 @@ def _from_files(files: list[Path]) -> Iterator[Text]:
 
 
 def _from_parquet(file: Path) -> Iterator[Text]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        table = pq.ParquetFile(file)
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{file}: not a readable parquet file ({str(error).splitlines()[0]})") from error
-    names = table.schema_arrow.names
-    if "text" not in names:
-        raise UserError(f"{file}: no column 'text', only {', '.join(names)}")
-    kind = table.schema_arrow.field("text").type
-    if not _is_text(kind):
-        raise UserError(f"{file}: column 'text' holds {kind}, expected string")
-    titles = [c for c in ("short_book_title", "title") if c in names][:1]
-    urls = [c for c in ("url",) if c in names]
-    try:
-        for number, batch in enumerate(table.iter_batches(batch_size=1, columns=["text", *titles, *urls]), 1):
-            row = batch.to_pylist()[0]
-            title = next((str(row[c]) for c in titles if row[c] is not None), f"{file.stem} {number}")
-            yield Text(title, row["text"] or "", _number(row.get("url")))
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file}: damaged: a row can't be read ({str(error).splitlines()[0]})") from error
-
-
-def _is_text(kind: Any) -> bool:
-    """Whether an Arrow type holds strings, plain or dictionary-encoded."""
-    import pyarrow as pa
-
-    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    for number, row in enumerate(rows(file, ("short_book_title", "title", "url")), 1):
+        title = next((str(row[c]) for c in ("short_book_title", "title") if c in row), f"{file.stem} {number}")
+        yield Text(title, row["text"], _number(row.get("url")))
 
 
 def _number(url: object) -> int | None:
@@ -124,11 +92,11 @@ def _from_hub(split: str) -> Iterator[Text]:
         raise UserError("pg19: loading from the hub needs the package 'datasets'; install it or give --data DIR") from error
     quiet()
     try:
-        rows = load_dataset(HUB_ID, revision=HUB_REVISION, data_files={split: f"data/{split}-*.parquet"}, split=split)
+        table = load_dataset(HUB_ID, revision=HUB_REVISION, data_files={split: f"data/{split}-*.parquet"}, split=split)
     except Exception as error:  # datasets raises many kinds when the hub is out of reach
         raise UserError(
             f"pg19: not in the local cache, and the hub is out of reach ({type(error).__name__}); "
             f"give --data DIR or BENCH_DATA, a directory of .parquet or .txt books"
         ) from error
-    for row in rows:
+    for row in table:
         yield Text(row["short_book_title"], row["text"], _number(row["url"]))

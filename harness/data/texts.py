@@ -1,4 +1,4 @@
-"""Text for tasks that read running text: books, generated prose or Bigram-Backcopy's words."""
+"""Text for tasks that read running text: books, Wikipedia articles, generated prose or Bigram-Backcopy's words."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from kvbench.harness.data import backcopy, pg19
+from kvbench.harness.data import backcopy, pg19, wikitext
 from kvbench.harness.data.prose import Prose
 from kvbench.harness.data.stream import Text
 
-Source = Literal["pg19", "prose", "backcopy"]
+Source = Literal["pg19", "wikitext", "prose", "backcopy"]
 Split = Literal["train", "validation", "test"]
+GENERATED = ("prose", "backcopy")
 _CHARACTERS_PER_TOKEN = 8  # generated; more than any of our tokenizers puts into a token
 
 
@@ -21,13 +22,17 @@ def texts(
     """A description of the source, and its texts in order.
 
     `book` is the Project Gutenberg number of the only one to read. The seed is that of generated text, of which there is as
-    much as `tokens` may need.
+    much as `tokens` may need. A directory may hold several sources, each in a folder of its name.
 
     Raises:
-        UserError: the books are not available, or there is no such book.
+        UserError: the texts are not available, or there is no such book.
     """
     if source == "prose":
         return f"prose generated from seed {seed}", iter([Text("prose", Prose(seed).text(_CHARACTERS_PER_TOKEN * tokens))])
     if source == "backcopy":
         return f"Bigram-Backcopy from seed {seed}", iter([Text("backcopy", backcopy.text(seed, tokens))])
+    if directory is not None and (directory / source).is_dir():
+        directory = directory / source
+    if source == "wikitext":
+        return wikitext.articles(split, directory)
     return pg19.books(split, directory) if book is None else pg19.book(book, split, directory)

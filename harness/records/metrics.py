@@ -161,6 +161,11 @@ class QuestionMetrics(Metrics):
     accuracy: Annotated[Share | None, ANSWERED] = Field(None, description="share of right answers")
     outcomes: Annotated[Outcomes | None, ANSWERED] = Field(None, description="one digit per question, 1 for a right answer")
 
+    @property
+    def evicted_questions(self) -> int:
+        """Questions whose answers may follow from an eviction."""
+        return self.questions
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.right is not None and self.right > self.questions:
@@ -217,7 +222,9 @@ class ScoreMetrics(QuestionMetrics):
 class StepMetrics(Metrics):
     """Time of a decode step. It is compared as a ratio to a reference timed in the same rounds."""
 
-    step_ms: Annotated[Duration, Elsewhere("latency")] = Field(description="median of the rounds' medians")
+    step_ms: Annotated[Duration, Elsewhere("latency")] = Field(
+        description="median of the rounds' medians: time per output token after the first (TPOT)"
+    )
     error: Annotated[Amount, TIME] = Field(description="half the relative 95 % interval of step_ms")
     rounds_ms: Annotated[list[Duration], Elsewhere("latency")] = Field(min_length=1, description="median of each round")
     together: Annotated[str, Unchecked("an identifier that is new in every run")] = Field(
@@ -229,7 +236,10 @@ class StepMetrics(Metrics):
     calibration_ms: Annotated[list[Amount] | None, Unchecked("forward_ms took its place")] = Field(
         None, description="of older records: milliseconds of the calibration step in each round"
     )
-    first_token_ms: Annotated[Amount, Elsewhere("prompt")] = Field(description="from the prompt to the answer's first token")
+    first_token_ms: Annotated[Amount, Elsewhere("prompt")] = Field(
+        description="from the prompt to the answer's first token (TTFT), eviction included"
+    )
+    tokens_per_second: Annotated[Amount | None, TIME] = Field(None, description="tokens per second of all streams together")
     kv_bytes: Annotated[Count, BYTES_IF_BOUNDED] = Field(description="bytes of K and V held")
     state_bytes: Annotated[Count, BYTES_IF_BOUNDED] = Field(description="bytes of the policy's statistics")
 

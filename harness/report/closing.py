@@ -11,18 +11,19 @@ from kvbench.harness.core.intervals import MIN_BLOCK_TOKENS, MIN_BLOCKS, long_en
 from kvbench.harness.core.visible import visible
 from kvbench.harness.records import Record
 from kvbench.harness.records.facts import Failure
-from kvbench.harness.records.metrics import NllMetrics, QuestionMetrics
+from kvbench.harness.records.metrics import NllMetrics, PeakMetrics, QuestionMetrics, StepMetrics
 from kvbench.harness.report import sections
 from kvbench.harness.report.feed import feed, words
 from kvbench.harness.report.feed.question import Question, is_reference
 from kvbench.harness.report.feed.words import size
-from kvbench.harness.report.markdown import cache_bytes, digits, model_name
+from kvbench.harness.report.markdown import cache_bytes, digits, in_bytes, model_name
 from kvbench.harness.report.pairing import describe_tokens, on_all_tokens, past_training, question, units
 from kvbench.harness.report.rows import Row, rows, short_names, without_folder
 from kvbench.harness.report.sections import by_machine
 from kvbench.harness.report.task import task_of
 
 _MAX_NAMES = 3  # in a line, before "and 4 more"
+_MAX_TEXTS = 4  # in one table, a column each
 _TOKENS_STEP = 4096  # what a number of tokens is rounded up to
 _TOKENS_BEYOND = 128  # tokens that a stream should have beyond those that fill its cache: a few runs
 
@@ -66,6 +67,8 @@ def closing(records: Sequence[Record]) -> Closing:
         _table(group, subject if several else "", mode, machine)
         for (machine, mode, group), subject in zip(groups, subjects, strict=True)
     ]
+    for machine, together in _with_costs(records):
+        tables += [_overview(group, mode, machine) for mode, group in _by_positions(together)]
     return Closing(tables, [*_failures(records), *_flags(records)])
 
 
@@ -87,16 +90,43 @@ def _comparable(records: Sequence[Record]) -> Iterable[tuple[str, list[Record]]]
 
     A table has one model and one machine. It is split further if the run has several texts or ways to prompt.
     """
+    for machine, group in _of_one_model(records):
+        parts: dict[str, list[Record]] = {}
+        for record in group:
+            parts.setdefault(_text_or_prompt(record), []).append(record)
+        several = sum(map(bool, parts)) > 1
+        if several and _has_overview(group):
+            parts.pop("", None)
+        yield from ((machine, part) for part in (parts.values() if several else [group]))
+
+
+def _of_one_model(records: Sequence[Record]) -> Iterable[tuple[str, list[Record]]]:
+    """(machine, records) of each model on each machine."""
     models: dict[str, list[Record]] = {}
     for record in records:
         models.setdefault(repr(record.cell.as_json()["model"]), []).append(record)
     for same_model in models.values():
-        for machine, group in by_machine(same_model):
-            parts: dict[str, list[Record]] = {}
-            for record in group:
-                parts.setdefault(_text_or_prompt(record), []).append(record)
-            texts = [part for part in parts if part]
-            yield from ((machine, part) for part in (parts.values() if len(texts) > 1 else [group]))
+        yield from by_machine(same_model)
+
+
+def _with_costs(records: Sequence[Record]) -> Iterable[tuple[str, list[Record]]]:
+    """(machine, records) of each model and machine whose quality and costs would otherwise be in several tables."""
+    return ((machine, group) for machine, group in _of_one_model(records) if _has_overview(group))
+
+
+def _has_overview(records: Sequence[Record]) -> bool:
+    """Whether a table has a column for each of several texts, beside times or peaks. records: of one model and machine."""
+    costs = any(record.measures(StepMetrics) or record.measures(PeakMetrics) for record in records)
+    return costs and 1 < len(_texts(records)) <= _MAX_TEXTS
+
+
+def _texts(records: Sequence[Record]) -> dict[str, Record]:
+    """The first record of each text, by what makes records of it comparable."""
+    first: dict[str, Record] = {}
+    for record in records:
+        if record.measures(NllMetrics):
+            first.setdefault(question(record), record)
+    return first
 
 
 def _by_positions(records: list[Record]) -> list[tuple[str, list[Record]]]:
@@ -136,13 +166,10 @@ def _table(records: Sequence[Record], subject: str, positions: str, machine: str
         "perplexity": [_perplexity(row, nll) for row, nll in zip(policies, nlls, strict=True)],
         "right": ["" if share is None else f"{100 * share:.0f} %" for share in shares],
         "result": [_other_figure(row) for row in policies],
-        "K/V": [cache_bytes(row.kv_bytes) for row in policies],
-        "ms/step": ["" if row.step_ms is None else digits(row.step_ms, 3) for row in policies],
+        **_costs(policies),
         "status": [_status(row.records) for row in policies],
     }
-    if len(capacities) < 2 and "its own" not in columns["capacity"]:
-        del columns["capacity"]
-    shown = {head: cells for head, cells in columns.items() if any(cells)}
+    shown = _shown(columns)
     longer = _longer_text(scored)
     notes = [f"Long enough for an interval: {longer}."] if longer else []
     if "–" in columns["perplexity"]:
@@ -151,6 +178,45 @@ def _table(records: Sequence[Record], subject: str, positions: str, machine: str
     parts = [subject, f"positions {positions}" if positions else "", f"on {machine}" if machine else ""]
     heading = visible(", ".join(part for part in [_heading(records[0], capacities), *parts] if part))
     return Table(heading, list(shown), list(zip(*shown.values(), strict=True)), [*_findings(records), *notes])
+
+
+def _overview(records: Sequence[Record], positions: str, machine: str) -> Table:
+    """A row per policy with its perplexity on each text, its times and its bytes."""
+    policies = sorted(rows(records), key=lambda row: row.cell.capacity or 0)
+    capacities = {row.cell.capacity for row in policies if row.cell.capacity is not None}
+    columns = {"policy": short_names(policies), "capacity": [_capacity(row) for row in policies]}
+    texts = _texts(records)
+    short = [words.text(record).split(",")[0] for record in texts.values()]
+    names = short if len(set(short)) == len(short) else [words.text(record) for record in texts.values()]
+    for name, text in zip(names, texts, strict=True):
+        read = [Row([r for r in row.records if r.measures(NllMetrics) and question(r) == text]) for row in policies]
+        columns[f"perplexity, {name}"] = [_perplexity(row, row.nll) if row.records else "" for row in read]
+    columns |= _costs(policies) | {"status": [_status(row.records) for row in policies]}
+    parts = [f"positions {positions}" if positions else "", f"on {machine}" if machine else ""]
+    heading = visible(", ".join(part for part in [_heading(records[0], capacities), *parts] if part))
+    shown = _shown(columns)
+    return Table(heading, list(shown), list(zip(*shown.values(), strict=True)), [])
+
+
+def _costs(policies: Sequence[Row]) -> dict[str, list[str]]:
+    """Columns of bytes and times. K/V is that of the peak, if one was measured: a text may be read as many streams."""
+    peaks = [next((m for r in row.records if (m := r.measured(PeakMetrics))), None) for row in policies]
+    times = [None if row.latency is None else row.latency.measured(StepMetrics) for row in policies]
+    rates = [None if m is None else m.tokens_per_second for m in times]
+    return {
+        "K/V": [cache_bytes(row.kv_bytes if peak is None else peak.kv_bytes) for row, peak in zip(policies, peaks, strict=True)],
+        "peak": ["" if peak is None else in_bytes(peak.peak_bytes) for peak in peaks],
+        "TTFT ms": ["" if m is None else digits(m.first_token_ms, 3) for m in times],
+        "TPOT ms": ["" if m is None else digits(m.step_ms, 3) for m in times],
+        "tokens/s": ["" if rate is None else f"{rate:,.0f}" for rate in rates],
+    }
+
+
+def _shown(columns: dict[str, list[str]]) -> dict[str, list[str]]:
+    """The columns that say something: the capacity only if there are several, or one is a cache's own."""
+    capacities = {cell for cell in columns["capacity"] if cell != "all"}
+    alone = len(capacities) < 2 and "its own" not in capacities
+    return {head: cells for head, cells in columns.items() if any(cells) and not (alone and head == "capacity")}
 
 
 def _longer_text(records: Sequence[Record]) -> str:
@@ -224,6 +290,8 @@ def _answered(row: Row) -> list[str]:
 def _other_figure(row: Row) -> str:
     """The figure of a task without its own column, if the row has no other figure."""
     if row.nll is not None or row.answers is not None or row.step_ms is not None:
+        return ""
+    if any(record.measures(PeakMetrics) for record in row.records):
         return ""
     figures = [figure for record in row.records if (figure := sections.headline(record))]
     return "" if not figures else figures[0] + (f" (+ {len(figures) - 1})" if len(figures) > 1 else "")

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from kvbench.harness.records import Record
 from kvbench.harness.records.metrics import NllMetrics, ScoreMetrics
+from kvbench.harness.report.eviction import eviction_flags
 from kvbench.harness.report.pairing import past_training, question
 from kvbench.harness.report.rows import Row
 
@@ -76,20 +77,30 @@ def _paired_blocks(a: Record, b: Record) -> tuple[Floats, Floats, int] | None:
 
 
 def with_doubts(records: Sequence[Record]) -> list[Record]:
-    """The records, with the doubts about their model and their questions among their flags.
+    """The records, with the doubts about their model, their questions and their eviction among their flags.
 
     Args:
         records: of any models. What one record says against its model counts against all of that model, and what dense can't
             answer against all records of these questions.
     """
-    too_hard = {question(record): doubt for record in records for doubt in _too_hard(record)}
+    questions = [question(record) for record in records]
+    dense = {asked: r for asked, r in zip(questions, records, strict=True) if r.cell.is_dense and r.status == "ok"}
     doubts: dict[tuple[str, ...], list[str]] = {}
     for record in records:
         doubts.setdefault(_model(record), []).extend(_doubts(record))
     return [
-        _flagged(record, list(dict.fromkeys([*doubts[_model(record)], *filter(None, [too_hard.get(question(record))])])))
-        for record in records
+        _flagged(record, [*dict.fromkeys(doubts[_model(record)]), *_about(record, dense.get(asked))])
+        for asked, record in zip(questions, records, strict=True)
     ]
+
+
+def _about(record: Record, dense: Record | None) -> Iterator[str]:
+    """The doubts about a record alone. dense: of the same questions or text, if there is one."""
+    if record.status != "ok":
+        return
+    if dense is not None:
+        yield from _too_hard(dense)
+    yield from eviction_flags(record, dense)
 
 
 def _model(record: Record) -> tuple[str, ...]:
@@ -109,9 +120,9 @@ def _doubts(record: Record) -> Iterator[str]:
         )
 
 
-def _too_hard(record: Record) -> Iterator[str]:
-    metrics = record.measured(ScoreMetrics)
-    share = metrics.accuracy if metrics is not None and record.cell.is_dense else None
+def _too_hard(dense: Record) -> Iterator[str]:
+    metrics = dense.measured(ScoreMetrics)
+    share = None if metrics is None else metrics.accuracy
     if share is not None and share < FLOOR:
         yield f"dense can't: it answers {100 * share:.0f} % right, so answers to these questions say little about policies"
 

@@ -20,7 +20,7 @@ _RELATIVE_TOLERANCE = 1e-6  # traces of times are float32 (6e-8); sums may be ta
 _ROUNDING_STEP = 1e-5  # of sums and rounds in a record; near a boundary, two roundings differ by a whole step
 _TOLERANCES = {"nll_sum": 1.5 * _ROUNDING_STEP, "rounds_ms": 1.5 * _ROUNDING_STEP, "error": 1e-6}  # absolute
 _NOT_FIGURES = {"metric", "higher_is_better", "how", "together"}  # among metrics
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _BUCKET_SLOTS = 256  # an unbounded cache grows by this many
 _SECONDS_ROUNDING, _SPEED_ROUNDING = 0.0005, 0.05  # seconds are recorded to 0.001, a speed to 0.1
 CACHELESS = ("recompute_window", "recompute_sink_window")
@@ -138,7 +138,7 @@ def kv_bytes(record: Record) -> int | None:
         return None
     if cell.policy in CACHELESS or record.facts.method == "windows run afresh":
         return 0
-    item, held = _ITEM_BYTES.get(cell.model.dtype), task_of(record).cached_tokens(record)
+    item, held = ITEM_BYTES.get(cell.model.dtype), task_of(record).cached_tokens(record)
     if shapes is None or item is None or held is None:
         return None
     streams, tokens = held

@@ -24,7 +24,7 @@ from kvbench.harness.report.rows import Row
 from kvbench.harness.report.shares import answers
 from kvbench.harness.report.verify import kv_bytes
 
-_NEEDS_BOOKS = ("pg19",)
+_FOLDERS = {"pg19": "BOOKS", "wikitext": "WIKITEXT"}  # of texts that a command needs
 
 
 @dataclass(frozen=True)
@@ -163,12 +163,13 @@ def _shown(question: Question, row: Row, record: Record) -> str:
 
 def _cell(record: Record, provenance: Provenance, shown: str) -> dict[str, Any]:
     """A measured cell: its main figure, and the command that measures it again."""
-    books = " --data BOOKS" if record.cell.options.get("data") in _NEEDS_BOOKS else ""
+    folder = _FOLDERS.get(record.cell.options.get("data", ""))
+    texts = "" if folder is None else f" --data {folder}"
     local = "" if re.search("[/:]", record.cell.model.id) or record.cell.model.id in PACKAGED else " --model FOLDER"
     return {
         "cell": record.cell_id, "task": visible(record.cell.task.name), "figure": visible(shown),
         "status": "ok" if record.status == "ok" else visible(record.error.kind if record.error else "failed"),
-        "measured": record.finished[:10], "command": f"bench run {record.cell_id[:8]} --fresh{books}{local}",
+        "measured": record.finished[:10], "command": f"bench run {record.cell_id[:8]} --fresh{texts}{local}",
         "provenance": provenance.index(record),
     }  # fmt: skip
 

@@ -56,7 +56,7 @@ def origin(policy: str) -> Origin:
 
 
 _BUILTIN = Path(__file__).parents[2] / "models" / "builtin"
-_TEXTS = {"pg19": "books (PG-19)", "prose": "generated prose", "backcopy": "Bigram-Backcopy"}
+_TEXTS = {"pg19": "books (PG-19)", "wikitext": "WikiText-2", "prose": "generated prose", "backcopy": "Bigram-Backcopy"}
 _TASKS = {"streameval": "StreamEval", "arc_stream": "ARC as a stream", "turns": "conversations"}
 
 

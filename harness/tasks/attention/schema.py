@@ -25,8 +25,8 @@ class AttentionOptions(Options):
     name: Literal["attention"] = "attention"
     data: Literal[Source, "images", "shapes"] = Field(
         "pg19",
-        description="books (pg19), generated prose, or Bigram-Backcopy's words; or images of a directory or a dataset, or shapes "
-        "drawn from a seed",
+        description="books (pg19), Wikipedia articles (wikitext), generated prose, or Bigram-Backcopy's words; or images of a "
+        "directory or a dataset, or shapes drawn from a seed",
     )
     dataset: str | None = Field(
         None, description="of images, on the hub: owner/name or owner/name@revision; read where --data gives no directory"

@@ -25,7 +25,9 @@ _FIRST_BUCKET_TOKENS = 32  # each later bucket ends at twice the position of the
 class SampleOptions(Options):
     """Which text is read, and into how many samples of which length it is cut."""
 
-    data: Source = Field("pg19", description="the text: books (pg19), generated prose, or the words of Bigram-Backcopy")
+    data: Source = Field(
+        "pg19", description="books (pg19), Wikipedia articles (wikitext), generated prose, or the words of Bigram-Backcopy"
+    )
     split: Literal["train", "validation", "test"] = Field("test", description="split of the data")
     data_seed: int | None = Field(None, ge=0, description="seed of generated text; 0 if not given")
     samples: int = Field(64, ge=1, le=100_000, description="pieces of the text that are looked at, one after the other")

@@ -212,15 +212,16 @@ class Latency(Task):
         task = records[0].cell.task_options(LatencyOptions)
         about = (
             f"One decode step, {task.batch} stream{'s' if task.batch > 1 else ''}, after {count(task.tokens)} tokens. "
-            "ms/token is the median with half its 95 % interval. Speed-ups are medians over the rounds that timed both cells, "
+            "ms/token, or TPOT, is the median with half its 95 % interval; TTFT is the time to the first token of an answer to "
+            f"a prompt of {task.prompt:,} tokens. Speed-ups are medians over the rounds that timed both cells, "
             "with their interval: over dense, which caches the whole stream, and over recomputing a window of the same capacity. "
             "Bookkeeping is the share of a step spent on statistics, scoring and eviction. The roofline is the shortest time "
             "that the bytes or operations of a step can take at this device's rates, measured at the start. "
             "Slots: in use / attended.\n"
         )
         head = [
-            "policy", "capacity", "ms/token", "p90", "p99", "longest", "tokens/s", "first token ms", "speed-up over dense",
-            "over recompute", "bookkeeping", "× roofline", "slots", "K/V", "state", "status",
+            "policy", "capacity", "ms/token (TPOT)", "p90", "p99", "longest", "tokens/s", "first token ms (TTFT)",
+            "speed-up over dense", "over recompute", "bookkeeping", "× roofline", "slots", "K/V", "state", "status",
         ]  # fmt: skip
         lines: list[str | Chart] = [about]
         for machine, part in by_machine(records):

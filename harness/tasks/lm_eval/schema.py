@@ -125,6 +125,11 @@ class LmEvalMetrics(ScoreMetrics):
     kv_bytes: Annotated[Count, BYTES] = Field(description="largest number of bytes allocated for K and V per request")
     state_bytes: Annotated[Count, BYTES] = Field(description="bytes of the policy's statistics")
 
+    @property
+    def evicted_questions(self) -> int:
+        """Questions whose requests are longer than the cache, if all questions have as many requests."""
+        return self.questions * self.over_capacity // max(1, self.requests)
+
     @model_validator(mode="after")
     def _passes_have_scores(self) -> Self:
         if self.pass_at is not None and (self.samples is None or self.scores is None):

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from pydantic_core import PydanticCustomError
 
 from kvbench.harness.core.intervals import MIN_BLOCK_TOKENS, MIN_BLOCKS, look_lengths
-from kvbench.harness.data.texts import Source
+from kvbench.harness.data.texts import GENERATED, Source
 from kvbench.harness.records.aggregates import nll_figures
 from kvbench.harness.records.metrics import Look, Looks, NllMetrics
 from kvbench.harness.records.rules import BYTES, EXACT, RUN_NATS, SUM, near
@@ -48,7 +48,9 @@ class PerplexityOptions(Options):
     not_recorded: ClassVar[frozenset[str]] = frozenset({"side_by_side"})
 
     name: Literal["perplexity"] = "perplexity"
-    data: Source = Field("pg19", description="the text: books (pg19), generated prose, or the words of Bigram-Backcopy")
+    data: Source = Field(
+        "pg19", description="books (pg19), Wikipedia articles (wikitext), generated prose, or the words of Bigram-Backcopy"
+    )
     split: Literal["train", "validation", "test"] = Field("test", description="split of the data")
     tokens: int = Field(65536, ge=2, le=MAX_TOKENS, description="length of the stream in tokens, without the prefix")
     book: int | None = Field(None, ge=1, description="read only the book with this Project Gutenberg number, up to `tokens`")
@@ -92,7 +94,7 @@ class PerplexityOptions(Options):
 
     @model_validator(mode="after")
     def _can_be_generated(self) -> Self:
-        if self.data != "pg19" and self.tokens > _MAX_GENERATED_TOKENS:
+        if self.data in GENERATED and self.tokens > _MAX_GENERATED_TOKENS:
             raise ValueError(f"tokens {self.tokens:,} is more than the {_MAX_GENERATED_TOKENS:,} tokens that can be generated")
         return self
 
