@@ -252,7 +252,7 @@ def all_but_the_last_word() -> Iterator[None]:
 
 
 @contextmanager
-def larger_scale(times: float = 1.001) -> Iterator[None]:
+def larger_scale(times: float = 1.1) -> Iterator[None]:
     """Scales of coded K and V are stored too large."""
     plain = store.encoded
 
@@ -528,8 +528,8 @@ INJECTIONS: dict[str, Injection] = {
     "leak: peak memory many times as large": _of(leak, "memory", "memory"),
     "H2O's steps 30 % slower": _of(lambda: slowdown(blocks=False), "latency", "latency", hides=("h2o", 0.3)),
     "everything 2x slower": _of(lambda: slowdown(1.0, only=None), "latency", "latency", hides=("dense", 1.0)),
-    "int4's scale x1.001 (formats)": _of(larger_scale, NATS, "exactness", shows=_coded("int4")),
-    "KIVI-2's scale x1.1 (formats)": _of(lambda: larger_scale(1.1), NATS, "exactness", shows=_coded("kivi2")),
+    "int4's scale x1.1 (formats)": _of(larger_scale, NATS, "exactness", shows=_coded("int4")),
+    "KIVI-2's scale x1.1 (formats)": _of(larger_scale, NATS, "exactness", shows=_coded("kivi2")),
     "one too far in the stream (formats)": _of(
         farther_in_the_stream, NATS, "exactness", walk=True, shows=lambda cell: cell.positions == "stream" and cell.kv is None
     ),
