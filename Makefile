@@ -51,6 +51,8 @@ check: lint types test  ## what CI checks: lint, format, types, tests
 injections: .venv/ready  ## every regression we thought of, injected, here and under another CPU's name: each must be red; an hour or two
 	$(BIN)/python tests/gate_experiment.py --runs 3 --out '$(RESULTS)/injections.jsonl'
 	$(BIN)/python tests/gate_experiment.py --runs 0 --out '$(RESULTS)/injections-elsewhere.jsonl' --elsewhere
+	for name in formats traces; do for cpu in '' --elsewhere; do $(BIN)/python tests/gate_experiment.py --runs 0 --only "($$name)" $$cpu \
+		--baseline leaderboard/baselines/$$name --out "$(RESULTS)/injections-$$name$$cpu.jsonl" || exit 1; done; done
 
 microbench: .venv/ready  ## the inner pieces; perplexity beside frozen loops, a decode step beside Hugging Face: a quarter of an hour
 	$(BIN)/python -m pytest tests/benchmarks/bench_inner.py --benchmark-group-by=group --benchmark-columns=median,iqr,rounds $(ARGS)

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +35,7 @@ from kvbench.harness.core.errors import RefusedModelError, UserError
 from kvbench.harness.records import Record, RecordStore
 from kvbench.harness.records.facts import Facts
 from kvbench.harness.report import baseline, gate
+from kvbench.harness.suite import Cell
 
 WALKED = ("window", "h2o")  # measured if an injection needs the plain walk: one by position, one by attention
 _SAME_MACHINE = ("method", "latency", "prompt", "speed", "memory")  # checks that say nothing of another CPU
@@ -55,7 +56,11 @@ class Experiment:
 
     def unchanged(self, number: int) -> Outcome:
         """A whole run without a change. It must be green."""
-        return self._outcome(f"nothing changed, run {number}", None, self._judged(nullcontext(), None, False))
+        return self._outcome(f"nothing changed, run {number}", None, self._judged(nullcontext(), self.cells, False))
+
+    def showing(self, injection: Injection) -> list[Cell]:
+        """The cells that show a regression."""
+        return [c for c in self.cells if c.task.name in injection.tasks and injection.shows(c)]
 
     def injected(self, name: str, injection: Injection) -> Outcome:
         """A run of broken code. The expected check must be red."""
@@ -65,7 +70,7 @@ class Experiment:
             above = self._band_of(policy)
             if above > share:
                 caught, because = None, f"not caught: the band of {policy} reaches {above:.0%} above its ratio in this baseline"
-        findings = self._judged(injection.broken(), set(injection.tasks), injection.walk)
+        findings = self._judged(injection.broken(), self.showing(injection), injection.walk)
         return self._outcome(name, caught, findings, because, hides=injection.hides is not None)
 
     def tampered(self, name: str, tampering: Tampering) -> Outcome:
@@ -86,12 +91,12 @@ class Experiment:
                 return _outcome(name, tampering.caught, {"load": 1}, 2, says)
         return _outcome(name, tampering.caught, {}, 0, "the baseline was read as if nothing had happened")
 
-    def _judged(self, broken: AbstractContextManager[None], tasks: set[str] | None, walk: bool) -> list[gate.Finding]:
-        """The findings of `bench check` in these tasks' cells while the code is broken, remeasurements included.
+    def _judged(self, broken: AbstractContextManager[None], cells: Sequence[Cell], walk: bool) -> list[gate.Finding]:
+        """The findings of `bench check` in these cells while the code is broken, remeasurements included.
 
         If everything is walked token by token, two policies stand for all.
         """
-        cells = [c for c in self.cells if (tasks is None or c.task.name in tasks) and (not walk or c.name in WALKED)]
+        cells = [c for c in cells if not walk or c.name in WALKED]
         ids = {c.id for c in cells}
         base = ([r for r in self.records if r.cell_id in ids], self.folder)
         tries = itertools.count()
@@ -147,6 +152,8 @@ def planned(experiment: Experiment, runs: int, only: list[str]) -> Iterator[tupl
     for table, do in ((INJECTIONS, experiment.injected), (TAMPERED, experiment.tampered)):
         for name, what in table.items():
             if experiment.elsewhere and what.caught in _SAME_MACHINE:
+                continue
+            if isinstance(what, Injection) and not experiment.showing(what):
                 continue
             if name not in names and (not only or any(part in name for part in only)):
                 yield name, lambda name=name, what=what, do=do: do(name, what)

@@ -5,12 +5,14 @@ Injections that change records, traces or baselines after they were measured are
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -19,8 +21,9 @@ import torch
 from kvbench.harness.core import plugins
 from kvbench.harness.core.device import Marks
 from kvbench.harness.data import lookups, questions
+from kvbench.harness.data.machine import Program
 from kvbench.harness.data.prose import Prose
-from kvbench.harness.engine import closed_form, walk
+from kvbench.harness.engine import closed_form, kivi, store, walk
 from kvbench.harness.engine.budgets import Layout
 from kvbench.harness.engine.loop import BlockInLayers, CachedDecoder
 from kvbench.harness.engine.recompute import RecomputeDecoder
@@ -28,10 +31,13 @@ from kvbench.harness.engine.rotary import Placement, Rotation
 from kvbench.harness.engine.slot_tensors import SlotTensors
 from kvbench.harness.engine.slots import BUCKET, Slots
 from kvbench.harness.run import apart
+from kvbench.harness.suite import Cell
 from kvbench.harness.tasks import lm_eval, perplexity
 from kvbench.harness.tasks.common import answering
+from kvbench.harness.tasks.common.answers import AnsweringTask
 from kvbench.harness.tasks.latency.lane import Lane
 from kvbench.harness.tasks.perplexity import measure
+from kvbench.harness.tasks.trace import programs
 from kvbench.policies.h2o import H2O
 from kvbench.policies.sink_window import SinkWindow
 from kvbench.policies.statistics import AttentionSum
@@ -50,6 +56,7 @@ class Injection:
         because: why the gate does not notice it.
         walk: it breaks the plain walk, so that must be used.
         hides: the policy whose steps are slower, and by which share. A wider band hides it.
+        shows: which cells of these tasks show it. Baselines without such cells leave it out.
     """
 
     broken: Broken
@@ -58,6 +65,7 @@ class Injection:
     because: str = ""
     walk: bool = False
     hides: tuple[str, float] | None = None
+    shows: Callable[[Cell], bool] = lambda cell: True
 
 
 @contextmanager
@@ -213,6 +221,58 @@ def lenient(accepts: Callable[[str, str], bool]) -> Iterator[None]:
         return accepts(said.strip(), target.strip())
 
     with patch.object(lookups, "is_exact", is_exact), patch.object(lm_eval, "is_exact", is_exact):
+        yield
+
+
+@contextmanager
+def anywhere() -> Iterator[None]:
+    """StreamEval accepts an answer that has the right one in it."""
+
+    def is_right(completion, gold):
+        return gold in completion
+
+    judge = classmethod(lambda cls, options, completion, gold: is_right(completion, gold))
+    lenient = partial(answering.answer_questions, is_right=is_right)
+    with patch.object(AnsweringTask, "is_right", judge), patch.object(answering, "answer_questions", lenient):
+        yield
+
+
+@contextmanager
+def all_but_the_last_word() -> Iterator[None]:
+    """An answer is right if the words of a trace are, whatever its last one is."""
+    plain = programs.judged
+
+    def judged(prompt, answer, options):
+        steps = itertools.islice(Program.from_prompt(prompt.split()).steps(), 2 * options.steps)
+        trace = [word for step in steps for word in step.words]
+        return replace(plain(prompt, answer, options), right=answer.split()[:-1] == trace[:-1])
+
+    with patch.object(programs, "judged", judged):
+        yield
+
+
+@contextmanager
+def larger_scale(times: float = 1.1) -> Iterator[None]:
+    """Scales of coded K and V are stored too large."""
+    plain = store.encoded
+
+    def encoded(x, codec):
+        codes, scale, zero = plain(x, codec)
+        return codes, times * scale, zero
+
+    with patch.object(store, "encoded", encoded), patch.object(kivi, "encoded", encoded):
+        yield
+
+
+@contextmanager
+def farther_in_the_stream() -> Iterator[None]:
+    """In positions of the stream, a token counts one too many before it once any has been evicted."""
+    plain = Placement.of_queries
+
+    def of_queries(self, ranks, steps, slots):
+        return plain(self, ranks, steps + (steps > ranks) if self.mode == "stream" else steps, slots)
+
+    with patch.object(Placement, "of_queries", of_queries):
         yield
 
 
@@ -427,6 +487,10 @@ def _of(broken: Broken, tasks: str, caught: str | None, **more) -> Injection:
     return Injection(broken, frozenset(tasks.split()), caught, **more)
 
 
+def _coded(codec: str) -> Callable[[Cell], bool]:
+    return lambda cell: cell.kv is not None and cell.kv.name == codec
+
+
 NATS, ASKED, TASKS = "perplexity", "streameval", "lm_eval"
 LATE = 10_000  # tokens into the stream where late injections begin
 INJECTIONS: dict[str, Injection] = {
@@ -464,5 +528,12 @@ INJECTIONS: dict[str, Injection] = {
     "leak: peak memory many times as large": _of(leak, "memory", "memory"),
     "H2O's steps 30 % slower": _of(lambda: slowdown(blocks=False), "latency", "latency", hides=("h2o", 0.3)),
     "everything 2x slower": _of(lambda: slowdown(1.0, only=None), "latency", "latency", hides=("dense", 1.0)),
+    "int4's scale x1.1 (formats)": _of(larger_scale, NATS, "exactness", shows=_coded("int4")),
+    "KIVI-2's scale x1.1 (formats)": _of(larger_scale, NATS, "exactness", shows=_coded("kivi2")),
+    "one too far in the stream (formats)": _of(
+        farther_in_the_stream, NATS, "exactness", walk=True, shows=lambda cell: cell.positions == "stream" and cell.kv is None
+    ),
+    "the answer is anywhere (formats)": _of(anywhere, ASKED, "trace", shows=lambda cell: cell.task.highest < 100),
+    "the last word is ignored (traces)": _of(all_but_the_last_word, "trace", "trace"),
     "evaluation blocks 5x slower": _of(lambda: slowdown(4.0, only=None, single=False), NATS, "speed"),
 }

@@ -50,7 +50,6 @@ class Steps:
 
     def __init__(self, clock: Clock) -> None:
         self.clock, self.prompts, self.stretch, self.singles = clock, iter(PROMPT_MS), -1, 0
-        self.timed = [ms for rounds in ROUNDS_MS for pair in rounds for ms in pair]
 
     def open(self, *args):
         steps = self
