@@ -131,12 +131,13 @@ def _held(record: Record, dense: Record) -> str:
 
 
 def budgets() -> str:
-    """Return perplexity lost to dense at three budgets, evicting at every step."""
-    columns = {c: perplexities("smollm2-step", "step", c, "cache") for c in (128, 256, 512)}
+    """Return perplexity lost to dense at every budget of the control, evicting at every step."""
+    capacities = sorted({r.cell.capacity for r in measured("smollm2-step") if r.cell.policy == "random" and r.cell.capacity})
+    columns = {capacity: perplexities("smollm2-step", "step", capacity, "cache") for capacity in capacities}
     policies = [p for p in columns[BUDGET] if all(p in column for column in columns.values()) and p != "dense"]
     order = sorted(policies, key=lambda p: loss(columns[BUDGET][p], columns[BUDGET]["dense"]).mean)
     rows = [[name(p), *(percent(loss(column[p], column["dense"])) for column in columns.values())] for p in order]
-    return _markdown(["policy", *(f"{c} tokens" for c in columns)], rows, "lrrr")
+    return _markdown(["policy", *(f"{c} tokens" for c in columns)], rows, "l" + "r" * len(columns))
 
 
 def questions(task: str) -> str:
