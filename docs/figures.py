@@ -12,7 +12,6 @@ import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import scipy.stats
 
@@ -20,10 +19,8 @@ sys.path.insert(0, str(Path(__file__).parent / "images"))
 
 import backcopy
 import draw
-import equal
 import zoo
 
-from kvbench.harness.core.codec import QUANTIZED_CACHE
 from kvbench.harness.data.backcopy import best_nll, text
 from kvbench.harness.records import RecordStore
 from kvbench.harness.records.metrics import AnswerMetrics, NllMetrics, QuestionMetrics
@@ -44,9 +41,6 @@ def figures() -> dict[str, str]:
             *_budget(),
             *_staircase(),
             *_long(),
-            *_equal(),
-            *_equal_on_books(),
-            *_pages(),
             *_vectors(),
             *_backcopy(),
         ]
@@ -125,59 +119,6 @@ def _long() -> Iterator[tuple[str, str]]:
             yield f"{name}/told", f"{100 * sum(b.right for b in told) / sum(b.count for b in told):.1f} %"
         if all(m.held is not None for m in found):
             yield f"{name}/held", f"{100 * statistics.mean(m.held or 0 for m in found):.0f} %"
-
-
-def _equal() -> Iterator[tuple[str, str]]:
-    """equal/PANEL/NAME: right answers, or perplexity lost to dense, of a cache; with /bytes at its end: of dense's.
-
-    equal/PANEL/1/8/right and so on: of the best at a size; /name: which that is.
-    """
-    for panel, item in equal.measured().items():
-        rows = {row["id"]: row for row in item["rows"]}
-        for row in rows.values():
-            name, held = f"equal/{panel}/{row['name']}", 1 / row["kv_share"]
-            yield name, _quality(row, item["measure"])
-            yield f"{name}/bytes", f"1/{held:.0f}" if held >= 9.5 else f"1/{held:.1f}"
-        for size in item["sizes"]:
-            best, at = rows[size["ranks"][0]["id"]], f"equal/{panel}/1/{1 / size['share']:.0f}"
-            yield f"{at}/name", best["name"]
-            yield f"{at}/right", _quality(best, item["measure"])
-            yield f"{at}/of", f"{len(size['ranks'])}"
-            alone = [rows[place["id"]] for place in size["ranks"] if not rows[place["id"]]["stored"]]
-            if alone:
-                yield f"{at}/dtype/name", alone[0]["name"]
-                yield f"{at}/dtype/right", _quality(alone[0], item["measure"])
-
-
-def _equal_on_books() -> Iterator[tuple[str, str]]:
-    """Figure "equal on books/FORMAT": perplexity lost if all tokens are kept, stored so; with /bytes at its end: of dense's."""
-    found = {}
-    for record in RecordStore(zoo.RESULTS / "equal_bytes_pg19").read_all()[0]:
-        read = record.measured(NllMetrics)
-        if record.cell.policy in ("dense", QUANTIZED_CACHE) and read is not None:
-            found[record.cell.stored or "dtype"] = read.perplexity, read.kv_held_bytes
-    exact, most = found["dtype"]
-    for name, (perplexity, held) in found.items():
-        yield f"equal on books/{name}", f"{100 * (perplexity / exact - 1):.1f} %"
-        yield f"equal on books/{name}/bytes", f"1/{most / held:.1f}"
-
-
-def _quality(row: dict[str, Any], measure: str) -> str:
-    if measure == "answers":
-        return f"{100 * row['answers'][0]['share']:.0f} %"
-    return "0 %" if row["loss"] is None else f"{max(row['loss']['value'], 0):.1f} %"
-
-
-def _pages() -> Iterator[tuple[str, str]]:
-    """pages/TASK/POLICY/MOMENT: right answers, or perplexity."""
-    for record in RecordStore(zoo.RESULTS / "pages").read_all()[0]:
-        answers, text = record.measured(QuestionMetrics), record.measured(NllMetrics)
-        task = str(record.cell.options.get("tasks", "prose")).removeprefix("kvbench_")
-        name = f"pages/{task}/{record.cell.policy}/{record.cell.evicts}"
-        if answers is not None:
-            yield name, f"{100 * (answers.accuracy or 0):.0f} %"
-        elif text is not None:
-            yield name, f"{text.perplexity:.3f}"
 
 
 def _vectors() -> Iterator[tuple[str, str]]:
