@@ -86,7 +86,7 @@ def smollm2() -> str:
         perplexities("smollm2-step", "step", BUDGET, "cache"),
         perplexities("smollm2-prompt", "prompt", BUDGET, "stream"),
     ]
-    policies = sorted({policy for column in columns for policy in column}, key=lambda p: _worst(p, columns))
+    policies = sorted({policy for column in columns for policy in column}, key=lambda p: _mean_loss(p, columns))
     rows = [
         [name(policy), *(_cell(column, policy, lambda r, c: percent(loss(r, c["dense"]))) for column in columns)]
         for policy in policies
@@ -94,7 +94,7 @@ def smollm2() -> str:
     return _markdown(["policy, 256 tokens per head", "evicting at every step", "evicting once, after 1,024 tokens"], rows, "lrr")
 
 
-def _worst(policy: str, columns: Sequence[dict[str, Record]]) -> float:
+def _mean_loss(policy: str, columns: Sequence[dict[str, Record]]) -> float:
     """Return a policy's mean loss over the columns that have the policy; dense comes first."""
     if policy == "dense":
         return -math.inf
@@ -138,12 +138,13 @@ def _held(record: Record, dense: Record) -> str:
 
 
 def budgets() -> str:
-    """Return perplexity lost to dense at every budget of the control, evicting at every step."""
+    """Return perplexity lost to dense at every budget of the control, evicting at every step; empty where not measured."""
     capacities = sorted({r.cell.capacity for r in measured("smollm2-step") if r.cell.policy == "random" and r.cell.capacity})
     columns = {capacity: perplexities("smollm2-step", "step", capacity, "cache") for capacity in capacities}
-    policies = [p for p in columns[BUDGET] if all(p in column for column in columns.values()) and p != "dense"]
-    order = sorted(policies, key=lambda p: loss(columns[BUDGET][p], columns[BUDGET]["dense"]).mean)
-    rows = [[name(p), *(percent(loss(column[p], column["dense"])) for column in columns.values())] for p in order]
+    policies = sorted((p for p in columns[BUDGET] if p != "dense"), key=lambda p: _mean_loss(p, [columns[BUDGET]]))
+    rows = [
+        [name(p), *(_cell(column, p, lambda r, c: percent(loss(r, c["dense"]))) for column in columns.values())] for p in policies
+    ]
     return _markdown(["policy", *(f"{c} tokens" for c in columns)], rows, "l" + "r" * len(columns))
 
 
