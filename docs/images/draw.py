@@ -16,7 +16,7 @@ FOLDER = Path(__file__).parent
 RESULTS = FOLDER.parents[1] / "leaderboard" / "results"
 PICTURES = {  # file: folder of records, and the policies that it shows; None: all
     "quality-against-bytes": ("budget", None),
-    "smollm2-budgets": ("smollm2_step", ("dense", "h2o", "random", "sink_window", "window")),
+    "smollm2-budgets": ("smollm2_step", ("dense", "h2o", "random", "sink_window")),
 }
 
 
