@@ -1,4 +1,4 @@
-"""Other intervals for the mean of dependent data, which docs/statistics.md compares with ours. No result uses them."""
+"""Other intervals for the mean of dependent data, which docs/experiments.md compares with ours. No result uses them."""
 
 from __future__ import annotations
 
