@@ -205,6 +205,17 @@ def test_memory_is_held(metrics, check, state):
     assert [f.state for f in findings if f.check == check] == [state]
 
 
+@pytest.mark.parametrize(
+    ("flag", "state"),
+    [("its peak rose by 12 bytes", "ok"), ("cliff at token 256", "regression")],
+    ids=["the same with another number", "of another kind"],
+)
+def test_a_flag_beside_one_that_the_baseline_has(flag, state):
+    before = memory(flags=["its peak rose by 9 bytes"])
+    findings = gate.check(([before], Path()), ([memory(flags=["its peak rose by 9 bytes", flag])], Path()), {})
+    assert [f.state for f in findings if f.check == "flags"] == [state]
+
+
 def test_a_fifth_of_the_peak_is_too_good():
     """A measurement that misses most of it looks like that, and nothing else does: pages vary by less than half a MiB."""
     base, fifth = memory(peak_bytes=2_500_000), memory(peak_bytes=500_000)
