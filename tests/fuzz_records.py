@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[1]
 BASELINE = ROOT / "leaderboard/baselines/quickstart"
 SOUND = {  # valid records of each task
     BASELINE / "quickstart": {"perplexity": 4, "streameval": 4, "latency": 4, "memory": 2},
-    ROOT / "leaderboard/results/zeroshot-builtin": {"lm_eval": 6},
+    ROOT / "leaderboard/results/zeroshot_builtin": {"lm_eval": 6},
 }
 HANGS = 60  # seconds
 NESTED: Any = [[]]
