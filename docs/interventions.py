@@ -1,4 +1,4 @@
-"""What is said to prevent attention sinks, tried on Bigram-Backcopy: a table of docs/pretraining.md.
+"""What is said to prevent attention sinks, tried on Bigram-Backcopy: a table of docs/sinks.md.
 
     python docs/interventions.py --train DIR   # trains what DIR lacks, a minute each; measures it
     python docs/interventions.py               # writes the table from docs/data/interventions.jsonl
@@ -29,7 +29,7 @@ from kvbench.harness.report.markdown import table
 from kvbench.harness.tasks.attention.notes import Notes
 
 FOLDER = Path(__file__).parent
-FILE, PAGE = FOLDER / "data" / "interventions.jsonl", FOLDER / "pretraining.md"
+FILE, PAGE = FOLDER / "data" / "interventions.jsonl", FOLDER / "sinks.md"
 SHORTER, SEEDS = ["training.tokens=4096000", "training.keep=[]"], (0, 1, 2)
 TEXTS, SEED_OF_TEXTS, EPSILON = 128, 1_000_003, 0.3
 GU, GUO, KAUL, HE = "Gu et al. 2024", "Guo et al. 2024", "Kaul et al. 2024", "He et al. 2024"
