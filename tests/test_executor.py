@@ -101,7 +101,7 @@ def same(records, others):
         for name in ("threads", "method", "block", "weights_sha256", "policy_sha256", "keep_map"):
             assert getattr(record.facts, name) == getattr(other.facts, name), name
         other.facts, other.finished = record.facts, record.finished
-    assert feed(records, {}) == feed(others, {})
+    assert feed(records) == feed(others)
 
 
 @pytest.mark.slow("measures suites")

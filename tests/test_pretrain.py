@@ -231,7 +231,7 @@ def test_a_recipe_is_changed_from_the_command_line():
     ("change", "says"),
     [
         ("seed", "--set seed: expected KEY=VALUE, such as shape.hidden=256"),
-        ("seed=[", r"--set seed=\[: expected KEY=VALUE"),
+        ("seed=[", r"--set seed=\[: '\[' is not YAML"),
         ("seed.x=1", "--set seed.x=1: seed has no parts"),
         ("shape.width=3", "shape.width: Extra inputs are not permitted"),
     ],

@@ -175,14 +175,14 @@ def test_it_ends_in_a_sentence_a_table_and_a_page_and_resumes(small, tmp_path, c
     assert head[:3] == ["policy", "text", "after a prompt"]
     assert {"once, seen", "once, unseen", "needle, seen", "needle, unseen", "ms/token"} <= set(head)
     assert {row[0] for row in rows} == {"dense", "sink_window", "snapkv"}
-    assert "builtin:recall, 96 tokens: snapkv" in " ".join(out.split())
+    assert "builtin:recall, 96 tokens: no policy is better than snapkv at anything" in " ".join(out.split())
     assert (tmp_path / "index.html").exists()
     measured_at = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.json") if file.name != "feed.json"}
     (suite,) = tmp_path.rglob("*.yaml")
     kept = suite.read_text()
     code, out, err = bench(capsys, *command, "--json")
     assert code == 0
-    assert json.loads(out)["sentence"].startswith("builtin:recall, 96 tokens: snapkv")
+    assert json.loads(out)["sentence"].startswith("builtin:recall, 96 tokens: no policy is better than snapkv")
     assert "trying policies" not in err
     assert {file: file.stat().st_mtime_ns for file in measured_at} == measured_at
     assert suite.read_text() == kept
