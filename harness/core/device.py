@@ -6,6 +6,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -115,10 +116,15 @@ def bandwidth(device: torch.device) -> float:
 
 
 def multiply_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Floating-point operations per second in a product of large matrices."""
+    """Return floating-point operations per second in a product of large matrices.
+
+    On a CPU it is at least the rate of float32: a processor without instructions for 16 bits may compute some products in
+    float32, and large square ones far more slowly.
+    """
     side = _MATRIX_SIDE.get(device.type, _MATRIX_SIDE["cpu"])
-    x = torch.rand(side, side, device=device, dtype=torch.float32).to(dtype)
-    return 2 * side**3 / _best_of_threads(lambda: x @ x, device, _TIMED_PRODUCTS)
+    x = torch.rand(side, side, device=device, dtype=torch.float32)
+    operands = [x.to(dtype)] if device.type == "cuda" or dtype == torch.float32 else [x.to(dtype), x]
+    return 2 * side**3 / min(_best_of_threads(partial(torch.matmul, x, x), device, _TIMED_PRODUCTS) for x in operands)
 
 
 def _best_of_threads(work: Callable[[], object], device: torch.device, repeats: int) -> float:
