@@ -28,7 +28,7 @@ from unittest.mock import patch
 
 from kvbench.harness.cli import main as bench
 from kvbench.harness.core.errors import Exit
-from kvbench.harness.core.packed import content, stored, write_plain
+from kvbench.harness.core.packed import content, packed, stored
 from kvbench.harness.records import RecordStore, digest
 
 ROOT = Path(__file__).parents[1]
@@ -236,7 +236,8 @@ def _folder(folder: Path, files: list[tuple[Path, str]], draw: random.Random, co
         path.parent.mkdir(exist_ok=True)
         for file in source.parent.glob(f"{glob_escaped(source.stem)}.*"):
             shutil.copy(file, path.parent)
-        write_plain(path, content(source))
+        path.write_bytes(content(source))
+        packed(path).unlink(missing_ok=True)
         if number not in chosen:
             continue
         how = draw.random()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvbench.harness.core.packed import content, stored, unpacked, write_plain
+from kvbench.harness.core.packed import content, packed, stored, unpacked
 from kvbench.harness.report.baseline import FILE
 
 Edit = Callable[[dict[str, Any]], None]  # changes a record's JSON value
@@ -45,7 +45,8 @@ def edited(task: str, edit: Edit) -> Callable[[Path], None]:
         for path in _records(folder, task):
             value = json.loads(content(path))
             edit(value)
-            write_plain(path, json.dumps(value, indent=1).encode())
+            path.write_text(json.dumps(value, indent=1), encoding="utf-8")
+            packed(path).unlink(missing_ok=True)
 
     return change
 

@@ -25,7 +25,7 @@ class Exit(IntEnum):
     """The exit codes of `bench`. The documentation has the same table."""
 
     OK = 0
-    NO = 1  # the command's answer is no: a regression, a record that is not correct, a submission that is refused
+    NO = 1  # the command's answer is no: a regression, a record that is not correct
     MISTAKE = 2  # the user's: a typo, a missing file, a refused model, a held lock, a full disk
     NOT_COMPARABLE = 3  # the gate has nothing to compare with: another text, a missing record
     FAILED_CELLS = 4  # the run is complete, but some cells have no figures

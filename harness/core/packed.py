@@ -90,15 +90,3 @@ def write_packed(path: Path, data: bytes) -> Path:
         file.write(bz2.compress(data))
     path.unlink(missing_ok=True)
     return target
-
-
-def write_plain(path: Path, data: bytes) -> Path:
-    """Write a file, which replaces its compressed form. Returns its path.
-
-    Raises:
-        OSError: it can't be written.
-    """
-    with atomic_write(path, "wb") as file:
-        file.write(data)
-    packed(path).unlink(missing_ok=True)
-    return path
