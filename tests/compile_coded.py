@@ -24,9 +24,9 @@ from triton.compiler import ASTSource
 from warp_races import races
 
 from kvbench.harness.core.codec import Codec
-from kvbench.harness.engine.kernels.cuda_attention import WARPS
-from kvbench.harness.engine.kernels.cuda_coded import constants
-from kvbench.harness.engine.kernels.triton_coded import attend_coded
+from kvbench.harness.kernels.cuda_attention import WARPS
+from kvbench.harness.kernels.cuda_coded import constants
+from kvbench.harness.kernels.triton_coded import attend_coded
 
 CODECS = [Codec("int8"), Codec("int4"), Codec("int2"), Codec("int4", 32, 4, 32)]
 NUMBERS = {"first", "slots", "attended", "part", "limit"}

@@ -23,11 +23,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from warp_races import barriers, races, repeated
 
-from kvbench.harness.engine.kernels import triton_kernels as kernels
-from kvbench.harness.engine.kernels.cuda import _policy_module
-from kvbench.harness.engine.kernels.cuda_attention import _JOINED_PARTS, BOOKKEEPING_BLOCK, WARPS, sizes
-from kvbench.harness.engine.kernels.tracing import TRITON, Formulas, traced
 from kvbench.harness.engine.slots import LayerShape
+from kvbench.harness.kernels import triton_kernels as kernels
+from kvbench.harness.kernels.cuda import _policy_module
+from kvbench.harness.kernels.cuda_attention import _JOINED_PARTS, BOOKKEEPING_BLOCK, WARPS, sizes
+from kvbench.harness.kernels.tracing import TRITON, Formulas, traced
 from kvbench.policies import AttentionSum, KeyNorm, Policy, RecentAttention
 from kvbench.policies.h2o import H2O
 from kvbench.policies.random import Random

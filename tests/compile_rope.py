@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from warp_races import races
 
-from kvbench.harness.engine.kernels import rope, triton_rotate
+from kvbench.harness.kernels import rope, triton_rotate
 
 DIMS = {
     "stories-260k": (8, 4),

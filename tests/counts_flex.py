@@ -21,17 +21,16 @@ from factories import slots_for
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kvbench.harness.engine import flex
 from kvbench.harness.engine.attention import Terms
 from kvbench.harness.engine.closed_form import closed_form
 from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.kernels import rope
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import Method
 from kvbench.harness.engine.model import adopt
 from kvbench.harness.engine.rotary import Rotation
 from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.slots import LayerShape
+from kvbench.harness.kernels import flex, rope
 from kvbench.harness.models.families import tiny_model
 from kvbench.policies import Policy
 from kvbench.policies.sink_window import SinkWindow

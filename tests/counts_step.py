@@ -25,9 +25,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvbench.harness.engine import fused
 from kvbench.harness.engine.attention import NAME, RotaryFunctions
 from kvbench.harness.engine.model import Model, UnsupportedModelError, adopt
+from kvbench.harness.kernels import fused
 from kvbench.harness.models.families import FAMILIES, tiny_model
 
 LLAMA_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}

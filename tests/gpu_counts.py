@@ -29,7 +29,7 @@ from factories import slots_for
 from triton.backends.compiler import GPUTarget
 
 from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.kernels.cuda_attention import AttentionKernels
+from kvbench.harness.kernels.cuda_attention import AttentionKernels
 from kvbench.policies.h2o import H2O
 
 

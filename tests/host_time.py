@@ -23,10 +23,10 @@ from factories import slots_for
 from triton.backends.compiler import GPUTarget
 
 from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.kernels import cuda
 from kvbench.harness.engine.rotary import Rotation
 from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.slots import LayerShape
+from kvbench.harness.kernels import cuda
 from kvbench.policies.h2o import H2O
 
 TOKENS, CAPACITY, STREAMS = 1024, 2048, 1

@@ -10,11 +10,11 @@ import pytest
 import torch
 from conftest import DEVICE, model_of, tokens_of
 
-from kvbench.harness.engine import captured
-from kvbench.harness.engine.captured import CAPTURE_AFTER, PROCESS, CudaGraph, StepGraphs, dry_run
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import EAGER, FASTEST, PLAIN_WALK
+from kvbench.harness.kernels import captured
+from kvbench.harness.kernels.captured import CAPTURE_AFTER, PROCESS, CudaGraph, StepGraphs, dry_run
 from kvbench.harness.tasks.latency import LatencyOptions
 from kvbench.harness.tasks.latency.lane import Lane
 from kvbench.harness.tasks.task import Job

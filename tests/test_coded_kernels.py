@@ -15,12 +15,12 @@ from kvbench.harness.core.codec import Codec, Kivi
 from kvbench.harness.engine.comparison import ReferenceComparison, record_inputs
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fastcheck import fast_method
-from kvbench.harness.engine.kernels import compiler
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import FASTEST, PLAIN_WALK, RAN, TOKEN_BY_TOKEN
 from kvbench.harness.engine.model import Model, adopt
 from kvbench.harness.engine.trial import MethodCheck
 from kvbench.harness.engine.walk import Walk
+from kvbench.harness.kernels import compiler
 from kvbench.harness.models.families import tiny_model
 from kvbench.policies import Policy
 from kvbench.policies.dense import Dense

@@ -16,9 +16,9 @@ from test_coded_kernels import BY_KERNEL, model_with, parts_of, refuse_unequal
 from kvbench.harness.core.codec import Codec, Kivi
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fastcheck import fast_method
-from kvbench.harness.engine.kernels import choose, cuda, cuda_attention
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import PLAIN_WALK
+from kvbench.harness.kernels import choose, cuda, cuda_attention
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
 from kvbench.policies.sink_window import SinkWindow

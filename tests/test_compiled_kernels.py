@@ -17,10 +17,10 @@ from factories import needs_triton
 from warp_races import barriers, races, repeated
 
 from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.kernels import choose, cuda, cuda_attention
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import KERNELS, PLAIN_WALK
 from kvbench.harness.engine.model import adopt
+from kvbench.harness.kernels import choose, cuda, cuda_attention
 from kvbench.harness.models.families import tiny_model
 from kvbench.policies.h2o import H2O
 

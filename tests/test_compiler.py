@@ -20,9 +20,9 @@ from conftest import bench, model_of
 from kvbench.harness.core import user_cache
 from kvbench.harness.engine import fastcheck
 from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.kernels import compiler
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import EAGER, FASTEST
+from kvbench.harness.kernels import compiler
 from kvbench.harness.models import hub
 from kvbench.policies import AttentionSum, Policy
 from kvbench.policies.h2o import H2O
@@ -292,7 +292,7 @@ def test_what_has_no_kernel_by_its_nature_is_no_fall_back_and_says_why():
 @needs_compiler
 def test_processes_that_build_at_once_all_have_their_function(cache):
     code = (
-        "from kvbench.harness.engine.kernels.compiler import built_of\nfrom kvbench.policies.random import Random\n"
+        "from kvbench.harness.kernels.compiler import built_of\nfrom kvbench.policies.random import Random\n"
         "found = built_of(Random().bind(20), 'release.c', 'release')\nassert found.function, found.why_not"
     )
     children = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(3)]

@@ -9,13 +9,13 @@ from factories import MODES, Odd, needs_compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.harness.engine import closed_form, fastcheck, flex, walk
+from kvbench.harness.engine import closed_form, fastcheck, walk
 from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.kernels import compiler, cpu_walk
-from kvbench.harness.engine.kernels.tracing import NotTraceableError, traced
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import FASTEST, KERNELS, PLAIN_WALK, TOKEN_BY_TOKEN, Method
 from kvbench.harness.engine.trial import MethodCheck
+from kvbench.harness.kernels import compiler, cpu_walk, flex
+from kvbench.harness.kernels.tracing import NotTraceableError, traced
 from kvbench.policies import AttentionSum, CacheView
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O

@@ -12,15 +12,10 @@ from conftest import DEVICE, model_of, tokens_of
 from factories import needs_compiler
 
 from kvbench.harness.core.plugins import task_class
-from kvbench.harness.engine import fastcheck, fused, trial
-from kvbench.harness.engine.captured import StepGraphs
+from kvbench.harness.engine import fastcheck, trial
 from kvbench.harness.engine.closed_form import ClosedForm
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fastcheck import fast_method
-from kvbench.harness.engine.fused import FusedStepError
-from kvbench.harness.engine.kernels import cpu_walk
-from kvbench.harness.engine.kernels.compiler import built_of
-from kvbench.harness.engine.kernels.cpu import StepKernel, WalkKernel
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import EAGER, FASTEST, PLAIN_WALK
 from kvbench.harness.engine.model import _COMPILED, Model, adopt
@@ -28,6 +23,11 @@ from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.runs import RunReader
 from kvbench.harness.engine.trial import MethodCheck
 from kvbench.harness.engine.walk import Walk
+from kvbench.harness.kernels import cpu_walk, fused
+from kvbench.harness.kernels.captured import StepGraphs
+from kvbench.harness.kernels.compiler import built_of
+from kvbench.harness.kernels.cpu import StepKernel, WalkKernel
+from kvbench.harness.kernels.fused import FusedStepError
 from kvbench.harness.models.families import tiny_model
 from kvbench.harness.run import reading
 from kvbench.policies.dense import Dense

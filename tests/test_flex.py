@@ -6,9 +6,10 @@ import counts_flex
 import pytest
 import torch
 
-from kvbench.harness.engine import banded, flex
+from kvbench.harness.engine import banded
 from kvbench.harness.engine.attention import Terms
 from kvbench.harness.engine.banded import Sinks
+from kvbench.harness.kernels import flex
 
 TERMS = Terms(0.25)
 

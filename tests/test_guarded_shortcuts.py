@@ -15,13 +15,13 @@ from conftest import DEVICE, model_of
 from factories import needs_compiler, needs_triton
 from test_fastcheck import Graph, OnCuda
 
-from kvbench.harness.engine import banded, closed_form, comparison, fastcheck, flex, shortcuts, trial
+from kvbench.harness.engine import banded, closed_form, comparison, fastcheck, shortcuts, trial
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fastcheck import FastCheck, fast_method
-from kvbench.harness.engine.kernels import choose, cpu, cpu_walk, cuda, rope
-from kvbench.harness.engine.kernels.compiler import built_of
 from kvbench.harness.engine.model import UnsupportedModelError, adopt
 from kvbench.harness.engine.runs import RunReader
+from kvbench.harness.kernels import choose, cpu, cpu_walk, cuda, flex, rope
+from kvbench.harness.kernels.compiler import built_of
 from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.selfcheck import check
 from kvbench.policies.h2o import H2O
@@ -231,7 +231,7 @@ def test_captured_steps(monkeypatch, captured, graph, every):
 @pytest.mark.slow("takes seconds")
 @needs_compiler
 def test_captured_steps_of_compiled_code(monkeypatch, captured):
-    monkeypatch.setattr("kvbench.harness.engine.fused._BACKEND", "eager")
+    monkeypatch.setattr("kvbench.harness.kernels.fused._BACKEND", "eager")
     monkeypatch.setattr("test_fastcheck.Graph", OfCompiledCode)
     monkeypatch.setattr(Graph, "of_compiled_code", [])
     found = fast_method(model_of("llama"), HEAVY, fused=True)

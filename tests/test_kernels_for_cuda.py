@@ -10,11 +10,11 @@ from conftest import DEVICE, model_of, nll, tokens_of
 from factories import Odd, needs_triton
 
 from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.kernels import choose, cuda, cuda_attention
-from kvbench.harness.engine.kernels.tracing import TRITON, traced
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import KERNELS, PLAIN_WALK
 from kvbench.harness.engine.model import Model, adopt
+from kvbench.harness.kernels import choose, cuda, cuda_attention
+from kvbench.harness.kernels.tracing import TRITON, traced
 from kvbench.harness.models.families import tiny_model
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O

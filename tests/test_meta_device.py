@@ -27,17 +27,16 @@ from torch.utils._pytree import tree_leaves
 
 from kvbench.harness.core.codec import Codec, Kivi
 from kvbench.harness.core.plugins import policy_class
-from kvbench.harness.engine import flex
-from kvbench.harness.engine.captured import StepGraphs
 from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.kernels import choose, cuda, cuda_attention, rope
-from kvbench.harness.engine.kernels.compiler import why_untraced
-from kvbench.harness.engine.kernels.states import why_unserved
 from kvbench.harness.engine.loop import CachedDecoder, decoder
 from kvbench.harness.engine.method import EAGER, KERNELS, TOKEN_BY_TOKEN, Method
 from kvbench.harness.engine.model import Model, adopt
 from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.slots import BUCKET, LayerShape
+from kvbench.harness.kernels import choose, cuda, cuda_attention, flex, rope
+from kvbench.harness.kernels.captured import StepGraphs
+from kvbench.harness.kernels.compiler import why_untraced
+from kvbench.harness.kernels.states import why_unserved
 from kvbench.harness.models.families import FAMILIES as FAMILY_SIZES
 from kvbench.harness.models.families import tiny_model
 from kvbench.policies import Policy

@@ -13,7 +13,7 @@ from attention_walk import best, lists_of, walk_lists, walk_policy
 from conftest import model_of, tokens_of
 from prompt_views import dense_pass, kept, prompt_views
 
-from kvbench.harness.engine.kernels.tracing import traced
+from kvbench.harness.kernels.tracing import traced
 from kvbench.policies.chunkkv import ChunkKV
 from kvbench.policies.finch import Finch
 from kvbench.policies.h2o import H2O

@@ -8,7 +8,7 @@ import pytest
 import torch
 from factories import uniform_number
 
-from kvbench.harness.engine.kernels.tracing import NotTraceableError, traced
+from kvbench.harness.kernels.tracing import NotTraceableError, traced
 from kvbench.policies import CacheView, Policy
 from kvbench.policies.bigbird_static import BigBirdStatic
 from kvbench.policies.lacache import LaCache

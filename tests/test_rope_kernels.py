@@ -13,12 +13,11 @@ import torch
 from conftest import DEVICE, model_of, nll, tokens_of
 from factories import needs_triton
 
-from kvbench.harness.engine import flex
 from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.kernels import rope
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import TOKEN_BY_TOKEN, Method
 from kvbench.harness.engine.rotary import Rotation, _candidates, rotate
+from kvbench.harness.kernels import flex, rope
 from kvbench.policies.sink_window import SinkWindow
 from kvbench.policies.window import Window
 

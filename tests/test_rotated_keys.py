@@ -9,10 +9,10 @@ from factories import MODES, needs_triton
 
 from kvbench.harness.engine.budgets import Layout
 from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.kernels import choose, cuda
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import EAGER, FASTEST, KERNELS, TOKEN_BY_TOKEN
 from kvbench.harness.engine.rotary import rotate
+from kvbench.harness.kernels import choose, cuda
 from kvbench.policies import KeyNorm, Policy
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O

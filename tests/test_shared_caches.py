@@ -16,13 +16,13 @@ from kvbench.harness.core.errors import UserError
 from kvbench.harness.engine import probes
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.fastcheck import fast_method
-from kvbench.harness.engine.fused import FusedStepError
 from kvbench.harness.engine.loop import BlockInLayers, CachedDecoder, decoder
 from kvbench.harness.engine.method import EAGER, FASTEST, TOKEN_BY_TOKEN, Method
 from kvbench.harness.engine.model import Model, UnsupportedModelError, adopt
 from kvbench.harness.engine.own_attention import own_attention
 from kvbench.harness.engine.walk import Walk
 from kvbench.harness.engine.watch import watch
+from kvbench.harness.kernels.fused import FusedStepError
 from kvbench.harness.models.config import read_config
 from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.load import load_model

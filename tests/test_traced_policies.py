@@ -14,14 +14,14 @@ from torch import Tensor
 from traced_policies import PLAIN, WRITTEN, Mixed
 
 from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.kernels import choose, cpu, cuda, states
-from kvbench.harness.engine.kernels.expressions import NotTraceableError
-from kvbench.harness.engine.kernels.tracing import TRITON, traced
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import KERNELS, TOKEN_BY_TOKEN
 from kvbench.harness.engine.rotary import Rotation, rotate
 from kvbench.harness.engine.rows import Rows, Windows
 from kvbench.harness.engine.slots import Budget, LayerShape, Slots
+from kvbench.harness.kernels import choose, cpu, cuda, states
+from kvbench.harness.kernels.expressions import NotTraceableError
+from kvbench.harness.kernels.tracing import TRITON, traced
 from kvbench.policies import Attention, AttentionSum, KeyNorm, Policy, Statistic, Written
 from kvbench.policies.h2o import H2O
 from kvbench.policies.random import Random

@@ -23,13 +23,13 @@ from torch import Tensor
 from kvbench.harness.engine import rotary
 from kvbench.harness.engine.attention import Terms
 from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.kernels import choose, cuda, cuda_attention
 from kvbench.harness.engine.method import TOKEN_BY_TOKEN, Method
 from kvbench.harness.engine.plan import Block, Step
 from kvbench.harness.engine.rotary import LONGEST_STREAM, Rotation
 from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.slots import LayerShape, Slots
 from kvbench.harness.engine.walk import Walk
+from kvbench.harness.kernels import choose, cuda, cuda_attention
 from kvbench.policies import Policy
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O

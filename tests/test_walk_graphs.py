@@ -12,13 +12,12 @@ import torch
 from conftest import DEVICE, nll, tokens_of
 from factories import needs_triton
 
-from kvbench.harness.engine import captured
-from kvbench.harness.engine.captured import PROCESS, replayable
 from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.kernels import choose, cuda
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import KERNELS, PLAIN_WALK, RAN
 from kvbench.harness.engine.model import adopt
+from kvbench.harness.kernels import captured, choose, cuda
+from kvbench.harness.kernels.captured import PROCESS, replayable
 from kvbench.harness.models.families import tiny_model
 from kvbench.policies import KeyNorm, Policy
 from kvbench.policies.h2o import H2O

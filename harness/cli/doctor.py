@@ -100,7 +100,7 @@ def _memory() -> str:
 
 
 def _compiler() -> str:
-    from kvbench.harness.engine.kernels.compiler import why_not
+    from kvbench.harness.kernels.compiler import why_not
     from kvbench.policies.h2o import H2O
 
     return f"can't compile H2O's walk: {reason}" if (reason := why_not(H2O().bind(8))) else "builds kernels for this CPU"

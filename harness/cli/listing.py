@@ -94,7 +94,7 @@ def _with_defaults(policy: type[Policy]) -> Policy | None:
 
 def _blocks(policy_class: type[Policy]) -> str:
     """How blocks of tokens are read under a policy with its defaults, on a CPU."""
-    from kvbench.harness.engine.kernels.compiler import why_not
+    from kvbench.harness.kernels.compiler import why_not
     from kvbench.policies.reset import Reset
 
     if not policy_class.caches:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from kvbench.harness.engine.attention import Terms, weights
-from kvbench.harness.engine.flex import flex
-from kvbench.harness.engine.kernels import rope
+from kvbench.harness.kernels import rope
+from kvbench.harness.kernels.flex import flex
 
 _MIN_CHUNK, _MAX_CHUNK = 64, 128  # queries at once: the window's size, within these bounds
 

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from kvbench.harness.engine.attention import Terms
 from kvbench.harness.engine.banded import Rope, Sinks, banded
-from kvbench.harness.engine.flex import TILE, can_be_flex, whole_tiles
 from kvbench.harness.engine.held import Held
-from kvbench.harness.engine.kernels import rope
 from kvbench.harness.engine.method import RAN
 from kvbench.harness.engine.rotary import Rotation, rotate
 from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.slots import LayerShape, Slots
+from kvbench.harness.kernels import rope
+from kvbench.harness.kernels.flex import TILE, can_be_flex, whole_tiles
 from kvbench.policies import PositionMode
 
 

@@ -20,7 +20,6 @@ from torch import Tensor
 from kvbench.harness.core.contestants import Contestant
 from kvbench.harness.engine.attention import Terms
 from kvbench.harness.engine.budgets import Layout, Table, static_table
-from kvbench.harness.engine.captured import StepGraphs
 from kvbench.harness.engine.decoder import CacheConfig, Decoder
 from kvbench.harness.engine.foreign import ForeignDecoder
 from kvbench.harness.engine.method import EAGER, Method
@@ -34,6 +33,7 @@ from kvbench.harness.engine.reset import ResetDecoder, between_resets
 from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.slots import Slots
 from kvbench.harness.engine.walk import Walk
+from kvbench.harness.kernels.captured import StepGraphs
 
 
 def decoder(model: Model, config: CacheConfig, streams: int = 1, method: Method = EAGER) -> Decoder:

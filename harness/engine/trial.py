@@ -24,11 +24,11 @@ from kvbench.harness.engine.comparison import (
     rounding_of,
 )
 from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.flex import TILE
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import PLAIN_WALK, RAN, TOKEN_BY_TOKEN, Method
 from kvbench.harness.engine.model import Model
 from kvbench.harness.engine.slots import Slots
+from kvbench.harness.kernels.flex import TILE
 
 _ATTEMPTS = 3  # with other tokens, where a head holds other tokens than the plain walk's
 _EVICTING_TOKENS = 8  # of the block in which a cache gets full

@@ -27,13 +27,13 @@ from torch import Tensor
 from kvbench.harness.engine.attention import Terms, logits_of, weights
 from kvbench.harness.engine.closed_form import ClosedForm, closed_form
 from kvbench.harness.engine.held import writes
-from kvbench.harness.engine.kernels.choose import Kernels, kernels_for
 from kvbench.harness.engine.method import EAGER, RAN, Method
 from kvbench.harness.engine.plan import Block, Closed, CompiledWalk, Fill, Places, PlainWalk, Plan, Runs, Step
 from kvbench.harness.engine.rotary import Placement, QueryFactors, rotate
 from kvbench.harness.engine.rows import Rows, Windows
 from kvbench.harness.engine.shortcuts import Shortcuts
 from kvbench.harness.engine.slots import Slots
+from kvbench.harness.kernels.choose import Kernels, kernels_for
 from kvbench.policies import PositionMode, Seen
 
 _MAX_BATCHED_ROPE_ELEMENTS = 2**20  # of the keys of all layers; above this, each layer computes its own RoPE

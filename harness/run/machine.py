@@ -21,10 +21,10 @@ from kvbench.harness.core.errors import DISK_ERRNOS, UserError, described, failu
 from kvbench.harness.core.files import new_partial
 from kvbench.harness.core.resets import holds_kv
 from kvbench.harness.engine.budgets import floor_of, static_table
-from kvbench.harness.engine.captured import PROCESS
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.method import EAGER, TOKEN_BY_TOKEN
 from kvbench.harness.engine.model import Model
+from kvbench.harness.kernels.captured import PROCESS
 from kvbench.harness.models.hub import is_random
 from kvbench.harness.models.load import load_model
 from kvbench.harness.records import Record, RecordStore

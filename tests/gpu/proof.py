@@ -28,16 +28,16 @@ from conftest import DEVICE  # before Triton is imported: it chooses the interpr
 from test_triton_shapes import BY_KERNELS, Case, read, rotation_of
 from torch import Tensor
 
-from kvbench.harness.engine import banded, flex
+from kvbench.harness.engine import banded
 from kvbench.harness.engine.attention import Terms
-from kvbench.harness.engine.captured import PROCESS, StepGraphs
 from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.kernels import choose, cuda, rope
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import FASTEST, PLAIN_WALK, RAN, TOKEN_BY_TOKEN, Method
 from kvbench.harness.engine.model import adopt
 from kvbench.harness.engine.rotary import rotate
 from kvbench.harness.engine.trial import MethodCheck
+from kvbench.harness.kernels import choose, cuda, flex, rope
+from kvbench.harness.kernels.captured import PROCESS, StepGraphs
 from kvbench.harness.models.families import tiny_model
 from kvbench.policies import Policy
 from kvbench.policies.h2o import H2O

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from kvbench.harness.core.codec import Codec, Kivi
-from kvbench.harness.engine.kernels.cuda_attention import WARPS, AttentionKernels, next_power, sizes
 from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.slots import LayerShape, Slots
+from kvbench.harness.kernels.cuda_attention import WARPS, AttentionKernels, next_power, sizes
 from kvbench.policies import PositionMode
 
 
@@ -49,7 +49,7 @@ class CodedAttentionKernels(AttentionKernels):
     ) -> Callable[[], None]:  # fmt: skip
         """Both kernels, ready to be launched for one token of each row, which has been entered."""
         assert clock is None, "a coded cache is not walked by kernels"
-        from kvbench.harness.engine.kernels.triton_coded import attend_coded
+        from kvbench.harness.kernels.triton_coded import attend_coded
 
         self._grow(slots)
         (size, attended), rope, group = rows.rank.shape, self._rope, slots.shape.group

@@ -5,9 +5,9 @@ from __future__ import annotations
 from types import ModuleType
 from typing import NamedTuple
 
-from kvbench.harness.engine.kernels import cpu, cuda
-from kvbench.harness.engine.kernels.cpu_compete import CompeteKernel
 from kvbench.harness.engine.slots import Slots
+from kvbench.harness.kernels import cpu, cuda
+from kvbench.harness.kernels.cpu_compete import CompeteKernel
 from kvbench.policies import PositionMode
 
 _MODULES: dict[str, ModuleType] = {"cpu": cpu, "cuda": cuda}  # by kind of device

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from kvbench.harness.engine.kernels.states import numbers_of, widths_of
 from kvbench.harness.engine.rotary import LONGEST_STREAM
 from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.slots import LayerShape, Slots
+from kvbench.harness.kernels.states import numbers_of, widths_of
 from kvbench.policies import PositionMode
 
 WARPS = {torch.bfloat16: 4, torch.float16: 4, torch.float32: 8}  # of a program of `attend`: fewer would spill registers
@@ -36,7 +36,7 @@ def kernels() -> Any:
     """The module with the kernels; None without Triton."""
     if importlib.util.find_spec("triton") is None:
         return None
-    from kvbench.harness.engine.kernels import triton_kernels
+    from kvbench.harness.kernels import triton_kernels
 
     return triton_kernels
 

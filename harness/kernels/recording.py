@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.harness.engine.kernels import expressions
-from kvbench.harness.engine.kernels.expressions import BINARY, Build, Expression, Kind, NotTraceableError
+from kvbench.harness.kernels import expressions
+from kvbench.harness.kernels.expressions import BINARY, Build, Expression, Kind, NotTraceableError
 
 _DTYPES: dict[Any, Kind] = {torch.bool: "bool", torch.int64: "int", torch.float32: "float"}
 _REFLECTED = ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor")

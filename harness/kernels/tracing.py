@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from kvbench.harness.engine.kernels.expressions import (
+from kvbench.harness.kernels.expressions import (
     BINARY,
     TRITON,
     C,
@@ -23,7 +23,7 @@ from kvbench.harness.engine.kernels.expressions import (
     uniform,
     variable,
 )
-from kvbench.harness.engine.kernels.recording import Traced
+from kvbench.harness.kernels.recording import Traced
 from kvbench.policies import CacheView, HeadSizes, Policy, Statistic
 
 __all__ = ["TRITON", "C", "Dialect", "Formulas", "NotTraceableError", "traced"]

@@ -11,10 +11,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from kvbench.harness.engine.kernels.compiler import Built, built, built_of, why_untraced
-from kvbench.harness.engine.kernels.states import heads_of, may_outlive_window, prompts_of
 from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.slots import Slots
+from kvbench.harness.kernels.compiler import Built, built, built_of, why_untraced
+from kvbench.harness.kernels.states import heads_of, may_outlive_window, prompts_of
 from kvbench.policies.view import mixed_seed
 
 _NO_POLICY = {"NUMBERS": "0", "MOST_READ": "0", "WIDTHS": "0", "IMPORTANCE": "0", "UPDATES": "0"}

@@ -20,15 +20,15 @@ from torch import Tensor
 
 from kvbench.harness.core.files import atomic_write
 from kvbench.harness.core.user_cache import private_folder
-from kvbench.harness.engine.captured import replayable
-from kvbench.harness.engine.kernels import cuda_attention, cuda_coded, states
-from kvbench.harness.engine.kernels.cuda_attention import BOOKKEEPING_BLOCK, AttentionKernels, arrays_of, next_power
-from kvbench.harness.engine.kernels.cuda_coded import CodedAttentionKernels
-from kvbench.harness.engine.kernels.states import FirstValues, first_values, heads_of, prompts_of, sees_weights, widths_of
-from kvbench.harness.engine.kernels.tracing import TRITON, Formulas, NotTraceableError, traced
 from kvbench.harness.engine.method import RAN
 from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.slots import Slots
+from kvbench.harness.kernels import cuda_attention, cuda_coded, states
+from kvbench.harness.kernels.captured import replayable
+from kvbench.harness.kernels.cuda_attention import BOOKKEEPING_BLOCK, AttentionKernels, arrays_of, next_power
+from kvbench.harness.kernels.cuda_coded import CodedAttentionKernels
+from kvbench.harness.kernels.states import FirstValues, first_values, heads_of, prompts_of, sees_weights, widths_of
+from kvbench.harness.kernels.tracing import TRITON, Formulas, NotTraceableError, traced
 from kvbench.policies import Policy, PositionMode
 from kvbench.policies.view import mixed_seed
 
@@ -42,7 +42,7 @@ _POLICY = '''"""Made by kv-bench from a policy's `importance` and its statistics
 import triton
 import triton.language as tl
 
-from kvbench.harness.engine.kernels.triton_kernels import floor_quotient, floor_remainder, uniform
+from kvbench.harness.kernels.triton_kernels import floor_quotient, floor_remainder, uniform
 
 
 @triton.jit

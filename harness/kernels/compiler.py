@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from kvbench.harness.core.files import new_partial, put_in_place
 from kvbench.harness.core.user_cache import private_folder, why_unsafe
-from kvbench.harness.engine.kernels.tracing import NotTraceableError, traced
+from kvbench.harness.kernels.tracing import NotTraceableError, traced
 from kvbench.policies import Policy
 
 _HERE = Path(__file__).parent

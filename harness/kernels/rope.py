@@ -26,7 +26,7 @@ def _kernels() -> Any:
     """The module with the kernels; None without Triton."""
     if importlib.util.find_spec("triton") is None:
         return None
-    from kvbench.harness.engine.kernels import triton_rotate
+    from kvbench.harness.kernels import triton_rotate
 
     return triton_rotate
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvbench.harness.engine.kernels.triton_kernels import add_to_softmax, factors
+from kvbench.harness.kernels.triton_kernels import add_to_softmax, factors
 
 
 @triton.jit

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from kvbench.harness.core.codec import Kivi
-from kvbench.harness.engine.kernels.compiler import Built, built, built_of, why_untraced
-from kvbench.harness.engine.kernels.cpu_walk import WalkKernel
-from kvbench.harness.engine.kernels.states import heads_of, may_outlive_window, prompts_of, why_unserved
-from kvbench.harness.engine.kernels.tracing import traced
 from kvbench.harness.engine.rotary import LONGEST_STREAM
 from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.slots import Slots
+from kvbench.harness.kernels.compiler import Built, built, built_of, why_untraced
+from kvbench.harness.kernels.cpu_walk import WalkKernel
+from kvbench.harness.kernels.states import heads_of, may_outlive_window, prompts_of, why_unserved
+from kvbench.harness.kernels.tracing import traced
 from kvbench.policies import PositionMode
 from kvbench.policies.view import mixed_seed
 
