@@ -5,17 +5,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
-import importlib
 import io
 import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # huggingface_hub reads it when it is imported
@@ -113,16 +110,6 @@ def in_blocks(read, tokens: torch.Tensor, size: int) -> torch.Tensor:
 def nll(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """NLL of every token but the first. [B, T - 1]."""
     return -logits[:, :-1].double().log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """The modules of tests/gpu."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent / "gpu"))
-    names = ("run", "plan", "stages", "processes", "archive", "page")
-    yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
-    for name in names:
-        sys.modules.pop(name, None)
 
 
 @pytest.fixture(scope="session")

@@ -7,14 +7,12 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from compiled_code import Loop, Resources, instructions, loops, resources
 from conftest import DEVICE, tokens_of
 from factories import needs_triton
-from warp_races import barriers, races, repeated
+from warp_races import barriers, races
 
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
@@ -86,25 +84,6 @@ def free_slot(x, n, BLOCK: tl.constexpr, BARRIER: tl.constexpr):  # noqa: N803
     tl.store(x, at + 1)
 
 
-def neighbours(x, n, BLOCK: tl.constexpr, BARRIER: tl.constexpr):  # noqa: N803
-    """A thread loads what the next one stores."""
-    s = tl.arange(0, BLOCK)
-    after = tl.load(x + 1 + s, mask=s < n, other=0)
-    if BARRIER:
-        tl.debug_barrier()
-    tl.store(x + s, after, mask=s < n)
-
-
-def in_one_branch(x, n, BLOCK: tl.constexpr, BARRIER: tl.constexpr):  # noqa: N803
-    """The barrier is not passed if `n` is small."""
-    at = tl.load(x)
-    if n > 5:
-        tl.debug_barrier()
-    if BARRIER:
-        tl.debug_barrier()
-    tl.store(x, at + 1)
-
-
 def compiled(function, block: int, barrier: bool) -> tuple[str, str]:
     """A kernel's TTGIR and PTX."""
     from triton.backends.compiler import GPUTarget
@@ -121,9 +100,7 @@ def compiled(function, block: int, barrier: bool) -> tuple[str, str]:
 
 
 @needs_triton
-@pytest.mark.parametrize(
-    ("function", "block"), [(add_one, 16), (free_slot, 1024), (neighbours, 1024), (in_one_branch, 16)], ids=lambda x: str(x)[:16]
-)
+@pytest.mark.parametrize(("function", "block"), [(add_one, 16), (free_slot, 1024)], ids=lambda x: str(x)[:16])
 def test_a_race_is_found_and_a_barrier_ends_it(function, block):
     without, _ = compiled(function, block, False)
     with_barrier, ptx = compiled(function, block, True)
@@ -131,82 +108,6 @@ def test_a_race_is_found_and_a_barrier_ends_it(function, block):
     assert all("(x)" in line for line in races(without))
     assert races(with_barrier) == []
     assert ptx.count("bar.sync") >= barriers(with_barrier) > 0
-
-
-@needs_triton
-def test_a_race_around_a_loop_is_found():
-    """The barrier between loading and storing does not hold back the next iteration."""
-    text, _ = compiled(add_one, 16, True)
-    lines = text.splitlines()
-    last = max(i for i, line in enumerate(lines) if barriers(line))
-    assert len(races("\n".join(lines[:last] + lines[last + 1 :]))) == 1
-    assert barriers(text) == 2
-
-
-@needs_triton
-def test_threads_with_places_of_their_own_need_no_barrier():
-    text, _ = compiled(add_one, 1024, False)
-    assert (races(text), repeated(text)) == ([], [])
-
-
-@needs_triton
-@pytest.mark.parametrize(("block", "accesses"), [(16, 2), (64, 2), (128, 0), (1024, 0)])
-def test_elements_of_several_threads_are_found(block, accesses):
-    """128 threads, of which all load, if there are fewer elements."""
-    assert len(repeated(compiled(add_one, block, True)[0])) == accesses
-
-
-@needs_triton
-def test_a_race_with_a_view_of_the_array_is_found():
-    text, _ = compiled(free_slot, 1024, False)
-    apart = text.replace("tt.func public @free_slot(", "tt.func public @free_slot(%y: !tt.ptr<i64>, ")
-    first = next(line for line in apart.splitlines() if "tt.load" in line)
-    apart = apart.replace(first, first.replace("%x", "%y"))
-    assert races(apart) == []
-    assert len(races(apart, {"y": "x"})) == 1
-
-
-@needs_triton
-def test_an_operation_on_pointers_that_is_not_known_is_refused():
-    text, _ = compiled(free_slot, 1024, False)
-    with pytest.raises(ValueError, match="unknown operation on pointers"):
-        races(text.replace("tt.store %x,", "tt.new_store %x,"))
-
-
-SASS = """
-        /*0000*/                   LDC R1, c[0x0][0x28] ;              /* 0x00000a00ff017b82 */
-        /*0010*/              @!P1 BRA 0x50 ;                          /* 0x0 */
-        /*0020*/                   LDG.E R2, [R4.64] ;
-        /*0030*/                   SHFL.BFLY PT, R3, R2, 0x1, 0x1f ;
-        /*0040*/              @!P0 BRA 0x30 ;
-        /*0050*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
-        /*0060*/               @P2 BRA.U 0x10 ;
-        /*0070*/                   LDG.E R2, [R4.64] ;
-        /*0080*/               @P2 BRA 0x70 ;
-        /*0090*/                   EXIT ;
-        /*00a0*/                   BRA 0xa0;
-        /*00b0*/                   NOP;
-"""
-
-
-def test_loops_are_counted():
-    """A jump to itself, behind the end, is no loop; one inside another one counts once."""
-    code = instructions(SASS)
-    assert code[:2] == [(0, "LDC R1, c[0x0][0x28]"), (16, "@!P1 BRA 0x50")]
-    assert len(code) == 11
-    assert loops(code) == [Loop(6, 1, 1, True), Loop(2, 0, 0, False)]
-
-
-def test_asynchronous_copies_are_counted():
-    """A warp's 32 threads copy 16, 8 or 4 bytes each; a load that waits is no copy."""
-    copies = ["@!P0 LDGSTS.E.BYPASS.LTC128B.128 [R5], desc[UR4][R2.64]", "LDGSTS.E.64 [R5], [R2.64]", "LDGSTS.E [R5], [R2.64]"]
-    code = [*enumerate([*copies, "LDG.E.128 R2, [R4.64]"]), (4, "@P0 BRA 0x0")]
-    assert [x.copied for x in loops(code)] == [32 * (16 + 8 + 4)]
-
-
-def test_spills_are_read():
-    told = "Resource usage:\n Common:\n  GLOBAL:0\n Function attend:\n  REG:180 STACK:{} SHARED:1024 LOCAL:0 CONSTANT[0]:744"
-    assert [resources(told.format(x)) for x in (0, 48)] == [Resources(180, 0), Resources(180, 48)]
 
 
 @pytest.fixture
@@ -248,15 +149,3 @@ def test_what_the_evicted_token_left_is_not_read(monkeypatch, last_program_first
             poison(plain)
         torch.testing.assert_close(fast(block), plain(block), atol=2e-4, rtol=0)
     assert fast.kept() == plain.kept()
-
-
-@needs_triton
-def test_a_language_that_is_left_patched_is_mended(monkeypatch):
-    from triton.runtime import interpreter
-
-    monkeypatch.setenv("TRITON_ALWAYS_COMPILE", "1")  # not from its cache
-    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl}))  # and nobody restores it
-    with pytest.raises(triton.compiler.errors.CompilationError):
-        compiled(add_one, 16, True)
-    mend()
-    assert compiled(add_one, 16, True)

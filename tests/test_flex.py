@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import counts_flex
 import pytest
 import torch
 
@@ -16,28 +15,6 @@ TERMS = Terms(0.25)
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-@pytest.mark.slow("torch.compile")
-def test_flex_attention_is_compiled_once_for_each_padded_shape():
-    """Cells of many capacities, with and without sinks, and blocks that cross into eviction at an odd position.
-
-    Every call is served by a compiled graph: none makes a score matrix.
-    """
-    found = counts_flex.compilations([256, 512, 1024], counts_flex.HEADS[2:])
-    assert found.compiled == found.shapes > 8  # PyTorch's own limit
-    assert found.ran == found.calls > found.compiled
-
-
-@pytest.mark.slow("torch.compile")
-def test_more_shapes_than_allowed_are_an_error(monkeypatch):
-    """PyTorch alone would go on uncompiled, with all scores in memory."""
-    monkeypatch.setattr(flex, "_DEVICES", {"cpu"})
-    monkeypatch.setattr(flex, "_MAX_SHAPES", 2)
-    limits = torch._dynamo.config.recompile_limit, torch._dynamo.config.accumulated_recompile_limit
-    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
-        counts_flex.compilations([256, 512, 1024], counts_flex.HEADS[2:])
-    assert limits == (torch._dynamo.config.recompile_limit, torch._dynamo.config.accumulated_recompile_limit)
 
 
 @pytest.mark.parametrize("tokens", [128, 384])

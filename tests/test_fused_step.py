@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-import counts_step
 import pytest
 import torch
 from conftest import DEVICE, model_of, tokens_of
@@ -26,8 +25,6 @@ from kvbench.policies.recompute_window import RecomputeWindow
 # deepseek_v3 permutes dims, gpt_oss scales (YaRN), Gemma 3n and 4 rotate queries and keys in separate calls.
 ROTATE_AT_ZERO = {"deepseek_v3", "gemma3n_text", "gemma4_text", "gpt_oss"}
 COPIES = {"glm", "glm4", "glm4_moe", "gpt_neox", "minimax_m2", "nemotron", "phi3"}  # partial RoPE makes a layout of its own
-KERNELS = {"llama": (39, 29, 12), "gpt_neox": (26, 16, 10)}  # a layer: eager, without RoPE, compiled
-on_cpu = pytest.mark.skipif(DEVICE.type != "cpu", reason="pretends that there is a GPU, or compiles for CPUs")
 
 
 def logits_of(model: Model, tokens: torch.Tensor) -> torch.Tensor:
@@ -103,18 +100,6 @@ def test_a_model_whose_rotation_does_something_at_position_0_keeps_it(monkeypatc
         patched.setattr("kvbench.harness.engine.probes.find_rotation", lambda *_: None)
         functions = adopt(hf).idle_rotary
     assert not functions.places
-
-
-@pytest.mark.slow("torch.compile")
-@on_cpu
-@pytest.mark.parametrize("family", KERNELS)
-def test_kernels_of_a_layer(family):
-    """The issue's target for Llama is 12, at the size of Llama-3-8B."""
-    overrides = counts_step.LLAMA_8B if family == "llama" else {}
-    eager, without, compiled = KERNELS[family]
-    assert counts_step.per_layer(family, **overrides) == {"eager": eager, "without RoPE": without}
-    launched = counts_step.compiled_per_layer(family, **overrides)
-    assert launched.total() == 2 * compiled, launched
 
 
 @pytest.fixture

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from conftest import DEVICE, nll, tokens_of
@@ -23,9 +18,6 @@ from kvbench.policies import KeyNorm, Policy
 from kvbench.policies.h2o import H2O
 
 pytestmark = pytest.mark.slow("Triton's interpreter")
-
-ROOT = Path(__file__).parents[1]
-MOST_HOST_US = 5  # a token and layer
 
 
 @pytest.fixture
@@ -92,15 +84,3 @@ def test_a_walk_whose_launches_can_not_be_captured_goes_on(captures, monkeypatch
     torch.testing.assert_close(fast(tokens), plain(tokens), atol=2e-4, rtol=0)
     assert fast.kept() == plain.kept()
     assert RAN["walk in graphs"] == before
-
-
-@pytest.mark.alone
-@needs_triton
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="a stand-in for the driver, where there is none")
-def test_the_host_keeps_up_with_the_device():
-    """A kernel by kernel walk takes the host 44 us a token and layer, where the device needs 20."""
-    env = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-W", "ignore", str(ROOT / "tests/host_time.py")]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert 0 < float(done.stdout) < MOST_HOST_US

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -39,20 +38,6 @@ def site(wheel, tmp_path) -> Path:
     return folder
 
 
-@pytest.fixture
-def without_links(tmp_path) -> Path:
-    """A checkout as it is on a system without symbolic links: git leaves text files in their place."""
-    folder = tmp_path / "checkout"
-    for name in ("policies", "harness", "suites"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / "kvbench").mkdir()
-    for file in (ROOT / "kvbench").glob("*.py"):
-        shutil.copy(file, folder / "kvbench")
-    for name in ("policies", "harness"):
-        (folder / "kvbench" / name).write_text(f"../{name}")
-    return folder
-
-
 def python(*arguments: str, path: Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(path)}
     return subprocess.run([sys.executable, *arguments], cwd=cwd, env=env, capture_output=True, text=True)
@@ -80,22 +65,3 @@ def test_it_works_beside_a_package_with_the_same_folders(site, tmp_path):
         "the policies of another package", "the harness of another package", str(site / "kvbench/__init__.py"),
         "kvbench.policies.policy",
     ], done.stderr  # fmt: skip
-
-
-def test_it_finds_its_suites_models_and_policies(site, tmp_path):
-    done = python("-m", "kvbench", "run", "quickstart", "--dry-run", path=site, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "builtin:sink_2" in done.stdout
-    assert "recompute_sink_window" in done.stdout
-
-
-def test_a_checkout_runs_without_its_links(without_links):
-    done = python("-m", "kvbench", "list", "suites", path=without_links, cwd=without_links)
-    assert done.returncode == 0, done.stderr
-    assert "quickstart" in done.stdout
-
-
-@pytest.mark.parametrize("name", ["policies", "harness"])
-def test_in_the_checkout_the_folders_are_no_packages_of_their_own(name):
-    done = python("-c", f"import {name}", path=ROOT, cwd=ROOT)
-    assert f"ImportError: {name} is kvbench.{name}" in done.stderr

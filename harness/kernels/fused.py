@@ -1,8 +1,8 @@
 """The forward pass of single tokens in few kernels: the whole model is compiled, with our attention as one opaque operation.
 
 Eager code launches a kernel for every operation. Compiled code launches one for every matrix product, our attention, and one for
-all that lies between two of these: a residual sum and the RMSNorm after it, or SiLU and its product. `tests/counts_step.py`
-counts them. Compiling takes seconds for each number of streams, so it is for steps that are captured as CUDA graphs.
+all that lies between two of these: a residual sum and the RMSNorm after it, or SiLU and its product.
+Compiling takes seconds for each number of streams, so it is for steps that are captured as CUDA graphs.
 """
 
 from __future__ import annotations
