@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,26 +10,22 @@ import pytest
 import torch
 from conftest import bench_in
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, BertConfig, BertForMaskedLM, BertTokenizerFast, ViTConfig, ViTModel
+from transformers import BertConfig, BertForMaskedLM, BertTokenizerFast
 
 from kvbench.harness.engine import watch as watching
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.model import adopt
 from kvbench.harness.engine.own_attention import attention_by
-from kvbench.harness.engine.watch import Chunk, NotWatchableError, check, watch
+from kvbench.harness.engine.watch import Chunk, check, watch
 from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.hub import model_directory
 from kvbench.harness.models.load import load_model
-from kvbench.harness.tasks.attention import measure
-from kvbench.harness.tasks.attention.figures import figures, massive_activations, top_channels
+from kvbench.harness.tasks.attention.figures import figures, top_channels
 from kvbench.harness.tasks.attention.measure import read_recorded
 from kvbench.harness.tasks.attention.notes import Lost, Notes
-from kvbench.harness.tasks.attention.schema import Massive
 from kvbench.harness.tasks.common.samples import buckets
-from kvbench.policies.fastgen import FastGen
 from kvbench.policies.h2o import H2O
 from kvbench.policies.knorm import Knorm
-from kvbench.policies.simlayerkv import SimLayerKV
 from kvbench.policies.sink_window import SinkWindow
 
 TOKENS = 40
@@ -99,48 +94,6 @@ def test_a_built_in_model():
         assert (single.weights(layer) - exact).abs().max() <= 2 * (own[layer] - exact).abs().max()
 
 
-def test_encoders_and_vision_transformers_are_watched_without_a_mask():
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
-    torch.manual_seed(0)
-    bert = BertForMaskedLM(BertConfig(vocab_size=128, initializer_range=0.2, **sizes)).eval()
-    seen = Whole()
-    check(bert, input_ids=IDS)
-    watch(bert, seen, input_ids=IDS)
-    assert not seen.chunks[0][0].causal
-    for layer, expected in enumerate(eager_weights(bert)):
-        torch.testing.assert_close(seen.weights(layer), expected, atol=1e-6, rtol=0)
-    vision = ViTModel(ViTConfig(image_size=32, patch_size=8, **sizes)).eval()
-    pixels = torch.randn(2, 3, 32, 32)
-    check(vision, pixel_values=pixels)
-    notes = Notes(17, 16)
-    watch(vision, notes, pixel_values=pixels)
-    torch.testing.assert_close(notes.mean_received().sum(-1), torch.ones(2, 2, 4, dtype=torch.float64), atol=1e-5, rtol=0)
-
-
-def test_a_softmax_off_by_one_shows_what_no_token_gets():
-    hf, seen = load_model(model_directory("builtin:zero_sink", None, False), "float32", torch.device("cpu")).hf, Whole()
-    check(hf, input_ids=IDS)
-    watch(hf, seen, input_ids=IDS)
-    rest = torch.cat([c.rest for c in seen.chunks[1]], 2)
-    torch.testing.assert_close(rest, 1 - seen.weights(1).sum(-1), atol=1e-6, rtol=0)
-    logits = seen.chunks[1][0].logits[0, 0, 3, :4].double()
-    assert rest[0, 0, 3].item() == pytest.approx(1 / (1 + logits.exp().sum().item()), abs=1e-6)
-
-
-def test_what_cannot_be_shown_is_refused(monkeypatch):
-    with pytest.raises(NotWatchableError, match="0 of its 2 layers show their attention"):
-        watch(tiny_model("bloom"), Whole(), input_ids=IDS)
-    plain = watching._chunk
-
-    def shifted(*args) -> Chunk:
-        chunk = plain(*args)
-        return replace(chunk, weights=chunk.weights.roll(1, -1))
-
-    monkeypatch.setattr(watching, "_chunk", shifted)
-    with pytest.raises(NotWatchableError, match="differ from those of its own attention"):
-        check(tiny_model("llama"), input_ids=IDS)
-
-
 def test_figures_are_those_of_their_definitions():
     hf, notes = tiny_model("llama").double(), Notes(TOKENS, 8)
     watch(hf, notes, input_ids=IDS)
@@ -191,13 +144,6 @@ def test_channels_and_first_tokens_are_those_of_their_definitions():
             np.testing.assert_allclose(noted["initial_cosine"], cosines, atol=1e-5)
 
 
-def test_channels_of_layers_that_differ_are_compared_within_their_heads():
-    energy = np.full((3, 32), np.nan)
-    energy[0], energy[1, :16] = 1.0, 1.0
-    energy[1, 3] = 45.0
-    assert top_channels(energy) == pytest.approx((2 / 32 + 45 / 60) / 2)
-
-
 def flagged_llama(token: int):
     """A Llama whose first hidden dim is 30 for one token, 0 for all others, and written by no layer."""
     hf = tiny_model("llama", attention_bias=True)
@@ -241,14 +187,6 @@ def test_a_massive_activation_is_found_at_its_layer_dim_and_token():
     watch(hf, notes, input_ids=ids)
     assert [(layer, sample, position, dim) for layer, sample, position, dim, _ in notes.massive] == [(1, 1, 11, 9)]
     assert notes.massive[0][4] > 1000
-
-
-def test_massive_activations_are_listed_by_layer_dim_and_text_the_largest_first():
-    rows = [(1, 9, "a", 11, 300.0), (1, 9, "a", 4, 500.0), (0, 2, "b", 0, 900.0), (1, 9, "b", 7, 200.0)]
-    found = [Massive.model_validate(row) for row in massive_activations(rows)]
-    assert [(x.layer, x.dim, x.text, x.position, x.times, x.magnitude) for x in found] == [
-        (0, 2, "b", 0, 1, 900.0), (1, 9, "a", 4, 2, 500.0), (1, 9, "b", 7, 1, 200.0),
-    ]  # fmt: skip
 
 
 def under(policy, capacity: int | None, hf, prompt: int = 0, ids: Tensor = IDS, **config):
@@ -301,11 +239,6 @@ def test_what_a_prompt_leaves_over_is_lost_from_then_on():
                 assert all(last[p] == prompt - 1 for p in range(prompt) if p not in positions)
 
 
-def test_buckets_double():
-    assert buckets(200) == [(0, 32), (32, 64), (64, 128), (128, 200)]
-    assert buckets(16) == [(0, 16)]
-
-
 @pytest.mark.slow("takes seconds")
 def test_the_task_as_a_user_runs_it(tmp_path: Path):
     suite = tmp_path / "look.yaml"
@@ -326,29 +259,6 @@ def test_the_task_as_a_user_runs_it(tmp_path: Path):
     assert 0 < low < found["builtin:sink_1", "h2o"]["lost"] < high
     checked = bench_in("records", "verify", "r", cwd=tmp_path)
     assert checked.returncode == 0, checked.stdout
-
-
-@pytest.mark.slow("takes seconds")
-def test_maps_of_logits_are_drawn_and_refused_in_one_line(tmp_path: Path):
-    suite = tmp_path / "look.yaml"
-    suite.write_text(
-        "suite: look\nversion: 1\ndescription: d\nmodel: {id: 'builtin:sink_1'}\n"
-        "task: {name: attention, data: prose, samples: 2, tokens: 24, map_tokens: 12}\npolicies: [dense]\n"
-    )
-    assert bench_in("run", suite, "--results", "r", "--threads", 1, cwd=tmp_path).returncode == 0
-    record = next((tmp_path / "r").rglob("dense*.json"))
-    shown = bench_in("show", "attention", record, "--layer", 1, "--head", 2, "--out", "map.svg", cwd=tmp_path)
-    assert shown.stdout == "map.svg\n", shown.stderr
-    assert "layer 1" in (tmp_path / "map.svg").read_text()
-    far = bench_in("show", "attention", record, "--layer", 9, cwd=tmp_path)
-    assert (far.returncode, far.stderr) == (2, "bench: --layer 9: the model has 4, counted from 0\n")
-    next((tmp_path / "r").rglob("*.npz")).unlink()
-    gone = bench_in("show", "attention", record, cwd=tmp_path)
-    assert gone.returncode == 2
-    assert "measure the cell again with --fresh" in gone.stderr
-    assert bench_in("leaderboard", "--results", "r", cwd=tmp_path).returncode == 0
-    page = (tmp_path / "r" / "README.md").read_text()
-    assert "Other sinks under full attention: " in page
 
 
 @pytest.mark.slow("takes seconds")
@@ -389,51 +299,3 @@ def test_an_encoder_is_looked_at_and_its_cache_is_not(tmp_path: Path):
     assert ran.returncode == 0, ran.stderr
     sinks = json.loads(next((tmp_path / "r").rglob("dense*.json")).read_text())["metrics"]["sinks"]
     assert [(x["text"], x["position"], x["times"]) for x in sinks] == [("[SEP]", 23, 4)]
-
-
-@dataclass(frozen=True)
-class Uneven(Knorm):
-    """Knorm with budgets that differ from head to head, and alike between layers."""
-
-    def budgets(self, capacity, layers, heads, prompt):
-        return [[6, 14], [14, 6]]
-
-
-@pytest.mark.parametrize("steps", [1, 7, 16, 64])
-def test_blocks_of_any_length_note_the_same_where_heads_differ(steps, monkeypatch):
-    """Single tokens pass through all layers before they are noted; budgets put heads of several layers side by side."""
-    monkeypatch.setattr(measure, "_MOST_STEPS", steps)
-    notes, decoder, last_seen = under(Uneven(), 10, tiny_model("llama").double())
-    monkeypatch.setattr(measure, "_MOST_STEPS", TOKENS - 1)
-    expected, _, expected_last = under(Uneven(), 10, tiny_model("llama").double())
-    for name, x in notes.arrays().items():
-        np.testing.assert_allclose(x, expected.arrays()[name], atol=1e-5, err_msg=name)
-    assert all(torch.equal(x, y) for x, y in zip(last_seen, expected_last, strict=True))
-    for layer, of_layer in enumerate(decoder.kept()):
-        for stream, of_stream in enumerate(of_layer):
-            for head, positions in enumerate(of_stream):
-                seen = (last_seen[layer][stream, head] == TOKENS - 1).nonzero().flatten().tolist()
-                assert set(positions) <= set(seen)
-                assert len(seen) == [[6, 14], [14, 6]][layer][head] + 1
-
-
-@pytest.mark.parametrize("policy", [FastGen(), SimLayerKV()])
-def test_policies_whose_budgets_are_an_outcome_are_looked_at(policy):
-    notes, decoder, last_seen = under(policy, None, tiny_model("llama"), prompt=24, evict="prompt")
-    assert decoder.config.capacity is None
-    assert all(int(x.max()) == TOKENS - 1 for x in last_seen)
-    torch.testing.assert_close(notes.mean_received().sum(), notes.mean_received().sum().nan_to_num())
-
-
-def test_layers_that_differ_in_heads_and_sinks():
-    hf = tiny_model("mimo_v2_flash") if "mimo_v2_flash" in CONFIG_MAPPING else None
-    if hf is None:
-        pytest.skip("the installed transformers doesn't know it")
-    notes = Notes(TOKENS, 8)
-    watch(hf, notes, input_ids=IDS)
-    assert notes.arrays()["first"].shape[1] == 2
-
-
-def test_attention_in_chunks_of_text_is_refused_for_longer_samples():
-    with pytest.raises(NotWatchableError, match="cut into chunks of 20 tokens, and a sample is longer"):
-        check(tiny_model("llama4_text", attention_chunk_size=20), input_ids=IDS)

@@ -9,22 +9,17 @@ import pytest
 import torch
 from conftest import bench_in
 from torch import Tensor
-from transformers import CLIPConfig, CLIPModel, ViTForImageClassification
-from vision import OUTLIER, OUTLIER_COLUMN, OUTLIER_ROW, SIZES, vision_folder, vision_model, with_outlier
+from vision import OUTLIER, OUTLIER_COLUMN, OUTLIER_ROW, vision_folder, vision_model, with_outlier
 
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.data.images import in_directory, on_hub, shapes
+from kvbench.harness.data.images import in_directory, shapes
 from kvbench.harness.engine import watch as watching
 from kvbench.harness.engine.own_attention import attention_by
-from kvbench.harness.engine.watch import Chunk, NotWatchableError, check, watch
-from kvbench.harness.models.load import load_model, load_tokenizer
+from kvbench.harness.engine.watch import Chunk, check, watch
 from kvbench.harness.models.vision import TokenLayout, load_image_reader
 from kvbench.harness.tasks.attention.figures import patch_figures
-from kvbench.harness.tasks.attention.measure import image_samples
 from kvbench.harness.tasks.attention.notes import Notes
-from kvbench.harness.tasks.attention.schema import AttentionOptions
 
-CPU = torch.device("cpu")
 SUITE = (
     "suite: look\nversion: 1\ndescription: d\nmodel: {{id: '{folder}'}}\n"
     "task: {{name: attention, {options}}}\npolicies: [{policy}]\n"
@@ -68,21 +63,6 @@ def test_weights_chunk_by_chunk_are_the_models_own(family, monkeypatch):
     assert not any(c.causal for c in seen.chunks)
 
 
-@pytest.mark.parametrize(
-    ("family", "special", "names"),
-    [
-        ("vit", 1, ["[CLS]", "patch"]),
-        ("dinov2_with_registers", 5, ["[CLS]", "[register 1]", "[register 2]", "[register 3]", "[register 4]", "patch"]),
-        ("deit", 2, ["[CLS]", "[special 1]", "patch"]),
-        ("siglip_vision_model", 0, ["patch", "patch"]),
-    ],
-)
-def test_special_tokens_and_patches_are_told_apart(family, special, names, tmp_path):
-    layout = load_image_reader(vision_folder(tmp_path, vision_model(family))).layout(pixels())
-    assert (layout.rows, layout.columns, layout.special, layout.tokens) == (4, 4, special, special + 16)
-    assert [layout.name(i) for i in range(len(names))] == names
-
-
 def noted_of(hf, layout: TokenLayout, images: Tensor) -> dict[str, np.ndarray]:
     notes = Notes(layout.tokens, 4)
     watch(hf, notes, pixel_values=images)
@@ -114,14 +94,6 @@ def test_norms_and_attention_are_those_of_their_definitions():
     assert found["layers"][1]["to_register"] == pytest.approx(float(received[1:5].mean()), abs=1e-6)
 
 
-def test_no_patch_of_a_random_model_is_an_outlier():
-    layout = TokenLayout(4, 4, 1, 0)
-    found = patch_figures(noted_of(vision_model("vit"), layout, pixels()), 150)
-    assert found["outliers"] == 0
-    assert found["positions"] == []
-    assert not any({"to_outlier", "to_register"} & set(layer) for layer in found["layers"])
-
-
 def run_suite(tmp_path, folder, options, *more, policy="dense"):
     (tmp_path / "look.yaml").write_text(SUITE.format(folder=folder, options=options, policy=policy))
     return bench_in("run", "look.yaml", "--results", "r", "--threads", 1, *more, cwd=tmp_path)
@@ -150,83 +122,6 @@ def test_a_suite_on_shapes_as_a_user_runs_it(tmp_path):
     assert run_suite(tmp_path, folder, "data: shapes, samples: 3", policy="{name: h2o, capacity: 8}").returncode == 2
 
 
-@pytest.mark.slow("takes seconds")
-def test_a_random_configuration_is_looked_at(tmp_path):
-    folder = vision_folder(tmp_path / "vit", vision_model("vit"))
-    ran = run_suite(tmp_path, f"random:{folder}", "data: shapes, samples: 2")
-    assert ran.returncode == 0, ran.stderr
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("data: images, samples: 1", "empty: no images (.png, .jpg, .jpeg)"),
-        ("data: shapes, samples: 1, tokens: 64", "tokens is for texts: data shapes has none"),
-        ("data: prose, samples: 1, dataset: a/b", "dataset is for images: data prose has none"),
-        ("data: prose, samples: 1, tokens: 20", "no tokenizer.json or other tokenizer file, which this task needs to read text"),
-    ],
-)
-def test_bad_input_gets_one_clear_line(options, message, tmp_path):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "a.txt").write_text("no image")
-    folder = vision_folder(tmp_path / "vit", vision_model("vit"))
-    ran = run_suite(tmp_path, folder, options, "--data", "empty")
-    assert ran.returncode == 2
-    assert message in ran.stderr
-    assert ran.stderr.count("\n") == 1
-
-
-def test_data_and_model_must_fit(model_dir, tmp_path):
-    with pytest.raises(UserError, match="model family 'llama' reads no images, which this task's data are"):
-        load_image_reader(model_dir)
-    folder = vision_folder(tmp_path / "vit", vision_model("vit"))
-    with pytest.raises(UserError, match="has no tokenizer.json"):
-        load_tokenizer(folder)
-    with pytest.raises(UserError, match="model family 'vit' reads images; only the task attention looks at it"):
-        load_model(folder, "float32", CPU)
-    with pytest.raises(NotWatchableError, match="it reads pixel_values, not input_ids"):
-        watch(vision_model("vit"), Weights(), input_ids=torch.zeros(1, 4, dtype=torch.int64))
-    with pytest.raises(UserError, match="data images: give a directory"):
-        image_samples(AttentionOptions(data="images"), lambda: load_image_reader(folder), None)
-
-
-def test_heads_are_read_and_dropped_and_two_towers_give_the_one_that_sees(tmp_path):
-    torch.manual_seed(0)
-    classifier = ViTForImageClassification(vision_model("vit").config).eval()
-    classifier.save_pretrained(tmp_path / "classifier")
-    loaded = load_model(tmp_path / "classifier", "float32", CPU, watched=True)
-    assert type(loaded.hf).__name__ == "ViTModel"
-    assert loaded.layers == []
-    with attention_by(loaded.hf, "eager"), torch.inference_mode():
-        torch.testing.assert_close(loaded.hf(pixels())[0], classifier.vit(pixels())[0])
-    text = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 50}
-    clip = CLIPModel(CLIPConfig(text_config=text, vision_config=SIZES)).eval()
-    clip.save_pretrained(tmp_path / "clip")
-    tower = load_model(tmp_path / "clip", "float32", CPU, watched=True).hf
-    with attention_by(tower, "eager"), torch.inference_mode():
-        torch.testing.assert_close(tower(pixels())[0], clip.vision_model(pixels())[0])
-
-
-def test_drawn_shapes_are_the_same_for_a_seed_and_differ_between_images():
-    first = shapes(4)
-    np.testing.assert_array_equal(first.load(2), shapes(4).load(2))
-    assert first.load(0).shape == (256, 256, 3)
-    assert first.load(0).std() > 10
-    assert (first.load(0) != first.load(1)).any()
-    assert (first.load(0) != shapes(5).load(0)).any()
-
-
-def test_without_an_image_processor_the_middle_is_read_in_colours_from_minus_1_to_1(tmp_path):
-    read = load_image_reader(vision_folder(tmp_path, vision_model("vit")))
-    image = np.zeros((32, 64, 3), np.uint8)
-    image[:, 16:48, 1] = 255
-    made = read.pixels([image])
-    assert made.shape == (1, 3, 32, 32)
-    assert made[0, 0].unique().tolist() == [-1]
-    assert made[0, 1].unique().tolist() == [1]
-    assert read.pixels([shapes(0).load(0), image]).shape == (2, 3, 32, 32)
-
-
 @pytest.fixture
 def photos(tmp_path):
     pillow = pytest.importorskip("PIL.Image", reason="Pillow, of the extra 'vision', is not installed")
@@ -246,31 +141,6 @@ def test_images_of_a_directory_are_sorted_and_decoded(photos):
         found.load(1)
 
 
-def test_a_folder_is_no_image_and_one_image_is_enough(photos):
-    (photos / "a0.png").mkdir()
-    assert in_directory(photos).count == 3
-    one = in_directory(photos / "b.png")
-    np.testing.assert_array_equal(one.load(0), shapes(1).load(0))
-    assert one.count == 1
-
-
-def test_images_of_a_dataset_are_those_that_were_stored(photos, tmp_path):
-    datasets = pytest.importorskip("datasets")
-    rows = [{"bytes": (photos / name).read_bytes(), "path": None} for name in ("b.png", "a.JPG")]
-    features = datasets.Features({"label": datasets.Value("int64"), "picture": datasets.Image()})
-    table = datasets.Dataset.from_dict({"label": [0, 1], "picture": rows}, features=features)
-    (tmp_path / "set").mkdir()
-    table.to_parquet(tmp_path / "set" / "test-00000.parquet")
-    found = on_hub(str(tmp_path / "set"), "test", 5)
-    assert found.count == 2
-    np.testing.assert_array_equal(found.load(0), shapes(1).load(0))
-    table.remove_columns("picture").to_parquet(tmp_path / "set" / "test-00000.parquet")
-    with pytest.raises(UserError, match="no column of images, only label"):
-        on_hub(str(tmp_path / "set"), "test", 5)
-    with pytest.raises(UserError, match="can't be loaded .*; give --data DIR or BENCH_DATA"):
-        on_hub(str(tmp_path / "none"), "test", 5)
-
-
 @pytest.mark.slow("takes seconds")
 def test_a_model_with_its_image_processor_reads_photographs(photos, tmp_path):
     from transformers import BitImageProcessorPil
@@ -286,14 +156,3 @@ def test_a_model_with_its_image_processor_reads_photographs(photos, tmp_path):
     assert ran.returncode == 0, ran.stderr
     short = run_suite(tmp_path, folder, "data: images, samples: 9", "--data", photos)
     assert "has 3 images, not the 9 asked for; set samples lower" in short.stderr
-
-
-def test_what_needs_pillow_says_so(monkeypatch, tmp_path):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    (tmp_path / "a.png").write_bytes(b"")
-    with pytest.raises(UserError, match=r"reading images needs the package 'pillow': pip install 'kv-bench\[vision\]'"):
-        in_directory(tmp_path)
-    folder = vision_folder(tmp_path / "vit", vision_model("vit"))
-    (folder / "preprocessor_config.json").write_text("{}")
-    with pytest.raises(UserError, match="vit: its image processor needs the package 'pillow'"):
-        load_image_reader(folder)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import xml.etree.ElementTree as ET
 
 import pytest
-from factories import cell_record, drawn, edit, record
+from factories import cell_record, drawn, edit
 
-from kvbench.harness.report import chart, paper
-from kvbench.harness.report.paper import curves
+from kvbench.harness.report import chart
 from kvbench.harness.report.sections import section
 from kvbench.harness.report.task_charts import over_the_stream
 from kvbench.harness.tasks.streameval import over_distance
@@ -60,34 +58,6 @@ def test_a_drawing_has_no_markup_of_a_record_and_needs_nothing_from_elsewhere():
         assert not any(word in svg.lower() for word in ("href=", "url(http", "@import"))
 
 
-def test_a_picture_says_what_it_shows_to_those_who_do_not_see_it():
-    shown = section(drawn()[0], drawn()).charts[0].markdown()
-    assert 'alt="Perplexity over the stream of m' in shown
-    assert shown.count(".svg") == 2
-    assert "<b" not in chart.Chart("x", 'a "b" <b>', {}).markdown()
-
-
-def test_the_drawings_are_those_that_the_page_names(tmp_path):
-    folder = tmp_path / "charts"
-    chart.write({}, folder)
-    assert not folder.exists()
-    page = section(drawn()[0], drawn())
-    chart.write(chart.draw(page.charts), folder)
-    assert {p.name for p in folder.iterdir()} == {f"{page.charts[0].name}{t}.svg" for t in ("", "-dark")}
-    assert chart.drawing_files(page.text) == {p.name for p in folder.iterdir()}
-    assert chart.drawing_files('src="charts/../x.svg" srcset="other/x.svg" src="charts/Mine.svg"') == set()
-
-
-def test_several_capacities_are_panels_and_one_record_is_no_chart():
-    several = [*drawn(), record("window", 16, 2.0)]
-    assert [p["title"] for row in over_the_stream(several)[0].spec["vconcat"] for p in row["hconcat"]] == [
-        "capacity 8",
-        "capacity 16",
-    ]
-    assert over_the_stream([record("window", 8)]) == []
-    assert over_the_stream([record("dense", None), record("dense", None, status="failed", metrics={})]) == []
-
-
 def test_answers_over_distance_have_their_intervals():
     def asked(distance: int, right: int):
         task = {"name": "streameval", "distance": distance}
@@ -103,23 +73,3 @@ def test_answers_over_distance_have_their_intervals():
     assert far["right"] == far["low"] == 0 < far["high"] < 15
     assert errors["data"] == line["data"]
     assert over_distance([asked(2, 40)]) == []
-
-
-def test_loss_curves_lie_beside_attention_to_the_first_token(tmp_path):
-    for name, loss in (("one", 3.0), ("two", 3.5)):
-        (tmp_path / name).mkdir()
-        rows = [{"tokens": 10**6 * (i + 1), "loss": loss - i / 100} for i in range(100)]
-        rows[49]["attention_to_first"] = {"largest": 0.25, "mean": 0.1}
-        (tmp_path / name / "training.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in rows))
-    (made,) = curves([tmp_path / "one", tmp_path / "two"])
-    losses, attention = (panel["data"]["values"] for panel in made.spec["hconcat"])
-    assert [v["loss"] for v in losses if v["model"] == "two"] == [round(3.5 - i / 100, 4) for i in range(2, 100)]
-    assert attention == [{"model": m, "tokens": 50.0, "attention": 0.25} for m in ("one", "two")]
-    assert "<svg" in made.svg("dark")
-    assert curves([]) == []
-
-
-def test_rows_that_compare_only_with_themselves_are_told_as_multiples():
-    row = next(line for line in paper.render([]).text.splitlines() if line.startswith("| zero sink"))
-    assert "*29,214 (1,622x)*" in row
-    assert "*18.01 (1.000x)*" in row

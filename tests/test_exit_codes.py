@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 from conftest import bench
-
-from kvbench.harness.core.errors import Exit
-
-
-def test_the_documentation_lists_every_exit_code():
-    page = (Path(__file__).parent.parent / "docs" / "commands.md").read_text(encoding="utf-8")
-    table = page.split("| exit code |")[1].split("\n\n")[0]
-    listed = {int(code) for row in re.findall(r"^\| ([0-9, ]+) \|", table, re.MULTILINE) for code in row.split(",")}
-    assert listed == set(Exit)
 
 
 @pytest.mark.slow("measures suites")
@@ -46,8 +36,3 @@ def test_a_folder_that_only_seems_writable_is_a_mistake(tmp_path, capsys):
     code, _, err = bench(capsys, "baseline", "update", "/proc/baseline", "--suite", "quickstart", "--why", "x")
     assert code == 2
     assert err.count("\n") == 1
-
-
-def test_a_capacity_that_would_take_all_memory_is_refused(capsys):
-    code, _, err = bench(capsys, "policy", "check", "window", "--capacity", 100_000_000)
-    assert (code, "8192" in err) == (2, True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -11,24 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import DEVICE, FAMILIES, bench_in, in_blocks, model_of, nll, tokens_of
+from conftest import FAMILIES, bench_in, in_blocks, model_of, nll, tokens_of
 
-from kvbench.harness.core import contestants, plugins
-from kvbench.harness.core.errors import UserError
-from kvbench.harness.core.parameters import parameters_of, policy_from
+from kvbench.harness.core import contestants
+from kvbench.harness.core.parameters import policy_from
 from kvbench.harness.core.sources import source_digest
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.foreign import ForeignDecoder
 from kvbench.harness.engine.foreigncheck import own_loop
 from kvbench.harness.engine.loop import decoder
 from kvbench.harness.engine.method import EAGER, OwnLoop
-from kvbench.harness.engine.model import adopt
-from kvbench.harness.engine.stored import storage_bytes, tensors_in
-from kvbench.harness.models.families import tiny_model
 from kvbench.harness.records import RecordStore
 from kvbench.policies.dense import Dense
 from kvbench.policies.sink_window import SinkWindow
-from kvbench.policies.window import Window
 
 HALF = '''"""A layer that keeps the newest tokens, and the first."""
 from transformers.cache_utils import DynamicLayer
@@ -96,17 +89,6 @@ def test_an_evicting_layer_is_read_step_by_step_and_equals_the_policy_that_keeps
     assert (found - expected).abs().max() < 1e-4
 
 
-def test_a_layer_of_transformers_stands_for_a_cache_of_them():
-    tokens, name = tokens_of(80), "hf:DynamicSlidingWindowLayer"
-    config = contestant(name, sliding_window=17)  # the query's own token included
-    read = decoder(model_of("qwen3"), config)
-    expected = decoder(model_of("qwen3"), CacheConfig(Window(), 16, "stream"))(tokens)
-    assert (read(tokens) - expected).abs().max() < 1e-4
-    assert read.slots == (16, 16)
-    assert read.held([0]) is None
-    assert own_loop(model_of("qwen3"), config).loop.blocks == 0
-
-
 def test_blocks_of_a_users_cache_are_trusted_as_far_as_they_were_checked(half):
     """It would evict its first token after 400, which the check does not reach."""
     model, tokens = model_of("llama"), tokens_of(500)
@@ -116,20 +98,6 @@ def test_blocks_of_a_users_cache_are_trusted_as_far_as_they_were_checked(half):
     singly, in_one = (decoder(model, config, 1, replace(EAGER, own_loop=x)) for x in (loop._replace(blocks=0), loop))
     assert (singly(tokens) - in_blocks(in_one, tokens, 100)).abs().max() < 1e-4
     assert singly.held_bytes == in_one.held_bytes
-
-
-def test_attention_is_sdpa_where_that_computes_what_eager_does():
-    usual = {family: own_loop(model_of(family), contestant("hf:DynamicCache")).loop.attention for family in ("llama", "gemma2")}
-    assert usual == {"llama": "sdpa", "gemma2": "eager"}  # transformers' sdpa leaves out Gemma 2's softcap
-    assert own_loop(model_of("llama"), contestant("hf:DynamicCache", attention="eager")).loop.attention == "eager"
-
-
-def test_only_the_logits_asked_for_are_returned(half):
-    tokens, keep = tokens_of(40), torch.tensor([3, 4, 39], device=DEVICE)
-    for read in (opened("llama", half), opened("llama", "hf:DynamicCache", blocks=100)):
-        fresh = read.fork([0])
-        assert torch.equal(read(tokens, keep=keep).argmax(-1), fresh(tokens)[:, keep].argmax(-1))
-        assert read(tokens[:, :3], keep=keep[:0]).shape[:2] == (1, 0)
 
 
 def test_bytes_are_those_of_the_cache_s_storages(half):
@@ -153,24 +121,6 @@ def skip_without_fp8(name: str = "hf:QuantizedCache") -> None:
     except ValueError as error:
         if "Quantized" in name:
             pytest.skip(f"transformers {transformers.__version__}: {error}")
-
-
-def test_quantized_bytes_are_counted_and_its_blocks_refused():
-    skip_without_fp8()
-    config = contestant("hf:QuantizedCache", backend="fp8")
-    read = decoder(model_of("llama"), config)
-    read(tokens_of(50))
-    full = model_of("llama").kv_bytes(49)
-    assert full / 4 <= read.kv_bytes < full / 4 + 100  # a byte for each of 4, and the scales
-    assert read.slots == (50, 50)
-    check = own_loop(model_of("llama"), config)
-    assert check.loop.blocks == 0  # its scale is that of the first block
-
-
-def test_a_wrapper_s_tensors_are_counted():
-    from torch.testing._internal.two_tensor import TwoTensor
-
-    assert storage_bytes(tensors_in({"x": TwoTensor(torch.zeros(8), torch.zeros(8))}, ())) == 64
 
 
 @pytest.mark.parametrize("name", ["hf:DynamicCache", "hf:StaticCache", "fp8", "half"])
@@ -210,20 +160,6 @@ def test_a_prompt_is_read_in_one_pass(half):
     assert read.slots == (32, 32)
 
 
-def test_what_it_can_t_do_is_refused():
-    tokens = tokens_of(8, 2)
-    with pytest.raises(ValueError, match="unequal length"):
-        opened("llama", "hf:DynamicCache", 2)(tokens, valid=torch.ones_like(tokens, dtype=torch.bool))
-    with pytest.raises(ValueError, match="the cache ends at 7: raise max_cache_len"):
-        opened("llama", "hf:StaticCache", 2, max_cache_len=7)(tokens)
-    with pytest.raises(UserError, match=r"^transformers 5\.\d+\.\d+ has no cache 'DynamicCach', did you mean 'DynamicCache'\?$"):
-        plugins.policy_class("hf:DynamicCach")
-    with pytest.raises(ValueError, match=r"^its backend is not installed: pip install hqq$"):
-        decoder(model_of("llama"), contestant("hf:QuantizedCache", backend="hqq"))
-    with pytest.raises(ValueError, match="only our loop can read it"):
-        decoder(adopt(tiny_model("llama", vocab_size=96, zero_sink=True)), contestant("hf:DynamicCache"))
-
-
 def test_the_key_holds_versions_and_the_user_s_source(half, monkeypatch, tmp_path):
     dynamic, mine = contestant("hf:DynamicCache").policy, contestant(half).policy
     assert dynamic.code == f"transformers {transformers.__version__}"
@@ -240,40 +176,6 @@ def test_the_key_holds_versions_and_the_user_s_source(half, monkeypatch, tmp_pat
     assert source_digest(mine) != digests[1]
 
 
-def test_a_parameter_that_means_something_else_is_refused(tmp_path):
-    (tmp_path / "mine.py").write_text(HALF.replace("tokens=32", "capacity=32").replace("self.tokens = tokens", "self.tokens = 1"))
-    with pytest.raises(UserError, match="its parameter 'capacity' means something else here: give it another name"):
-        plugins.policy_class(f"{tmp_path / 'mine.py'}:Half")
-
-
-WRAPPED = """
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-def by_position(function):
-    def wrapper(module, query, key, value, attention_mask, dropout, **kwargs):
-        return function(module, query, key, value, attention_mask, dropout, **kwargs)
-    return wrapper
-
-def wrap():
-    for name, function in list(ALL_ATTENTION_FUNCTIONS.items()):
-        ALL_ATTENTION_FUNCTIONS[name] = by_position(function)
-"""
-IMPORTS = "import torch; from kvbench.harness.engine.model import adopt; from kvbench.harness.models.families import tiny_model\n"
-RUNS = """
-from kvbench.harness.models.selfcheck import check
-model = adopt(tiny_model("llama", vocab_size=96))
-check(model)
-"""
-
-
-@pytest.mark.parametrize(
-    "code", [WRAPPED + "wrap()\n" + IMPORTS + RUNS, IMPORTS + WRAPPED + "wrap()\n" + RUNS], ids=["first", "last"]
-)
-def test_who_wraps_attention_functions_may_pass_dropout_by_position(code):
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-
-
 SUITE = """
 suite: theirs
 version: 1
@@ -285,14 +187,6 @@ capacity: [16, 24]
 positions: [cache, stream]
 policies: [dense, sink_window, "hf:DynamicCache", {name: "mine.py:Recent", tokens: 16}]
 """
-
-
-def test_holds_is_for_the_flag_and_not_for_the_constructor(half):
-    policy = contestant(half, tokens=16, holds=16).policy
-    assert parameters_of(policy) == {"attention": None, "tokens": 16, "holds": 16}
-    assert policy.new_cache(model_of("llama").hf.config).layer_class_to_replicate().tokens == 16
-    with pytest.raises(ValueError, match="holds is 0, expected"):
-        contestant(half, holds=0)
 
 
 def documented() -> str:
@@ -327,22 +221,3 @@ def test_a_suite_measures_a_contestant_once_as_it_does_dense(ran):
     assert mine.facts.method == "the model's own attention (sdpa), token by token"
     assert mine.facts.wrong_length == "get_seq_length says 16 after 256 tokens"
     assert (mine.cell.capacity, mine.cell.positions, mine.cell.parameters) == (None, "stream", {"attention": None, "tokens": 16})
-
-
-def test_its_records_verify_and_are_not_measured_again(ran):
-    done = bench_in("records", "verify", "results", cwd=ran)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "finished before and skipped" in bench_in("run", "theirs.yaml", "--threads", 1, cwd=ran).stderr
-
-
-@pytest.mark.parametrize(("entry", "message"), [
-    ("{name: hf:DynamicCache, capacity: 64}", "hf:DynamicCache decides capacity itself: leave it out"),
-    ("{name: hf:DynamicCache, positions: cache}", "hf:DynamicCache decides positions itself: leave it out"),
-    ("{name: hf:QuantizedCache, backend: hqq}", "hf:QuantizedCache: its backend is not installed: pip install hqq"),
-    ("hf:StaticCache", "'max_cache_len' is missing"),
-])  # fmt: skip
-def test_what_it_decides_itself_is_refused_in_one_line(ran, entry, message):
-    done = bench_in("run", "theirs.yaml", "--policy", entry, cwd=ran)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert len(done.stderr.splitlines()) == 1

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
-import re
 import subprocess
 import sys
-from dataclasses import dataclass
 from functools import cache
-from math import inf
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, TextStreamer, pipeline
+from transformers import DynamicCache
 
 import kvbench
-from kvbench import CacheView, Policy
 from kvbench.harness.core.codec import Codec
 from kvbench.harness.core.evict import Pages
 from kvbench.harness.core.parameters import policy_from
@@ -28,7 +23,6 @@ from kvbench.harness.engine.loop import decoder
 from kvbench.harness.engine.method import EAGER
 from kvbench.harness.engine.model import adopt
 from kvbench.harness.models.families import tiny_model
-from kvbench.harness.models.hub import model_directory
 from kvbench.harness.suite.axes import kv_from
 from kvbench.policies.h2o import H2O
 
@@ -152,19 +146,6 @@ def test_padded_prompts_are_read_as_each_alone(family, name):
         assert torch.allclose(logits_of(together)[row], logits_of(alone)[0], atol=1e-4, rtol=1e-4)
 
 
-def test_padded_prompts_have_lengths_of_their_own():
-    """For policies that ask where a prompt ends."""
-    policy = policy_from("random", {"keep_prompt": True})
-    prompts = tokens_of(20), tokens_of(9, seed=1)
-    model = plain()
-    together = model.generate(**padded(*prompts), past_key_values=kvbench.Cache(model, policy, 24), **GREEDY)
-    for row, prompt in enumerate(prompts):
-        read = decoder(ours(), CacheConfig(policy, 24))
-        expected = [read.read_prompt(prompt, 4096)[:, None]]
-        expected += [read(token[None, None]) for token in together.sequences[row, 20:-1]]
-        assert torch.allclose(logits_of(together)[row], torch.cat(expected, 1)[0], atol=1e-4, rtol=1e-4)
-
-
 def test_sampled_texts_are_streams_of_their_own():
     torch.manual_seed(0)
     options = {**GREEDY, "do_sample": True, "num_return_sequences": 3}
@@ -199,14 +180,6 @@ def test_a_second_turn_goes_on_where_the_first_ended(name):
     assert torch.allclose(logits_of(second), torch.cat(expected, 1), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", [n for n in CONFIGS if n != "snapkv prompt"])
-def test_a_prompt_may_be_read_in_chunks(name):
-    whole = plain().generate(tokens_of(40), past_key_values=cache_of(name), **GREEDY)
-    chunked = plain().generate(tokens_of(40), past_key_values=cache_of(name), prefill_chunk_size=16, **GREEDY)
-    assert torch.equal(whole.sequences, chunked.sequences)
-    assert torch.allclose(logits_of(whole), logits_of(chunked), atol=1e-4, rtol=1e-4)
-
-
 def test_a_long_prompt_passes_the_model_in_blocks(monkeypatch):
     monkeypatch.setattr("kvbench.harness.run.generate._BLOCK", 16)
     blocks, model, kept = [], plain(), cache_of("h2o")
@@ -219,14 +192,6 @@ def test_a_long_prompt_passes_the_model_in_blocks(monkeypatch):
     expected = decoder(ours(), config_of("h2o"))(tokens_of(40))
     assert torch.allclose(logits, expected, atol=1e-4)
     assert torch.allclose(few, expected[:, 20:], atol=1e-4)
-
-
-@pytest.mark.parametrize("positions", ["cache", "stream", "clamped"])
-def test_positions_are_an_axis(positions):
-    kept = cache_of("h2o", positions=positions, limit=20 if positions == "clamped" else None)
-    out = plain().generate(tokens_of(40), past_key_values=kept, **GREEDY)
-    expected = logits_along("h2o", out.sequences, 40, positions=positions, limit=20 if positions == "clamped" else None)
-    assert torch.equal(logits_of(out), expected)
 
 
 @pytest.mark.parametrize(
@@ -262,54 +227,11 @@ def test_a_cache_evicts_pages():
     assert torch.equal(logits_of(out), logits)
 
 
-@dataclass(frozen=True)
-class Newest(Policy):
-    """A user's own."""
-
-    spared: int = 1  # tokens
-
-    def importance(self, view: CacheView):
-        return view.position.float().masked_fill(view.age < self.spared, inf)
-
-
-def test_a_policy_may_be_a_name_a_class_an_object_or_in_a_file(tmp_path):
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "from kvbench import Policy\nclass Mine(Policy):\n    def importance(self, view):\n        return view.position.float()\n"
-    )
-    texts = [
-        plain()
-        .generate(tokens_of(40), past_key_values=kvbench.Cache(plain(), policy, 16, **options), **GREEDY)
-        .sequences.tolist()
-        for policy, options in [("window", {}), (f"{file}:Mine", {}), (Newest, {"spared": 2}), (Newest(), {})]
-    ]
-    assert texts == [texts[0]] * 4
-    with_options = kvbench.Cache(plain(), "h2o", 16, window=4).report()
-    assert (with_options["policy"], with_options["parameters"]) == ("h2o", {"window": 4})
-
-
 def test_fast_writes_the_same():
     plainly, fast = (
         plain().generate(tokens_of(40), past_key_values=cache_of("sink_window", fast=fast), **GREEDY) for fast in (False, True)
     )
     assert torch.equal(plainly.sequences, fast.sequences)
-
-
-def test_a_fast_method_is_looked_for_once_for_each_policy_and_size(monkeypatch):
-    model, found = tiny_model("llama"), []
-
-    def noted(_, config, *more):
-        found.append((type(config.policy), config.capacity))
-        return fast_method(_, config, *more)
-
-    monkeypatch.setattr("kvbench.harness.engine.fastcheck.fast_method", noted)
-
-    class Mine(H2O):
-        pass
-
-    for policy, capacity, streams in (("h2o", 8, 1), ("h2o", 8, 1), (H2O, 8, 1), ("h2o", 9, 1), ("h2o", 8, 2), (Mine, 8, 1)):
-        model.generate(tokens_of(20, streams), past_key_values=kvbench.Cache(model, policy, capacity, fast=True), **GREEDY)
-    assert found == [(H2O, 8), (H2O, 9), (Mine, 8)]
 
 
 def test_a_copy_goes_on_by_itself():
@@ -327,25 +249,6 @@ def test_a_copy_goes_on_by_itself():
         read = decoder(ours(), config_of(name))
         read.read_prompt(prompt, 4096)
         assert torch.allclose(logits_of(answers[1])[:, 0], read(tokens_of(5, seed=4))[:, -1], atol=1e-4, rtol=1e-4)
-
-
-def test_a_report_says_what_is_kept():
-    kept, model = cache_of("h2o", positions="stream"), plain()
-    assert (kept.report()["kept"], kept.report()["held_bytes"]) == (0, 0)
-    model.generate(tokens_of(40, streams=2), past_key_values=kept, do_sample=False, max_new_tokens=11)
-    report = kept.report()
-    state = report.pop("state_bytes")
-    of_token = 2 * 2 * 2 * 16 * 4  # K and V, layers, KV heads, head dim, float32
-    assert report == {
-        "policy": "h2o", "parameters": {"window": None}, "capacity": 24, "positions": "stream", "evict": "step", "kv": "dtype",
-        "texts": 2, "seen": 50, "kept": 24, "held_bytes": 2 * 24 * of_token, "allocated_bytes": 2 * 25 * of_token,
-    }  # fmt: skip
-    assert state > 0
-    assert repr(kept).startswith("Cache(policy='h2o', parameters={'window': None}, capacity=24, ")
-    kept.reset()
-    assert kept.get_seq_length() == kept.report()["held_bytes"] == 0
-    model.generate(tokens_of(20), past_key_values=kept, do_sample=False, max_new_tokens=2)
-    assert kept.report()["texts"] == 1
 
 
 def refused(text: str, *calls):
@@ -392,32 +295,6 @@ def test_what_cannot_be_is_refused_in_one_line():
     assert held.get_seq_length() == 40, "nothing was read"
 
 
-def test_mistakes_are_told_when_a_cache_is_made():
-    model = plain()
-    refused("did you mean 'h2o'", lambda: kvbench.Cache(model, "h20", 16))
-    refused("needs a capacity", lambda: kvbench.Cache(model, "h2o"))
-    refused("takes no capacity", lambda: kvbench.Cache(model, "dense", 16))
-    refused("capacity", lambda: kvbench.Cache(model, "h2o", 16, window=17), lambda: kvbench.Cache(model, "sink_window", 3))
-    refused("unexpected keyword argument 'windw'", lambda: kvbench.Cache(model, "h2o", 16, windw=3))
-    refused("did you mean 'stream'", lambda: kvbench.Cache(model, "h2o", 16, positions="streams"))
-    refused("expected step, prompt, {every: TOKENS} or", lambda: kvbench.Cache(model, "h2o", 16, evict=16))
-    refused("there is no codec 'int3'", lambda: kvbench.Cache(model, "h2o", 16, kv="int3"))
-    refused("which can't lose one", lambda: kvbench.Cache(model, "h2o", 16, kv="kivi2"))
-    refused("whole pages of 5", lambda: kvbench.Cache(model, "h2o", 16, evict={"pages": 5}))
-    refused("an instance with its parameters", lambda: kvbench.Cache(model, H2O(), 16, window=3), lambda: kvbench.Cache(model, 3))
-    refused("or a wrapper of one", lambda: kvbench.Cache(model.model.layers[0]), lambda: kvbench.Cache("llama"))
-    refused("evaluation mode", lambda: kvbench.Cache(tiny_model("llama").train()))
-    refused("AutoModelForCausalLM", lambda: kvbench.Cache(model.model))
-    refused(
-        "'dynamic|longrope'|rope_length",
-        lambda: kvbench.Cache(tiny_model("llama", rope_scaling={"rope_type": "dynamic", "factor": 2.0})),
-    )
-    refused("model family 'bloom' can't be driven", lambda: kvbench.Cache(tiny_model("bloom")))
-    kept = kvbench.Cache(model)
-    refused("other caches have None", lambda: kvbench.Cache(model, rope_length=512))
-    assert kept.get_seq_length() == 0
-
-
 def test_the_model_is_left_as_it_was():
     model, prompt = plain(), tokens_of(40)
     own = model.generate(prompt, **GREEDY)
@@ -461,95 +338,6 @@ def test_the_model_is_left_as_it_was_after_an_exception(monkeypatch):
         cache_of("h2o")
     assert is_untouched(model)
     assert all(p.requires_grad for p in model.parameters())
-
-
-def test_a_copied_model_has_a_forward_of_its_own():
-    model, prompt = copy.deepcopy(plain()), tokens_of(40)
-    kept = kvbench.Cache(model, "h2o", 24)
-    model = copy.deepcopy(model)
-    kept = kvbench.Cache(model, "h2o", 24)
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        other.lm_head.weight.mul_(-1)
-        assert torch.allclose(other(prompt).logits, -model(prompt).logits)
-    refused("belongs to another model", lambda: other(prompt, past_key_values=kept))
-
-
-def test_a_forward_that_somebody_else_put_there_stays():
-    """Accelerate and `torch.compile` put theirs on the model, before or after ours."""
-    model, calls = copy.deepcopy(plain()), []
-
-    def before(*args, **kwargs):
-        calls.append(1)
-        return type(model).forward(model, *args, **kwargs)
-
-    model.forward = before
-    kept = kvbench.Cache(model, "h2o", 24)
-    model.generate(tokens_of(40), past_key_values=kept, max_new_tokens=3)
-    assert calls
-    del kept
-    assert model.forward is before
-    kept = kvbench.Cache(model, "h2o", 24)
-    around = model.forward
-    model.forward = after = lambda *args, **kwargs: around(*args, **kwargs)
-    del kept
-    assert model.forward is after
-
-
-@cache
-def builtin():
-    folder = model_directory("builtin:recall", None, False)
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    model.generation_config.use_cache = True  # its config has what it was trained with
-    return model, AutoTokenizer.from_pretrained(folder)
-
-
-def test_streamers_and_chat_templates_work(capsys):
-    model, tokenizer = builtin()
-    template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
-    kept, said = kvbench.Cache(model, "h2o", 16), torch.zeros(1, 0, dtype=torch.int64)
-    for message in ("The first line of a text.", "And then what came?"):
-        asked = [{"role": "user", "content": message}]
-        inputs = tokenizer.apply_chat_template(asked, chat_template=template, return_tensors="pt", return_dict=True)
-        said = torch.cat([said, inputs["input_ids"]], 1)
-        streamer = TextStreamer(tokenizer, skip_prompt=True)
-        length = said.shape[1]
-        said = model.generate(said, past_key_values=kept, max_new_tokens=8, do_sample=False, streamer=streamer)
-        assert capsys.readouterr().out.strip() == tokenizer.decode(said[0, length:]).strip() != ""
-        assert kept.get_seq_length() == said.shape[1] - 1
-
-
-def test_a_pipeline_hands_the_cache_on():
-    model, tokenizer = builtin()
-    write = pipeline("text-generation", model=model, tokenizer=tokenizer)
-    options = {"max_new_tokens": 8, "do_sample": False, "return_full_text": False}
-    kept = kvbench.Cache(model, "sink_window", 16)
-    text = "The first line of a text, and more of it."
-    (out,) = write(text, past_key_values=kept, **options)
-    tokens = model.generate(**tokenizer(text, return_tensors="pt"), past_key_values=kvbench.Cache(model, "sink_window", 16),
-                            max_new_tokens=8, do_sample=False)  # fmt: skip
-    assert tokenizer.decode(tokens[0]).endswith(out["generated_text"])
-    assert kept.report()["kept"] == 16
-
-
-def test_the_hub_recipe_runs_from_a_folder():
-    prompt, model = tokens_of(40), plain()
-    hub = {"custom_generate": str(ROOT / "docs/hub"), "trust_remote_code": True}
-    out = model.generate(prompt, **hub, policy="h2o", capacity=24, cache_options={"window": 4}, **GREEDY)
-    expected = model.generate(prompt, past_key_values=kvbench.Cache(model, "h2o", 24, window=4), **GREEDY)
-    assert torch.equal(logits_of(out), logits_of(expected))
-    del out, expected  # they hold their caches
-    assert is_untouched(model)
-
-
-def test_the_page_runs_as_it_stands(tmp_path):
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/generate.md").read_text(encoding="utf-8"), re.S)
-    assert len(blocks) == 4
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", "\n".join(blocks)], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "'policy': 'h2o'" in done.stdout
-    assert "'kept': 64.0" in done.stdout
 
 
 def test_importing_kvbench_imports_no_torch():

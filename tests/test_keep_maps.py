@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import bench, bench_in, in_blocks, model_of, nll, tokens_of
+from conftest import bench_in, in_blocks, model_of, nll, tokens_of
 from factories import record
-from test_meta_device import META, meta_model, read_in
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.engine.decoder import CacheConfig
@@ -22,19 +20,16 @@ from kvbench.harness.engine.method import EAGER, FASTEST, TOKEN_BY_TOKEN
 from kvbench.harness.records import read
 from kvbench.harness.report import keep_map as reading
 from kvbench.harness.report.keep_map import Map, evictions
-from kvbench.harness.rules.rules import case, cheap_findings
-from kvbench.harness.run import policy_check
 from kvbench.harness.run.keep_map import KeepMapWriter, RecordingDecoder, write_replay
 from kvbench.harness.run.options import KeepSteps
 from kvbench.policies import Policy
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
 from kvbench.policies.random import Random
-from kvbench.policies.replay import Replay, _evicted
+from kvbench.policies.replay import Replay
 from kvbench.policies.sink_window import SinkWindow
 
 TOKENS, CAPACITY = 200, 16
-Kept = list[list[list[list[int]]]]  # positions by layer, stream, head
 
 
 def mapped(path: Path, read: CachedDecoder, tokens: torch.Tensor, block: int, asked: str = "all") -> torch.Tensor:
@@ -127,68 +122,6 @@ def test_a_map_holds_what_was_kept_and_changes_no_number(tmp_path, policy, block
                 assert [held[step, layer, stream, head] for head in range(2)] == of_stream
 
 
-def test_only_the_logits_that_are_asked_for_come_back(tmp_path):
-    """A block that is split in four parts, one of which no kept token is in."""
-    tokens, keep = tokens_of(40), torch.tensor([0, 3, 20, 21, 39])
-    keep_map = KeepMapWriter(tmp_path / "m", KeepSteps("3,10,20"), [3, 10, 20])
-    split = RecordingDecoder(CachedDecoder(model_of("llama"), CacheConfig(H2O(), 8)), keep_map)(tokens, keep=keep)
-    whole = CachedDecoder(model_of("llama"), CacheConfig(H2O(), 8))(tokens, keep=keep)
-    torch.testing.assert_close(split, whole, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("option", "tokens", "steps"),
-    [
-        ("kept", 170, [9, 19, 29, 39, 49, 59, 69, 79, 89, 99, 109, 119, 129, 139, 149, 159, 169]),
-        ("kept", 5, [0, 1, 2, 3, 4]),
-        ("kept=all", 4, [0, 1, 2, 3]),
-        ("kept=128, 7,end,7", 200, [7, 128, 199]),
-        ("kept=199,end", 200, [199]),
-    ],
-)
-def test_steps_are_chosen(option, tokens, steps):
-    assert KeepSteps.from_option(option).of(tokens) == steps
-
-
-@pytest.mark.parametrize("option", ["keep", "kept=", "kept=1,,2", "kept=-3", "kept=1.5", "kept=all,3", "nll", "kept=²"])
-def test_other_steps_are_refused_in_one_line(option):
-    with pytest.raises(UserError, match=r"^--trace .*: expected kept, kept=all, or kept=STEPS such as kept=128,256,end$"):
-        KeepSteps.from_option(option)
-
-
-def random_map(layers: int, heads: int, steps: Sequence[int]) -> tuple[Map, dict[tuple[int, int, int], set[int]]]:
-    """A map of random positions, and the same as sets by (step, layer, head)."""
-    draw = np.random.default_rng(0)
-    held = {
-        (s, k, h): set(np.flatnonzero(draw.random(s + 1) < 0.2).tolist())
-        for s in steps
-        for k in range(layers)
-        for h in range(heads)
-    }
-    entries = [(0, s, k, h, p) for (s, k, h), positions in held.items() for p in sorted(positions)]
-    return Map(*(np.array(column) for column in zip(*entries, strict=True))), held
-
-
-@pytest.mark.parametrize("steps", [[3, 50, 100], [5, 400, 1000], list(range(10, 300))], ids=["few", "bands", "many steps"])
-def test_the_picture_shades_the_share_of_heads_that_hold_a_position(steps):
-    """Every position of every column of the picture, against sets."""
-    kept, held = random_map(2, 3, steps)
-    bars = reading.specification(kept, "")["data"]["values"]
-    drawn = sorted({bar["step"] for bar in bars})
-    assert set(drawn) <= set(steps)
-    assert (len(drawn), drawn[-1]) == (min(64, len(steps)), steps[-1])
-    width = -(-(steps[-1] + 1) // 128)
-    for layer in range(2):
-        for step in drawn:
-            shade = np.full(step + 1, np.nan)
-            for bar in (b for b in bars if (b["layer"], b["step"]) == (layer, step)):  # later bars lie on top
-                assert bar["high"] <= step + 1
-                shade[bar["low"] : bar["high"]] = bar["share"]
-            share = [sum(p in held[step, layer, head] for head in range(3)) / 3 for p in range(step + 1)]
-            expected = [max(share[p // width * width : (p // width + 1) * width]) for p in range(step + 1)]
-            np.testing.assert_allclose(shade, expected, atol=1e-3)
-
-
 HEAD = 'suite: maps\nversion: 1\ncapacity: 16\nmodel: {id: "builtin:sink_1"}\n'
 PERPLEXITY, QUESTIONS = "{name: perplexity, data: prose, tokens: 90}", "{name: streameval, lines: 6, query_every: 3, distance: 1}"
 SUITES = {  # the first one's cell is one of the others'
@@ -249,70 +182,6 @@ def test_a_run_writes_a_map_beside_the_record_and_measures_again_where_it_lacks_
     assert not list(tmp_path.rglob("*.parquet")), "no record names it any longer"
 
 
-@pytest.mark.slow("measures suites")
-def test_a_run_under_replay_gives_the_same_nlls(capsys, one):
-    path, made = one
-    assert bench(capsys, "show", "kept", path, "--replay", "table.pt")[:2] == (0, "table.pt\n")
-    other_path, other = measured(Path(), "one.yaml", "--policy", "{name: replay, file: table.pt}")
-    assert len(other["cell"]["parameters"]["sha256"]) == 64
-    ours, theirs = (np.load(p.parent / r["trace"]["file"]) for p, r in ((path, made), (other_path, other)))
-    np.testing.assert_allclose(theirs, ours, atol=1e-4)
-    code, _, err = bench(capsys, "show", "kept", other_path)
-    said = f"{other_path.stem}: has no keep map: measure it again with 'bench run {other['cell_id'][:8]} --trace kept'"
-    assert (code, err) == (2, f"bench: {said}\n")
-
-
-def test_a_map_is_drawn_and_printed(capsys, one):
-    path, made = one
-    picture = path.with_suffix(".kept.png")
-    assert bench(capsys, "show", "kept", path)[:2] == (0, f"{picture}\n")
-    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    code, out, _ = bench(capsys, "show", "kept", made["cell_id"][:8], "--results", "r", "--out", "m.svg")
-    assert (code, out) == (0, "m.svg\n")
-    svg = Path("m.svg").read_text()
-    assert svg.count(">layer ") == sum(s["layers"] for s in made["facts"]["kv_shapes"])
-    assert "What h2o at capacity 16 keeps" in svg
-    rows = json.loads(bench(capsys, "show", "kept", path, "--json")[1])
-    assert {tuple(row) for row in rows} == {("stream", "step", "layer", "head", "positions")}
-    assert all(len(row["positions"]) == min(16, row["step"] + 1) for row in rows)
-
-
-def test_mistakes_get_one_line(capsys, one):
-    path, made = one
-
-    def said(*arguments: object) -> str:
-        code, _, err = bench(capsys, *arguments)
-        assert (code, err.count("\n")) == (2, 1), err
-        return err
-
-    run = ("run", "one.yaml", "--device", "cpu", "--results", "r")
-    assert "the last step of a stream is 89, so there is no 90" in said(*run, "--trace", "kept=90")
-    assert "expected kept" in said(*run, "--trace", "keep")
-    only = "under policies with a cache have keep maps; this runs streameval"
-    assert only in said("run", "questions.yaml", *run[2:], "--trace", "kept")
-    assert "change the suffix" in said("show", "kept", path, "--out", "m.gif")
-    assert "the keep map has no stream 1: its last one is 0" in said("show", "kept", path, "--stream", 1)
-    assert "no record has a cell id that begins like this" in said("show", "kept", "0123456789", "--results", "r")
-    assert "does not exist" in said("show", "kept", "none.json")
-    kept = path.parent / made["facts"]["keep_map"]["file"]
-    kept.write_bytes(kept.read_bytes() + b"x")
-    assert "has changed since it was measured" in said("show", "kept", path)
-    kept.unlink()
-    assert "is missing" in said("show", "kept", path)
-
-
-def test_without_pyarrow_it_says_what_to_install(capsys, one, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    code, _, err = bench(capsys, "run", "one.yaml", "--trace", "kept", "--device", "cpu", "--results", "r")
-    assert (code, err) == (2, "bench: keep maps are parquet files: install pyarrow, with 'pip install pyarrow'\n")
-
-
-def test_a_damaged_map_is_named(tmp_path):
-    (tmp_path / "m.parquet").write_bytes(b"PAR1 no")
-    with pytest.raises(UserError, match=r"m\.parquet: not a keep map \(\w+\)$"):
-        Map.read(tmp_path / "m.parquet")
-
-
 def two_steps(**changes) -> Map:
     """Both of two layers and heads hold both tokens of a stream of two."""
     entries = [(s, k, h, p) for s in range(2) for k in range(2) for h in range(2) for p in range(s + 1)]
@@ -354,24 +223,3 @@ def test_a_file_that_is_no_table_of_this_cell_is_refused(tmp_path):
     (tmp_path / "t.pt").write_bytes(b"no")
     with pytest.raises(ValueError, match=r"is no table of evictions; 'bench show kept RECORD --replay FILE' writes one"):
         Replay(file).bind(2)
-
-
-def test_past_the_end_of_its_map_the_oldest_token_goes(tmp_path):
-    read = CachedDecoder(model_of("llama"), CacheConfig(Replay(table_of(tmp_path / "t.pt", [[[4, 2, 4, 3]] * 2] * 2, [2])), 2))
-    read(tokens_of(4))
-    assert read.kept() == [[[[0, 2]] * 2]] * 2
-    for step, expected in ((4, [2, 4]), (5, [4, 5]), (6, [5, 6])):
-        read(tokens_of(1, seed=step))
-        assert read.kept() == [[[expected] * 2]] * 2
-
-
-def test_replay_keeps_the_rules_and_waits_for_no_device(tmp_path):
-    draw = np.random.default_rng(0)
-    for_views = Replay(table_of(tmp_path / "v.pt", draw.integers(0, 60, (4, 3, 60)), [CAPACITY]))
-    assert [f for f in cheap_findings(case(for_views, CAPACITY)) if not f.ok] == []
-    for_tiny = Replay(table_of(tmp_path / "t.pt", draw.integers(0, 60, (2, 2, 60)), [CAPACITY]))
-    assert [rule(case(for_tiny, CAPACITY)) for _, rule in policy_check._IN_THE_LOOP] == [""] * len(policy_check._IN_THE_LOOP)
-    on_meta = Replay(table_of(tmp_path / "m.pt", draw.integers(0, 60, (2, 2, 60)), [8])).bind(8)
-    _evicted(on_meta.file, on_meta.sha256, META)  # moved to the device once, at the first step
-    for sizes in ([1] * 14, [20, 1, 10]):
-        read_in(CachedDecoder(meta_model("llama"), CacheConfig(on_meta, 8), 2), sizes)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import re
 from collections import Counter
 from functools import cache
 from itertools import combinations, product
@@ -22,7 +21,6 @@ from lm_eval.models.huggingface import HFLM
 from scipy.stats import chi2, chi2_contingency
 
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.core.intervals import wilson
 from kvbench.harness.core.packed import json_lines
 from kvbench.harness.data.stream import newline
 from kvbench.harness.lm_eval import catalogue
@@ -31,15 +29,13 @@ from kvbench.harness.lm_eval.kvbench import KVBench
 from kvbench.harness.models.hub import model_directory
 from kvbench.harness.models.load import load_tokenizer
 from kvbench.harness.records import RecordStore
-from kvbench.harness.records.aggregates import pass_at, pass_sizes, sample_figures
-from kvbench.harness.report import gate
+from kvbench.harness.records.aggregates import pass_at, pass_sizes
 from kvbench.harness.report.compare import differences
 from kvbench.harness.report.sections import section
 from kvbench.harness.report.verify import problems
 from kvbench.harness.run.request import RunRequest
-from kvbench.harness.tasks.lm_eval import LmEval, LmEvalMetrics, LmEvalOptions, _pass_at
+from kvbench.harness.tasks.lm_eval import LmEvalMetrics
 from kvbench.harness.tasks.lm_eval.measure import _sample, _template
-from kvbench.harness.tasks.task import MeasurementError
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow("lm-eval")]  # lm-eval and its packages give warnings
 TASKS = ["kvbench_cloze", "kvbench_cloze_said", "kvbench_registers", "kvbench_prose"]
@@ -227,33 +223,6 @@ def test_records_are_compared_question_by_question(records):
     assert found.low < found.change < 0 < found.high, "three questions of 24 fewer are no proof"
 
 
-def test_the_gate_holds_them_to_a_baseline(records):
-    good = [r for r in records[0] if r.status == "ok"]
-    assert gate.exit_code(gate.check((good, records[1]), (good, records[1]), {})) == 0
-    worse = json.loads(json.dumps([r.as_json() for r in good]))
-    for r in worse:
-        if r["cell"]["task"]["tasks"] == "kvbench_prose":
-            r["metrics"]["scores"] = [s * 1.1 for s in r["metrics"]["scores"]]
-            r["metrics"]["score"] *= 1.1
-    findings = gate.check((good, records[1]), ([type(good[0]).from_json(r) for r in worse], records[1]), {})
-    assert {f.check for f in findings if f.state == "regression"} == {"quality", "figures", "trace"}
-
-
-def test_query_aware_and_query_blind_are_never_in_one_table(records):
-    once, stream = (
-        section(next(r for r in records[0] if r.cell.task.prompt == prompt), records[0]).text for prompt in ("once", "stream")
-    )
-    assert [page.splitlines()[0] for page in (once, stream)] == ["## lm-eval, prompt once", "## lm-eval, prompt stream"]
-    assert "query-blind" in stream
-    assert "query-aware" not in stream
-    assert "± " in stream
-    assert "paired by question" in stream
-
-
-def test_a_task_for_some_policies_is_measured_for_those(records):
-    assert {r.cell.policy for r in records[0] if r.cell.task.prompt == "once"} == {"h2o"}
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [("policy=h2o", "needs a capacity"), ("policy=h2o,capacity=64,sinks=3", "nor a parameter of h2o"),
@@ -274,32 +243,6 @@ def test_a_task_that_is_not_there_or_is_several(monkeypatch):
         catalogue.task("kvbench_clozed", None, 0, [], {})
     with pytest.raises(UserError, match="a group of lm-eval tasks; list its tasks: kvbench_anywhere, kvbench_chain"):
         catalogue.task("kvbench", None, 0, [], {})
-
-
-def test_a_command_without_tasks_is_told_so_in_one_line(capsys, monkeypatch):
-    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **_: None)
-    code, _, err = bench(capsys, "lm-eval", "--model_args", "pretrained=builtin:sink_2")
-    assert code == 2
-    assert "--tasks is missing" in err.splitlines()[-1]
-    assert "Traceback" not in err
-
-
-def test_data_out_of_reach_is_told_with_what_to_download(tmp_path, monkeypatch):
-    (tmp_path / "far.yaml").write_text(
-        "task: far_away\ndataset_path: someone/far_away\ndataset_name: hard\noutput_type: multiple_choice\ntest_split: test\n"
-        "doc_to_text: a\ndoc_to_choice: [b, c]\ndoc_to_target: 0\nmetric_list: [{metric: acc}]\n"
-    )
-
-    def load_dataset(path, name, **_):
-        raise ConnectionError(f"Couldn't reach '{path}' on the Hub")
-
-    monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    with pytest.raises(UserError) as error:
-        catalogue.task("far_away", None, 0, [str(tmp_path)], {})
-    message = str(error.value)
-    assert "\n" not in message
-    assert "datasets.load_dataset('someone/far_away', 'hard')" in message
-    assert "HF_HOME" in message
 
 
 def test_truncate_keeps_the_first_tokens_of_a_prompt_that_is_longer_than_the_model():
@@ -327,11 +270,6 @@ def test_a_questions_score_is_a_number_or_a_log_likelihood_with_its_weight(metri
     json.dumps(line)
 
 
-def test_a_metric_that_is_no_number_is_refused():
-    with pytest.raises(MeasurementError, match="choose another"):
-        _sample({"f1": {"a": 1}, "doc_id": 0, "target": "", "resps": []}, "f1")
-
-
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% if not loop.last %}</s>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -355,27 +293,6 @@ def test_the_chat_template_is_applied_as_lm_evals_own_model_does(chatting, model
     ours = _template(chatting)(history, add_generation_prompt=begun)
     assert ours == reference.apply_chat_template(history, add_generation_prompt=begun)
     assert ours == "<user>2 + 2?</s><assistant>4</s><user>3?" + "<assistant>" * begun
-
-
-def test_a_task_in_the_chat_template_asks_other_questions(chatting):
-    plain, chat = (
-        LmEval.data(LmEvalOptions(tasks="kvbench_cloze", limit=2, chat_template=on), lambda: chatting, None)
-        for on in (None, True)
-    )
-    asked = [[i.args[0] for task in data.loaded["tasks"].values() for i in task.instances] for data in (plain, chat)]
-    assert [f"<user>{text}<assistant>" for text in asked[0]] == asked[1]
-    assert plain.ids_sha256 != chat.ids_sha256
-
-
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [({"num_beams": 4}, "num_beams=4"), ({"repetition_penalty": 1.2}, "repetition_penalty=1.2"), ({"min_p": 0.1}, "min_p=0.1"),
-     ({"do_sample": True}, "temperature above 0")],
-)  # fmt: skip
-def test_settings_that_would_be_ignored_are_refused(settings, says):
-    model = ours(model_directory("builtin:vanilla", None, False))
-    with pytest.raises(UserError, match=says):
-        model._generated(["a"], {"until": [], "num_beams": 1} | settings, [0], None)
 
 
 CONTEXTS = ["The wind came from the", "He said that she", "Line 7: the register holds <", "It was", "The old"]
@@ -418,16 +335,6 @@ def test_answers_are_drawn_from_the_distribution_of_lm_evals_own_model(settings)
     assert unlike(drawn(ours(directory, batch_size=100), **sampling), expected) > 0.01
     other = {"temperature": settings["temperature"] * 2}
     assert unlike(drawn(ours(directory, batch_size=100), **sampling | other), expected) < 1e-4
-
-
-def test_a_models_own_generation_config_counts_where_nothing_is_given():
-    """As in `hf`: top_k and top_p of the model, and transformers' 50, but never its temperature."""
-    model = ours(model_directory("builtin:vanilla", None, False))
-    asked = {"do_sample": True, "temperature": 0.7}
-    assert model._sampler(asked).keywords == {"temperature": 0.7, "top_p": 1.0, "top_k": 50}
-    model.model.generation_config = transformers.GenerationConfig(temperature=9.0, top_p=0.9, top_k=7)
-    assert model._sampler(asked).keywords == {"temperature": 0.7, "top_p": 0.9, "top_k": 7}
-    assert model._sampler(asked | {"top_p": 1, "top_k": 0}).keywords == {"temperature": 0.7, "top_p": 1.0, "top_k": 0}
 
 
 SAMPLED = """
@@ -481,24 +388,6 @@ def test_several_answers_give_pass_at_k_and_lm_evals_own_figures_stay_its_own(fo
     assert f"{100 * records[0].metrics.pass_at['4']:.1f} [" in page
 
 
-def test_intervals_of_pass_at_k_are_over_questions(four):
-    """Where the four answers to a question are alike, 24 questions are worth 24 answers; fewer than 20 have no interval."""
-
-    def shown(right, questions=24):
-        """pass@1 of four answers to each question, so many of which are right. -> its width, and the text."""
-        figures = sample_figures([{"score": c / 4, "scores": [1.0] * c + [0.0] * (4 - c)} for c in right[:questions]])
-        kept = {k: v for k, v in four[0][0].metrics.as_json().items() if k not in figures}
-        text = _pass_at(LmEvalMetrics.from_json(kept | figures), 1)
-        ends = re.search(r"\[([\d.]+), ([\d.]+)\]", text)
-        return (float(ends[2]) - float(ends[1])) / 100 if ends else None, text
-
-    alike, mixed = [4] * 18 + [0] * 6, [3] * 24
-    of_questions, of_answers = (float(np.diff(wilson(18 * n, 24 * n))[0]) for n in (1, 4))
-    assert shown(alike)[0] == pytest.approx(of_questions, rel=0.1)
-    assert shown(mixed)[0] == pytest.approx(of_answers, rel=0.1)
-    assert shown(alike, 19) == (None, f"{100 * 18 / 19:.1f}")
-
-
 def test_the_same_seed_gives_the_same_answers_in_any_batch(four, tmp_path):
     _, again, _ = sampled(tmp_path, "samples=4", "batch=5")
     assert [line["said"] for trace in again for line in trace] == [line["said"] for trace in four[1] for line in trace]
@@ -521,31 +410,6 @@ def test_lm_evals_own_command_draws_the_same_answers(capsys, tmp_path, monkeypat
     said = {line["doc_id"]: line["resps"][0][0] for line in map(json.loads, file.read_text().splitlines())}
     trace = json_lines(RecordStore(tmp_path / "results-sample_seed=3").trace_path(record, ".samples.jsonl"))
     assert said == {line["question"]: line["said"][0] for line in trace}
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [({"tasks": "kvbench_registers", "temperature": 1.0}, "no answers are generated, so leave out temperature"),
-     ({"tasks": "kvbench_registers", "samples": 2}, "no answers are generated, so leave out samples"),
-     ({"tasks": "kvbench_cloze_said", "samples": 2}, "nothing is drawn, so samples would"),
-     ({"tasks": "kvbench_cloze_said", "temperature": 0, "top_p": 0.9, "sample_seed": 2}, "so top_p, sample_seed would")],
-)  # fmt: skip
-def test_options_without_effect_are_refused(options, says, chatting):
-    with pytest.raises(UserError, match=says):
-        LmEval.data(LmEvalOptions(limit=2, **options), lambda: chatting, None)
-
-
-def test_settings_of_one_cell_are_not_those_of_the_next(chatting):
-    for temperature, expected in ((0.5, {"do_sample": True, "temperature": 0.5}), (None, {"do_sample": False})):
-        data = LmEval.data(LmEvalOptions(tasks="kvbench_cloze_said", limit=1, temperature=temperature), lambda: chatting, None)
-        (task,) = data.loaded["tasks"].values()
-        assert {k: v for k, v in task.instances[0].args[1].items() if k not in ("until", "max_gen_toks")} == expected
-
-
-def test_what_is_not_asked_for_leaves_the_cell_as_it_was():
-    plain = LmEvalOptions(tasks="a").model_dump(exclude_none=True)
-    assert plain == LmEvalOptions(tasks="a", sample_seed=0).model_dump(exclude_none=True)
-    assert not {"temperature", "top_p", "top_k", "samples", "sample_seed", "max_gen_toks"} & {*plain}
 
 
 @pytest.mark.parametrize("number", [1, 2, 7, 8])

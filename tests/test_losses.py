@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
-import shutil
 from functools import cache
 from pathlib import Path
 
 import pandas as pd
 import pytest
-from conftest import bench
 from test_closing import measured
 
-from kvbench import UserError, compare, figures, load_records, losses
-from kvbench.harness.report import chart, feed
+from kvbench import compare, load_records, losses
+from kvbench.harness.report import feed
 from kvbench.harness.report.doubts import with_doubts
 from kvbench.harness.report.feed import words
 from kvbench.harness.report.feed.question import questions
@@ -40,33 +37,6 @@ def records():
 @pytest.fixture(scope="module")
 def frame(records):
     return losses(records)
-
-
-@pytest.mark.slow("draws pictures")
-def test_the_page_on_papers_runs_as_it_stands_and_its_numbers_are_those_of_the_feed(tmp_path, monkeypatch):
-    (tmp_path / "leaderboard").symlink_to(ROOT / "leaderboard")
-    monkeypatch.chdir(tmp_path)
-    drawn = []
-    draw = chart.picture
-    monkeypatch.setattr(chart, "picture", lambda spec, path: (drawn.append(spec), draw(spec, path)))
-    section = (ROOT / "docs/python.md").read_text(encoding="utf-8").split("## Tables and figures for a paper")[1]
-    exec("\n".join(re.findall(r"```python\n(.*?)```", section, re.S)), {})
-    (budget,) = (b for q in published() if "cache positions" in q["subject"] for b in q["budgets"] if b["capacity"] == 64)
-    latex = Path("losses.tex").read_text(encoding="utf-8")
-    assert r"\toprule" in latex
-    lines = re.findall(r"^(.*) & (\S+) \[(\S+), (\S+)\] & (\S+) \\\\$", latex, re.M)
-    assert [line[0].replace(r"\_", "_") for line in lines] == [row["name"] for row in budget["rows"]]
-    for line, row in zip(lines, budget["rows"], strict=True):
-        written = [float(x.replace(",", "")) for x in line[1:]]
-        exact = [row["loss"]["value"], row["loss"]["low"], row["loss"]["high"], row["perplexity"]]
-        assert all(math.isclose(x, y, rel_tol=0.05) for x, y in zip(written, exact, strict=True)), "two digits or more"
-    pictures = sorted(Path("figures").iterdir())
-    assert {path.stem for path in pictures} <= {q["id"] for q in published()}
-    assert all(path.read_bytes().startswith(b"%PDF-") for path in pictures)
-    rows = [[r["name"], r["capacity"], *(r["loss"][x] for x in ("value", "low", "high"))] for r in all_rows() if r["loss"]]
-    values = [[v[x] for x in ("policy", "capacity", "loss", "low", "high")] for spec in drawn for v in spec["data"]["values"]]
-    assert len(values) > 50
-    assert [value for value in values if value not in rows] == []
 
 
 def all_rows():
@@ -128,36 +98,3 @@ def test_a_name_is_that_of_a_row_or_of_a_policy():
     other = measured("h2o", 2.1, parameters={"window": 4})
     assert {*compare([*both, other], "h2o", "dense").policy} == {"h2o"}, "where a row has exactly that name"
     assert [*compare(both, "dense", "h2o").capacity] == [8], "of the cache, for a reference has none"
-
-
-def test_a_wrong_name_is_told_in_one_line():
-    both = [measured("dense", 1.9, None), measured("h2o", 2.0), measured("window", 2.0, 16)]
-    with pytest.raises(UserError, match=r"no policy is called 'h20', did you mean 'h2o'\?"):
-        compare(both, "dense", "h20")
-    with pytest.raises(UserError, match="'h2o' and 'window' were not measured for the same question at the same capacity"):
-        compare(both, "h2o", "window")
-    assert losses([]).empty
-
-
-@pytest.mark.slow("writes pages and draws pictures")
-def test_the_command_draws_the_figures_that_python_does(tmp_path, capsys):
-    shutil.copytree(ROOT / "leaderboard/results/quickstart", tmp_path / "results/quickstart")
-    options = ("--results", tmp_path / "results", "--figures", tmp_path / "figures", "--format", "svg")
-    code, out, _ = bench(capsys, "leaderboard", *options)
-    assert code == 0
-    drawn = sorted(path.name for path in (tmp_path / "figures").iterdir())
-    assert f"{len(drawn)} pictures -> {tmp_path / 'figures'}" in out
-    again = figures(load_records(tmp_path / "results"), tmp_path / "again", format="svg")
-    assert len(drawn) >= 4, "one for each question of the quickstart"
-    assert sorted(path.name for path in again) == drawn
-    assert all(path.read_bytes() == (tmp_path / "figures" / path.name).read_bytes() for path in again)
-
-
-def test_a_format_is_one_that_can_be_drawn(tmp_path, capsys):
-    both = [measured("dense", 1.9, None), measured("h2o", 2.0), measured("window", 2.1)]
-    (file,) = figures(both, tmp_path, format="png")
-    assert file.read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(UserError, match=r"\.png, \.svg or \.pdf"):
-        figures(both, tmp_path, format="eps")
-    code, _, err = bench(capsys, "leaderboard", "--results", tmp_path, "--format", "pdf")
-    assert (code, "--figures" in err) == (2, True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,10 +12,9 @@ from conftest import bench
 from factories import record
 from fuzz_records import fuzz
 
-from kvbench.harness.cli.pages import make_without_broken
 from kvbench.harness.core.errors import Exit
 from kvbench.harness.records import RecordStore
-from kvbench.harness.report import feed, leaderboard, paper, site, verify
+from kvbench.harness.report import verify
 from kvbench.harness.report.chart import drawing_files
 from kvbench.harness.report.compare import largest_difference
 from kvbench.harness.report.pairing import common_perplexity
@@ -84,36 +82,6 @@ def test_a_file_that_is_not_ours_is_not_overwritten(file, kind, results, tmp_pat
         assert (folder / file).read_text().startswith("# My project")
 
 
-def test_pages_of_ours_are_recognised_those_of_before_too(results, tmp_path, capsys):
-    out = tmp_path / "README.md"
-    out.write_text(leaderboard.render(feed.feed([])).text)
-    (tmp_path / "paper.md").write_text(paper.render([]).text)
-    (tmp_path / "index.html").write_text(site.render([]).replace('<meta name="generator" content="KV Bench">\n', ""))
-    assert bench(capsys, "leaderboard", "--results", results, "--out", out)[0] == 0
-    assert '<meta name="generator" content="KV Bench">' in (tmp_path / "index.html").read_text()
-    (tmp_path / "index.html").write_text(site.render([]).replace("<title>KV Bench leaderboard</title>", ""))
-    out.write_text("")
-    assert bench(capsys, "leaderboard", "--results", results, "--out", out)[0] == 0
-    for name in ("README.md", "paper.md"):
-        shutil.copy(ROOT / "leaderboard" / name, tmp_path / name)
-    assert bench(capsys, "leaderboard", "--results", results, "--out", out)[0] == 0
-    assert bench(capsys, "leaderboard", "--results", results, "--out", out, "--paper", out)[0] == 2
-
-
-@pytest.mark.slow("processes of its own")
-def test_two_renderings_at_once_leave_whole_pages(results, tmp_path, capsys):
-    out = tmp_path / "board" / "README.md"
-    assert bench(capsys, "leaderboard", "--results", results, "--out", out)[0] == 0
-    whole = contents(out.parent)
-    command = [sys.executable, "-m", "kvbench", "leaderboard", "--results", str(results), "--out", str(out)]
-    both = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)]
-    while any(p.poll() is None for p in both):
-        assert contents(out.parent) == whole, "whoever reads meanwhile sees whole files"
-    assert [(p.communicate()[1], p.returncode) for p in both] == [(b"", 0)] * 2
-    assert contents(out.parent) == whole
-    assert not list(out.parent.rglob("*.partial"))
-
-
 def test_a_forged_record_is_named_and_left_out_and_the_exit_code_says_so(results, tmp_path, capsys):
     """A perplexity of 1.01 was on the page once."""
     out = tmp_path / "board" / "README.md"
@@ -148,28 +116,6 @@ def test_a_record_that_breaks_a_section_is_named_and_left_out(results, tmp_path,
     assert "keydiff" not in page
 
 
-def test_of_records_that_do_not_go_together_the_most_stay():
-    records = [record("odd"), *(record(f"p{i}") for i in range(6)), record("odd too")]
-
-    def make(part):
-        kinds = {r.cell.policy.startswith("odd") for r in part}
-        if len(kinds) > 1:
-            raise TypeError("mixed")
-        return [r.cell.policy for r in part]
-
-    made, broken = make_without_broken(records, make)
-    assert made == [f"p{i}" for i in range(6)]
-    assert [(r.cell.policy, str(error)) for r, error in broken] == [("odd", "mixed"), ("odd too", "mixed")]
-
-
-def test_a_page_that_can_not_be_made_of_no_records_either_is_a_bug_of_ours():
-    def make(part):
-        raise KeyError("ours")
-
-    with pytest.raises(KeyError, match="ours"):
-        make_without_broken([record()], make)
-
-
 def test_a_trace_that_claims_to_be_huge_takes_no_memory(tmp_path):
     """Four terabytes according to its header, 128 bytes on disk."""
     path = tmp_path / "x.nll.npy"
@@ -177,22 +123,6 @@ def test_a_trace_that_claims_to_be_huge_takes_no_memory(tmp_path):
     path.write_bytes(b"\x93NUMPY\x01\x00v\x00" + header.ljust(117) + b"\n")
     with pytest.raises(ValueError, match="greater than file size"):
         largest_difference((path, path))
-
-
-def test_a_pair_that_can_not_be_compared_is_a_row_of_its_own(tmp_path, capsys):
-    """Its traces are garbage with matching hashes."""
-    for name, nll in (("a", 2.0), ("b", 2.1)):
-        garbage = tmp_path / "garbage"
-        garbage.write_bytes(b"\x93NUMPY" + name.encode())
-        store = RecordStore(tmp_path / name)
-        store.write(record(nll=nll), garbage)
-        store.write(record("window", nll=nll))
-        (tmp_path / name / "broken.json").write_text("{")
-    code, out, err = bench(capsys, "compare", tmp_path / "a", tmp_path / "b")
-    assert code == 0
-    assert [("h2o" in line, "can't be compared (" in line) for line in out.splitlines()[1:]].count((True, True)) == 1
-    assert any("window" in line and "nll" in line for line in out.splitlines())
-    assert [str(tmp_path / name / "broken.json") in err for name in ("a", "b")] == [True, True], "what is skipped is named"
 
 
 @pytest.mark.slow("takes seconds")
@@ -204,28 +134,3 @@ def test_no_mutated_record_breaks_a_verb():
     assert not failures, failures[0]
     assert seen["mutations"] == 15
     assert seen["leaderboard: exit 0"] + seen["leaderboard: exit 1"] == 3, "1: a record was left out"
-
-
-@pytest.mark.parametrize("out", [".", "/"])
-def test_a_page_needs_a_name(out, results, capsys):
-    code, _, err = bench(capsys, "leaderboard", "--results", results, "--out", out)
-    assert (code, err) == (2, f"bench: --out '{out}' is not the name of a file\n")
-
-
-@pytest.mark.parametrize("kind", ["file", "dangling link"])
-def test_what_has_the_name_of_the_charts_folder_stops_the_page(kind, results, tmp_path, capsys):
-    folder = tmp_path / "project"
-    folder.mkdir()
-    charts = folder / "charts"
-    charts.write_text("mine") if kind == "file" else charts.symlink_to("nowhere")
-    code, _, err = bench(capsys, "leaderboard", "--results", results, "--out", folder / "README.md")
-    assert code == 2
-    assert err.startswith(f"bench: {charts}: not a folder")
-    assert list(folder.iterdir()) == [charts]
-
-
-def test_results_that_are_a_file_are_named_as_one(results, capsys):
-    file = next(results.rglob("*.json*"))
-    for verb in (("leaderboard", "--results", file), ("records", "verify", file)):
-        code, _, err = bench(capsys, *verb)
-        assert (code, err) == (2, f"bench: {file} is a file; pass the folder that holds the records\n")

@@ -11,17 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import DEVICE, bench_in, model_of, nll, tokens_of
+from conftest import DEVICE, model_of, nll, tokens_of
 
-from kvbench.harness.core import plugins
-from kvbench.harness.core.errors import UserError
-from kvbench.harness.core.parameters import parameters_of, policy_from
-from kvbench.harness.core.sources import source_digest
+from kvbench.harness.core.parameters import policy_from
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.foreigncheck import own_loop
 from kvbench.harness.engine.loop import decoder
 from kvbench.harness.engine.method import EAGER, OwnLoop
-from kvbench.harness.records import RecordStore
 from kvbench.policies.dense import Dense
 from kvbench.policies.knorm import Knorm
 from kvbench.policies.sink_window import SinkWindow
@@ -174,83 +170,9 @@ def test_what_a_press_notes_is_its_decoder_s_alone(form):
     assert not any(hasattr(module, "masked_key_indices") for module in model_of("llama").hf.modules())
 
 
-def test_a_fork_takes_the_notes_along(form):
-    tokens, wanted = tokens_of(40), config("DecodingPress", interval=8)
-    read = decoder(model_of("llama"), wanted, 1, EAGER)
-    for t in range(13):
-        read(tokens[:, t : t + 1])
-    fork = read.fork([0])
-    both = [torch.cat([r(tokens[:, t : t + 1]) for t in range(13, 40)], 1) for r in (read, fork)]
-    assert torch.equal(*both)
-
-
-def test_a_press_without_a_prompt_is_refused(form):
-    with pytest.raises(ValueError, match="this task has no prompt: give it one, as `prompt: 256`"):
-        decoder(model_of("llama"), config("FirstAndNewest", **FIRST), 1, EAGER)(tokens_of(8))
-    with pytest.raises(ValueError, match="ratio must be below 1"):
-        config("FirstAndNewest", compression_ratio=1.5)
-
-
 def test_the_check_tells_a_length_that_is_wrong_and_reads_token_by_token(form):
     check = own_loop(model_of("llama"), config("FirstAndNewest", **FIRST))
     assert (check.loop.blocks, check.wrong_length) == (0, "get_seq_length says 64 after 256 tokens")
-
-
-def test_its_record_names_versions_presses_inside_and_sources(form, tmp_path):
-    wanted = config("Each", presses=(HALF, HALF)).policy
-    assert parameters_of(wanted) == {"attention": None, "presses": [HALF | {"attention": None}] * 2}
-    assert wanted.code == f"kvpress 9, transformers {transformers.__version__}"
-    (tmp_path / "mine.py").write_text("from kvpress import FirstAndNewest\n\nclass Mine(FirstAndNewest):\n    pass\n")
-    own = [policy_from("kvpress:Twice", {"press": {"name": f"{tmp_path / 'mine.py'}:Mine", "first": n}}) for n in (1, 2)]
-    assert parameters_of(own[0], recorded=True)["press"] == {"name": "mine.py:Mine", "attention": None, "first": 1}
-    outside = policy_from("kvpress:Twice", {"press": HALF})
-    assert source_digest(own[0]) == source_digest(own[1]) != source_digest(outside)
-
-
-def test_another_transformers_than_kvpress_needs_is_refused_in_one_line(form):
-    needs(form, "<5.0")
-    with pytest.raises(UserError, match=r"^kvpress:Twice: kvpress 9 needs transformers<5.0, and 5.* is installed: `make peers`"):
-        plugins.policy_class("kvpress:Twice")
-
-
-SUITE = """
-suite: presses
-version: 1
-model: {id: "builtin:sink_1"}
-task: {name: perplexity, data: prose, tokens: 900, streams: 5, prompt: 128}
-capacity: 32
-evict: prompt
-positions: stream
-policies: [{name: sink_window, sinks: 4}, {name: "kvpress:FirstAndNewest", compression_ratio: [0.5, 0.75]}, ENTRY]
-"""
-
-
-def test_a_suite_multiplies_parameters_but_not_the_presses_of_a_list(form, tmp_path):
-    entry = (
-        '{name: "kvpress:Each", presses: [{name: "kvpress:FirstAndNewest", compression_ratio: 0.5}, "kvpress:FirstAndNewest"]}'
-    )
-    (tmp_path / "presses.yaml").write_text(SUITE.replace("ENTRY", entry))
-    done = bench_in("run", "presses.yaml", "--threads", 1, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    records, _ = RecordStore(tmp_path / "results").read_all()
-    nlls = {(r.cell.policy, r.cell.parameters.get("compression_ratio")): r.metrics.nll for r in records}
-    assert len(records) == len(nlls) == 4
-    assert nlls["kvpress:FirstAndNewest", 0.75] == pytest.approx(nlls["sink_window", None], abs=1e-5)
-    assert nlls["kvpress:Each", None] == pytest.approx(nlls["kvpress:FirstAndNewest", 0.5], abs=1e-5)
-    assert {r.facts.code for r in records if ":" in r.cell.policy} == {f"kvpress 9, transformers {transformers.__version__}"}
-
-
-@pytest.mark.parametrize(("entry", "message"), [
-    ('{name: "kvpress:Twice", press: sink_window}', "sink_window and what holds it run in different loops"),
-    ('{name: adakv, score: "kvpress:FirstAndNewest"}', "kvpress:FirstAndNewest and what holds it run in different loops"),
-    ('{name: "kvpress:Twice", press: {name: sink_window}, seed: 1}', "kvpress:Twice decides seed itself: leave it out"),
-])  # fmt: skip
-def test_a_press_and_a_policy_hold_none_of_the_other_kind(form, tmp_path, entry, message):
-    (tmp_path / "presses.yaml").write_text(SUITE.replace("ENTRY", entry))
-    done = bench_in("run", "presses.yaml", cwd=tmp_path)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.skipif(not KVPRESS, reason="needs kvpress, which `make peers` installs beside an older transformers")

@@ -7,19 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import bench_in, model_of, tokens_of
-from factories import changed
-from test_equal_bytes import coded, of_text
-from test_feed import noisy
+from conftest import model_of, tokens_of
 from test_foreign import contestant
 
-from kvbench.harness.core.codec import Codec, quantized_cache
-from kvbench.harness.core.contestants import Contestant
-from kvbench.harness.engine.foreigncheck import own_loop
+from kvbench.harness.core.codec import Codec
 from kvbench.harness.engine.loop import decoder
 from kvbench.harness.engine.store import decoded, encoded
-from kvbench.harness.report import feed
-from kvbench.harness.report.loss_charts import over_bytes
 
 NAME = "hf:QuantizedCache"
 SHAPE = (2, 3, 8, 16)  # streams, heads, tokens, channels
@@ -89,20 +82,6 @@ def test_coding_again_what_was_coded_changes_nothing_but_rounding(quanto):
     assert (again - first).abs().max() < 1e-5
 
 
-def test_what_can_t_begin_with_a_token_may_still_read_prompts(quanto):
-    """Two heads of one token are no group of 16 numbers of a channel; those of eight tokens are."""
-    config = contestant(NAME, backend="quanto", axis_key=-1, q_group_size=16, residual_length=8)
-    check = own_loop(model_of("llama"), config)
-    assert check.slow.startswith("single tokens without a prompt: ")
-    assert check.loop.blocks == 0
-    tokens, read = tokens_of(24), decoder(model_of("llama"), config)
-    read.read_prompt(tokens[:, :8], 8)
-    logits = read(tokens[:, 8:])
-    assert logits.isfinite().all()
-    with pytest.raises(ValueError, match=r"Group size \(16\) must be a divisor"):
-        decoder(model_of("llama"), config)(tokens)
-
-
 def test_a_fork_shares_nothing_with_what_it_was_forked_from(quanto):
     tokens = tokens_of(40)
     read = opened(q_group_size=16, residual_length=16)
@@ -110,53 +89,3 @@ def test_a_fork_shares_nothing_with_what_it_was_forked_from(quanto):
     fork = read.fork([0])
     expected = read(tokens[:, 20:])
     assert torch.equal(fork(tokens[:, 20:]), expected)
-
-
-def test_a_fork_of_some_streams_holds_the_bytes_of_these(quanto):
-    """Transformers leaves the codes of all streams until it codes again; beside them is an index, 8 bytes a stream and layer."""
-    tokens = tokens_of(20, 3)
-    read, alone = opened(3, q_group_size=16, residual_length=16), opened(1, q_group_size=16, residual_length=16)
-    for decoder_of, given in ((read, tokens), (alone, tokens[2:])):
-        decoder_of(given)
-    indices = 8 * len(alone.cache.layers)
-    for fork in (read.fork([2]), read.fork([1, 2]).fork([1])):
-        assert fork.kv_bytes == fork.held_bytes == alone.kv_bytes + indices
-        assert (fork(tokens[2:, :1]) - alone.fork([0])(tokens[2:, :1])).abs().max() < 1e-5
-
-
-SUITE = """
-suite: theirs
-version: 1
-model: {id: "builtin:sink_1"}
-task: {name: perplexity, data: prose, tokens: 40}
-policies: [dense, {name: "hf:QuantizedCache", backend: hqq}]
-"""
-
-
-def test_a_suite_goes_on_without_what_is_not_installed_and_says_so(tmp_path):
-    (tmp_path / "theirs.yaml").write_text(SUITE)
-    if not contestant(NAME, backend="hqq").policy.missing:
-        pytest.skip("hqq is installed")
-    done = bench_in("run", "theirs.yaml", "--threads", 1, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "hf:QuantizedCache is left out: its backend is not installed: pip install hqq" in done.stderr.splitlines()
-    assert len([*(tmp_path / "results").rglob("*.json")]) == 1
-    (tmp_path / "theirs.yaml").write_text(SUITE.replace("dense, ", ""))
-    done = bench_in("run", "theirs.yaml", cwd=tmp_path)
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
-    assert "theirs.yaml:6: hf:QuantizedCache: its backend is not installed: pip install hqq" in done.stderr
-
-
-def test_it_stands_beside_our_formats_under_one_of_its_own():
-    given = {"backend": "quanto", "nbits": 2, "q_group_size": 32, "axis_key": -1}
-    assert quantized_cache(given) == "quanto2 group 32 key axis -1"
-    assert [quantized_cache({"backend": name}) for name in ("quanto", "fp8")] == ["quanto4", "fp8"]
-    made = noisy(NAME, None, 1.72, 7)
-    made = changed(made, facts={"code": "optimum-quanto 0.2.7"})
-    records = [*of_text(), coded(made, None, 20000, **given)]
-    (equal,) = feed.feed(records)["equal_bytes"]
-    (row,) = [row for row in equal["rows"] if row["policy"] == NAME]
-    assert (row["stored"], row["kv_share"]) == ("quanto2 group 32 key axis -1", pytest.approx(20000 / 65536, rel=1e-3))
-    points = over_bytes(equal, "name").spec["layer"][1]["data"]["values"]
-    assert [p["format"] for p in points if p["policy"] == NAME] == ["quanto2 group 32 key axis -1"]
-    assert issubclass(type(contestant(NAME, backend="fp8").policy), Contestant)

@@ -57,26 +57,6 @@ def test_a_right_record_is_measured_again_and_agrees(reviewed):
     assert (code, out.splitlines()[-1]) == (0, "1 records are new or changed, 1 measured again, 0 problems")
 
 
-@pytest.mark.slow("measures a cell")
-@pytest.mark.parametrize(
-    ("edit", "says"),
-    [
-        (lambda record: record["metrics"].update(accuracy=0.123), "accuracy"),
-        (lambda record: record["facts"].update(policy_sha256="0" * 64), "the source of h2o has changed since"),
-        (
-            lambda record: record["data"].update(source="/home/me/texts/a.txt"),
-            "it names a path of one machine: /home/me/texts/a.txt",
-        ),
-        (lambda record: record["facts"].update(device=""), "device is missing"),
-    ],
-    ids=["figure", "policy", "path", "device"],
-)
-def test_a_wrong_record_is_named(reviewed, edit, says):
-    code, out = reviewed(edit)
-    assert code == 1
-    assert says in out
-
-
 @pytest.mark.slow("measures a cell twice")
 def test_another_answer_is_found_by_measuring_again(review, reviewed, monkeypatch):
     monkeypatch.setattr(review.verify, "problems", lambda record, folder: [])  # forged in every file

@@ -6,13 +6,10 @@ import itertools
 import json
 import random
 import re
-from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import bench_in
 from factories import cell_record
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,16 +21,11 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import decoder
 from kvbench.harness.engine.method import EAGER
 from kvbench.harness.models.load import load_model, load_tokenizer
-from kvbench.harness.records import RecordStore
-from kvbench.harness.report.closing import closing
-from kvbench.harness.report.keep_map import Map
-from kvbench.harness.report.sections import section
-from kvbench.harness.report.shares import answers
 from kvbench.harness.report.verify import problems
 from kvbench.harness.run.estimate import estimates
 from kvbench.harness.run.request import RunRequest
 from kvbench.harness.tasks.task import Job, MeasurementError
-from kvbench.harness.tasks.trace import Trace, _curve, first_wrong
+from kvbench.harness.tasks.trace import Trace
 from kvbench.harness.tasks.trace.programs import figures, judged, sources, trace_data
 from kvbench.harness.tasks.trace.schema import TraceOptions
 from kvbench.policies import Policy
@@ -135,12 +127,6 @@ def test_an_answer_that_ends_early_is_wrong_at_its_end():
     assert (found.right, found.ending, found.words_right, found.words) == (False, "ended", 9, 10)
 
 
-def test_the_final_state_may_be_right_where_the_answer_is_not():
-    found = judge(RIGHT.replace("L7 v1", "L5 v1"))
-    assert (found.right, found.final, found.words_right) == (False, True, 9)
-    assert not judge(RIGHT.replace("v1 0", "v1 6")).final
-
-
 def test_an_answer_loops_if_as_many_steps_as_it_has_lines_came_before():
     first, second = STEPS[0], STEPS[1].replace("end", "L5")
     assert judge(" ".join(["ask", first, second, first, second])).ending == "looped"
@@ -148,34 +134,6 @@ def test_an_answer_loops_if_as_many_steps_as_it_has_lines_came_before():
     assert judge(" ".join([first, second, first, second, "v0"])).ending == "looped", "wherever it is cut"
     assert judge(" ".join([first, second, first, second.replace("3", "4")])).ending == "cut"
     assert judge(" ".join([first, second, first, STEPS[1]])).ending == "ended"
-
-
-@given(seed=st.integers(0, 10**9), lines=st.integers(2, 5), restate=st.sampled_from(["full", "reads"]))
-def test_no_beginning_of_a_right_trace_loops(seed, lines, restate):
-    """Else it would go on for ever."""
-    options = TraceOptions(programs=1, lines=lines, registers=3, steps=20, restate=restate)
-    made = machine.program(random.Random(seed), lines, restate, False, (20, 40), 3)
-    words = [word for step in made.steps() for word in step.words]
-    for end in range(options.step, len(words), 5):
-        assert judge(" ".join(words[:end]), " ".join(made.prompt()), options).ending == "cut"
-
-
-def test_a_step_obeys_if_it_says_the_register_that_was_asked_for_after_its_own():
-    prompt = PROMPT.replace("full", "full tell r2")
-    options = SMALL.model_copy(update={"tell": True})
-    told = [re.sub(" ([OZ])", r" v2 0 \1", step) for step in STEPS]
-    assert naive(prompt) == " ".join(told)
-    assert judge(" ".join(told), prompt, options).told == [(12, True), (24, True)]
-    other = told[1].replace("v2 0", "v0 7")
-    assert judge(" ".join([told[0], other]), prompt, options).told == [(12, True), (24, False)]
-    assert judge(" ".join([STEPS[0], told[1]]), prompt, options).told == [(10, False), (22, True)], "forgotten once"
-    only_the_result = judge(RIGHT, prompt.replace("tell r2", "tell r1"), options).told
-    assert only_the_result == [(10, False), (20, False)], "the result is the register, but it is not told"
-    reads = re.sub(" [MN]\\d", "", RIGHT)
-    assert judge(reads, prompt.replace("tell r2", "tell r1"), options).told == [(8, False), (16, False)]
-    assert judge(re.sub(" [MN]\\d", "", " ".join(told)), prompt, options).told == [(10, True), (20, True)]
-    assert judge("ask " * 60, prompt, options).told == [(24, False), (48, False)], "what has no steps disobeys, too"
-    assert judge(" ".join(told).replace("v2 0", "v2 7"), prompt, options).told == [(12, True), (24, True)], "a wrong value"
 
 
 def line(said: str, held: float | None = None) -> dict:
@@ -207,57 +165,10 @@ def test_pass_at_k_is_the_mean_over_all_choices_of_k_answers(samples):
         assert "low" not in entry, "three programs are too few"
 
 
-def test_pass_at_k_has_an_interval_over_programs():
-    options = TraceOptions(programs=20, lines=2, registers=3, steps=1, samples=2, temperature=1.0)
-    (found,) = figures([line(RIGHT if n % 4 == 0 else "ask") for n in range(40)], options)["pass_at"]
-    assert 0.2 < found["low"] < found["share"] == 0.5 < found["high"] < 0.8
-
-
 def made(said, cell=(), **task):
     options = {"name": "trace", "programs": len(said), "lines": 2, "registers": 3, "steps": 1} | task
     found = figures([line(one, None if one == RIGHT else 0.5) for one in said], TraceOptions(**options))
     return cell_record(found | {"kv_bytes": 640, "state_bytes": 0}, task=options, data={"ids_sha256": "x"}, **dict(cell))
-
-
-def test_the_median_of_the_first_wrong_word_counts_right_answers_as_never_wrong():
-    at_0, at_9 = "ask", STEPS[0][:-2] + "end"
-    assert first_wrong(made([RIGHT, at_0, at_9, at_9]).metrics) == 10
-    assert first_wrong(made([RIGHT, RIGHT, at_0, at_9]).metrics) == 10
-    assert first_wrong(made([RIGHT, RIGHT, at_0]).metrics) is None
-
-
-def test_the_curve_falls_at_each_first_wrong_word_and_ends_at_what_is_solved():
-    points = [(p["words"], p["right"]) for p in _curve([made([RIGHT, "ask", STEPS[0][:-2] + "end", RIGHT])])]
-    assert points == [(0, 100), (1, 75), (10, 50), (20, 50)]
-    assert [(p["words"], p["right"]) for p in _curve([made(["ask"]), made([STEPS[0] + " ask"])])] == [(0, 100), (1, 50), (11, 0)]
-
-
-def test_several_answers_to_a_program_are_one_cluster():
-    twice = made([RIGHT, RIGHT, "ask", "ask"] * 20, programs=40, samples=2, temperature=1.0)
-    assert len(answers([twice]).streams) == 40
-    low, high = answers([twice]).ends
-    alone_low, alone_high = answers([made([RIGHT, "ask"] * 40)]).ends
-    assert high - low > 1.3 * (alone_high - alone_low)
-
-
-def test_the_page_shows_what_applies():
-    text = section(made([RIGHT, "ask"]), [made([RIGHT, RIGHT]), made([RIGHT, "ask"])]).text
-    assert "| solved | first wrong word |" in text
-    assert "50.0 [9.5, 90.5]" in text
-    assert "pass@" not in text
-    assert "words right" not in text
-    with_teacher = made([RIGHT], teacher=True)
-    assert "right traces read" in section(with_teacher, [with_teacher]).text
-
-
-def test_a_chart_has_one_moment_of_eviction_and_one_mode_of_positions_and_dense():
-    moments = [{}, {"positions": "stream"}, {"evict": {"every": 8}}]
-    records = [made([RIGHT, "ask"], cell=cell) for cell in ({"policy": "dense", "capacity": None}, *moments, {"seed": 1})]
-    charts = section(records[0], records).charts
-    assert len({chart.name for chart in charts}) == len(charts) == 3
-    for chart in charts:
-        values = chart.spec["layer"][-1]["data"]["values"]
-        assert {value["policy"] for value in values} == {"dense", "h2o"}, "seeds are one line"
 
 
 def test_options_that_contradict_each_other():
@@ -357,84 +268,6 @@ def test_with_a_teacher_dense_says_what_the_models_own_forward_pass_says(tokeniz
     assert found.endings is None
 
 
-@dataclass(frozen=True)
-class PromptFirst(Policy):
-    """Made to lose the prompt: it goes before anything else."""
-
-    def importance(self, view):
-        return view.age.neg().float() - 1000 * (view.position < view.prompt)
-
-
-class Oracle:
-    """A decoder whose cache is real, and whose next word is right exactly if all that it follows from is held."""
-
-    def __init__(self, read, tokenizer, lacked, ids=()):
-        self.read, self.tokenizer, self.ids = read, tokenizer, [list(x) for x in ids]
-        self.lacked = lacked  # share of its sources that was held when a program's first word was wrong
-
-    def __getattr__(self, name):
-        return getattr(self.read, name)
-
-    def read_prompt(self, tokens, block):
-        self.read.read_prompt(tokens, block)
-        self.ids, self.prompt = tokens.tolist(), tokens.shape[1]
-        return self.logits()
-
-    def __call__(self, tokens):
-        self.read(tokens)
-        self.ids = [[*ids, *more] for ids, more in zip(self.ids, tokens.tolist(), strict=True)]
-        return self.logits()[:, None]
-
-    def fork(self, streams):
-        other = Oracle(self.read.fork(streams), self.tokenizer, self.lacked, [self.ids[stream] for stream in streams])
-        other.prompt = self.prompt
-        return other
-
-    def logits(self):
-        words = []
-        for stream, ids in enumerate(self.ids):
-            prompt = self.tokenizer.convert_ids_to_tokens(ids[1 : self.prompt])
-            program = machine.Program.from_prompt(prompt)
-            trace, place = [word for step in program.steps() for word in step.words], len(ids) - self.prompt
-            needed = [1 + source for source in list(sources(program))[place]] if place < len(trace) else [0]
-            held = self.read.fork([stream]).held(needed)
-            words.append("end" if place >= len(trace) else trace[place] if held == 1.0 else "ask")
-            if words[-1] == "ask":
-                self.lacked.setdefault(" ".join(prompt), held)
-        ids = self.tokenizer.convert_tokens_to_ids(words)
-        return torch.nn.functional.one_hot(torch.tensor(ids), len(self.tokenizer)).float()
-
-
-@pytest.mark.parametrize("evict", [1, 4])
-def test_evicting_the_prompt_first_is_worse_than_a_random_sample_that_keeps_it(evict, tokenizer, model, tmp_path):
-    """The oracle says the wrong word as soon as something it follows from is gone, and that is what a record says, too."""
-    options = TraceOptions(programs=8, lines=3, registers=3, steps=5)
-    capacity = options.prompt + 1 + 24
-
-    def measured(policy, capacity):
-        lacked = {}
-
-        def open_oracle(*args, **_):
-            return Oracle(decoder(*args), tokenizer, lacked)
-
-        moment = evict if policy.evicts else 1
-        lines, found = run(options, tokenizer, model, policy, tmp_path, capacity, moment, open=open_oracle)
-        assert [answer["held"] for answer in lines] == [lacked.get(answer["prompt"]) for answer in lines]
-        return lines, found
-
-    dense, found = measured(Dense(), None)
-    assert (found.accuracy, found.held, found.endings) == (1.0, None, {"ended": 8, "looped": 0, "cut": 0})
-    assert all(answer["held"] is None for answer in dense)
-    kept, random_ = measured(Random(keep_prompt=True, window=23), capacity)
-    lost, prompt_first = measured(PromptFirst(), capacity)
-    assert prompt_first.accuracy == 0 < random_.accuracy
-    assert first_wrong(prompt_first) < (first_wrong(random_) or 10_000)
-    for answer in [*kept, *lost]:
-        is_right = judged(answer["prompt"], answer["said"], options).right
-        assert is_right == (answer["held"] is None) or answer["held"] < 1.0
-    assert prompt_first.held == pytest.approx(sum(a["held"] for a in lost) / len(lost))
-
-
 def test_a_model_without_the_words_and_programs_that_do_not_exist_are_mistakes_of_a_user(tokenizer, model_dir, monkeypatch):
     monkeypatch.setattr(machine, "_TRIES", 20)
     with pytest.raises(UserError, match="such as `bench pretrain machine` makes"):
@@ -476,19 +309,6 @@ def file_of(record, folder):
     return next(folder.rglob(record.trace.file))
 
 
-def test_traces_of_other_lengths_are_never_pooled():
-    """In the table at the end of a run: dense has read longer ones, too, and has a row in two tables."""
-    records = RecordStore(Path(__file__).parents[1] / "leaderboard" / "results" / "long_answers").read_all()[0]
-    tables = [table for table in closing(records).tables if "right traces read" in table.heading]
-    assert len(tables) == 5  # those of 100 steps have two modes of positions, those of 400 two numbers of registers
-    for table in tables:
-        assert all(line[table.head.index("right")] for line in table.lines)
-        assert table.lines[0][0] == "dense"
-    headings = [table.heading for table in tables]
-    assert sum("200 to 400 steps" in heading for heading in headings) == 1
-    assert {heading.split(", ")[4] for heading in headings if "400 to 800 steps" in heading} == {"4 registers", "8 registers"}
-
-
 @pytest.mark.slow("measures a suite")
 def test_every_figure_but_bytes_follows_from_the_trace_file(measured):
     folder, cells, records = measured
@@ -502,75 +322,3 @@ def test_every_figure_but_bytes_follows_from_the_trace_file(measured):
     sizes = {e.cell.id: e.kv_bytes // Trace.streams(e.cell.task) for e in estimates(cells, "cpu")}
     bounded = {r.cell_id: r.metrics.kv_bytes for r in records if r.cell.most_kept is not None}
     assert bounded == {cell: sizes[cell] for cell in bounded}
-
-
-@pytest.mark.slow("measures a suite")
-def test_an_answer_that_was_made_right_afterwards_is_noticed(measured):
-    folder, _, records = measured
-    record = next(r for r in records if r.cell.policy == "dense" and r.cell.task.samples == 1 and not r.cell.task.teacher)
-    path = file_of(record, folder)
-    lines = [json.loads(x) for x in path.read_text().splitlines()]
-    assert Trace.from_trace(record, path)["right"] == record.metrics.right == 0
-    lines[0]["said"] = naive(lines[0]["prompt"])
-    forged = path.with_name("forged.trace.jsonl")
-    forged.write_text("".join(json.dumps(x) + "\n" for x in lines))
-    assert Trace.from_trace(record, forged)["right"] == 1
-
-
-@pytest.mark.slow("measures a suite")
-def test_the_failure_that_the_page_explains_is_so(tmp_path):
-    page = (Path(__file__).parents[1] / "docs" / "tasks" / "trace.md").read_text(encoding="utf-8")
-    (suite,) = re.findall(r"```yaml\n(suite: one-failure\n.*?)```", page, re.S)
-    (tmp_path / "one.yaml").write_text(suite)
-    done = bench_in("run", "one.yaml", "--trace", "kept=all", "--threads", 1, "--results", "out", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    said = {name: _said(tmp_path, name, 2) for name in ("dense", "h2o", "random")}
-    prompt = said["dense"]["prompt"].split()
-    right = naive(said["dense"]["prompt"]).split()
-    assert len(right) == 270
-    assert said["dense"]["said"].split() == right
-    assert _first_wrong(said["random"]) == (205, "7", "v0", "4")
-    assert _first_wrong(said["h2o"]) == (194, "v5", "M27", "v3")
-    found = list(sources(machine.Program.from_prompt(prompt)))
-
-    (source,), asked = found[204], len(prompt) + 204  # counted from the prompt's first word
-    assert asked - source == 23
-    last = _held_last(tmp_path, "random", 2, source)
-    assert (sum(step < asked for step in last), sum(step == source + 15 for step in last)) == (11, 10)
-    assert min(_held_last(tmp_path, "h2o", 2, source)) >= asked
-
-    (source,), asked = found[193], len(prompt) + 193
-    assert prompt[source - 1 : source + 1] == ["M27", "r3"]
-    lost = [step for step in _held_last(tmp_path, "h2o", 2, source) if step < asked]
-    assert (len(lost), asked - max(lost)) == (7, 12)
-
-    lacking = []
-    for stream in range(8):
-        answer = _said(tmp_path, "h2o", stream)
-        first, prompt = _first_wrong(answer), answer["prompt"].split()
-        if first and first[3] == "end":
-            assert first[0] == len(answer["said"].split())
-            (source,), asked = list(sources(machine.Program.from_prompt(prompt)))[first[0] - 1], len(prompt) + first[0] - 1
-            lacking.append(sum(step < asked for step in _held_last(tmp_path, "h2o", stream, source)))
-            assert min(_held_last(tmp_path, "random", stream, source)) >= asked
-    assert sorted(lacking) == [3, 5, 6, 7]
-
-
-def _said(folder, policy, stream):
-    (file,) = folder.glob(f"out/*/*/{policy}-*.trace.jsonl")
-    return json.loads(file.read_text().splitlines()[stream])
-
-
-def _first_wrong(answer):
-    """Its number, what was said, and the right words before it and there; None if all are right."""
-    words, right = answer["said"].split(), naive(answer["prompt"]).split()
-    wrong = next((n for n, (word, truth) in enumerate(zip(words, right, strict=True)) if word != truth), None)
-    return None if wrong is None else (wrong + 1, words[wrong], right[wrong - 1], right[wrong])
-
-
-def _held_last(folder, policy, stream, place):
-    """Of each layer and head, the last word after which it held a word of a stream; both without the sink before them."""
-    (file,) = folder.glob(f"out/*/*/{policy}-*.kept.parquet")
-    kept = Map.read(file).of_stream(stream)
-    found = [kept.step[(kept.position == place + 1) & (kept.layer == n // 4) & (kept.head == n % 4)] for n in range(12)]
-    return [int(steps.max()) - 1 for steps in found]

@@ -21,16 +21,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.data import registers, scbench
 from kvbench.harness.data.machine import WORDS
-from kvbench.harness.data.questions import QuizData, quiz_data
+from kvbench.harness.data.questions import QuizData
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import decoder
 from kvbench.harness.models.load import load_model, load_tokenizer
 from kvbench.harness.pretrain.tokenizer import of_words, wrapped
-from kvbench.harness.records import RecordStore
 from kvbench.harness.records.aggregates import answer_figures
 from kvbench.harness.records.metrics import AnswerMetrics
-from kvbench.harness.report.chart import Chart
-from kvbench.harness.tasks import turns as task
 from kvbench.harness.tasks.turns import Turns, TurnsOptions, conversation
 from kvbench.policies.h2o import H2O
 from kvbench.policies.random import Random
@@ -128,18 +125,6 @@ def test_the_latest_value_is_right_and_questions_are_of_the_kind_that_they_say(a
     assert conversation(asked, 0) == script != conversation(asked, 1)
 
 
-def test_every_kind_is_asked_for_and_no_fact_twice_while_others_are_left():
-    scripts = [conversation(TurnsOptions(data="words"), stream) for stream in range(20)]
-    kinds = [about["kind"] for script in scripts for *_, about in script.questions]
-    assert {kind: kinds.count(kind) > 20 for kind in sorted(set(kinds))} == dict.fromkeys(
-        ["corrected", "system", "text", "turn"], True
-    )
-    for script in scripts:
-        lines = [line for *_, line, _ in script.questions]
-        assert len(set(lines)) == len(lines)
-    assert max(about.get("distance", 0) for script in scripts for *_, about in script.questions) >= 8
-
-
 @pytest.mark.parametrize("mode", ["turns", "requests"])
 def test_evidence_is_the_line_that_said_the_value_and_the_prompt_is_the_text(words, mode):
     asked = TurnsOptions(data="words", mode=mode)
@@ -207,13 +192,6 @@ def test_requests_leave_the_texts_cache_as_it_was(model, words, tmp_path, config
     assert [a["turn"] for a in runs[1][:4]] == [3, 1, 4, 2]
 
 
-@PAIRED
-def test_one_turn_is_one_request(model, words, tmp_path, config):
-    turns, requests = (TurnsOptions(**SHORT | {"turns": 1, "streams": 5}, mode=mode) for mode in ("turns", "requests"))
-    runs = [answered(o, Turns.data(o, lambda: words, None), tmp_path, config, model) for o in (turns, requests)]
-    assert runs[0] == runs[1]
-
-
 def test_a_text_is_cut_before_its_questions(model, words, tmp_path):
     """A policy that keeps the newest tokens of the text holds them at every turn, and nothing else of the text."""
     asked = TurnsOptions(**SHORT | {"streams": 6, "told": 0}, corrections=0.0)
@@ -221,17 +199,6 @@ def test_a_text_is_cut_before_its_questions(model, words, tmp_path):
     for a in answered(asked, data, tmp_path, CacheConfig(Window(), 12, evict="prompt"), model):
         q = data.quizzes[a["stream"]].questions[a["question"]]
         assert a["held"] == float(q.evidence[0] >= data.quizzes[a["stream"]].prompt - 12)
-
-
-def test_facts_of_the_text_leave_a_cache_that_evicts_at_every_step_and_not_a_prompt_to_be_kept(model, words, tmp_path):
-    asked = TurnsOptions(**SHORT | {"turns": 8})
-    data = Turns.data(asked, lambda: words, None)
-    of_text = {}
-    for name, config in {"window": CacheConfig(Window(), 30), "kept": CacheConfig(Random(keep_prompt=True), 30)}.items():
-        answers = answered(asked, data, tmp_path, config, model)
-        of_text[name] = [a["held"] for a in answers if a["kind"] in ("system", "text") and a["turn"] > 3]
-    assert set(of_text["window"]) == {0.0}
-    assert set(of_text["kept"]) == {1.0}
 
 
 TRACE = [
@@ -271,25 +238,6 @@ def test_scbenchs_answers_are_right_if_the_string_is_in_them(tmp_path):
     trace.write_text("".join(json.dumps(line | {"said": x}, ensure_ascii=False) + "\n" for x in said), encoding="utf-8")
     record = cell_record({}, task={"name": "turns", "data": "scbench"})
     assert Turns.from_trace(record, trace)["outcomes"] == "101", "a line separator in an answer ends no line of the trace"
-
-
-def test_the_page_has_a_table_by_kind_one_by_turn_and_a_chart():
-    records = [made("dense", None), made("random", seed=0), made("random", seed=1), made("h2o", status="failed", error={
-        "kind": "out of memory", "message": "x"})]  # fmt: skip
-    body = Turns.body(records)
-    lines = [line for line in body if isinstance(line, str)]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| ")]
-    assert rows[0] == ["policy", "capacity", "K/V", "all", "text", "corrected", "old value said"]
-    random = next(row for row in rows if row[0] == "random, 2 seeds")
-    assert random[4:] == ["50.0 of 4", "33.3 of 6", "33.3"], "seeds are added up"
-    assert next(row for row in rows if row[0].startswith("h2o"))[3] == "**failed**: out of memory"
-    assert ["policy", "capacity", "K/V", "1", "2", "10"] in rows
-    assert [row for row in rows if row[0] == "dense"][1][3:] == ["50.0", "50.0", "0.0"]
-    (chart,) = [x for x in body if isinstance(x, Chart)]
-    values = chart.spec["data"]["values"]
-    assert {(v["policy"], v["turn"], v["right"]) for v in values} == {
-        (policy, turn, right) for policy in ("dense", "random") for turn, right in ((1, 50), (2, 50), (10, 0))
-    }
 
 
 @pytest.mark.parametrize(
@@ -358,28 +306,6 @@ def test_scbench_is_read_in_the_hubs_schema(published, tmp_path):
         scbench.conversations("scbench_kv", 1, 1, lines)
 
 
-def test_parts_that_come_alone_are_tokenised_alone():
-    """The border of a question and its answer may lie inside what would be one token."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    pairs = Tokenizer(models.BPE({c: i for i, c in enumerate(["<s>", *"abcd ", "b "])}, [("b", " ")]))
-    pairs.pre_tokenizer = pre_tokenizers.Split(" x", "removed")
-    from transformers import PreTrainedTokenizerFast
-
-    from kvbench.harness.data.questions import Script
-
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=pairs)
-    script = Script("ab ", apart=True)
-    script.prompt = 3
-    script.ask("ab", "c", " c")
-    (made_quiz,) = quiz_data([script], "x", tokenizer).quizzes
-    (q,) = made_quiz.questions
-    assert (made_quiz.prompt, q.start, q.prompt_end, q.answer_end) == (2, 2, 4, 6)
-    script.apart = False
-    with pytest.raises(UserError, match="in one token"):
-        quiz_data([script], "x", tokenizer)
-
-
 def run_suite(name: str, folder: Path, *args: object) -> list[dict]:
     """Measures a suite and writes its pages. -> its records."""
     done = bench_in("run", name, "--results", folder, "--threads", 1, *args, cwd=folder.parent)
@@ -416,24 +342,3 @@ def test_a_conversation_goes_from_a_suite_to_a_page(words_dir, tmp_path):
     assert sum(counts.questions for counts in (metrics.kinds or {}).values()) == 6
     shown = bench_in("show", "table", records[0]["cell_id"][:12], "--results", tmp_path / "results", cwd=tmp_path)
     assert "Percent right by the turn" in shown.stdout
-
-
-def test_scbench_goes_from_published_data_to_a_page(published, model_dir, tmp_path):
-    small = ["--set", "turns=2", "--set", "streams=1", "--set", "capacity=32", "--dtype", "float32"]
-    chosen = ["--policy", "dense", "--policy", "{name: sink_window, sinks: 4}"]
-    records = run_suite("scbench", tmp_path / "results", "--model", model_dir, "--data", published, *small, *chosen)
-    assert {r["cell"]["task"]["subset"] for r in records} == {"scbench_kv", "scbench_prefix_suffix"}
-    assert {r["metrics"]["questions"] for r in records} == {2}
-    assert len(records) == 2 * 2 * 2
-
-
-def test_kinds_by_conversation_add_up_to_those_of_the_record():
-    records, _ = RecordStore(Path(__file__).parents[1] / "leaderboard" / "results" / "turns").read_all()
-    seen = set()
-    for record in records[::7]:
-        for kind, counts in (record.metrics.kinds or {}).items():
-            found = task._of_kind([record], kind)
-            assert (found.right, found.questions) == (counts.right, counts.questions)
-            assert len(found.streams) <= record.cell.options["streams"]
-            seen.add(kind)
-    assert seen == {"system", "text", "turn", "corrected"}
