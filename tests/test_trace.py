@@ -196,8 +196,9 @@ def model(machine_dir):
 
 def run(options, tokenizer, model, policy, tmp_path, capacity=20, evict=1, block=64, at_once=None, **more):
     """Lines of the trace file, and figures."""
+    options = options.model_copy(update={"side_by_side": at_once})
     data, config = trace_data(options, tokenizer), CacheConfig(policy, capacity, evict=evict)
-    job = Job(model, config, data, block, EAGER, tmp_path / "x.jsonl", lambda *_: None, at_once=at_once, **more)
+    job = Job(model, config, data, block, EAGER, tmp_path / "x.jsonl", lambda *_: None, **more)
     found = Trace.run(options, job)
     return [json.loads(x) for x in job.trace.read_text().splitlines()], found
 

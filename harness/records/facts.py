@@ -48,21 +48,10 @@ class KeepMap(Part):
     steps: Annotated[str, _DRAWN] = Field(description="the steps that were asked for; empty: spread over the stream")
 
 
-class TriedAtOnce(Part):
-    """What reading a number of streams at once took, in a short trial."""
-
-    streams: Annotated[Positive, _MACHINES] = Field(description="at once")
-    stream_bytes: Annotated[Count, _MACHINES] = Field(description="bytes of memory for each, at most")
-    tokens_per_second: Annotated[Amount, _MACHINES] = Field(description="of all streams together")
-
-
 class AtOnce(Part):
     """How many independent streams were read at once."""
 
     streams: Annotated[Positive, _MACHINES] = Field(description="at once")
-    because: Annotated[str, _MACHINES] = Field(description="who decided it, or why the trial ended")
-    limit_bytes: Annotated[Count | None, _MACHINES] = Field(None, description="bytes that the streams might take, if tried")
-    trials: Annotated[list[TriedAtOnce], _MACHINES] = Field(default_factory=list, description="in the order of the trial")
 
 
 class Facts(Document):
@@ -82,7 +71,7 @@ class Facts(Document):
     task_sha256: Annotated[str, CODE] = Field("", description="hash of the source of a task outside this package")
     block: Annotated[Positive | None, _MACHINES] = Field(None, description="tokens per block")
     side_by_side: Annotated[AtOnce | None, _MACHINES] = Field(
-        None, description="how many independent streams were read at once; None: the suite says nothing about it"
+        None, description="how many independent streams were read at once; None: all of them"
     )
     method: Annotated[str | None, Elsewhere("method")] = Field(None, description="how blocks were read")
     step: Annotated[str | None, Elsewhere("method")] = Field(None, description="how single tokens were read")

@@ -36,7 +36,7 @@ from kvbench.harness.run.keep_map import KeepMapWriter, open_map
 from kvbench.harness.run.messages import GroupAnswer
 from kvbench.harness.run.options import RunOptions
 from kvbench.harness.run.prepare import Prepared, refuse_if_too_large
-from kvbench.harness.run.reading import PLAIN_BLOCK_TOKENS, StreamReading, choose_reading, choose_side_by_side
+from kvbench.harness.run.reading import PLAIN_BLOCK_TOKENS, choose_reading
 from kvbench.harness.suite import Cell
 from kvbench.harness.suite.file import ModelSpec
 from kvbench.harness.tasks.task import Job, MeasurementError
@@ -290,12 +290,10 @@ def _job(attempt: _Attempt, model: Model, options: RunOptions, watcher: RunWatch
         return Job(model, config, item.data, block, method, attempt.trace, watcher.advance, reference=attempt.reference)
     method, block, facts, slow = choose_reading(model, config, item.task, cell.task, options.block, options.walk)
     watcher.note(cell.label, slow)
-    reading = StreamReading(model, config, method, block, options.block is not None, item.task.block_of_all)
-    side = choose_side_by_side(reading, item.task.independent(cell.task, item.data), attempt.keep_map is not None)
-    attempt.facts.update(facts | side.facts)
+    attempt.facts.update(facts)
     job = Job(
-        model, config, item.data, side.block, method, attempt.trace, watcher.advance, reference=attempt.reference,
-        at_once=side.streams,
+        model, config, item.data, block, method, attempt.trace, watcher.advance, reference=attempt.reference,
+        all_at_once=attempt.keep_map is not None,
     )  # fmt: skip
     return job if attempt.keep_map is None else attempt.keep_map.recorded(job)
 

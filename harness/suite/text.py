@@ -109,7 +109,7 @@ def validated(kind: type[M], value: Any, source: Source, at: Location) -> M:
         if abs(number) > LARGEST_INTEGER:
             raise source.error((*at, *place), f"{'.'.join(map(str, place))}: {number} is beyond {LARGEST_INTEGER:,}")
     try:
-        return kind.model_validate(value)
+        part = kind.model_validate(value)
     except ValidationError as error:
         first = error.errors()[0]
         place = tuple(
@@ -124,6 +124,10 @@ def validated(kind: type[M], value: Any, source: Source, at: Location) -> M:
             raise source.error(at, first["msg"].removeprefix("Value error, ")) from None
         got = repr(first["input"])
         raise source.error((*at, *place), f"{name}: {first['msg']}, not {got[:60]}") from None
+    for key, given in value.items() if isinstance(value, dict) else ():
+        if isinstance(given, bool) and not isinstance(getattr(part, key, given), bool):
+            raise source.error((*at, key), f"{key}: expected a number, not {str(given).lower()}")
+    return part
 
 
 def _integers(value: Any) -> Iterator[tuple[Location, int]]:

@@ -6,10 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
-
-from pydantic import BeforeValidator
-from pydantic_core import PydanticCustomError
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from kvbench.harness.records import Record
 from kvbench.harness.records.cell import Options
@@ -29,15 +26,6 @@ __all__ = ["MAX_TOKENS", "Data", "Job", "MeasurementError", "Metrics", "Options"
 Tokenizer = Callable[[], "PreTrainedTokenizerBase"]  # loads the tokenizer
 
 MAX_TOKENS = 10**9  # a stream that takes days to read
-
-
-def _streams_at_once(value: Any) -> Any:
-    if value == "auto" or value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
-        return value
-    raise PydanticCustomError("side_by_side", "auto, or a whole number from 1 on")
-
-
-SideBySide = Annotated[int | Literal["auto"], BeforeValidator(_streams_at_once)]  # streams read at once; auto: a trial decides
 
 
 class Data(Protocol):
@@ -86,21 +74,11 @@ class Job:
     progress: Callable[[int, str], None]  # called with (tokens done, the figure so far as text)
     open: Callable[..., Decoder] = field(default=_new_decoder)  # creates a decoder; tests replace it
     reference: Record | None = None  # of the cell that the task's `reference` names
-    at_once: int | None = None  # streams to read at once, of the task's `independent` ones; as the options say when None
+    all_at_once: bool = False  # read all streams at once, whatever the options say: a keep map holds one decoder
 
     def decoder(self, streams: int = 1) -> Decoder:
         """A decoder with an empty cache."""
         return self.open(self.model, self.config, streams, self.method)
-
-
-@dataclass(frozen=True)
-class Independent:
-    """Streams that give the same figures, up to rounding, whether they are read at once or one after another."""
-
-    count: int
-    tokens: int  # of the longest
-    at_once: int | None = None  # as the suite asks; None: a trial decides
-    caches: int = 1  # held at a time per stream: 2 while a stream is forked
 
 
 class MeasurementError(RuntimeError):
@@ -163,11 +141,6 @@ class Task(TaskReport, ABC):
     def at_once(cls, options: Any) -> int:
         """The fewest streams whose caches must fit at once."""
         return cls.streams(options)
-
-    @classmethod
-    def independent(cls, options: Any, data: Any) -> Independent | None:
-        """The streams of which any number may be read at once; None if that number is part of what is measured."""
-        return None
 
     @classmethod
     def tokens_read(cls, options: Any, data: Any) -> int | None:

@@ -29,7 +29,7 @@ from kvbench.harness.report.task import Difference, Traces
 from kvbench.harness.report.task_charts import Depths, over_depths
 from kvbench.harness.tasks.common.answers import right_answers
 from kvbench.harness.tasks.lm_eval.schema import LmEvalFacts, LmEvalMetrics, LmEvalOptions
-from kvbench.harness.tasks.task import Independent, Job, Options, Task, Tokenizer
+from kvbench.harness.tasks.task import Job, Options, Task, Tokenizer
 
 if TYPE_CHECKING:
     from kvbench.harness.core.evict import Evict
@@ -68,16 +68,8 @@ class LmEval(Task):
 
     @classmethod
     def streams(cls, options: LmEvalOptions) -> int:
-        """The batch size, at least."""
-        return 1 if options.batch == "auto" else options.batch
-
-    @classmethod
-    def independent(cls, options: LmEvalOptions, data: LmEvalData) -> Independent | None:
-        """The requests, if a trial decides how many of them are read at once."""
-        if options.batch != "auto":
-            return None
-        forked = 2  # what requests have in common is read once, and its cache is copied
-        return Independent(len(data.lengths), max(data.lengths), caches=forked)
+        """Number of requests in a batch."""
+        return options.batch
 
     @classmethod
     def longest(cls, options: LmEvalOptions) -> int:

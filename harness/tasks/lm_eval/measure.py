@@ -167,9 +167,8 @@ def _template(tokenizer: PreTrainedTokenizerBase) -> Any:
 def measure(options: LmEvalOptions, job: Job) -> LmEvalMetrics:
     """Run the task; the trace gets each question's score and log-likelihoods or answer."""
     data: LmEvalData = job.data
-    batch = job.at_once or (1 if options.batch == "auto" else options.batch)
     try:
-        reader = RequestReader(job.model, job.config, options.prompt, options.prompt_tokens, batch, job.block, job.method)
+        reader = RequestReader(job.model, job.config, options.prompt, options.prompt_tokens, options.batch, job.block, job.method)
     except ValueError as error:
         raise MeasurementError(str(error)) from None
     mean_tokens, done = data.tokens / len(data.lengths), 0

@@ -14,7 +14,7 @@ from kvbench.harness.records.facts import Data
 from kvbench.harness.records.metrics import AnswerCounts, ScoreMetrics
 from kvbench.harness.records.rules import BYTES, EXACT, PART_NATS, SUM, Unchecked, near
 from kvbench.harness.records.types import Count, Number, Share
-from kvbench.harness.tasks.task import Options, SideBySide
+from kvbench.harness.tasks.task import Options
 
 MOST_SAMPLES = 10_000  # answers to a question
 
@@ -63,7 +63,7 @@ class LmEvalOptions(Options):
     sample_seed: int | None = Field(None, ge=0, description="seed of the answers; 0 if not given")
     max_gen_toks: int | None = Field(None, ge=1, description="tokens of an answer at most; the task's own if not given")
     include: str | None = Field(None, description="folder with more tasks in lm-eval's format")
-    batch: SideBySide = Field(16, description="number of requests read at once; auto: as many as fit and make reading faster")
+    batch: int = Field(16, ge=1, description="number of requests that are read at once")
 
     @model_validator(mode="before")
     @classmethod

@@ -40,7 +40,7 @@ from kvbench.harness.report.sections import row_label
 from kvbench.harness.report.task import Difference, Traces
 from kvbench.harness.report.task_charts import over_the_stream
 from kvbench.harness.tasks.perplexity.schema import FactCost, PerplexityMetrics, PerplexityOptions, Precision
-from kvbench.harness.tasks.task import Independent, Job, Options, Task, Tokenizer
+from kvbench.harness.tasks.task import Job, Options, Task, Tokenizer
 
 if TYPE_CHECKING:
     from kvbench.harness.core.evict import Evict
@@ -78,18 +78,9 @@ class Perplexity(Task):
 
     @classmethod
     def at_once(cls, options: PerplexityOptions) -> int:
-        """As many as are asked for, one if a trial decides."""
-        streams, asked = cls.streams(options), options.side_by_side
-        return 1 if asked == "auto" else min(streams, asked or streams)
-
-    @classmethod
-    def independent(cls, options: PerplexityOptions, data: TokenStream) -> Independent | None:
-        """The streams, unless all of them must be read at once."""
-        if options.side_by_side is None:
-            return None
+        """`side_by_side` streams; all of them if it is not given."""
         streams = cls.streams(options)
-        length = data.prefix + data.tokens // streams - 1
-        return Independent(streams, length, None if options.side_by_side == "auto" else cls.at_once(options))
+        return min(streams, options.side_by_side or streams)
 
     @classmethod
     def reference(cls, options: PerplexityOptions) -> str | None:

@@ -103,7 +103,7 @@ def _read(
     looks: list[Look] = []
     sizes: Counter[str] = Counter()
     streams, so_far = options.streams or 1, _Mean()
-    at_once = job.at_once or streams
+    at_once = streams if job.all_at_once else options.side_by_side or streams
     for first in range(0, streams, at_once):
         part = range(first, min(first + at_once, streams))
         try:

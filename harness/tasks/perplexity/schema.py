@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kvbench.harness.core.intervals import MIN_BLOCK_TOKENS, MIN_BLOCKS, look_lengths
 from kvbench.harness.data.texts import GENERATED, Source
@@ -24,7 +23,7 @@ from kvbench.harness.records.metrics import Look, Looks, NllMetrics
 from kvbench.harness.records.rules import BYTES, EXACT, RUN_NATS, SUM, near
 from kvbench.harness.records.types import Count, Nats, Number, Part, Positive
 from kvbench.harness.report.pairing import mean_difference
-from kvbench.harness.tasks.task import MAX_TOKENS, Options, SideBySide
+from kvbench.harness.tasks.task import MAX_TOKENS, Options
 
 _MAX_GENERATED_TOKENS = 2**24  # generated in memory
 
@@ -61,10 +60,7 @@ class PerplexityOptions(Options):
     streams: int | None = Field(
         None, ge=1, description="cut the text into this many streams of equal length, each read after the prefix"
     )
-    side_by_side: SideBySide | None = Field(
-        None,
-        description="how many of the streams are read at once; all if not given, auto: as many as fit and make reading faster",
-    )
+    side_by_side: int | None = Field(None, ge=1, description="how many of the streams are read at once; all if not given")
     prompt: int | None = Field(
         None, ge=1, description="first tokens of each stream that are its prompt: read first, not scored; none if not given"
     )
@@ -76,15 +72,6 @@ class PerplexityOptions(Options):
     until: Until | None = Field(
         None, description="stop reading as soon as the interval to a reference is this narrow; `tokens` is the limit"
     )
-
-    @field_validator("streams", mode="before")
-    @classmethod
-    def _is_the_suites(cls, value: Any) -> Any:
-        if value == "auto":
-            raise PydanticCustomError(
-                "streams", "a number, as it decides what is read (how many are read at once may be auto: side_by_side)"
-            )
-        return value
 
     @model_validator(mode="after")
     def _has_streams_side_by_side(self) -> Self:

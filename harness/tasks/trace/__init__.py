@@ -22,7 +22,7 @@ from kvbench.harness.report.sections import row_label
 from kvbench.harness.report.task import Difference, Traces
 from kvbench.harness.report.task_charts import marks, panels
 from kvbench.harness.tasks.common.answers import about_intervals, percent_or_status, right_answers
-from kvbench.harness.tasks.task import Independent, Job, Options, Task, Tokenizer
+from kvbench.harness.tasks.task import Job, Options, Task, Tokenizer
 from kvbench.harness.tasks.trace.schema import Between, TraceFacts, TraceMetrics, TraceOptions
 
 if TYPE_CHECKING:
@@ -54,18 +54,8 @@ class Trace(Task):
 
     @classmethod
     def streams(cls, options: TraceOptions) -> int:
-        """Answers written at once; one if a trial decides."""
-        asked = options.side_by_side
-        return 1 if asked == "auto" else min(asked or options.answers, options.answers)
-
-    @classmethod
-    def independent(cls, options: TraceOptions, data: TraceData) -> Independent | None:
-        """The answers, unless all of them are written at once."""
-        if options.side_by_side is None:
-            return None
-        asked = None if options.side_by_side == "auto" else cls.streams(options)
-        forked = 2  # once half of the answers have ended, the caches of the others are copied
-        return Independent(options.answers, options.prompt + options.limit, asked, caches=forked)
+        """Number of answers that are written at once."""
+        return min(options.side_by_side or options.answers, options.answers)
 
     @classmethod
     def longest(cls, options: TraceOptions) -> int:

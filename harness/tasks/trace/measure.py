@@ -29,7 +29,7 @@ def measure(options: TraceOptions, job: Job) -> TraceMetrics:
         MeasurementError: logits are not finite.
     """
     data: TraceData = job.data
-    at_once, lines, sizes = job.at_once or options.answers, [], {"kv_bytes": 0, "state_bytes": 0}
+    at_once, lines, sizes = options.side_by_side or options.answers, [], {"kv_bytes": 0, "state_bytes": 0}
     with job.trace.open("w", encoding="utf-8") as trace:
         for start in range(0, options.answers, at_once):
             numbers = range(start, min(start + at_once, options.answers))

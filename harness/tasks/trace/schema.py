@@ -11,7 +11,7 @@ from kvbench.harness.records.facts import Data
 from kvbench.harness.records.metrics import QuestionMetrics
 from kvbench.harness.records.rules import ANSWERED, BYTES, EXACT
 from kvbench.harness.records.types import Amount, Count, Part, Positive, Share
-from kvbench.harness.tasks.task import Options, SideBySide
+from kvbench.harness.tasks.task import Options
 
 _MAX_ANSWERS, _MAX_WORDS = 10**5, 10**5
 
@@ -39,9 +39,7 @@ class TraceOptions(Options):
     teacher: bool = Field(False, description="read the right trace, and say at each word which is likeliest, instead of writing")
     data_seed: int = Field(0, ge=0, description="seed of the programs")
     sample_seed: int = Field(0, ge=0, description="seed of the words that are drawn")
-    side_by_side: SideBySide | None = Field(
-        None, description="how many answers are written at once; all if not given, auto: as many as fit and make writing faster"
-    )
+    side_by_side: int | None = Field(None, ge=1, description="how many answers are written at once; all if not given")
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:
