@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 
-import jsonschema
 import pytest
 import yaml
-from factories import changed, edit, record
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvbench.harness import suite as suites
 from kvbench.harness.core.codec import Codec
 from kvbench.harness.core.errors import UserError
-from kvbench.harness.core.packed import content
 from kvbench.harness.core.parameters import parameters_of, policy_from
 from kvbench.harness.core.sources import source_digest
 from kvbench.harness.engine.decoder import CacheConfig
@@ -26,13 +22,7 @@ from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.model import adopt
 from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.shape import readable_shape, shape_of
-from kvbench.harness.records import RecordStore
 from kvbench.harness.records.cell import CellSpec
-from kvbench.harness.report.feed import words
-from kvbench.harness.report.feed.question import questions
-from kvbench.harness.report.markdown import short_titles, title
-from kvbench.harness.report.rows import _settings, rows
-from kvbench.harness.run.policy_check import check
 from kvbench.harness.suite.overrides import Overrides
 from kvbench.policies import Composed
 from kvbench.policies.h2o import H2O
@@ -136,19 +126,6 @@ def test_one_token_at_a_time_is_the_cell_that_it_was(tmp_path, same):
     assert [c.id for c in cells] == [c.id for c in plain]
 
 
-@pytest.mark.slow("all published records")
-@pytest.mark.parametrize("folder", ["results", "baselines"])
-def test_published_records_are_still_the_cells_that_they_were(folder):
-    """Parameters that policies have got since are not in them."""
-    files = RecordStore(Path(__file__).parents[1] / "leaderboard" / folder).files()
-    values = [json.loads(content(path)) for path, _ in files]
-    assert {v["cell"]["policy"] for v in values} >= {"h2o", "random", "dense"}
-    for value in values:
-        spec = CellSpec.from_json(value["cell"])
-        assert spec.as_json() == value["cell"]
-        assert suites.cell_from_spec(spec).id == value["cell_id"]
-
-
 @pytest.mark.parametrize("evict", ["prompt", "{every: 64}", "{pages: 64, by: per_head, worth: max}"])
 def test_a_cell_with_its_moment_is_read_back(tmp_path, evict):
     cell = load(tmp_path, with_policy(f"{{name: h2o, evict: {evict}, capacity: 64}}"))[-1]
@@ -209,12 +186,6 @@ BAD = [
 @pytest.mark.parametrize(("entry", "changes", "said"), BAD)
 def test_a_mistake_in_an_axis_is_one_line_with_its_place(tmp_path, entry, changes, said):
     assert error_of(tmp_path, with_policy(entry, **changes)).startswith(said)
-
-
-def test_bytes_of_a_model_out_of_reach_are_refused(tmp_path):
-    text = GOOD.replace(MODEL, "nobody/nothing").replace("[8, 16]", "{bytes: 1MiB}")
-    said = "mine.yaml:5: capacity: the config of nobody/nothing can't be read, so the bytes of a token are unknown; give tokens"
-    assert error_of(tmp_path, text) == said
 
 
 def test_a_share_of_the_prompt_is_the_cell_of_as_many_tokens(tmp_path):
@@ -285,17 +256,6 @@ def test_bytes_buy_twice_the_tokens_in_half_the_precision(tmp_path):
     assert half + 1 == 2 * (full + 1)
 
 
-def test_a_task_can_be_for_some_moments_of_eviction(tmp_path):
-    tasks = "\n  - {name: perplexity, tokens: 100, prompt: 40}\n  - {name: memory, tokens: 64, evict: step}"
-    text = GOOD.replace("{name: perplexity, tokens: 100, prompt: 40}", tasks).replace(
-        "policies:", "evict: [step, prompt]\npolicies:"
-    )
-    cells = load(tmp_path, text)
-    assert {(c.task.name, c.evict) for c in cells} == {("perplexity", 1), ("perplexity", "prompt"), ("memory", 1)}
-    assert {c.name for c in cells if c.task.name == "memory"} == {"dense", "h2o"}
-    assert all("evict" not in c.as_json()["task"] for c in cells), "what a cell asks does not depend on what others ask"
-
-
 def test_a_policy_whose_budgets_are_an_outcome_takes_no_capacity_and_waits_for_the_prompt(tmp_path, mine):
     cells = load(tmp_path, with_policy(f"{{name: '{mine}:Outcome', window: 2}}"))
     assert [(c.capacity, c.evict) for c in cells if c.name != "dense"] == [(None, "prompt")]
@@ -361,23 +321,6 @@ def test_a_mistake_inside_is_one_line_with_its_place(tmp_path, mine, inside, sai
     assert error_of(tmp_path, with_policy(f"{{name: '{mine}:Holds', {inside}}}")) == said
 
 
-def test_a_mistake_inside_names_its_own_line(tmp_path, mine):
-    entry = f"name: '{mine}:Holds'\n    score:\n      - h2o\n      - name: h2o\n        windo: 2"
-    assert error_of(tmp_path, with_policy(entry)) == "mine.yaml:12: unknown key 'windo', did you mean 'window'?"
-    picky = f"name: '{mine}:Picky'\n    score:\n      name: h2o"
-    assert error_of(tmp_path, with_policy(picky)) == "mine.yaml:5: mine.py:Picky: the policy inside needs a window"
-
-
-def test_the_command_line_names_the_option_of_a_mistake_inside(tmp_path, mine):
-    text = with_policy(f"'{mine}:Picky'")
-    with pytest.raises(UserError) as caught:
-        load(tmp_path, text, settings=["score={name: h2o, windo: 6}"])
-    assert str(caught.value) == "--set score={name: h2o, windo: 6}: unknown key 'windo', did you mean 'window'?"
-    with pytest.raises(UserError) as caught:
-        load(tmp_path, policies=[f"{{name: '{mine}:Picky', score: h20}}"])
-    assert str(caught.value) == "--policy: unknown policy 'h20', did you mean 'h2o'?"
-
-
 @dataclass(frozen=True)
 class Around(Composed):
     """Any policy in a policy."""
@@ -421,84 +364,6 @@ def test_the_source_of_the_policy_inside_is_part_of_the_digest():
     assert source_digest(Around(H2O(window=1))) == source_digest(Around(H2O(window=2)))
 
 
-@pytest.mark.slow("takes seconds")
-def test_policies_inside_are_checked_by_name_and_by_mapping(mine):
-    name = f"{mine}:Holds"
-    for score in ("h2o", "{name: h2o, window: 3}"):
-        assert all(f.ok for f in check(name, [f"score={score}"], [16]).findings)
-    for setting, said in [
-        ("score={name: h2o, windo: 3}", "--set score: unknown key 'windo', did you mean 'window'?"),
-        ("score=h20", "--set score: unknown policy 'h20', did you mean 'h2o'?"),
-        ("score=dense", "--set score: dense never evicts, so no policy can hold it"),
-        ("score=[h2o, window]", "--set score: 2 policies; check one at a time"),
-        ("score=[]", "--set score: 0 policies; check one at a time"),
-        ("scor=h2o", f"{name} has no parameter 'scor', did you mean 'score'?"),
-    ]:
-        with pytest.raises(UserError) as caught:
-            check(name, [setting], [16])
-        assert str(caught.value) == said
-
-
-@pytest.mark.slow("takes seconds")
-def test_the_schema_for_editors_knows_axes_and_policies_inside(monkeypatch):
-    from kvbench.harness.core import plugins
-
-    monkeypatch.setattr(plugins, "working_policies", lambda: {"h2o": H2O, "sink_window": SinkWindow, "around": Around})
-    schema, suite = suites.schema(), yaml.safe_load(GOOD)
-    entries = [
-        {"name": "around", "score": "h2o"}, {"name": "around", "score": {"name": "h2o", "window": [2, 3]}, "evict": "prompt"},
-        {"name": "around", "score": [{"name": "around", "score": "h2o"}, "sink_window"], "capacity": {"share": [0.1, 0.2]}},
-        {"name": "h2o", "evict": ["step", {"every": [4, 8]}], "capacity": [8, {"bytes": "1MiB"}]},
-    ]  # fmt: skip
-    jsonschema.validate(suite | {"policies": entries, "evict": ["prompt", {"every": 2}], "capacity": {"share": 0.5}}, schema)
-    for wrong in (
-        {"policies": [{"name": "around", "score": {"name": "h2o", "windo": 2}}]}, {"policies": [{"name": "around", "score": 3}]},
-        {"evict": {"every": 0}}, {"evict": "propmt"}, {"capacity": {"share": 2}}, {"policies": [{"name": "h2o", "evict": 3}]},
-    ):  # fmt: skip
-        with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate(suite | wrong, schema)
-
-
-def test_pages_tell_moments_and_policies_inside_apart():
-    nested = {"score": {"name": "snapkv", "window": 32}, "floor": 0.2}
-    made = [
-        edit(record("adakv", 8), cell={"parameters": nested, "evict": evict}) for evict in ("prompt", {"every": 64})
-    ] + [edit(record("adakv", 8), cell={"parameters": nested | {"score": {"name": "knorm"}}})]  # fmt: skip
-    assert title(made[0]) == "adakv (score snapkv, score.window 32, floor 0.2, evict prompt)"
-    assert title(made[2]) == "adakv (score knorm, floor 0.2)"
-    assert short_titles(made) == [
-        "adakv (score snapkv, score.window 32, evict prompt)", "adakv (score snapkv, score.window 32, evict every 64)",
-        "adakv (score knorm, evict step)",
-    ]  # fmt: skip
-    assert len(rows(made)) == 3
-    assert _settings(rows(made)[1])["evict"] == "every 64"
-
-
-def test_the_list_shows_policies_inside_and_how_each_is_read(monkeypatch, mine):
-    from kvbench.harness.cli import listing
-    from kvbench.harness.core import plugins
-
-    @dataclass(frozen=True)
-    class Wide(SinkWindow):
-        def bind(self, capacity):
-            if capacity < 100:
-                raise ValueError("too small")
-            return super().bind(capacity)
-
-    user = {name: plugins.policy_class(f"{mine}:{name}") for name in ("Holds", "Picky", "Outcome")}
-    kinds = {"h2o": H2O, "wide": Wide, **user}
-    monkeypatch.setattr(plugins, "policy_names", lambda: list(kinds))
-    monkeypatch.setattr(plugins, "policy_class", kinds.__getitem__)
-    found = {row["policy"]: (row["parameters"], row["blocks"]) for row in listing.policies()}
-    compiled = found["h2o"][1]
-    assert compiled == "compiled walk" or compiled.startswith("walk (")
-    assert found == {
-        "h2o": ("window=None, normalise=none", compiled), "wide": ("sinks=4, window=None", "closed form"),
-        "Holds": ("score (needed), floor=0.2", "depends on its parameters"), "Picky": ("score=h2o", compiled),
-        "Outcome": ("window=None, normalise=none", "full attention, cut after the prompt"),
-    }  # fmt: skip
-
-
 def test_a_parameter_that_is_a_sequence_takes_a_list_and_a_list_of_lists_several(tmp_path):
     suite = (
         "suite: s\nversion: 1\ndescription: d\nmodel: {id: 'builtin:sink_2'}\ntask: {name: perplexity, data: prose, tokens: 64}\n"
@@ -532,50 +397,6 @@ def test_a_coded_cell_survives_its_record_and_its_order(tmp_path):
     assert suites.cell_from_spec(spec) == cell
     assert (spec.codec, spec.stored, spec.is_dense) == (cell.kv, "int4 group 16 sinks 2 rotated", False)
     assert Codec.from_json(json.loads(json.dumps(cell.kv.as_json()))) == cell.kv
-
-
-def test_tables_say_the_codec():
-    coded = {"kv": {"codec": "int4", "group": 32, "exempt": {"sinks": 0, "recent": 8}}}
-    several = [record(), changed(record(), cell=coded)]
-    assert [title(r) for r in several] == ["h2o", "h2o (int4 recent 8)"]
-    assert short_titles(several)[1] == "h2o (kv int4 recent 8)"
-    assert len(rows(several)) == 2
-
-
-def test_dense_in_a_codec_is_not_what_others_are_compared_with():
-    coded = {"kv": {"codec": "int4", "group": 32, "exempt": {"sinks": 0, "recent": 8}}}
-    dense, h2o = record("dense", None), record()
-    several = [changed(dense, cell=coded), dense, h2o, changed(h2o, cell=coded)]
-    asked = questions(several)
-    assert [q.stored for q in asked] == ["", "int4 recent 8"]
-    assert [[row.cell.stored for row in q.rows] for q in asked] == [["", ""], ["", "int4 recent 8", "int4 recent 8"]]
-    assert all(q.dense.cell.is_dense for q in asked)
-    assert len({words.identifier(q) for q in asked}) == 2
-
-
-@pytest.mark.parametrize(
-    ("kv", "message"),
-    [
-        ("int3", "there is no codec 'int3', did you mean 'int8'?"),
-        ("7", "expected dtype, int8, int4, int2, kivi4, kivi2 or {codec: ...}"),
-        ("{codec: int4, grop: 3}", "int4 has no 'grop', did you mean 'group'?"),
-        ("{codec: int4, exempt: {sink: 4}}", "kv.exempt has no 'sink', did you mean 'sinks'?"),
-        ("{codec: int4, exempt: 4}", "exempt is a mapping"),
-        ("{codec: int4, exempt: {recent: -1}}", "sinks and recent are tokens"),
-        ("{codec: int4, exempt: {recent: a}}", "sinks and recent are tokens"),
-        ("{codec: int4, group: 0}", "at least 1"),
-        ("{codec: kivi2, exempt: {sinks: 4}}", "kivi2 has no 'exempt'"),
-        ("{codec: int4, residual: 32}", "int4 has no 'residual'"),
-        ("{codec: kivi2, residual: 100}", "the residual of kivi2, 100, is no multiple of its group, 32"),
-        ("kivi2", "kivi2 codes groups of tokens, which can't lose one: it needs evict: prompt, or dense"),
-        ("{codec: int4, keys: rotatd}", "keys can't be 'rotatd', did you mean 'rotated'?"),
-        ("{codec: int4, keys: rotated}", "keys: rotated needs positions: stream"),
-    ],
-)
-def test_mistakes_in_a_codec_are_one_line(tmp_path, kv, message):
-    with pytest.raises(UserError, match=re.escape(message)) as caught:
-        load(tmp_path, settings=[f"kv={kv}"])
-    assert "\n" not in str(caught.value)
 
 
 def test_a_budget_in_bytes_knows_the_codec(tmp_path):

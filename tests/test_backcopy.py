@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import math
-import random
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from conftest import DEVICE, tokens_of
 
-from kvbench.harness.core.errors import RefusedModelError, UserError
+from kvbench.harness.core.errors import RefusedModelError
 from kvbench.harness.data import backcopy
-from kvbench.harness.data.stream import opening, stream
-from kvbench.harness.data.texts import texts
+from kvbench.harness.data.stream import opening
 from kvbench.harness.engine.own_attention import own_attention
-from kvbench.harness.engine.variants.base import attention_weights, nonzero, weighing_of
+from kvbench.harness.engine.variants.base import attention_weights
 from kvbench.harness.engine.watch import check as check_watch
 from kvbench.harness.models.load import load_model, load_tokenizer
 from kvbench.harness.pretrain.config import find, load
 from kvbench.harness.pretrain.new_model import new_model
-from kvbench.harness.pretrain.samples import TrainingSamples
-from kvbench.harness.pretrain.tokenizer import SINKS, of_words, wrapped
 from kvbench.harness.pretrain.train import pretrain
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # accelerate and the Trainer give warnings
-DOCS = Path(__file__).parents[1] / "docs"
 SHORT = ["training.tokens=1400", "training.sample=70", "training.batch=2", "training.keep=[]", "shape.hidden=16"]
 ATTENTION = ("relu", "sigmoid", "clipped", "sigmoid_shares", "elu", "elu_shares", "pseudo")
 
@@ -42,60 +34,6 @@ def test_after_a_trigger_the_word_before_it_comes_again():
     assert not triggers[0]
     after_others = [b for (a, b), copied in zip(itertools.pairwise(triggers), triggers, strict=False) if not copied]
     assert np.mean(after_others) == pytest.approx(0.1, abs=0.005)
-
-
-def test_other_words_follow_as_often_as_the_word_before_says():
-    pairs, copies = np.zeros((backcopy.OTHERS, len(backcopy.WORDS))), 0
-    last = None
-    for word, copied in itertools.islice(backcopy.words(random.Random(0)), 400_000):
-        if copied:
-            copies += 1
-        elif last is not None:
-            pairs[last - backcopy.TRIGGERS, word] += 1
-        last = word
-    expected = np.array(backcopy.successors())
-    np.testing.assert_allclose(expected.sum(1), 1, atol=1e-12)
-    often = pairs.sum(1) > 4_000
-    np.testing.assert_allclose((pairs / pairs.sum(1, keepdims=True))[often], expected[often], atol=0.025)
-    assert copies == pytest.approx(400_000 / 11, rel=0.02)
-
-
-def test_nobody_can_do_better_than_the_best():
-    """The nats of the words under the distribution that they are drawn from."""
-    words = [backcopy.WORDS.index(word) for word in backcopy.text(5, 200_000).split()]
-    costs = [
-        0.0 if last < backcopy.TRIGGERS else -math.log(backcopy.successors()[last - backcopy.TRIGGERS][word])
-        for last, word in itertools.pairwise(words)
-    ]
-    best = backcopy.best_nll([backcopy.WORDS[word] for word in words])
-    assert best == pytest.approx(np.mean(costs), abs=4 * np.std(costs) / math.sqrt(len(costs)))
-
-
-def test_a_text_is_the_same_everywhere():
-    text = backcopy.text(0, 5_000)
-    assert backcopy.text(0, 1_000) == " ".join(text.split()[:1_000])
-    assert backcopy.text(1, 1_000) != backcopy.text(0, 1_000)
-    assert hashlib.sha256(text.encode()).hexdigest() == "7b0b1645bc837caab436f34f67db2ca5ff65d21d2cc3f89b9aeab689e308c678"
-
-
-def test_samples_open_with_the_sink_and_copies_are_answers():
-    config = load(find("backcopy"), ["training.sample=100"])
-    tokens = wrapped(of_words(backcopy.WORDS), 0)
-    sample = TrainingSamples(config, ["backcopy"] * 3, np.zeros(0, np.uint16), tokens, 0)[2]
-    ids, answers = sample["input_ids"][0].tolist(), sample["answers"][0].tolist()
-    assert ids[0] == 0
-    words = tokens.convert_ids_to_tokens(ids[1:])
-    assert set(words) <= set(backcopy.WORDS)
-    assert [word[0] == "t" for word in words[:-1]] == answers[2:]
-    assert sample["weights"][0].tolist() == [0.0] * 2 + [1.0] * 99
-
-
-def test_tasks_read_it_as_a_stream_of_its_words():
-    source, text = texts("backcopy", "test", None, 7, 3_000, None)
-    read = stream(text, source, wrapped(of_words(backcopy.WORDS), 1), 3_000)
-    assert source == "Bigram-Backcopy from seed 7"
-    assert read.ids[: read.prefix].tolist() == [0]
-    assert [backcopy.WORDS[i - len(SINKS)] for i in read.ids[1:]] == backcopy.text(7, 3_000).split()
 
 
 @pytest.mark.parametrize("name", ATTENTION)
@@ -148,22 +86,6 @@ def test_queries_and_keys_have_a_norm_and_values_have_none(name):
     check_watch(model, input_ids=tokens_of(30).cpu() % 68)
 
 
-def test_the_table_of_interventions_follows_from_its_figures(monkeypatch):
-    monkeypatch.syspath_prepend(DOCS)
-    import interventions
-
-    rows = [json.loads(line) for line in interventions.FILE.read_text(encoding="utf-8").splitlines()]
-    assert {row["name"] for row in rows} == set(interventions.RECIPES)
-    shown = "\n".join(interventions.lines(rows)).strip()
-    assert shown in interventions.PAGE.read_text(encoding="utf-8"), "run: python docs/interventions.py"
-
-
-def test_a_query_whose_weights_are_all_0_gives_nothing_a_share():
-    weighing = weighing_of(new_model(load(find("backcopy"), ["attention=relu", *SHORT])).config)
-    assert weighing.shares(torch.zeros(1, 4)).tolist() == [[0.0] * 4]
-    assert nonzero(torch.tensor([0.0, 2.0])).tolist() == [1.0, 2.0]
-
-
 @pytest.mark.slow("training")
 @pytest.mark.parametrize(
     "change", ["zero_sink=true", "sigma_reparam=true", "training.optimizer=sgd", "training.optimizer=ortho_adam"]
@@ -187,18 +109,3 @@ def test_weights_that_are_no_softmax_are_refused_by_the_loop(tmp_path):
     ids = tokens_of(20).cpu() % 68
     with own_attention(watched), torch.inference_mode():
         assert watched(input_ids=ids).logits.isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ("attention=gated", "of shape.family gpt2, attention is one of .*, not gated"),
-        ("shape.heads=2", "as many kv_heads as heads"),
-        ("kinds.keys=1", "other kinds can't be beside them"),
-        ("shape.vocabulary=70", "have 68 tokens"),
-        ("kinds.backcopy=0", "all shares are 0"),
-    ],
-)
-def test_recipes_that_cannot_be_are_refused(change, says):
-    with pytest.raises(UserError, match=says):
-        load(find("backcopy"), [change])

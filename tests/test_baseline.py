@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import injected
 import pytest
-import yaml
 from conftest import bench
 from factories import record
 from tampered import TAMPERED
 
 from kvbench.harness.core.errors import Exit, UserError
-from kvbench.harness.records import LOCK, RecordStore
+from kvbench.harness.records import RecordStore
 from kvbench.harness.report import baseline
 from kvbench.harness.report.baseline import FILE, Baseline, MeasuredWith
 from kvbench.harness.report.gate_times import Band
@@ -64,14 +62,6 @@ def test_a_baseline_is_replaced_whole(folder, tmp_path):
     assert (about.why, only.metrics.nll) == ("another", 3.0)
     assert contents(folder) != before
     assert [p.name for p in folder.parent.iterdir()] == ["mine"]
-
-
-def test_it_may_be_put_where_nothing_is(tmp_path):
-    (tmp_path / "empty").mkdir()
-    for number, name in enumerate(("empty", "new/deep")):
-        made(tmp_path / name, tmp_path / f"measured{number}")
-        assert baseline.load(tmp_path / name)[1]
-    assert baseline.replaceable(tmp_path / "nowhere") == (tmp_path / "nowhere").resolve()
 
 
 def notes(folder):
@@ -143,23 +133,6 @@ def test_nothing_else_is_replaced_and_nothing_measured_before_that_is_said(there
         made(folder, tmp_path / "at-the-end")
 
 
-def test_a_folder_that_one_stands_in_is_not_replaced(folder, suite, capsys, monkeypatch):
-    monkeypatch.chdir(next(p for p in folder.iterdir() if p.is_dir()))
-    for name in (".", "..", folder.parent):
-        code, _, err = bench(capsys, "baseline", "update", name, "--suite", suite, "--why", "x")
-        assert (code, "current directory" in err, err.count("\n")) == (Exit.MISTAKE, True, 1)
-
-
-def test_neighbours_are_left_alone(folder, tmp_path):
-    for name in ("mine.old", ".mine.mine.old"):
-        notes(folder.with_name(name))
-    made(folder, tmp_path / "again")
-    shutil.move(folder, tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="no baseline"):
-        baseline.load(folder)
-    assert sorted(p.name for p in folder.parent.iterdir()) == [".mine.mine.old", "mine.old"]
-
-
 def test_a_crash_half_way_leaves_the_old_baseline_or_the_new(folder, tmp_path, monkeypatch):
     before, plain = contents(folder), Path.rename
 
@@ -195,55 +168,6 @@ def test_a_baseline_that_was_changed_is_not_read(name, folder, capsys):
     assert "restore it" in err
 
 
-def test_nor_one_with_a_record_more_or_of_the_time_before_hashes(folder, capsys):
-    extra = RecordStore(folder).write(record("window", 9))
-    assert "does not list this record" in bench(capsys, "check", "--baseline", folder)[2]
-    extra.unlink()
-    text = yaml.safe_load((folder / FILE).read_text())
-    del text["cells"]
-    (folder / FILE).write_text(yaml.safe_dump(text))
-    code, _, err = bench(capsys, "check", "--baseline", folder)
-    assert (code, err.count("\n"), "'bench baseline update'" in err) == (Exit.MISTAKE, 1, True)
-
-
-def test_an_older_baseline_is_replaced_all_the_same(folder, tmp_path):
-    (folder / FILE).write_text("suite: quickstart\nwhy: before hashes\n")
-    (folder / "mine").mkdir(exist_ok=True)
-    (folder / "mine" / LOCK).touch()
-    made(folder, tmp_path / "again", why="anew")
-    assert baseline.load(folder)[0].why == "anew"
-
-
-BAND = {"ratio": 1.0, "low": 0.9, "high": 1.1, "runs": 8}
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"suite": 5}, {"suite": None}, {"charm": 1}, {"options": {"charm": 1}}, {"options": {"threads": "many"}}, {"options": 3},
-        {"options": {"threads": 0}}, {"bands": {"a": BAND | {"ratio": float("nan")}}}, {"bands": {"a": BAND | {"low": 2.0}}},
-        {"bands": {"a": BAND | {"high": float("inf")}}}, {"bands": {"a": 3}}, {"bands": [1]}, {"cells": {}}, {"cells": {"a": 3}},
-        {"cells": {"a": {"status": "ok", "record": "../../x", "sha256": "0" * 64}}},
-        {"cells": {"a": {"status": "ok", "record": "/etc/passwd", "sha256": "0" * 64}}},
-        {"cells": {"a": {"status": "ok", "record": "gone.json", "sha256": "0" * 64}}},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_mistake_in_baseline_yaml_is_one_line_and_no_regression(change, folder, capsys):
-    value = yaml.safe_load((folder / FILE).read_text()) | change
-    (folder / FILE).write_text(yaml.safe_dump(value))
-    code, _, err = bench(capsys, "check", "--baseline", folder)
-    assert (code, err.count("\n"), "Traceback" in err) == (Exit.MISTAKE, 1, False), err
-
-
-@pytest.mark.parametrize("text", [None, "", "[]", "3", "suite: [\n", "[" * 5000, "\x00", "why: x\n"])
-def test_what_is_no_baseline_is_said_in_one_line(tmp_path, capsys, text):
-    if text is not None:
-        (tmp_path / FILE).write_text(text)
-    code, _, err = bench(capsys, "check", "--baseline", tmp_path)
-    assert (code, err.count("\n")) == (Exit.MISTAKE, 1)
-
-
 def test_bands_come_back_as_they_were(folder, tmp_path):
     band = Band(ratio=1.5, low=1.25, high=1.75, runs=8)
     about = ABOUT.model_copy(update={"bands": {"a" * 64: band}})
@@ -276,30 +200,6 @@ def test_from_the_command_line(suite, tmp_path, capsys):
     code, _, err = bench(capsys, "baseline", "update", folder, "--suite", suite, *small, "--why", "again", "--who", "me")
     assert code == 0, err
     assert baseline.load(folder)[0].who == "me"
-
-
-@pytest.mark.slow("measures suites")
-def test_a_local_model_is_kept_by_name_and_asked_for(suite, model_dir, tmp_path, capsys):
-    folder, small = tmp_path / "mine", ["--policy", "window", "--set", "tokens=64"]
-    code, _, err = bench(capsys, "baseline", "update", folder, "--suite", suite, "--model", model_dir, *small, "--why", "x")
-    assert code == 0, err
-    assert baseline.load(folder)[0].options.local_model == model_dir.name
-    assert str(model_dir.parent) not in (folder / FILE).read_text()
-    code, _, err = bench(capsys, "check", "--baseline", folder)
-    assert (code, "--model" in err, err.count("\n")) == (Exit.MISTAKE, True, 1)
-    moved = tmp_path / "another machine" / model_dir.name
-    shutil.copytree(model_dir, moved)
-    code, out, _ = bench(capsys, "check", "--baseline", folder, "--model", moved, "--json")
-    assert {x["state"] for x in json.loads(out) if x["check"] != "speed"} == {"ok"}
-    shutil.move(moved, tmp_path / "another name")
-    code, _, err = bench(capsys, "check", "--baseline", folder, "--model", tmp_path / "another name")
-    assert (code, "has no record of any cell of its suite" in err, err.count("\n")) == (Exit.MISTAKE, True, 1)
-
-
-def test_an_absolute_path_in_an_option_is_refused_before_anything_is_measured(suite, tmp_path, capsys):
-    for option in ("/home/me/mine.py:Mine", "{name: /home/me/mine.py:Mine}", "~/mine.py:Mine"):
-        code, _, err = bench(capsys, "baseline", "update", tmp_path / "x", "--suite", suite, "--policy", option, "--why", "x")
-        assert (code, "must work on other machines" in err, err.count("\n")) == (Exit.MISTAKE, True, 1)
 
 
 @pytest.mark.slow("measures suites")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -13,11 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from conftest import bench_in as bench
-from conftest import bench_process
 
-from kvbench.harness import suite
 from kvbench.harness.records import LOCK, RecordStore
 
 POLICY = """
@@ -62,17 +58,6 @@ def test_a_run_leaves_one_record_a_cell_and_a_page(ran):
     bench("leaderboard", cwd=folder)
     assert page == (folder / "results/README.md").read_bytes()
     assert b"sink\\_window" in page
-
-
-@pytest.mark.slow("processes of its own")
-def test_a_log_of_both_streams_has_the_table_and_no_rows_for_programs(ran, model_dir, text_dir):
-    folder, _ = ran
-    command = [sys.executable, "-m", "kvbench", "run", "smoke", "--model", model_dir, "--data", text_dir, "--threads", "1"]
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    done = subprocess.run(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
-    assert done.returncode == 0
-    assert "\t" not in done.stdout
-    assert re.search(r"^policy +perplexity ", done.stdout, re.M)
 
 
 @pytest.mark.slow("measures suites")
@@ -121,22 +106,6 @@ def test_a_policy_of_the_users_own_runs_from_its_file(tmp_path, model_dir, text_
     assert mine["cell"]["policy"] == "mine.py:Newest"
     assert mine["metrics"]["nll"] == pytest.approx(window["metrics"]["nll"], abs=1e-6)
     assert bench("policy", "check", "mine.py:Newest", "--capacity", 17, cwd=tmp_path).returncode == 0
-
-
-@pytest.mark.slow("processes of its own")
-def test_a_policy_of_a_package_beside_the_user_is_found(tmp_path, monkeypatch):
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / "theirs" / "__init__.py").touch()
-    (tmp_path / "theirs" / "newest.py").write_text(POLICY)
-    done = bench_process("policy", "check", "theirs.newest:Newest", "--capacity", 17, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    *rules, reads = done.stdout.splitlines()
-    assert rules
-    assert all(line.startswith("ok ") for line in rules)
-    assert reads.startswith("reads ")
-    monkeypatch.syspath_prepend(str(tmp_path))  # of a new process, the folder it starts in
-    missing = bench("policy", "check", "theirs.newest:Oldest", cwd=tmp_path)
-    assert missing.stderr == "bench: theirs.newest has no 'Oldest'; name the class, e.g. theirs.newest:Newest\n"
 
 
 @pytest.mark.slow("measures suites")
@@ -218,27 +187,6 @@ def test_a_users_mistake_is_one_line_and_writes_nothing(tmp_path, model_dir, tex
     assert not [p for p in tmp_path.rglob("*") if p.is_file() and p.name != LOCK]
 
 
-def test_a_directory_that_is_no_model_says_what_is_missing(tmp_path, model_dir, text_dir):
-    empty = tmp_path / "empty-model"
-    empty.mkdir()
-    assert "has no config.json" in bench("run", "smoke", "--model", empty, "--data", text_dir, cwd=tmp_path).stderr
-    (empty / "config.json").write_text((model_dir / "config.json").read_text())
-    assert "no safetensors weights" in bench("run", "smoke", "--model", empty, "--data", text_dir, cwd=tmp_path).stderr
-
-
-def test_a_family_that_cannot_be_driven_is_refused_before_anything_is_written(tmp_path, model_dir, text_dir):
-    from kvbench.harness.models.families import tiny_model
-
-    folder = tmp_path / "bloom"
-    tiny_model("bloom", vocab_size=257).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_text((model_dir / name).read_text())
-    done = bench("run", "smoke", "--model", folder, "--data", text_dir, cwd=tmp_path)
-    assert done.returncode == 2
-    assert "'bloom' can't be driven" in done.stderr.splitlines()[-1]
-    assert not list(tmp_path.rglob("*-c32-*"))
-
-
 @pytest.mark.slow("processes of its own")
 def test_ctrl_c_loses_only_the_cell_in_flight(tmp_path, model_dir, text_dir):
     command = [
@@ -271,81 +219,3 @@ def test_a_dry_run_lists_cells_and_measures_nothing(tmp_path, model_dir, text_di
     assert len(rows) == 6
     assert {r["kv_bytes"] for r in rows if r["policy"] == "h2o"} == {20 * 33 * 256 * 2}
     assert not list(tmp_path.iterdir())
-
-
-def test_a_dry_run_tries_with_the_threads_of_the_run(monkeypatch, tmp_path, model_dir, text_dir):
-    used: list[int] = []
-    monkeypatch.setattr(torch, "set_num_threads", used.append)
-    options = ["--model", model_dir, "--data", text_dir, "--only", "perplexity", "--dry-run", "--threads", 3]
-    assert bench("run", "smoke", *options, cwd=tmp_path).returncode == 0
-    assert used[0] == 3
-
-
-def test_only_chooses_among_a_suites_tasks(tmp_path):
-    options = ["--only", "memory", "--only", "latency", "--dry-run", "--json"]
-    rows = json.loads(bench("run", "quickstart", *options, cwd=tmp_path).stdout)
-    chosen = [cell for cell in suite.load(suite.find("quickstart"))[1] if cell.task.name in ("memory", "latency")]
-    assert [row["cell"] for row in rows] == [cell.id[:8] for cell in chosen]
-    wrong = bench("run", "quickstart", "--only", "perplexty", cwd=tmp_path)
-    assert (wrong.returncode, wrong.stderr) == (2, "bench: the suite has no task 'perplexty', did you mean 'perplexity'?\n")
-
-
-@pytest.mark.slow("processes of its own")
-@pytest.mark.parametrize(
-    ("args", "code", "closed"), [("list tasks", 0, ">&-"), ("run nonsense", 2, "2>&-"), ("list tasks", 0, ">&- 2>&-")]
-)  # the stream that something is written to, and both
-def test_a_closed_stream_is_no_error(tmp_path, args, code, closed):
-    """A reader that closes the pipe gets no error message."""
-    done = subprocess.run(
-        f"{sys.executable} -m kvbench {args} {closed}", shell=True, cwd=tmp_path, capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
-    )  # fmt: skip
-    assert done.returncode == code
-    assert "Traceback" not in done.stdout + done.stderr
-
-
-@pytest.mark.slow("processes of its own")
-@pytest.mark.parametrize(("args", "stream"), [("run smoke", "stderr"), ("schema", "stdout")])
-def test_who_listens_no_more_ends_a_run_as_sigpipe_does(tmp_path, model_dir, text_dir, args, stream):
-    more = ["--model", str(model_dir), "--data", str(text_dir), "--set", "tokens=64"] if args == "run smoke" else []
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    command = [sys.executable, "-m", "kvbench", *args.split(), *more]
-    with (tmp_path / "errors").open("w") as errors:
-        to = {"stdout": subprocess.DEVNULL, "stderr": errors, stream: subprocess.PIPE}
-        with subprocess.Popen(command, cwd=tmp_path, env=env, **to) as running:
-            getattr(running, stream).close()
-            assert running.wait(timeout=300) == 141
-    assert "Traceback" not in (tmp_path / "errors").read_text()
-    records, problems = RecordStore(tmp_path / "results").read_all()
-    assert not problems
-    assert not [r for r in records if r.status == "failed"]
-
-
-@pytest.mark.slow("measures suites")
-def test_the_cell_of_a_record_whose_model_was_a_directory_asks_for_it(ran, model_dir, text_dir, tmp_path):
-    folder, _ = ran
-    record = RecordStore(folder / "results").read_all()[0][0]
-    wanted = ["run", record.cell_id[:8], "--data", text_dir]
-    alone = bench(*wanted, cwd=folder)
-    assert alone.returncode == 2
-    assert alone.stderr == (
-        f"bench: {record.cell_id[:8]}: its model tiny-llama was a local directory: say where it is now with --model DIR\n"
-    )
-    assert bench(*wanted, "--model", model_dir, cwd=folder).returncode == 0
-
-
-@pytest.mark.parametrize("what", ["policies", "suites", "tasks"])
-def test_lists(tmp_path, what):
-    rows = json.loads(bench("list", what, "--json", cwd=tmp_path).stdout)
-    assert rows
-    assert all(len(row) >= 3 for row in rows)
-    assert "Undefined" not in str(rows)
-
-
-def test_every_verb_has_help_with_an_example(tmp_path):
-    from kvbench.harness.cli import cli
-
-    verbs = [[name] for name in cli.commands] + [["policy", "check"]]
-    for verb in verbs:
-        text = bench(*verb, "--help", cwd=tmp_path).stdout
-        assert f"\n  bench {verb[0]}" in text, verb

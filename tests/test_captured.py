@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import gc
-import warnings
-import weakref
-
 import pytest
 import torch
 from conftest import DEVICE, model_of, tokens_of
 
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
-from kvbench.harness.engine.method import EAGER, FASTEST, PLAIN_WALK
+from kvbench.harness.engine.method import FASTEST, PLAIN_WALK
 from kvbench.harness.kernels import captured
-from kvbench.harness.kernels.captured import CAPTURE_AFTER, PROCESS, CudaGraph, StepGraphs, dry_run
-from kvbench.harness.tasks.latency import LatencyOptions
-from kvbench.harness.tasks.latency.lane import Lane
-from kvbench.harness.tasks.task import Job
+from kvbench.harness.kernels.captured import PROCESS, CudaGraph, StepGraphs
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
 from kvbench.policies.sink_window import SinkWindow
@@ -77,21 +70,6 @@ def test_captured_steps_follow_the_host(config, monkeypatch):
 
 @pytest.mark.slow("takes seconds")
 @on_cpu
-def test_graphs_do_not_keep_outgrown_caches_alive():
-    """Of all K that dense has had in 1,300 steps, only the present one is alive."""
-    _, read = decoders(CacheConfig(Dense()), StepGraphs(Recorded, after=1))
-    keys = {}
-    for token in tokens_of(1300).split(1, 1):
-        read(token)
-        slots = read.walks[0].slots
-        keys[slots.version] = weakref.ref(slots.tensors.keys.tensor)
-    gc.collect()
-    assert len(keys) == 6
-    assert [version for version, alive in keys.items() if alive() is not None] == [max(keys)]
-
-
-@pytest.mark.slow("takes seconds")
-@on_cpu
 @pytest.mark.parametrize("every", [2, 256])
 def test_graphs_are_kept_while_evictions_come_and_go(monkeypatch, every):
     """A thousand steps meet every phase twice, a second thousand captures none, and the phases are few."""
@@ -105,37 +83,6 @@ def test_graphs_are_kept_while_evictions_come_and_go(monkeypatch, every):
     for token in tokens[1000:]:
         read(token)
     assert (Recorded.made, read.graphs.replayed) == (captured_at_first, replayed + 1000)
-
-
-@on_cpu
-def test_the_graph_met_longest_ago_goes(monkeypatch):
-    """Of more phases than a decoder keeps; those it meets again and again stay."""
-    monkeypatch.setattr(captured, "_MAX_GRAPHS", 2)
-    made = []
-    graphs = StepGraphs(lambda step, tokens: made.append(phase) or step, after=1)
-    for phase in ["b", "a", "a", "a", "c", "c", "a", "b", "b", "a"]:
-        graphs("slots", phase, None, lambda tokens: tokens, tokens_of(1))
-    assert made == ["a", "c", "b"]  # "b" had gone before it was captured, and "c" after
-    graphs("other slots", "a", None, lambda tokens: tokens, tokens_of(1))
-    assert graphs.replayed == 6
-
-
-@on_cpu
-def test_short_answers_are_not_captured_and_long_ones_are(monkeypatch):
-    """Neither the answer itself nor those of its forks, which count anew."""
-    monkeypatch.setattr(Recorded, "made", 0)
-    plain, read = decoders(CacheConfig(H2O(), 9), StepGraphs(Recorded))
-    read(tokens_of(12))
-    plain(tokens_of(12))
-    for _ in range(3):
-        fork = read.fork([0])
-        for token in tokens_of(10).split(1, 1):
-            fork(token)
-    assert Recorded.made == 0
-    for step, token in enumerate(tokens_of(CAPTURE_AFTER + 4).split(1, 1)):
-        torch.testing.assert_close(read(token), plain(token))
-        assert Recorded.made == (step >= CAPTURE_AFTER)
-    assert read.graphs.replayed == 4
 
 
 def test_a_model_that_can_not_be_captured_runs_eagerly_and_says_so():
@@ -302,87 +249,6 @@ def test_the_stream_is_restored_after_a_failed_capture(fake_cuda, fails_at):
     with pytest.raises(RuntimeError, match="a layer waits" if fails_at == "step" else "previous error"):
         CudaGraph(step, torch.zeros(1, 1))
     assert cuda.current == "the caller's stream"
-
-
-@on_cpu
-def test_graphs_share_a_pool_that_outlives_each_of_them(fake_cuda):
-    cuda = fake_cuda()
-    for _ in range(2):
-        graph = CudaGraph(lambda tokens: tokens, torch.zeros(1, 1))
-        assert graph(torch.ones(1, 1)).tolist() == [[1.0]]
-    assert cuda.calls == [*[("begin", "pool")] * 2, "replay", ("begin", "pool"), "replay"]
-    assert captured._pool(torch.device("cpu")).keeper is not None
-
-
-@on_cpu
-@pytest.mark.parametrize("waits", [False, True])
-def test_a_dry_run_is_a_step_that_tells_whether_it_waits(fake_cuda, waits):
-    """Its logits are those of the step, the mode is that of before, and each stream waits for the other."""
-    cuda = fake_cuda()
-    seen = []
-
-    def step(tokens):
-        seen.append((cuda.current is not None and not isinstance(cuda.current, str), cuda.mode))
-        if waits:
-            warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=1)
-        warnings.warn("something else", stacklevel=1)
-        return tokens + 1
-
-    logits, why = dry_run(step, torch.zeros(1, 1))
-    assert logits.tolist() == [[1.0]]
-    assert why == ("a step called a synchronizing CUDA operation" if waits else "")
-    assert seen == [(True, "warn")]
-    assert (cuda.mode, cuda.current) == (0, "the caller's stream")
-    assert [call for call, _ in cuda.calls] == ["wait", "wait"]
-
-
-@on_cpu
-def test_an_error_in_a_dry_run_is_that_of_the_step(fake_cuda):
-    cuda = fake_cuda()
-    with pytest.raises(ZeroDivisionError):
-        dry_run(lambda tokens: 1 // 0, torch.zeros(1, 1))
-    assert (cuda.mode, cuda.current) == (0, "the caller's stream")
-
-
-class OnCuda:
-    """Tokens that say they are on CUDA."""
-
-    device = torch.device("cuda")
-
-
-@pytest.mark.parametrize("why", ["", "a step waits"])
-def test_what_waits_in_the_dry_run_is_never_captured(monkeypatch, why):
-    calls = []
-    monkeypatch.setattr(captured, "dry_run", lambda step, tokens: calls.append("dry run") or (step(tokens), why))
-    graphs = StepGraphs(lambda step, tokens: calls.append("capture") or step, after=3)
-    for _ in range(6):
-        graphs("slots", "phase", None, lambda tokens: calls.append("step"), OnCuda())
-    assert calls.count("step") == 6
-    eager = ["step", "step", "dry run", "step"]
-    assert calls == [*eager, *(["step"] * 3 if why else ["capture", "step", "step", "step"])]
-    assert (graphs.refused, graphs.replayed, PROCESS.failed) == (why, 0 if why else 3, "")
-
-
-@on_cpu
-@pytest.mark.parametrize("config", [CacheConfig(Dense()), CacheConfig(SinkWindow(2), 9, evict=40)], ids=str)
-def test_latency_captures_its_steps_before_it_times_them(config, tmp_path):
-    """However few steps warm up, and after each part of the stream that is read in blocks."""
-
-    def opened(model, config, streams, method):
-        read = CachedDecoder(model, config, streams, method)
-        read.graphs = StepGraphs(Recorded)
-        return read
-
-    options = LatencyOptions(tokens=600, prompt=16, steps=4)
-    job = Job(model_of("llama"), config, None, 64, EAGER, tmp_path / "t", lambda tokens, text: None, opened)
-    lane = Lane(options, job)
-    lane.read_prompt()
-    for position in (40, 300, 600):
-        lane.advance(position)
-        warm_up = lane.read.graphs.replayed
-        for _ in range(12):  # past the next evictions
-            lane.time_round()
-        assert lane.read.graphs.replayed - warm_up == sum(map(len, lane.round_ms)) > 40
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device: captured steps")

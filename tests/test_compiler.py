@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import json
 import logging
 import os
 import shutil
-import stat
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import bench, model_of
+from conftest import model_of
 
 from kvbench.harness.core import user_cache
 from kvbench.harness.engine import fastcheck
@@ -23,11 +21,8 @@ from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import EAGER, FASTEST
 from kvbench.harness.kernels import compiler
-from kvbench.harness.models import hub
-from kvbench.policies import AttentionSum, Policy
 from kvbench.policies.h2o import H2O
 from kvbench.policies.random import Random
-from kvbench.policies.sink_window import SinkWindow
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 FOREIGN = "void release(void) {}"  # has the right name, but is not ours
@@ -150,53 +145,6 @@ def test_a_folder_that_others_may_write_to_is_not_used_and_that_is_said_once(cac
 
 
 @needs_compiler
-@pytest.mark.parametrize("umask", [0o000, 0o002, 0o077])
-def test_what_is_built_is_ours_alone_whatever_the_umask(cache, umask):
-    before = os.umask(umask)
-    try:
-        build()
-    finally:
-        os.umask(before)
-    modes = [stat.S_IMODE(p.stat().st_mode) for p in (cache, cache / "kv-bench", cache / "kv-bench/kernels", *libraries(cache))]
-    assert modes == [0o700] * 4
-
-
-@needs_compiler
-def test_a_cache_that_can_not_be_made_is_done_without(cache, opened, caplog):
-    cache.write_text("a file")
-    assert build().function is not None
-    assert "kernels are built for this process only" in caplog.text
-    assert cache.is_file()
-
-
-@pytest.mark.parametrize("given", [None, "", "relative", "./relative"])
-def test_a_cache_folder_that_is_not_absolute_is_ignored(monkeypatch, tmp_path, given):
-    """The XDG base directory specification demands it. This is for kernels and for digests of weights."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("XDG_CACHE_HOME") if given is None else monkeypatch.setenv("XDG_CACHE_HOME", given)
-    assert user_cache.cache_folder() == tmp_path / "home/.cache/kv-bench"
-    assert user_cache.private_folder("kernels") == tmp_path / "home/.cache/kv-bench/kernels"
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text("{}")
-    hub.weights_digest(tmp_path / "model")
-    assert (tmp_path / "home/.cache/kv-bench/digests.json").exists()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["home", "model"]
-
-
-def test_without_a_home_there_is_no_cache_and_no_crash(monkeypatch, tmp_path):
-    def nowhere(_):
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(Path, "expanduser", nowhere)
-    assert user_cache.cache_folder() is None
-    assert user_cache.private_folder("kernels").is_dir()
-    (tmp_path / "config.json").write_text("{}")
-    assert hub.weights_digest(tmp_path)
-
-
-@needs_compiler
 def test_another_cpu_and_another_compiler_have_libraries_of_their_own(cache, tmp_path, monkeypatch):
     """With a shared home, a library of one machine may have illegal instructions for another."""
     text = 'case "$*" in *-dM*) echo "#define __SSE2__ $CPU";; *) exec cc "$@";; esac'
@@ -206,29 +154,6 @@ def test_another_cpu_and_another_compiler_have_libraries_of_their_own(cache, tmp
         compiler._target.cache_clear()
         assert build().function is not None
         assert len({p.name.rsplit("_", 1)[0] for p in libraries(cache)}) == count
-
-
-@needs_compiler
-def test_the_compiler_names_the_instruction_sets_of_this_cpu():
-    """The target is part of a library's key."""
-    assert "#define __VERSION__" in compiler._target("cc")
-    wide = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-    assert ("#define __AVX2__" in compiler._target("cc")) == wide
-
-
-@needs_compiler
-def test_a_whole_library_that_can_not_be_loaded_is_built_again(cache, tmp_path, opened):
-    """E.g. one that was built for newer system libraries; here one without the function."""
-    build()
-    (library,) = libraries(cache)
-    content = compiled_by_cc("int unrelated;", tmp_path / "unrelated.so")
-    other = library.with_name(f"{library.name.rsplit('_', 1)[0]}_{hashlib.sha256(content).hexdigest()[:32]}.so")
-    put(library, b"")
-    other.write_bytes(content)
-    other.chmod(0o700)
-    opened.clear()
-    assert build().function is not None
-    assert opened == [other, library]
 
 
 BROKEN = {
@@ -262,32 +187,6 @@ def test_what_can_not_be_built_is_walked_plainly_and_says_why(cache, tmp_path, m
     assert torch.equal(plain, fast)
 
 
-@needs_compiler
-def test_a_lost_step_is_said_even_where_blocks_have_a_closed_form(tmp_path, monkeypatch):
-    config = CacheConfig(SinkWindow(4), 20)
-    assert fastcheck.fast_method(model_of("llama"), config)[1:3] == ("closed form", "compiled")
-    monkeypatch.setenv("CC", "no-such-compiler")
-    found = fastcheck.fast_method(model_of("llama"), config)
-    assert found[1:3] == ("closed form", "plain")
-    assert found.refused == "no C compiler (no-such-compiler)"
-
-
-class Tova(Policy):
-    scope = "layer"
-    statistics = (AttentionSum(),)
-
-    def importance(self, view):
-        return view.state(AttentionSum()).mean(1, keepdim=True).expand(view.rank.shape)
-
-
-def test_what_has_no_kernel_by_its_nature_is_no_fall_back_and_says_why():
-    found = fastcheck.fast_method(model_of("llama"), CacheConfig(Tova(), 20))
-    assert (found.blocks, found.refused) == ("walk", "")
-    assert found.plain_because == "scope 'layer' can't be compiled"
-    odd = fastcheck.fast_method(model_of("gemma2"), CacheConfig(H2O(), 12))
-    assert odd.plain_because == "no kernel walks blocks of such layers in this dtype"
-
-
 @pytest.mark.slow("processes")
 @needs_compiler
 def test_processes_that_build_at_once_all_have_their_function(cache):
@@ -299,17 +198,3 @@ def test_processes_that_build_at_once_all_have_their_function(cache):
     assert [child.wait() for child in children] == [0, 0, 0]
     assert build().function is not None
     assert not list((cache / "kv-bench/kernels").glob("*.partial"))
-
-
-@pytest.mark.slow("measures suites")
-@pytest.mark.parametrize("compiler_command", ["false", "no-such-compiler"])
-def test_the_record_says_why_there_was_no_compiled_walk(tmp_path, model_dir, text_dir, capsys, monkeypatch, compiler_command):
-    monkeypatch.setenv("CC", compiler_command)
-    where = ["--model", model_dir, "--data", text_dir, "--results", tmp_path / "results"]
-    what = ["--policy", "h2o", "--set", "capacity=16", "--set", "tokens=100"]
-    code, _, err = bench(capsys, "run", "smoke", *where, *what)
-    assert code == 0, err
-    (file,) = (tmp_path / "results").rglob("*.json")
-    facts = json.loads(file.read_text())["facts"]
-    assert (facts["method"], facts["step"]) == ("walk", "plain")
-    assert ("no C compiler" if compiler_command != "false" else "ended with exit code 1") in facts["refused"]

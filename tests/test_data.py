@@ -11,7 +11,7 @@ import pytest
 
 from kvbench.harness.core.errors import UserError
 from kvbench.harness.data import pg19, wikitext
-from kvbench.harness.data.stream import Text, newline, stream
+from kvbench.harness.data.stream import Text, stream
 from kvbench.harness.data.texts import texts
 from kvbench.harness.models.load import load_tokenizer
 
@@ -67,31 +67,6 @@ def test_parquet_files_are_read_by_split_in_order(tmp_path):
         pg19.books("validation", tmp_path)
 
 
-def test_parquet_without_text_says_what_there_is(tmp_path):
-    pq.write_table(pa.table({"words": ["x"]}), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match="no column 'text', only words"):
-        list(pg19.books("test", tmp_path)[1])
-    (tmp_path / "a.parquet").write_bytes(b"not parquet")
-    with pytest.raises(UserError, match="not a readable parquet file"):
-        list(pg19.books("test", tmp_path)[1])
-
-
-def test_the_hub_path_reads_the_pinned_layout(tmp_path, monkeypatch):
-    """The real loading code, on a local directory laid out like the hub's edition."""
-    (tmp_path / "data").mkdir()
-    table = pa.table({"short_book_title": ["t"], "publication_date": [1900], "url": ["u"], "text": ["some words"]})
-    pq.write_table(table, tmp_path / "data/test-00000-of-00001-29a571947c0b5ccc.parquet")
-    monkeypatch.setattr(pg19, "HUB_ID", str(tmp_path))
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    assert [(b.title, b.text) for b in pg19.books("test", None)[1]] == [("t", "some words")]
-
-
-def test_without_the_hub_it_says_what_to_give(monkeypatch):
-    monkeypatch.setattr(pg19, "HUB_ID", "nobody/nothing-here")
-    with pytest.raises(UserError, match="--data DIR or BENCH_DATA"):
-        list(pg19.books("test", None)[1])
-
-
 def test_newlines_open_the_stream_in_place_of_the_bos(model_dir, text_dir):
     from kvbench.harness.tasks.perplexity import Perplexity, PerplexityOptions
 
@@ -102,19 +77,6 @@ def test_newlines_open_the_stream_in_place_of_the_bos(model_dir, text_dir):
     assert tokenizer.decode(opened.ids[:4]) == "\n\n\n\n"
     assert np.array_equal(opened.ids[4:], plain.ids[plain.prefix :])
     assert opened.byte_counts[:4].sum() == 0
-
-
-def test_a_tokenizer_without_a_newline_is_refused(model_dir):
-    tokenizer = load_tokenizer(model_dir)
-
-    class Odd:
-        def __call__(self, text, add_special_tokens):
-            return {"input_ids": [5]}
-
-        decode = tokenizer.decode
-
-    with pytest.raises(UserError, match="newline"):
-        newline(Odd())
 
 
 @pytest.fixture
@@ -144,23 +106,6 @@ def test_one_book_by_its_number_ends_the_stream_where_it_ends(catalogue, model_d
         Perplexity.data(PerplexityOptions(book=13), lambda: tokenizer, catalogue)
 
 
-def test_a_text_in_one_line_is_tokenised_in_bounded_pieces(shared, monkeypatch):
-    """A text that is cut between words has the same tokens as the whole, with every tokenizer."""
-    from kvbench.harness.data import stream as module
-    from kvbench.harness.models.hub import model_directory
-
-    book = " ".join(next(pg19.books("test", shared / "data/pg19")[1]).text[:150_000].split())
-    for directory in (shared / "models/stories260K", model_directory("builtin:sink_2", None, False)):
-        tokenizer = load_tokenizer(directory)
-        whole = tokenizer(book, add_special_tokens=False)["input_ids"]
-        for piece in (1_000, 30_000):
-            monkeypatch.setattr(module, "_MIN_PIECE_CHARACTERS", piece)
-            ids, ends = module.tokenise(tokenizer, book, 10**9)
-            assert ids.tolist() == whole
-            assert ends[-1] == len(book.encode())
-            assert max(len(text) for _, text in module._pieces(book)) <= 2 * piece + 1
-
-
 @pytest.mark.parametrize(
     "text", ["é word " * 4000, "naïve" * 4000, "a\n\n" * 9000, "日本語、" * 5000, " " * 20_000, "\U0001f642" * 9000]
 )
@@ -173,55 +118,6 @@ def test_pieces_account_for_every_byte_of_any_text(model_dir, monkeypatch, text)
     assert len(ids) == ends[-1] == len(text.encode())
     assert load_tokenizer(model_dir).decode(ids) == text
     assert max(len(piece) for _, piece in module._pieces(text)) <= 2001
-
-
-def test_long_texts_are_not_looked_at_beyond_what_is_asked_for(model_dir):
-    from kvbench.harness.data.stream import tokenise
-
-    class Counting:
-        seen = 0
-        inner = load_tokenizer(model_dir)
-
-        def __call__(self, text, **options):
-            self.seen += len(text)
-            return self.inner(text, **options)
-
-    tokenizer = Counting()
-    assert len(tokenise(tokenizer, "one line " * 1_000_000, 600)[0]) == 600
-    assert tokenizer.seen <= 2**16
-
-
-@pytest.mark.parametrize(
-    ("column", "says"),
-    [
-        (pa.array([1, 2]), "holds int64, expected string"),
-        (pa.array([["a"], ["b"]]), "holds list<.*>, expected string"),
-        (pa.array([{"a": "b"}, {"a": "c"}]), "holds struct<.*>, expected string"),
-        (pa.array([b"\xff\xfe", b"x"]), "holds binary, expected string"),
-        (pa.StringArray.from_buffers(1, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"\xff\xfe")), "damaged: a row can't be"),
-    ],
-    ids=["int", "list", "struct", "binary", "not UTF-8"],
-)
-def test_parquet_whose_text_is_none_is_told_in_one_line(tmp_path, column, says):
-    pq.write_table(pa.table({"text": column}), tmp_path / "test.parquet")
-    with pytest.raises(UserError, match=f"test.parquet: .*{says}"):
-        list(pg19.books("test", tmp_path)[1])
-
-
-def test_strings_of_other_parquet_types_are_text(tmp_path):
-    for kind in (pa.large_string(), pa.dictionary(pa.int32(), pa.string())):
-        pq.write_table(pa.table({"text": pa.array(["some words"]).cast(kind)}), tmp_path / "test.parquet")
-        assert [b.text for b in pg19.books("test", tmp_path)[1]] == ["some words"]
-
-
-def test_parquet_with_damaged_pages_is_told_in_one_line(tmp_path):
-    file = tmp_path / "test.parquet"
-    pq.write_table(pa.table({"text": [f"some words {i} " * 500 for i in range(50)]}), file, compression="gzip")
-    content = bytearray(file.read_bytes())
-    content[4 : len(content) // 2] = b"\xaa" * (len(content) // 2 - 4)  # the footer stays intact
-    file.write_bytes(content)
-    with pytest.raises(UserError, match="test.parquet: damaged: a row can't be read"):
-        list(pg19.books("test", tmp_path)[1])
 
 
 RAW = " \n = Robert Boulter = \n \n Robert Boulter is an English film actor . \n"  # as wiki.test.raw begins
@@ -256,29 +152,6 @@ def test_wikitext_is_the_raw_file_whatever_it_is_read_from(tmp_path):
     (raw / "wiki.test.raw").unlink()
     with pytest.raises(UserError, match="no .raw file of the split 'test', only wiki.train.raw, wiki.valid.raw"):
         wikitext.articles("test", raw)
-
-
-def test_wikitext_that_is_missing_or_there_twice_is_told_in_one_line(tmp_path):
-    (tmp_path / "wiki.test.tokens").write_text("words that are <unk>")
-    with pytest.raises(UserError, match=r"no WikiText-2 \(wiki.test.raw, or"):
-        wikitext.articles("test", tmp_path)
-    for edition in ("wikitext-2-raw", "wikitext-103-raw"):
-        (tmp_path / edition).mkdir()
-        (tmp_path / edition / "wiki.test.raw").write_text(RAW)
-    with pytest.raises(UserError, match="several texts of the split 'test': .*give --data the folder of one"):
-        wikitext.articles("test", tmp_path)
-
-
-def test_wikitext_of_the_hub_is_the_pinned_edition(tmp_path, monkeypatch):
-    monkeypatch.setattr(wikitext, "HUB_ID", "nobody/nothing-here")
-    with pytest.raises(UserError, match="wikitext: not in the local cache, .*give --data DIR"):
-        wikitext.articles("test", None)
-    calls = []
-    monkeypatch.setattr(wikitext, "hub_rows", lambda *which, **how: calls.append((which, how)) or [{"text": row} for row in ROWS])
-    _, (text,) = wikitext.articles("test", None)
-    assert text.text == RAW
-    assert calls[0][0][2] == "wikitext-2-raw-v1"
-    assert calls[0][1] == {"revision": wikitext.HUB_REVISION, "split": "test"}
 
 
 def test_one_directory_may_hold_several_sources(tmp_path):

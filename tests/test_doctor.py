@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from conftest import bench
-
-from kvbench.harness.cli import doctor
 
 
 def told(capsys, *args):
@@ -31,17 +28,3 @@ def test_what_is_missing_is_said_and_the_rest_goes_on(tmp_path, capsys):
     assert found["model"].startswith("FAILED: UserError: nope")
     assert found["data"].startswith("FAILED: UserError")
     assert "cache" in found["hub"]
-
-
-def test_a_hub_out_of_reach_is_a_finding_and_no_failure(monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    assert doctor._hub().startswith("out of reach")
-
-
-@pytest.mark.slow("measures suites")
-def test_speed_and_families_are_measured(monkeypatch):
-    monkeypatch.setattr(
-        "kvbench.harness.cli.listing.models", lambda: [{"family": "a", "state": "works"}, {"family": "b", "state": "refused"}]
-    )
-    assert doctor._families() == "1 of 2 work; not b (refused)"
-    assert "GB/s" in doctor._speed()

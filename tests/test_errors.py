@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvbench.harness.core import plugins
-from kvbench.harness.core.errors import UserError, did_you_mean, where
+from kvbench.harness.core.errors import UserError, where
 
 
 def module_of(folder: Path, text: str) -> ModuleType:
@@ -55,20 +55,3 @@ def test_what_our_code_raises_on_its_own_is_told_by_its_innermost_line():
     caught.value.__traceback__ = caught.tb.tb_next  # without the test's own frame
     assert where(caught.value).startswith("plugins.py:")
     assert where(caught.value).endswith(", in _find")
-
-
-def test_a_file_that_is_no_python_is_told_by_its_line(tmp_path):
-    with pytest.raises(SyntaxError) as caught:
-        module_of(tmp_path, "x = 1\ny = = 2\n")
-    assert where(caught.value) == "mine.py:2"
-
-
-def test_an_error_that_was_never_raised_comes_from_nowhere():
-    assert where(ValueError("x")) == ""
-
-
-def test_a_name_like_none_of_thousands_is_not_answered_with_all_of_them():
-    """lm-eval has as many tasks, and once all were printed."""
-    assert did_you_mean("h2", ["h2o", "tova"]) == ", did you mean 'h2o'?"
-    assert did_you_mean("xyz", ["h2o", "tova"]) == "; there are h2o, tova"
-    assert did_you_mean("xyz", [f"task_{n}" for n in range(13_000)]) == ", which is none of 13,000 names"

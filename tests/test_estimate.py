@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
-import torch
-from conftest import bench, model_of
+from conftest import bench
 
 from kvbench.harness.core import plugins
-from kvbench.harness.core.errors import UserError
 from kvbench.harness.engine.model import adopt
 from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.shape import shape_of
 from kvbench.harness.run.estimate import estimates
-from kvbench.harness.run.prepare import prepare
 from kvbench.harness.run.request import RunRequest
 from kvbench.harness.run.speeds import Rates, Speeds
-from kvbench.harness.tasks.lm_eval import LmEval
 
 SUITE = """
 suite: estimate
@@ -59,12 +53,6 @@ def test_what_is_estimated_is_what_is_measured(suite, tmp_path):
         assert expected[record.cell_id] == streams * record.metrics.kv_bytes, task
 
 
-def test_the_streams_of_a_cell_are_what_its_task_holds_side_by_side(suite):
-    cells = RunRequest(str(suite)).cells()
-    assert [plugins.task_class(c.task.name).streams(c.task) for c in cells] == [1, 3, 1, 1, 3, 3, 4, 1, 1]
-    assert LmEval.streams(LmEval.options(tasks="x")) == 16
-
-
 def test_tokens_cost_more_once_the_cache_is_full_and_a_check_counts_once(suite, monkeypatch):
     """A token takes 1 ms under full attention, and 4 ms more under a policy with a full cache; see `Speeds.rates`."""
     monkeypatch.setattr(Speeds, "_block", lambda self, cached: 0.001)
@@ -79,14 +67,6 @@ def test_tokens_cost_more_once_the_cache_is_full_and_a_check_counts_once(suite, 
     assert seconds["sink_window", "perplexity", 3] == pytest.approx(90 * 0.001), "streams of 30 tokens fill no cache of 32"
     assert seconds["dense", "perplexity", None] == pytest.approx(100 + 90 * 0.001)
     assert seconds["dense", "streameval", 2] == pytest.approx(2 * 20 * 25 * 0.001 + 2 * 20 * 0.05), "answers are decoded in steps"
-
-
-@pytest.mark.parametrize("policy", ["sink_window", "snapkv", "h2o"])
-def test_short_reads_give_seconds_for_every_kind_of_loop(suite, policy):
-    cells = RunRequest(str(suite), policies=(f"{{name: {policy}, capacity: 32}}",)).cells()
-    rates = Speeds.of(cells[0].model, torch.device("cpu")).rates(cells[0], 1, 90)
-    assert rates is not None
-    assert min(rates) > 0
 
 
 WINDOWS = {"sliding_window": 9}
@@ -104,17 +84,6 @@ def test_a_config_tells_the_bytes_that_the_model_takes(family, given):
         assert shape.kv_bytes(capacity, 2, 4) == adopt(hf).kv_bytes(capacity, 2)
 
 
-def test_a_config_of_something_else_has_no_shape():
-    class Config:
-        hidden_size = 8
-
-        def get_text_config(self):
-            return self
-
-    assert shape_of(Config()) is None
-    assert shape_of(model_of("llama").hf.config) is not None
-
-
 @pytest.mark.parametrize("task", ["latency", "memory", "perplexity", "lm_eval"])
 def test_caches_that_can_not_fit_are_refused_before_anything_is_measured(tmp_path, capsys, suite, monkeypatch, task):
     """33 slots fit and a million times 33 do not, whichever option sets the number of streams."""
@@ -128,19 +97,3 @@ def test_caches_that_can_not_fit_are_refused_before_anything_is_measured(tmp_pat
     assert "for 1,000,000 streams side by side" in err
     assert err.count("\n") == 1
     assert not list(tmp_path.rglob("*.json"))
-
-
-def test_recomputed_windows_and_dense_are_not_refused(suite):
-    cells = RunRequest(str(suite), policies=("recompute_window", "dense"), settings=("capacity=30",)).cells()[:2]
-    assert [p.cell.name for p in prepare(cells, torch.device("cpu"), None)] == ["recompute_window", "dense"]
-
-
-def test_a_local_directory_needs_no_weights_for_an_estimate(tmp_path, model_dir, suite):
-    folder = tmp_path / "shape"
-    folder.mkdir()
-    shutil.copy(model_dir / "config.json", folder)
-    (cell, *_) = RunRequest(str(suite), model=str(folder)).cells()
-    assert estimates([cell], "cpu")[0].kv_bytes == 33 * 256 * 2
-    (folder / "config.json").write_text("{")
-    with pytest.raises(UserError, match="config.json: not JSON"):
-        estimates([cell], "cpu")

@@ -7,20 +7,16 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from conftest import bench
 
-from kvbench.harness.core.errors import UserError
 from kvbench.harness.records import RecordStore
 from kvbench.harness.report.feed import feed
 from kvbench.harness.run import runner
 from kvbench.harness.run.executor import RunWatcher
 from kvbench.harness.run.messages import GroupAnswer, RunOrder, pack
-from kvbench.harness.run.on_ray import needs, number_of_workers
 from kvbench.harness.run.options import KeepSteps, RunOptions
-from kvbench.harness.run.prepare import MachineFacts, prepare
+from kvbench.harness.run.prepare import prepare
 from kvbench.harness.run.request import RunRequest
 from kvbench.harness.run.worker import Worker
-from kvbench.harness.suite import Resources
 
 SUITE = """
 suite: spread
@@ -138,13 +134,6 @@ def test_a_worker_without_the_model_or_with_other_code_says_so(request_, tmp_pat
     assert "no such directory" in worker.check(everything)
 
 
-def test_a_policy_of_a_notebook_is_refused(request_, monkeypatch):
-    cells = request_.cells()[:1]
-    object.__setattr__(cells[0], "name", "__main__:Mine")
-    with pytest.raises(UserError, match="a worker can't import Mine: write it to a file"):
-        pack(cells, {}, RunOptions(None), "cpu", 1)
-
-
 def test_a_task_whose_data_cannot_be_sent_has_the_worker_read_them(request_, tmp_path):
     cells = [cell for cell in request_.cells() if cell.task.name == "perplexity"][:1]
     options = request_._options(None, False, False, None)
@@ -156,67 +145,3 @@ def test_a_task_whose_data_cannot_be_sent_has_the_worker_read_them(request_, tmp
     assert worker.check([0]) == ""
     object.__setattr__(order.cells[0], "data_sha256", "another")
     assert "its data differ" in worker.check([0])
-
-
-def test_workers_find_room_or_the_first_without_it_is_named():
-    two_gpus = [{"CPU": 8.0, "GPU": 1.0, "memory": 2**34}, {"CPU": 8.0, "GPU": 1.0, "memory": 2**34}]
-    whole = needs(Resources(gpus=1), "auto", 2, 2)
-    assert whole == {"CPU": 2.0, "GPU": 1.0}
-    assert number_of_workers(None, two_gpus, whole, 100, "x") == 2
-    assert number_of_workers(None, two_gpus, whole, 1, "x") == 1
-    with pytest.raises(UserError, match=r"worker-3 of 3: no room: a worker takes 2 cores, 1 GPUs, and x has 2 machines with"):
-        number_of_workers(3, two_gpus, whole, 100, "x")
-    assert number_of_workers(None, two_gpus, needs(Resources(gpus=0.25), "auto", 1, 2), 100, "x") == 8
-    assert number_of_workers(None, two_gpus, needs(Resources(memory="4GiB"), "cpu", 1, 2), 100, "x") == 8
-    assert needs(Resources(), "auto", 1, 2) == {"CPU": 1.0, "GPU": 1.0}
-    assert needs(Resources(), "auto", 1, 0) == needs(Resources(gpus=1), "cpu", 1, 2) == {"CPU": 1.0}
-    with pytest.raises(UserError, match="worker-1 of 1: no room"):
-        number_of_workers(None, [{"CPU": 4.0}], whole, 5, "x")
-    with pytest.raises(UserError, match="give auto, cpu or cuda"):
-        needs(Resources(), "cuda:1", 1, 2)
-    with pytest.raises(UserError, match="gpus: 0"):
-        needs(Resources(gpus=0), "cuda", 1, 2)
-
-
-def test_times_are_those_of_the_machine_that_measures(request_):
-    """Device and threads are part of the key of latency, and of no other key."""
-    suite = "task: [{name: perplexity, data: prose, tokens: 300}, {name: memory, tokens: 64, points: 4}]"
-    text = SUITE.split("task:")[0] + suite + "\ncapacity: 16\npolicies: [window]\n"
-    Path("other.yaml").write_text(text)
-    request = RunRequest("other.yaml", threads=1, device="cpu")
-    options, cells = request._options(None, False, False, None), request.cells()
-    here = prepare(cells, options.device, None)
-    there = prepare(cells, options.device, None, MachineFacts("another device", 1, 2**40))
-    assert [a.record.key == b.record.key for a, b in zip(here, there, strict=True)] == [True, False] * 2
-
-
-@pytest.mark.parametrize(
-    ("resources", "problem"),
-    [
-        ("{gpus: 1.5}", "gpus is a whole number, or less than 1"),
-        ("{gpu: 1}", "unknown key 'gpu', did you mean 'gpus'?"),
-        ("{memory: 5 apples}", "a size such as"),
-        ("{cpus: 0}", "cpus"),
-    ],
-)
-def test_resources_that_cannot_be_are_refused_with_their_line(request_, capsys, resources, problem):
-    with open("spread.yaml", "a") as file:
-        file.write(f"resources: {resources}\n")
-    code, _, err = bench(capsys, "run", "spread.yaml", "--dry-run")
-    assert code == 2
-    assert problem in err
-    assert "spread.yaml:16" in err
-
-
-def test_workers_without_ray_are_refused(request_, capsys):
-    code, _, err = bench(capsys, "run", "spread.yaml", "--workers", "2")
-    assert (code, err) == (2, "bench: --workers: give --ray, too\n")
-
-
-def test_resources_change_no_cell_id(request_):
-    before = [cell.id for cell in request_.cells()]
-    with open("spread.yaml", "a") as file:
-        file.write("resources: {gpus: 0.5, memory: 8GiB, cpus: 2}\n")
-    cells = request_.cells()
-    assert [cell.id for cell in cells] == before
-    assert cells[0].resources == Resources(gpus=0.5, memory=2**33, cpus=2)

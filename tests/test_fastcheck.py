@@ -11,7 +11,6 @@ import torch
 from conftest import DEVICE, model_of, tokens_of
 from factories import needs_compiler
 
-from kvbench.harness.core.plugins import task_class
 from kvbench.harness.engine import fastcheck, trial
 from kvbench.harness.engine.closed_form import ClosedForm
 from kvbench.harness.engine.decoder import CacheConfig
@@ -27,9 +26,7 @@ from kvbench.harness.kernels import cpu_walk, fused
 from kvbench.harness.kernels.captured import StepGraphs
 from kvbench.harness.kernels.compiler import built_of
 from kvbench.harness.kernels.cpu import StepKernel, WalkKernel
-from kvbench.harness.kernels.fused import FusedStepError
 from kvbench.harness.models.families import tiny_model
-from kvbench.harness.run import reading
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
 from kvbench.policies.random import Random
@@ -79,22 +76,6 @@ def test_a_filled_cache_is_full_where_what_is_kept_depends_on_the_tokens(policy)
     for state in states:
         assert len(state.unique()) == state.numel() - len(state) + 1  # of the free slots alone it is the initial one
     assert (ours._seen, ours.slots) == (read._seen, read.slots)
-
-
-@pytest.mark.parametrize("config", [CacheConfig(H2O(), 20), CacheConfig(SinkWindow(4), 20), CacheConfig(Dense())], ids=str)
-def test_fast_and_plain_agree_from_a_filled_cache(config):
-    fast, plain = filled(config, 50, method=FASTEST), filled(config, 50, method=PLAIN_WALK)
-    for block in tokens_of(26, 2).split([20, 1, 1, 1, 1, 1, 1], 1):
-        torch.testing.assert_close(fast(block), plain(block), atol=1e-4, rtol=0)
-    assert fast.kept() == plain.kept()
-    other = filled(config, 50, method=PLAIN_WALK, seed=1)
-    assert not torch.equal(other.walks[0].slots.tensors.keys.tensor, plain.walks[0].slots.tensors.keys.tensor)
-
-
-def test_only_an_empty_decoder_can_be_filled():
-    read = filled(CacheConfig(H2O(), 20), 50)
-    with pytest.raises(ValueError, match="has read nothing"):
-        read.fill_randomly(50)
 
 
 class Graph:
@@ -175,19 +156,6 @@ def test_a_step_kernel_that_dies_leaves_blocks_fast(monkeypatch, config):
 
 
 @needs_compiler
-def test_a_walk_kernel_that_dies_leaves_steps_fast(monkeypatch):
-    config = CacheConfig(H2O(), 8)
-    monkeypatch.setattr(type(kernels(config).walk), "__call__", dies)
-    found = fast_method(model_of("llama"), config)
-    assert (found.blocks, found.step) == ("walk", "compiled")
-    assert (found.method.walk_kernel, found.method.step_kernel) == (False, True)
-    assert found.refused == "compiled walk: RuntimeError: out of resource: shared memory"
-    read = CachedDecoder(model_of("llama"), config, method=found.method)
-    read(tokens_of(30))  # would die by the kernel
-    assert read(tokens_of(1)).isfinite().all()
-
-
-@needs_compiler
 def test_a_closed_form_that_refuses_leaves_the_compiled_walk_and_steps(monkeypatch):
     """As FlexAttention refuses heads below 16 dims."""
     config = CacheConfig(SinkWindow(4), 8)
@@ -202,17 +170,6 @@ def test_a_closed_form_that_refuses_leaves_the_compiled_walk_and_steps(monkeypat
 
 
 @needs_compiler
-def test_both_faults_are_told(monkeypatch):
-    config = CacheConfig(H2O(), 8)
-    monkeypatch.setattr(type(kernels(config).step), "__call__", dies)
-    monkeypatch.setattr(type(kernels(config).walk), "__call__", dies)
-    found = fast_method(model_of("llama"), config)
-    assert (found.method, found.blocks, found.step) == (PLAIN_WALK, "walk", "plain")
-    told = "RuntimeError: out of resource: shared memory"
-    assert found.refused == f"compiled walk: {told}; step kernels: {told}"
-
-
-@needs_compiler
 def test_methods_that_fail_only_together_are_not_used(monkeypatch):
 
     def differs(check, method, *given):
@@ -223,18 +180,6 @@ def test_methods_that_fail_only_together_are_not_used(monkeypatch):
     monkeypatch.setattr(MethodCheck, "_differs", differs)
     found = fast_method(model_of("llama"), CacheConfig(H2O(), 8))
     assert (found.method, found.blocks, found.step, found.refused) == (PLAIN_WALK, "walk", "plain", "they differ")
-
-
-@needs_compiler
-def test_captured_steps_are_left_where_the_step_kernel_dies(monkeypatch, clock, as_on_cuda):
-    config = CacheConfig(H2O(), 8)
-    monkeypatch.setattr(type(kernels(config).step), "__call__", dies)
-    found = fast_method(model_of("llama"), config)
-    assert found.method.captured
-    assert not found.method.step_kernel
-    assert (found.blocks, found.step) == ("compiled walk", "captured")
-    told = "RuntimeError: out of resource: shared memory"
-    assert found.refused == f"captured kernels: {told}; step kernels: {told}"
 
 
 @needs_compiler
@@ -400,43 +345,6 @@ def test_a_large_cache_is_filled_and_not_read(clock, as_on_cuda):
     assert 0 < OnCuda.read_tokens < 1500  # of two decoders, timed blocks and steps included
 
 
-@needs_compiler
-@pytest.mark.parametrize("asked", [False, True])
-def test_a_captured_step_is_of_compiled_code_where_that_is_asked_for(clock, as_on_cuda, asked):
-    found = fast_method(model_of("llama"), CacheConfig(H2O(), 8), fused=asked)
-    assert (found.step, found.method.fused, found.refused) == ("fused" if asked else "captured", asked, "")
-    assert set(Graph.of_compiled_code) == {asked}
-    assert _COMPILED.get() is None
-
-
-@needs_compiler
-def test_a_step_that_can_not_be_compiled_is_captured_as_it_is(monkeypatch, clock, as_on_cuda):
-    def refuses(self, streams):
-        raise FusedStepError("its step can't be compiled: a graph break")
-
-    monkeypatch.setattr(Model, "fused_steps", refuses)
-    found = fast_method(model_of("llama"), CacheConfig(H2O(), 8), fused=True)
-    assert (found.blocks, found.step) == ("compiled walk", "captured")
-    assert found.method.captured
-    assert not found.method.fused
-    assert found.refused == "fused steps: FusedStepError: its step can't be compiled: a graph break"
-
-
-@pytest.mark.parametrize(("name", "expected"), [("latency", True), ("perplexity", False), ("streameval", False)])
-def test_only_times_of_steps_are_worth_compiling_them(monkeypatch, name, expected):
-    asked = []
-
-    def check(model, config, streams, compiled):
-        asked.append(compiled)
-        return fastcheck.FastCheck(PLAIN_WALK, "walk", "plain", 0.0)
-
-    monkeypatch.setattr(reading, "remembered_check", check)
-    task = task_class(name)
-    monkeypatch.setattr(task, "at_once", lambda options: 1)
-    reading.choose_reading(model_of("llama"), CacheConfig(H2O(), 8), task, None, None, False)
-    assert asked == [expected]
-
-
 def test_cells_that_differ_in_seed_alone_share_a_check(monkeypatch):
     model, checked = adopt(tiny_model("llama").to(DEVICE)), []
     found = fastcheck.FastCheck(PLAIN_WALK, "walk", "plain", 0.0)
@@ -449,14 +357,3 @@ def test_cells_that_differ_in_seed_alone_share_a_check(monkeypatch):
     assert checked == [first, *others]
     fastcheck.remembered_check(adopt(tiny_model("llama").to(DEVICE)), first)
     assert checked[-1] == first
-
-
-def test_a_prompt_that_must_be_walked_is_timed_as_one(monkeypatch):
-    refused = fastcheck.FastCheck(PLAIN_WALK, "walk", "plain", 0.0, "full attention: it was told to")
-    monkeypatch.setattr(reading, "remembered_check", lambda *_: refused)
-    task = task_class("perplexity")
-    monkeypatch.setattr(task, "at_once", lambda options: 2)
-    config = CacheConfig(H2O(), 8, evict="prompt")
-    found = reading.choose_reading(model_of("llama"), config, task, None, None, False)
-    assert found.slow.startswith("plain walk, about ")
-    assert found.slow.endswith(" tokens/s (full attention: it was told to)")

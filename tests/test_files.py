@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import stat
-
 import pytest
 
 from kvbench.harness.core.files import atomic_write, new_partial, put_in_place, remove_partials
@@ -34,15 +31,6 @@ def test_a_symbolic_link_is_replaced_and_its_target_left_alone(tmp_path):
     assert (victim.read_text(), path.read_text(), path.is_symlink()) == ("mine", "page", False)
 
 
-def test_the_name_that_versions_before_wrote_to_is_not_followed(tmp_path):
-    victim, path = tmp_path / "victim", tmp_path / "page.md"
-    victim.write_text("mine")
-    (tmp_path / "page.md.partial").symlink_to(victim)
-    with atomic_write(path, "wb") as file:
-        file.write(b"page")
-    assert (victim.read_text(), path.read_text()) == ("mine", "page")
-
-
 def test_two_writers_of_one_file_do_not_meet(tmp_path):
     path = tmp_path / "page.md"
     with atomic_write(path) as first, atomic_write(path) as second:
@@ -57,25 +45,6 @@ def test_a_partial_that_exists_is_never_opened(tmp_path, monkeypatch):
     new_partial(tmp_path / "a")
     with pytest.raises(FileExistsError):
         new_partial(tmp_path / "a")
-
-
-def test_partial_files_of_others_stay(tmp_path):
-    """A run once deleted every `*.partial` below its suite's folder, such as a download of another program."""
-    others = [tmp_path / "note.partial", tmp_path / ".video.mp4.partial", tmp_path / "deep" / ".x.0123456789abcdeg.partial"]
-    own = tmp_path / "deep" / ".h2o.json.0123456789abcdef.partial"
-    own.parent.mkdir()
-    for path in (*others, own):
-        path.write_text("")
-    new_partial(tmp_path / "page.md")
-    remove_partials(tmp_path)
-    assert sorted(p for p in tmp_path.rglob("*") if p.is_file()) == sorted(others)
-
-
-def test_permissions_are_those_of_any_new_file(tmp_path):
-    (tmp_path / "plain").touch()
-    with atomic_write(tmp_path / "ours") as file:
-        file.write("")
-    assert stat.S_IMODE(os.stat(tmp_path / "ours").st_mode) == stat.S_IMODE(os.stat(tmp_path / "plain").st_mode)
 
 
 def test_what_killed_writers_left_is_removed_and_nothing_else(tmp_path):

@@ -7,25 +7,20 @@ where the layer is.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
-from conftest import bench, in_blocks, tokens_of
+from conftest import in_blocks, tokens_of
 from every_policy import evicting, instances
 from transformers import AutoModelForCausalLM
 
-from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.plugins import policy_class
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder, decoder
-from kvbench.harness.engine.method import EAGER, FASTEST
-from kvbench.harness.engine.model import Model, adopt
+from kvbench.harness.engine.model import adopt
 from kvbench.harness.models import load
 from kvbench.harness.models.families import tiny_model
-from kvbench.harness.models.layers import device_map, devices_for_layers, dispatch
+from kvbench.harness.models.layers import device_map, dispatch
 from kvbench.harness.models.selfcheck import check
-from kvbench.harness.suite.file import ModelSpec
 from kvbench.policies import Policy
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
@@ -40,26 +35,6 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Policy]:
     return instances(tmp_path_factory.mktemp("files"))
 
 
-def half_on_meta(family: str = "llama") -> Model:
-    """A model adopted on the CPU, since that reads numbers, whose second layer and head then move to `meta`."""
-    model = adopt(tiny_model(family, vocab_size=96))
-    places = device_map(model.hf.config, torch.float32, [CPU, META], AutoModelForCausalLM)
-    assert {name: places[name].type for name in ("model.layers.0", "model.layers.1")} == {
-        "model.layers.0": "cpu",
-        "model.layers.1": "meta",
-    }
-    dispatch(model.hf, places)
-    model.hf._hf_hook.io_same_device = False  # numbers don't come back from `meta`
-    shape = model.layers[1]
-    rotation = shape.rotation
-    assert rotation is not None
-    rotation.prepare(torch.float32)
-    tables = {key: table.to(META) for key, table in rotation._tables.items()}
-    moved = replace(rotation, order=rotation.order.to(META), _tables=tables)
-    model.layers[1] = replace(shape, rotation=moved, device=META)
-    return model
-
-
 def test_every_device_gets_whole_layers_in_order_and_about_as_many_bytes():
     config = tiny_model("llama", vocab_size=96).config
     config.num_hidden_layers = 8
@@ -72,12 +47,6 @@ def test_every_device_gets_whole_layers_in_order_and_about_as_many_bytes():
     held = [sum(size[name] for name, place in places.items() if place.index == at) for at in range(4)]
     assert sum(held) == sum(p.nbytes for p in model.parameters())
     assert max(held) - min(held) <= 2 * size["model.layers.0"]
-
-
-def test_more_devices_than_layers_are_refused():
-    config = tiny_model("llama", vocab_size=96).config
-    with pytest.raises(UserError, match=r"^model.devices: 40, but its layers can't be placed on so many$"):
-        device_map(config, torch.float32, [CPU] * 40, AutoModelForCausalLM)
 
 
 @pytest.mark.parametrize("policy", [Dense(), H2O(), RecomputeWindow()], ids=lambda p: type(p).__name__)
@@ -98,55 +67,6 @@ def test_a_model_is_loaded_in_parts(random, model_dir, monkeypatch):
     assert parts.check == whole.check
     tokens, config = tokens_of(40).cpu(), CacheConfig(H2O(), 8)
     assert torch.equal(decoder(parts, config)(tokens), decoder(whole, config)(tokens))
-
-
-@pytest.mark.parametrize(("start", "count"), [("cuda", 3), ("cuda:1", 2)])
-def test_fewer_devices_than_asked_for_are_refused(start, count, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(
-        UserError, match=rf"^model.devices: {count}, but this machine has 2 CUDA devices, {start} the first used$"
-    ):
-        devices_for_layers(torch.device(start), count)
-    assert devices_for_layers(torch.device("cuda"), 2) == [torch.device("cuda:0"), torch.device("cuda:1")]
-
-
-@pytest.mark.parametrize("name", ["dense", *evicting()])
-def test_what_belongs_to_a_layer_is_on_its_device(name, policies):
-    """Slots, statistics, ranks, masks and rotary tables. An operation that mixes the devices would raise."""
-    policy = Dense() if name == "dense" else policies[name]
-    if policy.outcome:
-        pytest.skip("decides at a prompt's end, which reads numbers that `meta` has not")
-    model = half_on_meta()
-    config = CacheConfig(policy, 16 if policy.evicts else None)
-    for method, sizes in ((EAGER, [5, 1, 11, 1]), (FASTEST, [14, 1, 2])):
-        read = CachedDecoder(model, config, 2, method)
-        assert {walk.slots.device for walk in read.walks} == {CPU, META}
-        for size in sizes:
-            logits = read(torch.zeros(2, size, dtype=torch.int64))
-            assert (logits.device, logits.shape) == (META, (2, size, 96))
-        fork = read.fork([1, 0])
-        fork.reserve(10)
-        fork(torch.zeros(2, 2, dtype=torch.int64), torch.ones(2, 2, dtype=torch.bool))
-        assert fork.kv_bytes == read.kv_bytes
-
-
-@pytest.mark.parametrize("name", [name for name in evicting() if name not in DECIDED_BY_THE_PROMPT])
-def test_a_prompt_is_cut_where_its_layers_are(name, policies):
-    read = CachedDecoder(half_on_meta(), CacheConfig(policies[name], 16, evict="prompt"), 2)
-    read.read_prompt(torch.zeros(2, 40, dtype=torch.int64), 16)
-    read(torch.zeros(2, 1, dtype=torch.int64))
-
-
-def test_recomputed_windows_cross_devices():
-    read = decoder(half_on_meta(), CacheConfig(RecomputeWindow(), 8), 2)
-    assert read(torch.zeros(2, 12, dtype=torch.int64)).shape == (2, 12, 96)
-
-
-def test_no_step_of_several_devices_is_captured():
-    model = half_on_meta()
-    assert model.devices == [CPU, META]
-    assert not model.may_capture
-    assert CachedDecoder(model, CacheConfig(H2O(), 8), method=FASTEST).graphs is None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -180,33 +100,3 @@ def test_budgets_of_a_prompt_see_all_layers_on_one_device(policy, policies):
     for read in reads:
         read.read_prompt(tokens_of(40, 2).cpu(), 16)
     assert reads[0].kept() == reads[1].kept()
-
-
-TEXT = "{name: perplexity, data: prose, tokens: 99}"
-
-
-@pytest.mark.parametrize(
-    ("model", "task", "says"),
-    [
-        ("devices: 2", TEXT, "devices: 2 needs parallel: layers"),
-        ("devices: 2, parallel: layers", TEXT, "needs 2 CUDA devices, and --device cpu is one"),
-        ("devices: 2, parallel: rows", TEXT, "'layers'"),
-        ("devices: 2, parallel: tensor", TEXT, "use parallel: layers"),
-        (
-            "devices: 2, parallel: layers",
-            "{name: attention, data: prose, samples: 2, tokens: 16}",
-            "must be on one device for that",
-        ),
-    ],
-)
-def test_a_suite_that_spreads_a_model_wrongly_is_refused(capsys, model, task, says, tmp_path):
-    file = tmp_path / "suite.yaml"
-    file.write_text(f"suite: s\nversion: 1\nmodel: {{id: 'builtin:sink_1', {model}}}\ntask: {task}\npolicies: [dense]\n")
-    code, _, err = bench(capsys, "run", file, "--device", "cpu")
-    assert (code, len(err.strip().splitlines())) == (2, 1), err
-    assert says in err
-
-
-def test_one_device_is_the_cell_without_the_key():
-    """So that `devices: [1, 2, 4]` with one `parallel` is an axis, and the first of them has its old id."""
-    assert ModelSpec(id="a/b", devices=1, parallel="layers").as_json() == ModelSpec(id="a/b").as_json()

@@ -10,42 +10,26 @@ from math import inf
 import pytest
 import torch
 from conftest import DEVICE, in_blocks, tokens_of
-from factories import MODES, POLICIES, chooser, default_policies
+from factories import MODES, POLICIES, chooser
 from reference import Chooser, Held
 from torch import Tensor
 from torch.nn.functional import silu
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-import kvbench
-from kvbench.harness.core import plugins
-from kvbench.harness.core.errors import UserError
-from kvbench.harness.engine import watch as watching
 from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.fastcheck import fast_method
 from kvbench.harness.engine.loop import CachedDecoder, decoder
 from kvbench.harness.engine.method import EAGER, FASTEST, TOKEN_BY_TOKEN
 from kvbench.harness.engine.model import Model, UnsupportedModelError, adopt
 from kvbench.harness.engine.own_attention import own_attention
-from kvbench.harness.engine.rows import Rows
 from kvbench.harness.engine.variants.lckv import LCKVConfig, LCKVForCausalLM
 from kvbench.harness.engine.walk import Walk
-from kvbench.harness.models.config import read_config
 from kvbench.harness.models.load import load_model
 from kvbench.harness.models.selfcheck import check
-from kvbench.harness.models.shape import shape_of
 from kvbench.harness.pretrain.config import PretrainConfig, find, load
-from kvbench.harness.pretrain.held_out import attention_to_first
-from kvbench.harness.pretrain.new_model import new_model
 from kvbench.harness.pretrain.train import pretrain
 from kvbench.policies import Policy
-from kvbench.policies.adakv import AdaKV
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
-from kvbench.policies.keydiff import KeyDiff
-from kvbench.policies.recompute_window import RecomputeWindow
 from kvbench.policies.sink_window import SinkWindow
-from kvbench.policies.snapkv import SnapKV
-from kvbench.policies.tova import Tova
 
 LAYERS = {"plain": [3, 3, 3, 3], "ordinary below": [0, 3, 3, 3], "sandwich": [0, 2, 2, 3], "two caches": [1, 1, 3, 3],
           "one inside": [3, 1, 3, 3], "shared below": [0, 0, 3, 3]}  # fmt: skip
@@ -200,12 +184,6 @@ def test_under_a_policy_every_step_is_that_of_the_naive_loop(name, policy, mode)
     assert agrees(name, policy, mode)
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
-@pytest.mark.parametrize("method", [EAGER, FASTEST], ids=["eager", "fastest"])
-def test_blocks_are_read_token_by_token(policy, method):
-    assert agrees("ordinary below", policy, "stream", 7, method)
-
-
 @pytest.mark.parametrize("name", ["plain", "sandwich"])
 def test_several_tokens_that_go_at_once_are_those_of_the_naive_loop(name):
     model, tokens, policy = model_named(name), tokens_of(40), H2O()
@@ -230,11 +208,6 @@ def test_a_prompt_that_is_cut_is_that_of_the_naive_loop(name):
     assert (in_blocks(read, tokens[:, prompt:], 3)[0] - theirs[prompt:]).abs().max() < EXACT
 
 
-def test_broken_by_seeing_the_newest_token_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Rows, "used", lambda self: (self.rank < self._slots.empty_rank)[:, None])
-    assert not agrees("ordinary below", H2O())
-
-
 def test_broken_by_writing_what_the_first_reader_has_is_noticed(monkeypatch: pytest.MonkeyPatch):
     made = Walk.__init__
 
@@ -253,27 +226,6 @@ def test_broken_by_another_source_is_refused_by_the_self_check():
         check(adopt(hf))
 
 
-@EVERY
-def test_one_cache_serves_all_layers_that_read_it(name):
-    model, sources = model_named(name), LAYERS[name]
-    owners = sorted(set(sources))
-    assert [owners[r.cache] for r in model.readers] == sources
-    assert [shape.lags for shape in model.layers] == [sources.index(owner) < owner for owner in owners]
-    assert check(model) <= 1
-    read = decoder(model, CacheConfig(H2O(), 9))
-    in_blocks(read, tokens_of(20), 5)
-    assert read.kv_bytes == len(owners) * 10 * 2 * HEADS * DIMS * 8 == shape_of(model.hf.config).kv_bytes(9, 1, 8)
-
-
-def test_what_is_saved_is_loaded_and_checked(tmp_path):
-    hf = hf_model(None)
-    hf.save_pretrained(tmp_path)
-    model = load_model(tmp_path, "float32", DEVICE)
-    assert model.check <= 1
-    assert len(model.layers) == 1
-    assert sum("k_proj" in name for name, _ in hf.named_parameters()) == 1
-
-
 def test_streams_of_different_lengths_are_read_as_if_alone():
     model, tokens = model_named("ordinary below"), tokens_of(30, 2)
     valid = torch.ones(2, 30, dtype=torch.bool, device=DEVICE)
@@ -286,80 +238,6 @@ def test_streams_of_different_lengths_are_read_as_if_alone():
         in_blocks(alone, tokens[stream : stream + 1, :length], 6)
         assert (alone(tokens[stream : stream + 1, :1]) - last[stream]).abs().max() < EXACT
         assert [of_layer[0] for of_layer in alone.kept()] == [of_layer[stream] for of_layer in both.kept()]
-
-
-def test_a_stream_that_has_not_begun_gets_zeros_and_no_nan():
-    model, tokens = model_named("plain"), tokens_of(5, 2)
-    valid = torch.tensor([[True] * 5, [False] * 5], device=DEVICE)
-    both = CachedDecoder(model, CacheConfig(H2O(), 3), 2)
-    both(tokens, valid)
-    first = both(tokens[1:, :1].expand(2, 1))[1]
-    assert (first - own_logits(model, tokens[1:, :1])[0]).abs().max() < EXACT
-
-
-@pytest.mark.parametrize("policy", [KeyDiff(), AdaKV(score=SnapKV(window=4)), H2O()], ids=str)
-def test_a_fork_goes_on_as_its_original_would(policy):
-    model, tokens = model_named("sandwich"), tokens_of(40)
-    read = CachedDecoder(model, CacheConfig(policy, 9, "stream"))
-    in_blocks(read, tokens[:, :25], 5)
-    other = read.fork([0, 0])
-    ours, theirs = (in_blocks(x, y, 5) for x, y in ((read, tokens[:, 25:]), (other, tokens[:, 25:].expand(2, -1))))
-    assert ours.isfinite().all()
-    assert (theirs - ours).abs().max() < EXACT
-
-
-@pytest.mark.parametrize("name", [x for x in default_policies() if plugins.policy_class(x).caches])
-def test_every_policy_keeps_the_same_in_blocks_as_token_by_token(name):
-    model, tokens, policy = model_named("ordinary below"), tokens_of(45), plugins.policy_class(name)()
-    evict = "prompt" if policy.outcome else 1
-    results = []
-    for size in (1, 8):
-        read = CachedDecoder(model, CacheConfig(policy, 24 if policy.evicts and not policy.outcome else None, evict=evict))
-        first = read.read_prompt(tokens[:, :30], size)
-        results.append((torch.cat([first[:, None], in_blocks(read, tokens[:, 30:], size)], 1), read.kept()))
-    assert (results[0][0] - results[1][0]).abs().max() < EXACT
-    assert results[0][1] == results[1][1]
-
-
-def test_tova_evicts_every_token_as_it_comes():
-    """The newest query gives the newest token no attention, because it doesn't see it. Its other variant protects it."""
-    model, tokens = model_named("plain"), tokens_of(30)
-    for variant, newest in (("paper", 8), ("kvpress", 29)):
-        read = CachedDecoder(model, CacheConfig(Tova(variant=variant), 9, "stream"))
-        in_blocks(read, tokens, 1)
-        assert {of_head[-1] for of_head in read.kept()[0][0]} == {newest}
-
-
-def test_the_record_says_that_no_shortcut_serves_it():
-    model = adopt(hf_model([0, 3, 3, 3]).to(DEVICE))
-    for config in (CacheConfig(Dense()), CacheConfig(SinkWindow(2), 9), CacheConfig(H2O(), 9, evict=4)):
-        chosen = fast_method(model, config)
-        assert (chosen.blocks, chosen.refused) == ("walk", "")
-        assert chosen.differs <= 1
-        assert chosen.plain_because == "layers read what a later one writes, so tokens come one by one"
-
-
-def test_what_would_take_blocks_is_refused_in_one_line():
-    model = model_named("plain")
-    with pytest.raises(ValueError, match="a window can't be recomputed in one pass$"):
-        decoder(model, CacheConfig(RecomputeWindow(), 9))
-    with pytest.raises(watching.NotWatchableError, match="so a text passes them several times$"):
-        watching.check(model.hf, input_ids=tokens_of(9))
-
-
-@pytest.mark.parametrize(
-    ("layers", "message"),
-    [([0, 3, 3, 2], "layer 1 reads layer 3, which has no K and V of its own$"),
-     ([0, 2, 2, 2], "layer 3 reads layer 2, which layers before that read: it must be their last reader$"),
-     ([0, -1, 2, 3], "layer 1 reads layer -1, which has no K and V of its own$"),
-     ([1, 1], "names 2 layers, expected num_hidden_layers = 4$")],
-)  # fmt: skip
-def test_an_order_of_layers_that_can_not_be_is_refused_in_one_line(tmp_path, layers, message):
-    config = hf_model(None).config.to_dict() | {"kv_layers": layers}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=message) as caught:
-        read_config(tmp_path)
-    assert "\n" not in str(caught.value)
 
 
 def recipe(steps: int = 12, **changes) -> PretrainConfig:
@@ -389,17 +267,6 @@ def test_training_lowers_the_loss_and_stopped_and_resumed_it_is_the_same_to_the_
     assert "a later layer made of earlier tokens" in (model / "README.md").read_text()
 
 
-def test_a_step_has_passes_without_a_gradient_and_then_some_with_one():
-    """Of the layers from the first that reads a later one to that one; what stands before and after passes once."""
-    hf = hf_model([0, 2, 2, 3], blind=3, graded=2).train()
-    passes: dict[int, list[bool]] = {layer: [] for layer in range(4)}
-    for layer in range(4):
-        hf.model.layers[layer].mlp.register_forward_hook(lambda *args, at=layer: passes[at].append(args[2].requires_grad))
-    hf(input_ids=tokens_of(20).cpu(), use_cache=False).logits.square().sum().backward()
-    assert passes == {0: [True], 1: [False] * 3 + [True] * 2, 2: [False] * 3 + [True] * 2, 3: [True]}
-    assert [n for n, x in hf.named_parameters() if x.grad is None or not x.grad.isfinite().all() or not x.grad.any()] == []
-
-
 def test_as_many_passes_as_tokens_in_training_are_the_exact_forward_pass():
     tokens = tokens_of(12).cpu()
     training, exact = (hf_model([0, 3, 3, 3], blind=10, graded=2).double() for _ in range(2))
@@ -407,52 +274,3 @@ def test_as_many_passes_as_tokens_in_training_are_the_exact_forward_pass():
     logits, expected, first = (model(input_ids=tokens).logits for model in (training.train(), exact.eval(), few.train()))
     assert (logits - expected).abs().max() < EXACT
     assert (first - expected).abs().max() > 1e-2
-
-
-def test_attention_to_the_first_token_is_of_the_last_pass():
-    hf, tokens, given = hf_model([0, 3, 3, 3]).double(), tokens_of(80, 2).cpu(), []
-    shares = attention_to_first(hf, tokens)
-    assert shares.shape == (4, QUERIES)
-    top = hf.model.layers[3]
-    top.register_forward_pre_hook(lambda _, args: given.append(args[0]))
-    hf(input_ids=tokens)
-    normed, tables = top.input_layernorm(given[-1]), hf.model.rotary_emb(given[-1], torch.arange(80)[None])
-    projections = (top.self_attn.q_proj, top.self_attn.k_proj)
-    query, keys = apply_rotary_pos_emb(*(p(normed).unflatten(-1, (-1, DIMS)).transpose(1, 2) for p in projections), *tables)
-    scores = query @ keys.repeat_interleave(QUERIES // HEADS, 1).mT / DIMS**0.5
-    weights = scores.masked_fill(~torch.ones(80, 80, dtype=torch.bool).tril(-1), -inf)[:, :, 64:].softmax(-1)
-    torch.testing.assert_close(shares[3], weights[..., 0].mean((0, 2)).float(), atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [({"attention": "softmax"}, "attention lckv and what lckv says go together: give both or neither"),
-     ({"lckv": None}, "attention lckv and what lckv says go together: give both or neither"),
-     ({"lckv": {"kv_layers": [0, 2, 2]}}, "lckv: kv_layers names 3 layers, expected num_hidden_layers = 2"),
-     ({"shape": {"family": "gpt2", "layers": 2, "kv_heads": 6, "vocabulary": 68}},
-      "of shape.family gpt2, attention is one of")],
-)  # fmt: skip
-def test_a_recipe_that_can_not_be_is_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        recipe(**changes)
-
-
-def test_untrained_it_has_the_weights_of_a_llama_where_it_has_them():
-    plain = new_model(recipe(attention="softmax", lckv=None)).state_dict()
-    ours = new_model(recipe()).state_dict()
-    assert set(plain) - set(ours) == {f"model.layers.0.self_attn.{name}_proj.weight" for name in "kv"}
-    assert all(torch.equal(x, plain[name]) for name, x in ours.items())
-
-
-def test_generate_with_our_cache_writes_what_the_decode_loop_writes():
-    hf, ids = hf_model([0, 3, 3, 3]), tokens_of(6).cpu()
-    written = hf.generate(
-        ids, attention_mask=torch.ones_like(ids), past_key_values=kvbench.Cache(hf, "h2o", 9), max_new_tokens=20, do_sample=False,
-        eos_token_id=VOCABULARY, pad_token_id=VOCABULARY,
-    )  # fmt: skip
-    read, expected = decoder(adopt(hf_model([0, 3, 3, 3])), CacheConfig(H2O(), 9)), ids
-    for _ in range(20):
-        expected = torch.cat([expected, read(expected[:, -6:] if expected is ids else expected[:, -1:])[:, -1:].argmax(-1)], 1)
-    assert torch.equal(written, expected)
-    with pytest.raises(ValueError, match=r"keeps no cache itself: see kvbench.Cache$"):
-        hf.generate(ids, max_new_tokens=3, pad_token_id=VOCABULARY)

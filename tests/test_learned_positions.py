@@ -7,13 +7,11 @@ import torch
 from conftest import tokens_of
 
 from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.fastcheck import fast_method
 from kvbench.harness.engine.loop import decoder
-from kvbench.harness.engine.method import FASTEST, PLAIN_WALK
+from kvbench.harness.engine.method import FASTEST
 from kvbench.harness.engine.model import adopt
 from kvbench.harness.engine.own_attention import attention_by
 from kvbench.harness.models.families import tiny_model
-from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
 from kvbench.policies.recompute_window import RecomputeWindow
 from kvbench.policies.sink_window import SinkWindow
@@ -68,19 +66,3 @@ def test_streams_of_unequal_length_are_each_read_as_if_alone(model, policy):
     together = torch.cat([both(ids[:, part], valid[:, part]) for part in (slice(0, 20), slice(20, LENGTH))], 1)
     alone = decoder(model, config)(ids[1:, valid[1]])
     torch.testing.assert_close(together[1, valid[1]], alone[0], atol=1e-6, rtol=0)
-
-
-def test_what_it_cannot_do_is_refused(model):
-    with pytest.raises(ValueError, match="positions are learned, so kept tokens stay where they stood: positions must be stream"):
-        decoder(model, CacheConfig(Window(), CAPACITY))
-    full = decoder(model, CacheConfig(Dense()))
-    full(tokens_of(250).cpu())
-    with pytest.raises(ValueError, match="a stream of more than 256 tokens"):
-        full(tokens_of(7).cpu())
-    assert not model.may_capture
-
-
-def test_shortcuts_are_not_checked_where_the_positions_end(model):
-    chosen = fast_method(model, CacheConfig(SinkWindow(2), CAPACITY, positions="stream"))
-    assert chosen.method == PLAIN_WALK
-    assert chosen.plain_because == "the model has fewer positions than the check reads"

@@ -12,10 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvbench.harness.core.errors import Exit, UserError
+from kvbench.harness.core.errors import Exit
 from kvbench.harness.records import RecordStore
-from kvbench.harness.run import fleet, ray_loop
-from kvbench.harness.run import on_ray as on_ray_module
 from kvbench.harness.run.request import RunRequest
 
 ray = pytest.importorskip("ray", reason="Ray is not installed")
@@ -123,44 +121,6 @@ def test_a_worker_that_dies_takes_its_cell_with_it_and_nothing_else(local_ray, f
     assert (always.status, always.error.kind) == ("failed", "WorkerDied")
     assert always.error.message.startswith("its worker died 3 times, on ")
     assert not (folder / "once").exists()
-
-
-def test_what_cannot_run_is_one_line_that_names_the_worker(local_ray, folder, monkeypatch):
-    def refused(message, **changes):
-        request = on_ray(**changes)
-        with pytest.raises(UserError, match=message) as caught:
-            request.measure(folder / "r", request.cells(), progress=False)
-        assert "\n" not in str(caught.value)
-        assert not list((folder / "r").rglob("*.json"))
-
-    no_gpu = "worker-1 of 2: no room: a worker takes 1 cores, 1 GPUs, and this machine has 1 machine with 2 cores, 0 GPUs"
-    refused(no_gpu, settings=["resources={gpus: 1}"], device="cuda")
-    refused("worker-3 of 3: no room: a worker takes 1 cores, and this machine has 1 machine with 2 cores", workers=3)
-    monkeypatch.setattr(fleet, "about_here", lambda: {"kv-bench": "0.0.1", "host": "x"})
-    refused(r"worker-1 on \S+: kv-bench is \S+, here it is 0.0.1: install the same on both", workers=1)
-
-
-def test_a_control_service_that_is_gone_ends_the_run_in_one_line(local_ray, folder, monkeypatch):
-    """Ray would end this process after a minute, with a log in C++ and exit code 1, that of a regression."""
-    monkeypatch.setattr(ray_loop, "SILENT_S", 0.0)
-    started = fleet.Fleet.__init__
-
-    def elsewhere(made, *how):
-        started(made, *how)
-        made.service = "127.0.0.1:1"
-
-    monkeypatch.setattr(fleet.Fleet, "__init__", elsewhere)
-    request = on_ray(workers=1)
-    with pytest.raises(UserError, match="^Ray's control service at 127.0.0.1:1 has ended; finished cells are kept$"):
-        request.measure(folder / "r", request.cells(), progress=False)
-
-
-@pytest.mark.parametrize(
-    ("address", "why"), [("127.0.0.1:1", "Connection refused"), ("nowhere", "expected HOST:PORT"), ("ray://x:1", "machine of")]
-)
-def test_wrong_addresses_are_refused_at_once(address, why):
-    with pytest.raises(UserError, match=f"--ray {address}: .*{why}"):
-        on_ray_module._connect(ray, address)
 
 
 def environment():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import model_of, tokens_of
-from factories import CLOSE, MODES, POLICIES, SETTINGS, chooser
+from factories import CLOSE, POLICIES, SETTINGS, chooser
 from reference import ListBackend
 from torch import Tensor
 
@@ -15,7 +15,6 @@ from kvbench.harness.engine.method import EAGER, FASTEST, TOKEN_BY_TOKEN, Method
 from kvbench.harness.engine.model import Model
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
-from kvbench.policies.simlayerkv import SimLayerKV
 from kvbench.policies.sink_window import SinkWindow
 
 
@@ -69,20 +68,3 @@ def test_a_sliding_window_layer_keeps_what_later_queries_may_see():
     kept = read.kept()[0][0][0]
     assert min(kept) >= 50 - (sliding - 1)
     assert read(tokens[:, 50:]).isfinite().all()
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_block_after_a_prompt_of_which_one_stream_keeps_all_and_another_a_part(mode):
-    """The block is read by what each stream holds, and not as if both held all."""
-    model, tokens = model_of("llama"), tokens_of(46, 2)
-    config = CacheConfig(SimLayerKV(4, 8, 0.5), None, mode, 60, evict="prompt")
-    read = CachedDecoder(model, config, 2, FASTEST)
-    read.read_prompt(tokens[:, :30], 16)
-    counts = [{len(positions) for positions in stream} for layer in read.kept() for stream in layer]
-    assert {30} in counts
-    assert {12} in counts
-    alone = [CachedDecoder(model, config, 1, TOKEN_BY_TOKEN) for _ in range(2)]
-    for b, one in enumerate(alone):
-        one.read_prompt(tokens[b : b + 1, :30], 16)
-    theirs = torch.cat([torch.cat([one(x) for x in tokens[b : b + 1, 30:].split(1, 1)], 1) for b, one in enumerate(alone)])
-    torch.testing.assert_close(read(tokens[:, 30:]), theirs, atol=2e-4, rtol=0)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import bench_in, bench_process
+from conftest import bench_in
 
 from kvbench.harness.core import plugins
 from kvbench.harness.records import Record, RecordStore, digest, read
 from kvbench.harness.records.cell import AnyOptions
-from kvbench.harness.records.metrics import Metrics
 from kvbench.harness.report import gate
 from kvbench.harness.report.compare import differences
 
@@ -100,21 +97,6 @@ def test_the_gate_catches_a_change_of_a_figure_and_lets_times_be(ran):
 
 
 @pytest.mark.slow("measures suites")
-def test_a_process_that_was_not_told_of_it_shows_and_compares_plain_numbers(ran, monkeypatch):
-    page = bench_process("leaderboard", "--results", "results", "--out", "-", cwd=ran)
-    assert page.returncode == 0, page.stderr
-    assert "hit&#95;rate" in page.stdout or "hit\\_rate" in page.stdout
-    monkeypatch.setattr(plugins, "_tasks_of_files", {})
-    record = records_of(ran / "results")[0]
-    assert type(record.metrics) is Metrics
-    assert isinstance(record.cell.task, AnyOptions)
-    other = rewritten(record, hit_rate=0.0)
-    assert {d.metric: d.verdict for d in differences(record, other)}["hit_rate"] == "can't tell"
-    (said,) = {f.says for f in gate.check(([record], ran), ([other], ran), {}) if f.check == "figures"}
-    assert said == "the task hits.py:Hits is not installed: install it to compare"
-
-
-@pytest.mark.slow("measures suites")
 def test_no_file_is_imported_because_a_record_names_it(ran, monkeypatch):
     monkeypatch.chdir(ran)
     monkeypatch.setattr(plugins, "_tasks_of_files", {})
@@ -128,28 +110,3 @@ def test_no_file_is_imported_because_a_record_names_it(ran, monkeypatch):
     odd.write_text(json.dumps(value | {"cell_id": digest(value["cell"])}))
     assert isinstance(read(odd).cell.task, AnyOptions)
     assert plugins.known_task("evil.py:Evil") is None
-
-
-def test_an_installed_task_is_found_by_its_entry_point(tmp_path, monkeypatch):
-    (tmp_path / "theirs_hits.py").write_text(CODE)
-    info = tmp_path / "theirs-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[bench.tasks]\nhits = theirs_hits:Hits\nbroken = theirs_hits:Nothing\n")
-    assert plugins.known_task("hits") is None
-    monkeypatch.syspath_prepend(tmp_path)
-    assert plugins.task_class("hits").__name__ == "Hits"
-    assert plugins.known_task("hits") is plugins.task_class("hits")
-    assert {"hits", "perplexity"} <= set(plugins.working_tasks())
-    assert "broken" in plugins.task_names()
-    assert plugins.known_task("broken") is None
-
-
-def test_tasks_and_what_reads_records_import_no_torch():
-    code = (
-        "import sys\nfrom kvbench.harness.core import plugins\n"
-        "assert len(plugins.working_tasks()) >= 6\n"
-        "heavy = {'torch', 'transformers', 'datasets', 'lm_eval', 'pyarrow'} & set(sys.modules)\nassert not heavy, heavy"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)})
-    assert done.returncode == 0, done.stderr

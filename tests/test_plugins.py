@@ -9,7 +9,6 @@ import pytest
 from conftest import bench
 
 from kvbench.harness.core import plugins
-from kvbench.harness.core.errors import UserError
 
 ENTRIES = """[bench.policies]
 fails = theirs_fails:Fails
@@ -68,16 +67,6 @@ def test_the_list_names_what_is_broken_and_lists_the_others(package, capsys):
     assert len(keeps) == len(plugins.policy_names()) + 1
 
 
-def test_check_says_why_a_plug_in_can_not_be_used_and_which_is_ignored(package, capsys):
-    code, _, err = bench(capsys, "policy", "check", "fails")
-    assert code == 2
-    assert err.startswith("bench: the plug-in 'fails' (theirs_fails:Fails) can't be loaded: AttributeError")
-    assert err.count("\n") == 1
-    code, _, err = bench(capsys, "policy", "check", "h2o", "--capacity", 8)
-    assert code == 0
-    assert err.startswith("bench: the plug-in theirs:Bare is ignored: 'h2o' is a built-in policy")
-
-
 def test_a_name_that_two_packages_use_means_the_first(package):
     other = package / "other-1.0.dist-info"
     other.mkdir()
@@ -85,13 +74,6 @@ def test_a_name_that_two_packages_use_means_the_first(package):
     (other / "entry_points.txt").write_text("[bench.policies]\nbare = theirs:Crashes\n")
     (ignored,) = plugins.ignored_plugins("bare")
     assert {ignored, f"theirs:{plugins.policy_class('bare').__name__}"} == {"theirs:Bare", "theirs:Crashes"}
-
-
-def test_the_schema_does_without_them(package, capsys):
-    code, out, _ = bench(capsys, "schema")
-    assert code == 0
-    assert '"bare"' in out
-    assert '"fails"' not in out
 
 
 A = "from kvbench.policies.window import Window\nclass A(Window): ...\n"
@@ -117,11 +99,3 @@ def test_what_is_wrong_with_a_users_file_is_said_in_one_line(tmp_path, monkeypat
     assert code == 2
     assert says in err
     assert err.count("\n") == 1
-
-
-def test_a_module_that_imports_what_is_missing_is_not_called_missing_itself(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "needs_more.py").write_text("import no_such_package\n")
-    with pytest.raises(UserError, match=r"ModuleNotFoundError: No module named 'no_such_package' \(needs_more.py:1"):
-        plugins.policy_class("needs_more:A")

@@ -15,7 +15,6 @@ from test_budgets import DOUBLE, WORTH, AtPrompt, Pooled, SmallKeys, even, heads
 from kvbench.harness.engine import pool
 from kvbench.harness.engine import slots as slots_module
 from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.fastcheck import fast_method
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import EAGER, PLAIN_WALK, TOKEN_BY_TOKEN, Method
 from kvbench.harness.engine.model import adopt
@@ -156,26 +155,6 @@ def test_the_kernels_of_a_step_do_what_the_walk_does(policy: Policy, mode):
             torch.testing.assert_close(state[held], theirs.slots.tensors.states[statistic][held], atol=1e-4, rtol=0)
 
 
-@needs_compiler
-@pytest.mark.parametrize("evict", [1, "prompt", 3])
-def test_kernels_read_on_after_a_prompt_that_decided_budgets(evict):
-    model, tokens = model_of("llama"), tokens_of(100)
-    reads = [
-        CachedDecoder(model, CacheConfig(AtPrompt(H2O(4)), 14, evict=evict), method=method) for method in (BY_KERNEL, PLAIN_WALK)
-    ]
-    for read in reads:
-        read.read_prompt(tokens[:, :40], 9, once=True)
-    for token in tokens[:, 40:].split(1, 1):
-        torch.testing.assert_close(*(read(token) for read in reads), atol=CLOSE[torch.float32], rtol=0)
-        assert reads[0].kept() == reads[1].kept()
-
-
-@needs_compiler
-def test_the_fast_check_takes_the_kernels():
-    check = fast_method(model_of("llama"), CacheConfig(AdaKV(), 32))
-    assert (check.step, check.refused) == ("compiled", "")
-
-
 @pytest.mark.parametrize("method", [EAGER, pytest.param(BY_KERNEL, marks=needs_compiler)], ids=["plain", "kernels"])
 def test_forks_share_no_page(method):
     """Copies of streams read on as the streams themselves would have, and these as if there were no copies."""
@@ -207,14 +186,6 @@ def test_streams_of_unequal_length_share_a_pool():
         theirs = step_by_step(alone, tokens[stream : stream + 1, valid[stream]])
         torch.testing.assert_close(logits[stream, valid[stream]], theirs[0], atol=1e-8, rtol=0)
         assert [layer[stream] for layer in together.kept()] == [layer[0] for layer in alone.kept()]
-
-
-def test_a_pool_is_filled_with_random_tokens_and_grows_from_there():
-    read = CachedDecoder(model_of("llama"), CacheConfig(AdaKV(), 20))
-    read.fill_randomly(50)
-    check_memory(read)
-    step_by_step(read, tokens_of(20))
-    assert read.tokens_held == 20
 
 
 @settings(max_examples=60, deadline=None)

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import re
-from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 from conftest import tokens_of
 
-from kvbench.harness.data import lookups, machine
+from kvbench.harness.data import lookups
 from kvbench.harness.data.registers import answer, question, record_line
 from kvbench.harness.models.families import tiny_model
-from kvbench.harness.pretrain import card as card_module
-from kvbench.harness.pretrain import text, tokenizer, train
-from kvbench.harness.pretrain.config import Mix, PretrainConfig, Repeats
+from kvbench.harness.pretrain import text, tokenizer
+from kvbench.harness.pretrain.config import Mix, PretrainConfig
 from kvbench.harness.pretrain.held_out import right_answers
-from kvbench.harness.pretrain.samples import NAMES, TrainingSamples, kinds_of, repeats
-from kvbench.harness.pretrain.train import _Trainer, pretrain
+from kvbench.harness.pretrain.samples import NAMES, TrainingSamples
+from kvbench.harness.pretrain.train import _Trainer
 
 PROSE = Mix(pg19=0, prose=1)
-ASKING = ("registers", "keys", "chains", "needles")
 
 
 def config(**changes) -> PretrainConfig:
@@ -88,59 +84,12 @@ def test_needles_are_asked_for_at_the_end_and_replace_no_more_text_than_they_tak
         assert all(number in tokens.decode(answered) for number in told.values())
 
 
-def test_the_vocabulary_is_as_large_as_the_recipe_says_and_has_no_number_twice(tokens):
-    assert len(tokens) == config().shape.vocabulary
-    numbers = [token for token in tokens.get_vocab() if token.isascii() and token.isdigit()]
-    assert sorted(numbers) == sorted(set(tokenizer.NUMBERS))
-
-
-def test_text_may_begin_later():
-    kinds = {"text": 4, "needles": 1, "registers": 1, "text_from": 0.6}
-    early, late = (set(kinds_of(config(kinds=kinds), 0)[part]) for part in (slice(0, 240), slice(240, None)))
-    assert early == {"repeats", "registers"}
-    assert late == {"text", "needles", "repeats", "registers"}
-    before = kinds_of(config(kinds=kinds | {"text_from": 0}), 0)
-    assert [kind == "repeats" for kind in before] == [kind == "repeats" for kind in kinds_of(config(kinds=kinds), 0)]
-
-
-def test_repeats_count_only_where_a_stretch_comes_again():
-    options = Repeats(share=1, vocabulary=50)
-    made = repeats(random.Random(3), 200, options, 50)
-    assert set(made.ids) <= set(range(4, 54))
-    assert 0.2 < np.mean(made.weights) < 0.6
-    counted = np.flatnonzero(made.weights)
-    pairs = list(zip(made.ids, made.ids[1:], strict=False))
-    assert all(pairs.index((made.ids[at - 1], made.ids[at])) < at - 1 for at in counted)
-
-
-def test_repeats_are_of_more_and_more_kinds_of_tokens(tokens):
-    options = Repeats(share=1, vocabulary=50, widest=150, widen=(0.25, 0.75))
-    assert [options.tokens(done) for done in (0, 0.25, 0.5, 0.75, 1)] == [50, 50, 100, 150, 150]
-    assert [Repeats(vocabulary=50).tokens(done) for done in (0, 1)] == [50, 50]
-    made = samples(tokens, ["repeats"] * 40, repeats=options.model_dump())
-    largest = [max(int(made[i]["input_ids"].max()) for i in places) for places in (range(10), range(30, 40))]
-    assert largest[0] < 54 <= 120 < largest[1] < 154
-    assert int(samples(tokens, ["repeats"] * 40, staged=False, repeats=options.model_dump())[0]["input_ids"].max()) > 54
-
-
 def test_a_sample_is_a_function_of_seed_and_number(tokens):
     kinds = ["repeats", *NAMES] * 20
     first, again, other = samples(tokens, kinds), samples(tokens, kinds), samples(tokens, kinds, seed=1)
     for place in (119, 3, 60, 61):  # in any order
         assert all(torch.equal(first[place][k], again[place][k]) for k in first[place])
     assert not all(torch.equal(first[i]["input_ids"], other[i]["input_ids"]) for i in range(6))
-
-
-@pytest.mark.parametrize("sinks", [0, 2])
-def test_samples_are_short_in_the_beginning_and_each_has_its_sinks(sinks, tokens):
-    made = samples(tokens, [*NAMES, "repeats"] * 40, sinks=sinks)
-    for place in (0, 5, 99, 100, 239):
-        pieces = 4 if place < 100 else 1  # a quarter of 100 steps of 4 samples
-        sample = made[place]
-        assert {tuple(x.shape) for x in sample.values()} == {(pieces, sinks + 64 // pieces)}
-        assert (sample["input_ids"][:, :sinks] == torch.arange(sinks)).all()
-        assert (sample["weights"][:, : sinks + 1] == 0).all()
-        assert not sample["answers"][:, :sinks].any()
 
 
 def test_running_text_is_read_once_whole_and_in_pieces(tokens):
@@ -158,16 +107,6 @@ def test_what_is_no_answer_counts_as_little_as_the_recipe_says(tokens):
     torch.testing.assert_close(weights[~answers], torch.full_like(weights[~answers], config().kinds.rest))
 
 
-def test_the_share_of_repeats_falls_and_the_others_keep_theirs():
-    training = {"tokens": 64 * 4 * 5000, "sample": 64, "batch": 4}
-    kinds = np.array(kinds_of(config(training=training), 0))
-    early, late = kinds[: int(0.4 * len(kinds))], kinds[int(0.4 * len(kinds)) :]
-    assert (early == "repeats").mean() == pytest.approx(0.5, abs=0.02)
-    assert (late == "repeats").mean() == pytest.approx(0.1, abs=0.02)
-    others = late[late != "repeats"]
-    assert (others == "registers").mean() == pytest.approx(2 / 6, abs=0.02)
-
-
 def test_the_loss_is_the_weighted_mean_over_predicted_tokens(tokens):
     model = tiny_model("llama", vocab_size=len(tokens))
     made = samples(tokens, ["keys", "text"])
@@ -179,25 +118,6 @@ def test_the_loss_is_the_weighted_mean_over_predicted_tokens(tokens):
             total -= float(scores[t - 1, ids[t]] * weights[t])
             weight += float(weights[t])
     assert _Trainer.compute_loss(None, model, batch).item() == pytest.approx(total / weight, abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("short", "says"),
-    [
-        ([{"until": 0.5, "sample": 10}], "short samples of 10 tokens don't make a sample of 64"),
-        ([{"until": 0.5, "sample": 16}, {"until": 0.4, "sample": 32}], "each stage must end after the one before it"),
-    ],
-)
-def test_stages_that_cannot_be_are_refused(short, says):
-    with pytest.raises(ValueError, match=says):
-        config(training={"tokens": 640, "sample": 64, "batch": 4, "short": short})
-
-
-def test_what_cannot_be_drawn_is_refused():
-    with pytest.raises(ValueError, match="text_from needs another kind of samples to begin with"):
-        config(kinds={"text": 1, "needles": 1, "text_from": 0.5})
-    with pytest.raises(ValueError, match="widen must end after it begins"):
-        Repeats(widest=400, widen=(0.5, 0.2))
 
 
 def test_an_answer_is_right_if_all_its_tokens_are():
@@ -216,73 +136,3 @@ def test_an_answer_is_right_if_all_its_tokens_are():
     assert counted() == ([0, 1], [1, 1])
     answers[1, 10:12] = True  # and the second stream two answers
     assert counted() == ([0, 1], [1, 2])
-
-
-@pytest.mark.slow("training")
-def test_log_and_card_measure_on_what_is_not_trained_on(tokens, tmp_path, monkeypatch):
-    tokens.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))  # learning it takes longest
-    made = []
-    for name in ("TrainingSamples", "HeldOut"):
-        kind = getattr(train, name)
-        at = 2 if name == "TrainingSamples" else 1  # the running text
-        monkeypatch.setattr(train, name, lambda *a, kind=kind, at=at: made.append((a[at], a[-1])) or kind(*a))
-    pretrain(
-        config(training={"tokens": 64 * 2 * 2, "sample": 64, "batch": 2, "compile": False}),
-        tmp_path,
-        None,
-        torch.device("cpu"),
-        print,
-    )
-    texts, seeds = zip(*made, strict=True)
-    assert sorted(seeds) == [0, 1, 2]
-    assert not any(np.shares_memory(a, b) for a, b in itertools.combinations(texts, 2))
-    assert [len(text) // 64 for text in texts[1:]] == [8, 96]
-
-
-@pytest.mark.slow("training")
-def test_the_card_says_how_many_held_out_questions_are_answered(tokens, tmp_path):
-    """An exam of every kind, after training, of samples that neither training nor its log has seen."""
-    tokens.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
-    recipe = config(
-        training={"tokens": 64 * 2 * 4, "sample": 64, "batch": 2, "compile": False}, repeats={"share": 0.5, "later": 0.5}
-    )
-    directory = pretrain(recipe, tmp_path, None, torch.device("cpu"), lambda line: None)
-    rows = re.findall(
-        r"^\| (\w+) \| ([\d.]+) % \[([\d.]+), ([\d.]+)\] of ([\d,]+) \| \d+ \|$", (directory / "README.md").read_text(), re.M
-    )
-    assert [row[0] for row in rows] == ["repeats", "needles", "registers", "keys", "chains"]
-    assert all(float(share) < 5 and 0 < float(high) < 20 and int(count) > 20 for _, share, _, high, count in rows)
-    together, apart = (card_module._share(samples) for samples in ([(4, 4), (0, 4)] * 48, [(2, 4)] * 96))
-    assert together == "50.0 % [40.0, 60.0] of 384", "Wilson's of 96 questions, not of 384: a sample is all right, or all wrong"
-    assert apart == "50.0 % [45.0, 55.0] of 384"
-    again = pretrain(recipe, tmp_path, None, torch.device("cpu"), lambda line: None)  # finished: nothing is left to train
-    assert again == directory
-
-
-def distances(text):
-    """Words between two sayings of a register, in a trace."""
-    last, found = {}, []
-    for place, word in enumerate(text.split()):
-        if word[0] == "v":
-            found.append(place - last.get(word, place))
-            last[word] = place
-    return np.array(found)
-
-
-def test_far_programs_read_values_that_were_said_long_ago():
-    near, far = (
-        np.concatenate([distances(draw_sample(random.Random(seed), 4608).text) for seed in range(40)])
-        for draw_sample in (machine.programs, machine.far_programs)
-    )
-    assert (far >= 256).sum() > 2 * (near >= 256).sum() > 0
-
-
-def test_far_turns_ask_for_the_latest_value_of_each_name_and_of_some_seldom():
-    text = machine.far_turns(random.Random(0), 4608)
-    known, asked = {}, Counter()
-    for what, name, value in np.array(text.text.split()).reshape(-1, 3).tolist():
-        assert what == "set" or known[name] == value
-        known[name] = value
-        asked[name] += 1
-    assert asked.most_common()[0][1] > 20 * asked.most_common()[-1][1]
-    assert [text.text[start:end].strip().isdigit() for start, end in text.answers] == [True] * len(text.answers) != []

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 from copy import deepcopy
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,16 +12,13 @@ from conftest import DEVICE, tokens_of
 from torch import Tensor, nn
 
 from kvbench.harness.core.errors import RefusedModelError
-from kvbench.harness.engine import watch as watching
 from kvbench.harness.engine.model import adopt
 from kvbench.harness.engine.own_attention import own_attention
-from kvbench.harness.engine.variants import VARIANTS
-from kvbench.harness.engine.watch import Chunk
 from kvbench.harness.models.load import load_model
 from kvbench.harness.models.selfcheck import check
 from kvbench.harness.pretrain import ortho_adam, sigma_reparam, text, tokenizer
-from kvbench.harness.pretrain.config import PretrainConfig, find, load
-from kvbench.harness.pretrain.held_out import HeldOut, attention_to_first
+from kvbench.harness.pretrain.config import PretrainConfig
+from kvbench.harness.pretrain.held_out import HeldOut
 from kvbench.harness.pretrain.new_model import new_model
 from kvbench.harness.pretrain.train import pretrain
 
@@ -97,22 +92,6 @@ def plain_attention(name: str, module: nn.Module, x: Tensor, tables: tuple[Tenso
     return (torch.cat(heads, -1) * gate) @ module.o_proj.weight.T
 
 
-class _Weights:
-    """Keeps what a watcher sees of the second layer."""
-
-    def __init__(self) -> None:
-        self.chunks: list[Chunk] = []
-
-    def see_vectors(self, layer, keys, values):
-        pass
-
-    def see_chunk(self, chunk):
-        self.chunks += [chunk] if chunk.layer == 1 else []
-
-    def see_hidden(self, layer, hidden):
-        pass
-
-
 @pytest.mark.parametrize("name", ATTENTION)
 def test_its_attention_is_that_of_its_paper(name):
     """Compared with loops over heads and queries, in float64."""
@@ -126,20 +105,6 @@ def test_its_attention_is_that_of_its_paper(name):
         expected, plain = (plain_attention(which, attention, x, tables) for which in (name, "vanilla"))
     torch.testing.assert_close(out, expected, atol=1e-6 if name == "qk_norm" else 1e-10, rtol=0)
     assert (plain - expected).abs().max() > 1e-2
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_every_parameter_learns(name):
-    model = new_model(config(name)).train()
-    model(input_ids=tokens_of(30).cpu(), use_cache=False).logits.square().sum().backward()
-    assert [n for n, x in model.named_parameters() if x.grad is None or not x.grad.abs().max() > 0] == []
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_weights_that_it_shares_with_vanilla_begin_the_same(name):
-    plain, model = new_model(config()).state_dict(), new_model(config(name)).state_dict()
-    renamed = {key.replace("parametrizations.weight.original", "weight"): x for key, x in model.items()}
-    assert all(torch.equal(plain[key], renamed[key]) for key in plain)
 
 
 @pytest.fixture(scope="module")
@@ -185,50 +150,6 @@ def test_the_decode_loop_gives_its_logits_or_says_why_it_cannot(name, tmp_path):
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("name", ATTENTION)
-def test_attention_to_the_first_token_is_of_the_weights_it_has(name):
-    model, seen, ids = varied(name), _Weights(), tokens_of(70).cpu()
-    watching.watch(model, seen, input_ids=ids)
-    weights = torch.cat([nn.functional.pad(c.weights, (0, 70 - c.weights.shape[-1])) for c in seen.chunks], 2)
-    shares = attention_to_first(model, ids)[1]
-    torch.testing.assert_close(shares, weights[:, :, 64:, 0].mean((0, 2)).float(), atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_its_recipe_differs_from_vanilla_in_one_thing(name):
-    recipe, vanilla = (load(find(x)).model_dump(exclude={"name"}) for x in (name, "vanilla"))
-    different = {key: recipe[key] for key in recipe if recipe[key] != vanilla[key]}
-    if "training" in different:
-        different["training"] = {k: v for k, v in recipe["training"].items() if v != vanilla["training"][k]}
-    assert different == CHANGES[name]
-
-
-def test_every_variant_has_a_recipe_and_is_named_in_the_documentation():
-    assert set(VARIANTS) - {"lckv"} <= set(CHANGES)  # its recipe is smaller than vanilla's: test_lckv.py
-    page = (Path(__file__).parents[1] / "docs/pretraining.md").read_text(encoding="utf-8")
-    assert [name for name in (*CHANGES, "lckv") if f"| `{name}` |" not in page] == []
-
-
-@pytest.mark.parametrize("name", ATTENTION)
-def test_the_attention_task_sees_the_weights_it_has(name, monkeypatch):
-    """Chunk by chunk; their share of the sum where they are unbounded, and what no token gets where they are."""
-    monkeypatch.setattr(watching, "_MAX_SCORES", 4 * 4 * 9)
-    model, seen = varied(name), _Weights()
-    ids = tokens_of(9).cpu()
-    watching.check(model, input_ids=ids)
-    watching.watch(model, seen, input_ids=ids)
-    attention = model.model.layers[1].self_attn
-    assert len(seen.chunks) == 3
-    for chunk in seen.chunks:
-        for head, at in itertools.product(range(HEADS), range(chunk.weights.shape[2])):
-            visible = chunk.first + at + 1
-            expected = plain_weights(name, attention, head, chunk.logits[0, head, at, :visible].tolist())
-            shown = expected / expected.sum() if name == "sigmoid" else expected
-            torch.testing.assert_close(chunk.weights[0, head, at, :visible], shown, atol=1e-10, rtol=0)
-            rest = 0.0 if chunk.rest is None else float(chunk.rest[0, head, at])
-            assert rest == pytest.approx(1 - float(shown.sum()), abs=1e-10)
-
-
 def test_sigma_reparametrised_weights_have_the_learned_spectral_norm():
     """After enough power iterations; and what is saved computes the same as what is trained, which it leaves as it was."""
     model, tokens = new_model(config("sigma_reparam")).train(), tokens_of(20).cpu()
@@ -263,14 +184,3 @@ def test_ortho_adam_is_adam_of_the_parameters_in_another_basis():
             ours.step()
             theirs.step()
             torch.testing.assert_close(bases[0] @ x @ bases[1].T, y, atol=1e-5, rtol=0)
-
-
-@pytest.mark.slow("training")
-@pytest.mark.parametrize("name", ["sigma_reparam", "ortho_adam"])
-def test_stopped_and_resumed_it_is_the_same_to_the_last_digit(name, tmp_path):
-    logs = []
-    for folder, stops in (("whole", [None]), ("stopped", [2, None])):
-        for stop in stops:
-            pretrain(config(name, steps=4), tmp_path / folder, None, torch.device("cpu"), lambda line: None, stop)
-        logs.append((tmp_path / folder / "log.jsonl").read_text())
-    assert logs[0] == logs[1]

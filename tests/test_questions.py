@@ -13,7 +13,6 @@ from conftest import bench
 from kvbench.harness.lm_eval import catalogue
 from kvbench.harness.records import RecordStore
 from kvbench.harness.tasks.lm_eval.measure import question_start
-from kvbench.harness.tasks.lm_eval.schema import LmEvalOptions
 
 LONGBENCH = sorted((Path(lm_eval.__file__).parent / "tasks" / "longbench").glob("[!_]*.yaml"))
 
@@ -85,11 +84,6 @@ def test_a_prompt_without_a_question_is_refused(prompt, task, document, pattern,
     assert says.replace(r"\$", "$") in str(caught.value)
 
 
-def test_seen_is_the_cell_that_it_was_before_there_was_a_choice():
-    assert LmEvalOptions(tasks="x", question="seen") == LmEvalOptions(tasks="x")
-    assert "question" not in LmEvalOptions(tasks="x", question="seen").model_dump(exclude_none=True)
-
-
 def _logprobs(said: list[list[list]]) -> list[float]:
     return [logprob for question in said for logprob, _ in question]
 
@@ -124,32 +118,3 @@ def test_questions_that_are_not_seen_change_what_a_cut_prompt_knows_and_nothing_
         assert seen == pytest.approx(unseen, abs=1e-3)
     assert seen != pytest.approx(_logprobs(said["kvbench_registers", "h2o", "prompt", None]), abs=1e-2)
     assert said["kvbench_registers", "h2o", "prompt", None] != said["kvbench_registers", "h2o", "prompt", "unseen"]
-
-
-@pytest.mark.parametrize(
-    ("task", "says"),
-    [
-        ("tasks: kvbench_registers, question: unseen, prompt: truncate", "question unseen needs the whole prompt before it"),
-        ("tasks: kvbench_registers, question_from: x", "question_from is for question unseen"),
-        ("tasks: kvbench_registers, question: unseen, question_from: '('", "question_from is no regular expression"),
-        ("tasks: kvbench_registers, prompt_tokens: 8", "prompt_tokens is for prompt truncate, not stream"),
-        ("tasks: kvbench_registers, question: hidden", "question: Input should be 'seen' or 'unseen'"),
-    ],
-)
-def test_options_that_contradict_each_other_are_one_line(tmp_path, capsys, task, says):
-    both = "tasks: [kvbench_registers, kvbench_cloze_said], limit: 6, question: [seen, unseen]"
-    (tmp_path / "asked.yaml").write_text(SUITE.replace(both, task))
-    code, _, err = bench(capsys, "run", tmp_path / "asked.yaml", "--results", tmp_path / "r", "--device", "cpu")
-    assert code == 2
-    assert f"asked.yaml:4: {says}" in err
-    assert err.count("\n") == 1
-
-
-def test_a_task_without_a_known_question_is_refused_before_anything_is_measured(tmp_path, capsys):
-    text = SUITE.replace("[seen, unseen]", "unseen, question_from: nowhere")
-    (tmp_path / "asked.yaml").write_text(text)
-    code, _, err = bench(capsys, "run", tmp_path / "asked.yaml", "--results", tmp_path / "r", "--device", "cpu")
-    assert code == 2
-    assert "where does the question begin? nothing before its end matches 'nowhere'; give question_from: REGEX" in err
-    assert err.count("\n") == 1
-    assert not list(tmp_path.rglob("*.json"))

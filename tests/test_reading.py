@@ -178,16 +178,6 @@ def test_answers_after_a_cut_prompt_do_not_depend_on_the_batch(policy):
     assert one.held_bytes == (max(min(len(p), CAPACITY) for p in prompts) + 11) * per_token <= one.kv_bytes
 
 
-@pytest.mark.parametrize("prompt", ["stream", "once"])
-def test_bytes_held_are_those_of_the_tokens_that_are_kept(prompt):
-    reader = RequestReader(model_of("llama"), CacheConfig(H2O(), CAPACITY), prompt)
-    reader.loglikelihoods(requests())
-    assert (reader.held_bytes, reader.kv_bytes) == (
-        model_of("llama").kv_bytes(CAPACITY - 1),
-        model_of("llama").kv_bytes(CAPACITY),
-    )
-
-
 def test_truncate_reads_first_and_last_tokens_and_no_others():
     asked = requests(5, 4)
     cut = [(c if len(c) <= 7 else [*c[:3], *c[-4:]], a) for c, a in asked]
@@ -196,32 +186,6 @@ def test_truncate_reads_first_and_last_tokens_and_no_others():
     assert found == RequestReader(model_of("llama"), config).loglikelihoods(cut)
     by_capacity = RequestReader(model_of("llama"), CacheConfig(SinkWindow(sinks=2), 7), "truncate").loglikelihoods(asked)
     assert by_capacity == RequestReader(model_of("llama"), CacheConfig(SinkWindow(sinks=2), 7)).loglikelihoods(cut)
-
-
-@pytest.mark.parametrize(
-    ("config", "prompt", "longest", "says"),
-    [(CacheConfig(Dense()), "truncate", None, "prompt_tokens"), (CacheConfig(H2O(), 8), "stream", 5, "truncate"),
-     (CacheConfig(RecomputeWindow(), 8), "once", None, "no cache"), (CacheConfig(Dense()), "truncate", 1, "at least 2"),
-     (CacheConfig(H2O(), 8, evict="prompt"), "once", None, "prompt can't be 'once'"),
-     (CacheConfig(H2O(), 8, evict="prompt"), "truncate", None, "prompt can't be 'truncate'")],
-)  # fmt: skip
-def test_what_does_not_go_together_is_refused(config, prompt, longest, says):
-    with pytest.raises(ValueError, match=says):
-        RequestReader(model_of("llama"), config, prompt, longest)
-
-
-def test_what_is_not_finite_is_no_score():
-    model = model_of("llama", torch.float64)
-    head = model.hf.get_output_embeddings().weight
-    kept = head.detach().clone()
-    try:
-        with torch.no_grad():
-            head.fill_(float("nan"))
-        with pytest.raises(ArithmeticError):
-            RequestReader(model, CacheConfig(Dense())).loglikelihoods([([1, 2], [3])])
-    finally:
-        with torch.no_grad():
-            head.copy_(kept)
 
 
 def kept_after(policy, prompts, batch: int, monkeypatch, generating: bool, whole_texts: bool = False):

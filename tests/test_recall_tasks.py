@@ -14,13 +14,8 @@ from kvbench.harness.core.packed import json_lines
 from kvbench.harness.data.lookups import KINDS
 from kvbench.harness.lm_eval import catalogue
 from kvbench.harness.records import RecordStore
-from kvbench.harness.report.sections import section
 from kvbench.harness.report.verify import problems
-from kvbench.harness.run.request import RunRequest
 from kvbench.harness.tasks.lm_eval.measure import question_start
-from kvbench.policies.dense import Dense
-from kvbench.policies.sink_window import SinkWindow
-from kvbench.policies.window import Window
 
 RESULTS = Path(__file__).parents[1] / "leaderboard/results/recall"
 
@@ -79,12 +74,6 @@ def test_a_needle_stands_once_in_the_first_half_of_prose():
         assert len(re.findall(r"\d", text)) == len(document["answer"])
 
 
-def test_kinds_are_seeded_and_differ():
-    again = {kind: documents(kind) for kind in KINDS}
-    assert {kind: documents(kind) for kind in KINDS} == again
-    assert len({docs[0]["text"] for docs in again.values()}) == len(KINDS)
-
-
 def test_a_published_answer_that_was_judged_otherwise_is_found(tmp_path):
     """Its trace and its figures agree with each other, but not with what was said."""
     files = [(p, r) for p, r in RecordStore(RESULTS).files() if r.cell.policy == "h2o"]
@@ -116,31 +105,3 @@ def test_a_depth_is_the_place_of_what_was_told():
     anywhere = documents("anywhere")
     tenths = [min(9, int(10 * d["depth"])) for d in anywhere]
     assert all(10 <= tenths.count(tenth) <= 32 for tenth in range(10))
-
-
-@pytest.mark.slow("measures suites")
-def test_what_is_lost_in_the_middle_is_in_the_record_and_in_a_heat_map(tmp_path):
-    """Of some 210 tokens a window keeps the last 64; with sinks, the first 24 and the last 40."""
-    request = RunRequest("depth", threads=1, settings=("limit=100", "question=unseen"))
-    cells = [cell for cell in request.cells() if cell.policy in (Dense(), Window(), SinkWindow(sinks=24))]
-    records = request.measure(tmp_path, cells, progress=False)
-    share = {}
-    for record in records:
-        counts = record.metrics.depths
-        assert [*counts] == [*"0123456789"]
-        assert sum(c.questions for c in counts.values()) == 100
-        assert sum(c.right for c in counts.values()) == record.metrics.right
-        assert problems(record, RecordStore(tmp_path).path(record).parent) == []
-        share[record.cell.policy] = [c.right / c.questions for c in counts.values()]
-    assert min(share["dense"]) >= 0.8
-    assert max(share["window"][:6]) <= 0.2 < 0.8 <= min(share["window"][8:])
-    assert share["sink_window"][0] >= 0.8 <= share["sink_window"][9]
-    assert max(share["sink_window"][2:7]) <= 0.2
-    (chart,) = section(records[0], records).charts
-    assert chart.alt.endswith("by depth of what is asked for and by policy: kvbench_anywhere.")
-    values = chart.spec["data"]["values"]
-    assert len(values) == 30
-    right = {v["depth"]: v["right"] for v in values if v["policy"].startswith("window")}
-    assert right["90 to 100 %"] == round(100 * share["window"][9], 1)
-    drawn = chart.svg("light")
-    assert all(text in drawn for text in ("0 to 10 %", "90 to 100 %", "sink_window, 64", "depth in the prompt"))

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import DEVICE, model_of, nll, tokens_of
-from factories import MODES, needs_triton
+from conftest import model_of, nll, tokens_of
 
 from kvbench.harness.engine.budgets import Layout
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import EAGER, FASTEST, KERNELS, TOKEN_BY_TOKEN
 from kvbench.harness.engine.rotary import rotate
-from kvbench.harness.kernels import choose, cuda
 from kvbench.policies import KeyNorm, Policy
 from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
@@ -104,26 +102,5 @@ def test_a_policy_that_looks_at_keys_has_them_as_they_were_written(policy):
     reads = [CachedDecoder(model, config_of(policy, 1), 2, method) for method in (FASTEST, TOKEN_BY_TOKEN)]
     logits = [torch.cat([read(x) for x in tokens.split([20, 30, 1, 19], 1)], 1) for read in reads]
     assert not any(w.slots.keys_rotated for read in reads for w in read.walks)
-    torch.testing.assert_close(nll(logits[0], tokens), nll(logits[1], tokens), atol=1e-4, rtol=0)
-    assert reads[0].kept() == reads[1].kept()
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_only_an_angle_that_never_changes_is_applied_once(mode):
-    read = CachedDecoder(model_of("llama"), config_of(H2O(), 1, mode))
-    assert [w.slots.keys_rotated for w in read.walks] == [mode == "stream"]
-
-
-@pytest.mark.slow("takes seconds")
-@needs_triton
-@pytest.mark.parametrize("rotated", [True, False])
-def test_kernels_for_cuda_take_either(monkeypatch, rotated):
-    """Keys that are rotated as they are written, and as they are read; in steps and in a walk."""
-    monkeypatch.setitem(choose._MODULES, DEVICE.type, cuda)
-    monkeypatch.setattr(Layout, "_compares_keys", lambda self: not rotated)
-    model, tokens = model_of("llama"), tokens_of(14)
-    reads = [CachedDecoder(model, CacheConfig(H2O(), 6, "stream"), 1, method) for method in (KERNELS, TOKEN_BY_TOKEN)]
-    logits = [torch.cat([read(x) for x in tokens.split([4, 7, 1, 1, 1], 1)], 1) for read in reads]
-    assert reads[0].walks[0].is_compiled
     torch.testing.assert_close(nll(logits[0], tokens), nll(logits[1], tokens), atol=1e-4, rtol=0)
     assert reads[0].kept() == reads[1].kept()

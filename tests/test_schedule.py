@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import random
-import time
 from collections import Counter, defaultdict
 
 from kvbench.harness.run.schedule import Schedule, Work
@@ -61,30 +60,6 @@ def ten_thousand(seed=0):
     return works, real
 
 
-def test_64_workers_are_busy_with_10000_cells():
-    works, real = ten_thousand()
-    started = time.perf_counter()
-    end, busy, loads, spans = simulated(works, real, [f"m{i // 8}" for i in range(64)])
-    assert sum(busy.values()) > 0.95 * 64 * end
-    assert sum(real) > 0.95 * 64 * end, "and not with loading"
-    assert loads < 3 * 64
-    assert Counter(work.number for *_, work in spans) == Counter(range(10_000))
-    assert time.perf_counter() - started < 50e-3 * 10_000, "the overhead that a cell may have"
-
-
-def test_groups_that_need_their_machine_have_it():
-    draw = random.Random(1)
-    real = [draw.uniform(1, 10) for _ in range(300)]
-    works = [Work(i, draw.randrange(3), s, alone=i % 10 == 0) for i, s in enumerate(real)]
-    _, _, _, spans = simulated(works, real, ["a"] * 4 + ["b"] * 4)
-    machine = {f"w{i}": "a" if i < 4 else "b" for i in range(8)}
-    for start, end, name, work in spans:
-        if work.alone:
-            beside = [s for s in spans if machine[s[2]] == machine[name] and s[3] is not work and s[0] < end and start < s[1]]
-            assert not beside
-    assert {machine[s[2]] for s in spans if s[3].alone} == {"a", "b"}
-
-
 def test_a_group_comes_after_those_whose_records_it_needs_and_those_come_early():
     works = [Work(0, "m", 1.0)] + [Work(i, "m", 5.0) for i in range(1, 20)]
     works += [Work(i, "m", 50.0, after=frozenset({0})) for i in range(20, 24)]
@@ -131,13 +106,3 @@ def test_every_group_is_measured_once_though_workers_die():
     tries = Counter(work.number for *_, work in spans)
     assert {n for n, times in tries.items() if times == 2} == {3, 77, 400}
     assert len(tries) == 500
-
-
-def test_figures_of_a_device_come_from_workers_that_have_it():
-    schedule = Schedule([Work(0, "a", 1.0, alone=True, device="H100"), Work(1, "a", 0.1)])
-    schedule.add("w0", "x", "A100")
-    schedule.add("w1", "y", "H100")
-    assert schedule.next("w0").number == 1
-    schedule.done("w0")
-    assert schedule.next("w0") is None
-    assert schedule.next("w1").number == 0

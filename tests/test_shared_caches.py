@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from functools import cache
 
 import pytest
@@ -12,24 +10,15 @@ from conftest import DEVICE, in_blocks, nll, tokens_of
 from reference import Held, lightest
 from torch import Tensor
 
-from kvbench.harness.core.errors import UserError
 from kvbench.harness.engine import probes
 from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.fastcheck import fast_method
 from kvbench.harness.engine.loop import BlockInLayers, CachedDecoder, decoder
 from kvbench.harness.engine.method import EAGER, FASTEST, TOKEN_BY_TOKEN, Method
 from kvbench.harness.engine.model import Model, UnsupportedModelError, adopt
 from kvbench.harness.engine.own_attention import own_attention
 from kvbench.harness.engine.walk import Walk
-from kvbench.harness.engine.watch import watch
-from kvbench.harness.kernels.fused import FusedStepError
-from kvbench.harness.models.config import read_config
 from kvbench.harness.models.families import tiny_model
-from kvbench.harness.models.load import load_model
-from kvbench.harness.models.selfcheck import check
-from kvbench.harness.models.shape import readable_shape, shape_of
-from kvbench.harness.run.head_table import retrieval_scores
-from kvbench.harness.tasks.attention.measure import read_recorded
+from kvbench.harness.models.shape import shape_of
 from kvbench.policies import Policy
 from kvbench.policies.adakv import AdaKV
 from kvbench.policies.criticalkv import CriticalKV
@@ -39,7 +28,6 @@ from kvbench.policies.h2o import H2O
 from kvbench.policies.keydiff import KeyDiff
 from kvbench.policies.pyramidkv import PyramidKV
 from kvbench.policies.recompute_window import RecomputeWindow
-from kvbench.policies.sink_window import SinkWindow
 from kvbench.policies.snapkv import SnapKV
 from kvbench.policies.tova import Tova
 from kvbench.policies.window import Window
@@ -89,15 +77,6 @@ def additive(mask: Tensor) -> Tensor:
 
 
 @EVERY
-def test_adopting_finds_which_layers_share_k_and_v(name):
-    model, sources = model_named(name), SOURCES[name]
-    owners = sorted(set(sources))
-    assert [owners[r.cache] for r in model.readers] == sources
-    assert [s.readers for s in model.layers] == [sources.count(owner) for owner in owners]
-    assert check(model) <= 1
-
-
-@EVERY
 @pytest.mark.parametrize(("method", "sizes"), [(EAGER, (1, 7, 60)), (TOKEN_BY_TOKEN, (7,))], ids=["eager", "token by token"])
 def test_dense_reading_gives_the_nll_of_the_models_own_forward_pass(name, method, sizes):
     model, tokens = model_named(name), tokens_of(60)
@@ -121,19 +100,6 @@ def test_under_a_window_all_layers_that_share_see_the_tokens_that_are_kept(name,
     for size in sizes:
         read = decoder(model, CacheConfig(Window(), capacity, "stream"), method=method)
         assert (in_blocks(read, tokens, size) - own).abs().max() < EXACT
-
-
-def test_sinks_are_seen_by_all_layers_that_share_them():
-    model, tokens, capacity, sinks = model_named("cla"), tokens_of(60), 9, 2
-    at = torch.arange(60, device=DEVICE)
-    age = at[:, None] - at
-    own = own_logits(model, tokens, (age >= 0) & ((age <= capacity - sinks) | (at < sinks)))
-    for size in (1, 7, 60):
-        read = decoder(model, CacheConfig(SinkWindow(sinks), capacity, "stream"))
-        assert (in_blocks(read, tokens, size) - own).abs().max() < EXACT
-
-
-Mass = Callable[[float, Tensor], float]  # of a token: before the step, and its weights in the step, [readers * G]
 
 
 def h2o_by_eager_attention(
@@ -238,23 +204,6 @@ def test_broken_by_evicting_before_the_last_layer_has_read_is_noticed(monkeypatc
     assert not h2o_agrees("cla", (1,))
 
 
-def test_broken_by_reading_blocks_layer_by_layer_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(CachedDecoder, "_reads_at_once", lambda self, tokens, valid: True)
-    with pytest.raises((AssertionError, RuntimeError, IndexError)):
-        assert h2o_agrees("cla", (10,))
-
-
-def test_broken_by_a_cache_for_every_layer_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    right = model_named("cla")
-    monkeypatch.setattr(probes, "sources", lambda hf: list(range(4)))
-    model = adopt(right.hf)
-    read = CachedDecoder(model, CacheConfig(H2O(), 9, "stream"))
-    in_blocks(read, tokens_of(40), 10)
-    kept = read.kept()
-    assert kept[0] != kept[1]
-    assert model.kv_bytes(9) == 2 * right.kv_bytes(9)
-
-
 @EVERY
 def test_k_and_v_are_counted_once(name):
     """Measured, predicted by the model's shapes, in the record's facts, and by its config."""
@@ -316,23 +265,6 @@ def test_streams_of_different_lengths_are_read_as_if_alone():
         assert [of_layer[0] for of_layer in alone.kept()] == [of_layer[stream] for of_layer in both.kept()]
 
 
-def test_only_the_logits_asked_for_come_back():
-    model, tokens = model_named("cla"), tokens_of(20)
-    everything = CachedDecoder(model, CacheConfig(H2O(), 9))(tokens)
-    for keep in ([19], [3, 7], []):
-        some = CachedDecoder(model, CacheConfig(H2O(), 9))(tokens, keep=torch.tensor(keep, dtype=torch.int64, device=DEVICE))
-        assert (some - everything[:, keep]).abs().max() < EXACT if keep else some.shape[1] == 0
-
-
-def test_a_fork_goes_on_as_its_original_would():
-    model, tokens = model_named("gemma3n"), tokens_of(40)
-    read = CachedDecoder(model, CacheConfig(H2O(), 9))
-    in_blocks(read, tokens[:, :25], 5)
-    other = read.fork([0, 0])
-    ours, theirs = (in_blocks(x, y, 5) for x, y in ((read, tokens[:, 25:]), (other, tokens[:, 25:].expand(2, -1))))
-    assert (theirs - ours).abs().max() < EXACT
-
-
 @EVERY
 def test_windows_that_are_recomputed_are_those_of_the_models_own_forward_pass(name):
     model, tokens = model_named(name), tokens_of(24)
@@ -352,65 +284,6 @@ def test_outputs_go_through_the_matrices_of_all_layers_that_read_a_cache():
             for g in range(shape.group_of_reader):
                 at = (head * shape.group_of_reader + g) * shape.value_dim
                 assert torch.equal(ours[head, place * shape.group_of_reader + g], weight[:, at : at + shape.value_dim])
-
-
-class Weights:
-    """Keeps the attention that a watcher is shown, by layer."""
-
-    def __init__(self) -> None:
-        self.of_layer: dict[int, list[Tensor]] = {}
-
-    def see_vectors(self, layer, keys, values):
-        pass
-
-    def see_chunk(self, chunk):
-        length = chunk.weights.shape[-1]
-        self.of_layer.setdefault(chunk.layer, []).append(torch.nn.functional.pad(chunk.weights, (0, 40 - length)))
-
-    def see_hidden(self, layer, hidden):
-        pass
-
-    def rows(self, layer: int) -> Tensor:
-        return torch.cat(self.of_layer[layer], 2)
-
-
-def test_attention_under_a_policy_is_shown_layer_by_layer():
-    model, tokens = model_named("cla"), tokens_of(40)
-    under, full = Weights(), Weights()
-    _, last_seen = read_recorded(model, CacheConfig(Window(), 39, "stream"), tokens, 0, under, ())
-    watch(model.hf, full, input_ids=tokens)
-    assert len(last_seen) == len(model.readers) == 4
-    for layer in range(4):
-        assert (under.rows(layer) - full.rows(layer)).abs().max() < EXACT
-
-
-def test_a_head_table_has_a_row_for_every_cache():
-    assert [len(row) for row in retrieval_scores(model_named("cla"), 8, 2)] == [2, 2]
-
-
-def test_no_kernel_serves_layers_that_share_and_the_record_says_so():
-    chosen = fast_method(model_named("cla"), CacheConfig(H2O(), 9))
-    assert (chosen.blocks, chosen.step) == ("walk", "plain")
-    assert "share K and V" in chosen.plain_because
-    chosen = fast_method(model_named("cla"), CacheConfig(Window(), 9))
-    assert chosen.blocks == "closed form"
-    assert chosen.differs <= 1
-
-
-def test_layers_of_equal_weights_do_not_share():
-    hf = tiny_model("llama").double()
-    first, second = (layer.self_attn for layer in hf.model.layers)
-    for name in ("k_proj", "v_proj"):
-        getattr(second, name).weight = getattr(first, name).weight
-    assert not adopt(hf).shares_caches
-
-
-def test_layers_whose_k_and_v_are_always_zero_do_not_share():
-    hf = tiny_model("llama").double()
-    for layer in hf.model.layers:
-        layer.self_attn.k_proj.weight.data.zero_()
-        layer.self_attn.v_proj.weight.data.zero_()
-    assert not adopt(hf).shares_caches
 
 
 def test_a_copy_of_k_and_v_is_shared_too():
@@ -440,45 +313,3 @@ def test_reuse_of_something_else_than_k_and_v_is_refused():
     hf.model.layers[1].self_attn.is_kv_shared_layer = True
     with pytest.raises(UnsupportedModelError, match="layer 1 reuses what another layer cached, but its K and V are its own$"):
         adopt(hf)
-
-
-def test_steps_of_layers_that_share_are_not_fused():
-    model = model_named("cla")
-    with pytest.raises(FusedStepError, match="share K and V"), model.fused_steps(1):
-        pass
-
-
-def config_folder(folder, **changes):
-    """A folder with the config of a small model."""
-    config = tiny_model("qwen3_shared_kv", **{**SHARED, "num_hidden_layers": 4, "kv_layers": [0, 0, 2, 2]}).config.to_dict()
-    (folder / "config.json").write_text(json.dumps(config | changes))
-    return folder
-
-
-def test_random_weights_come_in_shapes_that_share(tmp_path):
-    folder = config_folder(tmp_path)
-    model = load_model(folder / "config.json", "float32", DEVICE, random=True)
-    assert [r.cache for r in model.readers] == [0, 0, 1, 1]
-    assert readable_shape(f"random:{folder}", None).kv_bytes(9, 1, 4) == model.kv_bytes(9)
-
-
-@pytest.mark.parametrize(
-    ("layers", "message"),
-    [([0, 3, 3, 3], "layer 1 reads .* layer 3, which come after it .as in LCKV.: of model_type kv_bench_lckv they may$"),
-     ([0, 0, 1, 1], "layer 2 reads layer 1, which has no K and V of its own$"),
-     ([0, -1, 2, 3], "layer 1 reads layer -1, which has no K and V of its own$"),
-     ([0, 0], "names 2 layers, expected num_hidden_layers = 4$")],
-)  # fmt: skip
-def test_sharing_that_one_pass_can_not_compute_is_refused_in_one_line(tmp_path, layers, message):
-    with pytest.raises(UserError, match=message) as caught:
-        read_config(config_folder(tmp_path, kv_layers=layers))
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(("shape", "layers"), [("smollm2-135m-cla", 15), ("smollm2-135m-yoco", 1)])
-def test_shipped_shapes_share(shape, layers):
-    """CLA halves the caches; YOCO has one, besides 15 sliding windows."""
-    ours, plain = (readable_shape(f"random:{x}", None) for x in (shape, "smollm2-135m"))
-    window = 1024 * 15 if layers == 1 else 0
-    per_token = plain.kv_bytes(0, 1, 2) // 30
-    assert ours.kv_bytes(4095, 1, 2) == per_token * (layers * 4096 + window)

@@ -29,23 +29,11 @@ def test_too_few_streams_have_no_interval_however_many_questions():
     assert low < 0.5 < high
 
 
-def test_a_question_with_a_cache_of_its_own_is_independent():
-    assert answers([quiz("10" * 20, 40)]).ends == wilson(20, 40)
-    assert about_intervals([quiz("10" * 20, 40)]) == "95 % Wilson intervals"
-
-
 def test_streams_that_are_right_or_wrong_as_a_whole_count_as_one_question_each():
     low, high = answers([quiz(("1" * 10 + "0" * 10) * 15, 30)]).ends
     alone, apart = wilson(15, 30), wilson(150, 300)
     assert high - low == pytest.approx(alone[1] - alone[0], rel=0.1)
     assert high - low > 2.5 * (apart[1] - apart[0])
-
-
-def test_records_of_the_same_streams_have_no_more_streams_together():
-    """Every distance asks about the same lines."""
-    found = answers([quiz("10" * 50, 25), quiz("01" * 50, 25)])
-    assert (found.right, found.questions, len(found.streams)) == (100, 200, 25)
-    assert answers([quiz("10" * 50, 10), quiz("01" * 50, 10)]).ends is None
 
 
 def test_differences_are_over_streams_too():

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-import json
-
 import pytest
-import torch
 from conftest import bench_in
 from test_pretrain import trained
 
-from kvbench.harness.models.load import load_model, load_tokenizer
 from kvbench.harness.records import RecordStore
 from kvbench.harness.report.sections import over_steps, section
 
@@ -38,22 +33,6 @@ def test_keeping_models_does_not_change_training(made):
     assert final[0] == final[1]
 
 
-def test_kept_models_are_those_of_their_steps(made):
-    folder, _, _ = made
-    assert sorted(p.name for p in (folder / "kept/models").iterdir()) == KEPT
-    assert not (folder / "plain/models").exists()
-    models = [load_model(folder / "kept/models" / name, "float32", torch.device("cpu")) for name in KEPT]
-    assert all(model.check <= 1 for model in models)
-    final = load_model(folder / "kept/model", "float32", torch.device("cpu")).hf.state_dict()
-    weights = [model.hf.state_dict() for model in models]
-    assert all(torch.equal(final[k], weights[-1][k]) for k in final)
-    embeddings = [w["model.embed_tokens.weight"] for w in weights]
-    assert not any(torch.equal(a, b) for a, b in itertools.pairwise(embeddings))
-    assert load_tokenizer(folder / "kept/models" / KEPT[0])("a word")["input_ids"]
-    stored = json.loads((folder / "kept/models" / KEPT[0] / "config.json").read_text())
-    assert stored["dtype"] == "float16"
-
-
 def test_a_folder_of_models_is_measured_and_drawn_over_steps(made, tmp_path):
     folder, _, _ = made
     settings = ["data=prose", "tokens=64", "samples=2", "capacity=16"]
@@ -73,7 +52,3 @@ def test_a_folder_of_models_is_measured_and_drawn_over_steps(made, tmp_path):
     assert len([v for v in points if v["figure"] == "perplexity"]) == 2 * len(KEPT)
     assert "## sinks-emerge: over training steps" in section(records[0], records).text
     assert "<svg" in chart.svg("light")
-
-
-def test_without_kept_models_there_is_no_curve():
-    assert over_steps("any", []) == []

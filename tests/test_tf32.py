@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-from pathlib import Path
 
 import pytest
 import torch
 
-from kvbench.harness.core.device import allows_tf32, use_full_float32
-from kvbench.harness.core.packed import content
+from kvbench.harness.core.device import allows_tf32
 from kvbench.harness.models.load import load_model
-from kvbench.harness.records import RecordStore
 from kvbench.harness.run import machine
 from kvbench.harness.run.request import RunRequest
 
-ROOT = Path(__file__).parents[1]
 CUDA = torch.device("cuda")
 
 
@@ -40,12 +36,6 @@ def test_loading_a_model_onto_a_gpu_turns_it_off(allowed, model_dir):
     assert allows_tf32(CUDA) is False
 
 
-def test_a_cpu_has_no_such_setting(allowed):
-    use_full_float32(torch.device("cpu"))
-    assert torch.get_float32_matmul_precision() == "high"
-    assert allows_tf32(torch.device("cpu")) is None
-
-
 @pytest.mark.slow("measures suites")
 @pytest.mark.parametrize("state", [None, True, False])
 def test_the_record_says_whether_it_is_allowed(tmp_path, monkeypatch, state):
@@ -60,11 +50,3 @@ def test_the_record_says_whether_it_is_allowed(tmp_path, monkeypatch, state):
     facts = json.loads(file.read_text())["facts"]
     assert record.facts.tf32 is state
     assert facts.get("tf32", "absent") == ("absent" if state is None else state)
-
-
-def test_records_of_before_are_rewritten_byte_for_byte(tmp_path):
-    files = list(RecordStore(ROOT / "leaderboard/baselines/quickstart").files())
-    assert files
-    for file, record in files:
-        assert record.facts.tf32 is None
-        assert RecordStore(tmp_path).write(record).read_bytes() == content(file)

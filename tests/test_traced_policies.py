@@ -11,18 +11,18 @@ from factories import MODES, needs_compiler, needs_triton, slots_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from traced_policies import PLAIN, WRITTEN, Mixed
+from traced_policies import PLAIN, WRITTEN
 
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import KERNELS, TOKEN_BY_TOKEN
 from kvbench.harness.engine.rotary import Rotation, rotate
 from kvbench.harness.engine.rows import Rows, Windows
-from kvbench.harness.engine.slots import Budget, LayerShape, Slots
-from kvbench.harness.kernels import choose, cpu, cuda, states
+from kvbench.harness.engine.slots import LayerShape, Slots
+from kvbench.harness.kernels import cpu, cuda
 from kvbench.harness.kernels.expressions import NotTraceableError
-from kvbench.harness.kernels.tracing import TRITON, traced
-from kvbench.policies import Attention, AttentionSum, KeyNorm, Policy, Statistic, Written
+from kvbench.harness.kernels.tracing import traced
+from kvbench.policies import Attention, AttentionSum, Policy, Statistic, Written
 from kvbench.policies.h2o import H2O
 from kvbench.policies.random import Random
 from kvbench.policies.sink_window import SinkWindow
@@ -62,13 +62,6 @@ def check_decoders(
 )
 def test_several_statistics_are_compiled(policy, capacity, every, sizes, streams, mode, family):
     check_decoders(policy, capacity, [*sizes, 1], streams, mode, family, every)
-
-
-@pytest.mark.slow("takes seconds")
-@needs_triton
-def test_several_statistics_in_triton(monkeypatch):
-    monkeypatch.setitem(choose._MODULES, DEVICE.type, cuda)
-    check_decoders(Mixed(), 6, [5, 6, 1, 1], 1, "cache")
 
 
 class Layer(NamedTuple):
@@ -243,38 +236,6 @@ def test_evicting_the_tokens_that_are_worth_infinitely_much_takes_the_oldest(eve
     check_layer(Layer(Everything(), 4, every, "cache", 0), cpu, [9, 1, 1, 1, 1, 1, 4])
 
 
-def test_kernels_for_cuda_evict_one_token_at_a_time():
-    slots = Layer(H2O(1), 4, 3, "cache", 0).slots()
-    assert cuda.ReleaseKernel.from_slots(slots) is None
-    assert cuda.WalkKernel.from_slots(slots, "cache", LIMIT, None) is None
-    assert cuda.why_unserved(slots) == "no kernel for CUDA evicts 3 tokens at once"
-
-
-@needs_compiler
-def test_a_layer_with_a_sliding_window_is_walked_plainly_if_several_are_evicted_at_once():
-    layer = Layer(H2O(1), 4, 3, "cache", 0)
-    shape = LayerShape(2, 2, 8, 8, layer.rotation(), 16)
-    slots = slots_for(shape, CacheConfig(H2O(1), 4, evict=3), [0], 1)
-    found = choose.kernels_for(slots, "cache", LIMIT, None)
-    assert (found.walk, found.release, found.lost) == (None, None, "")
-    if DEVICE.type == "cpu":
-        assert found.plain_because == "no kernel evicts 3 tokens at once from a layer with a sliding window"
-
-
-@needs_compiler
-def test_slots_that_no_kernel_serves_say_why():
-    uneven, several = Layer(H2O(1), 4, 1, "cache", 0).slots(), Layer(H2O(1), 4, 1, "cache", 0).slots()
-    uneven.budget, uneven.uneven = Budget(4, floor=1), True
-    several.tensors.states[KeyNorm()] = torch.zeros(4, 5)  # for heads with another budget, of a prompt that is read
-    for slots, why in (
-        (uneven, "heads that hold different numbers of tokens have no kernel"),
-        (several, "no kernel keeps the statistics of several budgets"),
-    ):
-        found = choose.kernels_for(slots, "cache", LIMIT, None)
-        assert (found.walk, found.release, found.plain_because) == (None, None, why)
-        assert found.step is not None
-
-
 def made(importance, *statistics: Statistic) -> Policy:
     """A policy of scope slot."""
     return type("Made", (Policy,), {"statistics": statistics, "importance": lambda self, view: importance(view)})()
@@ -365,18 +326,3 @@ def test_dtypes_and_operators_mean_what_they_mean_in_pytorch(rule):
     policy = made(lambda view: view.state(policy.statistics[0]), Value())
     for module, sizes in ((cpu, [4, 9, 1, 1]), (cuda, [4, 4, 1])):
         check_layer(Layer(policy, 5, 1, "stream", 0, heads=1, group=1), module, sizes)
-
-
-def test_first_values_that_are_constants_take_no_memory():
-    slots = Layer(Mixed(), 5, 1, "cache", 0).slots()
-    rows = Rows(slots, slots.num_slots)
-    assert states.widths_of(rows) == (3, 3, 3, 1, 1, 1, 2, 2)
-    first = states.first_values(rows, None, 1000)
-    assert (first.shape, first.stride()[:2]) == ((4, 1000, 8), (0, 0))
-    assert first[0, 0].tolist() == [0, 0, 0, 0, 0, 0, 0.125, 0.125]
-
-
-def test_what_is_read_is_known():
-    formulas = traced(Mixed(), TRITON)
-    assert formulas.reads == {"state", "mass", "most", "position", "prompt"}
-    assert formulas.updates[:3] == ("state[0]", "state[1]", "state[2]")

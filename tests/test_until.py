@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,18 +12,16 @@ from factories import cell_record
 from interval_coverage import PROCESSES, RUN, coverage_of_looks
 
 from kvbench.harness.core import intervals
-from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.intervals import interval, look_lengths
 from kvbench.harness.data.stream import TokenStream
 from kvbench.harness.engine.decoder import CacheConfig
 from kvbench.harness.engine.method import EAGER
 from kvbench.harness.records import RecordStore
 from kvbench.harness.report.pairing import common_tokens, on_common, paired, perplexity
-from kvbench.harness.report.sections import section
 from kvbench.harness.report.verify import problems
 from kvbench.harness.run.request import RunRequest
 from kvbench.harness.tasks.perplexity import Perplexity, PerplexityOptions, schema
-from kvbench.harness.tasks.task import Job, MeasurementError
+from kvbench.harness.tasks.task import Job
 from kvbench.policies.recompute_window import RecomputeWindow
 from kvbench.policies.window import Window
 
@@ -83,15 +80,6 @@ def plain(difference, tokens: int, looks: int):
     after_filling = 2 * SPAN  # the first run that begins after the first 129 tokens
     runs = difference[after_filling : (tokens + 1) // SPAN * SPAN].astype(np.float64).reshape(-1, SPAN).sum(1)
     return interval(runs, np.full(len(runs), float(SPAN)), SPAN, CAPACITY, looks)
-
-
-def test_looks_are_at_doubling_lengths_from_the_shortest_that_has_an_interval_to_the_limit():
-    assert look_lengths(TOKENS, CAPACITY) == LOOKS
-    assert look_lengths(100_000, 128) == [50_000, 100_000]
-    assert look_lengths(100_000, 1_024) == [50_000, 100_000]
-    assert look_lengths(100_000, 1_500) == [100_000]
-    assert look_lengths(1_000, 128) == [1_000]
-    assert interval(np.zeros(2000) + DRAW.normal(size=2000), np.full(2000, 32.0), 32, 128).low is not None
 
 
 def rounded(x):
@@ -166,25 +154,6 @@ def test_cells_of_unequal_length_are_compared_on_what_both_read(base, tmp_path):
     assert perplexity(short).half_width is not None
 
 
-def test_the_page_says_how_far_each_was_read(base, tmp_path):
-    made, _ = measured(WORSE, options_of(1e-9), tmp_path, reference=base)
-    text = section(made, [base]).text
-    assert "tokens read" in text
-    assert "262,144 (limit)" in text
-    assert "corrected for 4 planned looks" in text
-
-
-def test_dense_is_no_reference_past_the_training_length(tmp_path):
-    with pytest.raises(MeasurementError, match="trend past its training length of 512"):
-        measured(WORSE, options_of(0.1, "dense"), tmp_path, training_length=512)
-
-
-def test_without_figures_of_its_reference_a_cell_fails(tmp_path):
-    failed = cell_record({}, status="failed", policy="recompute_window", task={"name": "perplexity"})
-    with pytest.raises(MeasurementError, match="recompute_window failed"):
-        measured(WORSE, options_of(0.1), tmp_path, reference=failed)
-
-
 SUITE = """
 suite: until
 version: 1
@@ -239,43 +208,3 @@ def test_looks_are_verified_from_the_traces_and_the_reference(short_blocks, tmp_
     value = json.loads(store.path(record).read_text())
     value["metrics"]["tokens_read"] -= 1
     assert problems(type(record).from_json(value), folder) != []
-
-
-def test_a_listed_reference_is_no_second_cell(short_blocks, tmp_path):
-    path = tmp_path / "until.yaml"
-    path.write_text(SUITE.replace("HALF", "0.1").replace("POLICIES", "dense, recompute_window"))
-    cells = RunRequest(str(path)).cells()
-    assert [c.name for c in cells] == ["recompute_window", "h2o", "dense"]
-    assert [c.reference is None for c in cells] == [True, False, True], "nothing bounds dense, so it is read to the end"
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("{interval: 0}", "until"), ("{interval: 0.1, reference: h2o}", "until"), ("{widt: 1}", "until"),
-        ("{interval: 0.1}", "until needs more than 32,000 tokens"),
-    ],
-)  # fmt: skip
-def test_mistakes_are_reported(given, message, tmp_path):
-    path = tmp_path / "until.yaml"
-    path.write_text(SUITE.replace("{interval: HALF}", given).replace("POLICIES", "dense"))
-    with pytest.raises(UserError, match=message):
-        RunRequest(str(path)).cells()
-
-
-def test_streams_side_by_side_are_not_read_on():
-    with pytest.raises(ValueError, match="leave out streams"):
-        PerplexityOptions(tokens=65_536, streams=2, until={"interval": 0.1})
-
-
-def test_a_look_is_verified_where_the_last_text_has_no_scored_token(tmp_path, monkeypatch):
-    texts = (("empty", 1), ("a", 1), ("b", 90_001), ("one token, off the stride", TOKENS))
-    monkeypatch.setitem(globals(), "TEXT", replace(TEXT, starts=texts))
-    options = options_of(1e-9, stride=4)
-    reference, _ = measured(BASE, options, tmp_path, RecomputeWindow())
-    (tmp_path / f"{reference.stem}.json").write_text(json.dumps(reference.as_json()))
-    made, _ = measured(WORSE, options, tmp_path, RecomputeWindow(), reference)
-    made.cell = made.cell.model_copy(update={"policy": "recompute_window"})
-    figures = Perplexity.from_trace(made, tmp_path / "window.nll.npy")
-    assert made.metrics.texts.tokens[::3] == [0, 0]
-    assert figures["looks"] == made.metrics.looks.model_dump()

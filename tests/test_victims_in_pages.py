@@ -16,13 +16,11 @@ from kvbench.harness.core.codec import Codec
 from kvbench.harness.core.evict import Pages
 from kvbench.harness.core.plugins import policy_class
 from kvbench.harness.engine.decoder import CacheConfig
-from kvbench.harness.engine.fastcheck import fast_method
 from kvbench.harness.engine.loop import CachedDecoder
 from kvbench.harness.engine.method import EAGER, FASTEST, TOKEN_BY_TOKEN
 from kvbench.policies.h2o import H2O
 from kvbench.policies.random import Random
 from kvbench.policies.sink_window import SinkWindow
-from kvbench.policies.window import Window
 
 LENGTH = 44
 HEADS_DIFFER = ["adakv", "duo_attention", "headkv", "pyramidkv"]  # how much they hold, even without a prompt
@@ -124,21 +122,3 @@ def test_pages_go_from_a_coded_cache():
     reads = [CachedDecoder(model, config) for _ in range(2)]
     torch.testing.assert_close(*(in_blocks(read, tokens_of(60), size) for read, size in zip(reads, (1, 7), strict=True)))
     assert reads[0].kv_bytes == model.kv_bytes(16 + 7, 1, config.kv)
-
-
-def test_no_closed_form_and_no_kernel_reads_them_and_the_record_says_so():
-    check = fast_method(model_of("llama"), CacheConfig(Window(), 16, evict=Pages(4)))
-    assert (check.blocks, check.plain_because, check.refused) == ("walk", "no kernel evicts whole pages", "")
-
-
-@pytest.mark.parametrize("name", HEADS_DIFFER)
-def test_heads_that_hold_different_numbers_of_tokens_are_refused(name, policies):
-    with pytest.raises(ValueError, match="whole pages go from heads that keep as many"):
-        CachedDecoder(model_of("llama"), CacheConfig(policies[name], 12, evict=Pages(4)))
-
-
-def test_other_mistakes_are_one_line():
-    with pytest.raises(ValueError, match="14 tokens don't make up whole pages of 4"):
-        CacheConfig(H2O(), 14, evict=Pages(4))
-    with pytest.raises(ValueError, match="sliding window keeps 15 tokens, which don't make up pages of 4"):
-        CachedDecoder(model_of("mistral"), CacheConfig(H2O(), 24, evict=Pages(4)))

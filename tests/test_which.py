@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +12,6 @@ from conftest import bench
 from factories import edit
 from test_closing import answered, measured
 
-from kvbench.harness.core.errors import UserError
 from kvbench.harness.core.intervals import MIN_BLOCKS
 from kvbench.harness.report.which import which
 from kvbench.harness.run import which as choosing
@@ -22,7 +21,6 @@ from kvbench.harness.suite import Cell, load
 
 WISH = Wish("builtin:recall", 96, 10.0, None, "cpu", "float32")
 UNREAD = SimpleNamespace(measured=lambda metrics: None)  # a record without answers
-CORE = {"dense", "sink_window", "random", "h2o"}
 
 
 @dataclass
@@ -83,15 +81,6 @@ def cells(tmp_path):
     return chosen(Scripted(0.02), tmp_path)[0]
 
 
-def test_the_most_telling_cells_come_first_and_latency_last(cells):
-    assert {cell.name for cell in cells[:4]} == CORE
-    assert cells[0].name == "dense"
-    assert {(cell.task.name, cell.evict, cell.task.prompt) for cell in cells[:4]} == {("perplexity", 1, None)}
-    latency = [cell.task.name == "latency" for cell in cells]
-    assert latency == sorted(latency)
-    assert any(latency)
-
-
 @pytest.mark.parametrize("slowdown", [0.3, 1.0, 5.0])
 def test_it_ends_in_time_on_a_slow_machine_and_measures_more_on_a_fast_one(cells, slowdown):
     until = 600.0
@@ -107,49 +96,12 @@ def test_it_ends_in_time_on_a_slow_machine_and_measures_more_on_a_fast_one(cells
     assert bool(deadline.notes) == (len(done) < len(cells))
 
 
-def test_no_policy_is_measured_where_dense_did_not_fit(cells):
-    """Loading counts for the first cell, dense's: a later one alone would fit, but has nothing to be compared with."""
-    seconds = Scripted(0.02).estimates(cells[:1])[0].seconds
-    done, deadline = run(cells, Scripted(0.02, load_seconds=seconds), 1.5 * seconds)
-    assert not [cell for cell in done if cell.task.name == "perplexity" and cell.task.prompt is None]
-    assert deadline.notes
-
-
-def test_latency_has_its_time_unless_it_takes_more_than_a_tenth(cells):
-    for speed, is_measured in ((0.02, True), (0.5, False)):
-        done, _ = run(cells, Scripted(speed), 2000.0)
-        assert any(cell.task.name == "latency" for cell in done) == is_measured
-
-
 def test_without_time_nothing_is_measured_and_there_is_an_answer(tmp_path, capsys, monkeypatch):
     slow = Scripted(1e9)
     monkeypatch.setattr(Estimator, "estimates", lambda self, cells: slow.estimates(cells))
     code, out, _ = bench(capsys, "which", "builtin:recall", "--budget", 96, "--minutes", 0.1, "--results", tmp_path)
     assert code == 0
     assert out.strip().startswith("builtin:recall, 96 tokens: no policy was measured in this time.")
-
-
-def test_what_can_not_be_answered_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"--budget 480: builtin:recall was trained on 528 tokens, .*; give at most 464"):
-        suite_for(replace(WISH, budget=480), Scripted(1e-3), 600.0)
-    (tmp_path / "short.txt").write_text("A short text.\n" * 10)
-    with pytest.raises(UserError, match=r"leave out --data"):
-        suite_for(replace(WISH, data=str(tmp_path)), Scripted(1e-3), 600.0)
-
-
-def test_a_short_text_has_fewer_streams(tmp_path):
-    (tmp_path / "short.txt").write_text("A short text.\n" * 300)
-    cells, notes = chosen(Scripted(1e-6), tmp_path, replace(WISH, data=str(tmp_path)))
-    assert 1 <= text_streams(cells) < MIN_BLOCKS
-    assert notes
-
-
-def test_a_budget_is_a_number_of_tokens(capsys):
-    for given in ("25%", "0", "64MiB"):
-        code, _, err = bench(capsys, "which", "builtin:recall", "--budget", given)
-        assert code == 2
-        assert f"{given}: expected tokens that a KV head keeps, such as 1024, not a share or bytes" in err
-        assert err.count("\n") == 1
 
 
 @pytest.fixture
@@ -188,21 +140,6 @@ def test_it_ends_in_a_sentence_a_table_and_a_page_and_resumes(small, tmp_path, c
     assert suite.read_text() == kept
 
 
-@pytest.mark.slow("measures suites")
-@pytest.mark.filterwarnings("ignore")
-def test_what_dense_can_not_answer_is_left_out(small, tmp_path, capsys, monkeypatch):
-    """Then no policy is measured with it, and a sentence says so."""
-    monkeypatch.setattr(choosing, "FLOOR", 1.1)
-    command = ["which", "builtin:recall", "--budget", 96, "--minutes", 10, "--results", tmp_path, "--device", "cpu"]
-    code, out, err = bench(capsys, *command)
-    assert code == 0
-    for kind in ("once", "needle"):
-        assert f"Dense answers 100 % of kvbench_{kind} right, so its answers say little about policies: left out." in err
-    asked = {file.name.partition("-")[0] for file in tmp_path.rglob("*.samples.jsonl*")}
-    assert asked == {"dense"}
-    assert "once" not in out.splitlines()[0]
-
-
 def test_a_policy_that_leads_everywhere_is_the_answer():
     text = [measured("dense", 1.9, None), measured("h2o", 2.0), measured("window", 3.0)]
     found = which(text, "m", 8)
@@ -219,16 +156,3 @@ def test_where_none_leads_everywhere_each_has_its_own():
     assert which([*text, *questions], "m", 8).sentence == (
         "m, 8 tokens: no policy leads in everything. Leaders at 95 % confidence: text: h2o; StreamEval, seen: window."
     )
-
-
-def test_without_intervals_nothing_is_claimed():
-    short = [measured(p, n, tokens=1024) for p, n in (("h2o", 2.0), ("window", 3.0))]
-    assert "no policy is better" not in which(short, "m", 8).sentence
-    few = [edit(record, cell={"task": record.cell.as_json()["task"] | {"streams": 3}}) for record in short]
-    assert "3 streams: too short for an interval" in which(few, "m", 8).sentence
-
-
-def test_a_task_that_few_policies_were_measured_with_is_named():
-    text = [measured(p, n) for p, n in (("h2o", 2.0), ("window", 3.0))]
-    question = edit(answered("h2o", "1" * 200), cell={"evict": "prompt"})
-    assert "In StreamEval, seen, only 1 of 2 policies were measured." in which([*text, question], "m", 8).sentence
