@@ -36,8 +36,8 @@ test: .venv/ready  ## all tests, and that what microbench times still runs
 	$(BIN)/python -m pytest -n auto --dist worksteal -m 'not alone' --durations=25 --benchmark-disable tests tests/benchmarks/bench_inner.py
 	$(BIN)/python -m pytest -m alone $$(grep -l mark.alone tests/test_*.py)
 
-test-fast: .venv/ready  ## in a minute: the first case of each test, without those marked slow, alone or browser
-	$(BIN)/python -m pytest -n auto -m 'not alone and not browser' --fast
+test-fast: .venv/ready  ## in a minute: what is marked fast and not slow
+	$(BIN)/python -m pytest -n auto -m 'fast and not slow and not alone'
 
 lint: .venv/ready
 	$(BIN)/ruff check .

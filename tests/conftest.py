@@ -9,7 +9,6 @@ import io
 import os
 import subprocess
 import sys
-from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -41,7 +40,6 @@ torch.set_num_threads(1)  # faster for tiny models
 use_full_float32(DEVICE)
 settings.register_profile("default", deadline=None, derandomize=True)
 settings.load_profile("default")
-LEFT_OUT = pytest.StashKey[dict[str, int]]()  # cases that --fast leaves out, by reason
 
 
 def pytest_sessionstart() -> None:
@@ -57,39 +55,12 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--fast", action="store_true", help="run the first case of each test function, and no test marked slow")
+    parser.addoption("--fast", action="store_true", help="leave out what is marked slow")
 
 
-@pytest.hookimpl(trylast=True)  # after -m and -k
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.option.fast:
-        return
-    reasons, functions = {}, set()
-    for item in items:
-        function = item.nodeid.partition("[")[0]
-        if slow := item.get_closest_marker("slow"):
-            reasons[item] = f"slow: {slow.args[0]}"
-        elif function in functions:
-            reasons[item] = "further cases of a function"
-        else:
-            functions.add(function)
-    items[:] = [item for item in items if item not in reasons]
-    config.hook.pytest_deselected(items=list(reasons))
-    config.stash[LEFT_OUT] = dict(Counter(reasons.values()))
-    if hasattr(config, "workeroutput"):
-        config.workeroutput["left_out"] = config.stash[LEFT_OUT]
-
-
-@pytest.hookimpl(optionalhook=True)  # of pytest-xdist, whose workers all leave out the same
-def pytest_testnodedown(node: Any) -> None:
-    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", {})
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if left_out := config.stash.get(LEFT_OUT, None):
-        terminalreporter.section(f"--fast left out {sum(left_out.values())} cases, which `make test` runs", "-")
-        for reason, count in sorted(left_out.items(), key=lambda entry: -entry[1]):
-            terminalreporter.write_line(f"{count:5} {reason}")
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.fast and not config.option.markexpr:
+        config.option.markexpr = "not slow and not alone and not browser"
 
 
 @cache

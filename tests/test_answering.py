@@ -28,6 +28,8 @@ from kvbench.policies.h2o import H2O
 from kvbench.policies.recompute_window import RecomputeWindow
 from kvbench.policies.window import Window
 
+pytestmark = pytest.mark.fast
+
 
 @pytest.fixture(scope="module")
 def tokenizer(model_dir):

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.fast
+
+
 ROOT = Path(__file__).parents[1]
 # What each package may import besides itself, including lazy imports and imports for types. Layers are in order: a package may
 # import only what is above it. `kvbench` is the top package itself, for its version.

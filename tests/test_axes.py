@@ -28,6 +28,9 @@ from kvbench.policies import Composed
 from kvbench.policies.h2o import H2O
 from kvbench.policies.sink_window import SinkWindow
 
+pytestmark = pytest.mark.fast
+
+
 MODEL = "builtin:sink_2"
 GOOD = f"""suite: mine
 version: 1

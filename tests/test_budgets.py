@@ -24,6 +24,9 @@ from kvbench.policies.dense import Dense
 from kvbench.policies.h2o import H2O
 from kvbench.policies.random import Random
 
+pytestmark = pytest.mark.fast
+
+
 LENGTH, CAPACITY = 44, 9
 DOUBLE = torch.float64
 

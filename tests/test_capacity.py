@@ -7,6 +7,8 @@ from conftest import bench, model_of
 
 from kvbench.harness.run import reading
 
+pytestmark = pytest.mark.fast
+
 
 def test_a_cache_that_can_not_fit_is_refused_before_anything_is_measured(capsys, tmp_path, monkeypatch, model_dir, text_dir):
     monkeypatch.chdir(tmp_path)

@@ -20,6 +20,9 @@ from kvbench.harness.report.pairing import Common, on_common, strided_tokens
 from kvbench.harness.report.sections import headline, section
 from kvbench.harness.report.task_charts import over_the_stream
 
+pytestmark = pytest.mark.fast
+
+
 STRIDE, TOKENS = 16, 20_000
 WANTED = scored_mask(TOKENS + 1, 1, STRIDE)
 NLL = np.random.default_rng(1).gamma(2, 1, TOKENS + 1).astype(np.float32)

@@ -18,6 +18,8 @@ from kvbench.harness.report.sections import section_key
 from kvbench.harness.report.shares import paired_shares, shares
 from kvbench.harness.report.task import judge_interval
 
+pytestmark = pytest.mark.fast
+
 
 def shifted(nll: float, by: float):
     """The same noise, with a slightly higher mean."""

@@ -26,6 +26,9 @@ from kvbench.policies.dense import Dense
 from kvbench.policies.triattention import TriAttention
 from kvbench.policies.window import Window
 
+pytestmark = pytest.mark.fast
+
+
 CAPACITY, PROMPT, LENGTH, DOUBLE = 16, 44, 64, torch.float64
 NAMES = evicting()
 every_policy = pytest.mark.parametrize("name", NAMES)
@@ -122,8 +125,7 @@ def test_tokens_one_by_one_are_a_block_also_where_the_slots_attended_grow(capaci
 
 
 @every_policy
-@pytest.mark.parametrize("evict", [1, "prompt"])
-def test_where_everything_fits_it_is_dense(name, evict, policies):
+def test_where_everything_fits_it_is_dense(name, policies):
     """Budgets that differ: at a capacity at which the smallest is the whole text."""
     policy, tokens = policies[name], tokens_of(LENGTH, 2)
     if name == "duo_attention":
@@ -132,10 +134,10 @@ def test_where_everything_fits_it_is_dense(name, evict, policies):
         policy = replace(policy, threshold=1.1)  # no head is lazy, and none can do with a part
     capacity = next(c for c in range(LENGTH, 100 * LENGTH, LENGTH) if smallest(policy, c) >= LENGTH)
     _, expected = read_all(CacheConfig(Dense()), tokens, 16, prompt=PROMPT)
-    if evict != "prompt" and not policy.outcome:
-        _, logits = read_all(config_of(policy, evict, capacity), tokens, 16)
+    if not policy.outcome:
+        _, logits = read_all(config_of(policy, 1, capacity), tokens, 16)
         torch.testing.assert_close(logits[:, PROMPT - 1 :], expected, atol=1e-5, rtol=0)
-    _, logits = read_all(config_of(policy, evict, capacity), tokens, 16, prompt=PROMPT)
+    _, logits = read_all(config_of(policy, "prompt", capacity), tokens, 16, prompt=PROMPT)
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
 
 
@@ -151,25 +153,23 @@ def smallest(policy: Policy, capacity: int) -> int:
 
 
 @every_policy
-@pytest.mark.parametrize("evict", [1, 5])
-def test_steps_after_a_prompt_keep_the_total(name, evict, policies):
+def test_steps_after_a_prompt_keep_the_total(name, policies):
     """With budgets that are an outcome, every head grows by one token a step."""
     policy, tokens = policies[name], tokens_of(LENGTH, 2)
-    read = CachedDecoder(model_of("llama", DOUBLE), config_of(policy, evict), 2)
+    read = CachedDecoder(model_of("llama", DOUBLE), config_of(policy, 5), 2)
     read.read_prompt(tokens[:, :PROMPT], 16, once=True)
     start = numbers_kept(read)
     for step in range(1, 1 + LENGTH - PROMPT):
         assert read(tokens[:, PROMPT + step - 1 : PROMPT + step]).isfinite().all()
-        more = step if policy.outcome else step % evict
+        more = step if policy.outcome else step % 5
         for stream in range(2):
             total = sum(sum(layer[stream]) for layer in numbers_kept(read))
             assert total == sum(sum(layer[stream]) for layer in start) + more * LAYERS * HEADS
 
 
 @every_policy
-@pytest.mark.parametrize("evict", [5, "prompt"])
-def test_streams_side_by_side_are_each_alone(name, evict, policies):
-    tokens, config = tokens_of(LENGTH, 2), config_of(policies[name], evict)
+def test_streams_side_by_side_are_each_alone(name, policies):
+    tokens, config = tokens_of(LENGTH, 2), config_of(policies[name], 5)
     both, logits = read_all(config, tokens, 16, prompt=PROMPT)
     for stream in range(2):
         alone, expected = read_all(config, tokens[stream : stream + 1], 16, prompt=PROMPT)
@@ -197,11 +197,9 @@ def test_what_is_in_a_file_is_part_of_a_cell_and_a_changed_file_is_refused(polic
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not policy_class(name).outcome])
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-@pytest.mark.parametrize("evict", [1, 5])
-def test_the_memory_task_expects_the_bytes_that_are_allocated(name, family, evict, policies):
-    """Whatever the budgets, with and without a sliding window."""
-    model, config = model_of(family), config_of(policies[name], evict)
+def test_the_memory_task_expects_the_bytes_that_are_allocated(name, policies):
+    """Whatever the budgets, under layers with a sliding window and without."""
+    model, config = model_of("gemma2"), config_of(policies[name], 5)
     read = CachedDecoder(model, config, 3)
     read.reserve(LENGTH)
     assert read.kv_bytes == _kv_bytes(model, config, LENGTH, 3)

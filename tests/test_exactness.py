@@ -28,6 +28,8 @@ from kvbench.policies.recompute_window import RecomputeWindow
 from kvbench.policies.sink_window import SinkWindow
 from kvbench.policies.window import Window
 
+pytestmark = pytest.mark.fast
+
 
 def own_forward(family: str, tokens: torch.Tensor) -> torch.Tensor:
     """The Hugging Face model's own logits."""

@@ -23,6 +23,9 @@ from kvbench.policies.random import Random
 from kvbench.policies.sink_window import SinkWindow
 from kvbench.policies.window import Window
 
+pytestmark = pytest.mark.fast
+
+
 CAPACITIES = [4, 5, 9, 16, 24]  # few, because a compiler builds a walk for each
 
 

@@ -17,6 +17,9 @@ from kvbench.harness.report import gate, gate_times
 from kvbench.harness.report.gate_times import learn_bands
 from kvbench.harness.run.request import RunRequest
 
+pytestmark = pytest.mark.fast
+
+
 SUITE = """
 suite: gate
 version: 1

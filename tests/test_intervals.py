@@ -14,6 +14,9 @@ from statsmodels.tsa.stattools import acf
 from kvbench.harness.core.intervals import MIN_BLOCK_TOKENS, MIN_BLOCKS, clustered, clustered_share, interval, wilson
 from kvbench.harness.report.pairing import perplexity
 
+pytestmark = pytest.mark.fast
+
+
 SHORTEST_TEXT = MIN_BLOCKS * MIN_BLOCK_TOKENS
 
 

@@ -29,6 +29,9 @@ from kvbench.harness.tasks.trace.schema import TraceOptions
 from kvbench.harness.tasks.turns import Turns, TurnsOptions
 from kvbench.policies.dense import Dense
 
+pytestmark = pytest.mark.fast
+
+
 CPU = torch.device("cpu")
 
 

@@ -19,6 +19,9 @@ from kvbench.harness.models.families import tiny_model
 from kvbench.harness.models.hub import model_directory
 from kvbench.harness.models.load import load_model, load_tokenizer
 
+pytestmark = pytest.mark.fast
+
+
 CPU = torch.device("cpu")
 
 

@@ -45,6 +45,9 @@ from kvbench.policies.h2o import H2O
 from kvbench.policies.recompute_sink_window import RecomputeSinkWindow
 from kvbench.policies.sink_window import SinkWindow
 
+pytestmark = pytest.mark.fast
+
+
 META = torch.device("meta")
 VOCABULARY, CAPACITY, LIMIT = 96, 8, 12
 MODES = ["cache", "stream", "clamped"]
@@ -199,10 +202,9 @@ def test_a_prompt_that_is_evicted_once(policy, mode):
 
 
 @pytest.mark.parametrize("name", [name for name in evicting() if name not in DECIDED_BY_THE_PROMPT])
-@pytest.mark.parametrize("evict", [5, "prompt"])
-def test_every_cadence_with_a_prompt(name, evict, policies):
+def test_every_cadence_with_a_prompt(name, policies):
     """Tables of budgets are made by the host, which copies them, and waits for nothing."""
-    read = CachedDecoder(meta_model("llama"), CacheConfig(policies[name], 12, limit=LIMIT, evict=evict), 2)
+    read = CachedDecoder(meta_model("llama"), CacheConfig(policies[name], 12, limit=LIMIT, evict=5), 2)
     with nullcontext() if name in HAS_A_TABLE else OnlyDevice():
         read.read_prompt(tokens_of(20), 16, once=True)
         read(tokens_of(1))  # a table that steps need moves to the device once
@@ -333,16 +335,15 @@ def test_where_the_host_waits_by_design(waits, policy):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("capacity", [CAPACITY, 40])
-def test_bytes_are_those_of_the_formula(family, dtype, capacity):
+def test_bytes_are_those_of_the_formula(family, capacity):
     """2 (K and V) x layers x streams x KV heads x (slots kept + 1) x head dim x bytes; a window of 16 keeps 15."""
-    model = meta_model(family, dtype)
+    model = meta_model(family, torch.bfloat16)
     heads = 4 if family == "gpt_neox" else 2
     kinds = getattr(model.hf.config, "layer_types", None) or ["full_attention"] * 2
     slots = sum((min(capacity, 15) if kind == "sliding_attention" else capacity) + 1 for kind in kinds)
     read = decoder(model, config_of(H2O(), capacity=capacity), 3)
-    assert read.kv_bytes == 2 * 3 * heads * slots * 16 * dtype.itemsize == model.kv_bytes(capacity, 3)
+    assert read.kv_bytes == 2 * 3 * heads * slots * 16 * torch.bfloat16.itemsize == model.kv_bytes(capacity, 3)
     assert read.fork([0]).kv_bytes == model.kv_bytes(capacity)
 
 

@@ -13,6 +13,9 @@ from kvbench.harness.engine.rotary import Rotation
 from kvbench.harness.models.families import FAMILIES, tiny_model
 from kvbench.harness.models.selfcheck import check
 
+pytestmark = pytest.mark.fast
+
+
 REFUSED = {
     "bloom": "AttentionInterface", "codegen": "AttentionInterface", "falcon": "AttentionInterface",
     "gptj": "AttentionInterface", "llama4_text": "differ", "mpt": "AttentionInterface",

@@ -24,6 +24,9 @@ from kvbench.policies.scissorhands import Scissorhands
 from kvbench.policies.snapkv import SnapKV
 from kvbench.policies.tova import Tova
 
+pytestmark = pytest.mark.fast
+
+
 LENGTH, SEED, PROMPT = 44, 3, 10
 CASES = {
     "tova": (Tova(), rules.tova(False)),

@@ -31,6 +31,9 @@ from kvbench.policies.simlayerkv import SimLayerKV
 from kvbench.policies.sink_window import SinkWindow
 from kvbench.policies.tables import read_importance
 
+pytestmark = pytest.mark.fast
+
+
 LAYERS, HEADS, GROUP, LENGTH, STREAMS = 4, 2, 2, 48, 2
 SEEDS = [0, 1, 2]
 

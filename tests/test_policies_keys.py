@@ -14,6 +14,9 @@ from kvbench.policies.knorm import Knorm
 from kvbench.policies.lagkv import LagKV
 from kvbench.policies.leverage import Leverage, gaussian_sketch
 
+pytestmark = pytest.mark.fast
+
+
 SEEDS = pytest.mark.parametrize("seed", [0, 1, 2])
 
 

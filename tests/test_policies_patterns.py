@@ -15,6 +15,9 @@ from kvbench.policies.lacache import LaCache
 from kvbench.policies.longformer import Longformer
 from kvbench.policies.sparse_fixed import SparseFixed
 
+pytestmark = pytest.mark.fast
+
+
 LAYERS, HEADS, STREAMS, SEED = 4, 2, 2, 3
 
 

@@ -19,6 +19,9 @@ from kvbench.policies.keydiff import KeyDiff
 from kvbench.policies.knorm import Knorm
 from kvbench.policies.triattention import TriAttention
 
+pytestmark = pytest.mark.fast
+
+
 SEEDS = pytest.mark.parametrize("seed", [0, 1])
 
 

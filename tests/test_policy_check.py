@@ -151,18 +151,13 @@ def test_a_crash_says_where(monkeypatch):
     assert "in importance)" in finding.problem
 
 
-@pytest.mark.parametrize("capacity", [8, 10**9])  # the last passes all that 5,000 and 100,000 would
 @pytest.mark.parametrize("name", default_policies())
-def test_our_policies_break_no_rule_at_any_capacity(name, capacity, monkeypatch):
+def test_our_policies_break_no_rule_at_any_capacity(name, monkeypatch):
     """For the largest stands one of half as many slots as elsewhere, still more than 16 bits can count."""
     monkeypatch.setattr(rules, "LARGEST", 2**16 + 1)
     kind = plugins.policy_class(name)
-    if name == "lambda" and capacity == 8:
-        assert "sinks 10" in broken_rules(kind(), capacity)[0].problem
-    elif name == "rkv" and capacity >= 5_000:
-        pytest.skip("it compares all pairs of keys")
-    else:
-        assert broken_rules(kind(), capacity if kind.evicts else None) == []
+    capacity = 500 if name == "rkv" else 10**9  # it compares all pairs of keys
+    assert broken_rules(kind(), capacity if kind.evicts else None) == []
 
 
 class Late(Policy):

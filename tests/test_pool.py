@@ -99,8 +99,7 @@ def test_any_heads_pages_capacity_prompt_and_batch_equal_the_lists(data):
         torch.testing.assert_close(logits[stream : stream + 1], reference.logits[:, prompt:], atol=BY_FAMILY, rtol=0)
 
 
-@pytest.mark.parametrize("asks", [True, False], ids=["asks", "never waits"])
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(("asks", "every"), [(True, 1), (False, 2)])
 @pytest.mark.parametrize("worth", WORTH)
 def test_heads_that_compete_hold_no_more_than_a_page_a_head_at_every_step(worth, every, asks, monkeypatch):
     """On devices whose numbers the host may read, and as on those where it would have to wait."""
@@ -137,9 +136,15 @@ def test_budgets_that_a_prompt_decides(evict, mode):
 
 @needs_compiler
 @pytest.mark.parametrize(
-    "policy", [AdaKV(), AdaKV(score=H2O()), AdaKV(score=SnapKV(group="max")), Pooled(Random(), 2), Pooled(SmallKeys(), 3)]
+    ("policy", "mode"),
+    [
+        (AdaKV(), "stream"),
+        (AdaKV(score=H2O()), "cache"),
+        (AdaKV(score=SnapKV(group="max")), "clamped"),
+        (Pooled(Random(), 2), "cache"),
+        (Pooled(SmallKeys(), 3), "stream"),
+    ],
 )
-@pytest.mark.parametrize("mode", MODES)
 def test_the_kernels_of_a_step_do_what_the_walk_does(policy: Policy, mode):
     """With statistics that they update, with others, and with none."""
     model, tokens = model_of("llama"), tokens_of(110, 2)

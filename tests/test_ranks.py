@@ -9,6 +9,9 @@ import pytest
 
 from kvbench.harness.report.ranks import Comparison, corrected, holm, places, sign_test
 
+pytestmark = pytest.mark.fast
+
+
 TABLES = 1000
 AT_MOST = 0.072  # of tables: 5 %, and 3.2 standard errors of a share of 1,000
 

@@ -15,6 +15,8 @@ from kvbench.harness.records import RECORD_VERSION, Problem, Record, RecordStore
 from kvbench.harness.report.markdown import md
 from kvbench.harness.report.sections import section
 
+pytestmark = pytest.mark.fast
+
 
 def test_what_is_written_is_read_back(tmp_path: Path):
     store = RecordStore(tmp_path)

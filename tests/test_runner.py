@@ -16,6 +16,9 @@ from kvbench.harness.run.messages import GroupAnswer, RunOrder
 from kvbench.harness.run.request import RunRequest
 from kvbench.harness.run.worker import Worker
 
+pytestmark = pytest.mark.fast
+
+
 SUITE = """
 suite: runner
 version: 1

@@ -16,6 +16,8 @@ from kvbench.policies import AttentionSum
 from kvbench.policies.h2o import H2O
 from kvbench.policies.sink_window import SinkWindow
 
+pytestmark = pytest.mark.fast
+
 
 def agrees(policy=None, capacity: int = 9) -> bool:
     """Whether engine and reference agree on logits and on what is kept, token by token and in blocks."""

@@ -12,6 +12,8 @@ from kvbench.harness.report.rows import Row
 from kvbench.harness.report.shares import answers, difference_ends, paired_shares
 from kvbench.harness.tasks.common.answers import about_intervals, percent_or_status
 
+pytestmark = pytest.mark.fast
+
 
 def quiz(outcomes: str, streams: int, **changes):
     right = outcomes.count("1")

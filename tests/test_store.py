@@ -30,6 +30,9 @@ from kvbench.policies.sink_window import SinkWindow
 from kvbench.policies.snapkv import SnapKV
 from kvbench.policies.window import Window
 
+pytestmark = pytest.mark.fast
+
+
 EVERY: list[Policy] = [Window(), SinkWindow(sinks=2), H2O(), Random()]
 LENGTH = 40
 NAMES = ["int8", "int4", "int2"]

@@ -20,6 +20,9 @@ from kvbench.harness.records.cell import CellSpec
 from kvbench.harness.suite import cells as cells_module
 from kvbench.harness.suite.overrides import Overrides
 
+pytestmark = pytest.mark.fast
+
+
 GOOD = """suite: mine
 version: 1
 model: {id: a/b}

@@ -24,6 +24,9 @@ from kvbench.harness.report.export import rows, write
 from kvbench.harness.report.verify import kv_bytes, problems, verify
 from kvbench.harness.run.request import RunRequest
 
+pytestmark = pytest.mark.fast
+
+
 TASK = {"name": "perplexity", "tokens": 5000, "stride": 4}
 
 
