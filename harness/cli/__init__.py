@@ -21,7 +21,7 @@ from kvbench.harness.core.visible import visible
 
 
 class _Commands(click.Group):
-    """All commands. When a pipe closes, click would exit with 1, which some commands use as an answer."""
+    """Group of all commands. It handles closed pipes: click would exit with 1, which some commands use as an answer."""
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command."""

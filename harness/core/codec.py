@@ -31,7 +31,7 @@ class Codec:
 
     @property
     def bits(self) -> int:
-        """Of a number."""
+        """Bits per coded number."""
         return BITS[self.name]
 
     @property
@@ -45,7 +45,7 @@ class Codec:
         return self.recent > 0
 
     def why_not(self, positions: str, evicts: bool) -> str:
-        """Why a cache can't be stored so; empty if it can. evicts: tokens go while others come in."""
+        """Return why a cache can't be stored so; empty if it can. evicts: whether tokens are evicted as others are read."""
         if self.keys == "rotated" and positions != "stream":
             return "kv: keys: rotated needs positions: stream, where a key's angle never changes"
         return ""
@@ -86,7 +86,7 @@ class Codec:
         return {"codec": self.name, "group": self.group} | self._floats_as_json() | rotated
 
     def _floats_as_json(self) -> dict[str, Any]:
-        """What says which tokens stay in the model's dtype."""
+        """The JSON entry that names the tokens exempt from coding, which stay in the model's dtype."""
         return {"exempt": {"sinks": self.sinks, "recent": self.recent}}
 
     def _words(self) -> list[str]:
@@ -94,7 +94,7 @@ class Codec:
         return [*words, *([f"recent {self.recent}"] if self.recent else [])]
 
     def __str__(self) -> str:
-        """In words, for a label."""
+        """The label: the codec's name, then every setting that is not its default."""
         group = [f"group {self.group}"] if self.group != 32 else []
         return " ".join([self.name, *group, *self._words(), *(["rotated"] if self.keys == "rotated" else [])])
 
@@ -132,13 +132,13 @@ class Kivi(Codec):
         return Codec(f"int{self.bits}", self.group, recent=self.residual + 1)
 
     def why_not(self, positions: str, evicts: bool) -> str:
-        """As `Codec.why_not`; and a group can't lose a token."""
+        """Why a cache can't be stored so. Also refuses caches that evict later: a coded group of tokens can't lose one."""
         if evicts:
             return f"kv: {self.name} codes groups of tokens, which can't lose one: it needs evict: prompt, or dense"
         return super().why_not(positions, evicts)
 
     def refuse_unfit(self, dims: int) -> None:
-        """As `Codec.refuse_unfit`; and a group of tokens must fill whole bytes."""
+        """Check the channels as `Codec.refuse_unfit` does, and that a group of tokens fills whole bytes."""
         super().refuse_unfit(dims)
         if self.group * self.bits % 8:
             raise ValueError(f"kv: groups of {self.group} tokens don't fill whole bytes of {self.name}")
@@ -148,7 +148,7 @@ class Kivi(Codec):
         return dims * (self.residual * self.bits // 8 + 2 * (self.residual // self.group) * itemsize)
 
     def allocated(self, slots: int, key_dim: int, value_dim: int, itemsize: int) -> int:
-        """As `Codec.allocated`, with codes of as many keys as can be coded."""
+        """Bytes of K and V of the slots of one head: whole blocks of coded keys, the key residual in floats, and values."""
         keys = slots // self.residual * self.block_bytes(key_dim, itemsize) + self.residual * key_dim * itemsize
         return keys + self.of_values.allocated(slots, 0, value_dim, itemsize)
 
@@ -162,6 +162,6 @@ class Kivi(Codec):
 def quantized_cache(parameters: Mapping[str, Any]) -> str:
     """How transformers' quantized cache stores K and V, in words. parameters: those that differ from its defaults."""
     names = {"q_group_size": "group", "residual_length": "residual", "axis_key": "key axis", "axis_value": "value axis"}
-    said = [f"{word} {parameters[name]}" for name, word in names.items() if name in parameters]
+    settings = [f"{word} {parameters[name]}" for name, word in names.items() if name in parameters]
     backend = str(parameters.get("backend"))
-    return " ".join([backend if backend == "fp8" else f"{backend}{parameters.get('nbits', 4)}", *said])
+    return " ".join([backend if backend == "fp8" else f"{backend}{parameters.get('nbits', 4)}", *settings])

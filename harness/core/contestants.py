@@ -51,7 +51,7 @@ class Contestant(Policy):
             raise ValueError(f"holds is {self.holds!r}, expected the most tokens that it should hold")
 
     def importance(self, view: CacheView) -> Tensor:
-        """Never asked: no loop of ours holds its tokens."""
+        """Unused: the cache evicts its tokens itself."""
         raise NotImplementedError
 
     def new_cache(self, config: PreTrainedConfig) -> Cache:
@@ -70,12 +70,12 @@ class Contestant(Policy):
             return Cache(layer_class_to_replicate=layer)
         if "config" in inspect.signature(self.named_class).parameters:
             given["config"] = config
-        made: Cache = self.named_class(**given)
-        return made
+        cache: Cache = self.named_class(**given)
+        return cache
 
     @property
     def missing(self) -> str:
-        """Which package it can't do without, and how to get it; empty if all are installed."""
+        """Message that names the missing backend package and how to install it; empty if nothing is missing."""
         is_missing = self._backend is not None and _version(self._backend) is None
         return f"its backend is not installed: pip install {self._backend}" if is_missing else ""
 
@@ -92,7 +92,7 @@ class Contestant(Policy):
 
     @property
     def code(self) -> str:
-        """Whose code runs, in words: files, and packages with their versions."""
+        """Source of the code that runs, as text: file names, and packages with their versions."""
         known, named = packages_distributions() if self.modules else {}, list[str]()
         for module in self.modules:
             packages = known.get(module.split(".")[0], [])
@@ -109,20 +109,20 @@ class Contestant(Policy):
 OURS = frozenset(f.name for f in fields(Contestant))  # of an entry, not of the constructor
 
 
-def contestant_class(name: str, found: Any) -> type[Contestant] | None:
+def contestant_class(name: str, value: Any) -> type[Contestant] | None:
     """The contestant for what a user named; None if that is no class of a cache, of one layer's or of a press.
 
     Raises:
         UserError: a parameter of its constructor has the name of something else, or a press can't run here.
     """
     presses: Any = importlib.import_module("kvbench.harness.core.presses")  # imported late because it imports this one
-    if presses.is_press(found):
+    if presses.is_press(value):
         presses.refuse_other_versions(name)
-        return _dataclass(name, found, presses.Press)
+        return _dataclass(name, value, presses.Press)
     caches: Any = sys.modules.get(_CACHES)
-    if caches is None or not inspect.isclass(found) or not issubclass(found, (caches.Cache, caches.CacheLayerMixin)):
+    if caches is None or not inspect.isclass(value) or not issubclass(value, (caches.Cache, caches.CacheLayerMixin)):
         return None
-    named_class: Any = found
+    named_class: Any = value
     return _dataclass(name, named_class, Contestant)
 
 
@@ -133,11 +133,11 @@ def library_class(attribute: str) -> type[Contestant]:
         UserError: it has no such cache.
     """
     module = importlib.import_module(_CACHES)
-    made = contestant_class(f"hf:{attribute}", getattr(module, attribute, None))
-    if made is None:
-        names = [name for name, found in vars(module).items() if inspect.isclass(found) and issubclass(found, module.Cache)]
+    contestant = contestant_class(f"hf:{attribute}", getattr(module, attribute, None))
+    if contestant is None:
+        names = [name for name, value in vars(module).items() if inspect.isclass(value) and issubclass(value, module.Cache)]
         raise UserError(f"transformers {_version('transformers')} has no cache '{attribute}'{did_you_mean(attribute, names)}")
-    return made
+    return contestant
 
 
 @functools.cache

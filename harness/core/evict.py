@@ -12,7 +12,7 @@ Worth = Literal["mean", "max"]
 
 @dataclass(frozen=True)
 class Pages:
-    """A page of tokens goes as soon as another one is full.
+    """Eviction of whole pages: one page of tokens is evicted as soon as another one is full.
 
     Attributes:
         size: tokens of a page, which came one after the other.
@@ -30,17 +30,17 @@ Evict = int | Literal["prompt"] | Pages  # tokens at once, or: once, what a prom
 
 
 def at_once(evict: Evict) -> int:
-    """Tokens that go at once while others come in."""
+    """Number of tokens evicted together while others are read."""
     return evict.size if isinstance(evict, Pages) else 1 if evict == "prompt" else evict
 
 
 def pages_of(evict: Evict) -> Pages | None:
-    """The pages, if whole ones go."""
+    """The page settings; None unless whole pages are evicted."""
     return evict if isinstance(evict, Pages) else None
 
 
 def evict_as_json(evict: Evict) -> str | dict[str, int | str]:
-    """As a suite and a record write it."""
+    """Return the JSON form that suites and records use."""
     if isinstance(evict, Pages):
         return {"pages": evict.size, "by": evict.by, "worth": evict.worth}
     if evict == "prompt":
@@ -49,7 +49,7 @@ def evict_as_json(evict: Evict) -> str | dict[str, int | str]:
 
 
 def evict_words(evict: Evict) -> Iterator[str]:
-    """What a label says of it; nothing of one token after every step."""
+    """Yield the words that a label shows; none for the default, one token after every step."""
     if isinstance(evict, Pages):
         yield f"pages {evict.size} {evict.by} {evict.worth}"
     elif evict == "prompt":

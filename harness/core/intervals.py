@@ -276,7 +276,7 @@ def clustered_share(hits: NDArray[np.float64], trials: NDArray[np.float64]) -> t
 
 
 def _score_interval(share: float, trials: float, quantile: float) -> tuple[float, float]:
-    """All shares from which the one observed in `trials` independent trials is at most `quantile` standard errors away."""
+    """Return the Wilson interval: shares at most `quantile` standard errors from the one observed in `trials` trials."""
     weight = quantile**2 / trials
     middle, half = share + weight / 2, quantile * math.sqrt(share * (1 - share) / trials + weight / (4 * trials))
     return max(0.0, (middle - half) / (1 + weight)), min(1.0, (middle + half) / (1 + weight))

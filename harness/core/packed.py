@@ -44,8 +44,8 @@ def content(path: Path, limit: int = _MAX_BYTES) -> bytes:
     path = stored(path)
     if path.suffix != SUFFIX:
         return path.read_bytes()
-    found = path.stat()
-    return _unpacked_content(path, limit, (found.st_ino, found.st_mtime_ns, found.st_size))
+    status = path.stat()
+    return _unpacked_content(path, limit, (status.st_ino, status.st_mtime_ns, status.st_size))
 
 
 @lru_cache(maxsize=1)

@@ -170,8 +170,8 @@ def _installed_task(name: str, path: tuple[str, ...]) -> type[Any] | None:  # no
 
 def recorded_name(name: str) -> str:
     """The name of a policy or task in a record, without the folder of its file, which stays private."""
-    where, colon, attribute = name.rpartition(":")
-    return f"{Path(where).name}{colon}{attribute}"
+    module, colon, attribute = name.rpartition(":")
+    return f"{Path(module).name}{colon}{attribute}"
 
 
 def _names(kind: _Kind) -> list[str]:
@@ -194,13 +194,13 @@ def _find(kind: _Kind, name: str) -> type[Any]:
     """
     base = kind.base_class()
     if ":" in name:
-        where, _, attribute = name.rpartition(":")
-        if kind is _POLICY and where == "hf":
+        path, _, attribute = name.rpartition(":")
+        if kind is _POLICY and path == "hf":
             return _contestants().library_class(attribute)
-        module = _user_module(where)
+        module = _user_module(path)
         plugin = getattr(module, attribute, None)
         if plugin is None:
-            raise UserError(f"{where} has no '{attribute}'; {_classes_in(module, where, kind)}")
+            raise UserError(f"{path} has no '{attribute}'; {_classes_in(module, path, kind)}")
     elif name.endswith(".py"):
         raise UserError(f"{name}: {_classes_in(_user_module(name), name, kind)}")
     elif name in _modules(kind):
@@ -238,11 +238,11 @@ def _defined_in(module: ModuleType, kind: type[T]) -> type[T]:
     return classes[0]
 
 
-def _classes_in(module: ModuleType, where: str, kind: _Kind) -> str:
+def _classes_in(module: ModuleType, path: str, kind: _Kind) -> str:
     """The policies or tasks that a user's module defines, for an error message."""
     base = kind.base_class()
     classes = [x for x in vars(module).values() if inspect.isclass(x) and issubclass(x, base)]
-    names = [f"{where}:{x.__name__}" for x in classes if x.__module__ == module.__name__]
+    names = [f"{path}:{x.__name__}" for x in classes if x.__module__ == module.__name__]
     return f"name the class, e.g. {', '.join(names)}" if names else f"it defines no class that inherits from {kind.base_name}"
 
 

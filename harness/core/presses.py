@@ -40,10 +40,10 @@ class Press(Contestant):
     @staticmethod
     def hint(parameter: inspect.Parameter) -> Any:
         """The type of a parameter of the constructor: an entry where it takes a press."""
-        said = str(parameter.annotation)
-        if said.startswith("list"):
+        annotation = str(parameter.annotation)
+        if annotation.startswith("list"):
             return tuple[Any, ...]
-        return Contestant | None if "Press" in said else Any
+        return Contestant | None if "Press" in annotation else Any
 
     def new_press(self) -> Any:
         """The press, which has noted nothing yet."""
@@ -62,9 +62,9 @@ class Press(Contestant):
         return DynamicCache()
 
 
-def is_press(found: Any) -> bool:
+def is_press(value: Any) -> bool:
     """Whether it is a class of press."""
-    bases = inspect.getmro(found) if inspect.isclass(found) else ()
+    bases = inspect.getmro(value) if inspect.isclass(value) else ()
     return any(base.__name__ == "BasePress" and base.__module__.startswith(f"{_PACKAGE}.") for base in bases)
 
 

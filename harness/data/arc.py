@@ -40,19 +40,19 @@ def items(subset: str, split: str, directory: Path | None) -> tuple[str, list[It
         UserError: no questions were found.
     """
     if directory is None:
-        found = tables.hub_rows("ARC", HUB_ID, subset, revision=HUB_REVISION, split=split)
-        return f"{HUB_ID}@{HUB_REVISION[:8]} {subset} {split}", list(_parsed(found, HUB_ID))
+        rows = tables.hub_rows("ARC", HUB_ID, subset, revision=HUB_REVISION, split=split)
+        return f"{HUB_ID}@{HUB_REVISION[:8]} {subset} {split}", list(_parsed(rows, HUB_ID))
     files = tables.files(directory, (SUBSETS, subset), (SPLITS, split))
     return f"local {', '.join(f.name for f in files)}", [x for f in files for x in _parsed(tables.rows(f, _COLUMNS), str(f))]
 
 
-def _parsed(rows: Iterable[dict[str, Any]], where: str) -> Iterator[Item]:
+def _parsed(rows: Iterable[dict[str, Any]], source: str) -> Iterator[Item]:
     for number, row in enumerate(rows):
         try:
             labels, choices = tuple(map(str, row["choices"]["label"])), tuple(map(str, row["choices"]["text"]))
             item = Item(str(row["question"]), labels, choices, str(row["answerKey"]))
         except (KeyError, TypeError) as error:
-            raise UserError(f"{where}: row {number} does not follow ARC's schema ({type(error).__name__}: {error})") from None
+            raise UserError(f"{source}: row {number} does not follow ARC's schema ({type(error).__name__}: {error})") from None
         if item.answer not in labels or len(labels) != len(choices):
-            raise UserError(f"{where}: row {number}: answer '{item.answer}' is not one of the choices")
+            raise UserError(f"{source}: row {number}: answer '{item.answer}' is not one of the choices")
         yield item

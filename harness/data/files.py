@@ -1,4 +1,4 @@
-"""Which files of a user's directory are read."""
+"""Select the files of a user's directory that are read, by suffix and by split."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def _decoded(file: bytes, name: str) -> Image:
 
 
 def _drawn(seed: int, number: int) -> Image:
-    """One image of shapes."""
+    """Draw image `number` of a seed: a gradient, shapes and noise. [size, size, 3] uint8."""
     rng = np.random.default_rng((seed, number))
     y, x = np.mgrid[0 : 1 : _DRAWN_SIZE * 1j, 0 : 1 : _DRAWN_SIZE * 1j]
     left, right = rng.random((2, 3))

@@ -52,8 +52,8 @@ def registers(draw: random.Random, lines: int) -> Lookups:
         contents.append(draw.randint(1, 50_000))
         result.text += record_line(number, contents[-1])
         while draw.random() < _ASKED / (1 + _ASKED):
-            at = draw.randrange(len(contents))
-            result.ask(question(first + at), answer(contents[at]))
+            index = draw.randrange(len(contents))
+            result.ask(question(first + index), answer(contents[index]))
     return result
 
 
@@ -80,8 +80,8 @@ def keys(draw: random.Random, lines: int) -> Lookups:
         values.append([draw.randrange(1, 1000) for _ in range(draw.randint(1, 4))])
         result.text += key_line(key, values[-1])
         while draw.random() < _ASKED / (1 + _ASKED):
-            at = draw.randrange(len(values))
-            result.ask(key_question(known[at]), key_answer(values[at]))
+            index = draw.randrange(len(values))
+            result.ask(key_question(known[index]), key_answer(values[index]))
     return result
 
 
@@ -118,9 +118,9 @@ def chains(draw: random.Random, lines: int) -> Lookups:
     return result
 
 
-def is_exact(said: str, answer: str) -> bool:
+def is_exact(completion: str, answer: str) -> bool:
     """Whether what was said, up to a stop string and without surrounding whitespace, is the answer and nothing else."""
-    return said.strip() == answer
+    return completion.strip() == answer
 
 
 def is_contained(completion: str, answer: str) -> bool:
@@ -134,7 +134,7 @@ def is_contained(completion: str, answer: str) -> bool:
 
 
 def scores(document: Mapping[str, Any], completions: list[str]) -> dict[str, float]:
-    """Both scores of an answer, for lm-eval, which has cut it at the stop string: the exact one and the lenient one."""
+    """Return the exact and the lenient score of a completion, which lm-eval has already cut at the stop string."""
     completion, answer = completions[0], document["answer"]
     return {"exact_match": float(is_exact(completion, answer)), "contained": float(is_contained(completion, answer))}
 

@@ -55,7 +55,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a trace: the label of its line, what it says, and the state that it leaves."""
+    """Step of a program's trace: the label of its line, its words, and the register values after it."""
 
     label: int
     worked: tuple[str, ...]  # operands, result and what the prompt asks to tell; which way it goes
@@ -64,7 +64,7 @@ class Step:
 
     @property
     def words(self) -> list[str]:
-        """All words of the step."""
+        """Words of the step, the jump included."""
         return [*self.worked, self.jump]
 
 
@@ -81,16 +81,16 @@ class Program:
     @classmethod
     def from_prompt(cls, words: Sequence[str]) -> Self:
         """The program that a prompt, all its words, describes."""
-        told = words[1] == "tell"
-        at, lines = head_words(told), dict[int, Line]()
-        while words[at][0] == "L":
-            label, left, _, right, _, target, _, jump = (int(word[1:]) for word in words[at : at + ZERO - 1])
-            other = words[at + ZERO]
+        has_tell = words[1] == "tell"
+        position, lines = head_words(has_tell), dict[int, Line]()
+        while words[position][0] == "L":
+            label, left, _, right, _, target, _, jump = (int(word[1:]) for word in words[position : position + ZERO - 1])
+            other = words[position + ZERO]
             lines[label] = Line(target, left, right, jump, None if other == "end" else int(other[1:]))
-            at += LINE_WORDS
-        values = tuple(int(value) for value in words[at + 1 : -2 : 2])
+            position += LINE_WORDS
+        values = tuple(int(value) for value in words[position + 1 : -2 : 2])
         restate: Restate = "full" if words[0] == "full" else "reads"
-        return cls(lines, int(words[-1][1:]), values, int(words[TOLD][1:]) if told else None, restate)
+        return cls(lines, int(words[-1][1:]), values, int(words[TOLD][1:]) if has_tell else None, restate)
 
     def prompt(self) -> list[str]:
         """The words of the prompt; the trace follows."""
@@ -102,7 +102,7 @@ class Program:
         return [*words, "run", f"L{self.start}"]
 
     def run(self) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
-        """Of each step the label of its line, both operands and the values that it leaves; endless if it never ends."""
+        """Yield (label, left operand, right operand, register values afterwards) per step; endless for a program that loops."""
         label, values = self.start, list(self.values)
         while True:
             line = self.lines[label]
@@ -119,14 +119,14 @@ class Program:
         for label, left, right, values in self.run():
             line, full = self.lines[label], self.restate == "full"
             result = values[line.target]
-            said = [f"v{line.left}", f"{left}", *([f"M{label}"] if full else [])]
-            said += [f"v{line.right}", f"{right}", *([f"N{label}"] if full else [])]
-            said += [f"v{line.target}", f"{result}"]
+            words = [f"v{line.left}", f"{left}", *([f"M{label}"] if full else [])]
+            words += [f"v{line.right}", f"{right}", *([f"N{label}"] if full else [])]
+            words += [f"v{line.target}", f"{result}"]
             if self.tell is not None:
-                said += [f"v{self.tell}", f"{values[self.tell]}"]
+                words += [f"v{self.tell}", f"{values[self.tell]}"]
             goes = line.jump if result else line.zero
-            said.append(f"O{label}" if result else f"Z{label}")
-            yield Step(label, tuple(said), "end" if goes is None else f"L{goes}", values)
+            words.append(f"O{label}" if result else f"Z{label}")
+            yield Step(label, tuple(words), "end" if goes is None else f"L{goes}", values)
 
 
 def head_words(tell: bool) -> int:
@@ -156,23 +156,23 @@ def program(
         ValueError: none was found.
     """
     for _ in range(_TRIES):
-        made = _any_program(draw, lines, restate, tell, registers, far)
-        ends = [label for label, number in _first_zeros(made, steps[1]).items() if number >= steps[0]]
+        candidate = _any_program(draw, lines, restate, tell, registers, far)
+        ends = [label for label, number in _first_zeros(candidate, steps[1]).items() if number >= steps[0]]
         if ends:
             end = draw.choice(ends)
-            return replace(made, lines=made.lines | {end: replace(made.lines[end], zero=None)})
+            return replace(candidate, lines=candidate.lines | {end: replace(candidate.lines[end], zero=None)})
     raise ValueError(f"no program of {lines} lines ends after {steps[0]:,} to {steps[1]:,} steps")
 
 
-def _first_zeros(made: Program, most: int) -> dict[int, int]:
+def _first_zeros(candidate: Program, most: int) -> dict[int, int]:
     """The step at which a line's sum is first 0, by label, in the first `most` steps. Ends where the program begins to loop."""
     firsts: dict[int, int] = {}
-    seen: set[tuple[int, tuple[int, ...]]] = set()
-    for number, (label, _, _, values) in enumerate(itertools.islice(made.run(), most), 1):
-        if (label, values) in seen:
+    visited: set[tuple[int, tuple[int, ...]]] = set()
+    for number, (label, _, _, values) in enumerate(itertools.islice(candidate.run(), most), 1):
+        if (label, values) in visited:
             break
-        seen.add((label, values))
-        if values[made.lines[label].target] == 0:
+        visited.add((label, values))
+        if values[candidate.lines[label].target] == 0:
             firsts.setdefault(label, number)
     return firsts
 
@@ -185,16 +185,16 @@ def _any_program(draw: random.Random, lines: int, restate: Restate, tell: bool, 
     often = everywhere = list(range(count))
     if far:
         circle, often = draw.randint(2, max(2, lines // 2)), draw.sample(everywhere, draw.randint(2, count))
-    made = []
+    code = []
     for number, label in enumerate(labels):
         used = often if number < circle else everywhere
         left, right = draw.sample(used, 2)
         target = left if draw.random() < _ADDS else draw.choice(used)
-        made.append((label, Line(target, left, right, labels[(number + 1) % circle], draw.choice(labels))))
-    draw.shuffle(made)
+        code.append((label, Line(target, left, right, labels[(number + 1) % circle], draw.choice(labels))))
+    draw.shuffle(code)
     values = tuple(draw.randrange(BASE) for _ in range(count))
-    told = draw.randrange(count) if tell else None
-    return Program(dict(made), draw.choice(labels), values, told, restate)
+    register = draw.randrange(count) if tell else None
+    return Program(dict(code), draw.choice(labels), values, register, restate)
 
 
 def programs(draw: random.Random, words: int, far: bool = False) -> Lookups:
@@ -205,13 +205,13 @@ def programs(draw: random.Random, words: int, far: bool = False) -> Lookups:
     most = (words - prompt_words(lines, REGISTERS, tell)) // step_words(restate, tell)
     steps = (max(1, most // 2), max(2, most)) if draw.random() < _ENDS else (max(1, most), 2 * max(1, most))
     try:
-        made = program(draw, lines, restate, tell, steps, far=far)
+        drawn = program(draw, lines, restate, tell, steps, far=far)
     except ValueError:  # few programs of two lines run on for long
         return programs(draw, words, far)
-    result = Lookups(" ".join(made.prompt()))
-    for step in made.steps():
-        for said, is_answer in ((step.worked, True), ((step.jump,), False)):
-            result.count(" " + " ".join(said), is_answer)
+    result = Lookups(" ".join(drawn.prompt()))
+    for step in drawn.steps():
+        for words_of_step, is_answer in ((step.worked, True), ((step.jump,), False)):
+            result.count(" " + " ".join(words_of_step), is_answer)
     return result
 
 

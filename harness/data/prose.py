@@ -79,7 +79,7 @@ MIN_WORDS_BETWEEN, MAX_WORDS_BETWEEN = 32, 8192  # between tellings of a fact, l
 
 @dataclass(frozen=True)
 class Telling:
-    """One telling of a fact."""
+    """Statement of a fact, with its place in the text."""
 
     start: int  # character index of the fact's words in the text
     end: int  # character index after them

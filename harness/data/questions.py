@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class QuizQuestion:
-    """One question of a stream. Places are token indices; ends are exclusive."""
+    """Question of a stream. Places are token indices; ends are exclusive."""
 
     start: int
     prompt_end: int  # where the answer starts

@@ -34,34 +34,34 @@ def conversations(subset: str, turns: int, contexts: int, directory: Path | None
     """
     if directory is None:
         data_files = {"test": f"{subset}/test-*.parquet"}
-        found = tables.hub_rows("SCBench", HUB_ID, revision=HUB_REVISION, data_files=data_files, split="test")
-        source = where = f"{HUB_ID}@{HUB_REVISION[:8]} {subset}"
+        rows = tables.hub_rows("SCBench", HUB_ID, revision=HUB_REVISION, data_files=data_files, split="test")
+        source = place = f"{HUB_ID}@{HUB_REVISION[:8]} {subset}"
     else:
         files = tables.files(directory, (tuple(PROMPTS), subset))
-        found = (row for file in files for row in tables.rows(file, ("context", "multi_turns")))
-        source, where = f"local {', '.join(f.name for f in files)}", str(directory)
-    scripts = list(_scripts(found, subset, turns, contexts, where))
+        rows = (row for file in files for row in tables.rows(file, ("context", "multi_turns")))
+        source, place = f"local {', '.join(f.name for f in files)}", str(directory)
+    scripts = list(_scripts(rows, subset, turns, contexts, place))
     if len(scripts) < contexts:
-        raise UserError(f"{where}: has {len(scripts)} contexts, not {contexts}; set streams lower")
+        raise UserError(f"{place}: has {len(scripts)} contexts, not {contexts}; set streams lower")
     return source, scripts
 
 
-def _scripts(rows: Iterable[dict[str, Any]], subset: str, turns: int, contexts: int, where: str) -> Iterator[Script]:
+def _scripts(rows: Iterable[dict[str, Any]], subset: str, turns: int, contexts: int, place: str) -> Iterator[Script]:
     """The conversations of the first rows."""
     for number, (row, _) in enumerate(zip(rows, range(contexts), strict=False)):
         try:
             pairs = [(str(turn["input"]), str(turn["answer"])) for turn in row["multi_turns"]]
             script = Script(PROMPTS[subset].format(context=row["context"]), apart=True)
         except (KeyError, TypeError) as error:
-            raise UserError(f"{where}: row {number} does not follow SCBench's schema ({type(error).__name__}: {error})") from None
+            raise UserError(f"{place}: row {number} does not follow SCBench's schema ({type(error).__name__}: {error})") from None
         if len(pairs) < turns:
-            raise UserError(f"{where}: row {number} has {len(pairs)} turns, not {turns}; set turns lower")
+            raise UserError(f"{place}: row {number} has {len(pairs)} turns, not {turns}; set turns lower")
         script.prompt = len(script.text)
         for turn, (question, answer) in enumerate(pairs[:turns], 1):
             script.ask(question, answer, f"{answer}\n\n", turn=turn, kind="text")
         yield script
 
 
-def is_right(said: str, gold: str) -> bool:
+def is_right(completion: str, gold: str) -> bool:
     """Whether the right string is anywhere in what was said."""
-    return gold in said
+    return gold in completion

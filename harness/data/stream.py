@@ -26,7 +26,7 @@ _CUTS = (re.compile(r"(?<=\n)(?=\S)"), re.compile(r"(?<=\w)(?= \w)"), re.compile
 
 @dataclass(frozen=True)
 class Text:
-    """One text, such as a book."""
+    """Text with a title, such as a book."""
 
     title: str
     text: str
@@ -150,7 +150,7 @@ def stream(
 
 
 def tokenise(tokenizer: PreTrainedTokenizerBase, text: str, most: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """At most `most` token ids of a text, and for each the UTF-8 byte offset of its end.
+    """Return the first `most` token ids of a text, and the UTF-8 byte offset at which each ends.
 
     The text is tokenised in pieces, because a tokenizer's output takes kilobytes per token. Each piece starts with the last
     character of the previous one, and that character's tokens are dropped. This gives the tokens of the whole text, with two
@@ -184,7 +184,7 @@ def _pieces(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _cut(text: str, start: int) -> tuple[int, bool]:
-    """Where to end the piece that begins at `start`, and whether that is between two tokens for certain."""
+    """Return the end of the piece that begins at `start`, and whether a token boundary is certain there."""
     least, most = start + _MIN_PIECE_CHARACTERS, start + 2 * _MIN_PIECE_CHARACTERS
     for cut in _CUTS:
         if match := cut.search(text, least + 1, most):

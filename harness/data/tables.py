@@ -65,10 +65,10 @@ def rows(file: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
     if missing:
         raise UserError(f"{file}: no column '{missing[0]}', only {', '.join(table.column_names)}")
     try:
-        found: list[dict[str, Any]] = table.to_pylist()
+        result: list[dict[str, Any]] = table.to_pylist()
     except UnicodeDecodeError as error:
         raise UserError(f"{file}: damaged: a row can't be read ({error})") from error
-    return found
+    return result
 
 
 def hub_rows(name: str, hub_id: str, *which: str, **how: Any) -> Iterable[dict[str, Any]]:
@@ -89,10 +89,10 @@ def hub_rows(name: str, hub_id: str, *which: str, **how: Any) -> Iterable[dict[s
         raise UserError(f"{name}: loading from the hub needs the package 'datasets'; install it or give --data DIR") from error
     quiet()
     try:
-        found: Iterable[dict[str, Any]] = load_dataset(hub_id, *which, **how)
+        rows: Iterable[dict[str, Any]] = load_dataset(hub_id, *which, **how)
     except Exception as error:  # datasets raises many kinds when the hub is out of reach
         raise UserError(
             f"{name}: not in the local cache, and the hub is out of reach ({type(error).__name__}); give --data DIR, "
             f"a directory of {hub_id}'s parquet files"
         ) from error
-    return found
+    return rows

@@ -119,7 +119,7 @@ def _manager(include: tuple[str, ...], metadata: tuple[tuple[str, Any], ...], de
 
 
 def unreachable(error: BaseException) -> UserError | None:
-    """If a task's data could not be downloaded, an error that says what to download and where to put it."""
+    """Translate a failed download into an error that says what to download and where to put it; None for other errors."""
     dataset = _dataset_of(error)
     chain = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
@@ -141,7 +141,7 @@ def unreachable(error: BaseException) -> UserError | None:
 
 
 def unknown(error: BaseException) -> UserError | None:
-    """If task names are missing or unknown to lm-eval, an error that says so."""
+    """Translate lm-eval's complaint about missing or unknown task names into a user error; None for other errors."""
     if str(error).startswith("No tasks specified"):
         return UserError("--tasks is missing; 'bench lm-eval ls tasks' lists them")
     match = re.fullmatch(r"Tasks not found: (.+)", str(error).strip())
@@ -152,7 +152,7 @@ def unknown(error: BaseException) -> UserError | None:
 
 
 def refused(error: BaseException, name: str) -> UserError | None:
-    """If lm-eval, transformers or a chat template refused what it was given, its reason as a user's mistake."""
+    """Translate a refusal by lm-eval, transformers or a chat template into a user error; None for other errors."""
     raised_in = [frame.f_globals.get("__name__", "").split(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)]
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if isinstance(error, UserError) or raised_in[-1:] == ["kvbench"] or not kinds & {"ValueError", "TemplateError"}:

@@ -227,7 +227,7 @@ class KVBench(HFLM):  # type: ignore[misc]
         return texts
 
     def _end_of(self, answer: list[int], characters: int) -> str:
-        """At least so many characters of an answer before its last token, and those of that token; all of a shorter answer.
+        """Decode the end of an answer: its last token and at least `characters` characters before that; all if shorter.
 
         A token may be part of a character or no text at all, so the number of tokens follows from the text.
         """
@@ -239,7 +239,7 @@ class KVBench(HFLM):  # type: ignore[misc]
             tokens *= 2
 
     def _sampler(self, settings: dict[str, Any]) -> Callable[[Sequence[int]], Sampler]:
-        """What chooses tokens, by lm-eval's settings. As in `hf`, top_k and top_p that are not given are those of the model.
+        """Return the sampler for lm-eval's settings. As in `hf`, top_k and top_p default to the model's own.
 
         Raises:
             UserError: a setting is not supported.

@@ -190,8 +190,8 @@ class RequestReader:
         max_difference = 0 if self.reads_whole_prompts else _MAX_LENGTH_DIFFERENCE
         for batch in self._batches(order, lambda i: lengths[i], max_difference):
             draw = sampler([0 if seeds is None else seeds[i] for i in batch])
-            said = self._answers([shortened[i] for i in batch], [lengths[i] for i in batch], max_tokens, ended, draw)
-            answers |= dict(zip(batch, said, strict=True))
+            batch_answers = self._answers([shortened[i] for i in batch], [lengths[i] for i in batch], max_tokens, ended, draw)
+            answers |= dict(zip(batch, batch_answers, strict=True))
             done(len(batch))
         return [answers[i] for i in range(len(shortened))]
 

@@ -43,12 +43,12 @@ def gguf_folder(file: Path) -> Path:
         _refuse_unreadable(header, file)
         _log.warning("bench: %s: converting it, once, to a model folder in %s", file.name, parent.parent)
         with tempfile.TemporaryDirectory(prefix="new-", dir=parent.parent) as temporary:
-            made = Path(temporary) / parent.name
-            _convert(file, header, made / file.stem)
+            new_folder = Path(temporary) / parent.name
+            _convert(file, header, new_folder / file.stem)
             marker = {"file": file.name, "sha256": sha256, "quantised": _quantisation(header)}
-            (made / MARKER).write_text(json.dumps(marker))
+            (new_folder / MARKER).write_text(json.dumps(marker))
             if not parent.exists():  # another process may have been faster
-                made.rename(parent)
+                new_folder.rename(parent)
     return next(path for path in parent.iterdir() if path.is_dir())
 
 

@@ -24,7 +24,7 @@ MARKER = "gguf.json"  # beside the folder of a converted model, so that a copy o
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One row of the table of tensors."""
+    """Entry of the header's tensor table."""
 
     name: str
     elements: int

@@ -27,11 +27,11 @@ def devices_for_layers(first: torch.device, count: int) -> list[torch.device]:
     start, present = first.index or 0, torch.cuda.device_count()
     if start + count > present:
         raise UserError(f"model.devices: {count}, but this machine has {present} CUDA devices, {first} the first used")
-    return [torch.device("cuda", start + at) for at in range(count)]
+    return [torch.device("cuda", start + offset) for offset in range(count)]
 
 
 def device_map(config: PreTrainedConfig, dtype: torch.dtype, devices: Sequence[torch.device], model_class: Any) -> DeviceMap:
-    """Which module lies on which device: whole layers in order, and no device with many more bytes than another.
+    """Map each module to a device: whole layers in order, with about as many bytes on each device.
 
     Raises:
         UserError: the model has fewer layers than there are devices.

@@ -52,7 +52,7 @@ def device_of(name: str | torch.device) -> torch.device:
 
 
 def _dtype(name: str) -> torch.dtype:
-    """One of `DTYPES`; or float64, to compare two computations almost without rounding."""
+    """Return the torch dtype of a name in `DTYPES`, or float64, to compare computations almost without rounding."""
     return torch.float64 if name == "float64" else DTYPES[name]
 
 

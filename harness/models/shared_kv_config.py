@@ -24,7 +24,7 @@ class SharedKVConfig(Qwen3Config):
 
 
 def kv_sources(config: Any) -> list[int]:
-    """For every layer of any decoder in transformers, the one whose K and V it reads, as far as the config says so.
+    """Return for each layer the index of the layer whose K and V it reads, according to the config of a transformers decoder.
 
     `num_kv_shared_layers` (Gemma) counts layers at the end that read the last layer of their kind before them.
 

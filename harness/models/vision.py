@@ -30,7 +30,7 @@ _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """What the tokens of an image are: special tokens ([CLS], then registers), then patches row by row."""
+    """Token order of an image: special tokens ([CLS], then registers), then patches row by row."""
 
     rows: int  # of patches
     columns: int  # of patches
@@ -43,7 +43,7 @@ class TokenLayout:
         return self.special + self.rows * self.columns
 
     def name(self, position: int) -> str:
-        """What a token is: "[CLS]", "[register 1]" and so on, or "patch"."""
+        """Name of the token at a position: "[CLS]", "[register 1]", "[special 1]" or "patch"."""
         if position >= self.special:
             return "patch"
         register = position - (self.special - self.registers)
@@ -112,7 +112,7 @@ def vision_config(config: PreTrainedConfig) -> PreTrainedConfig | None:
 
 
 def load_image_reader(directory: Path) -> ImageReader:
-    """What reads images for a model, given the directory of its files or, for random weights, its config file.
+    """Load the image reader of a model from the directory of its files or, for random weights, from its config file.
 
     Raises:
         UserError: it is no vision transformer, or its image processor can't be loaded.

@@ -126,7 +126,7 @@ def broken_rules(policy: Policy, capacity: int | None, device: torch.device = CP
 
 
 def _smaller(on: Case) -> Case | None:
-    """The same policy at a capacity at which all rules are cheap to check; None if it is at one already, or can't be."""
+    """Return the case at a capacity where all rules are cheap to check; None if it has one already, or can't take it."""
     if on.policy.scope == "slot" or on.capacity <= _COMPARED:
         return None
     try:
@@ -146,8 +146,8 @@ def refuse_if_broken(name: str, policy: Policy, capacity: int | None, device: to
     findings = [] if plugins.is_ours(type(policy)) else broken_rules(policy, capacity, device)
     first = next((f for f in findings if f.error is None), None)
     if first is not None:
-        where, option = (name, "") if capacity is None else (f"{name} at capacity {capacity}", f" --capacity {capacity}")
-        raise UserError(f"{where} breaks a rule ({first.rule}): {first.problem}; see 'bench policy check {name}{option}'")
+        label, option = (name, "") if capacity is None else (f"{name} at capacity {capacity}", f" --capacity {capacity}")
+        raise UserError(f"{label} breaks a rule ({first.rule}): {first.problem}; see 'bench policy check {name}{option}'")
 
 
 def _shape(on: Case) -> str:

@@ -36,7 +36,7 @@ def first_full_view(policy: Policy, capacity: int, device: torch.device) -> Cach
 
 
 def later(view: CacheView, tokens: int) -> CacheView:
-    """The same cache, `tokens` further into its stream."""
+    """Return a copy of the view whose positions and step are shifted by `tokens`."""
     moved = copy.copy(view)
     moved.position, moved.step = view.position + tokens, view.step + tokens
     return moved

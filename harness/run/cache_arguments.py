@@ -48,14 +48,14 @@ def policy_of(policy: str | Policy | type[Policy], parameters: Mapping[str, Any]
     if isinstance(policy, Policy) and not parameters:
         return policy
     if isinstance(policy, str):
-        made = policy_from(policy, parameters)
+        built = policy_from(policy, parameters)
     elif inspect.isclass(policy) and issubclass(policy, Policy):
-        made = policy(**parameters)
+        built = policy(**parameters)
     else:
         raise UserError(f"policy: expected a name, file.py:Class, a class or an instance with its parameters, not {policy!r}")
     if parameters:
-        refuse_wrong_types(made, parameters)
-    return made
+        refuse_wrong_types(built, parameters)
+    return built
 
 
 def whole_number(name: str, value: Any, least: int, most: int) -> int:

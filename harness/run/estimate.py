@@ -124,7 +124,7 @@ def _weight_bytes(spec: ModelSpec, shape: ModelShape) -> int:
 
 
 def _seconds(cell: Cell, shape: ModelShape, rate: float, overhead: float) -> float:
-    """Of a cell, without a trial: products of matrices, and small operations of the walk."""
+    """Estimate a cell's seconds without a trial, from its matrix products and the small operations of the walk."""
     task = plugins.task_class(cell.task.name)
     tokens = task.total(cell.task)
     attended = (cell.capacity or task.longest(cell.task)) + 1

@@ -20,12 +20,12 @@ Group = Sequence[Prepared]  # what is measured at once: one cell, or the cells o
 
 def groups(prepared: Sequence[Prepared]) -> list[Group]:
     """Cells that are measured at once: one alone, or those of one model, task and seed if the task measures side by side."""
-    found: dict[str, list[Prepared]] = {}
+    by_key: dict[str, list[Prepared]] = {}
     for item in prepared:
         cell = item.cell
         alone = "" if item.task.together else cell.id
-        found.setdefault(digest([cell.model.model_dump(), cell.task.model_dump(), cell.seed, alone]), []).append(item)
-    return list(found.values())
+        by_key.setdefault(digest([cell.model.model_dump(), cell.task.model_dump(), cell.seed, alone]), []).append(item)
+    return list(by_key.values())
 
 
 def needs_machine(group: Group) -> bool:
@@ -83,7 +83,7 @@ class RunWatcher:
 
 
 class Ledger(Protocol):
-    """What a run offers to an executor."""
+    """Interface of a run that executors use: its records, and callbacks for groups and outcomes."""
 
     store: RecordStore
     watcher: RunWatcher
@@ -97,7 +97,7 @@ class Ledger(Protocol):
         """
 
     def references(self, group: Group) -> list[Record | None]:
-        """For each cell, the record that it is compared with while it is measured; None if there is none."""
+        """Return for each cell the record it is compared with while it is measured; None if there is none."""
 
     def done(self, item: Prepared, outcome: Outcome) -> None:
         """Write a cell's record.

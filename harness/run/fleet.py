@@ -84,11 +84,11 @@ class Fleet:
             UserError: names the first that does not start, whose code differs, or that lacks the device.
         """
         ours = about_here()
-        asked = {worker.actor.about.remote(): worker for worker in workers}
-        late = self.ray.wait(list(asked), num_returns=len(asked), timeout=START_S)[1]
+        answers = {worker.actor.about.remote(): worker for worker in workers}
+        late = self.ray.wait(list(answers), num_returns=len(answers), timeout=START_S)[1]
         if late:
-            raise UserError(f"{asked[late[0]].name}: not started after {START_S:.0f} s: is the cluster busy with other work?")
-        for ref, worker in asked.items():
+            raise UserError(f"{answers[late[0]].name}: not started after {START_S:.0f} s: is the cluster busy with other work?")
+        for ref, worker in answers.items():
             worker.about = self._get(ref, worker)
             for name in (name for name in ours if name not in _WHERE):
                 theirs = worker.about.get(name, "none")
@@ -166,7 +166,7 @@ class Fleet:
 
 
 def about_here() -> dict[str, str]:
-    """What a worker must have in common with the run's own process, and where it is."""
+    """Return facts about this process: those that workers must share with it, such as versions, and its location."""
     about: dict[str, str] = _about()()
     return about
 

@@ -79,12 +79,12 @@ class Cache(AnsweringCache):
         rope_length = None if rope_length is None else whole_number("rope_length", rope_length, 1, LONGEST_STREAM)
         seed = whole_number("seed", seed, -LARGEST_INTEGER, LARGEST_INTEGER)
         try:
-            asked = policy_of(policy, parameters)
-            self._config = CacheConfig(asked, capacity, positions, limit, seed, evict_from(evict), kv_from(kv))
+            unbound = policy_of(policy, parameters)
+            self._config = CacheConfig(unbound, capacity, positions, limit, seed, evict_from(evict), kv_from(kv))
             if capacity is not None:
-                asked.bind(capacity)
-            self._name = plugins.name_of(type(asked)) if plugins.is_ours(type(asked)) else type(asked).__name__
-            refuse_if_broken(self._name, asked, capacity, hf.device)
+                unbound.bind(capacity)
+            self._name = plugins.name_of(type(unbound)) if plugins.is_ours(type(unbound)) else type(unbound).__name__
+            refuse_if_broken(self._name, unbound, capacity, hf.device)
             self._route = Route.of(hf, rope_length)
             if capacity is not None:
                 refuse_too_large(self._route.model, self._config, capacity)
@@ -97,7 +97,7 @@ class Cache(AnsweringCache):
         self.reset()
 
     def report(self) -> dict[str, Any]:
-        """What is kept, as plain values. Syncs with the host.
+        """Return what the cache holds, as plain values. Syncs with the host.
 
         `seen` are the tokens read of each text, padding included, and `kept` those held, the mean over texts, layers and KV
         heads. Bytes are those of all texts together: of K and V of the tokens held, of all slots for K and V, and of everything

@@ -33,12 +33,12 @@ class _Retrieval:
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, terms: Terms) -> Tensor:
         """[B, H * G, T, D], [B, H, T, D], [B, H, T, Dv] -> [B, H * G, T, Dv]."""
         shape, tokens = self._model.shape_of(layer), keys.shape[2]
-        at = torch.arange(tokens, device=keys.device)
+        positions = torch.arange(tokens, device=keys.device)
         if shape.rotation is not None:
-            factors = shape.rotation.factors(at, keys.dtype, tokens)
+            factors = shape.rotation.factors(positions, keys.dtype, tokens)
             query, keys = (rotate(shape.rotation.pair(x), factors) for x in (query, keys))
         keys, values = (x.repeat_interleave(shape.group_of_reader, 1) for x in (keys, values))
-        age = at[:, None] - at
+        age = positions[:, None] - positions
         sees = (age >= 0) if shape.sliding_window is None else (age >= 0) & (age < shape.sliding_window)
         scores = torch.matmul(query * terms.scaling, keys.mT)
         heads = scores.shape[1]
@@ -46,8 +46,8 @@ class _Retrieval:
             terms = terms._replace(sink_logits=terms.sink_logits.repeat_interleave(tokens))
         mass = weights(scores.flatten(0, 1), terms, heads, sees).view(scores.shape)
         second = torch.arange(self._copy, tokens - 1, device=keys.device)
-        found = mass[:, :, second, second - self._copy + 1].float().mean((0, 2))
-        best, cache = found.view(shape.heads, shape.group_of_reader).amax(1), self._model.readers[layer].cache
+        induction = mass[:, :, second, second - self._copy + 1].float().mean((0, 2))
+        best, cache = induction.view(shape.heads, shape.group_of_reader).amax(1), self._model.readers[layer].cache
         self.scores[cache] = torch.maximum(best, self.scores.get(cache, best))
         return torch.matmul(mass.to(values.dtype), values)
 

@@ -44,9 +44,9 @@ def mapped_steps(item: Prepared, steps: KeepSteps) -> list[int] | None:
     return None if tokens is None or not policy.caches or isinstance(policy, Contestant) else steps.of(tokens)
 
 
-def steps_wanted(item: Prepared, asked: KeepSteps | None) -> str | None:
+def steps_wanted(item: Prepared, keep: KeepSteps | None) -> str | None:
     """The steps that a finished record's keep map must be of; None if the record needs no map."""
-    return None if asked is None or mapped_steps(item, asked) is None else asked.text
+    return None if keep is None or mapped_steps(item, keep) is None else keep.text
 
 
 def refuse_unmappable(prepared: Sequence[Prepared], steps: KeepSteps) -> None:
@@ -65,13 +65,13 @@ def refuse_unmappable(prepared: Sequence[Prepared], steps: KeepSteps) -> None:
 class KeepMapWriter:
     """A keep map while it is written: a parquet file with a row per stream, chosen step, layer and KV head."""
 
-    def __init__(self, path: Path, asked: KeepSteps, steps: Sequence[int]) -> None:
+    def __init__(self, path: Path, keep: KeepSteps, steps: Sequence[int]) -> None:
         """Begin the file.
 
-        `asked` is the option that chose the steps.
+        `keep` is the option that chose the steps.
         """
         pa, parquet = arrow()
-        self._path, self._asked = path, asked
+        self._path, self._keep = path, keep
         self._schema = pa.schema([
             ("stream", pa.int32()), ("step", pa.int32()), ("layer", pa.int16()), ("head", pa.int16()),
             ("positions", pa.list_(pa.int32())),
@@ -122,7 +122,7 @@ class KeepMapWriter:
         with self._path.open("rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         put_in_place(self._path, path)
-        return {"file": path.name, "sha256": sha256, "steps": self._asked.text}
+        return {"file": path.name, "sha256": sha256, "steps": self._keep.text}
 
     def discard(self) -> None:
         """Remove the file, unless it is in its place."""
@@ -232,16 +232,16 @@ def _parts(cuts: Sequence[int], count: int) -> Iterator[tuple[int, int]]:
     return zip([0, *ends], ends, strict=False)
 
 
-def open_map(item: Prepared, store: RecordStore, asked: KeepSteps | None) -> KeepMapWriter | None:
+def open_map(item: Prepared, store: RecordStore, keep: KeepSteps | None) -> KeepMapWriter | None:
     """The keep map of a cell that is about to be measured; None if none is asked for, or it can have none.
 
     Raises:
         OSError: the folder of its record can't be written to.
     """
-    steps = None if asked is None else mapped_steps(item, asked)
-    if asked is None or steps is None:
+    steps = None if keep is None else mapped_steps(item, keep)
+    if keep is None or steps is None:
         return None
-    return KeepMapWriter(new_partial(store.trace_path(item.record, SUFFIX)), asked, steps)
+    return KeepMapWriter(new_partial(store.trace_path(item.record, SUFFIX)), keep, steps)
 
 
 def settle_map(keep_map: KeepMapWriter | ReceivedMap | None, record: Record, store: RecordStore) -> None:

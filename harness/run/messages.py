@@ -1,4 +1,4 @@
-"""What a run and its workers send each other: a `CellOrder` out, a `CellAnswer` back, whether through a pipe or through Ray.
+"""Messages between a run and its workers: a `CellOrder` out, a `CellAnswer` back, through a pipe or through Ray.
 
 Every message is JSON with the version of the record format, and a receiver of another version refuses it in one line. Models come
 from the worker's own disk or the hub. A user's own files and the data are sent to other machines, and read again on this one.
@@ -66,7 +66,7 @@ class CellOrder:
 
 @dataclass(frozen=True)
 class RunOrder:
-    """What every worker of a run gets once.
+    """Message that every worker of a run receives once.
 
     Attributes:
         cells: all cells that it may measure.
@@ -130,7 +130,7 @@ class CellAnswer:
 
     @classmethod
     def from_value(cls, value: dict[str, Any]) -> Self:
-        """From the JSON of a message."""
+        """Build the answer from the parsed JSON of a message."""
         trace, kept = value["trace"], value["keep_map"]
         files = {"trace": trace and b64decode(trace), "keep_map": kept and (b64decode(kept[0]), kept[1])}
         return cls(**value | files)
@@ -161,7 +161,7 @@ class CellAnswer:
 
 @dataclass(frozen=True)
 class GroupAnswer:
-    """What a worker answers to a group.
+    """Answer of a worker to a group of cells.
 
     Attributes:
         cells: by number; empty after a mistake.
@@ -233,23 +233,23 @@ def pack(
         axes = {"evict": evict_as_json(cell.evict), "kv": None if cell.kv is None else cell.kv.as_json()}
         plain = {name: getattr(cell, name) for name in _PLAIN} | axes
         task = cell.task.model_dump(exclude_none=True)
-        where = None if wanted is None else numbers[id(wanted.data)]
+        text_number = None if wanted is None else numbers[id(wanted.data)]
         sha256 = "" if wanted is None else wanted.data.ids_sha256
         key, facts = ("", {}) if wanted is None else (wanted.record.key, wanted.facts)
-        orders.append(CellOrder(plain, model, task, parameters, cell.id, key, facts, where, sha256))
+        orders.append(CellOrder(plain, model, task, parameters, cell.id, key, facts, text_number, sha256))
     order = RunOrder(orders, files, os.getcwd(), options.data, device, threads, options.block, options.walk, options.keep)
     return order, texts
 
 
 def _add_file(name: str, files: dict[str, bytes]) -> None:
-    where, colon, attribute = name.rpartition(":")
-    if where == "__main__":
+    module, colon, attribute = name.rpartition(":")
+    if module == "__main__":
         raise UserError(f"{name}: a worker can't import {attribute}: write it to a file, and give file.py:{attribute}")
-    if colon and where.endswith(".py") and where not in files:
+    if colon and module.endswith(".py") and module not in files:
         try:
-            files[where] = Path(where).expanduser().read_bytes()
+            files[module] = Path(module).expanduser().read_bytes()
         except OSError as error:
-            raise UserError(f"{where}: can't be read ({error.strerror})") from error
+            raise UserError(f"{module}: can't be read ({error.strerror})") from error
 
 
 def data_to_json(data: Data) -> str | None:
@@ -324,7 +324,7 @@ def _plain(value: Any) -> str:
 
 
 def _content(line: str, sender: str = "") -> Any:
-    """What a message holds.
+    """Return the content of a message, after checking its version.
 
     Raises:
         UserError: it has another version.

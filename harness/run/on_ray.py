@@ -54,7 +54,7 @@ for process in processes:
 
 @dataclass(frozen=True)
 class RaySettings:
-    """Where to run.
+    """Settings of a run on Ray.
 
     Attributes:
         address: of a cluster: HOST:PORT, or auto; "local" starts Ray on this machine.
@@ -132,11 +132,11 @@ class RayExecutor:
             _connect(ray, settings.address)
             self._owns_ray = True
             self._guard = _Guard(others) if settings.address == LOCAL else None
-        where = "this machine" if settings.address == LOCAL else settings.address
+        cluster = "this machine" if settings.address == LOCAL else settings.address
         machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         gpus = sum(machine.get("GPU", 0.0) for machine in machines)
         need = needs(self._cells[0].resources, settings.device, settings.threads, gpus)
-        count = number_of_workers(settings.workers, machines, need, len(self._cells), where)
+        count = number_of_workers(settings.workers, machines, need, len(self._cells), cluster)
         self._device = "cuda" if "GPU" in need else "cpu"
         self._fleet = Fleet(ray, need, self._device, settings.threads)
         self._fleet.meet([self._fleet.start() for _ in range(count)])
@@ -151,7 +151,7 @@ class RayExecutor:
 
 
 def needs(resources: Resources, device: str, threads: int, cluster_gpus: float) -> dict[str, float]:
-    """What one worker takes.
+    """Return the Ray resources that one worker reserves.
 
     `device` and `threads` are options of the command line.
 
@@ -176,21 +176,21 @@ def room(machine: Mapping[str, float], need: Mapping[str, float]) -> int:
 
 
 def number_of_workers(
-    asked: int | None, machines: Sequence[Mapping[str, float]], need: Mapping[str, float], cells: int, where: str
+    requested: int | None, machines: Sequence[Mapping[str, float]], need: Mapping[str, float], cells: int, cluster: str
 ) -> int:
     """How many workers to start: as many as were asked for, else as many as find room, but not more than there are cells.
 
-    `where` names the cluster in messages.
+    `cluster` names the cluster in messages.
 
     Raises:
         UserError: names the first worker that finds no room.
     """
     places = sum(room(machine, need) for machine in machines)
-    wanted = max(asked or 1, 1)
+    wanted = max(requested or 1, 1)
     if places < wanted:
         has = f"{len(machines)} machine{'s' if len(machines) != 1 else ''} with {_words(_total(machines, need)) or 'nothing'}"
-        raise UserError(f"worker-{places + 1} of {wanted}: no room: a worker takes {_words(need)}, and {where} has {has}")
-    return min(asked or places, cells)
+        raise UserError(f"worker-{places + 1} of {wanted}: no room: a worker takes {_words(need)}, and {cluster} has {has}")
+    return min(requested or places, cells)
 
 
 def _total(machines: Sequence[Mapping[str, float]], need: Mapping[str, float]) -> dict[str, float]:
@@ -279,7 +279,7 @@ class _Guard:
     """
 
     def __init__(self, others: Sequence[psutil.Process]) -> None:
-        """From now on, all processes that this one has started end with it, but not the others."""
+        """Make all processes that this one has started end with it, except `others`."""
         pids = [str(process.pid) for process in _descendants() if process not in others]
         self._process = subprocess.Popen(
             [sys.executable, "-c", _GUARD, *pids], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True

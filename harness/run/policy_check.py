@@ -142,8 +142,8 @@ def _merged(rule: str, by_case: Sequence[tuple[Case, list[RuleResult]]], evicts:
         return next((f for _, f in of_rule if not f.note), of_rule[0][1])
     capacity, first = wrong[0]
     also = f", and at {', '.join(str(c) for c, _ in wrong[1:])}" if wrong[1:] else ""
-    where = f" (at capacity {capacity}{also})" if evicts else ""
-    return RuleResult(rule, first.problem + where, error=first.error)
+    scope = f" (at capacity {capacity}{also})" if evicts else ""
+    return RuleResult(rule, first.problem + scope, error=first.error)
 
 
 def _tiny(vocabulary: int = _VOCABULARY) -> Model:

@@ -48,7 +48,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """What a run needs to know of the measuring machine before it starts.
+    """Facts about the measuring machine that a run needs before it starts.
 
     Attributes:
         device: name of its device.

@@ -43,7 +43,7 @@ class StderrConsole(Console):
 
 @dataclass
 class _InFlight:
-    """What a worker, or this process, measures now."""
+    """Cell that a worker, or this process, is measuring."""
 
     label: str
     number: int  # of the cell
@@ -90,13 +90,13 @@ class _Leaders:
             best[cell.capacity] = worth, f"{label} ({headline(record)})"
 
     def text(self) -> str:
-        """Who leads at each of the largest capacities of the question that was measured last; empty if nobody does."""
+        """Return the leader at each of the largest capacities of the question measured last; empty if there is none."""
         leaders = [text for _, (_, text) in sorted(self._best.get(self._last, {}).items())][-_MOST_LEADERS:]
         return f"best so far: {', '.join(leaders)}" if leaders else ""
 
 
 def _worth(record: Record) -> float | None:
-    """What cells of one question are compared by, more is better: nats per token, or the share of right answers."""
+    """Return the figure that ranks cells of a question, higher is better: negated NLL or accuracy; None without either."""
     nll, answers = record.measured(NllMetrics), record.measured(QuestionMetrics)
     return -nll.nll if nll is not None else None if answers is None else answers.accuracy
 

@@ -1,4 +1,4 @@
-"""What a run measures, as the command line or Python requests it: a suite and changes to it."""
+"""Request for a run, from the command line or Python: a suite and changes to it."""
 
 from __future__ import annotations
 
@@ -112,12 +112,12 @@ class RunRequest:
         from kvbench.harness.core.contestants import Contestant
 
         missing = {cell.id: cell.policy.missing for cell in cells if isinstance(cell.policy, Contestant)}
-        absent, found = [cell for cell in cells if missing.get(cell.id)], [cell for cell in cells if not missing.get(cell.id)]
+        absent, installed = [cell for cell in cells if missing.get(cell.id)], [cell for cell in cells if not missing.get(cell.id)]
         for cell in absent:
-            if self.policies or not found:
+            if self.policies or not installed:
                 raise UserError(f"{cell.place or self.suite}: {cell.name}: {missing[cell.id]}")
             watcher.note(f"{cell.name} is left out", missing[cell.id])
-        return found
+        return installed
 
     def _options(self, block: int | None, walk: bool, fresh: bool, keep: KeepSteps | None) -> RunOptions:
         """How to run.

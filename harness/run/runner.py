@@ -103,7 +103,7 @@ class _Book:
         self.watcher.begin(label, len(self.records) + 1, len(self._names), total, worker)
 
     def references(self, group: Group) -> list[Record | None]:
-        """For each cell, the record that it is compared with while it is measured; None if there is none."""
+        """Return for each cell the record it is compared with while it is measured; None if there is none."""
         return [None if item.cell.reference is None else self.records[item.cell.reference.id] for item in group]
 
     def done(self, item: Prepared, outcome: Outcome) -> None:

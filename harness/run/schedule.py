@@ -1,4 +1,4 @@
-"""Which group a free worker measures next. Pure: no clock, no input, no output.
+"""Choose the group that a free worker measures next. Pure: no clock, no input, no output.
 
 A worker goes on with the model that it has loaded, longest group first. Without such a group it takes the model that has most
 left to do for each worker that holds it. Groups that need their machine to themselves come last: by then the other workers of

@@ -85,19 +85,19 @@ class Worker:
 
     def check(self, numbers: Sequence[int]) -> str:
         """Look for the models, the code and the data of cells. Returns what is wrong; empty if nothing is."""
-        seen = set[Any]()
+        checked = set[Any]()
         try:
             for number in numbers:
                 cell, order = self._cells[number], self._order.cells[number]
-                if cell.model not in seen:
-                    found = weights_digest(self._directory(cell))
-                    if found != order.facts["weights_sha256"]:
+                if cell.model not in checked:
+                    weights = weights_digest(self._directory(cell))
+                    if weights != order.facts["weights_sha256"]:
                         return f"{order.model['id']}: its files differ from those of the process that started the run"
-                if (code := order.facts["policy_sha256"]) not in seen and source_digest(cell.policy) != code:
+                if (code := order.facts["policy_sha256"]) not in checked and source_digest(cell.policy) != code:
                     return f"the code of the policy {cell.name} differs from that of the process that started the run"
-                if order.data is None and order.data_sha256 not in seen:
+                if order.data is None and order.data_sha256 not in checked:
                     self._data(number)
-                seen |= {cell.model, code, order.data_sha256}
+                checked |= {cell.model, code, order.data_sha256}
         except UserError as error:
             return str(error)
         return ""
@@ -155,8 +155,8 @@ class Worker:
         if isinstance(value, dict):
             return {k: self._here(v) for k, v in value.items()}
         if isinstance(value, str):
-            where, colon, attribute = value.rpartition(":")
-            return f"{self._own[where]}:{attribute}" if colon and where in self._own else value
+            module, colon, attribute = value.rpartition(":")
+            return f"{self._own[module]}:{attribute}" if colon and module in self._own else value
         return value
 
     def _directory(self, cell: Cell) -> Path:

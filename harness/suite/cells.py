@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Cell:
-    """One (model, policy, capacity, evict, task, seed): the unit of work, of resuming and of records."""
+    """Combination of model, policy, capacity, evict, task and seed: the unit of work, of resuming and of records."""
 
     suite: str
     suite_version: int
@@ -203,7 +203,7 @@ def _refuse_idle(task: _TaskEntry, entries: Sequence[Entry], source: Source) -> 
     if task.evicts is not None and moments and not set(task.evicts) & set(moments):
         theirs, its = (", ".join(dict.fromkeys(str(evict_as_json(m)) for m in x)) for x in (moments, task.evicts))
         raise source.error(
-            (*task.at, "evict"), f"evict: {its}, but the suite's policies evict: {theirs}; add it to the suite's evict"
+            (*task.location, "evict"), f"evict: {its}, but the suite's policies evict: {theirs}; add it to the suite's evict"
         )
 
 
@@ -273,7 +273,7 @@ class _TaskEntry(NamedTuple):
     options: BaseModel
     policies: list[str] | None  # names; None: all
     evicts: list[Evict] | None  # None: all
-    at: Location  # in the suite's file
+    location: Location  # in the suite's file
 
     def is_for(self, entry: Entry) -> bool:
         """Whether an entry of the suite's policies is measured in this task."""
@@ -283,28 +283,28 @@ class _TaskEntry(NamedTuple):
         )
 
 
-def _tasks(given: dict[str, Any], source: Source, at: Location) -> Iterator[_TaskEntry]:
+def _tasks(given: dict[str, Any], source: Source, location: Location) -> Iterator[_TaskEntry]:
     """The tasks of an entry, its lists multiplied out."""
     only = given.get("policies")
     if only is not None and not (isinstance(only, list) and all(isinstance(name, str) for name in only)):
-        raise source.error((*at, "policies"), "a list of the names of policies")
+        raise source.error((*location, "policies"), "a list of the names of policies")
     for name in only or []:
         try:
             plugins.policy_class(name)
         except UserError as error:
-            raise source.error((*at, "policies"), str(error)) from None
+            raise source.error((*location, "policies"), str(error)) from None
     try:
         evicts = [evict_from(value) for value in multiplied(given["evict"])] if "evict" in given else None
     except ValueError as error:
-        raise source.error((*at, "evict"), f"evict: {error}, not {repr(given['evict'])[:60]}") from None
+        raise source.error((*location, "evict"), f"evict: {error}, not {repr(given['evict'])[:60]}") from None
     for one in spread({k: v for k, v in given.items() if k not in ("policies", "evict")}):
-        yield _TaskEntry(*_task(one, source, at), only, evicts, at)
+        yield _TaskEntry(*_task(one, source, location), only, evicts, location)
 
 
 def _cell(suite: SuiteFile, model: ModelSpec, given: _TaskEntry, entry: Entry, source: Source) -> Cell:
     return Cell(
         suite.suite, suite.version, model, given.options, entry.name, entry.policy, _capacity(model, given, entry, source),
-        entry.positions, entry.limit, entry.seed, entry.evict, entry.kv, source.place(entry.at),
+        entry.positions, entry.limit, entry.seed, entry.evict, entry.kv, source.place(entry.location),
     )  # fmt: skip
 
 
@@ -316,23 +316,23 @@ def _capacity(model: ModelSpec, given: _TaskEntry, entry: Entry, source: Source)
     """
     refused = given.task.why_not(given.options, entry.evict)
     if refused:
-        raise source.error((*entry.at, "evict"), f"evict: {refused}")
+        raise source.error((*entry.location, "evict"), f"evict: {refused}")
     if entry.budget is None or isinstance(entry.budget, int):
         return entry.budget
     try:
         capacity = capacity_of(entry, entry.budget, model, given.task.prompt_tokens(given.options))
     except ValueError as error:
-        raise source.error((*entry.at, "capacity"), f"capacity: {error}") from None
+        raise source.error((*entry.location, "capacity"), f"capacity: {error}") from None
     entry.refuse_if_unfit(capacity, source)
     return capacity
 
 
-def _task(value: dict[str, Any], source: Source, at: Location) -> tuple[type[Any], BaseModel]:
+def _task(value: dict[str, Any], source: Source, location: Location) -> tuple[type[Any], BaseModel]:
     name = value.get("name")
     if not isinstance(name, str):
-        raise source.error(at, "the task's 'name' is missing")
+        raise source.error(location, "the task's 'name' is missing")
     try:
         task = plugins.task_class(name)
     except UserError as error:
-        raise source.error((*at, "name"), str(error)) from None
-    return task, validated(task.options, value, source, at)
+        raise source.error((*location, "name"), str(error)) from None
+    return task, validated(task.options, value, source, location)

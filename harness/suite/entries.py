@@ -29,7 +29,7 @@ from kvbench.policies import Policy, PositionMode
 
 @dataclass(frozen=True)
 class Entry:
-    """One policy with its axes, before it meets a model and a task.
+    """Policy with its axes, before it is combined with a model and a task.
 
     Attributes:
         name: of the policy, as the suite has it.
@@ -40,7 +40,7 @@ class Entry:
         positions: where RoPE puts a cached token.
         limit: largest distance of positions `clamped`.
         seed: of the policy's random numbers.
-        at: place of the entry in the suite.
+        location: place of the entry in the suite.
         blamed: place to name if the policy can't serve the capacity.
     """
 
@@ -52,7 +52,7 @@ class Entry:
     positions: PositionMode
     limit: int | None
     seed: int
-    at: Location
+    location: Location
     blamed: Location
 
     def refuse_if_unfit(self, capacity: int | None, source: Source) -> None:
@@ -70,7 +70,7 @@ class Entry:
         except ValueError as error:
             raise source.error(self.blamed, f"{self.name}: {error}") from None
         except Exception as error:  # a user's policy may raise anything
-            raise source.error(self.at, f"{self.name}: {described(error)}") from error
+            raise source.error(self.location, f"{self.name}: {described(error)}") from error
 
 
 def entries(suite: SuiteFile, index: int, source: Source) -> Iterator[Entry]:
@@ -79,12 +79,12 @@ def entries(suite: SuiteFile, index: int, source: Source) -> Iterator[Entry]:
     Raises:
         UserError: describes the first mistake, with its line.
     """
-    at: Location = ("policies", index)
-    name, kind, given = _named(suite.policies[index], source, at)
+    location: Location = ("policies", index)
+    name, kind, given = _named(suite.policies[index], source, location)
     is_contestant = issubclass(kind, Contestant)
     for key in AXES if is_contestant else ():
         if key in given:
-            raise source.error((*at, key), f"{name} decides {key} itself: leave it out")
+            raise source.error((*location, key), f"{name} decides {key} itself: leave it out")
     schema = entry_schema(name, kind)
     defaults = {"capacity": suite.capacity, "evict": suite.evict, "positions": suite.positions, "limit": suite.limit}
     defaults |= {"seed": suite.seed, "kv": suite.kv}
@@ -92,25 +92,25 @@ def entries(suite: SuiteFile, index: int, source: Source) -> Iterator[Entry]:
         defaults["evict"] = "prompt"
     fixed = {k: v for k, v in defaults.items() if k in schema.model_fields and v is not None} | given
     for key in fixed.keys() - given.keys():
-        source.inherit((*at, key), (key,))
+        source.inherit((*location, key), (key,))
     modes = fixed.get("positions")
     if not kind.evicts and isinstance(modes, list) and "stream" in modes:  # then ranks are positions, and two modes are one
         fixed["positions"] = ["cache", *(mode for mode in modes if mode not in ("stream", "cache"))]
-    for one in _spread(kind, fixed, source, at):
-        chosen = _values(validated(schema, one, source, at))
+    for one in _spread(kind, fixed, source, location):
+        chosen = _values(validated(schema, one, source, location))
         budget, evict, positions, limit, seed, kv = (chosen.pop(k, None) for k in AXES)
         if "capacity" in schema.model_fields and budget is None:
-            raise source.error(at, f"{name} needs a capacity")
-        overridden = [key for key in one if key != "seed" and source.is_overridden((*at, key))]
-        place = at if overridden or "capacity" in given or suite.capacity is None else ()
+            raise source.error(location, f"{name} needs a capacity")
+        overridden = [key for key in one if key != "seed" and source.is_overridden((*location, key))]
+        place = location if overridden or "capacity" in given or suite.capacity is None else ()
         blamed = (*place, *(overridden or ["capacity"])[:1])
-        policy = _made(name, kind, chosen, source, at, blamed)
+        policy = _built(name, kind, chosen, source, location, blamed)
         limit = limit if positions == "clamped" else None
         usual: PositionMode = "stream" if is_contestant else "cache"  # a model rotates keys before it caches them
         refused = "" if kv is None else kv.why_not(positions or usual, kind.evicts and (evict or 1) != "prompt")
         if refused:
-            raise source.error((*at, "kv"), refused)
-        entry = Entry(name, policy, budget, evict or 1, kv, positions or usual, limit, seed or 0, at, blamed)
+            raise source.error((*location, "kv"), refused)
+        entry = Entry(name, policy, budget, evict or 1, kv, positions or usual, limit, seed or 0, location, blamed)
         entry.refuse_if_unfit(budget if isinstance(budget, int) else None, source)
         yield entry
 
@@ -214,14 +214,14 @@ def refuse_wrong_types(policy: Policy, given: Iterable[str]) -> None:
         raise UserError(f"{kind.__name__}: {first['loc'][0]}: {first['msg']}, not {first['input']!r}") from None
 
 
-def policies_from(holder: type[Policy], value: Any, source: Source, at: Location) -> Iterator[Policy]:
+def policies_from(holder: type[Policy], value: Any, source: Source, location: Location) -> Iterator[Policy]:
     """The policies that a parameter stands for: a name, or a mapping with a name and parameters, its lists multiplied out.
 
     Raises:
         UserError: describes the first mistake, with its line.
     """
     listed = isinstance(value, list)
-    for place, item in [((*at, i), v) for i, v in enumerate(value)] if listed else [(at, value)]:
+    for place, item in [((*location, i), v) for i, v in enumerate(value)] if listed else [(location, value)]:
         name, kind, given = _named(item, source, place)
         if issubclass(holder, Contestant) != issubclass(kind, Contestant):
             raise source.error(place, f"{name} and what holds it run in different loops")
@@ -230,34 +230,34 @@ def policies_from(holder: type[Policy], value: Any, source: Source, at: Location
             raise source.error(place, f"{name} {why}, so no policy can hold it")
         schema = parameter_schema(name, kind)
         for one in _spread(kind, given, source, place):
-            yield _made(name, kind, _values(validated(schema, one, source, place)), source, place, place)
+            yield _built(name, kind, _values(validated(schema, one, source, place)), source, place, place)
 
 
-def _named(entry: Any, source: Source, at: Location) -> tuple[str, type[Policy], dict[str, Any]]:
+def _named(entry: Any, source: Source, location: Location) -> tuple[str, type[Policy], dict[str, Any]]:
     """Name and class of the policy of an entry, and everything else that the entry says.
 
     Raises:
         UserError: it has no name, or there is no such policy.
     """
     if not isinstance(entry, (str, dict)):
-        raise source.error(at, f"expected a policy's name or a mapping with its name, not {repr(entry)[:60]}")
+        raise source.error(location, f"expected a policy's name or a mapping with its name, not {repr(entry)[:60]}")
     given = {"name": entry} if isinstance(entry, str) else dict(entry)
     name = given.pop("name", None)
     if not isinstance(name, str):
-        raise source.error(at, "the policy's 'name' is missing")
+        raise source.error(location, "the policy's 'name' is missing")
     try:
         return name, plugins.policy_class(name), given
     except UserError as error:
-        raise source.error((*at, "name"), str(error)) from None
+        raise source.error((*location, "name"), str(error)) from None
 
 
-def _spread(kind: type[Policy], given: dict[str, Any], source: Source, at: Location) -> Iterator[dict[str, Any]]:
+def _spread(kind: type[Policy], given: dict[str, Any], source: Source, location: Location) -> Iterator[dict[str, Any]]:
     """Multiply out the lists of an entry, those inside its axes and the policies it holds included."""
     held = policy_fields(kind)
-    made = {k: list(policies_from(kind, v, source, (*at, k))) for k, v in given.items() if k in held and v is not None}
+    policies = {k: list(policies_from(kind, v, source, (*location, k))) for k, v in given.items() if k in held and v is not None}
     axes = {k: multiplied(v) for k, v in given.items() if k in ("capacity", "evict", "kv")}
     sequences = {k: _tuples(v) for k, v in given.items() if k in tuple_fields(kind) and isinstance(v, list)}
-    yield from spread(given | axes | made | sequences)
+    yield from spread(given | axes | policies | sequences)
 
 
 def _tuples(value: list[Any]) -> list[tuple[Any, ...]]:
@@ -266,13 +266,15 @@ def _tuples(value: list[Any]) -> list[tuple[Any, ...]]:
     return [tuple(item) for item in value] if several else [tuple(value)]
 
 
-def _made(name: str, kind: type[Policy], parameters: dict[str, Any], source: Source, at: Location, blamed: Location) -> Policy:
+def _built(
+    name: str, kind: type[Policy], parameters: dict[str, Any], source: Source, location: Location, blamed: Location
+) -> Policy:
     try:
         return kind(**parameters)
     except ValueError as error:
         raise source.error(blamed, f"{name}: {error}") from None
     except Exception as error:  # a user's policy may raise anything
-        raise source.error(at, f"{name}: {described(error)}") from error
+        raise source.error(location, f"{name}: {described(error)}") from error
 
 
 def _values(fields: BaseModel) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from kvbench.policies import PositionMode
 
 
 class ModelSpec(BaseModel):
-    """Which model to load, and how."""
+    """Model to load, and options for loading it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -48,7 +48,7 @@ class ModelSpec(BaseModel):
 
 
 class Resources(BaseModel):
-    """What every worker of a run needs. It changes no number, so it is in no cell id."""
+    """Resources that each worker of a run needs. They change no figure, so they enter no cell id."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -42,52 +42,52 @@ class Source:
         except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
             raise UserError(f"{path}: not YAML ({str(error).splitlines()[0]})") from error
 
-    def _note(self, node: yaml.Node, at: Location) -> None:
+    def _note(self, node: yaml.Node, location: Location) -> None:
         """Remember the line of every key and item."""
-        self.places[at] = f"{self.path}:{node.start_mark.line + 1}"
-        if len(at) > 8:
-            raise UserError(f"{self.places[at]}: nested too deeply")
+        self.places[location] = f"{self.path}:{node.start_mark.line + 1}"
+        if len(location) > 8:
+            raise UserError(f"{self.places[location]}: nested too deeply")
         if isinstance(node, yaml.SequenceNode):
             for i, item in enumerate(node.value):
-                self._note(item, (*at, i))
+                self._note(item, (*location, i))
         elif isinstance(node, yaml.MappingNode):
-            seen: set[str] = set()
+            keys: set[str] = set()
             for key, value in node.value:
                 place = f"{self.path}:{key.start_mark.line + 1}"
                 if not isinstance(key, yaml.ScalarNode):
                     raise UserError(f"{place}: a key must be a word")
-                if key.value in seen:
+                if key.value in keys:
                     raise UserError(f"{place}: '{key.value}' is given twice")
-                seen.add(key.value)
-                self._note(value, (*at, key.value))
-                self.places[(*at, key.value)] = place
+                keys.add(key.value)
+                self._note(value, (*location, key.value))
+                self.places[(*location, key.value)] = place
 
-    def place(self, at: Location) -> str:
+    def place(self, location: Location) -> str:
         """File and line of a value or, if that is unknown, of the innermost value around it."""
-        while at not in self.places and at:
-            at = at[:-1]
-        return self.places[at]
+        while location not in self.places and location:
+            location = location[:-1]
+        return self.places[location]
 
-    def error(self, at: Location, message: str) -> UserError:
+    def error(self, location: Location, message: str) -> UserError:
         """An error at a value."""
-        return UserError(f"{self.place(at)}: {message}")
+        return UserError(f"{self.place(location)}: {message}")
 
-    def inherit(self, at: Location, origin: Location) -> None:
-        """Give the value at `at` the place of the one it was inherited from."""
+    def inherit(self, location: Location, origin: Location) -> None:
+        """Give the value at `location` the place of the one it was inherited from."""
         if origin in self.places:
-            self.places[at] = self.places[origin]
+            self.places[location] = self.places[origin]
 
-    def is_overridden(self, at: Location) -> bool:
+    def is_overridden(self, location: Location) -> bool:
         """Whether the value comes from the command line."""
-        return self.places.get(at, "").startswith("--")
+        return self.places.get(location, "").startswith("--")
 
-    def put(self, at: Location, value: Any, place: str) -> None:
+    def put(self, location: Location, value: Any, place: str) -> None:
         """Set a value from the command line. `place` is the option, for error messages."""
         target: Any = self.data
-        for step in at[:-1]:
+        for step in location[:-1]:
             target = target[step]
-        target[at[-1]] = value
-        self.places = {k: v for k, v in self.places.items() if k[: len(at)] != at} | {at: place}
+        target[location[-1]] = value
+        self.places = {k: v for k, v in self.places.items() if k[: len(location)] != location} | {location: place}
 
 
 class Settings(Source):
@@ -99,7 +99,7 @@ class Settings(Source):
         self.data = {}
 
 
-def validated(kind: type[M], value: Any, source: Source, at: Location) -> M:
+def validated(kind: type[M], value: Any, source: Source, location: Location) -> M:
     """Validate a part of the data against a model.
 
     Raises:
@@ -107,7 +107,7 @@ def validated(kind: type[M], value: Any, source: Source, at: Location) -> M:
     """
     for place, number in _integers(value):
         if abs(number) > LARGEST_INTEGER:
-            raise source.error((*at, *place), f"{'.'.join(map(str, place))}: {number} is beyond {LARGEST_INTEGER:,}")
+            raise source.error((*location, *place), f"{'.'.join(map(str, place))}: {number} is beyond {LARGEST_INTEGER:,}")
     try:
         part = kind.model_validate(value)
     except ValidationError as error:
@@ -117,21 +117,21 @@ def validated(kind: type[M], value: Any, source: Source, at: Location) -> M:
         )
         name = ".".join(str(x) for x in first["loc"][:1])
         if first["type"] == "extra_forbidden":
-            raise source.error((*at, *place), f"unknown key '{name}'{did_you_mean(name, kind.model_fields)}") from None
+            raise source.error((*location, *place), f"unknown key '{name}'{did_you_mean(name, kind.model_fields)}") from None
         if first["type"] == "missing":
-            raise source.error(at, f"'{name}' is missing") from None
+            raise source.error(location, f"'{name}' is missing") from None
         if first["type"] == "value_error" and not first["loc"]:  # a model's own message, about several keys
-            raise source.error(at, first["msg"].removeprefix("Value error, ")) from None
+            raise source.error(location, first["msg"].removeprefix("Value error, ")) from None
         got = repr(first["input"])
-        raise source.error((*at, *place), f"{name}: {first['msg']}, not {got[:60]}") from None
+        raise source.error((*location, *place), f"{name}: {first['msg']}, not {got[:60]}") from None
     for key, given in value.items() if isinstance(value, dict) else ():
         if isinstance(given, bool) and not isinstance(getattr(part, key, given), bool):
-            raise source.error((*at, key), f"{key}: expected a number, not {str(given).lower()}")
+            raise source.error((*location, key), f"{key}: expected a number, not {str(given).lower()}")
     return part
 
 
 def _integers(value: Any) -> Iterator[tuple[Location, int]]:
-    """All integers in lists and mappings, each with its location."""
+    """Yield (location, value) of every integer in nested lists and mappings."""
     if isinstance(value, int):
         yield (), value
     parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()

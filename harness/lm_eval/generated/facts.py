@@ -47,17 +47,17 @@ _NEEDLE = Kind()
 
 
 def needle(**_: Any) -> dict[str, Dataset]:
-    """One fact, at any depth of generated prose."""
+    """Ask for a single fact, at any depth of generated prose."""
     return _splits("needle", _NEEDLE, _generated_prose())
 
 
 def book(data: str | None = None, **_: Any) -> dict[str, Dataset]:
-    """One fact, at any depth of a passage from a book. data: a folder of books; the hub's PG-19 if not given."""
+    """Ask for a single fact, at any depth of a passage from a book. data: a folder of books; the hub's PG-19 if not given."""
     return _splits("book", _NEEDLE, _book_passages(None if data is None else Path(data)))
 
 
 def distracted(**_: Any) -> dict[str, Dataset]:
-    """One of two facts that differ in the name of the place; the other one is repeated again and again."""
+    """Ask for the unrepeated one of two facts that differ in the name of the place; the other is told three more times."""
     return _splits("distracted", Kind(facts=2, retellings=3, asks_repeated=False, depths=(0.0, 0.5)), _generated_prose())
 
 
@@ -72,7 +72,7 @@ def values(**_: Any) -> dict[str, Dataset]:
 
 
 def recent(**_: Any) -> dict[str, Dataset]:
-    """One of several facts, in the last sentences of the text."""
+    """Ask for one of three facts in the last tenth of the text."""
     return _splits("recent", Kind(facts=3, depths=(0.9, 1.0)), _generated_prose())
 
 
@@ -95,10 +95,10 @@ def _document(kind: Kind, passage: str, depth: float, draw: random.Random) -> Do
     low = 10_000 if kind.values == 1 else 100
     answers = [" and ".join(str(draw.randrange(low, 10 * low)) for _ in range(kind.values)) for _ in places]
     facts = [f"{_opening(place, kind.values)} {answer}." for place, answer in zip(places, answers, strict=True)]
-    told = [(depth, facts[0]), *((draw.random(), fact) for fact in facts[1:])]
-    repeated, first = (facts[0], depth) if kind.asks_repeated else (facts[1], told[1][0])
-    told += [(draw.uniform(first, max(first, 0.8)), f"Everyone knows: {repeated}") for _ in range(kind.retellings)]
-    text = _with_facts(re.split(r"(?<=[.!?])\s+", passage), told)
+    placed_facts = [(depth, facts[0]), *((draw.random(), fact) for fact in facts[1:])]
+    repeated, first = (facts[0], depth) if kind.asks_repeated else (facts[1], placed_facts[1][0])
+    placed_facts += [(draw.uniform(first, max(first, 0.8)), f"Everyone knows: {repeated}") for _ in range(kind.retellings)]
+    text = _with_facts(re.split(r"(?<=[.!?])\s+", passage), placed_facts)
     return {
         "text": f"{text}\n\n{_opening(places[0], kind.values)}",
         "answer": answers[0],
@@ -110,10 +110,10 @@ def _opening(place: str, values: int) -> str:
     return f"The account number of {place} is" if values == 1 else f"The two account numbers of {place} are"
 
 
-def _with_facts(sentences: list[str], told: list[tuple[float, str]]) -> str:
+def _with_facts(sentences: list[str], placed_facts: list[tuple[float, str]]) -> str:
     """Sentences with others among them, each at its depth."""
     places = [((number + 0.5) / len(sentences), sentence) for number, sentence in enumerate(sentences)]
-    return " ".join(sentence for _, sentence in sorted([*places, *told], key=lambda placed: placed[0]))
+    return " ".join(sentence for _, sentence in sorted([*places, *placed_facts], key=lambda placed: placed[0]))
 
 
 def _generated_prose() -> Iterator[str]:

@@ -26,17 +26,17 @@ Document = dict[str, Any]
 
 def recent(**_: Any) -> dict[str, Dataset]:
     """The key is one of the last five."""
-    return _splits("recent", lambda draw: _told(draw, range(_KEYS - _RECENT, _KEYS)))
+    return _splits("recent", lambda draw: _key_question(draw, range(_KEYS - _RECENT, _KEYS)))
 
 
 def once(**_: Any) -> dict[str, Dataset]:
     """The key was told once, in the first half."""
-    return _splits("once", lambda draw: _told(draw, range(_KEYS // 2)))
+    return _splits("once", lambda draw: _key_question(draw, range(_KEYS // 2)))
 
 
 def anywhere(**_: Any) -> dict[str, Dataset]:
     """The key was told once, at any place of the text."""
-    return _splits("anywhere", lambda draw: _told(draw, range(_KEYS)))
+    return _splits("anywhere", lambda draw: _key_question(draw, range(_KEYS)))
 
 
 def popular(**_: Any) -> dict[str, Dataset]:
@@ -51,7 +51,7 @@ def distracted(**_: Any) -> dict[str, Dataset]:
 
 def values(**_: Any) -> dict[str, Dataset]:
     """The key has four values, and all are asked for."""
-    return _splits("values", lambda draw: _told(draw, range(_KEYS // 2), count=4))
+    return _splits("values", lambda draw: _key_question(draw, range(_KEYS // 2), count=4))
 
 
 def chain(**_: Any) -> dict[str, Dataset]:
@@ -60,7 +60,7 @@ def chain(**_: Any) -> dict[str, Dataset]:
 
 
 def needle(**_: Any) -> dict[str, Dataset]:
-    """One sentence of another kind, in prose."""
+    """Ask for a sentence that stands in unrelated prose."""
     return _splits("needle", _needle)
 
 
@@ -69,9 +69,9 @@ def _splits(name: str, generate: Callable[[random.Random], Document]) -> dict[st
     return {split: Dataset.from_list([generate(draw) for _ in range(count)]) for split, count in _QUESTIONS.items()}
 
 
-def _question(text: str, told: str, asked: str, answer: str) -> Document:
+def _question(text: str, evidence: str, question: str, answer: str) -> Document:
     """A question about what was told in one place of a text; that place is its depth, from 0 to 1."""
-    return {"text": text + asked, "answer": answer.strip().rstrip("."), "depth": round(text.index(told) / len(text), 4)}
+    return {"text": text + question, "answer": answer.strip().rstrip("."), "depth": round(text.index(evidence) / len(text), 4)}
 
 
 def _records(draw: random.Random, count: int = 1) -> dict[int, list[int]]:
@@ -79,11 +79,11 @@ def _records(draw: random.Random, count: int = 1) -> dict[int, list[int]]:
     return {key: [draw.randrange(1, 1000) for _ in range(count)] for key in draw.sample(range(1, 1000), _KEYS)}
 
 
-def _told(draw: random.Random, asked: range, count: int = 1) -> Document:
-    """Keys, and a question about one of those at the places `asked`."""
+def _key_question(draw: random.Random, places: range, count: int = 1) -> Document:
+    """Keys, and a question about one of those at `places`."""
     records = _records(draw, count)
-    key = list(records)[draw.choice(asked)]
-    text = "".join(lookups.key_line(*told) for told in records.items())
+    key = list(records)[draw.choice(places)]
+    text = "".join(lookups.key_line(*record) for record in records.items())
     return _question(text, lookups.key_line(key, records[key]), lookups.key_question(key), lookups.key_answer(records[key]))
 
 
@@ -94,13 +94,13 @@ def _after_questions(draw: random.Random, popular: bool) -> Document:
     known = draw.sample(keys[: _KEYS // 4], _POPULAR)
     others = [key for key in keys[: _KEYS // 2] if key not in known]
     after = sorted(draw.randrange(_KEYS // 4, _KEYS - _RECENT) for _ in range(_ASKED))
-    text, asked = "", list[int]()
-    for place, told in enumerate(records.items()):
-        text += lookups.key_line(*told)
+    text, questioned = "", list[int]()
+    for place, record in enumerate(records.items()):
+        text += lookups.key_line(*record)
         for _ in range(after.count(place)):
-            asked.append(draw.choice(known))
-            text += lookups.key_question(asked[-1]) + lookups.key_answer(records[asked[-1]])
-    key = draw.choice(asked if popular else others)
+            questioned.append(draw.choice(known))
+            text += lookups.key_question(questioned[-1]) + lookups.key_answer(records[questioned[-1]])
+    key = draw.choice(questioned if popular else others)
     return _question(text, lookups.key_line(key, records[key]), lookups.key_question(key), lookups.key_answer(records[key]))
 
 
@@ -120,10 +120,10 @@ def _chain(draw: random.Random) -> Document:
 def _needle(draw: random.Random) -> Document:
     sentences = _sentences(draw)
     place, number = draw.choice(lookups.PLACES), draw.randrange(1, 1000)
-    at = draw.randrange(len(sentences) // 2)
-    text = " ".join(sentences[:at]) + lookups.needle(place, number) + " ".join(sentences[at:])
-    told = lookups.needle(place, number)
-    return _question(text, told, lookups.needle_question(place), lookups.needle_answer(number))
+    cut = draw.randrange(len(sentences) // 2)
+    text = " ".join(sentences[:cut]) + lookups.needle(place, number) + " ".join(sentences[cut:])
+    sentence = lookups.needle(place, number)
+    return _question(text, sentence, lookups.needle_question(place), lookups.needle_answer(number))
 
 
 def _sentences(draw: random.Random) -> list[str]:
